@@ -1,0 +1,1 @@
+"""Rollout correction for reinforcement learning, for any trainer."""

@@ -1,0 +1,116 @@
+"""Layouts: one set of per-sequence operations for padded and packed batches.
+
+Padded tensors are (B, T). Packed tensors are (N,) with `cu_seqlens` (B + 1,), as in varlen attention. This is the
+only file that knows the difference; every other function takes `cu_seqlens=None` and passes it on. Nothing here reads
+a value, so nothing waits for the GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def check_layout(*, cu_seqlens: Tensor | None = None, **tensors: Tensor) -> None:
+    """Check that the named tensors share one shape and that it fits the layout.
+
+    Raises:
+        ValueError: two shapes differ, the rank is wrong, or `cu_seqlens` is not a non-empty vector.
+    """
+    (first_name, first), *others = tensors.items()
+    for name, tensor in others:
+        if tensor.shape != first.shape:
+            raise ValueError(
+                f"{first_name} {tuple(first.shape)} and {name} {tuple(tensor.shape)} differ; all must have one shape"
+            )
+    if cu_seqlens is None:
+        if first.dim() != 2:
+            raise ValueError(f"expected (B, T), or (N,) with cu_seqlens; got {first_name} {tuple(first.shape)}")
+        return
+    if first.dim() != 1:
+        raise ValueError(f"with cu_seqlens, expected packed (N,) tensors; got {first_name} {tuple(first.shape)}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
+        raise ValueError(f"cu_seqlens must be (B + 1,) with at least one entry, got {tuple(cu_seqlens.shape)}")
+    if cu_seqlens.is_floating_point() or cu_seqlens.is_complex() or cu_seqlens.dtype == torch.bool:
+        raise ValueError(f"cu_seqlens must hold integers, got {cu_seqlens.dtype}")
+
+
+def check_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> None:
+    """Check the values of `cu_seqlens`: starts at 0, never falls, ends at the token count.
+
+    Reads values (a device sync): for loaders and on request, not for the step path.
+
+    Raises:
+        ValueError: names the first offending entry.
+    """
+    offsets = cu_seqlens.tolist()
+    if offsets[0] != 0:
+        raise ValueError(f"cu_seqlens must start at 0, got {offsets[0]}")
+    for i, (start, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
+        if end < start:
+            raise ValueError(f"cu_seqlens must not fall, but entry {i + 1} is {end} after {start}")
+    if offsets[-1] != tokens:
+        raise ValueError(f"cu_seqlens must end at the number of tokens, {tokens}, got {offsets[-1]}")
+
+
+def sequence_count(tokens: Tensor, *, cu_seqlens: Tensor | None = None) -> int:
+    """B, the number of sequences."""
+    return tokens.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+
+
+def sequence_ids(tokens: Tensor, *, cu_seqlens: Tensor) -> Tensor:
+    """The sequence that each packed token belongs to: (N,) int64."""
+    position = torch.arange(tokens.numel(), device=tokens.device)
+    return torch.bucketize(position, cu_seqlens[1:].to(position.dtype), right=True)
+
+
+def sequence_sum(values: Tensor, mask: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Σ of the values of each sequence where mask is true: (B,). Masked values are never read; an empty one gives 0."""
+    valid = values.masked_fill(~mask, 0)
+    if cu_seqlens is None:
+        return valid.sum(dim=-1)
+    out = valid.new_zeros(cu_seqlens.numel() - 1)
+    return out.index_add(0, sequence_ids(values, cu_seqlens=cu_seqlens), valid)
+
+
+def sequence_mean(values: Tensor, mask: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Mean of the values of each sequence where mask is true: (B,). An empty sequence gives 0."""
+    count = token_count(mask, cu_seqlens=cu_seqlens).to(values.dtype)
+    return sequence_sum(values, mask, cu_seqlens=cu_seqlens) / count.clamp(min=1)
+
+
+def sequence_max(values: Tensor, mask: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Largest value of each sequence where mask is true: (B,). An empty sequence gives −inf."""
+    valid = values.masked_fill(~mask, -torch.inf)
+    if cu_seqlens is None:
+        if valid.shape[-1] == 0:
+            return valid.new_full((valid.shape[0],), -torch.inf)
+        return valid.amax(dim=-1)
+    out = valid.new_full((cu_seqlens.numel() - 1,), -torch.inf)
+    return out.scatter_reduce(0, sequence_ids(values, cu_seqlens=cu_seqlens), valid, "amax")
+
+
+def token_count(mask: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+    """c_i, the number of true entries of each sequence: (B,) int64."""
+    if cu_seqlens is None:
+        return mask.sum(dim=-1)
+    out = torch.zeros(cu_seqlens.numel() - 1, dtype=torch.int64, device=mask.device)
+    return out.index_add(0, sequence_ids(mask, cu_seqlens=cu_seqlens), mask.to(torch.int64))
+
+
+def expand(per_sequence: Tensor, like: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Give every token its sequence's value: (B,) → the shape of `like`. Padded: a view."""
+    if cu_seqlens is None:
+        return per_sequence.unsqueeze(-1).expand(like.shape)
+    return per_sequence[sequence_ids(like, cu_seqlens=cu_seqlens)]
+
+
+def pack(padded: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, T) → ((N,), cu_seqlens): keep the true entries, row by row. The number kept is data: this one syncs."""
+    counts = mask.sum(dim=-1)
+    return padded[mask], torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
+
+def unpack(packed: Tensor, mask: Tensor, *, fill: float = 0.0) -> Tensor:
+    """(N,) → (B, T): the inverse of `pack`, with `fill` where mask is false."""
+    return packed.new_full(mask.shape, fill).masked_scatter(mask, packed)

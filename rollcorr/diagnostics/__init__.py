@@ -1,0 +1,1 @@
+"""Statistics or a rollout log in; findings, figures and pages out."""

@@ -1,0 +1,1 @@
+"""Samplers behind one protocol: token ids in, tokens with log-probs out."""

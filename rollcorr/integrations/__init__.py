@@ -1,0 +1,1 @@
+"""One file for each framework; the framework is imported lazily, there only."""

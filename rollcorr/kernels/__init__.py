@@ -1,0 +1,1 @@
+"""Fused twins of core functions: same signature, same result."""

@@ -1,0 +1,1 @@
+"""Reference trainers, each readable top to bottom."""
