@@ -71,15 +71,15 @@ class RolloutCorrectionConfig(PresetMethods):
         rollout_is_threshold: a ceiling C truncates: min(w, C); a band "lo_hi" zeroes weights outside it (IcePop); None
             bounds by `safety_bound` alone.
         rollout_is_batch_normalize: divide the weights by their mean over the batch (after truncation).
-        rollout_rs: rejection criteria, one text with commas or a list: scope_kind with scope token, seq_sum, seq_mean or
-            seq_max and kind k1, k2 or k3 (no seq_max_k1). All must hold. Kept as one text.
+        rollout_rs: rejection criteria, one text with commas or a list: scope_kind with scope token, seq_sum, seq_mean
+            or seq_max and kind k1, k2 or k3 (no seq_max_k1). All must hold. Kept as one text.
         rollout_rs_threshold: one threshold for all criteria, or one for each, with commas (`rollcorr.thresholds`).
         bypass_mode: take μ itself as π_old and skip the old log-probs.
         loss_type: "ppo_clip", or (bypass only) "reinforce".
         rollout_token_veto_threshold: reject a sequence with any token of ρ_t strictly below this; None for no veto.
         apply_is: False measures the weights and leaves the loss unweighted.
-        nonfinite: what NaN and ±inf log-probs on a valid token do: reject the token, reject its sequence, count as ratio
-            1, or raise (which waits for the device).
+        nonfinite: what NaN and ±inf log-probs on a valid token do: reject the token, reject its sequence, count as
+            ratio 1, or raise (which waits for the device).
         safety_bound: log weights are clamped to ± this many nats before exp. At most 88, where float32 ends.
         normalizer: denominators of the loss count what is "kept", all "original" tokens, or the applied "weights".
         batch_normalize_over: the batch mean is over all "valid" units or over the "kept" ones.
@@ -197,8 +197,8 @@ class RolloutCorrectionConfig(PresetMethods):
             inert.append(
                 (
                     "rollout_is",
-                    "does not weight the loss in bypass mode with loss_type='ppo_clip', whose ratio holds the correction "
-                    "already: the weights are metrics only. Say so with apply_is=False, or set loss_type='reinforce'",
+                    "does not weight the loss in bypass mode with loss_type='ppo_clip', whose ratio holds the "
+                    "correction already: weights are metrics only. Write apply_is=False, or loss_type='reinforce'",
                 )
             )
         if not self.weights_reach_loss:
@@ -233,8 +233,8 @@ class LossConfig:
         clip_ratio_low: ε_lo: the ratio is clipped at 1 − ε_lo from below, in [0, 1].
         clip_ratio_high: ε_hi: the ratio is clipped at 1 + ε_hi from above, ≥ 0.
         clip_ratio_c: dual clip: for A < 0 the loss is at most −c A. c > 1; None turns it off.
-        loss_agg_mode: how token losses become one number; None is "token-mean" for ppo_clip and "seq-mean-token-sum" for
-            reinforce.
+        loss_agg_mode: how token losses become one number; None is "token-mean" for ppo_clip and "seq-mean-token-sum"
+            for reinforce.
         loss_scale_factor: divisor of "seq-mean-token-sum-norm", in tokens; None is the padded length.
         kl_coef: weight of the divergence from the reference policy, ≥ 0.
         entropy_coef: weight of the entropy bonus, ≥ 0.
@@ -264,8 +264,8 @@ class LossConfig:
             check_number("loss_scale_factor", self.loss_scale_factor, above=0)
             if self.loss_agg_mode != "seq-mean-token-sum-norm":
                 warnings.warn(
-                    f"loss_scale_factor={self.loss_scale_factor!r} has no effect with loss_agg_mode={self.loss_agg_mode!r}; "
-                    "it divides in 'seq-mean-token-sum-norm' only",
+                    f"loss_scale_factor={self.loss_scale_factor!r} has no effect with "
+                    f"loss_agg_mode={self.loss_agg_mode!r}; it divides in 'seq-mean-token-sum-norm' only",
                     InertOptionWarning,
                     stacklevel=3,
                 )

@@ -49,17 +49,17 @@ class PresetMethods:
 
     @classmethod
     def decoupled_token_is(cls, threshold: Threshold = 2.0) -> Self:
-        """w_t = min(ρ_t, threshold) in decoupled PPO (Token-TIS)."""
+        """Weight min(ρ_t, threshold) in decoupled PPO (Token-TIS)."""
         return cls.preset("decoupled_token_is", threshold=threshold)
 
     @classmethod
     def decoupled_seq_is(cls, threshold: Threshold = 2.0) -> Self:
-        """w = min(Π_t ρ_t, threshold) in decoupled PPO (Seq-TIS)."""
+        """Weight min(Π_t ρ_t, threshold) in decoupled PPO (Seq-TIS)."""
         return cls.preset("decoupled_seq_is", threshold=threshold)
 
     @classmethod
     def decoupled_token_icepop(cls, threshold: Threshold = "0.5_5.0") -> Self:
-        """w_t = ρ_t inside the band, 0 outside, in decoupled PPO (IcePop)."""
+        """Weight ρ_t inside the band, 0 outside, in decoupled PPO (IcePop)."""
         return cls.preset("decoupled_token_icepop", threshold=threshold)
 
     @classmethod

@@ -71,7 +71,7 @@ PRESETS: dict[str, Preset] = {
         parameters=_IS,
     ),
     "decoupled_seq_is_rs": Preset(
-        description="Decoupled PPO; Seq-TIS, and sequences whose product of ratios leaves a band are rejected (Seq-MIS).",
+        description="Decoupled PPO; Seq-TIS, sequences whose product of ratios leaves a band are rejected (Seq-MIS).",
         values={**_SEQ_IS, "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"},
         parameters=_IS_RS,
     ),

@@ -53,8 +53,8 @@ class Criterion:
 
     Raises:
         TypeError: a bound is no number, or a name is no string.
-        ValueError: seq_max_k1 (it does not exist), lower > upper, a bound that is not finite and > 0, a lower bound on k2
-            or k3, or none above.
+        ValueError: seq_max_k1 (it does not exist), lower > upper, a bound that is not finite and > 0, a lower bound on
+            k2 or k3, or none above.
 
     Example:
         >>> Criterion(scope="seq_mean", kind="k1", lower=0.999, upper=1.001).name
@@ -127,8 +127,8 @@ def parse_rejection(names: str | Sequence[str], threshold: Threshold | None) -> 
     texts = threshold_texts(threshold)
     if len(texts) not in (1, len(listed)):
         raise ValueError(
-            f"rollout_rs names {len(listed)} criteria ({', '.join(listed)}) but rollout_rs_threshold {threshold!r} gives "
-            f"{len(texts)}: give one to share, or one for each"
+            f"rollout_rs names {len(listed)} criteria ({', '.join(listed)}) but rollout_rs_threshold {threshold!r} "
+            f"gives {len(texts)}: give one to share, or one for each"
         )
     criteria: dict[str, Criterion] = {}
     for name, text in zip(listed, texts * len(listed) if len(texts) == 1 else texts, strict=True):
@@ -174,7 +174,8 @@ def criterion_names(names: str | Sequence[str]) -> list[str]:
     for name in listed:
         if name not in CRITERIA:
             raise ValueError(
-                f"rollout_rs {names!r}: unknown criterion {name!r}; known are {', '.join(CRITERIA)}.{nearest(name, CRITERIA)}"
+                f"rollout_rs {names!r}: unknown criterion {name!r}; "
+                f"known are {', '.join(CRITERIA)}.{nearest(name, CRITERIA)}"
             )
     return listed
 
@@ -228,11 +229,8 @@ def _criterion(name: str, text: str) -> Criterion:
     wanted = "x for [1/x, x], or a band lo_hi such as '0.5_2.0'"
     if len(parts) == 1:
         return _reciprocal_criterion(scope, option, text, _number(text, option, text, wanted))
-    lower: float | None = _number(parts[0], option, text, wanted)
-    if lower == 0:
-        lower = None
-    else:
-        lower = _positive(option, text, lower)
+    lowest = _number(parts[0], option, text, wanted)
+    lower = None if lowest == 0 else _positive(option, text, lowest)
     upper_text = parts[1].strip()
     if upper_text.lower() == "inf":
         return Criterion(scope=scope, kind=kind, lower=lower)
