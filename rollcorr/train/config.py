@@ -1,0 +1,426 @@
+"""Configuration of a training run: frozen dataclasses, a YAML file over the defaults, dotted overrides over both.
+
+    rollcorr train run.yaml algorithm.rollout_correction=decoupled_token_is optim.lr=1e-4
+
+`algorithm.rollout_correction` is the name of a preset, a block of options in any generation of the schema, or null for
+no correction at all; an empty block measures and corrects nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, get_args, get_type_hints
+
+import yaml
+
+from rollcorr.config import LossConfig, RolloutCorrectionConfig, SamplingSpec
+from rollcorr.schemas import resolve
+
+CORRECTION_KEY = "algorithm.rollout_correction"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which policy to train.
+
+    Attributes:
+        path: directory with a causal language model and its tokenizer; "demo" is the tiny one in the package.
+        config: instead of `path`, fields of a `transformers` configuration for random weights over bytes.
+    """
+
+    path: str | None = "demo"
+    config: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.path is None) == (self.config is None):
+            raise ValueError(
+                f"set either model.path or model.config and make the other null, got {self.path!r} and {self.config!r}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """What to train on.
+
+    Attributes:
+        name: "arithmetic" (synthetic) or "gsm8k" (a JSONL file in the GSM8K format).
+        path: the file, for "gsm8k".
+        max_operand: largest operand, for "arithmetic".
+        bonus_length: tokens after the answer line that earn the whole length bonus.
+    """
+
+    name: Literal["arithmetic", "gsm8k"] = "arithmetic"
+    path: str | None = None
+    max_operand: int = 99
+    bonus_length: int = 24
+
+    def __post_init__(self) -> None:
+        _at_least("task", self, max_operand=1, bonus_length=1)
+        if (self.name == "gsm8k") != (self.path is not None):
+            raise ValueError(f"task.path belongs to task.name=gsm8k, got name={self.name!r} and path={self.path!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmUpConfig:
+    """Supervised steps before the first reinforcement step.
+
+    Attributes:
+        steps: how many; 0 for none.
+        batch_size: problems a step.
+        lr: peak learning rate.
+    """
+
+    steps: int = 0
+    batch_size: int = 128
+    lr: float = 3e-3
+
+    def __post_init__(self) -> None:
+        _at_least("warm_up", self, steps=0, batch_size=1)
+        _positive("warm_up", self, "lr")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """How responses are sampled.
+
+    Attributes:
+        prompts_per_step: problems a step.
+        group_size: responses to each problem.
+        max_new_tokens: longest response.
+        dtype: precision of the sampling copy.
+        refresh_every: steps between two weight updates of the engine; above 1 the rollouts are stale on purpose.
+        batch_size: rows sampled at a time; null for all at once.
+        sampling: temperature, truncation, and which log-probs are recorded.
+    """
+
+    prompts_per_step: int = 16
+    group_size: int = 8
+    max_new_tokens: int = 48
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    refresh_every: int = 1
+    batch_size: int | None = None
+    sampling: SamplingSpec = field(default_factory=SamplingSpec)
+
+    def __post_init__(self) -> None:
+        _at_least("rollout", self, prompts_per_step=1, group_size=2, max_new_tokens=1, refresh_every=1, batch_size=1)
+        if self.sampling.temperature != 1.0 and self.sampling.logprobs == "raw":
+            raise ValueError(
+                f"rollout.sampling.temperature={self.sampling.temperature} with logprobs=raw: raw log-probs ignore the "
+                "temperature, the trainer's do not, so they do not subtract; set rollout.sampling.logprobs=processed"
+            )
+
+    @property
+    def rows(self) -> int:
+        """Responses a step."""
+        return self.prompts_per_step * self.group_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig:
+    """What the batch becomes: advantages, correction, loss.
+
+    Attributes:
+        advantage: "grpo" (divides by the group's deviation), "dr_grpo" (does not) or "rloo" (leave one out).
+        rollout_correction: preset name, block of options, or null for no correction at all.
+        leave_rejected_out_of_baseline: rejected rows do not move their group's baseline; decoupled mode only.
+        loss: clipping, aggregation, and the weights of reference KL and entropy.
+    """
+
+    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    rollout_correction: Any = field(default_factory=dict)
+    leave_rejected_out_of_baseline: bool = False
+    loss: LossConfig = field(default_factory=LossConfig)
+
+    def __post_init__(self) -> None:
+        correction = self.correction
+        if self.leave_rejected_out_of_baseline and (correction is None or correction.bypass_mode):
+            raise ValueError(
+                "algorithm.leave_rejected_out_of_baseline=true needs a correction in decoupled mode: bypass mode rejects "
+                "during the update, after the advantages; set it to false or choose a decoupled preset"
+            )
+
+    @cached_property
+    def correction(self) -> RolloutCorrectionConfig | None:
+        """The checked correction; None for no correction at all."""
+        return None if self.rollout_correction is None else resolve(self.rollout_correction)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW, and how a batch is cut into optimizer steps.
+
+    Attributes:
+        lr: learning rate after `lr_warmup_steps`, constant from there.
+        lr_warmup_steps: training steps over which the learning rate rises linearly.
+        betas: decay of the first and second moment.
+        weight_decay: decoupled decay.
+        max_grad_norm: gradients are scaled down to this norm.
+        ppo_epochs: passes over a batch.
+        mini_batch_size: responses per optimizer step; null for the whole batch.
+        micro_batch_size: responses per forward pass, gradients being accumulated; null for a mini-batch. It changes
+            memory and speed, never the result.
+    """
+
+    lr: float = 3e-4
+    lr_warmup_steps: int = 0
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    ppo_epochs: int = 1
+    mini_batch_size: int | None = None
+    micro_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        _at_least("optim", self, lr_warmup_steps=0, ppo_epochs=1, mini_batch_size=1, micro_batch_size=1)
+        _positive("optim", self, "lr", "max_grad_norm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When to save.
+
+    Attributes:
+        every: training steps between checkpoints; 0 saves only at the end and on interruption.
+        keep: newest checkpoints to keep.
+    """
+
+    every: int = 25
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        _at_least("checkpoint", self, every=0, keep=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """What a run leaves behind, beside `metrics.jsonl`.
+
+    Attributes:
+        rollouts: write a rollout log (Parquet) for each step.
+        tensorboard: write TensorBoard events.
+        evaluate: problems sampled before and after the training to measure accuracy; 0 for none.
+    """
+
+    rollouts: bool = True
+    tensorboard: bool = True
+    evaluate: int = 256
+
+    def __post_init__(self) -> None:
+        _at_least("log", self, evaluate=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A whole run.
+
+    Attributes:
+        run_dir: directory of the run; must not hold one already unless `resume`.
+        resume: go on from the newest checkpoint in `run_dir`.
+        seed: decides data order, sampling and shuffles.
+        steps: training steps in total.
+        device: where the policy trains and samples, e.g. "cpu" or "cuda".
+        threads: CPU threads of torch; null leaves torch's choice. Bit-for-bit repetition needs the same number.
+    """
+
+    run_dir: str = "runs/grpo"
+    resume: bool = False
+    seed: int = 0
+    steps: int = 100
+    device: str = "cpu"
+    threads: int | None = None
+    model: ModelConfig = field(default_factory=ModelConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    warm_up: WarmUpConfig = field(default_factory=WarmUpConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        _at_least("", self, seed=0, steps=1, threads=1)
+
+    def to_yaml(self) -> str:
+        """The effective configuration: every option, and the correction spelled out."""
+        values = dataclasses.asdict(self)
+        correction = self.algorithm.correction
+        values["algorithm"]["rollout_correction"] = None if correction is None else correction.to_dict()
+        return yaml.safe_dump(_plain(values), sort_keys=False, allow_unicode=True)
+
+
+def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> TrainConfig:
+    """Defaults, then the YAML file, then each `dotted.name=value`; the later one wins.
+
+    A block of correction options given after a preset's name changes that preset. Numbers follow YAML 1.2, so `1e-4`
+    is a number and `0.5_2.0` a band, not 0.52.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: a name is unknown (the nearest one is suggested), a value is wrong, or an override has no `=`.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    layers = [] if path is None else [_read_yaml(Path(path))]
+    layers += [_parse_override(text) for text in overrides]
+    for layer in layers:
+        _check_names(layer)
+    correction = merge_corrections(layers)
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(TrainConfig), *(_without_correction(layer) for layer in layers))
+        values = OmegaConf.to_container(merged)
+        assert isinstance(values, dict)
+        values["algorithm"]["rollout_correction"] = correction
+        config: TrainConfig = _build(TrainConfig, values)
+    except OmegaConfBaseException as error:
+        where = f"{error.full_key}: " if error.full_key else ""
+        raise ValueError(where + str(error).splitlines()[0]) from error
+    return config
+
+
+def merge_corrections(layers: Iterable[Mapping[str, Any]]) -> Any:  # noqa: ANN401 (name, block or None)
+    """The last layer's word on `algorithm.rollout_correction`: a name or null replaces, a block adds to what was there."""
+    current: Any = {}
+    for layer in layers:
+        algorithm = layer.get("algorithm") or {}
+        if "rollout_correction" not in algorithm:
+            continue
+        given = algorithm["rollout_correction"]
+        if isinstance(given, Mapping) and isinstance(current, str):
+            preset = resolve(current)
+            current = {} if preset is None else preset.to_dict()
+        current = {**(current or {}), **given} if isinstance(given, Mapping) else given
+    return current
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with the numbers of version 1.2: no underscores inside, and an exponent needs no dot."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 (PyYAML's own class attribute)
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?[0-9]+$"), list("-+0123456789"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf)|\.(?:nan|NaN))$"),
+    list("-+.0123456789"),
+)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"configuration {str(path)!r} does not exist")
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506 (a SafeLoader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: no valid YAML: {error}") from error
+    if not isinstance(values or {}, dict):
+        raise ValueError(f"{path}: expected a block of options, got {type(values).__name__}")
+    return dict(values or {})
+
+
+def _parse_override(text: str) -> dict[str, Any]:
+    name, separator, value = text.partition("=")
+    if not separator or not name:
+        raise ValueError(f"override {text!r} is not of the form dotted.name=value")
+    try:
+        parsed: Any = yaml.load(value, Loader=_Loader)  # noqa: S506 (a SafeLoader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"override {text!r}: the value is no valid YAML") from error
+    for part in reversed(name.removeprefix("+").split(".")):
+        parsed = {part: parsed}
+    return dict(parsed)
+
+
+def _check_names(layer: Mapping[str, Any]) -> None:
+    known = dict(_known_names(TrainConfig))
+    for name, value in _leaves(layer):
+        if name in known and known[name] is not None and not isinstance(value, Mapping):
+            raise ValueError(f"{name} is a block of options, got {value!r}; set {name}.<option> instead")
+        if name not in known:
+            raise ValueError(f"unknown option {name!r}{_suggestion(name, list(known))}")
+
+
+def _leaves(layer: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted names of a nested mapping, down to values and to the free-form blocks."""
+    for key, value in layer.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value and name not in (CORRECTION_KEY, "model.config"):
+            yield from _leaves(value, f"{name}.")
+        else:
+            yield name, value
+
+
+def _known_names(cls: type, prefix: str = "") -> Iterator[tuple[str, type | None]]:
+    """Dotted names of all options, each with its dataclass when it is a block."""
+    hints = get_type_hints(cls)
+    for option in dataclasses.fields(cls):
+        if not option.init:
+            continue
+        block = hints[option.name] if dataclasses.is_dataclass(hints[option.name]) else None
+        yield f"{prefix}{option.name}", block
+        if block is not None:
+            yield from _known_names(block, f"{prefix}{option.name}.")
+
+
+def _suggestion(name: str, known: list[str]) -> str:
+    """The option that was probably meant; else the options of the section that was named."""
+    section, _, last = name.rpartition(".")
+    near = [option for option in known if option.rpartition(".")[2] == last]
+    near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    if not near:
+        ends = {option.rpartition(".")[2]: option for option in known}
+        near = [ends[end] for end in difflib.get_close_matches(last, list(ends), n=1, cutoff=0.75)]
+    if near:
+        return f"; did you mean {' or '.join(map(repr, near))}?"
+    siblings = [option.rpartition(".")[2] for option in known if option.rpartition(".")[0] == section]
+    return f"; options of {section or 'a run'}: {', '.join(siblings)}" if siblings else ""
+
+
+def _without_correction(layer: Mapping[str, Any]) -> dict[str, Any]:
+    algorithm = {key: value for key, value in (layer.get("algorithm") or {}).items() if key != "rollout_correction"}
+    return {**layer, "algorithm": algorithm} if "algorithm" in layer else dict(layer)
+
+
+def _build(cls: type, values: Mapping[str, Any]) -> Any:  # noqa: ANN401
+    """Dataclasses from nested mappings, with every `__post_init__` check."""
+    hints = get_type_hints(cls)
+    arguments = {}
+    for option in dataclasses.fields(cls):
+        if option.init:
+            hint, value = hints[option.name], values[option.name]
+            is_tuple = tuple in (getattr(part, "__origin__", part) for part in (hint, *get_args(hint)))
+            if dataclasses.is_dataclass(hint):
+                value = _build(hint, value)
+            arguments[option.name] = tuple(value) if is_tuple and isinstance(value, list) else value
+    return cls(**arguments)
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401
+    """Only what YAML can write safely: tuples become lists."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _at_least(section: str, config: object, **lowest: int) -> None:
+    for name, limit in lowest.items():
+        value = getattr(config, name)
+        if value is not None and value < limit:
+            raise ValueError(f"{section}.{name} must be at least {limit}, got {value}".removeprefix("."))
+
+
+def _positive(section: str, config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not value > 0:
+            raise ValueError(f"{section}.{name} must be > 0, got {value}")
