@@ -6,6 +6,9 @@ written to `rollcorr/train/assets/demo` (4 MB). Reinforcement learning then has 
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import torch
 from rich.console import Console
 
@@ -48,7 +51,14 @@ def main() -> None:
 
     warm_up(policy, task, steps=STEPS, batch_size=128, learning_rate=3e-3, seed=SEED, stop=good_enough)
     save_policy(policy, ASSETS / "demo")
+    _name_tokenizer_class_for_every_version(ASSETS / "demo" / "tokenizer_config.json")
     console.print(f"wrote {ASSETS / 'demo'}")
+
+
+def _name_tokenizer_class_for_every_version(path: Path) -> None:
+    """transformers 5 writes a class name that 4 does not know; both know this one."""
+    values = json.loads(path.read_text(encoding="utf-8")) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

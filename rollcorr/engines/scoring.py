@@ -65,7 +65,9 @@ def pad_prompts(prompts: list[list[int]], *, pad_token_id: int) -> tuple[Tensor,
     return ids, torch.arange(width) >= width - lengths[:, None]
 
 
-def score_responses(model: nn.Module, tokens: TokenBatch, *, temperature: float = 1.0) -> ResponseScores:
+def score_responses(
+    model: nn.Module, tokens: TokenBatch, *, temperature: float = 1.0, entropy_gradient: bool = False
+) -> ResponseScores:
     """log softmax(logits / temperature)[y_t] for every response token y_t, in float32.
 
     Args:
@@ -73,6 +75,7 @@ def score_responses(model: nn.Module, tokens: TokenBatch, *, temperature: float 
             softmax is taken in float32.
         tokens: prompts and responses. How wide they are padded changes nothing at valid tokens.
         temperature: the sampling temperature, > 0.
+        entropy_gradient: keep the graph of the entropies too; only an entropy bonus needs it.
 
     Returns:
         Log-probs and entropies in nats, (B, T) float32. Positions outside `response_mask` hold garbage.
@@ -88,4 +91,6 @@ def score_responses(model: nn.Module, tokens: TokenBatch, *, temperature: float 
     ).logits[:, :-1]
     log_probs = (logits.float() / temperature).log_softmax(-1)
     log_prob = log_probs.gather(-1, tokens.response_ids[..., None]).squeeze(-1)
-    return ResponseScores(log_prob, -(log_probs.exp() * log_probs).sum(-1))
+    with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_gradient):
+        entropy = -(log_probs.exp() * log_probs).sum(-1)
+    return ResponseScores(log_prob, entropy)
