@@ -1,11 +1,11 @@
 """The correction in one pass over cache-sized blocks, in eager torch: the fast twin of `reference` on every device.
 
-Three steps. Each block of tokens is read once and leaves per-sequence sums and block-wide moments. The per-sequence table
-then decides weights and rejections (`decide`). Last, those decisions are spread over the outputs. No value is read on the
-way, so nothing waits for the device.
+Three steps. Each block of tokens is read once and leaves per-sequence sums and block-wide moments. The per-sequence
+table then decides weights and rejections (`decide`). Last, those decisions are spread over the outputs. No value is read
+on the way, so nothing waits for the device.
 
-Arithmetic inside a block is float64, where it costs no memory traffic: log-ratios of 1e-7 keep their digits, and k3 needs
-no series.
+Arithmetic inside a block is float64, where it costs no memory traffic: log-ratios of 1e-7 keep their digits, and k3
+needs no series.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def blocked_correction(
 
 
 def _blocks(mask: Tensor, cu_seqlens: Tensor | None, size: int) -> Iterator[tuple[slice, Tensor | None]]:
-    """Slices of rows (padded) or of tokens (packed, with each token's sequence); one empty slice when there is no data."""
+    """Slices of rows (padded) or of tokens (packed, with each token's sequence); one empty slice for no data."""
     step = size if cu_seqlens is not None else max(1, size // max(1, mask.shape[1]))
     for start in range(0, max(1, mask.shape[0]), step):
         at = slice(start, start + step)

@@ -161,7 +161,7 @@ def _token_rows(state: _State, bounded: bool) -> None:
 
 
 def _sequence_weights(state: _State, level: Tensor, bounded: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights of whole sequences, their mean over a sequence (the same), and the log weight that is compared to bounds."""
+    """Weights of whole sequences, 0 for empty ones in the second, and the log weight that bounds are compared with."""
     config, sums, bound = state.config, state.sums, state.config.safety_bound
     unit, finite = state.nonempty, level.isfinite()
     raw = bounded_weights(level, safety_bound=bound)

@@ -1,4 +1,4 @@
-"""The correction, one formula at a time on whole float64 tensors: the specification that faster twins are tested against."""
+"""The correction, one formula at a time on whole float64 tensors: what faster twins are tested against."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from rollcorr.core.statistics import STATISTICS_DTYPE, merge_moments
 class SequenceTable:
     """Per-sequence columns, (B,) float64, filled block by block.
 
-    A padded block holds whole rows, so each column entry is written once. A packed block may hold part of a sequence, so
+    A padded block holds whole rows, so each entry is written once. A packed block may hold part of a sequence, so
     columns accumulate.
     """
 
