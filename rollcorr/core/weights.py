@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from rollcorr.core.bounds import inside
+from rollcorr.core.bounds import ratio_inside
 
 
 def bounded_weights(log_weight: Tensor, *, safety_bound: float = 20.0) -> Tensor:
@@ -66,12 +66,12 @@ def masked_weights(log_weight: Tensor, *, lower: float, upper: float, safety_bou
     if lower > upper:
         raise ValueError(f"lower must not exceed upper, got {lower} > {upper}")
     bounded = _widened(log_weight).clamp(-safety_bound, safety_bound)
-    kept = inside(bounded, lower=math.log(lower), upper=math.log(upper)) & (log_weight != -torch.inf)
+    kept = ratio_inside(bounded, lower=lower, upper=upper) & (log_weight != -torch.inf)
     return bounded.exp().masked_fill(~kept & ~bounded.isnan(), 0.0)
 
 
 def normalization_factor(weight_sum: Tensor, count: Tensor) -> Tensor:
-    """The batch mean of the weights, Σ w / n: what they are divided by so that their mean is 1. 1 when it would be 0."""
+    """Σ w / n: what weights are divided by so that their batch mean is 1; 1 where it would be 0."""
     mean = weight_sum / count.clamp(min=1)
     return torch.where(mean > 0, mean, torch.ones_like(mean))
 
