@@ -43,8 +43,15 @@ class Rollout:
 class Engine(Protocol):
     """A sampler that holds its own copy of the policy."""
 
-    sampling: SamplingSpec
-    weight_version: int
+    @property
+    def sampling(self) -> SamplingSpec:
+        """How tokens are drawn, and by which policy version."""
+        ...
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the policy that samples now."""
+        ...
 
     def generate(self, prompts: Sequence[Sequence[int]], *, seed: int) -> Rollout:
         """Sample one response per prompt. Equal seeds, prompts and weights give equal tokens."""

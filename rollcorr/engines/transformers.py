@@ -208,11 +208,16 @@ def _generation_config(sampling: SamplingSpec, max_new_tokens: int, eos: int, pa
 def _probe(model: nn.Module) -> TokenBatch:
     """A fixed batch of arbitrary tokens that reaches every parameter of the model."""
     parameter = next(model.parameters())
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    vocabulary = _input_embeddings(model).weight.shape[0]
     ids = torch.randint(vocabulary, PROBE_SHAPE, generator=torch.Generator().manual_seed(0)).to(parameter.device)
     prompt, response = ids.chunk(2, dim=1)
     mask = torch.ones_like(prompt, dtype=torch.bool)
     return TokenBatch(prompt, mask, response, mask)
+
+
+def _input_embeddings(model: Any) -> nn.Embedding:  # noqa: ANN401 (a transformers model)
+    embeddings: nn.Embedding = model.get_input_embeddings()
+    return embeddings
 
 
 def _log_prob(logits: Sequence[Tensor], response: Tensor, valid: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ def save_checkpoint(
     save_policy(policy, partial)
     torch.save(optimizer.state_dict(), partial / "optimizer.pt")
     if engine_weights is not None:
-        save_file({name: weight.contiguous() for name, weight in engine_weights.items()}, partial / "engine.safetensors")
+        save_file(dict(engine_weights), partial / "engine.safetensors")
     (partial / "state.json").write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")
     shutil.rmtree(final, ignore_errors=True)
     partial.rename(final)

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from rollcorr.bypass import BypassGradients
 from rollcorr.core.advantages import dr_grpo_advantages, grpo_advantages, rloo_advantages
 from rollcorr.core.aggregation import Denominators, count_denominators
 from rollcorr.core.metrics import finalize
@@ -31,7 +31,6 @@ from rollcorr.correction import Correction, correct
 from rollcorr.engines.base import Engine, Rollout
 from rollcorr.engines.scoring import ResponseScores, score_responses
 from rollcorr.policy_loss import (
-    BypassGradients,
     PolicyLogProbs,
     PolicyLossOutput,
     aggregation_mode,
@@ -201,20 +200,21 @@ class GrpoTrainer:
             group["lr"] = optim.lr * min(1.0, step / max(optim.lr_warmup_steps, 1))
         met = torch.zeros_like(batch.rollout.rollout_log_prob)
         losses: list[Statistics] = []
-        corrections: list[Statistics] = []
+        corrections: list[Statistics | None] = []
         for epoch in range(optim.ppo_epochs):
             shuffle = derived_generator(self.config.seed, f"shuffle {epoch}", step)
             order = torch.randperm(rows, generator=shuffle).to(batch.group_ids.device)
             for mini_batch in order.split(optim.mini_batch_size or rows):
                 outputs, log_probs, statistics = self._optimizer_step(batch, mini_batch)
                 losses.append(statistics)
-                corrections += [o.correction.statistics for o in outputs if self.bypass and o.correction and o.correction.statistics]
+                corrections += [output.correction.statistics for output in outputs if output.correction is not None]
                 if epoch == 0:
                     met[mini_batch] = log_probs
-        if batch.correction is not None and batch.correction.statistics is not None:
-            corrections = [batch.correction.statistics]
         statistics = merge_statistics(losses) | _count(batch.response_mask)
-        return statistics | merge_statistics(corrections) if corrections else statistics, met
+        if batch.correction is not None:  # decoupled: one correction for the whole batch
+            corrections = [batch.correction.statistics]
+        measured = [part for part in corrections if part is not None]
+        return statistics | merge_statistics(measured) if measured else statistics, met
 
     def _optimizer_step(self, batch: Batch, rows: Tensor) -> tuple[list[PolicyLossOutput], Tensor, Statistics]:
         """Accumulate a mini-batch's gradients over micro-batches, then step, unless something is not finite."""
@@ -276,9 +276,7 @@ class GrpoTrainer:
         )
         return output, scores.log_prob.detach()
 
-    def _score(
-        self, model: nn.Module, batch: Batch, rows: Tensor, *, entropy_gradient: bool = False
-    ) -> ResponseScores:
+    def _score(self, model: nn.Module, batch: Batch, rows: Tensor, *, entropy_gradient: bool = False) -> ResponseScores:
         """Log-probs at the temperature that the tokens were sampled with."""
         return score_responses(
             model,

@@ -6,6 +6,8 @@
     RUN/tensorboard/          the same metrics as events
     RUN/checkpoints/          see `rollcorr.train.checkpoint`
     RUN/summary.json          accuracy before and after, written at the end
+
+Every file is whole after a crash, but for the last line of `metrics.jsonl`, which readers pass over.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ class RunLogger:
     """
 
     def __init__(
-        self, run_dir: Path, *, steps: int, start: int = 0, tensorboard: bool = True, console: Console | None = None
+        self, run_dir: Path, steps: int, *, start: int = 0, tensorboard: bool = True, console: Console | None = None
     ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self.path = run_dir / "metrics.jsonl"
@@ -169,5 +171,5 @@ def _summary_writer(directory: Path, start: int) -> SummaryWriter:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise ImportError("TensorBoard events need: pip install 'rollcorr[train]' (or set log.tensorboard=false)") from error
+        raise ImportError("events need pip install 'rollcorr[train]', or set log.tensorboard=false") from error
     return SummaryWriter(str(directory), purge_step=start + 1 if start else None)

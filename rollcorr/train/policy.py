@@ -31,7 +31,7 @@ TINY_QWEN3 = {
 class Policy:
     """A causal language model in float32 and the tokenizer that belongs to it."""
 
-    model: nn.Module
+    model: Any
     tokenizer: Any
 
     @property

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -19,6 +20,7 @@ from torch import nn
 from rollcorr.engines.transformers import TransformersEngine
 from rollcorr.train.checkpoint import Checkpoint, TrainState, latest_checkpoint, load_checkpoint, save_checkpoint
 from rollcorr.train.config import TaskConfig, TrainConfig
+from rollcorr.train.config_file import changed_options, load_config
 from rollcorr.train.grpo import GrpoTrainer, StepResult
 from rollcorr.train.logging import RunLogger
 from rollcorr.train.policy import Policy, load_policy, save_policy
@@ -66,12 +68,14 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Summary:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     run_dir = Path(config.run_dir)
-    checkpoint = _prepare_directory(config, run_dir)
+    checkpoint, changes = _prepare_directory(config, run_dir)
     trainer, state = _build(config, run_dir, checkpoint)
     with (
-        RunLogger(run_dir, steps=config.steps, start=state.step, tensorboard=config.log.tensorboard, console=console) as log,
+        RunLogger(run_dir, config.steps, start=state.step, tensorboard=config.log.tensorboard, console=console) as log,
         _interruption(log) as stop_requested,
     ):
+        for change in changes:
+            log.say(f"changed since this run began: {change}")
         before = _measure_before(trainer, run_dir, log, fresh=checkpoint is None)
         step = state.step
         while step < config.steps and not stop_requested():
@@ -113,20 +117,20 @@ def make_task(config: TaskConfig) -> Task:
     return ArithmeticTask(max_operand=config.max_operand)
 
 
-def _prepare_directory(config: TrainConfig, run_dir: Path) -> Checkpoint | None:
-    """Refuse to mix two runs; write the effective configuration; find what to resume from."""
+def _prepare_directory(config: TrainConfig, run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
+    """Refuse to mix two runs, write the effective configuration; what to resume from, and which options changed."""
     newest = latest_checkpoint(run_dir / "checkpoints")
-    if config.resume:
-        if newest is None:
-            raise FileNotFoundError(f"run_dir {str(run_dir)!r} has no checkpoint to resume from: leave out resume=true")
-    elif newest is not None or (run_dir / "metrics.jsonl").is_file():
-        raise FileExistsError(
-            f"run_dir {str(run_dir)!r} holds a run already: add resume=true to go on with it, or choose another run_dir"
-        )
+    if config.resume and newest is None:
+        raise FileNotFoundError(f"run_dir {str(run_dir)!r} has no checkpoint to resume from: leave out resume=true")
+    if not config.resume and (newest is not None or (run_dir / "metrics.jsonl").is_file()):
+        way = "add resume=true to go on with it" if newest is not None else "delete it (it has no checkpoint)"
+        raise FileExistsError(f"run_dir {str(run_dir)!r} holds a run already: {way}, or choose another run_dir")
     checkpoint = None if newest is None else load_checkpoint(newest, device=config.device)
+    path = run_dir / "config.yaml"
+    changes = [] if checkpoint is None or not path.is_file() else changed_options(load_config(path), config)
     run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
-    return checkpoint
+    path.write_text(config.to_yaml(), encoding="utf-8")
+    return checkpoint, changes
 
 
 def _build(config: TrainConfig, run_dir: Path, checkpoint: Checkpoint | None) -> tuple[GrpoTrainer, TrainState]:
@@ -258,7 +262,7 @@ def _write_summary(summary: Summary) -> None:
 def _interruption(log: RunLogger) -> Iterator[Callable[[], bool]]:
     """Turn the first Ctrl-C or SIGTERM into a request to stop after the step; the second acts as usual."""
     requested = False
-    previous = {}
+    previous: dict[int, Any] = {}
 
     def request(number: int, frame: FrameType | None) -> None:
         nonlocal requested

@@ -69,9 +69,7 @@ class ArithmeticTask:
         operands = torch.randint(self.max_operand + 1, (count, 2), generator=generator).tolist()
         signs = torch.randint(2, (count,), generator=generator).tolist()
         checks = torch.multinomial(torch.tensor([4.0, 3.0, 2.0, 1.0]), count, replacement=True, generator=generator)
-        return [
-            self._problem(a, b, sign, n) for (a, b), sign, n in zip(operands, signs, checks.tolist(), strict=True)
-        ]
+        return [self._problem(a, b, sign, n) for (a, b), sign, n in zip(operands, signs, checks.tolist(), strict=True)]
 
     def _problem(self, a: int, b: int, sign: int, checks: int) -> Problem:
         result = a - b if sign else a + b
