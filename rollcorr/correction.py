@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from rollcorr.core import metrics as registry
+from rollcorr.core.aggregation import Denominators
 from rollcorr.core.layout import check_layout, sequence_count
-from rollcorr.core.losses import Denominators
 from rollcorr.core.statistics import Statistics
 from rollcorr.core.weights import normalization_factor
 from rollcorr.distributed import gather_statistics

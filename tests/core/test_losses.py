@@ -279,7 +279,7 @@ def test_other_shapes_must_match_too(loss_of):
 @pytest.mark.parametrize(
     ("clip", "message"),
     [
-        ({"clip_low": 1.0}, "clip_low must be in"),
+        ({"clip_low": 1.1}, "clip_low must be in"),
         ({"clip_low": -0.1}, "clip_low must be in"),
         ({"clip_high": NAN}, "clip_high must be finite"),
         ({"clip_high": -0.1}, "clip_high must be finite"),
