@@ -1,8 +1,8 @@
 """The correction in one pass over cache-sized blocks, in eager torch: the fast twin of `reference` on every device.
 
 Three steps. Each block of tokens is read once and leaves per-sequence sums and block-wide moments. The per-sequence
-table then decides weights and rejections (`decide`). Last, those decisions are spread over the outputs. No value is read
-on the way, so nothing waits for the device.
+table then decides weights and rejections (`decide`). Last, those decisions are spread over the outputs. No value is
+read on the way, so nothing waits for the device.
 
 Arithmetic inside a block is float64, where it costs no memory traffic: log-ratios of 1e-7 keep their digits, and k3
 needs no series.
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from rollcorr.core.bounds import above, below, log_bound
+from rollcorr.core.bounds import exceeds, ratio_above, ratio_below
 from rollcorr.core.divergence import CAP
 from rollcorr.core.layout import sequence_count, sequence_ids
 from rollcorr.kernels.correction.band import exceedance_band
@@ -101,7 +101,7 @@ class _Tokens(NamedTuple):
     missing: Tensor
     counted: Tensor  # takes part in weights and criteria
     taking_part: Tensor  # counted, as float64
-    count: Tensor  # how many are counted, 0-d float64
+    number: Tensor  # how many are counted, 0-d float64
     d: Tensor
     em1: Tensor  # expm1(min(d, 20))
     k3: Tensor
@@ -140,14 +140,14 @@ def _collect_mismatch(tokens: _Tokens, log_probs: tuple[Tensor, Tensor], sink: _
     low, high = tokens.fill(d, torch.inf), tokens.fill(d, -torch.inf)
     sink.table.extremes("log_ratio", low, high, sink.at, sink.ids)
     measured = tokens.measured.count_nonzero().double()
-    rows.moments("log_ratio", d, tokens.taking_part, measured, excess=tokens.count - measured)
+    rows.moments("log_ratio", d, tokens.taking_part, measured, excess=tokens.number - measured)
 
     size = d.abs()
     rows.add("abs_log_ratio", size.sum())
     rows.add("capped", (size > CAP).count_nonzero())
     rows.add("k3", tokens.k3.sum())
     rows.add("chi2_token", (tokens.em1 + 2.0).mul_(tokens.em1).sum())  # ρ² − 1 = (ρ − 1)(ρ + 1)
-    outside = above(d, log_bound(1.1)).logical_or_(below(d, log_bound(0.9)))
+    outside = ratio_above(d, 1.1).logical_or_(ratio_below(d, 0.9))
     rows.add("ratio_outside_10pct", outside.count_nonzero())
     difference = pi.exp_().sub_(mu.exp_()).abs_()  # exp(0) − exp(0) where nothing is compared
     rows.add("prob_diff_abs", difference.sum())
@@ -166,7 +166,7 @@ def _weigh(tokens: _Tokens, config: RolloutCorrectionConfig, sink: _Sink) -> Ten
     raw = (tokens.em1 + 1.0).clamp_(min=math.exp(-bound)) if bound == CAP else d.clamp(-bound, bound).exp_()
     raw.mul_(tokens.taking_part).masked_fill_(tokens.zero, 0.0)
     lower, upper = exceedance_band(config)
-    high, low = above(d, log_bound(upper)), below(d, log_bound(lower))
+    high, low = ratio_above(d, upper), ratio_below(d, lower)
     if config.is_mode == "icepop":
         weight = raw.masked_fill(high | low, 0.0)
     else:
@@ -175,8 +175,8 @@ def _weigh(tokens: _Tokens, config: RolloutCorrectionConfig, sink: _Sink) -> Ten
     rows.add("is_low", (low & tokens.counted).count_nonzero())
     rows.add("saturated_high", (d > bound).count_nonzero())
     rows.add("saturated_low", (d < -bound).count_nonzero())
-    rows.moments("weight_raw", raw, tokens.taking_part, tokens.count)
-    rows.moments("weight", weight, tokens.taking_part, tokens.count)
+    rows.moments("weight_raw", raw, tokens.taking_part, tokens.number)
+    rows.moments("weight", weight, tokens.taking_part, tokens.number)
     rows.extremes("weight_raw", raw.masked_fill(~tokens.counted, torch.inf), raw)
     if config.is_mode == "icepop":  # otherwise the truncated extremes are the extremes truncated
         rows.extremes("weight", weight.masked_fill(~tokens.counted, torch.inf), weight)
@@ -193,7 +193,7 @@ def _reject(tokens: _Tokens, weight: Tensor | None, config: RolloutCorrectionCon
         if values is not None and any(c.kind == kind and c.scope != "seq_max" for c in config.criteria):
             sink.add(kind, values)
     if config.rollout_token_veto_threshold is not None:
-        veto = below(tokens.d, log_bound(config.rollout_token_veto_threshold)).logical_and_(tokens.counted)
+        veto = ratio_below(tokens.d, config.rollout_token_veto_threshold).logical_and_(tokens.counted)
         sink.add("catastrophic", veto.logical_or_(tokens.zero))
     rejected = {
         criterion.name: _criterion(tokens, criterion, k2, sink)
@@ -224,15 +224,15 @@ def _criterion(tokens: _Tokens, criterion: Criterion, k2: Tensor | None, sink: _
     compared = tokens.counted & ~tokens.zero
     measured = tokens.measured.count_nonzero().double()
     if criterion.kind == "k1":
-        high = above(d, log_bound(criterion.upper)).logical_and_(compared)
-        low = below(d, log_bound(criterion.lower)).logical_and_(compared)
+        high = ratio_above(d, criterion.upper).logical_and_(compared)
+        low = ratio_below(d, criterion.lower).logical_and_(compared)
         if criterion.lower is not None:
             low.logical_or_(tokens.zero)
     else:
         values = tokens.k3 if k2 is None or criterion.kind == "k3" else k2
-        high = above(values, criterion.upper).logical_or_(tokens.zero)
+        high = exceeds(values, criterion.upper).logical_or_(tokens.zero)
         low = torch.zeros_like(high)
-        rows.moments(row, values, tokens.taking_part, measured, excess=tokens.count - measured)
+        rows.moments(row, values, tokens.taking_part, measured, excess=tokens.number - measured)
         rows.extremes(row, tokens.fill(values, torch.inf), tokens.fill(values, -torch.inf))
     rows.add(f"{row}/high", high.count_nonzero())
     rows.add(f"{row}/low", low.count_nonzero())
