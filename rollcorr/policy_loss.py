@@ -37,7 +37,7 @@ from rollcorr.schemas import resolve
 REFERENCE_KL = {"k1": reference_kl_k1, "k2": reference_kl_k2, "k3": reference_kl_k3}
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False)
 class PolicyLogProbs:
     """The log-probs of the sampled tokens under each policy, in nats; all (B, T), or all (N,) when packed.
 
