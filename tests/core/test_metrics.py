@@ -9,23 +9,25 @@ from rollcorr import RolloutCorrectionConfig, correct
 from rollcorr.core.health_ranges import CRITERION_RANGES, RANGES
 from rollcorr.core.metrics import CRITERIA, METRICS, criterion_metrics, metric
 
-SPECIFIED = """
-training_ppl training_log_ppl rollout_ppl rollout_log_ppl kl k3_kl log_ppl_diff log_ppl_abs_diff log_ppl_diff_max
-log_ppl_diff_min ppl_ratio ppl_ratio_geo chi2_token chi2_seq log_ratio_mean log_ratio_std log_ratio_abs_mean log_ratio_min
-log_ratio_max prob_diff_abs_mean prob_diff_abs_max ratio_outside_10pct nonfinite_count zero_probability_count
-saturated_low_fraction saturated_high_fraction rollout_is_mean rollout_is_std rollout_is_min rollout_is_max
-rollout_is_raw_mean rollout_is_raw_std rollout_is_raw_min rollout_is_raw_max rollout_is_log_min rollout_is_log_max
-rollout_is_ratio_fraction_high rollout_is_ratio_fraction_low rollout_is_eff_sample_size rollout_is_seq_mean
-rollout_is_seq_std rollout_is_seq_min rollout_is_seq_max rollout_is_seq_max_deviation rollout_is_seq_fraction_high
-rollout_is_seq_fraction_low rollout_is_low_weight_fraction rollout_is_batch_norm_factor rollout_is_oob_ratio
-rollout_rs_masked_fraction rollout_rs_seq_masked_fraction rollout_is_veto_fraction
-rollout_is_catastrophic_token_fraction t_times_kl max_viable_length
-""".split()
+SPECIFIED = [
+    "training_ppl", "training_log_ppl", "rollout_ppl", "rollout_log_ppl", "kl", "k3_kl", "log_ppl_diff",
+    "log_ppl_abs_diff", "log_ppl_diff_max", "log_ppl_diff_min", "ppl_ratio", "ppl_ratio_geo", "chi2_token",
+    "chi2_seq", "log_ratio_mean", "log_ratio_std", "log_ratio_abs_mean", "log_ratio_min", "log_ratio_max",
+    "prob_diff_abs_mean", "prob_diff_abs_max", "ratio_outside_10pct", "nonfinite_count", "zero_probability_count",
+    "saturated_low_fraction", "saturated_high_fraction", "rollout_is_mean", "rollout_is_std", "rollout_is_min",
+    "rollout_is_max", "rollout_is_raw_mean", "rollout_is_raw_std", "rollout_is_raw_min", "rollout_is_raw_max",
+    "rollout_is_log_min", "rollout_is_log_max", "rollout_is_ratio_fraction_high", "rollout_is_ratio_fraction_low",
+    "rollout_is_eff_sample_size", "rollout_is_seq_mean", "rollout_is_seq_std", "rollout_is_seq_min",
+    "rollout_is_seq_max", "rollout_is_seq_max_deviation", "rollout_is_seq_fraction_high",
+    "rollout_is_seq_fraction_low", "rollout_is_low_weight_fraction", "rollout_is_batch_norm_factor",
+    "rollout_is_oob_ratio", "rollout_rs_masked_fraction", "rollout_rs_seq_masked_fraction",
+    "rollout_is_veto_fraction", "rollout_is_catastrophic_token_fraction", "t_times_kl", "max_viable_length",
+]  # fmt: skip
 
-CRITERION_SUFFIXES = """
-mean std min max fraction_high fraction_low masked_fraction seq_masked_fraction seq_mean seq_std seq_min seq_max
-seq_max_deviation seq_fraction_high seq_fraction_low
-""".split()
+CRITERION_SUFFIXES = [
+    "mean", "std", "min", "max", "fraction_high", "fraction_low", "masked_fraction", "seq_masked_fraction",
+    "seq_mean", "seq_std", "seq_min", "seq_max", "seq_max_deviation", "seq_fraction_high", "seq_fraction_low",
+]  # fmt: skip
 
 
 def test_every_specified_metric_is_in_the_registry():
