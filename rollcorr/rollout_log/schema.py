@@ -208,15 +208,18 @@ def _convert(array: pa.Array, target: pa.DataType) -> pa.Array:
         fields = {field.name: part for field, part in zip(array.type, array.flatten(), strict=True)}
         parts = [_convert(fields.get(field.name, pa.nulls(len(array))), field.type) for field in target]
         return pa.StructArray.from_arrays(parts, fields=list(target), mask=array.is_null())
+    if pa.types.is_float16(array.type):  # older versions of Arrow cannot cast it
+        missing = array.is_null().to_numpy(zero_copy_only=False)
+        array = pa.array(array.to_numpy(zero_copy_only=False).astype(np.float32), mask=missing)
     return array if array.type == target else array.cast(target)
 
 
 def _first_failure(array: pa.Array, target: pa.DataType) -> int:
-    for row in range(len(array)):
+    for row in np.flatnonzero(array.is_valid().to_numpy(zero_copy_only=False)).tolist():
         try:
             _convert(array.slice(row, 1), target)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
-            return row
+            return int(row)
     return 0
 
 

@@ -1,6 +1,4 @@
-"""Configuration of a training run: frozen dataclasses, a YAML file over the defaults, dotted overrides over both.
-
-    rollcorr train run.yaml algorithm.rollout_correction=decoupled_token_is optim.lr=1e-4
+"""Configuration of a training run: frozen dataclasses, checked at construction.
 
 `algorithm.rollout_correction` is the name of a preset, a block of options in any generation of the schema, or null for
 no correction at all; an empty block measures and corrects nothing.
@@ -9,18 +7,14 @@ no correction at all; an empty block measures and corrects nothing.
 from __future__ import annotations
 
 import dataclasses
-import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal
 
 from rollcorr.config import LossConfig, RolloutCorrectionConfig, SamplingSpec
 from rollcorr.schemas import resolve
-from rollcorr.yaml_text import dump_yaml, load_yaml
-
-CORRECTION_KEY = "algorithm.rollout_correction"
+from rollcorr.yaml_text import dump_yaml
 
 
 @dataclass(frozen=True, kw_only=True)
