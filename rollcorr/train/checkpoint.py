@@ -12,6 +12,7 @@ No random state is stored: every draw is a function of (seed, purpose, step), se
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -100,6 +101,7 @@ def load_checkpoint(path: Path, *, device: str = "cpu") -> Checkpoint:
     Raises:
         ValueError: a file is missing or broken; the message names it.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
@@ -107,9 +109,10 @@ def load_checkpoint(path: Path, *, device: str = "cpu") -> Checkpoint:
         optimizer = torch.load(path / "optimizer.pt", map_location=device, weights_only=True)
         engine = path / "engine.safetensors"
         return Checkpoint(path, state, optimizer, load_file(engine, device=device) if engine.is_file() else None)
-    except (OSError, ValueError, TypeError, RuntimeError, EOFError) as error:
+    except (OSError, ValueError, TypeError, RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
+        reason = str(error).partition("\n")[0]
         raise ValueError(
-            f"checkpoint {str(path)!r} cannot be read ({error}): delete it to resume from an earlier one"
+            f"checkpoint {str(path)!r} cannot be read ({reason}): delete it to resume from an earlier one"
         ) from error
 
 

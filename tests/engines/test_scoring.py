@@ -21,7 +21,10 @@ class FixedLogits(nn.Module):
 
 def batch(prompt_ids, prompt_mask, response_ids, response_mask):
     return TokenBatch(
-        torch.tensor(prompt_ids), torch.tensor(prompt_mask).bool(), torch.tensor(response_ids), torch.tensor(response_mask).bool()
+        torch.tensor(prompt_ids),
+        torch.tensor(prompt_mask).bool(),
+        torch.tensor(response_ids),
+        torch.tensor(response_mask).bool(),
     )
 
 
@@ -38,7 +41,10 @@ def test_log_probs_and_entropies_by_hand():
 def test_padding_on_either_side_changes_no_valid_log_prob(micro_policy):
     model = micro_policy.model.eval()
     generator = torch.Generator().manual_seed(0)
-    prompts, responses = torch.randint(256, (2, 5), generator=generator), torch.randint(256, (2, 6), generator=generator)
+    prompts, responses = (
+        torch.randint(256, (2, 5), generator=generator),
+        torch.randint(256, (2, 6), generator=generator),
+    )
     prompts[1, :2] = 257
     tight = TokenBatch(prompts, prompts != 257, responses, torch.tensor([[1] * 6, [1] * 4 + [0] * 2]).bool())
     wide = TokenBatch(

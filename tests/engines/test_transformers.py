@@ -35,10 +35,14 @@ def test_equal_seeds_give_equal_tokens_and_leave_the_global_generator_alone(micr
 
 
 def test_log_probs_of_a_float32_engine_are_those_of_the_policy(micro_policy):
-    rollout = make_engine(micro_policy, dtype=torch.float32, temperature=0.7, logprobs="processed").generate(PROMPTS, seed=0)
+    rollout = make_engine(micro_policy, dtype=torch.float32, temperature=0.7, logprobs="processed").generate(
+        PROMPTS, seed=0
+    )
     mask = rollout.tokens.response_mask
     with torch.no_grad():
-        raw, processed = (score_responses(micro_policy.model, rollout.tokens, temperature=t).log_prob for t in (1.0, 0.7))
+        raw, processed = (
+            score_responses(micro_policy.model, rollout.tokens, temperature=t).log_prob for t in (1.0, 0.7)
+        )
     torch.testing.assert_close(rollout.raw_log_prob[mask], raw[mask], atol=1e-5, rtol=0)
     torch.testing.assert_close(rollout.processed_log_prob[mask], processed[mask], atol=1e-5, rtol=0)
     assert rollout.rollout_log_prob is rollout.processed_log_prob
@@ -125,7 +129,9 @@ class ForgetsOneParameter(TransformersEngine):
         dict(self.model.named_parameters())[self.forgotten].copy_(kept)
 
 
-@pytest.mark.parametrize("forgotten", ["model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight", "model.norm.weight"])
+@pytest.mark.parametrize(
+    "forgotten", ["model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight", "model.norm.weight"]
+)
 def test_a_forgotten_parameter_is_an_incomplete_sync_even_after_a_small_step(micro_policy, forgotten):
     engine = make_engine(micro_policy, cls=type("Forgets", (ForgetsOneParameter,), {"forgotten": forgotten}))
     with torch.no_grad():

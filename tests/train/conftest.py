@@ -2,12 +2,12 @@
 
 import pytest
 
+from rollcorr.engines.transformers import TransformersEngine
 from rollcorr.train import grpo
 from rollcorr.train.config import TrainConfig
 from rollcorr.train.config_file import load_config
 from rollcorr.train.policy import Policy, make_tiny_policy
 from rollcorr.train.run import make_task
-from rollcorr.engines.transformers import TransformersEngine
 from rollcorr.train.tasks import Reward
 
 MICRO = {
@@ -47,6 +47,12 @@ def low_byte_reward(monkeypatch):
         return Reward(low / max(len(response_ids), 1), correct=low * 2 > len(response_ids))
 
     monkeypatch.setattr(grpo, "hard_gated_reward", reward)
+
+
+@pytest.fixture
+def micro_run() -> tuple[str, ...]:
+    """Overrides that make a run small."""
+    return MICRO_RUN
 
 
 @pytest.fixture

@@ -44,7 +44,10 @@ def test_the_overrides_of_the_quickstart():
 def test_a_band_is_never_read_as_one_number(band):
     (criterion,) = load_config(
         None,
-        ["algorithm.rollout_correction.rollout_rs=token_k1", f"algorithm.rollout_correction.rollout_rs_threshold={band}"],
+        [
+            "algorithm.rollout_correction.rollout_rs=token_k1",
+            f"algorithm.rollout_correction.rollout_rs_threshold={band}",
+        ],
     ).algorithm.correction.criteria
     assert (criterion.lower, criterion.upper) == tuple(map(float, band.split("_")))
 
@@ -88,7 +91,10 @@ def test_an_older_generation_of_the_schema_is_understood():
         ("rollout.sampling.temperature=0.7", "set rollout.sampling.logprobs=processed"),
         ("algorithm.rollout_correction=decoupled", "no preset is named 'decoupled'"),
         ("algorithm.rollout_correction.rollout_iss=token", "rollout_is"),
-        ("algorithm.leave_rejected_out_of_baseline=true algorithm.rollout_correction=bypass_ppo_clip", "decoupled mode"),
+        (
+            "algorithm.leave_rejected_out_of_baseline=true algorithm.rollout_correction=bypass_ppo_clip",
+            "decoupled mode",
+        ),
         ("algorithm.loss.loss_agg_mode=mean", "algorithm.loss.loss_agg_mode: Invalid value 'mean'"),
     ],
 )
