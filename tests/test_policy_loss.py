@@ -275,8 +275,8 @@ def test_batch_normalisation_over_micro_batches_in_bypass_mode_is_refused():
         rollout_is="token", rollout_is_batch_normalize=True, bypass_mode=True, loss_type="reinforce"
     )
     assert policy_loss(bypass_only(policies), advantages, mask, config=config).loss.isfinite()
+    whole = count_denominators(mask)
     with pytest.raises(ValueError, match="normalizer='weights' instead"):
-        whole = count_denominators(mask)
         policy_loss(bypass_only(policies), advantages, mask, config=config, denominators=whole)
 
 
@@ -290,15 +290,13 @@ def test_shapes_coefficients_and_modes_are_checked():
         policy_loss(policies, advantages[:, :1], mask, config=None)
     with pytest.raises(ValueError, match=r"log_prob \(6, 5\) and entropy \(6, 1\) differ"):
         policy_loss(policies, advantages, mask, config=None, entropy=entropy[:, :1])
+    no_reference = dataclasses.replace(policies, ref_log_prob=None)
     with pytest.raises(ValueError, match=r"kl_coef=0.1 needs ref_log_prob"):
-        no_reference = dataclasses.replace(policies, ref_log_prob=None)
         policy_loss(no_reference, advantages, mask, config=None, loss=LossConfig(kl_coef=0.1))
     with pytest.raises(ValueError, match=r"entropy_coef=0.1 needs entropy"):
         policy_loss(policies, advantages, mask, config=None, loss=LossConfig(entropy_coef=0.1))
     with pytest.raises(ValueError, match="set loss_scale_factor"):
-        policy_loss(
-            policies, advantages, mask, config=None, loss=LossConfig(loss_agg_mode="seq-mean-token-sum-norm")
-        )
+        policy_loss(policies, advantages, mask, config=None, loss=LossConfig(loss_agg_mode="seq-mean-token-sum-norm"))
     with pytest.raises(ValueError, match="unknown loss_agg_mode 'mean'"):
         aggregate(advantages, mask, "mean")
 
