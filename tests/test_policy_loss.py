@@ -348,6 +348,19 @@ def test_the_three_normalizers_by_hand():
         assert aggregate(per_token, kept, mode, counts, lengths=row_lengths).item() == pytest.approx(value)
 
 
+def test_the_original_normalizer_divides_each_row_by_its_original_length():
+    """One of three tokens and one of two are rejected: rows sum to 2 and 1, over lengths 3 and 2, over two rows."""
+    rollout = torch.tensor([[-1.0, -1.0, -9.0], [-1.0, -9.0, NAN]])
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    policies = PolicyLogProbs(torch.full((2, 3), -1.0), rollout_log_prob=rollout)
+    expected = {"original": -(2 / 3 + 1 / 2) / 2, "kept": -1.0}
+    for normalizer, value in expected.items():
+        config = rejecting("ppo_clip", normalizer=normalizer)
+        loss = loss_config("seq-mean-token-mean")
+        output = policy_loss(policies, torch.ones(2), mask, config=config, loss=loss)
+        assert output.loss.item() == pytest.approx(value)
+
+
 @every_mode
 @every_normalizer
 @settings(deadline=None, max_examples=10)
