@@ -10,12 +10,12 @@ import warnings
 
 import pytest
 import torch
-from rollcorr.policy_loss import PolicyLogProbs
 
-from rollcorr import correct, merge_statistics, policy_loss
+from rollcorr import correct, merge_statistics
 from rollcorr.config import InertOptionWarning, LossConfig, RolloutCorrectionConfig
 from rollcorr.core.advantages import grpo_advantages, terminal_rewards
 from rollcorr.core.metrics import finalize
+from rollcorr.policy_loss import PolicyLogProbs, policy_loss
 
 NAN, INF = math.nan, math.inf
 TOKEN_IS = RolloutCorrectionConfig(rollout_is="token")
