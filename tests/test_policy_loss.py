@@ -275,8 +275,8 @@ def test_batch_normalisation_over_micro_batches_in_bypass_mode_is_refused():
         rollout_is="token", rollout_is_batch_normalize=True, bypass_mode=True, loss_type="reinforce"
     )
     assert policy_loss(bypass_only(policies), advantages, mask, config=config).loss.isfinite()
+    whole = count_denominators(mask)
     with pytest.raises(ValueError, match="normalizer='weights' instead"):
-        whole = count_denominators(mask)
         policy_loss(bypass_only(policies), advantages, mask, config=config, denominators=whole)
 
 
@@ -290,15 +290,13 @@ def test_shapes_coefficients_and_modes_are_checked():
         policy_loss(policies, advantages[:, :1], mask, config=None)
     with pytest.raises(ValueError, match=r"log_prob \(6, 5\) and entropy \(6, 1\) differ"):
         policy_loss(policies, advantages, mask, config=None, entropy=entropy[:, :1])
+    no_reference = dataclasses.replace(policies, ref_log_prob=None)
     with pytest.raises(ValueError, match=r"kl_coef=0.1 needs ref_log_prob"):
-        no_reference = dataclasses.replace(policies, ref_log_prob=None)
         policy_loss(no_reference, advantages, mask, config=None, loss=LossConfig(kl_coef=0.1))
     with pytest.raises(ValueError, match=r"entropy_coef=0.1 needs entropy"):
         policy_loss(policies, advantages, mask, config=None, loss=LossConfig(entropy_coef=0.1))
     with pytest.raises(ValueError, match="set loss_scale_factor"):
-        policy_loss(
-            policies, advantages, mask, config=None, loss=LossConfig(loss_agg_mode="seq-mean-token-sum-norm")
-        )
+        policy_loss(policies, advantages, mask, config=None, loss=LossConfig(loss_agg_mode="seq-mean-token-sum-norm"))
     with pytest.raises(ValueError, match="unknown loss_agg_mode 'mean'"):
         aggregate(advantages, mask, "mean")
 
@@ -348,6 +346,19 @@ def test_the_three_normalizers_by_hand():
         counts = normalizer_counts(normalizer, kept, mask, weights)
         row_lengths = lengths if normalizer == "original" else None
         assert aggregate(per_token, kept, mode, counts, lengths=row_lengths).item() == pytest.approx(value)
+
+
+def test_the_original_normalizer_divides_each_row_by_its_original_length():
+    """One of three tokens and one of two are rejected: rows sum to 2 and 1, over lengths 3 and 2, over two rows."""
+    rollout = torch.tensor([[-1.0, -1.0, -9.0], [-1.0, -9.0, NAN]])
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    policies = PolicyLogProbs(torch.full((2, 3), -1.0), rollout_log_prob=rollout)
+    expected = {"original": -(2 / 3 + 1 / 2) / 2, "kept": -1.0}
+    for normalizer, value in expected.items():
+        config = rejecting("ppo_clip", normalizer=normalizer)
+        loss = loss_config("seq-mean-token-mean")
+        output = policy_loss(policies, torch.ones(2), mask, config=config, loss=loss)
+        assert output.loss.item() == pytest.approx(value)
 
 
 @every_mode
