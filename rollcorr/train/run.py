@@ -68,8 +68,10 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Summary:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     run_dir = Path(config.run_dir)
-    checkpoint, changes = _prepare_directory(config, run_dir)
+    checkpoint, changes = _find_checkpoint(config, run_dir)
     trainer, state = _build(config, run_dir, checkpoint)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
     with (
         RunLogger(run_dir, config.steps, start=state.step, tensorboard=config.log.tensorboard, console=console) as log,
         _interruption(log) as stop_requested,
@@ -117,20 +119,19 @@ def make_task(config: TaskConfig) -> Task:
     return ArithmeticTask(max_operand=config.max_operand)
 
 
-def _prepare_directory(config: TrainConfig, run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Refuse to mix two runs, write the effective configuration; what to resume from, and which options changed."""
+def _find_checkpoint(config: TrainConfig, run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
+    """What to resume from, and which options changed since then; refuses to mix two runs."""
     newest = latest_checkpoint(run_dir / "checkpoints")
     if config.resume and newest is None:
         raise FileNotFoundError(f"run_dir {str(run_dir)!r} has no checkpoint to resume from: leave out resume=true")
     if not config.resume and (newest is not None or (run_dir / "metrics.jsonl").is_file()):
         way = "add resume=true to go on with it" if newest is not None else "delete it (it has no checkpoint)"
         raise FileExistsError(f"run_dir {str(run_dir)!r} holds a run already: {way}, or choose another run_dir")
-    checkpoint = None if newest is None else load_checkpoint(newest, device=config.device)
-    path = run_dir / "config.yaml"
-    changes = [] if checkpoint is None or not path.is_file() else changed_options(load_config(path), config)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    path.write_text(config.to_yaml(), encoding="utf-8")
-    return checkpoint, changes
+    if newest is None:
+        return None, []
+    saved = run_dir / "config.yaml"
+    changes = changed_options(load_config(saved), config) if saved.is_file() else []
+    return load_checkpoint(newest, device=config.device), changes
 
 
 def _build(config: TrainConfig, run_dir: Path, checkpoint: Checkpoint | None) -> tuple[GrpoTrainer, TrainState]:

@@ -109,7 +109,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
         load_config(tmp_path / "nowhere.yaml")
     for text in ("- a list\n", "steps: [1\n"):
         (tmp_path / "bad.yaml").write_text(text, encoding="utf-8")
-        with pytest.raises(ValueError, match="bad.yaml: "):
+        with pytest.raises(ValueError, match=r"bad\.yaml: "):
             load_config(tmp_path / "bad.yaml")
 
 

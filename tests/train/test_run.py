@@ -122,7 +122,7 @@ def test_a_second_ctrl_c_stops_at_once_and_keeps_the_last_checkpoint(micro_confi
 
 def test_a_run_is_not_written_over(micro_config, tmp_path, console):
     train(micro_config("steps=1"), console=console)
-    with pytest.raises(FileExistsError, match="holds a run already: add resume=true .* or choose another run_dir"):
+    with pytest.raises(FileExistsError, match=r"holds a run already: add resume=true .* or choose another run_dir"):
         train(micro_config("steps=1"), console=console)
     with pytest.raises(FileNotFoundError, match="has no checkpoint to resume from"):
         train(micro_config(f"run_dir={tmp_path / 'new'}", "resume=true"), console=console)

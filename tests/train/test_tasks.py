@@ -62,8 +62,17 @@ def test_the_reward_is_gated_hard(text, tail):
 
 @pytest.mark.parametrize(
     ("given_answer", "expected", "same"),
-    [(" 1,234 ", "1234", True), ("$18", "18", True), ("18.", "18", True), ("18.0", "18", True), ("-3", "3", False)]
-    + [("half", "half", True), ("half", "1/2", False), ("", "0", False), ("nan", "0", False)],
+    [
+        (" 1,234 ", "1234", True),
+        ("$18", "18", True),
+        ("18.", "18", True),
+        ("18.0", "18", True),
+        ("-3", "3", False),
+        ("half", "half", True),
+        ("half", "1/2", False),
+        ("", "0", False),
+        ("nan", "0", False),
+    ],
 )
 def test_answers_are_compared_as_numbers(given_answer, expected, same):
     assert same_number(given_answer, expected) is same
@@ -124,7 +133,7 @@ def test_every_epoch_meets_every_row_once_in_a_new_order(tmp_path, count):
 )
 def test_a_malformed_line_is_named(tmp_path, line, reason):
     path = write(tmp_path / "bad.jsonl", row("fine"), "", line)
-    with pytest.raises(ValueError, match="bad.jsonl, line 3: ") as caught:
+    with pytest.raises(ValueError, match=r"bad\.jsonl, line 3: ") as caught:
         Gsm8kTask(path)
     assert reason in str(caught.value)
 
@@ -132,7 +141,7 @@ def test_a_malformed_line_is_named(tmp_path, line, reason):
 def test_a_missing_or_empty_file_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nowhere.jsonl.* is no file"):
         Gsm8kTask(tmp_path / "nowhere.jsonl")
-    with pytest.raises(ValueError, match="empty.jsonl is empty"):
+    with pytest.raises(ValueError, match=r"empty\.jsonl is empty"):
         Gsm8kTask(write(tmp_path / "empty.jsonl"))
 
 
