@@ -7,6 +7,7 @@ no correction at all; an empty block measures and corrects nothing.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,6 +16,8 @@ from typing import Any, Literal
 from rollcorr.config import LossConfig, RolloutCorrectionConfig, SamplingSpec
 from rollcorr.schemas import resolve
 from rollcorr.yaml_text import dump_yaml
+
+UNTRUNCATED = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +109,13 @@ class RolloutConfig:
                 f"rollout.sampling.temperature={self.sampling.temperature} with logprobs=raw: raw log-probs ignore the "
                 "temperature, the trainer's do not, so they do not subtract; set rollout.sampling.logprobs=processed"
             )
+        for name, off in UNTRUNCATED.items():
+            if getattr(self.sampling, name) != off:
+                warnings.warn(
+                    f"rollout.sampling.{name}={getattr(self.sampling, name)}: tokens are drawn from a distribution "
+                    f"that the trainer does not recompute, which biases every ratio; {name}={off} turns it off",
+                    stacklevel=3,
+                )
 
     @property
     def rows(self) -> int:

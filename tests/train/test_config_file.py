@@ -104,6 +104,12 @@ def test_a_mistake_is_answered_with_the_mend(override, message):
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("option", ["top_p=0.9", "top_k=20", "min_p=0.1", "repetition_penalty=1.1", "min_new_tokens=3"])
+def test_a_distribution_that_the_trainer_does_not_recompute_is_warned_of(option):
+    with pytest.warns(UserWarning, match=rf"rollout.sampling.{option}: .* biases every ratio"):
+        load_config(None, [f"rollout.sampling.{option}"])
+
+
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nowhere.yaml' does not exist"):
         load_config(tmp_path / "nowhere.yaml")

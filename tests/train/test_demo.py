@@ -1,6 +1,7 @@
 """The demo's judge by hand, and one step of the demo itself."""
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def demo_seeds():
     spec = importlib.util.spec_from_file_location("demo_seeds", EXAMPLES / "demo_seeds.py")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 
