@@ -77,9 +77,9 @@ def main() -> int:
     options = parser.parse_args()
 
     console = Console()
-    table = Table(
-        "seed", "accuracy before", "after", "reward first 10", "last 10", "gain (± se)", "k3", "seconds", "verdict"
-    )
+    table = Table("seed", "accuracy", "reward, 10 steps", "gain ± se", "k3", "s", "verdict")
+    for column in table.columns[:-1]:
+        column.no_wrap = True
     failed = False
     for seed in map(int, options.seeds.split(",")):
         run_dir = options.root / f"seed_{seed}"
@@ -98,11 +98,9 @@ def main() -> int:
         failed |= bool(verdict.failures)
         table.add_row(
             str(seed),
-            f"{verdict.accuracy:.1%}",
-            f"{summary.after.accuracy:.1%}",
-            f"{verdict.first:.3f}",
-            f"{verdict.last:.3f}",
-            f"{verdict.gain:.3f} ± {verdict.standard_error:.3f}",
+            f"{verdict.accuracy:.1%} → {summary.after.accuracy:.1%}",
+            f"{verdict.first:.2f} → {verdict.last:.2f}",
+            f"{verdict.gain:.2f} ± {verdict.standard_error:.2f}",
             f"{verdict.k3:.1e}",
             f"{seconds:.0f}",
             "; ".join(verdict.failures) or "passed",

@@ -33,40 +33,44 @@ def warm_up(
     batch_size: int,
     learning_rate: float,
     seed: int = 0,
-    stop: Callable[[int, float], bool] = lambda step, loss: False,
+    cool_down: int | None = None,
+    good_enough: Callable[[int, float], bool] = lambda step, loss: False,
 ) -> float:
     """Minimise −mean log π(solution | prompt) over freshly drawn problems.
 
-    The learning rate rises linearly over the first 5 % of the steps and then falls to 0 along a cosine.
+    The learning rate rises over the first 20 steps, stays, and falls linearly to 0 over the last `cool_down` steps. The
+    cool-down takes the noise of large steps out of the weights, and with it some of their rounding error.
 
     Args:
         policy: trained in place.
         task: where the problems come from.
-        steps: number of AdamW steps.
+        steps: number of AdamW steps at most.
         batch_size: problems per step.
-        learning_rate: peak learning rate.
+        learning_rate: the rate in the middle.
         seed: names the problems that are drawn.
-        stop: called after each step with its number and loss; true ends the warm-up early.
+        cool_down: steps of the fall; None for a fifth of all steps.
+        good_enough: called after each step before the cool-down, with its number and loss; true begins the cool-down.
 
     Returns:
         The last loss, nats per token.
     """
+    cool_down = steps // 5 if cool_down is None else min(cool_down, steps)
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=learning_rate, total_steps=steps, pct_start=0.05, cycle_momentum=False
-    )
-    loss_value = float("nan")
+    loss_value, step, left = float("nan"), 0, steps
     policy.model.train()
-    for step in range(steps):
+    while left:
+        rate = min(1.0, (step + 1) / 20, left / (cool_down + 1))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate * rate
         loss = solution_loss(policy, task.problems(batch_size, seed=seed, step=step))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
         optimizer.step()
-        schedule.step()
         optimizer.zero_grad()
         loss_value = float(loss.detach())
-        if stop(step, loss_value):
-            break
+        step, left = step + 1, left - 1
+        if left > cool_down and good_enough(step, loss_value):
+            left = cool_down
     policy.model.eval()
     return loss_value
 

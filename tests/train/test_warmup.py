@@ -23,15 +23,23 @@ def test_the_loss_is_the_mean_over_solution_tokens_and_the_end(micro_policy):
     assert float(solution_loss(micro_policy, problems).detach()) == pytest.approx(total / count, rel=1e-5)
 
 
-def test_the_warm_up_teaches_and_stops_when_told(micro_policy):
-    task = ArithmeticTask(max_operand=1)
-    losses = []
-    warm_up(
-        micro_policy, task, steps=60, batch_size=16, learning_rate=1e-2,
-        stop=lambda step, loss: losses.append(loss) or step == 39,
-    )  # fmt: skip
-    assert len(losses) == 40
-    assert losses[-1] < 0.5 * losses[0]
+def test_the_warm_up_teaches_and_cools_down_when_told(micro_policy, monkeypatch):
+    task, losses, rates = ArithmeticTask(max_operand=1), [], []
+    step = torch.optim.AdamW.step
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: rates.append(self.param_groups[0]["lr"]) or step(self))
+    last = warm_up(
+        micro_policy,
+        task,
+        steps=100,
+        batch_size=16,
+        learning_rate=0.01,
+        cool_down=9,
+        good_enough=lambda step, loss: losses.append(loss) or step == 30,
+    )
+    assert (len(losses), len(rates)) == (30, 39)
+    assert last < 0.5 * losses[0]
+    assert rates[:2] + rates[19:21] == pytest.approx([0.0005, 0.001, 0.01, 0.01])
+    assert rates[-10:] == pytest.approx([0.01, *(0.001 * n for n in range(9, 0, -1))])
 
 
 def test_an_evaluation_is_repeatable_and_counts_right_answers(micro_policy):
