@@ -474,6 +474,19 @@ def test_kl_and_entropy_cover_rejected_tokens_and_are_divided_by_all(estimator):
     assert metrics["actor/entropy"] == pytest.approx(entropy[mask].mean().item())
 
 
+def test_kl_and_entropy_leave_out_tokens_on_which_they_are_not_finite():
+    policies, advantages, mask, entropy = random_batch(15)
+    mask[0, :2] = True
+    policies.ref_log_prob[0, 0], entropy[0, 1] = -INF, NAN
+    output = policy_loss(
+        policies, advantages, mask, config=None, loss=LossConfig(kl_coef=1.0, entropy_coef=1.0), entropy=entropy
+    )
+    moments = output.statistics.read().moments
+    assert moments["kl_ref"].count == moments["entropy"].count == mask.sum() - 1
+    expected = (moments["kl_ref"].total - moments["entropy"].total) / mask.sum().item()
+    assert output.regularization.item() == pytest.approx(expected)
+
+
 def test_reference_and_entropy_without_coefficients_are_metrics_only():
     policies, advantages, mask, entropy = random_batch(12)
     output = policy_loss(policies, advantages, mask, config=None, entropy=entropy)
