@@ -347,7 +347,7 @@ def test_43_results_do_not_depend_on_the_mask_dtype(dtype):
 
 def test_44_nothing_is_clamped_before_a_sequence_sum():
     config = RolloutCorrectionConfig(
-        rollout_is="sequence", rollout_is_threshold=None, rollout_rs="seq_sum_k1", rollout_rs_threshold="0_inf"
+        rollout_is="sequence", rollout_is_threshold=None, rollout_rs="seq_sum_k1", rollout_rs_threshold="0_10"
     )
     metrics = bare(correct(*pair(50.0, -25.0, -24.0, rollout=-60.0), config))
     assert metrics["rollout_is_log_max"] == 1.0
