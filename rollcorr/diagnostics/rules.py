@@ -1,7 +1,7 @@
 """The judgements that need more than one number: each a named function from evidence to a finding or None.
 
 `RULES` is the table that `rollcorr.diagnostics.health` goes through. Limits are named here, once, and docs/health.md lists
-them. Metrics that start with `log/` describe the raw log-probs of a rollout log; `rollcorr check` makes them.
+them. `log/contradicted_zero_count` is no metric of the registry: `rollcorr check` counts it in the raw log-probs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ FIRST_STEPS = 50
 FIRST_STEPS_LOG_PPL_GAP = 1.0
 PINNED_SHARE = 0.5
 LOW_WEIGHT = 0.5
-ZERO_SHARE = 0.5
 
 _COMPARISON = ("kl", "k3_kl", "log_ratio_abs_mean", "chi2_token")
 
@@ -46,7 +45,8 @@ def nothing_measured(evidence: Evidence) -> Finding | None:
 def identical_policies(evidence: Evidence) -> Finding | None:
     """Every difference is exactly 0: the metrics are degenerate, as when old_log_prob is a copy of rollout_log_prob."""
     names = [name for name in _COMPARISON if name in evidence.current]
-    if not (evidence.measured and names) or any(value for name in names for value in evidence.recent(name)):
+    values = [value for name in names for value in (evidence.current[name], *evidence.recent(name))]
+    if not evidence.measured or not values or any(values):
         return None
     bypass = evidence.config is not None and evidence.config.bypass_mode
     cause = "bypass mode sets old_log_prob to rollout_log_prob" if bypass else "one side is a copy of the other"
@@ -260,46 +260,18 @@ def skipped_updates(evidence: Evidence) -> Finding | None:
 
 def contradicted_zeros(evidence: Evidence) -> Finding | None:
     """One side says probability 1 (exactly 0.0) where the other is far from it: filled in, not computed."""
-    return _raw(
-        evidence,
-        "log/suspicious_zero_count",
+    name = "log/contradicted_zero_count"
+    value = evidence.get(name)
+    if not value > 0:
+        return None
+    return Finding(
+        metric=name,
         title="log-probs look filled in with zeros",
+        value=value,
+        limit="0",
         reason="one policy claims probability exactly 1 for tokens that the other gives less than 1/e",
-        remedy="missing log-probs must be NaN (null in JSONL), never 0.0; find out why the engine returned none",
-    )
-
-
-def zero_share(evidence: Evidence) -> Finding | None:
-    """More than half of the log-probs are exactly 0."""
-    return _raw(
-        evidence,
-        "log/zero_fraction",
-        limit=ZERO_SHARE,
-        title="most log-probs are exactly zero",
-        reason="probability 1 on most tokens: filled in, or computed after top-k 1 or a temperature near 0",
-        remedy="check what the engine returns: log-probs of the full softmax at the sampling temperature",
-    )
-
-
-def positive_log_probs(evidence: Evidence) -> Finding | None:
-    """A probability above 1: right for densities, wrong for tokens."""
-    return None if evidence.diffusion else _raw(
-        evidence,
-        "log/positive_count",
-        title="log-probs above zero",
-        reason="a token's probability cannot exceed 1; densities of a diffusion sampler can",
-        remedy="check for logits or densities in the column, or half-precision rounding; for diffusion pass --diffusion",
-    )
-
-
-def sentinel_log_probs(evidence: Evidence) -> Finding | None:
-    """−9999 stands for minus infinity in some engines' JSON."""
-    return _raw(
-        evidence,
-        "log/sentinel_count",
-        title="placeholder log-probs (−9999)",
-        reason="an engine writes −9999 for minus infinity; read as a number it makes the ratio infinite",
-        remedy="store NaN for missing log-probs; the sampled token was outside the set that the log-probs were taken over",
+        remedy="store missing log-probs as NaN (null in JSONL), never as 0.0, and find out why the engine returned none",
+        **evidence.when(name, lambda value: value > 0),
     )
 
 
@@ -319,9 +291,6 @@ RULES: tuple[Rule, ...] = (
     low_weights,
     skipped_updates,
     contradicted_zeros,
-    zero_share,
-    positive_log_probs,
-    sentinel_log_probs,
 )
 
 
@@ -346,17 +315,3 @@ def _band_widths(evidence: Evidence, scope: str) -> list[float]:
     bounds = [b for c in criteria if c.scope == scope and c.kind == "k1" for b in (c.lower, c.upper)]
     return [abs(math.log(bound)) for bound in bounds if bound]
 
-
-def _raw(evidence: Evidence, name: str, *, title: str, reason: str, remedy: str, limit: float = 0.0) -> Finding | None:
-    value = evidence.get(name)
-    if not value > limit:
-        return None
-    return Finding(
-        metric=name,
-        title=title,
-        value=value,
-        limit=f"at most {limit:g}",
-        reason=reason,
-        remedy=remedy,
-        **evidence.when(name, lambda value: value > limit),
-    )

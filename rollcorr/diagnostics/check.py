@@ -1,0 +1,254 @@
+"""Check a rollout log: stream it through the correction, merge the statistics, and judge them.
+
+One batch is in memory at a time. The verdict is about all rows together, exactly as one call on all of them would give
+it (statistics merge exactly); the panels show each training step, where the log records steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.core.metrics import PREFIX, finalize
+from rollcorr.core.statistics import Statistics, merge_statistics
+from rollcorr.correction import correct
+from rollcorr.diagnostics.evidence import Finding, bare_metrics
+from rollcorr.diagnostics.health import HealthReport, health
+from rollcorr.diagnostics.run import BadInputError
+from rollcorr.rollout_log import Problem, RolloutBatch, log_files, read_rollout_log, validate_batch
+
+DIAGNOSIS = RolloutCorrectionConfig(
+    rollout_is="token", rollout_is_threshold=2.0, rollout_token_veto_threshold=1e-4, apply_is=False
+)
+"""What `rollcorr check` measures by default: token weights truncated at 2 and the veto's share, no rejection criterion.
+
+Token weights are the ones that stay informative at any length; the other levels and criteria say little before a level
+and a band have been chosen, and are measured with `--preset` or `--config`.
+"""
+
+SENTINEL = -9999.0
+CONTRADICTION = -1.0
+"""Where one side is exactly 0.0 (probability 1) and the other below this, in nats, one of them was not computed."""
+
+_COLUMNS = ("step", "response_mask", "rollout_log_prob", "old_log_prob", "log_prob", "reward")
+_TITLES = {
+    "positive": "log-probs above zero",
+    "sentinel": "placeholder log-probs (−9999)",
+    "zeros": "sequences of mostly zero log-probs",
+}
+_REASONS = {
+    "positive": "the probability of a token cannot exceed 1; densities of a diffusion sampler can",
+    "sentinel": "an engine writes −9999 for minus infinity; it was read as missing here",
+    "zeros": "probability 1 on most tokens: filled in, or computed after greedy sampling",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckResult:
+    """What a log says about the mismatch.
+
+    Attributes:
+        health: the verdict over all rows.
+        metrics: every metric over all rows, prefixed.
+        series: the metrics of each step, with "step" and, where recorded, "reward/mean"; one entry without steps.
+        rows: rows read.
+        files: files of the log.
+        train_column: the column that π was taken from.
+        config: the configuration that was measured.
+        remarks: what the reader should know about the input.
+        interrupted: reading stopped before the end.
+    """
+
+    health: HealthReport
+    metrics: Mapping[str, float]
+    series: tuple[Mapping[str, float], ...]
+    rows: int
+    files: tuple[str, ...]
+    train_column: str
+    config: RolloutCorrectionConfig
+    remarks: tuple[str, ...]
+    interrupted: bool
+
+
+@dataclass
+class _Part:
+    """What was seen of one step."""
+
+    statistics: Statistics
+    rewards: list[float]
+    zeros: int = 0
+    contradicted: int = 0
+
+
+@dataclass
+class _Tally:
+    """What was seen so far."""
+
+    parts: dict[int | None, _Part] = field(default_factory=dict)
+    problems: dict[tuple[str, str | None], Problem] = field(default_factory=dict)
+    rows: int = 0
+    train_column: str | None = None
+
+
+def check_logs(
+    paths: Sequence[str | Path],
+    config: RolloutCorrectionConfig = DIAGNOSIS,
+    *,
+    train_column: str | None = None,
+    diffusion: bool = False,
+    batch_size: int = 256,
+    on_rows: Callable[[int], None] | None = None,
+) -> CheckResult:
+    """Judge rollout logs, Parquet or JSONL, without a training run.
+
+    Args:
+        paths: files, folders (also run folders) or patterns.
+        config: what to measure; nothing is trained, so what it would apply is only counted.
+        train_column: where π is: old_log_prob or log_prob. None takes old_log_prob where recorded, else log_prob; with
+            `bypass_mode` the other way round, for there old_log_prob is a copy of rollout_log_prob.
+        diffusion: the log-probs are densities: positive ones are no finding, and the diffusion rules warn.
+        batch_size: most rows in memory at once.
+        on_rows: called with the number of rows after each batch, for a progress bar.
+
+    Returns:
+        The result. After a KeyboardInterrupt it covers the rows read until then, and says so.
+
+    Raises:
+        BadInputError: there is no row, or a column that is needed is not recorded.
+        RolloutLogError: a log cannot be read; the message names file, row and column.
+    """
+    tally, interrupted = _Tally(train_column=train_column), False
+    try:
+        for batch in read_rollout_log([str(path) for path in paths], columns=_COLUMNS, batch_size=batch_size):
+            _add(tally, batch, config)
+            if on_rows is not None:
+                on_rows(len(batch))
+    except KeyboardInterrupt:
+        interrupted = True
+    files = tuple(str(file) for file in log_files([str(path) for path in paths]))
+    if not tally.parts or tally.train_column is None:
+        seen = "nothing was read before the interrupt" if interrupted else "there is no row"
+        raise BadInputError(f"{', '.join(map(str, paths))}: {seen}; give a log with at least one sequence")
+    return _result(tally, config, files=files, diffusion=diffusion, interrupted=interrupted)
+
+
+def _add(tally: _Tally, batch: RolloutBatch, config: RolloutCorrectionConfig) -> None:
+    """Take one batch into the tally, step by step."""
+    for problem in validate_batch(batch):
+        key = (problem.code, problem.column)
+        known = tally.problems.get(key)
+        tally.problems[key] = problem if known is None else replace(known, rows=known.rows + problem.rows)
+    if not len(batch):
+        return
+    if tally.train_column is None:
+        tally.train_column = _train_column(batch, config)
+    rollout, train = batch.packed("rollout_log_prob"), batch.packed(tally.train_column)
+    mask = batch.packed("response_mask")
+    rollout, train = (x.masked_fill(x == SENTINEL, torch.nan) for x in (rollout, train))
+    rewards = batch.values("reward") if batch.has("reward") else None
+    for step, first, last in _segments(batch):
+        start, end = int(batch.cu_seqlens[first]), int(batch.cu_seqlens[last])
+        cu_seqlens = batch.cu_seqlens[first : last + 1] - start
+        part = _part(train[start:end], rollout[start:end], mask[start:end], cu_seqlens, config)
+        part.rewards += rewards[first:last].tolist() if rewards is not None else []
+        known = tally.parts.get(step)
+        tally.parts[step] = part if known is None else _merged([known, part])
+    tally.rows += len(batch)
+
+
+def _part(
+    train: Tensor, rollout: Tensor, mask: Tensor, cu_seqlens: Tensor, config: RolloutCorrectionConfig
+) -> _Part:
+    statistics = correct(train, rollout, mask, config, cu_seqlens=cu_seqlens).statistics
+    zero_rollout, zero_train = (rollout == 0) & mask, (train == 0) & mask
+    contradicted = (zero_rollout & (train < CONTRADICTION)) | (zero_train & (rollout < CONTRADICTION))
+    return _Part(statistics, [], zeros=int((zero_rollout | zero_train).sum()), contradicted=int(contradicted.sum()))
+
+
+def _merged(parts: Iterable[_Part]) -> _Part:
+    parts = list(parts)
+    return _Part(
+        merge_statistics(part.statistics for part in parts),
+        [reward for part in parts for reward in part.rewards],
+        zeros=sum(part.zeros for part in parts),
+        contradicted=sum(part.contradicted for part in parts),
+    )
+
+
+def _train_column(batch: RolloutBatch, config: RolloutCorrectionConfig) -> str:
+    order = ("log_prob", "old_log_prob") if config.bypass_mode else ("old_log_prob", "log_prob")
+    found = next((name for name in order if batch.has(name)), None)
+    if found is None:
+        recorded = ", ".join(name for name in batch.columns if batch.has(name)) or "none"
+        raise BadInputError(
+            f"{batch.file}, column old_log_prob: not recorded, nor is log_prob, so there is no training side to compare; "
+            f"recorded columns: {recorded}. Score the tokens with the trainer and log them"
+        )
+    return found
+
+
+def _segments(batch: RolloutBatch) -> Iterator[tuple[int | None, int, int]]:
+    """(step, first row, row after the last) of each stretch of rows of one step."""
+    if not batch.has("step"):
+        yield None, 0, len(batch)
+        return
+    steps, counts = torch.unique_consecutive(batch.values("step"), return_counts=True)
+    first = 0
+    for step, count in zip(steps.tolist(), counts.tolist(), strict=True):
+        yield step, first, first + count
+        first += count
+
+
+def _result(
+    tally: _Tally, config: RolloutCorrectionConfig, *, files: tuple[str, ...], diffusion: bool, interrupted: bool
+) -> CheckResult:
+    whole = _metrics(_merged(tally.parts.values()))
+    steps = sorted((step for step in tally.parts if step is not None))
+    series = tuple({"step": step, **_metrics(tally.parts[step])} for step in steps) or ({"step": 0, **whole},)
+    verdict = health(whole, config, series=series if len(steps) > 1 else (), diffusion=diffusion)
+    found = [_finding(p) for p in tally.problems.values() if p.code in _TITLES and not (p.code == "positive" and diffusion)]
+    remarks = [f"π is the column {tally.train_column}, μ is rollout_log_prob"]
+    remarks += [str(problem) for problem in tally.problems.values() if problem.code not in _TITLES]
+    if interrupted:
+        remarks.append(f"interrupted: this covers the first {tally.rows} rows only")
+    return CheckResult(
+        health=replace(verdict, findings=(*verdict.warnings, *found, *verdict.notes)),
+        metrics=whole,
+        series=series,
+        rows=tally.rows,
+        files=files,
+        train_column=str(tally.train_column),
+        config=config,
+        remarks=tuple(remarks),
+        interrupted=interrupted,
+    )
+
+
+def _metrics(part: _Part) -> dict[str, float]:
+    """The metrics of a part: the registry's, the reward, and what was counted in the raw log-probs."""
+    metrics = finalize(part.statistics.read())
+    tokens = bare_metrics(metrics).get("token_count", 0.0)
+    rewards = [reward for reward in part.rewards if reward == reward]
+    if rewards:
+        metrics["reward/mean"] = sum(rewards) / len(rewards)
+    metrics["log/zero_fraction"] = part.zeros / tokens if tokens else 0.0
+    metrics["log/contradicted_zero_count"] = float(part.contradicted)
+    return metrics
+
+
+def _finding(problem: Problem) -> Finding:
+    where = f"{problem.file}, row {problem.row}"
+    return Finding(
+        metric=f"log/{problem.column}",
+        title=_TITLES[problem.code],
+        value=float(problem.rows),
+        limit="0 sequences",
+        reason=f"{_REASONS[problem.code]}; first in {where}: {problem.message}",
+        remedy=problem.hint,
+    )
