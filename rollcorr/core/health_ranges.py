@@ -140,14 +140,14 @@ RANGES: dict[str, HealthyRange] = {
     "t_times_kl": HealthyRange(
         ideal="well below 20",
         warn_above=20.0,
-        reason="at mean length × KL ≥ the safety bound most sequence weights are clamped to one value and correct nothing",
+        reason="at mean length × KL ≥ the safety bound most sequence weights are clamped and correct nothing",
         remedy="use token-level weights or geometric rejection, shorten responses, or lower the KL at its source",
     ),
     "capped_fraction": HealthyRange(
         ideal="0",
         ideal_high=0.0,
         warn_above=0.0,
-        reason="log-ratios beyond 20 nats mean that the two sides scored different things; k3 and chi-squared are capped",
+        reason="log-ratios beyond 20 nats mean that the two sides scored different things (k3, chi2 are capped)",
         remedy="check alignment, padding and the processing of the log-probs",
     ),
     "nonfinite_count": HealthyRange(

@@ -208,7 +208,7 @@ METRICS: dict[str, Metric] = _table(
         "ratio",
         "unit",
         "mean weight that the weights are divided by",
-        mean("batch_norm_factor"),
+        share("norm_weight", "norm_units"),
         _MATHS,
     ),
     # Rejection.

@@ -1,7 +1,7 @@
 """Rejection: which tokens and sequences stay in the loss. A decision is a mask, never a weight.
 
-Every function returns True for "keep". Each criterion is decided on the base mask alone and the decisions are AND-ed, so
-their order never matters. Bounds are inclusive (`rollcorr.core.bounds`).
+Each criterion is decided on the base mask alone and the decisions are AND-ed, so their order never matters.
+Bounds are inclusive (`rollcorr.core.bounds`).
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def masked_weights(log_weight: Tensor, *, lower: float, upper: float, safety_bou
 
 
 def normalization_factor(weight_sum: Tensor, count: Tensor) -> Tensor:
-    """The batch mean of the weights, Σ w / n: what they are divided by so that their mean is 1. 1 when it would be 0."""
+    """Σ w / n: what weights are divided by so that their batch mean is 1; 1 where it would be 0."""
     mean = weight_sum / count.clamp(min=1)
     return torch.where(mean > 0, mean, torch.ones_like(mean))
 
