@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from rollcorr.core import metrics as registry
+from rollcorr.core.aggregation import Denominators
 from rollcorr.core.layout import check_layout, sequence_count
-from rollcorr.core.losses import Denominators
 from rollcorr.core.statistics import Statistics
 from rollcorr.core.weights import normalization_factor
 from rollcorr.distributed import gather_statistics
@@ -45,8 +45,8 @@ class Correction:
 
     @property
     def loss_weights(self) -> Tensor | None:
-        """The weights that belong in the loss: None when `apply_is=False` keeps them for the metrics only."""
-        return self.weights if self.config is not None and self.config.apply_is else None
+        """The weights that belong in the loss: None where they are metrics only (`weights_reach_loss`)."""
+        return self.weights if self.config is not None and self.config.weights_reach_loss else None
 
     def metrics(self, *, prefix: str = registry.PREFIX) -> dict[str, float]:
         """Every metric of the registry that the configuration collects: one device-to-host transfer for all.
@@ -60,22 +60,19 @@ class Correction:
 
         Args:
             normalizer: "kept" counts what stays in the loss, "original" what the response mask held, "weights" sums the
-                applied weights of what stays. Default: the configuration's.
+                applied weights of what stays; where no weights reach the loss, each counts as 1. Default: the
+                configuration's.
 
         Raises:
-            ValueError: "weights" without weights in the loss, or no statistics to count from.
+            ValueError: no correction was asked for, so there are no statistics to count from.
         """
         if self.statistics is None or self.config is None:
             raise ValueError("without a correction there are no counts; take the denominators from the response mask")
         normalizer = normalizer or self.config.normalizer
         if normalizer == "original":
             return Denominators(self.statistics.sum("tokens"), self.statistics.sum("sequences"))
-        if normalizer == "kept":
+        if normalizer == "kept" or self.loss_weights is None:
             return Denominators(self.statistics.sum("tokens_kept"), self.statistics.sum("sequences_kept"))
-        if self.loss_weights is None:
-            raise ValueError(
-                "normalizer='weights' needs importance weights in the loss; set rollout_is and apply_is=True"
-            )
         factor = _factor(self.statistics) if self.config.rollout_is_batch_normalize else 1.0
         return Denominators(
             self.statistics.sum("kept_weight") / factor, self.statistics.sum("kept_sequence_weight") / factor

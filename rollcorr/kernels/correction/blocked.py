@@ -1,8 +1,8 @@
 """The correction in one pass over cache-sized blocks, in eager torch: the fast twin of `reference` on every device.
 
 Three steps. Each block of tokens is read once and leaves per-sequence sums and block-wide moments. The per-sequence
-table then decides weights and rejections (`decide`). Last, those decisions are spread over the outputs. No value is read
-on the way, so nothing waits for the device.
+table then decides weights and rejections (`decide`). Last, those decisions are spread over the outputs. No value is
+read on the way, so nothing waits for the device.
 
 Arithmetic inside a block is float64, where it costs no memory traffic: log-ratios of 1e-7 keep their digits, and k3
 needs no series.
@@ -101,7 +101,7 @@ class _Tokens(NamedTuple):
     missing: Tensor
     counted: Tensor  # takes part in weights and criteria
     taking_part: Tensor  # counted, as float64
-    count: Tensor  # how many are counted, 0-d float64
+    number: Tensor  # how many are counted, 0-d float64
     d: Tensor
     em1: Tensor  # expm1(min(d, 20))
     k3: Tensor
@@ -140,7 +140,7 @@ def _collect_mismatch(tokens: _Tokens, log_probs: tuple[Tensor, Tensor], sink: _
     low, high = tokens.fill(d, torch.inf), tokens.fill(d, -torch.inf)
     sink.table.extremes("log_ratio", low, high, sink.at, sink.ids)
     measured = tokens.measured.count_nonzero().double()
-    rows.moments("log_ratio", d, tokens.taking_part, measured, excess=tokens.count - measured)
+    rows.moments("log_ratio", d, tokens.taking_part, measured, excess=tokens.number - measured)
 
     size = d.abs()
     rows.add("abs_log_ratio", size.sum())
@@ -175,8 +175,8 @@ def _weigh(tokens: _Tokens, config: RolloutCorrectionConfig, sink: _Sink) -> Ten
     rows.add("is_low", (low & tokens.counted).count_nonzero())
     rows.add("saturated_high", (d > bound).count_nonzero())
     rows.add("saturated_low", (d < -bound).count_nonzero())
-    rows.moments("weight_raw", raw, tokens.taking_part, tokens.count)
-    rows.moments("weight", weight, tokens.taking_part, tokens.count)
+    rows.moments("weight_raw", raw, tokens.taking_part, tokens.number)
+    rows.moments("weight", weight, tokens.taking_part, tokens.number)
     rows.extremes("weight_raw", raw.masked_fill(~tokens.counted, torch.inf), raw)
     if config.is_mode == "icepop":  # otherwise the truncated extremes are the extremes truncated
         rows.extremes("weight", weight.masked_fill(~tokens.counted, torch.inf), weight)
@@ -232,7 +232,7 @@ def _criterion(tokens: _Tokens, criterion: Criterion, k2: Tensor | None, sink: _
         values = tokens.k3 if k2 is None or criterion.kind == "k3" else k2
         high = above(values, criterion.upper).logical_or_(tokens.zero)
         low = torch.zeros_like(high)
-        rows.moments(row, values, tokens.taking_part, measured, excess=tokens.count - measured)
+        rows.moments(row, values, tokens.taking_part, measured, excess=tokens.number - measured)
         rows.extremes(row, tokens.fill(values, torch.inf), tokens.fill(values, -torch.inf))
     rows.add(f"{row}/high", high.count_nonzero())
     rows.add(f"{row}/low", low.count_nonzero())
