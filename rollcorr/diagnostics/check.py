@@ -9,19 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
+import yaml
 from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
-from rollcorr.core.metrics import PREFIX, finalize
+from rollcorr.core.metrics import finalize
 from rollcorr.core.statistics import Statistics, merge_statistics
-from rollcorr.correction import correct
+from rollcorr.correction import Correction, correct
 from rollcorr.diagnostics.evidence import Finding, bare_metrics
 from rollcorr.diagnostics.health import HealthReport, health
-from rollcorr.diagnostics.run import BadInputError
+from rollcorr.diagnostics.run_directory import BadInputError, rollout_correction_section
 from rollcorr.rollout_log import Problem, RolloutBatch, log_files, read_rollout_log, validate_batch
+from rollcorr.schemas import resolve
 
 DIAGNOSIS = RolloutCorrectionConfig(
     rollout_is="token", rollout_is_threshold=2.0, rollout_token_veto_threshold=1e-4, apply_is=False
@@ -47,6 +48,26 @@ _REASONS = {
     "sentinel": "an engine writes −9999 for minus infinity; it was read as missing here",
     "zeros": "probability 1 on most tokens: filled in, or computed after greedy sampling",
 }
+
+
+def choose_config(*, preset: str | None = None, file: Path | None = None) -> RolloutCorrectionConfig:
+    """What to measure: a preset, a YAML file of any generation, or `DIAGNOSIS` when neither is given.
+
+    Raises:
+        BadInputError: both are given, or what is given is no configuration or switches the correction off.
+    """
+    if preset is not None and file is not None:
+        raise BadInputError(f"--preset {preset} and --config {file} exclude each other; give one")
+    if preset is None and file is None:
+        return DIAGNOSIS
+    try:
+        raw = preset if file is None else rollout_correction_section(yaml.safe_load(file.read_text(encoding="utf-8")))
+        config = None if raw is None else resolve(raw)
+    except (ValueError, TypeError, yaml.YAMLError) as error:
+        raise BadInputError(f"{file or '--preset'}: {error}") from error
+    if config is None:
+        raise BadInputError(f"{file}: no rollout correction there, so nothing to measure; try --preset disabled")
+    return config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,12 +99,13 @@ class CheckResult:
 
 @dataclass
 class _Part:
-    """What was seen of one step."""
+    """What was seen of one step: the correction's statistics, and sums over the raw columns."""
 
     statistics: Statistics
-    rewards: list[float]
-    zeros: int = 0
-    contradicted: int = 0
+    zeros: int
+    contradicted: int
+    rewards: int
+    reward: float
 
 
 @dataclass
@@ -123,6 +145,10 @@ def check_logs(
         BadInputError: there is no row, or a column that is needed is not recorded.
         RolloutLogError: a log cannot be read; the message names file, row and column.
     """
+    if train_column not in (None, "old_log_prob", "log_prob"):
+        raise BadInputError(f"the training side is old_log_prob or log_prob, not {train_column!r}")
+    if config.nonfinite == "raise":  # A check counts what is missing and goes on.
+        config = replace(config, nonfinite="reject_token")
     tally, interrupted = _Tally(train_column=train_column), False
     try:
         for batch in read_rollout_log([str(path) for path in paths], columns=_COLUMNS, batch_size=batch_size):
@@ -151,33 +177,47 @@ def _add(tally: _Tally, batch: RolloutBatch, config: RolloutCorrectionConfig) ->
     rollout, train = batch.packed("rollout_log_prob"), batch.packed(tally.train_column)
     mask = batch.packed("response_mask")
     rollout, train = (x.masked_fill(x == SENTINEL, torch.nan) for x in (rollout, train))
-    rewards = batch.values("reward") if batch.has("reward") else None
+    rewards = batch.values("reward") if batch.has("reward") else rollout.new_full((len(batch),), torch.nan)
     for step, first, last in _segments(batch):
         start, end = int(batch.cu_seqlens[first]), int(batch.cu_seqlens[last])
-        cu_seqlens = batch.cu_seqlens[first : last + 1] - start
-        part = _part(train[start:end], rollout[start:end], mask[start:end], cu_seqlens, config)
-        part.rewards += rewards[first:last].tolist() if rewards is not None else []
-        known = tally.parts.get(step)
-        tally.parts[step] = part if known is None else _merged([known, part])
+        part = _part(
+            correct(
+                train[start:end],
+                rollout[start:end],
+                mask[start:end],
+                config,
+                cu_seqlens=batch.cu_seqlens[first : last + 1] - start,
+            ),
+            train[start:end][mask[start:end]],
+            rollout[start:end][mask[start:end]],
+            rewards[first:last],
+        )
+        tally.parts[step] = _merged([tally.parts[step], part]) if step in tally.parts else part
     tally.rows += len(batch)
 
 
-def _part(
-    train: Tensor, rollout: Tensor, mask: Tensor, cu_seqlens: Tensor, config: RolloutCorrectionConfig
-) -> _Part:
-    statistics = correct(train, rollout, mask, config, cu_seqlens=cu_seqlens).statistics
-    zero_rollout, zero_train = (rollout == 0) & mask, (train == 0) & mask
-    contradicted = (zero_rollout & (train < CONTRADICTION)) | (zero_train & (rollout < CONTRADICTION))
-    return _Part(statistics, [], zeros=int((zero_rollout | zero_train).sum()), contradicted=int(contradicted.sum()))
+def _part(correction: Correction, train: Tensor, rollout: Tensor, rewards: Tensor) -> _Part:
+    """What one stretch of rows shows; `train` and `rollout` hold the valid tokens only."""
+    if correction.statistics is None:
+        raise ValueError("a configuration that corrects nothing has nothing to measure; use the preset 'disabled'")
+    contradicted = ((rollout == 0) & (train < CONTRADICTION)) | ((train == 0) & (rollout < CONTRADICTION))
+    return _Part(
+        correction.statistics,
+        zeros=int(((rollout == 0) | (train == 0)).sum()),
+        contradicted=int(contradicted.sum()),
+        rewards=int((~rewards.isnan()).sum()),
+        reward=float(rewards.nansum()),
+    )
 
 
 def _merged(parts: Iterable[_Part]) -> _Part:
     parts = list(parts)
     return _Part(
         merge_statistics(part.statistics for part in parts),
-        [reward for part in parts for reward in part.rewards],
         zeros=sum(part.zeros for part in parts),
         contradicted=sum(part.contradicted for part in parts),
+        rewards=sum(part.rewards for part in parts),
+        reward=sum(part.reward for part in parts),
     )
 
 
@@ -187,8 +227,8 @@ def _train_column(batch: RolloutBatch, config: RolloutCorrectionConfig) -> str:
     if found is None:
         recorded = ", ".join(name for name in batch.columns if batch.has(name)) or "none"
         raise BadInputError(
-            f"{batch.file}, column old_log_prob: not recorded, nor is log_prob, so there is no training side to compare; "
-            f"recorded columns: {recorded}. Score the tokens with the trainer and log them"
+            f"{batch.file}, column old_log_prob: not recorded, nor is log_prob, so there is no training side; recorded "
+            f"are {recorded}. Score the tokens with the trainer and log that"
         )
     return found
 
@@ -209,10 +249,12 @@ def _result(
     tally: _Tally, config: RolloutCorrectionConfig, *, files: tuple[str, ...], diffusion: bool, interrupted: bool
 ) -> CheckResult:
     whole = _metrics(_merged(tally.parts.values()))
-    steps = sorted((step for step in tally.parts if step is not None))
+    steps = sorted(step for step in tally.parts if step is not None)
     series = tuple({"step": step, **_metrics(tally.parts[step])} for step in steps) or ({"step": 0, **whole},)
     verdict = health(whole, config, series=series if len(steps) > 1 else (), diffusion=diffusion)
-    found = [_finding(p) for p in tally.problems.values() if p.code in _TITLES and not (p.code == "positive" and diffusion)]
+    found = [
+        _finding(p) for p in tally.problems.values() if p.code in _TITLES and not (p.code == "positive" and diffusion)
+    ]
     remarks = [f"π is the column {tally.train_column}, μ is rollout_log_prob"]
     remarks += [str(problem) for problem in tally.problems.values() if problem.code not in _TITLES]
     if interrupted:
@@ -234,9 +276,8 @@ def _metrics(part: _Part) -> dict[str, float]:
     """The metrics of a part: the registry's, the reward, and what was counted in the raw log-probs."""
     metrics = finalize(part.statistics.read())
     tokens = bare_metrics(metrics).get("token_count", 0.0)
-    rewards = [reward for reward in part.rewards if reward == reward]
-    if rewards:
-        metrics["reward/mean"] = sum(rewards) / len(rewards)
+    if part.rewards:
+        metrics["reward/mean"] = part.reward / part.rewards
     metrics["log/zero_fraction"] = part.zeros / tokens if tokens else 0.0
     metrics["log/contradicted_zero_count"] = float(part.contradicted)
     return metrics

@@ -1,7 +1,7 @@
 """The health check: which metrics left their healthy range, why that matters and what to do.
 
-Findings come from two places. The ranges of single metrics are the registry's (`rollcorr.core.metrics`). Judgements that
-need more than one number are the named functions of `rollcorr.diagnostics.rules`.
+Findings come from two places. The ranges of single metrics are the registry's (`rollcorr.core.metrics`). Judgements
+that need more than one number are the named functions of `rollcorr.diagnostics.rules`.
 
 One dictionary of metrics is judged as it stands. A series (one dictionary a step) is judged by its recent steps: the
 median of the last ten that measured anything, so that one spike is not a verdict; what was wrong earlier and is no
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from rollcorr.core.health_ranges import HealthyRange
 from rollcorr.core.metrics import metric
 from rollcorr.diagnostics.evidence import Evidence, Finding, Metrics, bare_metrics, history_of, recent_medians
+from rollcorr.diagnostics.numbers import label
 from rollcorr.diagnostics.rules import RULES
 
 if TYPE_CHECKING:
@@ -79,9 +80,11 @@ def health(
     Returns:
         The report. Steps without a valid token (`token_count` 0) are never held against a range.
     """
-    single = isinstance(metrics, Mapping)
-    history = history_of(series if single else metrics)
-    current = bare_metrics(metrics) if single else recent_medians(history)
+    if isinstance(metrics, Mapping):
+        history, current = history_of(series), bare_metrics(metrics)
+    else:
+        history = history_of(metrics)
+        current = recent_medians(history)
     evidence = Evidence(current=current, history=history, config=config, diffusion=diffusion)
     found = [finding for rule in RULES if (finding := rule(evidence)) is not None]
     if evidence.measured:
@@ -89,6 +92,10 @@ def health(
         names = dict.fromkeys([*current, *(name for _, step in history for name in step)])
         ranges = (_range_finding(name, evidence) for name in names if name not in explained)
         found += [finding for finding in ranges if finding is not None]
+    # A batch with one criterion rejects what that criterion rejects: the same finding twice.
+    found = list({(finding.reason, finding.limit, finding.value): finding for finding in reversed(found)}.values())[
+        ::-1
+    ]
     found.sort(key=lambda finding: finding.severity == "note")
     return HealthReport(findings=tuple(found), values=current, steps=len(history) if history else None)
 
@@ -106,7 +113,9 @@ def limit_in_words(limits: HealthyRange) -> str:
     if limits.warn_below is not None and limits.warn_above is not None:
         return f"{limits.warn_below:g} to {limits.warn_above:g}"
     if limits.warn_above is not None:
-        return f"−{limits.warn_above:g} to {limits.warn_above:g}" if limits.absolute else f"at most {limits.warn_above:g}"
+        return (
+            f"−{limits.warn_above:g} to {limits.warn_above:g}" if limits.absolute else f"at most {limits.warn_above:g}"
+        )
     if limits.warn_below is not None:
         return f"at least {limits.warn_below:g}"
     return f"ideally {limits.ideal}"
@@ -133,7 +142,7 @@ def _range_finding(name: str, evidence: Evidence) -> Finding | None:
     when = evidence.when(name, breaks)
     return Finding(
         metric=name,
-        title=f"{name} {'is' if broken_now else 'was'} {_where(limits, value)}"
+        title=f"{label(name)} {'is' if broken_now else 'was'} {_where(limits, value)}"
         + ("" if broken_now else f" in {when['steps']} of {len(evidence.series(name))} steps"),
         value=value,
         limit=limit_in_words(limits),

@@ -1,6 +1,7 @@
-"""The figures of a report: six panels of mismatch metrics over the steps, with the registry's guide lines, and the reward.
+"""The figures of a report: six panels of mismatch metrics over the steps, with guide lines, and the reward.
 
-Figures are built with matplotlib's objects alone (no pyplot, no global state), so they are safe in threads and notebooks.
+The guide lines are the registry's healthy ranges. Figures are built with matplotlib's objects alone (no pyplot, no
+global state), so they are safe in threads and notebooks.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ class Panel:
         bounds: values that the y axis must show, for metrics with a natural range.
         symlog: logarithmic on both sides of 0, for metrics that span orders of magnitude.
         absent: what to say when no curve has a value.
+        width: of the figure, inches.
     """
 
     name: str
@@ -81,6 +83,7 @@ class Panel:
     absent: str
     bounds: tuple[float, ...] = ()
     symlog: bool = False
+    width: float = 5.6
 
 
 PANELS: tuple[Panel, ...] = (
@@ -139,6 +142,7 @@ REWARD = Panel(
     title="Reward",
     curves={"reward/mean": "mean reward", "reward/accuracy": "accuracy"},
     absent="no rewards were logged",
+    width=11.4,
 )
 
 
@@ -154,7 +158,7 @@ class Guide:
 
 def draw(panel: Panel, series: Mapping[str, Sequence[Point]], theme: Theme = LIGHT) -> Figure:
     """Draw one panel from (step, value) series by bare metric name; metrics that are not there are left out."""
-    figure = Figure(figsize=(5.6, 3.1), layout="constrained", facecolor=theme.background)
+    figure = Figure(figsize=(panel.width, 3.1), layout="constrained", facecolor=theme.background)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(facecolor=theme.background)
     curves = {name: _finite(series.get(name, ())) for name in panel.curves}
@@ -174,7 +178,7 @@ def draw(panel: Panel, series: Mapping[str, Sequence[Point]], theme: Theme = LIG
     return figure
 
 
-def to_png(figure: Figure, *, dpi: int = 160) -> bytes:
+def to_png(figure: Figure, *, dpi: int = 144) -> bytes:
     """The figure as the bytes of a PNG file."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=dpi, facecolor=figure.get_facecolor(), metadata={"Software": None})
@@ -195,7 +199,9 @@ def guides_of(names: Iterable[str], *, labels: Mapping[str, str]) -> list[Guide]
         if limits.warn_above is not None:
             guides.append(Guide(limits.warn_above, "warn", f"warn > {limits.warn_above:g}{suffix}"))
             if limits.absolute:
-                guides.append(Guide(-limits.warn_above, "warn", f"warn < −{limits.warn_above:g}{suffix}", optional=True))
+                guides.append(
+                    Guide(-limits.warn_above, "warn", f"warn < −{limits.warn_above:g}{suffix}", optional=True)
+                )
     return guides
 
 
@@ -233,8 +239,8 @@ def _set_scale(axes: Axes, panel: Panel, values: Array, guides: Sequence[Guide])
     if panel.symlog or far:
         sizes = np.abs(values[values != 0])
         typical = float(np.median(sizes)) if len(sizes) else 1e-3
-        linear = 10.0 ** math.floor(math.log10(min(max(typical, 1e-8), 0.1)))
-        axes.set_yscale("symlog", linthresh=linear, linscale=0.6)
+        linear = 10.0 ** math.ceil(math.log10(min(max(typical, 1e-8), 0.1)))
+        axes.set_yscale("symlog", linthresh=linear, linscale=1.0)
         locator = SymmetricalLogLocator(base=10, linthresh=linear)
         locator.set_params(numticks=7)
         axes.yaxis.set_major_locator(locator)
@@ -281,4 +287,6 @@ def _style(axes: Axes, theme: Theme, *, legend: bool) -> None:
     axes.set_axisbelow(True)
     axes.set_xlabel("step", fontsize=8, color=theme.ink)
     if legend:
-        axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 0.98), fontsize=7.5, frameon=False, labelcolor=theme.ink, ncols=3)
+        axes.legend(
+            loc="lower left", bbox_to_anchor=(-0.02, 0.98), fontsize=7.5, frameon=False, labelcolor=theme.ink, ncols=3
+        )

@@ -8,33 +8,27 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from rollcorr.core.metrics import PREFIX, metric
 from rollcorr.diagnostics.evidence import Metrics, bare_metrics, history_of
 from rollcorr.diagnostics.health import HealthReport, health, healthy_range
-from rollcorr.diagnostics.run import Run
+from rollcorr.diagnostics.numbers import HEADLINES, format_number
+from rollcorr.diagnostics.run_directory import Run
 
 try:
     import jinja2
 except ImportError as error:
     raise ImportError("reports need Jinja2: pip install 'rollcorr[report]'") from error
 
+if TYPE_CHECKING:
+    from rollcorr.diagnostics.check import CheckResult
+
 from rollcorr.diagnostics.plots import DARK, LIGHT, PANELS, REWARD, Panel, draw, to_png
 
 HTML_FILE = "report.html"
-
-HEADLINES: Mapping[str, str] = {
-    "rollout_is_mean": "mean weight",
-    "rollout_is_eff_sample_size": "effective sample size",
-    "kl": "KL, nats per token",
-    "k3_kl": "KL (k3), nats per token",
-    "ppl_ratio": "perplexity ratio",
-    "chi2_token": "χ² per token",
-    "rollout_rs_masked_fraction": "tokens rejected",
-    "t_times_kl": "length × KL, nats",
-}
-"""The numbers at the top of the page, in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +73,21 @@ def run_report(run: Run, *, diffusion: bool = False) -> ReportData:
     )
 
 
+def check_report(result: CheckResult) -> ReportData:
+    """The report of checked rollout logs: judged over all their rows."""
+    count = len(result.files)
+    return ReportData(
+        title=f"Rollout log {Path(result.files[0]).name}" + (f" and {count - 1} more" if count > 1 else ""),
+        subtitle=f"{result.rows:,} sequences, {len(result.series)} step{'s' * (len(result.series) != 1)}",
+        health=result.health,
+        series=result.series,
+        metrics=bare_metrics(result.metrics),
+        metrics_title="All metrics, over all rows",
+        config_text=yaml.safe_dump(result.config.to_dict(), sort_keys=False),
+        remarks=result.remarks,
+    )
+
+
 def write_report(data: ReportData, directory: Path) -> Path:
     """Write report.html and one PNG per figure into a directory; return the path of the page."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -87,7 +96,9 @@ def write_report(data: ReportData, directory: Path) -> Path:
     for panel in (*PANELS, REWARD):
         light, dark = (to_png(draw(panel, series, theme)) for theme in (LIGHT, DARK))
         (directory / f"{panel.name}.png").write_bytes(light)
-        figures.append({"panel": panel, "light": _base64(light), "dark": _base64(dark), "caption": caption(panel, series)})
+        figures.append(
+            {"panel": panel, "light": _base64(light), "dark": _base64(dark), "caption": caption(panel, series)}
+        )
     page = directory / HTML_FILE
     page.write_text(render(data, figures), encoding="utf-8")
     return page
@@ -158,23 +169,8 @@ def caption(panel: Panel, series: Mapping[str, Sequence[tuple[int, float]]]) -> 
         values = [value for _, value in series.get(name, ()) if math.isfinite(value)]
         if values:
             span = f"{format_number(min(values))} to {format_number(max(values))}"
-            parts.append(f"{label} {format_number(values[-1])}" + (f" ({span})" if len(values) > 1 else ""))
+            parts.append(f"{label} {format_number(values[-1])}" + (f" ({span})" if min(values) < max(values) else ""))
     return "; ".join(parts)
-
-
-def format_number(value: float) -> str:
-    """Four significant digits, without noise: 1.0003, 0.25, 1.3e-05, 12,345."""
-    if not math.isfinite(value):
-        return {math.inf: "∞", -math.inf: "−∞"}.get(value, "NaN")
-    if value == 0:
-        return "0"
-    if float(value).is_integer() and abs(value) < 1e9:
-        return f"{value:,.0f}".replace("-", "−")
-    if abs(value) < 1e-3 or abs(value) >= 1e6:
-        return f"{value:.2e}".replace("-", "−")
-    if abs(value) >= 1000:
-        return f"{value:,.1f}".replace("-", "−")
-    return (f"{value:.4f}" if 0.9 <= abs(value) < 10 else f"{value:.4g}").replace("-", "−")
 
 
 def _definition(name: str, value: float) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The judgements that need more than one number: each a named function from evidence to a finding or None.
 
-`RULES` is the table that `rollcorr.diagnostics.health` goes through. Limits are named here, once, and docs/health.md lists
-them. `log/contradicted_zero_count` is no metric of the registry: `rollcorr check` counts it in the raw log-probs.
+`RULES` is the table that `rollcorr.diagnostics.health` goes through. Limits are named here, once, and docs/health.md
+lists them. `log/contradicted_zero_count` is no metric of the registry: `rollcorr check` counts it in the raw log-probs.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def horizon(evidence: Evidence) -> Finding | None:
         value=value,
         limit=f"below {bound:g}, the safety bound",
         reason=f"the typical sequence weight is exp(−T × KL); beyond the bound all are clamped to one value{longest}",
-        remedy="use token weights or a per-token mean criterion (seq_mean_*), shorten responses, or lower the KL at its "
-        "source: same sampling settings on both sides, higher rollout precision",
+        remedy="use token weights or a per-token mean criterion (seq_mean_*), shorten responses, or lower the KL at "
+        "its source: same sampling settings on both sides, higher rollout precision",
         **evidence.when("t_times_kl", lambda value: value >= bound),
     )
 
@@ -133,7 +133,7 @@ def sustained_rejection(evidence: Evidence) -> Finding | None:
         limit=f"not above {limit:g} for {SUSTAINED_STEPS} steps",
         reason="the rollout side has drifted from the trainer"
         if limit == SUSTAINED_DRIFT
-        else "the band rejects ordinary sequences, and where rejected samples stay in the denominator the gradient shrinks",
+        else "the band rejects ordinary sequences; where they stay in the denominator, the gradient shrinks",
         remedy="lower the drift (precision, staleness), or leave bypass mode"
         if limit == SUSTAINED_DRIFT
         else "widen the band, e.g. 0.3_3.0 or 0.2_5.0 for a window of two diffusion steps",
@@ -155,7 +155,9 @@ def gap_at_start(evidence: Evidence) -> Finding | None:
         limit=f"at most {FIRST_STEPS_LOG_PPL_GAP:g} in the first {FIRST_STEPS} steps",
         reason="before training has moved the policy, both sides should agree: this is a fault in the set-up",
         remedy="narrow the precision gap, compare sampling settings and alignment, or leave bypass mode",
-        severity="note" if len(evidence.history) > FIRST_STEPS and not evidence.get(name) > FIRST_STEPS_LOG_PPL_GAP else "warning",
+        severity="note"
+        if len(evidence.history) > FIRST_STEPS and not evidence.get(name) > FIRST_STEPS_LOG_PPL_GAP
+        else "warning",
         **evidence.when(name, lambda value: value > FIRST_STEPS_LOG_PPL_GAP),
     )
 
@@ -175,7 +177,7 @@ def pinned_at_threshold(evidence: Evidence) -> Finding | None:
         title="the largest weight is pinned at the threshold",
         value=max(first),
         limit=f"below {config.is_upper:g} in most of the first {FIRST_STEPS} steps",
-        reason="truncation acts from the start. With a short diffusion window that is a gap between rollout and trainer; "
+        reason="truncation acts from the start. In a short diffusion window that is a gap between rollout and trainer; "
         "among thousands of tokens one such weight is ordinary: see rollout_is_ratio_fraction_high",
         remedy="lower the precision gap or leave bypass mode; for language models judge by the share that is truncated",
         severity=_diffusion_severity(evidence),
@@ -214,8 +216,8 @@ def length_dependence(evidence: Evidence) -> Finding | None:
         title="the bound on products depends on length here",
         value=evidence.get("t_times_kl"),
         limit=f"at most {min(widths):.4g} nats, the log of the bound",
-        reason="at the mean length the product of ratios is already past the bound: longer responses are down-weighted or "
-        "rejected for being long",
+        reason="at the mean length the product of ratios is already past the bound: longer responses are "
+        "down-weighted or rejected for being long",
         remedy="use a criterion per token mean (seq_mean_k1, seq_mean_k3) or token weights",
         severity="note",
         **evidence.when("t_times_kl", lambda value: abs(value) > min(widths)),
@@ -234,7 +236,8 @@ def low_weights(evidence: Evidence) -> Finding | None:
         title="most sequences would count for almost nothing",
         value=value,
         limit=f"at most {LOW_WEIGHT:g}",
-        reason="the sequence weight of most responses is below 1/C" + ("" if applied else " (sequence level is not in use)"),
+        reason="the sequence weight of most responses is below 1/C"
+        + ("" if applied else " (sequence level is not in use)"),
         remedy="stay with or move to token weights; shorten responses; lower the KL",
         severity="warning" if applied else "note",
         **evidence.when(name, lambda value: value > LOW_WEIGHT),
@@ -253,7 +256,7 @@ def skipped_updates(evidence: Evidence) -> Finding | None:
         value=skipped,
         limit="0",
         reason="the loss or a gradient was not finite; the weights were left as they were",
-        remedy="lower the learning rate, clip gradients, and look at nonfinite_count and the largest weights in that step",
+        remedy="lower the learning rate, clip gradients, and look at nonfinite_count and the largest weights then",
         **evidence.when(name, lambda value: value > 0),
     )
 
@@ -270,7 +273,7 @@ def contradicted_zeros(evidence: Evidence) -> Finding | None:
         value=value,
         limit="0",
         reason="one policy claims probability exactly 1 for tokens that the other gives less than 1/e",
-        remedy="store missing log-probs as NaN (null in JSONL), never as 0.0, and find out why the engine returned none",
+        remedy="store missing log-probs as NaN (null in JSONL), never as 0.0; find out why the engine returned none",
         **evidence.when(name, lambda value: value > 0),
     )
 
@@ -314,4 +317,3 @@ def _band_widths(evidence: Evidence, scope: str) -> list[float]:
     criteria = evidence.config.criteria if evidence.config is not None else ()
     bounds = [b for c in criteria if c.scope == scope and c.kind == "k1" for b in (c.lower, c.upper)]
     return [abs(math.log(bound)) for bound in bounds if bound]
-

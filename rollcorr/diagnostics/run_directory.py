@@ -27,7 +27,7 @@ class Run:
 
     Attributes:
         path: its directory.
-        series: one dictionary of metrics a step, in order of steps; a step that was repeated after a resume counts once.
+        series: one dictionary of metrics a step, in order of steps; a step repeated after a resume counts once.
         config: the rollout correction of config.yaml; None when there is none.
         config_text: config.yaml as it stands.
         remarks: what the reader should know, e.g. that the last line was cut off.
@@ -74,7 +74,9 @@ def _read_metrics(path: Path) -> tuple[list[Mapping[str, Any]], list[str]]:
             step = json.loads(line)
         except json.JSONDecodeError as error:
             if number == lines[-1][0] and steps and not text.endswith("\n"):
-                return steps, [f"the last line of {path.name} (line {number}) is cut off and was left out: a killed run"]
+                return steps, [
+                    f"the last line of {path.name} (line {number}) is cut off and was left out: a killed run"
+                ]
             raise BadInputError(f"{path}:{number}: not JSON ({error}); repair or remove the line") from error
         if not isinstance(step, dict):
             raise BadInputError(f"{path}:{number}: expected a JSON object, got {type(step).__name__}; remove the line")
@@ -97,7 +99,7 @@ def _read_config(path: Path) -> tuple[RolloutCorrectionConfig | None, str, list[
 
 
 def rollout_correction_section(document: object) -> Mapping[str, Any] | str | None:
-    """The rollout-correction part of a configuration: `algorithm.rollout_correction`, `rollout_correction`, or all of it."""
+    """The part of a configuration about the correction: `[algorithm.]rollout_correction`, or all of it."""
     if not isinstance(document, Mapping):
         return document if isinstance(document, str) else None
     algorithm = document.get("algorithm")
