@@ -20,7 +20,7 @@ from rollcorr.core.statistics import Statistics, merge_statistics
 from rollcorr.correction import Correction, correct
 from rollcorr.diagnostics.evidence import Finding, bare_metrics
 from rollcorr.diagnostics.health import HealthReport, health
-from rollcorr.diagnostics.run_directory import BadInputError, rollout_correction_section
+from rollcorr.diagnostics.run_directory import BadInputError
 from rollcorr.rollout_log import Problem, RolloutBatch, log_files, read_rollout_log, validate_batch
 from rollcorr.schemas import resolve
 
@@ -61,8 +61,7 @@ def choose_config(*, preset: str | None = None, file: Path | None = None) -> Rol
     if preset is None and file is None:
         return DIAGNOSIS
     try:
-        raw = preset if file is None else rollout_correction_section(yaml.safe_load(file.read_text(encoding="utf-8")))
-        config = None if raw is None else resolve(raw)
+        config = resolve(preset if file is None else yaml.safe_load(file.read_text(encoding="utf-8")))
     except (ValueError, TypeError, yaml.YAMLError) as error:
         raise BadInputError(f"{file or '--preset'}: {error}") from error
     if config is None:

@@ -257,7 +257,8 @@ def skipped_updates(evidence: Evidence) -> Finding | None:
         limit="0",
         reason="the loss or a gradient was not finite; the weights were left as they were",
         remedy="lower the learning rate, clip gradients, and look at nonfinite_count and the largest weights then",
-        **evidence.when(name, lambda value: value > 0),
+        first_step=evidence.when(name, lambda value: value > 0)["first_step"],
+        steps=int(skipped) if evidence.history else None,  # The trainer counts them over the whole run.
     )
 
 

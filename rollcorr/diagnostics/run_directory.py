@@ -92,19 +92,6 @@ def _read_config(path: Path) -> tuple[RolloutCorrectionConfig | None, str, list[
         return None, "", [f"there is no {path.name}; rules about thresholds were left out"]
     text = path.read_text(encoding="utf-8")
     try:
-        section = rollout_correction_section(yaml.safe_load(text))
-        return (schemas.resolve(section) if section is not None else None), text, []
+        return schemas.resolve(yaml.safe_load(text)), text, []
     except (yaml.YAMLError, ValueError, TypeError) as error:
         return None, text, [f"{path.name} could not be interpreted ({error}); rules about thresholds were left out"]
-
-
-def rollout_correction_section(document: object) -> Mapping[str, Any] | str | None:
-    """The part of a configuration about the correction: `[algorithm.]rollout_correction`, or all of it."""
-    if not isinstance(document, Mapping):
-        return document if isinstance(document, str) else None
-    algorithm = document.get("algorithm")
-    for holder in (algorithm, document):
-        if isinstance(holder, Mapping) and "rollout_correction" in holder:
-            section = holder["rollout_correction"]
-            return section if isinstance(section, (Mapping, str)) else None
-    return None if "algorithm" in document else document
