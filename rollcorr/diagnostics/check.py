@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-import yaml
 from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
@@ -23,6 +22,7 @@ from rollcorr.diagnostics.health import HealthReport, health
 from rollcorr.diagnostics.run_directory import BadInputError
 from rollcorr.rollout_log import Problem, RolloutBatch, log_files, read_rollout_log, validate_batch
 from rollcorr.schemas import resolve
+from rollcorr.yaml_text import load_yaml
 
 DIAGNOSIS = RolloutCorrectionConfig(
     rollout_is="token", rollout_is_threshold=2.0, rollout_token_veto_threshold=1e-4, apply_is=False
@@ -61,8 +61,8 @@ def choose_config(*, preset: str | None = None, file: Path | None = None) -> Rol
     if preset is None and file is None:
         return DIAGNOSIS
     try:
-        config = resolve(preset if file is None else yaml.safe_load(file.read_text(encoding="utf-8")))
-    except (ValueError, TypeError, yaml.YAMLError) as error:
+        config = resolve(preset if file is None else load_yaml(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
         raise BadInputError(f"{file or '--preset'}: {error}") from error
     if config is None:
         raise BadInputError(f"{file}: no rollout correction there, so nothing to measure; try --preset disabled")

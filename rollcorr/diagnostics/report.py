@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from rollcorr.core.metrics import PREFIX, metric
 from rollcorr.diagnostics.evidence import Metrics, bare_metrics, history_of
 from rollcorr.diagnostics.health import HealthReport, health, healthy_range
 from rollcorr.diagnostics.numbers import HEADLINES, format_number
 from rollcorr.diagnostics.run_directory import Run
+from rollcorr.yaml_text import dump_yaml
 
 try:
     import jinja2
@@ -83,7 +82,7 @@ def check_report(result: CheckResult) -> ReportData:
         series=result.series,
         metrics=bare_metrics(result.metrics),
         metrics_title="All metrics, over all rows",
-        config_text=yaml.safe_dump(result.config.to_dict(), sort_keys=False),
+        config_text=dump_yaml(result.config.to_dict()),
         remarks=result.remarks,
     )
 

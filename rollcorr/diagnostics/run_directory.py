@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from rollcorr import schemas
 from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.yaml_text import load_yaml
 
 METRICS_FILE = "metrics.jsonl"
 CONFIG_FILE = "config.yaml"
@@ -92,6 +91,6 @@ def _read_config(path: Path) -> tuple[RolloutCorrectionConfig | None, str, list[
         return None, "", [f"there is no {path.name}; rules about thresholds were left out"]
     text = path.read_text(encoding="utf-8")
     try:
-        return schemas.resolve(yaml.safe_load(text)), text, []
-    except (yaml.YAMLError, ValueError, TypeError) as error:
+        return schemas.resolve(load_yaml(text)), text, []
+    except (ValueError, TypeError) as error:
         return None, text, [f"{path.name} could not be interpreted ({error}); rules about thresholds were left out"]
