@@ -136,7 +136,7 @@ def _one_per_row(name: str, value: object, count: int) -> list[Any]:
 
 def _list_of_rows(rows: list[Any]) -> pa.Array:
     valid = np.array([row is not None for row in rows], dtype=bool)
-    parts = [_numpy([] if row is None else row).astype(np.int64) for row in rows]
+    parts = [_numpy([] if row is None else row) for row in rows]
     values = np.concatenate([np.zeros(0, np.int64), *parts])
     return list_array(pa.array(values), np.array([len(part) for part in parts], dtype=np.int64), valid=valid)
 
@@ -144,20 +144,20 @@ def _list_of_rows(rows: list[Any]) -> pa.Array:
 def _objects_array(name: str, values: list[Any], *, file: str | None = None, first_row: int = 0) -> pa.Array:
     if COLUMNS[name].type == "string":
         values = [value if value is None else str(value) for value in values]
-    # Flags may come as 0 and 1: their type is found here, and cast by `conform_column`.
-    type_ = None if name == "response_mask" else arrow_type(name)
+    # Arrow would cut 1.5 to the integer 1, and not take 1 for true: such types are found here, and cast with a check.
+    found_here = "int" in COLUMNS[name].type or "bool" in COLUMNS[name].type
     try:
-        return pa.array(values, type_)
+        return pa.array(values, None if found_here else arrow_type(name))
     except (pa.ArrowException, TypeError, OverflowError) as error:
-        row = next((row for row, value in enumerate(values) if not _fits(value, type_)), 0)
+        row = next((row for row, value in enumerate(values) if not _fits(name, value)), 0)
         hint = f"expected {COLUMNS[name].type}"
         problem = Problem(code="type", message=str(error), hint=hint, file=file, row=first_row + row, column=name)
         raise RolloutLogError(problem) from error
 
 
-def _fits(value: object, type_: pa.DataType | None) -> bool:
+def _fits(name: str, value: object) -> bool:
     try:
-        pa.array([value], type_)
+        pa.array([value], arrow_type(name))
     except (pa.ArrowException, TypeError, OverflowError):
         return False
     return True

@@ -36,7 +36,8 @@ class Problem:
             place.append(f"row {self.row}")
         if self.column is not None:
             place.append(f"column {self.column}")
-        more = f" (and {self.rows - 1} more rows)" if self.rows > 1 else ""
+        others = self.rows - 1
+        more = f" (and {others} more row{'s' * (others > 1)})" if others else ""
         return f"{', '.join(place)}: {self.message}{more}" + (f"; {self.hint}" if self.hint else "")
 
 

@@ -17,7 +17,8 @@ from rollcorr.rollout_log.schema import COLUMNS, TOKEN_COLUMNS, VERSION_KEY, che
 
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz")
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-_READ_BUFFER = 1 << 20  # bytes a column reads ahead; 0 would read a whole row group, of any size, at once
+# Bytes that a column reads ahead. Without it, or with Arrow's own pre-buffering, a whole row group of any size is held.
+_READ_BUFFER = 1 << 16
 
 
 def read_rollout_log(
@@ -134,7 +135,7 @@ def _count_file(path: Path) -> int:
 def _parquet(path: Path) -> Iterator[pq.ParquetFile]:
     """An open Parquet file of a version that can be read; what Arrow says of a damaged file, with its name."""
     try:
-        with pq.ParquetFile(path, buffer_size=_READ_BUFFER) as file:
+        with pq.ParquetFile(path, buffer_size=_READ_BUFFER, pre_buffer=False) as file:
             check_version((file.metadata.metadata or {}).get(VERSION_KEY.encode()), file=str(path))
             yield file
     except (pa.ArrowException, OSError) as error:

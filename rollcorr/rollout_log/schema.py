@@ -212,11 +212,11 @@ def _convert(array: pa.Array, target: pa.DataType) -> pa.Array:
 
 
 def _first_failure(array: pa.Array, target: pa.DataType) -> int:
-    for row in range(len(array)):
+    for row in np.flatnonzero(array.is_valid().to_numpy(zero_copy_only=False)).tolist():
         try:
             _convert(array.slice(row, 1), target)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
-            return row
+            return int(row)
     return 0
 
 

@@ -12,12 +12,13 @@ from rollcorr.rollout_log.arrow import pa
 from rollcorr.rollout_log.batch import LENGTH_HINT, RolloutBatch
 from rollcorr.rollout_log.errors import Problem, RolloutLogError
 from rollcorr.rollout_log.reader import Paths, log_files, read_rollout_log
-from rollcorr.rollout_log.schema import TOKEN_COLUMNS, check_columns, ragged
+from rollcorr.rollout_log.schema import TOKEN_COLUMNS, arrow_type, check_columns, ragged
 
 CHECK_COLUMNS: tuple[tuple[str, ...], ...] = (("rollout_log_prob",), ("old_log_prob", "log_prob"))
 LOG_PROB_COLUMNS = ("rollout_log_prob", "old_log_prob", "log_prob")
 SENTINEL = -9999.0  # what vLLM's JSON writes for −inf
 ZERO_SHARE = 0.5  # of a row's sampled tokens; a row with more exact zeros is taken for a placeholder
+NONFINITE_HINT = "the config's nonfinite policy decides what becomes of these tokens"
 ZERO_TOKENS = 8  # rows with fewer sampled tokens are not judged by their zeros
 Findings = Iterator[tuple[np.ndarray, Problem]]
 
@@ -82,10 +83,11 @@ def validate_rollout_log(
     files = log_files(paths)
     problems: list[Problem] = []
     everywhere: set[str] = set()
-    rows = 0
+    total = 0
     for file in files:
         found: dict[tuple[str, str | None], Problem] = {}
         recorded: set[str] = set()
+        rows = 0
         try:
             for batch in read_rollout_log(file, batch_size=batch_size):
                 rows += len(batch)
@@ -94,17 +96,21 @@ def validate_rollout_log(
         except RolloutLogError as error:
             _merge(found, error.problems)
         else:
-            _merge(found, _missing(file, required, recorded))
+            if not rows:
+                _merge(found, [Problem(code="empty", message="no rows", severity="warning", file=str(file))])
+            else:
+                _merge(found, _missing(file, required, recorded))
         problems += found.values()
         everywhere |= recorded
-    return ValidationReport(tuple(map(str, files)), rows, frozenset(everywhere), tuple(problems))
+        total += rows
+    return ValidationReport(tuple(map(str, files)), total, frozenset(everywhere), tuple(problems))
 
 
 def validate_batch(batch: RolloutBatch) -> tuple[Problem, ...]:
     """The findings of `validate_rollout_log` in one batch, whichever columns it has."""
-    if not any(name in batch.columns for name in TOKEN_COLUMNS):
+    if not len(batch) or not any(name in batch.columns for name in TOKEN_COLUMNS):
         return ()
-    checks: tuple[Callable[[RolloutBatch], Findings], ...] = (_lengths, _ids, _spans, _kept_sets, _log_probs)
+    checks: tuple[Callable[[RolloutBatch], Findings], ...] = (_lengths, _ids, _spans, _kept_sets, _log_probs, _zeros)
     return tuple(
         replace(problem, file=batch.file, row=batch.first_row + int(bad.argmax()), rows=int(bad.sum()))
         for check in checks
@@ -142,9 +148,11 @@ def _ids(batch: RolloutBatch) -> Findings:
     """Token ids are not negative."""
     for name in ("prompt_ids", "response_ids", "kept_ids"):
         if batch.has(name):
-            values, row_of = _flat(batch, name)
+            values, sizes, _ = ragged(batch.records.column(name))
+            row_of = np.repeat(np.arange(len(batch)), sizes)
             hint = "leave padding out instead of marking it"
-            yield from _where(batch, values < 0, row_of, lambda n: f"{n} negative ids", hint, name, "negative")
+            problem = Problem(code="negative", column=name, message="negative ids", hint=hint)
+            yield from _where(batch, _numpy(values) < 0, row_of, problem)
 
 
 def _spans(batch: RolloutBatch) -> Findings:
@@ -163,32 +171,20 @@ def _spans(batch: RolloutBatch) -> Findings:
     row = int(bad.argmax())
     shown = [(int(s), int(n)) for s, n in zip(start[row_of == row], length[row_of == row], strict=True)]
     message = f"spans (start, length) {shown} do not tile a response of {int(batch.lengths[row])} tokens"
-    yield (
-        bad,
-        Problem(
-            code="spans", message=message, hint="start at 0, leave no gap, end at the end", column="policy_versions"
-        ),
-    )
+    hint = "start at 0, leave no gap, end at the end"
+    yield bad, Problem(code="spans", message=message, hint=hint, column="policy_versions")
 
 
 def _kept_sets(batch: RolloutBatch) -> Findings:
     """Kept offsets rise from 0 to the number of kept ids, one entry more than tokens, and sampled ids are members."""
-    has_ids, has_offsets = batch.has("kept_ids"), batch.has("kept_offsets")
-    if not (has_ids or has_offsets):
+    if not (batch.has("kept_ids") or batch.has("kept_offsets")):
         return
-    if has_ids != has_offsets:
-        column = "kept_offsets" if has_ids else "kept_ids"
-        message = f"not recorded, but {'kept_ids' if has_ids else 'kept_offsets'} is"
-        yield np.ones(len(batch), bool), Problem(code="kept", message=message, hint="record both", column=column)
-        return
-    ids, ids_sizes, ids_recorded = ragged(batch.records.column("kept_ids"))
-    offsets, sizes, recorded = ragged(batch.records.column("kept_offsets"))
+    _, ids_sizes, ids_recorded = _list(batch, "kept_ids")
+    offsets, sizes, recorded = _list(batch, "kept_offsets")
     offset, lengths = _numpy(offsets), batch.lengths.numpy()
     one_sided = recorded != ids_recorded
-    yield (
-        one_sided,
-        Problem(code="kept", message="one of kept_ids, kept_offsets is null", hint="record both", column="kept_ids"),
-    )
+    message = "only one of kept_ids and kept_offsets is recorded"
+    yield one_sided, Problem(code="kept", message=message, hint="record both", column="kept_offsets")
     wrong = recorded & ~one_sided & (sizes != lengths + 1)
     row = int(wrong.argmax())
     message = f"{sizes[row]} offsets for a response of {lengths[row]} tokens"
@@ -204,14 +200,15 @@ def _kept_sets(batch: RolloutBatch) -> Findings:
     message = "offsets fall, or do not run from 0 to the number of kept ids"
     yield bad, Problem(code="kept_offsets", message=message, hint=hint, column="kept_offsets")
     if batch.has("response_ids"):
-        yield from _membership(batch, _numpy(ids), offset, usable & ~bad)
+        yield from _membership(batch, usable & ~bad)
 
 
-def _membership(batch: RolloutBatch, ids: np.ndarray, offset: np.ndarray, usable: np.ndarray) -> Findings:
+def _membership(batch: RolloutBatch, usable: np.ndarray) -> Findings:
     """Sampled ids are in the kept set of their token."""
     responses, sizes, recorded = ragged(batch.records.column("response_ids"))
-    _, ids_sizes, _ = ragged(batch.records.column("kept_ids"))
-    _, offset_sizes, _ = ragged(batch.records.column("kept_offsets"))
+    kept_ids, ids_sizes, _ = _list(batch, "kept_ids")
+    kept_offsets, offset_sizes, _ = _list(batch, "kept_offsets")
+    ids, offset = _numpy(kept_ids), _numpy(kept_offsets)
     usable = usable & recorded & (sizes == batch.lengths.numpy())
     sampled = _numpy(responses)[np.repeat(usable, sizes)]
     offset = offset[np.repeat(usable, offset_sizes)]
@@ -222,80 +219,70 @@ def _membership(batch: RolloutBatch, ids: np.ndarray, offset: np.ndarray, usable
     outside = (np.bincount(hits, minlength=len(sampled)) == 0) & _mask(batch)[np.repeat(usable, batch.lengths.numpy())]
     hint = "the sampled token always belongs to its set; the trainer inserts it and counts it"
     row_of = np.repeat(np.arange(len(batch))[usable], sizes[usable])
-    message = "{} sampled ids outside their kept set".format
-    yield from _where(batch, outside, row_of, message, hint, "kept_ids", "membership", warning=True)
+    problem = _warning("membership", "kept_ids", "sampled ids outside their kept set", hint)
+    yield from _where(batch, outside, row_of, problem)
 
 
 def _log_probs(batch: RolloutBatch) -> Findings:
     """Log-probs of sampled tokens look like log-probs."""
-    mask = _mask(batch)
-    lengths = batch.lengths.numpy()
     for name in LOG_PROB_COLUMNS:
-        if not batch.has(name):
-            continue
-        flat, sizes, recorded = ragged(batch.records.column(name))
-        fits = recorded & (sizes == lengths)
-        sampled = mask[np.repeat(fits, lengths)]
-        value = _numpy(flat)[np.repeat(fits, sizes)][sampled]
-        row_of = np.repeat(np.arange(len(batch))[fits], lengths[fits])[sampled]
-        checks = (
-            ("positive", value > 0, "{} log-probs above 0".format, "right for densities, impossible for tokens"),
-            (
-                "sentinel",
-                value == SENTINEL,
-                "{} times -9999.0".format,
-                "an engine's JSON for -inf; write null if unknown",
-            ),
-            (
-                "nonfinite",
-                ~np.isfinite(value),
-                "{} NaN or infinite log-probs".format,
-                "see the config's nonfinite policy",
-            ),
-        )
-        for code, bad, message, hint in checks:
-            yield from _where(batch, bad, row_of, message, hint, name, code, warning=True)
-        zeros = np.bincount(row_of[value == 0], minlength=len(batch))
-        tokens = np.bincount(row_of, minlength=len(batch))
-        suspicious = (tokens >= ZERO_TOKENS) & (zeros > ZERO_SHARE * tokens)
-        row = int(suspicious.argmax())
-        text = f"{zeros[row]} of {tokens[row]} log-probs are exactly 0 (probability 1)"
-        hint = "a placeholder for missing values? write null instead"
-        yield suspicious, Problem(code="zeros", message=text, hint=hint, severity="warning", column=name)
+        if batch.has(name):
+            value, row_of = _sampled(batch, name)
+            positive = _warning("positive", name, "log-probs above 0", "right for densities, impossible for tokens")
+            sentinel = _warning("sentinel", name, "log-probs of -9999.0", "an engine's JSON for -inf")
+            nonfinite = _warning("nonfinite", name, "NaN or infinite log-probs", NONFINITE_HINT)
+            yield from _where(batch, value > 0, row_of, positive)
+            yield from _where(batch, value == SENTINEL, row_of, sentinel)
+            yield from _where(batch, ~np.isfinite(value), row_of, nonfinite)
 
 
-def _where(
-    batch: RolloutBatch,
-    bad: np.ndarray,
-    row_of: np.ndarray,
-    message: Callable[[int], str],
-    hint: str,
-    column: str,
-    code: str,
-    *,
-    warning: bool = False,
-) -> Findings:
-    """Rows with a bad value, and the finding with the count in the first of them."""
+def _zeros(batch: RolloutBatch) -> Findings:
+    """Log-probs of exactly 0 are no more than half of a row."""
+    for name in LOG_PROB_COLUMNS:
+        if batch.has(name):
+            value, row_of = _sampled(batch, name)
+            zeros = np.bincount(row_of[value == 0], minlength=len(batch))
+            tokens = np.bincount(row_of, minlength=len(batch))
+            bad = (tokens >= ZERO_TOKENS) & (zeros > ZERO_SHARE * tokens)
+            row = int(bad.argmax())
+            message = f"{zeros[row]} of {tokens[row]} log-probs are exactly 0 (probability 1)"
+            yield bad, _warning("zeros", name, message, "a placeholder for missing values? write null instead")
+
+
+def _warning(code: str, column: str, message: str, hint: str) -> Problem:
+    return Problem(code=code, column=column, message=message, hint=hint, severity="warning")
+
+
+def _where(batch: RolloutBatch, bad: np.ndarray, row_of: np.ndarray, problem: Problem) -> Findings:
+    """Rows with a bad value, and the problem with the count in the first of them."""
     counts = np.bincount(row_of[bad], minlength=len(batch))
-    text = message(int(counts[(counts > 0).argmax()])) if len(counts) else ""
-    yield (
-        counts > 0,
-        Problem(code=code, message=text, hint=hint, column=column, severity="warning" if warning else "error"),
-    )
+    yield counts > 0, replace(problem, message=f"{problem.message}: {counts[(counts > 0).argmax()]} in this row")
 
 
-def _flat(batch: RolloutBatch, column: str) -> tuple[np.ndarray, np.ndarray]:
-    values, sizes, _ = ragged(batch.records.column(column))
-    return _numpy(values), np.repeat(np.arange(len(batch)), sizes)
+def _sampled(batch: RolloutBatch, column: str) -> tuple[np.ndarray, np.ndarray]:
+    """A token column where the mask is true, and the row of each value; rows that do not fit are left out."""
+    lengths = batch.lengths.numpy()
+    values, sizes, recorded = ragged(batch.records.column(column))
+    fits = recorded & (sizes == lengths)
+    mask = _mask(batch)[np.repeat(fits, lengths)]
+    row_of = np.repeat(np.arange(len(batch))[fits], lengths[fits])
+    return _numpy(values)[np.repeat(fits, sizes)][mask], row_of[mask]
+
+
+def _list(batch: RolloutBatch, column: str) -> tuple[pa.Array, np.ndarray, np.ndarray]:
+    """`ragged` of a column that the batch may lack."""
+    array = batch.records.column(column) if column in batch.columns else pa.nulls(len(batch), arrow_type(column))
+    return ragged(array)
 
 
 def _mask(batch: RolloutBatch) -> np.ndarray:
-    """The packed response mask; rows whose mask is null or has a wrong length count as sampled throughout."""
+    """The packed response mask; true in rows that do not record it, false in rows where it does not fit."""
     lengths = batch.lengths.numpy()
     mask = np.ones(int(lengths.sum()), dtype=bool)
     if batch.has("response_mask"):
         values, sizes, recorded = ragged(batch.records.column("response_mask"))
         fits = recorded & (sizes == lengths)
+        mask[np.repeat(recorded, lengths)] = False
         mask[np.repeat(fits, lengths)] = _numpy(values)[np.repeat(fits, sizes)]
     return mask
 
