@@ -38,16 +38,24 @@ CONTRADICTION = -1.0
 """Where one side is exactly 0.0 (probability 1) and the other below this, in nats, one of them was not computed."""
 
 _COLUMNS = ("step", "response_mask", "rollout_log_prob", "old_log_prob", "log_prob", "reward")
-_TITLES = {
-    "positive": "log-probs above zero",
-    "sentinel": "placeholder log-probs (−9999)",
-    "zeros": "sequences of mostly zero log-probs",
+_RAW_FINDINGS: Mapping[str, tuple[str, str, str]] = {
+    "positive": (
+        "log-probs above zero",
+        "the probability of a token cannot exceed 1; densities of a diffusion sampler can",
+        "look for logits, densities or half-precision rounding in the column; for a diffusion sampler pass --diffusion",
+    ),
+    "sentinel": (
+        "placeholder log-probs (−9999)",
+        "an engine writes −9999 for minus infinity; it was read as missing here",
+        "store NaN (null in JSONL) for what is missing; the sampled token lay outside the set that was scored",
+    ),
+    "zeros": (
+        "sequences of mostly zero log-probs",
+        "probability 1 on most tokens: filled in, or taken after greedy sampling",
+        "store NaN (null in JSONL) for what is missing; log the log-probs of the distribution that was sampled",
+    ),
 }
-_REASONS = {
-    "positive": "the probability of a token cannot exceed 1; densities of a diffusion sampler can",
-    "sentinel": "an engine writes −9999 for minus infinity; it was read as missing here",
-    "zeros": "probability 1 on most tokens: filled in, or computed after greedy sampling",
-}
+"""Findings of the log's validation that are about the policies: title, reason, remedy. The rest become remarks."""
 
 
 def choose_config(*, preset: str | None = None, file: Path | None = None) -> RolloutCorrectionConfig:
@@ -252,10 +260,10 @@ def _result(
     series = tuple({"step": step, **_metrics(tally.parts[step])} for step in steps) or ({"step": 0, **whole},)
     verdict = health(whole, config, series=series if len(steps) > 1 else (), diffusion=diffusion)
     found = [
-        _finding(p) for p in tally.problems.values() if p.code in _TITLES and not (p.code == "positive" and diffusion)
+        _finding(p) for p in tally.problems.values() if p.code in _RAW_FINDINGS and not (p.code == "positive" and diffusion)
     ]
     remarks = [f"π is the column {tally.train_column}, μ is rollout_log_prob"]
-    remarks += [str(problem) for problem in tally.problems.values() if problem.code not in _TITLES]
+    remarks += [str(problem) for problem in tally.problems.values() if problem.code not in _RAW_FINDINGS]
     if interrupted:
         remarks.append(f"interrupted: this covers the first {tally.rows} rows only")
     return CheckResult(
@@ -283,12 +291,12 @@ def _metrics(part: _Part) -> dict[str, float]:
 
 
 def _finding(problem: Problem) -> Finding:
-    where = f"{problem.file}, row {problem.row}"
+    title, reason, remedy = _RAW_FINDINGS[problem.code]
     return Finding(
         metric=f"log/{problem.column}",
-        title=_TITLES[problem.code],
+        title=title,
         value=float(problem.rows),
         limit="0 sequences",
-        reason=f"{_REASONS[problem.code]}; first in {where}: {problem.message}",
-        remedy=problem.hint,
+        reason=f"{reason}; first in {problem.file}, row {problem.row}: {problem.message}",
+        remedy=remedy,
     )

@@ -64,7 +64,8 @@ def row_progress(total: int) -> Iterator[Callable[[int], None]]:
 
 def _show(console: Console, finding: Finding) -> None:
     mark = "[bold red]✗[/]" if finding.severity == "warning" else "[dim]·[/]"
-    when = f"; first at step {finding.first_step}, {finding.steps} steps in all" if finding.steps else ""
+    count = f"{finding.steps} step{'s' * (finding.steps != 1)}"
+    when = f"; first at step {finding.first_step}, {count} in all" if finding.steps else ""
     console.print()
     shown = f"{finding.metric} {format_number(finding.value)}, limit {finding.limit}{when}"
     console.print(f"{mark} [bold]{escape(finding.title)}[/]: {escape(shown)}")
