@@ -185,20 +185,13 @@ def _add(tally: _Tally, batch: RolloutBatch, config: RolloutCorrectionConfig) ->
     mask = batch.packed("response_mask")
     rollout, train = (x.masked_fill(x == SENTINEL, torch.nan) for x in (rollout, train))
     rewards = batch.values("reward") if batch.has("reward") else rollout.new_full((len(batch),), torch.nan)
-    for step, first, last in _segments(batch):
-        start, end = int(batch.cu_seqlens[first]), int(batch.cu_seqlens[last])
-        part = _part(
-            correct(
-                train[start:end],
-                rollout[start:end],
-                mask[start:end],
-                config,
-                cu_seqlens=batch.cu_seqlens[first : last + 1] - start,
-            ),
-            train[start:end][mask[start:end]],
-            rollout[start:end][mask[start:end]],
-            rewards[first:last],
-        )
+    for step, rows in _by_step(batch):
+        tokens = rows.repeat_interleave(batch.lengths)
+        lengths = batch.lengths[rows]
+        cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        correction = correct(train[tokens], rollout[tokens], mask[tokens], config, cu_seqlens=cu_seqlens)
+        valid = tokens & mask
+        part = _part(correction, train[valid], rollout[valid], rewards[rows])
         tally.parts[step] = _merged([tally.parts[step], part]) if step in tally.parts else part
     tally.rows += len(batch)
 
@@ -240,16 +233,14 @@ def _train_column(batch: RolloutBatch, config: RolloutCorrectionConfig) -> str:
     return found
 
 
-def _segments(batch: RolloutBatch) -> Iterator[tuple[int | None, int, int]]:
-    """(step, first row, row after the last) of each stretch of rows of one step."""
+def _by_step(batch: RolloutBatch) -> Iterator[tuple[int | None, Tensor]]:
+    """Each step of a batch, None when none is recorded, with a mask of its rows."""
     if not batch.has("step"):
-        yield None, 0, len(batch)
+        yield None, torch.ones(len(batch), dtype=torch.bool)
         return
-    steps, counts = torch.unique_consecutive(batch.values("step"), return_counts=True)
-    first = 0
-    for step, count in zip(steps.tolist(), counts.tolist(), strict=True):
-        yield step, first, first + count
-        first += count
+    steps = batch.values("step")
+    for step in steps.unique().tolist():
+        yield step, steps == step
 
 
 def _result(
@@ -259,9 +250,8 @@ def _result(
     steps = sorted(step for step in tally.parts if step is not None)
     series = tuple({"step": step, **_metrics(tally.parts[step])} for step in steps) or ({"step": 0, **whole},)
     verdict = health(whole, config, series=series if len(steps) > 1 else (), diffusion=diffusion)
-    found = [
-        _finding(p) for p in tally.problems.values() if p.code in _RAW_FINDINGS and not (p.code == "positive" and diffusion)
-    ]
+    judged = [p for p in tally.problems.values() if p.code in _RAW_FINDINGS]
+    found = [_finding(problem) for problem in judged if not (diffusion and problem.code == "positive")]
     remarks = [f"π is the column {tally.train_column}, μ is rollout_log_prob"]
     remarks += [str(problem) for problem in tally.problems.values() if problem.code not in _RAW_FINDINGS]
     if interrupted:

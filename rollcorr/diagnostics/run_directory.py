@@ -49,9 +49,16 @@ def read_run(path: Path) -> Run:
         raise BadInputError(f"{path} is not a run directory; give the folder that holds {METRICS_FILE}")
     steps, remarks = _read_metrics(path / METRICS_FILE)
     config, config_text, config_remarks = _read_config(path / CONFIG_FILE)
-    by_step: dict[int, Mapping[str, Any]] = {int(step.get("step", i)): step for i, step in enumerate(steps, start=1)}
-    if len(by_step) < len(steps):
-        remarks.append(f"{len(steps) - len(by_step)} steps were logged twice (a resumed run); the later ones count")
+    by_step: dict[int, Mapping[str, Any]] = {}
+    for index, step in enumerate(steps, start=1):
+        number = step.get("step", index)
+        if not isinstance(number, int):
+            raise BadInputError(f"{path / METRICS_FILE}: step {number!r} is not a whole number; mend the line")
+        by_step[number] = step
+    repeated = len(steps) - len(by_step)
+    if repeated:
+        some = "1 step was" if repeated == 1 else f"{repeated} steps were"
+        remarks.append(f"{some} logged twice (a resumed run); the later one counts")
     return Run(
         path=path,
         series=tuple({**by_step[step], "step": step} for step in sorted(by_step)),

@@ -126,7 +126,9 @@ def test_the_older_prefix_is_read_too():
 
 
 def test_nan_null_and_text_are_not_measured_and_never_fire():
-    assert health(HEALTHY | {"kl": math.nan, "chi2_token": None, "note": "x", "rollout_is_std": math.nan}).findings == ()
+    assert (
+        health(HEALTHY | {"kl": math.nan, "chi2_token": None, "note": "x", "rollout_is_std": math.nan}).findings == ()
+    )
 
 
 def test_infinity_breaks_a_limit():
