@@ -112,6 +112,8 @@ def limit_in_words(limits: HealthyRange) -> str:
     """The warning limits of a range, e.g. "0.5 to 2" or "at most 0.1"; the ideal when it never warns."""
     if limits.warn_below is not None and limits.warn_above is not None:
         return f"{limits.warn_below:g} to {limits.warn_above:g}"
+    if limits.warn_above == 0:
+        return "0"
     if limits.warn_above is not None:
         return (
             f"−{limits.warn_above:g} to {limits.warn_above:g}" if limits.absolute else f"at most {limits.warn_above:g}"

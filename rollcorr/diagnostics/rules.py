@@ -183,7 +183,7 @@ def pinned_at_threshold(evidence: Evidence) -> Finding | None:
         value=max(first),
         limit=f"below {config.is_upper:g} in most of the first {FIRST_STEPS} steps",
         reason="truncation acts from the start, so the gap between rollout and trainer is larger than it should be",
-        remedy="lower the precision gap or leave bypass mode; rollout_is_ratio_fraction_high tells how much is truncated",
+        remedy="lower the precision gap or leave bypass mode; rollout_is_ratio_fraction_high is how much is truncated",
         severity=_diffusion_severity(evidence),
         **evidence.when(name, lambda value: value >= threshold),
     )
