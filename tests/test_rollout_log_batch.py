@@ -1,5 +1,6 @@
 """Batches: what a trainer's tensors become, and that they come back bit for bit through every form of file."""
 
+import doctest
 import math
 import subprocess
 import sys
@@ -13,7 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import rollcorr.rollout_log.batch
 from rollcorr.rollout_log import RolloutBatch, RolloutLogError, RolloutLogWriter, read_rollout_log
+from rollcorr.rollout_log.schema import list_array
 
 pa = pytest.importorskip("pyarrow", reason="needs rollcorr[log]")
 
@@ -299,3 +302,15 @@ def test_pyarrow_is_imported_only_when_used_and_its_absence_names_the_extra():
         "else: raise SystemExit('no error')\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_batch_too_large_for_32_bit_offsets_asks_for_parts():
+    with pytest.raises(
+        ValueError, match=r"2147483648 values in one batch, the limit is 2\^31 - 1; write the batch in parts"
+    ):
+        list_array(pa.array([], pa.float32()), np.array([2**31]))
+
+
+def test_the_example_of_the_docstring_is_right():
+    results = doctest.testmod(rollcorr.rollout_log.batch, extraglobs={"torch": torch})
+    assert (results.attempted, results.failed) == (3, 0)

@@ -229,7 +229,7 @@ class RolloutBatch:
             row = int(array.is_null().to_numpy(zero_copy_only=False).argmax())
             raise self._error("missing", "not recorded", "use objects() to read None", row=row, column=column)
         return torch.from_numpy(
-            np.array(array.to_numpy(zero_copy_only=False), dtype=arrow_type(column).to_pandas_dtype())
+            np.array(array.to_numpy(zero_copy_only=False), dtype=np.int64 if column == "step" else np.float32)
         )
 
     def objects(self, column: str) -> list[Any]:

@@ -208,6 +208,9 @@ def _convert(array: pa.Array, target: pa.DataType) -> pa.Array:
         fields = {field.name: part for field, part in zip(array.type, array.flatten(), strict=True)}
         parts = [_convert(fields.get(field.name, pa.nulls(len(array))), field.type) for field in target]
         return pa.StructArray.from_arrays(parts, fields=list(target), mask=array.is_null())
+    if pa.types.is_float16(array.type):  # older versions of Arrow cannot cast it
+        missing = array.is_null().to_numpy(zero_copy_only=False)
+        array = pa.array(array.to_numpy(zero_copy_only=False).astype(np.float32), mask=missing)
     return array if array.type == target else array.cast(target)
 
 

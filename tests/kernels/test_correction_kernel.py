@@ -135,3 +135,17 @@ def test_more_elements_than_a_float32_counter_holds():
     train = torch.zeros(1 << 5, 1 << 20)
     statistics = blocked_correction(train, train, torch.ones(train.shape, dtype=torch.bool), configuration()).statistics
     assert finalize(statistics.read())["rollout_corr/token_count"] == 2**25
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("impl", ["reference", "blocked"])
+def test_inputs_are_left_as_they_are(impl, dtype):
+    """`x.double()` is x itself when x is float64, so an in-place step after it would write to the caller's tensor."""
+    train, rollout, mask = (
+        torch.full((2, 3), -1.0, dtype=dtype),
+        torch.full((2, 3), -1.25, dtype=dtype),
+        torch.eye(2, 3),
+    )
+    correction_kernel(train, rollout, mask != 0, configuration(rollout_is="token"), impl=impl)
+    assert (train == -1.0).all()
+    assert (rollout == -1.25).all()
