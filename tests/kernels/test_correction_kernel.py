@@ -31,7 +31,7 @@ def configurations(draw):
     criteria = draw(st.lists(st.sampled_from(CRITERIA), unique=True, max_size=5))
     return configuration(
         rollout_is=draw(st.sampled_from([None, "token", "sequence", "geometric"])),
-        rollout_is_threshold=draw(st.sampled_from([None, 2.0, "0.5_2.0"])),
+        rollout_is_threshold=draw(st.sampled_from([None, 2.0, 0.5, "0.5_2.0", "1.5_3.0"])),
         rollout_is_batch_normalize=draw(st.booleans()),
         batch_normalize_over=draw(st.sampled_from(["valid", "kept"])),
         rollout_rs=",".join(criteria) or None,
