@@ -44,7 +44,7 @@ def test_a_healthy_log_gives_exit_code_0(log):
 def test_findings_give_exit_code_1(log):
     result = invoke(log(1.5))
     assert result.exit_code == 1
-    assert "χ² per token is too high" in result.stdout
+    assert "token-level χ² is too high" in result.stdout
 
 
 @pytest.mark.parametrize("name", ["log.jsonl", "log.jsonl.gz"])

@@ -28,7 +28,7 @@ LABELS: Mapping[str, str] = {
     "rollout_is_seq_max_deviation": "largest deviation of a sequence weight",
     "rollout_rs_masked_fraction": "rejected share",
     "kl": "KL",
-    "chi2_token": "χ² per token",
+    "chi2_token": "token-level χ²",
     "t_times_kl": "length × KL",
     "capped_fraction": "share of log-ratios beyond 20 nats",
     "nonfinite_count": "number of missing log-probs",

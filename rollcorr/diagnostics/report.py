@@ -62,7 +62,7 @@ def run_report(run: Run, *, diffusion: bool = False) -> ReportData:
     step, last = measured[-1] if measured else (run.series[-1]["step"], bare_metrics(run.series[-1]))
     return ReportData(
         title=f"Run {run.path.resolve().name}",
-        subtitle=f"{len(run.series)} steps, the last is {run.series[-1]['step']}",
+        subtitle=f"{len(run.series)} step{'s' * (len(run.series) != 1)}, the last is {run.series[-1]['step']}",
         health=verdict,
         series=run.series,
         metrics={name: value for name, value in last.items() if name != "step"},
