@@ -7,6 +7,8 @@ a value, so nothing waits for the GPU.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -46,7 +48,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> None:
     offsets = cu_seqlens.tolist()
     if offsets[0] != 0:
         raise ValueError(f"cu_seqlens must start at 0, got {offsets[0]}")
-    for i, (start, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
+    for i, (start, end) in enumerate(pairwise(offsets)):
         if end < start:
             raise ValueError(f"cu_seqlens must not fall, but entry {i + 1} is {end} after {start}")
     if offsets[-1] != tokens:

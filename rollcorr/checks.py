@@ -1,0 +1,89 @@
+"""Field checks for the configuration family: a wrong type is a TypeError, a wrong value a ValueError.
+
+Every error names the option, the value it got, the limit, and what to write instead.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable
+from numbers import Integral, Real
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint that names the closest known spelling (" Did you mean 'rollout_is'?"), or nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def check_choice(option: str, value: object, choices: Iterable[str], *, optional: bool = False) -> None:
+    """Check that a value is one of the names in `choices` (or None, when optional).
+
+    Raises:
+        TypeError: the value is no string.
+        ValueError: the value is another string; the nearest choice is suggested.
+    """
+    if optional and value is None:
+        return
+    names = list(choices)
+    listed = ", ".join(repr(name) for name in names) + (" or None" if optional else "")
+    if not isinstance(value, str):
+        raise TypeError(f"{option} must be one of {listed}; got {value!r} of type {type(value).__name__}")
+    if value not in names:
+        raise ValueError(f"{option} must be one of {listed}; got {value!r}.{nearest(value, names)}")
+
+
+def check_bool(option: str, value: object) -> None:
+    """Check that a value is True or False, not something that merely counts as one.
+
+    Raises:
+        TypeError: the value is of any other type.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{option} must be True or False; got {value!r} of type {type(value).__name__}")
+
+
+def check_number(
+    option: str,
+    value: object,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+) -> float:
+    """Return a finite number inside the stated limits as a float.
+
+    Raises:
+        TypeError: the value is no number (a bool is none).
+        ValueError: the value is NaN, infinite, or outside the limits.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{option} must be a number; got {value!r} of type {type(value).__name__}")
+    number = float(value)
+    limits = [
+        f"{word} {limit:g}" for word, limit in ((">=", at_least), (">", above), ("<=", at_most)) if limit is not None
+    ]
+    inside = (
+        math.isfinite(number)
+        and (at_least is None or number >= at_least)
+        and (above is None or number > above)
+        and (at_most is None or number <= at_most)
+    )
+    if not inside:
+        raise ValueError(f"{option} must be {' and '.join(['finite', *limits])}; got {value!r}")
+    return number
+
+
+def check_integer(option: str, value: object, *, at_least: int) -> int:
+    """Return a whole number of at least `at_least` as an int.
+
+    Raises:
+        TypeError: the value is no integer (a bool is none).
+        ValueError: the value is below the limit.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{option} must be an integer; got {value!r} of type {type(value).__name__}")
+    if value < at_least:
+        raise ValueError(f"{option} must be >= {at_least}; got {value!r}")
+    return int(value)

@@ -1,0 +1,205 @@
+"""Advantages: GRPO, Dr. GRPO, RLOO and GAE, with rejected rows left out on request.
+
+A row that rejection removed from the loss was sampled by a policy too far from ours to vouch for its reward; with
+`keep`, it does not move the baseline of its group either. Its reward is then never read and its own advantage is 0.
+
+Group estimators work on one reward a sequence, (B,), and do not know the layout; GAE works on tokens, padded or
+packed. Arithmetic is in float64, the result in the dtype of the rewards and at least float32. Nothing reads a value.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rollcorr.core.layout import check_layout, expand, token_count
+
+
+def grpo_advantages(rewards: Tensor, group_ids: Tensor, *, keep: Tensor | None = None, epsilon: float = 1e-6) -> Tensor:
+    """(r − mean of the group) / (standard deviation of the group + epsilon), deviation with n − 1.
+
+    Args:
+        rewards: one per sequence, (B,).
+        group_ids: the prompt that a sequence answers, (B,), any integers in any order.
+        keep: (B,) bool; false leaves a row out of mean and deviation. None keeps all.
+        epsilon: added to the deviation, in units of reward; ≥ 0.
+
+    Returns:
+        (B,), no unit. 0 for rows left out, and in groups with one kept row or with equal rewards, also if epsilon is 0.
+
+    Raises:
+        ValueError: shapes differ, group ids are not integers, or epsilon is negative.
+
+    Source: Shao et al. (2024), "DeepSeekMath", arXiv:2402.03300; n − 1 as in the common implementations.
+    """
+    if not epsilon >= 0:
+        raise ValueError(f"epsilon must be ≥ 0, got {epsilon}")
+    centred, count, group = _centred_by_group(rewards, group_ids, keep)
+    variance = _group_sum(centred.square(), group) / (count - 1).clamp(min=1)
+    deviation = variance.sqrt() + epsilon
+    return (centred / deviation.masked_fill(deviation == 0, 1.0)[group]).to(_result_dtype(rewards))
+
+
+def dr_grpo_advantages(rewards: Tensor, group_ids: Tensor, *, keep: Tensor | None = None) -> Tensor:
+    """r − mean of the group: GRPO without the division, which favours groups that are nearly all right or wrong.
+
+    Arguments, Returns and Raises are as in `grpo_advantages`; the unit is that of the reward.
+
+    Source: Liu et al. (2025), "Understanding R1-Zero-Like Training", arXiv:2503.20783.
+    """
+    centred, _, _ = _centred_by_group(rewards, group_ids, keep)
+    return centred.to(_result_dtype(rewards))
+
+
+def rloo_advantages(rewards: Tensor, group_ids: Tensor, *, keep: Tensor | None = None) -> Tensor:
+    """r − mean of the others in the group = n / (n − 1) · (r − mean of the group).
+
+    Arguments, Returns and Raises are as in `grpo_advantages`; the unit is that of the reward.
+
+    Source: Kool et al. (2019), "Buy 4 REINFORCE Samples, Get a Baseline for Free!"; Ahmadian et al. (2024),
+    arXiv:2402.14740.
+    """
+    centred, count, group = _centred_by_group(rewards, group_ids, keep)
+    return (centred * (count / (count - 1).clamp(min=1))[group]).to(_result_dtype(rewards))
+
+
+def gae_advantages(
+    rewards: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    keep: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """A_t = δ_t + γλ A_{t'}, δ_t = r_t + γ V_{t'} − V_t, where t' is the next response token; V = 0 after the last.
+
+    Observation tokens in the middle of a response (holes in the mask) are skipped: they take no step of discount, and
+    their rewards and values are never read.
+
+    Args:
+        rewards: per token, (B, T), or (N,) when packed; `terminal_rewards` places one reward a sequence.
+        values: the critic's V_t before the token, same shape; detached here.
+        response_mask: tokens that the policy sampled, same shape; read as ≠ 0.
+        gamma: discount per response token, in [0, 1].
+        lam: λ, in [0, 1]: 0 is one-step, 1 is Monte Carlo.
+        keep: (B,) bool; rows where it is false get advantage and return 0. None keeps all.
+        cu_seqlens: (B + 1,) token offsets, only when packed.
+
+    Returns:
+        Advantages and returns (A + V, the critic's target), in the shape of `rewards`; 0 outside the mask.
+
+    Raises:
+        ValueError: shapes differ, or gamma or lam is outside [0, 1].
+
+    Source: Schulman et al. (2016), arXiv:1506.02438.
+    """
+    for name, number in (("gamma", gamma), ("lam", lam)):
+        if not 0 <= number <= 1:
+            raise ValueError(f"{name} must be in [0, 1], got {number}")
+    check_layout(rewards=rewards, values=values, response_mask=response_mask, cu_seqlens=cu_seqlens)
+    mask = response_mask != 0
+    if keep is not None:
+        sequences = token_count(mask, cu_seqlens=cu_seqlens)
+        if keep.shape != sequences.shape:
+            raise ValueError(f"keep {tuple(keep.shape)} must be one per sequence, {tuple(sequences.shape)}")
+        mask = mask & expand(keep != 0, mask, cu_seqlens=cu_seqlens)
+    reward = rewards.detach().to(torch.float64).masked_fill(~mask, 0.0)
+    value = values.detach().to(torch.float64).masked_fill(~mask, 0.0)
+
+    final = _final_position(mask, cu_seqlens)
+    pass_through = (~mask).to(torch.float64)
+    value_from_here = _linear_recurrence(value, pass_through.masked_fill(final, 0.0))
+    delta = (reward + gamma * _next(value_from_here).masked_fill(final, 0.0) - value).masked_fill(~mask, 0.0)
+    decay = pass_through.masked_fill(mask, gamma * lam).masked_fill(final, 0.0)
+    advantages = _linear_recurrence(delta, decay).masked_fill(~mask, 0.0)
+    dtype = _result_dtype(rewards)
+    return advantages.to(dtype), (advantages + value).to(dtype)
+
+
+def terminal_rewards(rewards: Tensor, response_mask: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+    """r_t = the sequence's reward on its last response token, 0 elsewhere.
+
+    Args:
+        rewards: one per sequence, (B,).
+        response_mask: (B, T), or (N,) when packed; may have holes; read as ≠ 0.
+        cu_seqlens: (B + 1,) token offsets, only when packed.
+
+    Returns:
+        In the shape of `response_mask`. A sequence without a response token has no place for its reward: it gets none,
+        and no other token (index −1, say) gets it instead.
+
+    Raises:
+        ValueError: shapes differ or do not fit the layout.
+    """
+    check_layout(response_mask=response_mask, cu_seqlens=cu_seqlens)
+    mask = response_mask != 0
+    last = token_count(mask, cu_seqlens=cu_seqlens)
+    if rewards.shape != last.shape:
+        raise ValueError(f"rewards {tuple(rewards.shape)} must be one per sequence, {tuple(last.shape)}")
+    if cu_seqlens is not None:
+        last = last.cumsum(0)
+    is_last = mask & (mask.cumsum(-1) == expand(last, mask, cu_seqlens=cu_seqlens))
+    return expand(rewards, mask, cu_seqlens=cu_seqlens).masked_fill(~is_last, 0).to(_result_dtype(rewards))
+
+
+def _centred_by_group(rewards: Tensor, group_ids: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(r − mean of its group's kept rewards, 0 where left out; kept rows per group; the group index of each row)."""
+    if rewards.dim() != 1:
+        raise ValueError(f"rewards must be one per sequence, (B,); got {tuple(rewards.shape)}")
+    if group_ids.is_floating_point() or group_ids.is_complex() or group_ids.dtype == torch.bool:
+        raise ValueError(f"group_ids must be integers, got {group_ids.dtype}")
+    keep = torch.ones_like(rewards, dtype=torch.bool) if keep is None else keep != 0
+    for name, tensor in (("group_ids", group_ids), ("keep", keep)):
+        if tensor.shape != rewards.shape:
+            raise ValueError(f"rewards {tuple(rewards.shape)} and {name} {tuple(tensor.shape)} differ")
+    group = _group_index(group_ids)
+    kept_rewards = rewards.detach().to(torch.float64).masked_fill(~keep, 0.0)
+    count = _group_sum(keep.to(torch.float64), group)
+    mean = _group_sum(kept_rewards, group) / count.clamp(min=1)
+    return (kept_rewards - mean[group]).masked_fill(~keep, 0.0), count, group
+
+
+def _group_index(group_ids: Tensor) -> Tensor:
+    """Renumber any integers as 0 … B − 1, equal ones alike: (B,). Unlike `torch.unique`, the sizes are not data."""
+    ordered, order = group_ids.sort()
+    number = torch.zeros_like(order)
+    number[1:] = (ordered[1:] != ordered[:-1]).cumsum(0)
+    return torch.empty_like(number).scatter_(0, order, number)
+
+
+def _group_sum(values: Tensor, group: Tensor) -> Tensor:
+    return torch.zeros_like(values).index_add(0, group, values)
+
+
+def _linear_recurrence(addend: Tensor, factor: Tensor) -> Tensor:
+    """x_t = addend_t + factor_t · x_{t+1} along the last dimension, in log₂ T passes over the whole tensor.
+
+    Source: Hillis & Steele (1986), "Data Parallel Algorithms"; Blelloch (1990) for linear recurrences.
+    """
+    step, length = 1, addend.shape[-1]
+    while step < length:
+        addend = addend + factor * _next(addend, step)
+        factor = factor * _next(factor, step)
+        step *= 2
+    return addend
+
+
+def _next(x: Tensor, step: int = 1) -> Tensor:
+    """x_{t+step} along the last dimension; 0 beyond the end."""
+    return torch.nn.functional.pad(x[..., step:], (0, min(step, x.shape[-1])))
+
+
+def _final_position(mask: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """True on the last position of each sequence, in the mask or not."""
+    if cu_seqlens is None:
+        return torch.zeros_like(mask).index_fill(-1, torch.arange(mask.shape[-1], device=mask.device)[-1:], True)
+    # The last token of an empty sequence would be its predecessor's, which is a last token too; one extra slot at the
+    # front catches the empty sequences before the first token.
+    slots = mask.new_zeros(mask.numel() + 1).index_fill(0, cu_seqlens[1:].to(torch.int64), True)
+    return slots[1:]
+
+
+def _result_dtype(rewards: Tensor) -> torch.dtype:
+    return torch.promote_types(rewards.dtype, torch.float32)

@@ -1,0 +1,55 @@
+"""Divergence of the training policy from the rollout policy, estimated on the sampled tokens.
+
+With y ~ μ and d = log π(y) − log μ(y): E[k1] = E[k3] = KL(μ‖π), and k2 is its second-order approximation.
+Source: Schulman (2020), "Approximating KL Divergence".
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+CAP = 20.0
+"""Largest log-ratio that enters an exponential in k3 and chi-squared, nats. The share beyond it is a metric."""
+
+_SERIES_RADIUS = 0.03
+_INVERSE_FACTORIALS = tuple(1 / math.factorial(n) for n in range(8, 1, -1))
+
+
+def k1(log_ratio: Tensor) -> Tensor:
+    """k1 = −d: unbiased, signed, high variance. Same shape, nats."""
+    return -log_ratio
+
+
+def k2(log_ratio: Tensor) -> Tensor:
+    """k2 = d² / 2: biased, never negative, blind to the sign. Same shape, nats². Not clipped."""
+    return log_ratio.square() / 2
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """k3 = expm1(d) − d with d ≤ 20: unbiased, never negative. Same shape, nats.
+
+    `exp(d) − 1 − d` loses everything to cancellation near 0, and `expm1(d) − d` half of the digits; there the series
+    d² (1/2 + d/6 + d²/24 + …) is used, so the result is positive and accurate in every dtype.
+    """
+    capped = log_ratio.clamp(max=CAP)
+    small = capped.clamp(-_SERIES_RADIUS, _SERIES_RADIUS)
+    series = torch.full_like(small, _INVERSE_FACTORIALS[0])
+    for coefficient in _INVERSE_FACTORIALS[1:]:
+        series = series * small + coefficient
+    return torch.where(capped.abs() < _SERIES_RADIUS, series * small.square(), torch.expm1(capped) - capped)
+
+
+def chi_squared(log_ratio: Tensor) -> Tensor:
+    """ρ² − 1 = expm1(2 d) with |d| ≤ 20; its mean under μ is χ²(π‖μ), the variance of the importance weight.
+
+    ρ = 0 (d = −inf) gives −1. Same shape.
+    """
+    return torch.expm1(2 * log_ratio.clamp(-CAP, CAP))
+
+
+def probability_difference(train_log_prob: Tensor, rollout_log_prob: Tensor) -> Tensor:
+    """|π − μ| of the sampled token: the total-variation integrand. Same shape, a probability."""
+    return (train_log_prob.exp() - rollout_log_prob.exp()).abs()

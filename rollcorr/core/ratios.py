@@ -1,0 +1,78 @@
+"""Log-ratios between the training and the rollout policy, per token and per sequence.
+
+Symbols (docs/notation.md): μ the rollout policy that sampled the tokens, π the training-side policy;
+d = log π − log μ in nats, ρ = exp(d). Every ratio in the library is train / rollout.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rollcorr.core.layout import sequence_sum, token_count
+
+
+class TokenClasses(NamedTuple):
+    """A partition of the valid tokens by what their two log-probs allow. Each is bool, in the shape of the inputs.
+
+    Attributes:
+        measured: both log-probs are finite, so d is.
+        zero_probability: log π = −inf with a finite log μ: ρ = 0, a fact and not an accident.
+        missing: anything else: NaN, an infinite rollout log-prob, +inf from the trainer.
+    """
+
+    measured: Tensor
+    zero_probability: Tensor
+    missing: Tensor
+
+
+def classify_tokens(train_log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor) -> TokenClasses:
+    """Split the valid tokens into measured, zero-probability and missing ones.
+
+    Args:
+        train_log_prob: log π, nats. Any shape.
+        rollout_log_prob: log μ, nats. Same shape.
+        mask: bool, true on response tokens. Same shape.
+    """
+    rollout_finite = mask & rollout_log_prob.isfinite()
+    measured = rollout_finite & train_log_prob.isfinite()
+    zero_probability = rollout_finite & (train_log_prob == -torch.inf)
+    return TokenClasses(measured, zero_probability, mask & ~measured & ~zero_probability)
+
+
+def token_log_ratio(train_log_prob: Tensor, rollout_log_prob: Tensor, measured: Tensor) -> Tensor:
+    """d = log π − log μ where `measured`, and 0 elsewhere, in at least float32.
+
+    The inputs are widened before the subtraction: in bfloat16 one unit in the last place of a log-prob near −5 is
+    0.03, which is larger than the mismatch to be measured.
+    """
+    dtype = torch.promote_types(torch.promote_types(train_log_prob.dtype, rollout_log_prob.dtype), torch.float32)
+    train = train_log_prob.to(dtype).masked_fill(~measured, 0.0)
+    return train - rollout_log_prob.to(dtype).masked_fill(~measured, 0.0)
+
+
+def sequence_log_ratio(log_ratio: Tensor, mask: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+    """S_i = Σ_t d_t, the log of the product of a sequence's ratios.
+
+    Args:
+        log_ratio: d per token, nats. (B, T), or (N,) when packed.
+        mask: bool, same shape. Masked values are never read.
+        cu_seqlens: (B + 1,) token offsets, only when packed.
+
+    Returns:
+        (B,), nats. A sequence without a valid token gives 0, the log of weight 1.
+
+    Source: Precup, Sutton & Singh (2000), per-trajectory importance sampling.
+    """
+    return sequence_sum(log_ratio, mask, cu_seqlens=cu_seqlens)
+
+
+def geometric_log_ratio(log_ratio: Tensor, mask: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+    """G_i = S_i / c_i, the log of the geometric mean of a sequence's ratios: (B,), nats; 0 when it is empty.
+
+    Source: Liu, Li et al. (2025), "When Speed Kills Stability"; it does not grow with length, as S_i does.
+    """
+    count = token_count(mask, cu_seqlens=cu_seqlens).to(log_ratio.dtype)
+    return sequence_log_ratio(log_ratio, mask, cu_seqlens=cu_seqlens) / count.clamp(min=1)
