@@ -15,20 +15,74 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from rollcorr.core.layout import sequence_max, sequence_sum
+from rollcorr.core.layout import check_layout, sequence_max, sequence_sum
 
 if TYPE_CHECKING:
-    from rollcorr.config import Criterion
+    from rollcorr.config import Criterion, RolloutCorrectionConfig
 
 SAFETY_BOUND = 20.0
 EPSILON = 1e-8
 
 Metrics = dict[str, Tensor]
+
+
+def correct(
+    train: Tensor, rollout: Tensor, response_mask: Tensor, config: RolloutCorrectionConfig
+) -> tuple[Tensor | None, Tensor, Metrics]:
+    """Weights in the dtype that verl returns, or None; the mask in its own dtype; metrics.
+
+    Raises:
+        ValueError: shapes that differ, or a batch without a token.
+    """
+    wide_train, wide_rollout, mask = prepared(train, rollout, response_mask)
+    log_ratio = wide_train - wide_rollout
+    weights, kept, metrics = None, mask, {}
+    if config.rollout_is is not None and config.is_upper is not None:
+        weights, metrics = importance_weights(
+            log_ratio,
+            mask,
+            level=config.rollout_is,
+            lower=config.is_lower,
+            upper=config.is_upper,
+            normalize=config.rollout_is_batch_normalize,
+        )
+        weights = weights.detach().to(torch.promote_types(train.dtype, response_mask.dtype))
+    if config.criteria:
+        kept, rejection_metrics = rejection(log_ratio, mask, config.criteria)
+        metrics |= rejection_metrics
+    if config.rollout_token_veto_threshold is not None:
+        spared, veto_metrics = veto(log_ratio, mask, config.rollout_token_veto_threshold)
+        kept = kept & spared
+        metrics |= veto_metrics
+    metrics |= policy_gap(wide_train, wide_rollout, mask)
+    return weights, kept.to(response_mask.dtype), metrics
+
+
+def prepared(train: Tensor, rollout: Tensor | None, response_mask: Tensor) -> tuple[Tensor, Any, Tensor]:
+    """Detached log-probs in float32 at least, and the mask as bool.
+
+    Raises:
+        ValueError: shapes that differ, or a batch without a token.
+    """
+    check_layout(train_log_prob=train, rollout_log_prob=train if rollout is None else rollout, mask=response_mask)
+    check_tokens(response_mask)
+    dtype = torch.promote_types(train.dtype, torch.float32)
+    return train.detach().to(dtype), None if rollout is None else rollout.detach().to(dtype), response_mask != 0
+
+
+def check_tokens(mask: Tensor) -> None:
+    """Refuse what verl refuses: a batch without a valid token has no numbers to reproduce.
+
+    Raises:
+        ValueError: no entry of the mask is set.
+    """
+    if not mask.any():
+        raise ValueError("verl_parity needs at least one valid token, as verl does; leave it out for a neutral result")
 
 
 def token_mean(values: Tensor, mask: Tensor) -> Tensor:
@@ -210,6 +264,16 @@ def rejection(log_ratio: Tensor, mask: Tensor, criteria: tuple[Criterion, ...]) 
     metrics["rollout_rs_masked_fraction"] = share(~kept, mask)
     metrics["rollout_rs_seq_masked_fraction"] = mean_of((~kept & mask).any(-1))
     return mask & kept, metrics
+
+
+def veto(log_ratio: Tensor, mask: Tensor, threshold: float | None) -> tuple[Tensor, Metrics]:
+    """(B, 1), false for a row with a token of ratio below the threshold; and how many rows and tokens those are."""
+    catastrophic = mask & (log_ratio < (-math.inf if threshold is None else math.log(threshold)))
+    vetoed = catastrophic.any(-1, keepdim=True)
+    return ~vetoed, {
+        "rollout_is_veto_fraction": mean_of(vetoed),
+        "rollout_is_catastrophic_token_fraction": share(catastrophic, mask),
+    }
 
 
 def _statistic(log_ratio: Tensor, mask: Tensor, criterion: Criterion) -> Tensor:
