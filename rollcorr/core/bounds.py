@@ -1,7 +1,7 @@
 """Bounds: inclusive at the precision of the data.
 
-Log-probs are float32 at best, so a ratio that a user calls "exactly 2" arrives as exp of a float32 logarithm, half a
-unit in the last place off. A bound is therefore widened by 2⁻²¹ of itself: what equals it in float32 is inside.
+Log-probs are float32 at best, so a ratio that a user calls "exactly 1.001" arrives as exp of a float32 logarithm, a few
+units in the last place off. Bounds are therefore widened by a hair: what equals a bound in float32 is inside it.
 """
 
 from __future__ import annotations
@@ -10,34 +10,37 @@ import math
 
 from torch import Tensor
 
-_WIDENING = 2.0**-21
+_RELATIVE = 2.0**-21
+_ABSOLUTE = 2.0**-22  # of a log-ratio: the relative precision of a float32 ratio near 1, with room for its logarithm
 
 
-def widened_lower(bound: float | None) -> float:
-    """The smallest value still inside a lower bound; −inf when the side is open (`None`)."""
-    return -math.inf if bound is None else bound - abs(bound) * _WIDENING
+def ratio_below(log_ratio: Tensor, lower: float | None) -> Tensor:
+    """True where exp(log_ratio) < lower, strictly. Bool, same shape; never true for an open side (`None`)."""
+    return log_ratio < _lowest(lower)
 
 
-def widened_upper(bound: float | None) -> float:
-    """The largest value still inside an upper bound; +inf when the side is open (`None`)."""
-    return math.inf if bound is None else bound + abs(bound) * _WIDENING
+def ratio_above(log_ratio: Tensor, upper: float | None) -> Tensor:
+    """True where exp(log_ratio) > upper, strictly. Bool, same shape; never true for an open side (`None`)."""
+    return log_ratio > _highest(upper)
 
 
-def below(values: Tensor, bound: float | None) -> Tensor:
-    """True where a value is strictly below a lower bound. Bool, same shape; never true for an open side."""
-    return values < widened_lower(bound)
+def ratio_inside(log_ratio: Tensor, *, lower: float | None, upper: float | None) -> Tensor:
+    """True where lower ≤ exp(log_ratio) ≤ upper. Bool, same shape. NaN is never inside."""
+    return (log_ratio >= _lowest(lower)) & (log_ratio <= _highest(upper))
 
 
-def above(values: Tensor, bound: float | None) -> Tensor:
-    """True where a value is strictly above an upper bound. Bool, same shape; never true for an open side."""
-    return values > widened_upper(bound)
+def exceeds(divergence: Tensor, upper: float | None) -> Tensor:
+    """True where divergence > upper, strictly. Bool, same shape; never true for an open side (`None`)."""
+    return divergence > (math.inf if upper is None else upper * (1 + _RELATIVE))
 
 
-def inside(values: Tensor, *, lower: float | None, upper: float | None) -> Tensor:
-    """True where lower ≤ value ≤ upper. Bool, same shape. NaN is never inside."""
-    return (values >= widened_lower(lower)) & (values <= widened_upper(upper))
+def _lowest(ratio: float | None) -> float:
+    return -math.inf if ratio is None else math.log(ratio) - _widening(ratio)
 
 
-def log_bound(ratio: float | None) -> float | None:
-    """The log of a bound on a ratio; `None` (open) stays `None`."""
-    return None if ratio is None else math.log(ratio)
+def _highest(ratio: float | None) -> float:
+    return math.inf if ratio is None else math.log(ratio) + _widening(ratio)
+
+
+def _widening(ratio: float) -> float:
+    return abs(math.log(ratio)) * _RELATIVE + _ABSOLUTE

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rollcorr.core.bounds import above, below, inside, log_bound
+from rollcorr.core.bounds import exceeds, ratio_below, ratio_inside
 
 
 def within_ratio_band(log_ratio: Tensor, *, lower: float | None, upper: float | None) -> Tensor:
@@ -22,7 +22,7 @@ def within_ratio_band(log_ratio: Tensor, *, lower: float | None, upper: float | 
         lower: smallest ratio kept; None leaves the side open.
         upper: largest ratio kept; None leaves the side open.
     """
-    return inside(log_ratio, lower=log_bound(lower), upper=log_bound(upper))
+    return ratio_inside(log_ratio, lower=lower, upper=upper)
 
 
 def within_divergence(divergence: Tensor, *, upper: float | None) -> Tensor:
@@ -32,7 +32,7 @@ def within_divergence(divergence: Tensor, *, upper: float | None) -> Tensor:
         divergence: k2 or k3, nats. Any shape; +inf (probability zero) is rejected by every finite bound.
         upper: largest divergence kept, nats.
     """
-    return ~above(divergence, upper)
+    return ~exceeds(divergence, upper)
 
 
 def catastrophic_tokens(log_ratio: Tensor, *, threshold: float) -> Tensor:
@@ -42,4 +42,4 @@ def catastrophic_tokens(log_ratio: Tensor, *, threshold: float) -> Tensor:
         log_ratio: d, nats; −inf is ratio 0. Any shape.
         threshold: τ, a ratio, e.g. 1e-4.
     """
-    return below(log_ratio, log_bound(threshold))
+    return ratio_below(log_ratio, threshold)

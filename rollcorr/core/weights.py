@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from rollcorr.core.bounds import inside
+from rollcorr.core.bounds import ratio_inside
 
 
 def bounded_weights(log_weight: Tensor, *, safety_bound: float = 20.0) -> Tensor:
@@ -66,7 +66,7 @@ def masked_weights(log_weight: Tensor, *, lower: float, upper: float, safety_bou
     if lower > upper:
         raise ValueError(f"lower must not exceed upper, got {lower} > {upper}")
     bounded = _widened(log_weight).clamp(-safety_bound, safety_bound)
-    kept = inside(bounded, lower=math.log(lower), upper=math.log(upper)) & (log_weight != -torch.inf)
+    kept = ratio_inside(bounded, lower=lower, upper=upper) & (log_weight != -torch.inf)
     return bounded.exp().masked_fill(~kept & ~bounded.isnan(), 0.0)
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from rollcorr.core.bounds import above, below, log_bound
+from rollcorr.core.bounds import exceeds, ratio_above, ratio_below
 from rollcorr.core.divergence import CAP
 from rollcorr.core.layout import sequence_count, sequence_ids
 from rollcorr.kernels.correction.band import exceedance_band
@@ -147,7 +147,7 @@ def _collect_mismatch(tokens: _Tokens, log_probs: tuple[Tensor, Tensor], sink: _
     rows.add("capped", (size > CAP).count_nonzero())
     rows.add("k3", tokens.k3.sum())
     rows.add("chi2_token", (tokens.em1 + 2.0).mul_(tokens.em1).sum())  # ρ² − 1 = (ρ − 1)(ρ + 1)
-    outside = above(d, log_bound(1.1)).logical_or_(below(d, log_bound(0.9)))
+    outside = ratio_above(d, 1.1).logical_or_(ratio_below(d, 0.9))
     rows.add("ratio_outside_10pct", outside.count_nonzero())
     difference = pi.exp_().sub_(mu.exp_()).abs_()  # exp(0) − exp(0) where nothing is compared
     rows.add("prob_diff_abs", difference.sum())
@@ -166,7 +166,7 @@ def _weigh(tokens: _Tokens, config: RolloutCorrectionConfig, sink: _Sink) -> Ten
     raw = (tokens.em1 + 1.0).clamp_(min=math.exp(-bound)) if bound == CAP else d.clamp(-bound, bound).exp_()
     raw.mul_(tokens.taking_part).masked_fill_(tokens.zero, 0.0)
     lower, upper = exceedance_band(config)
-    high, low = above(d, log_bound(upper)), below(d, log_bound(lower))
+    high, low = ratio_above(d, upper), ratio_below(d, lower)
     if config.is_mode == "icepop":
         weight = raw.masked_fill(high | low, 0.0)
     else:
@@ -193,7 +193,7 @@ def _reject(tokens: _Tokens, weight: Tensor | None, config: RolloutCorrectionCon
         if values is not None and any(c.kind == kind and c.scope != "seq_max" for c in config.criteria):
             sink.add(kind, values)
     if config.rollout_token_veto_threshold is not None:
-        veto = below(tokens.d, log_bound(config.rollout_token_veto_threshold)).logical_and_(tokens.counted)
+        veto = ratio_below(tokens.d, config.rollout_token_veto_threshold).logical_and_(tokens.counted)
         sink.add("catastrophic", veto.logical_or_(tokens.zero))
     rejected = {
         criterion.name: _criterion(tokens, criterion, k2, sink)
@@ -224,13 +224,13 @@ def _criterion(tokens: _Tokens, criterion: Criterion, k2: Tensor | None, sink: _
     compared = tokens.counted & ~tokens.zero
     measured = tokens.measured.count_nonzero().double()
     if criterion.kind == "k1":
-        high = above(d, log_bound(criterion.upper)).logical_and_(compared)
-        low = below(d, log_bound(criterion.lower)).logical_and_(compared)
+        high = ratio_above(d, criterion.upper).logical_and_(compared)
+        low = ratio_below(d, criterion.lower).logical_and_(compared)
         if criterion.lower is not None:
             low.logical_or_(tokens.zero)
     else:
         values = tokens.k3 if k2 is None or criterion.kind == "k3" else k2
-        high = above(values, criterion.upper).logical_or_(tokens.zero)
+        high = exceeds(values, criterion.upper).logical_or_(tokens.zero)
         low = torch.zeros_like(high)
         rows.moments(row, values, tokens.taking_part, measured, excess=tokens.number - measured)
         rows.extremes(row, tokens.fill(values, torch.inf), tokens.fill(values, -torch.inf))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.core import divergence
-from rollcorr.core.bounds import above, below, log_bound
+from rollcorr.core.bounds import exceeds, ratio_above, ratio_below
 from rollcorr.core.statistics import Statistics, extremes_of, moments_of
 from rollcorr.core.weights import bounded_weights, masked_weights, truncated_weights
 from rollcorr.kernels.correction.band import exceedance_band
@@ -130,10 +130,10 @@ def _weigh(state: _State, kept: Tensor) -> Tensor | None:
     state.sample("sequence_weight", mean_weight)
     state.moments["unit_weight"] = state.moments["weight" if config.rollout_is == "token" else "sequence_weight"]
     if bounded:
-        sums["is_seq_high"] = above(sequence_level, log_bound(upper)).logical_and_(state.nonempty).sum()
-        sums["is_seq_low"] = below(sequence_level, log_bound(lower)).logical_and_(state.nonempty).sum()
+        sums["is_seq_high"] = ratio_above(sequence_level, upper).logical_and_(state.nonempty).sum()
+        sums["is_seq_low"] = ratio_below(sequence_level, lower).logical_and_(state.nonempty).sum()
     if config.is_upper is not None:
-        sums["is_low_weight"] = below(product, -(log_bound(config.is_upper) or 0.0)).logical_and_(state.nonempty).sum()
+        sums["is_low_weight"] = ratio_below(product, 1 / config.is_upper).logical_and_(state.nonempty).sum()
     if config.is_mode == "icepop":
         sums["is_outside"] = sums["is_high"] + sums["is_low"]
     sums["kept_weight"] = kept_weight.sum()
@@ -177,8 +177,8 @@ def _sequence_weights(state: _State, level: Tensor, bounded: bool) -> tuple[Tens
     sums["saturated_high"] = (unit & (level > bound)).sum()
     if bounded:
         low, high = exceedance_band(config)
-        sums["is_high"] = above(level, log_bound(high)).logical_and_(unit).sum()
-        sums["is_low"] = below(level, log_bound(low)).logical_and_(unit).sum()
+        sums["is_high"] = ratio_above(level, high).logical_and_(unit).sum()
+        sums["is_low"] = ratio_below(level, low).logical_and_(unit).sum()
     state.extremes["log_weight"] = extremes_of(level, unit & finite)
     for name, values in (("weight", weight), ("weight_raw", raw)):
         state.moments[name] = _repeated_moments(values, state.table["counted"])
@@ -245,9 +245,9 @@ def _criterion(state: _State, criterion: Criterion) -> Tensor:
     table, rows, sums, row = state.table, state.rows, state.sums, f"rs/{criterion.name}"
     value = _statistic(state, criterion)
     if criterion.kind == "k1":
-        high, low = above(-value, log_bound(criterion.upper)), below(-value, log_bound(criterion.lower))
+        high, low = ratio_above(-value, criterion.upper), ratio_below(-value, criterion.lower)
     else:
-        high, low = above(value, criterion.upper), torch.zeros_like(value, dtype=torch.bool)
+        high, low = exceeds(value, criterion.upper), torch.zeros_like(value, dtype=torch.bool)
     high, low = high & state.nonempty, low & state.nonempty
     if criterion.scope != "token":
         state.sample(row, value)

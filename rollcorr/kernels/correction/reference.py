@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.core import divergence, layout, ratios, rejection, weights
-from rollcorr.core.bounds import above, below, log_bound
+from rollcorr.core.bounds import exceeds, ratio_above, ratio_below
 from rollcorr.core.statistics import Statistics, extremes_of, moments_of
 from rollcorr.kernels.correction.band import exceedance_band
 from rollcorr.kernels.correction.output import CorrectionOutput
@@ -33,7 +33,7 @@ class _Batch(NamedTuple):
     def sum(self, values: Tensor, mask: Tensor) -> Tensor:
         return layout.sequence_sum(values, mask, cu_seqlens=self.cu_seqlens)
 
-    def count(self, mask: Tensor) -> Tensor:
+    def counts(self, mask: Tensor) -> Tensor:
         return layout.token_count(mask, cu_seqlens=self.cu_seqlens)
 
     def expand(self, per_sequence: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ class _Batch(NamedTuple):
 
     @property
     def nonempty(self) -> Tensor:
-        return self.count(self.counted) > 0
+        return self.counts(self.counted) > 0
 
 
 class _Rows(NamedTuple):
@@ -72,7 +72,7 @@ def reference_correction(
     loss_mask = _reject(batch, config, rows)
     token_weights = _weigh(batch, config, loss_mask, rows) if config.rollout_is is not None else None
     statistics = Statistics.of(sums=rows.sums, moments=rows.moments, extremes=rows.extremes, device=mask.device)
-    kept = (batch.count(loss_mask) > 0) | (batch.count(mask) == 0)
+    kept = (batch.counts(loss_mask) > 0) | (batch.counts(mask) == 0)
     return CorrectionOutput(None if token_weights is None else token_weights.float(), loss_mask, kept, statistics)
 
 
@@ -92,7 +92,7 @@ def _mismatch(batch: _Batch, rows: _Rows) -> None:
     compared = measured | zero
     d, sums = batch.log_ratio, rows.sums
     sums["tokens"] = batch.mask.sum()
-    sums["sequences"] = (batch.count(batch.mask) > 0).sum()
+    sums["sequences"] = (batch.counts(batch.mask) > 0).sum()
     sums["nonfinite"] = missing.sum()
     sums["zero_probability"] = zero.sum()
     sums["tokens_measured"] = measured.sum()
@@ -107,7 +107,7 @@ def _mismatch(batch: _Batch, rows: _Rows) -> None:
     sums["prob_diff_abs"] = _masked_sum(difference, compared)
     rows.extremes["prob_diff_abs"] = extremes_of(difference, compared)
 
-    count = batch.count(measured)
+    count = batch.counts(measured)
     seen = count > 0
     train_log_ppl = -batch.sum(batch.train, measured) / count.clamp(min=1)
     rollout_log_ppl = -batch.sum(batch.rollout, measured) / count.clamp(min=1)
@@ -131,7 +131,7 @@ def _mismatch(batch: _Batch, rows: _Rows) -> None:
 def _weigh(batch: _Batch, config: RolloutCorrectionConfig, loss_mask: Tensor, rows: _Rows) -> Tensor:
     """The importance weights, 0 where nothing is counted, and their statistics."""
     sequence = ratios.sequence_log_ratio(batch.log_ratio, batch.counted, cu_seqlens=batch.cu_seqlens)
-    count = batch.count(batch.counted)
+    count = batch.counts(batch.counted)
     token_level = config.rollout_is == "token"
     if token_level:
         level, unit = batch.log_ratio, batch.counted
@@ -156,17 +156,17 @@ def _weigh(batch: _Batch, config: RolloutCorrectionConfig, loss_mask: Tensor, ro
     rows.moments["unit_weight"] = rows.moments["weight" if token_level else "sequence_weight"]
     lower, upper = exceedance_band(config)
     if upper is not None or lower is not None:
-        high, low = above(level, log_bound(upper)), below(level, log_bound(lower))
+        high, low = ratio_above(level, upper), ratio_below(level, lower)
         sums["is_high"], sums["is_low"] = (unit & high).sum(), (unit & low).sum()
         sequence_level = mean_raw.log() if token_level else level
-        sums["is_seq_high"] = (batch.nonempty & above(sequence_level, log_bound(upper))).sum()
-        sums["is_seq_low"] = (batch.nonempty & below(sequence_level, log_bound(lower))).sum()
+        sums["is_seq_high"] = (batch.nonempty & ratio_above(sequence_level, upper)).sum()
+        sums["is_seq_low"] = (batch.nonempty & ratio_below(sequence_level, lower)).sum()
     if config.is_upper is not None:
-        sums["is_low_weight"] = (batch.nonempty & below(sequence, -(log_bound(config.is_upper) or 0.0))).sum()
+        sums["is_low_weight"] = (batch.nonempty & ratio_below(sequence, 1 / config.is_upper)).sum()
     if config.is_mode == "icepop":
         sums["is_outside"] = sums["is_high"] + sums["is_low"]
 
-    kept_count = batch.count(loss_mask)
+    kept_count = batch.counts(loss_mask)
     kept_sum = batch.sum(token_weight, loss_mask)
     sums["kept_weight"] = kept_sum.sum()
     sums["kept_sequence_weight"] = (kept_sum / kept_count.clamp(min=1)).sum()
@@ -196,28 +196,28 @@ def _reject(batch: _Batch, config: RolloutCorrectionConfig, rows: _Rows) -> Tens
         catastrophic = batch.counted & rejection.catastrophic_tokens(
             batch.log_ratio, threshold=config.rollout_token_veto_threshold
         )
-        vetoed = batch.count(catastrophic) > 0
+        vetoed = batch.counts(catastrophic) > 0
         rows.sums["catastrophic_tokens"], rows.sums["vetoed_sequences"] = catastrophic.sum(), vetoed.sum()
         rejected["veto"] = batch.mask & batch.expand(vetoed)
     if config.nonfinite == "reject_sequence":
-        rejected["nonfinite"] = batch.mask & batch.expand(batch.count(batch.classes.missing) > 0)
+        rejected["nonfinite"] = batch.mask & batch.expand(batch.counts(batch.classes.missing) > 0)
     elif config.nonfinite != "neutral":
         rejected["nonfinite"] = batch.classes.missing
 
     rejectors = torch.zeros_like(batch.mask, dtype=torch.int64)
-    touching = torch.zeros_like(batch.count(batch.mask))
+    touching = torch.zeros_like(batch.counts(batch.mask))
     for mask in rejected.values():
         rejectors = rejectors + mask
-        touching = touching + (batch.count(mask) > 0)
+        touching = touching + (batch.counts(mask) > 0)
     for criterion in config.criteria:
         mask, row = rejected[criterion.name], f"rs/{criterion.name}"
         rows.sums[f"{row}/tokens"] = mask.sum()
-        rows.sums[f"{row}/sequences"] = (batch.count(mask) > 0).sum()
+        rows.sums[f"{row}/sequences"] = (batch.counts(mask) > 0).sum()
         rows.sums[f"{row}/tokens_alone"] = (mask & (rejectors == 1)).sum()
-        rows.sums[f"{row}/sequences_alone"] = ((batch.count(mask) > 0) & (touching == 1)).sum()
+        rows.sums[f"{row}/sequences_alone"] = ((batch.counts(mask) > 0) & (touching == 1)).sum()
     loss_mask = batch.mask & (rejectors == 0)
     rows.sums["tokens_kept"] = loss_mask.sum()
-    rows.sums["sequences_kept"] = (batch.count(loss_mask) > 0).sum()
+    rows.sums["sequences_kept"] = (batch.counts(loss_mask) > 0).sum()
     rows.sums["sequences_touched"] = (touching > 0).sum()
     rows.sums["rejected_by_several"] = (rejectors > 1).sum()
     rows.sums["sequences_rejected_by_several"] = (touching > 1).sum()
@@ -229,7 +229,7 @@ def _criterion(batch: _Batch, criterion: Criterion, rows: _Rows) -> Tensor:
     d, counted, row = batch.log_ratio, batch.counted, f"rs/{criterion.name}"
     estimate = {"k1": divergence.k1, "k2": divergence.k2, "k3": divergence.k3}[criterion.kind](d)
     token_scope = criterion.scope == "token"
-    count = batch.count(counted).clamp(min=1)
+    count = batch.counts(counted).clamp(min=1)
     if token_scope:
         value, unit = estimate, counted
         rows.sample(row, value, unit & ~batch.classes.missing)
@@ -254,8 +254,8 @@ def _criterion(batch: _Batch, criterion: Criterion, rows: _Rows) -> Tensor:
 def _outside(value: Tensor, criterion: Criterion) -> tuple[Tensor, Tensor]:
     """Where the statistic is beyond the upper and the lower bound; for k1 the bounds are on ρ = exp(−value)."""
     if criterion.kind == "k1":
-        return above(-value, log_bound(criterion.upper)), below(-value, log_bound(criterion.lower))
-    return above(value, criterion.upper), torch.zeros_like(value, dtype=torch.bool)
+        return ratio_above(-value, criterion.upper), ratio_below(-value, criterion.lower)
+    return exceeds(value, criterion.upper), torch.zeros_like(value, dtype=torch.bool)
 
 
 def _masked_sum(values: Tensor, mask: Tensor) -> Tensor:
