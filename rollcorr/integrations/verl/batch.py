@@ -1,4 +1,4 @@
-"""The container that call sites expect around the weights: verl's DataProto where verl is installed, else a stand-in."""
+"""The container that call sites expect around the weights: verl's DataProto where verl is installed, or a stand-in."""
 
 from __future__ import annotations
 

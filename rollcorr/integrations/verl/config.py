@@ -30,7 +30,7 @@ class RolloutCorrectionConfig(VerlPresets, Mapping[str, Any]):
         rollout_rs_threshold: one threshold for all, or one for each with commas.
         bypass_mode: take the rollout log-probs as old log-probs.
         loss_type: "ppo_clip" or "reinforce"; bypass mode only.
-        rollout_token_veto_threshold: reject a sequence with a token of ratio below this. verl dropped it; it works here.
+        rollout_token_veto_threshold: reject a sequence with a token of ratio below this. Not in verl 0.9.1.
         verl_parity: compute verl 0.9.1's numbers where they differ from this library's.
     """
 

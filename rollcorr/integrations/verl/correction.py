@@ -52,8 +52,8 @@ def compute_rollout_correction_and_rejection_mask(
         verl_parity: compute verl 0.9.1's numbers.
 
     Returns:
-        `.batch["rollout_is_weights"]` (B, T) without gradient, or None; the mask in the dtype of `response_mask`; metrics
-        under "rollout_corr/".
+        `.batch["rollout_is_weights"]` (B, T) without gradient, or None; the mask in the dtype of `response_mask`;
+        metrics under "rollout_corr/".
 
     Raises:
         TypeError: an option of the wrong type.

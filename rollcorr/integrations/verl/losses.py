@@ -103,7 +103,8 @@ def compute_policy_loss(
     Raises:
         ValueError: a clip constant is missing or outside its range, or shapes differ.
     """
-    low, high = cliprange if cliprange_low is None else cliprange_low, cliprange if cliprange_high is None else cliprange_high
+    low = cliprange if cliprange_low is None else cliprange_low
+    high = cliprange if cliprange_high is None else cliprange_high
     if low is None or high is None:
         raise ValueError("give cliprange, or both cliprange_low and cliprange_high")
     per_token, statistics = ppo_clip_loss(

@@ -41,7 +41,8 @@ def correct(
     """
     wide_train, wide_rollout, mask = prepared(train, rollout, response_mask)
     log_ratio = wide_train - wide_rollout
-    weights, kept, metrics = None, mask, {}
+    weights, kept = None, mask
+    metrics: Metrics = {}
     if config.rollout_is is not None and config.is_upper is not None:
         weights, metrics = importance_weights(
             log_ratio,
@@ -230,7 +231,7 @@ def importance_weights(
     outside = (raw > upper) if lower is None else (raw < lower) | (raw > upper)
     weights = raw.clamp(max=upper) if lower is None else raw.masked_fill(outside, 0)
     band = Band(level=level, lower=1 / upper if lower is None else lower, upper=upper, clip_low=0.0)
-    metrics = {f"rollout_is_{name}": value for name, value in weight_metrics(weights, raw, log_weight, mask, band).items()}
+    metrics = _prefixed("rollout_is_", weight_metrics(weights, raw, log_weight, mask, band))
     if lower is not None:
         metrics["rollout_is_oob_ratio"] = share(outside, mask)
     if normalize:
@@ -259,7 +260,7 @@ def rejection(log_ratio: Tensor, mask: Tensor, criteria: tuple[Criterion, ...]) 
         lower, upper = _bounds(criterion)
         keep = (statistic >= lower) & (statistic <= upper)
         own = _criterion_metrics(criterion, statistic, keep, mask)
-        metrics |= {f"rollout_rs_{criterion.name}_{name}": value for name, value in own.items()}
+        metrics |= _prefixed(f"rollout_rs_{criterion.name}_", own)
         kept = kept & keep
     metrics["rollout_rs_masked_fraction"] = share(~kept, mask)
     metrics["rollout_rs_seq_masked_fraction"] = mean_of((~kept & mask).any(-1))
@@ -323,6 +324,10 @@ def _criterion_metrics(criterion: Criterion, statistic: Tensor, keep: Tensor, ma
     if two_sided:
         metrics["seq_fraction_low"] = mean_of(per_sequence < lower)
     return metrics
+
+
+def _prefixed(prefix: str, metrics: Metrics) -> Metrics:
+    return {f"{prefix}{name}": value for name, value in metrics.items()}
 
 
 def to_floats(metrics: Metrics, *, prefix: str = "") -> dict[str, float]:

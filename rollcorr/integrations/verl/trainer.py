@@ -56,9 +56,7 @@ def apply_bypass_mode(
         ValueError: the batch has no rollout_log_probs, or there is no policy_loss_config to tell.
     """
     if "rollout_log_probs" not in batch.batch:
-        raise ValueError(
-            "bypass_mode=True needs rollout_log_probs in the batch; set actor_rollout_ref.rollout.calculate_log_probs=true"
-        )
+        raise ValueError("bypass_mode=True needs rollout_log_probs in the batch; set rollout.calculate_log_probs=true")
     if policy_loss_config is None:
         raise ValueError("policy_loss_config is required: the actor learns from it to use the bypass loss")
     batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]

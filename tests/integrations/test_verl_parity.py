@@ -1,0 +1,98 @@
+"""verl_parity=True against verl 0.9.1: the golden calls and losses, and what parity means by hand."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from verl_goldens import arrays, assert_metrics, by_name, golden, numbers
+
+from rollcorr.integrations import verl
+
+CASES = by_name("cases")
+LOSSES = by_name("loss_cases")
+
+
+def inputs(case, dtype=None):
+    data = arrays(case["file"])
+    dtype = dtype or getattr(torch, case["dtype"])
+    mask = data["response_mask"].to(getattr(torch, case["mask_dtype"]))
+    return data["old_log_prob"].to(dtype), data["rollout_log_prob"].to(dtype), mask
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_metrics_of_float64_inputs_equal_the_golden_ones(name):
+    case = CASES[name]
+    *_, metrics = verl.compute_rollout_correction_and_rejection_mask(
+        *inputs(case, torch.float64), **case["kwargs"], verl_parity=True
+    )
+    actual = {key.removeprefix("rollout_corr/"): value for key, value in metrics.items()}
+    # Relative, but for a sum of squares that cancels to 0 in the reference.
+    assert_metrics(actual, numbers(case["metrics_fp64"]), rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_masks_and_their_dtypes_equal_the_golden_ones(name):
+    case, data = CASES[name], arrays(CASES[name]["file"])
+    weights, mask, _ = verl.compute_rollout_correction_and_rejection_mask(
+        *inputs(case), **case["kwargs"], verl_parity=True
+    )
+    assert mask.dtype == getattr(torch, case["mask_out_dtype"])
+    differing = int(((mask != 0) != (data["modified_mask"] != 0)).sum())
+    assert differing == case.get("mask_fp64_differs", 0)
+    if case["weights_dtype"] is None:
+        assert weights is None
+        return
+    weights = weights.batch["rollout_is_weights"]
+    assert weights.dtype == getattr(torch, case["weights_dtype"])
+    expected = data.get("weights_fp64", data["weights"]).to(torch.float64)
+    valid = data["response_mask"] != 0  # the reference leaves NaN at padding in two cases
+    low_precision = weights.dtype not in (torch.float32, torch.float64)
+    torch.testing.assert_close(
+        weights.double()[valid], expected[valid], rtol=1e-2 if low_precision else 1e-4, atol=1e-9, equal_nan=True
+    )
+    assert (weights[~valid] == 0).all()
+
+
+def actor(case):
+    return SimpleNamespace(
+        clip_ratio=0.2,
+        clip_ratio_low=case["clip_low"],
+        clip_ratio_high=case["clip_high"],
+        get={"clip_ratio_c": case["clip_c"]}.get,
+        global_batch_info=case["global_batch_info"],
+        policy_loss={"rollout_correction": case.get("config")},
+    )
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_their_gradients_and_metrics_equal_the_golden_ones(name):
+    case, data = LOSSES[name], arrays("loss_inputs.npz")
+    log_prob = data["log_prob"].clone().requires_grad_()
+    function, extra = verl.compute_policy_loss_bypass_mode, {"verl_parity": True}
+    if case["kind"] != "bypass_mode":
+        weights = arrays("loss_weights.npz")["rollout_is_weights"] if case["weights"] else None
+        function, extra = verl.compute_policy_loss_vanilla, {"rollout_is_weights": weights}
+    loss, metrics = function(
+        data["rollout_log_prob"],
+        log_prob,
+        data["advantages"],
+        data["response_mask"],
+        loss_agg_mode=case["loss_agg_mode"],
+        config=actor(case),
+        **extra,
+    )
+    loss.backward()
+    assert loss.item() == pytest.approx(case["loss"], rel=1e-5, abs=1e-7)
+    assert_metrics(metrics, case["metrics"], rtol=1e-5, atol=1e-7, keys="at least")
+    torch.testing.assert_close(log_prob.grad, arrays("loss_grads.npz")[case["grad_key"]], rtol=1e-4, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", [name for name in golden()["presets"] if name != "<default>"])
+def test_presets_hold_the_values_of_verl(name):
+    config = getattr(verl.RolloutCorrectionConfig, name)()
+    assert {field: config[field] for field in golden()["presets"][name]} == golden()["presets"][name]
+
+
+def test_the_default_configuration_is_that_of_verl():
+    expected = golden()["presets"]["<default>"]
+    assert {field: verl.RolloutCorrectionConfig()[field] for field in expected} == expected
