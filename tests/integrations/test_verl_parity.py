@@ -12,21 +12,20 @@ CASES = by_name("cases")
 LOSSES = by_name("loss_cases")
 
 
-def inputs(case, dtype=None):
+def inputs(case, *, float64=False):
+    """The arguments of one call as they were, or all three in float64 as for `metrics_fp64`."""
     data = arrays(case["file"])
-    dtype = dtype or getattr(torch, case["dtype"])
-    mask = data["response_mask"].to(getattr(torch, case["mask_dtype"]))
-    return data["old_log_prob"].to(dtype), data["rollout_log_prob"].to(dtype), mask
+    dtype, mask_dtype = (torch.float64 if float64 else getattr(torch, case[key]) for key in ("dtype", "mask_dtype"))
+    return data["old_log_prob"].to(dtype), data["rollout_log_prob"].to(dtype), data["response_mask"].to(mask_dtype)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_metrics_of_float64_inputs_equal_the_golden_ones(name):
     case = CASES[name]
     *_, metrics = verl.compute_rollout_correction_and_rejection_mask(
-        *inputs(case, torch.float64), **case["kwargs"], verl_parity=True
+        *inputs(case, float64=True), **case["kwargs"], verl_parity=True
     )
     actual = {key.removeprefix("rollout_corr/"): value for key, value in metrics.items()}
-    # Relative, but for a sum of squares that cancels to 0 in the reference.
     assert_metrics(actual, numbers(case["metrics_fp64"]), rtol=1e-6, atol=1e-12)
 
 

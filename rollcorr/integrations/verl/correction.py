@@ -215,10 +215,10 @@ def compute_is_metrics(
     if verl_parity:
         parity.check_tokens(mask)
         band = parity.Band(level=rollout_is, lower=lower, upper=upper, clip_low=0.0)
-        return parity.to_floats(
-            parity.weight_metrics(rollout_is_weights, raw_rollout_is_weights, log_ratio_for_metrics, mask, band),
-            prefix="rollout_is_",
+        metrics = parity.weight_metrics(
+            rollout_is_weights, raw_rollout_is_weights, log_ratio_for_metrics, parity.widened_mask(response_mask), band
         )
+        return parity.to_floats(metrics, prefix="rollout_is_")
     statistics = _weight_statistics(
         rollout_is_weights, raw_rollout_is_weights, log_ratio_for_metrics, mask, rollout_is, (lower, upper)
     )

@@ -275,4 +275,4 @@ def _bypass_settings(config: Config) -> RolloutCorrectionConfig:
 
 def _clamped_kl(old_log_prob: Tensor, log_prob: Tensor, mask: Tensor) -> float:
     log_ratio = (old_log_prob - log_prob.detach()).clamp(-parity.SAFETY_BOUND, parity.SAFETY_BOUND)
-    return float(parity.token_mean(log_ratio, mask != 0))
+    return float(parity.token_mean(log_ratio, parity.widened_mask(mask)))

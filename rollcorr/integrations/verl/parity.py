@@ -6,9 +6,10 @@ Only for proving a switch; docs/verl.md says why each of these differs from docs
 - the weight and the statistic of a sequence are averaged over its tokens, so long sequences count more;
 - a standard deviation is taken of clipped values (over tokens) or with n − 1 (over sequences);
 - k1 criteria keep ρ in [1/upper, 1/lower], and a token's log-ratio is clamped before a sequence is summed;
-- sums are divided by count + 1e-8.
+- sums are divided by count + 1e-8, in the mask's dtype: float32 loses the 1e-8, float64 keeps it.
 
-It computes in the inputs' dtype, float32 at least, and never reads masked values. Nothing here is on a step path.
+`mask` is float32 or float64 here, 1 on valid tokens. Arithmetic is in the inputs' dtype, float32 at least; masked
+values are never read. Nothing here is on a step path.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def correct(
     """
     wide_train, wide_rollout, mask = prepared(train, rollout, response_mask)
     log_ratio = wide_train - wide_rollout
-    weights, kept = None, mask
+    weights, kept = None, mask != 0
     metrics: Metrics = {}
     if config.rollout_is is not None and config.is_upper is not None:
         weights, metrics = importance_weights(
@@ -65,7 +66,7 @@ def correct(
 
 
 def prepared(train: Tensor, rollout: Tensor | None, response_mask: Tensor) -> tuple[Tensor, Any, Tensor]:
-    """Detached log-probs in float32 at least, and the mask as bool.
+    """Detached log-probs, and the mask as 0 and 1, in float32 at least.
 
     Raises:
         ValueError: shapes that differ, or a batch without a token.
@@ -73,7 +74,16 @@ def prepared(train: Tensor, rollout: Tensor | None, response_mask: Tensor) -> tu
     check_layout(train_log_prob=train, rollout_log_prob=train if rollout is None else rollout, mask=response_mask)
     check_tokens(response_mask)
     dtype = torch.promote_types(train.dtype, torch.float32)
-    return train.detach().to(dtype), None if rollout is None else rollout.detach().to(dtype), response_mask != 0
+    return (
+        train.detach().to(dtype),
+        None if rollout is None else rollout.detach().to(dtype),
+        widened_mask(response_mask),
+    )
+
+
+def widened_mask(response_mask: Tensor) -> Tensor:
+    """0 and 1 in float64 for a float64 mask, in float32 for any other."""
+    return (response_mask != 0).to(torch.float64 if response_mask.dtype == torch.float64 else torch.float32)
 
 
 def check_tokens(mask: Tensor) -> None:
@@ -89,12 +99,12 @@ def check_tokens(mask: Tensor) -> None:
 def token_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Σ_V values / (|V| + 1e-8). `values` may be (B, 1): each sequence then counts once a token."""
     spread = values.expand(mask.shape)
-    return spread.masked_fill(~mask, 0).sum() / (mask.sum().to(spread.dtype) + EPSILON)
+    return spread.masked_fill(mask == 0, 0).sum() / (mask.sum() + EPSILON)
 
 
 def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Σ_t values / (c_i + 1e-8) per row: (B,). An empty row gives 0."""
-    return sequence_sum(values, mask) / (mask.sum(-1).to(values.dtype) + EPSILON)
+    return sequence_sum(values, mask != 0) / (mask.sum(-1) + EPSILON)
 
 
 def deviation(values: Tensor) -> Tensor:
@@ -128,7 +138,7 @@ def policy_gap(train: Tensor, rollout: Tensor | None, mask: Tensor) -> Metrics:
     log_ratio = train - rollout
     rollout_mean = sequence_mean(rollout, mask)
     gap = rollout_mean - train_mean
-    summed = sequence_sum(log_ratio, mask).clamp(-SAFETY_BOUND, SAFETY_BOUND)
+    summed = sequence_sum(log_ratio, mask != 0).clamp(-SAFETY_BOUND, SAFETY_BOUND)
     return metrics | {
         "kl": token_mean(-log_ratio, mask),
         "k3_kl": token_mean(log_ratio.exp() - log_ratio - 1, mask),
@@ -147,14 +157,14 @@ def policy_gap(train: Tensor, rollout: Tensor | None, mask: Tensor) -> Metrics:
 def level_log_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
     """ℓ: d per token (B, T); S_i or G_i per sequence (B, 1)."""
     if level == "token":
-        return log_ratio.masked_fill(~mask, 0)
-    per_sequence = sequence_sum(log_ratio, mask) if level == "sequence" else sequence_mean(log_ratio, mask)
+        return log_ratio.masked_fill(mask == 0, 0)
+    per_sequence = sequence_sum(log_ratio, mask != 0) if level == "sequence" else sequence_mean(log_ratio, mask)
     return per_sequence.unsqueeze(-1)
 
 
 def bounded_ratio(log_weight: Tensor, mask: Tensor) -> Tensor:
     """exp(clamp(ℓ, ±20)) on the valid tokens, 0 elsewhere: (B, T)."""
-    return log_weight.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp().expand(mask.shape).masked_fill(~mask, 0)
+    return log_weight.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp().expand(mask.shape).masked_fill(mask == 0, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,13 +193,13 @@ def weight_metrics(applied: Tensor, raw: Tensor, log_weight: Tensor, mask: Tenso
         applied: (B, T), 0 at padding.
         raw: the same before truncation.
         log_weight: ℓ, (B, T) per token or (B, 1) per sequence.
-        mask: (B, T) bool.
+        mask: (B, T).
         band: bounds.
     """
     if band.level == "token":
         metrics = {
-            "max": applied.masked_fill(~mask, -torch.inf).max(),
-            "min": applied.masked_fill(~mask, torch.inf).min(),
+            "max": applied.masked_fill(mask == 0, -torch.inf).max(),
+            "min": applied.masked_fill(mask == 0, torch.inf).min(),
             "ratio_fraction_high": share(raw > band.upper, mask),
             "ratio_fraction_low": share(raw < band.lower, mask),
         }
@@ -243,8 +253,9 @@ def importance_weights(
 
 def _batch_mean(weights: Tensor, mask: Tensor, level: str) -> Tensor:
     """The mean weight over the default process group; 1 where it is not above 1e-8."""
-    unit, valid = (weights, mask) if level == "token" else (sequence_mean(weights, mask), mask.any(-1))
-    totals = torch.stack([unit.masked_fill(~valid, 0).sum(), valid.sum().to(unit.dtype)])
+    valid = mask != 0
+    unit, counted = (weights, valid) if level == "token" else (sequence_mean(weights, mask), valid.any(-1))
+    totals = torch.stack([unit.masked_fill(~counted, 0).sum(), counted.sum().to(unit.dtype)])
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.all_reduce(totals)
     mean = totals[0] / totals[1].clamp(min=1)
@@ -254,7 +265,8 @@ def _batch_mean(weights: Tensor, mask: Tensor, level: str) -> Tensor:
 def rejection(log_ratio: Tensor, mask: Tensor, criteria: tuple[Criterion, ...]) -> tuple[Tensor, Metrics]:
     """The mask after every criterion, and each criterion's metrics."""
     metrics: Metrics = {}
-    kept = torch.ones_like(mask)
+    valid = mask != 0
+    kept = torch.ones_like(valid)
     for criterion in criteria:
         statistic = _statistic(log_ratio, mask, criterion)
         lower, upper = _bounds(criterion)
@@ -263,13 +275,13 @@ def rejection(log_ratio: Tensor, mask: Tensor, criteria: tuple[Criterion, ...]) 
         metrics |= _prefixed(f"rollout_rs_{criterion.name}_", own)
         kept = kept & keep
     metrics["rollout_rs_masked_fraction"] = share(~kept, mask)
-    metrics["rollout_rs_seq_masked_fraction"] = mean_of((~kept & mask).any(-1))
-    return mask & kept, metrics
+    metrics["rollout_rs_seq_masked_fraction"] = mean_of((~kept & valid).any(-1))
+    return valid & kept, metrics
 
 
 def veto(log_ratio: Tensor, mask: Tensor, threshold: float | None) -> tuple[Tensor, Metrics]:
     """(B, 1), false for a row with a token of ratio below the threshold; and how many rows and tokens those are."""
-    catastrophic = mask & (log_ratio < (-math.inf if threshold is None else math.log(threshold)))
+    catastrophic = (mask != 0) & (log_ratio < (-math.inf if threshold is None else math.log(threshold)))
     vetoed = catastrophic.any(-1, keepdim=True)
     return ~vetoed, {
         "rollout_is_veto_fraction": mean_of(vetoed),
@@ -279,15 +291,16 @@ def veto(log_ratio: Tensor, mask: Tensor, threshold: float | None) -> tuple[Tens
 
 def _statistic(log_ratio: Tensor, mask: Tensor, criterion: Criterion) -> Tensor:
     """The criterion's statistic: (B, T) per token, (B, 1) per sequence; each token clamped first."""
-    d = log_ratio.masked_fill(~mask, 0).clamp(-SAFETY_BOUND, SAFETY_BOUND)
+    d = log_ratio.masked_fill(mask == 0, 0).clamp(-SAFETY_BOUND, SAFETY_BOUND)
     divergence = {"k1": -d, "k2": d.square() / 2, "k3": d.exp() - 1 - d}[criterion.kind]
     if criterion.scope == "token":
         return divergence
     if criterion.scope == "seq_max":
-        largest = sequence_max(divergence, mask)
+        largest = sequence_max(divergence, mask != 0)
         return largest.masked_fill(largest == -torch.inf, 0).unsqueeze(-1)
-    per_sequence = sequence_sum if criterion.scope == "seq_sum" else sequence_mean
-    return per_sequence(divergence, mask).unsqueeze(-1)
+    if criterion.scope == "seq_sum":
+        return sequence_sum(divergence, mask != 0).unsqueeze(-1)
+    return sequence_mean(divergence, mask).unsqueeze(-1)
 
 
 def _bounds(criterion: Criterion) -> tuple[float, float]:
@@ -301,10 +314,11 @@ def _bounds(criterion: Criterion) -> tuple[float, float]:
 def _criterion_metrics(criterion: Criterion, statistic: Tensor, keep: Tensor, mask: Tensor) -> Metrics:
     """One criterion's metrics; k2 and k3 have no lower side."""
     lower, upper = _bounds(criterion)
-    nonempty = mask.any(-1)
+    valid = mask != 0
+    nonempty = valid.any(-1)
     by_token, two_sided = criterion.scope == "token", criterion.kind == "k1"
     per_sequence = (sequence_mean(statistic, mask) if by_token else statistic.squeeze(-1))[nonempty]
-    unit = statistic[mask] if by_token else per_sequence
+    unit = statistic[valid] if by_token else per_sequence
     metrics = {
         "mean": token_mean(statistic, mask),
         "max": unit.max(),
@@ -319,7 +333,7 @@ def _criterion_metrics(criterion: Criterion, statistic: Tensor, keep: Tensor, ma
         "seq_max_deviation": per_sequence.abs().max(),
         "seq_fraction_high": mean_of(per_sequence > upper),
         "masked_fraction": share(~keep, mask),
-        "seq_masked_fraction": mean_of((~keep & mask).any(-1)[nonempty]),
+        "seq_masked_fraction": mean_of((~keep & valid).any(-1)[nonempty]),
     }
     if two_sided:
         metrics["seq_fraction_low"] = mean_of(per_sequence < lower)
