@@ -235,8 +235,10 @@ class LossConfig:
         clip_ratio_c: dual clip: for A < 0 the loss is at most −c A. c > 1; None turns it off.
         loss_agg_mode: how token losses become one number; None is "token-mean" for ppo_clip and "seq-mean-token-sum"
             for reinforce.
-        loss_scale_factor: divisor of "seq-mean-token-sum-norm", in tokens; None is the padded length.
+        loss_scale_factor: divisor of "seq-mean-token-sum-norm", in tokens; that mode needs one (the padded length would
+            make the gradient depend on padding).
         kl_coef: weight of the divergence from the reference policy, ≥ 0.
+        kl_estimator: its estimate per token: "k1", "k2" or "k3" (`rollcorr.core.losses.reference_kl_k1` and so on).
         entropy_coef: weight of the entropy bonus, ≥ 0.
 
     Raises:
@@ -250,6 +252,7 @@ class LossConfig:
     loss_agg_mode: LossAggMode | None = None
     loss_scale_factor: float | None = None
     kl_coef: float = 0.0
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     entropy_coef: float = 0.0
 
     def __post_init__(self) -> None:
@@ -259,6 +262,7 @@ class LossConfig:
             check_number("clip_ratio_c (None for no dual clip)", self.clip_ratio_c, above=1)
         check_choice("loss_agg_mode", self.loss_agg_mode, LOSS_AGG_MODES, optional=True)
         check_number("kl_coef", self.kl_coef, at_least=0)
+        check_choice("kl_estimator", self.kl_estimator, ("k1", "k2", "k3"))
         check_number("entropy_coef", self.entropy_coef, at_least=0)
         if self.loss_scale_factor is not None:
             check_number("loss_scale_factor", self.loss_scale_factor, above=0)

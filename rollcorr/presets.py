@@ -26,7 +26,7 @@ class Preset:
         values: field → value; unnamed fields keep their defaults. `rollout_rs_threshold_lower` is no field: it is
             joined with `rollout_rs_threshold` to a band; None means the reciprocal, 0 an open side.
         parameters: argument → the fields it sets.
-        source: the release in which the name first carried these values.
+        source: the release that brought the name.
     """
 
     description: str

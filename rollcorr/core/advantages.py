@@ -22,22 +22,22 @@ def grpo_advantages(rewards: Tensor, group_ids: Tensor, *, keep: Tensor | None =
         rewards: one per sequence, (B,).
         group_ids: the prompt that a sequence answers, (B,), any integers in any order.
         keep: (B,) bool; false leaves a row out of mean and deviation. None keeps all.
-        epsilon: added to the deviation, in units of reward; ≥ 0.
+        epsilon: added to the deviation, in units of reward; > 0. Groups of equal rewards divide rounding noise by it.
 
     Returns:
-        (B,), no unit. 0 for rows left out, and in groups with one kept row or with equal rewards, also if epsilon is 0.
+        (B,), no unit. 0 for rows left out and in groups with one kept row or with equal rewards.
 
     Raises:
-        ValueError: shapes differ, group ids are not integers, or epsilon is negative.
+        ValueError: shapes differ, group ids are not integers, or epsilon is not positive.
 
     Source: Shao et al. (2024), "DeepSeekMath", arXiv:2402.03300; n − 1 as in the common implementations.
     """
-    if not epsilon >= 0:
-        raise ValueError(f"epsilon must be ≥ 0, got {epsilon}")
+    if not epsilon > 0:
+        raise ValueError(f"epsilon must be > 0, got {epsilon}")
     centred, count, group = _centred_by_group(rewards, group_ids, keep)
     variance = _group_sum(centred.square(), group) / (count - 1).clamp(min=1)
     deviation = variance.sqrt() + epsilon
-    return (centred / deviation.masked_fill(deviation == 0, 1.0)[group]).to(_result_dtype(rewards))
+    return (centred / deviation[group]).to(_result_dtype(rewards))
 
 
 def dr_grpo_advantages(rewards: Tensor, group_ids: Tensor, *, keep: Tensor | None = None) -> Tensor:

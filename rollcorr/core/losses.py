@@ -45,7 +45,7 @@ def ppo_clip_loss(
         old_log_prob: log π_old, nats, same shape. A token to which π_old gives probability 0 (−inf) adds nothing.
         advantages: per token, same shape; or per sequence, (B,), in the padded layout.
         loss_mask: tokens in the loss, same shape; read as ≠ 0.
-        clip_low: how far r may fall before the clip binds, in [0, 1).
+        clip_low: how far r may fall before the clip binds, in [0, 1].
         clip_high: how far it may rise, ≥ 0.
         clip_c: dual clip, a ratio > 1: the loss of a token with A < 0 stops at −c A. None: off.
         weights: importance weights, same shape; detached here. None: 1. A token of weight 0 adds nothing.
@@ -215,8 +215,8 @@ def _per_token(advantages: Tensor, log_prob: Tensor, cu_seqlens: Tensor | None) 
 
 
 def _check_clip(clip_low: float, clip_high: float, clip_c: float | None) -> None:
-    if not 0 <= clip_low < 1:
-        raise ValueError(f"clip_low must be in [0, 1), got {clip_low}")
+    if not 0 <= clip_low <= 1:
+        raise ValueError(f"clip_low must be in [0, 1], got {clip_low}")
     if not 0 <= clip_high < float("inf"):
         raise ValueError(f"clip_high must be finite and ≥ 0, got {clip_high}")
     if clip_c is not None and not 1 < clip_c < float("inf"):

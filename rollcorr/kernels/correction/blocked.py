@@ -120,8 +120,8 @@ def _read(
     zero = (train == -torch.inf) & rollout_finite
     compared = measured | zero
     counted = valid if config.nonfinite == "neutral" else compared
-    pi = train.double().masked_fill_(~compared, 0.0)
-    mu = rollout.double().masked_fill_(~compared, 0.0)
+    pi = train.masked_fill(~compared, 0.0).double()  # out of place: float64 inputs are not copied by double()
+    mu = rollout.masked_fill(~compared, 0.0).double()
     d = (pi - mu).masked_fill_(zero, 0.0)
     capped = d.clamp(max=CAP)
     em1 = torch.expm1(capped)

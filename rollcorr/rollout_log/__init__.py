@@ -1,0 +1,27 @@
+"""The rollout log: a versioned schema, and streaming reading, writing and checking of Parquet and JSONL files."""
+
+from rollcorr.rollout_log.batch import RolloutBatch
+from rollcorr.rollout_log.errors import Problem, RolloutLogError
+from rollcorr.rollout_log.reader import count_rows, log_files, read_rollout_log
+from rollcorr.rollout_log.schema import COLUMNS, SCHEMA_VERSION, TOKEN_COLUMNS, Column
+from rollcorr.rollout_log.validate import CHECK_COLUMNS, ValidationReport, validate_batch, validate_rollout_log
+from rollcorr.rollout_log.writer import RolloutLogWriter, convert_log
+
+__all__ = [
+    "CHECK_COLUMNS",
+    "COLUMNS",
+    "SCHEMA_VERSION",
+    "TOKEN_COLUMNS",
+    "Column",
+    "Problem",
+    "RolloutBatch",
+    "RolloutLogError",
+    "RolloutLogWriter",
+    "ValidationReport",
+    "convert_log",
+    "count_rows",
+    "log_files",
+    "read_rollout_log",
+    "validate_batch",
+    "validate_rollout_log",
+]

@@ -1,0 +1,266 @@
+"""`RolloutBatch`: some rows of a rollout log as columns, and as padded or packed tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollcorr.rollout_log import build
+from rollcorr.rollout_log.arrow import pa, pc
+from rollcorr.rollout_log.errors import Problem, RolloutLogError
+from rollcorr.rollout_log.schema import COLUMNS, TOKEN_COLUMNS, arrow_type, check_columns, conform, ragged
+
+LENGTH_HINT = "every token column has one value a response token, masked ones included"
+
+
+@dataclass(frozen=True, eq=False)
+class RolloutBatch:
+    """Rows of a rollout log, column by column. Made by `from_padded`, `from_packed`, `from_rows`, or a reader.
+
+    Attributes:
+        records: the columns that the batch has, with the types of the schema.
+        file: where the rows were read, for error messages.
+        first_row: position of the first row in that file, from 0.
+    """
+
+    records: pa.RecordBatch
+    file: str | None = None
+    first_row: int = 0
+
+    @classmethod
+    def from_padded(
+        cls,
+        response_mask: Tensor,
+        *,
+        lengths: Tensor | None = None,
+        prompt_mask: Tensor | None = None,
+        **columns: object,
+    ) -> RolloutBatch:
+        """A batch from the padded tensors that a trainer has: right padding is cut off, holes in the mask are kept.
+
+        Args:
+            response_mask: (B, T), non-zero on tokens that the policy sampled.
+            lengths: (B,) tokens of each response, masked ones included. None: each ends at its last sampled token,
+                so give it when a response ends in masked tokens (a tool's output, a row that is masked altogether).
+            prompt_mask: (B, P), non-zero on the tokens of `prompt_ids` that are no padding.
+            **columns: any column of the schema; None leaves it out. Token columns: (B, T). One value a sequence:
+                (B,), or one value for all rows. `prompt_ids`: (B, P) with `prompt_mask`, or B sequences of ids.
+                `kept_ids`, `kept_offsets`: B sequences. `policy_versions`: one version, one a sequence, or B lists of
+                (start, length, version). `sampling`: a `SamplingSpec` or mapping, or B of them; what a spec says of
+                engine, engine_version and policy_version fills those columns unless they are given.
+
+        Raises:
+            ValueError: an unknown column, shapes that differ, or `lengths` that cut off a sampled token.
+
+        Example:
+            >>> mask = torch.tensor([[1, 0, 1, 0], [1, 1, 0, 0]])
+            >>> batch = RolloutBatch.from_padded(mask, rollout_log_prob=torch.full((2, 4), -0.5), step=3)
+            >>> batch.lengths
+            tensor([3, 2])
+        """
+        inside, sizes = build.inside_padding(response_mask, lengths)
+        tokens: dict[str, object] = {"response_mask": response_mask, **columns}
+        for name in TOKEN_COLUMNS:
+            if tokens.get(name) is not None:
+                tokens[name] = build.same_shape(name, tokens[name], response_mask)[inside]
+        return cls(build.records(tokens, sizes.numpy(), prompt_mask=prompt_mask))
+
+    @classmethod
+    def from_packed(
+        cls, response_mask: Tensor, *, cu_seqlens: Tensor, prompt_mask: Tensor | None = None, **columns: object
+    ) -> RolloutBatch:
+        """A batch from packed tensors: `response_mask` and token columns (N,) with `cu_seqlens` (B + 1,).
+
+        Other arguments and errors are those of `from_padded`.
+        """
+        sizes = build.packed_sizes(response_mask, cu_seqlens)
+        tokens: dict[str, object] = {"response_mask": response_mask, **columns}
+        for name in TOKEN_COLUMNS:
+            if tokens.get(name) is not None:
+                tokens[name] = build.same_shape(name, tokens[name], response_mask)
+        return cls(build.records(tokens, sizes, prompt_mask=prompt_mask))
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Mapping[str, Any]]) -> RolloutBatch:
+        """A batch from one mapping a row, with plain lists as in the JSONL form.
+
+        Raises:
+            ValueError: an unknown column.
+            RolloutLogError: a value that does not fit its column; row and column are named.
+        """
+        for row in rows:
+            check_columns(row)
+        return cls(build.records_of_rows(rows))
+
+    @classmethod
+    def from_arrow(cls, table: pa.Table | pa.RecordBatch) -> RolloutBatch:
+        """A batch from an Arrow table: known columns are cast to the schema, others are left out.
+
+        Raises:
+            RolloutLogError: a column that cannot be cast.
+        """
+        if isinstance(table, pa.Table):
+            table = pa.RecordBatch.from_arrays(
+                [pa.concat_arrays(c.chunks) if c.num_chunks else pa.nulls(0, c.type) for c in table.columns],
+                names=table.schema.names,
+            )
+        return cls(conform(table))
+
+    def __len__(self) -> int:
+        return self.records.num_rows
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the columns that the batch has, in schema order; some may be null throughout."""
+        return tuple(self.records.schema.names)
+
+    def has(self, column: str) -> bool:
+        """Whether any row records the column."""
+        check_columns([column])
+        return column in self.columns and self.records.column(column).null_count < len(self)
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """Tokens of each response, masked ones included: (B,) int64, from the first token column a row records.
+
+        Raises:
+            RolloutLogError: the batch has no token column.
+        """
+        sizes = [pc.list_value_length(self.records.column(name)) for name in TOKEN_COLUMNS if name in self.columns]
+        if not sizes:
+            raise self._error("missing", f"no token column, only {', '.join(self.columns)}", "read one of them too")
+        return torch.from_numpy(pc.coalesce(*sizes, 0).to_numpy(zero_copy_only=False).astype(np.int64))
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """First token of each response in the packed layout, then N: (B + 1,) int64."""
+        return torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)])
+
+    def response_mask(self) -> Tensor:
+        """True on tokens that the policy sampled: (B, T) bool, False at padding. Packed: `packed("response_mask")`."""
+        return self.padded("response_mask")
+
+    def packed(self, column: str) -> Tensor:
+        """A token column in the packed layout of `cu_seqlens`: (N,).
+
+        Rows that do not record it give NaN, or True in `response_mask`; `response_ids` must then be whole.
+
+        Raises:
+            ValueError: it is no token column.
+            RolloutLogError: no row records it, or its length in a row is not that of the response.
+        """
+        if COLUMNS.get(column) is None or COLUMNS[column].per != "token":
+            raise ValueError(f"{column!r} is not one of the token columns {', '.join(TOKEN_COLUMNS)}; see ragged()")
+        lengths = self.lengths.numpy()
+        if column == "response_mask" and not self.has(column):
+            return torch.ones(int(lengths.sum()), dtype=torch.bool)
+        values, sizes, recorded = self._recorded(column)
+        self._check_lengths(column, sizes, recorded | (column == "response_ids"))
+        if not recorded.all():
+            whole = np.full(int(lengths.sum()), True if column == "response_mask" else np.nan, dtype=values.dtype)
+            whole[np.repeat(recorded, lengths)] = values
+            values = whole
+        return torch.from_numpy(values)
+
+    def padded(self, column: str, *, length: int | None = None, fill: float = 0) -> Tensor:
+        """A token column in the padded layout: (B, T), right-padded with `fill`.
+
+        Args:
+            column: a token column, or `prompt_ids`.
+            length: T; None is the longest row of the batch.
+            fill: the value at padding.
+
+        Raises:
+            ValueError: `length` is shorter than a row.
+            RolloutLogError: as `packed`.
+        """
+        if column == "prompt_ids":
+            packed, lengths = self.ragged(column)
+        else:
+            packed, lengths = self.packed(column), self.lengths
+        longest = int(lengths.max()) if len(self) else 0
+        if length is not None and length < longest:
+            raise ValueError(f"length {length} is shorter than the longest row, {longest} tokens")
+        inside = torch.arange(longest if length is None else length) < lengths[:, None]
+        return packed.new_full(inside.shape, fill).masked_scatter_(inside, packed)
+
+    def ragged(self, column: str) -> tuple[Tensor, Tensor]:
+        """Any list of numbers as (values of all rows, (B,) length of each row); a null row has length 0.
+
+        Raises:
+            ValueError: the column is no list of numbers.
+            RolloutLogError: no row records it.
+        """
+        check_columns([column])
+        if not COLUMNS[column].type.startswith("list<") or column == "policy_versions":
+            raise ValueError(f"{column!r} is {COLUMNS[column].type}, not a list of numbers; see values(), objects()")
+        values, sizes, _ = self._recorded(column)
+        return torch.from_numpy(values), torch.from_numpy(sizes)
+
+    def check_lengths(self) -> None:
+        """Check that every token column has one value a token in each row that records it.
+
+        Raises:
+            RolloutLogError: names the first row and column that do not.
+        """
+        for column in TOKEN_COLUMNS:
+            if self.has(column):
+                _, sizes, recorded = ragged(self.records.column(column))
+                self._check_lengths(column, sizes, recorded)
+
+    def values(self, column: str) -> Tensor:
+        """A column with one number a sequence, `reward` or `step`: (B,). A missing reward is NaN.
+
+        Raises:
+            ValueError: it is no such column.
+            RolloutLogError: no row records it, or a step is missing.
+        """
+        if column not in ("reward", "step"):
+            raise ValueError(f"{column!r} is not one number a sequence (reward, step); see objects()")
+        self._require(column)
+        array = self.records.column(column)
+        if column == "step" and array.null_count:
+            row = int(array.is_null().to_numpy(zero_copy_only=False).argmax())
+            raise self._error("missing", "not recorded", "use objects() to read None", row=row, column=column)
+        return torch.from_numpy(
+            np.array(array.to_numpy(zero_copy_only=False), dtype=np.int64 if column == "step" else np.float32)
+        )
+
+    def objects(self, column: str) -> list[Any]:
+        """Any column as Python objects, None where it is not recorded: text, sampling settings, version spans."""
+        self._require(column)
+        return self.records.column(column).to_pylist()
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """One dictionary a row, as in the JSONL form."""
+        return self.records.to_pylist()
+
+    def _check_lengths(self, column: str, sizes: np.ndarray, rows: np.ndarray) -> None:
+        wrong = rows & (sizes != self.lengths.numpy())
+        if wrong.any():
+            row = int(wrong.argmax())
+            message = f"{sizes[row]} values for a response of {int(self.lengths[row])} tokens"
+            raise self._error("length", message, LENGTH_HINT, row=row, column=column)
+
+    def _require(self, column: str) -> None:
+        if len(self) and not self.has(column):
+            found = ", ".join(name for name in self.columns if self.has(name))
+            raise self._error("missing", "not recorded", f"recorded are {found or 'no columns'}", column=column)
+
+    def _recorded(self, column: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        self._require(column)
+        array = self.records.column(column) if column in self.columns else pa.nulls(0, arrow_type(column))
+        values, sizes, recorded = ragged(array)
+        return np.array(values.to_numpy(zero_copy_only=False)), sizes, recorded
+
+    def _error(
+        self, code: str, message: str, hint: str, *, row: int | None = None, column: str | None = None
+    ) -> RolloutLogError:
+        place = None if row is None else self.first_row + row
+        return RolloutLogError(Problem(code=code, message=message, hint=hint, file=self.file, row=place, column=column))

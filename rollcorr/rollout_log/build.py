@@ -1,0 +1,210 @@
+"""From what a trainer holds (tensors, lists, settings) to the columns of the log."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollcorr.rollout_log.arrow import pa
+from rollcorr.rollout_log.errors import Problem, RolloutLogError
+from rollcorr.rollout_log.schema import COLUMNS, arrow_type, check_columns, conform_column, list_array
+
+IDENTITY = ("engine", "engine_version", "policy_version")
+
+
+def inside_padding(response_mask: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Which entries of a padded batch are tokens of the response, (B, T) bool, and the (B,) count of each row.
+
+    Raises:
+        ValueError: the mask is not (B, T), or `lengths` is out of range or cuts off a sampled token.
+    """
+    if response_mask.dim() != 2:
+        raise ValueError(f"response_mask must be (B, T), got {tuple(response_mask.shape)}; packed: from_packed()")
+    mask = (response_mask != 0).cpu()
+    position = torch.arange(mask.shape[1])
+    ends = (mask * (position + 1)).amax(1) if mask.shape[1] else mask.new_zeros(mask.shape[0], dtype=torch.int64)
+    if lengths is None:
+        return position < ends[:, None], ends
+    lengths = torch.as_tensor(lengths).cpu().to(torch.int64)
+    if lengths.shape != ends.shape:
+        raise ValueError(f"lengths must be ({len(ends)},) for {len(ends)} rows, got {tuple(lengths.shape)}")
+    bad = (lengths < ends) | (lengths > mask.shape[1])
+    if bad.any():
+        row = int(bad.int().argmax())
+        limits = f"{int(ends[row])} (last sampled token) to {mask.shape[1]} (T)"
+        raise ValueError(f"lengths[{row}] is {int(lengths[row])}, outside {limits}")
+    return position < lengths[:, None], lengths
+
+
+def packed_sizes(response_mask: Tensor, cu_seqlens: Tensor) -> np.ndarray:
+    """Length of each row of a packed batch: (B,) int64.
+
+    Raises:
+        ValueError: the mask is not (N,), or `cu_seqlens` does not start at 0, falls, or does not end at N.
+    """
+    if response_mask.dim() != 1:
+        raise ValueError(f"with cu_seqlens, response_mask must be (N,), got {tuple(response_mask.shape)}")
+    offsets = cu_seqlens.cpu().to(torch.int64)
+    sizes = offsets.diff()
+    if (
+        offsets.dim() != 1
+        or not len(offsets)
+        or offsets[0] != 0
+        or (sizes < 0).any()
+        or offsets[-1] != len(response_mask)
+    ):
+        raise ValueError(f"cu_seqlens must rise from 0 to N = {len(response_mask)}, got {offsets.tolist()}")
+    return sizes.numpy()
+
+
+def same_shape(name: str, values: object, response_mask: Tensor) -> Tensor:
+    """A token column as a CPU tensor.
+
+    Raises:
+        ValueError: its shape is not that of the mask.
+    """
+    tensor = torch.as_tensor(values).detach().cpu()
+    if tensor.shape != response_mask.shape:
+        raise ValueError(f"{name} {tuple(tensor.shape)} and response_mask {tuple(response_mask.shape)} differ")
+    return tensor
+
+
+def records(columns: Mapping[str, object], sizes: np.ndarray, *, prompt_mask: Tensor | None = None) -> pa.RecordBatch:
+    """The columns of one batch: token columns already packed, the others as `RolloutBatch.from_padded` takes them."""
+    columns = {name: value for name, value in columns.items() if value is not None}
+    check_columns(columns)
+    columns = _with_identity(columns, len(sizes))
+    arrays = {}
+    for name in (name for name in COLUMNS if name in columns):
+        array = _array(name, columns[name], sizes, prompt_mask)
+        arrays[name] = conform_column(array, name)
+    return pa.RecordBatch.from_arrays(list(arrays.values()), names=list(arrays))
+
+
+def records_of_rows(
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    columns: Collection[str] = (),
+    file: str | None = None,
+    first_row: int = 0,
+) -> pa.RecordBatch:
+    """The columns of one batch from one mapping a row; `columns`, or else those that any row names.
+
+    Raises:
+        RolloutLogError: a value that does not fit its column.
+    """
+    found = columns or set().union(*rows) or COLUMNS
+    arrays = {}
+    for name in (name for name in COLUMNS if name in found):
+        array = _objects_array(name, [row.get(name) for row in rows], file=file, first_row=first_row)
+        arrays[name] = conform_column(array, name, file=file, first_row=first_row)
+    return pa.RecordBatch.from_arrays(list(arrays.values()), names=list(arrays))
+
+
+def _array(name: str, value: object, sizes: np.ndarray, prompt_mask: Tensor | None) -> pa.Array:
+    if COLUMNS[name].per == "token":
+        return list_array(pa.array(_numpy(value != 0 if name == "response_mask" else value)), sizes)
+    if name == "prompt_ids" and isinstance(value, Tensor):
+        if prompt_mask is None or prompt_mask.shape != value.shape:
+            shape = None if prompt_mask is None else tuple(prompt_mask.shape)
+            raise ValueError(f"prompt_ids {tuple(value.shape)} needs a prompt_mask of its shape, got {shape}")
+        inside = prompt_mask != 0
+        return list_array(pa.array(_numpy(value[inside])), inside.sum(1).cpu().numpy())
+    rows = _one_per_row(name, value, len(sizes))
+    if name == "policy_versions":
+        rows = [_row_spans(row, size) for row, size in zip(rows, sizes.tolist(), strict=True)]
+    elif name == "sampling":
+        rows = [_settings(row) for row in rows]
+    elif COLUMNS[name].per == "list":
+        return _list_of_rows(rows)
+    return _objects_array(name, rows)
+
+
+def _one_per_row(name: str, value: object, count: int) -> list[Any]:
+    if isinstance(value, (Tensor, np.ndarray)):
+        value = value.tolist()
+    rows = list(value) if isinstance(value, (list, tuple)) else [value] * count
+    if len(rows) != count:
+        raise ValueError(f"{name} has {len(rows)} rows, response_mask has {count}")
+    return rows
+
+
+def _list_of_rows(rows: list[Any]) -> pa.Array:
+    valid = np.array([row is not None for row in rows], dtype=bool)
+    parts = [_numpy([] if row is None else row) for row in rows]
+    values = np.concatenate([np.zeros(0, np.int64), *parts])
+    return list_array(pa.array(values), np.array([len(part) for part in parts], dtype=np.int64), valid=valid)
+
+
+def _objects_array(name: str, values: list[Any], *, file: str | None = None, first_row: int = 0) -> pa.Array:
+    if COLUMNS[name].type == "string":
+        values = [value if value is None else str(value) for value in values]
+    # Arrow would cut 1.5 to the integer 1, and not take 1 for true: such types are found here, and cast with a check.
+    found_here = "int" in COLUMNS[name].type or "bool" in COLUMNS[name].type
+    try:
+        return pa.array(values, None if found_here else arrow_type(name))
+    except (pa.ArrowException, TypeError, OverflowError) as error:
+        row = next((row for row, value in enumerate(values) if not _fits(name, value)), 0)
+        hint = f"expected {COLUMNS[name].type}"
+        problem = Problem(code="type", message=str(error), hint=hint, file=file, row=first_row + row, column=name)
+        raise RolloutLogError(problem) from error
+
+
+def _fits(name: str, value: object) -> bool:
+    try:
+        pa.array([value], arrow_type(name))
+    except (pa.ArrowException, TypeError, OverflowError):
+        return False
+    return True
+
+
+def _row_spans(row: object, size: int) -> list[dict[str, int]] | None:
+    """Version spans of one row from its one version, or from (start, length, version) triples."""
+    if row is None:
+        return None
+    if isinstance(row, (int, np.integer)):
+        return [{"start": 0, "length": size, "version": int(row)}] if size else []
+    if not isinstance(row, (list, tuple)):
+        raise ValueError(f"policy_versions takes versions or lists of (start, length, version), got {row!r}")
+    names = ("start", "length", "version")
+    return [dict(span) if isinstance(span, Mapping) else dict(zip(names, span, strict=True)) for span in row]
+
+
+def _settings(spec: object) -> dict[str, Any] | None:
+    """Sampling settings as a dictionary with the fields of the schema and nothing else."""
+    if spec is None:
+        return None
+    if isinstance(spec, Mapping):
+        values = dict(spec)
+    elif dataclasses.is_dataclass(spec) and not isinstance(spec, type):
+        values = dataclasses.asdict(spec)
+    else:
+        raise ValueError(f"sampling takes a SamplingSpec or a mapping, got {spec!r}")
+    values = {name: value for name, value in values.items() if name not in IDENTITY}
+    unknown = sorted(values.keys() - {field.name for field in arrow_type("sampling")})
+    if unknown:
+        raise ValueError(f"sampling has no field {unknown[0]!r}; the log keeps {COLUMNS['sampling'].type}")
+    return values
+
+
+def _with_identity(columns: Mapping[str, object], rows: int) -> dict[str, object]:
+    """Fill engine, engine_version and policy_versions from the sampling spec where they are not given."""
+    spec = columns.get("sampling")
+    specs = list(spec) if isinstance(spec, (list, tuple)) else [spec] * rows
+    filled = dict(columns)
+    for name in IDENTITY:
+        column = "policy_versions" if name == "policy_version" else name
+        found = [s.get(name) if isinstance(s, Mapping) else getattr(s, name, None) for s in specs]
+        if column not in filled and any(value is not None for value in found):
+            filled[column] = found
+    return filled
+
+
+def _numpy(values: object) -> np.ndarray:
+    tensor = torch.as_tensor(values).detach().cpu()
+    return (tensor.to(torch.float32) if tensor.is_floating_point() else tensor).numpy()

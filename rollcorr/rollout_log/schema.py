@@ -1,0 +1,227 @@
+"""The columns of the rollout log: one table with names, types, units and meanings, and its version.
+
+One row is one sequence. Token columns hold one value per response token. Every column may be null or absent ("not
+recorded"); `validate_rollout_log` says what a purpose needs. A minor version adds columns; a major version changes the
+meaning of one, and readers refuse a newer one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from typing import Literal
+
+import numpy as np
+
+from rollcorr.rollout_log.arrow import pa, pc
+from rollcorr.rollout_log.errors import Problem, RolloutLogError
+
+SCHEMA_VERSION = "1.0"
+VERSION_KEY = "rollcorr.schema_version"
+UNITS_KEY = "rollcorr.units"
+
+SPANS = "list<struct<start: int32, length: int32, version: int64>>"
+SAMPLING = (
+    "struct<temperature: float64, top_p: float64, top_k: int32, min_p: float64, repetition_penalty: float64, "
+    "presence_penalty: float64, frequency_penalty: float64, min_new_tokens: int32, logprobs: string>"
+)
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of the log.
+
+    Attributes:
+        name: the field's name, as everywhere in the library.
+        type: Arrow type.
+        unit: unit of a value, or "–" for identifiers and flags.
+        per: "sequence" for one value a row, "token" for one a response token, "list" for a list with its own length.
+        meaning: one line; what null means, where it is not simply "not recorded".
+    """
+
+    name: str
+    type: str
+    unit: str
+    per: Literal["sequence", "token", "list"]
+    meaning: str
+
+
+_COLUMNS = (
+    Column("step", "int64", "optimizer steps", "sequence", "training step that the rollout belongs to"),
+    Column("sequence_id", "string", "–", "sequence", "identity of the sequence; integers are kept as decimal text"),
+    Column("group_id", "string", "–", "sequence", "sequences with one group id answer one prompt (GRPO)"),
+    Column("prompt_ids", "list<int32>", "token id", "list", "prompt, without padding"),
+    Column("response_ids", "list<int32>", "token id", "token", "response, without padding"),
+    Column("response_mask", "list<bool>", "–", "token", "true where the policy sampled the token; null: everywhere"),
+    Column("rollout_log_prob", "list<float32>", "nats", "token", "log μ: under the policy that sampled"),
+    Column("old_log_prob", "list<float32>", "nats", "token", "log π_old: under the trainer's policy before the update"),
+    Column("log_prob", "list<float32>", "nats", "token", "log π_θ: under the trainer's policy being updated"),
+    Column("reward", "float32", "reward", "sequence", "reward of the whole sequence"),
+    Column("token_rewards", "list<float32>", "reward", "token", "reward of each token"),
+    Column("advantages", "list<float32>", "reward, or normalised", "token", "advantage of each token"),
+    Column(
+        "policy_versions", SPANS, "weight version", "list", "which weights sampled which tokens; spans tile the row"
+    ),
+    Column("sampling", SAMPLING, "–", "sequence", "sampling settings; `logprobs` is raw or processed"),
+    Column(
+        "kept_ids", "list<int32>", "token id", "list", "keep-sampling-mask: ids that could be sampled, token by token"
+    ),
+    Column(
+        "kept_offsets",
+        "list<int64>",
+        "entries",
+        "list",
+        "token t kept `kept_ids[o[t]:o[t+1]]`; one entry more than tokens",
+    ),
+    Column("engine", "string", "–", "sequence", "engine that sampled"),
+    Column("engine_version", "string", "–", "sequence", "its version"),
+    Column("model", "string", "–", "sequence", "model that sampled"),
+)
+COLUMNS: Mapping[str, Column] = {column.name: column for column in _COLUMNS}
+TOKEN_COLUMNS = tuple(column.name for column in _COLUMNS if column.per == "token")
+
+
+@cache
+def arrow_type(column: str) -> pa.DataType:
+    """The Arrow type of a column of the log."""
+    spans = [("start", pa.int32()), ("length", pa.int32()), ("version", pa.int64())]
+    primitive = {
+        "bool": pa.bool_(),
+        "int32": pa.int32(),
+        "int64": pa.int64(),
+        "float32": pa.float32(),
+        "float64": pa.float64(),
+        "string": pa.string(),
+    }
+    types = primitive | {f"list<{name}>": pa.list_(type_) for name, type_ in primitive.items()}
+    types[SPANS] = pa.list_(pa.struct(spans))
+    fields = (field.split(": ") for field in SAMPLING[len("struct<") : -1].split(", "))
+    types[SAMPLING] = pa.struct([(name, primitive[type_]) for name, type_ in fields])
+    return types[COLUMNS[column].type]
+
+
+def arrow_schema() -> pa.Schema:
+    """Every column, with the schema version and the units as file metadata."""
+    units = json.dumps({name: column.unit for name, column in COLUMNS.items()}, ensure_ascii=False)
+    return pa.schema(
+        [(name, arrow_type(name)) for name in COLUMNS], metadata={VERSION_KEY: SCHEMA_VERSION, UNITS_KEY: units}
+    )
+
+
+def check_columns(names: Iterable[str]) -> None:
+    """Check that each name is a column of the log.
+
+    Raises:
+        ValueError: names the first that is not, and the nearest that is.
+    """
+    for name in names:
+        if name not in COLUMNS:
+            near = get_close_matches(name, COLUMNS, n=1)
+            mend = f"did you mean {near[0]!r}?" if near else f"columns are {', '.join(COLUMNS)}"
+            raise ValueError(f"{name!r} is not a column of the rollout log; {mend}")
+
+
+def check_version(version: object, *, file: str, row: int | None = None) -> None:
+    """Check that this release can read a schema version; None (a file made by others) passes.
+
+    Raises:
+        RolloutLogError: a newer major version, or no version at all.
+    """
+    if version is None:
+        return
+    text = version.decode(errors="replace") if isinstance(version, bytes) else str(version)
+    major = text.split(".")[0]
+    if not major.isdecimal():
+        raise RolloutLogError(
+            Problem(code="version", message=f"schema version {text!r} is not 'major.minor'", file=file, row=row)
+        )
+    if int(major) > int(SCHEMA_VERSION.split(".")[0]):
+        message = f"schema version {text} is newer than {SCHEMA_VERSION}, the newest that this release reads"
+        hint = "upgrade rollcorr, or write the log with the older release"
+        raise RolloutLogError(Problem(code="version", message=message, hint=hint, file=file, row=row))
+
+
+def conform(records: pa.RecordBatch, *, file: str | None = None, first_row: int = 0) -> pa.RecordBatch:
+    """Bring columns that others wrote to the types of the schema; columns that are not in it are left out.
+
+    float64 and float16 become float32, large or fixed-size lists become lists, integers become text in identifiers and
+    flags in masks, and null inside a list of floats becomes NaN.
+
+    Raises:
+        RolloutLogError: a column cannot be converted, or has null inside a list of integers, flags or spans.
+    """
+    names = [name for name in COLUMNS if name in records.schema.names]
+    arrays = [conform_column(records.column(name), name, file=file, first_row=first_row) for name in names]
+    return pa.RecordBatch.from_arrays(arrays, names=names)
+
+
+def conform_column(array: pa.Array, column: str, *, file: str | None = None, first_row: int = 0) -> pa.Array:
+    """One column of `conform`."""
+    target = arrow_type(column)
+    try:
+        array = _convert(array, target)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        message = f"{array.type} cannot be read as {target}: {error}"
+        row = first_row + _first_failure(array, target)
+        raise RolloutLogError(Problem(code="type", message=message, file=file, row=row, column=column)) from error
+    if pa.types.is_list(target):
+        values = array.flatten()
+        nested = [values, *(values.flatten() if pa.types.is_struct(values.type) else [])]
+        missing = np.logical_or.reduce([pc.is_null(part).to_numpy(zero_copy_only=False) for part in nested])
+        if missing.any():
+            _, lengths, _ = ragged(array)
+            row = first_row + int(np.repeat(np.arange(len(lengths)), lengths)[missing.argmax()])
+            message, hint = "null inside the list", "only log-probs, rewards and advantages may miss single values"
+            raise RolloutLogError(Problem(code="null", message=message, hint=hint, file=file, row=row, column=column))
+    return array
+
+
+def ragged(array: pa.Array) -> tuple[pa.Array, np.ndarray, np.ndarray]:
+    """A list column as (values of all rows, length of each row, whether it is recorded); a null row has length 0."""
+    lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False).astype(np.int64)
+    return array.flatten(), lengths, array.is_valid().to_numpy(zero_copy_only=False)
+
+
+def list_array(values: pa.Array, lengths: np.ndarray, *, valid: np.ndarray | None = None) -> pa.Array:
+    """A list column from the values of all rows and the length of each; rows that are not `valid` become null.
+
+    Raises:
+        ValueError: the batch is too large for 32-bit offsets.
+    """
+    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    if offsets[-1] > np.iinfo(np.int32).max:
+        raise ValueError(f"{offsets[-1]} values in one batch, the limit is 2^31 - 1; write the batch in parts")
+    mask = None if valid is None or valid.all() else pa.array(~valid)
+    return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), values, mask=mask)
+
+
+def _convert(array: pa.Array, target: pa.DataType) -> pa.Array:
+    if pa.types.is_list(target) and not pa.types.is_null(array.type):
+        if not hasattr(array, "flatten"):
+            raise pa.ArrowInvalid("it is no list")
+        values, lengths, valid = ragged(array)
+        return list_array(_fill(_convert(values, target.value_type)), lengths, valid=valid)
+    if pa.types.is_struct(target) and pa.types.is_struct(array.type):
+        fields = {field.name: part for field, part in zip(array.type, array.flatten(), strict=True)}
+        parts = [_convert(fields.get(field.name, pa.nulls(len(array))), field.type) for field in target]
+        return pa.StructArray.from_arrays(parts, fields=list(target), mask=array.is_null())
+    if pa.types.is_float16(array.type):  # older versions of Arrow cannot cast it
+        missing = array.is_null().to_numpy(zero_copy_only=False)
+        array = pa.array(array.to_numpy(zero_copy_only=False).astype(np.float32), mask=missing)
+    return array if array.type == target else array.cast(target)
+
+
+def _first_failure(array: pa.Array, target: pa.DataType) -> int:
+    for row in np.flatnonzero(array.is_valid().to_numpy(zero_copy_only=False)).tolist():
+        try:
+            _convert(array.slice(row, 1), target)
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+            return int(row)
+    return 0
+
+
+def _fill(values: pa.Array) -> pa.Array:
+    return values.fill_null(np.nan) if pa.types.is_floating(values.type) else values

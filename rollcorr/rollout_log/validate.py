@@ -1,0 +1,291 @@
+"""Is a rollout log what it says? Every check is a whole-column operation; findings name file, row and column."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from rollcorr.rollout_log.arrow import pa
+from rollcorr.rollout_log.batch import LENGTH_HINT, RolloutBatch
+from rollcorr.rollout_log.errors import Problem, RolloutLogError
+from rollcorr.rollout_log.reader import Paths, log_files, read_rollout_log
+from rollcorr.rollout_log.schema import TOKEN_COLUMNS, arrow_type, check_columns, ragged
+
+CHECK_COLUMNS: tuple[tuple[str, ...], ...] = (("rollout_log_prob",), ("old_log_prob", "log_prob"))
+LOG_PROB_COLUMNS = ("rollout_log_prob", "old_log_prob", "log_prob")
+SENTINEL = -9999.0  # what vLLM's JSON writes for −inf
+ZERO_SHARE = 0.5  # of a row's sampled tokens; a row with more exact zeros is taken for a placeholder
+NONFINITE_HINT = "the config's nonfinite policy decides what becomes of these tokens"
+ZERO_TOKENS = 8  # rows with fewer sampled tokens are not judged by their zeros
+Findings = Iterator[tuple[np.ndarray, Problem]]
+
+
+@dataclass(frozen=True)
+class ValidationReport:
+    """What `validate_rollout_log` found.
+
+    Attributes:
+        files: the files read, in order.
+        rows: rows in the files that could be read.
+        recorded: columns that at least one row of any file records.
+        problems: findings, by file; one for each kind and column, with its first row and the number of rows.
+    """
+
+    files: tuple[str, ...]
+    rows: int
+    recorded: frozenset[str]
+    problems: tuple[Problem, ...]
+
+    @property
+    def errors(self) -> tuple[Problem, ...]:
+        """The findings for which the log cannot be trusted."""
+        return tuple(problem for problem in self.problems if problem.severity == "error")
+
+    @property
+    def warnings(self) -> tuple[Problem, ...]:
+        """The findings that may be as intended."""
+        return tuple(problem for problem in self.problems if problem.severity == "warning")
+
+    def raise_errors(self) -> None:
+        """Raise what is an error; warnings pass.
+
+        Raises:
+            RolloutLogError: with every error found.
+        """
+        if self.errors:
+            raise RolloutLogError(*self.errors)
+
+
+def validate_rollout_log(
+    paths: Paths, *, required: Sequence[Sequence[str]] = CHECK_COLUMNS, batch_size: int = 256
+) -> ValidationReport:
+    """Read logs from end to end and collect what is wrong, without raising for it.
+
+    Errors: a damaged file, a newer schema, a type that cannot be read, token columns of unequal length, negative ids,
+    version spans that do not tile the response, kept sets that do not fit it, a required column that no row records.
+    Warnings, on sampled tokens only: log-probs above 0 (densities?), −9999.0 (an engine's −inf), NaN or ±inf, rows
+    mostly of exact zeros (placeholders?), sampled ids outside their kept set.
+
+    Args:
+        paths: as in `read_rollout_log`.
+        required: groups of columns; of each group one must be recorded in each file. The default is what measuring
+            the mismatch needs. `()` asks for nothing.
+        batch_size: most rows in memory at once.
+
+    Raises:
+        ValueError: `required` names an unknown column.
+        RolloutLogError: there is no log at `paths`.
+    """
+    check_columns(name for group in required for name in group)
+    files = log_files(paths)
+    problems: list[Problem] = []
+    everywhere: set[str] = set()
+    total = 0
+    for file in files:
+        found: dict[tuple[str, str | None], Problem] = {}
+        recorded: set[str] = set()
+        rows = 0
+        try:
+            for batch in read_rollout_log(file, batch_size=batch_size):
+                rows += len(batch)
+                recorded |= {name for name in batch.columns if batch.has(name)}
+                _merge(found, validate_batch(batch))
+        except RolloutLogError as error:
+            _merge(found, error.problems)
+        else:
+            if not rows:
+                _merge(found, [Problem(code="empty", message="no rows", severity="warning", file=str(file))])
+            else:
+                _merge(found, _missing(file, required, recorded))
+        problems += found.values()
+        everywhere |= recorded
+        total += rows
+    return ValidationReport(tuple(map(str, files)), total, frozenset(everywhere), tuple(problems))
+
+
+def validate_batch(batch: RolloutBatch) -> tuple[Problem, ...]:
+    """The findings of `validate_rollout_log` in one batch, whichever columns it has."""
+    if not len(batch) or not any(name in batch.columns for name in TOKEN_COLUMNS):
+        return ()
+    checks: tuple[Callable[[RolloutBatch], Findings], ...] = (_lengths, _ids, _spans, _kept_sets, _log_probs, _zeros)
+    return tuple(
+        replace(problem, file=batch.file, row=batch.first_row + int(bad.argmax()), rows=int(bad.sum()))
+        for check in checks
+        for bad, problem in check(batch)
+        if bad.any()
+    )
+
+
+def _merge(found: dict[tuple[str, str | None], Problem], problems: Iterable[Problem]) -> None:
+    for problem in problems:
+        key = problem.code, problem.column
+        found[key] = replace(found[key], rows=found[key].rows + problem.rows) if key in found else problem
+
+
+def _missing(file: Path, required: Sequence[Sequence[str]], recorded: set[str]) -> Iterator[Problem]:
+    for group in required:
+        if not recorded.intersection(group):
+            hint = f"recorded are {', '.join(sorted(recorded)) or 'no columns'}; rename the column that holds it"
+            names = " or ".join(group)
+            yield Problem(code="missing", message="not recorded in any row", hint=hint, file=str(file), column=names)
+
+
+def _lengths(batch: RolloutBatch) -> Findings:
+    """Each token column has as many values as the response has tokens."""
+    for name in TOKEN_COLUMNS:
+        if batch.has(name):
+            _, sizes, recorded = ragged(batch.records.column(name))
+            bad = recorded & (sizes != batch.lengths.numpy())
+            row = int(bad.argmax())
+            message = f"{sizes[row]} values for a response of {int(batch.lengths[row])} tokens"
+            yield bad, Problem(code="length", message=message, hint=LENGTH_HINT, column=name)
+
+
+def _ids(batch: RolloutBatch) -> Findings:
+    """Token ids are not negative."""
+    for name in ("prompt_ids", "response_ids", "kept_ids"):
+        if batch.has(name):
+            values, sizes, _ = ragged(batch.records.column(name))
+            row_of = np.repeat(np.arange(len(batch)), sizes)
+            hint = "leave padding out instead of marking it"
+            problem = Problem(code="negative", column=name, message="negative ids", hint=hint)
+            yield from _where(batch, _numpy(values) < 0, row_of, problem)
+
+
+def _spans(batch: RolloutBatch) -> Findings:
+    """Version spans follow each other from the first token to the last."""
+    if not batch.has("policy_versions"):
+        return
+    spans, sizes, recorded = ragged(batch.records.column("policy_versions"))
+    start, length = (_numpy(spans.field(name)).astype(np.int64) for name in ("start", "length"))
+    end, row_of = start + length, np.repeat(np.arange(len(batch)), sizes)
+    first = np.diff(row_of, prepend=-1) != 0
+    expected = np.where(first, 0, np.concatenate([[0], end[:-1]]))
+    bad = recorded & (np.bincount(row_of[(start != expected) | (length <= 0)], minlength=len(batch)) > 0)
+    last = np.zeros(len(batch), np.int64)
+    last[row_of] = end  # later spans overwrite earlier ones
+    bad |= recorded & (last != batch.lengths.numpy())
+    row = int(bad.argmax())
+    shown = [(int(s), int(n)) for s, n in zip(start[row_of == row], length[row_of == row], strict=True)]
+    message = f"spans (start, length) {shown} do not tile a response of {int(batch.lengths[row])} tokens"
+    hint = "start at 0, leave no gap, end at the end"
+    yield bad, Problem(code="spans", message=message, hint=hint, column="policy_versions")
+
+
+def _kept_sets(batch: RolloutBatch) -> Findings:
+    """Kept offsets rise from 0 to the number of kept ids, one entry more than tokens, and sampled ids are members."""
+    if not (batch.has("kept_ids") or batch.has("kept_offsets")):
+        return
+    _, ids_sizes, ids_recorded = _list(batch, "kept_ids")
+    offsets, sizes, recorded = _list(batch, "kept_offsets")
+    offset, lengths = _numpy(offsets), batch.lengths.numpy()
+    one_sided = recorded != ids_recorded
+    message = "only one of kept_ids and kept_offsets is recorded"
+    yield one_sided, Problem(code="kept", message=message, hint="record both", column="kept_offsets")
+    wrong = recorded & ~one_sided & (sizes != lengths + 1)
+    row = int(wrong.argmax())
+    message = f"{sizes[row]} offsets for a response of {lengths[row]} tokens"
+    hint = "one entry more than tokens, the last is the number of kept ids"
+    yield wrong, Problem(code="kept_length", message=message, hint=hint, column="kept_offsets")
+    usable = recorded & ~one_sided & ~wrong
+    row_of = np.repeat(np.arange(len(batch)), sizes)
+    falls = (np.diff(offset) < 0) & (row_of[1:] == row_of[:-1])
+    ends = np.cumsum(sizes)
+    bad = np.bincount(row_of[1:][falls], minlength=len(batch)) > 0
+    bad[usable] |= (offset[(ends - sizes)[usable]] != 0) | (offset[ends[usable] - 1] != ids_sizes[usable])
+    bad &= usable
+    message = "offsets fall, or do not run from 0 to the number of kept ids"
+    yield bad, Problem(code="kept_offsets", message=message, hint=hint, column="kept_offsets")
+    if batch.has("response_ids"):
+        yield from _membership(batch, usable & ~bad)
+
+
+def _membership(batch: RolloutBatch, usable: np.ndarray) -> Findings:
+    """Sampled ids are in the kept set of their token."""
+    responses, sizes, recorded = ragged(batch.records.column("response_ids"))
+    kept_ids, ids_sizes, _ = _list(batch, "kept_ids")
+    kept_offsets, offset_sizes, _ = _list(batch, "kept_offsets")
+    ids, offset = _numpy(kept_ids), _numpy(kept_offsets)
+    usable = usable & recorded & (sizes == batch.lengths.numpy())
+    sampled = _numpy(responses)[np.repeat(usable, sizes)]
+    offset = offset[np.repeat(usable, offset_sizes)]
+    row_of_offset = np.repeat(np.arange(len(batch))[usable], offset_sizes[usable])
+    kept_counts = np.diff(offset)[row_of_offset[1:] == row_of_offset[:-1]]
+    token = np.repeat(np.arange(len(sampled)), kept_counts)
+    hits = token[ids[np.repeat(usable, ids_sizes)] == sampled[token]]
+    outside = (np.bincount(hits, minlength=len(sampled)) == 0) & _mask(batch)[np.repeat(usable, batch.lengths.numpy())]
+    hint = "the sampled token always belongs to its set; the trainer inserts it and counts it"
+    row_of = np.repeat(np.arange(len(batch))[usable], sizes[usable])
+    problem = _warning("membership", "kept_ids", "sampled ids outside their kept set", hint)
+    yield from _where(batch, outside, row_of, problem)
+
+
+def _log_probs(batch: RolloutBatch) -> Findings:
+    """Log-probs of sampled tokens look like log-probs."""
+    for name in LOG_PROB_COLUMNS:
+        if batch.has(name):
+            value, row_of = _sampled(batch, name)
+            positive = _warning("positive", name, "log-probs above 0", "right for densities, impossible for tokens")
+            sentinel = _warning("sentinel", name, "log-probs of -9999.0", "an engine's JSON for -inf")
+            nonfinite = _warning("nonfinite", name, "NaN or infinite log-probs", NONFINITE_HINT)
+            yield from _where(batch, value > 0, row_of, positive)
+            yield from _where(batch, value == SENTINEL, row_of, sentinel)
+            yield from _where(batch, ~np.isfinite(value), row_of, nonfinite)
+
+
+def _zeros(batch: RolloutBatch) -> Findings:
+    """Log-probs of exactly 0 are no more than half of a row."""
+    for name in LOG_PROB_COLUMNS:
+        if batch.has(name):
+            value, row_of = _sampled(batch, name)
+            zeros = np.bincount(row_of[value == 0], minlength=len(batch))
+            tokens = np.bincount(row_of, minlength=len(batch))
+            bad = (tokens >= ZERO_TOKENS) & (zeros > ZERO_SHARE * tokens)
+            row = int(bad.argmax())
+            message = f"{zeros[row]} of {tokens[row]} log-probs are exactly 0 (probability 1)"
+            yield bad, _warning("zeros", name, message, "a placeholder for missing values? write null instead")
+
+
+def _warning(code: str, column: str, message: str, hint: str) -> Problem:
+    return Problem(code=code, column=column, message=message, hint=hint, severity="warning")
+
+
+def _where(batch: RolloutBatch, bad: np.ndarray, row_of: np.ndarray, problem: Problem) -> Findings:
+    """Rows with a bad value, and the problem with the count in the first of them."""
+    counts = np.bincount(row_of[bad], minlength=len(batch))
+    yield counts > 0, replace(problem, message=f"{problem.message}: {counts[(counts > 0).argmax()]} in this row")
+
+
+def _sampled(batch: RolloutBatch, column: str) -> tuple[np.ndarray, np.ndarray]:
+    """A token column where the mask is true, and the row of each value; rows that do not fit are left out."""
+    lengths = batch.lengths.numpy()
+    values, sizes, recorded = ragged(batch.records.column(column))
+    fits = recorded & (sizes == lengths)
+    mask = _mask(batch)[np.repeat(fits, lengths)]
+    row_of = np.repeat(np.arange(len(batch))[fits], lengths[fits])
+    return _numpy(values)[np.repeat(fits, sizes)][mask], row_of[mask]
+
+
+def _list(batch: RolloutBatch, column: str) -> tuple[pa.Array, np.ndarray, np.ndarray]:
+    """`ragged` of a column that the batch may lack."""
+    array = batch.records.column(column) if column in batch.columns else pa.nulls(len(batch), arrow_type(column))
+    return ragged(array)
+
+
+def _mask(batch: RolloutBatch) -> np.ndarray:
+    """The packed response mask; true in rows that do not record it, false in rows where it does not fit."""
+    lengths = batch.lengths.numpy()
+    mask = np.ones(int(lengths.sum()), dtype=bool)
+    if batch.has("response_mask"):
+        values, sizes, recorded = ragged(batch.records.column("response_mask"))
+        fits = recorded & (sizes == lengths)
+        mask[np.repeat(recorded, lengths)] = False
+        mask[np.repeat(fits, lengths)] = _numpy(values)[np.repeat(fits, sizes)]
+    return mask
+
+
+def _numpy(array: pa.Array) -> np.ndarray:
+    return array.to_numpy(zero_copy_only=False)

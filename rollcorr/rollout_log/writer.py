@@ -1,0 +1,191 @@
+"""Writing rollout logs: row groups into a hidden file that takes its name only when it is whole."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import os
+import secrets
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+from rollcorr.rollout_log.arrow import pa, pq
+from rollcorr.rollout_log.batch import RolloutBatch
+from rollcorr.rollout_log.jsonl import to_lines
+from rollcorr.rollout_log.reader import Paths, log_suffix, read_rollout_log
+from rollcorr.rollout_log.schema import COLUMNS, arrow_schema
+
+
+class RolloutLogWriter:
+    """A rollout log being written: `with RolloutLogWriter("step_000003.parquet") as log: log.write(batch)`.
+
+    Rows go to a hidden file beside the target, which takes the target's name on `close`, synced to the disk. So the
+    target is a whole file or is not there: after SIGKILL or a power cut the hidden `.NAME.tmp-PID-…` file is left and
+    readers pass it over. An exception in the `with` body, Ctrl-C among them, still closes the log with every batch
+    that `write` had taken; with none, no file is made. Any number of writers may work in one directory.
+
+    Args:
+        path: .parquet, .jsonl or .jsonl.gz. Missing directories are made.
+        overwrite: replace a file of that name on `close`; without it one is an error, now and at `close`.
+        row_group_rows: most rows of a Parquet row group; a batch is always at least one.
+
+    Raises:
+        FileExistsError: the file exists and `overwrite` is false.
+        RolloutLogError: the path has another ending.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, overwrite: bool = False, row_group_rows: int = 1024) -> None:
+        self.path = Path(path)
+        self.rows = 0
+        self._overwrite = overwrite
+        suffix = log_suffix(self.path)
+        if self.path.exists() and not overwrite:
+            raise FileExistsError(f"{self.path} exists; choose another name or pass overwrite=True")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._hidden = self.path.with_name(f".{self.path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
+        self._sink: _Sink | None = (
+            _ParquetSink(self._hidden, row_group_rows)
+            if suffix == ".parquet"
+            else _JsonlSink(self._hidden, compress=suffix.endswith(".gz"))
+        )
+
+    def write(self, batch: RolloutBatch) -> None:
+        """Append the rows of a batch; they are in the log whole or not at all.
+
+        Raises:
+            RolloutLogError: a token column is not as long as its response.
+            OSError: the disk failed; the log is dropped.
+            ValueError: the writer is closed.
+        """
+        if self._sink is None:
+            raise ValueError(f"{self.path} is closed; open another writer")
+        batch.check_lengths()
+        if not len(batch):
+            return
+        try:
+            self._sink.write(batch)
+        except Exception:  # the disk failed: what is on it cannot be finished
+            self.discard()
+            raise
+        self.rows += len(batch)
+
+    def close(self) -> None:
+        """Finish the file and give it its name. Closing again does nothing.
+
+        Raises:
+            FileExistsError: a file of that name has appeared meanwhile; the rows stay in the file that is named.
+        """
+        if self._sink is None:
+            return
+        sink, self._sink = self._sink, None
+        sink.close()
+        with self._hidden.open("rb+") as file:
+            os.fsync(file.fileno())
+        if self._overwrite:
+            os.replace(self._hidden, self.path)
+        else:
+            _rename_new(self._hidden, self.path)
+
+    def discard(self) -> None:
+        """Drop everything written; no file is left."""
+        if self._sink is not None:
+            sink, self._sink = self._sink, None
+            with contextlib.suppress(OSError):
+                sink.close()
+            self._hidden.unlink(missing_ok=True)
+
+    def __enter__(self) -> RolloutLogWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None or self.rows:
+            self.close()
+        else:
+            self.discard()
+
+
+def convert_log(
+    source: Paths, target: str | os.PathLike[str], *, batch_size: int = 256, overwrite: bool = False
+) -> int:
+    """Write the rows of one or many logs as one file of the form that its ending says; returns the number of rows.
+
+    Nothing is left when the source cannot be read to its end.
+
+    Raises:
+        FileExistsError: the target exists and `overwrite` is false.
+        RolloutLogError: as `read_rollout_log`.
+    """
+    batches = read_rollout_log(source, batch_size=batch_size)
+    writer = RolloutLogWriter(target, overwrite=overwrite)
+    try:
+        for batch in batches:
+            writer.write(batch)
+    except BaseException:
+        writer.discard()
+        raise
+    writer.close()
+    return writer.rows
+
+
+class _Sink(Protocol):
+    def write(self, batch: RolloutBatch) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _ParquetSink:
+    def __init__(self, path: Path, row_group_rows: int) -> None:
+        self._schema = arrow_schema()
+        self._rows = row_group_rows
+        # Token columns hardly repeat: a dictionary costs time, and could merge bit patterns of NaN.
+        flat = [column.name for column in COLUMNS.values() if column.type in ("int64", "string")]
+        self._writer = pq.ParquetWriter(
+            path, self._schema, compression="zstd", compression_level=1, use_dictionary=flat, write_statistics=flat
+        )
+
+    def write(self, batch: RolloutBatch) -> None:
+        arrays = [
+            batch.records.column(field.name) if field.name in batch.columns else pa.nulls(len(batch), field.type)
+            for field in self._schema
+        ]
+        self._writer.write_table(pa.Table.from_arrays(arrays, schema=self._schema), row_group_size=self._rows)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _JsonlSink:
+    def __init__(self, path: Path, *, compress: bool) -> None:
+        self._file = path.open("xb", buffering=0)
+        self._compress = compress
+        self._whole = 0
+
+    def write(self, batch: RolloutBatch) -> None:
+        text = "".join(to_lines(batch)).encode()
+        self._file.seek(self._whole)
+        rest = memoryview(gzip.compress(text, compresslevel=1) if self._compress else text)
+        while rest:
+            rest = rest[self._file.write(rest) :]
+        self._whole = self._file.tell()
+
+    def close(self) -> None:
+        self._file.truncate(self._whole)  # an interrupt may have left part of a batch
+        self._file.close()
+
+
+def _rename_new(source: Path, target: Path) -> None:
+    """Rename unless the target exists: a hard link cannot replace a file, so two writers cannot both succeed."""
+    mend = f"{target} was written by another process meanwhile; this log is whole in {source}, rename it"
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        raise FileExistsError(mend) from None
+    except OSError:  # a file system without hard links
+        if target.exists():
+            raise FileExistsError(mend) from None
+        os.replace(source, target)
+    else:
+        source.unlink()

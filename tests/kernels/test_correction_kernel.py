@@ -1,0 +1,148 @@
+"""The blocked kernel equals the reference: weights, masks and every metric, on whatever the data holds."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollcorr.config import InertOptionWarning, RolloutCorrectionConfig
+from rollcorr.core.layout import pack
+from rollcorr.core.metrics import CRITERIA, finalize
+from rollcorr.kernels.correction import CorrectionOutput, correction_kernel
+from rollcorr.kernels.correction.blocked import blocked_correction
+from rollcorr.kernels.correction.reference import reference_correction
+
+SPECIAL = [math.nan, math.inf, -math.inf]
+
+
+def configuration(**fields) -> RolloutCorrectionConfig:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", InertOptionWarning)
+        return RolloutCorrectionConfig(**fields)
+
+
+@st.composite
+def configurations(draw):
+    criteria = draw(st.lists(st.sampled_from(CRITERIA), unique=True, max_size=5))
+    return configuration(
+        rollout_is=draw(st.sampled_from([None, "token", "sequence", "geometric"])),
+        rollout_is_threshold=draw(st.sampled_from([None, 2.0, "0.5_2.0"])),
+        rollout_is_batch_normalize=draw(st.booleans()),
+        batch_normalize_over=draw(st.sampled_from(["valid", "kept"])),
+        rollout_rs=",".join(criteria) or None,
+        rollout_rs_threshold=",".join("0.6_1.5" if name.endswith("k1") else "0.3" for name in criteria) or None,
+        rollout_token_veto_threshold=draw(st.sampled_from([None, 1e-2])),
+        nonfinite=draw(st.sampled_from(["reject_token", "reject_sequence", "neutral"])),
+        safety_bound=draw(st.sampled_from([20.0, 5.0, 30.0])),
+    )
+
+
+@st.composite
+def batches(draw):
+    B, T = draw(st.sampled_from([0, 1, 3, 6])), draw(st.sampled_from([0, 1, 5, 17]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+    train = -torch.rand(B, T, generator=generator) * 3
+    rollout = train + torch.randn(B, T, generator=generator) * draw(st.sampled_from([1e-4, 0.1, 1.0, 15.0]))
+    mask = torch.rand(B, T, generator=generator) < draw(st.sampled_from([0.0, 0.5, 1.0]))
+    for value in draw(st.lists(st.sampled_from(SPECIAL), max_size=4)) if B * T else []:
+        tensor = train if draw(st.booleans()) else rollout
+        tensor.view(-1)[draw(st.integers(0, B * T - 1))] = value
+    return train, rollout, mask
+
+
+def assert_same(actual: CorrectionOutput, expected: CorrectionOutput, rows: torch.Tensor | None = None) -> None:
+    """Equal outputs; `rows` selects the tokens of a padded result that a packed one holds."""
+    select = (lambda x: x) if rows is None else (lambda x: x[rows])
+    assert torch.equal(actual.loss_mask, select(expected.loss_mask))
+    assert torch.equal(actual.sequence_kept, expected.sequence_kept)
+    if expected.weights is None:
+        assert actual.weights is None
+    else:
+        torch.testing.assert_close(actual.weights, select(expected.weights))
+    a, b = finalize(actual.statistics.read()), finalize(expected.statistics.read())
+    assert list(a) == list(b)
+    for name in b:
+        assert a[name] == pytest.approx(b[name], rel=1e-9, abs=1e-9), name
+
+
+@given(batch=batches(), config=configurations(), block=st.sampled_from([1, 20, 1000]))
+def test_blocks_of_any_size_give_the_reference(batch, config, block):
+    expected = reference_correction(*batch, config)
+    assert_same(blocked_correction(*batch, config, block_tokens=block), expected)
+
+
+@given(batch=batches(), config=configurations(), lengths=st.lists(st.integers(0, 17), min_size=6, max_size=6))
+def test_packed_equals_padded(batch, config, lengths):
+    train, rollout, mask = batch
+    B, T = mask.shape
+    rows = torch.arange(T).expand(B, T) < torch.tensor(lengths)[:B, None]
+    expected = reference_correction(train, rollout, mask & rows, config)
+    (packed_train, cu_seqlens), (packed_rollout, _), (packed_mask, _) = (pack(x, rows) for x in batch)
+    for kernel in (reference_correction, blocked_correction):
+        assert_same(kernel(packed_train, packed_rollout, packed_mask, config, cu_seqlens=cu_seqlens), expected, rows)
+
+
+@given(batch=batches(), config=configurations())
+def test_metrics_are_finite_numbers_whatever_the_data_holds(batch, config):
+    for name, value in finalize(blocked_correction(*batch, config).statistics.read()).items():
+        assert math.isfinite(value) or name.endswith("max_viable_length"), name
+
+
+@given(batch=batches(), config=configurations(), parts=st.integers(1, 8))
+def test_statistics_of_shards_merge_to_those_of_the_whole(batch, config, parts):
+    """Also when shards are empty: k-way splits of up to six sequences."""
+    whole = blocked_correction(*batch, config).statistics
+    shards = zip(*(tensor.tensor_split(parts) for tensor in batch), strict=True)
+    merged, *rest = [blocked_correction(*shard, config).statistics for shard in shards]
+    for statistics in rest:
+        merged = merged.merge(statistics)
+    a, b = finalize(merged.read()), finalize(whole.read())
+    for name in b:
+        assert a[name] == pytest.approx(b[name], rel=1e-9, abs=1e-9), name
+
+
+@pytest.mark.parametrize("impl", ["reference", "blocked"])
+@pytest.mark.parametrize("rollout_is", [None, "token", "sequence", "geometric"])
+def test_no_kernel_reads_a_value(impl, rollout_is):
+    """Meta tensors have shapes and no values: a read, which is a wait on a GPU, raises here."""
+    names = ",".join(CRITERIA)
+    config = configuration(
+        rollout_is=rollout_is, rollout_rs=names, rollout_rs_threshold=2.0, rollout_token_veto_threshold=1e-4
+    )
+    with torch.device("meta"):
+        train, mask, cu_seqlens = torch.zeros(6), torch.ones(6, dtype=torch.bool), torch.arange(3)
+        packed = correction_kernel(train, train, mask, config, cu_seqlens=cu_seqlens, impl=impl)
+        padded = correction_kernel(train.view(2, 3), train.view(2, 3), mask.view(2, 3), config, impl=impl)
+    assert packed.loss_mask.shape == (6,)
+    assert padded.loss_mask.shape == (2, 3)
+    assert padded.statistics.pack().device.type == "meta"
+
+
+def test_an_unknown_implementation_is_an_error_that_lists_the_known():
+    empty = torch.zeros(1, 0)
+    with pytest.raises(ValueError, match="'auto', 'reference' or 'blocked', got 'turbo'"):
+        correction_kernel(empty, empty, empty.bool(), configuration(), impl="turbo")
+
+
+@pytest.mark.slow
+def test_more_elements_than_a_float32_counter_holds():
+    """2²⁵ elements: quantile-like calls and float32 counts stop at 2²⁴."""
+    train = torch.zeros(1 << 5, 1 << 20)
+    statistics = blocked_correction(train, train, torch.ones(train.shape, dtype=torch.bool), configuration()).statistics
+    assert finalize(statistics.read())["rollout_corr/token_count"] == 2**25
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("impl", ["reference", "cpu"])
+def test_inputs_are_left_as_they_are(impl, dtype):
+    """`x.double()` is x itself when x is float64, so an in-place step after it would write to the caller's tensor."""
+    train, rollout, mask = torch.full((2, 3), -1.0, dtype=dtype), torch.full((2, 3), -1.25, dtype=dtype), torch.eye(2, 3)
+    correction_kernel(train, rollout, mask != 0, configuration(rollout_is="token"), impl=impl)
+    assert (train == -1.0).all()
+    assert (rollout == -1.25).all()
+    assert (mask == torch.eye(2, 3)).all()
