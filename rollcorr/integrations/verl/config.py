@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollcorr.checks import nearest
 from rollcorr.config import InertOptionWarning
@@ -13,14 +13,54 @@ from rollcorr.config import RolloutCorrectionConfig as CheckedConfig
 from rollcorr.integrations.verl.presets import VerlPresets
 from rollcorr.thresholds import CRITERIA, Threshold
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 SUPPORTED_ROLLOUT_RS_OPTIONS: set[str] = set(CRITERIA)
 
 
-@dataclasses.dataclass(frozen=True)
-class RolloutCorrectionConfig(VerlPresets, Mapping[str, Any]):
-    """What verl's class of this name holds, with `to_config()` to check and convert it.
+class RawConfig(Mapping[str, Any]):
+    """A dataclass that reads as a mapping of its fields, for call sites such as `config.get("rollout_is", None)`."""
 
-    Reads like a mapping, as verl's call sites do: `config.get("rollout_is", None)`.
+    def __getitem__(self, key: str) -> Any:  # noqa: ANN401 (the fields have several types)
+        if key not in self._fields():
+            raise KeyError(key)
+        return getattr(self, key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields())
+
+    def __len__(self) -> int:
+        return len(self._fields())
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> Self:
+        """The fields of any mapping with verl's keys: this class, verl's own, a dictionary or an OmegaConf node.
+
+        A missing `rollout_is` means None, as at verl's call sites.
+
+        Raises:
+            ValueError: a key that this generation does not have; the nearest is suggested.
+        """
+        if isinstance(config, cls):
+            return config
+        fields = cls._fields()
+        for key in config:
+            if key not in fields and key != "_target_":
+                raise ValueError(
+                    f"rollout_correction has no key {key!r}.{nearest(key, fields)} Options of November 2025 belong to "
+                    "rollcorr.integrations.verl_2025_11, newer ones to rollcorr.integrations.verl"
+                )
+        return cls(**{"rollout_is": None, **{key: config[key] for key in config if key in fields}})
+
+    @classmethod
+    def _fields(cls) -> tuple[str, ...]:
+        return tuple(field.name for field in dataclasses.fields(cls))  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutCorrectionConfig(VerlPresets, RawConfig):
+    """What verl's class of this name holds, with `to_config()` to check and convert it.
 
     Attributes:
         rollout_is: level of the importance weights; None for none.
@@ -44,36 +84,6 @@ class RolloutCorrectionConfig(VerlPresets, Mapping[str, Any]):
     rollout_token_veto_threshold: float | None = None
     verl_parity: bool = False
 
-    def __getitem__(self, key: str) -> Any:  # noqa: ANN401 (the fields have several types)
-        if key not in _FIELDS:
-            raise KeyError(key)
-        return getattr(self, key)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(_FIELDS)
-
-    def __len__(self) -> int:
-        return len(_FIELDS)
-
-    @classmethod
-    def read(cls, config: Mapping[str, Any]) -> RolloutCorrectionConfig:
-        """The fields of any mapping with verl's keys: this class, verl's own, a dictionary or an OmegaConf node.
-
-        A missing `rollout_is` means None, as at verl's call sites.
-
-        Raises:
-            ValueError: a key that this generation does not have; the nearest is suggested.
-        """
-        if isinstance(config, cls):
-            return config
-        for key in config:
-            if key not in _FIELDS and key != "_target_":
-                raise ValueError(
-                    f"rollout_correction has no key {key!r}.{nearest(key, _FIELDS)} Keys of October and November 2025 "
-                    "belong to rollcorr.integrations.verl_2025_10 and verl_2025_11"
-                )
-        return cls(**{"rollout_is": None, **{key: config[key] for key in config if key in _FIELDS}})
-
     def to_config(self) -> CheckedConfig:
         """The checked configuration of this library: the same correction, operating mode and loss.
 
@@ -81,8 +91,11 @@ class RolloutCorrectionConfig(VerlPresets, Mapping[str, Any]):
             TypeError: a value of the wrong type.
             ValueError: a value outside its limits.
         """
-        options = {name: self[name] for name in _FIELDS if name != "verl_parity"}
-        return CheckedConfig(**{**options, "rollout_is": _level(self)})
+        options = {name: self[name] for name in self if name != "verl_parity"}
+        options["rollout_is"] = _level(self)
+        if self.rollout_is_threshold is None:
+            del options["rollout_is_threshold"]
+        return CheckedConfig(**options)
 
     def to_correction(self) -> CheckedConfig:
         """What to weight and reject alone: the parts of `to_config` that a correction reads, and only those in use.
@@ -111,6 +124,3 @@ def _level(config: RolloutCorrectionConfig) -> str | None:
         )
         return None
     return config.rollout_is
-
-
-_FIELDS = tuple(field.name for field in dataclasses.fields(RolloutCorrectionConfig))

@@ -22,8 +22,8 @@ from rollcorr.integrations.verl.batch import Batch, weight_batch
 from rollcorr.integrations.verl.config import RolloutCorrectionConfig
 from rollcorr.thresholds import Threshold
 
-_WEIGHT_METRICS = ("rollout_is_", "saturated_")
-_REJECTION_METRICS = ("rollout_rs_",)
+WEIGHT_METRICS = ("rollout_is_", "saturated_")
+REJECTION_METRICS = ("rollout_rs_",)
 
 
 def compute_rollout_correction_and_rejection_mask(
@@ -121,7 +121,7 @@ def compute_rollout_correction_weights(
         raise TypeError("rollout_is must be 'token', 'sequence' or 'geometric'; got None")
     weights, _, metrics = corrected(log_ratio, torch.zeros_like(log_ratio), response_mask, config)
     assert weights is not None
-    return weights, _family(metrics, _WEIGHT_METRICS)
+    return weights, family(metrics, WEIGHT_METRICS)
 
 
 def compute_rollout_rejection_mask(
@@ -154,7 +154,7 @@ def compute_rollout_rejection_mask(
         rollout_is=None, rollout_rs=rollout_rs, rollout_rs_threshold=rollout_rs_threshold, verl_parity=verl_parity
     )
     _, mask, metrics = corrected(log_ratio, torch.zeros_like(log_ratio), response_mask, config)
-    return mask, _family(metrics, _REJECTION_METRICS)
+    return mask, family(metrics, REJECTION_METRICS)
 
 
 def compute_offpolicy_metrics(
@@ -171,7 +171,7 @@ def compute_offpolicy_metrics(
     metrics = correct(old_log_prob, rollout, response_mask, CheckedConfig()).metrics(prefix="")
     if rollout_log_prob is None:
         return {name: metrics[name] for name in ("training_ppl", "training_log_ppl")}
-    return {name: value for name, value in metrics.items() if not name.startswith(_REJECTION_METRICS)}
+    return {name: value for name, value in metrics.items() if not name.startswith(REJECTION_METRICS)}
 
 
 def compute_rollout_corr_metrics_from_logprobs(
@@ -258,7 +258,7 @@ def _weight_statistics(
     return Statistics.of(sums=sums, moments=moments, extremes=extremes)
 
 
-def _family(metrics: dict[str, float], prefixes: tuple[str, ...]) -> dict[str, float]:
+def family(metrics: dict[str, float], prefixes: tuple[str, ...]) -> dict[str, float]:
     """The metrics of one family, without "rollout_corr/"."""
     bare = {name.removeprefix(PREFIX): value for name, value in metrics.items()}
     return {name: value for name, value in bare.items() if name.startswith(prefixes)}

@@ -144,7 +144,7 @@ def compute_policy_loss_vanilla(
     Raises:
         ValueError: no config, a clip constant outside its range, or shapes that differ.
     """
-    config = _checked_actor(config)
+    config = checked_actor(config)
     clip_low, clip_high, clip_c = clip_constants(config)
     per_token, statistics = ppo_clip_loss(
         log_prob,
@@ -189,7 +189,7 @@ def compute_policy_loss_reinforce(
     Raises:
         ValueError: no config, or shapes that differ.
     """
-    config = _checked_actor(config)
+    config = checked_actor(config)
     per_token, statistics = reinforce_loss(
         log_prob, advantages, response_mask, weights=rollout_is_weights, behavior_log_prob=rollout_log_prob
     )
@@ -226,7 +226,7 @@ def compute_policy_loss_bypass_mode(
     Raises:
         ValueError: no correction in the config, an option outside its limits, or shapes that differ.
     """
-    settings = _bypass_settings(_checked_actor(config))
+    settings = _bypass_settings(checked_actor(config))
     if verl_parity and not settings.verl_parity:
         settings = RolloutCorrectionConfig(**{**settings, "verl_parity": True})
     weights, mask, correction_metrics = corrected(log_prob, old_log_prob, response_mask, settings)
@@ -256,7 +256,12 @@ def clip_constants(config: Config) -> tuple[float, float, float]:
     return low, high, config.get("clip_ratio_c", 3.0)
 
 
-def _checked_actor(config: Config) -> Config:
+def checked_actor(config: Config) -> Config:
+    """The actor's configuration, if there is one.
+
+    Raises:
+        ValueError: there is none.
+    """
     if config is None:
         raise ValueError("config is required: it holds the clip constants and global_batch_info")
     return config

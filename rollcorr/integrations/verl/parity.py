@@ -204,7 +204,7 @@ def weight_metrics(applied: Tensor, raw: Tensor, log_weight: Tensor, mask: Tenso
             "ratio_fraction_low": share(raw < band.lower, mask),
         }
     else:
-        high, low = log_weight > math.log(band.upper), log_weight < math.log(band.lower)
+        high, low = log_weight > _log(band.upper), log_weight < _log(band.lower)
         metrics = {
             "max": log_weight.max().clamp(max=SAFETY_BOUND).exp(),
             "min": log_weight.min().exp(),
@@ -241,7 +241,7 @@ def importance_weights(
     outside = (raw > upper) if lower is None else (raw < lower) | (raw > upper)
     weights = raw.clamp(max=upper) if lower is None else raw.masked_fill(outside, 0)
     band = Band(level=level, lower=1 / upper if lower is None else lower, upper=upper, clip_low=0.0)
-    metrics = _prefixed("rollout_is_", weight_metrics(weights, raw, log_weight, mask, band))
+    metrics = prefixed("rollout_is_", weight_metrics(weights, raw, log_weight, mask, band))
     if lower is not None:
         metrics["rollout_is_oob_ratio"] = share(outside, mask)
     if normalize:
@@ -272,7 +272,7 @@ def rejection(log_ratio: Tensor, mask: Tensor, criteria: tuple[Criterion, ...]) 
         lower, upper = _bounds(criterion)
         keep = (statistic >= lower) & (statistic <= upper)
         own = _criterion_metrics(criterion, statistic, keep, mask)
-        metrics |= _prefixed(f"rollout_rs_{criterion.name}_", own)
+        metrics |= prefixed(f"rollout_rs_{criterion.name}_", own)
         kept = kept & keep
     metrics["rollout_rs_masked_fraction"] = share(~kept, mask)
     metrics["rollout_rs_seq_masked_fraction"] = mean_of((~kept & valid).any(-1))
@@ -281,7 +281,7 @@ def rejection(log_ratio: Tensor, mask: Tensor, criteria: tuple[Criterion, ...]) 
 
 def veto(log_ratio: Tensor, mask: Tensor, threshold: float | None) -> tuple[Tensor, Metrics]:
     """(B, 1), false for a row with a token of ratio below the threshold; and how many rows and tokens those are."""
-    catastrophic = (mask != 0) & (log_ratio < (-math.inf if threshold is None else math.log(threshold)))
+    catastrophic = (mask != 0) & (log_ratio < _log(threshold or 0.0))
     vetoed = catastrophic.any(-1, keepdim=True)
     return ~vetoed, {
         "rollout_is_veto_fraction": mean_of(vetoed),
@@ -308,7 +308,11 @@ def _bounds(criterion: Criterion) -> tuple[float, float]:
     upper = math.inf if criterion.upper is None else criterion.upper
     if criterion.kind != "k1":
         return -math.inf, upper
-    return -math.inf if criterion.lower is None else math.log(criterion.lower), math.log(upper)
+    return _log(criterion.lower or 0.0), _log(upper)
+
+
+def _log(bound: float) -> float:
+    return math.log(bound) if bound > 0 else -math.inf
 
 
 def _criterion_metrics(criterion: Criterion, statistic: Tensor, keep: Tensor, mask: Tensor) -> Metrics:
@@ -340,7 +344,8 @@ def _criterion_metrics(criterion: Criterion, statistic: Tensor, keep: Tensor, ma
     return metrics
 
 
-def _prefixed(prefix: str, metrics: Metrics) -> Metrics:
+def prefixed(prefix: str, metrics: Metrics) -> Metrics:
+    """The metrics with a prefix before each name."""
     return {f"{prefix}{name}": value for name, value in metrics.items()}
 
 
