@@ -114,7 +114,16 @@ class RolloutCorrectionConfig(VerlPresets, RawConfig):
 
 
 def _level(config: RolloutCorrectionConfig) -> str | None:
-    """`rollout_is`, or None where verl computes no weights although a level is set."""
+    """`rollout_is`, or None where verl computes no weights although a level is set.
+
+    Raises:
+        TypeError: the threshold is a bool. The words are those that verl's own tests look for.
+    """
+    if isinstance(config.rollout_is_threshold, bool):
+        raise TypeError(
+            f"rollout_is_threshold must be a number or a text such as '0.5_5.0', not a boolean; got "
+            f"{config.rollout_is_threshold}"
+        )
     if config.rollout_is is not None and config.rollout_is_threshold is None:
         warnings.warn(
             f"rollout_is={config.rollout_is!r} has no effect with rollout_is_threshold=None: verl computes no weights "
