@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from rollcorr.correction import Correction as Correction
     from rollcorr.correction import correct as correct
     from rollcorr.policy_loss import PolicyLogProbs as PolicyLogProbs
-    from rollcorr.policy_loss import policy_loss as policy_loss
 
 __version__ = "0.1.0"
 
@@ -33,7 +32,6 @@ _HOME = {
     "Statistics": "rollcorr.core.statistics",
     "correct": "rollcorr.correction",
     "merge_statistics": "rollcorr.core.statistics",
-    "policy_loss": "rollcorr.policy_loss",
 }
 
 __all__ = ["__version__", *_HOME]

@@ -210,7 +210,8 @@ def join_band(lower: Threshold, upper: Threshold | None) -> str:
             _number(end, option, end, "a single number, because the band's two ends are given apart")
             texts.append(end.strip())
         else:
-            texts.append(f"{check_number(option, end, at_least=0):g}" if end == 0 else repr(check_number(option, end)))
+            number = check_number(option, end)
+            texts.append("0" if number == 0 else repr(number))
     return "_".join(texts)
 
 

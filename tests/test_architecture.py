@@ -22,7 +22,7 @@ LAYERS = [
     {"kernels"},
     {"distributed"},
     {"correction"},
-    {"bypass", "objective"},
+    {"bypass", "policy_loss"},
     {"diagnostics", "engines", "rollout_log", "simulation"},
     {"train", "integrations"},
     {"cli"},
@@ -97,13 +97,13 @@ def test_the_package_and_the_command_line_start_without_torch():
 
 def test_the_correction_needs_no_extra():
     """What `pip install rollcorr` alone must be able to import."""
-    light = ["correction", "objective", "distributed", "config", "schemas", "integrations.verl"]
+    light = ["correction", "policy_loss", "distributed", "config", "schemas", "integrations.verl"]
     for name in light:
         importlib.import_module(f"rollcorr.{name}")
     for path in FILES:
         if (
             unit(path)
-            in {"core", "kernels", "correction", "objective", "bypass", "distributed", "integrations"} | CONFIG_FAMILY
+            in {"core", "kernels", "correction", "policy_loss", "bypass", "distributed", "integrations"} | CONFIG_FAMILY
         ):
             heavy = {m.split(".")[0] for m in imports(path, top_level=True)} - LIGHT - {"rollcorr"}
             assert not heavy, f"{path.name} imports {heavy} at the top"

@@ -305,7 +305,9 @@ def test_pyarrow_is_imported_only_when_used_and_its_absence_names_the_extra():
 
 
 def test_a_batch_too_large_for_32_bit_offsets_asks_for_parts():
-    with pytest.raises(ValueError, match=r"2147483648 values in one batch, the limit is 2\^31 - 1; write the batch in parts"):
+    with pytest.raises(
+        ValueError, match=r"2147483648 values in one batch, the limit is 2\^31 - 1; write the batch in parts"
+    ):
         list_array(pa.array([], pa.float32()), np.array([2**31]))
 
 

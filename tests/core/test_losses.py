@@ -151,6 +151,17 @@ def test_probability_zero_under_the_current_policy_is_finite_without_weights_too
     assert means(statistics)["policy_kl"] == pytest.approx(-0.5)  # the infinite one stays out
 
 
+def test_probability_zero_under_the_old_policy_adds_nothing_without_weights_too():
+    """r would be ∞, or ∞ − ∞ when both are 0."""
+    log_prob = torch.tensor([[-1.0, -INF, -1.0]], requires_grad=True)
+    old = torch.tensor([[-INF, -INF, -1.0]])
+    loss, statistics = ppo(log_prob, old, torch.ones(1, 3), torch.ones(1, 3))
+    loss.sum().backward()
+    torch.testing.assert_close(loss, torch.tensor([[0.0, 0.0, -1.0]]))
+    torch.testing.assert_close(log_prob.grad, torch.tensor([[0.0, 0.0, -1.0]]))
+    assert means(statistics)["clip_fraction_high"] == 0
+
+
 @pytest.mark.parametrize("log_ratio", [-1e4, -200.0, 200.0, 1e4])
 @pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
 @pytest.mark.parametrize("clip_c", [None, 3.0])
