@@ -1,5 +1,6 @@
 """verl_parity=True against the installed verl itself, on random batches. Needs verl 0.9.1; skips without it."""
 
+import inspect
 import random
 import warnings
 from types import SimpleNamespace
@@ -15,6 +16,8 @@ with warnings.catch_warnings():
     REASON = "verl is not installed: the golden numbers alone prove parity"
     theirs = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper", reason=REASON, exc_type=ImportError)
     core_algos = pytest.importorskip("verl.trainer.ppo.core_algos", reason=REASON, exc_type=ImportError)
+    from verl.protocol import DataProto
+    from verl.trainer.config import algorithm
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -56,17 +59,56 @@ class Draw:
         return weights | (self.rejection_options() if self.random.random() < 0.7 else {})
 
 
+NAMES = [name for name in ours.__all__ if hasattr(theirs, name) or hasattr(core_algos, name)]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith(("compute", "apply", "agg"))])
+def test_signatures_are_those_of_verl_with_keywords_behind_them(name):
+    """`compute_policy_loss` is wrapped in verl by a decorator that keeps its signature."""
+    their_function = getattr(theirs, name, None) or getattr(core_algos, name)
+    expected = [(p.name, p.default) for p in inspect.signature(their_function).parameters.values()]
+    actual = inspect.signature(getattr(ours, name)).parameters.values()
+    assert [(p.name, p.default) for p in actual if p.kind is not p.KEYWORD_ONLY] == expected
+    assert {p.name for p in actual if p.kind is p.KEYWORD_ONLY} <= {"verl_parity"}
+
+
+def test_the_options_and_presets_of_verl_are_all_here():
+    theirs_config, ours_config = algorithm.RolloutCorrectionConfig, ours.RolloutCorrectionConfig
+    assert theirs.SUPPORTED_ROLLOUT_RS_OPTIONS == ours.SUPPORTED_ROLLOUT_RS_OPTIONS
+    presets = [name for name, value in vars(theirs_config).items() if isinstance(value, classmethod)]
+    assert len(presets) == 19
+    for name in presets:
+        their_preset = getattr(theirs_config, name)()
+        assert {field: ours_config.read(their_preset)[field] for field in their_preset if field != "_target_"} == {
+            field: getattr(ours_config, name)()[field] for field in their_preset if field != "_target_"
+        }
+
+
+def test_a_batch_of_verl_is_corrected_in_place_by_a_configuration_of_verl():
+    draw = Draw(3)
+    tensors = {"old_log_probs": draw.train, "rollout_log_probs": draw.rollout, "response_mask": draw.mask}
+    config = algorithm.RolloutCorrectionConfig.decoupled_k3_rs_seq_tis()
+    results = []
+    for module, options in ((theirs, {}), (ours, {"verl_parity": True})):
+        batch = DataProto.from_dict(tensors={name: tensor.clone() for name, tensor in tensors.items()})
+        results.append(module.compute_rollout_correction_and_add_to_batch(batch, config, **options))
+    (their_batch, their_metrics), (our_batch, our_metrics) = results
+    for name in ("response_mask", "rollout_is_weights"):
+        torch.testing.assert_close(our_batch.batch[name], their_batch.batch[name], rtol=1e-6, atol=1e-12)
+    assert_metrics(our_metrics, their_metrics, rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_corrections_equal_those_of_verl(seed):
     draw = Draw(seed)
     options = draw.options()
+    inputs = draw.train, draw.rollout, draw.mask
+    actual = ours.compute_rollout_correction_and_rejection_mask(*inputs, **options, verl_parity=True)
     try:
-        expected = theirs.compute_rollout_correction_and_rejection_mask(draw.train, draw.rollout, draw.mask, **options)
-    except ZeroDivisionError:
-        pytest.skip("every weight is 0: verl divides by zero in its effective sample size")
-    actual = ours.compute_rollout_correction_and_rejection_mask(
-        draw.train, draw.rollout, draw.mask, **options, verl_parity=True
-    )
+        expected = theirs.compute_rollout_correction_and_rejection_mask(*inputs, **options)
+    except ZeroDivisionError:  # every weight is 0, and verl divides by their sum
+        assert actual[2]["rollout_corr/rollout_is_eff_sample_size"] == 0
+        return
     torch.testing.assert_close(actual[1], expected[1])
     assert_metrics(actual[2], expected[2], rtol=1e-6, atol=1e-7)
     if expected[0] is None:

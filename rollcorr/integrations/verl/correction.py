@@ -6,13 +6,13 @@ the differences. Log-probs and masks are (B, T); every ratio is train / rollout.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig as CheckedConfig
+from rollcorr.core.bounds import ratio_above, ratio_below
 from rollcorr.core.layout import check_layout, sequence_mean
 from rollcorr.core.metrics import PREFIX, finalize
 from rollcorr.core.statistics import Statistics, extremes_of, moments_of
@@ -229,18 +229,18 @@ def _weight_statistics(
     weights: Tensor, raw: Tensor, log_weight: Tensor, mask: Tensor, level: str, band: tuple[float, float]
 ) -> Statistics:
     """The registry's rows of given weights."""
-    log_low, log_high = math.log(band[0]), math.log(band[1])
+    low, high = band
     nonempty = mask.any(-1)
     unit = mask if level == "token" else nonempty.unsqueeze(-1)
     mean_weight = sequence_mean(weights.double(), mask)
     mean_raw = sequence_mean(raw.double(), mask).log()
     sums = {
         "units": unit.sum(),
-        "is_high": (unit & (log_weight > log_high)).sum(),
-        "is_low": (unit & (log_weight < log_low)).sum(),
+        "is_high": (unit & ratio_above(log_weight, high)).sum(),
+        "is_low": (unit & ratio_below(log_weight, low)).sum(),
         "sequences_compared": nonempty.sum(),
-        "is_seq_high": (nonempty & (mean_raw > log_high)).sum(),
-        "is_seq_low": (nonempty & (mean_raw < log_low)).sum(),
+        "is_seq_high": (nonempty & ratio_above(mean_raw, high)).sum(),
+        "is_seq_low": (nonempty & ratio_below(mean_raw, low)).sum(),
     }
     moments = {
         "weight": moments_of(weights, mask),
