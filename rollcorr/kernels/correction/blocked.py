@@ -82,8 +82,8 @@ def _in_threads(
 ) -> tuple[SequenceTable, BlockRows]:
     """Read the blocks in contiguous shares, one for each thread, and join the results in order.
 
-    Whole blocks go to threads, rather than slices of every operation: a hundred small operations would meet at a hundred
-    barriers, and each waits for the slowest core of a busy machine.
+    Whole blocks go to threads, rather than slices of every operation: a hundred small operations would meet at a
+    hundred barriers, and each waits for the slowest core of a busy machine.
     """
     threads = max(1, min(threads, len(blocks)))
     if threads == 1:
