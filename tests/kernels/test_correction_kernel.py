@@ -31,7 +31,7 @@ def configurations(draw):
     criteria = draw(st.lists(st.sampled_from(CRITERIA), unique=True, max_size=5))
     return configuration(
         rollout_is=draw(st.sampled_from([None, "token", "sequence", "geometric"])),
-        rollout_is_threshold=draw(st.sampled_from([None, 2.0, "0.5_2.0"])),
+        rollout_is_threshold=draw(st.sampled_from([None, 2.0, 0.5, "0.5_2.0", "1.5_3.0"])),
         rollout_is_batch_normalize=draw(st.booleans()),
         batch_normalize_over=draw(st.sampled_from(["valid", "kept"])),
         rollout_rs=",".join(criteria) or None,
@@ -74,6 +74,35 @@ def assert_same(actual: CorrectionOutput, expected: CorrectionOutput, rows: torc
 def test_blocks_of_any_size_give_the_reference(batch, config, block):
     expected = reference_correction(*batch, config)
     assert_same(blocked_correction(*batch, config, block_tokens=block), expected)
+
+
+@pytest.fixture
+def three_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize("seed", range(20))
+def test_threads_share_blocks_without_changing_a_number(seed):
+    generator = torch.Generator().manual_seed(seed)
+    rollout = -torch.rand(7, 11, generator=generator)
+    train = rollout + torch.randn(7, 11, generator=generator)
+    mask = torch.rand(7, 11, generator=generator) < 0.7
+    config = configuration(
+        rollout_is=["token", "sequence"][seed % 2],
+        rollout_rs="token_k1,seq_max_k3",
+        rollout_rs_threshold="0.3_3.0,2.0",
+        rollout_token_veto_threshold=0.05,
+    )
+    expected = reference_correction(train, rollout, mask, config)
+    assert_same(blocked_correction(train, rollout, mask, config, block_tokens=11), expected)
+    cu_seqlens = torch.arange(8) * 11
+    packed = (x.flatten() for x in (train, rollout, mask))
+    actual = blocked_correction(*packed, config, cu_seqlens=cu_seqlens, block_tokens=5)
+    assert_same(actual, expected, torch.ones_like(mask))
 
 
 @given(batch=batches(), config=configurations(), lengths=st.lists(st.integers(0, 17), min_size=6, max_size=6))

@@ -78,8 +78,9 @@ def _mismatch(state: _State) -> None:
     sums["zero_probability"] = zero
     sums["tokens_measured"] = table["measured"].sum()
     sums["tokens_compared"] = sums["tokens_measured"] + zero
-    for name in ("k3", "abs_log_ratio", "capped"):
+    for name in ("k3", "abs_log_ratio"):
         sums[name] = rows.sum(name)
+    sums["capped"] = rows.sum("capped_low") + rows.sum("capped_high")
     sums["chi2_token"] = rows.sum("chi2_token") - zero  # ρ² − 1 = −1 at probability zero
     sums["ratio_outside_10pct"] = rows.sum("ratio_outside_10pct") + zero
     state.moments["log_ratio"] = rows.merged_moments("log_ratio")
@@ -147,17 +148,30 @@ def _token_rows(state: _State, bounded: bool) -> None:
     """Finish the rows of token-level weights that the blocks began."""
     rows, sums, zero = state.rows, state.sums, state.sums["zero_probability"]
     sums["units"] = state.table["counted"].sum()
-    sums["saturated_low"], sums["saturated_high"] = rows.sum("saturated_low"), rows.sum("saturated_high")
+    saturated = "capped" if state.config.safety_bound == divergence.CAP else "saturated"
+    sums["saturated_low"], sums["saturated_high"] = rows.sum(f"{saturated}_low"), rows.sum(f"{saturated}_high")
     if bounded:
         sums["is_high"] = rows.sum("is_high")
         sums["is_low"] = rows.sum("is_low") + (zero if exceedance_band(state.config)[0] is not None else 0)
     state.moments["weight"], state.moments["weight_raw"] = (rows.merged_moments(n) for n in ("weight", "weight_raw"))
-    raw = rows.merged_extremes("weight_raw", zero.device)
-    weight = rows.merged_extremes("weight", zero.device) if state.config.is_mode == "icepop" else raw
-    if state.config.is_mode == "truncate":
+    raw = weight = _raw_extremes(state)
+    if state.config.is_mode == "icepop":
+        weight = rows.merged_extremes("weight", zero.device)
+    elif state.config.is_mode == "truncate":
         weight = raw.clamp(max=state.config.is_upper)
     state.extremes["weight_raw"] = _unless_empty(raw, sums["units"])
     state.extremes["weight"] = _unless_empty(weight, sums["units"])
+
+
+def _raw_extremes(state: _State) -> Tensor:
+    """(min, max) of exp(clamp(d)) from those of d, as it is monotone; zero and neutral tokens join with 0 and 1."""
+    low, high = bounded_weights(state.extremes["log_ratio"], safety_bound=state.config.safety_bound).unbind()
+    measured, zero = state.sums["tokens_measured"] > 0, state.sums["zero_probability"] > 0
+    neutral = state.sums["units"] > state.sums["tokens_compared"]
+    low, high = torch.where(measured, low, torch.inf), torch.where(measured, high, -torch.inf)
+    for joins, value in ((zero, 0.0), (neutral, 1.0)):
+        low, high = torch.where(joins, low.clamp(max=value), low), torch.where(joins, high.clamp(min=value), high)
+    return torch.stack([low, high])
 
 
 def _sequence_weights(state: _State, level: Tensor, bounded: bool) -> tuple[Tensor, Tensor, Tensor]:

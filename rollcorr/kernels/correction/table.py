@@ -23,11 +23,15 @@ class SequenceTable:
         """The finished column."""
         return self._columns[column]
 
+    def __setitem__(self, column: str, values: Tensor) -> None:
+        """Set a column that follows from others."""
+        self._columns[column] = values
+
     def add(self, column: str, values: Tensor, rows: slice, ids: Tensor | None) -> None:
         """Add a block's values to their sequences. Values are 0 (or False) at tokens that do not take part."""
         out = self._column(column, 0.0)
         if ids is None:
-            out[rows] = values.sum(dim=-1).to(STATISTICS_DTYPE)
+            out[rows] = values.count_nonzero(dim=-1) if values.dtype == torch.bool else values.sum(dim=-1)
         else:
             out.index_add_(0, ids, values.to(STATISTICS_DTYPE))
 
@@ -48,6 +52,16 @@ class SequenceTable:
         elif low.shape[-1]:
             smallest[rows], largest[rows] = low.amin(dim=-1), high.amax(dim=-1)
 
+    def join(self, other: SequenceTable) -> None:
+        """Add the columns that a pass over other blocks of the same batch filled."""
+        for column, values in other._columns.items():
+            if column.endswith("_min"):
+                self._column(column, torch.inf).clamp_(max=values)
+            elif column.endswith("_max"):
+                self._column(column, -torch.inf).clamp_(min=values)
+            else:
+                self._column(column, 0.0).add_(values)
+
     def _column(self, name: str, fill: float) -> Tensor:
         if name not in self._columns:
             self._columns[name] = torch.full((self._sequences,), fill, dtype=STATISTICS_DTYPE, device=self._device)
@@ -67,7 +81,14 @@ class BlockRows:
         self._sums.setdefault(name, []).append(value)
 
     def moments(
-        self, name: str, values: Tensor, taking_part: Tensor, count: Tensor, excess: Tensor | None = None
+        self,
+        name: str,
+        values: Tensor,
+        taking_part: Tensor,
+        count: Tensor,
+        *,
+        out: Tensor,
+        excess: Tensor | None = None,
     ) -> None:
         """Add (n, mean, M2) of a block's values around its own mean, so that a large mean cancels nothing.
 
@@ -76,10 +97,11 @@ class BlockRows:
             values: float64, 0 at tokens that do not take part.
             taking_part: 1.0 or 0.0 for each token.
             count: n, 0-d float64.
+            out: a float64 buffer to work in.
             excess: how many tokens `taking_part` counts beyond n; their value is 0. None for none.
         """
         mean = values.sum() / count.clamp(min=1)
-        deviation = (values - mean).mul_(taking_part).flatten()
+        deviation = torch.sub(values, mean, out=out).mul_(taking_part).flatten()
         m2 = torch.dot(deviation, deviation)
         if excess is not None:
             m2 = (m2 - excess * mean.square()).clamp(min=0.0)
@@ -87,8 +109,18 @@ class BlockRows:
 
     def extremes(self, name: str, low: Tensor, high: Tensor) -> None:
         """Add (min, max) of a block; `low` has +inf and `high` −inf at tokens that do not take part."""
-        if low.numel():
-            self._extremes.setdefault(name, []).append(torch.stack([low.amin(), high.amax()]).to(STATISTICS_DTYPE))
+        if high.numel():
+            self._extremes.setdefault(name, []).append(torch.stack([low.amin(), high.amax()]))
+
+    def join(self, other: BlockRows) -> None:
+        """Append the entries of a pass over later blocks."""
+        for own, others in (
+            (self._sums, other._sums),
+            (self._moments, other._moments),
+            (self._extremes, other._extremes),
+        ):
+            for name, entries in others.items():
+                own.setdefault(name, []).extend(entries)
 
     def sum(self, name: str) -> Tensor:
         """The finished sum, 0-d float64."""
