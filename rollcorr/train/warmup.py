@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -38,28 +39,30 @@ def warm_up(
 ) -> float:
     """Minimise −mean log π(solution | prompt) over freshly drawn problems.
 
-    The learning rate rises over the first 20 steps, stays, and falls linearly to 0 over the last `cool_down` steps. The
-    cool-down takes the noise of large steps out of the weights, and with it some of their rounding error.
+    The learning rate rises over the first 20 steps and falls along a cosine that would end at `steps`. Once the policy
+    is good enough, it falls on linearly to 0 within `cool_down` steps, which takes the noise of large steps out of the
+    weights, and with it some of their rounding error.
 
     Args:
         policy: trained in place.
         task: where the problems come from.
         steps: number of AdamW steps at most.
         batch_size: problems per step.
-        learning_rate: the rate in the middle.
+        learning_rate: its peak.
         seed: names the problems that are drawn.
-        cool_down: steps of the fall; None for a fifth of all steps.
+        cool_down: steps of the linear fall, which also ends the whole; None for a tenth of all steps.
         good_enough: called after each step before the cool-down, with its number and loss; true begins the cool-down.
 
     Returns:
         The last loss, nats per token.
     """
-    cool_down = steps // 5 if cool_down is None else min(cool_down, steps)
+    cool_down = steps // 10 if cool_down is None else min(cool_down, steps)
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
     loss_value, step, left = float("nan"), 0, steps
     policy.model.train()
     while left:
-        rate = min(1.0, (step + 1) / 20, left / (cool_down + 1))
+        rate = min(1.0, (step + 1) / 20) * min(1.0, left / (cool_down + 1))
+        rate *= 0.5 + 0.5 * math.cos(math.pi * step / steps)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * rate
         loss = solution_loss(policy, task.problems(batch_size, seed=seed, step=step))

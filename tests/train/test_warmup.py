@@ -1,5 +1,7 @@
 """The supervised warm-up: its loss by hand, and that it teaches."""
 
+import math
+
 import pytest
 import torch
 
@@ -38,8 +40,10 @@ def test_the_warm_up_teaches_and_cools_down_when_told(micro_policy, monkeypatch)
     )
     assert (len(losses), len(rates)) == (30, 39)
     assert last < 0.5 * losses[0]
-    assert rates[:2] + rates[19:21] == pytest.approx([0.0005, 0.001, 0.01, 0.01])
-    assert rates[-10:] == pytest.approx([0.01, *(0.001 * n for n in range(9, 0, -1))])
+    cosine = [0.005 * (1 + math.cos(math.pi * step / 100)) for step in range(39)]
+    assert rates[0] == pytest.approx(cosine[0] / 20)
+    assert rates[19:30] == pytest.approx(cosine[19:30])
+    assert rates[30:] == pytest.approx([cosine[30 + n] * (9 - n) / 10 for n in range(9)])
 
 
 def test_an_evaluation_is_repeatable_and_counts_right_answers(micro_policy):
