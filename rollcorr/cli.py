@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -97,3 +99,92 @@ def _print_conversion(console: Console, conversion: Conversion, warned: list[str
     for label, lines in (("note", conversion.notes), ("warning", warned)):
         for line in lines:
             console.print(f"{label}: {line}", markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="Run directory, with metrics.jsonl and config.yaml.")],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Folder for report.html and the figures. [default: RUN/report]"),
+    ] = None,
+    diffusion: Annotated[bool, typer.Option("--diffusion", help="Judge as a diffusion sampler's run.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
+) -> None:
+    """Write the report of a training run. Exit code: 0 healthy, 1 findings, 2 bad input."""
+    from rich.console import Console
+
+    from rollcorr.diagnostics.console import show_health, to_json
+    from rollcorr.diagnostics.report import run_report, write_report
+    from rollcorr.diagnostics.run_directory import BadInputError, read_run
+
+    with _exit_on(BadInputError):
+        data = run_report(read_run(run), diffusion=diffusion)
+        page = write_report(data, output or run / "report")
+    if as_json:
+        typer.echo(to_json(data.health, report=str(page), remarks=data.remarks))
+    else:
+        console = Console(highlight=False)
+        show_health(console, data.health, subject=f"{data.title}: {data.subtitle}", remarks=data.remarks)
+        console.print(f"\nreport: {page}", soft_wrap=True)
+    raise typer.Exit(0 if data.health.healthy else 1)
+
+
+@app.command()
+def check(
+    logs: Annotated[list[Path], typer.Argument(help="Rollout logs (Parquet or JSONL): files, folders or patterns.")],
+    preset: Annotated[str | None, typer.Option(help="Measure what this preset would do.")] = None,
+    config: Annotated[Path | None, typer.Option(help="Measure what this YAML file would do; any generation.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Also write report.html and figures into this folder.")
+    ] = None,
+    train_column: Annotated[
+        str | None, typer.Option(help="Trainer's log-probs: old_log_prob or log_prob. [default: what is recorded]")
+    ] = None,
+    diffusion: Annotated[
+        bool, typer.Option("--diffusion", help="The log-probs are densities of a diffusion sampler.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
+) -> None:
+    """Judge rollout logs without a training run. Exit code: 0 healthy, 1 findings, 2 bad input, 130 interrupted."""
+    from rich.console import Console
+
+    from rollcorr.diagnostics.check import check_logs, choose_config
+    from rollcorr.diagnostics.console import row_progress, show_health, to_json
+    from rollcorr.diagnostics.run_directory import BadInputError
+    from rollcorr.rollout_log import RolloutLogError, count_rows
+
+    page = None
+    with _exit_on(BadInputError, RolloutLogError):
+        chosen = choose_config(preset=preset, file=config)
+        with row_progress(count_rows(logs)) as on_rows:
+            result = check_logs(logs, chosen, train_column=train_column, diffusion=diffusion, on_rows=on_rows)
+        if output is not None:
+            from rollcorr.diagnostics.report import check_report, write_report
+
+            page = write_report(check_report(result), output)
+    subject = f"{result.rows:,} sequences in {len(result.files)} file{'s' * (len(result.files) != 1)}"
+    if as_json:
+        more = {"rows": result.rows, "files": result.files, "train_column": result.train_column}
+        typer.echo(
+            to_json(
+                result.health, **more, interrupted=result.interrupted, report=page and str(page), remarks=result.remarks
+            )
+        )
+    else:
+        console = Console(highlight=False)
+        show_health(console, result.health, subject=subject, remarks=result.remarks)
+        if page is not None:
+            console.print(f"\nreport: {page}", soft_wrap=True)
+    raise typer.Exit(130 if result.interrupted else 0 if result.health.healthy else 1)
+
+
+@contextmanager
+def _exit_on(*bad_input: type[Exception]) -> Iterator[None]:
+    """Say on stderr what is wrong with the input, a file or a missing extra, and leave with exit code 2."""
+    expected: tuple[type[Exception], ...] = (*bad_input, OSError, ImportError)
+    try:
+        yield
+    except expected as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error

@@ -76,6 +76,35 @@ def test_blocks_of_any_size_give_the_reference(batch, config, block):
     assert_same(blocked_correction(*batch, config, block_tokens=block), expected)
 
 
+@pytest.fixture
+def three_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize("seed", range(20))
+def test_threads_share_blocks_without_changing_a_number(seed):
+    generator = torch.Generator().manual_seed(seed)
+    rollout = -torch.rand(7, 11, generator=generator)
+    train = rollout + torch.randn(7, 11, generator=generator)
+    mask = torch.rand(7, 11, generator=generator) < 0.7
+    config = configuration(
+        rollout_is=["token", "sequence"][seed % 2],
+        rollout_rs="token_k1,seq_max_k3",
+        rollout_rs_threshold="0.3_3.0,2.0",
+        rollout_token_veto_threshold=0.05,
+    )
+    expected = reference_correction(train, rollout, mask, config)
+    assert_same(blocked_correction(train, rollout, mask, config, block_tokens=11), expected)
+    cu_seqlens = torch.arange(8) * 11
+    packed = (x.flatten() for x in (train, rollout, mask))
+    actual = blocked_correction(*packed, config, cu_seqlens=cu_seqlens, block_tokens=5)
+    assert_same(actual, expected, torch.ones_like(mask))
+
+
 @given(batch=batches(), config=configurations(), lengths=st.lists(st.integers(0, 17), min_size=6, max_size=6))
 def test_packed_equals_padded(batch, config, lengths):
     train, rollout, mask = batch

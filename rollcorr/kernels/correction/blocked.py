@@ -11,7 +11,9 @@ needs no series.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -28,11 +30,13 @@ from rollcorr.kernels.correction.table import BlockRows, SequenceTable
 if TYPE_CHECKING:
     from rollcorr.config import Criterion, RolloutCorrectionConfig
 
-CPU_BLOCK = 1 << 16
-"""Tokens in a block on the CPU: half a megabyte for each float64 buffer, so that a block stays in cache."""
+CPU_BLOCK = 1 << 15
+"""Tokens in a block on the CPU: a block stays in cache, and torch runs each operation on it without its own threads."""
 
 DEVICE_BLOCK = 1 << 20
 """Tokens in a block elsewhere: enough to fill the device, few enough that the buffers stay below 100 MB."""
+
+_Block = tuple[slice, "Tensor | None"]
 
 
 def blocked_correction(
@@ -45,19 +49,24 @@ def blocked_correction(
     block_tokens: int | None = None,
 ) -> CorrectionOutput:
     """As `rollcorr.kernels.correction.correction_kernel`; `block_tokens` sets a block's size."""
-    size = block_tokens or (CPU_BLOCK if mask.device.type == "cpu" else DEVICE_BLOCK)
-    table, rows = SequenceTable(sequence_count(mask, cu_seqlens=cu_seqlens), mask.device), BlockRows()
+    on_cpu = mask.device.type == "cpu"
+    blocks = list(_blocks(mask, cu_seqlens, block_tokens or (CPU_BLOCK if on_cpu else DEVICE_BLOCK)))
     loss_mask = torch.empty_like(mask)
     weights = None if config.rollout_is is None else torch.empty_like(mask, dtype=torch.float32)
-    blocks = list(_blocks(mask, cu_seqlens, size))
-    buffers: dict[str, Tensor] = {}
-    for at, ids in blocks:
-        scratch = _Scratch(buffers, mask[at])
-        sink = _Sink(at, ids, table, rows, scratch, loss_mask[at], None if weights is None else weights[at])
-        tokens, log_probs = _read(train_log_prob[at], rollout_log_prob[at], mask[at], config, scratch)
-        _collect_mismatch(tokens, log_probs, sink)
-        token_weights = _weigh(tokens, config, sink)
-        _reject(tokens, token_weights, config, sink)
+
+    def read(share: list[_Block]) -> tuple[SequenceTable, BlockRows]:
+        table, rows = SequenceTable(sequence_count(mask, cu_seqlens=cu_seqlens), mask.device), BlockRows()
+        buffers: dict[str, Tensor] = {}
+        for at, ids in share:
+            scratch = _Scratch(buffers, mask[at])
+            sink = _Sink(at, ids, table, rows, scratch, loss_mask[at], None if weights is None else weights[at])
+            tokens, log_probs = _read(train_log_prob[at], rollout_log_prob[at], mask[at], config, scratch)
+            _collect_mismatch(tokens, log_probs, sink)
+            token_weights = _weigh(tokens, config, sink)
+            _reject(tokens, token_weights, config, sink)
+        return table, rows
+
+    table, rows = _in_threads(read, blocks, torch.get_num_threads() if on_cpu else 1)
     _derive(table, config)
     decision = decide(table, rows, config)
     for at, ids in blocks:
@@ -68,7 +77,28 @@ def blocked_correction(
     return CorrectionOutput(weights, loss_mask, kept, decision.statistics)
 
 
-def _blocks(mask: Tensor, cu_seqlens: Tensor | None, size: int) -> Iterator[tuple[slice, Tensor | None]]:
+def _in_threads(
+    read: Callable[[list[_Block]], tuple[SequenceTable, BlockRows]], blocks: list[_Block], threads: int
+) -> tuple[SequenceTable, BlockRows]:
+    """Read the blocks in contiguous shares, one for each thread, and join the results in order.
+
+    Whole blocks go to threads, rather than slices of every operation: a hundred small operations would meet at a
+    hundred barriers, and each waits for the slowest core of a busy machine.
+    """
+    threads = max(1, min(threads, len(blocks)))
+    if threads == 1:
+        return read(blocks)
+    bounds = [len(blocks) * i // threads for i in range(threads + 1)]
+    shares = [blocks[start:end] for start, end in pairwise(bounds)]
+    with ThreadPoolExecutor(threads) as pool:
+        (table, rows), *others = pool.map(read, shares)
+    for other_table, other_rows in others:
+        table.join(other_table)
+        rows.join(other_rows)
+    return table, rows
+
+
+def _blocks(mask: Tensor, cu_seqlens: Tensor | None, size: int) -> Iterator[_Block]:
     """Slices of rows (padded) or of tokens (packed, with each token's sequence); one empty slice for no data."""
     step = size if cu_seqlens is not None else max(1, size // max(1, mask.shape[1]))
     for start in range(0, max(1, mask.shape[0]), step):

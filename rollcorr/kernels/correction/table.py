@@ -52,6 +52,16 @@ class SequenceTable:
         elif low.shape[-1]:
             smallest[rows], largest[rows] = low.amin(dim=-1), high.amax(dim=-1)
 
+    def join(self, other: SequenceTable) -> None:
+        """Add the columns that a pass over other blocks of the same batch filled."""
+        for column, values in other._columns.items():
+            if column.endswith("_min"):
+                self._column(column, torch.inf).clamp_(max=values)
+            elif column.endswith("_max"):
+                self._column(column, -torch.inf).clamp_(min=values)
+            else:
+                self._column(column, 0.0).add_(values)
+
     def _column(self, name: str, fill: float) -> Tensor:
         if name not in self._columns:
             self._columns[name] = torch.full((self._sequences,), fill, dtype=STATISTICS_DTYPE, device=self._device)
@@ -101,6 +111,16 @@ class BlockRows:
         """Add (min, max) of a block; `low` has +inf and `high` −inf at tokens that do not take part."""
         if low.numel():
             self._extremes.setdefault(name, []).append(torch.stack([low.amin(), high.amax()]).to(STATISTICS_DTYPE))
+
+    def join(self, other: BlockRows) -> None:
+        """Append the entries of a pass over later blocks."""
+        for own, others in (
+            (self._sums, other._sums),
+            (self._moments, other._moments),
+            (self._extremes, other._extremes),
+        ):
+            for name, entries in others.items():
+                own.setdefault(name, []).extend(entries)
 
     def sum(self, name: str) -> Tensor:
         """The finished sum, 0-d float64."""

@@ -1,0 +1,119 @@
+"""What a health check reads and what it says: metrics now, metrics over time, and findings about them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+if TYPE_CHECKING:
+    from rollcorr.config import RolloutCorrectionConfig
+
+RECENT_STEPS = 10
+"""Steps at the end of a series that decide its verdict."""
+
+Severity = Literal["warning", "note"]
+Metrics = Mapping[str, Any]
+
+_PREFIXES = ("actor/rollout_corr/", "rollout_corr/", "mismatch/mismatch_", "mismatch/")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that is wrong, or worth knowing.
+
+    Attributes:
+        metric: bare name of the metric that shows it.
+        title: the finding in a few words.
+        value: the metric's value: its median over the recent steps, or the worst one when it has recovered.
+        limit: what it should have been, in words with the number.
+        reason: what it means.
+        remedy: what to try.
+        severity: a warning makes the verdict; a note does not.
+        first_step: first step that showed it; None when there was no series.
+        steps: how many steps showed it; None when there was no series.
+    """
+
+    metric: str
+    title: str
+    value: float
+    limit: str
+    reason: str
+    remedy: str
+    severity: Severity = "warning"
+    first_step: int | None = None
+    steps: int | None = None
+
+
+class When(TypedDict):
+    """The fields of a finding that tell when it showed."""
+
+    first_step: int | None
+    steps: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """The numbers to judge, their history, and the configuration behind them.
+
+    Attributes:
+        current: the numbers to judge, by bare name. NaN is left out.
+        history: (step, numbers by bare name) of every step that measured anything; empty without a series.
+        config: the correction's configuration, when known.
+        diffusion: the log-probs are densities of a diffusion sampler, not probabilities of tokens.
+    """
+
+    current: Mapping[str, float]
+    history: Sequence[tuple[int, Mapping[str, float]]] = ()
+    config: RolloutCorrectionConfig | None = None
+    diffusion: bool = False
+
+    @property
+    def measured(self) -> bool:
+        """Whether there was any valid token: without one no number means anything."""
+        return self.current.get("token_count", 1.0) > 0
+
+    def get(self, name: str) -> float:
+        """The current value; NaN, which breaks no limit, when it was not measured."""
+        return self.current.get(name, math.nan)
+
+    def series(self, name: str) -> list[tuple[int, float]]:
+        """(step, value) of every step that measured it."""
+        return [(step, metrics[name]) for step, metrics in self.history if name in metrics]
+
+    def recent(self, name: str) -> list[float]:
+        """Its values in the recent steps; without a series, the current value alone."""
+        steps = self.history[-RECENT_STEPS:] or [(0, self.current)]
+        return [metrics[name] for _, metrics in steps if name in metrics]
+
+    def when(self, name: str, breaks: Callable[[float], bool]) -> When:
+        """When the metric first broke a rule, and in how many steps."""
+        if not self.history:
+            return {"first_step": None, "steps": None}
+        broken = [step for step, value in self.series(name) if breaks(value)]
+        return {"first_step": broken[0] if broken else None, "steps": len(broken)}
+
+
+def bare_metrics(metrics: Metrics) -> dict[str, float]:
+    """Metrics by bare name: prefixes cut, NaN and what is not a number left out."""
+    bare = {}
+    for key, value in metrics.items():
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value):
+            prefix = next((p for p in _PREFIXES if key.startswith(p)), "")
+            bare[key.removeprefix(prefix)] = float(value)
+    return bare
+
+
+def history_of(series: Sequence[Metrics]) -> list[tuple[int, dict[str, float]]]:
+    """(step, bare metrics) of the steps that measured a token; steps without a number count from 1."""
+    bare = [(int(metrics.get("step", index)), bare_metrics(metrics)) for index, metrics in enumerate(series, start=1)]
+    return [(step, metrics) for step, metrics in bare if metrics.get("token_count", 1.0) > 0]
+
+
+def recent_medians(history: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
+    """The median of each metric over the recent steps."""
+    recent = [metrics for _, metrics in history[-RECENT_STEPS:]]
+    names = dict.fromkeys(name for metrics in recent for name in metrics if name != "step")
+    return {name: statistics.median(m[name] for m in recent if name in m) for name in names}

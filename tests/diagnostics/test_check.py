@@ -1,0 +1,219 @@
+"""Checking rollout logs: the whole equals its parts, and what is odd in the raw columns is named with its place."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rollcorr.diagnostics.check as module
+from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.correction import correct
+from rollcorr.diagnostics.check import DIAGNOSIS, check_logs, choose_config
+from rollcorr.diagnostics.run_directory import BadInputError
+from rollcorr.rollout_log import RolloutBatch, RolloutLogError, RolloutLogWriter
+
+
+def tensors(seed=0, rows=12, length=9, noise=0.1):
+    generator = torch.Generator().manual_seed(seed)
+    rollout = -3 * torch.rand(rows, length, generator=generator) - 0.5
+    train = (rollout + noise * torch.randn(rows, length, generator=generator)).clamp(max=-0.01)
+    mask = torch.rand(rows, length, generator=generator) < 0.8
+    mask[:, 0] = True
+    return train, rollout, mask
+
+
+def log(path, *batches, **columns):
+    """A log of (step, train, rollout, mask) batches."""
+    with RolloutLogWriter(path) as writer:
+        for step, train, rollout, mask in batches:
+            names = {"old_log_prob": train, **columns}
+            writer.write(RolloutBatch.from_padded(mask, rollout_log_prob=rollout, step=step, **names))
+    return path
+
+
+@settings(max_examples=8)
+@given(seed=st.integers(0, 99), batch_size=st.integers(1, 40), level=st.sampled_from(["token", "sequence"]))
+def test_streaming_in_any_batch_size_equals_one_call(tmp_path_factory, seed, batch_size, level):
+    config = RolloutCorrectionConfig(rollout_is=level, rollout_rs="seq_mean_k3", rollout_rs_threshold=0.01)
+    path = tmp_path_factory.mktemp("log") / "log.parquet"
+    parts = [(step, *tensors(seed + step)) for step in (1, 2, 3)]
+    result = check_logs([log(path, *parts)], config, batch_size=batch_size)
+    whole = correct(*(torch.cat(column) for column in list(zip(*parts, strict=True))[1:]), config).metrics()
+    for name, value in whole.items():
+        assert result.metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-9), name
+    assert result.rows == 36
+    for (step, *batch), metrics in zip(parts, result.series, strict=True):
+        assert metrics["step"] == step
+        assert metrics["rollout_corr/kl"] == pytest.approx(
+            correct(*batch, config).metrics()["rollout_corr/kl"], rel=1e-5
+        )
+
+
+def test_steps_may_be_spread_over_batches_and_files(tmp_path):
+    first, second = tensors(1), tensors(2)
+    a = log(tmp_path / "a.parquet", (2, *second), (1, *first))
+    b = log(tmp_path / "b.jsonl", (1, *second))
+    result = check_logs([a, b], batch_size=5)
+    assert [metrics["step"] for metrics in result.series] == [1, 2]
+    assert [metrics["rollout_corr/sequence_count"] for metrics in result.series] == [24, 12]
+    assert result.files == (str(a), str(b))
+
+
+def test_the_order_of_rows_does_not_matter(tmp_path):
+    train, rollout, mask = tensors()
+    step = torch.tensor([1, 2] * 6)
+    shuffled = check_logs([log(tmp_path / "a.parquet", (step, train, rollout, mask))])
+    order = step.argsort(stable=True)
+    sorted_ = check_logs([log(tmp_path / "b.parquet", (step[order], train[order], rollout[order], mask[order]))])
+    for ours, theirs in zip(shuffled.series, sorted_.series, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-12)
+
+
+def test_a_log_without_steps_is_one_entry(tmp_path):
+    result = check_logs([log(tmp_path / "log.parquet", (None, *tensors()))])
+    assert len(result.series) == 1
+    assert result.health.steps is None
+
+
+def test_a_small_mismatch_is_healthy_with_the_default_diagnosis(tmp_path):
+    result = check_logs([log(tmp_path / "log.parquet", (1, *tensors(noise=0.01)))])
+    assert result.health.healthy
+    assert result.config is DIAGNOSIS
+    assert "rollout_corr/rollout_is_veto_fraction" in result.metrics
+
+
+def test_rewards_are_averaged_over_those_that_are_known(tmp_path):
+    reward = torch.tensor([1.0] * 5 + [float("nan")] * 2 + [0.0] * 5)
+    result = check_logs([log(tmp_path / "log.parquet", (1, *tensors()), reward=reward)])
+    assert result.metrics["reward/mean"] == 0.5
+
+
+def test_the_training_side_is_old_log_prob_then_log_prob_and_said(tmp_path):
+    train, rollout, mask = tensors()
+    both = log(tmp_path / "both.parquet", (1, rollout, rollout, mask), log_prob=train)
+    assert check_logs([both]).train_column == "old_log_prob"
+    assert "π is the column old_log_prob, μ is rollout_log_prob" in check_logs([both]).remarks
+    assert check_logs([both], train_column="log_prob").train_column == "log_prob"
+    only = log(tmp_path / "only.parquet", (1, train, rollout, mask), old_log_prob=None, log_prob=train)
+    assert check_logs([only]).train_column == "log_prob"
+
+
+def test_a_copied_old_log_prob_is_degenerate_and_bypass_measures_the_current_policy(tmp_path):
+    train, rollout, mask = tensors()
+    path = log(tmp_path / "log.parquet", (1, rollout, rollout, mask), log_prob=train)
+    assert check_logs([path]).health.warnings[0].title.startswith("degenerate")
+    bypass = check_logs([path], RolloutCorrectionConfig(bypass_mode=True))
+    assert bypass.train_column == "log_prob"
+    assert bypass.health.values["kl"] != 0
+
+
+def test_zeros_that_the_trainer_contradicts_are_found(tmp_path):
+    train, rollout, mask = tensors()
+    train[3, :2], rollout[3, :2], mask[3, :2] = torch.tensor([-5.0, -0.5]), 0.0, True
+    result = check_logs([log(tmp_path / "log.parquet", (1, train, rollout, mask))])
+    (finding,) = [f for f in result.health.warnings if f.metric == "log/contradicted_zero_count"]
+    assert finding.value == 1, "a zero against −0.5 nats may be rounding, one against −5 is not"
+    assert result.metrics["log/zero_fraction"] == pytest.approx(2 / mask.sum().item())
+
+
+def test_masked_zeros_and_placeholders_are_not_looked_at(tmp_path):
+    train, rollout, mask = tensors(noise=0.01)
+    mask[2] = False
+    mask[2, 0] = True
+    rollout[2, 1:] = torch.tensor([0.0, -9999.0, 3.0, float("nan"), 0.0, 0.0, 0.0, 0.0])
+    assert check_logs([log(tmp_path / "log.parquet", (1, train, rollout, mask))]).health.findings == ()
+
+
+def test_placeholders_are_flagged_with_their_place_and_read_as_missing(tmp_path):
+    train, rollout, mask = tensors(noise=0.01)
+    rollout[4, 0] = rollout[7, 0] = -9999.0
+    path = log(tmp_path / "log.parquet", (1, train, rollout, mask))
+    result = check_logs([path])
+    (finding,) = [f for f in result.health.warnings if "−9999" in f.title]
+    assert (finding.metric, finding.value) == ("log/rollout_log_prob", 2.0)
+    assert f"{path}, row 4" in finding.reason
+    assert result.health.values["nonfinite_count"] == 2
+    assert abs(result.health.values["kl"]) < 0.1
+
+
+def test_positive_log_probs_are_flagged_unless_they_are_densities(tmp_path):
+    train, rollout, mask = tensors(noise=0.01)
+    path = log(tmp_path / "log.parquet", (1, train + 4, rollout + 4, mask))
+    assert {f.title for f in check_logs([path]).health.warnings} == {"log-probs above zero"}
+    assert check_logs([path], diffusion=True).health.healthy
+
+
+def test_rows_of_zeros_are_flagged(tmp_path):
+    train, rollout, mask = tensors(noise=0.01)
+    mask[5], rollout[5], train[5] = True, 0.0, -0.5
+    result = check_logs([log(tmp_path / "log.parquet", (1, train, rollout, mask))])
+    assert "sequences of mostly zero log-probs" in {f.title for f in result.health.warnings}
+
+
+def test_an_interrupt_reports_what_was_seen(tmp_path):
+    path = log(tmp_path / "log.parquet", (1, *tensors(1)), (2, *tensors(2)))
+    seen = []
+
+    def interrupt(rows):
+        seen.append(rows)
+        if sum(seen) >= 12:
+            raise KeyboardInterrupt
+
+    result = check_logs([path], batch_size=6, on_rows=interrupt)
+    assert result.interrupted
+    assert result.rows == 12
+    assert "interrupted: this covers the first 12 rows only" in result.remarks
+
+
+def test_a_configuration_that_raises_on_missing_values_counts_them_here(tmp_path):
+    train, rollout, mask = tensors()
+    train[0, 0] = float("nan")
+    path = log(tmp_path / "log.parquet", (1, train, rollout, mask))
+    config = RolloutCorrectionConfig(rollout_is="token", nonfinite="raise")
+    assert check_logs([path], config).health.values["nonfinite_count"] == 1
+
+
+def test_a_log_without_a_valid_token_is_not_called_healthy(tmp_path):
+    path = tmp_path / "log.jsonl"
+    rows = [{"response_mask": [False], "rollout_log_prob": [-1.0], "old_log_prob": [-1.0], "step": 1}]
+    with RolloutLogWriter(path) as writer:
+        writer.write(RolloutBatch.from_rows(rows))
+    (finding,) = check_logs([path]).health.findings
+    assert finding.title == "nothing was measured"
+
+
+def test_bad_input_names_file_column_and_mend(tmp_path):
+    train, rollout, mask = tensors()
+    path = log(tmp_path / "log.parquet", (1, train, rollout, mask), old_log_prob=None)
+    with pytest.raises(BadInputError, match=r"log\.parquet, column old_log_prob: not recorded, nor is log_prob"):
+        check_logs([path])
+    with pytest.raises(BadInputError, match="old_log_prob or log_prob, not 'advantages'"):
+        check_logs([path], train_column="advantages")
+    with pytest.raises(RolloutLogError, match="nowhere"):
+        check_logs([tmp_path / "nowhere.parquet"])
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(BadInputError, match="there is no row"):
+        check_logs([tmp_path / "empty.jsonl"])
+
+
+def test_the_measured_configuration_is_a_preset_a_file_of_any_generation_or_the_default(tmp_path):
+    old = tmp_path / "old.yaml"
+    old.write_text("algorithm: {rollout_is: true, rollout_is_threshold: 3.0, rollout_is_level: sequence}\n")
+    assert choose_config() is DIAGNOSIS
+    assert choose_config(preset="decoupled_geo_rs").rollout_rs == "seq_mean_k1"
+    assert choose_config(file=old).rollout_is == "sequence"
+    for bad in ({"preset": "decoupled_goe_rs"}, {"preset": "disabled", "file": old}):
+        with pytest.raises(BadInputError):
+            choose_config(**bad)
+    old.write_text("algorithm: {rollout_correction: null}\n")
+    with pytest.raises(BadInputError, match="nothing to measure; try --preset disabled"):
+        choose_config(file=old)
+
+
+def test_memory_holds_one_batch_at_a_time(tmp_path, monkeypatch):
+    path = log(tmp_path / "log.parquet", *[(step, *tensors(step)) for step in range(5)])
+    sizes = []
+    monkeypatch.setattr(module, "validate_batch", lambda batch: sizes.append(len(batch)) or ())
+    check_logs([path], batch_size=7)
+    assert max(sizes) == 7
+    assert sum(sizes) == 60

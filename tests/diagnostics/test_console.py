@@ -1,0 +1,53 @@
+"""The verdict for terminals, pipes and machines."""
+
+import io
+import json
+import math
+
+from rich.console import Console
+
+from rollcorr.diagnostics.console import row_progress, show_health, to_json
+from rollcorr.diagnostics.health import health
+
+SICK = {"token_count": 100.0, "kl": 0.5, "chi2_token": math.inf, "ppl_ratio": 1.6}
+
+
+def shown(metrics, **options):
+    console = Console(file=io.StringIO(), width=100, **options)
+    show_health(console, health(metrics), subject="log [1]", remarks=["read [partly]"])
+    return console.file.getvalue()
+
+
+def test_a_pipe_gets_plain_text():
+    assert "\x1b" not in shown(SICK)
+    assert "\x1b" in shown(SICK, force_terminal=True)
+
+
+def test_every_finding_is_printed_with_its_numbers_reason_and_remedy():
+    text = " ".join(shown(SICK).split())
+    assert text.startswith("2 findings log [1] note: read [partly]")
+    for finding in health(SICK).warnings:
+        assert finding.title in text
+        assert finding.reason in text
+        assert finding.remedy in text
+    assert "kl 0.5, limit −0.1 to 0.1" in text
+
+
+def test_a_healthy_verdict_is_one_word_and_its_numbers():
+    text = shown(SICK | {"kl": 1e-4, "chi2_token": 1e-4})
+    assert text.startswith("healthy")
+    assert "why" not in text
+
+
+def test_json_is_strict_and_holds_the_findings():
+    document = json.loads(to_json(health(SICK), rows=3, remarks=("a",)), parse_constant=lambda name: 1 / 0)
+    assert document["verdict"] == "findings"
+    assert [finding["metric"] for finding in document["findings"]] == ["kl", "chi2_token"]
+    assert document["findings"][1]["value"] is None, "infinity is no JSON number"
+    assert (document["metrics"]["kl"], document["rows"], document["remarks"]) == (0.5, 3, ["a"])
+
+
+def test_progress_is_silent_without_a_terminal(capsys):
+    with row_progress(10) as on_rows:
+        on_rows(4)
+    assert capsys.readouterr() == ("", "")

@@ -1,0 +1,51 @@
+"""docs/health.md and docs/troubleshooting.md stay true to the registry, the rules and the commands."""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+from rollcorr.core.health_ranges import RANGES
+from rollcorr.core.metrics import METRICS
+from rollcorr.diagnostics.health import limit_in_words
+from rollcorr.diagnostics.rules import RULES
+
+DOCS = Path(__file__).parents[2] / "docs"
+HEALTH = (DOCS / "health.md").read_text(encoding="utf-8")
+
+
+def rows(heading):
+    """The cells of the table under a heading."""
+    section = HEALTH.split(f"## {heading}")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("| `")]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+
+
+def test_the_page_lists_every_range_with_its_limit():
+    listed = {
+        re.findall(r"`(\w+)`", name)[0]: (ideal, limit) for name, ideal, limit in rows("Ranges of single metrics")
+    }
+    assert set(listed) == set(RANGES)
+    for name, (ideal, limit) in listed.items():
+        assert ideal == RANGES[name].ideal
+        if name not in ("ppl_ratio", "t_times_kl"):  # no limit; the rule `horizon`
+            assert limit == limit_in_words(RANGES[name])
+
+
+def test_the_page_lists_every_rule():
+    assert {name.strip("`") for name, *_ in rows("Rules")} == {rule.__name__ for rule in RULES}
+
+
+def test_the_code_of_the_page_prints_what_it_shows():
+    code, output = re.search(r"```python\n(.*?)```\n\n```text\n(.*?)```", HEALTH, re.DOTALL).groups()
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(code, {})
+    assert printed.getvalue() == output
+
+
+def test_troubleshooting_names_only_metrics_that_exist():
+    text = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:rollout_is_|rollout_rs_|log_ppl_|log_ratio_|saturated_)\w+|\w+_count)`", text))
+    assert len(named) > 10
+    assert named <= set(METRICS)

@@ -1,0 +1,184 @@
+"""Ranges by hand: at the limit and beyond it; then series, empty batches and names."""
+
+import math
+
+import pytest
+
+from rollcorr.core.metrics import METRICS, PREFIX
+from rollcorr.diagnostics.health import health, limit_in_words
+
+HEALTHY = {
+    "token_count": 4000.0,
+    "sequence_count": 100.0,
+    "kl": 2e-4,
+    "k3_kl": 1e-4,
+    "chi2_token": 2e-4,
+    "log_ratio_abs_mean": 0.01,
+    "log_ppl_abs_diff": 0.01,
+    "ppl_ratio": 1.0002,
+    "t_times_kl": 0.008,
+    "max_viable_length": 100_000.0,
+    "rollout_is_mean": 1.0,
+    "rollout_is_std": 0.02,
+    "rollout_is_max": 1.2,
+    "rollout_is_eff_sample_size": 0.999,
+    "saturated_low_fraction": 0.0,
+    "saturated_high_fraction": 0.0,
+    "rollout_rs_masked_fraction": 0.0,
+    "rollout_rs_seq_masked_fraction": 0.0,
+}
+"""A small mismatch, as between bf16 and fp32."""
+
+
+def series(steps, **changes):
+    """Healthy steps 1 to `steps`; a change is a value, or a function of the step."""
+    return [
+        {"step": s, **{PREFIX + name: value for name, value in HEALTHY.items()}}
+        | {PREFIX + name: value(s) if callable(value) else value for name, value in changes.items()}
+        for s in range(1, steps + 1)
+    ]
+
+
+def test_a_small_mismatch_is_healthy_with_no_finding_at_all():
+    report = health(HEALTHY)
+    assert report.findings == ()
+    assert report.healthy
+    assert report.verdict == "healthy"
+
+
+@pytest.mark.parametrize(
+    ("name", "at_the_limit", "beyond"),
+    [
+        ("rollout_is_mean", 0.5, 0.499),
+        ("rollout_is_mean", 2.0, 2.001),
+        ("rollout_is_std", 1.0, 1.001),
+        ("rollout_is_eff_sample_size", 0.3, 0.299),
+        ("rollout_is_veto_fraction", 0.1, 0.101),
+        ("rollout_is_catastrophic_token_fraction", 0.01, 0.0101),
+        ("rollout_is_ratio_fraction_high", 0.1, 0.101),
+        ("rollout_is_ratio_fraction_low", 0.1, 0.101),
+        ("rollout_is_seq_max_deviation", 1.0, 1.01),
+        ("rollout_rs_masked_fraction", 0.3, 0.301),
+        ("rollout_rs_token_k1_masked_fraction", 0.3, 0.301),
+        ("kl", 0.1, 0.1001),
+        ("kl", -0.1, -0.1001),
+        ("chi2_token", 1.0, 1.001),
+        ("nonfinite_count", 0.0, 1.0),
+        ("zero_probability_count", 0.0, 1.0),
+        ("capped_fraction", 0.0, 1e-6),
+    ],
+)
+def test_a_range_warns_beyond_its_limit_and_not_at_it(name, at_the_limit, beyond):
+    assert health(HEALTHY | {name: at_the_limit}).findings == ()
+    (finding,) = health(HEALTHY | {name: beyond}).warnings
+    assert (finding.metric, finding.value) == (name, beyond)
+    assert finding.reason
+    assert finding.remedy
+    assert any(character.isdigit() for character in finding.limit)
+
+
+def test_every_range_of_the_registry_that_warns_makes_a_finding():
+    for name, metric in METRICS.items():
+        limits = metric.healthy
+        if limits is None or (limits.warn_below is None and limits.warn_above is None):
+            continue
+        beyond = limits.warn_above + 1 if limits.warn_above is not None else limits.warn_below - 1
+        assert name in {finding.metric for finding in health(HEALTHY | {name: beyond}).warnings}
+
+
+def test_a_float32_weight_truncated_at_two_does_not_breach_a_limit_of_one_by_rounding():
+    assert health(HEALTHY | {"rollout_is_seq_max_deviation": 1.0000001192092896}).findings == ()
+
+
+def test_titles_say_which_side_was_breached():
+    def title(**change):
+        return health(HEALTHY | change).warnings[0].title
+
+    assert title(rollout_is_mean=0.1) == "mean weight is too low"
+    assert title(rollout_is_mean=9.0) == "mean weight is too high"
+    assert title(kl=-0.5) == "KL is too far from 0"
+
+
+def test_an_empty_batch_fires_no_range_but_is_not_called_healthy():
+    empty = dict.fromkeys(HEALTHY, 0.0)
+    (finding,) = health(empty).findings
+    assert finding.title == "nothing was measured"
+    assert finding.metric == "token_count"
+    assert not health(empty).healthy
+
+
+def test_metrics_without_any_mismatch_are_not_called_healthy():
+    (finding,) = health({"reward/mean": 1.0, "step": 3}).findings
+    assert finding.title == "nothing was measured"
+    (finding,) = health([]).findings
+    assert finding.title == "nothing was measured"
+
+
+@pytest.mark.parametrize("prefix", ["", "rollout_corr/", "actor/rollout_corr/"])
+def test_names_may_carry_a_prefix(prefix):
+    (finding,) = health({prefix + name: value for name, value in (HEALTHY | {"kl": 0.5}).items()}).warnings
+    assert finding.metric == "kl"
+
+
+def test_the_older_prefix_is_read_too():
+    metrics = {"mismatch/mismatch_kl": 0.5, "mismatch/mismatch_k3_kl": 0.2, "mismatch/rollout_is_mean": 0.1}
+    assert {finding.metric for finding in health(metrics).warnings} == {"kl", "rollout_is_mean"}
+
+
+def test_nan_null_and_text_are_not_measured_and_never_fire():
+    assert (
+        health(HEALTHY | {"kl": math.nan, "chi2_token": None, "note": "x", "rollout_is_std": math.nan}).findings == ()
+    )
+
+
+def test_infinity_breaks_a_limit():
+    (finding,) = health(HEALTHY | {"chi2_token": math.inf}).warnings
+    assert finding.value == math.inf
+
+
+def test_a_series_is_judged_by_the_median_of_its_last_ten_steps():
+    six_bad = series(40, rollout_is_std=lambda step: 3.0 if step > 34 else 0.02)
+    four_bad = series(40, rollout_is_std=lambda step: 3.0 if step > 36 else 0.02)
+    (finding,) = health(six_bad).warnings
+    assert (finding.value, finding.first_step, finding.steps) == (3.0, 35, 6)
+    report = health(four_bad)
+    assert report.healthy
+    assert report.steps == 40
+
+
+def test_trouble_that_has_passed_is_a_note_with_its_worst_value_and_first_step():
+    report = health(series(40, kl=lambda step: {7: 0.4, 9: -0.9}.get(step, 2e-4)))
+    assert report.healthy
+    (note,) = report.notes
+    assert (note.metric, note.value, note.first_step, note.steps) == ("kl", -0.9, 7, 2)
+    assert note.title == "KL was too far from 0 in 2 of 40 steps"
+
+
+def test_one_missing_log_prob_in_a_recent_step_is_a_finding():
+    (finding,) = health(series(40, nonfinite_count=lambda step: float(step == 35))).warnings
+    assert (finding.metric, finding.value, finding.first_step) == ("nonfinite_count", 1.0, 35)
+
+
+def test_steps_without_a_token_are_left_out_of_a_series():
+    steps = series(20)
+    steps[-1] |= dict.fromkeys((PREFIX + name for name in HEALTHY), 0.0)
+    assert health(steps).findings == ()
+    assert health(steps).steps == 19
+
+
+def test_warnings_come_before_notes():
+    report = health(series(40, kl=lambda step: 0.4 if step == 7 else 2e-4, chi2_token=5.0))
+    assert [finding.severity for finding in report.findings] == ["warning", "note"]
+
+
+def test_one_criterion_is_not_reported_twice():
+    rejected = {"rollout_rs_masked_fraction": 0.8, "rollout_rs_seq_mean_k1_masked_fraction": 0.8}
+    (finding,) = health(HEALTHY | rejected).warnings
+    assert finding.metric == "rollout_rs_masked_fraction"
+
+
+def test_limits_are_put_in_words():
+    words = {name: limit_in_words(METRICS[name].healthy) for name in ("rollout_is_mean", "kl", "rollout_is_std")}
+    assert words == {"rollout_is_mean": "0.5 to 2", "kl": "−0.1 to 0.1", "rollout_is_std": "at most 1"}
+    assert limit_in_words(METRICS["rollout_is_eff_sample_size"].healthy) == "at least 0.3"
+    assert limit_in_words(METRICS["ppl_ratio"].healthy) == "ideally 1"

@@ -1,0 +1,152 @@
+"""The page: self-contained, complete, escaped, and right with gaps."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from rollcorr.core.metrics import PREFIX
+from rollcorr.diagnostics import report
+from rollcorr.diagnostics.plots import PANELS, REWARD
+from rollcorr.diagnostics.report import caption, reward_gain, run_report, series_by_name, write_report
+from rollcorr.diagnostics.run_directory import read_run
+
+HEALTHY = {"token_count": 4000.0, "kl": 2e-4, "k3_kl": 1e-4, "chi2_token": 2e-4, "ppl_ratio": 1.0002}
+HEALTHY |= {"rollout_is_mean": 1.0, "rollout_is_eff_sample_size": 0.999, "rollout_rs_masked_fraction": 0.0}
+
+
+@pytest.fixture(autouse=True)
+def _fast_figures(request, monkeypatch):
+    """Pictures are drawn in one test; the others are about the page."""
+    if not request.node.name.startswith("test_a_report_is_one_page"):
+        monkeypatch.setattr(report, "draw", lambda *_: None)
+        monkeypatch.setattr(report, "to_png", lambda _: b"PNG")
+
+
+class Page(HTMLParser):
+    """Every address and every text of a page."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.addresses, self.words, self.tags = [], [], []
+        self.feed(html)
+        self.text = " ".join(" ".join(self.words).split())
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.addresses += [value for name, value in attrs if name in ("src", "srcset", "href", "xlink:href")]
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+def write(path, steps, *, config="rollout_correction: {rollout_is: token}\n", **changes):
+    path.mkdir(exist_ok=True)
+    values = {PREFIX + name: value for name, value in (HEALTHY | changes).items()}
+    lines = [json.dumps({"step": s, "reward/mean": 0.8 + 0.01 * s, **values}) for s in range(1, steps + 1)]
+    (path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (path / "config.yaml").write_text(config)
+    return path
+
+
+def page_of(run, output):
+    data = run_report(read_run(run))
+    return Page(write_report(data, output).read_text()), data
+
+
+def test_a_report_is_one_page_and_a_png_per_panel(tmp_path):
+    page, _ = page_of(write(tmp_path / "run", 12), tmp_path / "out")
+    names = {f"{panel.name}.png" for panel in (*PANELS, REWARD)}
+    assert {file.name for file in (tmp_path / "out").iterdir()} == names | {"report.html"}
+    assert all((tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG") for name in names)
+    assert page.tags.count("figure") == 7
+
+
+def test_the_page_asks_nothing_of_the_network(tmp_path):
+    page, _ = page_of(write(tmp_path / "run", 3), tmp_path / "out")
+    assert len(page.addresses) == 14, "a light and a dark picture of seven panels"
+    assert all(address.startswith("data:image/png;base64,") for address in page.addresses)
+    html = (tmp_path / "out" / "report.html").read_text()
+    assert not re.search(r"https?:|//cdn|@import|url\(|<script|<link", html)
+
+
+def test_a_healthy_run_is_called_healthy_before_anything_else(tmp_path):
+    page, _ = page_of(write(tmp_path / "run", 12), tmp_path / "out")
+    assert page.text.index("Healthy") < page.text.index("In numbers") < page.text.index("All metrics of step 12")
+    assert "Why it matters" not in page.text
+
+
+def test_every_finding_is_a_row_with_value_limit_reason_and_remedy(tmp_path):
+    run = write(tmp_path / "run", 12, kl=0.4, chi2_token=3.5, nonfinite_count=7.0, rollout_is_eff_sample_size=0.1)
+    page, data = page_of(run, tmp_path / "out")
+    assert len(data.health.warnings) == 4
+    for finding in data.health.warnings:
+        for part in (finding.title, finding.metric, finding.limit, finding.reason, finding.remedy):
+            assert part in page.text
+    assert "4 findings" in page.text
+    assert "first at step 1; 12 steps in all" in page.text
+
+
+def test_all_metrics_of_the_last_step_come_with_their_definition(tmp_path):
+    page, _ = page_of(write(tmp_path / "run", 2, rollout_rs_seq_mean_k3_mean=0.004), tmp_path / "out")
+    assert "tm(−d), estimates KL(μ‖π)" in page.text
+    assert "mean(seq_mean_k3)" in page.text
+    assert "reward/mean" in page.text
+
+
+def test_text_from_the_run_is_escaped(tmp_path):
+    run = write(tmp_path / "<b>run", 1, config="rollout_correction: null # <script>alert(1)</script>\n")
+    page, _ = page_of(run, tmp_path / "out")
+    assert "script" not in page.tags
+    assert "<script>alert(1)</script>" in page.text
+
+
+@pytest.mark.parametrize("steps", [1, 500])
+def test_short_and_long_runs_are_shown(tmp_path, steps):
+    page, _ = page_of(write(tmp_path / "run", steps), tmp_path / "out")
+    assert f"All metrics of step {steps}" in page.text
+
+
+def test_a_run_without_mismatch_metrics_still_shows_its_reward(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 1.5, "note": "x", "bad": NaN, "none": null}\n')
+    page, data = page_of(run, tmp_path / "out")
+    assert "nothing was measured" in page.text
+    assert "No mismatch metrics were logged" in page.text
+    assert "mean reward 1.5000" in page.text
+    assert not data.health.healthy
+
+
+def test_remarks_about_the_input_are_shown(tmp_path):
+    run = write(tmp_path / "run", 3)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "kl')
+    page, _ = page_of(run, tmp_path / "out")
+    assert "the last line of metrics.jsonl (line 4) is cut off" in page.text
+
+
+def test_the_reward_gain_by_hand():
+    steps = [{"step": s, "reward/mean": value} for s, value in enumerate([0.0, 1.0, 2.0, 3.0, 4.0])]
+    gain = reward_gain(steps)
+    assert (gain["first"], gain["last"], gain["gain"], gain["window"]) == (0.5, 3.5, 3.0, 2)
+    assert gain["error"] == pytest.approx((0.5 / 2 + 0.5 / 2) ** 0.5)
+    assert reward_gain(steps[:3]) is None
+    assert reward_gain([]) is None
+    twenty_five = [{"reward/mean": float(s)} for s in range(25)]
+    assert reward_gain(twenty_five)["gain"] == 15.0
+
+
+def test_series_leave_out_steps_without_tokens_but_keep_their_reward():
+    steps = [{"step": 1, PREFIX + "token_count": 0, PREFIX + "kl": 0.0, "reward/mean": 1.0}]
+    steps += [{"step": 2, PREFIX + "token_count": 5, PREFIX + "kl": 0.1, "reward/mean": 2.0}]
+    series = series_by_name(steps)
+    assert series["kl"] == [(2, 0.1)]
+    assert series["reward/mean"] == [(1, 1.0), (2, 2.0)]
+
+
+def test_captions_give_the_latest_value_and_its_range():
+    assert caption(REWARD, {"reward/mean": [(1, 0.5), (2, 1.5), (3, 1.0)]}) == "mean reward 1 (0.5 to 1.5000)"
+    assert caption(REWARD, {"reward/mean": [(1, 0.5)]}) == "mean reward 0.5"
+    assert caption(REWARD, {}) == ""
