@@ -105,7 +105,7 @@ def _argument_table(names: Sequence[str]) -> str:
 
 def metrics_page() -> str:
     """docs/metrics.md: every metric of the registry."""
-    weights = [name for name in METRICS if name.startswith("rollout_is_") or name.startswith("saturated_")]
+    weights = [name for name in METRICS if name.startswith(("rollout_is_", "saturated_"))]
     weights = [name for name in weights if not _is_rejection(name)]
     rejection = [name for name in METRICS if _is_rejection(name)]
     mismatch = [name for name in METRICS if name not in (*weights, *rejection)]
@@ -114,39 +114,39 @@ def metrics_page() -> str:
 {GENERATED}
 
 `Correction.metrics()` returns these under the prefix `{PREFIX}`; `rollcorr.core.metrics.metric(name)` looks one up.
-Symbols are those of [notation.md](notation.md): tm is the mean over V, the valid tokens, sm the mean over R, the sequences
-with at least one. "over" is the sample; "unit" stands for V or R, whichever the level of the weights counts; "batch" is
-one number for all.
+Symbols are those of [notation.md](notation.md): tm is the mean over V, the valid tokens, sm the mean over R, the
+sequences with at least one. "over" is the sample; "unit" stands for V or R, whichever the level of the weights
+counts; "batch" is one number for all.
 
 - Rows without a valid token never count. Every standard deviation is the population one.
-- Counts, sums and moments merge over micro-batches and ranks before a ratio is taken, so no number here is an average of
-  averages. With nothing to measure a metric is 0.
-- Means and shares leave out missing log-probs, and means in log space also tokens of probability zero; both are counted.
-  Rejected shares are of all of V or R.
+- Counts, sums and moments merge over micro-batches and ranks before a ratio is taken, so no number here is an
+  average of averages. With nothing to measure a metric is 0.
+- Means and shares leave out missing log-probs, and means in log space also tokens of probability zero; both are
+  counted. Rejected shares are of all of V or R.
 
 ## Mismatch
 
-Always there, whatever is done about it. d̂ and Ŝ_i are cut at ±20 nats, and `k3_kl` takes d up to +20; the shares beyond are
-`capped_fraction` and `chi2_seq_capped_fraction`. Nothing else here is clamped.
+Always there, whatever is done about it. d̂ and Ŝ_i are cut at ±20 nats, and `k3_kl` takes d up to +20; the shares
+beyond are `capped_fraction` and `chi2_seq_capped_fraction`. Nothing else here is clamped.
 
 {_metric_table(mismatch)}
 
 ## Importance weights
 
-There when `rollout_is` is set, also with `apply_is=False` and in bypass mode, where they change no loss. ℓ is d, S_i or
-G_i by level, ℓ̂ the same clamped to ± `safety_bound`. They describe the weights before batch normalisation. C and lo are the
-ceiling and 1/C when truncating, the ends of the band for IcePop, and without a threshold the band of the level's k1
-criterion; without that too, the shares beyond them are absent. `rollout_is_log_min` and `rollout_is_log_max` need
-a sequence or geometric level, `rollout_is_low_weight_fraction` a threshold, `rollout_is_oob_ratio` a band,
-`rollout_is_batch_norm_factor` batch normalisation.
+There when `rollout_is` is set, also with `apply_is=False` and in bypass PPO, where they change no loss. ℓ is d, S_i
+or G_i by level, ℓ̂ the same clamped to ± `safety_bound`. They describe the weights before batch normalisation. C and
+lo are the ceiling and 1/C when truncating, the ends of the band for IcePop, and without a threshold the band of the
+level's k1 criterion; without that too, the shares beyond them are absent. `rollout_is_log_min` and
+`rollout_is_log_max` need a sequence or geometric level, `rollout_is_low_weight_fraction` a threshold,
+`rollout_is_oob_ratio` a band, `rollout_is_batch_norm_factor` batch normalisation.
 
 {_metric_table(weights)}
 
 ## Rejection
 
-The `rollout_rs_*` metrics are always there, because missing log-probs are rejected even without a criterion; those of the
-veto when `rollout_token_veto_threshold` is set. The `rollout_rs_*` metrics of this table take criteria, veto and non-finite
-policy together, and each of the three counts where one is told from several.
+The `rollout_rs_*` metrics are always there, because missing log-probs are rejected even without a criterion; those
+of the veto when `rollout_token_veto_threshold` is set. The `rollout_rs_*` metrics of this table take criteria, veto
+and non-finite policy together, and each of the three counts where one is told from several.
 
 {_metric_table(rejection)}
 
@@ -156,15 +156,16 @@ policy together, and each of the three counts where one is told from several.
 
 {_wrapped(CRITERIA)}
 
-x is its statistic: k1 = −log ρ, k2 or k3, of a token (`token_*`) or as sum, mean or maximum of a sequence. x_i is that of a
-sequence; for `token_*`, the sequence's mean. For k1, "above" and "below" are said of ρ. For k2 and k3 nothing is below.
+x is its statistic: k1 = −log ρ, k2 or k3, of a token (`token_*`) or as sum, mean or maximum of a sequence. x_i is
+that of a sequence; for `token_*`, the sequence's mean. For k1, "above" and "below" are said of ρ. For k2 and k3
+nothing is below.
 
 {_criterion_table()}
 
 ## Healthy ranges
 
-Limits are exclusive. [health.md](health.md) says how a run is judged by them, [troubleshooting.md](troubleshooting.md) what
-to do in which order.
+Limits are exclusive. [health.md](health.md) says how a run is judged by them,
+[troubleshooting.md](troubleshooting.md) what to do in which order.
 
 {_range_table()}
 """
