@@ -176,10 +176,8 @@ def _read(
     em1 = torch.expm1(capped, out=scratch("em1"))
     k3 = torch.sub(em1, capped, out=capped)
     taking_part = scratch("taking_part").copy_(counted)
-    return _Tokens(valid, measured, zero, valid ^ compared, counted, taking_part, taking_part.sum(), d, em1, k3), (
-        pi,
-        mu,
-    )
+    number, missing = taking_part.sum(), valid ^ compared
+    return _Tokens(valid, measured, zero, missing, counted, taking_part, number, d, em1, k3), (pi, mu)
 
 
 def _collect_mismatch(tokens: _Tokens, log_probs: tuple[Tensor, Tensor], sink: _Sink) -> None:
@@ -195,16 +193,16 @@ def _collect_mismatch(tokens: _Tokens, log_probs: tuple[Tensor, Tensor], sink: _
     excess = tokens.number - measured
     rows.moments("log_ratio", d, tokens.taking_part, measured, out=scratch("low"), excess=excess)
 
-    size = torch.abs(d, out=scratch("low"))
-    rows.add("abs_log_ratio", size.sum())
-    rows.add("capped", (size > CAP).count_nonzero())
+    rows.add("abs_log_ratio", torch.abs(d, out=scratch("low")).sum())
+    rows.add("capped_high", (d > CAP).count_nonzero())
+    rows.add("capped_low", (d < -CAP).count_nonzero())
     rows.add("k3", tokens.k3.sum())
     rows.add("chi2_token", torch.add(em1, 2.0, out=scratch("low")).mul_(em1).sum())  # ρ² − 1 = (ρ − 1)(ρ + 1)
     outside = ratio_above(d, 1.1).logical_or_(ratio_below(d, 0.9))
     rows.add("ratio_outside_10pct", outside.count_nonzero())
     difference = pi.exp_().sub_(mu.exp_()).abs_()  # exp(0) − exp(0) where nothing is compared
     rows.add("prob_diff_abs", difference.sum())
-    rows.extremes("prob_diff_abs", *_ends(difference, tokens.measured | tokens.zero, scratch))
+    rows.extremes("prob_diff_abs", difference.new_zeros(1), difference)  # no metric reads its minimum
 
 
 def _derive(table: SequenceTable, config: RolloutCorrectionConfig) -> None:
@@ -250,8 +248,9 @@ def _weigh(tokens: _Tokens, config: RolloutCorrectionConfig, sink: _Sink) -> Ten
         weight = torch.clamp(raw, max=config.is_upper, out=scratch("weight"))
     rows.add("is_high", high.count_nonzero())
     rows.add("is_low", low.count_nonzero())
-    rows.add("saturated_high", (d > bound).count_nonzero())
-    rows.add("saturated_low", (d < -bound).count_nonzero())
+    if bound != CAP:
+        rows.add("saturated_high", (d > bound).count_nonzero())
+        rows.add("saturated_low", (d < -bound).count_nonzero())
     rows.moments("weight_raw", raw, tokens.taking_part, tokens.number, out=scratch("low"))
     rows.moments("weight", weight, tokens.taking_part, tokens.number, out=scratch("low"))
     sink.add("raw_weight", raw)

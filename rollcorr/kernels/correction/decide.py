@@ -78,8 +78,9 @@ def _mismatch(state: _State) -> None:
     sums["zero_probability"] = zero
     sums["tokens_measured"] = table["measured"].sum()
     sums["tokens_compared"] = sums["tokens_measured"] + zero
-    for name in ("k3", "abs_log_ratio", "capped"):
+    for name in ("k3", "abs_log_ratio"):
         sums[name] = rows.sum(name)
+    sums["capped"] = rows.sum("capped_low") + rows.sum("capped_high")
     sums["chi2_token"] = rows.sum("chi2_token") - zero  # ρ² − 1 = −1 at probability zero
     sums["ratio_outside_10pct"] = rows.sum("ratio_outside_10pct") + zero
     state.moments["log_ratio"] = rows.merged_moments("log_ratio")
@@ -147,7 +148,8 @@ def _token_rows(state: _State, bounded: bool) -> None:
     """Finish the rows of token-level weights that the blocks began."""
     rows, sums, zero = state.rows, state.sums, state.sums["zero_probability"]
     sums["units"] = state.table["counted"].sum()
-    sums["saturated_low"], sums["saturated_high"] = rows.sum("saturated_low"), rows.sum("saturated_high")
+    saturated = "capped" if state.config.safety_bound == divergence.CAP else "saturated"
+    sums["saturated_low"], sums["saturated_high"] = rows.sum(f"{saturated}_low"), rows.sum(f"{saturated}_high")
     if bounded:
         sums["is_high"] = rows.sum("is_high")
         sums["is_low"] = rows.sum("is_low") + (zero if exceedance_band(state.config)[0] is not None else 0)

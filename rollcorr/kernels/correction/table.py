@@ -31,7 +31,7 @@ class SequenceTable:
         """Add a block's values to their sequences. Values are 0 (or False) at tokens that do not take part."""
         out = self._column(column, 0.0)
         if ids is None:
-            out[rows] = values.sum(dim=-1).to(STATISTICS_DTYPE)
+            out[rows] = values.count_nonzero(dim=-1) if values.dtype == torch.bool else values.sum(dim=-1)
         else:
             out.index_add_(0, ids, values.to(STATISTICS_DTYPE))
 
@@ -109,8 +109,8 @@ class BlockRows:
 
     def extremes(self, name: str, low: Tensor, high: Tensor) -> None:
         """Add (min, max) of a block; `low` has +inf and `high` −inf at tokens that do not take part."""
-        if low.numel():
-            self._extremes.setdefault(name, []).append(torch.stack([low.amin(), high.amax()]).to(STATISTICS_DTYPE))
+        if high.numel():
+            self._extremes.setdefault(name, []).append(torch.stack([low.amin(), high.amax()]))
 
     def join(self, other: BlockRows) -> None:
         """Append the entries of a pass over later blocks."""

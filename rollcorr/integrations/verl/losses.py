@@ -1,0 +1,283 @@
+"""verl's policy losses and its loss aggregation, with their names, arguments and return values.
+
+The per-token losses and the sums are those of `rollcorr.core`: a batch in which nothing is left gives loss 0 and
+gradient 0, and values at masked positions are never read. Log-probs, advantages and masks are (B, T).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollcorr.core.aggregation import (
+    Denominators,
+    count_denominators,
+    seq_mean_token_mean,
+    seq_mean_token_sum,
+    seq_mean_token_sum_norm,
+    token_mean,
+    token_sum,
+)
+from rollcorr.core.losses import ppo_clip_loss, reinforce_loss
+from rollcorr.core.statistics import Statistics
+from rollcorr.integrations.verl import parity
+from rollcorr.integrations.verl.config import RolloutCorrectionConfig
+from rollcorr.integrations.verl.correction import corrected
+
+Config = Any  # verl's ActorConfig, or any object with its attributes and `get`
+
+
+def agg_loss(
+    loss_mat: Tensor,
+    loss_mask: Tensor,
+    loss_agg_mode: str,
+    dp_size: int = 1,
+    batch_num_tokens: float | None = None,
+    global_batch_size: float | None = None,
+    loss_scale_factor: float | None = None,
+) -> Tensor:
+    """Σ loss / denominator × dp_size, so that gradients averaged over the data-parallel ranks are those of one process.
+
+    Args:
+        loss_mat: per-token loss; never read outside the mask.
+        loss_mask: tokens in the loss.
+        loss_agg_mode: "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean" or
+            "seq-mean-token-sum-norm".
+        dp_size: data-parallel ranks whose gradients are averaged.
+        batch_num_tokens: tokens in the whole optimizer step; None counts the mask, which needs dp_size 1.
+        global_batch_size: sequences in the whole optimizer step; None counts the rows with a token in the loss.
+        loss_scale_factor: the constant of "seq-mean-token-sum-norm"; None is T.
+
+    Returns:
+        0-d, connected to the graph; 0 when nothing is in the loss.
+
+    Raises:
+        ValueError: an unknown mode, or a missing count with dp_size > 1.
+    """
+    local = count_denominators(loss_mask)
+    denominators = Denominators(
+        local.tokens if batch_num_tokens is None else batch_num_tokens,
+        local.sequences if global_batch_size is None else global_batch_size,
+    )
+    needed = {"token-mean": ("batch_num_tokens", batch_num_tokens), "token-sum": ("dp_size", dp_size)}
+    name, value = needed.get(loss_agg_mode, ("global_batch_size", global_batch_size))
+    if dp_size > 1 and value is None:
+        raise ValueError(f"{loss_agg_mode} with dp_size {dp_size} needs {name}, counted over the whole optimizer step")
+    if loss_agg_mode == "token-mean":
+        loss = token_mean(loss_mat, loss_mask, denominators)
+    elif loss_agg_mode == "token-sum":
+        loss = token_sum(loss_mat, loss_mask)
+    elif loss_agg_mode == "seq-mean-token-sum":
+        loss = seq_mean_token_sum(loss_mat, loss_mask, denominators)
+    elif loss_agg_mode == "seq-mean-token-mean":
+        loss = seq_mean_token_mean(loss_mat, loss_mask, denominators)
+    elif loss_agg_mode == "seq-mean-token-sum-norm":
+        scale = loss_mask.shape[-1] if loss_scale_factor is None else loss_scale_factor
+        loss = seq_mean_token_sum_norm(loss_mat, loss_mask, denominators, scale=scale)
+    else:
+        raise ValueError(
+            f"loss_agg_mode must be 'token-mean', 'token-sum', 'seq-mean-token-sum', 'seq-mean-token-mean' or "
+            f"'seq-mean-token-sum-norm', got {loss_agg_mode!r}"
+        )
+    return loss * dp_size
+
+
+def compute_policy_loss(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    cliprange: float | None = None,
+    cliprange_low: float | None = None,
+    cliprange_high: float | None = None,
+    clip_ratio_c: float = 3.0,
+    loss_agg_mode: str = "token-mean",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """PPO-clip from clip constants; verl's older form.
+
+    Returns:
+        Loss, share of tokens that the clip stops, KL(π_old‖π_θ) by k1, share that the dual clip stops; all 0-d.
+
+    Raises:
+        ValueError: a clip constant is missing or outside its range, or shapes differ.
+    """
+    low = cliprange if cliprange_low is None else cliprange_low
+    high = cliprange if cliprange_high is None else cliprange_high
+    if low is None or high is None:
+        raise ValueError("give cliprange, or both cliprange_low and cliprange_high")
+    per_token, statistics = ppo_clip_loss(
+        log_prob, old_log_prob, advantages, response_mask, clip_low=low, clip_high=high, clip_c=clip_ratio_c
+    )
+    loss = agg_loss(per_token, response_mask, loss_agg_mode)
+    clipped, kl, dual = clip_statistics(statistics).to(loss.dtype)
+    return loss, clipped, kl, dual
+
+
+def compute_policy_loss_vanilla(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Config = None,
+    rollout_is_weights: Tensor | None = None,
+    *,
+    verl_parity: bool = False,
+) -> tuple[Tensor, dict[str, float]]:
+    """−w · min(r A, clip(r) A), aggregated; r = π_θ / π_old.
+
+    Args:
+        old_log_prob: log π_old, nats.
+        log_prob: log π_θ, nats; carries the gradient.
+        advantages: per token.
+        response_mask: tokens in the loss, after rejection.
+        loss_agg_mode: as in `agg_loss`.
+        config: has clip_ratio, clip_ratio_low, clip_ratio_high, get("clip_ratio_c", 3.0), global_batch_info.
+        rollout_is_weights: weights π_old / μ; None for none.
+        verl_parity: clamp the log-ratio in the reported KL to ±20, as verl does.
+
+    Returns:
+        Loss, and "actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower".
+
+    Raises:
+        ValueError: no config, a clip constant outside its range, or shapes that differ.
+    """
+    config = checked_actor(config)
+    clip_low, clip_high, clip_c = clip_constants(config)
+    per_token, statistics = ppo_clip_loss(
+        log_prob,
+        old_log_prob,
+        advantages,
+        response_mask,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        clip_c=clip_c,
+        weights=rollout_is_weights,
+    )
+    loss = agg_loss(per_token, response_mask, loss_agg_mode, **config.global_batch_info)
+    clipped, kl, dual = clip_statistics(statistics).tolist()
+    if verl_parity:
+        kl = _clamped_kl(old_log_prob, log_prob, response_mask)
+    return loss, {"actor/pg_clipfrac": clipped, "actor/ppo_kl": kl, "actor/pg_clipfrac_lower": dual}
+
+
+def compute_policy_loss_reinforce(
+    rollout_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "seq-mean-token-sum",
+    config: Config = None,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """−sg(w) · log π_θ · A, aggregated.
+
+    Args:
+        rollout_log_prob: log μ, nats; for the reported KL.
+        log_prob: log π_θ, nats; carries the gradient.
+        advantages: per token.
+        response_mask: tokens in the loss, after rejection.
+        loss_agg_mode: as in `agg_loss`.
+        config: has global_batch_info.
+        rollout_is_weights: weights π_θ / μ; None for none.
+
+    Returns:
+        Loss, and "actor/ppo_kl".
+
+    Raises:
+        ValueError: no config, or shapes that differ.
+    """
+    config = checked_actor(config)
+    per_token, statistics = reinforce_loss(
+        log_prob, advantages, response_mask, weights=rollout_is_weights, behavior_log_prob=rollout_log_prob
+    )
+    loss = agg_loss(per_token, response_mask, loss_agg_mode, **config.global_batch_info)
+    return loss, {"actor/ppo_kl": float(statistics.moment("policy_kl")[1])}
+
+
+def compute_policy_loss_bypass_mode(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Config = None,
+    rollout_is_weights: Tensor | None = None,
+    *,
+    verl_parity: bool = False,
+) -> tuple[Tensor, dict[str, float]]:
+    """The bypass loss: π_old is μ; rejection, and for REINFORCE the weights, come from π_θ / μ in this call.
+
+    Args:
+        old_log_prob: log μ, nats.
+        log_prob: log π_θ, nats; carries the gradient.
+        advantages: per token.
+        response_mask: tokens that the policy sampled.
+        loss_agg_mode: as in `agg_loss`.
+        config: has policy_loss.get("rollout_correction"), and what the loss it names needs.
+        rollout_is_weights: ignored, as in verl: they are computed here.
+        verl_parity: compute verl 0.9.1's numbers; the correction's own `verl_parity` does the same.
+
+    Returns:
+        Loss; the loss's metrics and the correction's.
+
+    Raises:
+        ValueError: no correction in the config, an option outside its limits, or shapes that differ.
+    """
+    settings = _bypass_settings(checked_actor(config))
+    if verl_parity and not settings.verl_parity:
+        settings = RolloutCorrectionConfig(**{**settings, "verl_parity": True})
+    weights, mask, correction_metrics = corrected(log_prob, old_log_prob, response_mask, settings)
+    if settings.loss_type == "reinforce":
+        loss, metrics = compute_policy_loss_reinforce(
+            old_log_prob, log_prob, advantages, mask, loss_agg_mode, config, weights
+        )
+    else:  # the clipped ratio is the importance ratio: weights would count it twice
+        loss, metrics = compute_policy_loss_vanilla(
+            old_log_prob, log_prob, advantages, mask, loss_agg_mode, config, verl_parity=settings.verl_parity
+        )
+    return loss, metrics | correction_metrics
+
+
+def clip_statistics(statistics: Statistics) -> Tensor:
+    """(3,): share that the clip stops on either side, KL, share that the dual clip stops."""
+    mean = {name: statistics.moment(name)[1] for name in statistics.moment_names}
+    return torch.stack(
+        [mean["clip_fraction_high"] + mean["clip_fraction_low"], mean["policy_kl"], mean["clip_fraction_dual"]]
+    )
+
+
+def clip_constants(config: Config) -> tuple[float, float, float]:
+    """ε_low, ε_high and c of verl's actor config; clip_ratio stands in for either ε."""
+    low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
+    high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
+    return low, high, config.get("clip_ratio_c", 3.0)
+
+
+def checked_actor(config: Config) -> Config:
+    """The actor's configuration, if there is one.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if config is None:
+        raise ValueError("config is required: it holds the clip constants and global_batch_info")
+    return config
+
+
+def _bypass_settings(config: Config) -> RolloutCorrectionConfig:
+    policy_loss = getattr(config, "policy_loss", None)
+    correction = None if policy_loss is None else policy_loss.get("rollout_correction", None)
+    if correction is None:
+        raise ValueError("config.policy_loss has no rollout_correction; apply_bypass_mode puts it there")
+    settings = RolloutCorrectionConfig.read(correction)
+    if settings.loss_type not in ("ppo_clip", "reinforce"):
+        raise ValueError(f"loss_type must be 'ppo_clip' or 'reinforce', got {settings.loss_type!r}")
+    return settings
+
+
+def _clamped_kl(old_log_prob: Tensor, log_prob: Tensor, mask: Tensor) -> float:
+    log_ratio = (old_log_prob - log_prob.detach()).clamp(-parity.SAFETY_BOUND, parity.SAFETY_BOUND)
+    return float(parity.token_mean(log_ratio, parity.widened_mask(mask)))

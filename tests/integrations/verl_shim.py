@@ -1,0 +1,40 @@
+"""A pytest plugin for verl's own tests: before they are collected, verl's rollout-correction functions become ours.
+
+ROLLCORR_VERL_GENERATION names the generation: newest, 2025-11 or 2025-10. verl itself (its DataProto, its ActorConfig)
+is the installed one.
+"""
+
+import os
+import sys
+import warnings
+
+import pytest
+
+from rollcorr.integrations import verl, verl_2025_10, verl_2025_11
+
+HELPERS = {
+    "newest": ("verl.trainer.ppo.rollout_corr_helper", verl),
+    "2025-11": ("verl.trainer.ppo.rollout_corr_helper", verl_2025_11),
+    "2025-10": ("verl.trainer.ppo.mismatch_helper", verl_2025_10),
+}
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from verl.trainer.config import algorithm
+    from verl.trainer.ppo import core_algos
+
+name, module = HELPERS[os.environ["ROLLCORR_VERL_GENERATION"]]
+sys.modules[name] = module
+for function in ("agg_loss", "compute_policy_loss", "compute_policy_loss_vanilla"):
+    setattr(core_algos, function, getattr(module, function, getattr(verl, function)))
+if hasattr(module, "RolloutCorrectionConfig"):
+    algorithm.RolloutCorrectionConfig = module.RolloutCorrectionConfig
+
+
+def pytest_collection_finish(session):
+    """Refuse to run if a test module still holds one of verl's own functions."""
+    for test_module in {item.module for item in session.items}:
+        for attribute in set(module.__all__) & set(vars(test_module)):
+            origin = getattr(test_module, attribute)
+            if callable(origin) and not origin.__module__.startswith("rollcorr."):
+                raise pytest.UsageError(f"{test_module.__name__}.{attribute} comes from {origin.__module__}")
