@@ -26,8 +26,8 @@ OWN_TEST = {  # pages whose code runs in a test of their own
     "docs/rollout_log.md": "test_rollout_log_docs.py",
     "docs/verl.md": "integrations/test_verl_docs.py",
 }
-# A fence of Python, what stands above it, and the text right below it, which is its output.
-PYTHON = re.compile(r"(?:<!-- (not run: [^>]+) -->\n)?```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", re.DOTALL)
+# Python, and the text right below it, which is its output. A fence marked `python no-run` is left out.
+PYTHON = re.compile(r"^```python\n(.*?)^```(?:\n\n```text\n(.*?)^```)?", re.DOTALL | re.MULTILINE)
 COMMAND = re.compile(r"(?:^|[`$]\s?)rollcorr ([a-z][a-z-]*)", re.MULTILINE)
 TARGET = re.compile(r"(?:^|[`$]\s?)make ([a-z][a-z-]*)", re.MULTILINE)
 
@@ -49,14 +49,12 @@ def anchors(text):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", with_a_match("```python", besides=OWN_TEST))
+@pytest.mark.parametrize("page", with_a_match(r"```python\n", besides=OWN_TEST))
 def test_the_code_of_a_page_runs_and_prints_what_stands_below_it(page, tmp_path, monkeypatch):
-    """Blocks share their names, in order. A block below `<!-- not run: reason -->` is left out."""
+    """Blocks share their names, in order."""
     monkeypatch.chdir(tmp_path)
     names = {"__name__": page}
-    for reason, code, output in PYTHON.findall(PAGES[page]):
-        if reason:
-            continue
+    for code, output in PYTHON.findall(PAGES[page]):
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec(compile(code, page, "exec"), names)
