@@ -1,0 +1,235 @@
+"""The embedded engine: a low-precision copy of the policy that samples in process with `transformers`' generate.
+
+It needs nothing beyond the trainer's own packages and shows a real mismatch: the copy computes in bfloat16 what the
+trainer computes in float32.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from rollcorr.config import SamplingSpec
+from rollcorr.engines.base import Rollout, check_weight_sync
+from rollcorr.engines.scoring import TokenBatch, pad_prompts, score_responses
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+PROBE_SHAPE = (4, 16)
+SYNC_TOLERANCE = 1e-4
+
+
+class TransformersEngine:
+    """Sample with a copy of `model` in another dtype.
+
+    Args:
+        model: a causal language model of `transformers`; it is copied, never changed.
+        sampling: how to draw tokens. Penalties that `generate` lacks are refused.
+        max_new_tokens: longest response, at least 1.
+        eos_token_id: ends a response and belongs to it.
+        pad_token_id: fills rows.
+        dtype: precision of the copy's parameters. Buffers (rotary frequencies) keep theirs.
+        batch_size: rows sampled at a time; None samples all at once. Logits of a whole batch are held in memory.
+        version: policy version of `model`.
+
+    Raises:
+        ValueError: a setting is out of range or unsupported.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        sampling: SamplingSpec,
+        max_new_tokens: int,
+        eos_token_id: int,
+        pad_token_id: int,
+        dtype: torch.dtype = torch.bfloat16,
+        batch_size: int | None = None,
+        version: int = 0,
+    ) -> None:
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+        if batch_size is not None and batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1 or None, got {batch_size}")
+        import transformers
+
+        self.sampling = dataclasses.replace(
+            sampling, engine="transformers", engine_version=transformers.__version__, policy_version=version
+        )
+        self.eos_token_id = eos_token_id
+        self.pad_token_id = pad_token_id
+        self.dtype = dtype
+        self.batch_size = batch_size
+        self.model = _low_precision_copy(model, dtype)
+        self.generation_config = _generation_config(sampling, max_new_tokens, eos_token_id, pad_token_id)
+        self.model.generation_config = self.generation_config  # or its own defaults would fill unset fields
+        self._probe = _probe(model)
+        self.update_weights(model, version=version)
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the policy that samples now."""
+        return self.sampling.policy_version or 0
+
+    @torch.inference_mode()
+    def generate(self, prompts: Sequence[Sequence[int]], *, seed: int) -> Rollout:
+        """Sample one response per prompt; the global random state is left as it was.
+
+        Args:
+            prompts: token ids, B rows, none empty.
+            seed: seeds the draws.
+
+        Raises:
+            ValueError: a prompt is empty.
+        """
+        ids, mask = pad_prompts([list(prompt) for prompt in prompts], pad_token_id=self.pad_token_id)
+        size = self.batch_size or len(prompts)
+        device = self._device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            parts = [
+                self._generate(chunk, chunk_mask)
+                for chunk, chunk_mask in zip(ids.to(device).split(size), mask.to(device).split(size), strict=True)
+            ]
+        response, valid, raw, processed = (_pad_and_join(columns) for columns in zip(*parts, strict=True))
+        tokens = TokenBatch(ids.to(device), mask.to(device), response, valid)
+        return Rollout(tokens, raw, processed, self.sampling)
+
+    @torch.no_grad()
+    def score(self, tokens: TokenBatch) -> Tensor:
+        """Log-probs of response tokens under the copy, at the sampling temperature, (B, T) float32."""
+        return score_responses(self.model, tokens.to(self._device), temperature=self.sampling.temperature).log_prob
+
+    @torch.no_grad()
+    def update_weights(self, model: nn.Module, *, version: int) -> None:
+        """Copy the weights of `model`, rounded to this engine's dtype, and verify them on a probe batch.
+
+        The probe is also scored by `model` itself with its weights rounded the same way, so the two sides
+        agree to the last bit when every parameter arrived.
+
+        Raises:
+            WeightSyncError: they do not agree.
+        """
+        self._copy_weights(model)
+        rounded = {name: weight.to(self.dtype) for name, weight in model.named_parameters()}
+        expected = score_responses(_Rounded(model, rounded), self._probe, temperature=self.sampling.temperature)
+        check_weight_sync(self.score(self._probe), expected.log_prob, tolerance=SYNC_TOLERANCE)
+        self.sampling = dataclasses.replace(self.sampling, policy_version=version)
+
+    def export_weights(self) -> Mapping[str, Tensor]:
+        """The parameters that sample now, by name; tied ones once."""
+        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+
+    @torch.no_grad()
+    def import_weights(self, weights: Mapping[str, Tensor], *, version: int) -> None:
+        """Restore what `export_weights` returned."""
+        for name, parameter in self.model.named_parameters():
+            parameter.copy_(weights[name])
+        self.sampling = dataclasses.replace(self.sampling, policy_version=version)
+
+    def _copy_weights(self, model: nn.Module) -> None:
+        for mine, theirs in zip(self.model.parameters(), model.parameters(), strict=True):
+            mine.copy_(theirs)
+
+    def _generate(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Response ids, response mask, raw and processed log-probs of one chunk, each (b, t)."""
+        output = self.model.generate(
+            ids, attention_mask=mask.long(), generation_config=copy.deepcopy(self.generation_config)
+        )
+        response = output.sequences[:, ids.shape[1] :]
+        ended = (response == self.eos_token_id).cumsum(1)
+        valid = (ended == 0) | ((ended == 1) & (response == self.eos_token_id))
+        return (
+            response.masked_fill(~valid, self.pad_token_id),
+            valid,
+            _log_prob(output.logits, response, valid),
+            _log_prob(output.scores, response, valid),
+        )
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+
+class _Rounded(nn.Module):
+    """A module called with other parameters: the policy as it would compute in the engine's precision."""
+
+    def __init__(self, model: nn.Module, weights: dict[str, Tensor]) -> None:
+        super().__init__()
+        self._call = lambda **inputs: functional_call(model, weights, kwargs=inputs)
+
+    def forward(self, **inputs: Any) -> Any:  # noqa: ANN401 (whatever the model takes and returns)
+        return self._call(**inputs)
+
+
+def _low_precision_copy(model: nn.Module, dtype: torch.dtype) -> Any:  # noqa: ANN401 (a transformers model)
+    twin = copy.deepcopy(model).requires_grad_(False).eval()
+    for parameter in twin.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return twin
+
+
+def _generation_config(sampling: SamplingSpec, max_new_tokens: int, eos: int, pad: int) -> GenerationConfig:
+    for name in ("presence_penalty", "frequency_penalty"):
+        if getattr(sampling, name) != 0.0:
+            raise ValueError(
+                f"{name}={getattr(sampling, name)} is not supported by the transformers engine: "
+                "set it to 0.0 or use repetition_penalty"
+            )
+    if sampling.temperature <= 0:
+        raise ValueError(f"temperature must be > 0 to sample, got {sampling.temperature}")
+    from transformers import GenerationConfig
+
+    return GenerationConfig(
+        do_sample=True,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=max(sampling.top_k, 0),
+        min_p=sampling.min_p or None,
+        repetition_penalty=sampling.repetition_penalty,
+        min_new_tokens=sampling.min_new_tokens or None,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=eos,
+        pad_token_id=pad,
+        output_logits=True,
+        output_scores=True,
+        return_dict_in_generate=True,
+    )
+
+
+def _probe(model: nn.Module) -> TokenBatch:
+    """A fixed batch of arbitrary tokens that reaches every parameter of the model."""
+    parameter = next(model.parameters())
+    vocabulary = _input_embeddings(model).weight.shape[0]
+    ids = torch.randint(vocabulary, PROBE_SHAPE, generator=torch.Generator().manual_seed(0)).to(parameter.device)
+    prompt, response = ids.chunk(2, dim=1)
+    mask = torch.ones_like(prompt, dtype=torch.bool)
+    return TokenBatch(prompt, mask, response, mask)
+
+
+def _input_embeddings(model: Any) -> nn.Embedding:  # noqa: ANN401 (a transformers model)
+    embeddings: nn.Embedding = model.get_input_embeddings()
+    return embeddings
+
+
+def _log_prob(logits: Sequence[Tensor], response: Tensor, valid: Tensor) -> Tensor:
+    """log softmax in float32 of each step's logits at the sampled token; one step at a time to bound memory."""
+    steps = [
+        step.float().log_softmax(-1).gather(-1, token[:, None]).squeeze(-1)
+        for step, token in zip(logits, response.unbind(1), strict=True)
+    ]
+    return torch.stack(steps, dim=1).masked_fill(~valid, 0.0)
+
+
+def _pad_and_join(parts: Sequence[Tensor]) -> Tensor:
+    """Join chunks of different length along the rows, padded on the right with zeros."""
+    width = max(part.shape[1] for part in parts)
+    return torch.cat([nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])

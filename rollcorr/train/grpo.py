@@ -1,0 +1,345 @@
+"""GRPO with rollout correction, one training step from top to bottom.
+
+    sample      the engine draws a group of responses to each problem and reports log μ
+    reward      each response is checked
+    old         the trainer recomputes log π_old of the same tokens (decoupled mode; bypass mode skips this)
+    correct     weights and loss mask from π_old / μ, once per batch (decoupled mode; bypass mode does it in the loss)
+    advantage   rewards become advantages within their group
+    update      PPO epochs × mini-batches × micro-batches
+
+`GrpoTrainer.step` is this list. What surrounds it (files, checkpoints, Ctrl-C) is in `rollcorr.train.run`. Symbols:
+B responses, T padded response length; log-probs in nats.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from rollcorr.bypass import BypassGradients
+from rollcorr.core.advantages import dr_grpo_advantages, grpo_advantages, rloo_advantages
+from rollcorr.core.aggregation import Denominators, count_denominators
+from rollcorr.core.metrics import finalize
+from rollcorr.core.statistics import Statistics, merge_statistics
+from rollcorr.correction import Correction, correct
+from rollcorr.engines.base import Engine, Rollout
+from rollcorr.engines.scoring import ResponseScores, score_responses
+from rollcorr.policy_loss import (
+    PolicyLogProbs,
+    PolicyLossOutput,
+    aggregation_mode,
+    normalizer_counts,
+    policy_loss,
+)
+from rollcorr.train.config import TrainConfig
+from rollcorr.train.policy import Policy
+from rollcorr.train.seeds import derived_generator, derived_seed
+from rollcorr.train.tasks import Reward, Task, hard_gated_reward
+
+ADVANTAGES: dict[str, Callable[..., Tensor]] = {
+    "grpo": grpo_advantages,
+    "dr_grpo": dr_grpo_advantages,
+    "rloo": rloo_advantages,
+}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Batch:
+    """One step's responses and what the trainer knows about them; tensors (B, T) unless said otherwise.
+
+    Attributes:
+        rollout: tokens and log μ, as the engine reported them.
+        rewards: what each response earned, B long.
+        group_ids: which problem it answers, (B,).
+        old_log_prob: log π_old; None in bypass mode.
+        ref_log_prob: log-probs of the reference policy; None without a KL penalty.
+        correction: weights and mask from π_old / μ; None in bypass mode or without any correction.
+        advantages: (B,).
+    """
+
+    rollout: Rollout
+    rewards: list[Reward]
+    group_ids: Tensor
+    old_log_prob: Tensor | None = None
+    ref_log_prob: Tensor | None = None
+    correction: Correction | None = None
+    advantages: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    @property
+    def response_mask(self) -> Tensor:
+        """(B, T) bool, true on sampled tokens."""
+        return self.rollout.tokens.response_mask
+
+
+@dataclass(frozen=True, eq=False)
+class StepResult:
+    """What a step leaves: its metrics, its batch, and log π_θ of the batch as the first epoch met it, (B, T)."""
+
+    metrics: dict[str, float]
+    batch: Batch
+    log_prob: Tensor
+
+
+class GrpoTrainer:
+    """The state of a training run in memory, and one step of it.
+
+    Args:
+        config: the run's configuration.
+        policy: trained in place, in float32.
+        engine: samples; starts with the policy's weights.
+        task: where problems come from.
+        reference: frozen model for the KL penalty; needed when `algorithm.loss.kl_coef` is not 0.
+    """
+
+    def __init__(
+        self, config: TrainConfig, policy: Policy, engine: Engine, task: Task, *, reference: nn.Module | None = None
+    ) -> None:
+        self.config = config
+        self.policy = policy
+        self.model = policy.model.eval()  # no dropout: log-probs of one policy must agree between passes
+        self.engine = engine
+        self.task = task
+        self.reference = reference
+        self.correction_config = config.algorithm.correction
+        self.bypass = self.correction_config is not None and self.correction_config.bypass_mode
+        optim = config.optim
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay
+        )
+        self.skipped_steps = 0
+
+    def step(self, step: int) -> StepResult:
+        """Run training step `step` (1, 2, …): a function of the weights, the optimizer and (seed, step)."""
+        clock = _Clock()
+        with clock("rollout"):
+            staleness = self._refresh_engine(step)
+            batch = self._sample(step)
+        with clock("old_log_prob"):
+            batch = self._add_old_log_prob(batch)
+        with clock("correction"):
+            batch = self._add_correction(batch)
+            batch = self._add_advantages(batch)
+        with clock("update"):
+            statistics, log_prob = self._update(batch, step)
+            host = statistics.read()  # every metric of the step crosses to the host here, once
+        tokens = host.sums["response_tokens"]
+        metrics = _reward_metrics(batch.rewards) | {
+            "actor/loss": host.moments["loss"].mean,
+            "actor/grad_norm": host.moments["grad_norm"].mean,
+            **{f"actor/{name}": host.moments[name].mean for name in ACTOR_METRICS if name in host.moments},
+            "actor/skipped_steps": float(self.skipped_steps),
+            "response/length_mean": tokens / len(batch.rewards),
+            "engine/staleness": float(staleness),
+            **(finalize(host) if self.correction_config is not None else {}),
+            **clock.metrics(tokens),
+        }
+        return StepResult(metrics, batch, log_prob)
+
+    def _refresh_engine(self, step: int) -> int:
+        """Give the engine the newest weights when they are due; returns how many versions old its weights are."""
+        version = step - 1
+        if version % self.config.rollout.refresh_every == 0 and self.engine.weight_version != version:
+            self.engine.update_weights(self.model, version=version)
+        return version - self.engine.weight_version
+
+    def _sample(self, step: int) -> Batch:
+        rollout_config, seed = self.config.rollout, self.config.seed
+        problems = self.task.problems(rollout_config.prompts_per_step, seed=seed, step=step)
+        answers = [problem.answer for problem in problems for _ in range(rollout_config.group_size)]
+        prompts = [self.policy.encode(problem.prompt) for problem in problems for _ in range(rollout_config.group_size)]
+        rollout = self.engine.generate(prompts, seed=derived_seed(seed, "sampling", step))
+        ids, mask = rollout.tokens.response_ids.cpu(), rollout.tokens.response_mask.cpu()
+        rewards = [
+            hard_gated_reward(
+                row[valid].tolist(), answer, self.policy.tokenizer, bonus_length=self.config.task.bonus_length
+            )
+            for row, valid, answer in zip(ids, mask, answers, strict=True)
+        ]
+        group_ids = torch.arange(len(problems)).repeat_interleave(rollout_config.group_size)
+        return Batch(rollout=rollout, rewards=rewards, group_ids=group_ids.to(rollout.tokens.response_ids.device))
+
+    def _add_old_log_prob(self, batch: Batch) -> Batch:
+        """log π_old and log π_ref; in bypass mode π_old is μ, and the forward pass is really saved."""
+        old_log_prob = None if self.bypass else self._log_prob(self.model, batch)
+        ref_log_prob = None if self.reference is None else self._log_prob(self.reference, batch)
+        return dataclasses.replace(batch, old_log_prob=old_log_prob, ref_log_prob=ref_log_prob)
+
+    @torch.no_grad()
+    def _log_prob(self, model: nn.Module, batch: Batch) -> Tensor:
+        rows = torch.arange(len(batch.rewards), device=batch.group_ids.device)
+        parts = [self._score(model, batch, chunk).log_prob for chunk in rows.split(self._micro_batch_size)]
+        return torch.cat(parts)
+
+    def _add_correction(self, batch: Batch) -> Batch:
+        if self.correction_config is None or batch.old_log_prob is None:
+            return batch
+        correction = correct(
+            batch.old_log_prob, batch.rollout.rollout_log_prob, batch.response_mask, self.correction_config
+        )
+        return dataclasses.replace(batch, correction=correction)
+
+    def _add_advantages(self, batch: Batch) -> Batch:
+        algorithm = self.config.algorithm
+        rewards = torch.tensor([reward.value for reward in batch.rewards], device=batch.group_ids.device)
+        keep = None
+        if algorithm.leave_rejected_out_of_baseline and batch.correction is not None:
+            keep = batch.correction.sequence_kept
+        advantages = ADVANTAGES[algorithm.advantage](rewards, batch.group_ids, keep=keep)
+        return dataclasses.replace(batch, advantages=advantages)
+
+    def _update(self, batch: Batch, step: int) -> tuple[Statistics, Tensor]:
+        """Every optimizer step of the batch; returns merged statistics and log π_θ as the first epoch met it."""
+        optim, rows = self.config.optim, len(batch.rewards)
+        for group in self.optimizer.param_groups:
+            group["lr"] = optim.lr * min(1.0, step / max(optim.lr_warmup_steps, 1))
+        met = torch.zeros_like(batch.rollout.rollout_log_prob)
+        losses: list[Statistics] = []
+        corrections: list[Statistics | None] = []
+        for epoch in range(optim.ppo_epochs):
+            shuffle = derived_generator(self.config.seed, f"shuffle {epoch}", step)
+            order = torch.randperm(rows, generator=shuffle).to(batch.group_ids.device)
+            for mini_batch in order.split(optim.mini_batch_size or rows):
+                outputs, log_probs, statistics = self._optimizer_step(batch, mini_batch)
+                losses.append(statistics)
+                corrections += [output.correction.statistics for output in outputs if output.correction is not None]
+                if epoch == 0:
+                    met[mini_batch] = log_probs
+        statistics = merge_statistics(losses) | _count(batch.response_mask)
+        if batch.correction is not None:  # decoupled: one correction for the whole batch
+            corrections = [batch.correction.statistics]
+        measured = [part for part in corrections if part is not None]
+        return statistics | merge_statistics(measured) if measured else statistics, met
+
+    def _optimizer_step(self, batch: Batch, rows: Tensor) -> tuple[list[PolicyLossOutput], Tensor, Statistics]:
+        """Accumulate a mini-batch's gradients over micro-batches, then step, unless something is not finite."""
+        original = count_denominators(batch.response_mask[rows])
+        mode = aggregation_mode(self.correction_config, self.config.algorithm.loss)
+        gradients = BypassGradients(self.model.parameters(), original, mode=mode) if self.bypass else None
+        outputs, log_probs = [], []
+        self.optimizer.zero_grad()
+        for micro_batch in rows.split(self._micro_batch_size):
+            output, log_prob = self._loss(batch, micro_batch, self._denominators(batch, rows), original)
+            if gradients is None:
+                output.loss.backward()
+            else:
+                gradients.backward(output)
+            outputs.append(output)
+            log_probs.append(log_prob)
+        if gradients is not None:
+            gradients.finish()
+        loss = torch.stack([output.loss.detach() for output in outputs]).sum()
+        grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.max_grad_norm)
+        if bool((loss + grad_norm).isfinite()):  # the optimizer must know: one flag is read per optimizer step
+            self.optimizer.step()
+        else:
+            self.skipped_steps += 1
+        self.optimizer.zero_grad()
+        statistics = merge_statistics([output.statistics for output in outputs])
+        return outputs, torch.cat(log_probs), statistics | _single(loss=loss, grad_norm=grad_norm)
+
+    def _denominators(self, batch: Batch, rows: Tensor) -> Denominators:
+        """What the policy gradient of a whole mini-batch is divided by; in bypass mode rescaled at its end."""
+        mask, correction = batch.response_mask[rows], batch.correction
+        if self.correction_config is None or correction is None:
+            return count_denominators(mask)
+        weights = None if correction.loss_weights is None else correction.loss_weights[rows]
+        return normalizer_counts(self.correction_config.normalizer, correction.loss_mask[rows], mask, weights)
+
+    def _loss(
+        self, batch: Batch, rows: Tensor, denominators: Denominators, original: Denominators
+    ) -> tuple[PolicyLossOutput, Tensor]:
+        """The loss of a micro-batch, and the log π_θ that it saw."""
+        loss_config = self.config.algorithm.loss
+        scores = self._score(self.model, batch, rows, entropy_gradient=loss_config.entropy_coef != 0)
+        policies = PolicyLogProbs(
+            log_prob=scores.log_prob,
+            old_log_prob=None if batch.old_log_prob is None else batch.old_log_prob[rows],
+            rollout_log_prob=batch.rollout.rollout_log_prob[rows],
+            ref_log_prob=None if batch.ref_log_prob is None else batch.ref_log_prob[rows],
+        )
+        output = policy_loss(
+            policies,
+            batch.advantages[rows],
+            batch.response_mask[rows],
+            config=self.correction_config,
+            loss=loss_config,
+            correction=None if batch.correction is None else _rows_of(batch.correction, rows),
+            denominators=denominators,
+            original_denominators=original,
+            entropy=scores.entropy,
+        )
+        return output, scores.log_prob.detach()
+
+    def _score(self, model: nn.Module, batch: Batch, rows: Tensor, *, entropy_gradient: bool = False) -> ResponseScores:
+        """Log-probs at the temperature that the tokens were sampled with."""
+        return score_responses(
+            model,
+            batch.rollout.tokens.select(rows),
+            temperature=batch.rollout.sampling.temperature,
+            entropy_gradient=entropy_gradient,
+        )
+
+    @property
+    def _micro_batch_size(self) -> int:
+        optim = self.config.optim
+        return optim.micro_batch_size or optim.mini_batch_size or self.config.rollout.rows
+
+
+ACTOR_METRICS = ("policy_kl", "clip_fraction_high", "clip_fraction_low", "clip_fraction_dual", "entropy", "kl_ref")
+
+
+class _Clock:
+    """Seconds by phase: `with clock("rollout"): …`."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._seconds[phase] = time.perf_counter() - start
+
+    def metrics(self, tokens: float) -> dict[str, float]:
+        total = time.perf_counter() - self._start
+        phases = {f"perf/{phase}_seconds": seconds for phase, seconds in self._seconds.items()}
+        return {"perf/tokens_per_second": tokens / total, **phases, "perf/step_seconds": total}
+
+
+def _rows_of(correction: Correction, rows: Tensor) -> Correction:
+    """The part of a batch's correction that belongs to some rows; its statistics stay those of the batch."""
+    return dataclasses.replace(
+        correction,
+        weights=None if correction.weights is None else correction.weights[rows],
+        loss_mask=correction.loss_mask[rows],
+        sequence_kept=correction.sequence_kept[rows],
+    )
+
+
+def _single(**values: Tensor) -> Statistics:
+    """One observation of each value, as moments that merge into a mean over optimizer steps."""
+    moments = {
+        name: torch.stack([torch.ones_like(value), value, torch.zeros_like(value)]).double()
+        for name, value in values.items()
+    }
+    return Statistics.of(sums={}, moments=moments, extremes={})
+
+
+def _count(response_mask: Tensor) -> Statistics:
+    return Statistics.of(sums={"response_tokens": response_mask.sum().double()}, moments={}, extremes={})
+
+
+def _reward_metrics(rewards: list[Reward]) -> dict[str, float]:
+    values = torch.tensor([reward.value for reward in rewards], dtype=torch.float64)
+    return {
+        "reward/mean": float(values.mean()),
+        "reward/std": float(values.std(correction=0)),
+        "reward/accuracy": sum(reward.correct for reward in rewards) / len(rewards),
+    }

@@ -1,0 +1,162 @@
+"""Tasks: problems with a verifiable answer, and the reward of a response.
+
+A response answers on a line of its own, `#### 42`. The reward is gated hard: 0 unless there is exactly one such
+line and its number is right, else
+
+    1 + min(tokens_after_answer, bonus_length) / bonus_length
+
+so it lies in {0} ∪ [1, 2]. The bonus asks for longer explanations after the answer, which stresses a correction
+that degrades with length. Source: Fang & Khazi (2025), "Mismatch Praxis", section 5.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from rollcorr.train.seeds import derived_generator
+
+ANSWER_LINE = re.compile(r"^[ \t]*####(.*)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One problem: what the policy reads, the answer that is right, and a solution to imitate in the warm-up."""
+
+    prompt: str
+    answer: str
+    solution: str
+
+
+@dataclass(frozen=True)
+class Reward:
+    """What a response earned: `value` in {0} ∪ [1, 2], and whether its answer was right."""
+
+    value: float
+    correct: bool
+
+
+class Task(Protocol):
+    """A source of problems. Batches depend on (seed, step) alone, so data order survives a restart."""
+
+    name: str
+
+    def problems(self, count: int, *, seed: int, step: int) -> list[Problem]:
+        """The `count` problems of a step."""
+        ...
+
+
+class ArithmeticTask:
+    """One-step sums and differences: `47+38=?`, answered by `#### 85` and checks of the result."""
+
+    name = "arithmetic"
+
+    def __init__(self, *, max_operand: int = 99) -> None:
+        if max_operand < 1:
+            raise ValueError(f"task.max_operand must be at least 1, got {max_operand}")
+        self.max_operand = max_operand
+
+    def problems(self, count: int, *, seed: int, step: int) -> list[Problem]:
+        """Draw operands uniformly from 0 … max_operand, and the sign by a fair coin."""
+        generator = derived_generator(seed, "problems", step)
+        operands = torch.randint(self.max_operand + 1, (count, 2), generator=generator).tolist()
+        signs = torch.randint(2, (count,), generator=generator).tolist()
+        checks = torch.multinomial(torch.tensor([4.0, 3.0, 2.0, 1.0]), count, replacement=True, generator=generator)
+        return [self._problem(a, b, sign, n) for (a, b), sign, n in zip(operands, signs, checks.tolist(), strict=True)]
+
+    def _problem(self, a: int, b: int, sign: int, checks: int) -> Problem:
+        result = a - b if sign else a + b
+        question = f"{a}-{b}" if sign else f"{a}+{b}"
+        inverse = f"{result}+{b}={a}" if sign else f"{result}-{b}={a}"
+        sentences = (f"{question}={result}", inverse, "right")[:checks]
+        return Problem(f"{question}=?\n", str(result), f"#### {result}\n" + "".join(f"{s}. " for s in sentences))
+
+
+class Gsm8kTask:
+    """Problems from a JSONL file with `question` and `answer`, the answer ending in `#### N` (the GSM8K format)."""
+
+    name = "gsm8k"
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.rows = _read_gsm8k(self.path)
+
+    def problems(self, count: int, *, seed: int, step: int) -> list[Problem]:
+        """Take the next `count` rows of an endless walk through the file, shuffled anew in every epoch."""
+        size = len(self.rows)
+        positions = range(step * count, (step + 1) * count)
+        orders = {epoch: self._order(seed, epoch) for epoch in {position // size for position in positions}}
+        return [self.rows[orders[position // size][position % size]] for position in positions]
+
+    def _order(self, seed: int, epoch: int) -> list[int]:
+        order: list[int] = torch.randperm(len(self.rows), generator=derived_generator(seed, "epoch", epoch)).tolist()
+        return order
+
+
+def hard_gated_reward(response_ids: Sequence[int], answer: str, tokenizer: Any, *, bonus_length: int) -> Reward:  # noqa: ANN401 (a tokenizer is duck-typed)
+    """1 + min(tokens_after_answer, bonus_length) / bonus_length if the answer is right, else 0.
+
+    Args:
+        response_ids: token ids of the response. Special tokens (the end of the sequence) are not counted.
+        answer: the right answer.
+        tokenizer: has `decode` and `all_special_ids`.
+        bonus_length: tokens after the answer line that earn the whole bonus; at least 1.
+
+    Raises:
+        ValueError: `bonus_length` is below 1.
+
+    Source: Fang & Khazi (2025), "Mismatch Praxis", section 5.
+    """
+    if bonus_length < 1:
+        raise ValueError(f"task.bonus_length must be at least 1, got {bonus_length}")
+    special = set(tokenizer.all_special_ids)
+    ids = [token for token in response_ids if token not in special]
+    text = tokenizer.decode(ids)
+    lines = list(ANSWER_LINE.finditer(text))
+    if len(lines) != 1 or not same_number(lines[0].group(1), answer):
+        return Reward(0.0, correct=False)
+    end = lines[0].end() + 1  # the line break belongs to the answer line
+    used = bisect.bisect_left(range(len(ids)), end, key=lambda count: len(tokenizer.decode(ids[:count])))
+    return Reward(1.0 + min(len(ids) - used, bonus_length) / bonus_length, correct=True)
+
+
+def same_number(given: str, expected: str) -> bool:
+    """Whether two answers are the same number, or failing that the same text; `$`, `,`, `%` and spaces are ignored."""
+    given, expected = (re.sub(r"[$,%\s]", "", text).rstrip(".") for text in (given, expected))
+    try:
+        return float(given) == float(expected)
+    except ValueError:
+        return given == expected
+
+
+def _read_gsm8k(path: Path) -> list[Problem]:
+    if not path.is_file():
+        raise FileNotFoundError(f"task.path {str(path)!r} is no file: give a JSONL file with `question` and `answer`")
+    with path.open(encoding="utf-8") as lines:
+        rows = [_gsm8k_row(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not rows:
+        raise ValueError(f"{path} is empty: one JSON object with `question` and `answer` is needed per line")
+    return rows
+
+
+def _gsm8k_row(line: str, where: str) -> Problem:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: no valid JSON ({error.msg} at column {error.colno})") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: expected an object with `question` and `answer`, got {type(row).__name__}")
+    for key in ("question", "answer"):
+        if not isinstance(row.get(key), str):
+            raise ValueError(f"{where}: `{key}` must be a string, got {row.get(key)!r}")
+    answers = ANSWER_LINE.findall(row["answer"])
+    if len(answers) != 1 or not answers[0].strip():
+        raise ValueError(f"{where}: `answer` must have one line `#### N`, found {len(answers)}")
+    return Problem(f"Question: {row['question']}\nAnswer: ", answers[0].strip(), row["answer"])

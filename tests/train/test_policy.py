@@ -1,0 +1,79 @@
+"""The byte tokenizer reads anything; policies load from directories, or say why not."""
+
+import shutil
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollcorr.train.policy import ASSETS, load_policy, make_byte_tokenizer, make_tiny_policy, save_policy
+
+TOKENIZER = make_byte_tokenizer()
+
+
+@given(st.text(max_size=40))
+@settings(deadline=None, max_examples=50)
+def test_any_text_survives_the_byte_tokenizer(text):
+    ids = TOKENIZER.encode(text, add_special_tokens=False)
+    assert len(ids) == len(text.encode())
+    assert TOKENIZER.decode(ids) == text
+
+
+def test_the_tiny_policy_has_one_million_parameters_and_leaves_the_global_generator_alone():
+    before = torch.get_rng_state()
+    policy = make_tiny_policy()
+    assert 1_000_000 < sum(p.numel() for p in policy.model.parameters()) < 4_000_000
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_initial_weights_follow_from_the_seed(micro_policy):
+    fields = {key: getattr(micro_policy.model.config, key) for key in ("hidden_size", "intermediate_size", "head_dim")}
+    first, again, other = (load_policy(None, config=fields, seed=seed) for seed in (3, 3, 4))
+    weights = [policy.model.get_input_embeddings().weight for policy in (first, again, other)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_a_saved_policy_loads_as_it_was(micro_policy, tmp_path):
+    save_policy(micro_policy, tmp_path / "policy")
+    loaded = load_policy(str(tmp_path / "policy"))
+    for (name, mine), (other, theirs) in zip(
+        micro_policy.model.state_dict().items(), loaded.model.state_dict().items(), strict=True
+    ):
+        assert name == other
+        assert torch.equal(mine, theirs)
+    assert loaded.encode("1+1=?\n") == micro_policy.encode("1+1=?\n")
+    assert (loaded.eos_token_id, loaded.pad_token_id) == (micro_policy.eos_token_id, micro_policy.pad_token_id)
+
+
+def test_a_half_precision_checkpoint_trains_in_float32(micro_policy, tmp_path):
+    micro_policy.model.bfloat16()
+    save_policy(micro_policy, tmp_path / "policy")
+    assert {p.dtype for p in load_policy(str(tmp_path / "policy")).model.parameters()} == {torch.float32}
+
+
+def test_the_demo_policy_comes_with_the_package_and_is_small():
+    files = [path for path in (ASSETS / "demo").iterdir() if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 8_000_000
+    policy = load_policy("demo")
+    assert policy.encode("9") == TOKENIZER.encode("9")
+
+
+def test_a_wrong_path_says_what_is_missing(micro_policy, tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere' does not exist"):
+        load_policy(str(tmp_path / "nowhere"))
+    with pytest.raises(FileNotFoundError, match=r"has no config.json"):
+        load_policy(str(tmp_path))
+    save_policy(micro_policy, tmp_path / "policy")
+    for path in (tmp_path / "policy").glob("tokenizer*"):
+        path.unlink()
+    with pytest.raises(FileNotFoundError, match="has a model but no tokenizer"):
+        load_policy(str(tmp_path / "policy"))
+    shutil.rmtree(tmp_path / "policy")
+
+
+def test_exactly_one_source_of_weights_is_needed():
+    for path, config in ((None, None), ("demo", {})):
+        with pytest.raises(ValueError, match=r"either model.path or model.config"):
+            load_policy(path, config=config)

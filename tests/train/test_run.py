@@ -1,0 +1,229 @@
+"""A run and its directory: resume is exact, Ctrl-C saves, nothing half-written counts."""
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from rollcorr.cli import app
+from rollcorr.rollout_log import read_rollout_log, validate_rollout_log
+from rollcorr.train import checkpoint as checkpoints
+from rollcorr.train.checkpoint import latest_checkpoint
+from rollcorr.train.config_file import load_config
+from rollcorr.train.grpo import GrpoTrainer
+from rollcorr.train.logging import read_metrics
+from rollcorr.train.policy import load_policy
+from rollcorr.train.run import train
+
+
+@pytest.fixture
+def console(tmp_path):
+    with (tmp_path / "console.txt").open("w") as file:
+        yield Console(file=file, width=200)
+
+
+def outcome(run_dir):
+    """Everything a run computed: final weights, optimizer state, and metrics without timings."""
+    path = latest_checkpoint(run_dir / "checkpoints")
+    rows = [
+        {name: value for name, value in row.items() if not name.startswith("perf/")}
+        for row in read_metrics(run_dir / "metrics.jsonl")
+    ]
+    return (
+        load_policy(str(path)).model.state_dict(),
+        torch.load(path / "optimizer.pt", weights_only=True)["state"],
+        rows,
+    )
+
+
+def assert_same(got, expected):
+    for mine, theirs in zip(got[:2], expected[:2], strict=True):
+        assert mine.keys() == theirs.keys()
+        for key, value in mine.items():
+            torch.testing.assert_close(value, theirs[key], rtol=0, atol=0)
+    assert got[2] == expected[2]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm.rollout_correction=decoupled_seq_is_rs", "rollout.refresh_every=2", "optim.mini_batch_size=6"],
+        ["algorithm.rollout_correction=bypass_pg_is", "algorithm.loss.kl_coef=0.1", "optim.ppo_epochs=2"],
+    ],
+    ids=["decoupled, stale engine", "bypass, reference KL"],
+)
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(micro_config, tmp_path, console, overrides):
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    train(micro_config(f"run_dir={whole}", "steps=5", *overrides), console=console)
+    train(micro_config(f"run_dir={parted}", "steps=3", *overrides), console=console)
+    torch.rand(3)  # whatever else happens in the process
+    train(load_config(parted / "config.yaml", ["resume=true", "steps=5"]), console=console)
+    assert_same(outcome(parted), outcome(whole))
+
+
+def test_steps_logged_after_the_checkpoint_are_computed_again(micro_config, tmp_path, console):
+    """A run killed at step 4 after a checkpoint at step 2 goes on as if steps 3 and 4 had not been logged."""
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    logs = ["log.rollouts=true", "log.tensorboard=true"]
+    train(micro_config("steps=2", *logs), console=console)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "reward/mean": 9}\n{"step": 4, "rew')
+    (run / "rollouts" / "step_000004.parquet").write_bytes(b"half")
+    train(micro_config("steps=3", "resume=true", *logs), console=console)
+    train(micro_config(f"run_dir={whole}", "steps=3", *logs), console=console)
+    assert_same(outcome(run), outcome(whole))
+    assert sorted(path.name for path in (run / "rollouts").iterdir()) == [f"step_{i:06d}.parquet" for i in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(micro_config, tmp_path, console, monkeypatch, number):
+    handler = signal.getsignal(number)
+    step = GrpoTrainer.step
+
+    def interrupted_step(self, count):
+        if count == 2:
+            os.kill(os.getpid(), number)
+        return step(self, count)
+
+    monkeypatch.setattr(GrpoTrainer, "step", interrupted_step)
+    summary = train(micro_config("steps=4"), console=console)
+    assert (summary.step, summary.interrupted) == (2, True)
+    assert signal.getsignal(number) == handler
+    console.file.flush()
+    told = (tmp_path / "console.txt").read_text()
+    assert f"go on with: rollcorr train {tmp_path / 'run' / 'config.yaml'} resume=true" in told
+
+    monkeypatch.setattr(GrpoTrainer, "step", step)
+    whole = tmp_path / "whole"
+    train(load_config(tmp_path / "run" / "config.yaml", ["resume=true"]), console=console)
+    train(micro_config(f"run_dir={whole}", "steps=4"), console=console)
+    assert_same(outcome(tmp_path / "run"), outcome(whole))
+
+
+def test_a_second_ctrl_c_stops_at_once_and_keeps_the_last_checkpoint(micro_config, tmp_path, console, monkeypatch):
+    step = GrpoTrainer.step
+
+    def impatient_step(self, count):
+        if count == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(self, count)
+
+    monkeypatch.setattr(GrpoTrainer, "step", impatient_step)
+    with pytest.raises(KeyboardInterrupt):
+        train(micro_config("checkpoint.every=2"), console=console)
+    assert latest_checkpoint(tmp_path / "run" / "checkpoints").name == "step_000002"
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+
+
+def test_a_run_is_not_written_over(micro_config, tmp_path, console):
+    train(micro_config("steps=1"), console=console)
+    with pytest.raises(FileExistsError, match=r"holds a run already: add resume=true .* or choose another run_dir"):
+        train(micro_config("steps=1"), console=console)
+    with pytest.raises(FileNotFoundError, match="has no checkpoint to resume from"):
+        train(micro_config(f"run_dir={tmp_path / 'new'}", "resume=true"), console=console)
+    (tmp_path / "died").mkdir()
+    (tmp_path / "died" / "metrics.jsonl").touch()
+    with pytest.raises(FileExistsError, match="delete it"):
+        train(micro_config(f"run_dir={tmp_path / 'died'}"), console=console)
+
+
+def test_a_resumed_run_says_what_was_changed(micro_config, tmp_path, console):
+    train(micro_config("steps=1"), console=console)
+    train(micro_config("steps=2", "resume=true", "optim.lr=0.5"), console=console)
+    console.file.flush()
+    assert "changed since this run began: optim.lr: 0.01 → 0.5" in (tmp_path / "console.txt").read_text()
+
+
+def test_the_newest_checkpoints_are_kept_and_a_policy_loads_from_each(micro_config, tmp_path, console):
+    train(micro_config("steps=4", "checkpoint.every=1", "checkpoint.keep=2"), console=console)
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == ["step_000003", "step_000004"]
+    reloaded = micro_config(
+        f"run_dir={tmp_path / 'next'}",
+        "steps=1",
+        "model.config=null",
+        f"model.path={tmp_path / 'run/checkpoints/step_000004'}",
+    )
+    assert train(reloaded, console=console).step == 1
+
+
+def test_a_crash_while_saving_leaves_the_checkpoint_before(micro_config, tmp_path, console, monkeypatch):
+    train(micro_config("steps=1"), console=console)
+    before = outcome(tmp_path / "run")
+
+    def full_disk(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(checkpoints.torch, "save", full_disk)
+    with pytest.raises(OSError, match="no space left"):
+        train(micro_config("steps=2", "resume=true"), console=console)
+    monkeypatch.undo()
+    after = outcome(tmp_path / "run")
+    assert latest_checkpoint(tmp_path / "run" / "checkpoints").name == "step_000001"
+    torch.testing.assert_close(after[0], before[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("file", ["state.json", "optimizer.pt", "engine.safetensors"])
+def test_a_broken_checkpoint_is_named(micro_config, tmp_path, console, file):
+    train(micro_config("steps=1"), console=console)
+    (tmp_path / "run" / "checkpoints" / "step_000001" / file).write_bytes(b"{")
+    with pytest.raises(ValueError, match=r"step_000001' cannot be read .*delete it"):
+        train(micro_config("resume=true"), console=console)
+
+
+def test_rollout_logs_are_valid_and_hold_what_the_step_saw(micro_config, tmp_path, console):
+    train(micro_config("steps=2", "log.rollouts=true", "rollout.refresh_every=2"), console=console)
+    logs = sorted((tmp_path / "run" / "rollouts").iterdir())
+    assert validate_rollout_log(logs).problems == ()
+    rows = [row for batch in read_rollout_log(logs) for row in batch.to_rows()]
+    assert [row["step"] for row in rows] == [1] * 12 + [2] * 12
+    first = rows[0]
+    assert len(first["response_ids"]) == len(first["rollout_log_prob"]) == len(first["log_prob"])
+    assert (first["engine"], first["group_id"], rows[-1]["group_id"]) == ("transformers", "1-0", "2-2")
+    assert [span["version"] for span in rows[-1]["policy_versions"]] == [0]
+    metrics = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert sum(row["reward"] for row in rows[:12]) / 12 == pytest.approx(metrics[0]["reward/mean"], abs=1e-6)
+
+
+def test_a_run_leaves_its_configuration_metrics_events_and_summary(micro_config, tmp_path, console):
+    run = tmp_path / "run"
+    train(micro_config("steps=2", "log.tensorboard=true", "log.evaluate=4", "warm_up.steps=2"), console=console)
+    assert load_config(run / "config.yaml").steps == 2
+    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [1, 2]
+    assert list((run / "tensorboard").iterdir())
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["step"] == 2
+    assert summary["before"]["problems"] == summary["after"]["problems"] == 4
+    # A resumed run remembers what was measured before it.
+    train(micro_config("steps=3", "resume=true", "log.evaluate=4"), console=console)
+    assert json.loads((run / "summary.json").read_text())["before"] == summary["before"]
+
+
+def test_gsm8k_files_train_too(micro_config, tmp_path, console):
+    path = tmp_path / "problems.jsonl"
+    path.write_text('{"question": "One and one?", "answer": "1+1=2\\n#### 2"}\n', encoding="utf-8")
+    config = micro_config("steps=1", "task.name=gsm8k", f"task.path={path}", "rollout.group_size=2")
+    assert train(config, console=console).step == 1
+
+
+def test_the_command_trains_and_explains_mistakes(tmp_path, low_byte_reward, micro_run):
+    runner = CliRunner()
+    good = runner.invoke(app, ["train", f"run_dir={tmp_path / 'run'}", *micro_run, "steps=1"])
+    assert good.exit_code == 0, good.output
+    again = runner.invoke(app, ["train", f"run_dir={tmp_path / 'run'}", *micro_run])
+    assert again.exit_code == 1
+    assert "add resume=true" in again.output
+    for arguments, message in (
+        (["a.yaml", "b.yaml"], "one configuration file at most"),
+        (["optim.rl=1"], "did you mean 'optim.lr'?"),
+        (["model.path=/nowhere"], "does not exist"),
+    ):
+        result = runner.invoke(app, ["train", f"run_dir={tmp_path / 'other'}", *arguments])
+        assert result.exit_code == 1
+        assert message in result.output
+    assert not (tmp_path / "other").exists()

@@ -1,0 +1,78 @@
+"""Make the policy that the demo starts from: `python tools/make_demo_checkpoint.py` (about three minutes on 2 cores).
+
+A random Qwen3 policy imitates solutions of the arithmetic task until it is right in one sample of five, cools down to
+about two or three of five, and is written to `rollcorr/train/assets/demo` (4 MB). Reinforcement learning then has
+something to improve.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from rollcorr.config import SamplingSpec
+from rollcorr.engines.transformers import TransformersEngine
+from rollcorr.train.policy import ASSETS, make_tiny_policy, save_policy
+from rollcorr.train.tasks import ArithmeticTask
+from rollcorr.train.warmup import evaluate, warm_up
+
+SEED = 0
+STEPS = 600
+COOL_DOWN = 60
+TARGET_ACCURACY = 0.20
+EVALUATE_EVERY = 20
+PROBLEMS = 512
+
+
+def main() -> None:
+    """Warm up, watch the sampled accuracy, stop at the target, save."""
+    torch.set_num_threads(2)
+    console = Console()
+    policy = make_tiny_policy(seed=SEED)
+    task = ArithmeticTask(max_operand=99)
+    engine = TransformersEngine(
+        policy.model,
+        sampling=SamplingSpec(),
+        max_new_tokens=48,
+        eos_token_id=policy.eos_token_id,
+        pad_token_id=policy.pad_token_id,
+    )
+
+    def measure(step: int, loss: float) -> float:
+        policy.model.eval()
+        engine.update_weights(policy.model, version=step)
+        result = evaluate(engine, policy, task, problems=PROBLEMS, bonus_length=24, seed=SEED)
+        policy.model.train()
+        console.print(f"step {step}: loss {loss:.3f} nats, accuracy {result.accuracy:.3f}")
+        return result.accuracy
+
+    def good_enough(step: int, loss: float) -> bool:
+        return step % EVALUATE_EVERY == 0 and measure(step, loss) >= TARGET_ACCURACY
+
+    loss = warm_up(
+        policy,
+        task,
+        steps=STEPS,
+        batch_size=128,
+        learning_rate=3e-3,
+        seed=SEED,
+        cool_down=COOL_DOWN,
+        good_enough=good_enough,
+    )
+    measure(STEPS, loss)
+    save_policy(policy, ASSETS / "demo")
+    _name_tokenizer_class_for_every_version(ASSETS / "demo" / "tokenizer_config.json")
+    console.print(f"wrote {ASSETS / 'demo'}")
+
+
+def _name_tokenizer_class_for_every_version(path: Path) -> None:
+    """transformers 5 writes a class name that 4 does not know; both know this one."""
+    values = json.loads(path.read_text(encoding="utf-8")) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
