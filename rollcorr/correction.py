@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,9 +13,13 @@ from rollcorr.core import metrics as registry
 from rollcorr.core.aggregation import Denominators
 from rollcorr.core.layout import check_layout, sequence_count
 from rollcorr.core.statistics import Statistics
+from rollcorr.core.tops import Worst, worst_of
 from rollcorr.core.weights import normalization_factor
-from rollcorr.distributed import gather_statistics
+from rollcorr.distributed import check_groups, context_reduction, gather_slices, gather_statistics
 from rollcorr.kernels.correction import CorrectionOutput, Implementation, correction_kernel
+from rollcorr.kernels.correction.detail import Detail as Detail
+from rollcorr.kernels.correction.detail import sequence_detail, token_detail
+from rollcorr.kernels.correction.table import BlockRows
 from rollcorr.schemas import resolve
 
 if TYPE_CHECKING:
@@ -33,7 +37,7 @@ class Correction:
             without importance sampling.
         loss_mask: the tokens that stay in the loss, bool, in the inputs' shape.
         sequence_kept: (B,) bool: the sequence still has a token in the loss, or never had one. For group baselines.
-        statistics: mergeable rows on the device; over the whole group when one was named. None without any correction.
+        statistics: mergeable rows on the device; over the whole groups that were named. None without any correction.
         config: what was asked for; None for no correction at all.
     """
 
@@ -54,6 +58,17 @@ class Correction:
         The batch of an empty sample reports its counts as 0, and 0 for whatever cannot be measured.
         """
         return {} if self.statistics is None else registry.finalize(self.statistics.read(), prefix=prefix)
+
+    def worst(self) -> Worst:
+        """The tokens and sequences with the largest |log ratio|: one device-to-host transfer.
+
+        Raises:
+            ValueError: `correct` was not asked for `detail`.
+        """
+        tops = {} if self.statistics is None else self.statistics.read().tops
+        if not tops:
+            raise ValueError("no worst tokens were collected; ask for them: correct(..., detail=True)")
+        return worst_of(tops)
 
     def denominators(self, normalizer: Literal["kept", "original", "weights"] | None = None) -> Denominators:
         """What the loss sums are divided by, over the whole group: token and sequence count, or weight sum.
@@ -87,6 +102,8 @@ def correct(
     *,
     cu_seqlens: Tensor | None = None,
     group: ProcessGroup | None = None,
+    context_group: ProcessGroup | None = None,
+    detail: Detail | bool = False,
     impl: Implementation = "auto",
 ) -> Correction:
     """Weights w(π/μ), a loss mask and mergeable statistics for one batch of rollouts.
@@ -102,14 +119,18 @@ def correct(
         config: a configuration, a preset's name, or a dictionary of any of the three generations.
         cu_seqlens: first token of each sequence, then N: (B + 1,) integers, only when packed.
         group: data-parallel process group: batch normalisation, counts and statistics are then those of the group.
+        context_group: ranks that hold other tokens of the same B sequences, in the same order, in any split; slices may
+            be empty. Decisions, weights and statistics are then those of the whole sequences, on every rank.
+        detail: collect quantiles and the worst tokens and sequences as well, in a second read of the batch; a `Detail`
+            says how they are named across ranks and shards.
         impl: which kernel; "auto" takes the fastest.
 
     Returns:
         A `Correction`. Data never raises: an empty or wholly rejected batch gives masks of the right shape.
 
     Raises:
-        ValueError: shapes disagree or do not fit the layout, the configuration is wrong, or `nonfinite="raise"` met a
-            missing log-prob.
+        ValueError: shapes disagree or do not fit the layout, the configuration is wrong, the groups overlap, or
+            `nonfinite="raise"` met a missing log-prob.
 
     Example:
         >>> train, rollout = torch.tensor([[-1.0, -2.0, 0.0]]), torch.tensor([[-1.5, -2.0, 0.0]])
@@ -127,11 +148,14 @@ def correct(
     if resolved is None:
         everything = mask.new_ones(sequence_count(mask, cu_seqlens=cu_seqlens))
         return Correction(None, mask, everything, None, None)
+    check_groups(group, context_group)
     with torch.no_grad():
-        output = correction_kernel(
-            train_log_prob.detach(), rollout_log_prob.detach(), mask, resolved, cu_seqlens=cu_seqlens, impl=impl
-        )
-        statistics = gather_statistics(output.statistics, group)
+        batch = _Batch(train_log_prob.detach(), rollout_log_prob.detach(), mask, cu_seqlens, context_group)
+        output = _kernel(batch, resolved, impl)
+        own = output.statistics
+        if detail:
+            own = own | _detail(batch, output.weights, resolved, detail if isinstance(detail, Detail) else Detail())
+        statistics = gather_statistics(own, group)
         if resolved.nonfinite == "raise":
             _raise_on_nonfinite(statistics)
         weights = _normalized(output, statistics, resolved)
@@ -149,6 +173,39 @@ def check_mask(response_mask: Tensor) -> None:
     wrong = response_mask[(response_mask != 0) & (response_mask != 1)]
     if wrong.numel():
         raise ValueError(f"response_mask must hold 0 and 1, got {wrong[0].item()} among {wrong.numel()} other values")
+
+
+class _Batch(NamedTuple):
+    train: Tensor
+    rollout: Tensor
+    mask: Tensor
+    cu_seqlens: Tensor | None
+    context_group: ProcessGroup | None
+
+
+def _kernel(batch: _Batch, config: RolloutCorrectionConfig, impl: Implementation) -> CorrectionOutput:
+    """Run the kernel; the reference wants its sequences whole, the others their sums."""
+    train, rollout, mask, cu_seqlens, context_group = batch
+    if context_group is None or impl != "reference":
+        reduce = context_reduction(context_group)
+        return correction_kernel(train, rollout, mask, config, cu_seqlens=cu_seqlens, reduce=reduce, impl=impl)
+    whole = gather_slices(train, rollout, mask, cu_seqlens=cu_seqlens, group=context_group)
+    train, rollout, mask = whole.tensors
+    output = correction_kernel(train, rollout, mask, config, cu_seqlens=whole.cu_seqlens, impl=impl)
+    weights = None if output.weights is None else output.weights[whole.own]
+    return output._replace(weights=weights, loss_mask=output.loss_mask[whole.own])
+
+
+def _detail(batch: _Batch, weights: Tensor | None, config: RolloutCorrectionConfig, detail: Detail) -> Statistics:
+    """Quantiles and the worst, over the context group."""
+    train, rollout, mask, cu_seqlens, context_group = batch
+    neutral = config.nonfinite == "neutral"
+    tokens, table = token_detail(train, rollout, mask, weights, detail, neutral=neutral, cu_seqlens=cu_seqlens)
+    reduce = context_reduction(context_group)
+    if reduce is not None:
+        tokens = gather_statistics(tokens, context_group)
+        reduce(table, BlockRows())
+    return tokens | sequence_detail(table, detail)
 
 
 def _normalized(output: CorrectionOutput, statistics: Statistics, config: RolloutCorrectionConfig) -> Tensor | None:

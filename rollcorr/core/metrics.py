@@ -20,6 +20,7 @@ from rollcorr.core.finalizers import (
     length_times_kl,
     lowest,
     mean,
+    quantile_of,
     share,
     std,
     total,
@@ -28,6 +29,8 @@ from rollcorr.core.finalizers import (
 from rollcorr.core.health_ranges import RANGES
 from rollcorr.core.metric import IS_GUIDE, MATHS, OWN, PRAXIS, Metric
 from rollcorr.core.statistics import HostStatistics
+
+__all__ = ["CRITERIA", "METRICS", "PREFIX", "Metric", "criterion_metrics", "finalize", "metric"]
 
 PREFIX = "rollout_corr/"
 
@@ -240,6 +243,16 @@ METRICS: dict[str, Metric] = _table(
         share("catastrophic_tokens", "tokens"),
         IS_GUIDE,
     ),
+    # Quantiles, where detail was asked for.
+    ("log_ratio_abs_p50", "nats", "tokens", "median of |d|", quantile_of("log_ratio", 0.5, absolute=True), OWN),
+    ("log_ratio_abs_p99", "nats", "tokens", "99 % of |d|", quantile_of("log_ratio", 0.99, absolute=True), OWN),
+    ("log_ratio_abs_p999", "nats", "tokens", "99.9 % of |d|", quantile_of("log_ratio", 0.999, absolute=True), OWN),
+    ("seq_log_ratio_p01", "nats", "sequences", "1 % of S_i", quantile_of("sequence_log_ratio", 0.01), OWN),
+    ("seq_log_ratio_p50", "nats", "sequences", "median of S_i", quantile_of("sequence_log_ratio", 0.5), OWN),
+    ("seq_log_ratio_p99", "nats", "sequences", "99 % of S_i", quantile_of("sequence_log_ratio", 0.99), OWN),
+    ("rollout_is_p01", "ratio", "tokens", "1 % of w, applied weights", quantile_of("weight", 0.01), OWN),
+    ("rollout_is_p50", "ratio", "tokens", "median of w", quantile_of("weight", 0.5), OWN),
+    ("rollout_is_p99", "ratio", "tokens", "99 % of w", quantile_of("weight", 0.99), OWN),
 )
 
 

@@ -6,6 +6,7 @@ whole are the same entries however it was cut.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -114,3 +115,9 @@ class Worst:
 
     tokens: tuple[WorstToken, ...]
     sequences: tuple[WorstSequence, ...]
+
+
+def worst_of(tops: Mapping[str, tuple[Entry, ...]]) -> Worst:
+    """The rows `tokens` and `sequences` of host statistics as objects; what was not collected is empty."""
+    tokens, sequences = tops.get("tokens", ()), tops.get("sequences", ())
+    return Worst(tuple(WorstToken(*entry) for entry in tokens), tuple(WorstSequence(*entry) for entry in sequences))

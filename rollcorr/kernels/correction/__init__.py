@@ -13,11 +13,12 @@ from torch import Tensor
 from rollcorr.kernels.correction.blocked import blocked_correction
 from rollcorr.kernels.correction.output import CorrectionOutput
 from rollcorr.kernels.correction.reference import reference_correction
+from rollcorr.kernels.correction.table import Reduction
 
 if TYPE_CHECKING:
     from rollcorr.config import RolloutCorrectionConfig
 
-__all__ = ["CorrectionOutput", "Implementation", "correction_kernel"]
+__all__ = ["CorrectionOutput", "Implementation", "Reduction", "correction_kernel"]
 
 Implementation = Literal["auto", "reference", "blocked"]
 
@@ -29,6 +30,7 @@ def correction_kernel(
     config: RolloutCorrectionConfig,
     *,
     cu_seqlens: Tensor | None = None,
+    reduce: Reduction | None = None,
     impl: Implementation = "auto",
 ) -> CorrectionOutput:
     """Weights before normalisation, loss mask, keep flags and statistics of one batch.
@@ -39,13 +41,17 @@ def correction_kernel(
         mask: bool, true on response tokens. Same shape.
         config: what to compute.
         cu_seqlens: (B + 1,) token offsets, only when packed.
+        reduce: merges in the other parts of the sequences, when this call has a part of each; before anything is
+            decided. Not for "reference", which needs its sequences whole.
         impl: "auto" takes the fastest implementation that runs here.
 
     Raises:
-        ValueError: `impl` is not one of those above.
+        ValueError: `impl` is not one of those above, or cannot reduce.
     """
+    if impl == "reference" and reduce is not None:
+        raise ValueError("impl='reference' needs whole sequences: gather them first")
     if impl == "reference":
         return reference_correction(train_log_prob, rollout_log_prob, mask, config, cu_seqlens=cu_seqlens)
     if impl in ("auto", "blocked"):
-        return blocked_correction(train_log_prob, rollout_log_prob, mask, config, cu_seqlens=cu_seqlens)
+        return blocked_correction(train_log_prob, rollout_log_prob, mask, config, cu_seqlens=cu_seqlens, reduce=reduce)
     raise ValueError(f"impl must be 'auto', 'reference' or 'blocked', got {impl!r}")
