@@ -143,16 +143,21 @@ def global_denominators(
         amounts = torch.stack([count.sum(), (count > 0).sum().double()])
     else:
         total = sequence_sum(weights.detach().double(), mask != 0, cu_seqlens=cu_seqlens)
-        total = _total(total, context_group)
+        total = sum_over(total, context_group)
         amounts = torch.stack([total.sum(), (total / count.clamp(min=1)).sum()])
-    return Denominators(*_total(amounts, group))
+    return Denominators(*sum_over(amounts, group))
 
 
 def sequence_counts(
     mask: Tensor, *, cu_seqlens: Tensor | None = None, context_group: ProcessGroup | None = None
 ) -> Tensor:
     """Tokens of each whole sequence where mask is not 0: (B,) float64. Arguments as in `global_denominators`."""
-    return _total(token_count(mask != 0, cu_seqlens=cu_seqlens).double(), context_group)
+    return sum_over(token_count(mask != 0, cu_seqlens=cu_seqlens).double(), context_group)
+
+
+def sum_over(values: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Σ over the ranks of a group, the same bits on each; None returns the values as they are."""
+    return values if group is None else _gather(values, group).sum(0)
 
 
 def sum_denominators(denominators: Denominators, group: ProcessGroup | None, *, device: torch.device) -> Denominators:
@@ -166,7 +171,7 @@ def sum_denominators(denominators: Denominators, group: ProcessGroup | None, *, 
     amounts = [
         torch.as_tensor(x, dtype=torch.float64, device=device) for x in (denominators.tokens, denominators.sequences)
     ]
-    return Denominators(*_total(torch.stack(amounts), group))
+    return Denominators(*sum_over(torch.stack(amounts), group))
 
 
 def sum_gradients(parameters: Iterable[Tensor], group: ProcessGroup | None) -> None:
@@ -203,8 +208,3 @@ def _gather(vector: Tensor, group: ProcessGroup) -> Tensor:
     parts = [torch.empty_like(vector) for _ in range(group.size())]
     torch.distributed.all_gather(parts, vector.contiguous(), group=group)
     return torch.stack(parts)
-
-
-def _total(values: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Σ over ranks, the same bits on each."""
-    return values if group is None else _gather(values, group).sum(0)
