@@ -129,12 +129,17 @@ def owners(lengths: Tensor, T: int, size: int, split: str) -> Tensor:
 
 
 def context_slice(data: Data, size: int, rank: int, split: str, *, packed: bool) -> Data:
-    B, T = data.mask.shape
+    T = data.mask.shape[1]
     if not packed:
         return data.tokens(owners(torch.tensor([T]), T, size, split)[0] == rank, packed=False)
-    lengths = torch.arange(B) * 7 % (T + 1)  # what lies beyond is prompt and padding, which packing leaves out
-    inside = torch.arange(T) < lengths.unsqueeze(-1)
-    return data.tokens((owners(lengths, T, size, split) == rank) & inside, packed=True)
+    held = inside(data)
+    return data.tokens((owners(held.sum(1), T, size, split) == rank) & held, packed=True)
+
+
+def inside(data: Data) -> Tensor:
+    """The tokens that packing keeps, (B, T): of sequences of uneven length, one of them empty."""
+    B, T = data.mask.shape
+    return torch.arange(T) < (torch.arange(B) * 7 % (T + 1)).unsqueeze(-1)
 
 
 def corrected(data: Data, fields: dict[str, Any], **options: Any) -> dict[str, Any]:

@@ -33,7 +33,8 @@ class SequenceTable:
         """Add a block's values to their sequences. Values are 0 (or False) at tokens that do not take part."""
         out = self._column(column, 0.0)
         if ids is None:
-            out[rows] = values.count_nonzero(dim=-1) if values.dtype == torch.bool else values.sum(dim=-1)
+            counting = values.dtype == torch.bool
+            out[rows] = values.count_nonzero(dim=-1) if counting else values.sum(dim=-1, dtype=STATISTICS_DTYPE)
         else:
             out.index_add_(0, ids, values.to(STATISTICS_DTYPE))
 
