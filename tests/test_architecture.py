@@ -26,6 +26,7 @@ LAYERS = [
     {"diagnostics", "engines", "rollout_log", "simulation"},
     {"train", "integrations"},
     {"cli"},
+    {"__main__"},
 ]
 APART = [("train", "integrations"), ("integrations", "train"), ("core", "config family"), ("config family", "core")]
 LIGHT = {"numpy", "rich", "torch", "typer", "yaml"} | set(sys.stdlib_module_names)

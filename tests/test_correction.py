@@ -164,6 +164,14 @@ def test_the_veto_is_strict_and_independent_of_weights():
     assert metrics["rollout_is_catastrophic_token_fraction"] == 0.25
 
 
+def test_shares_are_at_most_one_when_missing_tokens_count_as_ratio_one():
+    """Ratio 1 is below the band 1.5–2, and the missing tokens count in the denominator as in the numerator."""
+    train = torch.tensor([[-1.0, math.nan, math.nan, math.nan]])
+    neutral = config(nonfinite="neutral", rollout_rs="token_k1", rollout_rs_threshold="1.5_2.0")
+    metrics = correct(train, torch.full((1, 4), -1.0), torch.ones(1, 4), neutral).metrics(prefix="")
+    assert metrics["rollout_rs_token_k1_fraction_low"] == 1.0
+
+
 def test_what_a_criterion_rejects_alone_and_with_others():
     """ρ = (3, 1) and (3, 3): token_k1 ≤ 2 rejects the 3s, seq_sum_k1 ≤ 5 the second sequence."""
     log = torch.tensor([[3.0, 1.0], [3.0, 3.0]]).log()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -18,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from rollcorr.config import RolloutCorrectionConfig  # noqa: E402
+from rollcorr.core.health_ranges import HealthyRange  # noqa: E402
+from rollcorr.core.metrics import CRITERIA, METRICS, PREFIX, Metric, criterion_metrics, metric  # noqa: E402
 from rollcorr.presets import PRESETS, VERL  # noqa: E402
 
 GENERATED = "<!-- Written by tools/generate_docs.py. Edit the table in the code, then run it again. -->"
@@ -100,12 +103,136 @@ def _argument_table(names: Sequence[str]) -> str:
     return _table(("call", "what it does"), rows)
 
 
+def metrics_page() -> str:
+    """docs/metrics.md: every metric of the registry."""
+    weights = [name for name in METRICS if name.startswith(("rollout_is_", "saturated_"))]
+    weights = [name for name in weights if not _is_rejection(name)]
+    rejection = [name for name in METRICS if _is_rejection(name)]
+    mismatch = [name for name in METRICS if name not in (*weights, *rejection)]
+    return f"""# Metrics
+
+{GENERATED}
+
+`Correction.metrics()` returns these under the prefix `{PREFIX}`; `rollcorr.core.metrics.metric(name)` looks one up.
+Symbols are those of [notation.md](notation.md): tm is the mean over V, the valid tokens, sm the mean over R, the
+sequences with at least one. "over" is the sample; "unit" stands for V or R, whichever the level of the weights
+counts; "batch" is one number for all.
+
+- Rows without a valid token never count. Every standard deviation is the population one.
+- Counts, sums and moments merge over micro-batches and ranks before a ratio is taken, so no number here is an
+  average of averages. With nothing to measure a metric is 0.
+- Means and shares leave out missing log-probs, and means in log space also tokens of probability zero; both are
+  counted. Rejected shares are of all of V or R.
+
+## Mismatch
+
+Always there, whatever is done about it. d̂ and Ŝ_i are cut at ±20 nats, and `k3_kl` takes d up to +20; the shares
+beyond are `capped_fraction` and `chi2_seq_capped_fraction`. Nothing else here is clamped.
+
+{_metric_table(mismatch)}
+
+## Importance weights
+
+There when `rollout_is` is set, also with `apply_is=False` and in bypass PPO, where they change no loss. ℓ is d, S_i
+or G_i by level, ℓ̂ the same clamped to ± `safety_bound`. They describe the weights before batch normalisation. C and
+lo are the ceiling and 1/C when truncating, the ends of the band for IcePop, and without a threshold the band of the
+level's k1 criterion; without that too, the shares beyond them are absent. `rollout_is_log_min` and
+`rollout_is_log_max` need a sequence or geometric level, `rollout_is_low_weight_fraction` a threshold,
+`rollout_is_oob_ratio` a band, `rollout_is_batch_norm_factor` batch normalisation.
+
+{_metric_table(weights)}
+
+## Rejection
+
+The `rollout_rs_*` metrics are always there, because missing log-probs are rejected even without a criterion; those
+of the veto when `rollout_token_veto_threshold` is set. The `rollout_rs_*` metrics of this table take criteria, veto
+and non-finite policy together, and each of the three counts where one is told from several.
+
+{_metric_table(rejection)}
+
+### Of each criterion
+
+`CRITERION` is one of
+
+{_wrapped(CRITERIA)}
+
+x is its statistic: k1 = −log ρ, k2 or k3, of a token (`token_*`) or as sum, mean or maximum of a sequence. x_i is
+that of a sequence; for `token_*`, the sequence's mean. For k1, "above" and "below" are said of ρ. For k2 and k3
+nothing is below.
+
+{_criterion_table()}
+
+## Healthy ranges
+
+Limits are exclusive. [health.md](health.md) says how a run is judged by them,
+[troubleshooting.md](troubleshooting.md) what to do in which order.
+
+{_range_table()}
+"""
+
+
+def _is_rejection(name: str) -> bool:
+    return name.startswith("rollout_rs_") or name in (
+        "rollout_is_veto_fraction",
+        "rollout_is_catastrophic_token_fraction",
+    )
+
+
+def _metric_table(names: Iterable[str]) -> str:
+    """One row a metric."""
+    header = ("metric", "unit", "over", "formula", "healthy", "source")
+    return _table(header, [_metric_row(f"`{name}`", metric(name)) for name in names])
+
+
+def _metric_row(label: str, row: Metric, formula: str | None = None) -> tuple[str | None, ...]:
+    over = {"tokens": "V", "sequences": "R"}.get(row.sample, row.sample)
+    healthy = row.healthy.ideal if row.healthy else None
+    return label, row.unit, over, (formula or row.formula).replace("|", "\\|"), healthy, row.source
+
+
+def _criterion_table() -> str:
+    """One row a suffix; the samples of a token criterion are given where they differ from those of the others."""
+    rows = []
+    token, sequence = criterion_metrics("token_k2"), criterion_metrics("seq_mean_k2")
+    for name, row in sequence.items():
+        suffix = name.removeprefix("rollout_rs_seq_mean_k2_")
+        formula = row.formula.replace("seq_mean_k2", "x_i" if suffix.startswith("seq_") else "x")
+        cells = _metric_row(f"`rollout_rs_CRITERION_{suffix}`", row, formula)
+        if token[f"rollout_rs_token_k2_{suffix}"].sample != row.sample:
+            cells = (*cells[:2], "V (`token_*`) or R", *cells[3:])
+        rows.append(cells)
+    return _table(("metric", "unit", "over", "formula", "healthy", "source"), rows)
+
+
+def _wrapped(names: Iterable[str]) -> str:
+    return textwrap.fill(", ".join(f"`{name}`" for name in names) + ".", 120, break_on_hyphens=False)
+
+
+def _range_table() -> str:
+    """One row a metric that has a healthy range."""
+    template = {name.replace(CRITERIA[0], "CRITERION"): row for name, row in criterion_metrics(CRITERIA[0]).items()}
+    rows = [
+        (f"`{name}`", row.healthy.ideal, _limits(row.healthy), row.healthy.reason, row.healthy.remedy)
+        for name, row in (METRICS | template).items()
+        if row.healthy
+    ]
+    return _table(("metric", "ideal", "warns", "reason", "remedy"), rows)
+
+
+def _limits(healthy: HealthyRange) -> str | None:
+    """The limits in words; a dash when nothing warns."""
+    value = "absolute value " if healthy.absolute else ""
+    limits = (("below", healthy.warn_below), ("above", healthy.warn_above))
+    return value + " or ".join(f"{side} {limit:g}" for side, limit in limits if limit is not None) or None
+
+
 def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     lines = [header, ["---"] * len(header), *([("–" if cell is None else str(cell)) for cell in row] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 PAGES: dict[str, Callable[[], str]] = {
+    "docs/metrics.md": metrics_page,
     "docs/presets.md": presets_page,
 }
 

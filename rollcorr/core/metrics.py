@@ -240,7 +240,7 @@ METRICS: dict[str, Metric] = _table(
         "rollout_rs_overlap_fraction",
         "share",
         "tokens",
-        "tokens that more than one criterion rejects / |V|",
+        "tokens that several criteria, the veto included, reject / |V|",
         share("rejected_by_several", "tokens"),
         _OWN,
     ),
@@ -248,7 +248,7 @@ METRICS: dict[str, Metric] = _table(
         "rollout_rs_seq_overlap_fraction",
         "share",
         "sequences",
-        "sequences that more than one criterion touches / |R|",
+        "sequences that several criteria, the veto included, touch / |R|",
         share("sequences_rejected_by_several", "sequences"),
         _OWN,
     ),
@@ -279,7 +279,7 @@ def criterion_metrics(criterion: str) -> dict[str, Metric]:
     """
     row = f"rs/{criterion}"
     token_scope = criterion.startswith("token_")
-    unit, count = ("tokens", "tokens_compared") if token_scope else ("sequences", "sequences_compared")
+    unit, count = ("tokens", "tokens_counted") if token_scope else ("sequences", "sequences_compared")
     sequence_row = f"{row}/seq" if token_scope else row
     if token_scope:
         seq_high, seq_low = f"{row}/seq_high", f"{row}/seq_low"
@@ -305,14 +305,14 @@ def criterion_metrics(criterion: str) -> dict[str, Metric]:
             "alone_fraction",
             "share",
             "tokens",
-            "tokens that it alone rejects / |V|",
+            "tokens that it rejects and nothing else does / |V|",
             share(f"{row}/tokens_alone", "tokens"),
         ),
         (
             "seq_alone_fraction",
             "share",
             "sequences",
-            "sequences that it alone touches / |R|",
+            "sequences that it touches and nothing else does / |R|",
             share(f"{row}/sequences_alone", "sequences"),
         ),
         ("seq_mean", "nats", "sequences", f"mean_R({value})", mean(sequence_row)),

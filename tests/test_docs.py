@@ -1,0 +1,171 @@
+"""The README and docs/ stay true: code runs and prints what it says, YAML is read, links and names lead somewhere."""
+
+import contextlib
+import importlib.util
+import io
+import re
+from pathlib import Path
+
+import pytest
+import typer
+
+from rollcorr.cli import app
+from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.core.metrics import CRITERIA, METRICS, criterion_metrics
+from rollcorr.presets import PRESETS
+from rollcorr.schemas import convert
+from rollcorr.yaml_text import load_yaml
+
+ROOT = Path(__file__).parents[1]
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+    for path in [*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
+}
+OWN_TEST = {  # pages whose code runs in a test of their own
+    "docs/health.md": "diagnostics/test_health_page.py",
+    "docs/rollout_log.md": "test_rollout_log_docs.py",
+    "docs/verl.md": "integrations/test_verl_docs.py",
+}
+# Python, and the text right below it, which is its output. A fence marked `python no-run` is left out.
+PYTHON = re.compile(r"^```python\n(.*?)^```(?:\n\n```text\n(.*?)^```)?", re.DOTALL | re.MULTILINE)
+COMMAND = re.compile(r"(?:^|[`$]\s?)rollcorr ([a-z][a-z-]*)", re.MULTILINE)
+TARGET = re.compile(r"(?:^|[`$]\s?)make ([a-z][a-z-]*)", re.MULTILINE)
+
+
+def with_a_match(pattern, besides=()):
+    return [page for page, text in PAGES.items() if re.search(pattern, text) and page not in besides]
+
+
+def code_of(text):
+    """The fenced blocks and code spans of a page, one a line."""
+    fences = re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    spans = re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
+    return "\n".join([*fences, *(f"`{span}`" for span in spans)])
+
+
+def anchors(text):
+    """The anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", with_a_match(r"```python\n", besides=OWN_TEST))
+def test_the_code_of_a_page_runs_and_prints_what_stands_below_it(page, tmp_path, monkeypatch):
+    """Blocks share their names, in order."""
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": page}
+    for code, output in PYTHON.findall(PAGES[page]):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(code, page, "exec"), names)
+        if output:
+            assert printed.getvalue() == output
+
+
+def test_pages_with_a_test_of_their_own_are_run_there():
+    for page, test in OWN_TEST.items():
+        source = (ROOT / "tests" / test).read_text(encoding="utf-8")
+        assert Path(page).name in source
+        assert "exec(" in source
+
+
+@pytest.mark.parametrize("page", with_a_match(r"```yaml\n(?:.*\n)*?.*rollout_"))
+def test_the_yaml_of_a_page_is_read_without_a_warning(page):
+    for text in re.findall(r"```yaml\n(.*?)```", PAGES[page], re.DOTALL):
+        if "rollout_" in text:
+            convert(load_yaml(text))
+
+
+def test_the_three_steps_go_from_metrics_to_the_preset_they_name():
+    blocks = re.findall(r"```yaml\n(.*?)```", PAGES["docs/choosing.md"], re.DOTALL)
+    look, reject, weigh = (convert(load_yaml(text)).config for text in blocks)
+    assert (look.weights_reach_loss, look.criteria) == (False, ())
+    assert (reject.weights_reach_loss, reject.criteria) == (False, weigh.criteria)
+    assert weigh == RolloutCorrectionConfig.decoupled_k3_rs_token_tis()
+
+
+def test_the_estimator_table_names_presets_with_the_settings_of_their_row():
+    table = PAGES["docs/choosing.md"].split("| estimator |")[1].split("\n\n")[0].splitlines()[2:]
+    modes = [(False, "ppo_clip"), (True, "ppo_clip"), (True, "reinforce")]
+    named = set()
+    for line in table:
+        _, weights, criterion, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        for (bypass, loss), cell in zip(modes, cells, strict=True):
+            if not cell.startswith("`"):
+                continue
+            config = RolloutCorrectionConfig.preset(cell.strip("`"))
+            named.add(cell.strip("`"))
+            assert (config.bypass_mode, config.loss_type) == (bypass, loss), line
+            assert config.rollout_is == (None if weights == "–" else weights.split(",")[0]), line
+            assert config.rollout_rs == (None if criterion == "–" else criterion), line
+            assert (config.is_mode == "icepop") == ("band" in weights), line
+    assert named == {name for name in PRESETS if name.startswith(("decoupled_", "bypass_"))} - {"bypass_pg_rs"} | {
+        "disabled"
+    }
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_relative_link_leads_to_a_file_and_its_heading(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"^```.*?^```", "", PAGES[page], flags=re.DOTALL | re.MULTILINE)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target.read_text(encoding="utf-8")), link
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_and_make_target_that_is_named_exists(page):
+    commands = set(typer.main.get_command(app).commands)
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    code = code_of(PAGES[page])
+    assert set(COMMAND.findall(code)) <= commands
+    assert set(TARGET.findall(code)) <= targets
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_preset_and_metric_that_is_named_exists(page):
+    words = set(re.findall(r"`([a-z0-9_]+)`", PAGES[page]))
+    fields = set(RolloutCorrectionConfig().to_dict())
+    presets = {word for word in words if re.match(r"(decoupled|bypass)_", word)} - fields
+    assert presets <= set(PRESETS) | {"bypass_old_logprob_for_rollout"}
+    every = set(METRICS).union(*(criterion_metrics(criterion) for criterion in CRITERIA))
+    assert {word for word in words if re.match(r"(log_ppl|log_ratio|chi2|prob_diff|saturated)_", word)} <= every
+
+
+def test_the_index_lists_every_page_once():
+    listed = re.findall(r"^\| \[(\w+\.md)\]\(\1\)", PAGES["docs/index.md"], re.MULTILINE)
+    assert sorted([*listed, "index.md"]) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+
+
+def test_every_generated_page_is_current():
+    spec = importlib.util.spec_from_file_location("generate_docs", ROOT / "tools" / "generate_docs.py")
+    generate_docs = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate_docs)
+    assert generate_docs.outdated() == [], "run python tools/generate_docs.py"
+    assert {page for page, text in PAGES.items() if generate_docs.GENERATED in text} == set(generate_docs.PAGES)
+
+
+def test_the_metrics_page_lists_every_metric_once():
+    tables = PAGES["docs/metrics.md"].split("## Healthy ranges")[0]
+    listed = re.findall(r"^\| `(\w+)` \|", tables, re.MULTILINE)
+    template = {name.replace("seq_sum_k1", "CRITERION") for name in criterion_metrics("seq_sum_k1")}
+    assert sorted(listed) == sorted([*METRICS, *template])
+    assert all(f"`{criterion}`" in tables for criterion in CRITERIA)
+
+
+def test_each_known_failure_names_tests_that_exist_or_is_listed_as_not_yet():
+    guarded, unguarded = PAGES["docs/known_failures.md"].split("## Not yet")
+    rows = dict(re.findall(r"^\| (\d+) \|.*?\| (`.*`) \|$", guarded, re.MULTILINE))
+    missing = set(re.findall(r"^\| (\d+) \|", unguarded, re.MULTILINE))
+    assert sorted([*rows, *missing], key=int) == [str(number) for number in range(1, 46)]
+    own = "test_known_failures.py"
+    for number, cell in rows.items():
+        tests = [name.rpartition("::") for name in re.findall(r"`([^`]+)`", cell)]
+        for file, _, test in tests:
+            source = (ROOT / "tests" / (file or own)).read_text(encoding="utf-8")
+            assert f"def {test}(" in source, (number, test)
+    numbered = re.findall(r"^def test_(\d\d)_", (ROOT / "tests" / own).read_text(encoding="utf-8"), re.MULTILINE)
+    assert {str(int(number)) for number in numbered} <= set(rows), "a test for a line that is listed as not yet"
