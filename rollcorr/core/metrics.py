@@ -245,14 +245,21 @@ METRICS: dict[str, Metric] = _table(
     ),
     # Quantiles, where detail was asked for.
     ("log_ratio_abs_p50", "nats", "tokens", "median of |d|", quantile_of("log_ratio", 0.5, absolute=True), OWN),
-    ("log_ratio_abs_p99", "nats", "tokens", "99 % of |d|", quantile_of("log_ratio", 0.99, absolute=True), OWN),
-    ("log_ratio_abs_p999", "nats", "tokens", "99.9 % of |d|", quantile_of("log_ratio", 0.999, absolute=True), OWN),
-    ("seq_log_ratio_p01", "nats", "sequences", "1 % of S_i", quantile_of("sequence_log_ratio", 0.01), OWN),
+    ("log_ratio_abs_p99", "nats", "tokens", "0.99 quantile of |d|", quantile_of("log_ratio", 0.99, absolute=True), OWN),
+    (
+        "log_ratio_abs_p999",
+        "nats",
+        "tokens",
+        "0.999 quantile of |d|",
+        quantile_of("log_ratio", 0.999, absolute=True),
+        OWN,
+    ),
+    ("seq_log_ratio_p01", "nats", "sequences", "0.01 quantile of S_i", quantile_of("sequence_log_ratio", 0.01), OWN),
     ("seq_log_ratio_p50", "nats", "sequences", "median of S_i", quantile_of("sequence_log_ratio", 0.5), OWN),
-    ("seq_log_ratio_p99", "nats", "sequences", "99 % of S_i", quantile_of("sequence_log_ratio", 0.99), OWN),
-    ("rollout_is_p01", "ratio", "tokens", "1 % of w, applied weights", quantile_of("weight", 0.01), OWN),
+    ("seq_log_ratio_p99", "nats", "sequences", "0.99 quantile of S_i", quantile_of("sequence_log_ratio", 0.99), OWN),
+    ("rollout_is_p01", "ratio", "tokens", "0.01 quantile of w, applied weights", quantile_of("weight", 0.01), OWN),
     ("rollout_is_p50", "ratio", "tokens", "median of w", quantile_of("weight", 0.5), OWN),
-    ("rollout_is_p99", "ratio", "tokens", "99 % of w", quantile_of("weight", 0.99), OWN),
+    ("rollout_is_p99", "ratio", "tokens", "0.99 quantile of w", quantile_of("weight", 0.99), OWN),
 )
 
 
