@@ -199,6 +199,8 @@ def _kernel(batch: _Batch, config: RolloutCorrectionConfig, impl: Implementation
 def _detail(batch: _Batch, weights: Tensor | None, config: RolloutCorrectionConfig, detail: Detail) -> Statistics:
     """Quantiles and the worst, over the context group."""
     train, rollout, mask, cu_seqlens, context_group = batch
+    if detail.position_ids is not None:
+        check_layout(train_log_prob=train, position_ids=detail.position_ids, cu_seqlens=cu_seqlens)
     neutral = config.nonfinite == "neutral"
     tokens, table = token_detail(train, rollout, mask, weights, detail, neutral=neutral, cu_seqlens=cu_seqlens)
     reduce = context_reduction(context_group)

@@ -46,7 +46,8 @@ def top_entries(values: Tensor, sequence: Tensor, at: Tensor, exists: Tensor) ->
         exists: (K,) bool.
     """
     rows = torch.stack([values.float().to(torch.float64), sequence.to(torch.float64), at.to(torch.float64)], dim=-1)
-    nothing = torch.tensor([0.0, -1.0, -1.0], dtype=torch.float64, device=values.device).expand(TOP, 3)
+    nothing = rows.new_zeros(TOP, 3)
+    nothing[:, 1:] = -1.0
     return torch.cat([rows.where(exists.unsqueeze(-1), nothing[: len(rows)]), nothing[len(rows) :]])
 
 

@@ -47,6 +47,11 @@ def test_the_worst_must_be_asked_for():
     assert not any("_p50" in name for name in correct(*batch(), CONFIG).metrics())
 
 
+def test_positions_must_have_the_shape_of_the_tokens():
+    with pytest.raises(ValueError, match=r"train_log_prob \(7, 13\) and position_ids \(13,\) differ"):
+        correct(*batch(), CONFIG, detail=Detail(position_ids=torch.arange(13)))
+
+
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric", None])
 def test_quantiles_are_those_of_sorted_values(level):
     train, rollout, mask = batch(40, 50)
