@@ -128,11 +128,9 @@ class BlockRows:
 
     def extremes(self, name: str, low: Tensor, high: Tensor) -> None:
         """Add (min, max) of a block; `low` has +inf and `high` −inf at tokens that do not take part."""
-        if high.numel():
-            ends = torch.stack([low.amin(), high.amax()])
-        else:  # a slice without tokens has the row too, so that all slices have the same ones
-            ends = high.new_tensor([torch.inf, -torch.inf])
-        self._extremes.setdefault(name, []).append(ends)
+        # A slice without tokens has the row too, so that all slices have the same ones.
+        ends = [low.amin(), high.amax()] if high.numel() else [high.new_full((), x) for x in (torch.inf, -torch.inf)]
+        self._extremes.setdefault(name, []).append(torch.stack(ends))
 
     def join(self, other: BlockRows) -> None:
         """Append the entries of a pass over later blocks."""
