@@ -15,7 +15,7 @@ from rollcorr.core.layout import check_layout, sequence_count
 from rollcorr.core.statistics import Statistics
 from rollcorr.core.weights import normalization_factor
 from rollcorr.distributed import gather_statistics
-from rollcorr.kernels.correction import CorrectionOutput, Implementation, correction_kernel
+from rollcorr.kernels.correction import CorrectionOutput, Implementation, Out, check_out, correction_kernel
 from rollcorr.schemas import resolve
 
 if TYPE_CHECKING:
@@ -87,6 +87,7 @@ def correct(
     *,
     cu_seqlens: Tensor | None = None,
     group: ProcessGroup | None = None,
+    out: Out | None = None,
     impl: Implementation = "auto",
 ) -> Correction:
     """Weights w(π/μ), a loss mask and mergeable statistics for one batch of rollouts.
@@ -102,14 +103,18 @@ def correct(
         config: a configuration, a preset's name, or a dictionary of any of the three generations.
         cu_seqlens: first token of each sequence, then N: (B + 1,) integers, only when packed.
         group: data-parallel process group: batch normalisation, counts and statistics are then those of the group.
-        impl: which kernel; "auto" takes the fastest.
+        out: (weights, loss_mask) buffers to write to, contiguous, float32 and bool in the inputs' shape; weights None
+            without importance sampling. Reused from step to step they save most of the time: fresh memory costs more
+            than the arithmetic.
+        impl: which kernel; "auto" takes the fastest that runs here: "cpu" (compiled C), else "blocked" (torch).
 
     Returns:
         A `Correction`. Data never raises: an empty or wholly rejected batch gives masks of the right shape.
 
     Raises:
-        ValueError: shapes disagree or do not fit the layout, the configuration is wrong, or `nonfinite="raise"` met a
-            missing log-prob.
+        ValueError: shapes disagree or do not fit the layout, the configuration or `out` is wrong, `impl` does not take
+            this batch, or `nonfinite="raise"` met a missing log-prob.
+        ImportError: `impl` was not built.
 
     Example:
         >>> train, rollout = torch.tensor([[-1.0, -2.0, 0.0]]), torch.tensor([[-1.5, -2.0, 0.0]])
@@ -122,14 +127,21 @@ def correct(
         rollout_log_prob=rollout_log_prob,
         response_mask=response_mask,
     )
-    mask = response_mask if response_mask.dtype == torch.bool else response_mask != 0
     resolved = resolve(config)
+    if out is not None:
+        inputs = {"train_log_prob": train_log_prob, "rollout_log_prob": rollout_log_prob}
+        check_out(out, resolved, **inputs, response_mask=response_mask)
     if resolved is None:
-        everything = mask.new_ones(sequence_count(mask, cu_seqlens=cu_seqlens))
-        return Correction(None, mask, everything, None, None)
+        return _nothing(response_mask, cu_seqlens, out)
     with torch.no_grad():
         output = correction_kernel(
-            train_log_prob.detach(), rollout_log_prob.detach(), mask, resolved, cu_seqlens=cu_seqlens, impl=impl
+            train_log_prob.detach(),
+            rollout_log_prob.detach(),
+            response_mask,
+            resolved,
+            cu_seqlens=cu_seqlens,
+            out=out,
+            impl=impl,
         )
         statistics = gather_statistics(output.statistics, group)
         if resolved.nonfinite == "raise":
@@ -149,6 +161,13 @@ def check_mask(response_mask: Tensor) -> None:
     wrong = response_mask[(response_mask != 0) & (response_mask != 1)]
     if wrong.numel():
         raise ValueError(f"response_mask must hold 0 and 1, got {wrong[0].item()} among {wrong.numel()} other values")
+
+
+def _nothing(response_mask: Tensor, cu_seqlens: Tensor | None, out: Out | None) -> Correction:
+    """No correction at all: the response mask is the loss mask."""
+    mask = response_mask if response_mask.dtype == torch.bool else response_mask != 0
+    kept = mask.new_ones(sequence_count(mask, cu_seqlens=cu_seqlens))
+    return Correction(None, mask if out is None else out[1].copy_(mask), kept, None, None)
 
 
 def _normalized(output: CorrectionOutput, statistics: Statistics, config: RolloutCorrectionConfig) -> Tensor | None:
