@@ -21,7 +21,7 @@ LAYERS = [
     {"core"} | CONFIG_FAMILY,
     {"kernels"},
     {"distributed"},
-    {"correction"},
+    {"aggregation", "correction"},
     {"bypass", "policy_loss"},
     {"diagnostics", "engines", "rollout_log", "simulation"},
     {"train", "integrations"},

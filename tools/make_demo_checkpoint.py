@@ -20,7 +20,7 @@ from rollcorr.train.tasks import ArithmeticTask
 from rollcorr.train.warmup import evaluate, warm_up
 
 SEED = 0
-STEPS = 600
+STEPS = 1000
 COOL_DOWN = 60
 TARGET_ACCURACY = 0.20
 EVALUATE_EVERY = 20
@@ -57,7 +57,7 @@ def main() -> None:
         task,
         steps=STEPS,
         batch_size=128,
-        learning_rate=3e-3,
+        learning_rate=1.5e-3,
         seed=SEED,
         cool_down=COOL_DOWN,
         good_enough=good_enough,

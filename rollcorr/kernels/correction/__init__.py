@@ -13,13 +13,23 @@ from torch import Tensor
 
 from rollcorr.kernels.correction.blocked import blocked_correction
 from rollcorr.kernels.correction.cpu import cpu_correction, status, why_not
-from rollcorr.kernels.correction.output import CorrectionOutput, Out, check_out
+from rollcorr.kernels.correction.output import CorrectionOutput, Out, check_out, copied_to
 from rollcorr.kernels.correction.reference import reference_correction
+from rollcorr.kernels.correction.table import Reduction
 
 if TYPE_CHECKING:
     from rollcorr.config import RolloutCorrectionConfig
 
-__all__ = ["CorrectionOutput", "Implementation", "Out", "check_out", "correction_kernel", "implementations"]
+__all__ = [
+    "CorrectionOutput",
+    "Implementation",
+    "Out",
+    "Reduction",
+    "check_out",
+    "copied_to",
+    "correction_kernel",
+    "implementations",
+]
 
 Implementation = Literal["auto", "reference", "blocked", "cpu"]
 
@@ -31,6 +41,7 @@ def correction_kernel(
     config: RolloutCorrectionConfig,
     *,
     cu_seqlens: Tensor | None = None,
+    reduce: Reduction | None = None,
     out: Out | None = None,
     impl: Implementation = "auto",
 ) -> CorrectionOutput:
@@ -42,6 +53,8 @@ def correction_kernel(
         mask: non-zero on response tokens. Same shape; any dtype.
         config: what to compute.
         cu_seqlens: (B + 1,) token offsets, only when packed.
+        reduce: merges in the other parts of the sequences, when this call has a part of each; before anything is
+            decided. For "blocked" alone: the others need their sequences whole.
         out: buffers for the weights and the loss mask, which `check_out` has seen; None for fresh ones.
         impl: "auto" takes the fastest implementation that runs here and takes this batch.
 
@@ -49,15 +62,18 @@ def correction_kernel(
         ValueError: `impl` is not one of those above, or does not take this batch.
         ImportError: `impl="cpu"`, and the library was not built.
     """
-    if impl == "cpu" or (impl == "auto" and why_not(train_log_prob, rollout_log_prob, mask, config) is None):
+    if impl not in get_args(Implementation):
+        raise ValueError(f"impl must be one of {', '.join(map(repr, get_args(Implementation)))}, got {impl!r}")
+    if impl in ("reference", "cpu") and reduce is not None:
+        raise ValueError(f"impl={impl!r} needs whole sequences: gather them first, or use impl='auto'")
+    if impl == "auto" and reduce is None and why_not(train_log_prob, rollout_log_prob, mask, config) is None:
+        impl = "cpu"
+    if impl == "cpu":
         return cpu_correction(train_log_prob, rollout_log_prob, mask, config, cu_seqlens=cu_seqlens, out=out)
-    valid = mask if mask.dtype == torch.bool else mask != 0
-    if impl in ("auto", "blocked"):
-        return blocked_correction(train_log_prob, rollout_log_prob, valid, config, cu_seqlens=cu_seqlens, out=out)
+    batch = train_log_prob, rollout_log_prob, mask if mask.dtype == torch.bool else mask != 0
     if impl == "reference":
-        output = reference_correction(train_log_prob, rollout_log_prob, valid, config, cu_seqlens=cu_seqlens)
-        return output if out is None else _copied(output, out)
-    raise ValueError(f"impl must be one of {', '.join(map(repr, get_args(Implementation)))}, got {impl!r}")
+        return copied_to(out, reference_correction(*batch, config, cu_seqlens=cu_seqlens))
+    return blocked_correction(*batch, config, cu_seqlens=cu_seqlens, reduce=reduce, out=out)
 
 
 def implementations() -> dict[str, tuple[bool, str]]:
@@ -68,11 +84,3 @@ def implementations() -> dict[str, tuple[bool, str]]:
         "blocked": (True, "every device: eager torch in blocks"),
         "cpu": (level is not None, f"CPU, float32 and bfloat16: compiled C, {level}" if level else reason),
     }
-
-
-def _copied(output: CorrectionOutput, out: Out) -> CorrectionOutput:
-    """The same output in the caller's buffers."""
-    weights, loss_mask = out
-    if weights is not None and output.weights is not None:
-        weights.copy_(output.weights)
-    return output._replace(weights=weights, loss_mask=loss_mask.copy_(output.loss_mask))

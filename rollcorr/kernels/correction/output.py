@@ -78,6 +78,16 @@ def check_out(out: Out, config: RolloutCorrectionConfig | None, **inputs: Tensor
                 raise ValueError(f"out {kind} and {other} share memory; give a buffer of its own")
 
 
+def copied_to(out: Out | None, output: CorrectionOutput) -> CorrectionOutput:
+    """The output in the caller's buffers, if there are any."""
+    if out is None:
+        return output
+    weights, loss_mask = out
+    if weights is not None and output.weights is not None:
+        weights.copy_(output.weights)
+    return output._replace(weights=weights, loss_mask=loss_mask.copy_(output.loss_mask))
+
+
 def _overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors lie in one storage, which is where a caller's mistake would put them."""
     return a.numel() > 0 and a.device.type != "meta" and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()

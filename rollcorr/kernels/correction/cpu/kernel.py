@@ -113,6 +113,6 @@ def _layout(config: RolloutCorrectionConfig, level: str) -> tuple[Statistics, Te
     nothing = torch.zeros(0, 0)
     template = blocked_correction(nothing, nothing, nothing.bool(), config).statistics
     lib, criteria = library(level), tuple(criterion.name for criterion in config.criteria)
-    named = (("sums", template.sum_names), ("moments", template.moment_names), ("extremes", template.extreme_names))
-    places = [place for kind, names in named for name in names for place in lib.places(kind, name, criteria)]
+    named = [(kind, name) for kind, names in template.names.items() for name in names]
+    places = [place for kind, name in named for place in lib.places(kind, name, criteria)]
     return template, torch.tensor(places)
