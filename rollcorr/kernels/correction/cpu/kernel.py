@@ -19,8 +19,8 @@ from rollcorr.kernels.correction.output import CorrectionOutput, Out, outputs
 if TYPE_CHECKING:
     from rollcorr.config import RolloutCorrectionConfig
 
-LARGEST_SAFETY_BOUND = 80.0
-"""Nats; weights are float32, which ends at e^88."""
+LARGEST_SAFETY_BOUND = 40.0
+"""Nats; squares of weights are summed in float32, which ends at e^88."""
 
 _LARGE = 4 << 20  # bytes, from which large pages pay
 
@@ -40,7 +40,7 @@ def why_not(train: Tensor, rollout: Tensor, mask: Tensor, config: RolloutCorrect
         if not _rows_are_contiguous(tensor):
             return f"the tokens of {name} do not lie next to each other (strides {tensor.stride()})"
     if config.safety_bound > LARGEST_SAFETY_BOUND:
-        return f"safety_bound is {config.safety_bound:g}, and float32 holds weights up to e^{LARGEST_SAFETY_BOUND:g}"
+        return f"safety_bound is {config.safety_bound:g}, and it sums the squares of weights up to e^{LARGEST_SAFETY_BOUND:g}"
     return status()[1] or None
 
 

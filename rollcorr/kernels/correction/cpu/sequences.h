@@ -6,7 +6,8 @@
 #include "job.h"
 
 typedef struct { /* sums over one sequence; counts are whole numbers */
-    double valid, measured, zero, log_ratio, rollout, k2, k3, raw_weight, weight, kept_weight, kept, once, catastrophic;
+    double valid, measured, zero, log_ratio, train, rollout, k2, k3, raw_weight, weight, kept_weight, kept, once;
+    double catastrophic;
     double rejected[KINDS], alone[KINDS]; /* by token-level criteria */
     Extremes range;                       /* of d */
 } Sequence;
@@ -46,10 +47,11 @@ static void describe_sequence(const Sequence *s, const Derived *derived, Rows *r
     sums[SUM_ratio_outside_10pct] += s->zero;
     add_extremes(&rows->extremes[EXTREMES_log_ratio], s->range.min, s->range.max);
     if (s->measured > 0) {
-        double rollout = -s->rollout / s->measured, difference = -s->log_ratio / s->measured;
+        double train = -s->train / s->measured, rollout = -s->rollout / s->measured;
+        double difference = -s->log_ratio / s->measured;
         sums[SUM_sequences_measured] += 1;
-        sums[SUM_train_log_ppl] += rollout + difference;
-        sums[SUM_train_ppl] += exp(rollout + difference);
+        sums[SUM_train_log_ppl] += train;
+        sums[SUM_train_ppl] += exp(train);
         sums[SUM_rollout_log_ppl] += rollout;
         sums[SUM_rollout_ppl] += exp(rollout);
         sums[SUM_log_ppl_diff] += difference;

@@ -37,7 +37,7 @@ typedef struct {
     int wide;  /* float32 sums do not hold it */
     const vi *valid, *measured, *zero, *counted; /* classes of tokens: the arrays below, or EVERY and NONE */
     vi classes[4][VECTORS], kept[VECTORS];
-    vf d[VECTORS], rho[VECTORS], expm1[VECTORS], k2[VECTORS], k3[VECTORS], weight[VECTORS];
+    vf d[VECTORS], rho[VECTORS], expm1[VECTORS], k2[VECTORS], k3[VECTORS], weight[VECTORS], less_one[VECTORS];
     float train_copy[BLOCK], rollout_copy[BLOCK];
 } Block;
 
@@ -126,33 +126,37 @@ static void classify(Block *block) {
     block->n_counted = block->job->nonfinite == NEUTRAL ? block->n_valid : block->n_valid - block->n_missing;
 }
 
-/* Σ (x − mean)² over a mask, n values in all. The vectors' mean is rounded to float32, which adds n rounding². */
-INLINE double spread_of(const Block *block, const vf *x, const vi *mask, double n, double mean, const int plain) {
-    float centre = (float)mean;
-    double rounding = mean - (double)centre;
+typedef struct {
+    double sum, m2;
+} Sample;
+
+/* Σ x and Σ (x − mean)² over a mask, n values in all, from a rough Σ x: deviations from the rough mean are small, so
+   float32 sums of them are good to the last digit, and what they say about the mean is put right. */
+INLINE Sample sample_as(const Block *block, const vf *x, const vi *mask, double n, double rough, const int plain) {
+    const float centre = (float)(rough / n);
     const vi every = (vi){0} - 1;
-    vf sum = {0};
+    vf sum = {0}, squares = {0};
     EACH_VECTOR(v, block) {
         vi present = plain ? every : mask[v];
         vf deviation = where(present, x[v] - centre);
-        sum += deviation * deviation;
+        sum += deviation;
+        squares += deviation * deviation;
     }
-    double m2 = total(sum) - n * rounding * rounding;
-    return m2 > 0 ? m2 : 0;
+    double shift = total(sum), m2 = total(squares) - shift * shift / n;
+    return (Sample){n * (double)centre + shift, m2 > 0 ? m2 : 0};
 }
 
-static double spread(const Block *block, const vf *x, const vi *mask, double n, double sum) {
-    if (n == 0) return 0;
-    return block->plain ? spread_of(block, x, mask, n, sum / n, 1) : spread_of(block, x, mask, n, sum / n, 0);
+static Sample sample(const Block *block, const vf *x, const vi *mask, double n, double rough) {
+    if (n == 0) return (Sample){0, 0};
+    return block->plain ? sample_as(block, x, mask, n, rough, 1) : sample_as(block, x, mask, n, rough, 0);
 }
 
-/* A sample of n values, by their sum and spread. */
 static void add_sample(Moments *moments, double n, double sum, double m2) {
     if (n > 0) add_moments(moments, n, sum / n, m2);
 }
 
 typedef struct { /* sums of one block that go to its sequence or to the batch */
-    double d, m2, magnitude, rollout, expm1, k3, chi2, difference, most_difference;
+    double d, m2, magnitude, train, rollout, expm1, k3, chi2, difference, most_difference;
     Extremes log_ratio;
 } Mismatch;
 
@@ -160,20 +164,24 @@ typedef struct { /* sums of one block that go to its sequence or to the batch */
 INLINE void subtract_as(Block *block, Mismatch *sums, const int plain) {
     const vf inf = splat(INFINITY);
     const vi every = (vi){0} - 1;
-    vf sum_d = {0}, sum_magnitude = {0}, sum_rollout = {0}, least = inf, most = -inf;
+    vf sum_d = {0}, lost = {0}, sum_magnitude = {0}, sum_rollout = {0}, least = inf, most = -inf;
     EACH_VECTOR(v, block) {
         vi measured = plain ? every : block->measured[v];
         vf train = where(measured, load(block->train + v * LANES));
         vf rollout = where(measured, load(block->rollout + v * LANES));
         vf d = train - rollout;
         block->d[v] = d;
+        vf before = sum_d, part;
         sum_d += d;
+        part = sum_d - before;
+        lost += (before - (sum_d - part)) + (d - part); /* Knuth: what rounding took, for Σ d is exponentiated */
         sum_magnitude += magnitude(d);
         sum_rollout += rollout;
         least = smaller(least, choose(measured, d, inf));
         most = larger(most, choose(measured, d, -inf));
     }
-    *sums = (Mismatch){.d = total(sum_d), .magnitude = total(sum_magnitude), .rollout = total(sum_rollout)};
+    *sums = (Mismatch){.d = exact_total(sum_d) + exact_total(lost), .magnitude = total(sum_magnitude), .rollout = total(sum_rollout)};
+    sums->train = sums->rollout + sums->d;
     sums->log_ratio = (Extremes){smallest(least), largest(most)};
 }
 
@@ -206,7 +214,6 @@ INLINE void exponentiate_as(Block *block, Mismatch *sums, const int plain, const
         } else {
             vf inside = smaller(larger(d, splat(-EXP_DOMAIN)), splat(EXP_DOMAIN));
             e = exponential(inside);
-            e.expm1 = smaller(e.expm1, splat(EXPM1_OF_CAP));
             e.k3 = smaller(e.k3 + (inside - smaller(d, inside)), splat(EXPM1_OF_CAP - FLOAT_CAP));
         }
         block->rho[v] = e.exp;
@@ -214,9 +221,10 @@ INLINE void exponentiate_as(Block *block, Mismatch *sums, const int plain, const
         block->k3[v] = e.k3;
         sum_expm1 += e.expm1;
         sum_k3 += e.k3;
-        sum_chi2 += e.expm1 * (e.expm1 + 2.0f); /* ρ² − 1 = (ρ − 1)(ρ + 1) */
+        vf capped = reach == REACH_FAR ? smaller(e.expm1, splat(EXPM1_OF_CAP)) : e.expm1;
+        sum_chi2 += capped * (capped + 2.0f); /* ρ² − 1 = (ρ − 1)(ρ + 1) */
         /* |π − μ| = μ |ρ − 1|, or π where ρ is capped, or μ where π is 0; 0 where nothing is compared, as d is 0. */
-        vf factor = magnitude(e.expm1);
+        vf factor = magnitude(capped);
         if (reach == REACH_FAR) {
             vi above = d > FLOAT_CAP;
             from = choose(above, load(block->train + v * LANES), from);
@@ -259,6 +267,7 @@ static void sum_wide(const Block *block, Mismatch *sums) {
         double d = train - rollout, capped = d < CAP ? d : CAP;
         wide.d += d;
         wide.magnitude += fabs(d);
+        wide.train += train;
         wide.rollout += rollout;
         wide.k3 += expm1(capped) - capped;
         add_extremes(&wide.log_ratio, d, d);
@@ -284,12 +293,13 @@ static void measure(Block *block, Mismatch *sums, Sequence *s, Rows *rows) {
     const Band ten = block->job->ten_percent;
     exponentiate(block, sums);
     if (block->wide) sum_wide(block, sums);
-    else sums->m2 = spread(block, block->d, block->measured, block->n_measured, sums->d);
+    else sums->m2 = sample(block, block->d, block->measured, block->n_measured, sums->d).m2;
 
     s->valid += block->n_valid;
     s->measured += block->n_measured;
     s->zero += block->n_zero;
     s->log_ratio += sums->d;
+    s->train += sums->train;
     s->rollout += sums->rollout;
     s->k3 += sums->k3;
     add_extremes(&s->range, sums->log_ratio.min, sums->log_ratio.max);
@@ -302,18 +312,21 @@ static void measure(Block *block, Mismatch *sums, Sequence *s, Rows *rows) {
     add_extremes(&rows->extremes[EXTREMES_prob_diff_abs], 0, sums->most_difference); /* no metric reads the minimum */
 }
 
-/* Σ w from two sums that are exact in different places: Σ (w − 1) near 1, Σ w near 0. */
-static double weight_sum(vf weights, vf less_one, double n) {
-    double sum = total(weights);
-    return sum < n / 2 ? sum : n + total(less_one);
+/* Moments of weights, from w − 1 where they are near 1 and from w where they are near 0: each is exact there. */
+static double add_weights(const Block *block, Moments *moments, const vf *w, const vf *less_one, vf sum, vf sum_less_one) {
+    double n = block->n_counted, rough = total(sum), one = rough < n / 2 ? 0 : 1;
+    Sample of = one ? sample(block, less_one, block->counted, n, total(sum_less_one))
+                    : sample(block, w, block->counted, n, rough);
+    add_sample(moments, n, of.sum + n * one, of.m2);
+    return of.sum + n * one;
 }
 
 /* Clamp, truncate or cut weights; their statistics. */
 INLINE void weigh_tokens_as(Block *block, Sequence *s, Rows *rows, const int icepop) {
     const Job *job = block->job;
-    const vf inf = splat(INFINITY), cap = splat(job->cap);
+    const vf inf = splat(INFINITY), minus_one = splat(-1.0f), cap = splat(job->cap);
     const vf floor = splat(job->floor), ceiling = splat(job->ceiling);
-    vf raw_sum = {0}, raw_less_one = {0}, sum = {0}, less_one = {0}, least = inf, most = -inf;
+    vf raw_sum = {0}, raw_sum_less_one = {0}, sum = {0}, sum_less_one = {0}, least = inf, most = -inf;
     vi high = {0}, low = {0};
     EACH_VECTOR(v, block) {
         vi counted = block->counted[v], positive = counted & ~block->zero[v], present = positive;
@@ -321,14 +334,18 @@ INLINE void weigh_tokens_as(Block *block, Sequence *s, Rows *rows, const int ice
         vi above = (d > job->band.upper) & positive, below = (d < job->band.lower) & positive;
         if (icepop) present &= ~(above | below);
         vf raw = where(positive, smaller(larger(block->rho[v], floor), ceiling));
-        vf raw_excess = smaller(larger(block->expm1[v], floor - 1.0f), ceiling - 1.0f);
-        vf weight = where(present, smaller(raw, cap)), excess = smaller(raw_excess, cap - 1.0f);
+        vf excess = smaller(larger(block->expm1[v], floor - 1.0f), ceiling - 1.0f);
+        vf raw_less_one = where(counted, choose(positive, excess, minus_one));
+        vf less_one = where(counted, choose(present, smaller(excess, cap - 1.0f), minus_one));
+        vf weight = where(present, smaller(raw, cap));
         block->rho[v] = raw;
+        block->expm1[v] = raw_less_one;
+        block->less_one[v] = less_one;
         block->weight[v] = weight;
         raw_sum += raw;
+        raw_sum_less_one += raw_less_one;
         sum += weight;
-        raw_less_one += where(counted, choose(positive, raw_excess, splat(-1.0f)));
-        less_one += where(counted, choose(present, excess, splat(-1.0f)));
+        sum_less_one += less_one;
         high += above;
         low += below;
         if (icepop) { /* elsewhere the extremes follow from those of d */
@@ -339,13 +356,9 @@ INLINE void weigh_tokens_as(Block *block, Sequence *s, Rows *rows, const int ice
     rows->sums[SUM_is_high] += count(high);
     rows->sums[SUM_is_low] += count(low);
     if (icepop) add_extremes(&rows->extremes[EXTREMES_weight], smallest(least), largest(most));
-    double n = block->n_counted, total_raw = weight_sum(raw_sum, raw_less_one, n), total = weight_sum(sum, less_one, n);
-    double m2_raw = spread(block, block->rho, block->counted, n, total_raw);
-    double m2 = spread(block, block->weight, block->counted, n, total);
-    add_sample(&rows->moments[MOMENTS_weight_raw], n, total_raw, m2_raw);
-    add_sample(&rows->moments[MOMENTS_weight], n, total, m2);
-    s->raw_weight += total_raw;
-    s->weight += total;
+    Moments *raw = &rows->moments[MOMENTS_weight_raw], *applied = &rows->moments[MOMENTS_weight];
+    s->raw_weight += add_weights(block, raw, block->rho, block->expm1, raw_sum, raw_sum_less_one);
+    s->weight += add_weights(block, applied, block->weight, block->less_one, sum, sum_less_one);
 }
 
 /* Token-level weights; returns where they are. */
@@ -354,11 +367,11 @@ static const vf *weigh_tokens(Block *block, const Mismatch *sums, Sequence *s, R
     double least = sums->log_ratio.min, most = sums->log_ratio.max, n = block->n_counted;
     if (block->plain && job->mode != ICEPOP && least >= job->untouched.lower && most <= job->untouched.upper) {
         /* No bound is met, so w = ρ. That is most blocks when the policies are close. */
-        double total = n + sums->expm1, m2 = spread(block, block->rho, block->counted, n, total);
-        add_sample(&rows->moments[MOMENTS_weight_raw], n, total, m2);
-        add_sample(&rows->moments[MOMENTS_weight], n, total, m2);
-        s->raw_weight += total;
-        s->weight += total;
+        Sample less_one = sample(block, block->expm1, block->counted, n, sums->expm1);
+        add_sample(&rows->moments[MOMENTS_weight_raw], n, n + less_one.sum, less_one.m2);
+        add_sample(&rows->moments[MOMENTS_weight], n, n + less_one.sum, less_one.m2);
+        s->raw_weight += n + less_one.sum;
+        s->weight += n + less_one.sum;
         return block->rho;
     }
     if (job->mode == ICEPOP) weigh_tokens_as(block, s, rows, 1);
@@ -399,9 +412,10 @@ static double describe(Block *block, int kind, int index, Rows *rows) {
         most = larger(most, choose(block->measured[v], value, -inf));
     }
     if (index < 0) return total(sum);
-    add_sample(moments, block->n_measured, total(sum), spread(block, values, block->measured, block->n_measured, total(sum)));
+    Sample of = sample(block, values, block->measured, block->n_measured, total(sum));
+    add_sample(moments, block->n_measured, of.sum, of.m2);
     add_extremes(extremes, smallest(least), largest(most));
-    return total(sum);
+    return of.sum;
 }
 
 /* A plain block whose d no criterion rejects. That is most blocks when the policies are close. */

@@ -59,6 +59,12 @@ static inline double total(vf x) {
     return ((double)part[0][0] + (double)part[0][1]) + ((double)part[0][2] + (double)part[0][3]);
 }
 
+static inline double exact_total(vf x) {
+    double sum = 0;
+    for (int i = 0; i < LANES; i++) sum += (double)x[i];
+    return sum;
+}
+
 static inline double count(vi minus_ones) {
     v4i part[LANES / 4];
     memcpy(part, &minus_ones, sizeof minus_ones);
