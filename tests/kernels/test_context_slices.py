@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from correction_cases import assert_same, batches, configurations
 from hypothesis import given
 from hypothesis import strategies as st
-from test_correction_kernel import assert_same, batches, configurations
 
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.core.statistics import merge_statistics

@@ -24,7 +24,7 @@ from rollcorr.core.divergence import CAP
 from rollcorr.core.layout import sequence_count, sequence_ids
 from rollcorr.kernels.correction.band import exceedance_band
 from rollcorr.kernels.correction.decide import decide
-from rollcorr.kernels.correction.output import CorrectionOutput
+from rollcorr.kernels.correction.output import CorrectionOutput, Out, outputs
 from rollcorr.kernels.correction.table import BlockRows, Reduction, SequenceTable
 
 if TYPE_CHECKING:
@@ -47,13 +47,13 @@ def blocked_correction(
     *,
     cu_seqlens: Tensor | None = None,
     reduce: Reduction | None = None,
+    out: Out | None = None,
     block_tokens: int | None = None,
 ) -> CorrectionOutput:
     """As `rollcorr.kernels.correction.correction_kernel`; `block_tokens` sets a block's size."""
     on_cpu = mask.device.type == "cpu"
     blocks = list(token_blocks(mask, cu_seqlens, block_tokens))
-    loss_mask = torch.empty_like(mask)
-    weights = None if config.rollout_is is None else torch.empty_like(mask, dtype=torch.float32)
+    weights, loss_mask = outputs(mask, config, out)
 
     def read(share: list[Block]) -> tuple[SequenceTable, BlockRows]:
         table, rows = SequenceTable(sequence_count(mask, cu_seqlens=cu_seqlens), mask.device), BlockRows()
