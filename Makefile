@@ -25,7 +25,7 @@ demo-seeds: $(STAMP) ## The demo for three seeds, with the acceptance figures at
 	$(BIN)/python examples/demo_seeds.py
 
 test: $(STAMP) ## Run the tests
-	$(BIN)/python -m pytest --numprocesses 2
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
 
 check: $(STAMP) ## Lint, format and type checks; generated pages are current
 	$(BIN)/ruff check .

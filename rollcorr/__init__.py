@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rollcorr.core.statistics import Statistics as Statistics
     from rollcorr.core.statistics import merge_statistics as merge_statistics
     from rollcorr.correction import Correction as Correction
+    from rollcorr.correction import Detail as Detail
     from rollcorr.correction import correct as correct
     from rollcorr.policy_loss import PolicyLogProbs as PolicyLogProbs
     from rollcorr.sampling import SamplingSpec as SamplingSpec
@@ -26,6 +27,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Correction": "rollcorr.correction",
+    "Detail": "rollcorr.correction",
     "LossConfig": "rollcorr.config",
     "PolicyLogProbs": "rollcorr.policy_loss",
     "RolloutCorrectionConfig": "rollcorr.config",

@@ -64,7 +64,9 @@ class InertOptionWarning(UserWarning):
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutCorrectionConfig(PresetMethods):
-    """What to weight, what to reject, and in which operating mode; the defaults measure and change nothing.
+    """What to weight, what to reject, and in which operating mode; the defaults measure.
+
+    The one thing that the defaults take out of the loss mask are tokens without a usable log-prob (`nonfinite`).
 
     Attributes:
         rollout_is: level of the importance weights: "token" ρ_t, "sequence" Π_t ρ_t, "geometric" (Π_t ρ_t)^(1/T); None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,9 +13,20 @@ from rollcorr.core import metrics as registry
 from rollcorr.core.aggregation import Denominators
 from rollcorr.core.layout import check_layout, sequence_count
 from rollcorr.core.statistics import Statistics
+from rollcorr.core.tops import Worst, worst_of
 from rollcorr.core.weights import normalization_factor
-from rollcorr.distributed import gather_statistics
-from rollcorr.kernels.correction import CorrectionOutput, Implementation, correction_kernel
+from rollcorr.distributed import check_groups, context_reduction, gather_slices, gather_statistics
+from rollcorr.kernels.correction import (
+    CorrectionOutput,
+    Implementation,
+    Out,
+    check_out,
+    copied_to,
+    correction_kernel,
+)
+from rollcorr.kernels.correction.detail import Detail as Detail
+from rollcorr.kernels.correction.detail import sequence_detail, token_detail
+from rollcorr.kernels.correction.table import BlockRows
 from rollcorr.schemas import resolve
 
 if TYPE_CHECKING:
@@ -33,7 +44,7 @@ class Correction:
             without importance sampling.
         loss_mask: the tokens that stay in the loss, bool, in the inputs' shape.
         sequence_kept: (B,) bool: the sequence still has a token in the loss, or never had one. For group baselines.
-        statistics: mergeable rows on the device; over the whole group when one was named. None without any correction.
+        statistics: mergeable rows on the device; over the whole groups that were named. None without any correction.
         config: what was asked for; None for no correction at all.
     """
 
@@ -54,6 +65,17 @@ class Correction:
         The batch of an empty sample reports its counts as 0, and 0 for whatever cannot be measured.
         """
         return {} if self.statistics is None else registry.finalize(self.statistics.read(), prefix=prefix)
+
+    def worst(self) -> Worst:
+        """The tokens and sequences with the largest |log ratio|: one device-to-host transfer.
+
+        Raises:
+            ValueError: `correct` was not asked for `detail`.
+        """
+        tops = {} if self.statistics is None else self.statistics.read().tops
+        if not tops:
+            raise ValueError("no worst tokens were collected; ask for them: correct(..., detail=True)")
+        return worst_of(tops)
 
     def denominators(self, normalizer: Literal["kept", "original", "weights"] | None = None) -> Denominators:
         """What the loss sums are divided by, over the whole group: token and sequence count, or weight sum.
@@ -87,6 +109,9 @@ def correct(
     *,
     cu_seqlens: Tensor | None = None,
     group: ProcessGroup | None = None,
+    context_group: ProcessGroup | None = None,
+    detail: Detail | bool = False,
+    out: Out | None = None,
     impl: Implementation = "auto",
 ) -> Correction:
     """Weights w(π/μ), a loss mask and mergeable statistics for one batch of rollouts.
@@ -102,14 +127,21 @@ def correct(
         config: a configuration, a preset's name, or a dictionary of any of the three generations.
         cu_seqlens: first token of each sequence, then N: (B + 1,) integers, only when packed.
         group: data-parallel process group: batch normalisation, counts and statistics are then those of the group.
-        impl: which kernel; "auto" takes the fastest.
+        context_group: ranks that hold other tokens of the same B sequences, in the same order, in any split; slices may
+            be empty. Decisions, weights and statistics are then those of the whole sequences, on every rank.
+        detail: collect quantiles and the worst tokens and sequences as well, in a second read of the batch; a `Detail`
+            says how they are named across ranks and shards.
+        out: (weights, loss_mask) buffers to write to, contiguous, float32 and bool in the inputs' shape; weights None
+            without importance sampling. On the CPU, fresh memory costs more than the arithmetic: reuse them.
+        impl: which kernel; "auto" takes the fastest that runs here: "cpu" (compiled C), else "blocked" (torch).
 
     Returns:
         A `Correction`. Data never raises: an empty or wholly rejected batch gives masks of the right shape.
 
     Raises:
-        ValueError: shapes disagree or do not fit the layout, the configuration is wrong, or `nonfinite="raise"` met a
-            missing log-prob.
+        ValueError: shapes disagree or do not fit the layout, the configuration or `out` is wrong, the groups overlap,
+            `impl` does not take this batch, or `nonfinite="raise"` met a missing log-prob.
+        ImportError: `impl` was not built.
 
     Example:
         >>> train, rollout = torch.tensor([[-1.0, -2.0, 0.0]]), torch.tensor([[-1.5, -2.0, 0.0]])
@@ -122,16 +154,20 @@ def correct(
         rollout_log_prob=rollout_log_prob,
         response_mask=response_mask,
     )
-    mask = response_mask if response_mask.dtype == torch.bool else response_mask != 0
     resolved = resolve(config)
+    if out is not None:
+        inputs = {"train_log_prob": train_log_prob, "rollout_log_prob": rollout_log_prob}
+        check_out(out, resolved, **inputs, response_mask=response_mask)
     if resolved is None:
-        everything = mask.new_ones(sequence_count(mask, cu_seqlens=cu_seqlens))
-        return Correction(None, mask, everything, None, None)
+        return _nothing(response_mask, cu_seqlens, out)
+    check_groups(group, context_group)
     with torch.no_grad():
-        output = correction_kernel(
-            train_log_prob.detach(), rollout_log_prob.detach(), mask, resolved, cu_seqlens=cu_seqlens, impl=impl
-        )
-        statistics = gather_statistics(output.statistics, group)
+        batch = _Batch(train_log_prob.detach(), rollout_log_prob.detach(), response_mask, cu_seqlens, context_group)
+        output = _kernel(batch, resolved, out, impl)
+        own = output.statistics
+        if detail:
+            own = own | _detail(batch, output.weights, resolved, detail if isinstance(detail, Detail) else Detail())
+        statistics = gather_statistics(own, group)
         if resolved.nonfinite == "raise":
             _raise_on_nonfinite(statistics)
         weights = _normalized(output, statistics, resolved)
@@ -149,6 +185,57 @@ def check_mask(response_mask: Tensor) -> None:
     wrong = response_mask[(response_mask != 0) & (response_mask != 1)]
     if wrong.numel():
         raise ValueError(f"response_mask must hold 0 and 1, got {wrong[0].item()} among {wrong.numel()} other values")
+
+
+class _Batch(NamedTuple):
+    train: Tensor
+    rollout: Tensor
+    mask: Tensor
+    cu_seqlens: Tensor | None
+    context_group: ProcessGroup | None
+
+    @property
+    def valid(self) -> Tensor:
+        """The mask as bool."""
+        return self.mask if self.mask.dtype == torch.bool else self.mask != 0
+
+
+def _nothing(response_mask: Tensor, cu_seqlens: Tensor | None, out: Out | None) -> Correction:
+    """No correction at all: the response mask is the loss mask."""
+    mask = response_mask if response_mask.dtype == torch.bool else response_mask != 0
+    kept = mask.new_ones(sequence_count(mask, cu_seqlens=cu_seqlens))
+    return Correction(None, mask if out is None else out[1].copy_(mask), kept, None, None)
+
+
+def _kernel(
+    batch: _Batch, config: RolloutCorrectionConfig, out: Out | None, impl: Implementation
+) -> CorrectionOutput:
+    """Run the kernel; the reference wants its sequences whole, the others their sums."""
+    train, rollout, mask, cu_seqlens, context_group = batch
+    if context_group is None or impl != "reference":
+        reduce = context_reduction(context_group)
+        return correction_kernel(
+            train, rollout, mask, config, cu_seqlens=cu_seqlens, reduce=reduce, out=out, impl=impl
+        )
+    whole = gather_slices(train, rollout, batch.valid, cu_seqlens=cu_seqlens, group=context_group)
+    train, rollout, mask = whole.tensors
+    output = correction_kernel(train, rollout, mask, config, cu_seqlens=whole.cu_seqlens, impl=impl)
+    weights = None if output.weights is None else output.weights[whole.own]
+    return copied_to(out, output._replace(weights=weights, loss_mask=output.loss_mask[whole.own]))
+
+
+def _detail(batch: _Batch, weights: Tensor | None, config: RolloutCorrectionConfig, detail: Detail) -> Statistics:
+    """Quantiles and the worst, over the context group."""
+    train, rollout, _, cu_seqlens, context_group = batch
+    if detail.position_ids is not None:
+        check_layout(train_log_prob=train, position_ids=detail.position_ids, cu_seqlens=cu_seqlens)
+    neutral = config.nonfinite == "neutral"
+    tokens, table = token_detail(train, rollout, batch.valid, weights, detail, neutral=neutral, cu_seqlens=cu_seqlens)
+    reduce = context_reduction(context_group)
+    if reduce is not None:
+        tokens = gather_statistics(tokens, context_group)
+        reduce(table, BlockRows())
+    return tokens | sequence_detail(table, detail)
 
 
 def _normalized(output: CorrectionOutput, statistics: Statistics, config: RolloutCorrectionConfig) -> Tensor | None:

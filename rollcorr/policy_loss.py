@@ -12,27 +12,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from rollcorr.aggregation import aggregate, aggregation_mode, normalizer_counts
 from rollcorr.config import LossAggMode, LossConfig, Normalizer, RolloutCorrectionConfig
-from rollcorr.core.aggregation import (
-    Denominators,
-    count_denominators,
-    seq_mean_token_mean,
-    seq_mean_token_sum,
-    seq_mean_token_sum_norm,
-    token_mean,
-    token_sum,
-    weight_denominators,
-)
-from rollcorr.core.layout import check_layout, token_count
+from rollcorr.core.aggregation import Denominators
+from rollcorr.core.layout import check_layout
 from rollcorr.core.losses import ppo_clip_loss, reference_kl_k1, reference_kl_k2, reference_kl_k3, reinforce_loss
 from rollcorr.core.statistics import Statistics, moments_of
 from rollcorr.correction import Correction, correct
+from rollcorr.distributed import sequence_counts
 from rollcorr.schemas import resolve
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 REFERENCE_KL = {"k1": reference_kl_k1, "k2": reference_kl_k2, "k3": reference_kl_k3}
 
@@ -98,6 +94,7 @@ def policy_loss(
     original_denominators: Denominators | None = None,
     entropy: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    context_group: ProcessGroup | None = None,
 ) -> PolicyLossOutput:
     """Σ per-token loss / denominator + kl_coef · KL(π_θ‖π_ref) − entropy_coef · H(π_θ).
 
@@ -116,6 +113,8 @@ def policy_loss(
             too. Needed only beside `denominators` that count something else.
         entropy: H(π_θ(·|s_t)) per token, nats, same shape; with its graph when entropy_coef is not 0.
         cu_seqlens: (B + 1,) token offsets, only when packed.
+        context_group: ranks that hold other tokens of the same sequences. The losses of the ranks then add up to that
+            of whole sequences; `counts` and the correction are those of whole sequences, the statistics the rank's own.
 
     Returns:
         The loss, its parts and its statistics. With nothing to average the loss is 0 and connected to the graph.
@@ -127,7 +126,7 @@ def policy_loss(
     loss = loss or LossConfig()
     settings = None if config is None else resolve(config)
     check_layout(log_prob=policies.log_prob, response_mask=response_mask, cu_seqlens=cu_seqlens)
-    batch = _Batch(policies, advantages, response_mask != 0, cu_seqlens)
+    batch = _Batch(policies, advantages, response_mask != 0, cu_seqlens, context_group)
     if settings is not None and settings.bypass_mode:
         token = _bypass(batch, settings, loss, correction, whole_step=denominators is None)
     else:
@@ -135,13 +134,15 @@ def policy_loss(
 
     mode = aggregation_mode(settings, loss)
     normalizer: Normalizer = "kept" if settings is None else settings.normalizer
-    counts = normalizer_counts(normalizer, token.loss_mask, batch.mask, token.weights, cu_seqlens=cu_seqlens)
+    counts = normalizer_counts(
+        normalizer, token.loss_mask, batch.mask, token.weights, cu_seqlens=cu_seqlens, context_group=context_group
+    )
     policy_gradient = aggregate(
         token.per_token,
         token.loss_mask,
         mode,
         counts if denominators is None else denominators,
-        lengths=token_count(batch.mask, cu_seqlens=cu_seqlens) if normalizer == "original" else None,
+        lengths=_lengths(batch, batch.mask if normalizer == "original" else token.loss_mask, mode),
         scale=loss.loss_scale_factor,
         cu_seqlens=cu_seqlens,
     )
@@ -165,80 +166,12 @@ def loss_metrics(statistics: Statistics, *, prefix: str = "actor/") -> dict[str,
     return {prefix + name: moments.mean for name, moments in statistics.read().moments.items()}
 
 
-def aggregation_mode(config: RolloutCorrectionConfig | None, loss: LossConfig) -> LossAggMode:
-    """The mode asked for; by default token-mean for PPO, and for REINFORCE the Σ_t that its theorem means."""
-    reinforce = config is not None and config.loss_type == "reinforce"
-    return loss.loss_agg_mode or ("seq-mean-token-sum" if reinforce else "token-mean")
-
-
-def aggregate(
-    per_token: Tensor,
-    mask: Tensor,
-    mode: LossAggMode,
-    denominators: Denominators | None = None,
-    *,
-    lengths: Tensor | None = None,
-    scale: float | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor:
-    """One number from per-token losses, by the function of `rollcorr.core.aggregation` that `mode` names.
-
-    Args:
-        per_token: (B, T), or (N,) when packed. Never read outside `mask`.
-        mask: tokens in the loss, same shape.
-        mode: "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean" or "seq-mean-token-sum-norm".
-        denominators: of the whole optimizer step; None counts `mask`.
-        lengths: (B,), what seq-mean-token-mean divides rows by; None for the lengths of `mask`.
-        scale: the constant of seq-mean-token-sum-norm, tokens.
-        cu_seqlens: (B + 1,) token offsets, only when packed.
-
-    Raises:
-        ValueError: the mode is unknown, its scale is missing, or shapes differ.
-    """
-    if mode == "token-mean":
-        return token_mean(per_token, mask, denominators, cu_seqlens=cu_seqlens)
-    if mode == "token-sum":
-        return token_sum(per_token, mask, cu_seqlens=cu_seqlens)
-    if mode == "seq-mean-token-sum":
-        return seq_mean_token_sum(per_token, mask, denominators, cu_seqlens=cu_seqlens)
-    if mode == "seq-mean-token-mean":
-        return seq_mean_token_mean(per_token, mask, denominators, lengths=lengths, cu_seqlens=cu_seqlens)
-    if mode != "seq-mean-token-sum-norm":
-        raise ValueError(f"unknown loss_agg_mode {mode!r}")
-    if scale is None:
-        raise ValueError(
-            "seq-mean-token-sum-norm divides by a constant: set loss_scale_factor, e.g. to the longest response allowed"
-        )
-    return seq_mean_token_sum_norm(per_token, mask, denominators, scale=scale, cu_seqlens=cu_seqlens)
-
-
-def normalizer_counts(
-    normalizer: Normalizer,
-    loss_mask: Tensor,
-    response_mask: Tensor,
-    weights: Tensor | None,
-    *,
-    cu_seqlens: Tensor | None = None,
-) -> Denominators:
-    """What these tokens add to the denominators: their number kept, their number sampled, or their kept weight.
-
-    Args:
-        normalizer: "kept", "original" or "weights".
-        loss_mask: tokens in the loss. (B, T), or (N,) when packed.
-        response_mask: tokens that the policy sampled, same shape.
-        weights: what the loss applies; None (all 1) makes "weights" the same as "kept".
-        cu_seqlens: (B + 1,) token offsets, only when packed.
-    """
-    if normalizer == "weights" and weights is not None:
-        return weight_denominators(loss_mask, weights, cu_seqlens=cu_seqlens)
-    return count_denominators(response_mask if normalizer == "original" else loss_mask, cu_seqlens=cu_seqlens)
-
-
 class _Batch(NamedTuple):
     policies: PolicyLogProbs
     advantages: Tensor
     mask: Tensor
     cu_seqlens: Tensor | None
+    context_group: ProcessGroup | None
 
 
 class _TokenLoss(NamedTuple):
@@ -291,7 +224,14 @@ def _bypass(
             "rollout_is_batch_normalize in bypass mode would normalise each micro-batch or rank by itself; "
             "set normalizer='weights' instead, which divides by the weights of the whole step"
         )
-    correction = correct(log_prob.detach(), rollout_log_prob, batch.mask, config, cu_seqlens=batch.cu_seqlens)
+    correction = correct(
+        log_prob.detach(),
+        rollout_log_prob,
+        batch.mask,
+        config,
+        cu_seqlens=batch.cu_seqlens,
+        context_group=batch.context_group,
+    )
     weights = correction.loss_weights if config.weights_reach_loss else None
     if config.loss_type == "reinforce":
         per_token, statistics = reinforce_loss(
@@ -344,8 +284,10 @@ def _regularization(
         terms.append(("entropy", entropy, mask & entropy.isfinite(), -loss.entropy_coef))
 
     total = None
-    lengths = token_count(mask, cu_seqlens=cu_seqlens)
-    whole = count_denominators(mask, cu_seqlens=cu_seqlens) if denominators is None else denominators
+    lengths = _lengths(batch, mask, mode)
+    whole = denominators or normalizer_counts(
+        "original", mask, mask, None, cu_seqlens=cu_seqlens, context_group=batch.context_group
+    )
     for _, values, measured, coefficient in terms:
         if coefficient:
             term = coefficient * aggregate(
@@ -360,6 +302,13 @@ def _regularization(
             total = term if total is None else total + term
     moments = {name: moments_of(values.detach(), measured) for name, values, measured, _ in terms}
     return total, Statistics.of(sums={}, moments=moments, extremes={}, device=mask.device)
+
+
+def _lengths(batch: _Batch, mask: Tensor, mode: LossAggMode) -> Tensor | None:
+    """Tokens of each whole sequence in the mask, (B,), where the mode divides rows by them."""
+    if mode != "seq-mean-token-mean":
+        return None
+    return sequence_counts(mask, cu_seqlens=batch.cu_seqlens, context_group=batch.context_group)
 
 
 def _behavior_policy(policies: PolicyLogProbs, correction: Correction | None) -> Tensor:

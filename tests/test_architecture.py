@@ -31,11 +31,12 @@ LAYERS = [
     {"core"} | CONFIG_FAMILY,
     {"kernels"},
     {"distributed"},
-    {"correction", "scoring"},
+    {"aggregation", "correction", "scoring"},
     {"bypass", "policy_loss"},
     {"diagnostics", "engines", "rollout_log", "simulation"},
     {"train", "integrations"},
     {"cli"},
+    {"__main__"},
 ]
 APART = [("train", "integrations"), ("integrations", "train"), ("core", "config family"), ("config family", "core")]
 LIGHT = {"numpy", "rich", "torch", "typer", "yaml"} | set(sys.stdlib_module_names)

@@ -7,8 +7,6 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollcorr import correct
@@ -164,6 +162,14 @@ def test_the_veto_is_strict_and_independent_of_weights():
     assert metrics["rollout_is_catastrophic_token_fraction"] == 0.25
 
 
+def test_shares_are_at_most_one_when_missing_tokens_count_as_ratio_one():
+    """Ratio 1 is below the band 1.5–2, and the missing tokens count in the denominator as in the numerator."""
+    train = torch.tensor([[-1.0, math.nan, math.nan, math.nan]])
+    neutral = config(nonfinite="neutral", rollout_rs="token_k1", rollout_rs_threshold="1.5_2.0")
+    metrics = correct(train, torch.full((1, 4), -1.0), torch.ones(1, 4), neutral).metrics(prefix="")
+    assert metrics["rollout_rs_token_k1_fraction_low"] == 1.0
+
+
 def test_what_a_criterion_rejects_alone_and_with_others():
     """ρ = (3, 1) and (3, 3): token_k1 ≤ 2 rejects the 3s, seq_sum_k1 ≤ 5 the second sequence."""
     log = torch.tensor([[3.0, 1.0], [3.0, 3.0]]).log()
@@ -225,12 +231,13 @@ class _Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("detail", [False, True])
 @pytest.mark.parametrize("preset", ["decoupled_seq_is_rs", "decoupled_geo_rs_token_tis", "geo_mis"])
-def test_nothing_is_read_until_metrics_are_and_then_once(preset, monkeypatch):
+def test_nothing_is_read_until_metrics_are_and_then_once(preset, detail, monkeypatch):
     packed = []
     monkeypatch.setattr(Statistics, "pack", lambda self, pack=Statistics.pack: packed.append(1) or pack(self))
     with _Reads() as reads:
-        correction = correct(*batch(), preset)
+        correction = correct(*batch(), preset, detail=detail)
         assert not packed
         correction.metrics()
     assert reads.count == 0
@@ -250,24 +257,3 @@ def test_packed_batches_check_their_offsets_shape():
         correct(tokens, tokens, tokens, "disabled")
     with pytest.raises(ValueError, match=r"packed \(N,\)"):
         correct(tokens.view(2, 3), tokens.view(2, 3), tokens.view(2, 3), "disabled", cu_seqlens=torch.tensor([0, 3, 6]))
-
-
-def _rank(rank: int, size: int, path: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{path}/init", rank=rank, world_size=size)
-    train, rollout, mask = batch()
-    bounds = [0, 4, 4, 6]  # uneven shards, one of them empty
-    own = slice(bounds[rank], bounds[rank + 1])
-    settings = config(rollout_is="sequence", rollout_is_batch_normalize=True)
-    correction = correct(train[own], rollout[own], mask[own], settings, group=dist.group.WORLD)
-    torch.save((correction.weights, correction.metrics()), f"{path}/{rank}.pt")
-    dist.destroy_process_group()
-
-
-@pytest.mark.slow
-def test_a_group_of_ranks_gives_the_numbers_of_one_process(tmp_path):
-    mp.start_processes(_rank, args=(3, str(tmp_path)), nprocs=3, start_method="spawn")
-    whole = correct(*batch(), config(rollout_is="sequence", rollout_is_batch_normalize=True))
-    parts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(3)]
-    torch.testing.assert_close(torch.cat([weights for weights, _ in parts]), whole.weights)
-    for _, metrics in parts:
-        assert metrics == pytest.approx(whole.metrics(), rel=1e-12)

@@ -22,7 +22,7 @@ PAGES = {
     for path in [*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
 }
 OWN_TEST = {  # pages whose code runs in a test of their own
-    "docs/health.md": "diagnostics/test_docs.py",
+    "docs/health.md": "diagnostics/test_health_page.py",
     "docs/rollout_log.md": "test_rollout_log_docs.py",
     "docs/verl.md": "integrations/test_verl_docs.py",
 }

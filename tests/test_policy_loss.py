@@ -9,11 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollcorr.aggregation import aggregate, normalizer_counts
 from rollcorr.config import InertOptionWarning, LossConfig, RolloutCorrectionConfig
 from rollcorr.core.aggregation import Denominators, count_denominators
 from rollcorr.core.statistics import merge_statistics
 from rollcorr.correction import correct
-from rollcorr.policy_loss import PolicyLogProbs, aggregate, loss_metrics, normalizer_counts, policy_loss
+from rollcorr.policy_loss import PolicyLogProbs, loss_metrics, policy_loss
 
 NAN, INF = math.nan, math.inf
 MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]

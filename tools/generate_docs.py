@@ -20,7 +20,9 @@ sys.path.insert(0, str(ROOT))
 
 from rollcorr.config import RolloutCorrectionConfig  # noqa: E402
 from rollcorr.core.health_ranges import HealthyRange  # noqa: E402
+from rollcorr.core.histograms import RELATIVE_ERROR  # noqa: E402
 from rollcorr.core.metrics import CRITERIA, METRICS, PREFIX, Metric, criterion_metrics, metric  # noqa: E402
+from rollcorr.core.tops import TOP  # noqa: E402
 from rollcorr.presets import PRESETS, VERL  # noqa: E402
 
 GENERATED = "<!-- Written by tools/generate_docs.py. Edit the table in the code, then run it again. -->"
@@ -108,7 +110,9 @@ def metrics_page() -> str:
     weights = [name for name in METRICS if name.startswith(("rollout_is_", "saturated_"))]
     weights = [name for name in weights if not _is_rejection(name)]
     rejection = [name for name in METRICS if _is_rejection(name)]
-    mismatch = [name for name in METRICS if name not in (*weights, *rejection)]
+    detail = [name for name, row in METRICS.items() if row.finalizer.rows[0].startswith("histograms:")]
+    weights = [name for name in weights if name not in detail]
+    mismatch = [name for name in METRICS if name not in (*weights, *rejection, *detail)]
     return f"""# Metrics
 
 {GENERATED}
@@ -161,6 +165,15 @@ that of a sequence; for `token_*`, the sequence's mean. For k1, "above" and "bel
 nothing is below.
 
 {_criterion_table()}
+
+## Quantiles
+
+There when asked for, because they take a second read of the batch: `correct(..., detail=True)`. They come from
+histograms with fixed bins, so they merge exactly, and are off by at most 1/{round(1 / RELATIVE_ERROR)} of
+themselves. S_i is −inf with a token of probability zero. `Correction.worst()` then names the {TOP} tokens with the
+largest |d| and the {TOP} sequences with the largest |S_i|.
+
+{_metric_table(detail)}
 
 ## Healthy ranges
 

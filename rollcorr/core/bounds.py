@@ -16,30 +16,36 @@ _ABSOLUTE = 2.0**-22  # of a log-ratio: the relative precision of a float32 rati
 
 def ratio_below(log_ratio: Tensor, lower: float | None) -> Tensor:
     """True where exp(log_ratio) < lower, strictly. Bool, same shape; never true for an open side (`None`)."""
-    return log_ratio < _lowest(lower)
+    return log_ratio < log_band(lower, None)[0]
 
 
 def ratio_above(log_ratio: Tensor, upper: float | None) -> Tensor:
     """True where exp(log_ratio) > upper, strictly. Bool, same shape; never true for an open side (`None`)."""
-    return log_ratio > _highest(upper)
+    return log_ratio > log_band(None, upper)[1]
 
 
 def ratio_inside(log_ratio: Tensor, *, lower: float | None, upper: float | None) -> Tensor:
     """True where lower ≤ exp(log_ratio) ≤ upper. Bool, same shape. NaN is never inside."""
-    return (log_ratio >= _lowest(lower)) & (log_ratio <= _highest(upper))
+    low, high = log_band(lower, upper)
+    return (log_ratio >= low) & (log_ratio <= high)
 
 
 def exceeds(divergence: Tensor, upper: float | None) -> Tensor:
     """True where divergence > upper, strictly. Bool, same shape; never true for an open side (`None`)."""
-    return divergence > (math.inf if upper is None else upper * (1 + _RELATIVE))
+    return divergence > divergence_bound(upper)
 
 
-def _lowest(ratio: float | None) -> float:
-    return -math.inf if ratio is None else math.log(ratio) - _widening(ratio)
+def log_band(lower: float | None, upper: float | None) -> tuple[float, float]:
+    """The log-ratios that lie inside a band of ratios, ends included, nats; infinite for an open side (`None`)."""
+    return (
+        -math.inf if lower is None else math.log(lower) - _widening(lower),
+        math.inf if upper is None else math.log(upper) + _widening(upper),
+    )
 
 
-def _highest(ratio: float | None) -> float:
-    return math.inf if ratio is None else math.log(ratio) + _widening(ratio)
+def divergence_bound(upper: float | None) -> float:
+    """The largest divergence that a bound lets pass; inf for `None`."""
+    return math.inf if upper is None else upper * (1 + _RELATIVE)
 
 
 def _widening(ratio: float) -> float:

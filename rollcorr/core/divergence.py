@@ -24,7 +24,7 @@ def k1(log_ratio: Tensor) -> Tensor:
 
 
 def k2(log_ratio: Tensor) -> Tensor:
-    """k2 = d² / 2: biased, never negative, blind to the sign. Same shape, nats². Not clipped."""
+    """k2 = d² / 2: biased, never negative, blind to the sign. Same shape, nats to second order. Not clipped."""
     return log_ratio.square() / 2
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rollcorr.core.histograms import quantile
 from rollcorr.core.statistics import HostStatistics
 
 
@@ -14,7 +15,7 @@ class Finalizer:
     """A number made from rows of merged statistics.
 
     Attributes:
-        rows: the rows it reads, each as "kind:name" with kind sums, moments or extremes.
+        rows: the rows it reads, each as "kind:name" with kind sums, moments, extremes, histograms or tops.
         compute: rows → number.
         description: the arithmetic in words, e.g. "mean of log_ratio".
     """
@@ -94,6 +95,16 @@ def farthest(name: str, *, centre: float = 0.0) -> Finalizer:
         (f"extremes:{name}",),
         lambda s: _seen(s, name, max(abs(s.extremes[name].min - centre), abs(s.extremes[name].max - centre))),
         f"max |{name} − {centre:g}|" if centre else f"max |{name}|",
+    )
+
+
+def quantile_of(name: str, q: float, *, absolute: bool = False) -> Finalizer:
+    """A quantile of a sample, or of its absolute values, off by at most 1/65 of itself."""
+    of = f"|{name}|" if absolute else name
+    return Finalizer(
+        (f"histograms:{name}",),
+        lambda s: quantile(s.histograms[name], q, absolute=absolute),
+        f"{q:g} quantile of {of}",
     )
 
 

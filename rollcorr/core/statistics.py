@@ -1,10 +1,12 @@
 """Mergeable statistics: what a batch says about itself, as numbers that add up exactly.
 
-Three kinds of row, each a vector on the device of the data, in float64:
+Five kinds of row, on the device of the data, in float64:
 
-    sums      Σ x                      merged by addition
-    moments   (n, mean, M2)            merged by Chan's update; M2 = Σ (x − mean)²
-    extremes  (min, max)               merged by min and max
+    sums        Σ x                     merged by addition
+    moments     (n, mean, M2)           merged by Chan's update; M2 = Σ (x − mean)²
+    extremes    (min, max)              merged by min and max
+    histograms  counts in fixed bins    merged by addition; on request (`rollcorr.core.histograms`)
+    tops        the worst, and where    merged by order; on request (`rollcorr.core.tops`)
 
 `merge` is associative and commutative up to the last bits of float64, so micro-batches, ranks and log shards
 give the number that one process would. Ratios, means and roots are taken once, after the last merge
@@ -13,54 +15,89 @@ give the number that one process would. Ratios, means and roots are taken once, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from rollcorr.core.histograms import BINS, merge_histograms
+from rollcorr.core.tops import TOP, Entry, host_entries, merge_tops
+
 STATISTICS_DTYPE = torch.float64
+
+_NOTHING: Mapping[str, Tensor] = MappingProxyType({})
+
+
+class _Kind(NamedTuple):
+    shape: tuple[int, ...]  # of one row
+    merge: Callable[[Tensor], Tensor]  # (P, R, *shape) → (R, *shape)
+
+
+def _added(parts: Tensor) -> Tensor:
+    return parts.sum(0)
+
+
+def merge_moments(parts: Tensor) -> Tensor:
+    """Merge moments over the first dimension: (P, …, 3) → (…, 3).
+
+    n = Σ n_p,  mean = Σ n_p mean_p / n,  M2 = Σ M2_p + Σ n_p (mean_p − mean)².
+
+    Source: Chan, Golub & LeVeque (1983), "Algorithms for Computing the Sample Variance".
+    """
+    count, mean, m2 = parts.unbind(-1)
+    total = count.sum(0)
+    centre = (count * mean).sum(0) / total.clamp(min=1)
+    spread = m2.sum(0) + (count * (mean - centre).square()).sum(0)
+    return torch.stack([total, centre, spread], dim=-1)
+
+
+def merge_extremes(parts: Tensor) -> Tensor:
+    """Merge extremes over the first dimension: (P, …, 2) → (…, 2)."""
+    return torch.stack([parts[..., 0].amin(0), parts[..., 1].amax(0)], dim=-1)
+
+
+_KINDS = {
+    "sums": _Kind((), _added),
+    "moments": _Kind((3,), merge_moments),
+    "extremes": _Kind((2,), merge_extremes),
+    "histograms": _Kind((BINS,), merge_histograms),
+    "tops": _Kind((TOP, 3), merge_tops),
+}
 
 
 @dataclass(frozen=True, eq=False)
 class Statistics:
-    """Named rows of sums, moments and extremes that live on one device and merge exactly.
+    """Named rows that live on one device and merge exactly. Made by `of`.
 
     Attributes:
-        sum_names: name of each entry of `sums`.
-        moment_names: name of each row of `moments`.
-        extreme_names: name of each row of `extremes`.
-        sums: (S,) float64.
-        moments: (K, 3) float64: n, mean, M2.
-        extremes: (E, 2) float64: min, max; (+inf, −inf) when nothing was seen.
+        names: kind of row → the names of its rows.
+        rows: kind of row → their values, float64: sums (R,), moments (R, 3), extremes (R, 2), histograms (R, BINS),
+            tops (R, TOP, 3).
     """
 
-    sum_names: tuple[str, ...]
-    moment_names: tuple[str, ...]
-    extreme_names: tuple[str, ...]
-    sums: Tensor
-    moments: Tensor
-    extremes: Tensor
+    names: Mapping[str, tuple[str, ...]]
+    rows: Mapping[str, Tensor]
 
     @classmethod
     def of(
         cls,
         *,
-        sums: Mapping[str, Tensor],
-        moments: Mapping[str, Tensor],
-        extremes: Mapping[str, Tensor],
+        sums: Mapping[str, Tensor] = _NOTHING,
+        moments: Mapping[str, Tensor] = _NOTHING,
+        extremes: Mapping[str, Tensor] = _NOTHING,
+        histograms: Mapping[str, Tensor] = _NOTHING,
+        tops: Mapping[str, Tensor] = _NOTHING,
         device: torch.device | str | None = None,
     ) -> Statistics:
-        """Stack named rows: 0-d sums, (3,) moments from `moments_of`, (2,) extremes from `extremes_of`."""
-        device = next((t.device for rows in (sums, moments, extremes) for t in rows.values()), device)
+        """Stack named rows: 0-d sums, and what `moments_of`, `extremes_of`, `histogram_of`, `top_entries` return."""
+        given = dict(zip(_KINDS, (sums, moments, extremes, histograms, tops), strict=True))
+        device = next((row.device for rows in given.values() for row in rows.values()), device)
         return cls(
-            tuple(sums),
-            tuple(moments),
-            tuple(extremes),
-            _stack(sums.values(), (), device),
-            _stack(moments.values(), (3,), device),
-            _stack(extremes.values(), (2,), device),
+            {kind: tuple(rows) for kind, rows in given.items()},
+            {kind: _stack(rows.values(), _KINDS[kind].shape, device) for kind, rows in given.items()},
         )
 
     def merge(self, other: Statistics) -> Statistics:
@@ -69,66 +106,66 @@ class Statistics:
         Raises:
             ValueError: the two have different rows, for instance because their configurations differ.
         """
-        if self._names != other._names:
-            differing = sorted(set().union(*self._names) ^ set().union(*other._names))
-            raise ValueError(f"only statistics with the same rows merge; these rows are on one side only: {differing}")
-        return Statistics(
-            *self._names,
-            self.sums + other.sums,
-            merge_moments(torch.stack([self.moments, other.moments])),
-            merge_extremes(torch.stack([self.extremes, other.extremes])),
-        )
+        return merge_statistics([self, other])
 
     def __or__(self, other: Statistics) -> Statistics:
         """Join two statistics with disjoint rows over the same sample (a batch's correction and its loss)."""
-        shared = set(self.sum_names) & set(other.sum_names)
-        shared |= set(self.moment_names) & set(other.moment_names)
-        shared |= set(self.extreme_names) & set(other.extreme_names)
+        shared = {name for kind in _KINDS for name in set(self.names[kind]) & set(other.names[kind])}
         if shared:
             raise ValueError(f"rows appear on both sides: {sorted(shared)}")
         return Statistics(
-            self.sum_names + other.sum_names,
-            self.moment_names + other.moment_names,
-            self.extreme_names + other.extreme_names,
-            torch.cat([self.sums, other.sums]),
-            torch.cat([self.moments, other.moments]),
-            torch.cat([self.extremes, other.extremes]),
+            {kind: self.names[kind] + other.names[kind] for kind in _KINDS},
+            {kind: torch.cat([self.rows[kind], other.rows[kind]]) for kind in _KINDS},
         )
 
     def pack(self) -> Tensor:
         """All rows as one float64 vector: what travels between ranks, or to the host, in one transfer."""
-        return torch.cat([self.sums, self.moments.flatten(), self.extremes.flatten()])
+        return torch.cat([rows.flatten() for rows in self.rows.values()])
 
     def unpack(self, vector: Tensor) -> Statistics:
         """The same rows with values from a vector that `pack` made (here or on another rank)."""
-        sizes = [len(self.sum_names), 3 * len(self.moment_names), 2 * len(self.extreme_names)]
-        sums, moments, extremes = vector.split(sizes)
-        return Statistics(*self._names, sums, moments.view(-1, 3), extremes.view(-1, 2))
+        parts = vector.split([rows.numel() for rows in self.rows.values()])
+        values = {kind: part.view(rows.shape) for (kind, rows), part in zip(self.rows.items(), parts, strict=True)}
+        return Statistics(self.names, values)
 
     def read(self) -> HostStatistics:
         """Bring every row to the host in one transfer."""
         host = self.unpack(self.pack().to("cpu"))
+        rows = {kind: dict(zip(host.names[kind], host.rows[kind].tolist(), strict=True)) for kind in _KINDS}
         return HostStatistics(
-            dict(zip(host.sum_names, host.sums.tolist(), strict=True)),
-            {name: Moments(*row) for name, row in zip(host.moment_names, host.moments.tolist(), strict=True)},
-            {name: Extremes(*row) for name, row in zip(host.extreme_names, host.extremes.tolist(), strict=True)},
+            rows["sums"],
+            {name: Moments(*row) for name, row in rows["moments"].items()},
+            {name: Extremes(*row) for name, row in rows["extremes"].items()},
+            rows["histograms"],
+            {name: host_entries(row) for name, row in rows["tops"].items()},
         )
+
+    @property
+    def sums(self) -> Tensor:
+        """(S,) float64."""
+        return self.rows["sums"]
+
+    @property
+    def moments(self) -> Tensor:
+        """(K, 3) float64: n, mean, M2."""
+        return self.rows["moments"]
+
+    @property
+    def extremes(self) -> Tensor:
+        """(E, 2) float64: min, max; (+inf, −inf) when nothing was seen."""
+        return self.rows["extremes"]
 
     def sum(self, name: str) -> Tensor:
         """One sum, 0-d, still on the device."""
-        return self.sums[self.sum_names.index(name)]
+        return self.sums[self.names["sums"].index(name)]
 
     def moment(self, name: str) -> Tensor:
         """One row of moments, (3,): n, mean, M2, still on the device."""
-        return self.moments[self.moment_names.index(name)]
-
-    @property
-    def _names(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-        return self.sum_names, self.moment_names, self.extreme_names
+        return self.moments[self.names["moments"].index(name)]
 
 
 def merge_statistics(parts: Iterable[Statistics]) -> Statistics:
-    """Merge any number of statistics, left to right.
+    """Merge any number of statistics; those of one sequence of parts are always the same to the last bit.
 
     Raises:
         ValueError: there is nothing to merge, or rows differ.
@@ -136,7 +173,12 @@ def merge_statistics(parts: Iterable[Statistics]) -> Statistics:
     parts = list(parts)
     if not parts:
         raise ValueError("nothing to merge: give at least one Statistics")
-    return reduce(Statistics.merge, parts)
+    names = parts[0].names
+    for part in parts:
+        if part.names != names:
+            differing = sorted({name for kind in _KINDS for name in set(part.names[kind]) ^ set(names[kind])})
+            raise ValueError(f"only statistics with the same rows merge; these rows are on one side only: {differing}")
+    return Statistics(names, {kind: _KINDS[kind].merge(torch.stack([p.rows[kind] for p in parts])) for kind in _KINDS})
 
 
 @dataclass(frozen=True)
@@ -180,6 +222,8 @@ class HostStatistics:
     sums: Mapping[str, float]
     moments: Mapping[str, Moments]
     extremes: Mapping[str, Extremes]
+    histograms: Mapping[str, Sequence[float]]
+    tops: Mapping[str, tuple[Entry, ...]]
 
 
 def moments_of(values: Tensor, mask: Tensor) -> Tensor:
@@ -205,25 +249,6 @@ def extremes_of(values: Tensor, mask: Tensor) -> Tensor:
         return torch.tensor([torch.inf, -torch.inf], dtype=STATISTICS_DTYPE, device=values.device)
     values = values.to(STATISTICS_DTYPE)
     return torch.stack([values.masked_fill(~mask, torch.inf).amin(), values.masked_fill(~mask, -torch.inf).amax()])
-
-
-def merge_moments(parts: Tensor) -> Tensor:
-    """Merge moments over the first dimension: (P, …, 3) → (…, 3).
-
-    n = Σ n_p,  mean = Σ n_p mean_p / n,  M2 = Σ M2_p + Σ n_p (mean_p − mean)².
-
-    Source: Chan, Golub & LeVeque (1983), "Algorithms for Computing the Sample Variance".
-    """
-    count, mean, m2 = parts.unbind(-1)
-    total = count.sum(0)
-    centre = (count * mean).sum(0) / total.clamp(min=1)
-    spread = m2.sum(0) + (count * (mean - centre).square()).sum(0)
-    return torch.stack([total, centre, spread], dim=-1)
-
-
-def merge_extremes(parts: Tensor) -> Tensor:
-    """Merge extremes over the first dimension: (P, …, 2) → (…, 2)."""
-    return torch.stack([parts[..., 0].amin(0), parts[..., 1].amax(0)], dim=-1)
 
 
 def _stack(rows: Iterable[Tensor], shape: Sequence[int], device: torch.device | str | None) -> Tensor:

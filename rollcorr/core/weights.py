@@ -1,6 +1,6 @@
 """Importance weights: how much a rollout token or sequence counts in the trainer's loss.
 
-Every bound acts on the log weight before `exp`, so nothing overflows and a weight is monotone in its log all the way.
+The safety bound acts on the log weight before `exp`, so nothing overflows and a weight is monotone in its log.
 Weights carry no gradient: they scale the loss and are not part of it.
 """
 

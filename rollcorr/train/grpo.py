@@ -18,29 +18,33 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from rollcorr.aggregation import aggregation_mode, normalizer_counts
 from rollcorr.bypass import BypassGradients
 from rollcorr.core.advantages import dr_grpo_advantages, grpo_advantages, rloo_advantages
 from rollcorr.core.aggregation import Denominators, count_denominators
 from rollcorr.core.metrics import finalize
 from rollcorr.core.statistics import Statistics, merge_statistics
 from rollcorr.correction import Correction, correct
+from rollcorr.distributed import gather_statistics, sum_denominators, sum_gradients, sum_over
 from rollcorr.engines.base import Engine, Rollout
 from rollcorr.engines.scoring import ResponseScores, score_responses
 from rollcorr.policy_loss import (
     PolicyLogProbs,
     PolicyLossOutput,
-    aggregation_mode,
-    normalizer_counts,
     policy_loss,
 )
 from rollcorr.train.config import TrainConfig
 from rollcorr.train.policy import Policy
 from rollcorr.train.seeds import derived_generator, derived_seed
 from rollcorr.train.tasks import Reward, Task, hard_gated_reward
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 ADVANTAGES: dict[str, Callable[..., Tensor]] = {
     "grpo": grpo_advantages,
@@ -95,10 +99,19 @@ class GrpoTrainer:
         engine: samples; starts with the policy's weights.
         task: where problems come from.
         reference: frozen model for the KL penalty; needed when `algorithm.loss.kl_coef` is not 0.
+        group: data-parallel ranks that share the update. Each samples and corrects the same batch, from the same seed
+            and weights; forward and backward passes of the update are divided, and the gradients summed.
     """
 
     def __init__(
-        self, config: TrainConfig, policy: Policy, engine: Engine, task: Task, *, reference: nn.Module | None = None
+        self,
+        config: TrainConfig,
+        policy: Policy,
+        engine: Engine,
+        task: Task,
+        *,
+        reference: nn.Module | None = None,
+        group: ProcessGroup | None = None,
     ) -> None:
         self.config = config
         self.policy = policy
@@ -106,6 +119,7 @@ class GrpoTrainer:
         self.engine = engine
         self.task = task
         self.reference = reference
+        self.group = group
         self.correction_config = config.algorithm.correction
         self.bypass = self.correction_config is not None and self.correction_config.bypass_mode
         optim = config.optim
@@ -196,8 +210,8 @@ class GrpoTrainer:
     def _update(self, batch: Batch, step: int) -> tuple[Statistics, Tensor]:
         """Every optimizer step of the batch; returns merged statistics and log π_θ as the first epoch met it."""
         optim, rows = self.config.optim, len(batch.rewards)
-        for group in self.optimizer.param_groups:
-            group["lr"] = optim.lr * min(1.0, step / max(optim.lr_warmup_steps, 1))
+        for param_group in self.optimizer.param_groups:
+            param_group["lr"] = optim.lr * min(1.0, step / max(optim.lr_warmup_steps, 1))
         met = torch.zeros_like(batch.rollout.rollout_log_prob)
         losses: list[Statistics] = []
         corrections: list[Statistics | None] = []
@@ -209,22 +223,25 @@ class GrpoTrainer:
                 losses.append(statistics)
                 corrections += [output.correction.statistics for output in outputs if output.correction is not None]
                 if epoch == 0:
-                    met[mini_batch] = log_probs
+                    met[self._own(mini_batch)] = log_probs
         statistics = merge_statistics(losses) | _count(batch.response_mask)
-        if batch.correction is not None:  # decoupled: one correction for the whole batch
-            corrections = [batch.correction.statistics]
+        met = sum_over(met, self.group)
+        if batch.correction is not None:  # decoupled: one correction for the whole batch, the same on every rank
+            return statistics if batch.correction.statistics is None else statistics | batch.correction.statistics, met
         measured = [part for part in corrections if part is not None]
-        return statistics | merge_statistics(measured) if measured else statistics, met
+        return statistics | gather_statistics(merge_statistics(measured), self.group) if measured else statistics, met
 
     def _optimizer_step(self, batch: Batch, rows: Tensor) -> tuple[list[PolicyLossOutput], Tensor, Statistics]:
         """Accumulate a mini-batch's gradients over micro-batches, then step, unless something is not finite."""
         original = count_denominators(batch.response_mask[rows])
         mode = aggregation_mode(self.correction_config, self.config.algorithm.loss)
         gradients = BypassGradients(self.model.parameters(), original, mode=mode) if self.bypass else None
-        outputs, log_probs = [], []
+        outputs, log_probs, denominators = [], [], self._denominators(batch, rows)
+        own = self._own(rows)
+        part, batch = (own, batch) if len(own) else (rows[:1], _without_tokens(batch))
         self.optimizer.zero_grad()
-        for micro_batch in rows.split(self._micro_batch_size):
-            output, log_prob = self._loss(batch, micro_batch, self._denominators(batch, rows), original)
+        for micro_batch in part.split(self._micro_batch_size):
+            output, log_prob = self._loss(batch, micro_batch, denominators, original)
             if gradients is None:
                 output.loss.backward()
             else:
@@ -232,16 +249,21 @@ class GrpoTrainer:
             outputs.append(output)
             log_probs.append(log_prob)
         if gradients is not None:
-            gradients.finish()
-        loss = torch.stack([output.loss.detach() for output in outputs]).sum()
+            gradients.finish(sum_denominators(gradients.counts, self.group, device=rows.device))
+        sum_gradients(self.model.parameters(), self.group)
+        loss = sum_over(torch.stack([output.loss.detach() for output in outputs]).sum(), self.group)
         grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.max_grad_norm)
         if bool((loss + grad_norm).isfinite()):  # the optimizer must know: one flag is read per optimizer step
             self.optimizer.step()
         else:
             self.skipped_steps += 1
         self.optimizer.zero_grad()
-        statistics = merge_statistics([output.statistics for output in outputs])
-        return outputs, torch.cat(log_probs), statistics | _single(loss=loss, grad_norm=grad_norm)
+        statistics = gather_statistics(merge_statistics([output.statistics for output in outputs]), self.group)
+        return outputs, torch.cat(log_probs)[: len(own)], statistics | _single(loss=loss, grad_norm=grad_norm)
+
+    def _own(self, rows: Tensor) -> Tensor:
+        """This rank's part of a mini-batch; empty when there are fewer rows than ranks."""
+        return rows if self.group is None else rows.tensor_split(self.group.size())[self.group.rank()]
 
     def _denominators(self, batch: Batch, rows: Tensor) -> Denominators:
         """What the policy gradient of a whole mini-batch is divided by; in bypass mode rescaled at its end."""
@@ -321,6 +343,14 @@ def _rows_of(correction: Correction, rows: Tensor) -> Correction:
         loss_mask=correction.loss_mask[rows],
         sequence_kept=correction.sequence_kept[rows],
     )
+
+
+def _without_tokens(batch: Batch) -> Batch:
+    """The same batch with nothing in it: what a rank without rows runs, so that it takes part in every exchange."""
+    nothing = torch.zeros_like(batch.response_mask)
+    tokens = dataclasses.replace(batch.rollout.tokens, response_mask=nothing)
+    correction = batch.correction and dataclasses.replace(batch.correction, loss_mask=nothing)
+    return dataclasses.replace(batch, rollout=dataclasses.replace(batch.rollout, tokens=tokens), correction=correction)
 
 
 def _single(**values: Tensor) -> Statistics:

@@ -7,7 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollcorr.core.histograms import histogram_of
 from rollcorr.core.statistics import Moments, Statistics, extremes_of, merge_statistics, moments_of
+from rollcorr.core.tops import top_entries, top_indices
 
 NAN = math.nan
 
@@ -81,3 +83,51 @@ def test_rows_must_agree_to_merge_and_differ_to_join():
         _ = other | other
     with pytest.raises(ValueError, match="nothing to merge"):
         merge_statistics([])
+
+
+def full(values: torch.Tensor, start: int) -> Statistics:
+    """A row of every kind."""
+    mask = torch.ones_like(values, dtype=torch.bool)
+    found, exists = top_indices(values, mask)
+    return Statistics.of(
+        sums={"total": values.sum()},
+        moments={"x": moments_of(values, mask)},
+        extremes={"x": extremes_of(values, mask)},
+        histograms={"x": histogram_of(values, mask)},
+        tops={"x": top_entries(values[found], found + start, found, exists)},
+    )
+
+
+@given(
+    values=st.lists(st.floats(-1e3, 1e3, width=32), max_size=60),
+    shards=st.integers(1, 8),
+    seed=st.integers(0, 2**16),
+    order=st.randoms(use_true_random=False),
+)
+def test_any_order_and_any_grouping_of_shards_merges_to_the_whole(values, shards, seed, order):
+    """Known failure 13, for rows of every kind: k shards, merged as a random tree, agree to 1e-12."""
+    values, parts, start = torch.tensor(values, dtype=torch.float64), [], 0
+    whole = full(values, 0).read()
+    cuts = torch.randint(0, len(values) + 1, (shards - 1,), generator=torch.Generator().manual_seed(seed))
+    for part in values.tensor_split(sorted(cuts.tolist())):
+        parts.append(full(part, start))
+        start += len(part)
+    assert len(parts) == shards
+    while len(parts) > 1:
+        order.shuffle(parts)
+        parts = [parts[0].merge(parts[1]), *parts[2:]]
+    merged = parts[0].read()
+    scale = max(1.0, max(map(abs, values.tolist()), default=0.0))
+    assert merged.sums["total"] == pytest.approx(whole.sums["total"], abs=1e-12 * scale * max(1, len(values)))
+    assert merged.moments["x"].mean == pytest.approx(whole.moments["x"].mean, abs=1e-12 * scale)
+    assert merged.moments["x"].std == pytest.approx(whole.moments["x"].std, rel=1e-12, abs=1e-12 * scale)
+    assert merged.extremes == whole.extremes
+    assert merged.histograms == whole.histograms
+    assert [entry[:2] for entry in merged.tops["x"]] == [entry[:2] for entry in whole.tops["x"]]
+
+
+def test_a_row_is_written_and_read_back_in_one_vector():
+    statistics = full(torch.tensor([1.0, -2.0], dtype=torch.float64), 7)
+    again = statistics.unpack(statistics.pack()).read()
+    assert again == statistics.read()
+    assert again.tops["x"][0] == (-2.0, 8, 1)

@@ -243,7 +243,7 @@ def compute_policy_loss_bypass_mode(
 
 def clip_statistics(statistics: Statistics) -> Tensor:
     """(3,): share that the clip stops on either side, KL, share that the dual clip stops."""
-    mean = {name: statistics.moment(name)[1] for name in statistics.moment_names}
+    mean = {name: statistics.moment(name)[1] for name in statistics.names["moments"]}
     return torch.stack(
         [mean["clip_fraction_high"] + mean["clip_fraction_low"], mean["policy_kl"], mean["clip_fraction_dual"]]
     )

@@ -24,8 +24,8 @@ from rollcorr.core.divergence import CAP
 from rollcorr.core.layout import sequence_count, sequence_ids
 from rollcorr.kernels.correction.band import exceedance_band
 from rollcorr.kernels.correction.decide import decide
-from rollcorr.kernels.correction.output import CorrectionOutput
-from rollcorr.kernels.correction.table import BlockRows, SequenceTable
+from rollcorr.kernels.correction.output import CorrectionOutput, Out, outputs
+from rollcorr.kernels.correction.table import BlockRows, Reduction, SequenceTable
 
 if TYPE_CHECKING:
     from rollcorr.config import Criterion, RolloutCorrectionConfig
@@ -36,7 +36,7 @@ CPU_BLOCK = 1 << 15
 DEVICE_BLOCK = 1 << 20
 """Tokens in a block elsewhere: enough to fill the device, few enough that the buffers stay below 100 MB."""
 
-_Block = tuple[slice, "Tensor | None"]
+Block = tuple[slice, "Tensor | None"]
 
 
 def blocked_correction(
@@ -46,15 +46,16 @@ def blocked_correction(
     config: RolloutCorrectionConfig,
     *,
     cu_seqlens: Tensor | None = None,
+    reduce: Reduction | None = None,
+    out: Out | None = None,
     block_tokens: int | None = None,
 ) -> CorrectionOutput:
     """As `rollcorr.kernels.correction.correction_kernel`; `block_tokens` sets a block's size."""
     on_cpu = mask.device.type == "cpu"
-    blocks = list(_blocks(mask, cu_seqlens, block_tokens or (CPU_BLOCK if on_cpu else DEVICE_BLOCK)))
-    loss_mask = torch.empty_like(mask)
-    weights = None if config.rollout_is is None else torch.empty_like(mask, dtype=torch.float32)
+    blocks = list(token_blocks(mask, cu_seqlens, block_tokens))
+    weights, loss_mask = outputs(mask, config, out)
 
-    def read(share: list[_Block]) -> tuple[SequenceTable, BlockRows]:
+    def read(share: list[Block]) -> tuple[SequenceTable, BlockRows]:
         table, rows = SequenceTable(sequence_count(mask, cu_seqlens=cu_seqlens), mask.device), BlockRows()
         buffers: dict[str, Tensor] = {}
         for at, ids in share:
@@ -67,6 +68,8 @@ def blocked_correction(
         return table, rows
 
     table, rows = _in_threads(read, blocks, torch.get_num_threads() if on_cpu else 1)
+    if reduce is not None:
+        reduce(table, rows)
     _derive(table, config)
     decision = decide(table, rows, config)
     for at, ids in blocks:
@@ -78,7 +81,7 @@ def blocked_correction(
 
 
 def _in_threads(
-    read: Callable[[list[_Block]], tuple[SequenceTable, BlockRows]], blocks: list[_Block], threads: int
+    read: Callable[[list[Block]], tuple[SequenceTable, BlockRows]], blocks: list[Block], threads: int
 ) -> tuple[SequenceTable, BlockRows]:
     """Read the blocks in contiguous shares, one for each thread, and join the results in order.
 
@@ -98,8 +101,9 @@ def _in_threads(
     return table, rows
 
 
-def _blocks(mask: Tensor, cu_seqlens: Tensor | None, size: int) -> Iterator[_Block]:
+def token_blocks(mask: Tensor, cu_seqlens: Tensor | None, size: int | None = None) -> Iterator[Block]:
     """Slices of rows (padded) or of tokens (packed, with each token's sequence); one empty slice for no data."""
+    size = size or (CPU_BLOCK if mask.device.type == "cpu" else DEVICE_BLOCK)
     step = size if cu_seqlens is not None else max(1, size // max(1, mask.shape[1]))
     for start in range(0, max(1, mask.shape[0]), step):
         at = slice(start, start + step)

@@ -78,6 +78,7 @@ def _mismatch(state: _State) -> None:
     sums["zero_probability"] = zero
     sums["tokens_measured"] = table["measured"].sum()
     sums["tokens_compared"] = sums["tokens_measured"] + zero
+    sums["tokens_counted"] = table["counted"].sum()
     for name in ("k3", "abs_log_ratio"):
         sums[name] = rows.sum(name)
     sums["capped"] = rows.sum("capped_low") + rows.sum("capped_high")

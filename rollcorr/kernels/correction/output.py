@@ -1,12 +1,19 @@
-"""What a correction kernel returns."""
+"""What a correction kernel returns, and where it writes."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor
 
 from rollcorr.core.statistics import Statistics
+
+if TYPE_CHECKING:
+    from rollcorr.config import RolloutCorrectionConfig
+
+Out = tuple["Tensor | None", Tensor]
+"""Buffers for the weights (None where there are none) and the loss mask."""
 
 
 class CorrectionOutput(NamedTuple):
@@ -23,3 +30,64 @@ class CorrectionOutput(NamedTuple):
     loss_mask: Tensor
     sequence_kept: Tensor
     statistics: Statistics
+
+
+def outputs(mask: Tensor, config: RolloutCorrectionConfig, out: Out | None) -> Out:
+    """The buffers to write to: the caller's, checked by `check_out`, or fresh ones like the mask."""
+    if out is not None:
+        return out
+    weights = None if config.rollout_is is None else torch.empty(mask.shape, dtype=torch.float32, device=mask.device)
+    return weights, torch.empty(mask.shape, dtype=torch.bool, device=mask.device)
+
+
+def check_out(out: Out, config: RolloutCorrectionConfig | None, **inputs: Tensor) -> None:
+    """Check that the caller's buffers fit the batch and are not part of it.
+
+    Args:
+        out: (weights, loss_mask).
+        config: what will be computed.
+        inputs: the batch, by name.
+
+    Raises:
+        ValueError: a buffer is missing or of no use, its dtype, shape or device is wrong, or it is not contiguous, or
+            shares memory with an input.
+    """
+    weights, loss_mask = out
+    needed = config is not None and config.rollout_is is not None
+    if needed != (weights is not None):
+        raise ValueError(
+            "out needs a weights buffer: out=(weights, loss_mask)"
+            if needed
+            else "out has a weights buffer, but rollout_is=None computes no weights; give out=(None, loss_mask)"
+        )
+    name, like = next(iter(inputs.items()))
+    for buffer, kind, dtype in ((weights, "weights", torch.float32), (loss_mask, "loss_mask", torch.bool)):
+        if buffer is None:
+            continue
+        for what, has, wants in (
+            ("dtype", buffer.dtype, dtype),
+            ("shape", tuple(buffer.shape), tuple(like.shape)),
+            ("device", buffer.device, like.device),
+        ):
+            if has != wants:
+                raise ValueError(f"out {kind} has {what} {has}, but {name} needs {wants}")
+        if not buffer.is_contiguous():
+            raise ValueError(f"out {kind} must be contiguous, got strides {buffer.stride()}; make it with torch.empty")
+        for other, tensor in inputs.items():
+            if _overlap(buffer, tensor):
+                raise ValueError(f"out {kind} and {other} share memory; give a buffer of its own")
+
+
+def copied_to(out: Out | None, output: CorrectionOutput) -> CorrectionOutput:
+    """The output in the caller's buffers, if there are any."""
+    if out is None:
+        return output
+    weights, loss_mask = out
+    if weights is not None and output.weights is not None:
+        weights.copy_(output.weights)
+    return output._replace(weights=weights, loss_mask=loss_mask.copy_(output.loss_mask))
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors lie in one storage, which is where a caller's mistake would put them."""
+    return a.numel() > 0 and a.device.type != "meta" and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()

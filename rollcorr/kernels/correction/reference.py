@@ -97,6 +97,7 @@ def _mismatch(batch: _Batch, rows: _Rows) -> None:
     sums["zero_probability"] = zero.sum()
     sums["tokens_measured"] = measured.sum()
     sums["tokens_compared"] = compared.sum()
+    sums["tokens_counted"] = batch.counted.sum()
     sums["k3"] = _masked_sum(divergence.k3(d), measured)
     sums["abs_log_ratio"] = _masked_sum(d.abs(), measured)
     sums["chi2_token"] = _masked_sum(divergence.chi_squared(d), compared)

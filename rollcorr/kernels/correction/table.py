@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from rollcorr.core.statistics import STATISTICS_DTYPE, merge_moments
+from rollcorr.core.statistics import STATISTICS_DTYPE, Statistics, merge_moments
 
 
 class SequenceTable:
@@ -31,7 +33,8 @@ class SequenceTable:
         """Add a block's values to their sequences. Values are 0 (or False) at tokens that do not take part."""
         out = self._column(column, 0.0)
         if ids is None:
-            out[rows] = values.count_nonzero(dim=-1) if values.dtype == torch.bool else values.sum(dim=-1)
+            counting = values.dtype == torch.bool
+            out[rows] = values.count_nonzero(dim=-1) if counting else values.sum(dim=-1, dtype=STATISTICS_DTYPE)
         else:
             out.index_add_(0, ids, values.to(STATISTICS_DTYPE))
 
@@ -61,6 +64,22 @@ class SequenceTable:
                 self._column(column, -torch.inf).clamp_(min=values)
             else:
                 self._column(column, 0.0).add_(values)
+
+    def pack(self) -> Tensor:
+        """All columns, (C, B), in the order of their names."""
+        columns = [self._columns[name] for name in sorted(self._columns)]
+        return torch.stack(columns) if columns else torch.zeros(0, self._sequences, device=self._device)
+
+    def merge(self, parts: Tensor) -> None:
+        """Replace every column by what passes over other tokens of the same sequences give together.
+
+        Args:
+            parts: (P, C, B), what `pack` gave for each part.
+        """
+        for name, column in zip(sorted(self._columns), parts.unbind(1), strict=True):
+            self._columns[name] = (
+                column.amin(0) if name.endswith("_min") else column.amax(0) if name.endswith("_max") else column.sum(0)
+            )
 
     def _column(self, name: str, fill: float) -> Tensor:
         if name not in self._columns:
@@ -109,8 +128,9 @@ class BlockRows:
 
     def extremes(self, name: str, low: Tensor, high: Tensor) -> None:
         """Add (min, max) of a block; `low` has +inf and `high` −inf at tokens that do not take part."""
-        if high.numel():
-            self._extremes.setdefault(name, []).append(torch.stack([low.amin(), high.amax()]))
+        # A slice without tokens has the row too, so that all slices have the same ones.
+        ends = [low.amin(), high.amax()] if high.numel() else [high.new_full((), x) for x in (torch.inf, -torch.inf)]
+        self._extremes.setdefault(name, []).append(torch.stack(ends))
 
     def join(self, other: BlockRows) -> None:
         """Append the entries of a pass over later blocks."""
@@ -121,6 +141,22 @@ class BlockRows:
         ):
             for name, entries in others.items():
                 own.setdefault(name, []).extend(entries)
+
+    def statistics(self, device: torch.device) -> Statistics:
+        """Every row, finished."""
+        return Statistics.of(
+            sums={name: self.sum(name) for name in self._sums},
+            moments={name: self.merged_moments(name) for name in self._moments},
+            extremes={name: self.merged_extremes(name, device) for name in self._extremes},
+            device=device,
+        )
+
+    def replace(self, statistics: Statistics) -> None:
+        """Replace every row by a finished one, for instance of several parts merged."""
+        names = statistics.names
+        self._sums = {name: [row] for name, row in zip(names["sums"], statistics.sums, strict=True)}
+        self._moments = {name: [row] for name, row in zip(names["moments"], statistics.moments, strict=True)}
+        self._extremes = {name: [row] for name, row in zip(names["extremes"], statistics.extremes, strict=True)}
 
     def sum(self, name: str) -> Tensor:
         """The finished sum, 0-d float64."""
@@ -136,3 +172,7 @@ class BlockRows:
             return torch.tensor([torch.inf, -torch.inf], dtype=STATISTICS_DTYPE, device=device)
         parts = torch.stack(self._extremes[name])
         return torch.stack([parts[:, 0].amin(), parts[:, 1].amax()])
+
+
+Reduction = Callable[[SequenceTable, BlockRows], None]
+"""Merges, in place, what other processes read of the same sequences."""

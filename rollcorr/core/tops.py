@@ -1,0 +1,124 @@
+"""The worst of a sample: its entries farthest from 0, with where they came from, merged exactly.
+
+An entry is (value, sequence, at). The order is total: by |value|, then by sequence, then by `at`, so the worst of a
+whole are the same entries however it was cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+TOP = 10
+"""How many entries are kept."""
+
+_INDEX = (1 << 32) - 1
+
+
+def top_indices(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The at most TOP entries with the largest |value| where mask is true, the first of equal ones first.
+
+    Args:
+        values: (N,) with N below 2³²; compared in float32. ±inf counts, NaN must be masked.
+        mask: (N,) bool.
+
+    Returns:
+        Their indices, (min(TOP, N),) int64, and whether each one exists, bool.
+    """
+    magnitude = values.masked_fill(~mask, 0.0).float().abs()
+    behind = _INDEX - torch.arange(values.numel(), device=values.device)
+    key = (magnitude.view(torch.int32).to(torch.int64) << 32).add_(behind).masked_fill_(~mask, -1)
+    best = key.topk(min(TOP, values.numel()))
+    return best.indices, best.values >= 0
+
+
+def top_entries(values: Tensor, sequence: Tensor, at: Tensor, exists: Tensor) -> Tensor:
+    """Entries as rows (value, sequence, at), (TOP, 3) float64; a row of an entry that does not exist is (0, −1, −1).
+
+    Args:
+        values: (K,) with K up to TOP; stored with the precision of float32, in which they are compared.
+        sequence: (K,) index of the sequence.
+        at: (K,) what else is to be known of the entry, e.g. its position.
+        exists: (K,) bool.
+    """
+    rows = torch.stack([values.float().to(torch.float64), sequence.to(torch.float64), at.to(torch.float64)], dim=-1)
+    nothing = rows.new_zeros(TOP, 3)
+    nothing[:, 1:] = -1.0
+    return torch.cat([rows.where(exists.unsqueeze(-1), nothing[: len(rows)]), nothing[len(rows) :]])
+
+
+def merge_tops(parts: Tensor) -> Tensor:
+    """Merge entries over the first dimension: (P, …, TOP, 3) → (…, TOP, 3)."""
+    rows = parts.movedim(0, -3).flatten(-3, -2)
+    value, sequence, at = rows.unbind(-1)
+    rank = value.abs().masked_fill(sequence < 0, -1.0)
+    order = at.argsort(dim=-1, stable=True)
+    order = order.gather(-1, sequence.gather(-1, order).argsort(dim=-1, stable=True))
+    order = order.gather(-1, rank.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
+    return rows.gather(-2, order[..., :TOP].unsqueeze(-1).expand(*order.shape[:-1], TOP, 3))
+
+
+class Entry(NamedTuple):
+    """One entry on the host: a value, the sequence's index, and what else is known of it."""
+
+    value: float
+    sequence: int
+    at: int
+
+
+def host_entries(rows: list[list[float]]) -> tuple[Entry, ...]:
+    """The entries that exist, worst first."""
+    return tuple(Entry(value, int(sequence), int(at)) for value, sequence, at in rows if sequence >= 0)
+
+
+@dataclass(frozen=True)
+class WorstToken:
+    """A token whose two log-probs are far apart.
+
+    Attributes:
+        log_ratio: d = log π − log μ, nats; −inf where the trainer gives it probability zero.
+        sequence: the sequence's index in the batch, plus the offset that the caller gave.
+        position: its column when padded, its place in the sequence when packed, or what `position_ids` says.
+    """
+
+    log_ratio: float
+    sequence: int
+    position: int
+
+
+@dataclass(frozen=True)
+class WorstSequence:
+    """A sequence whose two likelihoods are far apart.
+
+    Attributes:
+        log_ratio: S_i = Σ d, nats; −inf with a token of probability zero.
+        sequence: its index in the batch, plus the offset that the caller gave.
+        tokens: how many tokens the sum has.
+    """
+
+    log_ratio: float
+    sequence: int
+    tokens: int
+
+    @property
+    def mean_log_ratio(self) -> float:
+        """G_i = S_i / c_i, nats a token."""
+        return self.log_ratio / self.tokens
+
+
+@dataclass(frozen=True)
+class Worst:
+    """The worst of a batch, or of everything that was merged, worst first: by |log ratio|, at most TOP of each."""
+
+    tokens: tuple[WorstToken, ...]
+    sequences: tuple[WorstSequence, ...]
+
+
+def worst_of(tops: Mapping[str, tuple[Entry, ...]]) -> Worst:
+    """The rows `tokens` and `sequences` of host statistics as objects; what was not collected is empty."""
+    tokens, sequences = tops.get("tokens", ()), tops.get("sequences", ())
+    return Worst(tuple(WorstToken(*entry) for entry in tokens), tuple(WorstSequence(*entry) for entry in sequences))

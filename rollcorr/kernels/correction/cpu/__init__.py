@@ -1,0 +1,10 @@
+"""The correction in compiled C, for CPUs: the twin of `reference` at the speed of memory.
+
+`correction.c` and its headers are compiled when the package is installed, if there is a compiler; `library` finds what
+was built. Without it nothing is missing but speed.
+"""
+
+from rollcorr.kernels.correction.cpu.kernel import cpu_correction, why_not
+from rollcorr.kernels.correction.cpu.library import LEVELS, status
+
+__all__ = ["LEVELS", "cpu_correction", "status", "why_not"]

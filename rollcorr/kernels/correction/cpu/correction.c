@@ -1,0 +1,261 @@
+/* The correction on the CPU: log-probs and a mask in; weights, a loss mask and statistics out; one read of the tokens.
+
+   Python loads this with ctypes; it knows nothing of Python or torch. It is compiled once for every instruction set (the
+   compiler's flags set the width of a vector), and Python takes the widest that runs. A sequence is read, decided and
+   written while it is in cache. Results do not depend on the number of threads: the unit of work is a fixed range of
+   sequences with rows of its own, and rows merge in order. */
+
+#include <pthread.h>
+
+#include "tokens.h"
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+#define MAX_THREADS 64
+
+/* --- One sequence --------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    const char *train, *rollout, *mask;
+    float *weights; /* NULL without importance sampling */
+    uint8_t *loss_mask;
+    int64_t length;
+} Row;
+
+static int64_t width(int type) { return type == FLOAT32 ? 4 : 2; }
+
+static int64_t mask_width(int type) { return type == MASK_INT64 ? 8 : type == MASK_BYTE ? 1 : 4; }
+
+static Row row_of(const Job *job, int64_t i) {
+    int64_t out = job->offsets ? job->offsets[i] : i * job->length;
+    int64_t train = job->offsets ? out : i * job->train_stride, rollout = job->offsets ? out : i * job->rollout_stride;
+    int64_t mask = job->offsets ? out : i * job->mask_stride;
+    return (Row){
+        job->train + train * width(job->train_type),
+        job->rollout + rollout * width(job->rollout_type),
+        job->mask + mask * mask_width(job->mask_type),
+        job->weights ? job->weights + out : 0,
+        job->loss_mask + out,
+        job->offsets ? job->offsets[i + 1] - out : job->length,
+    };
+}
+
+static void start_block(Block *block, const Row *data, int64_t start) {
+    block->tokens = data->length - start < BLOCK ? (int)(data->length - start) : BLOCK;
+    block->vectors = (block->tokens + LANES - 1) / LANES;
+}
+
+/* Valid tokens; without those that are missing, where they are rejected. */
+static void write_present(const Block *block, uint8_t *restrict out) {
+    const int32_t *valid = (const int32_t *)block->valid, *measured = (const int32_t *)block->measured;
+    const int32_t *zero = (const int32_t *)block->zero;
+    int tokens = block->tokens, all = block->job->nonfinite == REJECT_TOKEN ? 0 : -1;
+    for (int i = 0; i < tokens; i++) out[i] = (uint8_t)(valid[i] & (measured[i] | zero[i] | all) & 1);
+}
+
+static void write_kept(const Block *block, uint8_t *restrict out) {
+    const int32_t *kept = (const int32_t *)block->kept;
+    int tokens = block->tokens;
+    for (int i = 0; i < tokens; i++) out[i] = (uint8_t)(kept[i] & 1);
+}
+
+/* Past the cache where that is possible, which spares reading the buffer first. */
+static void write_weights(const Block *block, const vf *weights, float *out) {
+#if LANES == 16
+    if ((uintptr_t)out % sizeof(vf) == 0 && block->tokens % LANES == 0) {
+        EACH_VECTOR(v, block) _mm512_stream_ps(out + v * LANES, (__m512)weights[v]);
+        return;
+    }
+#endif
+    memcpy(out, weights, (size_t)block->tokens * sizeof(float));
+}
+
+/* Load a block and sort its tokens; returns whether it has a valid one. */
+static int read_block(Block *block, const Row *data, int64_t start, Mismatch *sums) {
+    const Job *job = block->job;
+    int uniformly = job->mask_type == MASK_BYTE ? uniform((const uint8_t *)data->mask + start, block->tokens) : -1;
+    if (uniformly == 0) return 0;
+    int plain = uniformly == 1 && block->tokens % LANES == 0;
+    if (!plain && read_mask(data->mask, job->mask_type, start, block) == 0) return 0;
+    block->train = read_log_probs(data->train, job->train_type, start, block, block->train_copy);
+    block->rollout = read_log_probs(data->rollout, job->rollout_type, start, block, block->rollout_copy);
+    if (plain) {
+        set_plain(block);
+        subtract(block, sums);
+        if (!block->wide) return 1;
+        read_mask(data->mask, job->mask_type, start, block); /* not plain: something is infinite or huge */
+    }
+    classify(block);
+    subtract(block, sums);
+    return 1;
+}
+
+static void pass_block(Block *block, const Row *data, int64_t start, Sequence *s, Rows *rows) {
+    const Job *job = block->job;
+    const int *of = job->token_criterion;
+    int judging = of[K1] >= 0 || of[K2] >= 0 || of[K3] >= 0;
+    float *weights_out = job->level == TOKEN_WEIGHTS ? data->weights + start : 0;
+    uint8_t *mask_out = data->loss_mask + start;
+    Mismatch sums;
+    if (!read_block(block, data, start, &sums)) { /* padding: nothing else is read */
+        memset(mask_out, 0, (size_t)block->tokens);
+        if (weights_out) memset(weights_out, 0, (size_t)block->tokens * sizeof(float));
+        return;
+    }
+    measure(block, &sums, s, rows);
+    double weight_before = s->weight;
+    const vf *weights = weights_out ? weigh_tokens(block, &sums, s, rows) : 0;
+    if (weights) write_weights(block, weights, weights_out);
+    if (job->needs_k2) s->k2 += describe(block, K2, of[K2], rows);
+    if (of[K3] >= 0) describe(block, K3, of[K3], rows);
+    if (job->vetoing) count_catastrophic(block, s);
+    if (judging && !keep_at_once(block, &sums, s->weight - weight_before, s)) {
+        judge(block, weights, s, rows);
+        write_kept(block, mask_out);
+    } else if (block->plain) {
+        memset(mask_out, 1, (size_t)block->tokens);
+    } else {
+        write_present(block, mask_out);
+    }
+}
+
+static uint32_t bits_of(const char *row, int type, int64_t i) {
+    uint32_t bits;
+    if (type == BFLOAT16) return (uint32_t)((const uint16_t *)row)[i] << 16;
+    memcpy(&bits, (const float *)row + i, sizeof bits);
+    return bits;
+}
+
+/* Whether neither log-prob of a token is missing. */
+static int is_compared(const Job *job, const Row *data, int64_t i) {
+    uint32_t train = bits_of(data->train, job->train_type, i), rollout = bits_of(data->rollout, job->rollout_type, i);
+    if ((rollout & 0x7fffffffu) >= 0x7f800000u) return 0;
+    return (train & 0x7fffffffu) < 0x7f800000u || train == 0xff800000u;
+}
+
+/* Give every counted token its sequence's weight. */
+static void spread_weight(Block *block, const Row *data, const Derived *derived, float weight) {
+    int whole = block->job->nonfinite == NEUTRAL || derived->missing == 0;
+    for (int64_t start = 0; start < data->length; start += BLOCK) {
+        start_block(block, data, start);
+        read_mask(data->mask, block->job->mask_type, start, block);
+        const int32_t *valid = (const int32_t *)block->valid;
+        float *out = data->weights + start;
+        int tokens = block->tokens;
+        for (int t = 0; t < tokens; t++) out[t] = valid[t] ? weight : 0.0f;
+        for (int t = 0; !whole && t < tokens; t++)
+            if (valid[t] && !is_compared(block->job, data, start + t)) out[t] = 0.0f;
+    }
+}
+
+static void pass_sequence(Block *block, int64_t i, Rows *rows) {
+    const Job *job = block->job;
+    Row data = row_of(job, i);
+    Sequence s = {.range = {INFINITY, -INFINITY}};
+    for (int64_t start = 0; start < data.length; start += BLOCK) {
+        start_block(block, &data, start);
+        pass_block(block, &data, start, &s, rows);
+    }
+    Derived derived = derive(job, &s);
+    const int32_t *of = job->token_criterion;
+    if (of[K1] < 0 && of[K2] < 0 && of[K3] < 0) { /* nothing but missing tokens is rejected one by one */
+        s.once = job->nonfinite == REJECT_TOKEN ? derived.missing : 0;
+        s.kept = s.valid - s.once;
+        s.kept_weight = s.weight;
+    }
+    describe_sequence(&s, &derived, rows);
+    int kept = reject_sequence(job, &s, &derived, rows);
+    double weight = job->level == NO_WEIGHTS ? 0 : weigh(job, &s, &derived, kept, rows);
+    if (job->level == SEQUENCE_WEIGHTS || job->level == GEOMETRIC_WEIGHTS)
+        spread_weight(block, &data, &derived, (float)weight);
+    if (!kept) memset(data.loss_mask, 0, (size_t)data.length);
+    job->sequence_kept[i] = (kept && s.kept > 0) || s.valid == 0;
+}
+
+/* --- All of them ---------------------------------------------------------------------------------------------------- */
+
+static void pass_task(const Job *job, int64_t task) {
+    Block block;
+    block.job = job;
+    clear_rows(&job->rows[task]);
+    int64_t first = task * job->sequences_per_task, last = first + job->sequences_per_task;
+    for (int64_t i = first; i < last && i < job->sequences; i++) pass_sequence(&block, i, &job->rows[task]);
+}
+
+typedef struct {
+    const Job *job;
+    int64_t next;
+} Work;
+
+static void *take_tasks(void *argument) {
+    Work *work = argument;
+    for (;;) {
+        int64_t task = __atomic_fetch_add(&work->next, 1, __ATOMIC_RELAXED);
+        if (task >= work->job->tasks) break;
+        pass_task(work->job, task);
+    }
+#if LANES == 16
+    _mm_sfence(); /* stores past the cache are seen by whoever joins this thread */
+#endif
+    return 0;
+}
+
+/* --- What Python calls ---------------------------------------------------------------------------------------------- */
+
+#define PUBLIC __attribute__((visibility("default")))
+
+/* Tasks go to whichever thread is free, so a core that somebody else uses holds up nobody. The caller works too, and
+   does everything when no thread can be had. */
+PUBLIC void rollcorr_correct(const Job *job) {
+    Work work = {job, 0};
+    pthread_t threads[MAX_THREADS];
+    int64_t wanted = (job->threads < job->tasks ? job->threads : job->tasks) - 1;
+    int started = 0;
+    while (started < wanted && started < MAX_THREADS && !pthread_create(&threads[started], 0, take_tasks, &work))
+        started++;
+    take_tasks(&work);
+    while (started > 0) pthread_join(threads[--started], 0);
+    for (int64_t task = 1; task < job->tasks; task++) merge_rows(&job->rows[0], &job->rows[task]);
+    finish_rows(job, &job->rows[0]);
+}
+
+PUBLIC int64_t rollcorr_abi(void) { return ABI; }
+PUBLIC int64_t rollcorr_job_size(void) { return (int64_t)sizeof(Job); }
+PUBLIC int64_t rollcorr_rows_size(void) { return (int64_t)sizeof(Rows); }
+PUBLIC const char *rollcorr_sums(void) { return SUMS(AS_TEXT); }
+PUBLIC const char *rollcorr_criterion_sums(void) { return CRITERION_SUMS(AS_TEXT); }
+PUBLIC const char *rollcorr_moments(void) { return MOMENTS(AS_TEXT); }
+PUBLIC const char *rollcorr_extremes(void) { return EXTREMES(AS_TEXT); }
+
+/* Whether this processor runs what the compiler was told to use. */
+PUBLIC int rollcorr_runs_here(void) {
+#if defined(__AVX512F__)
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#elif defined(__AVX2__)
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#else
+    return 1;
+#endif
+}
+
+/* Offsets that rise from 0 to the token count; anything else would read beyond the data. */
+PUBLIC int rollcorr_offsets_fit(const int64_t *offsets, int64_t sequences, int64_t tokens) {
+    if (offsets[0] != 0 || offsets[sequences] != tokens) return 0;
+    for (int64_t i = 0; i < sequences; i++)
+        if (offsets[i + 1] < offsets[i]) return 0;
+    return 1;
+}
+
+/* Ask for large pages under a fresh output: its first touch costs several times the copy otherwise. */
+PUBLIC void rollcorr_large_pages(char *start, int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+    const uintptr_t page = 4096;
+    uintptr_t from = ((uintptr_t)start + page - 1) / page * page, to = ((uintptr_t)start + (uintptr_t)bytes) / page * page;
+    if (to > from) (void)madvise((void *)from, to - from, MADV_HUGEPAGE);
+#else
+    (void)start, (void)bytes;
+#endif
+}

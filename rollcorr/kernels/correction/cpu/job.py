@@ -1,0 +1,174 @@
+"""What is asked of the compiled correction: the structures of job.h, filled from a configuration."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollcorr.core.bounds import divergence_bound, log_band
+from rollcorr.core.layout import sequence_count
+from rollcorr.kernels.correction.band import exceedance_band
+
+if TYPE_CHECKING:
+    from rollcorr.config import RolloutCorrectionConfig
+    from rollcorr.config import Criterion as CriterionConfig
+
+TASK_TOKENS = 1 << 15
+"""Tokens that a thread takes at a time. Fixed, so that results do not depend on the number of threads."""
+
+MAX_CRITERIA = 11
+LOG_PROB_TYPES = {torch.float32: 0, torch.bfloat16: 1}
+MASK_TYPES = {torch.bool: 0, torch.uint8: 0, torch.int8: 0, torch.int32: 1, torch.int64: 2, torch.float32: 3}
+
+_SCOPES = ("token", "seq_sum", "seq_mean", "seq_max")
+_KINDS = ("k1", "k2", "k3")
+_LEVELS = (None, "token", "sequence", "geometric")
+_MODES = ("none", "truncate", "icepop")
+_NONFINITE = {"reject_token": 0, "raise": 0, "reject_sequence": 1, "neutral": 2}
+_NORMALIZATION = {"valid": 1, "kept": 2}
+
+Fields = list[tuple[str, Any]]
+
+
+def _fields(kind: Any, names: str) -> Fields:  # noqa: ANN401 (a ctypes type)
+    return [(name, kind) for name in names.split()]
+
+
+class Band(ctypes.Structure):
+    """On d, float32: a token is outside when d < lower or d > upper."""
+
+    _fields_ = _fields(ctypes.c_float, "lower upper")
+
+
+class WideBand(ctypes.Structure):
+    """On a log-ratio or a divergence, float64."""
+
+    _fields_ = _fields(ctypes.c_double, "lower upper")
+
+
+class Criterion(ctypes.Structure):
+    """A criterion: its statistic, the bounds on it, and at token level the d that it accepts."""
+
+    _fields_ = [*_fields(ctypes.c_int32, "scope kind"), ("bounds", WideBand), ("tokens", Band)]  # noqa: RUF012
+
+
+class Job(ctypes.Structure):
+    """Inputs, outputs and thresholds of one batch."""
+
+    _fields_ = [  # noqa: RUF012
+        *_fields(ctypes.c_void_p, "train rollout mask offsets weights loss_mask sequence_kept rows"),
+        *_fields(ctypes.c_int64, "sequences length sequences_per_task tasks threads"),
+        *_fields(ctypes.c_int64, "train_stride rollout_stride mask_stride"),
+        *_fields(ctypes.c_int32, "train_type rollout_type mask_type level mode nonfinite normalization"),
+        *_fields(ctypes.c_int32, "needs_k2 vetoing banded_below criteria_count"),
+        ("criteria", Criterion * MAX_CRITERIA),
+        ("token_criterion", ctypes.c_int32 * len(_KINDS)),
+        *_fields(ctypes.c_float, "cap floor ceiling bound"),
+        *_fields(Band, "band veto ten_percent untouched accepted"),
+        *_fields(WideBand, "wide_band low_weight"),
+    ]
+
+
+def job_of(
+    train: Tensor, rollout: Tensor, mask: Tensor, config: RolloutCorrectionConfig, cu_seqlens: Tensor | None
+) -> Job:
+    """A job without its outputs and offsets. It holds addresses: the tensors must outlive it."""
+    job = Job.from_buffer_copy(_thresholds(config))
+    for name, tensor, types in (
+        ("train", train, LOG_PROB_TYPES),
+        ("rollout", rollout, LOG_PROB_TYPES),
+        ("mask", mask, MASK_TYPES),
+    ):
+        setattr(job, name, tensor.data_ptr())
+        setattr(job, f"{name}_type", types[tensor.dtype])
+        setattr(job, f"{name}_stride", tensor.stride(0))
+    job.sequences, job.length = sequence_count(mask, cu_seqlens=cu_seqlens), mask.shape[-1]
+    job.sequences_per_task = max(1, TASK_TOKENS * job.sequences // max(1, mask.numel()))
+    job.tasks = max(1, -(-job.sequences // job.sequences_per_task))
+    job.threads = torch.get_num_threads()
+    return job
+
+
+@lru_cache(maxsize=64)
+def _thresholds(config: RolloutCorrectionConfig) -> bytes:
+    """The fields that follow from the configuration alone, as the bytes of a job."""
+    bound, veto = config.safety_bound, config.rollout_token_veto_threshold
+    cap = config.is_upper if config.is_mode == "truncate" and config.is_upper is not None else math.inf
+    low, high = log_band(*exceedance_band(config))
+    accepted = (-math.inf, math.inf)
+    job = Job(
+        level=_LEVELS.index(config.rollout_is),
+        mode=_MODES.index(config.is_mode),
+        nonfinite=_NONFINITE[config.nonfinite],
+        normalization=_NORMALIZATION[config.batch_normalize_over],
+        needs_k2=any(c.kind == "k2" and c.scope != "seq_max" for c in config.criteria),
+        vetoing=veto is not None,
+        banded_below=low > -math.inf,
+        criteria_count=len(config.criteria),
+        token_criterion=(-1, -1, -1),
+        cap=cap,
+        floor=math.exp(-bound),
+        ceiling=math.exp(bound),
+        bound=bound,
+        band=_rounded((low, high)),
+        wide_band=(low, high),
+        low_weight=log_band(None if config.is_upper is None else 1 / config.is_upper, None),
+        veto=_rounded(log_band(veto, None)),
+        ten_percent=_rounded(log_band(0.9, 1.1)),
+        untouched=_rounded((max(low, -bound), min(high, bound, math.log(cap)))),
+    )
+    for i, criterion in enumerate(config.criteria):
+        job.criteria[i], band = _criterion(criterion)
+        if criterion.scope == "token":
+            job.token_criterion[_KINDS.index(criterion.kind)] = i
+            accepted = (max(accepted[0], band[0]), min(accepted[1], band[1]))
+    job.accepted = _rounded(accepted)
+    return bytes(job)
+
+
+def _criterion(criterion: CriterionConfig) -> tuple[Criterion, tuple[float, float]]:
+    """A criterion as C reads it, and the d that it accepts of a token."""
+    if criterion.kind == "k1":
+        bounds = tokens = log_band(criterion.lower, criterion.upper)
+    else:
+        bounds = (-math.inf, divergence_bound(criterion.upper))
+        tokens = accepted_log_ratios(criterion.kind, bounds[1])
+    scope, kind = _SCOPES.index(criterion.scope), _KINDS.index(criterion.kind)
+    return Criterion(scope, kind, WideBand(*bounds), _rounded(tokens)), tokens
+
+
+def accepted_log_ratios(kind: str, upper: float) -> tuple[float, float]:
+    """The ends of {d : k(d) ≤ upper}, nats: both divergences are convex with their minimum at d = 0.
+
+    k2: ±sqrt(2 upper). k3, which has no closed form: by bisection, with d ≤ 20; +inf where no d exceeds the bound.
+    """
+    if kind == "k2":
+        return -math.sqrt(2 * upper), math.sqrt(2 * upper)
+    ends = []
+    for sign, far in ((-1.0, upper + 1.0), (1.0, 20.0)):
+        inside, outside = 0.0, far
+        if sign > 0 and math.expm1(far) - far <= upper:
+            inside = math.inf
+        while inside < (middle := (inside + outside) / 2) < outside:
+            if math.expm1(sign * middle) - sign * middle <= upper:
+                inside = middle
+            else:
+                outside = middle
+        ends.append(sign * inside)
+    return ends[0], ends[1]
+
+
+def _rounded(bounds: tuple[float, float]) -> Band:
+    """A band that a float32 is outside of exactly when it is outside of the float64 bounds."""
+    lower, upper = (np.float32(bound) for bound in bounds)
+    if float(lower) < bounds[0]:
+        lower = np.nextafter(lower, np.float32(np.inf))
+    if float(upper) > bounds[1]:
+        upper = np.nextafter(upper, np.float32(-np.inf))
+    return Band(float(lower), float(upper))

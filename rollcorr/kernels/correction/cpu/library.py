@@ -1,0 +1,115 @@
+"""The compiled correction: where its libraries are, which one runs here, and why none does when none does."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from rollcorr.kernels.correction.cpu.job import MAX_CRITERIA, Job
+
+LEVELS = ("avx512", "avx2", "portable")
+"""Instruction sets that it is compiled for, the fastest first."""
+
+FOLDER = Path(__file__).parent
+NOT_BUILT = "not_built.txt"
+ABI = 1
+
+
+class Library(NamedTuple):
+    """A library that runs here, and where it puts each row of the statistics."""
+
+    level: str
+    functions: ctypes.CDLL
+    names: dict[str, tuple[str, ...]]  # sums, criterion_sums, moments, extremes
+
+    @property
+    def row_numbers(self) -> int:
+        """Numbers in one set of rows."""
+        return int(self.functions.rollcorr_rows_size()) // 8
+
+    def places(self, kind: str, name: str, criteria: tuple[str, ...]) -> range:
+        """Where a row is among the numbers of a set: `kind` is sums, moments or extremes."""
+        size = {"sums": 1, "moments": 3, "extremes": 2}[kind]
+        samples = len(self.names["criterion_sums"]) if kind == "sums" else 2
+        own = self.names[kind]
+        if name in own:
+            place = own.index(name)
+        else:
+            _, criterion, *what = name.split("/")  # rs/{criterion}, rs/{criterion}/seq, rs/{criterion}/{sum}
+            sample = self.names["criterion_sums"].index(what[0]) if kind == "sums" else len(what)
+            place = len(own) + criteria.index(criterion) * samples + sample
+        start = self._start(kind) + size * place
+        return range(start, start + size)
+
+    def _start(self, kind: str) -> int:
+        sums = len(self.names["sums"]) + MAX_CRITERIA * len(self.names["criterion_sums"])
+        moments = 3 * (len(self.names["moments"]) + 2 * MAX_CRITERIA)
+        return {"sums": 0, "moments": sums, "extremes": sums + moments}[kind]
+
+
+def library(level: str | None = None) -> Library:
+    """The library of an instruction set, or of the fastest one that runs here.
+
+    Raises:
+        ImportError: there is none; says why and what to do.
+        ValueError: `level` is not in `LEVELS`.
+    """
+    if level is not None and level not in LEVELS:
+        raise ValueError(f"level must be one of {', '.join(map(repr, LEVELS))}, got {level!r}")
+    reasons = []
+    for candidate in LEVELS if level is None else (level,):
+        found = load(FOLDER, candidate)
+        if isinstance(found, Library):
+            return found
+        reasons.append(found)
+    raise ImportError("the compiled CPU kernel cannot be used: " + "; ".join(dict.fromkeys(reasons)))
+
+
+@cache
+def status() -> tuple[str | None, str]:
+    """(The instruction set in use, "") or (None, why the compiled kernel cannot be used)."""
+    try:
+        return library().level, ""
+    except ImportError as error:
+        return None, str(error)
+
+
+@cache
+def load(folder: Path, level: str) -> Library | str:
+    """The library of one instruction set in a folder, or the reason why it cannot be used."""
+    path = folder / f"correction_{level}.so"
+    if not path.exists():
+        return _why_absent(folder, level)
+    try:
+        functions = ctypes.CDLL(str(path))
+    except OSError as error:
+        return f"{path.name} does not load ({error})"
+    for name in ("rollcorr_abi", "rollcorr_job_size", "rollcorr_rows_size"):
+        getattr(functions, name).restype = ctypes.c_int64
+    if (functions.rollcorr_abi(), functions.rollcorr_job_size()) != (ABI, ctypes.sizeof(Job)):
+        return f"{path.name} was built from another version of rollcorr; reinstall rollcorr"
+    if not functions.rollcorr_runs_here():
+        return f"this processor has no {level}"
+    functions.rollcorr_offsets_fit.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+    functions.rollcorr_large_pages.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    functions.rollcorr_correct.argtypes = [ctypes.POINTER(Job)]
+    functions.rollcorr_correct.restype = functions.rollcorr_large_pages.restype = None
+    kinds = ("sums", "criterion_sums", "moments", "extremes")
+    return Library(level, functions, {kind: _names(functions, kind) for kind in kinds})
+
+
+def _names(functions: ctypes.CDLL, kind: str) -> tuple[str, ...]:
+    read = getattr(functions, f"rollcorr_{kind}")
+    read.restype = ctypes.c_char_p
+    return tuple(read().decode().split())
+
+
+def _why_absent(folder: Path, level: str) -> str:
+    """What the installation noted about a library that is not there."""
+    note = folder / NOT_BUILT
+    for line in note.read_text(encoding="utf-8").splitlines() if note.exists() else ():
+        if line.startswith(f"{level}: "):
+            return f"the {level} library was not built at install ({line.removeprefix(f'{level}: ')})"
+    return f"the {level} library is not installed; install a C compiler, then reinstall rollcorr"

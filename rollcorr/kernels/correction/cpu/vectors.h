@@ -1,0 +1,130 @@
+/* Vectors of float32 and int32 whose width follows from the compiler's flags, and the exponentials built on them. */
+
+#ifndef ROLLCORR_VECTORS_H
+#define ROLLCORR_VECTORS_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX2__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+
+typedef float vf __attribute__((vector_size(4 * LANES), may_alias));
+typedef int32_t vi __attribute__((vector_size(4 * LANES), may_alias)); /* as a mask: -1 or 0 in each lane */
+typedef uint32_t vu __attribute__((vector_size(4 * LANES), may_alias));
+
+static inline vf splat(float x) { return x - (vf){0}; }
+static inline vf where(vi mask, vf x) { return (vf)(mask & (vi)x); }
+static inline vf choose(vi mask, vf x, vf otherwise) { return (vf)((mask & (vi)x) | (~mask & (vi)otherwise)); }
+static inline vf magnitude(vf x) { return (vf)((vi)x & 0x7fffffff); }
+
+static inline vf load(const float *x) {
+    vf out;
+    memcpy(&out, x, sizeof out);
+    return out;
+}
+
+#if defined(__AVX512F__)
+static inline vf smaller(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
+static inline vf larger(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
+#elif defined(__AVX2__)
+static inline vf smaller(vf a, vf b) { return (vf)_mm256_min_ps((__m256)a, (__m256)b); }
+static inline vf larger(vf a, vf b) { return (vf)_mm256_max_ps((__m256)a, (__m256)b); }
+#elif defined(__x86_64__)
+static inline vf smaller(vf a, vf b) { return (vf)_mm_min_ps((__m128)a, (__m128)b); }
+static inline vf larger(vf a, vf b) { return (vf)_mm_max_ps((__m128)a, (__m128)b); }
+#else
+static inline vf smaller(vf a, vf b) { return choose(a < b, a, b); }
+static inline vf larger(vf a, vf b) { return choose(a > b, a, b); }
+#endif
+
+/* Reductions over the lanes, by quarters. */
+typedef float v4f __attribute__((vector_size(16), may_alias));
+typedef int32_t v4i __attribute__((vector_size(16), may_alias));
+
+static inline double total(vf x) {
+    v4f part[LANES / 4];
+    memcpy(part, &x, sizeof x);
+    for (int i = 1; i < LANES / 4; i++) part[0] += part[i];
+    return ((double)part[0][0] + (double)part[0][1]) + ((double)part[0][2] + (double)part[0][3]);
+}
+
+static inline double exact_total(vf x) {
+    double sum = 0;
+    for (int i = 0; i < LANES; i++) sum += (double)x[i];
+    return sum;
+}
+
+static inline double count(vi minus_ones) {
+    v4i part[LANES / 4];
+    memcpy(part, &minus_ones, sizeof minus_ones);
+    for (int i = 1; i < LANES / 4; i++) part[0] += part[i];
+    return -(part[0][0] + part[0][1] + part[0][2] + part[0][3]);
+}
+
+static inline double smallest(vf x) {
+    v4f part[LANES / 4];
+    memcpy(part, &x, sizeof x);
+    for (int i = 1; i < LANES / 4; i++) {
+        v4i less = part[i] < part[0];
+        part[0] = (v4f)((less & (v4i)part[i]) | (~less & (v4i)part[0]));
+    }
+    float a = part[0][0] < part[0][1] ? part[0][0] : part[0][1], b = part[0][2] < part[0][3] ? part[0][2] : part[0][3];
+    return (double)(a < b ? a : b);
+}
+
+static inline double largest(vf x) { return -smallest(-x); }
+
+/* e^r − 1 − r = r² (1/2 + r/6 + …) for |r| <= 0.35: to r^7, so within 1e-7 of itself. */
+static inline vf tail(vf r) {
+    vf q = splat(1.0f / 5040) * r + 1.0f / 720;
+    q = q * r + 1.0f / 120;
+    q = q * r + 1.0f / 24;
+    q = q * r + 1.0f / 6;
+    return r * r * (q * r + 0.5f);
+}
+
+typedef struct { /* x = n ln 2 + r with |r| < 0.35; scale = 2^n */
+    vf n, r, scale;
+} Reduced;
+
+static inline Reduced reduce(vf x) {
+    const vf round = splat(12582912.0f); /* 1.5 · 2^23: adding it rounds to an integer, kept in the low bits */
+    vf shifted = x * 1.44269504f + round, n = shifted - round;
+    return (Reduced){n, x - n * 0.693359375f - n * -2.12194440e-4f, (vf)(((vu)shifted << 23) + 0x3f800000u)};
+}
+
+typedef struct {
+    vf exp, expm1, k3;
+} Exponential;
+
+/* e^x, e^x − 1 and e^x − 1 − x for |x| <= 87 without cancellation. With t = e^r − 1 − r they are 2^n (r + t) + 2^n,
+   2^n (r + t) + (2^n − 1) and 2^n t + (2^n − 1)(1 + r) − n ln 2. */
+static inline Exponential exponential(vf x) {
+    Reduced e = reduce(x);
+    vf t = tail(e.r), less = e.scale - 1.0f, grown = e.scale * (e.r + t);
+    return (Exponential){grown + e.scale, grown + less, e.scale * t + (less * (1.0f + e.r) - e.n * 0.693147181f)};
+}
+
+/* e^x alone, for a probability. */
+static inline vf exp_of(vf x) {
+    Reduced e = reduce(smaller(larger(x, splat(-87.0f)), splat(87.0f)));
+    vf q = splat(1.0f / 720) * e.r + 1.0f / 120;
+    q = q * e.r + 1.0f / 24;
+    q = q * e.r + 1.0f / 6;
+    q = q * e.r + 0.5f;
+    q = q * e.r + 1.0f;
+    return e.scale * (q * e.r + 1.0f);
+}
+
+#endif

@@ -1,0 +1,73 @@
+"""Build the CPU kernel where a C compiler can; install without it where none can, and note why.
+
+Everything else about the package is in pyproject.toml.
+"""
+
+import os
+import platform
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+FOLDER = "rollcorr/kernels/correction/cpu"
+NOTE = "not_built.txt"
+FLAGS = ["-std=gnu11", "-O3", "-fno-math-errno", "-fvisibility=hidden", "-pthread"]
+LEVELS = {
+    "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"],
+    "avx2": ["-mavx2", "-mfma"],
+    "portable": [],
+}
+
+
+class BuildOptional(build_ext):
+    """One plain shared library for each instruction set; a compiler that fails is noted and otherwise ignored."""
+
+    def run(self):
+        self.reasons = {}
+        super().run()
+        here = Path() if self.inplace or getattr(self, "editable_mode", False) else Path(self.build_lib)
+        note = here / FOLDER / NOTE
+        note.unlink(missing_ok=True)
+        if self.reasons:
+            note.parent.mkdir(parents=True, exist_ok=True)
+            note.write_text("".join(f"{level}: {reason}\n" for level, reason in self.reasons.items()))
+
+    def build_extension(self, ext):
+        level, shared_temp = ext.name.rpartition("_")[2], self.build_temp
+        self.build_temp = os.path.join(shared_temp, level)  # the levels compile one source into different objects
+        try:
+            super().build_extension(ext)
+        except Exception as error:  # whatever a compiler's wrapper raises, the package works without this library
+            reason = " ".join(str(error).split()) or type(error).__name__
+            self.reasons[level] = reason if len(reason) < 200 else f"{reason[:80]} … {reason[-80:]}"
+            Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)  # what an earlier build left
+        finally:
+            self.build_temp = shared_temp
+
+    def get_ext_filename(self, fullname):
+        """No Python version in the name: the library knows nothing of Python."""
+        return os.path.join(*fullname.split(".")) + ".so"
+
+    def get_export_symbols(self, ext):
+        """No PyInit function."""
+        return []
+
+
+def extension(level):
+    """The library of one instruction set."""
+    return Extension(
+        f"rollcorr.kernels.correction.cpu.correction_{level}",
+        [f"{FOLDER}/correction.c"],
+        extra_compile_args=[*FLAGS, *LEVELS[level]],
+        extra_link_args=["-pthread"],
+        libraries=["m"],
+        optional=True,
+    )
+
+
+x86 = platform.machine().lower() in ("x86_64", "amd64")
+setup(
+    ext_modules=[extension(level) for level in LEVELS if x86 or level == "portable"],
+    cmdclass={"build_ext": BuildOptional},
+)

@@ -1,0 +1,333 @@
+"""What one rank of the distributed tests does. Every function also runs alone, without groups, for what is expected."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rollcorr import Detail, LossConfig, PolicyLogProbs, RolloutCorrectionConfig, correct
+from rollcorr.aggregation import aggregation_mode
+from rollcorr.bypass import BypassGradients
+from rollcorr.config import InertOptionWarning
+from rollcorr.core.metrics import finalize
+from rollcorr.core.statistics import merge_statistics
+from rollcorr.distributed import gather_statistics, global_denominators, sum_denominators, sum_gradients, sum_over
+from rollcorr.policy_loss import loss_metrics, policy_loss
+
+SIZE = 4
+SHARDS = {1: (0, 9), 2: (0, 2, 9), 4: (0, 3, 3, 7, 9)}  # uneven; of four ranks, one is empty
+IMPLEMENTATIONS = {"contiguous": ("blocked",), "zig-zag": ("blocked", "reference"), "one": ("blocked",)}
+MICRO_BATCHES = (1, 2)
+STANDARD = {"rollout_is": "token", "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": "0.01"}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "standard": STANDARD,
+    "metrics only": {},
+    "sequence, normalised": {
+        "rollout_is": "sequence",
+        "rollout_is_batch_normalize": True,
+        "rollout_rs": "seq_sum_k1,token_k1",
+        "rollout_rs_threshold": "0.3_3.0,0.5_2.0",
+    },
+    "geometric, kept": {
+        "rollout_is": "geometric",
+        "rollout_is_threshold": "0.7_1.4",
+        "rollout_is_batch_normalize": True,
+        "batch_normalize_over": "kept",
+        "rollout_rs": "seq_max_k2,seq_max_k3,seq_mean_k1",
+        "rollout_rs_threshold": "0.9,0.9,0.6_1.7",
+        "nonfinite": "reject_sequence",
+    },
+    "token IcePop, veto": {
+        "rollout_is": "token",
+        "rollout_is_threshold": "0.5_2.0",
+        "rollout_rs": "token_k2,token_k3,seq_sum_k3",
+        "rollout_rs_threshold": "1.0,1.0,6.0",
+        "rollout_token_veto_threshold": 1e-3,
+        "nonfinite": "neutral",
+    },
+}
+DECOUPLED = {"rollout_is": "sequence", "rollout_rs": "seq_mean_k3,token_k1", "rollout_rs_threshold": "0.09,0.3_3.0"}
+BYPASS = {"bypass_mode": True, "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": "0.09"}
+LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "decoupled": (DECOUPLED, {}),
+    "decoupled, weights": (DECOUPLED | {"normalizer": "weights"}, {"loss_agg_mode": "seq-mean-token-sum"}),
+    "decoupled, rows": (DECOUPLED, {"loss_agg_mode": "seq-mean-token-mean", "kl_coef": 0.1, "entropy_coef": 0.01}),
+    "bypass": (BYPASS, {"kl_coef": 0.1}),
+    "bypass, rows": (BYPASS, {"loss_agg_mode": "seq-mean-token-mean"}),
+    "bypass, REINFORCE": (BYPASS | {"loss_type": "reinforce", "rollout_is": "token"}, {}),
+}
+
+
+def config(fields: dict[str, Any]) -> RolloutCorrectionConfig:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", InertOptionWarning)
+        return RolloutCorrectionConfig(**fields)
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Nine sequences of up to twelve tokens; per-token tensors (B, T), or (N,) with cu_seqlens."""
+
+    features: Tensor
+    old: Tensor
+    rollout: Tensor
+    mask: Tensor
+    advantages: Tensor
+    position: Tensor
+    cu_seqlens: Tensor | None = None
+    first: int = 0
+
+    def rows(self, start: int, end: int) -> Data:
+        tensors = {f.name: getattr(self, f.name)[start:end] for f in dataclasses.fields(self)[:6]}
+        return dataclasses.replace(self, **tensors, first=self.first + start)
+
+    def tokens(self, chosen: Tensor, *, packed: bool) -> Data:
+        """The chosen tokens: a bool (B, T) when packed, else columns."""
+        tensors = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)[:6]}
+        if not packed:
+            return dataclasses.replace(self, **{name: x[:, chosen] for name, x in tensors.items()})
+        counts = chosen.sum(1)
+        cu_seqlens = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        return dataclasses.replace(self, **{k: x[chosen] for k, x in tensors.items()}, cu_seqlens=cu_seqlens)
+
+
+def make_data() -> Data:
+    B, T = 9, 12
+    generator = torch.Generator().manual_seed(3)
+    old = -torch.rand(B, T, generator=generator, dtype=torch.float64) * 2 - 0.1
+    scale = torch.linspace(0.02, 0.6, B, dtype=torch.float64).unsqueeze(-1)
+    rollout = old + scale * torch.randn(B, T, generator=generator, dtype=torch.float64)
+    mask = torch.rand(B, T, generator=generator) < 0.8
+    mask[4] = False
+    mask[7, 1:] = False
+    old[1, 2], rollout[2, 5], rollout[8, 0] = -torch.inf, torch.nan, -9.0
+    mask[1, 2] = mask[2, 5] = mask[8, 0] = True
+    features = torch.randn(B, T, 5, generator=generator, dtype=torch.float64)
+    advantages = torch.randn(B, 1, generator=generator, dtype=torch.float64).expand(B, T)
+    return Data(features, old, rollout, mask, advantages, torch.arange(T).expand(B, T))
+
+
+def shard(data: Data, size: int, rank: int) -> Data:
+    return data.rows(SHARDS[size][rank], SHARDS[size][rank + 1])
+
+
+def owners(lengths: Tensor, T: int, size: int, split: str) -> Tensor:
+    """Which rank holds each token, (B, T): contiguous, zig-zag (as ring attention deals chunks), or all on the last."""
+    position, lengths = torch.arange(T).expand(len(lengths), T), lengths.unsqueeze(-1).clamp(min=1)
+    if split == "one":
+        return torch.full_like(position, size - 1)
+    if split == "contiguous":
+        return (position * size // lengths).clamp(max=size - 1)
+    chunk = (position * 2 * size // lengths).clamp(max=2 * size - 1)
+    return torch.minimum(chunk, 2 * size - 1 - chunk)
+
+
+def context_slice(data: Data, size: int, rank: int, split: str, *, packed: bool) -> Data:
+    T = data.mask.shape[1]
+    if not packed:
+        return data.tokens(owners(torch.tensor([T]), T, size, split)[0] == rank, packed=False)
+    held = inside(data)
+    return data.tokens((owners(held.sum(1), T, size, split) == rank) & held, packed=True)
+
+
+def inside(data: Data) -> Tensor:
+    """The tokens that packing keeps, (B, T): of sequences of uneven length, one of them empty."""
+    B, T = data.mask.shape
+    return torch.arange(T) < (torch.arange(B) * 7 % (T + 1)).unsqueeze(-1)
+
+
+def corrected(data: Data, fields: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Everything that a correction says, as plain values."""
+    detail = Detail(sequence_offset=data.first, position_ids=data.position)
+    result = correct(
+        data.old, data.rollout, data.mask, config(fields), cu_seqlens=data.cu_seqlens, detail=detail, **options
+    )
+    normalizers = ("kept", "original", "weights")
+    return {
+        "weights": result.weights,
+        "loss_mask": result.loss_mask,
+        "sequence_kept": result.sequence_kept,
+        "metrics": result.metrics(),
+        "worst": result.worst(),
+        "denominators": [dataclasses.astuple(result.denominators(n)) for n in normalizers],
+    }
+
+
+class Policy(nn.Module):
+    """log π_θ and an entropy of each token from its features alone, so that any slice can be computed anywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+        self.unused = nn.Linear(2, 2).double()
+
+    def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        log_prob = -nn.functional.softplus(self.layers(features).squeeze(-1))
+        return log_prob, -log_prob
+
+
+def optimizer_step(
+    data: Data, mode: str, micro_batch: int, group: Any = None, context_group: Any = None
+) -> dict[str, Any]:
+    """One optimizer step on this rank's data; padded, so that micro-batches are rows."""
+    fields, loss_fields = LOSSES[mode]
+    settings, loss = config(fields), LossConfig(**loss_fields)
+    model = Policy()
+    with torch.no_grad():
+        reference = model(data.features)[0] + 0.1
+        policy_old = model(data.features)[0] - 0.05
+    rollout = data.rollout.where(data.rollout.isfinite(), policy_old)
+    rollout = policy_old + (rollout - data.old.nan_to_num(neginf=-3.0)).clamp(-1, 1)
+    original = global_denominators(data.mask, group=group, context_group=context_group)
+    denominators, correction, bypass = original, None, None
+    if settings.bypass_mode:
+        bypass = BypassGradients(model.parameters(), original, mode=aggregation_mode(settings, loss))
+    else:
+        correction = correct(policy_old, rollout, data.mask, settings, group=group, context_group=context_group)
+        denominators = correction.denominators()
+    outputs = []
+    for rows in torch.arange(len(data.mask)).split(micro_batch):
+        log_prob, entropy = model(data.features[rows])
+        part = correction and dataclasses.replace(
+            correction,
+            weights=None if correction.weights is None else correction.weights[rows],
+            loss_mask=correction.loss_mask[rows],
+        )
+        outputs.append(
+            policy_loss(
+                PolicyLogProbs(
+                    log_prob=log_prob,
+                    old_log_prob=None if bypass else policy_old[rows],
+                    rollout_log_prob=rollout[rows],
+                    ref_log_prob=reference[rows],
+                ),
+                data.advantages[rows],
+                data.mask[rows],
+                config=settings,
+                loss=loss,
+                correction=part,
+                denominators=denominators,
+                original_denominators=original,
+                entropy=entropy,
+                context_group=context_group,
+            )
+        )
+        bypass.backward(outputs[-1]) if bypass else outputs[-1].loss.backward()
+    if bypass:
+        bypass.finish(sum_denominators(bypass.counts, group, device=torch.device("cpu")))
+    for one in (context_group, group):
+        sum_gradients(model.parameters(), one)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer.step()
+    value = torch.stack([output.loss.detach() for output in outputs]).sum()
+    own = gather_statistics(merge_statistics([output.statistics for output in outputs]), context_group)
+    corrections = [output.correction.statistics for output in outputs if output.correction and bypass]
+    measured = gather_statistics(merge_statistics(corrections), group) if bypass else correction.statistics
+    return {
+        "parameters": torch.cat([p.detach().flatten() for p in model.parameters()]),
+        "loss": sum_over(sum_over(value, context_group), group),
+        "metrics": loss_metrics(gather_statistics(own, group)),
+        "correction": finalize(measured.read()),
+    }
+
+
+def trained(group: Any = None) -> dict[str, Any]:
+    """One step of the reference trainer, in each mode; mini-batches of 7, 5 and, of four ranks, some without a row."""
+    from rollcorr.engines.transformers import TransformersEngine
+    from rollcorr.train import grpo
+    from rollcorr.train.config_file import load_config
+    from rollcorr.train.policy import make_tiny_policy
+    from rollcorr.train.run import make_task
+    from rollcorr.train.tasks import Reward
+
+    def reward(response_ids: list[int], answer: Any, tokenizer: Any, *, bonus_length: Any) -> Reward:
+        low = sum(token < 128 for token in response_ids)
+        return Reward(low / max(len(response_ids), 1), correct=low > 2)
+
+    grpo.hard_gated_reward = reward
+    band = "rollout_rs: token_k1, rollout_rs_threshold: 0.9999_1.0001"
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape |= {"num_key_value_heads": 1, "head_dim": 8}
+    results = {}
+    for mode, correction, mini_batch in (
+        ("decoupled", f"{{rollout_is: token, {band}}}", 5),
+        ("bypass", f"{{bypass_mode: true, {band}}}", 3),
+    ):
+        policy = make_tiny_policy(seed=0, **shape)
+        options = (
+            "run_dir=unused", "model.path=null", f"model.config={shape}", "rollout.prompts_per_step=2",
+            "rollout.group_size=4", "rollout.max_new_tokens=6", f"optim.mini_batch_size={mini_batch}",
+            "optim.micro_batch_size=2", f"algorithm.rollout_correction={correction}",
+        )  # fmt: skip
+        settings = load_config(None, list(options))
+        engine = TransformersEngine(
+            policy.model,
+            sampling=settings.rollout.sampling,
+            max_new_tokens=settings.rollout.max_new_tokens,
+            eos_token_id=policy.eos_token_id,
+            pad_token_id=policy.pad_token_id,
+        )
+        trainer = grpo.GrpoTrainer(settings, policy, engine, make_task(settings.task), group=group)
+        # Adam divides by the gradient's size and would blow up rounding errors.
+        trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
+        result = trainer.step(1)
+        results[mode] = {
+            "parameters": torch.cat([p.detach().flatten() for p in trainer.model.parameters()]),
+            "metrics": {k: v for k, v in result.metrics.items() if not k.startswith("perf/")},
+            "log_prob": result.log_prob,
+        }
+    return results
+
+
+def overlap(group: Any) -> str:
+    data = make_data()
+    try:
+        correct(data.old, data.rollout, data.mask, "disabled", group=group, context_group=group)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def scenarios(rank: int, pairs: list[Any], columns: list[Any]) -> Iterator[tuple[Any, Any]]:
+    """Everything that ranks do, under the name that the tests look for."""
+    data, world = make_data(), dist.group.WORLD
+    groups = {2: (pairs[rank // 2], rank % 2), 4: (world, rank)}
+    for size, (group, place) in groups.items():
+        for name, fields in CONFIGS.items():
+            yield ("data", size, name), corrected(shard(data, size, place), fields, group=group)
+            for split in IMPLEMENTATIONS:
+                for packed in (False, True):
+                    for impl in IMPLEMENTATIONS[split]:
+                        part = context_slice(data, size, place, split, packed=packed)
+                        key = ("context", size, name, split, packed, impl)
+                        yield key, corrected(part, fields, context_group=group, impl=impl)
+        for mode in LOSSES:
+            for micro_batch in MICRO_BATCHES:
+                key = ("step", size, mode, micro_batch)
+                yield key, optimizer_step(shard(data, size, place), mode, micro_batch, group)
+            part = context_slice(data, size, place, "zig-zag", packed=False)
+            yield ("context step", size, mode), optimizer_step(part, mode, 2, context_group=group)
+        yield ("trainer", size), trained(group)
+    both = {"group": columns[rank % 2], "context_group": pairs[rank // 2]}
+    part = context_slice(shard(data, 2, rank // 2), 2, rank % 2, "zig-zag", packed=False)
+    for name, fields in CONFIGS.items():
+        yield ("both", name), corrected(part, fields, **both)
+    for mode in LOSSES:
+        yield ("both step", mode), optimizer_step(part, mode, 2, **both)
+    yield "overlap", overlap(world)
+
+
+def run(rank: int, path: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{path}/init", rank=rank, world_size=SIZE)
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    torch.save(dict(scenarios(rank, pairs, columns)), f"{path}/{rank}.pt")
+    dist.destroy_process_group()
