@@ -184,6 +184,11 @@ def _generation_config(sampling: SamplingSpec, max_new_tokens: int, eos: int, pa
                 f"{name}={getattr(sampling, name)} is not supported by the transformers engine: "
                 "set it to 0.0 or use repetition_penalty"
             )
+    if sampling.logit_bias or sampling.logprobs == "tempered" or sampling.support != "engine":
+        raise ValueError(
+            f"logit_bias={sampling.logit_bias!r}, logprobs={sampling.logprobs!r}, support={sampling.support!r}: the "
+            "transformers engine biases no logits and returns raw or processed log-probs over its own support"
+        )
     if sampling.temperature <= 0:
         raise ValueError(f"temperature must be > 0 to sample, got {sampling.temperature}")
     from transformers import GenerationConfig

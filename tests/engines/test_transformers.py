@@ -165,6 +165,12 @@ def test_unsupported_penalties_are_refused(micro_policy, penalty):
         make_engine(micro_policy, **{penalty: 0.5})
 
 
+@pytest.mark.parametrize("setting", [{"logit_bias": {3: 1.0}}, {"logprobs": "tempered"}])
+def test_what_the_engine_does_not_do_is_refused(micro_policy, setting):
+    with pytest.raises(ValueError, match="biases no logits and returns raw or processed log-probs"):
+        make_engine(micro_policy, **setting)
+
+
 def test_bad_settings_are_refused(micro_policy):
     with pytest.raises(ValueError, match="max_new_tokens must be at least 1, got 0"):
         make_engine(micro_policy, tokens=0)
