@@ -90,4 +90,6 @@ def copied_to(out: Out | None, output: CorrectionOutput) -> CorrectionOutput:
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors lie in one storage, which is where a caller's mistake would put them."""
-    return a.numel() > 0 and a.device.type != "meta" and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    return (
+        a.numel() > 0 and a.device.type != "meta" and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    )
