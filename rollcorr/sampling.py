@@ -138,7 +138,7 @@ class SamplingSpec:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: str | Mapping[int, float] = ""
+    logit_bias: Any = ""  # OmegaConf knows no union with a mapping; checked below
     min_new_tokens: int = 0
     logprobs: Literal["raw", "tempered", "processed"] = "raw"
     support: Support = "engine"
