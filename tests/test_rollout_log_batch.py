@@ -108,6 +108,20 @@ def test_every_column_by_hand():
     assert "model" not in batch.columns
 
 
+def test_kept_sets_come_back_packed_over_all_rows():
+    mask = torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 0]])
+    sets = [[[1, 2], [3], [4]], [], [[5], [6, 7]]]
+    rows = [[sum(map(len, row[:t])) for t in range(len(row) + 1)] for row in sets]
+    columns = {"kept_ids": [[token for kept in row for token in kept] for row in sets], "kept_offsets": rows}
+    kept = RolloutBatch.from_padded(mask, **columns).kept_sets()
+    assert kept.ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert kept.offsets.tolist() == [0, 2, 3, 4, 5, 7]
+    columns["kept_offsets"] = [rows[0], rows[1], rows[2][:-1]]
+    batch = RolloutBatch.from_padded(mask, **columns)
+    with pytest.raises(RolloutLogError, match="row 2, column kept_offsets: 2 offsets for a response of 2 tokens"):
+        batch.kept_sets()
+
+
 def test_a_sampling_spec_fills_engine_and_policy_version():
     batch = RolloutBatch.from_padded(MASK, sampling=Spec(), engine_version="mine")
     assert batch.objects("engine") == ["vllm"] * 3

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollcorr.core.sampling import KeptSets
 from rollcorr.rollout_log import build
 from rollcorr.rollout_log.arrow import pa, pc
 from rollcorr.rollout_log.errors import Problem, RolloutLogError
@@ -202,6 +203,25 @@ class RolloutBatch:
             raise ValueError(f"{column!r} is {COLUMNS[column].type}, not a list of numbers; see values(), objects()")
         values, sizes, _ = self._recorded(column)
         return torch.from_numpy(values), torch.from_numpy(sizes)
+
+    def kept_sets(self) -> KeptSets:
+        """The keep-sampling-mask of all tokens, in the order of `packed`: what a trainer replays.
+
+        Raises:
+            RolloutLogError: a row does not record one set a token.
+        """
+        ids, id_counts = self.ragged("kept_ids")
+        offsets, sizes = self.ragged("kept_offsets")
+        wrong = sizes != self.lengths + 1
+        if wrong.any():
+            row = int(wrong.int().argmax())
+            message = f"{int(sizes[row])} offsets for a response of {int(self.lengths[row])} tokens"
+            hint = "one entry more than tokens, in every row"
+            raise self._error("kept_length", message, hint, row=row, column="kept_offsets")
+        before = torch.repeat_interleave(id_counts.cumsum(0) - id_counts, sizes)
+        inner = torch.ones(len(offsets), dtype=torch.bool)
+        inner[sizes.cumsum(0) - sizes] = False  # each row starts anew at 0
+        return KeptSets(ids, torch.cat([offsets.new_zeros(1), (offsets + before)[inner]]))
 
     def check_lengths(self) -> None:
         """Check that every token column has one value a token in each row that records it.
