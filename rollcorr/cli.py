@@ -37,7 +37,7 @@ def train(
 ) -> None:
     """Train a language model with GRPO on rollouts from a lower-precision copy of itself, corrected as configured.
 
-    Exit codes: 0 trained, 1 a bad option, file or checkpoint, 130 stopped by Ctrl-C (and saved).
+    Exit codes: 0 trained, 2 a bad option, file or checkpoint, 130 stopped by Ctrl-C (and saved).
     """
     from rich.console import Console
     from rich.markup import escape
@@ -55,7 +55,7 @@ def train(
     except (ValueError, TypeError, OSError, ImportError) as error:
         message = f"[bold red]rollcorr train:[/] {escape(str(error))}"
         Console(stderr=True).print(message, highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from error
+        raise typer.Exit(2) from error
     if summary.interrupted:
         raise typer.Exit(130)
 
