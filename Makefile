@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt setup.py $(wildcard rollcorr/kernels/correction/cpu/*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
@@ -18,11 +18,13 @@ $(STAMP): pyproject.toml constraints.txt
 install: $(STAMP) ## Create .venv with everything (torch is pinned by constraints.txt)
 
 demo: $(STAMP) ## Train a small model on bf16 rollouts, then write the report (under 5 minutes on 2 cores)
-	$(BIN)/rollcorr train examples/train/demo.yaml
+	rm -rf runs/demo
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/rollcorr train examples/train/demo.yaml
 	$(BIN)/rollcorr report runs/demo || test $$? -eq 1
 
 demo-seeds: $(STAMP) ## The demo for three seeds, with the acceptance figures at the end
-	$(BIN)/python examples/demo_seeds.py
+	rm -rf runs/demo-seeds
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/demo_seeds.py
 
 test: $(STAMP) ## Run the tests
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup

@@ -77,9 +77,7 @@ def main() -> int:
     options = parser.parse_args()
 
     console = Console()
-    table = Table("seed", "accuracy", "reward, 10 steps", "gain ± se", "k3", "s", "verdict")
-    for column in table.columns:
-        column.no_wrap = True
+    table = Table("seed", "accuracy", "reward", "gain ± se", "k3", "seconds", "verdict", box=None, padding=(0, 2, 0, 0))
     failures = []
     for seed in map(int, options.seeds.split(",")):
         run_dir = options.root / f"seed_{seed}"

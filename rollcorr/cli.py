@@ -211,6 +211,20 @@ def check(
     raise typer.Exit(130 if result.interrupted else 0 if result.health.healthy else 1)
 
 
+@app.command()
+def info(as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False) -> None:
+    """Say what is installed: versions, which kernels are in use and why others are not, extras."""
+    from rich.console import Console
+
+    from rollcorr.diagnostics.installation import inspect_installation, show_installation, to_json
+
+    installation = inspect_installation()
+    if as_json:
+        typer.echo(to_json(installation))
+    else:
+        show_installation(Console(highlight=False), installation)
+
+
 @contextmanager
 def _exit_on(*bad_input: type[Exception]) -> Iterator[None]:
     """Say on stderr what is wrong with the input, a file or a missing extra, and leave with exit code 2."""

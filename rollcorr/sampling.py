@@ -138,7 +138,7 @@ class SamplingSpec:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Any = ""  # a union with a mapping is more than OmegaConf reads
+    logit_bias: Any = ""  # OmegaConf knows no union with a mapping; checked below
     min_new_tokens: int = 0
     logprobs: Literal["raw", "tempered", "processed"] = "raw"
     support: Support = "engine"
@@ -208,7 +208,7 @@ class SamplingSpec:
 
     def biases(self) -> dict[int, float]:
         """`logit_bias` as numbers by token id."""
-        return _parse_bias(self.logit_bias)
+        return _parse_bias(str(self.logit_bias))
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values."""

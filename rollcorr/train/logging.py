@@ -73,7 +73,7 @@ class RunLogger:
 
     def say(self, message: str) -> None:
         """Show a line above the progress display."""
-        self._display.console.print(message, highlight=False)
+        self._display.console.print(message, highlight=False, markup=False, soft_wrap=True)
 
     def __enter__(self) -> RunLogger:
         self._display.start()

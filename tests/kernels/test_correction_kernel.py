@@ -16,6 +16,7 @@ from rollcorr.kernels.correction import correction_kernel
 from rollcorr.kernels.correction.blocked import blocked_correction
 from rollcorr.kernels.correction.reference import reference_correction
 
+
 @given(batch=batches(), config=configurations(), block=st.sampled_from([1, 20, 1000]))
 def test_blocks_of_any_size_give_the_reference(batch, config, block):
     expected = reference_correction(*batch, config)
