@@ -170,6 +170,15 @@ def test_a_small_spread_around_a_large_mean_is_measured(shift):
         assert actual[f"rollout_corr/{name}"] == pytest.approx(expected[f"rollout_corr/{name}"], rel=1e-3), name
 
 
+@pytest.mark.parametrize("threshold", [2.0, "0.5_2.0"])
+def test_an_outlier_at_the_start_costs_the_bounded_weights_no_digits(threshold):
+    """What a lane reads first becomes the point that it sums around; e^15 must not be that for weights below 2."""
+    train, rollout, mask = batch_of(2, 1500, mismatch=1e-3)
+    train[:, :512] = rollout[:, :512] + 15
+    config = configuration(rollout_is="token", rollout_is_threshold=threshold)
+    assert_close(run(train, rollout, mask, config), reference_correction(train, rollout, mask, config))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_inputs_of_any_floating_type(dtype):
     train, rollout, mask = with_accidents(*batch_of(4, 40))

@@ -141,6 +141,7 @@ def _fixed_limits(config: RolloutCorrectionConfig) -> dict[str, float]:
         "safety_bound": config.safety_bound,
         "band_low": low,
         "band_high": high,
+        "floor": config.is_lower or 0.0,
         "ceiling": config.is_upper or 0.0,
         "low_weight": log_band(1 / config.is_upper, None)[0] if config.is_upper else 0.0,
         "veto": log_band(config.rollout_token_veto_threshold, None)[0],

@@ -94,6 +94,17 @@ def _mismatch(state, pi, mu, measured, d, rho_1, k3, PLAN: tl.constexpr):
 
 
 @triton.jit
+def _applied_shift(shift, limits, PLAN: tl.constexpr):
+    """What weights are summed around, once bounded: the bounded shift of the raw ones."""
+    if PLAN.mode == "truncate":
+        shift = tl.minimum(shift, limits[PLAN.limits["ceiling"]])
+    if PLAN.mode == "icepop":
+        inside = (shift >= limits[PLAN.limits["floor"]]) & (shift <= limits[PLAN.limits["ceiling"]])
+        shift = tl.where(inside, shift, 0.0)
+    return shift
+
+
+@triton.jit
 def _weigh(state, limits, counted, positive, d, scale, rest, PLAN: tl.constexpr):
     """Token-level weights of a block, 0 where nothing is counted, with their sums; and which exceed the band."""
     shift, raw_first, raw_second, first, second, low, high = state
@@ -119,7 +130,10 @@ def _weigh(state, limits, counted, positive, d, scale, rest, PLAN: tl.constexpr)
         beyond = (bounded > limits[PLAN.limits["band_high"]]) | (bounded < limits[PLAN.limits["band_low"]])
         weight = tl.where(beyond, 0.0, raw)
         nothing = tl.where(near, -1.0, 0.0)[:, None]
-        first, second = add_deviations(first, second, tl.where(beyond & counted, nothing, filled) - own)
+        applied = _applied_shift(shift, limits, PLAN)
+        own = tl.where(near, applied - 1.0, applied)[:, None]
+        taken = tl.where(counted, tl.where(beyond, nothing, filled), own)
+        first, second = add_deviations(first, second, taken - own)
         low = tl.minimum(low, tl.min(tl.where(counted, weight, float("inf")), axis=1))
         high = tl.maximum(high, tl.max(tl.where(counted, weight, float("-inf")), axis=1))
     return weight, (shift, raw_first, raw_second, first, second, low, high)
@@ -257,9 +271,8 @@ def _add_weights(cell, again, counts, state, limits, PLAN: tl.constexpr):
     before = tl.load(cell + PLAN.columns["counted"], mask=again, other=0.0)
     sums = shifted_sums(counted, shift, raw_first)
     add_moments(cell, again, before, PLAN.columns["raw_mean"], counted, sums, shift, raw_first, raw_second)
-    if PLAN.mode == "truncate":
-        shift = tl.minimum(shift, limits[PLAN.limits["ceiling"]])
     if PLAN.mode != "none":
+        shift = _applied_shift(shift, limits, PLAN)
         sums = shifted_sums(counted, shift, first)
         add_moments(cell, again, before, PLAN.columns["weight_mean"], counted, sums, shift, first, second)
     add_lanes(cell, again, PLAN.columns["counted"], counted)
