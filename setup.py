@@ -5,14 +5,15 @@ Everything else about the package is in pyproject.toml.
 
 import os
 import platform
+import re
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-FOLDER = "rollcorr/kernels/correction/cpu"
+FOLDER = Path("rollcorr/kernels/correction/cpu")
 NOTE = "not_built.txt"
-FLAGS = ["-std=gnu11", "-O3", "-fno-math-errno", "-fvisibility=hidden", "-pthread"]
+FLAGS = ["-std=gnu11", "-O3", "-g0", "-fno-math-errno", "-fvisibility=hidden", "-pthread"]
 LEVELS = {
     "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"],
     "avx2": ["-mavx2", "-mfma"],
@@ -23,42 +24,52 @@ LEVELS = {
 class BuildOptional(build_ext):
     """One plain shared library for each instruction set; a compiler that fails is noted and otherwise ignored."""
 
-    def run(self):
+    def run(self) -> None:
+        """Build, then write down what failed."""
         self.reasons = {}
         super().run()
         here = Path() if self.inplace or getattr(self, "editable_mode", False) else Path(self.build_lib)
         note = here / FOLDER / NOTE
         note.unlink(missing_ok=True)
+        for level in self.reasons:
+            (here / FOLDER / f"correction_{level}.so").unlink(missing_ok=True)  # what an earlier build left
         if self.reasons:
             note.parent.mkdir(parents=True, exist_ok=True)
             note.write_text("".join(f"{level}: {reason}\n" for level, reason in self.reasons.items()))
 
-    def build_extension(self, ext):
+    def build_extension(self, ext: Extension) -> None:
+        """Build one library, or keep the reason."""
         level, shared_temp = ext.name.rpartition("_")[2], self.build_temp
         self.build_temp = os.path.join(shared_temp, level)  # the levels compile one source into different objects
         try:
             super().build_extension(ext)
         except Exception as error:  # whatever a compiler's wrapper raises, the package works without this library
-            reason = " ".join(str(error).split()) or type(error).__name__
-            self.reasons[level] = reason if len(reason) < 200 else f"{reason[:80]} … {reason[-80:]}"
-            Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)  # what an earlier build left
+            self.reasons[level] = brief(error)
         finally:
             self.build_temp = shared_temp
 
-    def get_ext_filename(self, fullname):
+    def get_ext_filename(self, fullname: str) -> str:
         """No Python version in the name: the library knows nothing of Python."""
         return os.path.join(*fullname.split(".")) + ".so"
 
-    def get_export_symbols(self, ext):
+    def get_export_symbols(self, ext: Extension) -> list[str]:
         """No PyInit function."""
         return []
 
 
-def extension(level):
+def brief(error: Exception) -> str:
+    """A compiler's failure in one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    failed = re.match(r"Command '\['([^']+)'.* (returned non-zero exit status \d+)", text)
+    return " ".join(failed.groups()) if failed else text[:200]
+
+
+def extension(level: str) -> Extension:
     """The library of one instruction set."""
     return Extension(
         f"rollcorr.kernels.correction.cpu.correction_{level}",
-        [f"{FOLDER}/correction.c"],
+        [str(FOLDER / "correction.c")],
+        depends=[str(FOLDER / name) for name in ("job.h", "sequences.h", "tokens.h", "vectors.h")],
         extra_compile_args=[*FLAGS, *LEVELS[level]],
         extra_link_args=["-pthread"],
         libraries=["m"],

@@ -78,9 +78,9 @@ def main() -> int:
 
     console = Console()
     table = Table("seed", "accuracy", "reward, 10 steps", "gain ± se", "k3", "s", "verdict")
-    for column in table.columns[:-1]:
+    for column in table.columns:
         column.no_wrap = True
-    failed = False
+    failures = []
     for seed in map(int, options.seeds.split(",")):
         run_dir = options.root / f"seed_{seed}"
         config = load_config(DEMO, [*options.overrides, f"seed={seed}", f"run_dir={run_dir}"])
@@ -95,7 +95,7 @@ def main() -> int:
             [row["reward/mean"] for row in rows],
             [row["rollout_corr/k3_kl"] for row in rows],
         )
-        failed |= bool(verdict.failures)
+        failures += [f"seed {seed}: {failure}" for failure in verdict.failures]
         table.add_row(
             str(seed),
             f"{verdict.accuracy:.1%} → {summary.after.accuracy:.1%}",
@@ -103,10 +103,12 @@ def main() -> int:
             f"{verdict.gain:.2f} ± {verdict.standard_error:.2f}",
             f"{verdict.k3:.1e}",
             f"{seconds:.0f}",
-            "; ".join(verdict.failures) or "passed",
+            "failed" if verdict.failures else "passed",
         )
     console.print(table)
-    return int(failed)
+    for failure in failures:
+        console.print(failure)
+    return int(bool(failures))
 
 
 if __name__ == "__main__":

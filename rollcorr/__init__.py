@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rollcorr.config import LossConfig as LossConfig
     from rollcorr.config import RolloutCorrectionConfig as RolloutCorrectionConfig
-    from rollcorr.config import SamplingSpec as SamplingSpec
     from rollcorr.core.statistics import Statistics as Statistics
     from rollcorr.core.statistics import merge_statistics as merge_statistics
     from rollcorr.correction import Correction as Correction
     from rollcorr.correction import Detail as Detail
     from rollcorr.correction import correct as correct
     from rollcorr.policy_loss import PolicyLogProbs as PolicyLogProbs
+    from rollcorr.sampling import SamplingSpec as SamplingSpec
+    from rollcorr.sampling import check_compatible as check_compatible
 
 __version__ = "0.1.0"
 
@@ -30,8 +31,9 @@ _HOME = {
     "LossConfig": "rollcorr.config",
     "PolicyLogProbs": "rollcorr.policy_loss",
     "RolloutCorrectionConfig": "rollcorr.config",
-    "SamplingSpec": "rollcorr.config",
+    "SamplingSpec": "rollcorr.sampling",
     "Statistics": "rollcorr.core.statistics",
+    "check_compatible": "rollcorr.sampling",
     "correct": "rollcorr.correction",
     "merge_statistics": "rollcorr.core.statistics",
 }

@@ -37,7 +37,7 @@ def train(
 ) -> None:
     """Train a language model with GRPO on rollouts from a lower-precision copy of itself, corrected as configured.
 
-    Exit codes: 0 trained, 1 a bad option, file or checkpoint, 130 stopped by Ctrl-C (and saved).
+    Exit codes: 0 trained, 2 a bad option, file or checkpoint, 130 stopped by Ctrl-C (and saved).
     """
     from rich.console import Console
     from rich.markup import escape
@@ -55,7 +55,7 @@ def train(
     except (ValueError, TypeError, OSError, ImportError) as error:
         message = f"[bold red]rollcorr train:[/] {escape(str(error))}"
         Console(stderr=True).print(message, highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from error
+        raise typer.Exit(2) from error
     if summary.interrupted:
         raise typer.Exit(130)
 
@@ -209,6 +209,20 @@ def check(
         if page is not None:
             console.print(f"\nreport: {page}", soft_wrap=True)
     raise typer.Exit(130 if result.interrupted else 0 if result.health.healthy else 1)
+
+
+@app.command()
+def info(as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False) -> None:
+    """Say what is installed: versions, which kernels are in use and why others are not, extras."""
+    from rich.console import Console
+
+    from rollcorr.diagnostics.installation import inspect_installation, show_installation, to_json
+
+    installation = inspect_installation()
+    if as_json:
+        typer.echo(to_json(installation))
+    else:
+        show_installation(Console(highlight=False), installation)
 
 
 @contextmanager

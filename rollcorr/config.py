@@ -1,4 +1,4 @@
-"""Configurations: what to correct, how to take the loss, and what the log-probs are log-probs of.
+"""Configurations: what to correct and how to take the loss. `SamplingSpec` has its home in `rollcorr.sampling`.
 
 Frozen, keyword-only, checked at construction: a wrong type is a TypeError, a wrong value a ValueError, and an option
 that can have no effect beside the others warns (`InertOptionWarning`). Texts are parsed here, once, into typed
@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from rollcorr.checks import check_bool, check_choice, check_integer, check_number
+from rollcorr.checks import check_bool, check_choice, check_number
 from rollcorr.preset_methods import PresetMethods
+from rollcorr.sampling import SamplingSpec
 from rollcorr.thresholds import (
     Criterion,
     Threshold,
@@ -275,67 +276,6 @@ class LossConfig:
                     InertOptionWarning,
                     stacklevel=3,
                 )
-
-    def to_dict(self) -> dict[str, Any]:
-        """All fields as plain values."""
-        return dataclasses.asdict(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingSpec:
-    """What a log-prob is the log-prob of: the sampling settings, and who applied them.
-
-    Two log-probs may be subtracted only when these agree in what changes a probability.
-
-    Attributes:
-        temperature: logits were divided by this; 0 is greedy decoding.
-        top_p: nucleus mass, in (0, 1]; 1 is off.
-        top_k: number of tokens kept; −1 is off.
-        min_p: share of the largest probability below which tokens fall, in [0, 1]; 0 is off.
-        repetition_penalty: divisor of seen tokens' logits, > 0; 1 is off.
-        presence_penalty: subtracted once from a seen token's logit; 0 is off.
-        frequency_penalty: subtracted for each occurrence; 0 is off.
-        min_new_tokens: the end token was forbidden before this many tokens.
-        logprobs: "raw": temperature 1 over the whole vocabulary; "processed": after all of the above, renormalised.
-        engine: name of the engine that sampled ("vllm", "transformers", …); None if unknown.
-        engine_version: its version; None if unknown.
-        policy_version: number of the weights that sampled; None if unknown.
-
-    Raises:
-        TypeError: a value is of the wrong type.
-        ValueError: a value is outside its limits.
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    min_new_tokens: int = 0
-    logprobs: Literal["raw", "processed"] = "raw"
-    engine: str | None = None
-    engine_version: str | None = None
-    policy_version: int | None = None
-
-    def __post_init__(self) -> None:
-        check_number("temperature", self.temperature, at_least=0)
-        check_number("top_p (1 for off)", self.top_p, above=0, at_most=1)
-        check_integer("top_k (−1 for off)", self.top_k, at_least=-1)
-        if self.top_k == 0:
-            raise ValueError("top_k must be −1 (off) or >= 1; got 0")
-        check_number("min_p", self.min_p, at_least=0, at_most=1)
-        check_number("repetition_penalty", self.repetition_penalty, above=0)
-        check_number("presence_penalty", self.presence_penalty)
-        check_number("frequency_penalty", self.frequency_penalty)
-        check_integer("min_new_tokens", self.min_new_tokens, at_least=0)
-        check_choice("logprobs", self.logprobs, ("raw", "processed"))
-        for option in ("engine", "engine_version"):
-            if not isinstance(getattr(self, option), str | None):
-                raise TypeError(f"{option} must be a text or None; got {getattr(self, option)!r}")
-        if self.policy_version is not None:
-            check_integer("policy_version", self.policy_version, at_least=0)
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values."""

@@ -207,16 +207,12 @@ def _nothing(response_mask: Tensor, cu_seqlens: Tensor | None, out: Out | None) 
     return Correction(None, mask if out is None else out[1].copy_(mask), kept, None, None)
 
 
-def _kernel(
-    batch: _Batch, config: RolloutCorrectionConfig, out: Out | None, impl: Implementation
-) -> CorrectionOutput:
+def _kernel(batch: _Batch, config: RolloutCorrectionConfig, out: Out | None, impl: Implementation) -> CorrectionOutput:
     """Run the kernel; the reference wants its sequences whole, the others their sums."""
     train, rollout, mask, cu_seqlens, context_group = batch
     if context_group is None or impl != "reference":
         reduce = context_reduction(context_group)
-        return correction_kernel(
-            train, rollout, mask, config, cu_seqlens=cu_seqlens, reduce=reduce, out=out, impl=impl
-        )
+        return correction_kernel(train, rollout, mask, config, cu_seqlens=cu_seqlens, reduce=reduce, out=out, impl=impl)
     whole = gather_slices(train, rollout, batch.valid, cu_seqlens=cu_seqlens, group=context_group)
     train, rollout, mask = whole.tensors
     output = correction_kernel(train, rollout, mask, config, cu_seqlens=whole.cu_seqlens, impl=impl)

@@ -19,8 +19,11 @@ from rollcorr.core.statistics import Statistics, merge_statistics
 from rollcorr.correction import Correction, correct
 from rollcorr.diagnostics.evidence import Finding, bare_metrics
 from rollcorr.diagnostics.health import HealthReport, health
+from rollcorr.diagnostics.labels import Label, Provenance
+from rollcorr.diagnostics.pair_sample import PairSample
 from rollcorr.diagnostics.run_directory import BadInputError
 from rollcorr.rollout_log import Problem, RolloutBatch, log_files, read_rollout_log, validate_batch
+from rollcorr.sampling import SamplingSpec, compare
 from rollcorr.schemas import resolve
 from rollcorr.yaml_text import load_yaml
 
@@ -37,7 +40,7 @@ SENTINEL = -9999.0
 CONTRADICTION = -1.0
 """Where one side is exactly 0.0 (probability 1) and the other below this, in nats, one of them was not computed."""
 
-_COLUMNS = ("step", "response_mask", "rollout_log_prob", "old_log_prob", "log_prob", "reward")
+_COLUMNS = ("step", "response_mask", "rollout_log_prob", "old_log_prob", "log_prob", "reward", "sampling", "engine")
 _RAW_FINDINGS: Mapping[str, tuple[str, str, str]] = {
     "positive": (
         "log-probs above zero",
@@ -56,6 +59,13 @@ _RAW_FINDINGS: Mapping[str, tuple[str, str, str]] = {
     ),
 }
 """Findings of the log's validation that are about the policies: title, reason, remedy. The rest become remarks."""
+_NOT_SUBTRACTABLE: Mapping[str, tuple[str, str]] = {
+    "tempered": ("temperature_ratio", "1"),
+    "truncated": ("kept_mass", "1"),
+    "raw": ("mean_ratio", "1"),
+    "shifted": ("lag", "0"),
+}
+"""Labels of provenance that become findings: the number that shows each, and what it should be."""
 
 
 def choose_config(*, preset: str | None = None, file: Path | None = None) -> RolloutCorrectionConfig:
@@ -88,6 +98,7 @@ class CheckResult:
         rows: rows read.
         files: files of the log.
         train_column: the column that π was taken from.
+        provenance: what the log-probs imply about the sampling behind them, from a spread sample of the rows.
         config: the configuration that was measured.
         remarks: what the reader should know about the input.
         interrupted: reading stopped before the end.
@@ -99,6 +110,7 @@ class CheckResult:
     rows: int
     files: tuple[str, ...]
     train_column: str
+    provenance: Provenance
     config: RolloutCorrectionConfig
     remarks: tuple[str, ...]
     interrupted: bool
@@ -121,6 +133,8 @@ class _Tally:
 
     parts: dict[int | None, _Part] = field(default_factory=dict)
     problems: dict[tuple[str, str | None], Problem] = field(default_factory=dict)
+    sample: PairSample = field(default_factory=PairSample)
+    claims: dict[str, str] = field(default_factory=dict)
     rows: int = 0
     train_column: str | None = None
 
@@ -184,6 +198,8 @@ def _add(tally: _Tally, batch: RolloutBatch, config: RolloutCorrectionConfig) ->
     rollout, train = batch.packed("rollout_log_prob"), batch.packed(tally.train_column)
     mask = batch.packed("response_mask")
     rollout, train = (x.masked_fill(x == SENTINEL, torch.nan) for x in (rollout, train))
+    tally.sample.add(train, rollout, mask, batch.lengths)
+    tally.claims.update(_claims(batch))
     rewards = batch.values("reward") if batch.has("reward") else rollout.new_full((len(batch),), torch.nan)
     for step, rows in _by_step(batch):
         tokens = rows.repeat_interleave(batch.lengths)
@@ -252,6 +268,10 @@ def _result(
     verdict = health(whole, config, series=series if len(steps) > 1 else (), diffusion=diffusion)
     judged = [p for p in tally.problems.values() if p.code in _RAW_FINDINGS]
     found = [_finding(problem) for problem in judged if not (diffusion and problem.code == "positive")]
+    provenance = tally.sample.estimate()
+    if not diffusion:
+        found += [_claimed(reason, mend) for reason, mend in tally.claims.items()]
+        found += [_implied(label) for label in provenance.wrong if label.name in _NOT_SUBTRACTABLE]
     remarks = [f"π is the column {tally.train_column}, μ is rollout_log_prob"]
     remarks += [str(problem) for problem in tally.problems.values() if problem.code not in _RAW_FINDINGS]
     if interrupted:
@@ -263,6 +283,7 @@ def _result(
         rows=tally.rows,
         files=files,
         train_column=str(tally.train_column),
+        provenance=provenance,
         config=config,
         remarks=tuple(remarks),
         interrupted=interrupted,
@@ -289,4 +310,49 @@ def _finding(problem: Problem) -> Finding:
         limit="0 sequences",
         reason=f"{reason}; first in {problem.file}, row {problem.row}: {problem.message}",
         remedy=remedy,
+    )
+
+
+def _claims(batch: RolloutBatch) -> dict[str, str]:
+    """Reason → mend, where the recorded settings say that the log-probs are not those of what was sampled."""
+    if not batch.has("sampling"):
+        return {}
+    engines = batch.objects("engine") if batch.has("engine") else [None] * len(batch)
+    settings = {
+        (*((name, value) for name, value in row.items() if value is not None), ("engine", engine))
+        for row, engine in zip(batch.objects("sampling"), engines, strict=True)
+        if row
+    }
+    claims = {}
+    for row in settings:
+        try:
+            spec = SamplingSpec(**dict(row))
+        except (TypeError, ValueError):  # settings of another framework, out of these limits
+            continue
+        itself = compare(spec, spec)
+        if itself.verdict == "different":
+            claims[itself.reason] = itself.mend
+    return claims
+
+
+def _claimed(reason: str, mend: str) -> Finding:
+    return Finding(
+        metric="log/sampling",
+        title="log-probs are of different things: the recorded settings say so",
+        value=1.0,
+        limit="0",
+        reason=reason,
+        remedy=mend,
+    )
+
+
+def _implied(label: Label) -> Finding:
+    number, limit = _NOT_SUBTRACTABLE[label.name]
+    return Finding(
+        metric=f"log/{number}",
+        title=f"log-probs are of different things: {label.name}",
+        value=label.evidence[number],
+        limit=limit,
+        reason=label.says,
+        remedy=label.remedy,
     )

@@ -185,6 +185,9 @@ def _settings(spec: object) -> dict[str, Any] | None:
         values = dataclasses.asdict(spec)
     else:
         raise ValueError(f"sampling takes a SamplingSpec or a mapping, got {spec!r}")
+    support = values.pop("support", "engine")
+    if support != "engine":
+        raise ValueError(f"sampling describes the rollout, whose support is the engine's; got support={support!r}")
     values = {name: value for name, value in values.items() if name not in IDENTITY}
     unknown = sorted(values.keys() - {field.name for field in arrow_type("sampling")})
     if unknown:

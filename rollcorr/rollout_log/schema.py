@@ -26,7 +26,8 @@ UNITS_KEY = "rollcorr.units"
 SPANS = "list<struct<start: int32, length: int32, version: int64>>"
 SAMPLING = (
     "struct<temperature: float64, top_p: float64, top_k: int32, min_p: float64, repetition_penalty: float64, "
-    "presence_penalty: float64, frequency_penalty: float64, min_new_tokens: int32, logprobs: string>"
+    "presence_penalty: float64, frequency_penalty: float64, min_new_tokens: int32, logprobs: string, "
+    "logit_bias: string>"
 )
 
 
@@ -65,7 +66,7 @@ _COLUMNS = (
     Column(
         "policy_versions", SPANS, "weight version", "list", "which weights sampled which tokens; spans tile the row"
     ),
-    Column("sampling", SAMPLING, "–", "sequence", "sampling settings; `logprobs` is raw or processed"),
+    Column("sampling", SAMPLING, "–", "sequence", "sampling settings, as in `SamplingSpec`"),
     Column(
         "kept_ids", "list<int32>", "token id", "list", "keep-sampling-mask: ids that could be sampled, token by token"
     ),

@@ -34,14 +34,11 @@ def warm_up(
     batch_size: int,
     learning_rate: float,
     seed: int = 0,
-    cool_down: int | None = None,
     good_enough: Callable[[int, float], bool] = lambda step, loss: False,
 ) -> float:
     """Minimise −mean log π(solution | prompt) over freshly drawn problems.
 
-    The learning rate rises over the first 20 steps and falls along a cosine that would end at `steps`. Once the policy
-    is good enough, it falls on linearly to 0 within `cool_down` steps, which takes the noise of large steps out of the
-    weights, and with it some of their rounding error.
+    The learning rate rises over the first 20 steps and falls along a cosine to 0 at `steps`.
 
     Args:
         policy: trained in place.
@@ -50,19 +47,16 @@ def warm_up(
         batch_size: problems per step.
         learning_rate: its peak.
         seed: names the problems that are drawn.
-        cool_down: steps of the linear fall, which also ends the whole; None for a tenth of all steps.
-        good_enough: called after each step before the cool-down, with its number and loss; true begins the cool-down.
+        good_enough: called after each step with the number of steps and the loss; true ends the warm-up.
 
     Returns:
         The last loss, nats per token.
     """
-    cool_down = steps // 10 if cool_down is None else min(cool_down, steps)
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
-    loss_value, step, left = float("nan"), 0, steps
+    loss_value = float("nan")
     policy.model.train()
-    while left:
-        rate = min(1.0, (step + 1) / 20) * min(1.0, left / (cool_down + 1))
-        rate *= 0.5 + 0.5 * math.cos(math.pi * step / steps)
+    for step in range(steps):
+        rate = min(1.0, (step + 1) / 20) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * rate
         loss = solution_loss(policy, task.problems(batch_size, seed=seed, step=step))
@@ -71,9 +65,8 @@ def warm_up(
         optimizer.step()
         optimizer.zero_grad()
         loss_value = float(loss.detach())
-        step, left = step + 1, left - 1
-        if left > cool_down and good_enough(step, loss_value):
-            left = cool_down
+        if good_enough(step + 1, loss_value):
+            break
     policy.model.eval()
     return loss_value
 

@@ -67,7 +67,7 @@ def assert_same(
     abs: float = 1e-9,
     weights_rel: float = 3e-6,
 ) -> None:
-    """Equal outputs; `rows` selects the tokens of a padded result that a packed one holds. Tolerances are of metrics."""
+    """Equal outputs; `rows`: the tokens of a padded result that a packed one holds. Tolerances are of metrics."""
     select = (lambda x: x) if rows is None else (lambda x: x[rows])
     assert torch.equal(actual.loss_mask, select(expected.loss_mask))
     assert torch.equal(actual.sequence_kept, expected.sequence_kept)

@@ -92,7 +92,10 @@ def test_a_small_spread_around_a_large_mean_survives(level, offset):
     train, rollout, mask = noisy(8, 2000, 1e-3)
     batch = train + offset, rollout, mask
     config = everything(rollout_is_threshold=None)
-    actual, expected = numbers(cpu_correction(*batch, config, level=level)), numbers(reference_correction(*batch, config))
+    actual, expected = (
+        numbers(cpu_correction(*batch, config, level=level)),
+        numbers(reference_correction(*batch, config)),
+    )
     for name in ("log_ratio", "rollout_is", "rollout_is_raw", "rollout_rs_token_k2", "rollout_rs_token_k3"):
         assert actual[f"{name}_std"] == pytest.approx(expected[f"{name}_std"], rel=1e-5), name
 
@@ -282,9 +285,15 @@ def test_auto_takes_the_compiled_kernel_where_it_applies(monkeypatch):
     [
         ({"train": torch.zeros(2, 5, dtype=torch.float64)}, "train_log_prob is torch.float64"),
         ({"rollout": torch.zeros(2, 5, dtype=torch.float16)}, "rollout_log_prob is torch.float16"),
-        ({"train": torch.zeros(5, 2).T}, r"the tokens of train_log_prob do not lie next to each other \(strides \(1, 2\)\)"),
+        (
+            {"train": torch.zeros(5, 2).T},
+            r"the tokens of train_log_prob do not lie next to each other \(strides \(1, 2\)\)",
+        ),
         ({"mask": torch.zeros(2, 5, device="meta")}, "response_mask is on meta"),
-        ({"config": configuration(safety_bound=41.0)}, "safety_bound is 41, and it sums the squares of weights up to e\\^40"),
+        (
+            {"config": configuration(safety_bound=41.0)},
+            "safety_bound is 41, and it sums the squares of weights up to e\\^40",
+        ),
     ],
 )
 def test_a_batch_that_it_cannot_take_is_refused_with_the_reason(change, said):

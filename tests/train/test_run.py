@@ -216,7 +216,7 @@ def test_the_command_trains_and_explains_mistakes(tmp_path, low_byte_reward, mic
     good = runner.invoke(app, ["train", f"run_dir={tmp_path / 'run'}", *micro_run, "steps=1"])
     assert good.exit_code == 0, good.output
     again = runner.invoke(app, ["train", f"run_dir={tmp_path / 'run'}", *micro_run])
-    assert again.exit_code == 1
+    assert again.exit_code == 2
     assert "add resume=true" in again.output
     for arguments, message in (
         (["a.yaml", "b.yaml"], "one configuration file at most"),
@@ -224,6 +224,6 @@ def test_the_command_trains_and_explains_mistakes(tmp_path, low_byte_reward, mic
         (["model.path=/nowhere"], "does not exist"),
     ):
         result = runner.invoke(app, ["train", f"run_dir={tmp_path / 'other'}", *arguments])
-        assert result.exit_code == 1
+        assert result.exit_code == 2
         assert message in result.output
     assert not (tmp_path / "other").exists()

@@ -25,7 +25,7 @@ def test_the_loss_is_the_mean_over_solution_tokens_and_the_end(micro_policy):
     assert float(solution_loss(micro_policy, problems).detach()) == pytest.approx(total / count, rel=1e-5)
 
 
-def test_the_warm_up_teaches_and_cools_down_when_told(micro_policy, monkeypatch):
+def test_the_warm_up_teaches_and_stops_when_told(micro_policy, monkeypatch):
     task, losses, rates = ArithmeticTask(max_operand=1), [], []
     step = torch.optim.AdamW.step
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: rates.append(self.param_groups[0]["lr"]) or step(self))
@@ -35,15 +35,13 @@ def test_the_warm_up_teaches_and_cools_down_when_told(micro_policy, monkeypatch)
         steps=100,
         batch_size=16,
         learning_rate=0.01,
-        cool_down=9,
         good_enough=lambda step, loss: losses.append(loss) or step == 30,
     )
-    assert (len(losses), len(rates)) == (30, 39)
-    assert last < 0.5 * losses[0]
-    cosine = [0.005 * (1 + math.cos(math.pi * step / 100)) for step in range(39)]
+    assert (len(losses), len(rates)) == (30, 30)
+    assert last == losses[-1] < 0.5 * losses[0]
+    cosine = [0.005 * (1 + math.cos(math.pi * step / 100)) for step in range(30)]
     assert rates[0] == pytest.approx(cosine[0] / 20)
-    assert rates[19:30] == pytest.approx(cosine[19:30])
-    assert rates[30:] == pytest.approx([cosine[30 + n] * (9 - n) / 10 for n in range(9)])
+    assert rates[19:] == pytest.approx(cosine[19:])
 
 
 def test_an_evaluation_is_repeatable_and_counts_right_answers(micro_policy):

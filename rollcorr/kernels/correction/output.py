@@ -64,13 +64,13 @@ def check_out(out: Out, config: RolloutCorrectionConfig | None, **inputs: Tensor
     for buffer, kind, dtype in ((weights, "weights", torch.float32), (loss_mask, "loss_mask", torch.bool)):
         if buffer is None:
             continue
-        for what, has, wants in (
+        for what, got, needs in (
             ("dtype", buffer.dtype, dtype),
-            ("shape", tuple(buffer.shape), tuple(like.shape)),
-            ("device", buffer.device, like.device),
+            (f"the shape of {name},", tuple(buffer.shape), tuple(like.shape)),
+            (f"the device of {name},", buffer.device, like.device),
         ):
-            if has != wants:
-                raise ValueError(f"out {kind} has {what} {has}, but {name} needs {wants}")
+            if got != needs:
+                raise ValueError(f"out {kind} must have {what} {needs}, got {got}")
         if not buffer.is_contiguous():
             raise ValueError(f"out {kind} must be contiguous, got strides {buffer.stride()}; make it with torch.empty")
         for other, tensor in inputs.items():
@@ -89,5 +89,14 @@ def copied_to(out: Out | None, output: CorrectionOutput) -> CorrectionOutput:
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors lie in one storage, which is where a caller's mistake would put them."""
-    return a.numel() > 0 and a.device.type != "meta" and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    """Whether the memory between the first and the last element of two tensors overlaps."""
+    if a.device.type == "meta" or not (a.numel() and b.numel()):
+        return False
+    ends = [x.data_ptr() + _extent(x) for x in (a, b)]
+    return a.data_ptr() < ends[1] and b.data_ptr() < ends[0]
+
+
+def _extent(x: Tensor) -> int:
+    """Bytes from the first to the last element."""
+    reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return (reach + 1) * x.element_size()

@@ -16,8 +16,8 @@ from rollcorr.core.layout import sequence_count
 from rollcorr.kernels.correction.band import exceedance_band
 
 if TYPE_CHECKING:
-    from rollcorr.config import RolloutCorrectionConfig
     from rollcorr.config import Criterion as CriterionConfig
+    from rollcorr.config import RolloutCorrectionConfig
 
 TASK_TOKENS = 1 << 15
 """Tokens that a thread takes at a time. Fixed, so that results do not depend on the number of threads."""
@@ -55,13 +55,13 @@ class WideBand(ctypes.Structure):
 class Criterion(ctypes.Structure):
     """A criterion: its statistic, the bounds on it, and at token level the d that it accepts."""
 
-    _fields_ = [*_fields(ctypes.c_int32, "scope kind"), ("bounds", WideBand), ("tokens", Band)]  # noqa: RUF012
+    _fields_ = [*_fields(ctypes.c_int32, "scope kind"), ("bounds", WideBand), ("tokens", Band)]
 
 
 class Job(ctypes.Structure):
     """Inputs, outputs and thresholds of one batch."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         *_fields(ctypes.c_void_p, "train rollout mask offsets weights loss_mask sequence_kept rows"),
         *_fields(ctypes.c_int64, "sequences length sequences_per_task tasks threads"),
         *_fields(ctypes.c_int64, "train_stride rollout_stride mask_stride"),

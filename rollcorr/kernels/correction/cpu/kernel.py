@@ -40,7 +40,8 @@ def why_not(train: Tensor, rollout: Tensor, mask: Tensor, config: RolloutCorrect
         if not _rows_are_contiguous(tensor):
             return f"the tokens of {name} do not lie next to each other (strides {tensor.stride()})"
     if config.safety_bound > LARGEST_SAFETY_BOUND:
-        return f"safety_bound is {config.safety_bound:g}, and it sums the squares of weights up to e^{LARGEST_SAFETY_BOUND:g}"
+        limit = f"the squares of weights up to e^{LARGEST_SAFETY_BOUND:g}"
+        return f"safety_bound is {config.safety_bound:g}, and it sums {limit}"
     return status()[1] or None
 
 

@@ -1,0 +1,207 @@
+"""Supports: which tokens a sampler could have drawn, recomputed from logits or recorded as kept sets.
+
+Logits are (…, V), in any float dtype; a support is bool of that shape. The filters look at logits that may hold −inf
+(what an earlier filter removed) and never keep those. Logits that tie at a boundary are kept together, so a support
+does not depend on how a sort orders equals; engines that break ties keep one of them.
+
+Recomputed supports are fragile: another engine's logits differ a little, tokens at the boundary fall in or out, and a
+sampled token may lie outside. `with_sampled` takes it back in and tells. Recorded sets (`KeptSets`) have none such.
+
+No function reads a value, except those that say so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Filter = Callable[[Tensor], Tensor]
+"""From logits (…, V), −inf where already removed, to the bool support of what stays."""
+
+
+def top_k_support(logits: Tensor, top_k: int) -> Tensor:
+    """{j : z_j ≥ the k-th largest z}: k tokens, and those that tie with the last. (…, V) bool.
+
+    Raises:
+        ValueError: `top_k` is below 1.
+    """
+    if top_k < 1:
+        raise ValueError(f"top_k must be >= 1, got {top_k}; leave the filter out for no limit")
+    smallest = logits.topk(min(top_k, logits.shape[-1]), dim=-1).values[..., -1:]
+    return (logits >= smallest) & (logits > -torch.inf)
+
+
+def top_p_support(logits: Tensor, top_p: float) -> Tensor:
+    """The smallest set of most likely tokens with mass ≥ p, and those that tie with its last. (…, V) bool.
+
+    Probabilities are softmax(logits), so what an earlier filter removed has none. Sums run in float64.
+
+    Raises:
+        ValueError: `top_p` is outside (0, 1].
+
+    Source: Holtzman et al. (2020), "The Curious Case of Neural Text Degeneration".
+    """
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be in (0, 1], got {top_p}")
+    descending = _wide(logits).sort(dim=-1, descending=True).values
+    probability = descending.softmax(-1, dtype=torch.float64)
+    inside = probability.cumsum(-1) - probability < top_p
+    smallest = descending.masked_fill(~inside, torch.inf).amin(-1, keepdim=True)
+    return (_wide(logits) >= smallest) & (logits > -torch.inf)
+
+
+def min_p_support(logits: Tensor, min_p: float) -> Tensor:
+    """{j : p_j ≥ m max p} = {j : z_j ≥ max z + log m}. (…, V) bool.
+
+    Raises:
+        ValueError: `min_p` is outside (0, 1].
+    """
+    if not 0 < min_p <= 1:
+        raise ValueError(f"min_p must be in (0, 1], got {min_p}; leave the filter out for 0")
+    wide = _wide(logits)
+    return (wide >= wide.amax(-1, keepdim=True) + math.log(min_p)) & (logits > -torch.inf)
+
+
+def sequential_support(logits: Tensor, filters: Sequence[Filter]) -> Tensor:
+    """Each filter looks at what the one before it left, renormalised (transformers, vLLM, llama.cpp). (…, V) bool."""
+    support = logits > -torch.inf
+    for keep in filters:
+        support = keep(logits.masked_fill(~support, -torch.inf))
+    return support
+
+
+def joint_support(logits: Tensor, filters: Sequence[Filter]) -> Tensor:
+    """Every filter looks at the same un-renormalised softmax; a token must pass all (SGLang). (…, V) bool."""
+    support = logits > -torch.inf
+    for keep in filters:
+        support = support & keep(logits)
+    return support
+
+
+def with_sampled(support: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The support with each sampled token in it, and where it was not: (…, V) and (…) bool.
+
+    Without this the trainer gives a token that the engine did sample the probability 0, and its loss is infinite.
+    """
+    index = token_ids.long().unsqueeze(-1)
+    outside = ~support.gather(-1, index).squeeze(-1)
+    return support.scatter(-1, index, True), outside
+
+
+@dataclass(frozen=True, eq=False)
+class KeptSets:
+    """The keep-sampling-mask: for each token the ids that the engine could have drawn, in CSR form.
+
+    Token t kept `ids[offsets[t] : offsets[t + 1]]`. Tokens of all sequences follow each other, as in a packed batch.
+
+    Attributes:
+        ids: (M,) int32.
+        offsets: (N + 1,) int64, from 0 to M, never falling.
+
+    Source: DeepSeek-AI (2025), "DeepSeek-V3.2", keep sampling mask.
+    """
+
+    ids: Tensor
+    offsets: Tensor
+
+    def __post_init__(self) -> None:
+        for name, tensor, dtype in (("ids", self.ids, torch.int32), ("offsets", self.offsets, torch.int64)):
+            if tensor.dim() != 1 or tensor.dtype != dtype:
+                raise ValueError(
+                    f"kept {name} must be a vector of {dtype}, got {tuple(tensor.shape)} of {tensor.dtype}"
+                )
+        if self.offsets.numel() < 1:
+            raise ValueError("kept offsets must have one entry more than tokens, so at least one; got none")
+
+    def __len__(self) -> int:
+        """N, the number of tokens."""
+        return self.offsets.numel() - 1
+
+    @classmethod
+    def of(cls, sets: Sequence[Sequence[int]], *, device: torch.device | str | None = None) -> KeptSets:
+        """From one list of ids a token."""
+        sizes = torch.tensor([0, *map(len, sets)], dtype=torch.int64, device=device)
+        ids = torch.tensor([token for kept in sets for token in kept], dtype=torch.int32, device=device)
+        return cls(ids, sizes.cumsum(0))
+
+    def to(self, device: torch.device | str) -> KeptSets:
+        """The same sets on another device."""
+        return KeptSets(self.ids.to(device, non_blocking=True), self.offsets.to(device, non_blocking=True))
+
+    def padded(self, mask: Tensor) -> KeptSets:
+        """Sets of a packed batch laid out over a padded one: tokens where `mask` is false keep nothing.
+
+        Args:
+            mask: (B, T) bool with as many true entries as there are sets.
+        """
+        flat = mask.flatten()
+        sizes = torch.cat([self.offsets.diff(), self.offsets.new_zeros(1)])
+        packed = (flat.cumsum(0) - 1).clamp(0, len(self))
+        return KeptSets(self.ids, _offsets(sizes[packed].masked_fill(~flat, 0)))
+
+    def select(self, rows: Tensor) -> KeptSets:
+        """The sets of some tokens, in the order given by (n,) int64 positions. The result's size is data: it syncs."""
+        sizes = self.offsets.diff()[rows]
+        offsets = _offsets(sizes)
+        first = torch.repeat_interleave(self.offsets[rows] - offsets[:-1], sizes)
+        return KeptSets(self.ids[first + torch.arange(first.numel(), device=first.device)], offsets)
+
+
+def concatenate_kept_sets(parts: Sequence[KeptSets]) -> KeptSets:
+    """One batch after the other.
+
+    Raises:
+        ValueError: there is nothing to concatenate.
+    """
+    if not parts:
+        raise ValueError("nothing to concatenate: give at least one KeptSets")
+    sizes = torch.cat([part.offsets.diff() for part in parts])
+    return KeptSets(torch.cat([part.ids for part in parts]), _offsets(sizes))
+
+
+def kept_sets_of_support(support: Tensor) -> KeptSets:
+    """The true entries of a dense (…, V) support, such as transformers' finite scores. It syncs: sizes are data."""
+    rows = support.reshape(-1, support.shape[-1])
+    return KeptSets(torch.where(rows)[1].to(torch.int32), _offsets(rows.sum(-1)))
+
+
+def check_kept_sets(kept: KeptSets, tokens: int, vocabulary: int) -> None:
+    """Check the values of kept sets: how many tokens, offsets that never fall, ids inside the vocabulary, none twice.
+
+    Reads values (a device sync): for loaders and on request, not for the step path.
+
+    Raises:
+        ValueError: names the first token that is wrong.
+    """
+    if len(kept) != tokens:
+        raise ValueError(f"kept sets are of {len(kept)} tokens, the batch has {tokens}; give offsets for every token")
+    offsets, entries = kept.offsets.cpu(), kept.ids.numel()
+    if offsets[0] != 0 or offsets[-1] != entries:
+        ends = f"from {int(offsets[0])} to {int(offsets[-1])}"
+        raise ValueError(f"kept offsets run {ends}; they must run from 0 to the number of ids, {entries}")
+    falls = offsets.diff() < 0
+    if falls.any():
+        raise ValueError(f"kept offsets fall at token {int(falls.int().argmax())}; they must never fall")
+    ids = kept.ids.cpu().long()
+    token = torch.bucketize(torch.arange(entries), offsets[1:], right=True)
+    wrong = (ids < 0) | (ids >= vocabulary)
+    if wrong.any():
+        first = int(wrong.int().argmax())
+        raise ValueError(f"kept id {int(ids[first])} of token {int(token[first])} is outside 0 … {vocabulary - 1}")
+    key, _ = (token * vocabulary + ids).sort()
+    twice = key[1:] == key[:-1]
+    if twice.any():
+        first = int(key[int(twice.int().argmax())])
+        raise ValueError(f"kept id {first % vocabulary} of token {first // vocabulary} is listed twice")
+
+
+def _offsets(sizes: Tensor) -> Tensor:
+    return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))

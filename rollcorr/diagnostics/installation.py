@@ -1,0 +1,138 @@
+"""What is installed and in use here: versions, kernels and why one is not usable, extras. For reports of problems."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+from dataclasses import asdict, dataclass
+from importlib import metadata
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+import rollcorr
+from rollcorr.kernels.correction import implementations
+
+_EXTRA = re.compile(r"^([A-Za-z0-9_.-]+)[^;]*;\s*extra == [\"']([\w-]+)[\"']$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """One implementation of the correction.
+
+    Attributes:
+        name: what `impl=` takes.
+        usable: whether it runs here.
+        note: where it runs, or why it does not.
+    """
+
+    name: str
+    usable: bool
+    note: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extra:
+    """One extra of the package.
+
+    Attributes:
+        name: as in `pip install 'rollcorr[name]'`.
+        missing: packages of it that are not installed.
+    """
+
+    name: str
+    missing: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Installation:
+    """The library and what it stands on.
+
+    Attributes:
+        versions: of rollcorr, Python and torch.
+        machine: system and processor architecture.
+        threads: threads that torch, and so the CPU kernels, use.
+        accelerator: the name of the first GPU, or None.
+        kernels: every implementation of the correction.
+        extras: every extra; empty when the package was not installed but found on the path.
+    """
+
+    versions: dict[str, str]
+    machine: str
+    threads: int
+    accelerator: str | None
+    kernels: tuple[Kernel, ...]
+    extras: tuple[Extra, ...]
+
+
+def inspect_installation() -> Installation:
+    """Look around; nothing is changed and nothing slow is imported."""
+    kernels = (Kernel(name=name, usable=usable, note=note) for name, (usable, note) in implementations().items())
+    return Installation(
+        versions={"rollcorr": rollcorr.__version__, "python": platform.python_version(), "torch": torch.__version__},
+        machine=f"{platform.system()} {platform.machine()}",
+        threads=torch.get_num_threads(),
+        accelerator=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        kernels=tuple(kernels),
+        extras=_extras(),
+    )
+
+
+def show_installation(console: Console, installation: Installation) -> None:
+    """Print it as tables."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for name, version in installation.versions.items():
+        table.add_row(name, version)
+    table.add_row("machine", f"{installation.machine}, {installation.threads} threads")
+    table.add_row("accelerator", escape(installation.accelerator or "none"))
+    console.print(table)
+    rows = [(kernel.name, kernel.usable, kernel.note) for kernel in installation.kernels]
+    _show(console, "correction kernels", rows)
+    extras = [
+        (extra.name, not extra.missing, f"missing: {', '.join(extra.missing)}" if extra.missing else "installed")
+        for extra in installation.extras
+    ]
+    _show(console, "extras", extras)
+
+
+def to_json(installation: Installation) -> str:
+    """The same as one JSON object."""
+    return json.dumps(asdict(installation), ensure_ascii=False, indent=2)
+
+
+def _show(console: Console, title: str, rows: list[tuple[str, bool, str]]) -> None:
+    if not rows:
+        return
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), title=title, title_justify="left")
+    for name, fine, note in rows:
+        table.add_row(escape(name), "[green]yes[/]" if fine else "[yellow]no[/]", escape(note))
+    console.print()
+    console.print(table)
+
+
+def _extras() -> tuple[Extra, ...]:
+    """The extras that the installed package declares, `dev` and those that only join others aside."""
+    try:
+        declared = metadata.requires("rollcorr") or []
+    except metadata.PackageNotFoundError:
+        return ()
+    packages: dict[str, list[str]] = {}
+    for requirement in declared:
+        match = _EXTRA.match(requirement)
+        if match and match[1] != "rollcorr" and match[2] != "dev":
+            packages.setdefault(match[2], []).append(match[1])
+    return tuple(
+        Extra(name=name, missing=tuple(package for package in needed if not _installed(package)))
+        for name, needed in packages.items()
+    )
+
+
+def _installed(package: str) -> bool:
+    try:
+        metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True

