@@ -68,16 +68,14 @@ def _clamped(x, low, high):
 @triton.jit
 def _mismatch(state, pi, mu, measured, d, rho_1, k3, PLAN: tl.constexpr):
     """Add a block to what is collected whatever is done about it; `rho_1` is ρ − 1."""
-    total, lost, shift, first, second, low, high, rollout, absolute, k3s, chi2, difference, largest, k2 = state
+    total, shift, first, second, low, high, rollout, absolute, k3s, chi2, difference, largest, k2 = state
     high_here = tl.max(tl.where(measured, d, float("-inf")), axis=1)
     shift = tl.where(shift == float("-inf"), high_here, shift)  # a lane's first value: a common mean cancels nothing
     started = shift > float("-inf")
     own = tl.where(started, shift, 0.0)[:, None]
     filled = tl.where(measured, d, own)
     first, second = add_deviations(first, second, filled - own)
-    added = tl.sum(d, axis=1) - lost
-    larger = total + added
-    total, lost = larger, (larger - total) - added  # Kahan's sum: all about a whole sequence hangs on it
+    total += tl.sum(d, axis=1)
     low = tl.where(started, tl.minimum(low, tl.min(filled, axis=1)), low)
     high = tl.maximum(high, high_here)
     rollout += tl.sum(tl.where(measured, mu, 0.0), axis=1)
@@ -90,7 +88,7 @@ def _mismatch(state, pi, mu, measured, d, rho_1, k3, PLAN: tl.constexpr):
     largest = tl.maximum(largest, tl.max(gap, axis=1))
     if PLAN.k2:
         k2 += tl.sum(d * d * 0.5, axis=1)
-    return total, lost, shift, first, second, low, high, rollout, absolute, k3s, chi2, difference, largest, k2
+    return total, shift, first, second, low, high, rollout, absolute, k3s, chi2, difference, largest, k2
 
 
 @triton.jit
@@ -240,10 +238,10 @@ def read_block(counts, state, weigh, reject, limits, pi, mu, valid, PLAN: tl.con
 @triton.jit
 def _add_mismatch(cell, again, counts, state, PLAN: tl.constexpr):
     """Add a chunk's lanes to the columns that every configuration has."""
-    total, lost, shift, first, second, low, high, rollout, absolute, k3s, chi2, difference, largest, k2 = state
+    total, shift, first, second, low, high, rollout, absolute, k3s, chi2, difference, largest, k2 = state
     measured = byte_of(counts[0], 1)
     before = tl.load(cell + PLAN.columns["measured"], mask=again, other=0.0)
-    shift, sums = tl.where(measured > 0, shift, 0.0), total.to(tl.float64) - lost.to(tl.float64)
+    shift, sums = tl.where(measured > 0, shift, 0.0), total.to(tl.float64)
     add_moments(cell, again, before, PLAN.columns["log_ratio_mean"], measured, sums, shift, first, second)
     for i in tl.static_range(4):
         add_count(cell, again, PLAN.columns["valid"] + i, counts[0], i)
@@ -332,7 +330,7 @@ def read_tokens(
     for chunk in range(begin, tl.maximum(stop, begin + 1), CHUNK):
         n, x = tl.zeros([LANES], dtype=tl.int32), tl.zeros([LANES], dtype=tl.float32)
         low, high = x + float("inf"), x + float("-inf")
-        counts, state = (n, n, n), (x, x, high, x, x, low, high, x, x, x, x, x, x, x)
+        counts, state = (n, n, n), (x, high, x, x, low, high, x, x, x, x, x, x, x)
         weigh, reject = (x, x, x, x, x, low, high), (n, n, n, (high, x, x, low, high), (high, x, x, low, high), x)
         for at in range(chunk, tl.minimum(chunk + CHUNK, stop), BLOCK):
             local, inside = tokens_at(at, start, end, ALIGN)
