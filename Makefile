@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-seeds test check docs bench clean
+.PHONY: help install demo demo-seeds test test-triton check docs bench clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -28,6 +28,10 @@ demo-seeds: $(STAMP) ## The demo for three seeds, with the acceptance figures at
 
 test: $(STAMP) ## Run the tests
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+
+test-triton: $(STAMP) ## Test the GPU kernels without a GPU: interpreted, and compiled for four GPUs (installs Triton, 1 GB)
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[triton]'
+	$(BIN)/python -m pytest tests/kernels/test_triton_kernel.py tests/kernels/test_triton_compile.py
 
 check: $(STAMP) ## Lint, format and type checks; generated pages are current
 	$(BIN)/ruff check .

@@ -133,7 +133,8 @@ def correct(
             says how they are named across ranks and shards.
         out: (weights, loss_mask) buffers to write to, contiguous, float32 and bool in the inputs' shape; weights None
             without importance sampling. On the CPU, fresh memory costs more than the arithmetic: reuse them.
-        impl: which kernel; "auto" takes the fastest that runs here: "cpu" (compiled C), else "blocked" (torch).
+        impl: which kernel; "auto" takes the fastest that runs here: "cpu" (compiled C) or "triton" (GPU), else
+            "blocked" (torch).
 
     Returns:
         A `Correction`. Data never raises: an empty or wholly rejected batch gives masks of the right shape.
@@ -141,7 +142,7 @@ def correct(
     Raises:
         ValueError: shapes disagree or do not fit the layout, the configuration or `out` is wrong, the groups overlap,
             `impl` does not take this batch, or `nonfinite="raise"` met a missing log-prob.
-        ImportError: `impl` was not built.
+        ImportError: `impl` was not built, or what it needs is missing.
 
     Example:
         >>> train, rollout = torch.tensor([[-1.0, -2.0, 0.0]]), torch.tensor([[-1.5, -2.0, 0.0]])

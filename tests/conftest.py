@@ -6,6 +6,8 @@ import json
 import os
 from pathlib import Path
 
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton; 0 runs its kernels on a GPU
+
 import pytest
 import torch
 from hypothesis import settings

@@ -101,7 +101,7 @@ def test_no_kernel_reads_a_value(impl, rollout_is):
 
 def test_an_unknown_implementation_is_an_error_that_lists_the_known():
     empty = torch.zeros(1, 0)
-    with pytest.raises(ValueError, match="'auto', 'reference', 'blocked', 'cpu', got 'turbo'"):
+    with pytest.raises(ValueError, match="'blocked', 'cpu', 'triton', got 'turbo'"):
         correction_kernel(empty, empty, empty.bool(), configuration(), impl="turbo")
 
 

@@ -1,7 +1,8 @@
 """The correction in one pass: log-probs → weights, loss mask, keep flags, statistics.
 
 `reference` is the specification: whole tensors, one formula at a time. `blocked` is its fast twin for every device that
-runs torch: it walks over blocks that stay in cache. `cpu` is the same in compiled C, at the speed of memory.
+runs torch: it walks over blocks that stay in cache. `cpu` is the same in compiled C, at the speed of memory; `triton`
+is the same for GPUs, in three launches.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 from torch import Tensor
 
+from rollcorr.kernels.correction import triton
 from rollcorr.kernels.correction.blocked import blocked_correction
 from rollcorr.kernels.correction.cpu import cpu_correction, status, why_not
 from rollcorr.kernels.correction.output import CorrectionOutput, Out, check_out, copied_to
@@ -31,7 +33,7 @@ __all__ = [
     "implementations",
 ]
 
-Implementation = Literal["auto", "reference", "blocked", "cpu"]
+Implementation = Literal["auto", "reference", "blocked", "cpu", "triton"]
 
 
 def correction_kernel(
@@ -60,16 +62,18 @@ def correction_kernel(
 
     Raises:
         ValueError: `impl` is not one of those above, or does not take this batch.
-        ImportError: `impl="cpu"`, and the library was not built.
+        ImportError: `impl="cpu"`, and the library was not built; `impl="triton"`, and Triton or a GPU is missing.
     """
     if impl not in get_args(Implementation):
         raise ValueError(f"impl must be one of {', '.join(map(repr, get_args(Implementation)))}, got {impl!r}")
-    if impl in ("reference", "cpu") and reduce is not None:
+    if impl in ("reference", "cpu", "triton") and reduce is not None:
         raise ValueError(f"impl={impl!r} needs whole sequences: gather them first, or use impl='auto'")
-    if impl == "auto" and reduce is None and why_not(train_log_prob, rollout_log_prob, mask, config) is None:
-        impl = "cpu"
+    if impl == "auto" and reduce is None:
+        impl = _fastest(train_log_prob, rollout_log_prob, mask, config)
     if impl == "cpu":
         return cpu_correction(train_log_prob, rollout_log_prob, mask, config, cu_seqlens=cu_seqlens, out=out)
+    if impl == "triton":
+        return triton.triton_correction(train_log_prob, rollout_log_prob, mask, config, cu_seqlens=cu_seqlens, out=out)
     batch = train_log_prob, rollout_log_prob, mask if mask.dtype == torch.bool else mask != 0
     if impl == "reference":
         return copied_to(out, reference_correction(*batch, config, cu_seqlens=cu_seqlens))
@@ -79,8 +83,16 @@ def correction_kernel(
 def implementations() -> dict[str, tuple[bool, str]]:
     """Every implementation of the correction, with whether it can be used here, and where or why not."""
     level, reason = status()
+    no_triton = triton.status()
     return {
         "reference": (True, "every device: the specification"),
         "blocked": (True, "every device: eager torch in blocks"),
         "cpu": (level is not None, f"CPU, float32 and bfloat16: compiled C, {level}" if level else reason),
+        "triton": (no_triton is None, no_triton or "CUDA and ROCm: three launches"),
     }
+
+
+def _fastest(train: Tensor, rollout: Tensor, mask: Tensor, config: RolloutCorrectionConfig) -> Implementation:
+    if train.is_cuda:
+        return "triton" if triton.why_not(train, rollout, mask, config) is None else "blocked"
+    return "cpu" if why_not(train, rollout, mask, config) is None else "blocked"

@@ -1,0 +1,74 @@
+"""Arithmetic that the Triton kernels share: exponentials that lose no digits, and moments that merge."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN2_HIGH = tl.constexpr(0.693359375)  # ten bits: its product with a small integer is exact
+LN2_LOW = tl.constexpr(-2.1219444005469057e-4)
+ROUND = tl.constexpr(12582912.0)  # 1.5 · 2²³: adding it to a float32 rounds to an integer, found in its lowest bits
+ONE_BITS = tl.constexpr(0x3F800000)
+
+
+@triton.jit
+def exponential_series(x):
+    """(eˣ − 1 − x) / x² for |x| ≤ 0.35: the Taylor series, to the precision of float32."""
+    s = x * (1.0 / 40320.0) + (1.0 / 5040.0)
+    s = s * x + (1.0 / 720.0)
+    s = s * x + (1.0 / 120.0)
+    s = s * x + (1.0 / 24.0)
+    s = s * x + (1.0 / 6.0)
+    return s * x + 0.5
+
+
+@triton.jit
+def exponential_parts(x):
+    """Float32 x → (2ᵏ, eʳ − 1, eʳ − 1 − r) with eˣ = 2ᵏ eʳ and |r| ≤ ½ ln 2. |x| ≤ 80."""
+    rounded = x * LOG2_E + ROUND
+    k = rounded - ROUND
+    r = (x - k * LN2_HIGH) - k * LN2_LOW
+    scale = ((rounded.to(tl.int32, bitcast=True) << 23) + ONE_BITS).to(tl.float32, bitcast=True)
+    tail = r * r * exponential_series(r)
+    return scale, r + tail, tail
+
+
+@triton.jit
+def k3_of(d):
+    """eᵈ − 1 − d with d ≤ 20, float64: the series near 0, where the difference has no digits left."""
+    capped = tl.minimum(d, 20.0)
+    small = tl.minimum(tl.maximum(capped, -0.03), 0.03)
+    series = small * small * exponential_series(small)
+    return tl.where(tl.abs(capped) < 0.03, series, tl.exp(capped) - 1.0 - capped)
+
+
+@triton.jit
+def add_deviations(first, second, deviation):
+    """Running Σ x and Σ x² of each lane, over the groups of (G, 4)."""
+    return first + tl.sum(deviation, axis=1), second + tl.sum(deviation * deviation, axis=1)
+
+
+@triton.jit
+def shifted_sums(n, shift, first):
+    """Σ x of each lane, float64, from Σ (x − shift)."""
+    return n.to(tl.float64) * shift.to(tl.float64) + first.to(tl.float64)
+
+
+@triton.jit
+def lanes_to_moments(n, sums, shift, first, second):
+    """Lanes of (n, Σ x, shift, Σ (x − shift), Σ (x − shift)²) → (n, mean, M2) over all of them, float64 scalars."""
+    total = tl.sum(n, axis=0).to(tl.float64)
+    mean = tl.sum(sums, axis=0) / tl.maximum(total, 1.0)
+    offset = (first / tl.maximum(n, 1).to(tl.float32)).to(tl.float64)
+    spread = shift.to(tl.float64) + offset - mean
+    m2 = tl.maximum(second.to(tl.float64) - first.to(tl.float64) * offset, 0.0) + n.to(tl.float64) * spread * spread
+    return total, mean, tl.sum(m2, axis=0)
+
+
+@triton.jit
+def merge_two(n, mean, m2, other_n, other_mean, other_m2):
+    """(mean, M2) of two samples together (Chan, Golub & LeVeque, 1983)."""
+    share = other_n / tl.maximum(n + other_n, 1.0)
+    gap = other_mean - mean
+    return mean + gap * share, m2 + other_m2 + gap * gap * n * share

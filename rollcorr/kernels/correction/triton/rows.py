@@ -1,0 +1,100 @@
+"""What the sequence pass reads of the table, and how it writes its rows.
+
+`cells` are the addresses of the program's cells, (sequences, splits); `there` says which exist. A set of rows is the
+sums, then three numbers for each of the moments, then two for each of the extremes.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+INFINITY = tl.constexpr(float("inf"))
+
+
+@triton.jit
+def column(cells, there, COLUMN: tl.constexpr):
+    """A column's sums over splits: one number for each sequence."""
+    return tl.sum(tl.load(cells + COLUMN, mask=there, other=0.0), axis=1)
+
+
+@triton.jit
+def lowest(cells, there, COLUMN: tl.constexpr):
+    """A column's minimum over splits."""
+    return tl.min(tl.load(cells + COLUMN, mask=there, other=INFINITY), axis=1)
+
+
+@triton.jit
+def highest(cells, there, COLUMN: tl.constexpr):
+    """A column's maximum over splits."""
+    return tl.max(tl.load(cells + COLUMN, mask=there, other=-INFINITY), axis=1)
+
+
+@triton.jit
+def product_sum(cells, there, COUNT: tl.constexpr, MEAN: tl.constexpr):
+    """Each sequence's n · mean: the sum that a column of means stands for."""
+    n = tl.load(cells + COUNT, mask=there, other=0.0)
+    return tl.sum(n * tl.load(cells + MEAN, mask=there, other=0.0), axis=1)
+
+
+@triton.jit
+def put(rows, SLOT: tl.constexpr, values):
+    """A sum, over the program's sequences."""
+    tl.store(rows + SLOT, tl.sum(values.to(tl.float64), axis=0))
+
+
+@triton.jit
+def put_moments(rows, SLOT: tl.constexpr, values, counts, PLAN: tl.constexpr):
+    """Moments of a sample in which values[i] occurs counts[i] times."""
+    n = tl.sum(counts, axis=0)
+    values = tl.where(counts > 0, values, 0.0)
+    mean = tl.sum(counts * values, axis=0) / tl.maximum(n, 1.0)
+    spread = values - mean
+    m2 = tl.sum(counts * spread * spread, axis=0)
+    store_moments(rows, SLOT, n, mean, m2, PLAN)
+
+
+@triton.jit
+def store_moments(rows, SLOT: tl.constexpr, n, mean, m2, PLAN: tl.constexpr):
+    """Three numbers that are ready."""
+    place = rows + len(PLAN.sums) + 3 * SLOT
+    tl.store(place, n)
+    tl.store(place + 1, mean)
+    tl.store(place + 2, m2)
+
+
+@triton.jit
+def put_token_moments(
+    rows, SLOT: tl.constexpr, cells, there, COUNT: tl.constexpr, MEAN: tl.constexpr, sign, PLAN: tl.constexpr
+):  # fmt: skip
+    """Moments of a sample of tokens, merged over splits and sequences; `sign` −1 is of the negated values."""
+    counts = tl.load(cells + COUNT, mask=there, other=0.0)
+    means = tl.load(cells + MEAN, mask=there, other=0.0)
+    m2s = tl.load(cells + MEAN + 1, mask=there, other=0.0)
+    n = tl.sum(tl.sum(counts, axis=1), axis=0)
+    mean = tl.sum(tl.sum(counts * means, axis=1), axis=0) / tl.maximum(n, 1.0)
+    spread = means - mean
+    m2 = tl.sum(tl.sum(m2s + counts * spread * spread, axis=1), axis=0)
+    store_moments(rows, SLOT, n, sign * mean, m2, PLAN)
+
+
+@triton.jit
+def put_extremes(rows, SLOT: tl.constexpr, low, high, PLAN: tl.constexpr):
+    """The extremes of a sample: `low` has +inf, `high` −inf where a sequence takes no part."""
+    place = rows + len(PLAN.sums) + 3 * len(PLAN.moments) + 2 * SLOT
+    tl.store(place, tl.min(low, axis=0))
+    tl.store(place + 1, tl.max(high, axis=0))
+
+
+@triton.jit
+def put_range(rows, SLOT: tl.constexpr, values, mask, PLAN: tl.constexpr):
+    """The extremes of the values where mask is true."""
+    put_extremes(rows, SLOT, tl.where(mask, values, INFINITY), tl.where(mask, values, -INFINITY), PLAN)
+
+
+@triton.jit
+def put_sample(rows, MOMENTS: tl.constexpr, EXTREMES: tl.constexpr, values, nonempty, PLAN: tl.constexpr):
+    """Describe a per-sequence value, where it is finite."""
+    mask = nonempty & (tl.abs(values) < INFINITY)
+    put_moments(rows, MOMENTS, values, mask.to(tl.float64), PLAN)
+    put_range(rows, EXTREMES, values, mask, PLAN)

@@ -1,0 +1,154 @@
+"""Compile the Triton kernels for a GPU that is not here; print what each uses, as JSON lines.
+
+Run by test_triton_compile.py in a process of its own, because Triton's interpreter is a choice for a whole process:
+
+    TRITON_INTERPRET=0 python tests/kernels/triton_compilation.py cuda:90
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+
+from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.core.metrics import CRITERIA
+from rollcorr.kernels.correction.triton import launch
+
+TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.uint8: "u8",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+EVERYTHING = {
+    "rollout_rs": ",".join(CRITERIA),
+    "rollout_rs_threshold": ",".join("0.3_3.0" if name.endswith("k1") else "2.0" for name in CRITERIA),
+    "rollout_token_veto_threshold": 1e-4,
+}
+STANDARD = {"rollout_is": "token", "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01}
+CASES = {
+    "standard": (STANDARD, {"T": 8192}),
+    "standard, aligned rows": (STANDARD, {"T": 8208}),
+    "standard, packed, bfloat16, int64 mask": (
+        STANDARD,
+        {"dtype": torch.bfloat16, "mask": torch.int64, "packed": True},
+    ),
+    "everything, token": (
+        {"rollout_is": "token", "rollout_is_threshold": "0.5_2.0", "safety_bound": 10.0} | EVERYTHING,
+        {},
+    ),
+    "everything, sequence, packed": ({"rollout_is": "sequence"} | EVERYTHING, {"packed": True}),
+    "metrics only, few long sequences": ({}, {"B": 4, "T": 1 << 20}),
+}
+
+
+def launches(
+    fields: dict[str, Any],
+    *,
+    B: int = 1024,
+    T: int = 8192,
+    dtype: torch.dtype = torch.float32,
+    mask: torch.dtype = torch.bool,
+    packed: bool = False,
+) -> list[launch.Launch]:
+    """The three launches for a batch on the meta device."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = RolloutCorrectionConfig(**fields)
+    shape = (B * T,) if packed else (B, T)
+    with torch.device("meta"):
+        log_prob, valid = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=mask)
+        cu_seqlens = torch.empty(B + 1, dtype=torch.int32) if packed else None
+    splits = launch.choose_splits(B * T, B)
+    buffers = launch.make_buffers(valid, B, splits, config)
+    return launch.launches((log_prob, log_prob, valid), cu_seqlens, buffers, splits, config)
+
+
+def compiled(one: launch.Launch, target: GPUTarget) -> CompiledKernel:
+    """A kernel as the launch would compile it: 1 is a constant, and what 16 divides is known to be."""
+    signature: dict[str, Any] = {}
+    constants, attributes = dict(one.constants), {}
+    for index, name in enumerate(one.kernel.arg_names):
+        value = one.arguments.get(name)
+        if name in constants or (isinstance(value, int) and value == 1):
+            signature[name], constants[name] = "constexpr", constants.get(name, value)
+        else:
+            signature[name] = _type(value)
+            if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(one.kernel, signature, constants, attributes)
+    return triton.compile(source, target=target, options={"num_warps": one.warps, "enable_fp_fusion": True})
+
+
+def usage(kernel: CompiledKernel) -> dict[str, int]:
+    """Registers and spills: from ptxas, or from the metadata of AMD's assembler."""
+    if "amdgcn" in kernel.asm:
+        found = dict(re.findall(r"\.(\w+_count|private_segment_fixed_size):\s+(\d+)", kernel.asm["amdgcn"]))
+        names = ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
+        return {name: int(found[name]) for name in names}
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    tool = get_ptxas(kernel.metadata.target.arch)
+    ptx = kernel.asm["ptx"]
+    arch = re.search(r"\.target (\w+)", ptx)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(ptx)
+        command = [
+            getattr(tool, "path", tool),
+            "-v",
+            f"--gpu-name={arch and arch[1]}",
+            path,
+            "-o",
+            path.with_suffix(".o"),
+        ]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return {
+        "registers": int(_number(r"Used (\d+) registers", report)),
+        "spill_store_bytes": int(_number(r"(\d+) bytes spill stores", report)),
+        "spill_load_bytes": int(_number(r"(\d+) bytes spill loads", report)),
+        "vector_loads": len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)),
+        "vector_stores": len(re.findall(r"st\.global\S*\.v4\.b32", ptx)),
+    }
+
+
+def _number(pattern: str, text: str) -> str:
+    found = re.search(pattern, text)
+    if found is None:
+        raise ValueError(f"no {pattern!r} in {text!r}")
+    return found[1]
+
+
+def _type(value: object) -> Any:
+    if isinstance(value, torch.Tensor):
+        return "*" + TYPES[value.dtype]
+    if isinstance(value, tuple):
+        return tuple(_type(x) for x in value)
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def main(target: str) -> None:
+    """Compile every case for a target: "cuda:90" or "hip:gfx942"."""
+    backend, arch = target.split(":")
+    gpu = GPUTarget(backend, int(arch) if backend == "cuda" else arch, 32 if backend == "cuda" else 64)
+    for case, (fields, shape) in CASES.items():
+        for one in launches(fields, **shape):
+            kernel = compiled(one, gpu)
+            sys.stdout.write(json.dumps({"case": case, "kernel": one.kernel.fn.__name__} | usage(kernel)) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
