@@ -133,7 +133,7 @@ def correct(
             says how they are named across ranks and shards.
         out: (weights, loss_mask) buffers to write to, contiguous, float32 and bool in the inputs' shape; weights None
             without importance sampling. On the CPU, fresh memory costs more than the arithmetic: reuse them.
-        impl: which kernel; "auto" takes the fastest that runs here: "cpu" (compiled C) or "triton" (GPU), else
+        impl: which kernel; "auto" takes the fastest that is proven here: "cpu" (compiled C), else
             "blocked" (torch).
 
     Returns:
