@@ -101,7 +101,8 @@ class TransformersEngine:
             ]
         response, valid, raw, processed = (_pad_and_join(columns) for columns in zip(*parts, strict=True))
         tokens = TokenBatch(ids.to(device), mask.to(device), response, valid)
-        return Rollout(tokens, raw, processed, self.sampling)
+        drawn = raw if self.sampling.logprobs == "raw" else processed
+        return Rollout(tokens=tokens, rollout_log_prob=drawn, raw_log_prob=raw, sampling=self.sampling)
 
     @torch.no_grad()
     def score(self, tokens: TokenBatch) -> Tensor:
