@@ -7,7 +7,7 @@
     advantage   rewards become advantages within their group
     update      PPO epochs × mini-batches × micro-batches × steps of the window
 
-`FlowGrpoTrainer.step` is this list. What surrounds it (files, checkpoints, Ctrl-C) is in `rollcorr.train.diffusion.run`.
+`FlowGrpoTrainer.step` is this list. What surrounds it (files, checkpoints, Ctrl-C) is `rollcorr.train.diffusion.run`.
 Symbols: B pictures, W steps in the window, D latent dimensions; log-probs in nats, averaged over D.
 
 Source: Liu et al. (2025), "Flow-GRPO", arXiv:2505.05470.
@@ -272,9 +272,7 @@ class FlowGrpoTrainer:
             "actor/kept_fraction": sum(kept) / len(kept),
         }
 
-    def _optimizer_step(
-        self, batch: PictureBatch, rows: Tensor
-    ) -> tuple[list[PolicyLossOutput], float, float, float]:
+    def _optimizer_step(self, batch: PictureBatch, rows: Tensor) -> tuple[list[PolicyLossOutput], float, float, float]:
         """Accumulate a mini-batch's gradients over micro-batches and steps, then step, unless there is a reason not to.
 
         The reasons: nothing (or less than `min_keep_fraction`) was kept, or something is not finite.

@@ -1,7 +1,7 @@
 """What `rollcorr train` can train: a configuration's `recipe` names one of these.
 
-    grpo         a language model: rollcorr.train.grpo
-    flow_grpo    a diffusion model: rollcorr.train.flow_grpo
+grpo         a language model: rollcorr.train.grpo
+flow_grpo    a diffusion model: rollcorr.train.flow_grpo
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 RECIPES = ("grpo", "flow_grpo")
 
 
-def load_recipe(
-    path: str | Path | None = None, overrides: Sequence[str] = ()
-) -> TrainConfig | FlowGrpoConfig:
+def load_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -> TrainConfig | FlowGrpoConfig:
     """The configuration of the recipe that the file or an override names under `recipe`; grpo when none does.
 
     Raises:

@@ -1,1 +1,1 @@
-"""Parts of the Flow-GRPO trainer: models, prompts, rewards, precision, schedules, sampling; all on diffusers classes."""
+"""Parts of the Flow-GRPO trainer: models, prompts, rewards, precision, schedules, sampling; on diffusers' classes."""

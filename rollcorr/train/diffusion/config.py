@@ -76,7 +76,7 @@ class RewardConfig:
             raise ValueError(f"reward.colour={self.colour!r} is unknown; choose from {', '.join(COLOURS)}")
         if (self.name == "function") != (self.function is not None):
             raise ValueError(
-                f"reward.function belongs to reward.name=function, got name={self.name!r} and function={self.function!r}"
+                f"reward.function belongs to reward.name=function, got name={self.name!r}, function={self.function!r}"
             )
 
 
@@ -116,7 +116,14 @@ class DiffusionRolloutConfig:
 
     def __post_init__(self) -> None:
         at_least(
-            "rollout", self, prompts_per_step=1, group_size=2, num_steps=2, sde_window_size=1, refresh_every=1, batch_size=1
+            "rollout",
+            self,
+            prompts_per_step=1,
+            group_size=2,
+            num_steps=2,
+            sde_window_size=1,
+            refresh_every=1,
+            batch_size=1,
         )
         if not 0 < self.noise_level < float("inf"):
             raise ValueError(

@@ -26,12 +26,12 @@ def image_grid(images: Tensor, *, columns: int | None = None) -> Tensor:
 
     Args:
         images: in [0, 1].
-        columns: of the grid; None makes it about square.
+        columns: of the grid; None makes it about square, and full where the number allows.
     """
     images = images.detach().float().cpu()
     zoom = max(1, LEAST // images.shape[-1])
     images = images.repeat_interleave(zoom, -1).repeat_interleave(zoom, -2)
-    columns = columns or math.ceil(math.sqrt(len(images)))
+    columns = columns or _columns(len(images))
     rows = math.ceil(len(images) / columns)
     blank = images.new_ones(rows * columns - len(images), *images.shape[1:])
     framed = torch.nn.functional.pad(torch.cat([images, blank]), (GAP, GAP, GAP, GAP), value=1.0)
@@ -47,3 +47,9 @@ def save_grid(images: Tensor, path: Path, *, columns: int | None = None) -> None
     """Write a grid of pictures as PNG; the folder is made when missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     to_pil(image_grid(images, columns=columns)).save(path)
+
+
+def _columns(count: int) -> int:
+    """The largest divisor up to √count that is not much smaller, else √count rounded up."""
+    root = math.isqrt(count)
+    return next((n for n in range(root, root // 2, -1) if count % n == 0), math.ceil(math.sqrt(count)))

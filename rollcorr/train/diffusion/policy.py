@@ -11,8 +11,8 @@ DIR/lora/, DIR/base.json        a checkpoint: adapters, and where everything els
 from __future__ import annotations
 
 import json
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from rollcorr.train.diffusion.families import PACKED, Family, config_of, family_of
+from rollcorr.train.diffusion.families import Family, config_of, family_of
 from rollcorr.train.diffusion.prompts import WORD_TABLE, PipelineEncoder, PromptEncoder, WordTable
 
 if TYPE_CHECKING:
@@ -256,10 +256,8 @@ def _decode(vae: Any, latents: Tensor) -> Tensor:  # noqa: ANN401
     config = vae.config
     if "latents_mean" in config and "z_dim" in config:  # Qwen-Image's VAE is one for videos of one frame
         mean, std = (latents.new_tensor(config[name])[None, :, None, None] for name in ("latents_mean", "latents_std"))
-        decoded: Tensor = vae.decode((latents * std + mean).unsqueeze(2), return_dict=False)[0]
-        return decoded[:, :, 0]
-    decoded = vae.decode(latents / config.scaling_factor + (config.shift_factor or 0.0), return_dict=False)[0]
-    return decoded
+        return vae.decode((latents * std + mean).unsqueeze(2), return_dict=False)[0][:, :, 0]
+    return vae.decode(latents / config.scaling_factor + (config.shift_factor or 0.0), return_dict=False)[0]
 
 
 def _latent_size(config: Mapping[str, Any], vae: Any, height: int | None, width: int | None) -> tuple[int, int]:  # noqa: ANN401

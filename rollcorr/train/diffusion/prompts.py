@@ -52,7 +52,7 @@ class PromptSource:
 
 
 def read_prompts(path: str | Path) -> list[str]:
-    """Prompts of a file: a line each, or JSON objects with `prompt` when it ends in .jsonl; empty lines are passed over.
+    """Prompts of a file: one a line, or JSON objects with `prompt` when it ends in .jsonl; empty lines do not count.
 
     Raises:
         FileNotFoundError: there is no such file.

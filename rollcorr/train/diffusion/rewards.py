@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import io
-import math
 import re
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.train.diffusion.images import to_pil
-from rollcorr.train.diffusion.shapes import class_of, class_probabilities
+from rollcorr.train.diffusion.shapes import class_of, likeness
 
 Reward = Callable[[Tensor, Sequence[str]], Sequence[float] | Tensor]
 COLOURS = {
@@ -39,9 +38,11 @@ QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”|\'([^\']+)\'')
 
 
 def prompt_match(images: Tensor, prompts: Sequence[str]) -> Tensor:
-    """The probability of the prompt's colour and shape among all: see `rollcorr.train.diffusion.shapes`, (B,)."""
-    wanted = torch.tensor([class_of(prompt) for prompt in prompts])
-    return class_probabilities(images)[torch.arange(len(prompts)), wanted]
+    """1 − squared distance to the nearest picture of what the prompt names, relative to a blank one's, (B,).
+
+    The prompt names a colour and a shape; see `rollcorr.train.diffusion.shapes.likeness`.
+    """
+    return likeness(images, torch.tensor([class_of(prompt) for prompt in prompts]))
 
 
 def colour(images: Tensor, prompts: Sequence[str], *, name: str = "red") -> Tensor:
@@ -111,7 +112,7 @@ def make_reward(name: str, *, colour_name: str = "red", function: str | None = N
     Args:
         name: one of the table above.
         colour_name: of the colour reward.
-        function: of "function".
+        function: of "function"; None for the others.
     """
     rewards: dict[str, Reward] = {
         "prompt_match": prompt_match,
@@ -119,8 +120,8 @@ def make_reward(name: str, *, colour_name: str = "red", function: str | None = N
         "jpeg_compressibility": jpeg_compressibility,
         "ocr": ocr,
     }
-    reward = load_function(str(function)) if name == "function" else rewards[name]
-    return partial(_checked, reward, function if name == "function" else name)
+    label = name if function is None else function
+    return partial(_checked, rewards[name] if function is None else load_function(function), label)
 
 
 def load_function(where: str) -> Reward:

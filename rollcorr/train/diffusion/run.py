@@ -162,9 +162,7 @@ def make_policy(config: FlowGrpoConfig, path: str | Path) -> DiffusionPolicy:
     return policy
 
 
-def _build(
-    config: FlowGrpoConfig, run_dir: Path, checkpoint: Checkpoint | None
-) -> tuple[FlowGrpoTrainer, TrainState]:
+def _build(config: FlowGrpoConfig, run_dir: Path, checkpoint: Checkpoint | None) -> tuple[FlowGrpoTrainer, TrainState]:
     reward = make_reward(config.reward.name, colour_name=config.reward.colour, function=config.reward.function)
     source = make_prompts(config)
     policy = make_policy(config, config.model.path if checkpoint is None else checkpoint.path)
@@ -181,7 +179,7 @@ def _build(
 
 
 def _reference(config: FlowGrpoConfig, run_dir: Path, policy: DiffusionPolicy, *, fresh: bool) -> nn.Module | None:
-    """The transformer that the run started from, kept beside its checkpoints; with adapters it is below them already."""
+    """The transformer that the run started from, kept beside its checkpoints; with adapters it is below them."""
     if config.algorithm.loss.kl_coef == 0 or config.model.lora.rank:
         return None
     if fresh:
@@ -204,7 +202,9 @@ def _save(trainer: FlowGrpoTrainer, run_dir: Path, step: int) -> Path:
     )
 
 
-def _measure_before(trainer: FlowGrpoTrainer, run_dir: Path, log: RunLogger, *, fresh: bool) -> PictureEvaluation | None:
+def _measure_before(
+    trainer: FlowGrpoTrainer, run_dir: Path, log: RunLogger, *, fresh: bool
+) -> PictureEvaluation | None:
     """Quality before the first step; a resumed run remembers it."""
     path = run_dir / "evaluation_before.json"
     if not fresh:

@@ -76,26 +76,25 @@ def class_of(prompt: str) -> int:
     return found[0]
 
 
-def class_probabilities(images: Tensor, *, temperature: float = 0.02) -> Tensor:
-    """How much a picture looks like each class: softmax over classes of −min over templates ‖x − t‖² / (D · temperature).
+def likeness(images: Tensor, classes: Tensor) -> Tensor:
+    """1 − ‖x − t‖² / ‖blank − t‖², t being the picture of the class nearest to x: 1 is perfect, 0 as good as blank.
 
     Args:
-        images: (B, 3, H, W) in [0, 1]; resized to 16 × 16 when larger.
-        temperature: mean squared distance, pixels in [−1, 1], that divides the odds by e.
+        images: (B, 3, H, W) in [0, 1]; averaged down to 16 × 16 when larger.
+        classes: (B,) integers that index `CLASSES`.
 
     Returns:
-        (B, classes), float32, on the CPU.
+        (B,), float32, on the CPU; negative for a wrong colour.
     """
-    pictures = images.detach().float().cpu() * 2 - 1
+    pictures = images.detach().float().cpu()
     if pictures.shape[-2:] != (SIZE, SIZE):
         pictures = torch.nn.functional.interpolate(pictures, size=(SIZE, SIZE), mode="area")
-    templates = _templates()
-    flat = pictures.flatten(1)
-    distance = (flat.square().sum(1)[:, None] + templates.square().sum(-1).flatten()) - 2 * flat @ templates.flatten(
-        0, 1
-    ).T
-    nearest = distance.unflatten(1, templates.shape[:2]).amin(-1) / flat.shape[1]
-    return (-nearest / temperature).softmax(-1)
+    templates = _templates()[classes.cpu()]
+    flat = (pictures * 2 - 1).flatten(1)[:, None]
+    distance = (flat - templates).square().sum(-1)
+    blank = (templates - (GROUND * 2 - 1)).square().sum(-1)
+    best = distance.argmin(1, keepdim=True)
+    return (1 - distance.gather(1, best) / blank.gather(1, best)).squeeze(1)
 
 
 def names_of(classes: Sequence[int]) -> list[str]:
