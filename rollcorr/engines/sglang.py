@@ -208,7 +208,8 @@ class SglangEngine:
         unfinished.rename(directory)
         try:
             answer = self.client.post(
-                "/update_weights_from_disk", {"model_path": str(directory), "weight_version": str(version)}
+                "/update_weights_from_disk",
+                {"model_path": str(directory), "weight_version": str(version), "flush_cache": True},
             )
         except EngineAnswerError as error:
             raise WeightSyncError(f"SGLang did not take the weights of version {version}: {error}") from error

@@ -43,7 +43,7 @@ def client_of(*behaviours, **options):
             behaviour = left.pop(0) if len(left) > 1 else left[0]
         behaviour(handler, body)
 
-    options = {"timeout": 5.0, "retries": 2, "backoff": 0.001} | options
+    options = {"timeout": 60.0, "retries": 2, "backoff": 0.001} | options
     with serving(play) as server, JsonClient(f"{server.url}/", **options) as client:
         yield client, server
 
@@ -63,7 +63,7 @@ def test_a_passing_fault_is_retried(fault):
 
 
 def test_a_server_that_hangs_once_is_asked_again():
-    with client_of(hang, echo, timeout=0.2) as (client, _):
+    with client_of(hang, echo, timeout=0.5, retries=8) as (client, _):
         assert client.post("/", 7) == {"echo": 7}
 
 

@@ -32,7 +32,7 @@ OF_KIND = dict(zip(SPECS, RECORDED.values(), strict=True))
 
 
 def make_engine(server, **options):
-    client = JsonClient(server.url, timeout=5.0, retries=1, backoff=0.001)
+    client = JsonClient(server.url, timeout=60.0, retries=1, backoff=0.001)
     given = {"sampling": SamplingSpec(), "max_new_tokens": 12, "eos_token_id": 256, "pad_token_id": 257}
     return SglangEngine(client, **(given | {"engine_version": "0.5.23", "vocabulary_size": 258} | options))
 
