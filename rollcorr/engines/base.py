@@ -18,11 +18,11 @@ class EngineError(RuntimeError):
 
 
 class EngineUnavailableError(EngineError):
-    """It died, refused, or did not answer in time."""
+    """It died, cannot be reached, or did not answer in time, and retries did not help."""
 
 
 class EngineAnswerError(EngineError):
-    """It answered, but something is missing or no log-prob: a list too short, NaN, None, −9999."""
+    """It answered, but refused, or something is missing or no log-prob: a list too short, NaN, None, −9999."""
 
 
 class WeightSyncError(EngineError):
