@@ -7,7 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 from rollcorr.cli import app
-from rollcorr.diagnostics import check as module
+from rollcorr.diagnostics import tally as module
 from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
 
 
@@ -106,7 +106,7 @@ def test_ctrl_c_prints_what_was_seen_and_gives_exit_code_130(log, monkeypatch):
     result = invoke(log(0.01), log(0.01, "second.parquet"))
     assert result.exit_code == 130
     assert result.stdout.startswith("healthy  32 sequences")
-    assert "interrupted: this covers the first 32 rows only" in result.stdout
+    assert "interrupted: this covers 32 of 64 rows only" in result.stdout
 
 
 @pytest.mark.parametrize(
