@@ -176,7 +176,7 @@ def check(
     diffusion: Annotated[
         bool, typer.Option("--diffusion", help="The log-probs are densities of a diffusion sampler.")
     ] = False,
-    workers: Annotated[int, typer.Option(min=1, help="Processes that read; the numbers are the same for any.")] = 1,
+    workers: Annotated[int, typer.Option(help="Processes that read; the numbers are the same for any.")] = 1,
     ray: Annotated[
         str | None,
         typer.Option(metavar="ADDRESS", help="Read on a Ray cluster instead: auto, local or ray://host:port."),
