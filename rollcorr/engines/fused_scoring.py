@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rollcorr.core.sampling import KeptSets
-from rollcorr.engines.scoring import TokenBatch, response_outputs
+from rollcorr.engines.scoring import TokenBatch, response_logits
 from rollcorr.kernels.linear_logprob import Implementation, LinearLogProb, linear_log_prob
 
 SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "logit_softcap")
@@ -55,7 +55,7 @@ def score_responses_fused(
     """
     head = output_head(model)
     with _left_out(model, head) as seen:
-        hidden = response_outputs(model, tokens)
+        hidden = response_logits(model, tokens)
     _check_factor(hidden, seen, head)
     return linear_log_prob(
         hidden,

@@ -9,13 +9,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from rollcorr.config import SamplingSpec
+from rollcorr.core.sampling import KeptSets, concatenate_kept_sets, kept_sets_of_support
 from rollcorr.engines.base import Rollout, check_weight_sync
 from rollcorr.engines.scoring import TokenBatch, pad_prompts, score_responses
 
@@ -99,9 +100,17 @@ class TransformersEngine:
                 self._generate(chunk, chunk_mask)
                 for chunk, chunk_mask in zip(ids.to(device).split(size), mask.to(device).split(size), strict=True)
             ]
-        response, valid, raw, processed = (_pad_and_join(columns) for columns in zip(*parts, strict=True))
-        tokens = TokenBatch(ids.to(device), mask.to(device), response, valid)
-        return Rollout(tokens, raw, processed, self.sampling)
+        columns = list(zip(*parts, strict=True))
+        response, valid, raw, processed, mass = map(_pad_and_join, columns[:5])
+        kept = [part.kept for part in parts if part.kept is not None]
+        return Rollout(
+            tokens=TokenBatch(ids.to(device), mask.to(device), response, valid),
+            rollout_log_prob=raw if self.sampling.logprobs == "raw" else processed,
+            sampling=self.sampling,
+            raw_log_prob=raw,
+            kept=concatenate_kept_sets(kept) if kept else None,
+            log_kept_mass=mass if kept else None,
+        )
 
     @torch.no_grad()
     def score(self, tokens: TokenBatch) -> Tensor:
@@ -139,24 +148,41 @@ class TransformersEngine:
         for mine, theirs in zip(self.model.parameters(), model.parameters(), strict=True):
             mine.copy_(theirs)
 
-    def _generate(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Response ids, response mask, raw and processed log-probs of one chunk, each (b, t)."""
+    def _generate(self, ids: Tensor, mask: Tensor) -> _Chunk:
+        """Sample one chunk of prompts."""
         output = self.model.generate(
             ids, attention_mask=mask.long(), generation_config=copy.deepcopy(self.generation_config)
         )
         response = output.sequences[:, ids.shape[1] :]
         ended = (response == self.eos_token_id).cumsum(1)
         valid = (ended == 0) | ((ended == 1) & (response == self.eos_token_id))
-        return (
+        kept, mass = None, torch.zeros_like(response, dtype=torch.float32)
+        if self.sampling.truncates:
+            kept = _kept_sets(output.scores, valid)
+            mass = _log_kept_mass(output.logits, output.scores, valid, self.sampling.temperature)
+        return _Chunk(
             response.masked_fill(~valid, self.pad_token_id),
             valid,
             _log_prob(output.logits, response, valid),
             _log_prob(output.scores, response, valid),
+            mass,
+            kept,
         )
 
     @property
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
+
+
+class _Chunk(NamedTuple):
+    """What came of one chunk: ids, mask, raw and processed log-probs, log kept mass, (b, t) each; and the kept sets."""
+
+    response: Tensor
+    valid: Tensor
+    raw: Tensor
+    processed: Tensor
+    log_kept_mass: Tensor
+    kept: KeptSets | None
 
 
 class _Rounded(nn.Module):
@@ -231,6 +257,23 @@ def _log_prob(logits: Sequence[Tensor], response: Tensor, valid: Tensor) -> Tens
         step.float().log_softmax(-1).gather(-1, token[:, None]).squeeze(-1)
         for step, token in zip(logits, response.unbind(1), strict=True)
     ]
+    return torch.stack(steps, dim=1).masked_fill(~valid, 0.0)
+
+
+def _kept_sets(scores: Sequence[Tensor], valid: Tensor) -> KeptSets:
+    """The finite scores of each valid token, row after row; one step at a time, so the support is never held whole."""
+    by_step = concatenate_kept_sets([kept_sets_of_support(step.isfinite()) for step in scores])
+    row, step = torch.where(valid)
+    return by_step.select(step * len(valid) + row)
+
+
+def _log_kept_mass(logits: Sequence[Tensor], scores: Sequence[Tensor], valid: Tensor, temperature: float) -> Tensor:
+    """log of the mass of the finite scores in the softmax of logits / temperature, (b, t)."""
+    steps = []
+    for raw, processed in zip(logits, scores, strict=True):
+        scaled = raw.float() / temperature
+        kept = scaled.masked_fill(~processed.isfinite(), -torch.inf)
+        steps.append(kept.logsumexp(-1) - scaled.logsumexp(-1))
     return torch.stack(steps, dim=1).masked_fill(~valid, 0.0)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from rollcorr.core.logprobs import kept_log_prob
 from rollcorr.core.sampling import KeptSets
 from rollcorr.engines.fused_scoring import score_responses_fused
-from rollcorr.engines.scoring import TokenBatch, response_outputs, score_responses
+from rollcorr.engines.scoring import TokenBatch, response_logits, score_responses
 from rollcorr.train.policy import load_policy
 
 SHAPE = {
@@ -86,7 +86,7 @@ def test_kept_sets_are_replayed(micro_policy):
     model, tokens = micro_policy.model, make_tokens()
     packed = KeptSets.of([[t, 3 * t + 1, 200] for t in range(int(tokens.response_mask.sum()))])
     kept = packed.padded(tokens.response_mask)
-    logits = response_outputs(model, tokens)
+    logits = response_logits(model, tokens)
     expected = kept_log_prob(logits, tokens.response_ids, kept, temperature=0.5)
     actual = score_responses_fused(model, tokens, kept=kept, temperature=0.5)
     mask = tokens.response_mask
