@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from rollcorr.config import SamplingSpec
+from rollcorr.core.logprobs import kept_log_prob
+from rollcorr.core.sampling import check_kept_sets
 from rollcorr.engines.base import WeightSyncError, check_weight_sync
-from rollcorr.engines.scoring import score_responses
+from rollcorr.engines.scoring import response_logits, score_responses
 from rollcorr.engines.transformers import TransformersEngine
 
 PROMPTS = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]]
@@ -59,6 +61,40 @@ def test_a_truncated_distribution_is_renormalised_over_what_it_keeps(micro_polic
     mask = rollout.tokens.response_mask
     assert (rollout.rollout_log_prob[mask] == 0).all()  # the only token kept has probability 1
     assert (rollout.raw_log_prob[mask] < -1).all()
+
+
+def test_the_kept_sets_are_what_could_be_sampled(micro_policy):
+    """Top-k 3 in float32: the three likeliest tokens of the policy itself at each response token, row after row."""
+    settings = {"top_k": 3, "temperature": 0.7, "logprobs": "processed"}
+    rollout = make_engine(micro_policy, dtype=torch.float32, **settings).generate(PROMPTS, seed=0)
+    tokens, mask = rollout.tokens, rollout.tokens.response_mask
+    with torch.no_grad():
+        logits = response_logits(micro_policy.model, tokens)[mask]
+    check_kept_sets(rollout.kept, tokens=int(mask.sum()), vocabulary=logits.shape[-1])
+    assert torch.equal(rollout.kept.ids.view(-1, 3).long(), logits.topk(3).indices.sort().values)
+    mass = (logits / 0.7).softmax(-1).gather(-1, rollout.kept.ids.view(-1, 3).long()).sum(-1).log()
+    torch.testing.assert_close(rollout.log_kept_mass[mask], mass, atol=1e-5, rtol=0)
+    assert (rollout.log_kept_mass[~mask] == 0).all()
+
+
+def test_kept_sets_follow_the_rows_whatever_the_chunks_and_the_lengths(micro_policy):
+    with torch.no_grad():  # some responses end early
+        micro_policy.model.get_input_embeddings().weight[micro_policy.eos_token_id] *= 20
+    settings = {"top_p": 0.8, "logprobs": "processed", "dtype": torch.float32, "tokens": 9}
+    rollout = make_engine(micro_policy, batch_size=3, **settings).generate(PROMPTS * 2, seed=0)
+    mask = rollout.tokens.response_mask
+    assert len(set(mask.sum(1).tolist())) > 1
+    with torch.no_grad():
+        logits = response_logits(micro_policy.model, rollout.tokens)[mask]
+    log_prob, outside = kept_log_prob(logits, rollout.tokens.response_ids[mask], rollout.kept)
+    assert not outside.any()
+    torch.testing.assert_close(log_prob, rollout.rollout_log_prob[mask], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7}, {"min_new_tokens": 2}, {"repetition_penalty": 1.2}])
+def test_nothing_is_kept_where_nothing_truncates(micro_policy, settings):
+    rollout = make_engine(micro_policy, logprobs="processed", **settings).generate(PROMPTS, seed=0)
+    assert (rollout.kept, rollout.log_kept_mass) == (None, None)
 
 
 def test_defaults_hidden_in_a_checkpoint_do_not_shape_the_sampling(micro_policy):
