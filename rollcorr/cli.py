@@ -37,11 +37,13 @@ def train(
 ) -> None:
     """Train a language model with GRPO on rollouts from a lower-precision copy of itself, corrected as configured.
 
-    Exit codes: 0 trained, 2 a bad option, file or checkpoint, 130 stopped by Ctrl-C (and saved).
+    Exit codes: 0 trained, 2 a bad option, file or checkpoint, 3 the engine failed (what was trained is saved), 130
+    stopped by Ctrl-C (and saved).
     """
     from rich.console import Console
     from rich.markup import escape
 
+    from rollcorr.engines.base import EngineError
     from rollcorr.train.config_file import load_config
     from rollcorr.train.run import train as run_training
 
@@ -52,10 +54,12 @@ def train(
             raise ValueError(f"one configuration file at most, got {', '.join(files)}; changes are written name=value")
         config = load_config(files[0] if files else None, [text for text in given if "=" in text])
         summary = run_training(config)
-    except (ValueError, TypeError, OSError, ImportError) as error:
+    except (EngineError, ValueError, TypeError, OSError, ImportError) as error:
         message = f"[bold red]rollcorr train:[/] {escape(str(error))}"
         Console(stderr=True).print(message, highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from error
+        raise typer.Exit(3 if isinstance(error, EngineError) else 2) from error
+    if summary.failure is not None:
+        raise typer.Exit(3)
     if summary.interrupted:
         raise typer.Exit(130)
 
