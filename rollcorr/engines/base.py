@@ -18,11 +18,11 @@ class EngineError(RuntimeError):
 
 
 class EngineUnavailableError(EngineError):
-    """It died, refused, or did not answer in time."""
+    """It died, cannot be reached, or did not answer in time, and retries did not help."""
 
 
 class EngineAnswerError(EngineError):
-    """It answered, but something is missing or no log-prob: a list too short, NaN, None, −9999."""
+    """It answered, but refused, or something is missing or no log-prob: a list too short, NaN, None, −9999."""
 
 
 class WeightSyncError(EngineError):
@@ -41,6 +41,8 @@ class Rollout:
         raw_log_prob: log softmax(logits) at temperature 1 over the full vocabulary, where the engine tells it too.
         kept: the ids that could be sampled at each response token, packed: one set for each true entry of
             `tokens.response_mask`, row after row; None when nothing was truncated or the engine does not tell.
+        log_kept_mass: log of the mass that those sets have in the whole softmax at the sampling temperature, nats,
+            (B, T) float32; 0 outside the response mask; None like `kept`.
         policy_versions: the policy version behind each token, (B, T) int64, where the engine changed weights within
             a response; None when `sampling.policy_version` holds for all.
     """
@@ -50,6 +52,7 @@ class Rollout:
     sampling: SamplingSpec
     raw_log_prob: Tensor | None = None
     kept: KeptSets | None = None
+    log_kept_mass: Tensor | None = None
     policy_versions: Tensor | None = None
 
 
