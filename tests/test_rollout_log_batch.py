@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rollcorr.rollout_log.batch
+from rollcorr.core.sampling import KeptSets
 from rollcorr.rollout_log import RolloutBatch, RolloutLogError, RolloutLogWriter, read_rollout_log
 from rollcorr.rollout_log.schema import list_array
 
@@ -120,6 +121,27 @@ def test_kept_sets_come_back_packed_over_all_rows():
     batch = RolloutBatch.from_padded(mask, **columns)
     with pytest.raises(RolloutLogError, match="row 2, column kept_offsets: 2 offsets for a response of 2 tokens"):
         batch.kept_sets()
+
+
+def test_kept_sets_of_sampled_tokens_become_columns_and_come_back():
+    """A hole keeps nothing; packed and padded agree; the row without a token has one offset."""
+    mask = torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 0]])
+    kept = KeptSets.of([[1, 2], [4], [5], [6, 7]])
+    batch = RolloutBatch.from_padded(mask, kept=kept)
+    assert batch.objects("kept_ids") == [[1, 2, 4], [], [5, 6, 7]]
+    assert batch.objects("kept_offsets") == [[0, 2, 2, 3], [0], [0, 1, 3]]
+    assert batch.kept_sets().select(batch.packed("response_mask").nonzero()[:, 0]).ids.tolist() == kept.ids.tolist()
+    packed = RolloutBatch.from_packed(torch.tensor([1, 0, 1, 1, 1]), cu_seqlens=torch.tensor([0, 3, 3, 5]), kept=kept)
+    assert packed.objects("kept_offsets") == batch.objects("kept_offsets")
+    with pytest.raises(ValueError, match="kept sets are of 4 tokens, response_mask has 5"):
+        RolloutBatch.from_padded(torch.ones(1, 5), kept=kept)
+
+
+def test_versions_of_tokens_become_spans():
+    versions = torch.tensor([[3, 3, 4], [5, 9, 9], [7, 8, 9]])
+    batch = RolloutBatch.from_padded(torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]]), policy_versions=versions)
+    spans = [{"start": 0, "length": 2, "version": 3}, {"start": 2, "length": 1, "version": 4}]
+    assert batch.objects("policy_versions") == [spans, [{"start": 0, "length": 1, "version": 5}], []]
 
 
 def test_a_sampling_spec_fills_engine_and_policy_version():

@@ -18,6 +18,7 @@ from rollcorr.train.config import TrainConfig
 from rollcorr.yaml_text import load_yaml
 
 CORRECTION_KEY = "algorithm.rollout_correction"
+FREE_FORM = (CORRECTION_KEY, "model.config", "rollout.engine_options")
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -113,7 +114,7 @@ def _leaves(layer: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
     """Dotted names of a nested mapping, down to values and to the free-form blocks."""
     for key, value in layer.items():
         name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value and name not in (CORRECTION_KEY, "model.config"):
+        if isinstance(value, Mapping) and value and name not in FREE_FORM:
             yield from _leaves(value, f"{name}.")
         else:
             yield name, value

@@ -17,10 +17,11 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from rollcorr.engines.transformers import TransformersEngine
+from rollcorr.engines.base import EngineError
 from rollcorr.train.checkpoint import Checkpoint, TrainState, latest_checkpoint, load_checkpoint, save_checkpoint
 from rollcorr.train.config import TaskConfig, TrainConfig
 from rollcorr.train.config_file import changed_options, load_config
+from rollcorr.train.engines import make_engine
 from rollcorr.train.grpo import GrpoTrainer, StepResult
 from rollcorr.train.logging import RunLogger
 from rollcorr.train.policy import Policy, load_policy, save_policy
@@ -36,7 +37,8 @@ class Summary:
         run_dir: where everything is.
         step: completed training steps.
         interrupted: it was stopped before its last step.
-        skipped_steps: optimizer steps that a non-finite loss or gradient cost.
+        failure: what the engine died of, when that stopped it; None otherwise.
+        skipped_steps: optimizer steps lost to a non-finite loss or gradient, or with nothing kept.
         before: quality before the first training step; None when it was not measured.
         after: quality after the last one; None when it was not measured.
     """
@@ -44,6 +46,7 @@ class Summary:
     run_dir: Path
     step: int
     interrupted: bool
+    failure: str | None
     skipped_steps: int
     before: Evaluation | None
     after: Evaluation | None
@@ -52,8 +55,9 @@ class Summary:
 def train(config: TrainConfig, *, console: Console | None = None) -> Summary:
     """Train from the start, or from the newest checkpoint when `config.resume`.
 
-    Ctrl-C (or SIGTERM) finishes the step, saves, and returns; a second one stops at once. A resumed run equals an
-    uninterrupted one, on the CPU to the last bit.
+    Ctrl-C (or SIGTERM) finishes the step, saves, and returns; a second one stops at once. An engine that fails in a
+    step costs that step: nothing is trained on, the run saves and returns, `Summary.failure` says why. A resumed run
+    equals an uninterrupted one, on the CPU to the last bit.
 
     Args:
         config: the run.
@@ -63,6 +67,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Summary:
         FileExistsError: the directory holds a run already and `resume` is false.
         FileNotFoundError: there is nothing to resume from, or a model or data file does not exist.
         ValueError: a model, checkpoint or data file cannot be read.
+        EngineError: the engine failed before the first step, or after the last.
     """
     console = console or Console()
     if config.threads is not None:
@@ -79,17 +84,22 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Summary:
         for change in changes:
             log.say(f"changed since this run began: {change}")
         before = _measure_before(trainer, run_dir, log, fresh=checkpoint is None)
-        step = state.step
+        step, failure = state.step, None
         while step < config.steps and not stop_requested():
+            try:
+                result = trainer.step(step + 1)
+            except EngineError as error:  # raised while sampling, so nothing of this step has reached the weights
+                failure = f"step {step + 1} was not trained on, the engine failed: {error}"
+                log.say(failure)
+                break
             step += 1
-            result = trainer.step(step)
             log.log(step, result.metrics)
             if config.log.rollouts:
                 _write_rollouts(run_dir, step, result, config)
             if config.checkpoint.every and step % config.checkpoint.every == 0 and step < config.steps:
-                _save(trainer, run_dir, step)
+                _save(trainer, run_dir, step, log)
         if step > state.step or checkpoint is None:
-            saved = _save(trainer, run_dir, step)
+            saved = _save(trainer, run_dir, step, log)
             log.say(f"saved {saved}")
         interrupted = step < config.steps
         if interrupted:
@@ -99,6 +109,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Summary:
         run_dir=run_dir,
         step=step,
         interrupted=interrupted,
+        failure=failure,
         skipped_steps=trainer.skipped_steps,
         before=before,
         after=after,
@@ -153,26 +164,13 @@ def _build(config: TrainConfig, run_dir: Path, checkpoint: Checkpoint | None) ->
         )
     reference = _reference(config, run_dir, policy, fresh=checkpoint is None)
     state = TrainState() if checkpoint is None else checkpoint.state
-    trainer = GrpoTrainer(config, policy, _make_engine(config, policy, state.step), task, reference=reference)
+    trainer = GrpoTrainer(config, policy, make_engine(config, policy, version=state.step), task, reference=reference)
     if checkpoint is not None:
         trainer.optimizer.load_state_dict(checkpoint.optimizer)
         trainer.skipped_steps = state.skipped_steps
         if checkpoint.engine_weights is not None:
             trainer.engine.import_weights(checkpoint.engine_weights, version=state.engine_version)
     return trainer, state
-
-
-def _make_engine(config: TrainConfig, policy: Policy, version: int) -> TransformersEngine:
-    return TransformersEngine(
-        policy.model,
-        sampling=config.rollout.sampling,
-        max_new_tokens=config.rollout.max_new_tokens,
-        eos_token_id=policy.eos_token_id,
-        pad_token_id=policy.pad_token_id,
-        dtype=getattr(torch, config.rollout.dtype),
-        batch_size=config.rollout.batch_size,
-        version=version,
-    )
 
 
 def _reference(config: TrainConfig, run_dir: Path, policy: Policy, *, fresh: bool) -> nn.Module | None:
@@ -186,14 +184,20 @@ def _reference(config: TrainConfig, run_dir: Path, policy: Policy, *, fresh: boo
     return load_policy(str(directory)).model.to(config.device).eval().requires_grad_(False)
 
 
-def _save(trainer: GrpoTrainer, run_dir: Path, step: int) -> Path:
-    engine = trainer.engine
+def _save(trainer: GrpoTrainer, run_dir: Path, step: int, log: RunLogger) -> Path:
+    version, weights = trainer.engine.weight_version, None
+    if version != step:
+        try:
+            weights = trainer.engine.export_weights()
+        except EngineError as error:
+            log.say(f"the engine's weights, version {version}, are lost ({error}); it goes on with version {step}")
+            version = step
     return save_checkpoint(
         run_dir / "checkpoints",
         trainer.policy,
         trainer.optimizer,
-        TrainState(step=step, engine_version=engine.weight_version, skipped_steps=trainer.skipped_steps),
-        engine_weights=None if engine.weight_version == step else engine.export_weights(),
+        TrainState(step=step, engine_version=version, skipped_steps=trainer.skipped_steps),
+        engine_weights=weights,
         keep=trainer.config.checkpoint.keep,
     )
 
@@ -201,7 +205,7 @@ def _save(trainer: GrpoTrainer, run_dir: Path, step: int) -> Path:
 def _write_rollouts(run_dir: Path, step: int, result: StepResult, config: TrainConfig) -> None:
     from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
 
-    batch, tokens = result.batch, result.batch.rollout.tokens
+    batch, tokens, kept = result.batch, result.batch.rollout.tokens, result.batch.rollout.kept
     log = RolloutBatch.from_padded(
         tokens.response_mask,
         prompt_mask=tokens.prompt_mask,
@@ -216,6 +220,8 @@ def _write_rollouts(run_dir: Path, step: int, result: StepResult, config: TrainC
         reward=[reward.value for reward in batch.rewards],
         advantages=batch.advantages[:, None].expand_as(tokens.response_mask),
         sampling=batch.rollout.sampling,
+        policy_versions=batch.rollout.policy_versions,
+        kept=kept,
         model=config.model.path or "random weights",
     )
     with RolloutLogWriter(run_dir / "rollouts" / f"step_{step:06d}.parquet", overwrite=True) as writer:
