@@ -33,7 +33,7 @@ SHOWN = {
     ],
 }
 NEEDS_PYARROW = {"write_and_check_a_log.py"}
-LONG = {"demo_seeds.py"}  # three training runs; `make demo-seeds`
+LONG = {"demo_seeds.py", "flow_grpo_seeds.py"}  # several training runs; `make demo-seeds`, `make demo-diffusion-seeds`
 
 
 def run(script, *arguments):
