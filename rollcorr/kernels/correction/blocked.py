@@ -31,6 +31,10 @@ DEVICE_BLOCK = 1 << 20
 """Tokens in a block elsewhere: enough to fill the device, few enough that the buffers stay near 100 MB."""
 
 
+Piece = tuple[Block, Tensor, Tensor, Tensor, "Tensor | None", Tensor]
+"""A block with its part of the log-probs, the mask, the weights and the loss mask."""
+
+
 def blocked_correction(
     train_log_prob: Tensor,
     rollout_log_prob: Tensor,
@@ -46,15 +50,26 @@ def blocked_correction(
     weights, loss_mask = outputs(mask, config, out)
     blocks = list(token_blocks(mask, cu_seqlens, block_tokens))
 
-    def read(share: list[Block]) -> TokenPass:
+    step = max(1, blocks[0].at.stop)
+    pieces = list(
+        zip(
+            blocks,
+            train_log_prob.split(step),
+            rollout_log_prob.split(step),
+            mask.split(step),
+            [None] * len(blocks) if weights is None else weights.split(step),
+            loss_mask.split(step),
+            strict=True,
+        )
+    )
+
+    def read(share: list[Piece]) -> TokenPass:
         tokens = TokenPass(config, sequence_count(mask, cu_seqlens=cu_seqlens), mask.device)
-        for block in share:
-            at = block.at
-            out = None if weights is None else weights[at]
-            tokens.read(block, train_log_prob[at], rollout_log_prob[at], mask[at], out, loss_mask[at])
+        for piece in share:
+            tokens.read(*piece)
         return tokens
 
-    table, rows = _joined(in_threads(read, blocks, threads_for(mask)))
+    table, rows = _joined(in_threads(read, pieces, threads_for(mask)))
     if reduce is not None:
         reduce(table, rows)
     _derive(table, config)
@@ -67,10 +82,11 @@ def blocked_correction(
     return CorrectionOutput(weights, loss_mask, kept, decision.statistics)
 
 
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def in_threads(read: Callable[[list[Block]], Result], blocks: list[Block], threads: int) -> list[Result]:
+def in_threads(read: Callable[[list[Item]], Result], blocks: list[Item], threads: int) -> list[Result]:
     """Read the blocks in contiguous shares, one for each thread; what each gave, in order.
 
     Whole blocks go to threads, rather than slices of every operation: a hundred small operations would meet at a

@@ -38,7 +38,7 @@ def columns_of(config: RolloutCorrectionConfig) -> tuple[str, ...]:
     min(d, 20), expm1 that of d within ±20, train log π, k2 d²/2. raw_less_one and less_one are weights less 1, before
     and after truncation, of tokens whose probability is not zero.
     """
-    names = ["valid", "compared", "measured", "log_ratio", "capped", "expm1", "train"]
+    names = ["valid", "compared", "measured", "log_ratio", "capped", "expm1"]
     judging = [criterion.name for criterion in config.criteria if criterion.scope == "token"]
     if config.rollout_is == "token":
         names += ["less_one"] + ["raw_less_one"] * (config.safety_bound != CAP) + ["kept_weight"] * bool(judging)
@@ -48,7 +48,7 @@ def columns_of(config: RolloutCorrectionConfig) -> tuple[str, ...]:
         names.append("catastrophic")
     if judging:
         names += ["kept", "once", *(f"{name}/{what}" for name in judging for what in ("rejected", "alone"))]
-    return tuple(names)
+    return (*names, "train")
 
 
 class _Scratch:
@@ -63,8 +63,10 @@ class _Scratch:
         if shape == self._shape:
             return
         self._shape = shape
-        self.columns = torch.empty(len(self._names), *shape, dtype=torch.float64, device=self._device)
-        self._shaped = dict(zip(self._names, self.columns.unbind(), strict=True))
+        buffers = torch.empty(len(self._names) + 1, *shape, dtype=torch.float64, device=self._device)
+        self.columns = buffers[:-1]
+        self.log_probs = buffers[-2:].view(2, -1)  # both at once; the trainer's are the last column
+        self._shaped = dict(zip((*self._names, "rollout"), buffers.unbind(), strict=True))
         self._flat = {name: buffer.view(-1) for name, buffer in self._shaped.items()}
 
     def __call__(self, name: str) -> Tensor:
@@ -118,8 +120,7 @@ class TokenPass:
         order = torch.abs(mu, out=scratch("log_ratio")).add_(pi)
         compared = torch.lt(order, torch.inf, out=scratch("compared")).mul_(valid)
         measured = torch.gt(order, -torch.inf, out=scratch("measured")).mul_(compared)
-        pi.nan_to_num_(0.0, 0.0, NEVER).mul_(compared)
-        mu.nan_to_num_(0.0, 0.0, 0.0).mul_(compared)
+        scratch.log_probs.nan_to_num_(0.0, 0.0, NEVER).mul_(compared)  # a compared rollout's is finite
         d = torch.sub(pi, mu, out=order).mul_(measured)
         capped = torch.clamp(d, max=CAP, out=scratch("capped"))
         torch.clamp(capped, min=-CAP, out=scratch("expm1")).expm1_()
