@@ -24,10 +24,6 @@ class Finalizer:
     compute: Callable[[HostStatistics], float]
     description: str
 
-    def available(self, statistics: HostStatistics) -> bool:
-        """Whether the statistics have every row that this finaliser reads."""
-        return all(name in getattr(statistics, kind) for kind, name in (row.split(":", 1) for row in self.rows))
-
 
 def total(name: str) -> Finalizer:
     """The sum itself."""

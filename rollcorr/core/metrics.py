@@ -9,6 +9,8 @@ level counts.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from rollcorr.core.criterion_metrics import CRITERIA, criterion_metrics
 from rollcorr.core.finalizers import (
     Finalizer,
@@ -281,8 +283,13 @@ def metric(name: str) -> Metric:
 
 def finalize(statistics: HostStatistics, *, prefix: str = PREFIX) -> dict[str, float]:
     """Every metric whose rows the statistics have, prefixed, in the registry's order."""
-    return {
-        f"{prefix}{name}": found.finalizer.compute(statistics)
-        for name, found in (*METRICS.items(), *_CRITERION_METRICS.items())
-        if found.finalizer.available(statistics)
-    }
+    kinds = ("sums", "moments", "extremes", "histograms", "tops")
+    rows = frozenset(f"{kind}:{name}" for kind in kinds for name in getattr(statistics, kind))
+    return {f"{prefix}{name}": finalizer.compute(statistics) for name, finalizer in _computable(rows)}
+
+
+@lru_cache(maxsize=64)
+def _computable(rows: frozenset[str]) -> tuple[tuple[str, Finalizer], ...]:
+    """The metrics that these rows suffice for, in the registry's order; the same for every step of a run."""
+    registry = (METRICS | _CRITERION_METRICS).items()
+    return tuple((name, found.finalizer) for name, found in registry if rows.issuperset(found.finalizer.rows))
