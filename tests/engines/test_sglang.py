@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_contract import NEW_TOKENS, PROMPTS, EngineContract
+from engine_contract import NEW_TOKENS, PROMPTS, TRUNCATED, EngineContract, KeptSetContract
 from local_server import serving
 
 from rollcorr import check_compatible
 from rollcorr.config import SamplingSpec
-from rollcorr.core.sampling import check_kept_sets
+from rollcorr.core.sampling import check_kept_sets, joint_support, top_k_support, top_p_support
 from rollcorr.engines.base import EngineAnswerError, EngineUnavailableError, WeightSyncError
 from rollcorr.engines.http import JsonClient
 from rollcorr.engines.sglang import SglangEngine
@@ -289,22 +289,32 @@ class PretendedServer:
         if settings["max_new_tokens"] == 0:
             return self.score(ids)
         generator = torch.Generator().manual_seed(settings["sampling_seed"])
-        entries, ended = [], False
+        entries, kept, over_kept, ended = [], [], [], False
         while len(entries) < settings["max_new_tokens"] and not ended:
-            log_probs = self.model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
-            token = int(torch.multinomial(log_probs.exp(), 1, generator=generator))
-            entries.append([float(log_probs[token]), token, None])
+            logits = self.model(torch.tensor([ids])).logits[0, -1] / settings["temperature"]
+            support = joint_support(
+                logits,
+                [
+                    lambda z: top_k_support(z, settings["top_k"] if settings["top_k"] > 0 else len(z)),
+                    lambda z: top_p_support(z, settings["top_p"]),
+                ],
+            )
+            inside = logits.masked_fill(~support, -torch.inf).log_softmax(-1)
+            token = int(torch.multinomial(inside.exp(), 1, generator=generator))
+            entries.append([float(logits.log_softmax(-1)[token]), token, None])
+            kept.append(torch.where(support)[0].tolist())
+            over_kept.append(float(inside[token]))
             ids = [*ids, token]
             ended = token in settings["stop_token_ids"]
-        return {
-            "output_ids": [token for _, token, _ in entries],
-            "meta_info": {
-                "finish_reason": {"type": "stop" if ended else "length"},
-                "completion_tokens": len(entries),
-                "output_token_logprobs": entries,
-                "weight_versions": [{"version": self.label, "start": 0, "end": len(entries)}],
-            },
+        meta = {
+            "finish_reason": {"type": "stop" if ended else "length"},
+            "completion_tokens": len(entries),
+            "output_token_logprobs": entries,
+            "weight_versions": [{"version": self.label, "start": 0, "end": len(entries)}],
         }
+        if body["return_sampling_mask"]:
+            meta |= {"output_token_sampling_mask": kept, "output_token_sampling_logprobs": over_kept}
+        return {"output_ids": [token for _, token, _ in entries], "meta_info": meta}
 
     def score(self, ids):
         log_probs = self.model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
@@ -325,7 +335,7 @@ class PretendedServer:
         return {"success": True, "message": "Succeeded to update model weights."}
 
 
-class TestSglangOnAPretendedServer(EngineContract):
+class TestSglangOnAPretendedServer(EngineContract, KeptSetContract):
     name = "sglang"
     noise = rescoring_noise = 1e-4
     test_tokens_are_drawn_as_often_as_their_log_probs_say = None  # they are drawn by the pretended server
@@ -337,14 +347,20 @@ class TestSglangOnAPretendedServer(EngineContract):
             self.running = server
             yield
 
-    def make(self, policy):
+    def make(self, policy, **options):
         return make_engine(
             self.running,
             max_new_tokens=NEW_TOKENS,
             weights_dir=self.tmp_path,
             dtype=torch.float32,
             sync_tolerance=1e-4,
+            **options,
         )
+
+    def make_truncated(self, policy):
+        engine = self.make(policy, sampling=TRUNCATED)
+        engine.update_weights(policy.model, version=0)
+        return engine
 
     def forgetful(self, policy, parameter):
         engine = self.make(policy)
