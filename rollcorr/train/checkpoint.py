@@ -31,7 +31,7 @@ class TrainState:
     Attributes:
         step: completed training steps; also the version of the policy.
         engine_version: version of the weights that the engine samples with.
-        skipped_steps: optimizer steps that a non-finite loss or gradient has cost so far.
+        skipped_steps: optimizer steps lost so far to a non-finite loss or gradient, or with nothing kept.
     """
 
     step: int = 0

@@ -238,11 +238,14 @@ class GrpoTrainer:
         return statistics | gather_statistics(merge_statistics(measured), self.group) if measured else statistics, met
 
     def _optimizer_step(self, batch: Batch, rows: Tensor) -> tuple[list[PolicyLossOutput], Tensor, Statistics]:
-        """Accumulate a mini-batch's gradients over micro-batches, then step, unless something is not finite."""
+        """Accumulate a mini-batch's gradients over micro-batches, then step, if they are finite and there are any.
+
+        Where nothing was kept, gradients are 0, and yet the optimizer's momentum and weight decay would move weights.
+        """
         original = count_denominators(batch.response_mask[_beside(batch, rows)])
         mode = aggregation_mode(self.correction_config, self.config.algorithm.loss)
         gradients = BypassGradients(self.model.parameters(), original, mode=mode) if self.bypass else None
-        outputs, log_probs, denominators = [], [], self._denominators(batch, rows)
+        outputs, log_probs, learned, denominators = [], [], [], self._denominators(batch, rows)
         own = self._own(rows)
         part, batch = (own, batch) if len(own) else (rows[:1], _without_tokens(batch))
         self.optimizer.zero_grad()
@@ -254,12 +257,16 @@ class GrpoTrainer:
                 gradients.backward(output)
             outputs.append(output)
             log_probs.append(log_prob)
+            mask = output.loss_mask if output.regularization is None else batch.response_mask[micro_batch]
+            learned.append(torch.stack([output.loss.detach(), mask.sum().to(output.loss.dtype)]))
         if gradients is not None:
             gradients.finish(sum_denominators(gradients.counts, self.group, device=batch.group_ids.device))
         sum_gradients(self.model.parameters(), self.group)
-        loss = sum_over(torch.stack([output.loss.detach() for output in outputs]).sum(), self.group)
+        loss, tokens = sum_over(torch.stack(learned).sum(0), self.group)
         grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.max_grad_norm)
-        if bool((loss + grad_norm).isfinite()):  # the optimizer must know: one flag is read per optimizer step
+        if bool(
+            (loss + grad_norm).isfinite() & (tokens > 0)
+        ):  # the optimizer must know: one flag is read per optimizer step
             self.optimizer.step()
         else:
             self.skipped_steps += 1

@@ -38,7 +38,7 @@ class Summary:
         step: completed training steps.
         interrupted: it was stopped before its last step.
         failure: what the engine died of, when that stopped it; None otherwise.
-        skipped_steps: optimizer steps that a non-finite loss or gradient cost.
+        skipped_steps: optimizer steps lost to a non-finite loss or gradient, or with nothing kept.
         before: quality before the first training step; None when it was not measured.
         after: quality after the last one; None when it was not measured.
     """
