@@ -180,6 +180,11 @@ def check(
     diffusion: Annotated[
         bool, typer.Option("--diffusion", help="The log-probs are densities of a diffusion sampler.")
     ] = False,
+    workers: Annotated[int, typer.Option(help="Processes that read; the numbers are the same for any.")] = 1,
+    ray: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Read on a Ray cluster instead: auto, local or ray://host:port."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
 ) -> None:
     """Judge rollout logs without a training run. Exit code: 0 healthy, 1 findings, 2 bad input, 130 interrupted."""
@@ -188,13 +193,15 @@ def check(
     from rollcorr.diagnostics.check import check_logs, choose_config
     from rollcorr.diagnostics.console import row_progress, show_health, to_json
     from rollcorr.diagnostics.run_directory import BadInputError
-    from rollcorr.rollout_log import RolloutLogError, count_rows
+    from rollcorr.rollout_log import RolloutLogError
 
     page = None
     with _exit_on(BadInputError, RolloutLogError):
         chosen = choose_config(preset=preset, file=config)
-        with row_progress(count_rows(logs)) as on_rows:
-            result = check_logs(logs, chosen, train_column=train_column, diffusion=diffusion, on_rows=on_rows)
+        with row_progress() as on_rows:
+            result = check_logs(
+                logs, chosen, train_column=train_column, diffusion=diffusion, workers=workers, ray=ray, on_rows=on_rows
+            )
         if output is not None:
             from rollcorr.diagnostics.report import check_report, write_report
 

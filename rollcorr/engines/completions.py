@@ -35,6 +35,7 @@ class Completion:
         token_ids: what was sampled, the end token included; may be empty.
         log_probs: one a token, nats: what the engine's `SamplingSpec` says that they are.
         kept: for each token the ids that could be drawn; None when nothing was truncated or the engine does not tell.
+        log_kept_mass: for each token the log of the mass that `kept` has in the whole softmax, nats, where it is known.
         raw_log_probs: one a token, at temperature 1 over the full vocabulary, where the engine tells them too.
         versions: the policy version behind each token, where the engine tells it.
     """
@@ -42,6 +43,7 @@ class Completion:
     token_ids: Sequence[int]
     log_probs: Sequence[float | None]
     kept: Sequence[Sequence[int]] | None = None
+    log_kept_mass: Sequence[float | None] | None = None
     raw_log_probs: Sequence[float | None] | None = None
     versions: Sequence[int] | None = None
 
@@ -57,8 +59,8 @@ def rollout_from_completions(
 ) -> Rollout:
     """Check the answers to a batch of prompts and pad them into one rollout.
 
-    A log-prob up to `ROUNDING` above 0 becomes 0. An empty response is a row without response tokens; a batch of
-    empty ones still has one column.
+    A log-prob, or the log of a mass, up to `ROUNDING` above 0 becomes 0. An empty response is a row without response
+    tokens; a batch of empty ones still has one column.
 
     Args:
         prompts: token ids, B rows, none empty.
@@ -110,6 +112,7 @@ def rollout_from_completions(
         raw_log_prob=padded(_column(completions, "raw_log_probs", _log_prob), torch.float32),
         sampling=sampling,
         kept=_kept_sets(completions, vocabulary_size, device),
+        log_kept_mass=padded(_column(completions, "log_kept_mass", _log_prob), torch.float32),
         policy_versions=padded(versions, torch.int64),
     )
 

@@ -13,17 +13,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from rollcorr.config import SamplingSpec
 from rollcorr.core.sampling import KeptSets, concatenate_kept_sets, kept_sets_of_support
 from rollcorr.engines.base import Rollout, check_weight_sync
+from rollcorr.engines.probe import make_probe, score_probe
 from rollcorr.engines.scoring import TokenBatch, pad_prompts, score_responses
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
-PROBE_SHAPE = (4, 16)
 SYNC_TOLERANCE = 1e-4
 
 
@@ -72,7 +71,7 @@ class TransformersEngine:
         self.model = _low_precision_copy(model, dtype)
         self.generation_config = _generation_config(sampling, max_new_tokens, eos_token_id, pad_token_id)
         self.model.generation_config = self.generation_config  # or its own defaults would fill unset fields
-        self._probe = _probe(model)
+        self._probe = make_probe(model)
         self.update_weights(model, version=version)
 
     @property
@@ -80,7 +79,7 @@ class TransformersEngine:
         """Version of the policy that samples now."""
         return self.sampling.policy_version or 0
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def generate(self, prompts: Sequence[Sequence[int]], *, seed: int) -> Rollout:
         """Sample one response per prompt; the global random state is left as it was.
 
@@ -128,9 +127,8 @@ class TransformersEngine:
             WeightSyncError: they do not agree.
         """
         self._copy_weights(model)
-        rounded = {name: weight.to(self.dtype) for name, weight in model.named_parameters()}
-        expected = score_responses(_Rounded(model, rounded), self._probe, temperature=self.sampling.temperature)
-        check_weight_sync(self.score(self._probe), expected.log_prob, tolerance=SYNC_TOLERANCE)
+        expected = score_probe(model, self._probe, dtype=self.dtype, temperature=self.sampling.temperature)
+        check_weight_sync(self.score(self._probe), expected, tolerance=SYNC_TOLERANCE)
         self.sampling = dataclasses.replace(self.sampling, policy_version=version)
 
     def export_weights(self) -> Mapping[str, Tensor]:
@@ -185,17 +183,6 @@ class _Chunk(NamedTuple):
     kept: KeptSets | None
 
 
-class _Rounded(nn.Module):
-    """A module called with other parameters: the policy as it would compute in the engine's precision."""
-
-    def __init__(self, model: nn.Module, weights: dict[str, Tensor]) -> None:
-        super().__init__()
-        self._call = lambda **inputs: functional_call(model, weights, kwargs=inputs)
-
-    def forward(self, **inputs: Any) -> Any:  # noqa: ANN401 (whatever the model takes and returns)
-        return self._call(**inputs)
-
-
 def _low_precision_copy(model: nn.Module, dtype: torch.dtype) -> Any:  # noqa: ANN401 (a transformers model)
     twin = copy.deepcopy(model).requires_grad_(False).eval()
     for parameter in twin.parameters():
@@ -234,21 +221,6 @@ def _generation_config(sampling: SamplingSpec, max_new_tokens: int, eos: int, pa
         output_scores=True,
         return_dict_in_generate=True,
     )
-
-
-def _probe(model: nn.Module) -> TokenBatch:
-    """A fixed batch of arbitrary tokens that reaches every parameter of the model."""
-    parameter = next(model.parameters())
-    vocabulary = _input_embeddings(model).weight.shape[0]
-    ids = torch.randint(vocabulary, PROBE_SHAPE, generator=torch.Generator().manual_seed(0)).to(parameter.device)
-    prompt, response = ids.chunk(2, dim=1)
-    mask = torch.ones_like(prompt, dtype=torch.bool)
-    return TokenBatch(prompt, mask, response, mask)
-
-
-def _input_embeddings(model: Any) -> nn.Embedding:  # noqa: ANN401 (a transformers model)
-    embeddings: nn.Embedding = model.get_input_embeddings()
-    return embeddings
 
 
 def _log_prob(logits: Sequence[Tensor], response: Tensor, valid: Tensor) -> Tensor:

@@ -4,6 +4,8 @@ import pytest
 
 from rollcorr.train.policy import Policy, make_tiny_policy
 
+pytest.register_assert_rewrite("engine_contract")  # no test file by its name
+
 
 @pytest.fixture
 def micro_policy() -> Policy:
