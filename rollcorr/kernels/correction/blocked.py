@@ -205,6 +205,7 @@ def _collect_mismatch(tokens: _Tokens, log_probs: tuple[Tensor, Tensor], sink: _
     outside = ratio_above(d, 1.1).logical_or_(ratio_below(d, 0.9))
     rows.add("ratio_outside_10pct", outside.count_nonzero())
     difference = pi.exp_().sub_(mu.exp_()).abs_()  # exp(0) − exp(0) where nothing is compared
+    difference.nan_to_num_(nan=0.0, posinf=torch.inf)  # as in `core.divergence`: ∞ − ∞ of two densities
     rows.add("prob_diff_abs", difference.sum())
     rows.extremes("prob_diff_abs", difference.new_zeros(1), difference)  # no metric reads its minimum
 
