@@ -41,7 +41,9 @@ class PolicyLogProbs:
         log_prob: log π_θ, the policy being trained; carries the gradient.
         old_log_prob: log π_old, the trainer's policy when the batch arrived. Decoupled mode only.
         rollout_log_prob: log μ, as the sampler reported it. Required in bypass mode.
-        ref_log_prob: log π_ref, for the KL penalty.
+        ref_log_prob: log π_ref, for the KL penalty; over the whole vocabulary.
+        full_log_prob: log π_θ over the whole vocabulary, for the KL penalty, where `log_prob` is over a truncated one;
+            carries a gradient. None: `log_prob` is.
 
     Raises:
         ValueError: shapes differ.
@@ -51,9 +53,10 @@ class PolicyLogProbs:
     old_log_prob: Tensor | None = None
     rollout_log_prob: Tensor | None = None
     ref_log_prob: Tensor | None = None
+    full_log_prob: Tensor | None = None
 
     def __post_init__(self) -> None:
-        for name in ("old_log_prob", "rollout_log_prob", "ref_log_prob"):
+        for name in ("old_log_prob", "rollout_log_prob", "ref_log_prob", "full_log_prob"):
             tensor = getattr(self, name)
             if tensor is not None and tensor.shape != self.log_prob.shape:
                 raise ValueError(f"log_prob {tuple(self.log_prob.shape)} and {name} {tuple(tensor.shape)} differ")
@@ -277,7 +280,8 @@ def _regularization(
         raise ValueError(f"entropy_coef={loss.entropy_coef} needs entropy, one value per token")
     terms: list[tuple[str, Tensor, Tensor, float]] = []
     if ref_log_prob is not None:
-        kl, measured = REFERENCE_KL[loss.kl_estimator](batch.policies.log_prob, ref_log_prob, mask)
+        full = batch.policies.log_prob if batch.policies.full_log_prob is None else batch.policies.full_log_prob
+        kl, measured = REFERENCE_KL[loss.kl_estimator](full, ref_log_prob, mask)
         terms.append(("kl_ref", kl, measured, loss.kl_coef))
     if entropy is not None:
         check_layout(log_prob=batch.policies.log_prob, entropy=entropy, cu_seqlens=cu_seqlens)

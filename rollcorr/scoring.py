@@ -7,7 +7,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rollcorr.core.logprobs import SupportedLogProb, kept_log_prob, supported_log_prob, token_log_prob
+from rollcorr.core.logprobs import (
+    SupportedLogProb,
+    kept_entropy,
+    kept_log_prob,
+    supported_log_prob,
+    token_entropy,
+    token_log_prob,
+)
 from rollcorr.core.sampling import (
     Filter,
     KeptSets,
@@ -16,6 +23,7 @@ from rollcorr.core.sampling import (
     sequential_support,
     top_k_support,
     top_p_support,
+    with_sampled,
 )
 from rollcorr.sampling import SamplingSpec
 
@@ -46,14 +54,10 @@ def actor_log_prob(
             need the tokens before: apply them to the logits and take them out of the spec.
     """
     _check_no_penalties(spec)
-    if spec.logprobs == "raw":
-        return _whole(token_log_prob(logits, token_ids))
-    if spec.logprobs == "tempered" or not spec.truncates:
-        return _whole(token_log_prob(logits, token_ids, temperature=spec.temperature))
+    if not restricts(spec):
+        return _whole(token_log_prob(logits, token_ids, temperature=_temperature(spec)))
     if spec.support == "replayed":
-        if kept is None:
-            raise ValueError("support='replayed' needs the engine's kept sets; record them, or use 'recomputed'")
-        return kept_log_prob(logits, token_ids, kept, temperature=spec.temperature)
+        return kept_log_prob(logits, token_ids, _needed(kept), temperature=spec.temperature)
     if spec.support == "kept_mass":
         if log_kept_mass is None:
             raise ValueError("support='kept_mass' needs log_kept_mass, the log of the engine's kept mass at each token")
@@ -61,6 +65,26 @@ def actor_log_prob(
         return _whole(whole - log_kept_mass.to(whole.dtype))
     support = recomputed_support(logits, spec)
     return supported_log_prob(logits, token_ids, support, temperature=spec.temperature)
+
+
+def actor_entropy(logits: Tensor, token_ids: Tensor, spec: SamplingSpec, *, kept: KeptSets | None = None) -> Tensor:
+    """Entropy of the distribution that `actor_log_prob` gives the log-probs of: over its support. (…), nats.
+
+    With support "kept_mass" no set is known, and it is that of the whole softmax. Arguments and raises are those of
+    `actor_log_prob`.
+    """
+    _check_no_penalties(spec)
+    if not restricts(spec) or spec.support == "kept_mass":
+        return token_entropy(logits, temperature=_temperature(spec))
+    if spec.support == "replayed":
+        return kept_entropy(logits, token_ids, _needed(kept), temperature=spec.temperature)
+    support, _ = with_sampled(recomputed_support(logits, spec), token_ids)
+    return token_entropy(logits.masked_fill(~support, -torch.inf), temperature=spec.temperature)
+
+
+def restricts(spec: SamplingSpec) -> bool:
+    """Whether a spec's log-probs are of a softmax over less than the vocabulary."""
+    return spec.logprobs == "processed" and spec.truncates
 
 
 def recomputed_support(logits: Tensor, spec: SamplingSpec) -> Tensor:
@@ -83,6 +107,16 @@ def recomputed_support(logits: Tensor, spec: SamplingSpec) -> Tensor:
     scaled = wide / spec.temperature if ordered[0] == "temperature" else wide
     chosen = [filters[name] for name in ordered if name in filters]
     return joint_support(scaled, chosen) if engine.joint else sequential_support(scaled, chosen)
+
+
+def _temperature(spec: SamplingSpec) -> float:
+    return 1.0 if spec.logprobs == "raw" else spec.temperature
+
+
+def _needed(kept: KeptSets | None) -> KeptSets:
+    if kept is None:
+        raise ValueError("support='replayed' needs the engine's kept sets; record them, or use 'recomputed'")
+    return kept
 
 
 def _whole(log_prob: Tensor) -> SupportedLogProb:

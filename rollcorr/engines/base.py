@@ -9,35 +9,51 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from rollcorr.config import SamplingSpec
+from rollcorr.core.sampling import KeptSets
 from rollcorr.engines.scoring import TokenBatch
 
 
-class WeightSyncError(RuntimeError):
-    """An engine does not hold the weights that it was given: a fault of the copy, not staleness."""
+class EngineError(RuntimeError):
+    """An engine failed. Nothing of what it was asked for may be used."""
 
 
-@dataclass(frozen=True, eq=False)
+class EngineUnavailableError(EngineError):
+    """It died, cannot be reached, or did not answer in time, and retries did not help."""
+
+
+class EngineAnswerError(EngineError):
+    """It answered, but refused, or something is missing or no log-prob: a list too short, NaN, None, −9999."""
+
+
+class WeightSyncError(EngineError):
+    """It does not hold the weights that it was given: a fault of the copy, not staleness."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Rollout:
     """What an engine sampled.
 
     Attributes:
         tokens: prompts and responses, B rows.
-        raw_log_prob: log softmax(logits) of each response token at temperature 1 over the full vocabulary,
-            nats, (B, T) float32; 0 outside the response mask.
-        processed_log_prob: the same after temperature, penalties and truncation: the distribution that the
-            token was drawn from.
+        rollout_log_prob: what `sampling` says that it is, of each response token, nats, (B, T) float32; 0 outside
+            the response mask.
         sampling: how the tokens were drawn, and by which policy version.
+        raw_log_prob: log softmax(logits) at temperature 1 over the full vocabulary, where the engine tells it too.
+        kept: the ids that could be sampled at each response token, packed: one set for each true entry of
+            `tokens.response_mask`, row after row; None when nothing was truncated or the engine does not tell.
+        log_kept_mass: log of the mass that those sets have in the whole softmax at the sampling temperature, nats,
+            (B, T) float32; 0 outside the response mask; None like `kept`.
+        policy_versions: the policy version behind each token, (B, T) int64, where the engine changed weights within
+            a response; None when `sampling.policy_version` holds for all.
     """
 
     tokens: TokenBatch
-    raw_log_prob: Tensor
-    processed_log_prob: Tensor
+    rollout_log_prob: Tensor
     sampling: SamplingSpec
-
-    @property
-    def rollout_log_prob(self) -> Tensor:
-        """The log-probs that `sampling.logprobs` names, (B, T) float32."""
-        return self.raw_log_prob if self.sampling.logprobs == "raw" else self.processed_log_prob
+    raw_log_prob: Tensor | None = None
+    kept: KeptSets | None = None
+    log_kept_mass: Tensor | None = None
+    policy_versions: Tensor | None = None
 
 
 class Engine(Protocol):

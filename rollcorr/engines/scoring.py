@@ -80,17 +80,22 @@ def score_responses(
     Returns:
         Log-probs and entropies in nats, (B, T) float32. Positions outside `response_mask` hold garbage.
     """
+    log_probs = (response_logits(model, tokens).float() / temperature).log_softmax(-1)
+    log_prob = log_probs.gather(-1, tokens.response_ids[..., None]).squeeze(-1)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_gradient):
+        entropy = -(log_probs.exp() * log_probs).sum(-1)
+    return ResponseScores(log_prob, entropy)
+
+
+def response_logits(model: nn.Module, tokens: TokenBatch) -> Tensor:
+    """The logits that each response token was drawn from, (B, T, V), in the model's dtype. Other arguments as above."""
     width = tokens.response_ids.shape[1]
     attention_mask = torch.cat([tokens.prompt_mask, tokens.response_mask], dim=1).long()
-    logits = model(
+    logits: Tensor = model(
         input_ids=torch.cat([tokens.prompt_ids, tokens.response_ids], dim=1),
         attention_mask=attention_mask,
         position_ids=(attention_mask.cumsum(1) - 1).clamp(min=0),
         use_cache=False,
         logits_to_keep=width + 1,
     ).logits[:, :-1]
-    log_probs = (logits.float() / temperature).log_softmax(-1)
-    log_prob = log_probs.gather(-1, tokens.response_ids[..., None]).squeeze(-1)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_gradient):
-        entropy = -(log_probs.exp() * log_probs).sum(-1)
-    return ResponseScores(log_prob, entropy)
+    return logits

@@ -41,6 +41,7 @@ class RolloutBatch:
         *,
         lengths: Tensor | None = None,
         prompt_mask: Tensor | None = None,
+        kept: KeptSets | None = None,
         **columns: object,
     ) -> RolloutBatch:
         """A batch from the padded tensors that a trainer has: right padding is cut off, holes in the mask are kept.
@@ -50,11 +51,12 @@ class RolloutBatch:
             lengths: (B,) tokens of each response, masked ones included. None: each ends at its last sampled token,
                 so give it when a response ends in masked tokens (a tool's output, a row that is masked altogether).
             prompt_mask: (B, P), non-zero on the tokens of `prompt_ids` that are no padding.
+            kept: the keep-sampling-mask of the sampled tokens, row after row, instead of `kept_ids` and `kept_offsets`.
             **columns: any column of the schema; None leaves it out. Token columns: (B, T). One value a sequence:
                 (B,), or one value for all rows. `prompt_ids`: (B, P) with `prompt_mask`, or B sequences of ids.
-                `kept_ids`, `kept_offsets`: B sequences. `policy_versions`: one version, one a sequence, or B lists of
-                (start, length, version). `sampling`: a `SamplingSpec` or mapping, or B of them; what a spec says of
-                engine, engine_version and policy_version fills those columns unless they are given.
+                `kept_ids`, `kept_offsets`: B sequences. `policy_versions`: one version, one a sequence, (B, T), or B
+                lists of (start, length, version). `sampling`: a `SamplingSpec` or mapping, or B of them; what a spec
+                says of engine, engine_version and policy_version fills those columns unless they are given.
 
         Raises:
             ValueError: an unknown column, shapes that differ, or `lengths` that cut off a sampled token.
@@ -70,11 +72,18 @@ class RolloutBatch:
         for name in TOKEN_COLUMNS:
             if tokens.get(name) is not None:
                 tokens[name] = build.same_shape(name, tokens[name], response_mask)[inside]
+        tokens |= build.kept_columns(kept, (response_mask != 0).cpu()[inside], sizes.numpy())
         return cls(build.records(tokens, sizes.numpy(), prompt_mask=prompt_mask))
 
     @classmethod
     def from_packed(
-        cls, response_mask: Tensor, *, cu_seqlens: Tensor, prompt_mask: Tensor | None = None, **columns: object
+        cls,
+        response_mask: Tensor,
+        *,
+        cu_seqlens: Tensor,
+        prompt_mask: Tensor | None = None,
+        kept: KeptSets | None = None,
+        **columns: object,
     ) -> RolloutBatch:
         """A batch from packed tensors: `response_mask` and token columns (N,) with `cu_seqlens` (B + 1,).
 
@@ -85,6 +94,7 @@ class RolloutBatch:
         for name in TOKEN_COLUMNS:
             if tokens.get(name) is not None:
                 tokens[name] = build.same_shape(name, tokens[name], response_mask)
+        tokens |= build.kept_columns(kept, response_mask != 0, sizes)
         return cls(build.records(tokens, sizes, prompt_mask=prompt_mask))
 
     @classmethod

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rollcorr.core.sampling import KeptSets
 from rollcorr.rollout_log.arrow import pa
 from rollcorr.rollout_log.errors import Problem, RolloutLogError
 from rollcorr.rollout_log.schema import COLUMNS, arrow_type, check_columns, conform_column, list_array
@@ -72,6 +74,31 @@ def same_shape(name: str, values: object, response_mask: Tensor) -> Tensor:
     if tensor.shape != response_mask.shape:
         raise ValueError(f"{name} {tuple(tensor.shape)} and response_mask {tuple(response_mask.shape)} differ")
     return tensor
+
+
+def kept_columns(kept: KeptSets | None, mask: Tensor, sizes: np.ndarray) -> dict[str, list[Tensor]]:
+    """`kept_ids` and `kept_offsets`, one of each a row; nothing without sets.
+
+    Args:
+        kept: the keep-sampling-mask of the sampled tokens, row after row.
+        mask: (N,) over the tokens of all responses, true on sampled ones; the others keep nothing.
+        sizes: tokens of each response, summing to N.
+
+    Raises:
+        ValueError: there are more or fewer sets than sampled tokens.
+    """
+    if kept is None:
+        return {}
+    sampled = int(mask.sum())
+    if len(kept) != sampled:
+        raise ValueError(f"kept sets are of {len(kept)} tokens, response_mask has {sampled}; give one a sampled token")
+    whole = kept.to("cpu").padded(mask.cpu())
+    ends = np.cumsum(sizes)
+    offsets = [whole.offsets[first : last + 1] for first, last in zip(ends - sizes, ends, strict=True)]
+    return {
+        "kept_ids": [whole.ids[row[0] : row[-1]] for row in offsets],
+        "kept_offsets": [row - row[0] for row in offsets],
+    }
 
 
 def records(columns: Mapping[str, object], sizes: np.ndarray, *, prompt_mask: Tensor | None = None) -> pa.RecordBatch:
@@ -164,7 +191,7 @@ def _fits(name: str, value: object) -> bool:
 
 
 def _row_spans(row: object, size: int) -> list[dict[str, int]] | None:
-    """Version spans of one row from its one version, or from (start, length, version) triples."""
+    """Version spans of one row from its one version, from one a token, or from (start, length, version) triples."""
     if row is None:
         return None
     if isinstance(row, (int, np.integer)):
@@ -172,6 +199,9 @@ def _row_spans(row: object, size: int) -> list[dict[str, int]] | None:
     if not isinstance(row, (list, tuple)):
         raise ValueError(f"policy_versions takes versions or lists of (start, length, version), got {row!r}")
     names = ("start", "length", "version")
+    if row and all(isinstance(version, int) for version in row):
+        starts = [i for i in range(size) if i == 0 or row[i] != row[i - 1]]
+        return [dict(zip(names, (i, j - i, row[i]), strict=True)) for i, j in pairwise([*starts, size])]
     return [dict(span) if isinstance(span, Mapping) else dict(zip(names, span, strict=True)) for span in row]
 
 

@@ -7,17 +7,15 @@ no correction at all; an empty block measures and corrects nothing.
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
 from rollcorr.config import LossConfig, RolloutCorrectionConfig, SamplingSpec
+from rollcorr.sampling import IncompatibleSamplingError, compare
 from rollcorr.schemas import resolve
 from rollcorr.yaml_text import dump_yaml
-
-UNTRUNCATED = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,15 +83,19 @@ class RolloutConfig:
     """How responses are sampled.
 
     Attributes:
+        engine: which engine samples.
+        engine_options: options of that engine alone, as its class takes them.
         prompts_per_step: problems a step.
         group_size: responses to each problem.
         max_new_tokens: longest response.
-        dtype: precision of the sampling copy.
+        dtype: precision of the sampling copy, where the engine has this option.
         refresh_every: steps between two weight updates of the engine; above 1 the rollouts are stale on purpose.
-        batch_size: rows sampled at a time; null for all at once.
+        batch_size: rows sampled at a time, where the engine has this option; null for all at once.
         sampling: temperature, truncation, and which log-probs are recorded.
     """
 
+    engine: Literal["transformers", "ctranslate2"] = "transformers"
+    engine_options: dict[str, Any] = field(default_factory=dict)
     prompts_per_step: int = 16
     group_size: int = 8
     max_new_tokens: int = 48
@@ -104,23 +106,43 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         _at_least("rollout", self, prompts_per_step=1, group_size=2, max_new_tokens=1, refresh_every=1, batch_size=1)
-        if self.sampling.temperature != 1.0 and self.sampling.logprobs == "raw":
-            raise ValueError(
-                f"rollout.sampling.temperature={self.sampling.temperature} with logprobs=raw: raw log-probs ignore the "
-                "temperature, the trainer's do not, so they do not subtract; set rollout.sampling.logprobs=processed"
-            )
-        for name, off in UNTRUNCATED.items():
-            if getattr(self.sampling, name) != off:
-                warnings.warn(
-                    f"rollout.sampling.{name}={getattr(self.sampling, name)}: tokens are drawn from a distribution "
-                    f"that the trainer does not recompute, which biases every ratio; {name}={off} turns it off",
-                    stacklevel=3,
-                )
 
     @property
     def rows(self) -> int:
         """Responses a step."""
         return self.prompts_per_step * self.group_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorConfig:
+    """What the trainer's log-probs are log-probs of.
+
+    Attributes:
+        sampling: what becomes of a truncated rollout: "replay" the engine's kept sets, "recompute" the truncation from
+            the trainer's own logits, subtract the log of the engine's "kept_mass", or score over the "full" vocabulary.
+            All four divide by the sampling temperature, and all are one where nothing truncates.
+        allow_incompatible: train even when the two log-probs are of different things, which biases every ratio. For
+            comparisons.
+    """
+
+    sampling: Literal["replay", "recompute", "kept_mass", "full"] = "replay"
+    allow_incompatible: bool = False
+
+    def spec(self, rollout: SamplingSpec) -> SamplingSpec:
+        """What the trainer's log-probs of a rollout are, after checking that log π − log μ is a log-ratio.
+
+        Raises:
+            IncompatibleSamplingError: it is not; names the reason and the mend.
+        """
+        trainer = rollout.for_actor(self.sampling)
+        comparison = compare(rollout, trainer)
+        if comparison.verdict == "different" and not self.allow_incompatible:
+            raise IncompatibleSamplingError(
+                f"log-probs of the rollout and of actor.sampling={self.sampling} are of different things: "
+                f"{comparison.reason}. To mend it: {_mend(rollout, self.sampling) or comparison.mend}. To train on the "
+                "biased ratio all the same, set actor.allow_incompatible=true"
+            )
+        return trainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,6 +244,7 @@ class TrainConfig:
     """A whole run.
 
     Attributes:
+        recipe: names this kind of run; `rollcorr.train.recipes` lists the others.
         run_dir: directory of the run; must not hold one already unless `resume`.
         resume: go on from the newest checkpoint in `run_dir`.
         seed: decides data order, sampling and shuffles.
@@ -230,6 +253,7 @@ class TrainConfig:
         threads: CPU threads of torch; null leaves torch's choice. Bit-for-bit repetition needs the same number.
     """
 
+    recipe: Literal["grpo"] = "grpo"
     run_dir: str = "runs/grpo"
     resume: bool = False
     seed: int = 0
@@ -240,6 +264,7 @@ class TrainConfig:
     task: TaskConfig = field(default_factory=TaskConfig)
     warm_up: WarmUpConfig = field(default_factory=WarmUpConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -247,13 +272,27 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _at_least("", self, seed=0, steps=1, threads=1)
+        self.actor.spec(dataclasses.replace(self.rollout.sampling, engine=self.rollout.engine))
 
     def to_yaml(self) -> str:
         """The effective configuration: every option, and the correction spelled out."""
-        values = dataclasses.asdict(self)
-        correction = self.algorithm.correction
-        values["algorithm"]["rollout_correction"] = None if correction is None else correction.to_dict()
-        return dump_yaml(_plain(values))
+        return effective_yaml(self, self.algorithm.correction)
+
+
+def effective_yaml(config: Any, correction: RolloutCorrectionConfig | None) -> str:  # noqa: ANN401 (a dataclass)
+    """Every option of a run as YAML, with `algorithm.rollout_correction` spelled out."""
+    values = dataclasses.asdict(config)
+    values["algorithm"]["rollout_correction"] = None if correction is None else correction.to_dict()
+    return dump_yaml(_plain(values))
+
+
+def _mend(rollout: SamplingSpec, actor: str) -> str:
+    """The mend as options of a run, where one option does it."""
+    if rollout.logprobs == "raw" and "processed" in rollout.engine_sampling.logprobs:
+        return "set rollout.sampling.logprobs=processed"
+    if rollout.logprobs == "processed" and rollout.truncates and actor == "full":
+        return "set actor.sampling=replay, or sample with top_p=1, top_k=-1 and min_p=0"
+    return ""
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401

@@ -14,9 +14,7 @@ B responses, T padded response length; log-probs in nats.
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -32,12 +30,13 @@ from rollcorr.core.statistics import Statistics, merge_statistics
 from rollcorr.correction import Correction, correct
 from rollcorr.distributed import gather_statistics, sum_denominators, sum_gradients, sum_over
 from rollcorr.engines.base import Engine, Rollout
-from rollcorr.engines.scoring import ResponseScores, score_responses
 from rollcorr.policy_loss import (
     PolicyLogProbs,
     PolicyLossOutput,
     policy_loss,
 )
+from rollcorr.train.actor import Actor
+from rollcorr.train.clock import Clock
 from rollcorr.train.config import TrainConfig
 from rollcorr.train.policy import Policy
 from rollcorr.train.seeds import derived_generator, derived_seed
@@ -59,15 +58,17 @@ class Batch:
 
     Attributes:
         rollout: tokens and log μ, as the engine reported them.
+        actor: what the trainer's log-probs of these tokens are.
         rewards: what each response earned, B long.
         group_ids: which problem it answers, (B,).
         old_log_prob: log π_old; None in bypass mode.
-        ref_log_prob: log-probs of the reference policy; None without a KL penalty.
+        ref_log_prob: log-probs of the reference policy, over the whole vocabulary; None without a KL penalty.
         correction: weights and mask from π_old / μ; None in bypass mode or without any correction.
         advantages: (B,).
     """
 
     rollout: Rollout
+    actor: Actor
     rewards: list[Reward]
     group_ids: Tensor
     old_log_prob: Tensor | None = None
@@ -130,7 +131,7 @@ class GrpoTrainer:
 
     def step(self, step: int) -> StepResult:
         """Run training step `step` (1, 2, …): a function of the weights, the optimizer and (seed, step)."""
-        clock = _Clock()
+        clock = Clock()
         with clock("rollout"):
             staleness = self._refresh_engine(step)
             batch = self._sample(step)
@@ -147,11 +148,13 @@ class GrpoTrainer:
             "actor/loss": host.moments["loss"].mean,
             "actor/grad_norm": host.moments["grad_norm"].mean,
             **{f"actor/{name}": host.moments[name].mean for name in ACTOR_METRICS if name in host.moments},
+            **{f"sampling/{name}": host.moments[name].mean for name in SAMPLING_METRICS if name in host.moments},
             "actor/skipped_steps": float(self.skipped_steps),
             "response/length_mean": tokens / len(batch.rewards),
             "engine/staleness": float(staleness),
             **(finalize(host) if self.correction_config is not None else {}),
-            **clock.metrics(tokens),
+            "perf/tokens_per_second": tokens / clock.total,
+            **clock.metrics(),
         }
         return StepResult(metrics, batch, log_prob)
 
@@ -168,6 +171,7 @@ class GrpoTrainer:
         answers = [problem.answer for problem in problems for _ in range(rollout_config.group_size)]
         prompts = [self.policy.encode(problem.prompt) for problem in problems for _ in range(rollout_config.group_size)]
         rollout = self.engine.generate(prompts, seed=derived_seed(seed, "sampling", step))
+        actor = Actor.of(rollout, self.config.actor.spec(rollout.sampling))  # before anything is subtracted
         ids, mask = rollout.tokens.response_ids.cpu(), rollout.tokens.response_mask.cpu()
         rewards = [
             hard_gated_reward(
@@ -176,19 +180,21 @@ class GrpoTrainer:
             for row, valid, answer in zip(ids, mask, answers, strict=True)
         ]
         group_ids = torch.arange(len(problems)).repeat_interleave(rollout_config.group_size)
-        return Batch(rollout=rollout, rewards=rewards, group_ids=group_ids.to(rollout.tokens.response_ids.device))
+        group_ids = group_ids.to(rollout.tokens.response_ids.device)
+        return Batch(rollout=rollout, actor=actor, rewards=rewards, group_ids=group_ids)
 
     def _add_old_log_prob(self, batch: Batch) -> Batch:
         """log π_old and log π_ref; in bypass mode π_old is μ, and the forward pass is really saved."""
-        old_log_prob = None if self.bypass else self._log_prob(self.model, batch)
-        ref_log_prob = None if self.reference is None else self._log_prob(self.reference, batch)
+        old_log_prob = None if self.bypass else self._log_prob(self.model, batch, batch.actor)
+        ref_log_prob = None
+        if self.reference is not None:  # never filtered: what only the policy kept must have a finite log-prob
+            ref_log_prob = self._log_prob(self.reference, batch, batch.actor.unfiltered)
         return dataclasses.replace(batch, old_log_prob=old_log_prob, ref_log_prob=ref_log_prob)
 
     @torch.no_grad()
-    def _log_prob(self, model: nn.Module, batch: Batch) -> Tensor:
-        rows = torch.arange(len(batch.rewards), device=batch.group_ids.device)
-        parts = [self._score(model, batch, chunk).log_prob for chunk in rows.split(self._micro_batch_size)]
-        return torch.cat(parts)
+    def _log_prob(self, model: nn.Module, batch: Batch, actor: Actor) -> Tensor:
+        chunks = torch.arange(len(batch.rewards)).split(self._micro_batch_size)
+        return torch.cat([actor.score(model, batch.rollout, rows).log_prob for rows in chunks])
 
     def _add_correction(self, batch: Batch) -> Batch:
         if self.correction_config is None or batch.old_log_prob is None:
@@ -217,13 +223,13 @@ class GrpoTrainer:
         corrections: list[Statistics | None] = []
         for epoch in range(optim.ppo_epochs):
             shuffle = derived_generator(self.config.seed, f"shuffle {epoch}", step)
-            order = torch.randperm(rows, generator=shuffle).to(batch.group_ids.device)
+            order = torch.randperm(rows, generator=shuffle)  # on the host, see `Actor.kept`
             for mini_batch in order.split(optim.mini_batch_size or rows):
                 outputs, log_probs, statistics = self._optimizer_step(batch, mini_batch)
                 losses.append(statistics)
                 corrections += [output.correction.statistics for output in outputs if output.correction is not None]
                 if epoch == 0:
-                    met[self._own(mini_batch)] = log_probs
+                    met[_beside(batch, self._own(mini_batch))] = log_probs
         statistics = merge_statistics(losses) | _count(batch.response_mask)
         met = sum_over(met, self.group)
         if batch.correction is not None:  # decoupled: one correction for the whole batch, the same on every rank
@@ -232,11 +238,14 @@ class GrpoTrainer:
         return statistics | gather_statistics(merge_statistics(measured), self.group) if measured else statistics, met
 
     def _optimizer_step(self, batch: Batch, rows: Tensor) -> tuple[list[PolicyLossOutput], Tensor, Statistics]:
-        """Accumulate a mini-batch's gradients over micro-batches, then step, unless something is not finite."""
-        original = count_denominators(batch.response_mask[rows])
+        """Accumulate a mini-batch's gradients over micro-batches, then step, if they are finite and there are any.
+
+        Where nothing was kept, gradients are 0, and yet the optimizer's momentum and weight decay would move weights.
+        """
+        original = count_denominators(batch.response_mask[_beside(batch, rows)])
         mode = aggregation_mode(self.correction_config, self.config.algorithm.loss)
         gradients = BypassGradients(self.model.parameters(), original, mode=mode) if self.bypass else None
-        outputs, log_probs, denominators = [], [], self._denominators(batch, rows)
+        outputs, log_probs, learned, denominators = [], [], [], self._denominators(batch, rows)
         own = self._own(rows)
         part, batch = (own, batch) if len(own) else (rows[:1], _without_tokens(batch))
         self.optimizer.zero_grad()
@@ -248,12 +257,16 @@ class GrpoTrainer:
                 gradients.backward(output)
             outputs.append(output)
             log_probs.append(log_prob)
+            mask = output.loss_mask if output.regularization is None else batch.response_mask[micro_batch]
+            learned.append(torch.stack([output.loss.detach(), mask.sum().to(output.loss.dtype)]))
         if gradients is not None:
-            gradients.finish(sum_denominators(gradients.counts, self.group, device=rows.device))
+            gradients.finish(sum_denominators(gradients.counts, self.group, device=batch.group_ids.device))
         sum_gradients(self.model.parameters(), self.group)
-        loss = sum_over(torch.stack([output.loss.detach() for output in outputs]).sum(), self.group)
+        loss, tokens = sum_over(torch.stack(learned).sum(0), self.group)
         grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.max_grad_norm)
-        if bool((loss + grad_norm).isfinite()):  # the optimizer must know: one flag is read per optimizer step
+        if bool(
+            (loss + grad_norm).isfinite() & (tokens > 0)
+        ):  # the optimizer must know: one flag is read per optimizer step
             self.optimizer.step()
         else:
             self.skipped_steps += 1
@@ -267,6 +280,7 @@ class GrpoTrainer:
 
     def _denominators(self, batch: Batch, rows: Tensor) -> Denominators:
         """What the policy gradient of a whole mini-batch is divided by; in bypass mode rescaled at its end."""
+        rows = _beside(batch, rows)
         mask, correction = batch.response_mask[rows], batch.correction
         if self.correction_config is None or correction is None:
             return count_denominators(mask)
@@ -278,12 +292,20 @@ class GrpoTrainer:
     ) -> tuple[PolicyLossOutput, Tensor]:
         """The loss of a micro-batch, and the log π_θ that it saw."""
         loss_config = self.config.algorithm.loss
-        scores = self._score(self.model, batch, rows, entropy_gradient=loss_config.entropy_coef != 0)
+        scores = batch.actor.score(
+            self.model,
+            batch.rollout,
+            rows,
+            entropy_gradient=loss_config.entropy_coef != 0,
+            full_gradient=loss_config.kl_coef != 0,
+        )
+        rows = _beside(batch, rows)
         policies = PolicyLogProbs(
             log_prob=scores.log_prob,
             old_log_prob=None if batch.old_log_prob is None else batch.old_log_prob[rows],
             rollout_log_prob=batch.rollout.rollout_log_prob[rows],
             ref_log_prob=None if batch.ref_log_prob is None else batch.ref_log_prob[rows],
+            full_log_prob=scores.full_log_prob,
         )
         output = policy_loss(
             policies,
@@ -296,16 +318,8 @@ class GrpoTrainer:
             original_denominators=original,
             entropy=scores.entropy,
         )
-        return output, scores.log_prob.detach()
-
-    def _score(self, model: nn.Module, batch: Batch, rows: Tensor, *, entropy_gradient: bool = False) -> ResponseScores:
-        """Log-probs at the temperature that the tokens were sampled with."""
-        return score_responses(
-            model,
-            batch.rollout.tokens.select(rows),
-            temperature=batch.rollout.sampling.temperature,
-            entropy_gradient=entropy_gradient,
-        )
+        statistics = output.statistics | scores.restriction(batch.response_mask[rows])
+        return dataclasses.replace(output, statistics=statistics), scores.log_prob.detach()
 
     @property
     def _micro_batch_size(self) -> int:
@@ -314,25 +328,12 @@ class GrpoTrainer:
 
 
 ACTOR_METRICS = ("policy_kl", "clip_fraction_high", "clip_fraction_low", "clip_fraction_dual", "entropy", "kl_ref")
+SAMPLING_METRICS = ("outside_fraction", "kept_mass")
 
 
-class _Clock:
-    """Seconds by phase: `with clock("rollout"): …`."""
-
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
-        self._seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self._seconds[phase] = time.perf_counter() - start
-
-    def metrics(self, tokens: float) -> dict[str, float]:
-        total = time.perf_counter() - self._start
-        phases = {f"perf/{phase}_seconds": seconds for phase, seconds in self._seconds.items()}
-        return {"perf/tokens_per_second": tokens / total, **phases, "perf/step_seconds": total}
+def _beside(batch: Batch, rows: Tensor) -> Tensor:
+    """Row numbers on the batch's device, without waiting for it."""
+    return rows.to(batch.group_ids.device, non_blocking=True)
 
 
 def _rows_of(correction: Correction, rows: Tensor) -> Correction:

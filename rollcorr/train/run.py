@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import copy
 import json
-import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import torch
 from rich.console import Console
 from torch import nn
 
-from rollcorr.engines.transformers import TransformersEngine
-from rollcorr.train.checkpoint import Checkpoint, TrainState, latest_checkpoint, load_checkpoint, save_checkpoint
+from rollcorr.engines.base import EngineError
+from rollcorr.train.checkpoint import Checkpoint, TrainState, save_checkpoint
 from rollcorr.train.config import TaskConfig, TrainConfig
-from rollcorr.train.config_file import changed_options, load_config
+from rollcorr.train.engines import make_engine
 from rollcorr.train.grpo import GrpoTrainer, StepResult
 from rollcorr.train.logging import RunLogger
 from rollcorr.train.policy import Policy, load_policy, save_policy
+from rollcorr.train.session import find_checkpoint, interruption, resume_command
 from rollcorr.train.tasks import ArithmeticTask, Gsm8kTask, Task
 from rollcorr.train.warmup import Evaluation, evaluate, warm_up
 
@@ -36,7 +32,8 @@ class Summary:
         run_dir: where everything is.
         step: completed training steps.
         interrupted: it was stopped before its last step.
-        skipped_steps: optimizer steps that a non-finite loss or gradient cost.
+        failure: what the engine died of, when that stopped it; None otherwise.
+        skipped_steps: optimizer steps lost to a non-finite loss or gradient, or with nothing kept.
         before: quality before the first training step; None when it was not measured.
         after: quality after the last one; None when it was not measured.
     """
@@ -44,6 +41,7 @@ class Summary:
     run_dir: Path
     step: int
     interrupted: bool
+    failure: str | None
     skipped_steps: int
     before: Evaluation | None
     after: Evaluation | None
@@ -52,8 +50,9 @@ class Summary:
 def train(config: TrainConfig, *, console: Console | None = None) -> Summary:
     """Train from the start, or from the newest checkpoint when `config.resume`.
 
-    Ctrl-C (or SIGTERM) finishes the step, saves, and returns; a second one stops at once. A resumed run equals an
-    uninterrupted one, on the CPU to the last bit.
+    Ctrl-C (or SIGTERM) finishes the step, saves, and returns; a second one stops at once. An engine that fails in a
+    step costs that step: nothing is trained on, the run saves and returns, `Summary.failure` says why. A resumed run
+    equals an uninterrupted one, on the CPU to the last bit.
 
     Args:
         config: the run.
@@ -63,33 +62,39 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Summary:
         FileExistsError: the directory holds a run already and `resume` is false.
         FileNotFoundError: there is nothing to resume from, or a model or data file does not exist.
         ValueError: a model, checkpoint or data file cannot be read.
+        EngineError: the engine failed before the first step, or after the last.
     """
     console = console or Console()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     run_dir = Path(config.run_dir)
-    checkpoint, changes = _find_checkpoint(config, run_dir)
+    checkpoint, changes = find_checkpoint(config, run_dir)
     trainer, state = _build(config, run_dir, checkpoint)
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
     with (
         RunLogger(run_dir, config.steps, start=state.step, tensorboard=config.log.tensorboard, console=console) as log,
-        _interruption(log) as stop_requested,
+        interruption(log) as stop_requested,
     ):
         for change in changes:
             log.say(f"changed since this run began: {change}")
         before = _measure_before(trainer, run_dir, log, fresh=checkpoint is None)
-        step = state.step
+        step, failure = state.step, None
         while step < config.steps and not stop_requested():
+            try:
+                result = trainer.step(step + 1)
+            except EngineError as error:  # raised while sampling, so nothing of this step has reached the weights
+                failure = f"step {step + 1} was not trained on, the engine failed: {error}"
+                log.say(failure)
+                break
             step += 1
-            result = trainer.step(step)
             log.log(step, result.metrics)
             if config.log.rollouts:
                 _write_rollouts(run_dir, step, result, config)
             if config.checkpoint.every and step % config.checkpoint.every == 0 and step < config.steps:
-                _save(trainer, run_dir, step)
+                _save(trainer, run_dir, step, log)
         if step > state.step or checkpoint is None:
-            saved = _save(trainer, run_dir, step)
+            saved = _save(trainer, run_dir, step, log)
             log.say(f"saved {saved}")
         interrupted = step < config.steps
         if interrupted:
@@ -99,6 +104,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Summary:
         run_dir=run_dir,
         step=step,
         interrupted=interrupted,
+        failure=failure,
         skipped_steps=trainer.skipped_steps,
         before=before,
         after=after,
@@ -107,31 +113,11 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Summary:
     return summary
 
 
-def resume_command(config: TrainConfig) -> str:
-    """The command that goes on with a run."""
-    return f"rollcorr train {Path(config.run_dir) / 'config.yaml'} resume=true"
-
-
 def make_task(config: TaskConfig) -> Task:
     """The task that a configuration names."""
     if config.path is not None:
         return Gsm8kTask(config.path)
     return ArithmeticTask(max_operand=config.max_operand)
-
-
-def _find_checkpoint(config: TrainConfig, run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
-    """What to resume from, and which options changed since then; refuses to mix two runs."""
-    newest = latest_checkpoint(run_dir / "checkpoints")
-    if config.resume and newest is None:
-        raise FileNotFoundError(f"run_dir {str(run_dir)!r} has no checkpoint to resume from: leave out resume=true")
-    if not config.resume and (newest is not None or (run_dir / "metrics.jsonl").is_file()):
-        way = "add resume=true to go on with it" if newest is not None else "delete it (it has no checkpoint)"
-        raise FileExistsError(f"run_dir {str(run_dir)!r} holds a run already: {way}, or choose another run_dir")
-    if newest is None:
-        return None, []
-    saved = run_dir / "config.yaml"
-    changes = changed_options(load_config(saved), config) if saved.is_file() else []
-    return load_checkpoint(newest, device=config.device), changes
 
 
 def _build(config: TrainConfig, run_dir: Path, checkpoint: Checkpoint | None) -> tuple[GrpoTrainer, TrainState]:
@@ -153,26 +139,13 @@ def _build(config: TrainConfig, run_dir: Path, checkpoint: Checkpoint | None) ->
         )
     reference = _reference(config, run_dir, policy, fresh=checkpoint is None)
     state = TrainState() if checkpoint is None else checkpoint.state
-    trainer = GrpoTrainer(config, policy, _make_engine(config, policy, state.step), task, reference=reference)
+    trainer = GrpoTrainer(config, policy, make_engine(config, policy, version=state.step), task, reference=reference)
     if checkpoint is not None:
         trainer.optimizer.load_state_dict(checkpoint.optimizer)
         trainer.skipped_steps = state.skipped_steps
         if checkpoint.engine_weights is not None:
             trainer.engine.import_weights(checkpoint.engine_weights, version=state.engine_version)
     return trainer, state
-
-
-def _make_engine(config: TrainConfig, policy: Policy, version: int) -> TransformersEngine:
-    return TransformersEngine(
-        policy.model,
-        sampling=config.rollout.sampling,
-        max_new_tokens=config.rollout.max_new_tokens,
-        eos_token_id=policy.eos_token_id,
-        pad_token_id=policy.pad_token_id,
-        dtype=getattr(torch, config.rollout.dtype),
-        batch_size=config.rollout.batch_size,
-        version=version,
-    )
 
 
 def _reference(config: TrainConfig, run_dir: Path, policy: Policy, *, fresh: bool) -> nn.Module | None:
@@ -186,14 +159,20 @@ def _reference(config: TrainConfig, run_dir: Path, policy: Policy, *, fresh: boo
     return load_policy(str(directory)).model.to(config.device).eval().requires_grad_(False)
 
 
-def _save(trainer: GrpoTrainer, run_dir: Path, step: int) -> Path:
-    engine = trainer.engine
+def _save(trainer: GrpoTrainer, run_dir: Path, step: int, log: RunLogger) -> Path:
+    version, weights = trainer.engine.weight_version, None
+    if version != step:
+        try:
+            weights = trainer.engine.export_weights()
+        except EngineError as error:
+            log.say(f"the engine's weights, version {version}, are lost ({error}); it goes on with version {step}")
+            version = step
     return save_checkpoint(
         run_dir / "checkpoints",
-        trainer.policy,
+        partial(save_policy, trainer.policy),
         trainer.optimizer,
-        TrainState(step=step, engine_version=engine.weight_version, skipped_steps=trainer.skipped_steps),
-        engine_weights=None if engine.weight_version == step else engine.export_weights(),
+        TrainState(step=step, engine_version=version, skipped_steps=trainer.skipped_steps),
+        engine_weights=weights,
         keep=trainer.config.checkpoint.keep,
     )
 
@@ -201,7 +180,7 @@ def _save(trainer: GrpoTrainer, run_dir: Path, step: int) -> Path:
 def _write_rollouts(run_dir: Path, step: int, result: StepResult, config: TrainConfig) -> None:
     from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
 
-    batch, tokens = result.batch, result.batch.rollout.tokens
+    batch, tokens, kept = result.batch, result.batch.rollout.tokens, result.batch.rollout.kept
     log = RolloutBatch.from_padded(
         tokens.response_mask,
         prompt_mask=tokens.prompt_mask,
@@ -216,6 +195,8 @@ def _write_rollouts(run_dir: Path, step: int, result: StepResult, config: TrainC
         reward=[reward.value for reward in batch.rewards],
         advantages=batch.advantages[:, None].expand_as(tokens.response_mask),
         sampling=batch.rollout.sampling,
+        policy_versions=batch.rollout.policy_versions,
+        kept=kept,
         model=config.model.path or "random weights",
     )
     with RolloutLogWriter(run_dir / "rollouts" / f"step_{step:06d}.parquet", overwrite=True) as writer:
@@ -257,25 +238,3 @@ def _measure(trainer: GrpoTrainer, when: str, log: RunLogger, *, version: int) -
 def _write_summary(summary: Summary) -> None:
     text = json.dumps(asdict(summary) | {"run_dir": str(summary.run_dir)}, indent=2)
     (summary.run_dir / "summary.json").write_text(text + "\n", encoding="utf-8")
-
-
-@contextmanager
-def _interruption(log: RunLogger) -> Iterator[Callable[[], bool]]:
-    """Turn the first Ctrl-C or SIGTERM into a request to stop after the step; the second acts as usual."""
-    requested = False
-    previous: dict[int, Any] = {}
-
-    def request(number: int, frame: FrameType | None) -> None:
-        nonlocal requested
-        requested = True
-        for signal_number, handler in previous.items():
-            signal.signal(signal_number, handler)
-        log.say("stopping after this step (once more to stop at once, losing it)")
-
-    if threading.current_thread() is threading.main_thread():  # Python delivers signals there only
-        previous = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: requested
-    finally:
-        for signal_number, handler in previous.items():
-            signal.signal(signal_number, handler)

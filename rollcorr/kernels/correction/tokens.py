@@ -132,6 +132,7 @@ class TokenPass:
         scratch, rows = self._scratch, self.rows
         d, expm1, work = scratch("log_ratio"), scratch("expm1"), scratch("work")
         difference = torch.exp(scratch("train"), out=work).sub_(scratch("rollout").exp_()).abs_()
+        difference.nan_to_num_(nan=0.0, posinf=torch.inf)  # as in `core.divergence`: ∞ − ∞ of two densities
         rows.add("prob_diff_abs", difference.sum())  # exp(0) − exp(0) where nothing is compared
         rows.extremes("prob_diff_abs", self._nothing, _largest(difference))  # no metric reads its minimum
         rows.add("expm1_squares", torch.dot(expm1, expm1))

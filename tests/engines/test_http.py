@@ -1,0 +1,168 @@
+"""The client against a real server on this machine that misbehaves as servers do."""
+
+import threading
+from contextlib import contextmanager
+
+import pytest
+from local_server import serving
+
+from rollcorr.engines.base import EngineAnswerError, EngineUnavailableError
+from rollcorr.engines.http import JsonClient
+
+
+def echo(handler, body):
+    handler.send_json({"echo": body})
+
+
+def status(code, text):
+    return lambda handler, body: handler.send(code, text.encode())
+
+
+def drop(handler, body):
+    handler.close_connection = True
+    handler.connection.close()
+
+
+def half_a_body(handler, body):
+    handler.send(200, b'{"echo": [1, 2', announced=400)
+    drop(handler, body)
+
+
+def hang(handler, body):
+    handler.server.released.wait(10)
+    drop(handler, body)
+
+
+@contextmanager
+def client_of(*behaviours, **options):
+    """A client, and a server that plays a list of behaviours, one a request; the last one goes on."""
+    left = list(behaviours)
+
+    def play(handler, body):
+        with handler.server.lock:
+            behaviour = left.pop(0) if len(left) > 1 else left[0]
+        behaviour(handler, body)
+
+    options = {"timeout": 60.0, "retries": 2, "backoff": 0.001} | options
+    with serving(play) as server, JsonClient(f"{server.url}/", **options) as client:
+        yield client, server
+
+
+def test_json_goes_there_and_back():
+    with client_of(echo) as (client, server):
+        assert client.post("/generate", {"ids": [1, 2]}) == {"echo": {"ids": [1, 2]}}
+        assert client.get("/info") == {"echo": None}
+        assert server.requests == [("/generate", {"ids": [1, 2]}), ("/info", None)]
+
+
+@pytest.mark.parametrize("fault", [status(500, "boom"), status(503, "loading"), drop, half_a_body])
+def test_a_passing_fault_is_retried(fault):
+    with client_of(fault, fault, echo) as (client, server):
+        assert client.post("/", 7) == {"echo": 7}
+        assert len(server.requests) == 3
+
+
+def test_a_server_that_hangs_once_is_asked_again():
+    with client_of(hang, echo, timeout=0.5, retries=8) as (client, _):
+        assert client.post("/", 7) == {"echo": 7}
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [(status(500, "out of memory"), "HTTP 500: out of memory"), (drop, "Protocol|Read"), (half_a_body, "peer closed")],
+)
+def test_a_lasting_fault_says_what_was_tried(fault, reason):
+    with client_of(fault) as (client, server):
+        with pytest.raises(EngineUnavailableError, match=f"failed 3 times.*({reason})"):
+            client.post("/generate", None)
+        assert len(server.requests) == 3
+
+
+def test_a_server_that_hangs_is_unavailable_after_its_timeouts():
+    with (
+        client_of(hang, timeout=0.05, retries=1) as (client, _),
+        pytest.raises(EngineUnavailableError, match="ReadTimeout"),
+    ):
+        client.post("/generate", None)
+
+
+def test_a_dead_engine_is_unavailable():
+    with client_of(echo) as (client, _):
+        url = client.url
+    with (
+        JsonClient(url, retries=1, backoff=0.001) as client,
+        pytest.raises(EngineUnavailableError, match="ConnectError"),
+    ):
+        client.get("/health")
+
+
+def test_a_refusal_is_shown_and_not_repeated():
+    with client_of(status(400, "logprobs must be <= 20")) as (client, server):
+        with pytest.raises(EngineAnswerError, match="refused, HTTP 400: logprobs must be <= 20"):
+            client.post("/generate", None)
+        assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("text", ['{"echo": [1, 2', "", "<html>"])
+def test_a_whole_answer_that_is_no_json_is_not_repeated(text):
+    with client_of(status(200, text)) as (client, server):
+        with pytest.raises(EngineAnswerError, match="did not answer in JSON"):
+            client.post("/generate", None)
+        assert len(server.requests) == 1
+
+
+def test_answers_come_in_the_order_of_their_requests():
+    with client_of(echo, concurrency=4) as (client, _):
+        assert client.post_all("/", list(range(40))) == [{"echo": number} for number in range(40)]
+        assert client.post_all("/", []) == []
+
+
+def test_requests_are_under_way_at_the_same_time_but_no_more_than_allowed():
+    gathered, lock, waiting = threading.Barrier(3), threading.Lock(), []
+
+    def together(handler, body):
+        with lock:
+            waiting.append(body)
+            crowd = len(waiting)
+        gathered.wait(10)  # passes only when three are here at once
+        with lock:
+            waiting.pop()
+        handler.send_json(crowd)
+
+    with client_of(together, concurrency=3) as (client, _):
+        assert max(client.post_all("/", list(range(6)))) == 3
+
+
+def test_one_failure_fails_the_batch_and_stops_what_has_not_begun():
+    def refuse_seven(handler, body):
+        (status(400, "seven") if body == 7 else echo)(handler, body)
+
+    with client_of(refuse_seven, concurrency=1) as (client, server):
+        with pytest.raises(EngineAnswerError, match="seven"):
+            client.post_all("/", list(range(100)))
+        assert len(server.requests) < 100
+
+
+def test_a_key_is_sent_and_not_shown():
+    def refuse(handler, body):
+        handler.send(401, handler.headers["Authorization"].split()[0].encode())
+
+    with client_of(refuse, headers={"Authorization": "Bearer secret"}) as (client, _):
+        with pytest.raises(EngineAnswerError, match="HTTP 401: Bearer") as caught:
+            client.get("/")
+        assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"timeout": 0}, "timeout must be"),
+        ({"retries": -1}, "retries must be"),
+        ({"backoff": -1.0}, "backoff must be"),
+        ({"concurrency": 0}, "concurrency must be"),
+        ({"url": "localhost:30000"}, "url must begin with http"),
+    ],
+)
+def test_bad_settings_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        JsonClient(**({"url": "http://localhost:1"} | options))
