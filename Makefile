@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-seeds test test-triton test-ray check docs bench clean
+.PHONY: help install demo demo-seeds test test-triton test-arm test-ray check docs bench clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -36,6 +36,10 @@ test-triton: $(STAMP) ## Test the GPU kernels without a GPU: interpreted, and co
 test-ray: $(STAMP) ## Test `rollcorr check --ray` on a Ray cluster of this machine (installs Ray)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'
 	$(BIN)/python -m pytest tests/diagnostics/test_ray_cluster.py
+
+test-arm: $(STAMP) ## Compile the CPU kernel for arm64 (installs a cross compiler, 100 MB)
+	$(BIN)/pip install --quiet --disable-pip-version-check ziglang
+	$(BIN)/python -m pytest tests/kernels/test_cpu_build.py -k arm64
 
 check: $(STAMP) ## Lint, format and type checks; generated pages are current
 	$(BIN)/ruff check .
