@@ -51,7 +51,7 @@ docs: $(STAMP) ## Write the generated pages
 	$(BIN)/python tools/generate_docs.py
 
 bench: $(STAMP) ## Time the correction against verl 0.9.1, installed in an environment of its own
-	$(BIN)/python benchmarks/correction.py
+	$(BIN)/python benchmarks/correction.py $(ARGS)
 
 clean: ## Remove what was built and run
 	rm -rf $(VENV) build dist *.egg-info runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+from performance_page import performance_page  # noqa: E402
 
 from rollcorr.config import RolloutCorrectionConfig  # noqa: E402
 from rollcorr.core.diffusion_metrics import DIFFUSION_METRICS  # noqa: E402
@@ -259,6 +261,7 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 PAGES: dict[str, Callable[[], str]] = {
     "docs/metrics.md": metrics_page,
+    "docs/performance.md": lambda: performance_page(GENERATED, _table),
     "docs/presets.md": presets_page,
 }
 

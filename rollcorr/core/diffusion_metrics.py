@@ -45,10 +45,9 @@ DIFFUSION_METRICS: dict[str, Metric] = _table(
 
 def finalize_diffusion(statistics: HostStatistics, *, prefix: str = PREFIX) -> dict[str, float]:
     """Every metric whose rows the statistics have: the registry's, those of step_kl, those above, those by timestep."""
-    rows = DIFFUSION_METRICS | criterion_metrics("step_kl")
-    found = {
-        name: row.finalizer.compute(statistics) for name, row in rows.items() if row.finalizer.available(statistics)
-    }
+    there = statistics.row_names
+    registry = (DIFFUSION_METRICS | criterion_metrics("step_kl")).items()
+    found = {name: row.finalizer.compute(statistics) for name, row in registry if row.finalizer.available(there)}
     by_timestep = {
         f"log_prob_abs_diff/t_{name.removeprefix(BY_TIMESTEP)}": moments.mean
         for name, moments in statistics.moments.items()

@@ -283,13 +283,12 @@ def metric(name: str) -> Metric:
 
 def finalize(statistics: HostStatistics, *, prefix: str = PREFIX) -> dict[str, float]:
     """Every metric whose rows the statistics have, prefixed, in the registry's order."""
-    kinds = ("sums", "moments", "extremes", "histograms", "tops")
-    rows = frozenset(f"{kind}:{name}" for kind in kinds for name in getattr(statistics, kind))
-    return {f"{prefix}{name}": finalizer.compute(statistics) for name, finalizer in _computable(rows)}
+    computable = _computable(statistics.row_names)
+    return {f"{prefix}{name}": finalizer.compute(statistics) for name, finalizer in computable}
 
 
 @lru_cache(maxsize=64)
 def _computable(rows: frozenset[str]) -> tuple[tuple[str, Finalizer], ...]:
-    """The metrics that these rows suffice for, in the registry's order; the same for every step of a run."""
+    """The metrics that these rows suffice for, in the registry's order; the same at every step of a run."""
     registry = (METRICS | _CRITERION_METRICS).items()
-    return tuple((name, found.finalizer) for name, found in registry if rows.issuperset(found.finalizer.rows))
+    return tuple((name, found.finalizer) for name, found in registry if found.finalizer.available(rows))
