@@ -15,8 +15,10 @@ from context_slices import Slice, reduced
 from rollcorr import correct, merge_statistics
 from rollcorr.config import InertOptionWarning, LossConfig, RolloutCorrectionConfig
 from rollcorr.core.advantages import grpo_advantages, terminal_rewards
+from rollcorr.core.diffusion import gaussian_log_prob, sde_step, sde_step_mean
 from rollcorr.core.histograms import RELATIVE_ERROR
 from rollcorr.core.metrics import finalize
+from rollcorr.diffusion import apply_rollout_correction_to_diffusion_batch, check_diffusion_batch, check_schedule
 from rollcorr.kernels.correction import correction_kernel, implementations
 from rollcorr.policy_loss import PolicyLogProbs, policy_loss
 
@@ -389,12 +391,42 @@ def test_37_the_order_of_criteria_does_not_matter():
     assert first.metrics() == second.metrics()
 
 
+def test_39_a_schedule_off_by_one_step_is_found():
+    """One model and one step, scored a schedule entry later: the log-ratio is that of another distribution."""
+    sigmas = (1.0, 0.9, 0.75, 0.5, 0.25, 0.0)
+    velocity, sample, noise = torch.randn(3, 2, 96, generator=torch.Generator().manual_seed(0)).unbind(0)
+    at = {"sigma_max": 0.9, "noise_level": 0.7}
+    step = sde_step(velocity, sample, sigma=sigmas[1], sigma_next=sigmas[2], **at, noise=noise)
+    later = sde_step_mean(velocity, sample, sigma=sigmas[2], sigma_next=sigmas[3], **at)
+    off = gaussian_log_prob(step.prev_sample, *later, reduction="sum") - step.log_prob(reduction="sum")
+    assert (off.abs() > 1).all()
+    with pytest.raises(ValueError, match=r"first at entry 0: 1 and 0.9 .*off by one"):
+        check_schedule(sigmas[:-1], sigmas[1:])
+    batch = {"rollout_log_probs": torch.zeros(1, 2), "timesteps": torch.tensor([[900.0, 750.0]])}
+    check_diffusion_batch(batch, schedule=(1000.0, 900.0, 750.0))
+    with pytest.raises(ValueError, match="timestep 900 of sample 0, step 0, is not in the trainer's schedule"):
+        check_diffusion_batch(batch, schedule=(950.0, 750.0, 500.0))
+
+
+def test_40_steps_are_grouped_by_timestep_value_and_not_by_column():
+    """Windows start at random, so column 0 holds other timesteps in every sample; only t = 500 is off here."""
+    timesteps = torch.tensor([[900.0, 500.0], [500.0, 100.0], [900.0, 500.0]])
+    rollout = torch.full((3, 2), -1.0)
+    batch = {"rollout_log_probs": rollout, "old_log_probs": rollout + 0.25 * (timesteps == 500), "timesteps": timesteps}
+    _, metrics = apply_rollout_correction_to_diffusion_batch(batch, {"rollout_is": "token"})
+    by_value = {name.split("abs_diff/t_")[1]: x for name, x in metrics.items() if "abs_diff/t_" in name}
+    assert by_value == {"900": 0.0, "500": 0.25, "100": 0.0}
+
+
 def test_41_k3_is_positive_for_a_tiny_mismatch():
     d = torch.full((4, 64), 1e-5)
     d[:, ::2] *= -1
     metrics = bare(correct(d - 1.0, torch.full_like(d, -1.0), torch.ones_like(d), "disabled"))
     size = (d - 1.0 + 1.0).double().square().mean().item() / 2
     assert metrics["k3_kl"] == pytest.approx(size, rel=1e-4)
+    steps = {"rollout_log_probs": torch.zeros(1, 1), "old_log_probs": torch.full((1, 1), 1e-4)}
+    _, pooled = apply_rollout_correction_to_diffusion_batch(steps, "disabled")
+    assert pooled["rollout_corr/k3_kl"] == pytest.approx(5.0e-9, rel=1e-3)
 
 
 def test_42_a_small_spread_around_one_is_not_zero():

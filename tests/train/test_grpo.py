@@ -24,6 +24,12 @@ MODES = {
         "algorithm.loss.kl_coef=0.1",
         "algorithm.loss.entropy_coef=0.01",
     ],
+    "replayed truncation": [
+        "algorithm.rollout_correction=decoupled_token_is",
+        "algorithm.loss.kl_coef=0.1",
+        "algorithm.loss.entropy_coef=0.01",
+        "rollout.sampling={temperature: 0.7, top_p: 0.9, top_k: 20, logprobs: processed}",
+    ],
 }
 REPORTED = (
     *("reward/mean", "reward/std", "reward/accuracy", "response/length_mean", "engine/staleness"),
@@ -76,7 +82,7 @@ def test_the_micro_batch_size_changes_nothing(micro_trainer, mode):
             seed=0, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
             num_key_value_heads=1, head_dim=16,
         )  # fmt: skip
-        reference = copy.deepcopy(policy.model) if mode == "KL and entropy" else None
+        reference = copy.deepcopy(policy.model) if "kl_coef" in " ".join(MODES[mode]) else None
         # Adam divides by the gradient's size and would blow up rounding errors: compare plain gradients.
         trainer = micro_trainer(
             *MODES[mode],
