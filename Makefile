@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-seeds test test-triton test-arm test-ray check docs bench clean
+.PHONY: help install demo demo-seeds test test-slow test-triton test-arm test-ray check docs bench clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -28,6 +28,9 @@ demo-seeds: $(STAMP) ## The demo for three seeds, with the acceptance figures at
 
 test: $(STAMP) ## Run the tests
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+
+test-slow: $(STAMP) ## Fuzz the numbers with 10,000 examples of each property (half an hour)
+	$(BIN)/python -m pytest tests/test_numeric_fuzzing.py --hypothesis-profile=slow
 
 test-triton: $(STAMP) ## Test the GPU kernels without a GPU: interpreted, and compiled for four GPUs (installs Triton, 1 GB)
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[triton]'
