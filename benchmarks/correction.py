@@ -5,7 +5,7 @@
     python benchmarks/correction.py --device cuda --rows 4096
     python benchmarks/correction.py --save              # also writes benchmarks/results/
 
-verl is installed from its wheel, without what it does not need here, into benchmarks/.venv, which borrows this
+verl is installed from its wheel, without what it does not need here, into benchmarks/.venv/verl, which borrows this
 environment's torch; the timing itself runs there. Ratios are of minima: what each takes when nobody disturbs it. "The
 copy" moves 14 bytes a token, 7 in and 7 out, between buffers that exist already: what weights and a mask cost at least.
 """
@@ -15,39 +15,29 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
-import subprocess
-import sys
-import sysconfig
 import time
-import venv
 import warnings
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from peers import provenance, run_beside
 
 if TYPE_CHECKING:
     import torch
 
 HERE = Path(__file__).parent
-PEER = HERE / ".venv"
 PEER_REQUIREMENTS = ["verl==0.9.1", "tensordict==0.10.0"]
 PEER_PLAIN = ["codetiming", "hydra-core", "ray", "pandas", "cloudpickle", "orjson", "importlib_metadata", "pyvers"]
-INSIDE = "ROLLCORR_BENCHMARK_INSIDE"
 VERL, COPY = "verl 0.9.1", "copy of 14 bytes a token"
 
 
 def main() -> None:
-    """Prepare the peer's environment, then run the timing inside it."""
+    """Run the timing in an environment that holds verl."""
     arguments = parse()
-    if os.environ.get(INSIDE):
-        report(arguments)
-        return
-    prepare()
-    environment = {**os.environ, INSIDE: "1", "PYTHONPATH": str(HERE.parent)}
-    raise SystemExit(subprocess.run([PEER / "bin" / "python", __file__, *sys.argv[1:]], env=environment).returncode)
+    run_beside(__file__, "verl", PEER_REQUIREMENTS, PEER_PLAIN)
+    report(arguments)
 
 
 def parse() -> argparse.Namespace:
@@ -61,21 +51,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
     parser.add_argument("--save", action="store_true", help="write the result to benchmarks/results/")
     return parser.parse_args()
-
-
-def prepare() -> None:
-    """Create the environment that holds verl beside this environment's packages."""
-    done = PEER / ".installed"
-    if done.exists():
-        return
-    print("installing verl 0.9.1 into", PEER)
-    venv.create(PEER, with_pip=True, clear=True)
-    site = next((PEER / "lib").glob("python*/site-packages"))
-    (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    pip = [PEER / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "--no-deps", *PEER_REQUIREMENTS], check=True)
-    subprocess.run([*pip, *PEER_PLAIN], check=True)
-    done.touch()
 
 
 def report(arguments: argparse.Namespace) -> None:
@@ -165,18 +140,7 @@ def build(arguments: argparse.Namespace) -> dict[str, Callable[[], object]]:
 
 def save(arguments: argparse.Namespace, times: dict[str, list[float]]) -> None:
     """Write the figures with what is needed to repeat them."""
-    import torch
-
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE)
-    device = torch.cuda.get_device_name() if arguments.device == "cuda" else processor()
-    result = {
-        "date": date.today().isoformat(),
-        "commit": commit.stdout.strip(),
-        "command": " ".join(["python", "benchmarks/correction.py", *sys.argv[1:]]),
-        "device": device,
-        "threads": arguments.threads,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
+    result = provenance(__file__, arguments.device, arguments.threads) | {
         "tokens": arguments.rows * arguments.length,
         "seconds": times,
     }
@@ -185,14 +149,6 @@ def save(arguments: argparse.Namespace, times: dict[str, list[float]]) -> None:
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(result, indent=2) + "\n")
     print("wrote", path.relative_to(HERE.parent))
-
-
-def processor() -> str:
-    """The CPU's name and core count."""
-    names = [
-        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().split("\n") if "model name" in line
-    ]
-    return f"{names[0] if names else platform.processor()} ({os.cpu_count()} cores)"
 
 
 if __name__ == "__main__":
