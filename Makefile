@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-seeds test test-triton check docs bench clean
+.PHONY: help install demo demo-seeds test test-triton test-ray check docs bench clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -32,6 +32,10 @@ test: $(STAMP) ## Run the tests
 test-triton: $(STAMP) ## Test the GPU kernels without a GPU: interpreted, and compiled for four GPUs (installs Triton, 1 GB)
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[triton]'
 	$(BIN)/python -m pytest tests/kernels/test_triton_*.py
+
+test-ray: $(STAMP) ## Test `rollcorr check --ray` on a Ray cluster of this machine (installs Ray)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'
+	$(BIN)/python -m pytest tests/diagnostics/test_ray_cluster.py
 
 check: $(STAMP) ## Lint, format and type checks; generated pages are current
 	$(BIN)/ruff check .

@@ -7,8 +7,8 @@
 
 TRL and Liger are installed into benchmarks/.venv/linear, which borrows this environment's torch; the timing runs there.
 Every round runs every contender once (short ones ten times), and ratios are of minima. "Four products" are the matrix
-products alone: logits, logits again, the gradient in the hidden states, that in the head. Peak memory is what a
-contender allocates at most at a time, gradients included and what exists before it not.
+products alone: logits, logits again, the gradient in the hidden states, that in the head. Peak memory is what
+tensors that a contender makes hold at most at a time: gradients included, what exists before it not.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from peers import HERE, interleaved, provenance, run_beside
+from peers import HERE, interleaved, provenance, run_beside, summary
 
 if TYPE_CHECKING:
     import torch
@@ -186,43 +185,33 @@ def report(arguments: argparse.Namespace, V: int) -> None:
 
     batch = make_batch(arguments, V)
     contestants = contenders(batch, "triton" if arguments.device == "cuda" else "auto")
-    memory = {name: peak(run, batch, arguments.device) for name, run in contestants.items()}
+    memory = {name: peak(run, batch) for name, run in contestants.items()}
     synchronize = torch.cuda.synchronize if arguments.device == "cuda" else None
     times = interleaved(contestants, arguments.rounds, synchronize=synchronize)
-    least = {name: min(values) for name, values in times.items()}
+    figures = {name: summary(runs) for name, runs in times.items()}
     shape = f"N = {arguments.tokens:,}, d = {arguments.width:,}, V = {V:,}, K = {KEPT}, {arguments.dtype}"
     print(f"\n{shape}, {arguments.device}, {arguments.threads} threads, torch {torch.__version__}")
-    print(f"{'':46s} {'min ms':>9s} {'median':>9s} {'/ products':>10s} {'masked /':>9s} {'peak MB':>9s}")
-    for name, values in times.items():
-        line = f"{name:46s} {least[name] * 1e3:9.1f} {statistics.median(values) * 1e3:9.1f}"
-        ratios = f"{least[name] / least[PRODUCTS]:10.3f} {least[MASKED] / least[name]:9.1f}"
+    print(f"{'ms':46s} {'min':>9s} {'median':>9s} {'CPU':>9s} {'/ products':>10s} {'masked /':>9s} {'peak MB':>9s}")
+    for name, of in figures.items():
+        line = f"{name:46s} {of['min'] * 1e3:9.1f} {of['median'] * 1e3:9.1f} {of['cpu'] * 1e3:9.1f}"
+        ratios = f"{of['min'] / figures[PRODUCTS]['min']:10.3f} {figures[MASKED]['min'] / of['min']:9.1f}"
         print(f"{line} {ratios} {memory[name] / 1e6:9.1f}")
     if arguments.save:
-        save(arguments, V, times, memory)
+        save(arguments, V, figures, memory)
 
 
-def peak(run: Callable[[], object], batch: Batch, device: str) -> int:
-    """Bytes allocated at most at one time."""
-    import torch
+def peak(run: Callable[[], object], batch: Batch) -> int:
+    """Bytes in tensors that a call has made, at most at one time."""
+    from counting import Counts
 
     run()
     batch.hidden.grad = batch.weight.grad = None
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+    with Counts() as counts:
         run()
-        return torch.cuda.max_memory_allocated() - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as recorded:
-        run()
-    live = most = 0
-    for event in recorded.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            most = max(most, live)
-    return most
+    return counts.peak_bytes
 
 
-def save(arguments: argparse.Namespace, V: int, times: dict[str, list[float]], memory: dict[str, int]) -> None:
+def save(arguments: argparse.Namespace, V: int, figures: dict[str, Any], memory: dict[str, int]) -> None:
     """Write the figures with what is needed to repeat them."""
     result = provenance(__file__, arguments.device, arguments.threads) | {
         "tokens": arguments.tokens,
@@ -231,10 +220,7 @@ def save(arguments: argparse.Namespace, V: int, times: dict[str, list[float]], m
         "kept": KEPT,
         "dtype": arguments.dtype,
         "peak_bytes": memory,
-        "seconds": {
-            name: {"min": min(values), "median": statistics.median(values), "runs": len(values)}
-            for name, values in times.items()
-        },
+        "seconds": figures,
     }
     name = f"linear_logprob_{arguments.device}_{arguments.dtype}_{arguments.tokens}x{arguments.width}x{V}.json"
     path = HERE / "results" / name

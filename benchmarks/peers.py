@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import sysconfig
 import time
 import venv
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 HERE = Path(__file__).parent
 INSIDE = "ROLLCORR_BENCHMARK_INSIDE"
@@ -49,23 +50,43 @@ def run_beside(script: str, name: str, peers: list[str], plain: list[str] | None
     raise SystemExit(subprocess.run([python, script, *sys.argv[1:]], env=environment).returncode)
 
 
+class Run(NamedTuple):
+    """Seconds of one call: by the clock, and those that the process computed, on all threads together."""
+
+    wall: float
+    cpu: float
+
+
+Name = TypeVar("Name", bound=Hashable)
+
+
 def interleaved(
-    contenders: dict[str, Callable[[], object]], rounds: int, *, synchronize: Callable[[], object] | None = None
-) -> dict[str, list[float]]:
-    """Seconds of every contender, round by round, short ones ten times: what disturbs one disturbs its neighbours."""
-    times: dict[str, list[float]] = {name: [] for name in contenders}
+    contenders: Mapping[Name, Callable[[], object]], rounds: int, *, synchronize: Callable[[], object] | None = None
+) -> dict[Name, list[Run]]:
+    """Every contender, round by round, short ones ten times: whatever disturbs one disturbs its neighbours too."""
+    times: dict[Name, list[Run]] = {name: [] for name in contenders}
     for round_number in range(rounds + 1):  # the first round warms up
         for name, run in contenders.items():
             values = times[name]
-            for _ in range(10 if values and values[-1] < 0.1 else 1):
-                start = time.perf_counter()
+            for _ in range(10 if values and values[-1].wall < 0.1 else 1):
+                busy, start = time.process_time(), time.perf_counter()
                 run()
                 if synchronize is not None:
                     synchronize()
-                values.append(time.perf_counter() - start)
+                values.append(Run(time.perf_counter() - start, time.process_time() - busy))
             if round_number == 0:
                 del values[:-1]
     return {name: values[1:] for name, values in times.items()}
+
+
+def summary(runs: list[Run]) -> dict[str, float]:
+    """What is kept of a contender's runs."""
+    return {
+        "min": min(run.wall for run in runs),
+        "median": statistics.median(run.wall for run in runs),
+        "cpu": min(run.cpu for run in runs),
+        "runs": len(runs),
+    }
 
 
 def provenance(script: str, device: str, threads: int) -> dict[str, Any]:
