@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rollcorr.engines.checkpoint_folder import without_progress_bars
 from rollcorr.train.seeds import derived_seed
 
 ASSETS = Path(__file__).parent / "assets"
@@ -107,7 +107,7 @@ def load_policy(path: str | None, *, config: Mapping[str, Any] | None = None, se
 
 def save_policy(policy: Policy, directory: Path) -> None:
     """Write model (safetensors) and tokenizer into a directory that `load_policy` reads."""
-    with _without_progress_bars():
+    with without_progress_bars():
         policy.model.save_pretrained(directory)
     policy.tokenizer.save_pretrained(directory)
 
@@ -136,7 +136,7 @@ def _from_directory(directory: Path) -> Policy:
         )
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with _without_progress_bars():
+    with without_progress_bars():
         model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True).float()
     return Policy(model, AutoTokenizer.from_pretrained(directory, local_files_only=True))
 
@@ -148,17 +148,3 @@ def _initialise(config: Any, seed: int) -> nn.Module:  # noqa: ANN401
         torch.manual_seed(derived_seed(seed, "weights"))
         model: nn.Module = AutoModelForCausalLM.from_config(config).float()
     return model
-
-
-@contextlib.contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    """Keep transformers' bars for reading and writing weights off the training display."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()

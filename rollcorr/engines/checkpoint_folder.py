@@ -1,0 +1,63 @@
+"""A policy as a Hugging Face checkpoint in a folder: how weights travel to an engine in another process."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+WEIGHTS = "*.safetensors*"
+
+
+def write_checkpoint(model: Any, folder: Path, *, dtype: torch.dtype) -> None:  # noqa: ANN401 (a transformers model)
+    """Write configuration and weights, parameters rounded to `dtype`. What the folder held of an older one goes first.
+
+    Args:
+        model: a model of `transformers`; it is not changed.
+        folder: an existing folder.
+        dtype: precision in the files. Buffers keep theirs.
+    """
+    for file in folder.glob(WEIGHTS):
+        file.unlink()
+    saved = model.state_dict().keys()
+    weights = {name: buffer.detach() for name, buffer in model.named_buffers() if name in saved}
+    weights |= {name: parameter.detach().to(dtype) for name, parameter in model.named_parameters()}  # tied ones once
+    with without_progress_bars():
+        model.save_pretrained(folder, state_dict=weights)
+
+
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Names and tensors of the folder's safetensors files."""
+    from safetensors.torch import load_file
+
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def read_policy(folder: Path, weights: Mapping[str, torch.Tensor]) -> Any:  # noqa: ANN401 (a transformers model)
+    """A float32 model of the configuration in `folder` with other weights, named as `read_weights` names them."""
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+
+    with tempfile.TemporaryDirectory(prefix="rollcorr-weights-") as other, without_progress_bars():
+        shutil.copy(folder / "config.json", other)
+        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, Path(other) / "model.safetensors")
+        return AutoModelForCausalLM.from_pretrained(other, local_files_only=True, dtype=torch.float32)
+
+
+@contextlib.contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Keep transformers' bars for reading and writing weights off the display."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -1,0 +1,52 @@
+"""New weights inside a vLLM worker: reload them in place, and the output head with them.
+
+`WeightReloader` is mixed into vLLM's workers (`worker_extension_cls`), so it runs where the model is, on every rank.
+The folder holds a Hugging Face checkpoint in safetensors; each rank reads it and takes its part.
+
+The head needs care. With tied embeddings a checkpoint has no head; vLLM loads the embedding and the head shares the
+tensor. On the CPU the head computes with a packed copy, made when the engine started, which a reload leaves as it was:
+the new body feeds the old head, without an error. So the head is packed anew after each reload. On a GPU the head has
+no such copy and there is nothing to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class WeightReloader:
+    """Methods that vLLM's workers get; called by `collective_rpc`."""
+
+    def rollcorr_reload(self, folder: str) -> None:
+        """Load every weight in `folder`."""
+        self.reload_weights(weights_iterator=checkpoint_weights(Path(folder)))  # type: ignore[attr-defined]
+        repack_output_head(self.get_model())  # type: ignore[attr-defined]
+
+
+def checkpoint_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of all safetensors files of a folder.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    from safetensors import safe_open
+
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"no *.safetensors in {str(folder)!r}: this worker must see the folder under this path")
+    for file in files:
+        with safe_open(file, framework="pt") as weights:
+            for name in weights.keys():  # noqa: SIM118 (not a mapping)
+                yield name, weights.get_tensor(name)
+
+
+def repack_output_head(model: Any) -> None:  # noqa: ANN401 (a model of vLLM)
+    """Make the packed copy of the output head again, where there is one."""
+    for module in model.modules():
+        if hasattr(module, "tie_weights") and hasattr(module, "cpu_linear"):
+            module.quant_method.process_weights_after_loading(module)
