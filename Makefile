@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-seeds test test-triton test-vllm check docs bench clean
+.PHONY: help install demo demo-seeds test test-triton test-ray test-vllm check docs bench clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -37,7 +37,11 @@ test: $(STAMP) ## Run the tests
 
 test-triton: $(STAMP) ## Test the GPU kernels without a GPU: interpreted, and compiled for four GPUs (installs Triton, 1 GB)
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[triton]'
-	$(BIN)/python -m pytest tests/kernels/test_triton_kernel.py tests/kernels/test_triton_compile.py
+	$(BIN)/python -m pytest tests/kernels/test_triton_*.py
+
+test-ray: $(STAMP) ## Test `rollcorr check --ray` on a Ray cluster of this machine (installs Ray)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'
+	$(BIN)/python -m pytest tests/diagnostics/test_ray_cluster.py
 
 test-vllm: $(VLLM_STAMP) ## Test the vLLM engine with vLLM itself on the CPU (an environment of its own, 3.7 GB)
 	$(VLLM_VENV)/bin/python -m pytest tests/engines/test_vllm_real.py -s

@@ -75,7 +75,8 @@ class RolloutCorrectionConfig(PresetMethods):
             bounds by `safety_bound` alone.
         rollout_is_batch_normalize: divide the weights by their mean over the batch (after truncation).
         rollout_rs: rejection criteria, one text with commas or a list: scope_kind with scope token, seq_sum, seq_mean
-            or seq_max and kind k1, k2 or k3 (no seq_max_k1). All must hold. Kept as one text.
+            or seq_max and kind k1, k2 or k3 (no seq_max_k1); for diffusion also step_kl. All must hold. Kept as one
+            text.
         rollout_rs_threshold: one threshold for all criteria, or one for each, with commas (`rollcorr.thresholds`).
         bypass_mode: take μ itself as π_old and skip the old log-probs.
         loss_type: "ppo_clip", or (bypass only) "reinforce".

@@ -28,6 +28,7 @@ from rollcorr.kernels.correction.detail import Detail as Detail
 from rollcorr.kernels.correction.detail import sequence_detail, token_detail
 from rollcorr.kernels.correction.table import BlockRows
 from rollcorr.schemas import resolve
+from rollcorr.thresholds import check_token_criteria
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -161,6 +162,7 @@ def correct(
         check_out(out, resolved, **inputs, response_mask=response_mask)
     if resolved is None:
         return _nothing(response_mask, cu_seqlens, out)
+    check_token_criteria(resolved.criteria)
     check_groups(group, context_group)
     with torch.no_grad():
         batch = _Batch(train_log_prob.detach(), rollout_log_prob.detach(), response_mask, cu_seqlens, context_group)

@@ -24,7 +24,7 @@ from rollcorr.generations import (
     Schema,
     shown,
 )
-from rollcorr.thresholds import CRITERIA
+from rollcorr.thresholds import CRITERIA, STEP_CRITERIA
 
 __all__ = ["Conversion", "FieldReport", "Schema", "config_section", "convert", "converted_document", "resolve"]
 
@@ -179,7 +179,7 @@ def _detect(options: Mapping[str, Any], flat: bool) -> Schema:
     names = {name.strip() for name in rs.split(",")} if isinstance(rs, str) else set()
     if names & OLDER_CRITERIA.keys():
         signs["2025-11"].append(f"rollout_rs: {rs}")
-    if names & CRITERIA.keys():
+    if names & (CRITERIA | STEP_CRITERIA).keys():
         signs["newest"].append(f"rollout_rs: {rs}")
     later = [key for key in options if "2025-10" not in _owners(key)]
     if isinstance(level, str):

@@ -12,15 +12,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Literal
 
 from rollcorr.checks import check_choice, check_number, nearest
 
-Scope = Literal["token", "seq_sum", "seq_mean", "seq_max"]
-Kind = Literal["k1", "k2", "k3"]
+Scope = Literal["token", "seq_sum", "seq_mean", "seq_max", "step"]
+Kind = Literal["k1", "k2", "k3", "kl"]
 Threshold = float | str
 Band = tuple[float | None, float | None]
 
@@ -38,18 +38,25 @@ CRITERIA: dict[str, tuple[Scope, Kind]] = {
     "seq_max_k3": ("seq_max", "k3"),
 }
 
+# Of denoising steps only: their KL is exact, from the two means, and needs no estimate.
+STEP_CRITERIA: dict[str, tuple[Scope, Kind]] = {"step_kl": ("step", "kl")}
+
+_EVERY = CRITERIA | STEP_CRITERIA
+
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Criterion:
-    """Keep a unit iff lower ≤ ρ ≤ upper (k1), or its divergence ≤ upper (k2, k3).
+    """Keep a unit iff lower ≤ ρ ≤ upper (k1), or its divergence ≤ upper (k2, k3, kl).
 
     Attributes:
-        scope: "token": each token decides for itself; "seq_sum", "seq_mean", "seq_max": the sequence decides.
-        kind: "k1" = −log ρ, bounded through the ratio ρ; "k2" = (log ρ)²/2; "k3" = ρ − 1 − log ρ.
+        scope: "token": each token decides for itself; "seq_sum", "seq_mean", "seq_max": the sequence decides; "step":
+            each denoising step of a diffusion model.
+        kind: "k1" = −log ρ, bounded through the ratio ρ; "k2" = (log ρ)²/2; "k3" = ρ − 1 − log ρ; "kl" = the exact
+            divergence of a denoising step, over all latent dimensions.
         lower: smallest ratio kept; k1 only. None leaves the side open.
-        upper: largest ratio kept (k1; None leaves the side open), or largest divergence kept (k2, k3), in nats.
+        upper: largest ratio kept (k1; None leaves the side open), or largest divergence kept (k2, k3, kl), in nats.
 
     Raises:
         TypeError: a bound is no number, or a name is no string.
@@ -67,10 +74,10 @@ class Criterion:
     upper: float | None = None
 
     def __post_init__(self) -> None:
-        check_choice("scope", self.scope, ("token", "seq_sum", "seq_mean", "seq_max"))
-        check_choice("kind", self.kind, ("k1", "k2", "k3"))
-        if self.name not in CRITERIA:
-            raise ValueError(f"{self.name} does not exist: seq_max takes k2 or k3")
+        check_choice("scope", self.scope, ("token", "seq_sum", "seq_mean", "seq_max", "step"))
+        check_choice("kind", self.kind, ("k1", "k2", "k3", "kl"))
+        if self.name not in _EVERY:
+            raise ValueError(f"{self.name} does not exist: seq_max takes k2 or k3, and step takes kl alone")
         for side, bound in (("lower", self.lower), ("upper", self.upper)):
             if bound is not None:
                 check_number(f"{self.name} {side} bound", bound, above=0)
@@ -172,12 +179,41 @@ def criterion_names(names: str | Sequence[str]) -> list[str]:
     if not any(listed):
         raise ValueError(f"rollout_rs {names!r} names no criterion; write None for no rejection")
     for name in listed:
-        if name not in CRITERIA:
+        if name not in _EVERY:
             raise ValueError(
                 f"rollout_rs {names!r}: unknown criterion {name!r}; "
-                f"known are {', '.join(CRITERIA)}.{nearest(name, CRITERIA)}"
+                f"known are {', '.join(_EVERY)}.{nearest(name, _EVERY)}"
             )
     return listed
+
+
+def check_token_criteria(criteria: Iterable[Criterion]) -> None:
+    """Check that log-probs alone decide every criterion.
+
+    Raises:
+        ValueError: one needs the means of denoising steps.
+    """
+    for criterion in criteria:
+        if criterion.name in STEP_CRITERIA:
+            raise ValueError(
+                f"rollout_rs {criterion.name!r} is for denoising steps: their means give the exact KL, log-probs do "
+                "not; use rollcorr.diffusion, or a criterion of tokens and sequences such as 'seq_mean_k3'"
+            )
+
+
+def without_criterion(names: str, threshold: Threshold, left_out: str) -> tuple[str | None, Threshold | None]:
+    """`rollout_rs` and its threshold without one criterion; None and None where nothing else is named.
+
+    Raises:
+        TypeError, ValueError: as `parse_rejection`.
+    """
+    listed, texts = criterion_names(names), threshold_texts(threshold)
+    kept = [i for i, name in enumerate(listed) if name != left_out]
+    if not kept:
+        return None, None
+    if len(texts) > 1:
+        threshold = ",".join(texts[i] for i in kept)
+    return ",".join(listed[i] for i in kept), threshold
 
 
 def threshold_texts(threshold: Threshold) -> list[str]:
@@ -217,7 +253,7 @@ def join_band(lower: Threshold, upper: Threshold | None) -> str:
 
 def _criterion(name: str, text: str) -> Criterion:
     """One criterion from its name and the text of its threshold."""
-    scope, kind = CRITERIA[name]
+    scope, kind = _EVERY[name]
     option = f"rollout_rs_threshold for {name}"
     parts = text.split("_")
     if kind != "k1":

@@ -33,6 +33,7 @@ LAYERS = [
     {"distributed"},
     {"aggregation", "correction", "scoring"},
     {"bypass", "policy_loss"},
+    {"diffusion"},
     {"diagnostics", "engines", "rollout_log", "simulation"},
     {"train", "integrations"},
     {"cli"},
@@ -108,13 +109,14 @@ def test_the_package_and_the_command_line_start_without_torch():
 
 def test_the_correction_needs_no_extra():
     """What `pip install rollcorr` alone must be able to import."""
-    light = ["correction", "policy_loss", "distributed", "config", "schemas", "integrations.verl"]
+    light = ["correction", "policy_loss", "distributed", "config", "schemas", "diffusion", "integrations.verl"]
     for name in light:
         importlib.import_module(f"rollcorr.{name}")
     for path in FILES:
         if (
             unit(path)
-            in {"core", "kernels", "correction", "policy_loss", "bypass", "distributed", "integrations"} | CONFIG_FAMILY
+            in {"core", "kernels", "correction", "policy_loss", "bypass", "diffusion", "distributed", "integrations"}
+            | CONFIG_FAMILY
         ):
             allowed = LIGHT | {"rollcorr"} | ({"triton"} if path.parent.name == "triton" else set())  # imported lazily
             heavy = {m.split(".")[0] for m in imports(path, top_level=True)} - allowed

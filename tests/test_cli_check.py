@@ -7,7 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 from rollcorr.cli import app
-from rollcorr.diagnostics import check as module
+from rollcorr.diagnostics import tally as module
 from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
 
 
@@ -93,6 +93,13 @@ def test_the_training_side_can_be_chosen(log):
     assert invoke(path, "--train-column", "log_prob").exit_code == 1
 
 
+def test_several_workers_print_the_same(log, tmp_path):
+    for name in ("first.parquet", "second.parquet"):
+        log(1.5, name)
+    alone, both = invoke(tmp_path), invoke(tmp_path, "--workers", 2)
+    assert (both.stdout, both.exit_code, both.stderr) == (alone.stdout, 1, "")
+
+
 def test_ctrl_c_prints_what_was_seen_and_gives_exit_code_130(log, monkeypatch):
     real, calls = module.validate_batch, []
 
@@ -106,7 +113,7 @@ def test_ctrl_c_prints_what_was_seen_and_gives_exit_code_130(log, monkeypatch):
     result = invoke(log(0.01), log(0.01, "second.parquet"))
     assert result.exit_code == 130
     assert result.stdout.startswith("healthy  32 sequences")
-    assert "interrupted: this covers the first 32 rows only" in result.stdout
+    assert "interrupted: this covers 32 of 64 rows only" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -117,6 +124,8 @@ def test_ctrl_c_prints_what_was_seen_and_gives_exit_code_130(log, monkeypatch):
         (["LOG", "--preset", "token_is", "--config", "x.yaml"], "exclude each other"),
         (["LOG", "--config", "nowhere.yaml"], "nowhere.yaml"),
         (["LOG", "--train-column", "advantages"], "old_log_prob or log_prob"),
+        (["LOG", "--workers", "0"], "workers=0; give 1 or more"),
+        (["LOG", "--workers", "2", "--ray", "local"], "workers=2 with a Ray cluster"),
         (["BROKEN"], "not a whole Parquet file"),
     ],
 )

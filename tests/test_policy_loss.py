@@ -93,6 +93,19 @@ def test_each_mode_puts_three_distinct_policies_in_their_places():
     assert plain.loss.item() == pytest.approx(-math.exp(0.1) * 2, rel=1e-6)
 
 
+def test_the_kl_penalty_takes_the_log_probs_over_the_whole_vocabulary():
+    """One token that a truncation made certain: log π = 0 for the ratio, log 0.5 against a reference of log 0.25."""
+    leaf = torch.tensor([[math.log(0.5)]], dtype=torch.float64, requires_grad=True)
+    zero, one = torch.zeros(1, 1, dtype=torch.float64), torch.ones(1, 1)
+    policies = PolicyLogProbs(zero, zero.clone(), ref_log_prob=zero + math.log(0.25), full_log_prob=leaf)
+    output = policy_loss(policies, one, one, config=None, loss=LossConfig(kl_coef=3.0, kl_estimator="k1"))
+    assert output.regularization.item() == pytest.approx(3 * math.log(2))
+    output.loss.backward()
+    assert leaf.grad.item() == pytest.approx(3.0)
+    with pytest.raises(ValueError, match="full_log_prob"):
+        PolicyLogProbs(zero, full_log_prob=torch.zeros(1, 2))
+
+
 def test_bypass_ppo_clip_never_applies_the_behaviour_ratio_twice():
     policies, advantages, mask, _ = random_batch(0)
     plain = policy_loss(bypass_only(policies), advantages, mask, config="bypass_ppo_clip")

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rollcorr.rollout_log.batch
+from rollcorr.core.sampling import KeptSets
 from rollcorr.rollout_log import RolloutBatch, RolloutLogError, RolloutLogWriter, read_rollout_log
 from rollcorr.rollout_log.schema import list_array
 
@@ -122,6 +123,27 @@ def test_kept_sets_come_back_packed_over_all_rows():
         batch.kept_sets()
 
 
+def test_kept_sets_of_sampled_tokens_become_columns_and_come_back():
+    """A hole keeps nothing; packed and padded agree; the row without a token has one offset."""
+    mask = torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 0]])
+    kept = KeptSets.of([[1, 2], [4], [5], [6, 7]])
+    batch = RolloutBatch.from_padded(mask, kept=kept)
+    assert batch.objects("kept_ids") == [[1, 2, 4], [], [5, 6, 7]]
+    assert batch.objects("kept_offsets") == [[0, 2, 2, 3], [0], [0, 1, 3]]
+    assert batch.kept_sets().select(batch.packed("response_mask").nonzero()[:, 0]).ids.tolist() == kept.ids.tolist()
+    packed = RolloutBatch.from_packed(torch.tensor([1, 0, 1, 1, 1]), cu_seqlens=torch.tensor([0, 3, 3, 5]), kept=kept)
+    assert packed.objects("kept_offsets") == batch.objects("kept_offsets")
+    with pytest.raises(ValueError, match="kept sets are of 4 tokens, response_mask has 5"):
+        RolloutBatch.from_padded(torch.ones(1, 5), kept=kept)
+
+
+def test_versions_of_tokens_become_spans():
+    versions = torch.tensor([[3, 3, 4], [5, 9, 9], [7, 8, 9]])
+    batch = RolloutBatch.from_padded(torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]]), policy_versions=versions)
+    spans = [{"start": 0, "length": 2, "version": 3}, {"start": 2, "length": 1, "version": 4}]
+    assert batch.objects("policy_versions") == [spans, [{"start": 0, "length": 1, "version": 5}], []]
+
+
 def test_a_sampling_spec_fills_engine_and_policy_version():
     batch = RolloutBatch.from_padded(MASK, sampling=Spec(), engine_version="mine")
     assert batch.objects("engine") == ["vllm"] * 3
@@ -157,7 +179,8 @@ def test_any_padded_batch_comes_back_bit_for_bit(shape, suffix):
     patterns = torch.randint(-(2**31), 2**31 - 1, (B, T), generator=generator, dtype=torch.int32)
     log_prob = patterns.view(torch.float32)  # every kind of float: tiny, huge, −0.0, ±inf, NaN
     log_prob = torch.where(log_prob.isnan(), NAN, log_prob) if "json" in suffix else log_prob
-    batch = RolloutBatch.from_padded(mask, response_ids=ids, rollout_log_prob=log_prob, reward=log_prob.sum(1))
+    reward = log_prob.sum(1).nan_to_num(1.5)  # NaN alone would be a column that no row records
+    batch = RolloutBatch.from_padded(mask, response_ids=ids, rollout_log_prob=log_prob, reward=reward)
     back = through_file(batch, suffix)
     if not B:
         assert back == []
@@ -168,7 +191,7 @@ def test_any_padded_batch_comes_back_bit_for_bit(shape, suffix):
     assert torch.equal(back.packed("response_mask"), mask[inside])
     assert torch.equal(back.packed("response_ids"), ids[inside].int())
     assert torch.equal(bits(back.packed("rollout_log_prob")), bits(log_prob[inside]))
-    torch.testing.assert_close(back.values("reward"), log_prob.sum(1), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(back.values("reward"), reward)
 
 
 @settings(deadline=None, max_examples=25)

@@ -14,7 +14,7 @@ def criterion_metrics(criterion: str) -> dict[str, Metric]:
     "high" means ρ above the upper bound for k1, the divergence above its bound for k2 and k3; "low" is 0 for those.
     """
     row = f"rs/{criterion}"
-    token_scope = criterion.startswith("token_")
+    token_scope = criterion.startswith(("token_", "step_"))
     unit, count = ("tokens", "tokens_counted") if token_scope else ("sequences", "sequences_compared")
     sequence_row = f"{row}/seq" if token_scope else row
     if token_scope:

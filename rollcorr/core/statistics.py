@@ -118,6 +118,17 @@ class Statistics:
             {kind: torch.cat([self.rows[kind], other.rows[kind]]) for kind in _KINDS},
         )
 
+    def without(self, *left_out: str) -> Statistics:
+        """The same rows but these; names that are not there are passed over."""
+        kept = {kind: [i for i, name in enumerate(self.names[kind]) if name not in left_out] for kind in _KINDS}
+        return Statistics(
+            {kind: tuple(self.names[kind][i] for i in kept[kind]) for kind in _KINDS},
+            {
+                kind: torch.stack([rows[i] for i in kept[kind]]) if kept[kind] else rows[:0]
+                for kind, rows in self.rows.items()
+            },
+        )
+
     def pack(self) -> Tensor:
         """All rows as one float64 vector: what travels between ranks, or to the host, in one transfer."""
         return torch.cat([rows.flatten() for rows in self.rows.values()])

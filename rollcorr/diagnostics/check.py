@@ -1,29 +1,25 @@
 """Check a rollout log: stream it through the correction, merge the statistics, and judge them.
 
-One batch is in memory at a time. The verdict is about all rows together, exactly as one call on all of them would give
-it (statistics merge exactly); the panels show each training step, where the log records steps.
+A reader holds one batch in memory. The verdict is about all rows together, exactly as one call on all of them would
+give it (statistics merge exactly); the panels show each training step, where the log records steps. The log is cut into
+shards that depend on it alone, so any number of readers gives the same numbers to the last bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-
-import torch
-from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.core.metrics import finalize
-from rollcorr.core.statistics import Statistics, merge_statistics
-from rollcorr.correction import Correction, correct
 from rollcorr.diagnostics.evidence import Finding, bare_metrics
 from rollcorr.diagnostics.health import HealthReport, health
 from rollcorr.diagnostics.labels import Label, Provenance
-from rollcorr.diagnostics.pair_sample import PairSample
 from rollcorr.diagnostics.run_directory import BadInputError
-from rollcorr.rollout_log import Problem, RolloutBatch, log_files, read_rollout_log, validate_batch
-from rollcorr.sampling import SamplingSpec, compare
+from rollcorr.diagnostics.tally import COLUMNS, Measurement, Part, Tally, merge_parts
+from rollcorr.diagnostics.workers import read_shards
+from rollcorr.rollout_log import Problem, Shard, log_files, log_shards, read_shard
 from rollcorr.schemas import resolve
 from rollcorr.yaml_text import load_yaml
 
@@ -36,11 +32,6 @@ Token weights are the ones that stay informative at any length; the other levels
 and a band have been chosen, and are measured with `--preset` or `--config`.
 """
 
-SENTINEL = -9999.0
-CONTRADICTION = -1.0
-"""Where one side is exactly 0.0 (probability 1) and the other below this, in nats, one of them was not computed."""
-
-_COLUMNS = ("step", "response_mask", "rollout_log_prob", "old_log_prob", "log_prob", "reward", "sampling", "engine")
 _RAW_FINDINGS: Mapping[str, tuple[str, str, str]] = {
     "positive": (
         "log-probs above zero",
@@ -116,29 +107,6 @@ class CheckResult:
     interrupted: bool
 
 
-@dataclass
-class _Part:
-    """What was seen of one step: the correction's statistics, and sums over the raw columns."""
-
-    statistics: Statistics
-    zeros: int
-    contradicted: int
-    rewards: int
-    reward: float
-
-
-@dataclass
-class _Tally:
-    """What was seen so far."""
-
-    parts: dict[int | None, _Part] = field(default_factory=dict)
-    problems: dict[tuple[str, str | None], Problem] = field(default_factory=dict)
-    sample: PairSample = field(default_factory=PairSample)
-    claims: dict[str, str] = field(default_factory=dict)
-    rows: int = 0
-    train_column: str | None = None
-
-
 def check_logs(
     paths: Sequence[str | Path],
     config: RolloutCorrectionConfig = DIAGNOSIS,
@@ -146,7 +114,9 @@ def check_logs(
     train_column: str | None = None,
     diffusion: bool = False,
     batch_size: int = 256,
-    on_rows: Callable[[int], None] | None = None,
+    workers: int = 1,
+    ray: str | None = None,
+    on_rows: Callable[[int, int], None] | None = None,
 ) -> CheckResult:
     """Judge rollout logs, Parquet or JSONL, without a training run.
 
@@ -156,8 +126,12 @@ def check_logs(
         train_column: where π is: old_log_prob or log_prob. None takes old_log_prob where recorded, else log_prob; with
             `bypass_mode` the other way round, for there old_log_prob is a copy of rollout_log_prob.
         diffusion: the log-probs are densities: positive ones are no finding, and the diffusion rules warn.
-        batch_size: most rows in memory at once.
-        on_rows: called with the number of rows after each batch, for a progress bar.
+        batch_size: most rows that a reader has in memory at once; fewer where they are long.
+        workers: processes that read. More than one are started anew, so a script that asks for them needs
+            `if __name__ == "__main__":`.
+        ray: instead, the address of a Ray cluster whose nodes read: "auto", "local" or "ray://host:port". They need
+            this package, and the files under the same names.
+        on_rows: called every now and then with the rows read since the last time, and those of the whole log.
 
     Returns:
         The result. After a KeyboardInterrupt it covers the rows read until then, and says so.
@@ -165,80 +139,47 @@ def check_logs(
     Raises:
         BadInputError: there is no row, or a column that is needed is not recorded.
         RolloutLogError: a log cannot be read; the message names file, row and column.
+        ImportError: Ray is asked for and not installed.
+        OSError: there is no cluster at the address, or a worker was killed.
     """
     if train_column not in (None, "old_log_prob", "log_prob"):
         raise BadInputError(f"the training side is old_log_prob or log_prob, not {train_column!r}")
     if config.nonfinite == "raise":  # A check counts what is missing and goes on.
         config = replace(config, nonfinite="reject_token")
-    tally, interrupted = _Tally(train_column=train_column), False
+    if workers < 1 or (workers > 1 and ray is not None):
+        raise BadInputError(
+            f"workers={workers}{' with a Ray cluster' * (ray is not None)}; give 1 or more, or the cluster"
+        )
+    shards = log_shards([str(path) for path in paths])
+    total, tally = sum(shard.rows for shard in shards), Tally()
+    column = train_column or ""
     try:
-        for batch in read_rollout_log([str(path) for path in paths], columns=_COLUMNS, batch_size=batch_size):
-            _add(tally, batch, config)
-            if on_rows is not None:
-                on_rows(len(batch))
+        column = column or _train_column(shards, config, batch_size)
+        measurement = Measurement(config=config, train_column=column, batch_size=batch_size)
+        told = (lambda rows: None) if on_rows is None else (lambda rows: on_rows(rows, total))
+        for part in read_shards(measurement, shards, told, workers=workers, ray=ray):
+            tally = tally.merge(part)
     except KeyboardInterrupt:
-        interrupted = True
-    files = tuple(str(file) for file in log_files([str(path) for path in paths]))
-    if not tally.parts or tally.train_column is None:
-        seen = "nothing was read before the interrupt" if interrupted else "there is no row"
+        tally = replace(tally, interrupted=True)
+    if not tally.parts:
+        seen = "nothing was read before the interrupt" if tally.interrupted else "there is no row"
         raise BadInputError(f"{', '.join(map(str, paths))}: {seen}; give a log with at least one sequence")
-    return _result(tally, config, files=files, diffusion=diffusion, interrupted=interrupted)
+    remarks = [f"π is the column {column}, μ is rollout_log_prob"]
+    remarks += [str(problem) for problem in tally.problems.values() if problem.code not in _RAW_FINDINGS]
+    if tally.interrupted:
+        remarks.append(f"interrupted: this covers {tally.rows} of {total} rows only")
+    files = tuple(str(file) for file in log_files([str(path) for path in paths]))
+    return _result(tally, config, diffusion=diffusion, files=files, train_column=column, remarks=tuple(remarks))
 
 
-def _add(tally: _Tally, batch: RolloutBatch, config: RolloutCorrectionConfig) -> None:
-    """Take one batch into the tally, step by step."""
-    for problem in validate_batch(batch):
-        key = (problem.code, problem.column)
-        known = tally.problems.get(key)
-        tally.problems[key] = problem if known is None else replace(known, rows=known.rows + problem.rows)
-    if not len(batch):
-        return
-    if tally.train_column is None:
-        tally.train_column = _train_column(batch, config)
-    rollout, train = batch.packed("rollout_log_prob"), batch.packed(tally.train_column)
-    mask = batch.packed("response_mask")
-    rollout, train = (x.masked_fill(x == SENTINEL, torch.nan) for x in (rollout, train))
-    tally.sample.add(train, rollout, mask, batch.lengths)
-    tally.claims.update(_claims(batch))
-    rewards = batch.values("reward") if batch.has("reward") else rollout.new_full((len(batch),), torch.nan)
-    for step, rows in _by_step(batch):
-        tokens = rows.repeat_interleave(batch.lengths)
-        lengths = batch.lengths[rows]
-        cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        correction = correct(train[tokens], rollout[tokens], mask[tokens], config, cu_seqlens=cu_seqlens)
-        valid = tokens & mask
-        part = _part(correction, train[valid], rollout[valid], rewards[rows])
-        tally.parts[step] = _merged([tally.parts[step], part]) if step in tally.parts else part
-    tally.rows += len(batch)
-
-
-def _part(correction: Correction, train: Tensor, rollout: Tensor, rewards: Tensor) -> _Part:
-    """What one stretch of rows shows; `train` and `rollout` hold the valid tokens only."""
-    if correction.statistics is None:
-        raise ValueError("a configuration that corrects nothing has nothing to measure; use the preset 'disabled'")
-    contradicted = ((rollout == 0) & (train < CONTRADICTION)) | ((train == 0) & (rollout < CONTRADICTION))
-    return _Part(
-        correction.statistics,
-        zeros=int(((rollout == 0) | (train == 0)).sum()),
-        contradicted=int(contradicted.sum()),
-        rewards=int((~rewards.isnan()).sum()),
-        reward=float(rewards.nansum()),
-    )
-
-
-def _merged(parts: Iterable[_Part]) -> _Part:
-    parts = list(parts)
-    return _Part(
-        merge_statistics(part.statistics for part in parts),
-        zeros=sum(part.zeros for part in parts),
-        contradicted=sum(part.contradicted for part in parts),
-        rewards=sum(part.rewards for part in parts),
-        reward=sum(part.reward for part in parts),
-    )
-
-
-def _train_column(batch: RolloutBatch, config: RolloutCorrectionConfig) -> str:
+def _train_column(shards: Sequence[Shard], config: RolloutCorrectionConfig, batch_size: int) -> str:
+    """The column that π is taken from in the whole log, from what its first batch records."""
     order = ("log_prob", "old_log_prob") if config.bypass_mode else ("old_log_prob", "log_prob")
+    batch = next(
+        (batch for shard in shards[:1] for batch in read_shard(shard, columns=COLUMNS, batch_size=batch_size)), None
+    )
+    if batch is None:
+        return order[0]
     found = next((name for name in order if batch.has(name)), None)
     if found is None:
         recorded = ", ".join(name for name in batch.columns if batch.has(name)) or "none"
@@ -249,20 +190,17 @@ def _train_column(batch: RolloutBatch, config: RolloutCorrectionConfig) -> str:
     return found
 
 
-def _by_step(batch: RolloutBatch) -> Iterator[tuple[int | None, Tensor]]:
-    """Each step of a batch, None when none is recorded, with a mask of its rows."""
-    if not batch.has("step"):
-        yield None, torch.ones(len(batch), dtype=torch.bool)
-        return
-    steps = batch.values("step")
-    for step in steps.unique().tolist():
-        yield step, steps == step
-
-
 def _result(
-    tally: _Tally, config: RolloutCorrectionConfig, *, files: tuple[str, ...], diffusion: bool, interrupted: bool
+    tally: Tally,
+    config: RolloutCorrectionConfig,
+    *,
+    diffusion: bool,
+    files: tuple[str, ...],
+    train_column: str,
+    remarks: tuple[str, ...],
 ) -> CheckResult:
-    whole = _metrics(_merged(tally.parts.values()))
+    """The verdict on what was read."""
+    whole = _metrics(merge_parts(tally.parts.values()))
     steps = sorted(step for step in tally.parts if step is not None)
     series = tuple({"step": step, **_metrics(tally.parts[step])} for step in steps) or ({"step": 0, **whole},)
     verdict = health(whole, config, series=series if len(steps) > 1 else (), diffusion=diffusion)
@@ -272,25 +210,21 @@ def _result(
     if not diffusion:
         found += [_claimed(reason, mend) for reason, mend in tally.claims.items()]
         found += [_implied(label) for label in provenance.wrong if label.name in _NOT_SUBTRACTABLE]
-    remarks = [f"π is the column {tally.train_column}, μ is rollout_log_prob"]
-    remarks += [str(problem) for problem in tally.problems.values() if problem.code not in _RAW_FINDINGS]
-    if interrupted:
-        remarks.append(f"interrupted: this covers the first {tally.rows} rows only")
     return CheckResult(
         health=replace(verdict, findings=(*verdict.warnings, *found, *verdict.notes)),
         metrics=whole,
         series=series,
         rows=tally.rows,
         files=files,
-        train_column=str(tally.train_column),
+        train_column=train_column,
         provenance=provenance,
         config=config,
-        remarks=tuple(remarks),
-        interrupted=interrupted,
+        remarks=remarks,
+        interrupted=tally.interrupted,
     )
 
 
-def _metrics(part: _Part) -> dict[str, float]:
+def _metrics(part: Part) -> dict[str, float]:
     """The metrics of a part: the registry's, the reward, and what was counted in the raw log-probs."""
     metrics = finalize(part.statistics.read())
     tokens = bare_metrics(metrics).get("token_count", 0.0)
@@ -311,28 +245,6 @@ def _finding(problem: Problem) -> Finding:
         reason=f"{reason}; first in {problem.file}, row {problem.row}: {problem.message}",
         remedy=remedy,
     )
-
-
-def _claims(batch: RolloutBatch) -> dict[str, str]:
-    """Reason → mend, where the recorded settings say that the log-probs are not those of what was sampled."""
-    if not batch.has("sampling"):
-        return {}
-    engines = batch.objects("engine") if batch.has("engine") else [None] * len(batch)
-    settings = {
-        (*((name, value) for name, value in row.items() if value is not None), ("engine", engine))
-        for row, engine in zip(batch.objects("sampling"), engines, strict=True)
-        if row
-    }
-    claims = {}
-    for row in settings:
-        try:
-            spec = SamplingSpec(**dict(row))
-        except (TypeError, ValueError):  # settings of another framework, out of these limits
-            continue
-        itself = compare(spec, spec)
-        if itself.verdict == "different":
-            claims[itself.reason] = itself.mend
-    return claims
 
 
 def _claimed(reason: str, mend: str) -> Finding:

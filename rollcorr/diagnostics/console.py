@@ -47,8 +47,11 @@ def to_json(health: HealthReport, **more: object) -> str:
 
 
 @contextmanager
-def row_progress(total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar over rows on stderr, with the time that is left; nothing when stderr is no terminal."""
+def row_progress() -> Iterator[Callable[[int, int], None]]:
+    """A progress bar over rows on stderr, with the time that is left; nothing when stderr is no terminal.
+
+    It is moved by calls with the rows read since the last one, and those there are in all.
+    """
     console = Console(stderr=True)
     columns = (
         TextColumn("reading"),
@@ -58,8 +61,8 @@ def row_progress(total: int) -> Iterator[Callable[[int], None]]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("reading", total=total)
-        yield lambda rows: progress.advance(task, rows)
+        task = progress.add_task("reading", total=None)
+        yield lambda rows, total: progress.update(task, advance=rows, total=total)
 
 
 def _show(console: Console, finding: Finding) -> None:

@@ -249,7 +249,7 @@ def low_weights(evidence: Evidence) -> Finding | None:
 
 
 def skipped_updates(evidence: Evidence) -> Finding | None:
-    """The trainer skipped updates because the loss or a gradient was not finite."""
+    """The trainer skipped updates: the loss or a gradient was not finite, or nothing was kept."""
     name = "actor/skipped_steps"
     skipped = max((value for _, value in evidence.series(name)), default=evidence.get(name))
     if not skipped > 0:
@@ -259,8 +259,9 @@ def skipped_updates(evidence: Evidence) -> Finding | None:
         title="updates were skipped",
         value=skipped,
         limit="0",
-        reason="the loss or a gradient was not finite; the weights were left as they were",
-        remedy="lower the learning rate, clip gradients, and look at nonfinite_count and the largest weights then",
+        reason="the loss or a gradient was not finite, or every token was rejected; the weights were left as they were",
+        remedy="lower the learning rate, clip gradients, and look at nonfinite_count, rejected shares and the "
+        "largest weights then",
         first_step=evidence.when(name, lambda value: value > 0)["first_step"],
         steps=int(skipped) if evidence.history else None,  # The trainer counts them over the whole run.
     )

@@ -35,6 +35,7 @@ class Completion:
         token_ids: what was sampled, the end token included; may be empty.
         log_probs: one a token, nats: what the engine's `SamplingSpec` says that they are.
         kept: for each token the ids that could be drawn; None when nothing was truncated or the engine does not tell.
+        log_kept_mass: for each token the log of the mass that `kept` has in the whole softmax, nats, where it is known.
         raw_log_probs: one a token, at temperature 1 over the full vocabulary, where the engine tells them too.
         versions: the policy version behind each token, where the engine tells it.
     """
@@ -42,6 +43,7 @@ class Completion:
     token_ids: Sequence[int]
     log_probs: Sequence[float | None]
     kept: Sequence[Sequence[int]] | None = None
+    log_kept_mass: Sequence[float | None] | None = None
     raw_log_probs: Sequence[float | None] | None = None
     versions: Sequence[int] | None = None
 
@@ -57,8 +59,8 @@ def rollout_from_completions(
 ) -> Rollout:
     """Check the answers to a batch of prompts and pad them into one rollout.
 
-    A log-prob up to `ROUNDING` above 0 becomes 0. An empty response is a row without response tokens; a batch of
-    empty ones still has one column.
+    A log-prob, or the log of a mass, up to `ROUNDING` above 0 becomes 0. An empty response is a row without response
+    tokens; a batch of empty ones still has one column.
 
     Args:
         prompts: token ids, B rows, none empty.
@@ -98,7 +100,7 @@ def rollout_from_completions(
         return torch.full(mask.shape, fill, dtype=dtype).masked_scatter_(mask, flat).to(device)
 
     response_ids = padded(responses, torch.int64, pad_token_id)
-    log_prob = padded(_column(completions, "log_probs", _log_prob), torch.float32)
+    log_prob = padded(_column(completions, "log_probs", check_log_prob), torch.float32)
     assert response_ids is not None  # every completion has these two
     assert log_prob is not None
     versions = _column(completions, "versions", _version)
@@ -107,9 +109,10 @@ def rollout_from_completions(
     return Rollout(
         tokens=TokenBatch(prompt_ids.to(device), prompt_mask.to(device), response_ids, mask.to(device)),
         rollout_log_prob=log_prob,
-        raw_log_prob=padded(_column(completions, "raw_log_probs", _log_prob), torch.float32),
+        raw_log_prob=padded(_column(completions, "raw_log_probs", check_log_prob), torch.float32),
         sampling=sampling,
         kept=_kept_sets(completions, vocabulary_size, device),
+        log_kept_mass=padded(_column(completions, "log_kept_mass", check_log_prob), torch.float32),
         policy_versions=padded(versions, torch.int64),
     )
 
@@ -133,7 +136,12 @@ def _column(completions: Sequence[Completion], name: str, checked: Callable[[Any
     ]
 
 
-def _log_prob(value: Any, where: str) -> float:  # noqa: ANN401 (whatever the engine sent)
+def check_log_prob(value: object, where: str) -> float:
+    """A finite number of at most 0 as a float; up to `ROUNDING` above it is 0.
+
+    Raises:
+        EngineAnswerError: it is None, NaN, infinite, −9999, above 0, or no number; `where` names it.
+    """
     if not isinstance(value, Real) or isinstance(value, bool):
         raise EngineAnswerError(f"{where} is {value!r}, no number: the engine did not score this token")
     number = float(value)

@@ -12,6 +12,7 @@ A request may be sent more than once, so it should mean the same each time: give
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from types import TracebackType
@@ -78,6 +79,7 @@ class JsonClient:
             limits=httpx.Limits(max_connections=concurrency),
             trust_env=False,
         )
+        weakref.finalize(self, self._client.close)  # one that nobody closed leaves no socket behind
 
     def __enter__(self) -> JsonClient:
         return self

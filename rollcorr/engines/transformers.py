@@ -13,17 +13,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from rollcorr.config import SamplingSpec
 from rollcorr.core.sampling import KeptSets, concatenate_kept_sets, kept_sets_of_support
 from rollcorr.engines.base import Rollout, check_weight_sync
+from rollcorr.engines.completions import rollout_from_completions
+from rollcorr.engines.continuous import check_continuous_batching, generate_continuously
+from rollcorr.engines.probe import make_probe, score_probe
 from rollcorr.engines.scoring import TokenBatch, pad_prompts, score_responses
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
-PROBE_SHAPE = (4, 16)
 SYNC_TOLERANCE = 1e-4
 
 
@@ -38,9 +39,12 @@ class TransformersEngine:
         pad_token_id: fills rows.
         dtype: precision of the copy's parameters. Buffers (rotary frequencies) keep theirs.
         batch_size: rows sampled at a time; None samples all at once. Logits of a whole batch are held in memory.
+        continuous_batching: fields of transformers' `ContinuousBatchingConfig`, such as `num_blocks`: sample with
+            `generate_batch`, which returns processed log-probs and no kept sets. None for `generate`.
         version: policy version of `model`.
 
     Raises:
+        ImportError: this release of transformers has no continuous batching.
         ValueError: a setting is out of range or unsupported.
     """
 
@@ -54,6 +58,7 @@ class TransformersEngine:
         pad_token_id: int,
         dtype: torch.dtype = torch.bfloat16,
         batch_size: int | None = None,
+        continuous_batching: Mapping[str, Any] | None = None,
         version: int = 0,
     ) -> None:
         if max_new_tokens < 1:
@@ -62,6 +67,8 @@ class TransformersEngine:
             raise ValueError(f"batch_size must be at least 1 or None, got {batch_size}")
         import transformers
 
+        if continuous_batching is not None:
+            check_continuous_batching(sampling)
         self.sampling = dataclasses.replace(
             sampling, engine="transformers", engine_version=transformers.__version__, policy_version=version
         )
@@ -69,10 +76,11 @@ class TransformersEngine:
         self.pad_token_id = pad_token_id
         self.dtype = dtype
         self.batch_size = batch_size
+        self.continuous_batching = continuous_batching
         self.model = _low_precision_copy(model, dtype)
         self.generation_config = _generation_config(sampling, max_new_tokens, eos_token_id, pad_token_id)
         self.model.generation_config = self.generation_config  # or its own defaults would fill unset fields
-        self._probe = _probe(model)
+        self._probe = make_probe(model)
         self.update_weights(model, version=version)
 
     @property
@@ -80,7 +88,7 @@ class TransformersEngine:
         """Version of the policy that samples now."""
         return self.sampling.policy_version or 0
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def generate(self, prompts: Sequence[Sequence[int]], *, seed: int) -> Rollout:
         """Sample one response per prompt; the global random state is left as it was.
 
@@ -90,11 +98,14 @@ class TransformersEngine:
 
         Raises:
             ValueError: a prompt is empty.
+            EngineError: continuous batching failed.
         """
         ids, mask = pad_prompts([list(prompt) for prompt in prompts], pad_token_id=self.pad_token_id)
         size = self.batch_size or len(prompts)
         device = self._device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            if self.continuous_batching is not None:
+                return self._generate_continuously(prompts, seed)
             torch.manual_seed(seed)
             parts = [
                 self._generate(chunk, chunk_mask)
@@ -128,9 +139,8 @@ class TransformersEngine:
             WeightSyncError: they do not agree.
         """
         self._copy_weights(model)
-        rounded = {name: weight.to(self.dtype) for name, weight in model.named_parameters()}
-        expected = score_responses(_Rounded(model, rounded), self._probe, temperature=self.sampling.temperature)
-        check_weight_sync(self.score(self._probe), expected.log_prob, tolerance=SYNC_TOLERANCE)
+        expected = score_probe(model, self._probe, dtype=self.dtype, temperature=self.sampling.temperature)
+        check_weight_sync(self.score(self._probe), expected, tolerance=SYNC_TOLERANCE)
         self.sampling = dataclasses.replace(self.sampling, policy_version=version)
 
     def export_weights(self) -> Mapping[str, Tensor]:
@@ -169,6 +179,16 @@ class TransformersEngine:
             kept,
         )
 
+    def _generate_continuously(self, prompts: Sequence[Sequence[int]], seed: int) -> Rollout:
+        config, options = self.generation_config, self.continuous_batching or {}
+        return rollout_from_completions(
+            prompts,
+            generate_continuously(self.model, prompts, config, options=options, seed=seed),
+            sampling=self.sampling,
+            pad_token_id=self.pad_token_id,
+            device=self._device,
+        )
+
     @property
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
@@ -183,17 +203,6 @@ class _Chunk(NamedTuple):
     processed: Tensor
     log_kept_mass: Tensor
     kept: KeptSets | None
-
-
-class _Rounded(nn.Module):
-    """A module called with other parameters: the policy as it would compute in the engine's precision."""
-
-    def __init__(self, model: nn.Module, weights: dict[str, Tensor]) -> None:
-        super().__init__()
-        self._call = lambda **inputs: functional_call(model, weights, kwargs=inputs)
-
-    def forward(self, **inputs: Any) -> Any:  # noqa: ANN401 (whatever the model takes and returns)
-        return self._call(**inputs)
 
 
 def _low_precision_copy(model: nn.Module, dtype: torch.dtype) -> Any:  # noqa: ANN401 (a transformers model)
@@ -234,21 +243,6 @@ def _generation_config(sampling: SamplingSpec, max_new_tokens: int, eos: int, pa
         output_scores=True,
         return_dict_in_generate=True,
     )
-
-
-def _probe(model: nn.Module) -> TokenBatch:
-    """A fixed batch of arbitrary tokens that reaches every parameter of the model."""
-    parameter = next(model.parameters())
-    vocabulary = _input_embeddings(model).weight.shape[0]
-    ids = torch.randint(vocabulary, PROBE_SHAPE, generator=torch.Generator().manual_seed(0)).to(parameter.device)
-    prompt, response = ids.chunk(2, dim=1)
-    mask = torch.ones_like(prompt, dtype=torch.bool)
-    return TokenBatch(prompt, mask, response, mask)
-
-
-def _input_embeddings(model: Any) -> nn.Embedding:  # noqa: ANN401 (a transformers model)
-    embeddings: nn.Embedding = model.get_input_embeddings()
-    return embeddings
 
 
 def _log_prob(logits: Sequence[Tensor], response: Tensor, valid: Tensor) -> Tensor:

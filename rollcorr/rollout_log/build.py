@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -200,8 +201,7 @@ def _row_spans(row: object, size: int) -> list[dict[str, int]] | None:
     names = ("start", "length", "version")
     if row and all(isinstance(version, int) for version in row):
         starts = [i for i in range(size) if i == 0 or row[i] != row[i - 1]]
-        ends = [*starts[1:], size]
-        return [dict(zip(names, (i, j - i, row[i]), strict=True)) for i, j in zip(starts, ends, strict=True)]
+        return [dict(zip(names, (i, j - i, row[i]), strict=True)) for i, j in pairwise([*starts, size])]
     return [dict(span) if isinstance(span, Mapping) else dict(zip(names, span, strict=True)) for span in row]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,8 @@ from rollcorr.rollout_log.errors import Problem, RolloutLogError
 from rollcorr.rollout_log.schema import COLUMNS, SCHEMA_VERSION, check_version
 
 VERSION_FIELD = "schema_version"
+_BATCH_TEXT = 1 << 25
+"""Bytes of text after which a batch ends, however few its rows: as Python objects they take about twice as much."""
 
 
 def to_lines(batch: RolloutBatch) -> Iterator[str]:
@@ -33,15 +34,14 @@ def to_lines(batch: RolloutBatch) -> Iterator[str]:
 
 
 def read_lines(path: Path, *, columns: Iterable[str] | None, batch_size: int) -> Iterator[RolloutBatch]:
-    """Batches of a JSONL file, `batch_size` rows in memory at a time.
+    """Batches of a JSONL file, at most `batch_size` rows or a fixed amount of text in memory at a time.
 
     Raises:
         RolloutLogError: a line is not a JSON object, or a value does not fit its column.
     """
     wanted = list(COLUMNS if columns is None else columns)
-    rows = _objects(path)
     first_row = 0
-    while chunk := list(islice(rows, batch_size)):
+    for chunk in _chunks(path, batch_size):
         records = records_of_rows(chunk, columns=wanted, file=str(path), first_row=first_row)
         yield RolloutBatch(records, str(path), first_row)
         first_row += len(chunk)
@@ -65,7 +65,21 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
         raise RolloutLogError(Problem(code="unreadable", message=message, hint=hint, file=str(path))) from error
 
 
-def _objects(path: Path) -> Iterator[dict[str, Any]]:
+def _chunks(path: Path, batch_size: int) -> Iterator[list[dict[str, Any]]]:
+    chunk: list[dict[str, Any]] = []
+    text = 0
+    for value, size in _objects(path):
+        chunk.append(value)
+        text += size
+        if len(chunk) == batch_size or text >= _BATCH_TEXT:
+            yield chunk
+            chunk, text = [], 0
+    if chunk:
+        yield chunk
+
+
+def _objects(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
+    """Each row, and the bytes of its line."""
     for row, (number, line) in enumerate(_lines(path)):
         try:
             value = json.loads(line)
@@ -77,7 +91,7 @@ def _objects(path: Path) -> Iterator[dict[str, Any]]:
             message = f"line {number} is a JSON {type(value).__name__}, not an object"
             raise RolloutLogError(Problem(code="json", message=message, file=str(path), row=row))
         check_version(value.get(VERSION_FIELD), file=str(path), row=row)
-        yield value
+        yield value, len(line)
 
 
 def _json_texts(array: pa.Array) -> list[str]:

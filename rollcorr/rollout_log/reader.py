@@ -37,7 +37,7 @@ def read_rollout_log(
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-    wanted = None if columns is None else _with_mask(columns)
+    wanted = None if columns is None else with_mask(columns)
     files = log_files(paths)  # found now, not at the first batch: a wrong path is told where it was written
     return (batch for file in files for batch in _read_file(file, wanted, batch_size))
 
@@ -103,23 +103,38 @@ def _natural(path: Path) -> list[tuple[int, int | str]]:
     return [(0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d+)", str(path))]
 
 
-def _with_mask(columns: Iterable[str]) -> list[str]:
+def with_mask(columns: Iterable[str]) -> list[str]:
+    """Columns of the log, with `response_mask` beside any token column.
+
+    Raises:
+        ValueError: an unknown column.
+    """
     names = [columns] if isinstance(columns, str) else list(columns)
     check_columns(names)
     return [*names, "response_mask"] if set(names) & set(TOKEN_COLUMNS) else names
 
 
 def _read_file(path: Path, columns: list[str] | None, batch_size: int) -> Iterator[RolloutBatch]:
-    if log_suffix(path) != ".parquet":
-        yield from read_lines(path, columns=columns, batch_size=batch_size)
-        return
-    with _parquet(path) as file:
+    if log_suffix(path) == ".parquet":
+        return read_row_groups(path, columns=columns, batch_size=batch_size)
+    return read_lines(path, columns=columns, batch_size=batch_size)
+
+
+def read_row_groups(
+    path: Path, *, columns: list[str] | None, batch_size: int, row_groups: range | None = None, first_row: int = 0
+) -> Iterator[RolloutBatch]:
+    """Batches of a Parquet file, or of consecutive row groups of it, the first of which starts at `first_row`.
+
+    Raises:
+        RolloutLogError: as `read_rollout_log`.
+    """
+    with open_parquet(path) as file:
         names = [name for name in file.schema_arrow.names if name in (COLUMNS if columns is None else columns)]
         if not names:
             message = f"none of the columns {', '.join(columns or COLUMNS)}; it has {file.schema_arrow.names}"
             raise RolloutLogError(Problem(code="missing", message=message, file=str(path)))
-        first_row = 0
-        for records in file.iter_batches(batch_size=batch_size, columns=names):
+        groups = None if row_groups is None else list(row_groups)
+        for records in file.iter_batches(batch_size=batch_size, columns=names, row_groups=groups):
             yield RolloutBatch(conform(records, file=str(path), first_row=first_row), str(path), first_row)
             first_row += len(records)
 
@@ -127,12 +142,12 @@ def _read_file(path: Path, columns: list[str] | None, batch_size: int) -> Iterat
 def _count_file(path: Path) -> int:
     if log_suffix(path) != ".parquet":
         return count_lines(path)
-    with _parquet(path) as file:
+    with open_parquet(path) as file:
         return int(file.metadata.num_rows)
 
 
 @contextmanager
-def _parquet(path: Path) -> Iterator[pq.ParquetFile]:
+def open_parquet(path: Path) -> Iterator[pq.ParquetFile]:
     """An open Parquet file of a version that can be read; what Arrow says of a damaged file, with its name."""
     try:
         with pq.ParquetFile(path, buffer_size=_READ_BUFFER, pre_buffer=False) as file:

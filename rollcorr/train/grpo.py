@@ -14,9 +14,7 @@ B responses, T padded response length; log-probs in nats.
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -38,6 +36,7 @@ from rollcorr.policy_loss import (
     policy_loss,
 )
 from rollcorr.train.actor import Actor
+from rollcorr.train.clock import Clock
 from rollcorr.train.config import TrainConfig
 from rollcorr.train.policy import Policy
 from rollcorr.train.seeds import derived_generator, derived_seed
@@ -132,7 +131,7 @@ class GrpoTrainer:
 
     def step(self, step: int) -> StepResult:
         """Run training step `step` (1, 2, …): a function of the weights, the optimizer and (seed, step)."""
-        clock = _Clock()
+        clock = Clock()
         with clock("rollout"):
             staleness = self._refresh_engine(step)
             batch = self._sample(step)
@@ -154,7 +153,8 @@ class GrpoTrainer:
             "response/length_mean": tokens / len(batch.rewards),
             "engine/staleness": float(staleness),
             **(finalize(host) if self.correction_config is not None else {}),
-            **clock.metrics(tokens),
+            "perf/tokens_per_second": tokens / clock.total,
+            **clock.metrics(),
         }
         return StepResult(metrics, batch, log_prob)
 
@@ -238,11 +238,14 @@ class GrpoTrainer:
         return statistics | gather_statistics(merge_statistics(measured), self.group) if measured else statistics, met
 
     def _optimizer_step(self, batch: Batch, rows: Tensor) -> tuple[list[PolicyLossOutput], Tensor, Statistics]:
-        """Accumulate a mini-batch's gradients over micro-batches, then step, unless something is not finite."""
+        """Accumulate a mini-batch's gradients over micro-batches, then step, if they are finite and there are any.
+
+        Where nothing was kept, gradients are 0, and yet the optimizer's momentum and weight decay would move weights.
+        """
         original = count_denominators(batch.response_mask[_beside(batch, rows)])
         mode = aggregation_mode(self.correction_config, self.config.algorithm.loss)
         gradients = BypassGradients(self.model.parameters(), original, mode=mode) if self.bypass else None
-        outputs, log_probs, denominators = [], [], self._denominators(batch, rows)
+        outputs, log_probs, learned, denominators = [], [], [], self._denominators(batch, rows)
         own = self._own(rows)
         part, batch = (own, batch) if len(own) else (rows[:1], _without_tokens(batch))
         self.optimizer.zero_grad()
@@ -254,12 +257,16 @@ class GrpoTrainer:
                 gradients.backward(output)
             outputs.append(output)
             log_probs.append(log_prob)
+            mask = output.loss_mask if output.regularization is None else batch.response_mask[micro_batch]
+            learned.append(torch.stack([output.loss.detach(), mask.sum().to(output.loss.dtype)]))
         if gradients is not None:
             gradients.finish(sum_denominators(gradients.counts, self.group, device=batch.group_ids.device))
         sum_gradients(self.model.parameters(), self.group)
-        loss = sum_over(torch.stack([output.loss.detach() for output in outputs]).sum(), self.group)
+        loss, tokens = sum_over(torch.stack(learned).sum(0), self.group)
         grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.max_grad_norm)
-        if bool((loss + grad_norm).isfinite()):  # the optimizer must know: one flag is read per optimizer step
+        if bool(
+            (loss + grad_norm).isfinite() & (tokens > 0)
+        ):  # the optimizer must know: one flag is read per optimizer step
             self.optimizer.step()
         else:
             self.skipped_steps += 1
@@ -322,25 +329,6 @@ class GrpoTrainer:
 
 ACTOR_METRICS = ("policy_kl", "clip_fraction_high", "clip_fraction_low", "clip_fraction_dual", "entropy", "kl_ref")
 SAMPLING_METRICS = ("outside_fraction", "kept_mass")
-
-
-class _Clock:
-    """Seconds by phase: `with clock("rollout"): …`."""
-
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
-        self._seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self._seconds[phase] = time.perf_counter() - start
-
-    def metrics(self, tokens: float) -> dict[str, float]:
-        total = time.perf_counter() - self._start
-        phases = {f"perf/{phase}_seconds": seconds for phase, seconds in self._seconds.items()}
-        return {"perf/tokens_per_second": tokens / total, **phases, "perf/step_seconds": total}
 
 
 def _beside(batch: Batch, rows: Tensor) -> Tensor:

@@ -1,16 +1,20 @@
 """Checking rollout logs: the whole equals its parts, and what is odd in the raw columns is named with its place."""
 
+import weakref
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import rollcorr.diagnostics.check as module
+import rollcorr.diagnostics.tally as module
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.correction import correct
 from rollcorr.diagnostics.check import DIAGNOSIS, check_logs, choose_config
 from rollcorr.diagnostics.run_directory import BadInputError
-from rollcorr.rollout_log import RolloutBatch, RolloutLogError, RolloutLogWriter
+from rollcorr.rollout_log import RolloutBatch, RolloutLogError, RolloutLogWriter, convert_log, jsonl
 
 
 def tensors(seed=0, rows=12, length=9, noise=0.1):
@@ -154,7 +158,8 @@ def test_an_interrupt_reports_what_was_seen(tmp_path):
     path = log(tmp_path / "log.parquet", (1, *tensors(1)), (2, *tensors(2)))
     seen = []
 
-    def interrupt(rows):
+    def interrupt(rows, total):
+        assert total == 24
         seen.append(rows)
         if sum(seen) >= 12:
             raise KeyboardInterrupt
@@ -162,7 +167,7 @@ def test_an_interrupt_reports_what_was_seen(tmp_path):
     result = check_logs([path], batch_size=6, on_rows=interrupt)
     assert result.interrupted
     assert result.rows == 12
-    assert "interrupted: this covers the first 12 rows only" in result.remarks
+    assert "interrupted: this covers 12 of 24 rows only" in result.remarks
 
 
 def test_a_configuration_that_raises_on_missing_values_counts_them_here(tmp_path):
@@ -217,3 +222,29 @@ def test_memory_holds_one_batch_at_a_time(tmp_path, monkeypatch):
     check_logs([path], batch_size=7)
     assert max(sizes) == 7
     assert sum(sizes) == 60
+
+
+@pytest.mark.parametrize(("suffix", "rows"), [("parquet", 200), ("jsonl", 20)])
+def test_memory_does_not_grow_with_the_log_nor_with_the_length_of_its_rows(tmp_path, monkeypatch, suffix, rows):
+    """One row group, as foreign writers make them, in rows of 20,000 tokens: 256 of those are too many for a batch."""
+    tokens = 20_000
+    values = pa.array(torch.randn(rows * tokens).sub(9).numpy())
+    column = pa.ListArray.from_arrays(pa.array(range(0, rows * tokens + 1, tokens), pa.int32()), values)
+    pq.write_table(pa.table({"rollout_log_prob": column, "old_log_prob": column}), tmp_path / "log.parquet")
+    del column, values
+    if suffix == "jsonl":
+        monkeypatch.setattr(jsonl, "_BATCH_TEXT", 4 << 20)  # about 100,000 tokens
+        convert_log(tmp_path / "log.parquet", tmp_path / "log.jsonl", batch_size=5)
+    alive, seen, before = weakref.WeakSet(), [], pa.total_allocated_bytes()
+
+    def look(batch):
+        alive.add(batch)
+        seen.append((len(alive), int(batch.lengths.sum()), pa.total_allocated_bytes() - before))
+        return ()
+
+    monkeypatch.setattr(module, "validate_batch", look)
+    assert check_logs([tmp_path / f"log.{suffix}"]).rows == rows
+    batches, held, arrow = map(max, zip(*seen, strict=True))
+    assert batches <= 2, "the one at work, and the one before it until its name is taken"
+    assert held <= 1 << 18
+    assert arrow < 16_000_000, "the Parquet file's columns are 32 MB"

@@ -48,6 +48,6 @@ def test_json_is_strict_and_holds_the_findings():
 
 
 def test_progress_is_silent_without_a_terminal(capsys):
-    with row_progress(10) as on_rows:
-        on_rows(4)
+    with row_progress() as on_rows:
+        on_rows(4, 10)
     assert capsys.readouterr() == ("", "")

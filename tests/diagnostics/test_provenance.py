@@ -240,7 +240,8 @@ def test_the_sample_is_spread_and_bounded_whatever_the_batching(batch):
     values = torch.arange(rows).repeat_interleave(TOKENS // 8).float()
     for i in range(0, rows, batch):
         part = values[(values >= i) & (values < i + batch)]
-        sample.add(part, part, torch.ones(len(part)).bool(), lengths[i : i + batch])
+        mask = torch.ones(len(part)).bool()
+        sample = sample.merge(PairSample.of(part, part, mask, lengths[i : i + batch], first=i))
     assert sorted(sample.rows) == list(range(0, 40, 4))
     assert sample.held <= 2 * TOKENS
 

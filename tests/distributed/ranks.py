@@ -224,22 +224,41 @@ def optimizer_step(
         bypass.finish(sum_denominators(bypass.counts, group, device=torch.device("cpu")))
     for one in (context_group, group):
         sum_gradients(model.parameters(), one)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    optimizer.step()
+    gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    torch.optim.AdamW(model.parameters(), lr=0.1).step()
     value = torch.stack([output.loss.detach() for output in outputs]).sum()
     own = gather_statistics(merge_statistics([output.statistics for output in outputs]), context_group)
     corrections = [output.correction.statistics for output in outputs if output.correction and bypass]
     measured = gather_statistics(merge_statistics(corrections), group) if bypass else correction.statistics
     return {
-        "parameters": torch.cat([p.detach().flatten() for p in model.parameters()]),
+        "gradients": gradients,
+        "parameters": flat_parameters(model),
         "loss": sum_over(sum_over(value, context_group), group),
         "metrics": loss_metrics(gather_statistics(own, group)),
         "correction": finalize(measured.read()),
     }
 
 
-def trained(group: Any = None) -> dict[str, Any]:
-    """One step of the reference trainer, in each mode; mini-batches of 7, 5 and, of four ranks, some without a row."""
+TINY = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+}
+TRAINER_MICRO_BATCHES = (1, 3)
+
+
+def flat_parameters(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten().clone() for p in model.parameters()])
+
+
+def trained(group: Any = None, micro_batch: int = 8) -> dict[str, Any]:
+    """One step of the reference trainer on 8 responses, in each mode.
+
+    Mini-batches of 7 and 1, and of 3, 3 and 2, so that ranks have uneven numbers of rows and micro-batches, or none.
+    """
     from rollcorr.engines.transformers import TransformersEngine
     from rollcorr.train import grpo
     from rollcorr.train.config_file import load_config
@@ -253,18 +272,17 @@ def trained(group: Any = None) -> dict[str, Any]:
 
     grpo.hard_gated_reward = reward
     band = "rollout_rs: token_k1, rollout_rs_threshold: 0.9999_1.0001"
-    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    shape |= {"num_key_value_heads": 1, "head_dim": 8}
     results = {}
     for mode, correction, mini_batch in (
-        ("decoupled", f"{{rollout_is: token, {band}}}", 5),
+        ("decoupled", f"{{rollout_is: token, {band}}}", 7),
         ("bypass", f"{{bypass_mode: true, {band}}}", 3),
+        ("nothing kept", "{bypass_mode: true, rollout_rs: token_k1, rollout_rs_threshold: 5.0_6.0}", 3),
     ):
-        policy = make_tiny_policy(seed=0, **shape)
+        policy = make_tiny_policy(seed=0, **TINY)
         options = (
-            "run_dir=unused", "model.path=null", f"model.config={shape}", "rollout.prompts_per_step=2",
+            "run_dir=unused", "model.path=null", f"model.config={TINY}", "rollout.prompts_per_step=2",
             "rollout.group_size=4", "rollout.max_new_tokens=6", f"optim.mini_batch_size={mini_batch}",
-            "optim.micro_batch_size=2", f"algorithm.rollout_correction={correction}",
+            f"optim.micro_batch_size={micro_batch}", f"algorithm.rollout_correction={correction}",
         )  # fmt: skip
         settings = load_config(None, list(options))
         engine = TransformersEngine(
@@ -275,11 +293,13 @@ def trained(group: Any = None) -> dict[str, Any]:
             pad_token_id=policy.pad_token_id,
         )
         trainer = grpo.GrpoTrainer(settings, policy, engine, make_task(settings.task), group=group)
-        # Adam divides by the gradient's size and would blow up rounding errors.
-        trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
+        if mode != "nothing kept":  # Adam divides by the gradient's size and would blow up rounding errors.
+            trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
+        before = flat_parameters(trainer.model)
         result = trainer.step(1)
         results[mode] = {
-            "parameters": torch.cat([p.detach().flatten() for p in trainer.model.parameters()]),
+            "before": before,
+            "parameters": flat_parameters(trainer.model),
             "metrics": {k: v for k, v in result.metrics.items() if not k.startswith("perf/")},
             "log_prob": result.log_prob,
         }
@@ -314,7 +334,8 @@ def scenarios(rank: int, pairs: list[Any], columns: list[Any]) -> Iterator[tuple
                 yield key, optimizer_step(shard(data, size, place), mode, micro_batch, group)
             part = context_slice(data, size, place, "zig-zag", packed=False)
             yield ("context step", size, mode), optimizer_step(part, mode, 2, context_group=group)
-        yield ("trainer", size), trained(group)
+        for micro_batch in TRAINER_MICRO_BATCHES:
+            yield ("trainer", size, micro_batch), trained(group, micro_batch)
     both = {"group": columns[rank % 2], "context_group": pairs[rank // 2]}
     part = context_slice(shard(data, 2, rank // 2), 2, rank % 2, "zig-zag", packed=False)
     for name, fields in CONFIGS.items():

@@ -23,6 +23,12 @@ def results(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def trained_alone():
+    """The trainer's step on one process, in one micro-batch."""
+    return ranks.trained()
+
+
+@pytest.fixture(scope="module")
 def data():
     return ranks.make_data()
 
@@ -109,6 +115,7 @@ def test_an_optimizer_step_is_the_same_for_any_ranks_slices_and_micro_batches(re
     start = torch.cat([p.detach().flatten() for p in ranks.Policy().parameters()])
     assert (whole["parameters"] - start).abs().max() > 0.05
     for step in steps:
+        torch.testing.assert_close(step["gradients"], whole["gradients"], rtol=1e-12, atol=1e-14)
         torch.testing.assert_close(step["parameters"], whole["parameters"], rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(step["loss"], whole["loss"], rtol=1e-12, atol=1e-12)
         for kind in ("metrics", "correction"):
@@ -116,16 +123,25 @@ def test_an_optimizer_step_is_the_same_for_any_ranks_slices_and_micro_batches(re
 
 
 @pytest.mark.parametrize("mode", ["decoupled", "bypass"])
-def test_the_trainer_takes_the_same_step_on_one_two_and_four_ranks(results, mode):
-    alone = ranks.trained()[mode]
+def test_the_trainer_takes_the_same_step_on_one_two_and_four_ranks_in_any_micro_batches(results, mode, trained_alone):
+    alone = trained_alone[mode]
     assert 0 < alone["metrics"]["rollout_corr/rollout_rs_masked_fraction"] < 1
-    for size in (2, 4):
-        first = results[0]["trainer", size][mode]
+    for size, micro_batch in itertools.product((2, 4), ranks.TRAINER_MICRO_BATCHES):
+        first = results[0]["trainer", size, micro_batch][mode]
         torch.testing.assert_close(first["parameters"], alone["parameters"], atol=2e-5, rtol=0)
         torch.testing.assert_close(first["log_prob"], alone["log_prob"], atol=2e-5, rtol=1e-4)
         assert first["metrics"] == pytest.approx(alone["metrics"], rel=2e-3, abs=2e-5)
         for rank in range(1, SIZE):
-            assert torch.equal(results[rank]["trainer", size][mode]["parameters"], first["parameters"])
+            assert torch.equal(results[rank]["trainer", size, micro_batch][mode]["parameters"], first["parameters"])
+
+
+def test_a_step_of_which_no_rank_keeps_anything_moves_no_weight_on_any_rank(results):
+    """Three mini-batches; with four ranks some of them have no row."""
+    for size, rank in itertools.product((2, 4), range(SIZE)):
+        result = results[rank]["trainer", size, 1]["nothing kept"]
+        assert result["metrics"]["rollout_corr/rollout_rs_masked_fraction"] == 1.0
+        assert result["metrics"]["actor/skipped_steps"] == 3
+        assert torch.equal(result["parameters"], result["before"])
 
 
 def test_groups_that_share_a_second_rank_are_refused(results):

@@ -53,6 +53,8 @@ def test_kept_sets_are_one_a_token_row_after_row():
     first, second = good(kept=[[7], [8, 1]]), good(kept=[[7, 0], [8]])
     kept = build(first, second, prompts=PROMPTS[:2]).kept
     assert kept.offsets.tolist() == [0, 1, 3, 5, 6]
+    mass = build(good(kept=[[7], [8]], log_kept_mass=[-0.25, 1e-7]), prompts=[[1]]).log_kept_mass
+    assert mass.tolist() == [[-0.25, 0.0]]
     assert kept.ids.tolist() == [7, 8, 1, 7, 0, 8]
 
 
@@ -96,6 +98,8 @@ def test_a_batch_of_empty_responses_keeps_one_column():
         ({"kept": [[7], [8, 8]]}, r"kept\[1\] of row 1 names an id twice"),
         ({"kept": [[7], [10]]}, r"an id in kept\[1\] of row 1 is 10"),
         ({"kept": None}, "row 1 has no kept"),
+        ({"log_kept_mass": [-0.1]}, "row 1 has 1 log_kept_mass for 2 tokens"),
+        ({"log_kept_mass": [-0.1, 0.2]}, r"log_kept_mass\[1\] of row 1 is 0.2"),
         ({"raw_log_probs": [-1.0, None]}, r"raw_log_probs\[1\] of row 1 is None"),
         ({"raw_log_probs": None}, "row 1 has no raw_log_probs"),
         ({"versions": [3]}, "row 1 has 1 versions for 2 tokens"),
@@ -104,7 +108,7 @@ def test_a_batch_of_empty_responses_keeps_one_column():
     ],
 )
 def test_one_bad_value_stops_the_batch_and_is_named(answer, message):
-    full = {"kept": [[7], [8]], "raw_log_probs": [-0.5, -1.0], "versions": [3, 3]}
+    full = {"kept": [[7], [8]], "log_kept_mass": [-0.1, 0.0], "raw_log_probs": [-0.5, -1.0], "versions": [3, 3]}
     with pytest.raises(EngineAnswerError, match=message):
         build(good(**full), good(**(full | answer)), good(**full), vocabulary_size=10)
 

@@ -1,62 +1,21 @@
 """The client against a real server on this machine that misbehaves as servers do."""
 
-import json
 import threading
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from local_server import serving
 
 from rollcorr.engines.base import EngineAnswerError, EngineUnavailableError
 from rollcorr.engines.http import JsonClient
 
 
-class Server(ThreadingHTTPServer):
-    """Plays a list of behaviours, one a request; the last one goes on."""
-
-    daemon_threads = True
-
-    def __init__(self, *behaviours):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.behaviours = list(behaviours)
-        self.requests = []
-        self.lock = threading.Lock()
-        self.released = threading.Event()
-        self.busy = self.busiest = 0
-
-    def handle_error(self, request, client_address):
-        """A client that went away is part of the play."""
-
-
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "null")
-        server = self.server
-        with server.lock:
-            server.requests.append((self.path, body))
-            behaviour = server.behaviours.pop(0) if len(server.behaviours) > 1 else server.behaviours[0]
-        behaviour(self, body)
-
-    do_GET = do_POST  # noqa: N815 (http.server's names)
-
-    def answer(self, status, data, *, announced=None):
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data) if announced is None else announced))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *arguments):
-        pass
-
-
 def echo(handler, body):
-    handler.answer(200, json.dumps({"echo": body}).encode())
+    handler.send_json({"echo": body})
 
 
 def status(code, text):
-    return lambda handler, body: handler.answer(code, text.encode())
+    return lambda handler, body: handler.send(code, text.encode())
 
 
 def drop(handler, body):
@@ -65,7 +24,7 @@ def drop(handler, body):
 
 
 def half_a_body(handler, body):
-    handler.answer(200, b'{"echo": [1, 2', announced=400)
+    handler.send(200, b'{"echo": [1, 2', announced=400)
     drop(handler, body)
 
 
@@ -75,23 +34,22 @@ def hang(handler, body):
 
 
 @contextmanager
-def serving(*behaviours, **options):
-    server = Server(*behaviours)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.005})
-    thread.start()
-    options = {"timeout": 5.0, "retries": 2, "backoff": 0.001} | options
-    try:
-        with JsonClient(f"http://127.0.0.1:{server.server_port}/", **options) as client:
-            yield client, server
-    finally:
-        server.released.set()
-        server.shutdown()
-        thread.join()
-        server.server_close()
+def client_of(*behaviours, **options):
+    """A client, and a server that plays a list of behaviours, one a request; the last one goes on."""
+    left = list(behaviours)
+
+    def play(handler, body):
+        with handler.server.lock:
+            behaviour = left.pop(0) if len(left) > 1 else left[0]
+        behaviour(handler, body)
+
+    options = {"timeout": 60.0, "retries": 2, "backoff": 0.001} | options
+    with serving(play) as server, JsonClient(f"{server.url}/", **options) as client:
+        yield client, server
 
 
 def test_json_goes_there_and_back():
-    with serving(echo) as (client, server):
+    with client_of(echo) as (client, server):
         assert client.post("/generate", {"ids": [1, 2]}) == {"echo": {"ids": [1, 2]}}
         assert client.get("/info") == {"echo": None}
         assert server.requests == [("/generate", {"ids": [1, 2]}), ("/info", None)]
@@ -99,13 +57,13 @@ def test_json_goes_there_and_back():
 
 @pytest.mark.parametrize("fault", [status(500, "boom"), status(503, "loading"), drop, half_a_body])
 def test_a_passing_fault_is_retried(fault):
-    with serving(fault, fault, echo) as (client, server):
+    with client_of(fault, fault, echo) as (client, server):
         assert client.post("/", 7) == {"echo": 7}
         assert len(server.requests) == 3
 
 
 def test_a_server_that_hangs_once_is_asked_again():
-    with serving(hang, echo, timeout=0.2) as (client, _):
+    with client_of(hang, echo, timeout=0.5, retries=8) as (client, _):
         assert client.post("/", 7) == {"echo": 7}
 
 
@@ -114,7 +72,7 @@ def test_a_server_that_hangs_once_is_asked_again():
     [(status(500, "out of memory"), "HTTP 500: out of memory"), (drop, "Protocol|Read"), (half_a_body, "peer closed")],
 )
 def test_a_lasting_fault_says_what_was_tried(fault, reason):
-    with serving(fault) as (client, server):
+    with client_of(fault) as (client, server):
         with pytest.raises(EngineUnavailableError, match=f"failed 3 times.*({reason})"):
             client.post("/generate", None)
         assert len(server.requests) == 3
@@ -122,14 +80,14 @@ def test_a_lasting_fault_says_what_was_tried(fault, reason):
 
 def test_a_server_that_hangs_is_unavailable_after_its_timeouts():
     with (
-        serving(hang, timeout=0.05, retries=1) as (client, _),
+        client_of(hang, timeout=0.05, retries=1) as (client, _),
         pytest.raises(EngineUnavailableError, match="ReadTimeout"),
     ):
         client.post("/generate", None)
 
 
 def test_a_dead_engine_is_unavailable():
-    with serving(echo) as (client, _):
+    with client_of(echo) as (client, _):
         url = client.url
     with (
         JsonClient(url, retries=1, backoff=0.001) as client,
@@ -139,7 +97,7 @@ def test_a_dead_engine_is_unavailable():
 
 
 def test_a_refusal_is_shown_and_not_repeated():
-    with serving(status(400, "logprobs must be <= 20")) as (client, server):
+    with client_of(status(400, "logprobs must be <= 20")) as (client, server):
         with pytest.raises(EngineAnswerError, match="refused, HTTP 400: logprobs must be <= 20"):
             client.post("/generate", None)
         assert len(server.requests) == 1
@@ -147,47 +105,39 @@ def test_a_refusal_is_shown_and_not_repeated():
 
 @pytest.mark.parametrize("text", ['{"echo": [1, 2', "", "<html>"])
 def test_a_whole_answer_that_is_no_json_is_not_repeated(text):
-    with serving(status(200, text)) as (client, server):
+    with client_of(status(200, text)) as (client, server):
         with pytest.raises(EngineAnswerError, match="did not answer in JSON"):
             client.post("/generate", None)
         assert len(server.requests) == 1
 
 
 def test_answers_come_in_the_order_of_their_requests():
-    with serving(echo, concurrency=4) as (client, _):
+    with client_of(echo, concurrency=4) as (client, _):
         assert client.post_all("/", list(range(40))) == [{"echo": number} for number in range(40)]
         assert client.post_all("/", []) == []
 
 
 def test_requests_are_under_way_at_the_same_time_but_no_more_than_allowed():
-    gathered = threading.Barrier(3)
+    gathered, lock, waiting = threading.Barrier(3), threading.Lock(), []
 
     def together(handler, body):
+        with lock:
+            waiting.append(body)
+            crowd = len(waiting)
         gathered.wait(10)  # passes only when three are here at once
-        echo(handler, body)
+        with lock:
+            waiting.pop()
+        handler.send_json(crowd)
 
-    with serving(together, concurrency=3) as (client, _):
-        assert len(client.post_all("/", list(range(6)))) == 6
-
-    def alone(handler, body):
-        server = handler.server
-        with server.lock:
-            server.busy += 1
-            server.busiest = max(server.busiest, server.busy)
-        with server.lock:
-            server.busy -= 1
-        echo(handler, body)
-
-    with serving(alone, concurrency=1) as (client, server):
-        client.post_all("/", list(range(6)))
-        assert server.busiest == 1
+    with client_of(together, concurrency=3) as (client, _):
+        assert max(client.post_all("/", list(range(6)))) == 3
 
 
 def test_one_failure_fails_the_batch_and_stops_what_has_not_begun():
     def refuse_seven(handler, body):
         (status(400, "seven") if body == 7 else echo)(handler, body)
 
-    with serving(refuse_seven, concurrency=1) as (client, server):
+    with client_of(refuse_seven, concurrency=1) as (client, server):
         with pytest.raises(EngineAnswerError, match="seven"):
             client.post_all("/", list(range(100)))
         assert len(server.requests) < 100
@@ -195,9 +145,9 @@ def test_one_failure_fails_the_batch_and_stops_what_has_not_begun():
 
 def test_a_key_is_sent_and_not_shown():
     def refuse(handler, body):
-        handler.answer(401, handler.headers["Authorization"].split()[0].encode())
+        handler.send(401, handler.headers["Authorization"].split()[0].encode())
 
-    with serving(refuse, headers={"Authorization": "Bearer secret"}) as (client, _):
+    with client_of(refuse, headers={"Authorization": "Bearer secret"}) as (client, _):
         with pytest.raises(EngineAnswerError, match="HTTP 401: Bearer") as caught:
             client.get("/")
         assert "secret" not in str(caught.value)

@@ -93,7 +93,7 @@ def fresh(demo, demo_engine):
 
 
 def say(text):
-    print(f"\n  {text}", flush=True)
+    print(f"\n  {text}", flush=True)  # noqa: T201 (figures that the page quotes)
 
 
 def gap(log_prob, rollout):

@@ -136,7 +136,7 @@ def test_too_few_log_probs_allowed_is_an_error_that_says_how_many(micro_policy, 
 def test_a_server_that_takes_no_weights_refuses_an_update_and_goes_on(micro_policy, tmp_path, lacking):
     with server_of(micro_policy, tmp_path / "served") as (url, answer):
         engine = make_engine(url, micro_policy)
-        with pytest.raises(EngineError, match="takes no weights: no folder was given.*VLLM_SERVER_DEV_MODE=1"):
+        with pytest.raises(EngineError, match=r"takes no weights: no folder was given.*VLLM_SERVER_DEV_MODE=1"):
             engine.update_weights(micro_policy.model, version=1)
         answer.paths.remove(lacking)
         with pytest.raises(EngineError, match=f"takes no weights: the server lacks {lacking}"):
@@ -145,7 +145,7 @@ def test_a_server_that_takes_no_weights_refuses_an_update_and_goes_on(micro_poli
 
 
 def test_a_load_that_fails_leaves_the_server_paused_and_the_engine_unusable(micro_policy, tmp_path):
-    with server_of(micro_policy, tmp_path / "served") as (url, answer):
+    with server_of(micro_policy, tmp_path / "served") as (_, answer):
         asked, failing = [], True
 
         def flawed(path, body):

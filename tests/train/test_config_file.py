@@ -89,6 +89,7 @@ def test_an_older_generation_of_the_schema_is_understood():
         ("optim.lr=0", "optim.lr must be > 0, got 0"),
         ("model.path=null", "set either model.path or model.config"),
         ("rollout.sampling.temperature=0.7", "set rollout.sampling.logprobs=processed"),
+        ("rollout.engine=abacus", "rollout.engine: Invalid value 'abacus', expected one of ['transformers'"),
         ("algorithm.rollout_correction=decoupled", "no preset is named 'decoupled'"),
         ("algorithm.rollout_correction.rollout_iss=token", "rollout_is"),
         (
@@ -104,10 +105,23 @@ def test_a_mistake_is_answered_with_the_mend(override, message):
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("option", ["top_p=0.9", "top_k=20", "min_p=0.1", "repetition_penalty=1.1", "min_new_tokens=3"])
-def test_a_distribution_that_the_trainer_does_not_recompute_is_warned_of(option):
-    with pytest.warns(UserWarning, match=rf"rollout.sampling.{option}: .* biases every ratio"):
-        load_config(None, [f"rollout.sampling.{option}"])
+@pytest.mark.parametrize("option", ["top_p=0.9", "top_k=20", "min_p=0.1"])
+def test_a_truncation_needs_processed_log_probs_and_an_actor_that_knows_it(option):
+    setting = f"rollout.sampling.{option}"
+    with pytest.raises(ValueError, match=r"set rollout\.sampling\.logprobs=processed"):
+        load_config(None, [setting])
+    processed = [setting, "rollout.sampling.logprobs=processed"]
+    assert load_config(None, processed).actor.sampling == "replay"
+    with pytest.raises(ValueError, match=r"set actor\.sampling=replay"):
+        load_config(None, [*processed, "actor.sampling=full"])
+    assert load_config(None, [*processed, "actor.sampling=full", "actor.allow_incompatible=true"])
+
+
+def test_engine_options_are_free_form_and_survive_the_saved_configuration(tmp_path):
+    config = load_config(None, ["rollout.engine_options.batch=3", "rollout.engine_options.kind={a: [1, x]}"])
+    assert config.rollout.engine_options == {"batch": 3, "kind": {"a": [1, "x"]}}
+    (tmp_path / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+    assert load_config(tmp_path / "config.yaml").rollout == config.rollout
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):

@@ -24,6 +24,12 @@ MODES = {
         "algorithm.loss.kl_coef=0.1",
         "algorithm.loss.entropy_coef=0.01",
     ],
+    "replayed truncation": [
+        "algorithm.rollout_correction=decoupled_token_is",
+        "algorithm.loss.kl_coef=0.1",
+        "algorithm.loss.entropy_coef=0.01",
+        "rollout.sampling={temperature: 0.7, top_p: 0.9, top_k: 20, logprobs: processed}",
+    ],
 }
 REPORTED = (
     *("reward/mean", "reward/std", "reward/accuracy", "response/length_mean", "engine/staleness"),
@@ -76,7 +82,7 @@ def test_the_micro_batch_size_changes_nothing(micro_trainer, mode):
             seed=0, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
             num_key_value_heads=1, head_dim=16,
         )  # fmt: skip
-        reference = copy.deepcopy(policy.model) if mode == "KL and entropy" else None
+        reference = copy.deepcopy(policy.model) if "kl_coef" in " ".join(MODES[mode]) else None
         # Adam divides by the gradient's size and would blow up rounding errors: compare plain gradients.
         trainer = micro_trainer(
             *MODES[mode],
@@ -142,6 +148,38 @@ def test_a_non_finite_gradient_under_a_finite_loss_is_skipped_too(micro_trainer)
     trainer.model.get_input_embeddings().weight.register_hook(lambda gradient: gradient * math.inf)
     assert trainer.step(1).metrics["actor/skipped_steps"] == 1
     assert torch.equal(weights(trainer), before)
+
+
+NOTHING = "rollout_rs: token_k1, rollout_rs_threshold: 5.0_6.0"
+
+
+@pytest.mark.parametrize("fields", ["", "bypass_mode: true,", "bypass_mode: true, normalizer: original,"])
+def test_a_step_of_which_nothing_is_kept_moves_nothing(micro_trainer, micro_config, fields):
+    """Adam's momentum and weight decay would move the weights by a gradient of zero."""
+    trainer = micro_trainer("optim.weight_decay=0.1", "optim.mini_batch_size=6")
+    trainer.step(1)
+    rejecting = micro_trainer(
+        f"algorithm.rollout_correction={{{fields} {NOTHING}}}", "optim.weight_decay=0.1", "optim.mini_batch_size=6"
+    )
+    rejecting.optimizer.load_state_dict(trainer.optimizer.state_dict())
+    before, moments = weights(rejecting), copy.deepcopy(rejecting.optimizer.state_dict()["state"])
+    metrics = rejecting.step(2).metrics
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 1.0
+    assert metrics["actor/skipped_steps"] == 2
+    assert torch.equal(weights(rejecting), before)
+    after = rejecting.optimizer.state_dict()["state"]
+    assert all(torch.equal(after[i][name], value) for i, row in moments.items() for name, value in row.items())
+
+
+def test_a_kl_term_is_learned_from_rejected_tokens_too(micro_trainer, micro_policy):
+    options = (f"algorithm.rollout_correction={{bypass_mode: true, {NOTHING}}}", "algorithm.loss.kl_coef=0.1")
+    reference = copy.deepcopy(micro_policy.model)
+    with torch.no_grad():
+        reference.get_input_embeddings().weight.mul_(1.5)
+    trainer = micro_trainer(*options, reference=reference)
+    before = weights(trainer)
+    assert trainer.step(1).metrics["actor/skipped_steps"] == 0
+    assert not torch.equal(weights(trainer), before)
 
 
 def test_rejected_rows_leave_the_baseline_on_request(micro_trainer, micro_config):

@@ -9,14 +9,21 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from rollcorr.cli import app
-from rollcorr.rollout_log import read_rollout_log, validate_rollout_log
+from rollcorr.core.sampling import check_kept_sets
+from rollcorr.engines.base import EngineAnswerError, EngineUnavailableError
+from rollcorr.engines.transformers import TransformersEngine
+from rollcorr.rollout_log import convert_log, read_rollout_log, validate_rollout_log
 from rollcorr.train import checkpoint as checkpoints
+from rollcorr.train import grpo
+from rollcorr.train import run as run_module
 from rollcorr.train.checkpoint import latest_checkpoint
 from rollcorr.train.config_file import load_config
+from rollcorr.train.engines import make_engine
 from rollcorr.train.grpo import GrpoTrainer
 from rollcorr.train.logging import read_metrics
 from rollcorr.train.policy import load_policy
 from rollcorr.train.run import train
+from rollcorr.train.tasks import Reward
 
 
 @pytest.fixture
@@ -187,6 +194,91 @@ def test_rollout_logs_are_valid_and_hold_what_the_step_saw(micro_config, tmp_pat
     assert [span["version"] for span in rows[-1]["policy_versions"]] == [0]
     metrics = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert sum(row["reward"] for row in rows[:12]) / 12 == pytest.approx(metrics[0]["reward/mean"], abs=1e-6)
+
+
+def test_a_log_of_truncated_rollouts_holds_the_kept_sets(micro_config, tmp_path, console):
+    """Whoever has the policy and the log can replay the ratio."""
+    truncated = "rollout.sampling={temperature: 0.7, top_p: 0.9, top_k: 20, logprobs: processed}"
+    train(micro_config("steps=1", "log.rollouts=true", "checkpoint.every=1", truncated), console=console)
+    (log,) = (tmp_path / "run" / "rollouts").iterdir()
+    assert [problem.code for problem in validate_rollout_log(log).problems] == []
+    (batch,) = read_rollout_log(log)
+    kept, ids = batch.kept_sets(), batch.packed("response_ids")
+    check_kept_sets(kept, tokens=len(ids), vocabulary=258)
+    assert 1 < kept.ids.numel() / len(kept) <= 20
+    copied = tmp_path / "copy.jsonl"
+    convert_log(log, copied)
+    (again,) = read_rollout_log(copied)
+    assert torch.equal(again.kept_sets().ids, kept.ids)
+    assert torch.equal(again.kept_sets().offsets, kept.offsets)
+
+
+class FailingEngine(TransformersEngine):
+    """Dies when it is asked for the rollouts of step 3, and keeps its weights to itself from then on."""
+
+    error, calls = EngineUnavailableError("no answer within 60 s"), 0
+
+    def generate(self, prompts, *, seed):
+        type(self).calls += 1
+        if self.calls == 3:
+            raise self.error
+        return super().generate(prompts, seed=seed)
+
+    def export_weights(self):
+        raise self.error
+
+
+@pytest.fixture
+def failing_engine(monkeypatch):
+    """Runs sample with a new `FailingEngine` until it is undone."""
+
+    def install(error=FailingEngine.error):
+        fails = type("Fails", (FailingEngine,), {"error": error})
+        monkeypatch.setattr(run_module, "make_engine", lambda *a, **k: _as(fails, make_engine(*a, **k)))
+
+    return install
+
+
+def _as(cls, engine):
+    engine.__class__ = cls
+    return engine
+
+
+@pytest.mark.parametrize("error", [FailingEngine.error, EngineAnswerError("2 log-probs for 3 tokens")])
+def test_a_step_whose_engine_fails_is_not_trained_on_and_the_run_goes_on_later(
+    micro_config, tmp_path, console, monkeypatch, failing_engine, error
+):
+    failing_engine(error)
+    summary = train(micro_config("steps=4"), console=console)
+    assert (summary.step, summary.interrupted) == (2, True)
+    assert summary.failure == f"step 3 was not trained on, the engine failed: {error}"
+    console.file.flush()
+    told = (tmp_path / "console.txt").read_text()
+    assert f"{error}" in told
+    assert f"go on with: rollcorr train {tmp_path / 'run' / 'config.yaml'} resume=true" in told
+    assert latest_checkpoint(tmp_path / "run" / "checkpoints").name == "step_000002"
+
+    monkeypatch.undo()
+    monkeypatch.setattr(grpo, "hard_gated_reward", lambda *_, **__: Reward(0.0, correct=False))
+    train(load_config(tmp_path / "run" / "config.yaml", ["resume=true"]), console=console)
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_older_weights_that_a_dead_engine_keeps_are_said_to_be_lost(micro_config, tmp_path, console, failing_engine):
+    failing_engine()
+    train(micro_config("steps=4", "rollout.refresh_every=4"), console=console)
+    console.file.flush()
+    assert "the engine's weights, version 0, are lost" in (tmp_path / "console.txt").read_text()
+    saved = latest_checkpoint(tmp_path / "run" / "checkpoints")
+    assert json.loads((saved / "state.json").read_text())["engine_version"] == 2
+
+
+def test_the_command_leaves_with_code_3_when_the_engine_fails(tmp_path, low_byte_reward, micro_run, failing_engine):
+    failing_engine()
+    result = CliRunner().invoke(app, ["train", f"run_dir={tmp_path / 'run'}", *micro_run])
+    assert result.exit_code == 3
+    assert "Traceback" not in result.output
+    assert "no answer within 60 s" in result.output
 
 
 def test_a_run_leaves_its_configuration_metrics_events_and_summary(micro_config, tmp_path, console):

@@ -1,4 +1,4 @@
-"""Record a vLLM server's answers to what the tests ask: `python record_vllm.py`, in the environment of `make test-vllm`.
+"""Record a vLLM server's answers to what the tests ask: `python record_vllm.py`, where `make test-vllm` runs.
 
 Starts the server on the policy of `recorded_policy`, puts a recording proxy before it, and lets the engine ask.
 """
@@ -41,7 +41,7 @@ def main():
             def record(path, body):
                 status, told = forward(url, path, body)
                 if path == "/openapi.json":
-                    told = {"paths": dict.fromkeys(told["paths"], {})}
+                    told = {"paths": {p: {} for p in told["paths"]}}
                 entries[path, json.dumps(body, sort_keys=True)] = {
                     "path": path,
                     "request": body,

@@ -1,0 +1,350 @@
+"""One denoising step of a flow-matching sampler as a Gaussian policy: its mean and spread, log-probs, exact KL.
+
+Symbols: x_σ = (1 − σ) x₀ + σ ε is the latent at noise σ, v = ε − x₀ the model's velocity, dt = σ_next − σ < 0, a the
+noise level, g the diffusion coefficient, D the number of latent dimensions. A step samples x′ = m + s z, z ~ N(0, 1):
+
+    m = x (1 + g² dt / 2σ) + v (1 + g² (1 − σ) / 2σ) dt        s = g sqrt(−dt)
+
+    sde (Flow-GRPO)    g = a sqrt(σ / (1 − σ)), with σ₁ in place of σ under the root where σ = 1
+    dance (DanceGRPO)  g = a
+    cps                s = σ_next sin(a π / 2), and a mean of its own
+
+a = 0 is the Euler step of the ODE. It is deterministic, so it has no log-prob: its std is None.
+
+Latents and velocities are float32 (or float64), never less: half precision would be the mismatch to be measured. Every
+function is pure and reads shapes, not values.
+
+Source: Liu et al. (2025), "Flow-GRPO", arXiv:2505.05470; Xue et al. (2025), "DanceGRPO", arXiv:2505.07818; Wang et al.
+(2025), "Coefficients-Preserving Sampling", arXiv:2509.05952.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Reduction = Literal["mean", "sum"] | float
+Sigma = float | Tensor
+
+
+class SdeStep(NamedTuple):
+    """A step taken.
+
+    Attributes:
+        prev_sample: x′, the sample at σ_next ("previous" as diffusers counts), in the shape of the sample.
+        mean: m, same shape.
+        std: s, broadcastable to the sample: 0-d, or (B, 1, …). None for a deterministic step.
+    """
+
+    prev_sample: Tensor
+    mean: Tensor
+    std: Tensor | None
+
+    def log_prob(self, *, reduction: Reduction = "mean") -> Tensor | None:
+        """`gaussian_log_prob` of x′, (B,) nats; None for a deterministic step, which has no density."""
+        if self.std is None:
+            return None
+        return gaussian_log_prob(self.prev_sample, self.mean, self.std, reduction=reduction)
+
+
+def sde_step_mean(
+    velocity: Tensor, sample: Tensor, *, sigma: Sigma, sigma_next: Sigma, sigma_max: Sigma, noise_level: float
+) -> tuple[Tensor, Tensor | None]:
+    """m and s of Flow-GRPO's step, where g = a sqrt(σ / (1 − σ)).
+
+    Args:
+        velocity: v, the model's prediction. (B, …), float32. Carries the gradient.
+        sample: x at σ, same shape and dtype.
+        sigma: σ in (0, 1], a number or (B,).
+        sigma_next: σ of the next step, below σ, a number or (B,).
+        sigma_max: σ₁, the schedule's second entry: it stands in for σ = 1, where g would be infinite.
+        noise_level: a ≥ 0.
+
+    Returns:
+        m in the shape of the sample, and s, 0-d or (B, 1, …); s is None for a = 0.
+
+    Raises:
+        TypeError: a tensor is in half precision, or the two have different dtypes.
+        ValueError: shapes differ, or noise_level is negative.
+
+    Source: Liu et al. (2025), arXiv:2505.05470.
+    """
+    schedule = _schedule(velocity, sample, sigma, sigma_next, noise_level)
+    if noise_level == 0:
+        return sample + schedule.dt * velocity, None
+    largest = _like(sigma_max, sample)
+    below_one = torch.where(schedule.sigma == 1, largest, schedule.sigma)
+    return _sde(velocity, sample, schedule, noise_level * (schedule.sigma / (1 - below_one)).sqrt())
+
+
+def dance_sde_step_mean(
+    velocity: Tensor, sample: Tensor, *, sigma: Sigma, sigma_next: Sigma, noise_level: float
+) -> tuple[Tensor, Tensor | None]:
+    """m and s of DanceGRPO's step, where g = a at every σ. Arguments, Returns, Raises: as in `sde_step_mean`.
+
+    Source: Xue et al. (2025), arXiv:2505.07818.
+    """
+    schedule = _schedule(velocity, sample, sigma, sigma_next, noise_level)
+    if noise_level == 0:
+        return sample + schedule.dt * velocity, None
+    return _sde(velocity, sample, schedule, torch.full_like(schedule.sigma, noise_level))
+
+
+def cps_step_mean(
+    velocity: Tensor, sample: Tensor, *, sigma: Sigma, sigma_next: Sigma, noise_level: float
+) -> tuple[Tensor, Tensor | None]:
+    """m = (1 − σ_next) x̂₀ + sqrt(σ_next² − s²) ε̂,  s = σ_next sin(a π / 2): the noise is replaced, not added.
+
+    x̂₀ = x − σ v and ε̂ = x + (1 − σ) v. Its log-prob here is that of the Gaussian; what the original calls log-prob,
+    −(x′ − m)², is no density (`density_from_cps`). At σ_next = 0 its s is 0: leave the last step out of the window.
+    Arguments, Returns, Raises: as in `sde_step_mean`, with a in [0, 1].
+
+    Source: Wang et al. (2025), arXiv:2509.05952.
+    """
+    schedule = _schedule(velocity, sample, sigma, sigma_next, noise_level)
+    if noise_level > 1:
+        raise ValueError(f"noise_level of a cps step must be in [0, 1], got {noise_level}: at 1 all noise is replaced")
+    if noise_level == 0:
+        return sample + schedule.dt * velocity, None
+    angle = noise_level * math.pi / 2
+    clean = sample - schedule.sigma * velocity
+    noise = sample + (1 - schedule.sigma) * velocity
+    mean = (1 - schedule.sigma_next) * clean + schedule.sigma_next * math.cos(angle) * noise
+    return mean, schedule.sigma_next * math.sin(angle)
+
+
+def sde_step(
+    velocity: Tensor,
+    sample: Tensor,
+    *,
+    sigma: Sigma,
+    sigma_next: Sigma,
+    sigma_max: Sigma,
+    noise_level: float,
+    noise: Tensor | None = None,
+) -> SdeStep:
+    """x′ = m + s z: one step of Flow-GRPO's sampler. `take_step` does it for the other variants.
+
+    Args:
+        velocity: as in `sde_step_mean`, like the others.
+        sample: x at σ.
+        sigma: σ.
+        sigma_next: σ of the next step.
+        sigma_max: σ₁.
+        noise_level: a; 0 takes the Euler step.
+        noise: z, standard normal, in the shape of the sample. Not read for a = 0, where it may be None.
+
+    Raises:
+        TypeError, ValueError: as in `sde_step_mean`; or the noise is missing, or of another shape.
+    """
+    moments = sde_step_mean(
+        velocity, sample, sigma=sigma, sigma_next=sigma_next, sigma_max=sigma_max, noise_level=noise_level
+    )
+    return take_step(*moments, noise)
+
+
+def take_step(mean: Tensor, std: Tensor | None, noise: Tensor | None) -> SdeStep:
+    """x′ = m + s z; x′ = m where std is None.
+
+    Raises:
+        ValueError: the noise is missing, or not in the shape of the mean.
+    """
+    if std is None:
+        return SdeStep(mean, mean, None)
+    if noise is None or noise.shape != mean.shape:
+        got = "None" if noise is None else str(tuple(noise.shape))
+        raise ValueError(f"noise must be standard normal in the shape of the sample, {tuple(mean.shape)}; got {got}")
+    return SdeStep(mean + std * noise.to(mean.dtype), mean, std)
+
+
+def gaussian_log_prob(prev_sample: Tensor, mean: Tensor, std: Tensor, *, reduction: Reduction = "mean") -> Tensor:
+    """p · Σ_D [ −(x′ − m)² / 2s² − log s − log sqrt(2π) ]: the log-density of a step, to the power p.
+
+    "mean" is p = 1/D, what Flow-GRPO trains on; "sum" is p = 1, the log-likelihood; a number is p itself. A ratio of
+    means is the true likelihood ratio to the power 1/D.
+
+    Args:
+        prev_sample: x′, (B, …); detached here.
+        mean: m, same shape. Carries the gradient.
+        std: s > 0, 0-d, (B,) or (B, 1, …). An s of 0 has no density: NaN, which a correction rejects and counts.
+        reduction: the power.
+
+    Returns:
+        (B,), nats.
+
+    Raises:
+        TypeError: a tensor is in half precision.
+        ValueError: shapes differ, or the power is not finite and above 0.
+    """
+    _check_pair("prev_sample", prev_sample, "mean", mean)
+    std = _like(std, mean)
+    z = (prev_sample.detach() - mean) / std
+    log_prob = (-z.square() / 2 - std.log() - math.log(math.sqrt(2 * math.pi))).expand(mean.shape).flatten(1)
+    if reduction == "mean":
+        return log_prob.mean(1)
+    return log_prob.sum(1) * (1.0 if reduction == "sum" else power_of(reduction, 1))
+
+
+def gaussian_kl(mean_p: Tensor, mean_q: Tensor, std: Tensor) -> Tensor:
+    """KL(p‖q) = Σ_D (m_p − m_q)² / 2s² of two steps with the same s: exact, and the same in both directions.
+
+    Under p, the joint log-ratio J = log q − log p is normal with mean −KL and variance 2 KL.
+
+    Args:
+        mean_p: (B, …).
+        mean_q: same shape.
+        std: s > 0, 0-d, (B,) or (B, 1, …).
+
+    Returns:
+        (B,), nats, over all D dimensions.
+
+    Raises:
+        TypeError: a tensor is in half precision.
+        ValueError: shapes differ.
+    """
+    _check_pair("mean_p", mean_p, "mean_q", mean_q)
+    return ((mean_p - mean_q) / _like(std, mean_p)).square().flatten(1).sum(1) / 2
+
+
+def density_from_cps(log_prob: Tensor, std: Tensor) -> Tensor:
+    """l / 2s² − log s − log sqrt(2π): the mean log-density behind l = mean_D(−(x′ − m)²), which CPS calls a log-prob.
+
+    A log-ratio of the two l is 2s² times the true one, so thresholds on it mean something else at every step.
+
+    Args:
+        log_prob: l, any shape.
+        std: s of the step, same shape.
+    """
+    if log_prob.shape != std.shape:
+        raise ValueError(f"log_prob {tuple(log_prob.shape)} and std {tuple(std.shape)} differ; std is one per step")
+    return log_prob / (2 * std.square()) - std.log() - math.log(math.sqrt(2 * math.pi))
+
+
+def power_of(reduction: Reduction, dimensions: int) -> float:
+    """The power p to which a reduction takes the likelihood: 1/D for "mean", 1 for "sum", else the number itself.
+
+    Raises:
+        ValueError: neither, or a number that is not finite and above 0.
+    """
+    if reduction == "mean":
+        return 1 / dimensions
+    if reduction == "sum":
+        return 1.0
+    if isinstance(reduction, bool) or not isinstance(reduction, int | float) or not 0 < reduction < math.inf:
+        raise ValueError(f"reduction must be 'mean', 'sum' or a power that is finite and > 0; got {reduction!r}")
+    return float(reduction)
+
+
+@dataclass(frozen=True)
+class SdeWindow:
+    """The steps that are sampled with noise and trained on: start, …, start + size − 1. Outside it, the ODE.
+
+    Attributes:
+        start: first step of the window, from 0.
+        size: number of steps W in the window.
+
+    Raises:
+        ValueError: start is negative, or size is below 1.
+
+    Example:
+        >>> [step in SdeWindow(1, 2) for step in range(4)]
+        [False, True, True, False]
+    """
+
+    start: int
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or self.size < 1:
+            raise ValueError(f"a window starts at 0 or later and has a step or more; got {self}")
+
+    @property
+    def steps(self) -> range:
+        """The indices of the steps in the window."""
+        return range(self.start, self.start + self.size)
+
+    def __contains__(self, step: int) -> bool:
+        return step in self.steps
+
+    def check(self, steps: int) -> None:
+        """Check that the window fits a schedule of so many steps.
+
+        Raises:
+            ValueError: it ends beyond the last step.
+        """
+        if self.start + self.size > steps:
+            raise ValueError(
+                f"{self} ends after step {self.start + self.size - 1}, but the schedule's last step is {steps - 1}: "
+                "make the window smaller, or start it earlier"
+            )
+
+    @classmethod
+    def draw(cls, size: int, window_range: tuple[int, int], *, rng: random.Random) -> SdeWindow:
+        """A window of so many steps at a random place inside [lo, hi).
+
+        Args:
+            size: `sde_window_size`, W.
+            window_range: `sde_window_range`, (lo, hi): first step, and the one after the last.
+            rng: where the place comes from; seed it for a run that repeats.
+
+        Raises:
+            ValueError: the range is empty or negative, or smaller than the window.
+        """
+        low, high = window_range
+        if not 0 <= low < high or high - low < size:
+            raise ValueError(
+                f"sde_window_range {window_range} has room for {max(high - low, 0)} steps, and sde_window_size is "
+                f"{size}: give 0 ≤ lo < hi with hi − lo ≥ {size}"
+            )
+        return cls(rng.randint(low, high - size), size)
+
+
+class _Schedule(NamedTuple):
+    sigma: Tensor
+    sigma_next: Tensor
+    dt: Tensor
+
+
+def _schedule(velocity: Tensor, sample: Tensor, sigma: Sigma, sigma_next: Sigma, noise_level: float) -> _Schedule:
+    _check_pair("velocity", velocity, "sample", sample)
+    if not 0 <= noise_level < math.inf:
+        raise ValueError(f"noise_level must be finite and ≥ 0 (0 is the ODE), got {noise_level}")
+    now, then = _like(sigma, sample), _like(sigma_next, sample)
+    return _Schedule(now, then, then - now)
+
+
+def _sde(velocity: Tensor, sample: Tensor, schedule: _Schedule, g: Tensor) -> tuple[Tensor, Tensor]:
+    sigma, _, dt = schedule
+    drift = g.square() / (2 * sigma)
+    mean = sample * (1 + drift * dt) + velocity * (1 + drift * (1 - sigma)) * dt
+    return mean, g * (-dt).sqrt()
+
+
+def _like(value: Sigma, sample: Tensor) -> Tensor:
+    """A number as 0-d, or one number a row as (B, 1, …), in the dtype of the sample."""
+    value = torch.as_tensor(value, dtype=sample.dtype, device=sample.device)
+    if value.dim() == 0 or value.shape == (sample.shape[0], *[1] * (sample.dim() - 1)):
+        return value
+    if value.shape != sample.shape[:1]:
+        raise ValueError(
+            f"expected one number, or one for each of the {sample.shape[0]} samples; got shape {tuple(value.shape)} "
+            f"beside a sample of {tuple(sample.shape)}"
+        )
+    return value.view(-1, *[1] * (sample.dim() - 1))
+
+
+def _check_pair(first_name: str, first: Tensor, second_name: str, second: Tensor) -> None:
+    if first.shape != second.shape or first.dim() < 2:
+        raise ValueError(
+            f"{first_name} {tuple(first.shape)} and {second_name} {tuple(second.shape)} must be (B, …) of one shape"
+        )
+    if first.dtype != second.dtype or first.dtype not in (torch.float32, torch.float64):
+        raise TypeError(
+            f"{first_name} is {first.dtype} and {second_name} {second.dtype}: a step is computed in float32; call "
+            ".float() on what a half-precision model returns, and keep latents in float32"
+        )

@@ -1,0 +1,235 @@
+"""Losses of denoising steps: Flow-GRPO's clip, GRPO-Guard's re-centred ratio, Flow-DPPO's divergence mask.
+
+One number for each sample and step, (b, w), 0 where the step was rejected, for an aggregation to add up; beside it
+mergeable statistics. r = π_θ / π_old is the ratio of log-probs averaged over the D latent dimensions, so it is the true
+likelihood ratio to the power 1/D: a useful clip range shrinks as 1/D too.
+
+Rejected steps are never read: they are replaced before any arithmetic, so NaN or ±inf there changes nothing, forward
+or backward.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rollcorr.core.losses import LOG_RATIO_BOUND
+from rollcorr.core.ratios import token_log_ratio
+from rollcorr.core.statistics import Statistics, moments_of
+
+
+def flow_grpo_loss(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    keep: Tensor,
+    *,
+    clip_ratio: float,
+    weights: Tensor | None = None,
+) -> tuple[Tensor, Statistics]:
+    """−w · min(r A, clip(r, 1 − ε, 1 + ε) A) with r = π_θ / π_old.
+
+    Where the rollout differs from the trainer before any update (bypass mode), r is not 1 to begin with, and since
+    E[log r] = −KL it lies below: the clip then stops samples of A < 0 far more often than those of A > 0.
+
+    Args:
+        log_prob: log π_θ averaged over the D dimensions, nats. (b, w): samples and steps. Carries the gradient.
+        old_log_prob: log π_old, averaged likewise; same shape.
+        advantages: A of each sample, (b,).
+        keep: steps in the loss, same shape as the log-probs; read as ≠ 0.
+        clip_ratio: ε > 0.
+        weights: importance weights, same shape; detached here. None: 1. A step of weight 0 adds nothing.
+
+    Returns:
+        The loss of each step, and statistics over the kept ones: `policy_kl` (log π_old − log π_θ), `ratio`,
+        `clip_fraction_high` and `_low` (r beyond its range, on either side of A), `zeroed_fraction_positive` and
+        `_negative`: the share of the steps with A > 0, and with A < 0, whose gradient is 0.
+
+    Raises:
+        ValueError: shapes differ, or clip_ratio is not above 0.
+
+    Source: Liu et al. (2025), "Flow-GRPO", arXiv:2505.05470.
+    """
+    steps = _prepare(log_prob, old_log_prob, advantages, keep, weights)
+    return _clipped(steps, steps.log_ratio, clip_ratio)
+
+
+def grpo_guard_loss(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    mean: Tensor,
+    old_mean: Tensor,
+    std: Tensor,
+    dt: Tensor,
+    advantages: Tensor,
+    keep: Tensor,
+    *,
+    clip_ratio: float,
+    weights: Tensor | None = None,
+) -> tuple[Tensor, Statistics]:
+    """−w · min(r A, clip(r) A) / |dt| with r = exp(s (log π_θ − log π_old + b)), b = mean_D (m − m_old)² / 2s².
+
+    b is KL/D, so it puts the mean of log r back to 0; s takes out the spread, which differs between timesteps, and
+    1/|dt| the size of the gradient.
+
+    Args:
+        log_prob: as in `flow_grpo_loss`, like `old_log_prob`, `advantages`, `keep`, `clip_ratio`, `weights`.
+        old_log_prob: log π_old.
+        mean: m of π_θ, (b, w, …). Carries the gradient.
+        old_mean: m_old of π_old, same shape: in bypass mode the rollout's own.
+        std: s, (b, w).
+        dt: σ_next − σ < 0, (b, w).
+        advantages: (b,).
+        keep: (b, w).
+        clip_ratio: ε > 0.
+        weights: (b, w), or None.
+
+    Returns:
+        As `flow_grpo_loss`, with the re-centred ratio; and `ratio_mean_bias`, the moments of b.
+
+    Raises:
+        ValueError: as in `flow_grpo_loss`.
+
+    Source: Wang et al. (2025), "GRPO-Guard", arXiv:2510.22319.
+    """
+    steps = _prepare(log_prob, old_log_prob, advantages, keep, weights)
+    std, dt = _kept("std", std, steps), _kept("dt", dt, steps)
+    bias = _mean_kl(mean, old_mean, std, steps)
+    loss, statistics = _clipped(steps, std * (steps.log_ratio + bias), clip_ratio)
+    row = Statistics.of(moments={"ratio_mean_bias": moments_of(bias.detach(), steps.active)})
+    return loss / dt.abs(), statistics | row
+
+
+def flow_dppo_loss(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    mean: Tensor,
+    old_mean: Tensor,
+    std: Tensor,
+    advantages: Tensor,
+    keep: Tensor,
+    *,
+    kl_threshold: float,
+    weights: Tensor | None = None,
+) -> tuple[Tensor, Statistics]:
+    """−w · r A, without gradient where mean_D (m − m_old)² / 2s² > threshold and the step leads farther away.
+
+    Farther away is r > 1 at A > 0, and r < 1 at A < 0: what corrects a step stays in the loss.
+
+    Args:
+        log_prob: as in `grpo_guard_loss`, like the others.
+        old_log_prob: log π_old.
+        mean: m of π_θ, (b, w, …).
+        old_mean: m_old, same shape.
+        std: s, (b, w).
+        advantages: (b,).
+        keep: (b, w).
+        kl_threshold: largest KL/D, nats, > 0.
+        weights: (b, w), or None.
+
+    Returns:
+        As `flow_grpo_loss`; and `divergence`, the moments of KL/D.
+
+    Raises:
+        ValueError: shapes differ, or kl_threshold is not above 0.
+
+    Source: Flow-DPPO (2026), arXiv:2606.11025.
+    """
+    _check_above_0("kl_threshold", kl_threshold)
+    steps = _prepare(log_prob, old_log_prob, advantages, keep, weights)
+    with torch.no_grad():
+        divergence = _mean_kl(mean, old_mean, _kept("std", std, steps), steps)
+    ratio = _ratio(steps.log_ratio)
+    high, low = ratio > 1, ratio < 1
+    far = divergence > kl_threshold
+    zeroed = far & ((high & (steps.advantages > 0)) | (low & (steps.advantages < 0)))
+    loss = -torch.where(zeroed, ratio.detach(), ratio) * steps.advantages
+    row = Statistics.of(moments={"divergence": moments_of(divergence, steps.active)})
+    return steps.weighted(loss), _statistics(steps, ratio, far & high, far & low, zeroed) | row
+
+
+class _Steps(NamedTuple):
+    """The inputs with everything that is not in the loss replaced."""
+
+    log_ratio: Tensor  # (b, w), with gradient; 0 where inactive
+    advantages: Tensor  # (b, w); 0 where inactive
+    active: Tensor  # (b, w) bool: kept, and of a weight other than 0
+    weights: Tensor | None
+
+    def weighted(self, loss: Tensor) -> Tensor:
+        return loss if self.weights is None else self.weights * loss
+
+
+def _prepare(
+    log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, keep: Tensor, weights: Tensor | None
+) -> _Steps:
+    given = {"old_log_prob": old_log_prob, "keep": keep} | ({} if weights is None else {"weights": weights})
+    for name, tensor in given.items():
+        if log_prob.dim() != 2 or tensor.shape != log_prob.shape:
+            raise ValueError(f"log_prob {tuple(log_prob.shape)} and {name} {tuple(tensor.shape)} must both be (b, w)")
+    if advantages.shape != log_prob.shape[:1]:
+        raise ValueError(
+            f"advantages {tuple(advantages.shape)} do not fit log_prob {tuple(log_prob.shape)}: one for each sample, "
+            f"({log_prob.shape[0]},); nothing is broadcast"
+        )
+    active = keep != 0
+    if weights is not None:
+        weights = weights.detach().to(torch.promote_types(weights.dtype, torch.float32))
+        active = active & (weights != 0)
+        weights = weights.masked_fill(~active, 0.0)
+    log_ratio = token_log_ratio(log_prob, old_log_prob.detach(), active)
+    spread = advantages.detach().to(log_ratio.dtype).unsqueeze(1).expand_as(log_ratio)
+    return _Steps(log_ratio, spread.masked_fill(~active, 0.0), active, weights)
+
+
+def _clipped(steps: _Steps, log_ratio: Tensor, clip_ratio: float) -> tuple[Tensor, Statistics]:
+    _check_above_0("clip_ratio", clip_ratio)
+    ratio = _ratio(log_ratio)
+    bounded = ratio.clamp(1 - clip_ratio, 1 + clip_ratio)
+    loss = torch.maximum(-ratio * steps.advantages, -bounded * steps.advantages)
+    high, low = ratio > 1 + clip_ratio, ratio < 1 - clip_ratio
+    zeroed = (high & (steps.advantages > 0)) | (low & (steps.advantages < 0))
+    return steps.weighted(loss), _statistics(steps, ratio, high, low, zeroed)
+
+
+def _statistics(steps: _Steps, ratio: Tensor, high: Tensor, low: Tensor, zeroed: Tensor) -> Statistics:
+    active = steps.active
+    moments = {
+        "policy_kl": moments_of(-steps.log_ratio.detach(), active),
+        "ratio": moments_of(ratio.detach(), active),
+        "clip_fraction_high": moments_of(high, active),
+        "clip_fraction_low": moments_of(low, active),
+        "zeroed_fraction_positive": moments_of(zeroed, active & (steps.advantages > 0)),
+        "zeroed_fraction_negative": moments_of(zeroed, active & (steps.advantages < 0)),
+    }
+    return Statistics.of(moments=moments)
+
+
+def _mean_kl(mean: Tensor, old_mean: Tensor, std: Tensor, steps: _Steps) -> Tensor:
+    """mean_D (m − m_old)² / 2s² of each step, (b, w); 0 where inactive."""
+    if mean.shape != old_mean.shape or mean.shape[:2] != steps.active.shape or mean.dim() < 3:
+        raise ValueError(
+            f"mean {tuple(mean.shape)} and old_mean {tuple(old_mean.shape)} must be (b, w, …) with (b, w) = "
+            f"{tuple(steps.active.shape)}"
+        )
+    inactive = ~steps.active.unsqueeze(-1)
+    shift = mean.flatten(2).masked_fill(inactive, 0.0) - old_mean.detach().flatten(2).masked_fill(inactive, 0.0)
+    return shift.square().mean(-1) / (2 * std.square())
+
+
+def _kept(name: str, values: Tensor, steps: _Steps) -> Tensor:
+    """Values of each step, 1 where inactive, so that nothing divides by what is there."""
+    if values.shape != steps.active.shape:
+        raise ValueError(f"{name} {tuple(values.shape)} must be one for each step, {tuple(steps.active.shape)}")
+    return values.detach().to(steps.log_ratio.dtype).masked_fill(~steps.active, 1.0)
+
+
+def _ratio(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+
+
+def _check_above_0(name: str, value: float) -> None:
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{name} must be finite and > 0, got {value}")

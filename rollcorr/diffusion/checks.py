@@ -1,0 +1,203 @@
+"""Checks of a diffusion batch. Shapes are checked everywhere; values here, once per batch, because that waits.
+
+A batch is a mapping of tensors; B samples, W steps in the window:
+
+    key                    shape          what
+    rollout_log_probs      (B, W)         log μ of each step, averaged over the D latent dimensions, nats
+    old_log_probs          (B, W)         log π_old, likewise
+    advantages             (B,)           A of each sample
+    latents                (B, W+1, …)    x before each step of the window, and after the last; float32
+    timesteps              (B, W)         timestep *value* of each step, as the scheduler has it
+    prev_sample_mean       (B, W, …)      m of the rollout: makes the KL exact
+    old_prev_sample_mean   (B, W, …)      m of π_old (bypass: the rollout's)
+    ref_prev_sample_mean   (B, W, …)      m of the reference, for kl_coef
+    std                    (B, W)         s of each step
+    dt                     (B, W)         σ_next − σ < 0, for GRPO-Guard
+    rollout_is_weights     (B, W)         written: what multiplies the loss; 0 where rejected
+    rollout_keep_mask      (B, W)         written: steps in the loss, bool
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+Batch = Mapping[str, Tensor]
+
+PER_STEP = ("old_log_probs", "timesteps", "std", "dt", "rollout_is_weights", "rollout_keep_mask")
+MEANS = ("prev_sample_mean", "old_prev_sample_mean", "ref_prev_sample_mean")
+MENDS = {
+    "rollout_log_probs": "have the rollout record them (calculate_log_probs: true)",
+    "old_log_probs": "recompute them with the trainer, or set bypass_mode=True and call "
+    "apply_bypass_mode_to_diffusion_batch",
+    "rollout_keep_mask": "call apply_rollout_correction_to_diffusion_batch once per batch",
+    "rollout_is_weights": "call apply_rollout_correction_to_diffusion_batch once per batch",
+    "prev_sample_mean": "have the rollout ship the mean of each step",
+    "old_prev_sample_mean": "store the mean of each step where old_log_probs are computed",
+    "ref_prev_sample_mean": "compute the reference model's mean of each step, or set kl_coef=0",
+    "std": "store s of each step, (B, W)",
+    "dt": "store σ_next − σ of each step, (B, W)",
+    "advantages": "compute one advantage a sample",
+}
+
+
+def require(batch: Batch, *keys: str, reason: str) -> list[Tensor]:
+    """The tensors under these keys.
+
+    Raises:
+        KeyError: names the missing key, why it is needed, and the mend.
+    """
+    for key in keys:
+        if key not in batch:
+            raise KeyError(f"the batch has no {key!r}, which {reason}: {MENDS.get(key, 'put it there')}")
+    return [batch[key] for key in keys]
+
+
+def check_shapes(batch: Batch, *, like: str = "rollout_log_probs") -> tuple[int, int]:
+    """Check that what is there fits (B, W), and return both.
+
+    Raises:
+        ValueError: names the tensor, its shape and the one it must have.
+    """
+    first = batch[like]
+    if first.dim() != 2:
+        raise ValueError(f"{like} must be (B, W), samples and steps; got {tuple(first.shape)}. One step is (B, 1)")
+    B, W = first.shape
+    for key in (*PER_STEP, "rollout_log_probs"):
+        if key in batch and batch[key].shape != (B, W):
+            raise ValueError(f"{key} must be (B, W) = {(B, W)} like {like}; got {tuple(batch[key].shape)}")
+    if "advantages" in batch and batch["advantages"].shape != (B,):
+        raise ValueError(f"advantages must be (B,) = {(B,)}, one a sample; got {tuple(batch['advantages'].shape)}")
+    if "latents" in batch and (batch["latents"].dim() < 3 or batch["latents"].shape[:2] != (B, W + 1)):
+        raise ValueError(
+            f"latents must be (B, W + 1, …) = ({B}, {W + 1}, …): each step's start and the last one's end; got "
+            f"{tuple(batch['latents'].shape)}"
+        )
+    shapes = {key: tuple(batch[key].shape) for key in MEANS if key in batch}
+    for key, shape in shapes.items():
+        if len(shape) < 3 or shape[:2] != (B, W):
+            raise ValueError(f"{key} must be (B, W, …) = ({B}, {W}, …); got {shape}")
+    if len(set(shapes.values())) > 1:
+        raise ValueError(f"means of one batch must have one shape; got {shapes}")
+    return B, W
+
+
+def dimensions_of(*batches: Batch) -> int | None:
+    """D, the number of latent dimensions, from the first tensor that has them; None without one."""
+    for batch in batches:
+        for key in (*MEANS, "latents"):
+            if key in batch:
+                return math.prod(batch[key].shape[2:])
+    return None
+
+
+def check_diffusion_batch(batch: Batch, *, schedule: Sequence[float] | None = None) -> None:
+    """Check the values of a batch: latents are finite, timesteps are those of the schedule, log-probs are means.
+
+    Waits for the device: once per batch, before it is trained on. Non-finite *log-probs* are no error: the
+    correction's `nonfinite` says what they do.
+
+    Args:
+        batch: see above; what is missing is not checked.
+        schedule: the trainer's timestep values, in order, e.g. `scheduler.timesteps.tolist()`.
+
+    Raises:
+        ValueError: names the sample and step, the value, and the mend.
+    """
+    check_shapes(batch)
+    for key in ("latents", *MEANS):
+        if key in batch:
+            _check_finite(key, batch[key])
+    if "timesteps" in batch and schedule is not None:
+        _check_timesteps(batch["timesteps"], schedule)
+    if "std" in batch:
+        _check_pooled(batch["rollout_log_probs"], batch["std"], dimensions_of(batch))
+
+
+def check_schedule(rollout: Sequence[float], trainer: Sequence[float], *, tolerance: float = 1e-5) -> None:
+    """Check that rollout and trainer denoise along one schedule (of sigmas, or of timestep values).
+
+    A schedule that is off by one entry, or shifted otherwise, gives every step another σ, and log-probs of another
+    distribution.
+
+    Args:
+        rollout: the sampler's, in order.
+        trainer: the trainer's.
+        tolerance: largest difference allowed, relative to the largest entry.
+
+    Raises:
+        ValueError: lengths differ, or names the first entry that does.
+    """
+    mend = "give both the same number of steps, shift and resolution (set_timesteps with the same arguments)"
+    limit = tolerance * max([abs(x) for x in (*rollout, *trainer)], default=0.0)
+    for i, (theirs, ours) in enumerate(zip(rollout, trainer, strict=False)):
+        if not abs(theirs - ours) <= limit:
+            lag = _lag(rollout, trainer, limit)
+            raise ValueError(
+                f"rollout and trainer schedules differ first at entry {i}: {theirs:g} and {ours:g}{lag}; {mend}"
+            )
+    if len(rollout) != len(trainer):
+        raise ValueError(f"the rollout's schedule has {len(rollout)} entries and the trainer's {len(trainer)}; {mend}")
+
+
+def _lag(rollout: Sequence[float], trainer: Sequence[float], limit: float) -> str:
+    for lag in (1, -1):
+        pairs = list(zip(rollout[max(lag, 0) :], trainer[max(-lag, 0) :], strict=False))
+        if pairs and all(abs(a - b) <= limit for a, b in pairs):
+            return f" (entry i of the {'trainer' if lag > 0 else 'rollout'} is entry i + 1 of the other: off by one)"
+    return ""
+
+
+def _check_finite(key: str, values: Tensor) -> None:
+    finite = values.flatten(2).isfinite().all(-1)
+    bad = (~finite).nonzero()
+    if len(bad):
+        sample, step = bad[0].tolist()
+        raise ValueError(
+            f"{key} has NaN or inf in {int((~finite).any(1).sum())} of {len(values)} samples, first in {sample} "
+            f"at step {step} of the window: a model would spread it over every gradient. Drop these samples, and look "
+            "for overflow in the rollout's precision"
+        )
+    if values.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"{key} is {values.dtype}; store it in float32: rounding it is a mismatch of its own")
+
+
+def _check_timesteps(timesteps: Tensor, schedule: Sequence[float]) -> None:
+    known = torch.tensor(schedule, dtype=torch.float64)
+    limit = 1e-5 * float(known.abs().max())
+    values = timesteps.detach().to("cpu", torch.float64)
+    distance = (values.unsqueeze(-1) - known).abs()
+    nearest, index = distance.min(-1)
+    off = (~(nearest <= limit)).nonzero()
+    if len(off):
+        sample, step = off[0].tolist()
+        raise ValueError(
+            f"timestep {values[sample, step].item():g} of sample {sample}, step {step}, is not in the trainer's "
+            f"schedule (nearest {schedule[int(index[sample, step])]:g}): rollout and trainer must share number of "
+            "steps, shift and resolution"
+        )
+    gaps = (index.diff(dim=1) != 1).nonzero()
+    if len(gaps):
+        sample, step = gaps[0].tolist()
+        raise ValueError(
+            f"the window of sample {sample} goes from schedule entry {int(index[sample, step])} to "
+            f"{int(index[sample, step + 1])}; its steps must follow one another"
+        )
+
+
+def _check_pooled(log_probs: Tensor, std: Tensor, dimensions: int | None) -> None:
+    """E[mean_D log p] = −1/2 − log s − log sqrt(2π): anything D times that is a sum."""
+    if dimensions is None or dimensions < 8:
+        return  # too few dimensions to tell
+    expected = -0.5 - std.double().log() - math.log(math.sqrt(2 * math.pi))
+    seen = log_probs.double()
+    ratio = (seen / expected)[seen.isfinite() & (expected.abs() > 0.05)]
+    if len(ratio) and 0.5 < float(ratio.median()) / dimensions < 2:
+        raise ValueError(
+            f"rollout_log_probs are about {float(ratio.median()):.0f} times −1/2 − log s − log sqrt(2π), and D is "
+            f"{dimensions}: they look like sums over the latent dimensions. Store means (reduction='mean'); "
+            "DiffusionActorConfig.reduction chooses what the correction acts on"
+        )

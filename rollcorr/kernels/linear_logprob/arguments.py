@@ -1,0 +1,95 @@
+"""What `linear_log_prob` refuses, with the mend. Shapes and types only: nothing here waits for the device."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from rollcorr.core.sampling import KeptSets
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Value = TypeVar("Value")
+
+
+def flat(value: Value) -> Value:
+    """A tensor in one row; anything else as it is."""
+    return cast(Value, value.flatten()) if isinstance(value, Tensor) else value
+
+
+def check_tensors(
+    hidden: Tensor, weight: Tensor, token_ids: Tensor, bias: Tensor | None, accumulate_into: Tensor | None
+) -> None:
+    """Raise a ValueError unless the operands fit each other."""
+    if weight.dim() != 2 or hidden.shape[-1:] != weight.shape[-1:]:
+        raise ValueError(f"hidden {tuple(hidden.shape)} must be (…, d) and weight {tuple(weight.shape)} (V, d)")
+    if hidden.shape[:-1] != token_ids.shape:
+        raise ValueError(f"hidden {tuple(hidden.shape)} must be token_ids {tuple(token_ids.shape)} with d added")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias {tuple(bias.shape)} must have one entry for each of the weight's {len(weight)} rows")
+    for name, tensor in (("hidden", hidden), ("weight", weight)):
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} must be floating-point, got {tensor.dtype}")
+        if type(tensor) not in (Tensor, torch.nn.Parameter):
+            raise ValueError(f"{name} is a {type(tensor).__name__}: give a plain tensor; of a sharded one, all of it")
+    if accumulate_into is None:
+        return
+    if accumulate_into.shape != weight.shape:
+        raise ValueError(f"accumulate_into {tuple(accumulate_into.shape)} and weight {tuple(weight.shape)} differ")
+    inputs = [hidden, weight] if bias is None else [hidden, weight, bias]
+    if torch.is_grad_enabled() and not any(x.requires_grad for x in inputs):
+        raise ValueError(
+            "accumulate_into would get nothing: neither hidden, weight nor bias requires a gradient; leave it out, or "
+            "let the hidden states require one"
+        )
+
+
+def check_temperature(temperature: float | Tensor, shape: torch.Size) -> None:
+    """Raise a ValueError unless it is a number above 0, or one for each token."""
+    if not isinstance(temperature, Tensor):
+        if not (math.isfinite(temperature) and temperature > 0):
+            raise ValueError(f"temperature must be finite and > 0, got {temperature}; greedy decoding has no log-probs")
+        return
+    if temperature.shape != shape:
+        raise ValueError(f"temperature {tuple(temperature.shape)} and token_ids {tuple(shape)} differ")
+    if not temperature.is_floating_point():
+        raise ValueError(f"temperature must be floating-point, got {temperature.dtype}")
+
+
+def check_choice_of_tokens(name: str, value: Tensor | bool | None, shape: torch.Size) -> None:
+    """Raise a ValueError if a tensor is not one bool for each token."""
+    if not isinstance(value, Tensor):
+        return
+    if value.shape != shape:
+        raise ValueError(f"{name} {tuple(value.shape)} and token_ids {tuple(shape)} differ")
+    if value.dtype != torch.bool:
+        raise ValueError(f"{name} must be bool, got {value.dtype}")
+
+
+def check_options(
+    tokens: int,
+    kept: KeptSets | None,
+    log_kept_mass: bool | Tensor,
+    group: ProcessGroup | None,
+    first_id: int,
+    chunk: int | None,
+    impl: str,
+) -> None:
+    """Raise a ValueError if options contradict each other."""
+    if kept is not None and len(kept) != tokens:
+        raise ValueError(
+            f"kept sets are of {len(kept)} tokens, token_ids has {tokens}; one set a token, or KeptSets.padded(mask) "
+            "for a padded batch"
+        )
+    if kept is None and log_kept_mass is not False:
+        raise ValueError("log_kept_mass needs kept sets; give kept=, or leave it out")
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk must be at least 1 vocabulary entry, got {chunk}")
+    if group is None and first_id != 0:
+        raise ValueError(f"first_id is {first_id} without a vocab_group; a whole head begins at 0")
+    if group is not None and impl == "reference":
+        raise ValueError("impl='reference' needs the whole head: gather it first, or use impl='auto'")

@@ -1,0 +1,195 @@
+"""Recorded kept sets: only the kept rows of the head are read, and only their gradient is made.
+
+The sets of all tokens are one ragged list of entries (token, id). Logits are the ragged dot products h_t · W_id, which
+torch has as the gradient of an embedding bag in its sample weights; the gradient in the hidden states is the bag.
+The gradient in the head is a bag again, over the entries sorted by id: each kept row is made once, and written once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import embedding_bag
+
+from rollcorr.core.layout import sequence_ids
+from rollcorr.core.sampling import KeptSets
+from rollcorr.kernels.linear_logprob.problem import Context, LogSums, Problem, at_rows, wide_type
+from rollcorr.kernels.linear_logprob.products import HeadGradient
+
+ROWS_AT_ONCE = 512
+"""Rows of the head's gradient that are made before they are added to it, on a CPU: 2 MB at d = 1,024."""
+
+
+class Membership(NamedTuple):
+    """What the ids alone say, (N,) bool.
+
+    Attributes:
+        outside: the sampled token was not in its set.
+        working: the set with the sampled token has a choice: at least two ids, and the mask is true. The log-prob of
+            any other token is 0.
+    """
+
+    outside: Tensor
+    working: Tensor
+
+
+def membership(kept: KeptSets, token_ids: Tensor, mask: Tensor | None) -> Membership:
+    """Which sampled tokens are members, and which sets leave a choice. Reads no value."""
+    rows = sequence_ids(kept.ids, cu_seqlens=kept.offsets)
+    is_sampled = (kept.ids == token_ids[rows]).to(torch.int32)
+    outside = torch.zeros_like(token_ids, dtype=torch.int32).index_add(0, rows, is_sampled) == 0
+    if mask is not None:
+        outside = outside & mask
+    working = kept.offsets.diff() + outside >= 2
+    return Membership(outside, working if mask is None else working & mask)
+
+
+def kept_sums(problem: Problem, member: Membership) -> LogSums:
+    """Sums over K ∪ {a}, or over what this rank's slice of the head has of it, (N,); empty ones where nothing works.
+
+    How many tokens work is data: this waits for the device.
+    """
+    tokens = torch.where(member.working)[0]
+    every = tokens.numel() == member.working.numel()
+    hidden = problem.hidden if every else problem.hidden[tokens]
+    entries = _entries(problem, member, tokens)
+    z = ragged_logits(hidden, problem.weight, problem.bias, entries, problem.accumulate_into)
+    z = z / _of_entries(at_rows(problem.temperature, None if every else tokens), entries)
+    n = tokens.numel()
+    largest = z.new_full((n,), -torch.inf).scatter_reduce(0, entries.rows, z.detach(), "amax")
+    total = z.new_zeros(n).index_add(0, entries.rows, (z - largest[entries.rows]).exp())
+    log_sum = total.log()
+    target = z.new_zeros(n).index_put((entries.rows[entries.is_sampled],), z[entries.is_sampled])
+    entropy = None
+    if problem.entropy is not False:
+        log_p = z - (largest + log_sum)[entries.rows]
+        gone = log_p == -torch.inf
+        entropy = z.new_zeros(n).index_add(0, entries.rows, -log_p.exp() * log_p.masked_fill(gone, 0.0))
+    if every:
+        return LogSums(largest, log_sum, target, entropy)
+    nothing = z.new_zeros(member.working.shape)
+
+    def placed(x: Tensor) -> Tensor:
+        return nothing.index_copy(0, tokens, x)
+
+    return LogSums(placed(largest), placed(log_sum), placed(target), None if entropy is None else placed(entropy))
+
+
+@dataclass(frozen=True, eq=False)
+class Entries:
+    """Ragged (token, id) pairs, ordered by token.
+
+    Attributes:
+        ids: rows of the head, (m,) int64.
+        rows: the token of each, (m,) int64.
+        offsets: where each token's entries begin, and their number, (n + 1,) int64.
+        is_sampled: whether the entry is the sampled token, (m,) bool.
+    """
+
+    ids: Tensor
+    rows: Tensor
+    offsets: Tensor
+    is_sampled: Tensor
+
+
+def ragged_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, entries: Entries, accumulate_into: Tensor | None
+) -> Tensor:
+    """z_e = h_{t(e)} · W_{id(e)} + b_{id(e)}, (m,), float32 or wider; differentiable in hidden states, weight and bias.
+
+    Args:
+        hidden: (n, d).
+        weight: (V, d).
+        bias: (V,) or None.
+        entries: the pairs.
+        accumulate_into: (V, d) that gets the weight's gradient added, or None for a gradient of its own.
+    """
+    z: Tensor = _RaggedDot.apply(hidden, weight, entries, accumulate_into)
+    return z if bias is None else z + bias[entries.ids].to(z.dtype)
+
+
+class _RaggedDot(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Context, hidden: Tensor, weight: Tensor, entries: Entries, accumulate_into: Tensor | None
+    ) -> Tensor:
+        ctx.entries, ctx.accumulate_into = entries, accumulate_into
+        ctx.save_for_backward(hidden, weight)
+        wide = wide_type(hidden, weight)
+        table, ids = _table(weight, entries.ids, wide)
+        return torch.ops.aten._embedding_bag_per_sample_weights_backward(
+            hidden.to(wide), table, ids, entries.offsets[:-1], entries.rows, 0
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight = ctx.saved_tensors
+        entries: Entries = ctx.entries
+        of_hidden = None
+        if ctx.needs_input_grad[0]:
+            table, ids = _table(weight, entries.ids, gradient.dtype)
+            of_hidden = _bags(table, ids, entries.offsets, gradient).to(hidden.dtype)
+        of_weight = HeadGradient(
+            weight, wanted=ctx.needs_input_grad[1], accumulate_into=ctx.accumulate_into, sparse=True
+        )
+        if of_weight.total is not None:
+            _add_head_gradient(of_weight, hidden.to(gradient.dtype), entries, gradient)
+        return of_hidden, of_weight.result(), None, None
+
+
+def _add_head_gradient(of_weight: HeadGradient, hidden: Tensor, entries: Entries, gradient: Tensor) -> None:
+    """Rows Σ_{e: id(e) = v} g_e h_{t(e)}, a block of ids at a time."""
+    order = entries.ids.argsort(stable=True)
+    ids, counts = entries.ids[order].unique_consecutive(return_counts=True)
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    rows, gradient = entries.rows[order], gradient[order]
+    if ids.device.type == "cpu":  # blocks stay in the cache; elsewhere their bounds would have to be waited for
+        bounds = offsets[ROWS_AT_ONCE:-1:ROWS_AT_ONCE]
+        blocks = zip(ids.split(ROWS_AT_ONCE), counts.split(ROWS_AT_ONCE), strict=True)
+        parts = zip(blocks, rows.tensor_split(bounds), gradient.tensor_split(bounds), strict=True)
+        for (some, sizes), part_rows, part_gradient in parts:
+            starts = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+            of_weight.add_rows(some, _bags(hidden, part_rows, starts, part_gradient))
+        return
+    of_weight.add_rows(ids, _bags(hidden, rows, offsets, gradient))
+
+
+def _bags(table: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+    """Σ_e w_e table[id(e)] of each bag."""
+    return embedding_bag(ids, table, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True)
+
+
+def _table(weight: Tensor, ids: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The head in a wide type and the ids of its rows: itself, or a copy of the rows in use."""
+    if weight.dtype == wide:
+        return weight.detach(), ids
+    unique, index = ids.unique(return_inverse=True)
+    return weight.detach()[unique].to(wide), index
+
+
+def _of_entries(temperature: float | Tensor, entries: Entries) -> float | Tensor:
+    return temperature[entries.rows] if isinstance(temperature, Tensor) else temperature
+
+
+def _entries(problem: Problem, member: Membership, tokens: Tensor) -> Entries:
+    """The pairs of the tokens that work, sampled ids inserted, as far as this slice of the head has them."""
+    assert problem.kept is not None
+    kept = problem.kept.select(tokens)
+    sampled, outside = problem.token_ids[tokens], member.outside[tokens]
+    missing = torch.where(outside)[0]
+    rows = torch.cat([sequence_ids(kept.ids, cu_seqlens=kept.offsets), missing])
+    ids = torch.cat([kept.ids.long(), sampled[missing]])
+    order = rows.argsort(stable=True)
+    ids, rows = ids[order], rows[order]
+    is_sampled = ids == sampled[rows]
+    if problem.group is not None:
+        local = ids - problem.first_id
+        own = (local >= 0) & (local < problem.weight.shape[0])
+        ids, rows, is_sampled = local[own], rows[own], is_sampled[own]
+    counts = torch.bincount(rows, minlength=tokens.numel())
+    return Entries(ids, rows, torch.cat([counts.new_zeros(1), counts.cumsum(0)]), is_sampled)

@@ -1,0 +1,161 @@
+"""Who reads the shards changes no number; interrupts, errors and lost workers end as they do in one process."""
+
+import dataclasses
+import functools
+import multiprocessing
+import os
+import signal
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollcorr.core.metrics import finalize
+from rollcorr.diagnostics import check as module
+from rollcorr.diagnostics.check import DIAGNOSIS, check_logs
+from rollcorr.diagnostics.run_directory import BadInputError
+from rollcorr.diagnostics.tally import Measurement, Tally, merge_parts
+from rollcorr.rollout_log import RolloutBatch, RolloutLogError, RolloutLogWriter, log_shards
+from rollcorr.sampling import SamplingSpec
+
+pytestmark = pytest.mark.xdist_group("workers")
+T = 9
+
+
+def write(path, *, groups, seed=0, rows=6):
+    """A log of some row groups; steps 1 and 2 alternate, and a few values are what a check complains about."""
+    generator = torch.Generator().manual_seed(seed)
+    with RolloutLogWriter(path) as log:
+        for _ in range(groups):
+            rollout = -3 * torch.rand(rows, T, generator=generator) - 0.5
+            train = (rollout + 0.1 * torch.randn(rows, T, generator=generator)).clamp(max=-0.01)
+            mask = torch.rand(rows, T, generator=generator) < 0.8
+            mask[:, 0] = True
+            rollout[0, 0], train[1, 0], rollout[2, 0] = -9999.0, 0.25, torch.nan
+            columns = {"old_log_prob": train, "step": torch.tensor([1, 2] * (rows // 2)), "reward": 0.5}
+            spec = SamplingSpec(temperature=0.7, engine="vllm")
+            log.write(RolloutBatch.from_padded(mask, rollout_log_prob=rollout, sampling=spec, **columns))
+    return path
+
+
+@pytest.fixture
+def small_shards(monkeypatch):
+    """A shard is a row group."""
+    monkeypatch.setattr(module, "log_shards", functools.partial(log_shards, tokens=1))
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory):
+    """Twelve row groups in three files, one of them JSONL."""
+    folder = tmp_path_factory.mktemp("logs")
+    files = [write(folder / f"{i}.parquet", groups=5, seed=i) for i in range(2)]
+    return [files[0], write(folder / "between.jsonl", groups=2, seed=7), files[1]]
+
+
+def answer(result):
+    """Everything that a result says, to the last digit."""
+    return dataclasses.asdict(result)
+
+
+@settings(max_examples=15)
+@given(tokens=st.integers(1, 300), batch_size=st.integers(1, 20))
+def test_shards_of_any_size_merge_to_the_whole(tmp_path_factory, tokens, batch_size):
+    folder = tmp_path_factory.mktemp("log")
+    for i in range(2):
+        write(folder / f"{i}.parquet", groups=3, seed=i)
+    measurement = Measurement(config=DIAGNOSIS, train_column="old_log_prob", batch_size=batch_size)
+    tallies = {}
+    for name, size in (("whole", 1 << 30), ("cut", tokens)):
+        tally = Tally()
+        for shard in log_shards(folder, tokens=size):
+            tally = tally.merge(measurement.of_shard(shard, lambda rows: None))
+        tallies[name] = tally
+    whole, cut = tallies["whole"], tallies["cut"]
+    assert (cut.rows, cut.problems, cut.claims) == (36, whole.problems, whole.claims)
+    assert {problem.rows for problem in cut.problems.values()} == {6}
+    assert cut.sample.rows.keys() == whole.sample.rows.keys()
+    for step in (1, 2):
+        metrics = finalize(whole.parts[step].statistics.read())
+        assert finalize(cut.parts[step].statistics.read()) == pytest.approx(metrics, rel=1e-12, abs=1e-15)
+    assert merge_parts(cut.parts.values()).rewards == 36
+
+
+def test_any_number_of_processes_gives_the_same_answer_to_the_last_digit(logs, small_shards):
+    """More shards than are handed out at once, findings of every kind, and steps in all of them.
+
+    Meanwhile each worker gets what a terminal sends to the whole process group at Ctrl-C: it is not their affair.
+    """
+    told = []
+
+    def on_rows(rows, total):
+        told.append((rows, total))
+        for child in multiprocessing.active_children():
+            os.kill(child.pid, signal.SIGINT)
+
+    alone = check_logs(logs, batch_size=4)
+    many = check_logs(logs, batch_size=4, workers=2, on_rows=on_rows)
+    assert answer(many) == answer(alone)
+    assert {f.metric for f in many.health.findings} >= {"log/sampling", "log/rollout_log_prob", "log/old_log_prob"}
+    assert len(many.series) == 2
+    assert sum(rows for rows, _ in told) == many.rows == 72
+    assert {total for _, total in told} == {72}
+
+
+def test_a_log_of_one_shard_starts_no_process(logs):
+    started = []
+    check_logs(logs[:1], workers=9, on_rows=lambda *_: started.extend(multiprocessing.active_children()))
+    assert not started
+
+
+def test_ctrl_c_keeps_what_every_worker_has_read(tmp_path, small_shards):
+    """40 shards, of which 8 are out when the interrupt comes."""
+    path = write(tmp_path / "log.parquet", groups=40)
+    before = signal.getsignal(signal.SIGINT)
+
+    def interrupt(rows, total):
+        if rows:
+            signal.raise_signal(signal.SIGINT)
+
+    result = check_logs([path], workers=2, on_rows=interrupt)
+    assert result.interrupted
+    assert 0 < result.rows < 240
+    assert f"interrupted: this covers {result.rows} of 240 rows only" in result.remarks
+    assert result.metrics["rollout_corr/sequence_count"] == result.rows
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_killed_worker_is_an_error_with_a_mend(logs, small_shards):
+    def kill(rows, total):
+        for child in multiprocessing.active_children():
+            child.kill()
+
+    with pytest.raises(ChildProcessError, match=r"one of 2 workers was killed.*try fewer"):
+        check_logs(logs, workers=2, on_rows=kill)
+    assert not multiprocessing.active_children()
+
+
+def test_what_is_wrong_with_the_log_is_said_as_by_one_process(tmp_path, small_shards):
+    good = write(tmp_path / "a.parquet", groups=1)
+    bad = tmp_path / "b.jsonl"
+    bad.write_text('{"rollout_log_prob": [-1.0, -2.0], "old_log_prob": [-1.0]}\n')
+    said = []
+    for workers in (1, 2):
+        with pytest.raises(RolloutLogError) as error:
+            check_logs([good, bad], workers=workers)
+        said.append(str(error.value))
+    assert "b.jsonl, row 0, column old_log_prob: 1 values for a response of 2 tokens" in said[0]
+    assert said[0] == said[1]
+
+
+def test_readers_are_processes_or_a_cluster(logs):
+    for wrong in ({"workers": 0}, {"workers": 2, "ray": "local"}):
+        with pytest.raises(BadInputError, match="workers="):
+            check_logs(logs, **wrong)
+
+
+def test_a_cluster_without_ray_names_the_extra(logs, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ImportError, match=r"pip install 'rollcorr\[ray\]'"):
+        check_logs(logs, ray="local")

@@ -1,0 +1,46 @@
+"""An optimizer step of denoising steps is the same on one, two, three and four processes."""
+
+from __future__ import annotations
+
+import diffusion_ranks
+import pytest
+import torch
+import torch.multiprocessing as mp
+from diffusion_ranks import CASES, SHARDS, SIZE, cases
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What each rank found; all of it in one start of four processes."""
+    path = tmp_path_factory.mktemp("diffusion")
+    mp.start_processes(diffusion_ranks.run, args=(str(path),), nprocs=SIZE, start_method="spawn")
+    return [torch.load(path / f"{rank}.pt", weights_only=False) for rank in range(SIZE)]
+
+
+@pytest.mark.parametrize(("mode", "denominator"), CASES)
+def test_gradients_counts_and_metrics_do_not_depend_on_ranks_or_micro_batches(results, mode, denominator):
+    whole = diffusion_ranks.optimizer_step(mode, denominator, 1, 0, 9)
+    kept, total, skipped = whole["outcome"][1:]
+    assert 0 < kept < total == 18
+    if "exact" in mode:
+        assert 0 < whole["metrics"]["rollout_corr/rollout_rs_step_kl_alone_fraction"] < 1
+    assert not skipped
+    assert whole["gradient"].norm() > 0.1
+    for size in (size for size in (2, 3, 4) if (mode, denominator) in cases(size)):
+        for rank in range(size):
+            step = results[rank][size, mode, denominator]
+            torch.testing.assert_close(step["gradient"], whole["gradient"], rtol=1e-12, atol=1e-12)
+            assert step["outcome"] == pytest.approx(whole["outcome"], rel=1e-12)
+            assert step["metrics"] == pytest.approx(whole["metrics"], rel=1e-9, abs=1e-12)
+
+
+def test_every_rank_skips_a_step_of_which_nothing_is_kept(results):
+    for size in (2, 3, 4):
+        assert len(SHARDS[size]) == size + 1
+        for rank in range(size):
+            factor, kept, total, skipped, cleared = results[rank][size, "nothing"]
+            assert (factor, kept, total) == (0.0, 0.0, 18.0)
+            assert skipped
+            assert cleared
