@@ -24,7 +24,7 @@ from torch import nn
 
 from rollcorr.checks import check_choice, check_integer, check_number
 from rollcorr.config import SamplingSpec
-from rollcorr.engines.base import EngineUnavailableError
+from rollcorr.engines.base import EngineAnswerError, EngineUnavailableError
 from rollcorr.engines.vllm_base import EXTENSION, Dtype, VllmBase
 from rollcorr.engines.worker import WorkerProcess
 
@@ -191,12 +191,14 @@ class VllmEngine(VllmBase):
     def _start(self, version: int) -> None:
         self._worker = WorkerProcess(self._command, env=self._env, name="vLLM worker")
         load_format = "dummy" if self.update == "reload" else "auto"
-        told = self._worker.ask(
-            "start",
-            timeout=self.start_timeout,
-            engine_args={**self._engine_args, "load_format": load_format},
-            version=version,
-        )
+        arguments = {**self._engine_args, "load_format": load_format}
+        try:
+            told = self._worker.ask("start", timeout=self.start_timeout, engine_args=arguments, version=version)
+        except EngineAnswerError as error:
+            raise EngineUnavailableError(
+                f"vLLM did not start: {error}. It runs in {self._command[0]}, which needs vLLM and this package: "
+                "pip install 'rollcorr[vllm]'"
+            ) from error
         self.max_model_len = told["max_model_len"]
         self.sampling = dataclasses.replace(self.sampling, engine_version=told["version"])
 

@@ -143,6 +143,12 @@ def test_the_old_head_of_a_tied_model_is_caught_at_the_start(micro_policy, monke
         make_engine(micro_policy, dtype="bfloat16")
 
 
+def test_an_environment_without_vllm_is_named_with_the_extra(micro_policy, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(EngineUnavailableError, match=r"vLLM did not start.*runs in /envs/9/python, .*rollcorr\[vllm\]"):
+        make_engine(micro_policy, python="/envs/9/python")
+
+
 class HalfLoaded(fake_vllm.LLM):
     """Its second reload fails half-way."""
 
@@ -307,9 +313,7 @@ def test_bad_settings_are_refused(micro_policy, options, message):
 
 def test_prompts_that_do_not_fit_are_refused(micro_policy):
     engine = make_engine(micro_policy, engine_args={"max_model_len": 20})
-    with pytest.raises(
-        ValueError, match=r"prompt of 9 tokens and max_new_tokens 12 .* max_model_len 20"
-    ):
+    with pytest.raises(ValueError, match=r"prompt of 9 tokens and max_new_tokens 12 .* max_model_len 20"):
         engine.generate([[1] * 9], seed=0)
     with pytest.raises(ValueError, match="prompt 1 has token id 258, outside the vocabulary 0 … 257"):
         engine.generate([[1], [258]], seed=0)
