@@ -1,11 +1,13 @@
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-seeds demo-diffusion demo-diffusion-seeds test test-slow test-triton test-arm test-ray
+.PHONY: help install demo demo-seeds demo-diffusion demo-diffusion-seeds test test-slow test-triton test-arm test-ray test-vllm
 .PHONY: check docs bench clean
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM_VENV := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
@@ -14,6 +16,10 @@ $(STAMP): pyproject.toml constraints.txt setup.py $(wildcard rollcorr/kernels/co
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+$(VLLM_STAMP): pyproject.toml tools/vllm_environment.py
+	$(PYTHON) tools/vllm_environment.py $(VLLM_VENV)
 	@touch $@
 
 install: $(STAMP) ## Create .venv with everything (torch is pinned by constraints.txt)
@@ -54,6 +60,9 @@ test-arm: $(STAMP) ## Compile the CPU kernel for arm64 (installs a cross compile
 	$(BIN)/pip install --quiet --disable-pip-version-check ziglang
 	$(BIN)/python -m pytest tests/kernels/test_cpu_build.py -k arm64
 
+test-vllm: $(VLLM_STAMP) ## Test the vLLM engine with vLLM itself on the CPU (an environment of its own, 3.7 GB)
+	$(VLLM_VENV)/bin/python -m pytest tests/engines/test_vllm_real.py -s
+
 check: $(STAMP) ## Lint, format and type checks; generated pages are current
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -67,4 +76,4 @@ bench: $(STAMP) ## Time the correction against verl 0.9.1, installed in an envir
 	$(BIN)/python benchmarks/correction.py $(ARGS)
 
 clean: ## Remove what was built and run
-	rm -rf $(VENV) build dist *.egg-info runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
