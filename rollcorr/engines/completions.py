@@ -100,7 +100,7 @@ def rollout_from_completions(
         return torch.full(mask.shape, fill, dtype=dtype).masked_scatter_(mask, flat).to(device)
 
     response_ids = padded(responses, torch.int64, pad_token_id)
-    log_prob = padded(_column(completions, "log_probs", _log_prob), torch.float32)
+    log_prob = padded(_column(completions, "log_probs", check_log_prob), torch.float32)
     assert response_ids is not None  # every completion has these two
     assert log_prob is not None
     versions = _column(completions, "versions", _version)
@@ -109,10 +109,10 @@ def rollout_from_completions(
     return Rollout(
         tokens=TokenBatch(prompt_ids.to(device), prompt_mask.to(device), response_ids, mask.to(device)),
         rollout_log_prob=log_prob,
-        raw_log_prob=padded(_column(completions, "raw_log_probs", _log_prob), torch.float32),
+        raw_log_prob=padded(_column(completions, "raw_log_probs", check_log_prob), torch.float32),
         sampling=sampling,
         kept=_kept_sets(completions, vocabulary_size, device),
-        log_kept_mass=padded(_column(completions, "log_kept_mass", _log_prob), torch.float32),
+        log_kept_mass=padded(_column(completions, "log_kept_mass", check_log_prob), torch.float32),
         policy_versions=padded(versions, torch.int64),
     )
 
@@ -136,7 +136,12 @@ def _column(completions: Sequence[Completion], name: str, checked: Callable[[Any
     ]
 
 
-def _log_prob(value: Any, where: str) -> float:  # noqa: ANN401 (whatever the engine sent)
+def check_log_prob(value: object, where: str) -> float:
+    """A finite number of at most 0 as a float; up to `ROUNDING` above it is 0.
+
+    Raises:
+        EngineAnswerError: it is None, NaN, infinite, −9999, above 0, or no number; `where` names it.
+    """
     if not isinstance(value, Real) or isinstance(value, bool):
         raise EngineAnswerError(f"{where} is {value!r}, no number: the engine did not score this token")
     number = float(value)

@@ -39,6 +39,7 @@ from rollcorr.engines.scoring import TokenBatch, pad_prompts
 ComputeType = Literal["int8", "int16", "float32"]
 COMPUTE_TYPES = ("int8", "int16", "float32")
 SYNC_TOLERANCE = 1e-4
+UNSEEDED = 0xFFFFFFFF  # as a seed it asks CTranslate2 for a random one
 _SEEDED = threading.Lock()  # CTranslate2's seed is one for the process
 
 
@@ -59,7 +60,7 @@ class CTranslate2Engine:
         pad_token_id: fills rows.
         compute_type: precision of the weights and of the products with them.
         batch_size: rows sampled or scored at a time; None takes all at once.
-        threads: threads of one generation; 0 leaves the number to CTranslate2 (OMP_NUM_THREADS counts).
+        threads: threads of one generation; 0 leaves the number to CTranslate2.
         version: policy version of `model`.
 
     Raises:
@@ -117,7 +118,7 @@ class CTranslate2Engine:
 
         Args:
             prompts: token ids, B rows, none empty. They are fed as they are: no token is put in front.
-            seed: seeds the draws; its lowest 32 bits count.
+            seed: seeds the draws; taken modulo 2³² − 1, the range of CTranslate2's own.
 
         Raises:
             ValueError: a prompt is empty, or has an id outside the vocabulary.
@@ -127,7 +128,7 @@ class CTranslate2Engine:
         self._check_prompts(prompts)
         completions: dict[int, Completion] = {}
         with _SEEDED, _failures():
-            self._package.set_random_seed(seed & 0xFFFFFFFF)
+            self._package.set_random_seed(seed % UNSEEDED)
             self._generator = self._load(self.compute_type, self._files)
             for rows in _rows_of_one_length(prompts, self.batch_size or len(prompts)):
                 completions |= zip(rows, self._sample([prompts[row] for row in rows]), strict=True)
@@ -182,7 +183,8 @@ class CTranslate2Engine:
         files = _converted(model, self.eos_token_id, self.vocabulary_size)
         with _failures():
             exact = self._load("float32", files)
-            check_weight_sync(self._score(exact, self._probe, 1.0), expected, tolerance=SYNC_TOLERANCE)
+            got = self._score(exact, self._probe.to("cpu"), 1.0)
+            check_weight_sync(got, expected.to("cpu"), tolerance=SYNC_TOLERANCE)
             self._generator = exact if self.compute_type == "float32" else self._load(self.compute_type, files)
         self._model, self._files = model, files
         self.sampling = dataclasses.replace(self.sampling, policy_version=version)

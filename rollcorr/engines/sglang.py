@@ -14,260 +14,163 @@ SGLang 0.5.23 answered; re-scoring and weight updates follow the documentation (
 from __future__ import annotations
 
 import dataclasses
-import random
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from rollcorr.checks import check_integer, check_number
 from rollcorr.config import SamplingSpec
-from rollcorr.engines.base import EngineAnswerError, Rollout, WeightSyncError, check_weight_sync
-from rollcorr.engines.completions import rollout_from_completions
+from rollcorr.engines.base import EngineError, WeightSyncError
+from rollcorr.engines.completions import Completion
 from rollcorr.engines.http import JsonClient
-from rollcorr.engines.probe import make_probe, score_probe
-from rollcorr.engines.scoring import TokenBatch, pad_prompts
+from rollcorr.engines.remote import Dtype, RemoteEngine
 from rollcorr.engines.sglang_answer import read_completion, read_scores
 
 
-class SglangEngine:
+class SglangEngine(RemoteEngine):
     """Sample with an SGLang server.
 
     Start it with `--enable-deterministic-inference`, or it ignores seeds, and without SGLANG_RETURN_ORIGINAL_LOGPROB,
     which makes tempered log-probs raw ones.
 
     Args:
-        url: where the server is, or a `JsonClient` with time-outs of your own.
+        url: where the server is, for instance "http://localhost:30000".
+        model: the policy. With a `folder` its weights are loaded into the server at once; without one the server must
+            have been started with them.
         sampling: how to draw tokens. Truncated sampling needs a positive `top_k`: SGLang tells kept sets of a bounded
             size only.
         max_new_tokens: longest response, at least 1.
-        eos_token_id: ends a response and belongs to it. The model's own end tokens end one too.
+        eos_token_id: ends a response and belongs to it. The end tokens in the model's own configuration end one too.
         pad_token_id: fills rows.
-        vocabulary_size: ids run from 0 to below it; None checks the lower end only.
-        weights_dir: where weights for the server are written, at a path that it can read too. None for an engine whose
-            weights are never updated.
-        dtype: what the server computes in.
-        sync_tolerance: nats by which a probe may differ between the server and the policy in `dtype` after a weight
-            update. Measure yours: two bfloat16 implementations differ by tenths of a nat on unlikely tokens.
+        version: policy version of `model`.
+        dtype: precision that the server computes in.
+        folder: where weights for the server are written, at a path that it reads too; None if none are ever updated.
         engine_version: SGLang's version, for the `SamplingSpec`.
-        device: where rollouts go.
-        version: policy version of the weights that the server was started with.
+        timeout: seconds until an answer begins: that of the longest response.
+        retries: how often a request that failed is sent again.
+        concurrency: requests under way at a time.
+        headers: sent with each request, such as an API key.
+        sync_tolerance: largest difference between server and policy on the probe, nats; None for `NOISE_FLOOR`.
 
     Raises:
         ImportError: httpx is not installed.
         TypeError: a number is of the wrong type.
         ValueError: a setting is out of range, or the server has no such log-probs.
+        EngineUnavailableError: no server answers.
+        EngineAnswerError: it is no SGLang server.
+        WeightSyncError: it does not compute what `model` computes.
     """
+
+    engine: ClassVar[str] = "sglang"
 
     def __init__(
         self,
-        url: str | JsonClient,
+        url: str,
+        model: nn.Module,
         *,
         sampling: SamplingSpec,
         max_new_tokens: int,
         eos_token_id: int,
         pad_token_id: int,
-        vocabulary_size: int | None = None,
-        weights_dir: str | Path | None = None,
-        dtype: torch.dtype = torch.bfloat16,
-        sync_tolerance: float = 0.5,
-        engine_version: str | None = None,
-        device: torch.device | str = "cpu",
         version: int = 0,
+        dtype: Dtype = "bfloat16",
+        folder: str | Path | None = None,
+        engine_version: str | None = None,
+        timeout: float = 1800.0,
+        retries: int = 3,
+        concurrency: int = 64,
+        headers: Mapping[str, str] | None = None,
+        sync_tolerance: float | None = None,
     ) -> None:
-        check_integer("max_new_tokens", max_new_tokens, at_least=1)
-        check_number("sync_tolerance", sync_tolerance, above=0)
         _check_sampling(sampling)
-        self.client = url if isinstance(url, JsonClient) else JsonClient(url)
-        self.sampling = dataclasses.replace(
-            sampling, engine="sglang", engine_version=engine_version, policy_version=version
+        super().__init__(
+            model,
+            sampling=dataclasses.replace(sampling, engine_version=engine_version),
+            max_new_tokens=max_new_tokens,
+            eos_token_id=eos_token_id,
+            pad_token_id=pad_token_id,
+            version=version,
+            dtype=dtype,
+            sync_tolerance=sync_tolerance,
         )
-        self.max_new_tokens = max_new_tokens
-        self.eos_token_id = eos_token_id
-        self.pad_token_id = pad_token_id
-        self.vocabulary_size = vocabulary_size
-        self.weights_dir = None if weights_dir is None else Path(weights_dir)
-        self.dtype = dtype
-        self.sync_tolerance = sync_tolerance
-        self.device = device
+        self._client = JsonClient(url, timeout=timeout, retries=retries, concurrency=concurrency, headers=headers)
         self._first_version = version
-        self._directory: Path | None = None  # the weights that the server loaded last
+        self._label: str | None = None  # what the server calls the weights that it was given last
+        self._updates_folder = None if folder is None else Path(folder)
+        if self._updates_folder is None:
+            with self._whole_or_unusable():
+                self._verify(model)
+        else:
+            self._updates_folder.mkdir(parents=True, exist_ok=True)
+            self.update_weights(model, version=version)
 
     @property
-    def weight_version(self) -> int:
-        """Version of the policy that samples now."""
-        return self.sampling.policy_version or 0
+    def _folder(self) -> Path:
+        if self._updates_folder is None:
+            raise EngineError("this SGLang engine updates no weights: give it a folder that the server reads too")
+        return self._updates_folder
 
-    def generate(self, prompts: Sequence[Sequence[int]], *, seed: int) -> Rollout:
-        """Sample one response per prompt, one request each; all arrive, or none is used.
-
-        Args:
-            prompts: token ids, B rows, none empty.
-            seed: gives each request a seed of its own.
-
-        Raises:
-            ValueError: a prompt is empty.
-            EngineUnavailableError: the server died or did not answer in time.
-            EngineAnswerError: it refused, or an answer is incomplete.
-        """
-        pad_prompts([list(prompt) for prompt in prompts], pad_token_id=self.pad_token_id)  # refuses empty ones
-        seeds = random.Random(seed)
+    def _complete(self, prompts: list[list[int]], seeds: list[int]) -> list[Completion]:
+        parameters = _sampling_parameters(self.sampling, self.max_new_tokens, self.eos_token_id)
+        masked = self.sampling.logprobs == "processed" and self.sampling.truncates
         bodies = [
             {
-                "input_ids": list(prompt),
-                "sampling_params": self._sampling_params() | {"sampling_seed": seeds.getrandbits(31)},
+                "input_ids": prompt,
+                "sampling_params": parameters | {"sampling_seed": seed >> 32},  # 31 bits
                 "return_logprob": True,
-                "return_sampling_mask": self._masked,
+                "return_sampling_mask": masked,
             }
-            for prompt in prompts
+            for prompt, seed in zip(prompts, seeds, strict=True)
         ]
-        answers = self.client.post_all("/generate", bodies)
-        return rollout_from_completions(
-            prompts,
-            [
-                read_completion(
-                    answer, row, masked=self._masked, raw=_full_is_raw(self.sampling), first_version=self._first_version
-                )
-                for row, answer in enumerate(answers)
-            ],
-            sampling=self.sampling,
-            pad_token_id=self.pad_token_id,
-            vocabulary_size=self.vocabulary_size,
-            device=self.device,
-        )
+        raw = _full_is_raw(self.sampling)
+        return [
+            read_completion(answer, row, masked=masked, raw=raw, first_version=self._first_version)
+            for row, answer in enumerate(self._client.post_all("/generate", bodies))
+        ]
 
-    def score(self, tokens: TokenBatch) -> Tensor:
-        """Log-probs that the server gives to response tokens at temperature 1, (B, T) float32; 0 outside the mask.
-
-        Raises:
-            ValueError: the sampling temperature is another; SGLang scores given tokens at temperature 1 only.
-            EngineUnavailableError: the server died or did not answer in time.
-            EngineAnswerError: it refused, or an answer is incomplete.
-        """
-        if self.sampling.temperature != 1:
-            raise ValueError(
-                f"SGLang scores given tokens at temperature 1 only, and this engine samples at temperature "
-                f"{self.sampling.temperature:g}"
-            )
-        return self._score(tokens, None)
-
-    def update_weights(self, model: nn.Module, *, version: int) -> None:
-        """Write the weights of `model`, have the server load them, and verify them on a probe batch.
-
-        Raises:
-            ValueError: the engine has no `weights_dir`.
-            EngineUnavailableError: the server died or did not answer in time.
-            WeightSyncError: it refused the weights, reports another version, or scores the probe differently.
-        """
-        self._take(model, version)
-
-    def export_weights(self) -> Mapping[str, Tensor]:
-        """The weights given last, by name, as they were written; tied ones once.
-
-        Raises:
-            ValueError: none were given: the server still has those that it was started with.
-        """
-        from safetensors.torch import load_file
-
-        weights: dict[str, Tensor] = {}
-        for path in sorted(self._given().glob("*.safetensors")):
-            weights |= load_file(path)
-        return weights
-
-    @torch.no_grad()
-    def import_weights(self, weights: Mapping[str, Tensor], *, version: int) -> None:
-        """Restore what `export_weights` returned, verified as in `update_weights`.
-
-        Raises:
-            ValueError: no weights were given before, so the architecture is not known.
-            WeightSyncError: as `update_weights`.
-        """
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_pretrained(self._given(), local_files_only=True)
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights[name])
-        self._take(model, version)
-
-    def _given(self) -> Path:
-        if self._directory is None:
-            raise ValueError("the server still has the weights that it was started with: call update_weights first")
-        return self._directory
-
-    def _take(self, model: Any, version: int) -> None:  # noqa: ANN401 (a transformers model)
-        if self.weights_dir is None:
-            raise ValueError("weights cannot be updated without weights_dir, a directory that the server reads too")
-        directory = self.weights_dir / f"version_{version}"
-        unfinished = self.weights_dir / f"version_{version}.unfinished"
-        for old in (directory, unfinished):
-            shutil.rmtree(old, ignore_errors=True)
-        model.save_pretrained(unfinished)
-        unfinished.rename(directory)
-        try:
-            answer = self.client.post(
-                "/update_weights_from_disk",
-                {"model_path": str(directory), "weight_version": str(version), "flush_cache": True},
-            )
-        except EngineAnswerError as error:
-            raise WeightSyncError(f"SGLang did not take the weights of version {version}: {error}") from error
-        if not (isinstance(answer, dict) and answer.get("success") is True):
-            raise WeightSyncError(f"SGLang did not take the weights of version {version}: {answer}")
-        probe = make_probe(model)
-        expected = score_probe(model, probe, dtype=self.dtype)
-        check_weight_sync(self._score(probe, version), expected, tolerance=self.sync_tolerance)
-        if self._directory not in (None, directory):
-            shutil.rmtree(self._given(), ignore_errors=True)
-        self._directory = directory
-        self.sampling = dataclasses.replace(self.sampling, policy_version=version)
-
-    def _score(self, tokens: TokenBatch, version: int | None) -> Tensor:
-        """Log-probs at temperature 1; `version`: what the server must say that it scored with."""
-        prompts = [ids[mask].tolist() for ids, mask in zip(tokens.prompt_ids, tokens.prompt_mask, strict=True)]
-        responses = [ids[mask].tolist() for ids, mask in zip(tokens.response_ids, tokens.response_mask, strict=True)]
+    def _prompt_log_probs(self, rows: list[list[int]], temperature: float) -> Sequence[Sequence[object]]:
+        if temperature != 1:
+            raise ValueError(f"SGLang scores given tokens at temperature 1 only, not at {temperature:g}")
         bodies = [
             {
-                "input_ids": prompt + response,
+                "input_ids": row,
                 "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
                 "return_logprob": True,
                 "logprob_start_len": 0,
             }
-            for prompt, response in zip(prompts, responses, strict=True)
+            for row in rows
         ]
-        answers = self.client.post_all("/generate", bodies)
-        completions = [
-            read_scores(answer, row, response, version=version)
-            for row, (answer, response) in enumerate(zip(answers, responses, strict=True))
+        answers = self._client.post_all("/generate", bodies)
+        return [
+            read_scores(answer, number, row, label=self._label)
+            for number, (answer, row) in enumerate(zip(answers, rows, strict=True))
         ]
-        log_prob = rollout_from_completions(
-            prompts, completions, sampling=self.sampling, pad_token_id=self.pad_token_id
-        ).rollout_log_prob
-        width = tokens.response_ids.shape[1]
-        return nn.functional.pad(log_prob, (0, width - log_prob.shape[1])).to(tokens.response_ids.device)
 
-    @property
-    def _masked(self) -> bool:
-        return self.sampling.logprobs == "processed" and self.sampling.truncates
+    def _load(self, version: int) -> None:
+        body = {"model_path": str(self._folder), "weight_version": str(version), "flush_cache": True}
+        answer = self._client.post("/update_weights_from_disk", body)
+        if not (isinstance(answer, dict) and answer.get("success") is True):
+            raise WeightSyncError(f"weight sync incomplete, sglang did not load version {version}: {answer}")
+        self._label = str(version)
 
-    def _sampling_params(self) -> dict[str, Any]:
-        """Every setting by name, or the model's `generation_config.json` would fill those left out."""
-        sampling = self.sampling
-        return {
-            "max_new_tokens": self.max_new_tokens,
-            "min_new_tokens": sampling.min_new_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            "repetition_penalty": sampling.repetition_penalty,
-            "presence_penalty": sampling.presence_penalty,
-            "frequency_penalty": sampling.frequency_penalty,
-            "logit_bias": {str(token): bias for token, bias in sampling.biases().items()} or None,
-            "stop_token_ids": [self.eos_token_id],
-            "no_stop_trim": True,
-        }
+
+def _sampling_parameters(sampling: SamplingSpec, max_new_tokens: int, eos_token_id: int) -> dict[str, Any]:
+    """Every setting by name, or the model's `generation_config.json` would fill those left out."""
+    return {
+        "max_new_tokens": max_new_tokens,
+        "min_new_tokens": sampling.min_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "logit_bias": {str(token): bias for token, bias in sampling.biases().items()} or None,
+        "stop_token_ids": [eos_token_id],
+        "no_stop_trim": True,
+    }
 
 
 def _full_is_raw(sampling: SamplingSpec) -> bool:
@@ -285,14 +188,12 @@ def _full_is_raw(sampling: SamplingSpec) -> bool:
 
 
 def _check_sampling(sampling: SamplingSpec) -> None:
-    if sampling.temperature <= 0:
-        raise ValueError(f"temperature must be > 0 to sample, got {sampling.temperature}")
     if sampling.support != "engine":
         raise ValueError(f"support={sampling.support!r}: an engine returns log-probs over its own support")
     if sampling.logprobs == "raw" and not _full_is_raw(sampling):
         raise ValueError(
-            f"SGLang returns raw log-probs at temperature 1 without penalties only, got temperature "
-            f"{sampling.temperature:g}: set logprobs='tempered', or 'processed' under a truncation"
+            "SGLang returns raw log-probs at temperature 1 without penalties and min_new_tokens only: set "
+            "logprobs='tempered', or 'processed' under a truncation"
         )
     if sampling.logprobs == "processed" and sampling.truncates and sampling.top_k < 1:
         raise ValueError(

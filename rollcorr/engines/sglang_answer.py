@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from rollcorr.engines.base import EngineAnswerError, WeightSyncError
+from rollcorr.engines.base import EngineAnswerError
 from rollcorr.engines.completions import Completion
 
 DEFAULT_LABEL = "default"
@@ -52,30 +52,27 @@ def read_completion(answer: Any, row: int, *, masked: bool, raw: bool, first_ver
     )
 
 
-def read_scores(answer: Any, row: int, response: Sequence[int], *, version: int | None) -> Completion:  # noqa: ANN401
-    """The log-probs of the last tokens of a prompt, which must be `response`.
+def read_scores(answer: Any, row: int, tokens: Sequence[int], *, label: str | None) -> list[Any]:  # noqa: ANN401
+    """The log-probs of `tokens` after their first, from an answer to a request with `logprob_start_len` 0.
 
     Args:
-        answer: the JSON of the answer to a request with `logprob_start_len` 0.
+        answer: the JSON of the answer.
         row: its number in the batch, for errors.
-        response: the tokens that were to be scored.
-        version: the policy version that must have scored them; None for any.
+        tokens: what was to be scored.
+        label: the `weight_version` that must have scored them; None for any.
 
     Raises:
-        EngineAnswerError: a field is missing, or other tokens were scored.
-        WeightSyncError: other weights scored them.
+        EngineAnswerError: a field is missing, or other tokens or other weights were scored.
     """
     meta = _meta(answer, row)
     ids, log_probs = _entries(meta, "input_token_logprobs", row)
-    first = len(ids) - len(response)
-    if first < 1 or ids[first:] != list(response):
-        raise EngineAnswerError(f"row {row}: SGLang scored {ids}, which do not end in {list(response)} after a prompt")
-    if version is not None and meta.get("weight_version") != str(version):
-        raise WeightSyncError(
-            f"weight sync incomplete: SGLang says that it has weights {meta.get('weight_version')!r}, it was given "
-            f"version {version}"
+    if ids != list(tokens):
+        raise EngineAnswerError(f"row {row}: SGLang scored the tokens {ids} instead of {list(tokens)}")
+    if label is not None and meta.get("weight_version") != label:
+        raise EngineAnswerError(
+            f"row {row}: SGLang says that it has weights {meta.get('weight_version')!r}, it was given {label!r}"
         )
-    return Completion(token_ids=response, log_probs=log_probs[first:])
+    return log_probs[1:]
 
 
 def _meta(answer: Any, row: int) -> dict[str, Any]:  # noqa: ANN401

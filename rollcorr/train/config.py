@@ -88,13 +88,13 @@ class RolloutConfig:
         prompts_per_step: problems a step.
         group_size: responses to each problem.
         max_new_tokens: longest response.
-        dtype: precision of the sampling copy; "transformers" only, others have options of their own.
+        dtype: precision of the sampling copy, where the engine has this option.
         refresh_every: steps between two weight updates of the engine; above 1 the rollouts are stale on purpose.
-        batch_size: rows sampled at a time; null for all at once; "transformers" only.
+        batch_size: rows sampled at a time, where the engine has this option; null for all at once.
         sampling: temperature, truncation, and which log-probs are recorded.
     """
 
-    engine: Literal["transformers"] = "transformers"
+    engine: Literal["transformers", "ctranslate2"] = "transformers"
     engine_options: dict[str, Any] = field(default_factory=dict)
     prompts_per_step: int = 16
     group_size: int = 8

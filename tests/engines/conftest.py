@@ -1,19 +1,13 @@
-"""A policy small enough to sample from in milliseconds."""
+"""What the tests of engines share."""
 
 import pytest
+from micro_policy import make_micro_policy
 
-from rollcorr.train.policy import Policy, make_tiny_policy
+from rollcorr.train.policy import Policy
 
 pytest.register_assert_rewrite("engine_contract")  # no test file by its name
 
 
 @pytest.fixture
 def micro_policy() -> Policy:
-    return make_tiny_policy(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-    )
+    return make_micro_policy()

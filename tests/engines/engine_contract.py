@@ -11,12 +11,16 @@ import pytest
 import torch
 
 from rollcorr import check_compatible
+from rollcorr.config import SamplingSpec
+from rollcorr.core.sampling import check_kept_sets
 from rollcorr.engines.base import WeightSyncError
 from rollcorr.engines.probe import vocabulary_size
 from rollcorr.engines.scoring import score_responses
+from rollcorr.scoring import actor_log_prob
 
 PROMPTS = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]]
 NEW_TOKENS = 12
+TRUNCATED = SamplingSpec(temperature=0.7, top_p=0.8, top_k=8, logprobs="processed")
 
 
 def policy_log_prob(policy, tokens):
@@ -36,6 +40,12 @@ def favour_the_end(policy):
     """Make the end token likely: its embedding is also its output row."""
     with torch.no_grad():
         policy.model.get_input_embeddings().weight[policy.eos_token_id] *= 40
+
+
+def sharpen(policy):
+    """Make some tokens likely and most unlikely, so that a temperature or a truncation shows."""
+    with torch.no_grad():
+        policy.model.model.norm.weight.mul_(6)
 
 
 class EngineContract:
@@ -103,8 +113,7 @@ class EngineContract:
 
     def test_tokens_are_drawn_as_often_as_their_log_probs_say(self, engine, policy):
         """The mean log-prob of a draw is minus the entropy; another temperature or a truncation moves it."""
-        with torch.no_grad():  # a distribution that a temperature changes
-            policy.model.model.norm.weight.mul_(6)
+        sharpen(policy)
         engine.update_weights(policy.model, version=1)
         draws = 400
         tokens = engine.generate([[1, 2, 3]] * draws, seed=0).tokens
@@ -198,3 +207,43 @@ class EngineContract:
     def test_an_empty_prompt_is_refused(self, engine, prompts):
         with pytest.raises(ValueError, match="every prompt needs at least one token"):
             engine.generate(prompts, seed=0)
+
+
+class KeptSetContract:
+    """Beside `EngineContract`, of an engine that tells which ids it could draw.
+
+    A subclass gives `make_truncated`: an engine with the weights of a policy that samples as `TRUNCATED` says.
+    """
+
+    noise: float
+
+    def make_truncated(self, policy):
+        raise NotImplementedError
+
+    def test_replaying_the_kept_sets_gives_the_log_probs_of_the_engine(self, policy):
+        sharpen(policy)
+        rollout = self.make_truncated(policy).generate(PROMPTS * 4, seed=0)
+        mask = rollout.tokens.response_mask
+        check_kept_sets(rollout.kept, tokens=int(mask.sum()), vocabulary=vocabulary_size(policy.model))
+        sizes = rollout.kept.offsets.diff()
+        assert sizes.min() >= 1
+        assert 1 < sizes.max() <= TRUNCATED.top_k
+        spec = rollout.sampling.for_actor("replay")
+        assert check_compatible(rollout.sampling, spec).verdict == "same"
+        ids, width = rollout.tokens.response_ids, mask.shape[1]
+        given = torch.cat([rollout.tokens.prompt_mask, mask], dim=1).long()
+        with torch.no_grad():
+            logits = policy.model(
+                torch.cat([rollout.tokens.prompt_ids, ids], dim=1),
+                attention_mask=given,
+                position_ids=(given.cumsum(1) - 1).clamp(min=0),
+            ).logits[:, -width - 1 : -1]
+        replayed, outside = actor_log_prob(logits, ids, spec, kept=rollout.kept.padded(mask))
+        assert not outside[mask].any()
+        assert (replayed - rollout.rollout_log_prob)[mask].abs().max() <= 10 * self.noise  # sharp: six times, over 0.7
+        assert rollout.rollout_log_prob[mask].min() < -0.5
+        if rollout.log_kept_mass is not None:
+            whole = (logits / TRUNCATED.temperature).log_softmax(-1).gather(-1, ids[..., None]).squeeze(-1)
+            mass = whole - replayed
+            assert (mass - rollout.log_kept_mass)[mask].abs().max() <= 10 * self.noise
+            assert mass[mask].min() < -0.05

@@ -3,16 +3,16 @@
 from typing import ClassVar
 
 import torch
-from engine_contract import NEW_TOKENS, EngineContract
+from engine_contract import NEW_TOKENS, TRUNCATED, EngineContract, KeptSetContract
 
 from rollcorr.config import SamplingSpec
 from rollcorr.engines.ctranslate2 import CTranslate2Engine
 from rollcorr.engines.transformers import TransformersEngine
 
 
-def settings(policy):
+def settings(policy, sampling=SamplingSpec()):  # noqa: B008 (frozen)
     return {
-        "sampling": SamplingSpec(),
+        "sampling": sampling,
         "max_new_tokens": NEW_TOKENS,
         "eos_token_id": policy.eos_token_id,
         "pad_token_id": policy.pad_token_id,
@@ -30,7 +30,7 @@ class ForgetfulTransformers(TransformersEngine):
             parameter.copy_(kept)
 
 
-class TestTransformers(EngineContract):
+class TestTransformers(EngineContract, KeptSetContract):
     name = "transformers"
     noise = 0.05
     rescoring_noise = 0.02
@@ -38,6 +38,9 @@ class TestTransformers(EngineContract):
 
     def make(self, policy, cls=TransformersEngine):
         return cls(policy.model, **settings(policy), **self.options)
+
+    def make_truncated(self, policy):
+        return TransformersEngine(policy.model, **settings(policy, TRUNCATED), **self.options)
 
     def forgetful(self, policy, parameter):
         engine = self.make(policy, ForgetfulTransformers)

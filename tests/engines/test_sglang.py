@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_contract import NEW_TOKENS, PROMPTS, EngineContract
+from engine_contract import NEW_TOKENS, PROMPTS, TRUNCATED, EngineContract, KeptSetContract, change
 from local_server import serving
+from micro_policy import make_micro_policy
 
 from rollcorr import check_compatible
 from rollcorr.config import SamplingSpec
-from rollcorr.core.sampling import check_kept_sets
-from rollcorr.engines.base import EngineAnswerError, EngineUnavailableError, WeightSyncError
-from rollcorr.engines.http import JsonClient
+from rollcorr.core.sampling import check_kept_sets, joint_support, top_k_support, top_p_support
+from rollcorr.engines.base import EngineAnswerError, EngineError, EngineUnavailableError, WeightSyncError
 from rollcorr.engines.sglang import SglangEngine
 
 RECORDED = json.loads((Path(__file__).parent / "recordings" / "sglang_0.5.23.json").read_text())
@@ -31,22 +31,100 @@ SPECS = {
 OF_KIND = dict(zip(SPECS, RECORDED.values(), strict=True))
 
 
-def make_engine(server, **options):
-    client = JsonClient(server.url, timeout=60.0, retries=1, backoff=0.001)
+class PretendedServer:
+    """Does with a model on this machine what SGLang's documentation says that it does with its own."""
+
+    def __init__(self, model):
+        self.model = copy.deepcopy(model).eval()
+        self.label = "default"
+        self.forgets = None
+        self.refuses = None
+        self.mislabels = False
+
+    def __call__(self, handler, body):
+        reply = {"/generate": self.generate, "/update_weights_from_disk": self.load}[handler.path](body)
+        handler.send_json(*reply if isinstance(reply, tuple) else (reply,))
+
+    @torch.no_grad()
+    def generate(self, body):
+        ids, settings = body["input_ids"], body["sampling_params"]
+        if settings["max_new_tokens"] == 0:
+            return self.score(ids)
+        generator = torch.Generator().manual_seed(settings["sampling_seed"])
+        entries, kept, over_kept, ended = [], [], [], False
+        while len(entries) < settings["max_new_tokens"] and not ended:
+            logits = self.model(torch.tensor([ids])).logits[0, -1] / settings["temperature"]
+            support = joint_support(
+                logits,
+                [
+                    lambda z: top_k_support(z, settings["top_k"] if settings["top_k"] > 0 else len(z)),
+                    lambda z: top_p_support(z, settings["top_p"]),
+                ],
+            )
+            inside = logits.masked_fill(~support, -torch.inf).log_softmax(-1)
+            token = int(torch.multinomial(inside.exp(), 1, generator=generator))
+            entries.append([float(logits.log_softmax(-1)[token]), token, None])
+            kept.append(torch.where(support)[0].tolist())
+            over_kept.append(float(inside[token]))
+            ids = [*ids, token]
+            ended = token in settings["stop_token_ids"]
+        meta = {
+            "finish_reason": {"type": "stop" if ended else "length"},
+            "completion_tokens": len(entries),
+            "output_token_logprobs": entries,
+            "weight_versions": [{"version": self.label, "start": 0, "end": len(entries)}],
+        }
+        if body["return_sampling_mask"]:
+            meta |= {"output_token_sampling_mask": kept, "output_token_sampling_logprobs": over_kept}
+        return {"output_ids": [token for _, token, _ in entries], "meta_info": meta}
+
+    def score(self, ids):
+        log_probs = self.model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+        chosen = log_probs.gather(-1, torch.tensor(ids[1:])[:, None]).squeeze(-1).tolist()
+        entries = [[value, token, None] for value, token in zip([None, *chosen], ids, strict=True)]
+        return {"meta_info": {"input_token_logprobs": entries, "weight_version": self.label}}
+
+    @torch.no_grad()
+    def load(self, body):
+        if self.refuses:
+            return {"success": False, "message": "shapes differ"}, self.refuses
+        new = type(self.model).from_pretrained(body["model_path"], local_files_only=True)
+        for name, parameter in self.model.named_parameters():
+            if name != self.forgets:
+                parameter.copy_(dict(new.named_parameters())[name])
+        if not self.mislabels:
+            self.label = body["weight_version"]
+        return {"success": True, "message": "Succeeded to update model weights."}
+
+
+MODEL = make_micro_policy().model  # of the recordings' vocabulary; it answers the probe
+
+
+def make_engine(server, model=MODEL, **options):
     given = {"sampling": SamplingSpec(), "max_new_tokens": 12, "eos_token_id": 256, "pad_token_id": 257}
-    return SglangEngine(client, **(given | {"engine_version": "0.5.23", "vocabulary_size": 258} | options))
+    given |= {"dtype": "float32", "engine_version": "0.5.23", "timeout": 60.0, "retries": 0}
+    return SglangEngine(server.url, model, **(given | options))
 
 
 def replay(recorded, change=lambda answer: answer):
-    """Answers each prompt as SGLang did; `change` spoils the second row."""
+    """Answers each prompt as SGLang did, and the probe; `change` spoils the second row."""
     rows = {tuple(ids): row for row, ids in enumerate(recorded["request"]["input_ids"])}
+    pretended = PretendedServer(MODEL)
 
     def answer(handler, body):
-        row = rows[tuple(body["input_ids"])]
-        given = copy.deepcopy(recorded["response"][row])
-        handler.send_json(change(given) if row else given)
+        row = rows.get(tuple(body["input_ids"]))
+        if row is None:
+            pretended(handler, body)
+        else:
+            given = copy.deepcopy(recorded["response"][row])
+            handler.send_json(change(given) if row else given)
 
     return answer
+
+
+def sent_to(server):
+    """The requests to sample, without those of the probe."""
+    return [body for _, body in server.requests if body["sampling_params"]["max_new_tokens"]]
 
 
 def generate(kind, change=lambda answer: answer, **options):
@@ -54,7 +132,7 @@ def generate(kind, change=lambda answer: answer, **options):
     with serving(replay(recorded, change)) as server:
         engine = make_engine(server, sampling=SPECS[kind], **options)
         rollout = engine.generate(recorded["request"]["input_ids"], seed=0)
-        return rollout, [body for _, body in server.requests]
+        return rollout, sent_to(server)
 
 
 def told(recorded, name):
@@ -208,29 +286,29 @@ def test_a_log_prob_over_the_whole_vocabulary_is_checked_too(value, message):
 
 
 def test_a_server_that_fails_once_is_asked_again_and_one_that_goes_on_failing_is_unavailable():
-    prompts, failed = RAW["request"]["input_ids"], defaultdict(int)
+    prompts, failed, recorded = RAW["request"]["input_ids"], defaultdict(int), replay(RAW)
 
     def passing(handler, body):
         row = tuple(body["input_ids"])
         failed[row] += 1
-        (replay(RAW)(handler, body) if failed[row] > 1 else handler.send(500, b"busy"))
+        (recorded(handler, body) if failed[row] > 1 else handler.send(500, b"busy"))
 
     with serving(passing) as server:
-        assert len(make_engine(server).generate(prompts, seed=0).tokens) == 2
+        assert len(make_engine(server, retries=1).generate(prompts, seed=0).tokens) == 2
     with (
         serving(lambda handler, body: handler.send(500, b"out of memory")) as server,
         pytest.raises(EngineUnavailableError, match="HTTP 500: out of memory"),
     ):
-        make_engine(server).generate(prompts, seed=0)
+        make_engine(server)
 
 
 @pytest.mark.parametrize(
     ("sampling", "message"),
     [
-        ({"temperature": 0.7}, "raw log-probs at temperature 1 without penalties only"),
-        ({"presence_penalty": 0.5}, "raw log-probs at temperature 1 without penalties only"),
+        ({"temperature": 0.7}, "raw log-probs at temperature 1 without penalties and min_new_tokens only"),
+        ({"presence_penalty": 0.5}, "raw log-probs at temperature 1 without penalties and min_new_tokens only"),
         ({"top_p": 0.9, "logprobs": "processed"}, "top_p=0.9, min_p=0 without top_k"),
-        ({"temperature": 0.0}, "temperature must be > 0"),
+        ({"temperature": 0.0, "logprobs": "tempered"}, "temperature must be > 0"),
         ({"top_k": 5, "logprobs": "processed", "support": "replayed"}, "over its own support"),
     ],
 )
@@ -243,7 +321,7 @@ def test_biases_and_penalties_are_sent():
     spec = SamplingSpec(logprobs="tempered", logit_bias={3: -1.5}, frequency_penalty=0.25, min_p=0.1, min_new_tokens=2)
     with serving(replay(RAW)) as server:
         make_engine(server, sampling=spec).generate(RAW["request"]["input_ids"], seed=0)
-        sent = server.requests[0][1]["sampling_params"]
+        sent = sent_to(server)[0]["sampling_params"]
     assert (sent["logit_bias"], sent["frequency_penalty"], sent["min_p"], sent["min_new_tokens"]) == (
         {"3": -1.5},
         0.25,
@@ -256,76 +334,21 @@ def test_given_tokens_are_scored_at_temperature_1_only():
     with serving(replay(TEMPERED)) as server:
         engine = make_engine(server, sampling=SPECS["tempered"])
         tokens = engine.generate(TEMPERED["request"]["input_ids"], seed=0).tokens
-        with pytest.raises(ValueError, match=r"at temperature 1 only, and this engine samples at temperature 0.7"):
+        with pytest.raises(ValueError, match=r"at temperature 1 only, not at 0\.7"):
             engine.score(tokens)
 
 
-def test_weights_need_a_directory_and_exist_only_once_given(micro_policy):
+def test_without_a_folder_weights_are_verified_at_the_start_and_never_updated(micro_policy):
     with serving(replay(RAW)) as server:
         engine = make_engine(server)
-        with pytest.raises(ValueError, match="cannot be updated without weights_dir"):
+        with pytest.raises(EngineError, match="give it a folder that the server reads too"):
             engine.update_weights(micro_policy.model, version=1)
-        with pytest.raises(ValueError, match="still has the weights that it was started with"):
-            engine.export_weights()
+        change(micro_policy)
+        with pytest.raises(WeightSyncError, match="weight sync incomplete"):
+            make_engine(server, micro_policy.model)
 
 
-class PretendedServer:
-    """Does with a model on this machine what SGLang's documentation says that it does with its own."""
-
-    def __init__(self, model):
-        self.model = copy.deepcopy(model).eval()
-        self.label = "default"
-        self.forgets = None
-        self.refuses = None
-        self.mislabels = False
-
-    def __call__(self, handler, body):
-        reply = {"/generate": self.generate, "/update_weights_from_disk": self.load}[handler.path](body)
-        handler.send_json(*reply if isinstance(reply, tuple) else (reply,))
-
-    @torch.no_grad()
-    def generate(self, body):
-        ids, settings = body["input_ids"], body["sampling_params"]
-        if settings["max_new_tokens"] == 0:
-            return self.score(ids)
-        generator = torch.Generator().manual_seed(settings["sampling_seed"])
-        entries, ended = [], False
-        while len(entries) < settings["max_new_tokens"] and not ended:
-            log_probs = self.model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
-            token = int(torch.multinomial(log_probs.exp(), 1, generator=generator))
-            entries.append([float(log_probs[token]), token, None])
-            ids = [*ids, token]
-            ended = token in settings["stop_token_ids"]
-        return {
-            "output_ids": [token for _, token, _ in entries],
-            "meta_info": {
-                "finish_reason": {"type": "stop" if ended else "length"},
-                "completion_tokens": len(entries),
-                "output_token_logprobs": entries,
-                "weight_versions": [{"version": self.label, "start": 0, "end": len(entries)}],
-            },
-        }
-
-    def score(self, ids):
-        log_probs = self.model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
-        chosen = log_probs.gather(-1, torch.tensor(ids[1:])[:, None]).squeeze(-1).tolist()
-        entries = [[value, token, None] for value, token in zip([None, *chosen], ids, strict=True)]
-        return {"meta_info": {"input_token_logprobs": entries, "weight_version": self.label}}
-
-    @torch.no_grad()
-    def load(self, body):
-        if self.refuses:
-            return {"success": False, "message": "shapes differ"}, self.refuses
-        new = type(self.model).from_pretrained(body["model_path"], local_files_only=True)
-        for name, parameter in self.model.named_parameters():
-            if name != self.forgets:
-                parameter.copy_(dict(new.named_parameters())[name])
-        if not self.mislabels:
-            self.label = body["weight_version"]
-        return {"success": True, "message": "Succeeded to update model weights."}
-
-
-class TestSglangOnAPretendedServer(EngineContract):
+class TestSglangOnAPretendedServer(EngineContract, KeptSetContract):
     name = "sglang"
     noise = rescoring_noise = 1e-4
     test_tokens_are_drawn_as_often_as_their_log_probs_say = None  # they are drawn by the pretended server
@@ -337,52 +360,60 @@ class TestSglangOnAPretendedServer(EngineContract):
             self.running = server
             yield
 
-    def make(self, policy):
+    def make(self, policy, **options):
         return make_engine(
-            self.running,
-            max_new_tokens=NEW_TOKENS,
-            weights_dir=self.tmp_path,
-            dtype=torch.float32,
-            sync_tolerance=1e-4,
+            self.running, policy.model, max_new_tokens=NEW_TOKENS, folder=self.tmp_path / "weights", **options
         )
+
+    def make_truncated(self, policy):
+        return self.make(policy, sampling=TRUNCATED)
 
     def forgetful(self, policy, parameter):
         engine = self.make(policy)
-        engine.update_weights(policy.model, version=0)
         self.pretended.forgets = parameter
         return engine
 
-    def test_exported_weights_restore_an_older_policy(self, engine, policy):
-        engine.update_weights(policy.model, version=0)  # what the server was started with cannot be exported
-        super().test_exported_weights_restore_an_older_policy(engine, policy)
-
     @pytest.mark.parametrize("status", [200, 400])
-    def test_refused_weights_are_an_incomplete_sync(self, engine, policy, status):
+    def test_after_refused_weights_nothing_samples_until_an_update_is_whole(self, engine, policy, status):
         self.pretended.refuses = status
-        with pytest.raises(WeightSyncError, match=r"did not take the weights of version 1: .*shapes differ"):
+        with pytest.raises(WeightSyncError, match=r"weight sync incomplete.*shapes differ"):
             engine.update_weights(policy.model, version=1)
         assert engine.weight_version == 0
+        for use in (lambda: engine.generate(PROMPTS, seed=0), engine.export_weights):
+            with pytest.raises(EngineError, match=r"may not be used.*shapes differ.*Call update_weights"):
+                use()
+        self.pretended.refuses = None
+        engine.update_weights(policy.model, version=2)
+        assert engine.generate(PROMPTS, seed=0).sampling.policy_version == 2
 
     def test_a_server_that_names_other_weights_is_an_incomplete_sync(self, engine, policy):
         self.pretended.mislabels = True
-        with pytest.raises(WeightSyncError, match="SGLang says that it has weights 'default', it was given version 1"):
+        with pytest.raises(WeightSyncError, match="SGLang says that it has weights '0', it was given '1'"):
             engine.update_weights(policy.model, version=1)
-
-    def test_only_the_weights_that_sample_stay_on_disk(self, engine, policy):
-        for version in (1, 2):
-            engine.update_weights(policy.model, version=version)
-        assert [path.name for path in self.tmp_path.iterdir()] == ["version_2"]
-        assert engine.generate(PROMPTS, seed=0).policy_versions is None
 
     def test_a_restarted_server_shows_as_the_version_it_was_started_with(self, engine, policy):
         engine.update_weights(policy.model, version=2)
+        assert engine.generate(PROMPTS, seed=0).policy_versions is None
         self.pretended.label = "default"
         rollout = engine.generate(PROMPTS, seed=0)
         assert (rollout.policy_versions[rollout.tokens.response_mask] == 0).all()
 
-    def test_scores_of_other_tokens_are_refused(self, engine, policy):
+    def test_scores_of_other_tokens_or_no_scores_are_refused(self, engine):
         tokens = engine.generate(PROMPTS, seed=0).tokens
         score = self.pretended.score
         self.pretended.score = lambda ids: score([*ids[:-1], (ids[-1] + 1) % 256])
-        with pytest.raises(EngineAnswerError, match="row 0: SGLang scored"):
+        with pytest.raises(EngineAnswerError, match="row 0: SGLang scored the tokens"):
             engine.score(tokens)
+
+        def without_the_last(ids):
+            answer = score(ids)
+            answer["meta_info"]["input_token_logprobs"][-1][0] = None
+            return answer
+
+        self.pretended.score = without_the_last
+        with pytest.raises(EngineAnswerError, match=r"the score of token 11 of row 0 is None"):
+            engine.score(tokens)
+
+    def test_a_prompt_token_outside_the_vocabulary_is_refused(self, engine):
+        with pytest.raises(ValueError, match="prompt 1 has token id 258, outside the vocabulary 0 … 257"):
+            engine.generate([[1], [258]], seed=0)
