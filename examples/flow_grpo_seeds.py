@@ -119,7 +119,7 @@ def main() -> int:
                 f"{seconds:.0f}",
                 "failed" if verdict.failures else "passed",
             )
-    console.print(table)
+    Console(width=max(console.width, 140)).print(table)
     for failure in failures:
         console.print(failure)
     return int(bool(failures))
