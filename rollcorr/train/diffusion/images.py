@@ -52,4 +52,4 @@ def save_grid(images: Tensor, path: Path, *, columns: int | None = None) -> None
 def _columns(count: int) -> int:
     """The largest divisor up to √count that is not much smaller, else √count rounded up."""
     root = math.isqrt(count)
-    return next((n for n in range(root, root // 2, -1) if count % n == 0), math.ceil(math.sqrt(count)))
+    return next((n for n in range(root, max(1, root // 2), -1) if count % n == 0), math.ceil(math.sqrt(count)))
