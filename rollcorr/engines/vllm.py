@@ -22,7 +22,7 @@ from torch import nn
 
 from rollcorr.checks import check_choice, check_integer, check_number
 from rollcorr.config import SamplingSpec
-from rollcorr.engines.base import EngineUnavailableError, check_weight_sync
+from rollcorr.engines.base import EngineUnavailableError
 from rollcorr.engines.vllm_base import EXTENSION, Dtype, VllmBase
 from rollcorr.engines.worker import WorkerProcess
 
@@ -61,7 +61,7 @@ class VllmEngine(VllmBase):
         timeout: seconds for one answer: sampling a batch, or loading weights.
         start_timeout: seconds to start vLLM.
         restarts: how often in one call a worker that died or hung is started anew and asked again.
-        sync_tolerance: largest difference between vLLM and policy on the probe, nats; None for that of the dtype.
+        sync_tolerance: largest difference between vLLM and policy on the probe, nats; None for `NOISE_FLOOR`.
 
     Raises:
         TypeError: a number is of the wrong type.
@@ -155,8 +155,7 @@ class VllmEngine(VllmBase):
         with self._whole_or_unusable():
             self._abandon()
             self._load(self.weight_version)
-            found = self._score(self._probe, 1.0)
-            check_weight_sync(found, self._expected, tolerance=self.sync_tolerance)
+            self._verify(self._expected)
 
     @property
     def _folder(self) -> Path:

@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from rollcorr.config import SamplingSpec
-from rollcorr.engines.base import EngineAnswerError, EngineError, WeightSyncError, check_weight_sync
+from rollcorr.engines.base import EngineAnswerError, EngineError, WeightSyncError
 from rollcorr.engines.http import JsonClient
 from rollcorr.engines.probe import score_probe
 from rollcorr.engines.vllm_answers import choice_of_text, prompt_log_probs
@@ -55,7 +55,7 @@ class VllmServerEngine(VllmBase):
         retries: how often a request that failed is sent again.
         concurrency: requests under way at a time.
         headers: sent with each request, such as an API key.
-        sync_tolerance: largest difference between server and policy on the probe, nats; None for that of the dtype.
+        sync_tolerance: largest difference between server and policy on the probe, nats; None for `NOISE_FLOOR`.
 
     Raises:
         ImportError: httpx is not installed.
@@ -104,7 +104,7 @@ class VllmServerEngine(VllmBase):
         if self._updates_folder is None:
             self._expected = score_probe(model, self._probe, dtype=self._torch_dtype)
             with self._whole_or_unusable():
-                check_weight_sync(self._score(self._probe, 1.0), self._expected, tolerance=self.sync_tolerance)
+                self._verify(self._expected)
         else:
             self._updates_folder.mkdir(parents=True, exist_ok=True)
             self.update_weights(model, version=version)
