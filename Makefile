@@ -31,7 +31,7 @@ test: $(STAMP) ## Run the tests
 
 test-triton: $(STAMP) ## Test the GPU kernels without a GPU: interpreted, and compiled for four GPUs (installs Triton, 1 GB)
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[triton]'
-	$(BIN)/python -m pytest tests/kernels/test_triton_kernel.py tests/kernels/test_triton_compile.py
+	$(BIN)/python -m pytest tests/kernels/test_triton_*.py
 
 test-ray: $(STAMP) ## Test `rollcorr check --ray` on a Ray cluster of this machine (installs Ray)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'

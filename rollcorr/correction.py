@@ -28,6 +28,7 @@ from rollcorr.kernels.correction.detail import Detail as Detail
 from rollcorr.kernels.correction.detail import sequence_detail, token_detail
 from rollcorr.kernels.correction.table import BlockRows
 from rollcorr.schemas import resolve
+from rollcorr.thresholds import check_token_criteria
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -161,7 +162,7 @@ def correct(
         check_out(out, resolved, **inputs, response_mask=response_mask)
     if resolved is None:
         return _nothing(response_mask, cu_seqlens, out)
-    _check_criteria(resolved)
+    check_token_criteria(resolved.criteria)
     check_groups(group, context_group)
     with torch.no_grad():
         batch = _Batch(train_log_prob.detach(), rollout_log_prob.detach(), response_mask, cu_seqlens, context_group)
@@ -200,15 +201,6 @@ class _Batch(NamedTuple):
     def valid(self) -> Tensor:
         """The mask as bool."""
         return self.mask if self.mask.dtype == torch.bool else self.mask != 0
-
-
-def _check_criteria(config: RolloutCorrectionConfig) -> None:
-    for criterion in config.criteria:
-        if criterion.scope == "step":
-            raise ValueError(
-                f"rollout_rs {criterion.name!r} is for denoising steps: their means give the exact KL, log-probs do "
-                "not; use rollcorr.diffusion, or a criterion of tokens and sequences such as 'seq_mean_k3'"
-            )
 
 
 def _nothing(response_mask: Tensor, cu_seqlens: Tensor | None, out: Out | None) -> Correction:

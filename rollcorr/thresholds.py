@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Literal
@@ -185,6 +185,20 @@ def criterion_names(names: str | Sequence[str]) -> list[str]:
                 f"known are {', '.join(_EVERY)}.{nearest(name, _EVERY)}"
             )
     return listed
+
+
+def check_token_criteria(criteria: Iterable[Criterion]) -> None:
+    """Check that log-probs alone decide every criterion.
+
+    Raises:
+        ValueError: one needs the means of denoising steps.
+    """
+    for criterion in criteria:
+        if criterion.name in STEP_CRITERIA:
+            raise ValueError(
+                f"rollout_rs {criterion.name!r} is for denoising steps: their means give the exact KL, log-probs do "
+                "not; use rollcorr.diffusion, or a criterion of tokens and sequences such as 'seq_mean_k3'"
+            )
 
 
 def without_criterion(names: str, threshold: Threshold, left_out: str) -> tuple[str | None, Threshold | None]:

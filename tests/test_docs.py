@@ -11,6 +11,7 @@ import typer
 
 from rollcorr.cli import app
 from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.core.diffusion_metrics import DIFFUSION_METRICS
 from rollcorr.core.metrics import CRITERIA, METRICS, criterion_metrics
 from rollcorr.presets import PRESETS
 from rollcorr.schemas import convert
@@ -152,7 +153,7 @@ def test_the_metrics_page_lists_every_metric_once():
     tables = PAGES["docs/metrics.md"].split("## Healthy ranges")[0]
     listed = re.findall(r"^\| `(\w+)` \|", tables, re.MULTILINE)
     template = {name.replace("seq_sum_k1", "CRITERION") for name in criterion_metrics("seq_sum_k1")}
-    assert sorted(listed) == sorted([*METRICS, *template])
+    assert sorted(listed) == sorted([*METRICS, *DIFFUSION_METRICS, *template])
     assert all(f"`{criterion}`" in tables for criterion in CRITERIA)
 
 

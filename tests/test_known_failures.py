@@ -10,13 +10,16 @@ import warnings
 
 import pytest
 import torch
+from context_slices import Slice, reduced
 
 from rollcorr import correct, merge_statistics
 from rollcorr.config import InertOptionWarning, LossConfig, RolloutCorrectionConfig
 from rollcorr.core.advantages import grpo_advantages, terminal_rewards
 from rollcorr.core.diffusion import gaussian_log_prob, sde_step, sde_step_mean
+from rollcorr.core.histograms import RELATIVE_ERROR
 from rollcorr.core.metrics import finalize
 from rollcorr.diffusion import apply_rollout_correction_to_diffusion_batch, check_diffusion_batch, check_schedule
+from rollcorr.kernels.correction import correction_kernel, implementations
 from rollcorr.policy_loss import PolicyLogProbs, policy_loss
 
 NAN, INF = math.nan, math.inf
@@ -28,6 +31,16 @@ def pair(*log_ratios: float, rollout: float = -30.0) -> tuple[torch.Tensor, torc
     d = torch.tensor([log_ratios], dtype=torch.float64)
     mu = torch.full_like(d, rollout)
     return mu + d, mu, torch.ones_like(d, dtype=torch.bool)
+
+
+def batch_of(*, B: int, T: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(train, rollout, mask), float32: sequences of uneven length, holes and mismatch, the last one empty."""
+    generator = torch.Generator().manual_seed(2)
+    rollout = -2 * torch.rand(B, T, generator=generator)
+    scale = torch.logspace(0, -4, B).unsqueeze(-1)
+    train = rollout + scale * torch.randn(B, T, generator=generator)
+    lengths = torch.linspace(T, 0, B).long().unsqueeze(-1)
+    return train, rollout, (torch.arange(T) < lengths) & (torch.rand(B, T, generator=generator) < 0.9)
 
 
 def bare(correction) -> dict[str, float]:
@@ -100,6 +113,22 @@ def test_06_a_wholly_rejected_batch_gives_loss_and_gradient_zero():
     assert torch.equal(leaf.grad, torch.zeros_like(leaf))
 
 
+@pytest.mark.slow
+def test_07_more_than_2_to_the_24_elements_have_counts_and_quantiles():
+    """torch.quantile raises beyond 2²⁴ elements, and a float32 count stops there. Here are 2²⁵ and an odd one."""
+    N = (1 << 25) + 1
+    rollout = torch.zeros(1).expand(N).clone()
+    rollout[N // 2 :] = -0.5
+    rollout[-1] = -3.0
+    cu_seqlens = torch.tensor([0, N // 2, N])
+    zeros, mask = torch.zeros(1).expand(N), torch.ones(1, dtype=torch.bool).expand(N)
+    metrics = bare(correct(zeros, rollout, mask, "disabled", cu_seqlens=cu_seqlens, detail=True))
+    assert metrics["token_count"] == N
+    assert metrics["log_ratio_abs_p50"] == pytest.approx(0.5, rel=RELATIVE_ERROR)
+    assert metrics["log_ratio_max"] == 3.0
+    assert metrics["log_ratio_mean"] == pytest.approx((0.5 * (N - N // 2 - 1) + 3.0) / N, rel=1e-12)
+
+
 def test_08_a_rejected_row_does_not_move_the_group_baseline():
     keep, groups = torch.tensor([True, True, False, True]), torch.zeros(4, dtype=torch.long)
     rewards = torch.tensor([1.0, 0.0, 0.5, 1.0])
@@ -140,6 +169,48 @@ def test_12_effective_sample_size_is_at_most_one(level, shift):
     metrics = bare(correct(*pair(shift, shift, shift), config))
     assert 0.0 <= metrics["rollout_is_eff_sample_size"] <= 1.0
     assert metrics["rollout_is_eff_sample_size"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("shards", range(1, 9))
+@pytest.mark.parametrize("impl", [name for name, (usable, _) in implementations().items() if usable])
+def test_13_no_metric_depends_on_the_number_of_shards(impl, shards):
+    """Whole sequences, of uneven length, dealt to 1–8 ranks; the seventh and eighth have none."""
+    if impl == "triton":
+        pytest.skip("Triton's interpreter is slow; tests/kernels/test_triton_kernel.py merges its shards")
+    whole, parts = batch_of(B=6, T=300), []
+    for part in zip(*(x.tensor_split(shards) for x in whole), strict=True):
+        parts.append(correct(*part, "decoupled_k3_rs_seq_tis", impl=impl).statistics)
+    merged = finalize(merge_statistics(parts).read(), prefix="")
+    expected = bare(correct(*whole, "decoupled_k3_rs_seq_tis", impl=impl))
+    assert 0 < expected["rollout_rs_masked_fraction"] < 1
+    assert merged == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize("ranks", range(1, 9))
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("split", ["zig-zag", "contiguous"])
+def test_14_cut_sequences_are_decided_and_measured_as_whole_ones(split, packed, ranks):
+    """As ring attention deals them: 2 k chunks, of which rank r holds chunks r and 2 k − 1 − r; or k chunks."""
+    whole = batch_of(B=6, T=300)
+    config = RolloutCorrectionConfig.decoupled_k3_rs_seq_tis()
+    chunks = 2 * ranks if split == "zig-zag" else ranks
+    chunk = torch.arange(300) * chunks // 300
+    owner = torch.minimum(chunk, chunks - 1 - chunk) if split == "zig-zag" else chunk
+    expected = correction_kernel(*whole, config, impl="reference")
+    slices = []
+    for rank in range(ranks):
+        columns = (owner == rank).nonzero().flatten()
+        held = [x[:, columns] for x in whole]
+        cu_seqlens = torch.arange(7) * len(columns) if packed else None
+        slices.append(Slice(*(x.flatten() if packed else x for x in held), cu_seqlens))
+    metrics = finalize(expected.statistics.read())
+    assert 0 < metrics["rollout_corr/rollout_rs_masked_fraction"] < 1
+    for rank, output in enumerate(reduced(slices, config)):
+        own = expected.loss_mask[:, owner == rank]
+        assert torch.equal(output.loss_mask, own.flatten() if packed else own)
+        weights = expected.weights[:, owner == rank]
+        torch.testing.assert_close(output.weights, weights.flatten() if packed else weights, rtol=1e-6, atol=0)
+        assert finalize(output.statistics.read()) == pytest.approx(metrics, rel=1e-6, abs=1e-9)
 
 
 def test_15_a_sequence_ratio_is_the_exponential_of_a_sum():

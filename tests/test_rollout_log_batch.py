@@ -179,7 +179,8 @@ def test_any_padded_batch_comes_back_bit_for_bit(shape, suffix):
     patterns = torch.randint(-(2**31), 2**31 - 1, (B, T), generator=generator, dtype=torch.int32)
     log_prob = patterns.view(torch.float32)  # every kind of float: tiny, huge, −0.0, ±inf, NaN
     log_prob = torch.where(log_prob.isnan(), NAN, log_prob) if "json" in suffix else log_prob
-    batch = RolloutBatch.from_padded(mask, response_ids=ids, rollout_log_prob=log_prob, reward=log_prob.sum(1))
+    reward = log_prob.sum(1).nan_to_num(1.5)  # NaN alone would be a column that no row records
+    batch = RolloutBatch.from_padded(mask, response_ids=ids, rollout_log_prob=log_prob, reward=reward)
     back = through_file(batch, suffix)
     if not B:
         assert back == []
@@ -190,7 +191,7 @@ def test_any_padded_batch_comes_back_bit_for_bit(shape, suffix):
     assert torch.equal(back.packed("response_mask"), mask[inside])
     assert torch.equal(back.packed("response_ids"), ids[inside].int())
     assert torch.equal(bits(back.packed("rollout_log_prob")), bits(log_prob[inside]))
-    torch.testing.assert_close(back.values("reward"), log_prob.sum(1), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(back.values("reward"), reward)
 
 
 @settings(deadline=None, max_examples=25)

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from rollcorr.config import RolloutCorrectionConfig  # noqa: E402
+from rollcorr.core.diffusion_metrics import DIFFUSION_METRICS  # noqa: E402
 from rollcorr.core.health_ranges import HealthyRange  # noqa: E402
 from rollcorr.core.histograms import RELATIVE_ERROR  # noqa: E402
 from rollcorr.core.metrics import CRITERIA, METRICS, PREFIX, Metric, criterion_metrics, metric  # noqa: E402
@@ -166,6 +167,18 @@ nothing is below.
 
 {_criterion_table()}
 
+## Denoising steps
+
+Of [diffusion models](diffusion.md): a step of the sampler's window stands for a token, and `rollcorr.diffusion` reports
+the metrics above of steps, but for perplexities and differences of probability, which densities do not have. Prefix:
+`rollout_corr/` in decoupled mode, `actor/rollout_corr/` in bypass mode, where every step is a sequence of its own.
+J = D · (log π − log μ) is the joint log-ratio of a step, from log-probs averaged over the D latent dimensions; d above
+is p · J, with the power p that `reduction` names. `log_prob_abs_diff/t_VALUE` is the mean of |J / D| at one timestep
+value. The metrics of each criterion exist for `step_kl` too; beside it, what another criterion rejects alone, and what
+several reject, is not counted.
+
+{_metric_table(DIFFUSION_METRICS)}
+
 ## Quantiles
 
 There when asked for, because they take a second read of the batch: `correct(..., detail=True)`. They come from
@@ -194,7 +207,7 @@ def _is_rejection(name: str) -> bool:
 def _metric_table(names: Iterable[str]) -> str:
     """One row a metric."""
     header = ("metric", "unit", "over", "formula", "healthy", "source")
-    return _table(header, [_metric_row(f"`{name}`", metric(name)) for name in names])
+    return _table(header, [_metric_row(f"`{name}`", DIFFUSION_METRICS.get(name) or metric(name)) for name in names])
 
 
 def _metric_row(label: str, row: Metric, formula: str | None = None) -> tuple[str | None, ...]:

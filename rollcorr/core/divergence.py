@@ -51,5 +51,8 @@ def chi_squared(log_ratio: Tensor) -> Tensor:
 
 
 def probability_difference(train_log_prob: Tensor, rollout_log_prob: Tensor) -> Tensor:
-    """|π − μ| of the sampled token: the total-variation integrand. Same shape, a probability."""
-    return (train_log_prob.exp() - rollout_log_prob.exp()).abs()
+    """|π − μ| of the sampled token: the total-variation integrand. Same shape, a probability.
+
+    Two densities that are both too large for their dtype (above e^709 in float64) count as equal: ∞ − ∞ has no value.
+    """
+    return (train_log_prob.exp() - rollout_log_prob.exp()).abs().nan_to_num(nan=0.0, posinf=torch.inf)

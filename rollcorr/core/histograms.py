@@ -42,7 +42,7 @@ def histogram_of(values: Tensor, mask: Tensor) -> Tensor:
     magnitude = bits.sub_(_FIRST).clamp_(0, _SIDE)
     index = magnitude.mul_(seen.sign().to(torch.int32)).add_(_SIDE)
     counts = torch.zeros(BINS, dtype=torch.float64, device=values.device)
-    return counts.index_add_(0, index, mask.flatten().to(torch.float64))
+    return counts.scatter_add_(0, index.to(torch.int64), mask.flatten().to(torch.float64))
 
 
 def merge_histograms(parts: Tensor) -> Tensor:

@@ -62,8 +62,8 @@ def sequence_count(tokens: Tensor, *, cu_seqlens: Tensor | None = None) -> int:
 
 def sequence_ids(tokens: Tensor, *, cu_seqlens: Tensor) -> Tensor:
     """The sequence that each packed token belongs to: (N,) int64."""
-    position = torch.arange(tokens.numel(), device=tokens.device)
-    return torch.bucketize(position, cu_seqlens[1:].to(position.dtype), right=True)
+    lengths = cu_seqlens.to(torch.int64).diff()
+    return torch.repeat_interleave(lengths, output_size=tokens.numel())
 
 
 def sequence_sum(values: Tensor, mask: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:

@@ -43,6 +43,7 @@ class ReportData:
         metrics_title: the heading of that table.
         config_text: configuration, shown as it stands.
         remarks: what the reader should know about the input.
+        pictures: (heading, PNG file) of what a diffusion model drew.
     """
 
     title: str
@@ -53,11 +54,12 @@ class ReportData:
     metrics_title: str
     config_text: str
     remarks: tuple[str, ...] = ()
+    pictures: tuple[tuple[str, Path], ...] = ()
 
 
 def run_report(run: Run, *, diffusion: bool = False) -> ReportData:
-    """The report of a training run: judged by its recent steps."""
-    verdict = health(run.series, run.config, diffusion=diffusion)
+    """The report of a training run: judged by its recent steps, as a diffusion sampler's if it is one."""
+    verdict = health(run.series, run.config, diffusion=diffusion or run.diffusion)
     measured = history_of(run.series)
     step, last = measured[-1] if measured else (run.series[-1]["step"], bare_metrics(run.series[-1]))
     return ReportData(
@@ -69,6 +71,7 @@ def run_report(run: Run, *, diffusion: bool = False) -> ReportData:
         metrics_title=f"All metrics of step {step}",
         config_text=run.config_text,
         remarks=run.remarks,
+        pictures=run.pictures,
     )
 
 
@@ -116,6 +119,7 @@ def render(data: ReportData, figures: Sequence[Mapping[str, Any]]) -> str:
     return environment.get_template("report.html.j2").render(
         data=data,
         figures=figures,
+        pictures=[{"title": title, "png": _base64(file.read_bytes())} for title, file in data.pictures],
         headlines=headlines(data),
         reward=reward_gain(data.series),
         defined=[_definition(name, value) for name, value in data.metrics.items() if _is_known(name)],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from rollcorr.yaml_text import load_yaml
 
 METRICS_FILE = "metrics.jsonl"
 CONFIG_FILE = "config.yaml"
+PICTURES = {"before": "Before training", "after": "After training"}
+"""Pictures that a run may leave under images/, by file name, and what they show."""
 
 
 class BadInputError(ValueError):
@@ -30,6 +33,8 @@ class Run:
         config: the rollout correction of config.yaml; None when there is none.
         config_text: config.yaml as it stands.
         remarks: what the reader should know, e.g. that the last line was cut off.
+        diffusion: it trained a diffusion model, by the recipe in config.yaml.
+        pictures: (heading, PNG file) of what it drew.
     """
 
     path: Path
@@ -37,6 +42,8 @@ class Run:
     config: RolloutCorrectionConfig | None
     config_text: str
     remarks: tuple[str, ...]
+    diffusion: bool = False
+    pictures: tuple[tuple[str, Path], ...] = ()
 
 
 def read_run(path: Path) -> Run:
@@ -65,7 +72,13 @@ def read_run(path: Path) -> Run:
         config=config,
         config_text=config_text,
         remarks=tuple(remarks + config_remarks),
+        diffusion=re.search(r"^recipe: flow_grpo\b", config_text, re.MULTILINE) is not None,
+        pictures=tuple((title, file) for name, title in PICTURES.items() if (file := _picture(path, name)).is_file()),
     )
+
+
+def _picture(path: Path, name: str) -> Path:
+    return path / "images" / f"{name}.png"
 
 
 def _read_metrics(path: Path) -> tuple[list[Mapping[str, Any]], list[str]]:

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from rollcorr.config import SamplingSpec
 from rollcorr.core.sampling import KeptSets, concatenate_kept_sets, kept_sets_of_support
 from rollcorr.engines.base import Rollout, check_weight_sync
+from rollcorr.engines.completions import rollout_from_completions
+from rollcorr.engines.continuous import check_continuous_batching, generate_continuously
 from rollcorr.engines.probe import make_probe, score_probe
 from rollcorr.engines.scoring import TokenBatch, pad_prompts, score_responses
 
@@ -37,9 +39,12 @@ class TransformersEngine:
         pad_token_id: fills rows.
         dtype: precision of the copy's parameters. Buffers (rotary frequencies) keep theirs.
         batch_size: rows sampled at a time; None samples all at once. Logits of a whole batch are held in memory.
+        continuous_batching: fields of transformers' `ContinuousBatchingConfig`, such as `num_blocks`: sample with
+            `generate_batch`, which returns processed log-probs and no kept sets. None for `generate`.
         version: policy version of `model`.
 
     Raises:
+        ImportError: this release of transformers has no continuous batching.
         ValueError: a setting is out of range or unsupported.
     """
 
@@ -53,6 +58,7 @@ class TransformersEngine:
         pad_token_id: int,
         dtype: torch.dtype = torch.bfloat16,
         batch_size: int | None = None,
+        continuous_batching: Mapping[str, Any] | None = None,
         version: int = 0,
     ) -> None:
         if max_new_tokens < 1:
@@ -61,6 +67,8 @@ class TransformersEngine:
             raise ValueError(f"batch_size must be at least 1 or None, got {batch_size}")
         import transformers
 
+        if continuous_batching is not None:
+            check_continuous_batching(sampling)
         self.sampling = dataclasses.replace(
             sampling, engine="transformers", engine_version=transformers.__version__, policy_version=version
         )
@@ -68,6 +76,7 @@ class TransformersEngine:
         self.pad_token_id = pad_token_id
         self.dtype = dtype
         self.batch_size = batch_size
+        self.continuous_batching = continuous_batching
         self.model = _low_precision_copy(model, dtype)
         self.generation_config = _generation_config(sampling, max_new_tokens, eos_token_id, pad_token_id)
         self.model.generation_config = self.generation_config  # or its own defaults would fill unset fields
@@ -89,11 +98,14 @@ class TransformersEngine:
 
         Raises:
             ValueError: a prompt is empty.
+            EngineError: continuous batching failed.
         """
         ids, mask = pad_prompts([list(prompt) for prompt in prompts], pad_token_id=self.pad_token_id)
         size = self.batch_size or len(prompts)
         device = self._device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            if self.continuous_batching is not None:
+                return self._generate_continuously(prompts, seed)
             torch.manual_seed(seed)
             parts = [
                 self._generate(chunk, chunk_mask)
@@ -165,6 +177,16 @@ class TransformersEngine:
             _log_prob(output.scores, response, valid),
             mass,
             kept,
+        )
+
+    def _generate_continuously(self, prompts: Sequence[Sequence[int]], seed: int) -> Rollout:
+        config, options = self.generation_config, self.continuous_batching or {}
+        return rollout_from_completions(
+            prompts,
+            generate_continuously(self.model, prompts, config, options=options, seed=seed),
+            sampling=self.sampling,
+            pad_token_id=self.pad_token_id,
+            device=self._device,
         )
 
     @property

@@ -1,7 +1,7 @@
 """Checkpoints: everything that the next step depends on, written so that a killed run leaves whole ones only.
 
     RUN/checkpoints/step_000050/
-        config.json, model.safetensors, tokenizer…   the policy; `model.path` may point here
+        config.json, model.safetensors, tokenizer…   the policy, as its recipe writes it; `model.path` may point here
         optimizer.pt                                 AdamW's moments
         engine.safetensors                           the engine's weights, when they lag behind the policy's
         state.json                                   step, engine version, skipped optimizer steps
@@ -14,14 +14,12 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
-
-from rollcorr.train.policy import Policy, save_policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +49,7 @@ class Checkpoint:
 
 def save_checkpoint(
     directory: Path,
-    policy: Policy,
+    save_policy: Callable[[Path], object],
     optimizer: torch.optim.Optimizer,
     state: TrainState,
     *,
@@ -62,7 +60,7 @@ def save_checkpoint(
 
     Args:
         directory: RUN/checkpoints; made when missing.
-        policy: model and tokenizer.
+        save_policy: writes model and tokenizer into a directory.
         optimizer: its state is stored.
         state: where the run is.
         engine_weights: the engine's weights, when they are not the policy's.
@@ -77,7 +75,7 @@ def save_checkpoint(
     partial = directory / f".{final.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    save_policy(policy, partial)
+    save_policy(partial)
     torch.save(optimizer.state_dict(), partial / "optimizer.pt")
     if engine_weights is not None:
         save_file(dict(engine_weights), partial / "engine.safetensors")

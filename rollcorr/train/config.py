@@ -88,13 +88,13 @@ class RolloutConfig:
         prompts_per_step: problems a step.
         group_size: responses to each problem.
         max_new_tokens: longest response.
-        dtype: precision of the sampling copy; "transformers" only, others have options of their own.
+        dtype: precision of the sampling copy, where the engine has this option.
         refresh_every: steps between two weight updates of the engine; above 1 the rollouts are stale on purpose.
-        batch_size: rows sampled at a time; null for all at once; "transformers" only.
+        batch_size: rows sampled at a time, where the engine has this option; null for all at once.
         sampling: temperature, truncation, and which log-probs are recorded.
     """
 
-    engine: Literal["transformers"] = "transformers"
+    engine: Literal["transformers", "ctranslate2"] = "transformers"
     engine_options: dict[str, Any] = field(default_factory=dict)
     prompts_per_step: int = 16
     group_size: int = 8
@@ -244,6 +244,7 @@ class TrainConfig:
     """A whole run.
 
     Attributes:
+        recipe: names this kind of run; `rollcorr.train.recipes` lists the others.
         run_dir: directory of the run; must not hold one already unless `resume`.
         resume: go on from the newest checkpoint in `run_dir`.
         seed: decides data order, sampling and shuffles.
@@ -252,6 +253,7 @@ class TrainConfig:
         threads: CPU threads of torch; null leaves torch's choice. Bit-for-bit repetition needs the same number.
     """
 
+    recipe: Literal["grpo"] = "grpo"
     run_dir: str = "runs/grpo"
     resume: bool = False
     seed: int = 0
@@ -274,10 +276,14 @@ class TrainConfig:
 
     def to_yaml(self) -> str:
         """The effective configuration: every option, and the correction spelled out."""
-        values = dataclasses.asdict(self)
-        correction = self.algorithm.correction
-        values["algorithm"]["rollout_correction"] = None if correction is None else correction.to_dict()
-        return dump_yaml(_plain(values))
+        return effective_yaml(self, self.algorithm.correction)
+
+
+def effective_yaml(config: Any, correction: RolloutCorrectionConfig | None) -> str:  # noqa: ANN401 (a dataclass)
+    """Every option of a run as YAML, with `algorithm.rollout_correction` spelled out."""
+    values = dataclasses.asdict(config)
+    values["algorithm"]["rollout_correction"] = None if correction is None else correction.to_dict()
+    return dump_yaml(_plain(values))
 
 
 def _mend(rollout: SamplingSpec, actor: str) -> str:

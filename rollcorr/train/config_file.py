@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, Protocol, TypeVar, get_args, get_type_hints
 
 from rollcorr.schemas import resolve
 from rollcorr.train.config import TrainConfig
@@ -21,10 +21,30 @@ CORRECTION_KEY = "algorithm.rollout_correction"
 FREE_FORM = (CORRECTION_KEY, "model.config", "rollout.engine_options")
 
 
-def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> TrainConfig:
+class RunConfig(Protocol):
+    """Any recipe's configuration."""
+
+    def to_yaml(self) -> str:
+        """The effective configuration."""
+        ...
+
+
+Config = TypeVar("Config", bound=RunConfig)
+
+
+def load_config(
+    path: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    config_class: type[Config] = TrainConfig,  # type: ignore[assignment]
+) -> Config:
     """Defaults, then the YAML file, then each `dotted.name=value`; the later one wins.
 
     A block of correction options given after a preset's name changes that preset.
+
+    Args:
+        path: the file; None for the defaults alone.
+        overrides: changes.
+        config_class: the recipe's configuration.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -36,20 +56,31 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
     layers = [] if path is None else [_read_yaml(Path(path))]
     layers += [_parse_override(text) for text in overrides]
     for layer in layers:
-        _check_names(layer)
+        _check_names(layer, config_class)
     correction = merge_corrections(layers)
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(TrainConfig), *(_without_correction(layer) for layer in layers))
+        merged = OmegaConf.merge(OmegaConf.structured(config_class), *(_without_correction(layer) for layer in layers))
         values: Any = OmegaConf.to_container(merged)
         values["algorithm"]["rollout_correction"] = correction
-        config: TrainConfig = _build(TrainConfig, values)
+        config: Config = _build(config_class, values)
     except OmegaConfBaseException as error:
         where = f"{error.full_key}: " if error.full_key else ""
         raise ValueError(where + str(error).splitlines()[0]) from error
     return config
 
 
-def changed_options(before: TrainConfig, after: TrainConfig) -> list[str]:
+def recipe_of(path: str | Path | None = None, overrides: Sequence[str] = ()) -> str:
+    """What a file and its overrides say under `recipe`; "grpo" when they say nothing.
+
+    Raises:
+        FileNotFoundError, ValueError: as in `load_config`.
+    """
+    layers = [] if path is None else [_read_yaml(Path(path))]
+    named = [layer["recipe"] for layer in [*layers, *map(_parse_override, overrides)] if "recipe" in layer]
+    return str(named[-1]) if named else TrainConfig.recipe
+
+
+def changed_options(before: RunConfig, after: RunConfig) -> list[str]:
     """`name: old → new` for each option that differs and can change the outcome of a run."""
     old, new = (dict(_leaves(load_yaml(config.to_yaml()))) for config in (before, after))
     harmless = ("run_dir", "resume", "steps", "log.", "checkpoint.")
@@ -101,8 +132,8 @@ def _parse_override(text: str) -> dict[str, Any]:
     return parsed
 
 
-def _check_names(layer: Mapping[str, Any]) -> None:
-    known = dict(_known_names(TrainConfig))
+def _check_names(layer: Mapping[str, Any], config_class: type) -> None:
+    known = dict(_known_names(config_class))
     for name, value in _leaves(layer):
         if name in known and known[name] is not None and not isinstance(value, Mapping):
             raise ValueError(f"{name} is a block of options, got {value!r}; set {name}.<option> instead")

@@ -5,15 +5,19 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from rollcorr.engines.base import Engine
-from rollcorr.train.config import TrainConfig
+from rollcorr.train.config import RolloutConfig, TrainConfig
 from rollcorr.train.policy import Policy
 
-CLASSES = {"transformers": "rollcorr.engines.transformers:TransformersEngine"}
+CLASSES = {
+    "transformers": "rollcorr.engines.transformers:TransformersEngine",
+    "ctranslate2": "rollcorr.engines.ctranslate2:CTranslate2Engine",
+}
 """Engine by name → module and class. All take the model, `sampling`, `max_new_tokens`, `eos_token_id`, `pad_token_id`
 and `version`; the rest of a class's keyword arguments are its `rollout.engine_options`."""
 
@@ -41,19 +45,22 @@ def make_engine(config: TrainConfig, policy: Policy, *, version: int = 0) -> Eng
         "pad_token_id": policy.pad_token_id,
         "version": version,
     }
+    parameters = inspect.signature(engine_class).parameters.values()
+    known = [option.name for option in parameters if option.kind is option.KEYWORD_ONLY]
+    for name in ("dtype", "batch_size"):
+        value = getattr(rollout, name)
+        if name in known:
+            given[name] = value
+        elif value != getattr(RolloutConfig(), name):
+            raise ValueError(f"rollout.{name}={value} is no option of the engine {rollout.engine!r}: leave it out")
     if rollout.engine == "transformers":
-        given |= {"dtype": getattr(torch, rollout.dtype), "batch_size": rollout.batch_size}
-    _check_options(rollout.engine, engine_class, rollout.engine_options, given)
+        given["dtype"] = getattr(torch, rollout.dtype)
+    _check_options(rollout.engine, rollout.engine_options, [name for name in known if name not in given])
     engine: Engine = engine_class(policy.model, **given, **rollout.engine_options)
     return engine
 
 
-def _check_options(engine: str, engine_class: type, options: dict[str, Any], given: dict[str, Any]) -> None:
-    known = [
-        option.name
-        for option in inspect.signature(engine_class).parameters.values()
-        if option.kind is option.KEYWORD_ONLY and option.name not in given
-    ]
+def _check_options(engine: str, options: Mapping[str, Any], known: Sequence[str]) -> None:
     for option in options:
         if option not in known:
             near = difflib.get_close_matches(option, known, n=1)

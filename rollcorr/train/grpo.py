@@ -14,9 +14,7 @@ B responses, T padded response length; log-probs in nats.
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -38,6 +36,7 @@ from rollcorr.policy_loss import (
     policy_loss,
 )
 from rollcorr.train.actor import Actor
+from rollcorr.train.clock import Clock
 from rollcorr.train.config import TrainConfig
 from rollcorr.train.policy import Policy
 from rollcorr.train.seeds import derived_generator, derived_seed
@@ -132,7 +131,7 @@ class GrpoTrainer:
 
     def step(self, step: int) -> StepResult:
         """Run training step `step` (1, 2, …): a function of the weights, the optimizer and (seed, step)."""
-        clock = _Clock()
+        clock = Clock()
         with clock("rollout"):
             staleness = self._refresh_engine(step)
             batch = self._sample(step)
@@ -154,7 +153,8 @@ class GrpoTrainer:
             "response/length_mean": tokens / len(batch.rewards),
             "engine/staleness": float(staleness),
             **(finalize(host) if self.correction_config is not None else {}),
-            **clock.metrics(tokens),
+            "perf/tokens_per_second": tokens / clock.total,
+            **clock.metrics(),
         }
         return StepResult(metrics, batch, log_prob)
 
@@ -329,25 +329,6 @@ class GrpoTrainer:
 
 ACTOR_METRICS = ("policy_kl", "clip_fraction_high", "clip_fraction_low", "clip_fraction_dual", "entropy", "kl_ref")
 SAMPLING_METRICS = ("outside_fraction", "kept_mass")
-
-
-class _Clock:
-    """Seconds by phase: `with clock("rollout"): …`."""
-
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
-        self._seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self._seconds[phase] = time.perf_counter() - start
-
-    def metrics(self, tokens: float) -> dict[str, float]:
-        total = time.perf_counter() - self._start
-        phases = {f"perf/{phase}_seconds": seconds for phase, seconds in self._seconds.items()}
-        return {"perf/tokens_per_second": tokens / total, **phases, "perf/step_seconds": total}
 
 
 def _beside(batch: Batch, rows: Tensor) -> Tensor:

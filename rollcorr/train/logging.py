@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,8 @@ from rich.table import Table
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-SHOWN = (
+Shown = tuple[str, str, str]
+SHOWN: tuple[Shown, ...] = (
     ("reward", "reward/mean", "{:.3f}"),
     ("accuracy", "reward/accuracy", "{:.2f}"),
     ("KL", "rollout_corr/kl", "{:+.1e}"),
@@ -49,17 +50,25 @@ class RunLogger:
         start: steps that are done already; later lines of `metrics.jsonl` and later rollout logs are dropped.
         tensorboard: write TensorBoard events too.
         console: where to show progress. A terminal gets a live table, anything else a line every tenth step.
+        shown: the metrics to show: title, name, format.
     """
 
     def __init__(
-        self, run_dir: Path, steps: int, *, start: int = 0, tensorboard: bool = True, console: Console | None = None
+        self,
+        run_dir: Path,
+        steps: int,
+        *,
+        start: int = 0,
+        tensorboard: bool = True,
+        console: Console | None = None,
+        shown: Sequence[Shown] = SHOWN,
     ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self.path = run_dir / "metrics.jsonl"
         drop_later_steps(run_dir, start)
         self._file = self.path.open("a", encoding="utf-8")
         self._events = _summary_writer(run_dir / "tensorboard", start) if tensorboard else None
-        self._display = _Display(console or Console(), steps, start)
+        self._display = _Display(console or Console(), steps, start, shown)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a step, in the file first."""
@@ -121,7 +130,8 @@ def drop_later_steps(run_dir: Path, step: int) -> None:
 class _Display:
     """A progress bar over the newest steps in a terminal; plain lines elsewhere."""
 
-    def __init__(self, console: Console, steps: int, start: int) -> None:
+    def __init__(self, console: Console, steps: int, start: int, shown: Sequence[Shown]) -> None:
+        self._shown = shown
         self.console = console
         self._steps = steps
         self._start = start
@@ -151,15 +161,15 @@ class _Display:
         self._recent.append((step, metrics))
         self._progress.update(self._bar, completed=step)
         if not self.console.is_terminal and (step % 10 == 0 or step in (self._start + 1, self._steps)):
-            values = "  ".join(f"{title} {_text(metrics, key, form)}" for title, key, form in SHOWN)
+            values = "  ".join(f"{title} {_text(metrics, key, form)}" for title, key, form in self._shown)
             self.console.print(f"step {step}/{self._steps}  {values}", highlight=False, soft_wrap=True)
 
     def _render(self) -> Group:
-        table = Table("step", *(title for title, _, _ in SHOWN), box=None, padding=(0, 2, 0, 0))
+        table = Table("step", *(title for title, _, _ in self._shown), box=None, padding=(0, 2, 0, 0))
         for column in table.columns:
             column.justify = "right"
         for step, metrics in self._recent:
-            table.add_row(str(step), *(_text(metrics, key, form) for _, key, form in SHOWN))
+            table.add_row(str(step), *(_text(metrics, key, form) for _, key, form in self._shown))
         return Group(self._progress.get_renderable(), table)
 
 

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import copy
 import json
-import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import torch
 from rich.console import Console
 from torch import nn
 
 from rollcorr.engines.base import EngineError
-from rollcorr.train.checkpoint import Checkpoint, TrainState, latest_checkpoint, load_checkpoint, save_checkpoint
+from rollcorr.train.checkpoint import Checkpoint, TrainState, save_checkpoint
 from rollcorr.train.config import TaskConfig, TrainConfig
-from rollcorr.train.config_file import changed_options, load_config
 from rollcorr.train.engines import make_engine
 from rollcorr.train.grpo import GrpoTrainer, StepResult
 from rollcorr.train.logging import RunLogger
 from rollcorr.train.policy import Policy, load_policy, save_policy
+from rollcorr.train.session import find_checkpoint, interruption, resume_command
 from rollcorr.train.tasks import ArithmeticTask, Gsm8kTask, Task
 from rollcorr.train.warmup import Evaluation, evaluate, warm_up
 
@@ -73,13 +68,13 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Summary:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     run_dir = Path(config.run_dir)
-    checkpoint, changes = _find_checkpoint(config, run_dir)
+    checkpoint, changes = find_checkpoint(config, run_dir)
     trainer, state = _build(config, run_dir, checkpoint)
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
     with (
         RunLogger(run_dir, config.steps, start=state.step, tensorboard=config.log.tensorboard, console=console) as log,
-        _interruption(log) as stop_requested,
+        interruption(log) as stop_requested,
     ):
         for change in changes:
             log.say(f"changed since this run began: {change}")
@@ -118,31 +113,11 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Summary:
     return summary
 
 
-def resume_command(config: TrainConfig) -> str:
-    """The command that goes on with a run."""
-    return f"rollcorr train {Path(config.run_dir) / 'config.yaml'} resume=true"
-
-
 def make_task(config: TaskConfig) -> Task:
     """The task that a configuration names."""
     if config.path is not None:
         return Gsm8kTask(config.path)
     return ArithmeticTask(max_operand=config.max_operand)
-
-
-def _find_checkpoint(config: TrainConfig, run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
-    """What to resume from, and which options changed since then; refuses to mix two runs."""
-    newest = latest_checkpoint(run_dir / "checkpoints")
-    if config.resume and newest is None:
-        raise FileNotFoundError(f"run_dir {str(run_dir)!r} has no checkpoint to resume from: leave out resume=true")
-    if not config.resume and (newest is not None or (run_dir / "metrics.jsonl").is_file()):
-        way = "add resume=true to go on with it" if newest is not None else "delete it (it has no checkpoint)"
-        raise FileExistsError(f"run_dir {str(run_dir)!r} holds a run already: {way}, or choose another run_dir")
-    if newest is None:
-        return None, []
-    saved = run_dir / "config.yaml"
-    changes = changed_options(load_config(saved), config) if saved.is_file() else []
-    return load_checkpoint(newest, device=config.device), changes
 
 
 def _build(config: TrainConfig, run_dir: Path, checkpoint: Checkpoint | None) -> tuple[GrpoTrainer, TrainState]:
@@ -194,7 +169,7 @@ def _save(trainer: GrpoTrainer, run_dir: Path, step: int, log: RunLogger) -> Pat
             version = step
     return save_checkpoint(
         run_dir / "checkpoints",
-        trainer.policy,
+        partial(save_policy, trainer.policy),
         trainer.optimizer,
         TrainState(step=step, engine_version=version, skipped_steps=trainer.skipped_steps),
         engine_weights=weights,
@@ -263,25 +238,3 @@ def _measure(trainer: GrpoTrainer, when: str, log: RunLogger, *, version: int) -
 def _write_summary(summary: Summary) -> None:
     text = json.dumps(asdict(summary) | {"run_dir": str(summary.run_dir)}, indent=2)
     (summary.run_dir / "summary.json").write_text(text + "\n", encoding="utf-8")
-
-
-@contextmanager
-def _interruption(log: RunLogger) -> Iterator[Callable[[], bool]]:
-    """Turn the first Ctrl-C or SIGTERM into a request to stop after the step; the second acts as usual."""
-    requested = False
-    previous: dict[int, Any] = {}
-
-    def request(number: int, frame: FrameType | None) -> None:
-        nonlocal requested
-        requested = True
-        for signal_number, handler in previous.items():
-            signal.signal(signal_number, handler)
-        log.say("stopping after this step (once more to stop at once, losing it)")
-
-    if threading.current_thread() is threading.main_thread():  # Python delivers signals there only
-        previous = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: requested
-    finally:
-        for signal_number, handler in previous.items():
-            signal.signal(signal_number, handler)

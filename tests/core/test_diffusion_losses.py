@@ -193,8 +193,7 @@ def test_shapes_and_settings_are_checked():
 
 
 def test_nothing_reads_a_value():
-    with torch.device("meta"):
-        lp, m, flat, keep = torch.ones(2, 3), torch.ones(2, 3, 4), torch.ones(2), torch.ones(2, 3)
-        assert flow_grpo_loss(lp, lp, flat, keep, clip_ratio=0.1, weights=lp)[0].shape == (2, 3)
-        assert grpo_guard_loss(lp, lp, m, m, lp, lp, flat, keep, clip_ratio=0.1)[0].shape == (2, 3)
-        assert flow_dppo_loss(lp, lp, m, m, lp, flat, keep, kl_threshold=0.1)[0].shape == (2, 3)
+    lp, m, flat, keep = (torch.ones(*shape, device="meta") for shape in ((2, 3), (2, 3, 4), (2,), (2, 3)))
+    assert flow_grpo_loss(lp, lp, flat, keep, clip_ratio=0.1, weights=lp)[0].shape == (2, 3)
+    assert grpo_guard_loss(lp, lp, m, m, lp, lp, flat, keep, clip_ratio=0.1)[0].shape == (2, 3)
+    assert flow_dppo_loss(lp, lp, m, m, lp, flat, keep, kl_threshold=0.1)[0].shape == (2, 3)

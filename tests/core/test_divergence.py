@@ -52,3 +52,8 @@ def test_probability_zero_is_infinite_divergence_and_finite_chi_squared():
 def test_probability_difference_by_hand():
     logs = torch.tensor([0.5, 0.25]).log(), torch.tensor([0.25, 0.5]).log()
     torch.testing.assert_close(probability_difference(*logs), torch.tensor([0.25, 0.25]))
+
+
+def test_densities_beyond_the_dtype_count_as_equal_and_one_alone_as_infinitely_far():
+    train, rollout = torch.tensor([[1000.0, 999.0, 1000.0, -1.0], [1000.0, 1000.0, 1.0, -1.0]], dtype=torch.float64)
+    assert probability_difference(train, rollout).tolist() == [0.0, 0.0, float("inf"), 0.0]

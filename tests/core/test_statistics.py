@@ -131,3 +131,15 @@ def test_a_row_is_written_and_read_back_in_one_vector():
     again = statistics.unpack(statistics.pack()).read()
     assert again == statistics.read()
     assert again.tops["x"][0] == (-2.0, 8, 1)
+
+
+def test_rows_are_left_out_by_name_and_the_others_stay_as_they_are():
+    x, mask = torch.tensor([1.0, 2.0, 4.0]), torch.ones(3, dtype=torch.bool)
+    rows = Statistics.of(
+        sums={"a": x.sum(), "b": x[0]}, moments={"a": moments_of(x, mask), "c": moments_of(x[:1], mask[:1])}
+    )
+    left = rows.without("a", "nowhere")
+    assert (left.names["sums"], left.names["moments"]) == (("b",), ("c",))
+    assert left.sum("b") == 1.0
+    assert left.moment("c").tolist() == [1.0, 1.0, 0.0]
+    assert rows.without("a", "b", "c").pack().numel() == 0

@@ -19,6 +19,7 @@ from rollcorr.diffusion import (
     check_diffusion_batch,
     check_schedule,
 )
+from rollcorr.integrations.verl import compute_rollout_correction_and_rejection_mask
 
 NAN, INF = math.nan, math.inf
 BAND = {"rollout_is": "sequence", "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.5_2.0"}
@@ -191,6 +192,10 @@ def test_the_exact_kl_and_the_joint_criteria_belong_to_denoising_steps():
     x = torch.zeros(2, 3)
     with pytest.raises(ValueError, match=r"'step_kl' is for denoising steps.*use rollcorr.diffusion"):
         correct(x, x, x, config)
+    with pytest.raises(ValueError, match="'step_kl' is for denoising steps"):
+        compute_rollout_correction_and_rejection_mask(
+            x, x, torch.ones_like(x), rollout_rs="step_kl", rollout_rs_threshold=0.1, verl_parity=True
+        )
     batch = sampled()
     del batch["prev_sample_mean"]
     with pytest.raises(ValueError, match="'step_kl' needs the mean of each step"):

@@ -343,19 +343,33 @@ def test_what_a_mode_needs_and_does_not_find_is_named():
 
 
 def test_nothing_reads_a_value_on_the_way_to_the_gradient():
-    with torch.device("meta"):
-        data = {
-            "rollout_log_probs": torch.zeros(2, 3),
-            "advantages": torch.zeros(2),
-            "prev_sample_mean": torch.zeros(2, 3, 4),
-            "ref_prev_sample_mean": torch.zeros(2, 3, 4),
-            "old_prev_sample_mean": torch.zeros(2, 3, 4),
-            "std": torch.ones(2, 3),
-            "dt": torch.ones(2, 3),
-            "timesteps": torch.ones(2, 3),
-        }
-        output = {"log_probs": torch.zeros(2, 3), "prev_sample_mean": torch.zeros(2, 3, 4)}
-        for mode in ("bypass", "reinforce", "bypass, exact KL"):
-            for loss_mode in ("flow_grpo", "grpo_guard", "flow_dppo"):
-                config = actor(mode, loss_mode=loss_mode, kl_coef=0.1)
-                assert diffusion_loss(config, output, data, total_steps=6, schedule=SCHEDULE).loss.shape == ()
+    """And every tensor that is made on the way is made where the batch is."""
+    flat, step, mean = (torch.ones(*shape, device="meta") for shape in ((2,), (2, 3), (2, 3, 4)))
+    data = dict.fromkeys(("rollout_log_probs", "old_log_probs", "std", "dt", "timesteps", "rollout_is_weights"), step)
+    data |= dict.fromkeys(("prev_sample_mean", "ref_prev_sample_mean", "old_prev_sample_mean"), mean)
+    data |= {"advantages": flat, "rollout_keep_mask": step.bool()}
+    output = {"log_probs": step, "prev_sample_mean": mean}
+    for mode in MODES:
+        for loss_mode in ("flow_grpo", "grpo_guard", "flow_dppo"):
+            config = actor(mode, loss_mode=loss_mode, kl_coef=0.1)
+            found = diffusion_loss(config, output, data, total_steps=6, schedule=SCHEDULE)
+            assert found.loss.shape == ()
+            assert found.loss.device.type == found.statistics.pack().device.type == "meta"
+
+
+@every_mode
+def test_an_empty_micro_batch_adds_nothing(mode):
+    """What a rank without samples calls."""
+    config = actor(mode, kl_coef=0.1)
+    batch = prepared(config)
+    model = Denoiser()
+    empty = rows_of(batch, slice(0, 0))
+    output = diffusion_loss(config, evaluate(model, empty), empty, total_steps=12, schedule=SCHEDULE)
+    output.loss.backward()
+    assert output.loss.item() == 0.0
+    assert all((g == 0).all() for g in gradient(model))
+    assert not any(map(math.isnan, loss_step_metrics([output], config).values()))
+    if not config.bypass_mode:
+        bare = {k: v for k, v in empty.items() if not k.startswith("rollout_is")}
+        _, metrics = apply_rollout_correction_to_diffusion_batch(bare, config, schedule=SCHEDULE)
+        assert not any(map(math.isnan, metrics.values()))

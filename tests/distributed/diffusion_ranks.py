@@ -22,7 +22,7 @@ from rollcorr.diffusion import (
 )
 
 SIZE = 4
-SHARDS = {1: (0, 9), 2: (0, 2, 9), 3: (0, 4, 6, 9), 4: (0, 3, 4, 7, 9)}  # uneven
+SHARDS = {1: (0, 9), 2: (0, 2, 9), 3: (0, 4, 6, 9), 4: (0, 3, 3, 7, 9)}  # uneven; of four ranks, one is empty
 MICRO = {2: 3, 3: 1, 4: 2}  # samples in a micro-batch
 WINDOW, D = 2, 6
 SCHEDULE = (900.0, 750.0, 500.0)

@@ -224,14 +224,15 @@ def optimizer_step(
         bypass.finish(sum_denominators(bypass.counts, group, device=torch.device("cpu")))
     for one in (context_group, group):
         sum_gradients(model.parameters(), one)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    optimizer.step()
+    gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    torch.optim.AdamW(model.parameters(), lr=0.1).step()
     value = torch.stack([output.loss.detach() for output in outputs]).sum()
     own = gather_statistics(merge_statistics([output.statistics for output in outputs]), context_group)
     corrections = [output.correction.statistics for output in outputs if output.correction and bypass]
     measured = gather_statistics(merge_statistics(corrections), group) if bypass else correction.statistics
     return {
-        "parameters": torch.cat([p.detach().flatten() for p in model.parameters()]),
+        "gradients": gradients,
+        "parameters": flat_parameters(model),
         "loss": sum_over(sum_over(value, context_group), group),
         "metrics": loss_metrics(gather_statistics(own, group)),
         "correction": finalize(measured.read()),

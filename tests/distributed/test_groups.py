@@ -115,6 +115,7 @@ def test_an_optimizer_step_is_the_same_for_any_ranks_slices_and_micro_batches(re
     start = torch.cat([p.detach().flatten() for p in ranks.Policy().parameters()])
     assert (whole["parameters"] - start).abs().max() > 0.05
     for step in steps:
+        torch.testing.assert_close(step["gradients"], whole["gradients"], rtol=1e-12, atol=1e-14)
         torch.testing.assert_close(step["parameters"], whole["parameters"], rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(step["loss"], whole["loss"], rtol=1e-12, atol=1e-12)
         for kind in ("metrics", "correction"):

@@ -1,21 +1,26 @@
 """The embedded engine: what the contract does not ask, because it is this engine's own."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 
 from rollcorr.config import SamplingSpec
 from rollcorr.core.logprobs import kept_log_prob
 from rollcorr.core.sampling import check_kept_sets
-from rollcorr.engines.base import WeightSyncError, check_weight_sync
+from rollcorr.engines.base import EngineAnswerError, EngineUnavailableError, WeightSyncError, check_weight_sync
+from rollcorr.engines.continuous import generate_continuously
 from rollcorr.engines.scoring import response_logits, score_responses
 from rollcorr.engines.transformers import TransformersEngine
+from rollcorr.scoring import actor_log_prob
 
 PROMPTS = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]]
 
 
-def make_engine(policy, *, cls=TransformersEngine, dtype=torch.bfloat16, tokens=12, batch_size=None, **sampling):
+def make_engine(policy, *, cls=TransformersEngine, dtype=torch.bfloat16, tokens=12, **sampling):
+    own = {name: sampling.pop(name) for name in ("batch_size", "continuous_batching") if name in sampling}
     return cls(
         policy.model,
         sampling=SamplingSpec(**sampling),
@@ -23,7 +28,7 @@ def make_engine(policy, *, cls=TransformersEngine, dtype=torch.bfloat16, tokens=
         eos_token_id=policy.eos_token_id,
         pad_token_id=policy.pad_token_id,
         dtype=dtype,
-        batch_size=batch_size,
+        **own,
     )
 
 
@@ -149,3 +154,53 @@ def test_the_spec_given_is_kept_apart_from_what_the_engine_adds(micro_policy):
     sampling = SamplingSpec(top_p=0.9, logprobs="processed")
     engine = make_engine(micro_policy, top_p=0.9, logprobs="processed")
     assert dataclasses.replace(engine.sampling, engine=None, engine_version=None, policy_version=None) == sampling
+
+
+CONTINUOUS = {"num_blocks": 8, "page_size": 32, "max_batch_tokens": 64}
+
+
+def test_continuous_batching_draws_and_reports_what_generate_does(micro_policy):
+    """Equal seeds give equal tokens, the log-probs are the policy's, processed, and the generator is left alone."""
+    if not hasattr(transformers, "ContinuousBatchingConfig"):
+        pytest.skip("this release of transformers has no log-probs from continuous batching")
+    settings = {"temperature": 0.7, "top_k": 3, "logprobs": "processed", "dtype": torch.float32, "tokens": 5}
+    engine = make_engine(micro_policy, continuous_batching=CONTINUOUS, **settings)
+    before = torch.get_rng_state()
+    first, again = (engine.generate(PROMPTS, seed=3) for _ in range(2))
+    assert torch.equal(first.tokens.response_ids, again.tokens.response_ids)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert (first.kept, first.raw_log_prob) == (None, None)
+    mask = first.tokens.response_mask
+    with torch.no_grad():
+        logits = response_logits(micro_policy.model, first.tokens)[mask]
+    expected = actor_log_prob(logits, first.tokens.response_ids[mask], first.sampling.for_actor("recompute"))
+    assert not expected.outside.any()
+    torch.testing.assert_close(first.rollout_log_prob[mask], expected.log_prob, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"logprobs": "raw"}, "returns processed log-probs alone"),
+        ({"min_p": 0.1}, "min_p=0.1: continuous batching would leave it out; set min_p=0"),
+        ({"repetition_penalty": 1.2}, "set repetition_penalty=1"),
+        ({"min_new_tokens": 2}, "set min_new_tokens=0"),
+    ],
+)
+def test_continuous_batching_refuses_what_it_would_leave_out(micro_policy, settings, message):
+    with pytest.raises(ValueError, match=message):
+        make_engine(micro_policy, continuous_batching=CONTINUOUS, **{"logprobs": "processed"} | settings)
+
+
+@pytest.mark.parametrize(
+    ("answers", "error", "message"),
+    [
+        ({}, EngineUnavailableError, "answered 0 of 1 prompts"),
+        ({"req_0": SimpleNamespace(error="out of blocks", prompt_ids=[1])}, EngineAnswerError, "out of blocks"),
+        ({"req_0": SimpleNamespace(error=None, prompt_ids=[2])}, EngineAnswerError, "of another prompt"),
+    ],
+)
+def test_what_continuous_batching_leaves_unanswered_is_an_error(answers, error, message):
+    model = SimpleNamespace(generate_batch=lambda *_, **__: answers)
+    with pytest.raises(error, match=message):
+        generate_continuously(model, [[1]], None, options={}, seed=0)

@@ -2,44 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import pytest
 import torch
+from context_slices import Slice, reduced
 from correction_cases import assert_same, batches, configurations
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rollcorr.config import RolloutCorrectionConfig
-from rollcorr.core.statistics import merge_statistics
-from rollcorr.kernels.correction import CorrectionOutput, correction_kernel
-from rollcorr.kernels.correction.table import BlockRows, SequenceTable
-
-
-class Slice(NamedTuple):
-    train: torch.Tensor
-    rollout: torch.Tensor
-    mask: torch.Tensor
-    cu_seqlens: torch.Tensor | None
-
-
-def reduced(slices: list[Slice], config) -> list[CorrectionOutput]:
-    """What each rank returns: a first round notes what the ranks would send, a second one merges it."""
-    sent = []
-
-    def note(table: SequenceTable, rows: BlockRows) -> None:
-        sent.append((table.pack(), rows.statistics(torch.device("cpu"))))
-
-    def merge(table: SequenceTable, rows: BlockRows) -> None:
-        table.merge(torch.stack([columns for columns, _ in sent]))
-        rows.replace(merge_statistics([statistics for _, statistics in sent]))
-
-    def run(part: Slice, reduce) -> CorrectionOutput:
-        return correction_kernel(*part[:3], config, cu_seqlens=part.cu_seqlens, reduce=reduce)
-
-    for part in slices:
-        run(part, note)
-    return [run(part, merge) for part in slices]
+from rollcorr.kernels.correction import correction_kernel
 
 
 @given(batch=batches(), config=configurations(), ranks=st.integers(1, 4), seed=st.integers(0, 2**16))

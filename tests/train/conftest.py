@@ -2,10 +2,10 @@
 
 import pytest
 
-from rollcorr.engines.transformers import TransformersEngine
 from rollcorr.train import grpo
 from rollcorr.train.config import TrainConfig
 from rollcorr.train.config_file import load_config
+from rollcorr.train.engines import make_engine
 from rollcorr.train.policy import Policy, make_tiny_policy
 from rollcorr.train.run import make_task
 from rollcorr.train.tasks import Reward
@@ -69,13 +69,7 @@ def micro_trainer(micro_config, micro_policy):
 
     def make(*overrides: str, policy: Policy = micro_policy, reference=None) -> grpo.GrpoTrainer:
         config = micro_config(*overrides)
-        engine = TransformersEngine(
-            policy.model,
-            sampling=config.rollout.sampling,
-            max_new_tokens=config.rollout.max_new_tokens,
-            eos_token_id=policy.eos_token_id,
-            pad_token_id=policy.pad_token_id,
-        )
+        engine = make_engine(config, policy)
         return grpo.GrpoTrainer(config, policy, engine, make_task(config.task), reference=reference)
 
     return make

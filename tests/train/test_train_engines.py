@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from rollcorr.engines.transformers import TransformersEngine
-from rollcorr.train.engines import make_engine
+from rollcorr.sampling import IncompatibleSamplingError
+from rollcorr.train.engines import CLASSES, make_engine
 
 
 def test_the_transformers_engine_gets_what_the_rollout_section_says(micro_config, micro_policy):
@@ -13,6 +14,30 @@ def test_the_transformers_engine_gets_what_the_rollout_section_says(micro_config
     assert isinstance(engine, TransformersEngine)
     assert (engine.dtype, engine.batch_size, engine.weight_version) == (torch.float32, 5, 4)
     assert (engine.eos_token_id, engine.pad_token_id) == (micro_policy.eos_token_id, micro_policy.pad_token_id)
+
+
+@pytest.mark.parametrize("engine", CLASSES)
+def test_every_engine_trains(micro_trainer, engine):
+    """What the engine's log-probs are is judged by the same check, so k3 is that of its precision."""
+    if engine != "transformers":
+        pytest.importorskip(engine, reason=f"needs rollcorr[{engine}]")
+    metrics = (
+        micro_trainer(f"rollout.engine={engine}", "algorithm.rollout_correction=decoupled_token_is").step(1).metrics
+    )
+    assert 1e-9 < metrics["rollout_corr/k3_kl"] < 1e-3
+    assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(1, abs=0.01)
+
+
+@pytest.mark.parametrize("setting", ["temperature: 0.7", "top_p: 0.9", "top_k: 20"])
+def test_an_engine_with_raw_log_probs_samples_untouched_or_not_at_all(micro_config, setting):
+    with pytest.raises(IncompatibleSamplingError, match="sample at temperature 1 without truncation"):
+        micro_config("rollout.engine=ctranslate2", f"rollout.sampling={{{setting}}}")
+
+
+def test_an_option_of_another_engine_is_not_ignored(micro_config, micro_policy):
+    pytest.importorskip("ctranslate2", reason="needs rollcorr[ctranslate2]")
+    with pytest.raises(ValueError, match=r"rollout\.dtype=float32 is no option of the engine 'ctranslate2'"):
+        make_engine(micro_config("rollout.engine=ctranslate2", "rollout.dtype=float32"), micro_policy)
 
 
 @pytest.mark.parametrize("option", ["versoin=3", "sampling=3"])

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.core.layout import check_layout, sequence_max, sequence_sum
+from rollcorr.thresholds import check_token_criteria
 
 if TYPE_CHECKING:
     from rollcorr.config import Criterion, RolloutCorrectionConfig
@@ -38,8 +39,9 @@ def correct(
     """Weights in the dtype that verl returns, or None; the mask in its own dtype; metrics.
 
     Raises:
-        ValueError: shapes that differ, or a batch without a token.
+        ValueError: shapes that differ, a batch without a token, or a criterion of denoising steps.
     """
+    check_token_criteria(config.criteria)
     wide_train, wide_rollout, mask = prepared(train, rollout, response_mask)
     log_ratio = wide_train - wide_rollout
     weights, kept = None, mask != 0

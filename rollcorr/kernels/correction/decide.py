@@ -52,6 +52,12 @@ class _State(NamedTuple):
     def average(self, sums: Tensor) -> Tensor:
         return sums / self.table["counted"].clamp(min=1)
 
+    def moments_around(self, centre: float, mask: str, total: Tensor, squares: Tensor) -> Tensor:
+        """(n, mean, M2) of the tokens that a column counts, from Σ (x − centre) and Σ (x − centre)²."""
+        count = self.table[mask].sum()
+        mean = total / count.clamp(min=1)
+        return torch.stack([count, mean + centre * (count > 0), (squares - total * mean).clamp(min=0.0)])
+
     def sample(self, name: str, values: Tensor) -> None:
         """Describe a per-sequence value over R, where it is finite."""
         mask = self.nonempty & values.isfinite()
@@ -77,14 +83,17 @@ def _mismatch(state: _State) -> None:
     sums["nonfinite"] = table["missing"].sum()
     sums["zero_probability"] = zero
     sums["tokens_measured"] = table["measured"].sum()
-    sums["tokens_compared"] = sums["tokens_measured"] + zero
+    sums["tokens_compared"] = table["compared"].sum()
     sums["tokens_counted"] = table["counted"].sum()
-    for name in ("k3", "abs_log_ratio"):
-        sums[name] = rows.sum(name)
+    sums["k3"] = table["k3"].sum()
+    sums["abs_log_ratio"] = rows.sum("abs_log_ratio")
     sums["capped"] = rows.sum("capped_low") + rows.sum("capped_high")
-    sums["chi2_token"] = rows.sum("chi2_token") - zero  # ρ² − 1 = −1 at probability zero
-    sums["ratio_outside_10pct"] = rows.sum("ratio_outside_10pct") + zero
-    state.moments["log_ratio"] = rows.merged_moments("log_ratio")
+    # ρ² − 1 = (ρ − 1)² + 2 (ρ − 1), and −1 at probability zero.
+    sums["chi2_token"] = rows.sum("expm1_squares") + 2.0 * table["expm1"].sum() - zero
+    sums["ratio_outside_10pct"] = rows.sum("ratio_above_10pct") + rows.sum("ratio_below_10pct") + zero
+    state.moments["log_ratio"] = state.moments_around(
+        0.0, "measured", table["log_ratio"].sum(), rows.sum("log_ratio_squares")
+    )
     state.extremes["log_ratio"] = torch.stack([_amin(table["log_ratio_min"]), -_amin(-table["log_ratio_max"])])
     sums["prob_diff_abs"] = rows.sum("prob_diff_abs")
     state.extremes["prob_diff_abs"] = _unless_empty(
@@ -121,8 +130,9 @@ def _weigh(state: _State, kept: Tensor) -> Tensor | None:
     bounded = lower is not None or upper is not None
     product, weight = state.log_product, None
     if config.rollout_is == "token":
-        mean_weight, mean_raw = state.average(table["weight"]), state.average(table["raw_weight"])
-        sequence_level = mean_raw.log()
+        raw_less_one = table["expm1" if config.safety_bound == divergence.CAP else "raw_less_one"]
+        mean_weight = state.average(table["weight"])
+        sequence_level = state.average(raw_less_one + table["positive"]).log()
         kept_weight = table["kept_weight"].masked_fill(~kept, 0.0)
         _token_rows(state, bounded)
     else:
@@ -154,7 +164,13 @@ def _token_rows(state: _State, bounded: bool) -> None:
     if bounded:
         sums["is_high"] = rows.sum("is_high")
         sums["is_low"] = rows.sum("is_low") + (zero if exceedance_band(state.config)[0] is not None else 0)
-    state.moments["weight"], state.moments["weight_raw"] = (rows.merged_moments(n) for n in ("weight", "weight_raw"))
+    raw_less_one = "expm1" if state.config.safety_bound == divergence.CAP else "raw_less_one"
+    for name, column in (
+        ("weight", "less_one"),
+        ("weight_raw", raw_less_one),
+    ):  # at probability zero, weight less one is −1
+        total, squares = state.table[column].sum() - zero, rows.sum(f"{column}_squares") + zero
+        state.moments[name] = state.moments_around(1.0, "counted", total, squares)
     raw = weight = _raw_extremes(state)
     if state.config.is_mode == "icepop":
         weight = rows.merged_extremes("weight", zero.device)
@@ -276,8 +292,9 @@ def _criterion(state: _State, criterion: Criterion) -> Tensor:
         state.moments[row] = torch.stack([count, -mean, m2])
         state.extremes[row] = -state.extremes["log_ratio"].flip(0)
     else:
-        state.moments[row] = rows.merged_moments(row)
-        state.extremes[row] = rows.merged_extremes(row, value.device)
+        squares = rows.sum(f"{row}/squares")
+        state.moments[row] = state.moments_around(0.0, "measured", table[criterion.kind].sum(), squares)
+        state.extremes[row] = _unless_empty(rows.merged_extremes(row, value.device), sums["tokens_measured"])
     return table[f"{criterion.name}/rejected"] > 0
 
 

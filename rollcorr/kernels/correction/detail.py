@@ -12,8 +12,8 @@ from rollcorr.core.layout import sequence_count
 from rollcorr.core.ratios import classify_tokens, token_log_ratio
 from rollcorr.core.statistics import Statistics, merge_statistics
 from rollcorr.core.tops import top_entries, top_indices
-from rollcorr.kernels.correction.blocked import Block, token_blocks
-from rollcorr.kernels.correction.table import SequenceTable
+from rollcorr.kernels.correction.blocked import in_threads, threads_for, token_blocks
+from rollcorr.kernels.correction.table import Block, SequenceTable
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -52,22 +52,29 @@ def token_detail(
         neutral: missing tokens have weights too.
         cu_seqlens: (B + 1,) token offsets, only when packed.
     """
-    table = SequenceTable(sequence_count(mask, cu_seqlens=cu_seqlens), mask.device)
-    parts = []
-    for at, ids in token_blocks(mask, cu_seqlens):
-        valid = mask[at]
-        classes = classify_tokens(train_log_prob[at], rollout_log_prob[at], valid)
-        d = token_log_ratio(train_log_prob[at], rollout_log_prob[at], classes.measured)
-        compared = classes.measured | classes.zero_probability
-        for column, values in (("log_ratio", d), ("zero", classes.zero_probability), ("compared", compared)):
-            table.add(column, values, at, ids)
-        histograms = {"log_ratio": histogram_of(d, classes.measured)}
-        if weights is not None:
-            histograms["weight"] = histogram_of(weights[at], valid if neutral else compared)
-        d.masked_fill_(classes.zero_probability, -torch.inf)
-        worst = _worst_tokens(d, compared, (at, ids), detail, cu_seqlens)
-        parts.append(Statistics.of(histograms=histograms, tops={"tokens": worst}))
-    return merge_statistics(parts), table
+    sequences, threads = sequence_count(mask, cu_seqlens=cu_seqlens), threads_for(mask)
+
+    def read(share: list[Block]) -> tuple[Statistics, SequenceTable]:
+        table, parts = SequenceTable(("log_ratio", "zero", "compared"), sequences, mask.device), []
+        for block in share:
+            at, valid = block.at, mask[block.at]
+            classes = classify_tokens(train_log_prob[at], rollout_log_prob[at], valid)
+            d = token_log_ratio(train_log_prob[at], rollout_log_prob[at], classes.measured)
+            compared = classes.measured | classes.zero_probability
+            table.add(torch.stack([x.double() for x in (d, classes.zero_probability, compared)]), block)
+            histograms = {"log_ratio": histogram_of(d, classes.measured)}
+            if weights is not None:
+                histograms["weight"] = histogram_of(weights[at], valid if neutral else compared)
+            d.masked_fill_(classes.zero_probability, -torch.inf)
+            worst = _worst_tokens(d, compared, block, detail, cu_seqlens)
+            parts.append(Statistics.of(histograms=histograms, tops={"tokens": worst}))
+        return merge_statistics(parts), table
+
+    passes = in_threads(read, list(token_blocks(mask, cu_seqlens)), threads)
+    statistics, tables = zip(*passes, strict=True)
+    for table in tables[1:]:
+        tables[0].join(table)
+    return merge_statistics(statistics), tables[0]
 
 
 def sequence_detail(table: SequenceTable, detail: Detail) -> Statistics:
@@ -84,8 +91,8 @@ def sequence_detail(table: SequenceTable, detail: Detail) -> Statistics:
 def _worst_tokens(d: Tensor, mask: Tensor, block: Block, detail: Detail, cu_seqlens: Tensor | None) -> Tensor:
     """(TOP, 3): log-ratio, sequence and position of a block's worst tokens."""
     found, exists = top_indices(d.flatten(), mask.flatten())
-    at, ids = block
-    start = at.start
+    start = block.at.start
+    ids = block.ids()
     if ids is not None and cu_seqlens is not None:
         sequence = ids[found]
         position = found + start - cu_seqlens[sequence]
@@ -93,5 +100,5 @@ def _worst_tokens(d: Tensor, mask: Tensor, block: Block, detail: Detail, cu_seql
         width = max(1, d.shape[1])
         sequence, position = start + found // width, found % width
     if detail.position_ids is not None:
-        position = detail.position_ids[at].flatten()[found]
+        position = detail.position_ids[block.at].flatten()[found]
     return top_entries(d.flatten()[found], sequence + detail.sequence_offset, position, exists)

@@ -1,7 +1,7 @@
 """Log-probs from hidden states and the head's weight, without the (N, V) logits.
 
 `reference` is the specification: all logits at once. `torch` is its twin for every device that runs torch: the
-vocabulary in chunks, or the kept rows alone.
+vocabulary in chunks, or the kept rows alone. `triton` is the same for GPUs, with one launch between two products.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from rollcorr.kernels.linear_logprob.dense import TorchEpilogue
 from rollcorr.kernels.linear_logprob.kept import kept_sums
 from rollcorr.kernels.linear_logprob.problem import LinearLogProb, Problem
 from rollcorr.kernels.linear_logprob.reference import reference_log_prob
+from rollcorr.kernels.linear_logprob.triton import triton_log_prob
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["Implementation", "LinearLogProb", "linear_log_prob"]
 
-Implementation = Literal["auto", "reference", "torch"]
+Implementation = Literal["auto", "reference", "torch", "triton"]
 
 
 def linear_log_prob(
@@ -74,13 +75,15 @@ def linear_log_prob(
             compute the same loss. The gradient of the hidden states comes out summed over them.
         first_id: the id of the first row of this rank's slice.
         chunk: vocabulary entries whose logits are live at once. None: 8 MB of them, or 256 MB on a GPU.
-        impl: "auto" takes the fastest implementation that runs here.
+        impl: "auto" is "torch" everywhere: the Triton kernels are tested interpreted and compiled, but have not run on
+            a device yet, and must be asked for.
 
     Returns:
         Log-probs and what else was asked for, in the shape of `token_ids`.
 
     Raises:
         ValueError: shapes do not fit, a number is out of range, or `impl` is unknown or does not take these arguments.
+        ImportError: `impl="triton"`, and Triton or a GPU is missing.
 
     Example:
         >>> head = torch.tensor([[0.0], [1.0], [2.0]])
@@ -113,6 +116,8 @@ def linear_log_prob(
     with _without_autocast(hidden.device):
         if impl == "reference":
             result = reference_log_prob(problem)
+        elif impl == "triton":
+            result = triton_log_prob(problem)
         else:
             result = composed_log_prob(problem, Operations(TorchEpilogue(), kept_sums))
     return result.view(shape)

@@ -261,6 +261,7 @@ static void sum_wide(const Block *block, Mismatch *sums) {
         if (!measured[i] && !zero[i]) continue;
         double train = (double)block->train[i], rollout = (double)block->rollout[i];
         double difference = fabs(exp(train) - exp(rollout));
+        if (difference != difference) difference = 0; /* ∞ − ∞ of two densities, as in core/divergence.py */
         wide.difference += difference;
         if (difference > wide.most_difference) wide.most_difference = difference;
         if (zero[i]) continue;

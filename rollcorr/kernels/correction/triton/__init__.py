@@ -38,7 +38,7 @@ def why_not(train: Tensor, rollout: Tensor, mask: Tensor, config: RolloutCorrect
     for name, tensor in (("train_log_prob", train), ("rollout_log_prob", rollout), ("response_mask", mask)):
         if type(tensor) not in (Tensor, torch.nn.Parameter):
             return f"{name} is a {type(tensor).__name__}, whose memory they cannot read"
-        if tensor.device.type != "cuda" and not _interpreted():
+        if tensor.device.type != "cuda" and not interpreted():
             return f"{name} is on {tensor.device}, and they run on CUDA and ROCm devices"
         if tensor.device != train.device:
             return f"{name} is on {tensor.device}, train_log_prob on {train.device}"
@@ -62,7 +62,7 @@ def status() -> str | None:
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     if version < OLDEST_TRITON:
         return f"Triton {triton.__version__} is older than {OLDEST_TRITON[0]}.{OLDEST_TRITON[1]}; update torch"
-    if not torch.cuda.is_available() and not _interpreted():
+    if not torch.cuda.is_available() and not interpreted():
         return "torch finds no CUDA or ROCm device"
     return None
 
@@ -109,5 +109,6 @@ def triton_correction(
     )
 
 
-def _interpreted() -> bool:
+def interpreted() -> bool:
+    """Whether the environment asks for Triton's interpreter, which runs kernels on the CPU."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")

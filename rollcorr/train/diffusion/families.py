@@ -1,0 +1,278 @@
+"""How a flow transformer of diffusers is called: Stable Diffusion 3, Flux and Qwen-Image, by its class name.
+
+All three predict the velocity v = ε − x₀ of x_σ = (1 − σ) x₀ + σ ε. They differ in the shape of a latent, in the scale
+of the timestep and in how the prompt goes in; a `Family` is that difference and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+PACKED = 2
+"""Flux and Qwen-Image pack 2 × 2 latent pixels into one token."""
+
+
+@dataclass(frozen=True, eq=False)
+class Condition:
+    """What the transformer is told about the prompts, one row each.
+
+    Attributes:
+        embeds: token embeddings, (B, L, E).
+        pooled: one vector a prompt, (B, P); None where the family has none.
+        mask: (B, L), 1 on real tokens; None when all are.
+    """
+
+    embeds: Tensor
+    pooled: Tensor | None = None
+    mask: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.embeds.shape[0]
+
+    def select(self, rows: Tensor) -> Condition:
+        """The condition of some rows."""
+        pooled, mask = (None if x is None else x[rows] for x in (self.pooled, self.mask))
+        return Condition(self.embeds[rows], pooled, mask)
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Condition:
+        """The same condition elsewhere, or in another floating dtype; the mask keeps its own."""
+        embeds, pooled = (None if x is None else x.to(device=device, dtype=dtype) for x in (self.embeds, self.pooled))
+        assert embeds is not None
+        return Condition(embeds, pooled, None if self.mask is None else self.mask.to(device=device))
+
+
+class Family(Protocol):
+    """What one kind of transformer needs. Heights and widths are in latent pixels.
+
+    Attributes:
+        even_sigmas: the pipeline gives its scheduler σ = 1, 1 − 1/S, …, 1/S, instead of leaving the choice to it.
+        guidance_keeps_norm: a guided velocity is scaled back to the norm of v(prompt), token by token.
+    """
+
+    even_sigmas: bool
+    guidance_keeps_norm: bool
+
+    def latent_shape(self, config: Mapping[str, Any], height: int, width: int) -> tuple[int, ...]:
+        """The shape of one latent."""
+        ...
+
+    def sequence_length(self, config: Mapping[str, Any], height: int, width: int) -> int:
+        """Image tokens, which dynamic shifting of the schedule depends on."""
+        ...
+
+    def arguments(
+        self, latents: Tensor, timestep: Tensor, condition: Condition, guidance: Tensor | None, height: int, width: int
+    ) -> dict[str, Any]:
+        """Keyword arguments of the transformer's `forward`; `timestep` is σ × 1000, (B,)."""
+        ...
+
+    def unpack(self, latents: Tensor, height: int, width: int) -> Tensor:
+        """Latents as pictures, (B, C, height, width)."""
+        ...
+
+
+class StableDiffusion3:
+    """`SD3Transformer2DModel`: latents (C, H, W), timestep up to 1000, pooled vector."""
+
+    even_sigmas = False
+    guidance_keeps_norm = False
+
+    def latent_shape(self, config: Mapping[str, Any], height: int, width: int) -> tuple[int, ...]:
+        """(C, H, W)."""
+        _check_divisible(height, width, config["patch_size"])
+        largest = config["pos_embed_max_size"] * config["patch_size"]
+        if max(height, width) > largest:
+            raise ValueError(
+                f"latents of {height} × {width} exceed the {largest} × {largest} of the model's position embedding; "
+                "set a smaller model.height and model.width"
+            )
+        return config["in_channels"], height, width
+
+    def sequence_length(self, config: Mapping[str, Any], height: int, width: int) -> int:
+        """Patches of the picture."""
+        return (height // config["patch_size"]) * (width // config["patch_size"])
+
+    def arguments(
+        self, latents: Tensor, timestep: Tensor, condition: Condition, guidance: Tensor | None, height: int, width: int
+    ) -> dict[str, Any]:
+        """As StableDiffusion3Pipeline calls it."""
+        del guidance, height, width
+        return {
+            "hidden_states": latents,
+            "timestep": timestep,
+            "encoder_hidden_states": condition.embeds,
+            "pooled_projections": condition.pooled,
+        }
+
+    def unpack(self, latents: Tensor, height: int, width: int) -> Tensor:
+        """They are pictures already."""
+        return latents
+
+
+class _Packed:
+    """Latents (N, 4 C): each token holds 2 × 2 latent pixels."""
+
+    even_sigmas = True
+
+    def latent_shape(self, config: Mapping[str, Any], height: int, width: int) -> tuple[int, ...]:
+        """(N, 4 C)."""
+        return self.sequence_length(config, height, width), config["in_channels"]
+
+    def sequence_length(self, config: Mapping[str, Any], height: int, width: int) -> int:
+        """Tokens of the picture."""
+        _check_divisible(height, width, PACKED)
+        return (height // PACKED) * (width // PACKED)
+
+    def unpack(self, latents: Tensor, height: int, width: int) -> Tensor:
+        """(B, N, 4 C) → (B, C, height, width)."""
+        x = latents.unflatten(1, (height // PACKED, width // PACKED)).unflatten(-1, (-1, PACKED, PACKED))
+        return x.permute(0, 3, 1, 4, 2, 5).reshape(len(latents), -1, height, width)
+
+
+class Flux(_Packed):
+    """`FluxTransformer2DModel`: packed latents, timestep up to 1, pooled vector, ids of text and image tokens."""
+
+    guidance_keeps_norm = False
+
+    def arguments(
+        self, latents: Tensor, timestep: Tensor, condition: Condition, guidance: Tensor | None, height: int, width: int
+    ) -> dict[str, Any]:
+        """As FluxPipeline calls it."""
+        rows, columns = (torch.arange(n // PACKED, device=latents.device) for n in (height, width))
+        image_ids = torch.cartesian_prod(torch.zeros_like(rows[:1]), rows, columns).to(latents.dtype)
+        return {
+            "hidden_states": latents,
+            "timestep": timestep / 1000,
+            "guidance": guidance,
+            "encoder_hidden_states": condition.embeds,
+            "pooled_projections": condition.pooled,
+            "txt_ids": latents.new_zeros(condition.embeds.shape[1], 3),
+            "img_ids": image_ids,
+        }
+
+
+class QwenImage(_Packed):
+    """`QwenImageTransformer2DModel`: packed latents, timestep up to 1, masked token embeddings."""
+
+    guidance_keeps_norm = True
+
+    def arguments(
+        self, latents: Tensor, timestep: Tensor, condition: Condition, guidance: Tensor | None, height: int, width: int
+    ) -> dict[str, Any]:
+        """As QwenImagePipeline calls it."""
+        return {
+            "hidden_states": latents,
+            "timestep": timestep / 1000,
+            "guidance": guidance,
+            "encoder_hidden_states": condition.embeds,
+            "encoder_hidden_states_mask": condition.mask,
+            "img_shapes": [[(1, height // PACKED, width // PACKED)]] * len(latents),
+        }
+
+
+FAMILIES: dict[str, Family] = {
+    "SD3Transformer2DModel": StableDiffusion3(),
+    "FluxTransformer2DModel": Flux(),
+    "QwenImageTransformer2DModel": QwenImage(),
+}
+
+
+def family_of(class_name: str) -> Family:
+    """The family of a transformer class.
+
+    Raises:
+        ValueError: it is none of `FAMILIES`.
+    """
+    if class_name not in FAMILIES:
+        raise ValueError(f"transformer class {class_name!r} is not supported; supported are {', '.join(FAMILIES)}")
+    return FAMILIES[class_name]
+
+
+def velocity(
+    model: nn.Module,
+    family: Family,
+    latents: Tensor,
+    sigma: Tensor,
+    condition: Condition,
+    *,
+    size: tuple[int, int],
+    guidance: float = 1.0,
+    unconditional: Condition | None = None,
+) -> Tensor:
+    """v_θ(x_σ, σ, prompt) in float32, in the shape of the latents; with guidance γ, v(∅) + γ (v(prompt) − v(∅)).
+
+    Args:
+        model: the transformer, in any dtype; inputs are rounded to it.
+        family: how it is called.
+        latents: (B, …).
+        sigma: (B,) float32.
+        condition: prompts, B rows.
+        size: height and width in latent pixels.
+        guidance: γ; a guidance-distilled model is told it instead of being run twice.
+        unconditional: condition of the empty prompt, B rows; needed when γ ≠ 1 and the model is not distilled.
+    """
+    dtype = dtype_of(model)
+    distilled = is_distilled(model)
+    scale = latents.new_full((len(latents),), guidance, dtype=torch.float32) if distilled else None
+
+    def run(prompts: Condition) -> Tensor:
+        arguments = family.arguments(latents.to(dtype), sigma * 1000, prompts.to(dtype=dtype), scale, *size)
+        predicted: Tensor = model(**arguments, return_dict=False)[0]
+        return predicted.float()
+
+    predicted = run(condition)
+    if distilled or guidance == 1.0:
+        return predicted
+    assert unconditional is not None, "guidance without an unconditional prompt"
+    empty = run(unconditional)
+    guided = empty + guidance * (predicted - empty)
+    if not family.guidance_keeps_norm:
+        return guided
+    return guided * (predicted.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
+
+
+def is_distilled(model: nn.Module) -> bool:
+    """Whether the transformer takes the guidance scale as an input."""
+    return bool(config_of(model).get("guidance_embeds", False))
+
+
+def config_of(model: nn.Module) -> Mapping[str, Any]:
+    """The diffusers configuration, also under LoRA adapters."""
+    config: Mapping[str, Any] = getattr(model, "config")  # noqa: B009 (nn.Module knows no such attribute)
+    return config
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """The dtype that the model computes in."""
+    return next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+
+
+def stack_conditions(conditions: Sequence[Condition]) -> Condition:
+    """Conditions of several prompts as one, padded on the right to the longest; a mask appears when lengths differ."""
+    lengths = [condition.embeds.shape[1] for condition in conditions]
+    longest = max(lengths)
+
+    def padded(x: Tensor) -> Tensor:
+        return torch.cat([x, x.new_zeros(len(x), longest - x.shape[1], *x.shape[2:])], dim=1)
+
+    masks = [
+        torch.ones(c.embeds.shape[:2], dtype=torch.long, device=c.embeds.device) if c.mask is None else c.mask
+        for c in conditions
+    ]
+    whole = all(c.mask is None for c in conditions) and len(set(lengths)) == 1
+    pooled = [c.pooled for c in conditions if c.pooled is not None]
+    return Condition(
+        torch.cat([padded(c.embeds) for c in conditions]),
+        torch.cat(pooled) if pooled else None,
+        None if whole else torch.cat([padded(mask) for mask in masks]),
+    )
+
+
+def _check_divisible(height: int, width: int, patch: int) -> None:
+    if height % patch or width % patch:
+        raise ValueError(f"latents of {height} × {width} are not divisible by the patch size {patch}")

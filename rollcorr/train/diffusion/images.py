@@ -1,0 +1,55 @@
+"""Pictures of a run: grids as PNG files, for the report."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+GAP = 2
+LEAST = 64
+"""Smaller pictures are enlarged to this many pixels, without smoothing."""
+
+
+def to_pil(image: Tensor) -> Any:  # noqa: ANN401
+    """A picture (3, H, W) in [0, 1] as a Pillow image."""
+    from PIL import Image
+
+    return Image.fromarray((image.detach().float().cpu().permute(1, 2, 0) * 255).round().byte().numpy())
+
+
+def image_grid(images: Tensor, *, columns: int | None = None) -> Tensor:
+    """Pictures (B, 3, H, W) side by side on white: (3, rows, columns), in [0, 1].
+
+    Args:
+        images: in [0, 1].
+        columns: of the grid; None makes it about square, and full where the number allows.
+    """
+    images = images.detach().float().cpu()
+    zoom = max(1, LEAST // images.shape[-1])
+    images = images.repeat_interleave(zoom, -1).repeat_interleave(zoom, -2)
+    columns = columns or _columns(len(images))
+    rows = math.ceil(len(images) / columns)
+    blank = images.new_ones(rows * columns - len(images), *images.shape[1:])
+    framed = torch.nn.functional.pad(torch.cat([images, blank]), (GAP, GAP, GAP, GAP), value=1.0)
+    _, channels, height, width = framed.shape
+    return (
+        framed.view(rows, columns, channels, height, width)
+        .permute(2, 0, 3, 1, 4)
+        .reshape(channels, rows * height, columns * width)
+    )
+
+
+def save_grid(images: Tensor, path: Path, *, columns: int | None = None) -> None:
+    """Write a grid of pictures as PNG; the folder is made when missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    to_pil(image_grid(images, columns=columns)).save(path)
+
+
+def _columns(count: int) -> int:
+    """The largest divisor up to √count that is not much smaller, else √count rounded up."""
+    root = math.isqrt(count)
+    return next((n for n in range(root, root // 2, -1) if count % n == 0), math.ceil(math.sqrt(count)))

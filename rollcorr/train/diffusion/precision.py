@@ -1,0 +1,93 @@
+"""The rollout policy: a copy of the transformer in the precision that an inference engine would use.
+
+    float32    the trainer's own, as a control: log-ratios are 0
+    bfloat16   parameters and activations in bfloat16
+    fp8        weights of linear layers rounded to e4m3 with a scale, activations in bfloat16
+
+fp8 is emulated: w → s · e4m3(w / s) with s = max |w| / 448 over a tensor or over each output channel, kept in bfloat16.
+It has the rounding of a weight-only fp8 engine on any device, not its speed. LoRA adapters stay in bfloat16, as engines
+keep them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+RolloutDtype = Literal["bfloat16", "fp8", "float32"]
+Fp8Scale = Literal["channel", "tensor"]
+LARGEST_E4M3 = 448.0
+
+
+class RolloutModel:
+    """A frozen copy that is brought up to date on request.
+
+    Args:
+        model: the trained transformer, float32.
+        dtype: precision of the copy.
+        fp8_scale: one scale an output channel, or one a tensor.
+        version: of the weights.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, dtype: RolloutDtype, fp8_scale: Fp8Scale = "channel", version: int = 0
+    ) -> None:
+        self.dtype = dtype
+        self.fp8_scale = fp8_scale
+        self.version = version
+        self.module = copy.deepcopy(model).eval().requires_grad_(False)
+        if dtype != "float32":
+            nn.Module.to(self.module, torch.bfloat16)  # not diffusers' own, which remarks on it
+        self.update(model, version=version)
+
+    @torch.no_grad()
+    def update(self, model: nn.Module, *, version: int) -> None:
+        """Take over the trainer's weights, rounded.
+
+        Raises:
+            ValueError: the copy has other tensors than the model; nothing is left out in silence.
+        """
+        source, target = model.state_dict(), self.module.state_dict()
+        if source.keys() != target.keys():
+            different = sorted(source.keys() ^ target.keys())
+            raise ValueError(f"weight sync incomplete: {', '.join(different[:3])} on one side only")
+        linear = _linear_weights(model) if self.dtype == "fp8" else set()
+        for name, value in source.items():
+            target[name].copy_(round_to_e4m3(value, scale=self.fp8_scale) if name in linear else value)
+        self.version = version
+
+    def export_weights(self) -> Mapping[str, Tensor]:
+        """The copy's weights, for a checkpoint."""
+        return {name: value.detach().cpu().contiguous() for name, value in self.module.state_dict().items()}
+
+    def import_weights(self, weights: Mapping[str, Tensor], *, version: int) -> None:
+        """Weights from a checkpoint, rounded already."""
+        self.module.load_state_dict(dict(weights))
+        self.version = version
+
+
+def round_to_e4m3(weight: Tensor, *, scale: Fp8Scale = "channel") -> Tensor:
+    """s · e4m3(w / s), s = max |w| / 448: a weight as a weight-only fp8 layer holds it, in the weight's dtype.
+
+    Args:
+        weight: (out, in).
+        scale: s for each output channel, or one for the tensor.
+
+    Source: Micikevicius et al. (2022), "FP8 Formats for Deep Learning", arXiv:2209.05433.
+    """
+    largest = weight.abs().amax(dim=1, keepdim=True) if scale == "channel" else weight.abs().max()
+    s = (largest / LARGEST_E4M3).clamp(min=torch.finfo(torch.float32).tiny)
+    return (weight / s).to(torch.float8_e4m3fn).to(weight.dtype) * s
+
+
+def _linear_weights(model: nn.Module) -> set[str]:
+    """Names of the weights of linear layers, adapters left out."""
+    return {
+        f"{name}.weight"
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear) and "lora_" not in name
+    }

@@ -1,0 +1,113 @@
+"""Pictures of coloured shapes: what the small model was pretrained on, and the yardstick of `prompt_match`.
+
+A picture is 16 × 16 RGB in [−1, 1]: one shape in one colour on a dark ground, at any place that keeps it inside.
+Its prompt says both: `a red circle`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+SIZE = 16
+GROUND = 0.1
+COLOURS: dict[str, tuple[float, float, float]] = {
+    "red": (0.9, 0.1, 0.1),
+    "green": (0.1, 0.8, 0.1),
+    "blue": (0.15, 0.25, 0.95),
+    "yellow": (0.95, 0.9, 0.1),
+    "purple": (0.7, 0.1, 0.8),
+    "white": (0.95, 0.95, 0.95),
+}
+SHAPES = ("circle", "square", "triangle", "cross")
+CLASSES: tuple[tuple[str, str], ...] = tuple((colour, shape) for colour in COLOURS for shape in SHAPES)
+PROMPTS: tuple[str, ...] = tuple(f"a {colour} {shape}" for colour, shape in CLASSES)
+
+
+def draw_shapes(classes: Tensor, *, generator: torch.Generator) -> Tensor:
+    """One picture of each class, at a random place and size: (B, 3, 16, 16) in [−1, 1].
+
+    Args:
+        classes: (B,) integers that index `CLASSES`.
+        generator: decides places (± 2 pixels around the middle) and radii (4 to 6 pixels).
+    """
+    count = len(classes)
+    centre = SIZE / 2 + 4 * torch.rand(count, 2, generator=generator) - 2
+    radius = 4 + 2 * torch.rand(count, generator=generator)
+    return render(classes, centre, radius)
+
+
+def render(classes: Tensor, centre: Tensor, radius: Tensor) -> Tensor:
+    """Pictures of given classes (B,), centres (B, 2: y, x, pixels) and radii (B,): (B, 3, 16, 16) in [−1, 1]."""
+    axis = torch.arange(SIZE) + 0.5
+    y = (axis[None, :, None] - centre[:, 0, None, None]) / radius[:, None, None]
+    x = (axis[None, None, :] - centre[:, 1, None, None]) / radius[:, None, None]
+    x, y = torch.broadcast_tensors(x, y)
+    larger = torch.maximum(x.abs(), y.abs())
+    distance = torch.stack(  # below 1 inside, one pixel wide around 1
+        [
+            (x * x + y * y).sqrt(),
+            larger / 0.85,
+            torch.maximum(y / 0.8, (y + 1).mul(-0.5).add(x.abs()).add(1.0)),
+            torch.maximum(larger, torch.minimum(x.abs(), y.abs()) / 0.3),
+        ]
+    )
+    shape = distance[classes % len(SHAPES), torch.arange(len(classes))]
+    cover = ((1 - shape) * radius[:, None, None] + 0.5).clamp(0, 1)[:, None]
+    colour = torch.tensor(list(COLOURS.values()))[classes // len(SHAPES)][:, :, None, None]
+    return (GROUND + (colour - GROUND) * cover) * 2 - 1
+
+
+def class_of(prompt: str) -> int:
+    """The class that a prompt names.
+
+    Raises:
+        ValueError: it does not name exactly one colour and one shape.
+    """
+    words = prompt.lower().replace(",", " ").replace(".", " ").split()
+    found = [i for i, (colour, shape) in enumerate(CLASSES) if colour in words and shape in words]
+    if len(found) != 1:
+        raise ValueError(
+            f"prompt {prompt!r} must name one colour ({', '.join(COLOURS)}) and one shape ({', '.join(SHAPES)})"
+        )
+    return found[0]
+
+
+def likeness(images: Tensor, classes: Tensor) -> Tensor:
+    """1 − ‖x − t‖² / ‖blank − t‖², t being the picture of the class nearest to x: 1 is perfect, 0 as good as blank.
+
+    Args:
+        images: (B, 3, H, W) in [0, 1]; averaged down to 16 × 16 when larger.
+        classes: (B,) integers that index `CLASSES`.
+
+    Returns:
+        (B,), float32, on the CPU; negative for a wrong colour.
+    """
+    pictures = images.detach().float().cpu()
+    if pictures.shape[-2:] != (SIZE, SIZE):
+        pictures = torch.nn.functional.interpolate(pictures, size=(SIZE, SIZE), mode="area")
+    templates = _templates()[classes.cpu()]
+    flat = (pictures * 2 - 1).flatten(1)[:, None]
+    distance = (flat - templates).square().sum(-1)
+    blank = (templates - (GROUND * 2 - 1)).square().sum(-1)
+    best = distance.argmin(1, keepdim=True)
+    return (1 - distance.gather(1, best) / blank.gather(1, best)).squeeze(1)
+
+
+def names_of(classes: Sequence[int]) -> list[str]:
+    """The prompts of some classes."""
+    return [PROMPTS[i] for i in classes]
+
+
+@cache
+def _templates() -> Tensor:
+    """Every class at every place and size of a grid: (classes, templates, D)."""
+    offsets, radii = torch.linspace(-2, 2, 5), torch.linspace(4, 6, 3)
+    grid = torch.cartesian_prod(offsets, offsets, radii)
+    pictures = [
+        render(torch.full((len(grid),), i), SIZE / 2 + grid[:, :2], grid[:, 2]).flatten(1) for i in range(len(CLASSES))
+    ]
+    return torch.stack(pictures)
