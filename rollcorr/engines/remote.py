@@ -193,14 +193,17 @@ class RemoteEngine(abc.ABC):
         prompts = [ids[mask].tolist() for ids, mask in zip(tokens.prompt_ids, tokens.prompt_mask, strict=True)]
         responses = [ids[mask].tolist() for ids, mask in zip(tokens.response_ids, tokens.response_mask, strict=True)]
         rows = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
-        flat = []
-        for row, told in enumerate(self._prompt_log_probs(rows, temperature)):
-            if len(told) != len(rows[row]) - 1:
-                raise EngineAnswerError(f"row {row}: {self.title} scored {len(told) + 1} of {len(rows[row])} tokens")
-            first = len(prompts[row]) - 1
-            flat += [
-                check_log_prob(value, f"the score of token {t} of row {row}") for t, value in enumerate(told[first:])
-            ]
+        found = self._prompt_log_probs(rows, temperature)
+        lengths = [len(told) + 1 for told in found]
+        if lengths != [len(row) for row in rows]:
+            raise EngineAnswerError(
+                f"{self.title} scored rows of {lengths} tokens, asked for {[len(row) for row in rows]}"
+            )
+        flat = [
+            check_log_prob(value, f"the score of token {token} of row {row}")
+            for row, (told, prompt) in enumerate(zip(found, prompts, strict=True))
+            for token, value in enumerate(told[len(prompt) - 1 :])
+        ]
         mask = tokens.response_mask
         values = torch.tensor(flat, dtype=torch.float32, device=mask.device)
         return torch.zeros(mask.shape, device=mask.device).masked_scatter_(mask, values)

@@ -11,6 +11,7 @@ package's worker extension takes them from a folder that both sides see; any oth
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -38,8 +39,8 @@ class VllmServerEngine(VllmBase):
     answer tells.
 
     Args:
-        url: where it is, for instance "http://localhost:8000".
         model: the policy that it serves, checked by the probe.
+        url: where it is, for instance "http://localhost:8000".
         sampling: how to draw tokens. Kept sets need `--logprobs-mode processed_logprobs` and a `--max-logprobs` of 1.5
             top_k + 12, or `--return-sampling-mask`.
         max_new_tokens: longest response, at least 1.
@@ -68,9 +69,9 @@ class VllmServerEngine(VllmBase):
 
     def __init__(
         self,
-        url: str,
         model: nn.Module,
         *,
+        url: str,
         sampling: SamplingSpec,
         max_new_tokens: int,
         eos_token_id: int,
@@ -98,6 +99,7 @@ class VllmServerEngine(VllmBase):
             sampling_mask=sampling_mask,
         )
         self._client = JsonClient(url, timeout=timeout, retries=retries, concurrency=concurrency, headers=headers)
+        self._close = weakref.finalize(self, self._client.close)
         self._updates_folder = None if folder is None else Path(folder)
         self._meet(served_model)
         self._check_log_probs()
@@ -120,7 +122,7 @@ class VllmServerEngine(VllmBase):
     def close(self) -> None:
         """Close the connections. The server goes on."""
         self._unusable = "it was closed"
-        self._client.close()
+        self._close()
 
     @property
     def _folder(self) -> Path:
