@@ -84,6 +84,7 @@ def report(arguments: argparse.Namespace) -> None:
     """Count, then time, and print both."""
     import torch
 
+    load = os.getloadavg()[0]
     counts = count(arguments)
     print(f"{'asked of torch, on one thread':44s} {'operations':>10s} {'waits':>6s} {'bytes a token':>14s}")
     for name, row in counts.items():
@@ -104,7 +105,7 @@ def report(arguments: argparse.Namespace) -> None:
             line = f"{name:44s} {least[name] * 1e3:9.2f} {median * 1e3:9.2f} {busy * 1e3:9.2f}"
             print(f"{line} {least[VERL] / least[name]:9.1f} {least[name] / least[COPY]:7.2f}")
     if arguments.save:
-        save(arguments, times, counts)
+        save(arguments, times, counts, load)
 
 
 def measure(arguments: argparse.Namespace, batches: dict[str, Contenders]) -> dict[str, dict[str, list[Run]]]:
@@ -222,7 +223,10 @@ def count(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 
 def save(
-    arguments: argparse.Namespace, times: dict[str, dict[str, list[Run]]], counts: dict[str, dict[str, float]]
+    arguments: argparse.Namespace,
+    times: dict[str, dict[str, list[Run]]],
+    counts: dict[str, dict[str, float]],
+    load: float,
 ) -> None:
     """Write the figures with what is needed to repeat them. docs/performance.md is made from them."""
     import torch
@@ -234,6 +238,7 @@ def save(
         "command": " ".join(["python", "benchmarks/correction.py", *sys.argv[1:]]),
         "device": torch.cuda.get_device_name() if arguments.device == "cuda" else processor(),
         "threads": arguments.threads,
+        "load": round(load, 1),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "counts": counts,
