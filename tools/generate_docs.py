@@ -209,7 +209,7 @@ def _is_rejection(name: str) -> bool:
 def _metric_table(names: Iterable[str]) -> str:
     """One row a metric."""
     header = ("metric", "unit", "over", "formula", "healthy", "source")
-    return _table(header, [_metric_row(f"`{name}`", DIFFUSION_METRICS.get(name) or metric(name)) for name in names])
+    return _table(header, [_metric_row(f"`{name}`", metric(name)) for name in names])
 
 
 def _metric_row(label: str, row: Metric, formula: str | None = None) -> tuple[str | None, ...]:
