@@ -5,7 +5,7 @@
     python benchmarks/correction.py --device cuda --rows 512 4096
     python benchmarks/correction.py --save                # also writes benchmarks/results/
 
-verl is installed from its wheel, without what it does not need here, into benchmarks/.venv, which borrows this
+verl is installed from its wheel, without what it does not need here, into benchmarks/.venv/verl, which borrows this
 environment's torch; the timing itself runs there. Every round runs every contender on every batch once (short ones ten
 times), and ratios are of minima: what each takes when nobody disturbs it. "The copy" moves 14 bytes a token, 7 in and 7
 out, between buffers that exist already: what weights and a mask cost at least.
@@ -16,27 +16,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
-import subprocess
-import sys
-import sysconfig
-import time
-import venv
 import warnings
 from collections.abc import Callable
-from datetime import date
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+
+from peers import HERE, Run, interleaved, provenance, run_beside, summary
 
 if TYPE_CHECKING:
     import torch
 
-HERE = Path(__file__).parent
-PEER = HERE / ".venv"
 PEER_REQUIREMENTS = ["verl==0.9.1", "tensordict==0.10.0"]
 PEER_PLAIN = ["codetiming", "hydra-core", "ray", "pandas", "cloudpickle", "orjson", "importlib_metadata", "pyvers"]
-INSIDE = "ROLLCORR_BENCHMARK_INSIDE"
 VERL, COPY = "verl 0.9.1", "copy"
 LENGTH = 8192
 
@@ -44,14 +35,10 @@ Contenders = dict[str, Callable[[], object]]
 
 
 def main() -> None:
-    """Prepare the peer's environment, then run the timing inside it."""
+    """Run the timing in an environment that holds verl."""
     arguments = parse()
-    if os.environ.get(INSIDE):
-        report(arguments)
-        return
-    prepare()
-    environment = {**os.environ, INSIDE: "1", "PYTHONPATH": str(HERE.parent)}
-    raise SystemExit(subprocess.run([PEER / "bin" / "python", __file__, *sys.argv[1:]], env=environment).returncode)
+    run_beside(__file__, "verl", PEER_REQUIREMENTS, PEER_PLAIN)
+    report(arguments)
 
 
 def parse() -> argparse.Namespace:
@@ -63,21 +50,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
     parser.add_argument("--save", action="store_true", help="write the result to benchmarks/results/")
     return parser.parse_args()
-
-
-def prepare() -> None:
-    """Create the environment that holds verl beside this environment's packages."""
-    done = PEER / ".installed"
-    if done.exists():
-        return
-    print("installing verl 0.9.1 into", PEER)
-    venv.create(PEER, with_pip=True, clear=True)
-    site = next((PEER / "lib").glob("python*/site-packages"))
-    (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    pip = [PEER / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "--no-deps", *PEER_REQUIREMENTS], check=True)
-    subprocess.run([*pip, *PEER_PLAIN], check=True)
-    done.touch()
 
 
 def report(arguments: argparse.Namespace) -> None:
@@ -94,7 +66,10 @@ def report(arguments: argparse.Namespace) -> None:
         for rows in arguments.rows
         for layout in ("padded", "dense", "packed")
     }
-    times = measure(arguments, batches)
+    flat = {(title, name): run for title, of in batches.items() for name, run in of.items()}
+    synchronize = torch.cuda.synchronize if arguments.device != "cpu" else None
+    runs = interleaved(flat, arguments.repeats, synchronize=synchronize)
+    times = {title: {name: runs[title, name] for name in of} for title, of in batches.items()}
     for title, of in times.items():
         least = {name: min(run.wall for run in runs) for name, runs in of.items()}
         print(f"\n{title}, {arguments.device}, {arguments.threads} threads, torch {torch.__version__}")
@@ -105,33 +80,6 @@ def report(arguments: argparse.Namespace) -> None:
             print(f"{line} {least[VERL] / least[name]:9.1f} {least[name] / least[COPY]:7.2f}")
     if arguments.save:
         save(arguments, times, counts)
-
-
-def measure(arguments: argparse.Namespace, batches: dict[str, Contenders]) -> dict[str, dict[str, list[Run]]]:
-    """Seconds of every contender, round by round: whatever disturbs one disturbs its neighbours too."""
-    import torch
-
-    times: dict[str, dict[str, list[Run]]] = {title: {name: [] for name in of} for title, of in batches.items()}
-    for round_number in range(arguments.repeats + 1):  # the first round warms up
-        for title, of in batches.items():
-            for name, run in of.items():
-                values = times[title][name]
-                for _ in range(10 if values and values[-1].wall < 0.1 else 1):
-                    busy, start = time.process_time(), time.perf_counter()
-                    run()
-                    if arguments.device != "cpu":
-                        torch.cuda.synchronize()
-                    values.append(Run(time.perf_counter() - start, time.process_time() - busy))
-                if round_number == 0:
-                    del values[:-1]
-    return {title: {name: values[1:] for name, values in of.items()} for title, of in times.items()}
-
-
-class Run(NamedTuple):
-    """Seconds of one run: on the clock, and of all threads together, which others on the machine disturb less."""
-
-    wall: float
-    cpu: float
 
 
 class Case(NamedTuple):
@@ -225,43 +173,14 @@ def save(
     arguments: argparse.Namespace, times: dict[str, dict[str, list[Run]]], counts: dict[str, dict[str, float]]
 ) -> None:
     """Write the figures with what is needed to repeat them. docs/performance.md is made from them."""
-    import torch
-
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE)
-    result = {
-        "date": date.today().isoformat(),
-        "commit": commit.stdout.strip(),
-        "command": " ".join(["python", "benchmarks/correction.py", *sys.argv[1:]]),
-        "device": torch.cuda.get_device_name() if arguments.device == "cuda" else processor(),
-        "threads": arguments.threads,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
+    result = provenance(__file__, arguments.device, arguments.threads) | {
         "counts": counts,
-        "seconds": {
-            title: {
-                name: {
-                    "min": min(run.wall for run in runs),
-                    "median": statistics.median(run.wall for run in runs),
-                    "cpu": min(run.cpu for run in runs),
-                    "runs": len(runs),
-                }
-                for name, runs in of.items()
-            }
-            for title, of in times.items()
-        },
+        "seconds": {title: {name: summary(runs) for name, runs in of.items()} for title, of in times.items()},
     }
     path = HERE / "results" / f"correction_{arguments.device}.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(result, indent=2) + "\n")
     print("wrote", path.relative_to(HERE.parent), "- now run python tools/generate_docs.py")
-
-
-def processor() -> str:
-    """The CPU's name and core count."""
-    names = [
-        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().split("\n") if "model name" in line
-    ]
-    return f"{names[0] if names else platform.processor()} ({os.cpu_count()} cores)"
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""The trainer's side: token log-probs from logits, as a `SamplingSpec` says they are to be taken."""
+"""The trainer's side: token log-probs from logits or hidden states, as a `SamplingSpec` says they are to be taken."""
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from rollcorr.core.sampling import (
     top_p_support,
     with_sampled,
 )
+from rollcorr.kernels.linear_logprob import LinearLogProb, linear_log_prob
 from rollcorr.sampling import SamplingSpec
 
 
@@ -59,12 +61,47 @@ def actor_log_prob(
     if spec.support == "replayed":
         return kept_log_prob(logits, token_ids, _needed(kept), temperature=spec.temperature)
     if spec.support == "kept_mass":
-        if log_kept_mass is None:
-            raise ValueError("support='kept_mass' needs log_kept_mass, the log of the engine's kept mass at each token")
         whole = token_log_prob(logits, token_ids, temperature=spec.temperature)
-        return _whole(whole - log_kept_mass.to(whole.dtype))
+        return _whole(whole - _needed_mass(log_kept_mass).to(whole.dtype))
     support = recomputed_support(logits, spec)
     return supported_log_prob(logits, token_ids, support, temperature=spec.temperature)
+
+
+def linear_actor_log_prob(
+    hidden: Tensor,
+    weight: Tensor,
+    token_ids: Tensor,
+    spec: SamplingSpec,
+    *,
+    kept: KeptSets | None = None,
+    log_kept_mass: Tensor | None = None,
+    **options: Any,  # noqa: ANN401
+) -> LinearLogProb:
+    """As `actor_log_prob`, from hidden states and the head's weight, without logits.
+
+    Args:
+        hidden: the hidden states that predict the tokens, (…, d).
+        weight: of the output head, (V, d).
+        token_ids: the sampled tokens, (…).
+        spec: what the log-probs are to be.
+        kept: as in `actor_log_prob`.
+        log_kept_mass: as in `actor_log_prob`.
+        options: others of `rollcorr.kernels.linear_logprob.linear_log_prob`, such as `bias` and `accumulate_into`.
+
+    Raises:
+        ValueError: as in `actor_log_prob`; or the support is to be recomputed, which needs logits.
+    """
+    _check_no_penalties(spec)
+    if not restricts(spec):
+        return linear_log_prob(hidden, weight, token_ids, temperature=_temperature(spec), **options)
+    if spec.support == "replayed":
+        sets = _needed(kept)
+        return linear_log_prob(hidden, weight, token_ids, temperature=spec.temperature, kept=sets, **options)
+    if spec.support == "kept_mass":
+        mass = _needed_mass(log_kept_mass)
+        whole = linear_log_prob(hidden, weight, token_ids, temperature=spec.temperature, **options)
+        return whole._replace(log_prob=whole.log_prob - mass.to(whole.log_prob.dtype))
+    raise ValueError(f"support={spec.support!r} needs logits: use actor_log_prob, or replay the engine's kept sets")
 
 
 def actor_entropy(logits: Tensor, token_ids: Tensor, spec: SamplingSpec, *, kept: KeptSets | None = None) -> Tensor:
@@ -117,6 +154,12 @@ def _needed(kept: KeptSets | None) -> KeptSets:
     if kept is None:
         raise ValueError("support='replayed' needs the engine's kept sets; record them, or use 'recomputed'")
     return kept
+
+
+def _needed_mass(log_kept_mass: Tensor | None) -> Tensor:
+    if log_kept_mass is None:
+        raise ValueError("support='kept_mass' needs log_kept_mass, the log of the engine's kept mass at each token")
+    return log_kept_mass
 
 
 def _whole(log_prob: Tensor) -> SupportedLogProb:
