@@ -1,18 +1,25 @@
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-seeds test test-triton test-ray check docs bench clean
+.PHONY: help install demo demo-seeds demo-diffusion demo-diffusion-seeds test test-slow test-triton test-arm test-ray test-vllm
+.PHONY: check docs bench clean
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM_VENV := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
 
 help: ## Show this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
 
 $(STAMP): pyproject.toml constraints.txt setup.py $(wildcard rollcorr/kernels/correction/cpu/*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+$(VLLM_STAMP): pyproject.toml tools/vllm_environment.py
+	$(PYTHON) tools/vllm_environment.py $(VLLM_VENV)
 	@touch $@
 
 install: $(STAMP) ## Create .venv with everything (torch is pinned by constraints.txt)
@@ -26,8 +33,20 @@ demo-seeds: $(STAMP) ## The demo for three seeds, with the acceptance figures at
 	rm -rf runs/demo-seeds
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/demo_seeds.py
 
+demo-diffusion: $(STAMP) ## Flow-GRPO on a small SD3-type model, then the report with pictures (under 3 minutes on 2 cores)
+	rm -rf runs/flow-grpo
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/rollcorr train examples/train/flow_grpo.yaml
+	$(BIN)/rollcorr report runs/flow-grpo || test $$? -eq 1
+
+demo-diffusion-seeds: $(STAMP) ## That for three seeds in both modes, with rewards, passes and seconds at the end
+	rm -rf runs/flow-grpo-seeds
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/flow_grpo_seeds.py
+
 test: $(STAMP) ## Run the tests
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+
+test-slow: $(STAMP) ## Fuzz the numbers with 10,000 examples of each property (half an hour)
+	$(BIN)/python -m pytest tests/test_numeric_fuzzing.py --hypothesis-profile=slow
 
 test-triton: $(STAMP) ## Test the GPU kernels without a GPU: interpreted, and compiled for four GPUs (installs Triton, 1 GB)
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[triton]'
@@ -36,6 +55,13 @@ test-triton: $(STAMP) ## Test the GPU kernels without a GPU: interpreted, and co
 test-ray: $(STAMP) ## Test `rollcorr check --ray` on a Ray cluster of this machine (installs Ray)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'
 	$(BIN)/python -m pytest tests/diagnostics/test_ray_cluster.py
+
+test-arm: $(STAMP) ## Compile the CPU kernel for arm64 (installs a cross compiler, 100 MB)
+	$(BIN)/pip install --quiet --disable-pip-version-check ziglang
+	$(BIN)/python -m pytest tests/kernels/test_cpu_build.py -k arm64
+
+test-vllm: $(VLLM_STAMP) ## Test the vLLM engine with vLLM itself on the CPU (an environment of its own, 3.7 GB)
+	$(VLLM_VENV)/bin/python -m pytest tests/engines/test_vllm_real.py -s
 
 check: $(STAMP) ## Lint, format and type checks; generated pages are current
 	$(BIN)/ruff check .
@@ -47,7 +73,7 @@ docs: $(STAMP) ## Write the generated pages
 	$(BIN)/python tools/generate_docs.py
 
 bench: $(STAMP) ## Time the correction against verl 0.9.1, installed in an environment of its own
-	$(BIN)/python benchmarks/correction.py
+	$(BIN)/python benchmarks/correction.py $(ARGS)
 
 clean: ## Remove what was built and run
-	rm -rf $(VENV) build dist *.egg-info runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

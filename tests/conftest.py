@@ -15,6 +15,7 @@ from hypothesis import settings
 torch.set_num_threads(int(os.environ.get("ROLLCORR_TEST_THREADS", "1")))
 
 settings.register_profile("rollcorr", deadline=None, max_examples=40, derandomize=bool(os.environ.get("CI")))
+settings.register_profile("slow", settings.get_profile("rollcorr"), max_examples=10_000)  # make test-slow
 settings.load_profile("rollcorr")
 
 GOLDEN = Path(__file__).parent / "golden"

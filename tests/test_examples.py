@@ -33,7 +33,7 @@ SHOWN = {
     ],
 }
 NEEDS_PYARROW = {"write_and_check_a_log.py"}
-LONG = {"demo_seeds.py", "truncated_sampling.py"}  # several training runs each; tests/train runs a step of both
+LONG = {"demo_seeds.py", "flow_grpo_seeds.py", "truncated_sampling.py"}  # several training runs; tests/train runs steps
 
 
 def run(script, *arguments):

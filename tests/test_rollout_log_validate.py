@@ -60,6 +60,7 @@ def test_a_sound_batch_has_no_finding():
         ({"kept_offsets": [0, 2, 3, 5]}, "kept_offsets", "kept_offsets", "from 0 to the number of kept ids"),
         ({"kept_offsets": [1, 2, 3, 4]}, "kept_offsets", "kept_offsets", "from 0 to the number of kept ids"),
         ({"kept_offsets": None}, "kept_offsets", "kept", "only one of kept_ids and kept_offsets"),
+        ({"kept_ids": [1, 1, 7, 3]}, "kept_ids", "kept_twice", "ids twice in one set: 1 in this row"),
     ],
 )
 def test_errors_name_row_and_column(change, column, code, message):
@@ -107,6 +108,27 @@ def test_rows_of_placeholder_zeros_are_flagged_and_a_confident_row_is_not():
     text = "6 of 10 log-probs are exactly 0 (probability 1)"
     found = findings(confident, short, masked, placeholder, placeholder)
     assert found == [(6, "rollout_log_prob", "zeros", "warning", text)]
+
+
+TRUNCATED = {"temperature": 0.7, "top_p": 0.9, "logprobs": "processed"}
+
+
+@pytest.mark.parametrize(
+    ("recorded", "suspicious"),
+    [
+        ({}, True),
+        ({"sampling": TRUNCATED}, False),
+        ({"sampling": TRUNCATED | {"logprobs": "raw"}}, True),
+        ({"sampling": {"temperature": 0.7, "logprobs": "processed"}}, True),
+        ({"kept_ids": [*range(8), 1, 2], "kept_offsets": [*range(9), 10]}, False),
+        ({"kept_ids": [*range(18)], "kept_offsets": [*range(0, 20, 2)]}, True),
+        ({"sampling": TRUNCATED, "kept_ids": [*range(18)], "kept_offsets": [*range(0, 20, 2)]}, True),
+    ],
+)
+def test_zeros_of_tokens_that_a_truncation_left_without_a_choice_are_no_placeholders(recorded, suspicious):
+    row = {"rollout_log_prob": [0.0] * 8 + [-1.0], "old_log_prob": [0.0] * 8 + [-1.0], **recorded}
+    found = [(row, column) for row, column, code, *_ in findings(row) if code == "zeros"]
+    assert found == ([(3, "rollout_log_prob"), (3, "old_log_prob")] if suspicious else [])
 
 
 def test_one_of_the_kept_columns_alone_is_an_error():

@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+from performance_page import performance_page  # noqa: E402
 
 from rollcorr.config import RolloutCorrectionConfig  # noqa: E402
 from rollcorr.core.diffusion_metrics import DIFFUSION_METRICS  # noqa: E402
@@ -207,7 +209,7 @@ def _is_rejection(name: str) -> bool:
 def _metric_table(names: Iterable[str]) -> str:
     """One row a metric."""
     header = ("metric", "unit", "over", "formula", "healthy", "source")
-    return _table(header, [_metric_row(f"`{name}`", DIFFUSION_METRICS.get(name) or metric(name)) for name in names])
+    return _table(header, [_metric_row(f"`{name}`", metric(name)) for name in names])
 
 
 def _metric_row(label: str, row: Metric, formula: str | None = None) -> tuple[str | None, ...]:
@@ -259,6 +261,7 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 PAGES: dict[str, Callable[[], str]] = {
     "docs/metrics.md": metrics_page,
+    "docs/performance.md": lambda: performance_page(GENERATED, _table),
     "docs/presets.md": presets_page,
 }
 

@@ -24,9 +24,9 @@ class Finalizer:
     compute: Callable[[HostStatistics], float]
     description: str
 
-    def available(self, statistics: HostStatistics) -> bool:
-        """Whether the statistics have every row that this finaliser reads."""
-        return all(name in getattr(statistics, kind) for kind, name in (row.split(":", 1) for row in self.rows))
+    def available(self, rows: frozenset[str]) -> bool:
+        """Whether those are all the rows that this finaliser reads."""
+        return rows.issuperset(self.rows)
 
 
 def total(name: str) -> Finalizer:

@@ -9,7 +9,10 @@ level counts.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from rollcorr.core.criterion_metrics import CRITERIA, criterion_metrics
+from rollcorr.core.diffusion_metrics import DIFFUSION_METRICS, STEP_KL_METRICS, by_timestep
 from rollcorr.core.finalizers import (
     Finalizer,
     complement_share,
@@ -264,16 +267,17 @@ METRICS: dict[str, Metric] = _table(
 
 
 _CRITERION_METRICS = {name: found for criterion in CRITERIA for name, found in criterion_metrics(criterion).items()}
+_REGISTRY = METRICS | _CRITERION_METRICS | STEP_KL_METRICS | DIFFUSION_METRICS
 
 
 def metric(name: str) -> Metric:
-    """Look a metric up by its bare or prefixed name, those of the rejection criteria included.
+    """Look a metric up by its bare or prefixed name, those of rejection criteria and of denoising steps included.
 
     Raises:
         KeyError: there is no such metric.
     """
     bare = name.removeprefix(PREFIX)
-    found = METRICS.get(bare) or _CRITERION_METRICS.get(bare)
+    found = _REGISTRY.get(bare)
     if found is None:
         raise KeyError(f"no metric is called {name!r}; docs/metrics.md lists them all")
     return found
@@ -281,8 +285,12 @@ def metric(name: str) -> Metric:
 
 def finalize(statistics: HostStatistics, *, prefix: str = PREFIX) -> dict[str, float]:
     """Every metric whose rows the statistics have, prefixed, in the registry's order."""
-    return {
-        f"{prefix}{name}": found.finalizer.compute(statistics)
-        for name, found in (*METRICS.items(), *_CRITERION_METRICS.items())
-        if found.finalizer.available(statistics)
-    }
+    computable = _computable(statistics.row_names)
+    found = {name: finalizer.compute(statistics) for name, finalizer in computable}
+    return {f"{prefix}{name}": value for name, value in (found | by_timestep(statistics)).items()}
+
+
+@lru_cache(maxsize=64)
+def _computable(rows: frozenset[str]) -> tuple[tuple[str, Finalizer], ...]:
+    """The metrics that these rows suffice for, in the registry's order; the same at every step of a run."""
+    return tuple((name, found.finalizer) for name, found in _REGISTRY.items() if found.finalizer.available(rows))

@@ -236,6 +236,11 @@ class HostStatistics:
     histograms: Mapping[str, Sequence[float]]
     tops: Mapping[str, tuple[Entry, ...]]
 
+    @property
+    def row_names(self) -> frozenset[str]:
+        """The rows that are here, each as "kind:name"."""
+        return frozenset(f"{kind}:{name}" for kind in _KINDS for name in getattr(self, kind))
+
 
 def moments_of(values: Tensor, mask: Tensor) -> Tensor:
     """(n, mean, M2) of the values where mask is true: two passes, so a large mean cancels nothing.

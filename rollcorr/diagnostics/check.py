@@ -17,9 +17,9 @@ from rollcorr.diagnostics.evidence import Finding, bare_metrics
 from rollcorr.diagnostics.health import HealthReport, health
 from rollcorr.diagnostics.labels import Label, Provenance
 from rollcorr.diagnostics.run_directory import BadInputError
-from rollcorr.diagnostics.tally import COLUMNS, Measurement, Part, Tally, merge_parts
+from rollcorr.diagnostics.tally import COLUMNS, KEPT_COLUMNS, Measurement, Part, Tally, merge_parts
 from rollcorr.diagnostics.workers import read_shards
-from rollcorr.rollout_log import Problem, Shard, log_files, log_shards, read_shard
+from rollcorr.rollout_log import Problem, RolloutBatch, Shard, log_files, log_shards, read_shard
 from rollcorr.schemas import resolve
 from rollcorr.yaml_text import load_yaml
 
@@ -32,7 +32,7 @@ Token weights are the ones that stay informative at any length; the other levels
 and a band have been chosen, and are measured with `--preset` or `--config`.
 """
 
-_RAW_FINDINGS: Mapping[str, tuple[str, str, str]] = {
+_RAW_FINDINGS: dict[str, tuple[str, str, str]] = {
     "positive": (
         "log-probs above zero",
         "the probability of a token cannot exceed 1; densities of a diffusion sampler can",
@@ -50,6 +50,14 @@ _RAW_FINDINGS: Mapping[str, tuple[str, str, str]] = {
     ),
 }
 """Findings of the log's validation that are about the policies: title, reason, remedy. The rest become remarks."""
+_RAW_FINDINGS |= dict.fromkeys(
+    ("kept", "kept_length", "kept_offsets", "kept_twice"),
+    (
+        "kept sets that do not fit their tokens",
+        "a ratio replayed over them is not that of what was sampled",
+        "record for each token the ids that the engine could draw, each once, with one offset more than tokens",
+    ),
+)
 _NOT_SUBTRACTABLE: Mapping[str, tuple[str, str]] = {
     "tempered": ("temperature_ratio", "1"),
     "truncated": ("kept_mass", "1"),
@@ -152,10 +160,12 @@ def check_logs(
         )
     shards = log_shards([str(path) for path in paths])
     total, tally = sum(shard.rows for shard in shards), Tally()
-    column = train_column or ""
+    column, kept = train_column or "", False
     try:
-        column = column or _train_column(shards, config, batch_size)
-        measurement = Measurement(config=config, train_column=column, batch_size=batch_size)
+        head = _first_batch(shards, batch_size)
+        column = column or _train_column(head, config)
+        kept = head is not None and head.has("kept_offsets")
+        measurement = Measurement(config=config, train_column=column, batch_size=batch_size, kept=kept)
         told = (lambda rows: None) if on_rows is None else (lambda rows: on_rows(rows, total))
         for part in read_shards(measurement, shards, told, workers=workers, ray=ray):
             tally = tally.merge(part)
@@ -169,15 +179,21 @@ def check_logs(
     if tally.interrupted:
         remarks.append(f"interrupted: this covers {tally.rows} of {total} rows only")
     files = tuple(str(file) for file in log_files([str(path) for path in paths]))
-    return _result(tally, config, diffusion=diffusion, files=files, train_column=column, remarks=tuple(remarks))
+    return _result(
+        tally, config, diffusion=diffusion, kept=kept, files=files, train_column=column, remarks=tuple(remarks)
+    )
 
 
-def _train_column(shards: Sequence[Shard], config: RolloutCorrectionConfig, batch_size: int) -> str:
+def _first_batch(shards: Sequence[Shard], batch_size: int) -> RolloutBatch | None:
+    columns = COLUMNS + KEPT_COLUMNS
+    return next(
+        (batch for shard in shards[:1] for batch in read_shard(shard, columns=columns, batch_size=batch_size)), None
+    )
+
+
+def _train_column(batch: RolloutBatch | None, config: RolloutCorrectionConfig) -> str:
     """The column that π is taken from in the whole log, from what its first batch records."""
     order = ("log_prob", "old_log_prob") if config.bypass_mode else ("old_log_prob", "log_prob")
-    batch = next(
-        (batch for shard in shards[:1] for batch in read_shard(shard, columns=COLUMNS, batch_size=batch_size)), None
-    )
     if batch is None:
         return order[0]
     found = next((name for name in order if batch.has(name)), None)
@@ -195,6 +211,7 @@ def _result(
     config: RolloutCorrectionConfig,
     *,
     diffusion: bool,
+    kept: bool,
     files: tuple[str, ...],
     train_column: str,
     remarks: tuple[str, ...],
@@ -209,7 +226,7 @@ def _result(
     provenance = tally.sample.estimate()
     if not diffusion:
         found += [_claimed(reason, mend) for reason, mend in tally.claims.items()]
-        found += [_implied(label) for label in provenance.wrong if label.name in _NOT_SUBTRACTABLE]
+        found += [_implied(label, kept=kept) for label in provenance.wrong if label.name in _NOT_SUBTRACTABLE]
     return CheckResult(
         health=replace(verdict, findings=(*verdict.warnings, *found, *verdict.notes)),
         metrics=whole,
@@ -258,7 +275,8 @@ def _claimed(reason: str, mend: str) -> Finding:
     )
 
 
-def _implied(label: Label) -> Finding:
+def _implied(label: Label, *, kept: bool) -> Finding:
+    recorded = "; this log has the sets, in kept_ids and kept_offsets" if kept and label.name == "truncated" else ""
     number, limit = _NOT_SUBTRACTABLE[label.name]
     return Finding(
         metric=f"log/{number}",
@@ -266,5 +284,5 @@ def _implied(label: Label) -> Finding:
         value=label.evidence[number],
         limit=limit,
         reason=label.says,
-        remedy=label.remedy,
+        remedy=label.remedy + recorded,
     )

@@ -137,6 +137,28 @@ PANELS: tuple[Panel, ...] = (
 )
 """The six panels of every report."""
 
+STEP_PANELS: tuple[Panel, ...] = (
+    Panel(
+        name="exact_kl",
+        title="Exact KL of a denoising step, nats",
+        curves={"exact_kl_mean": "mean", "exact_kl_max": "largest"},
+        absent="not measured",
+        bounds=(0.0,),
+        symlog=True,
+    ),
+    Panel(
+        name="zeroed",
+        title="Share of gradients that the clip zeroed",
+        curves={
+            "actor/zeroed_fraction_positive": "advantage above 0",
+            "actor/zeroed_fraction_negative": "advantage below 0",
+        },
+        absent="not measured",
+        bounds=(0.0,),
+    ),
+)
+"""Panels of denoising steps, in the reports of runs that have them."""
+
 REWARD = Panel(
     name="reward",
     title="Reward",

@@ -25,7 +25,7 @@ except ImportError as error:
 if TYPE_CHECKING:
     from rollcorr.diagnostics.check import CheckResult
 
-from rollcorr.diagnostics.plots import DARK, LIGHT, PANELS, REWARD, Panel, draw, to_png
+from rollcorr.diagnostics.plots import DARK, LIGHT, PANELS, REWARD, STEP_PANELS, Panel, draw, to_png
 
 HTML_FILE = "report.html"
 
@@ -95,7 +95,7 @@ def write_report(data: ReportData, directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     series = series_by_name(data.series)
     figures = []
-    for panel in (*PANELS, REWARD):
+    for panel in (*PANELS, *(panel for panel in STEP_PANELS if panel.curves.keys() & series.keys()), REWARD):
         light, dark = (to_png(draw(panel, series, theme)) for theme in (LIGHT, DARK))
         (directory / f"{panel.name}.png").write_bytes(light)
         figures.append(

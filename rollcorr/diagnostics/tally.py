@@ -24,6 +24,8 @@ CONTRADICTION = -1.0
 """Where one side is exactly 0.0 (probability 1) and the other below this, in nats, one of them was not computed."""
 COLUMNS = ("step", "response_mask", "rollout_log_prob", "old_log_prob", "log_prob", "reward", "sampling", "engine")
 """The columns of the log that are read."""
+KEPT_COLUMNS = ("response_ids", "kept_ids", "kept_offsets")
+"""Those that are read besides where the log has kept sets."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,11 +105,13 @@ class Measurement:
         config: what is measured.
         train_column: where π is.
         batch_size: most rows in memory at once.
+        kept: whether the log has kept sets, to be checked.
     """
 
     config: RolloutCorrectionConfig
     train_column: str
     batch_size: int
+    kept: bool = False
 
     def of_shard(self, shard: Shard, on_rows: Callable[[int], None]) -> Tally:
         """The tally of a shard, or of its beginning after a KeyboardInterrupt, also one that `on_rows` raises.
@@ -120,7 +124,8 @@ class Measurement:
         tally = Tally()
         try:
             on_rows(0)
-            for batch in read_shard(shard, columns=COLUMNS, batch_size=self.batch_size):
+            columns = COLUMNS + KEPT_COLUMNS if self.kept else COLUMNS
+            for batch in read_shard(shard, columns=columns, batch_size=self.batch_size):
                 tally = tally.merge(self.of_batch(batch, first=shard.before + batch.first_row - shard.first_row))
                 on_rows(len(batch))
         except KeyboardInterrupt:

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rollcorr.config import InertOptionWarning
-from rollcorr.core.diffusion_metrics import finalize_diffusion
-from rollcorr.core.metrics import PREFIX
+from rollcorr.core.metrics import PREFIX, finalize
 from rollcorr.core.statistics import HostStatistics, Statistics, merge_statistics
 from rollcorr.diffusion.config import DiffusionActorConfig
 from rollcorr.distributed import gather_statistics
@@ -44,7 +43,7 @@ def diffusion_metrics(
         if (config, name) not in _said:
             _said.add((config, name))
             warnings.warn(reason, InertOptionWarning, stacklevel=2)
-    return finalize_diffusion(host, prefix=prefix or (BYPASS_PREFIX if config.bypass_mode else PREFIX))
+    return finalize(host, prefix=prefix or (BYPASS_PREFIX if config.bypass_mode else PREFIX))
 
 
 def loss_step_metrics(

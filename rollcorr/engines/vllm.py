@@ -11,8 +11,10 @@ off by nats, and not some day above the noise floor.
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import sys
 import tempfile
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +24,7 @@ from torch import nn
 
 from rollcorr.checks import check_choice, check_integer, check_number
 from rollcorr.config import SamplingSpec
-from rollcorr.engines.base import EngineUnavailableError, check_weight_sync
+from rollcorr.engines.base import EngineAnswerError, EngineUnavailableError
 from rollcorr.engines.vllm_base import EXTENSION, Dtype, VllmBase
 from rollcorr.engines.worker import WorkerProcess
 
@@ -61,7 +63,7 @@ class VllmEngine(VllmBase):
         timeout: seconds for one answer: sampling a batch, or loading weights.
         start_timeout: seconds to start vLLM.
         restarts: how often in one call a worker that died or hung is started anew and asked again.
-        sync_tolerance: largest difference between vLLM and policy on the probe, nats; None for that of the dtype.
+        sync_tolerance: largest difference between vLLM and policy on the probe, nats; None for `NOISE_FLOOR`.
 
     Raises:
         TypeError: a number is of the wrong type.
@@ -114,11 +116,12 @@ class VllmEngine(VllmBase):
         self.restarts = restarts
         self._command = [python, "-m", "rollcorr.engines.vllm_worker"]
         self._env = dict(env or {})
-        self._temporary = tempfile.TemporaryDirectory(prefix="rollcorr-vllm-")
+        self._checkpoint = Path(tempfile.mkdtemp(prefix="rollcorr-vllm-"))
+        self._remove = weakref.finalize(self, shutil.rmtree, self._checkpoint, ignore_errors=True)
         self._engine_args = {
             "disable_log_stats": True,
             **engine_args,
-            "model": self._temporary.name,
+            "model": str(self._checkpoint),
             "skip_tokenizer_init": True,
             "generation_config": "vllm",
             "dtype": dtype,
@@ -141,7 +144,7 @@ class VllmEngine(VllmBase):
         """End vLLM and remove the folder with its weights. Also happens when the engine is collected."""
         self._unusable = "it was closed"
         self._abandon()
-        self._temporary.cleanup()
+        self._remove()
 
     def restart(self) -> None:
         """Start vLLM anew with the weights that sample now, and verify them.
@@ -155,12 +158,11 @@ class VllmEngine(VllmBase):
         with self._whole_or_unusable():
             self._abandon()
             self._load(self.weight_version)
-            found = self._score(self._probe, 1.0)
-            check_weight_sync(found, self._expected, tolerance=self.sync_tolerance)
+            self._verify(self._expected)
 
     @property
     def _folder(self) -> Path:
-        return Path(self._temporary.name)
+        return self._checkpoint
 
     def _choices(self, prompts: list[list[int]], seeds: list[int]) -> list[Any]:
         question = {"prompts": prompts, "parameters": self._parameters, "seeds": seeds}
@@ -189,12 +191,14 @@ class VllmEngine(VllmBase):
     def _start(self, version: int) -> None:
         self._worker = WorkerProcess(self._command, env=self._env, name="vLLM worker")
         load_format = "dummy" if self.update == "reload" else "auto"
-        told = self._worker.ask(
-            "start",
-            timeout=self.start_timeout,
-            engine_args={**self._engine_args, "load_format": load_format},
-            version=version,
-        )
+        arguments = {**self._engine_args, "load_format": load_format}
+        try:
+            told = self._worker.ask("start", timeout=self.start_timeout, engine_args=arguments, version=version)
+        except EngineAnswerError as error:
+            raise EngineUnavailableError(
+                f"vLLM did not start: {error}. It runs in {self._command[0]}, which needs vLLM and this package: "
+                "pip install 'rollcorr[vllm]'"
+            ) from error
         self.max_model_len = told["max_model_len"]
         self.sampling = dataclasses.replace(self.sampling, engine_version=told["version"])
 

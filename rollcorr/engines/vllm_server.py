@@ -11,6 +11,7 @@ package's worker extension takes them from a folder that both sides see; any oth
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +20,7 @@ from typing import Any
 from torch import nn
 
 from rollcorr.config import SamplingSpec
-from rollcorr.engines.base import EngineAnswerError, EngineError, WeightSyncError, check_weight_sync
+from rollcorr.engines.base import EngineAnswerError, EngineError, WeightSyncError
 from rollcorr.engines.http import JsonClient
 from rollcorr.engines.probe import score_probe
 from rollcorr.engines.vllm_answers import choice_of_text, prompt_log_probs
@@ -38,8 +39,8 @@ class VllmServerEngine(VllmBase):
     answer tells.
 
     Args:
-        url: where it is, for instance "http://localhost:8000".
         model: the policy that it serves, checked by the probe.
+        url: where it is, for instance "http://localhost:8000".
         sampling: how to draw tokens. Kept sets need `--logprobs-mode processed_logprobs` and a `--max-logprobs` of 1.5
             top_k + 12, or `--return-sampling-mask`.
         max_new_tokens: longest response, at least 1.
@@ -55,7 +56,7 @@ class VllmServerEngine(VllmBase):
         retries: how often a request that failed is sent again.
         concurrency: requests under way at a time.
         headers: sent with each request, such as an API key.
-        sync_tolerance: largest difference between server and policy on the probe, nats; None for that of the dtype.
+        sync_tolerance: largest difference between server and policy on the probe, nats; None for `NOISE_FLOOR`.
 
     Raises:
         ImportError: httpx is not installed.
@@ -68,9 +69,9 @@ class VllmServerEngine(VllmBase):
 
     def __init__(
         self,
-        url: str,
         model: nn.Module,
         *,
+        url: str,
         sampling: SamplingSpec,
         max_new_tokens: int,
         eos_token_id: int,
@@ -98,13 +99,14 @@ class VllmServerEngine(VllmBase):
             sampling_mask=sampling_mask,
         )
         self._client = JsonClient(url, timeout=timeout, retries=retries, concurrency=concurrency, headers=headers)
+        self._close = weakref.finalize(self, self._client.close)
         self._updates_folder = None if folder is None else Path(folder)
         self._meet(served_model)
         self._check_log_probs()
         if self._updates_folder is None:
             self._expected = score_probe(model, self._probe, dtype=self._torch_dtype)
             with self._whole_or_unusable():
-                check_weight_sync(self._score(self._probe, 1.0), self._expected, tolerance=self.sync_tolerance)
+                self._verify(self._expected)
         else:
             self._updates_folder.mkdir(parents=True, exist_ok=True)
             self.update_weights(model, version=version)
@@ -120,7 +122,7 @@ class VllmServerEngine(VllmBase):
     def close(self) -> None:
         """Close the connections. The server goes on."""
         self._unusable = "it was closed"
-        self._client.close()
+        self._close()
 
     @property
     def _folder(self) -> Path:

@@ -145,16 +145,17 @@ class WorkerProcess:
 
 
 def _read_answers(stream: io.FileIO, answers: queue.Queue[bytes | None]) -> None:
-    for line in io.BufferedReader(stream):
-        if not line.endswith(b"\n"):
-            break  # it died within a line: half an answer is none
-        answers.put(line)
+    with io.BufferedReader(stream) as lines:
+        for line in lines:
+            if line.endswith(b"\n"):  # or it died within a line: half an answer is none
+                answers.put(line)
     answers.put(None)
 
 
 def _read_log(stream: io.FileIO, lines: deque[str]) -> None:
-    for line in io.BufferedReader(stream):
-        lines.append(line.decode(errors="replace").rstrip())
+    with io.BufferedReader(stream) as written:
+        for line in written:
+            lines.append(line.decode(errors="replace").rstrip())
 
 
 def _write(stream: io.FileIO, question: bytes) -> None:
@@ -176,8 +177,5 @@ def _end(process: subprocess.Popen[bytes], threads: list[threading.Thread], *, p
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    for thread in threads:
+    for thread in threads:  # each closes the pipe that it reads
         thread.join(END_SECONDS)
-    for stream in (process.stdout, process.stderr):
-        with contextlib.suppress(OSError):
-            stream.close()  # type: ignore[union-attr]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -199,22 +200,44 @@ def _kept_sets(batch: RolloutBatch) -> Findings:
     bad &= usable
     message = "offsets fall, or do not run from 0 to the number of kept ids"
     yield bad, Problem(code="kept_offsets", message=message, hint=hint, column="kept_offsets")
+    yield from _kept_twice(batch, usable & ~bad)
     if batch.has("response_ids"):
         yield from _membership(batch, usable & ~bad)
+
+
+def _kept_twice(batch: RolloutBatch, usable: np.ndarray) -> Findings:
+    """No id is twice in the kept set of a token, where its probability would count twice."""
+    kept_ids, ids_sizes, _ = _list(batch, "kept_ids")
+    ids, token = _numpy(kept_ids)[np.repeat(usable, ids_sizes)], _token_of_kept(batch, usable)
+    row_of = np.repeat(np.arange(len(batch))[usable], ids_sizes[usable])
+    order = np.lexsort((ids, token))
+    again = (ids[order][1:] == ids[order][:-1]) & (token[order][1:] == token[order][:-1])
+    problem = Problem(code="kept_twice", column="kept_ids", message="ids twice in one set", hint="keep each id once")
+    yield from _where(batch, again, row_of[order][1:], problem)
+
+
+def _token_of_kept(batch: RolloutBatch, usable: np.ndarray) -> np.ndarray:
+    """The token of each kept id, counted over the rows that are usable."""
+    counts = _kept_counts(batch, usable)
+    return np.repeat(np.arange(len(counts)), counts)
+
+
+def _kept_counts(batch: RolloutBatch, usable: np.ndarray) -> np.ndarray:
+    """How many ids each token of the usable rows kept."""
+    kept_offsets, sizes, _ = _list(batch, "kept_offsets")
+    offset = _numpy(kept_offsets)[np.repeat(usable, sizes)]
+    row_of = np.repeat(np.arange(len(batch))[usable], sizes[usable])
+    return np.diff(offset)[row_of[1:] == row_of[:-1]]
 
 
 def _membership(batch: RolloutBatch, usable: np.ndarray) -> Findings:
     """Sampled ids are in the kept set of their token."""
     responses, sizes, recorded = ragged(batch.records.column("response_ids"))
     kept_ids, ids_sizes, _ = _list(batch, "kept_ids")
-    kept_offsets, offset_sizes, _ = _list(batch, "kept_offsets")
-    ids, offset = _numpy(kept_ids), _numpy(kept_offsets)
+    ids = _numpy(kept_ids)
     usable = usable & recorded & (sizes == batch.lengths.numpy())
     sampled = _numpy(responses)[np.repeat(usable, sizes)]
-    offset = offset[np.repeat(usable, offset_sizes)]
-    row_of_offset = np.repeat(np.arange(len(batch))[usable], offset_sizes[usable])
-    kept_counts = np.diff(offset)[row_of_offset[1:] == row_of_offset[:-1]]
-    token = np.repeat(np.arange(len(sampled)), kept_counts)
+    token = _token_of_kept(batch, usable)
     hits = token[ids[np.repeat(usable, ids_sizes)] == sampled[token]]
     outside = (np.bincount(hits, minlength=len(sampled)) == 0) & _mask(batch)[np.repeat(usable, batch.lengths.numpy())]
     hint = "the sampled token always belongs to its set; the trainer inserts it and counts it"
@@ -237,16 +260,39 @@ def _log_probs(batch: RolloutBatch) -> Findings:
 
 
 def _zeros(batch: RolloutBatch) -> Findings:
-    """Log-probs of exactly 0 are no more than half of a row."""
+    """Log-probs of exactly 0 are no more than half of a row, tokens that a truncation left without a choice aside."""
+    alone = _without_choice(batch)
     for name in LOG_PROB_COLUMNS:
         if batch.has(name):
             value, row_of = _sampled(batch, name)
+            judged = ~_sampled(batch, name, of=alone)[0]
+            value, row_of = value[judged], row_of[judged]
             zeros = np.bincount(row_of[value == 0], minlength=len(batch))
             tokens = np.bincount(row_of, minlength=len(batch))
             bad = (tokens >= ZERO_TOKENS) & (zeros > ZERO_SHARE * tokens)
             row = int(bad.argmax())
             message = f"{zeros[row]} of {tokens[row]} log-probs are exactly 0 (probability 1)"
             yield bad, _warning("zeros", name, message, "a placeholder for missing values? write null instead")
+
+
+def _without_choice(batch: RolloutBatch) -> np.ndarray:
+    """Tokens, packed, that may have probability 1: their kept set has one id, or is not recorded under a truncation."""
+    lengths = batch.lengths.numpy()
+    alone = np.zeros(len(batch), dtype=bool)
+    if batch.has("sampling"):
+        settings = [row or {} for row in batch.objects("sampling")]
+        alone = np.array([row.get("logprobs") == "processed" and _truncates(row) for row in settings])
+    alone = np.repeat(alone, lengths)
+    if batch.has("kept_offsets"):
+        _, sizes, recorded = _list(batch, "kept_offsets")
+        usable = recorded & (sizes == lengths + 1)
+        alone[np.repeat(usable, lengths)] = _kept_counts(batch, usable) <= 1
+    return alone
+
+
+def _truncates(row: Mapping[str, Any]) -> bool:
+    top_k, top_p, min_p = (row.get(name) for name in ("top_k", "top_p", "min_p"))
+    return (top_k or -1) > 0 or (1.0 if top_p is None else top_p) < 1 or (min_p or 0.0) > 0
 
 
 def _warning(code: str, column: str, message: str, hint: str) -> Problem:
@@ -259,14 +305,18 @@ def _where(batch: RolloutBatch, bad: np.ndarray, row_of: np.ndarray, problem: Pr
     yield counts > 0, replace(problem, message=f"{problem.message}: {counts[(counts > 0).argmax()]} in this row")
 
 
-def _sampled(batch: RolloutBatch, column: str) -> tuple[np.ndarray, np.ndarray]:
-    """A token column where the mask is true, and the row of each value; rows that do not fit are left out."""
+def _sampled(batch: RolloutBatch, column: str, *, of: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """A token column where the mask is true, and the row of each value; rows that do not fit are left out.
+
+    With `of`, something packed over all tokens instead, where the column is recorded.
+    """
     lengths = batch.lengths.numpy()
     values, sizes, recorded = ragged(batch.records.column(column))
     fits = recorded & (sizes == lengths)
     mask = _mask(batch)[np.repeat(fits, lengths)]
     row_of = np.repeat(np.arange(len(batch))[fits], lengths[fits])
-    return _numpy(values)[np.repeat(fits, sizes)][mask], row_of[mask]
+    found = _numpy(values)[np.repeat(fits, sizes)] if of is None else of[np.repeat(fits, lengths)]
+    return found[mask], row_of[mask]
 
 
 def _list(batch: RolloutBatch, column: str) -> tuple[pa.Array, np.ndarray, np.ndarray]:

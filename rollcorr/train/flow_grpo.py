@@ -230,12 +230,12 @@ class FlowGrpoTrainer:
 
     def _score(self, batch: PictureBatch, model: nn.Module, rows: Tensor, column: int) -> dict[str, Tensor]:
         """One step of the window under a model: log-probs (b, 1) and means (b, 1, …), with gradient."""
-        latents, steps = batch.data["latents"][rows], batch.trajectories.steps[rows, column]
-        x, sigma = latents[:, column], self.schedule.at(steps)[0]
+        x, after = (batch.data["latents"][rows, column + i] for i in (0, 1))
+        steps = batch.trajectories.steps[rows, column]
         self.forward_passes += 1
-        v = predict(self.policy, model, x, sigma, batch.trajectories.prompts.select(rows.to(steps.device)))
+        v = predict(self.policy, model, x, self.schedule.at(steps)[0], batch.trajectories.prompts.select(rows))
         mean, std = self.schedule.moments(v, x, steps)
-        log_prob = gaussian_log_prob(latents[:, column + 1], mean, std)
+        log_prob = gaussian_log_prob(after, mean, std)
         return {"log_probs": log_prob.unsqueeze(1), "prev_sample_mean": mean.unsqueeze(1)}
 
     def _add_correction(self, batch: PictureBatch) -> dict[str, float]:
@@ -312,13 +312,11 @@ class FlowGrpoTrainer:
 
 def _slice(data: dict[str, Tensor], rows: Tensor, column: int) -> dict[str, Tensor]:
     """One step of the window of some rows: every tensor (b, 1, …), latents (b, 2, …), advantages (b,)."""
-    part = {}
-    for name, tensor in data.items():
-        values = tensor[rows.to(tensor.device)]
-        if name != "advantages":
-            values = values[:, column : column + (2 if name == "latents" else 1)]
-        part[name] = values
-    return part
+    width = {"latents": 2}
+    return {
+        name: tensor[rows] if name == "advantages" else tensor[:, column : column + width.get(name, 1)][rows]
+        for name, tensor in data.items()
+    }
 
 
 def _finite(value: float) -> bool:

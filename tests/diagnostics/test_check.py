@@ -1,5 +1,6 @@
 """Checking rollout logs: the whole equals its parts, and what is odd in the raw columns is named with its place."""
 
+import math
 import weakref
 
 import pyarrow as pa
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 import rollcorr.diagnostics.tally as module
 from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.core.sampling import KeptSets
 from rollcorr.correction import correct
 from rollcorr.diagnostics.check import DIAGNOSIS, check_logs, choose_config
 from rollcorr.diagnostics.run_directory import BadInputError
@@ -248,3 +250,39 @@ def test_memory_does_not_grow_with_the_log_nor_with_the_length_of_its_rows(tmp_p
     assert batches <= 2, "the one at work, and the one before it until its name is taken"
     assert held <= 1 << 18
     assert arrow < 16_000_000, "the Parquet file's columns are 32 MB"
+
+
+def truncated(rows=30, length=12, seed=0):
+    """A log of a truncated sampler, as columns: 5 ids kept with mass 0.8, or one; the trainer's log-probs are full."""
+    generator = torch.Generator().manual_seed(seed)
+    alone = torch.rand(rows, length, generator=generator) < 0.6
+    train = torch.where(alone, -0.02, -4 * torch.rand(rows, length, generator=generator) - 0.4)
+    rollout = torch.where(alone, 0.0, train - math.log(0.8))
+    kept = KeptSets.of([[7] if one else [7, 1, 2, 3, 4] for one in alone.flatten().tolist()])
+    ids, mask = torch.full((rows, length), 7), torch.ones(rows, length)
+    return train, rollout, mask, {"kept": kept, "response_ids": ids}
+
+
+def titles(result):
+    return {finding.title for finding in result.health.findings}
+
+
+def test_a_truncated_log_is_told_from_placeholders_and_its_sets_are_named(tmp_path):
+    train, rollout, mask, columns = truncated()
+    found = check_logs([log(tmp_path / "log.parquet", (1, train, rollout, mask), **columns)])
+    assert "sequences of mostly zero log-probs" not in titles(found)
+    (finding,) = [f for f in found.health.findings if f.title == "log-probs are of different things: truncated"]
+    assert finding.remedy.endswith("this log has the sets, in kept_ids and kept_offsets")
+    replayed = check_logs([log(tmp_path / "replayed.jsonl", (1, rollout, rollout - 1e-5, mask), **columns)])
+    assert not {t for t in titles(replayed) if "different things" in t or "kept" in t}
+
+
+def test_kept_sets_that_cannot_be_replayed_are_a_finding(tmp_path):
+    train, rollout, mask, columns = truncated()
+    ids = columns["kept"].ids.clone()
+    first = int(columns["kept"].offsets.diff().argmax())
+    ids[columns["kept"].offsets[first] + 1] = 7
+    columns["kept"] = KeptSets(ids, columns["kept"].offsets)
+    result = check_logs([log(tmp_path / "log.parquet", (1, train, rollout, mask), **columns)])
+    (finding,) = [f for f in result.health.findings if f.title == "kept sets that do not fit their tokens"]
+    assert "row 0: ids twice in one set: 1 in this row" in finding.reason

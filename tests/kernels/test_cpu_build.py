@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import re
@@ -37,6 +38,30 @@ def test_every_instruction_set_builds_without_a_warning(tmp_path):
     levels = LEVELS if platform.machine().lower() in ("x86_64", "amd64") else ("portable",)
     assert sorted(path.name for path in folder.glob("*.so")) == sorted(f"correction_{level}.so" for level in levels)
     assert isinstance(load(folder, "portable"), Library)
+
+
+def arm64_compiler() -> list[str] | None:
+    """A compiler that makes arm64 code here."""
+    if gcc := shutil.which("aarch64-linux-gnu-gcc"):
+        return [gcc]
+    target = ["cc", "-target", "aarch64-linux-gnu"]
+    if importlib.util.find_spec("ziglang"):
+        return [sys.executable, "-m", "ziglang", *target]
+    zig = shutil.which("zig")
+    return [zig, *target] if zig else None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(arm64_compiler() is None, reason="no compiler for arm64: make test-arm installs one")
+def test_it_compiles_for_arm64_without_a_warning(tmp_path):
+    """With the flags of an installation, into a library that exports what Python calls."""
+    flags = ["-std=gnu11", "-O3", "-fno-math-errno", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"]
+    command = [*arm64_compiler(), *flags, "-shared", "-fPIC", "-pthread", "-s", FOLDER / "correction.c"]
+    subprocess.run([*command, "-o", tmp_path / "arm64.so", "-lm"], check=True)
+    library = (tmp_path / "arm64.so").read_bytes()
+    assert library[:5] == b"\x7fELF\x02"
+    assert int.from_bytes(library[18:20], "little") == 183  # EM_AARCH64
+    assert b"rollcorr_correct" in library
 
 
 def test_without_a_compiler_the_reason_is_noted(tmp_path):

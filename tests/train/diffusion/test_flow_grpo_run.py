@@ -90,6 +90,7 @@ def test_a_run_leaves_pictures_and_a_report_that_shows_them(flow_run, tmp_path):
     assert page.count('class="pixels"') == 2
     assert "Before training" in page
     assert "actor/kept_fraction" in page
+    assert {"exact_kl.png", "zeroed.png", "reward.png"} <= {path.name for path in (run / "report").iterdir()}
 
     again = runner.invoke(app, ["train", *arguments])
     assert again.exit_code == 2
@@ -140,6 +141,12 @@ def test_the_effective_configuration_reads_back_as_itself(tmp_path):
     assert again.algorithm.actor == config.algorithm.actor
     assert again.algorithm.actor.step_kl == 0.3
     assert (again.rollout, again.model) == (config.rollout, config.model)
+
+
+def test_the_help_teaches_the_recipes():
+    told = CliRunner().invoke(app, ["train", "--help"]).output
+    assert "flow_grpo" in told
+    assert "recipe" in told
 
 
 def test_the_command_explains_mistakes(tmp_path, flow_run):

@@ -1,0 +1,10 @@
+"""What one writes first: vLLM's own reload, and nothing about the head."""
+
+from pathlib import Path
+
+from rollcorr.engines.vllm_weights import checkpoint_weights
+
+
+class NaiveReloader:
+    def rollcorr_reload(self, folder):
+        self.reload_weights(weights_iterator=checkpoint_weights(Path(folder)))

@@ -1,0 +1,200 @@
+"""docs/performance.md, from the results that benchmarks/correction.py --save has written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+VERL, COPY = "verl 0.9.1", "copy"
+MEANING = {
+    VERL: "verl's helper, on the padded tensors",
+    COPY: "14 bytes a token, 7 read and 7 written",
+    "cpu, out=, metrics not read": "compiled C, buffers reused; statistics stay tensors",
+    "cpu, out=": "the same and every metric as a number",
+    "cpu, fresh outputs": "the same into fresh memory",
+    "cpu, metrics only": "the preset `disabled`: no weights",
+    "cpu, eleven criteria, out=": "every rejection criterion at once",
+    "cpu, histograms and the worst, out=": "`detail=True`: a second read, in eager torch",
+    "blocked, out=": "eager torch alone",
+    "blocked, fresh outputs": "the same into fresh memory",
+    "blocked, eleven criteria, out=": "every rejection criterion at once",
+}
+TARGETS = (  # (contender, compared with, at least or at most, limit)
+    ("cpu, out=", VERL, "at least", 100.0),
+    ("cpu, fresh outputs", VERL, "at least", 50.0),
+    ("cpu, out=", COPY, "at most", 1.6),
+    ("cpu, eleven criteria, out=", COPY, "at most", 2.3),
+    ("blocked, out=", VERL, "at least", 12.0),
+)
+
+Table = Callable[[Sequence[str], Iterable[Sequence[object]]], str]
+Seconds = dict[str, dict[str, dict[str, float]]]
+
+
+def performance_page(generated: str, table: Table) -> str:
+    """The page; `table` writes a Markdown table from a header and rows."""
+    result = json.loads((RESULTS / "correction_cpu.json").read_text(encoding="utf-8"))
+    return f"""# Performance
+
+{generated}
+
+What a correction costs, what it costs at least, and how to measure it again. Everything here is about the
+correction step: log-probs and a mask in; weights, a loss mask and statistics out.
+
+```bash
+make bench                               # measure
+make bench ARGS="--repeats 20 --save"    # measure, and write benchmarks/results/correction_cpu.json
+make docs                                # write this page from it
+```
+
+## Measured
+
+{_provenance(result)}
+
+The configuration is token weights truncated at 2 and the criterion `seq_mean_k3` at 0.01, with every metric on the
+host unless a row says otherwise; verl's helper computes its 43. Log-probs are float32 and the mask is bool.
+Responses have 1,024 to 8,192 tokens of 8,192 ("padded", 9/16 of the places hold a token), the same tokens packed,
+or all 8,192 ("dense"). All contenders take turns in one process, so that what disturbs one disturbs its neighbours.
+`min` is the least of {_runs(result["seconds"])} runs, ratios are of minima, and CPU is the time of all threads
+together, the least of the runs too: others on the machine disturb it less.
+
+{_batches(result["seconds"], table)}
+
+## Targets
+
+{_verdict(result["seconds"])} A figure that misses its target is bold.
+
+{_targets(result["seconds"], table)}
+
+Where the compiled kernel misses a target at 1 M tokens and meets it at 8 M, the difference is Python: a call and
+`.metrics()` take about 0.3 ms together, whatever the batch, which is a third of the copy of 1 M tokens.
+
+Torch alone is as fast as eager torch gets on float64: some 50 operations and three exponentials on each block, at
+0.2 to 0.5 ns a token each, most of them waiting for the cache. float32 would halve that. It is not done, because
+float32 holds neither sentinels such as −1e30 nor k3 near 0 without looking at values and taking another path; the
+compiled kernel does that, block by block, but on a GPU every look at a value is a wait, and this implementation is
+the one for every device.
+
+## Asked of torch
+
+For 64 sequences of 2,048 tokens, dense, on one thread. An operation is a kernel launch on a GPU; a wait stops its
+queue until a value has come to the host. Bytes are those that operations read and write, in memory or in cache;
+what compiled C does is not seen by torch: it reads 9 bytes a token and writes 5.
+`tests/kernels/test_correction_counts.py` holds these counts, and that memory grows by the outputs and less than a
+twentieth.
+
+{_counts(result["counts"], table)}
+
+## How
+
+*One read.* Tokens are read once, in blocks that stay in cache, and leave sums: counts, Σ d, Σ d², Σ expm1(d), Σ of
+weights less 1 and of their squares, extremes of d. Means, spreads, perplexities, χ², k3 and the decisions about
+whole sequences follow from the sums; the largest k2 and k3 follow from the extremes of d, because both are convex.
+
+*Floors.* Weights and a bool mask from float32 log-probs and a bool mask are 14 bytes a token; metrics alone are 9.
+Nothing is faster than a copy of the same bytes. Fresh memory costs several times the arithmetic, which is what
+`out=` is for.
+
+*Compiled C* (`impl="cpu"`, taken by `"auto"` when there was a C compiler at installation): 512 tokens at a time in
+float32 vectors, sums over blocks in float64, `expm1` and k3 from one series without cancellation, decisions as
+comparisons of d. AVX-512, AVX2 or the compiler's own vectors, chosen when it runs; the last is what arm64 gets, and
+`make test-arm` compiles it. It has been run on x86-64 only.
+
+*Torch alone* (`impl="blocked"`): the same sums in float64, {_block()} tokens at a time. Masks are float64 too,
+because eager torch compares into numbers and sums them several times as fast as bool; all per-sequence sums of a
+block are one operation; packed sums are `segment_reduce`. Each thread takes whole blocks.
+
+## On a GPU
+
+There is no figure. `impl="triton"` is three launches and no wait; its kernels pass every test interpreted, and
+compile for sm_80, sm_90, sm_100 and gfx942 without a spilled register (`make test-triton`), but have never run on a
+GPU, so `"auto"` takes torch alone there. `python benchmarks/correction.py --device cuda --rows 512 4096 --save`
+would measure both."""
+
+
+def _provenance(result: dict[str, Any]) -> str:
+    return (
+        f"{result['device']}, {result['threads']} threads, torch {result['torch']}, Python {result['python']}, "
+        f"{result['date']}, commit {result['commit']}: `{result['command']}`."
+    )
+
+
+def _runs(seconds: Seconds) -> str:
+    runs = [row["runs"] for of in seconds.values() for row in of.values()]
+    return f"{min(runs)} to {max(runs)}"
+
+
+def _block() -> str:
+    from rollcorr.kernels.correction.blocked import CPU_BLOCK
+
+    return f"{CPU_BLOCK:,}"
+
+
+def _batches(seconds: Seconds, table: Table) -> str:
+    header = ("ms", "min", "median", "CPU", "× verl", "× copy", "")
+    parts = []
+    for title, of in seconds.items():
+        rows = [
+            (
+                f"`{name}`" if name in MEANING and name not in (VERL, COPY) else name,
+                *(f"{row[key] * 1e3:.2f}" for key in ("min", "median", "cpu")),
+                f"{of[VERL]['min'] / row['min']:.1f}",
+                f"{row['min'] / of[COPY]['min']:.2f}",
+                MEANING.get(name, ""),
+            )
+            for name, row in of.items()
+        ]
+        parts.append(f"### {title}\n\n{table(header, rows)}")
+    return "\n\n".join(parts)
+
+
+def _figure(of: dict[str, dict[str, float]], contender: str, peer: str) -> float:
+    """× verl: how often the contender fits into verl's time. × copy: how often the copy fits into the contender's."""
+    ratio = of[contender]["min"] / of[peer]["min"]
+    return ratio if peer == COPY else 1 / ratio
+
+
+def _met(figure: float, side: str, limit: float) -> bool:
+    return figure >= limit if side == "at least" else figure <= limit
+
+
+def _verdict(seconds: Seconds) -> str:
+    met = [
+        _met(_figure(of, contender, peer), side, limit)
+        for contender, peer, side, limit in TARGETS
+        for of in seconds.values()
+    ]
+    return f"{sum(met)} of {len(met)} figures meet their target."
+
+
+def _targets(seconds: Seconds, table: Table) -> str:
+    rows = []
+    for contender, peer, side, limit in TARGETS:
+        cells = []
+        for of in seconds.values():
+            figure = _figure(of, contender, peer)
+            text = f"{figure:.{2 if peer == COPY else 1}f}"
+            cells.append(text if _met(figure, side, limit) else f"**{text}**")
+        rows.append((f"`{contender}`", f"{side} {limit:g} × {'the copy' if peer == COPY else 'verl'}", *cells))
+    return table(("", "target", *seconds), rows)
+
+
+def _counts(counts: dict[str, dict[str, float]], table: Table) -> str:
+    rows = [
+        (
+            name if name in (VERL, COPY) else f"`{name}`",
+            f"{row['operations']:.0f}",
+            f"{row['waits']:.0f}",
+            _bytes(name, row),
+        )
+        for name, row in counts.items()
+    ]
+    return table(("", "operations", "waits", "bytes a token"), rows)
+
+
+def _bytes(name: str, row: dict[str, float]) -> str:
+    compiled = name.startswith("cpu") and row["bytes_per_token"] < 1
+    return "not seen" if compiled else f"{row['bytes_per_token']:,.0f}"
