@@ -15,7 +15,9 @@ def rows(result):
     products = result["seconds"]["four products"]["cpu"]
     for name, of in result["seconds"].items():
         times = f"{of['cpu'] / products:.2f}" if of["cpu"] / products >= 0.1 else f"1 / {products / of['cpu']:.0f}"
-        yield f"| {name} | {of['cpu']:.3g} | {times} | {result['peak_bytes'][name] / 1e6:,.0f} |"
+        megabytes = result["peak_bytes"][name] / 1e6
+        size = f"{megabytes:,.0f}" if megabytes >= 10 else f"{megabytes:.1f}"
+        yield f"| {name} | {of['cpu']:.3g} | {times} | {size} |"
 
 
 def test_there_are_figures():
