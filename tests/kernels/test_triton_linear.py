@@ -124,6 +124,16 @@ def test_entries_with_bias_minus_infinity_have_no_probability():
     assert_same(actual, run(case, chunk=4, entropy=True, impl="torch"))
 
 
+@pytest.mark.parametrize("replayed", FORMS)
+def test_what_the_mask_drops_reaches_nothing(replayed):
+    case = on_device(make_case(6, N=4))
+    case.mask[:2] = torch.tensor([True, False])
+    kept = case.kept if replayed else None
+    expected = run(case, mask=case.mask, kept=kept, entropy=True, impl="torch")
+    case.hidden[~case.mask] = math.nan
+    assert_same(run(case, mask=case.mask, kept=kept, entropy=True, impl="triton"), expected)
+
+
 @pytest.mark.parametrize("first", [0, 8, 16])
 def test_a_slice_of_the_head_gives_the_sums_of_its_rows(first):
     """What a rank of a vocabulary-parallel group adds, tokens without an id of the slice included."""
