@@ -56,6 +56,7 @@ def report(arguments: argparse.Namespace) -> None:
     """Count, then time, and print both."""
     import torch
 
+    here = provenance(__file__, arguments.device, arguments.threads) | {"load": round(os.getloadavg()[0], 1)}
     counts = count(arguments)
     print(f"{'asked of torch, on one thread':44s} {'operations':>10s} {'waits':>6s} {'bytes a token':>14s}")
     for name, row in counts.items():
@@ -79,7 +80,7 @@ def report(arguments: argparse.Namespace) -> None:
             line = f"{name:44s} {least[name] * 1e3:9.2f} {median * 1e3:9.2f} {busy * 1e3:9.2f}"
             print(f"{line} {least[VERL] / least[name]:9.1f} {least[name] / least[COPY]:7.2f}")
     if arguments.save:
-        save(arguments, times, counts)
+        save(arguments.device, here, times, counts)
 
 
 class Case(NamedTuple):
@@ -170,14 +171,14 @@ def count(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 
 def save(
-    arguments: argparse.Namespace, times: dict[str, dict[str, list[Run]]], counts: dict[str, dict[str, float]]
+    device: str, here: dict[str, object], times: dict[str, dict[str, list[Run]]], counts: dict[str, dict[str, float]]
 ) -> None:
     """Write the figures with what is needed to repeat them. docs/performance.md is made from them."""
-    result = provenance(__file__, arguments.device, arguments.threads) | {
+    result = here | {
         "counts": counts,
         "seconds": {title: {name: summary(runs) for name, runs in of.items()} for title, of in times.items()},
     }
-    path = HERE / "results" / f"correction_{arguments.device}.json"
+    path = HERE / "results" / f"correction_{device}.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(result, indent=2) + "\n")
     print("wrote", path.relative_to(HERE.parent), "- now run python tools/generate_docs.py")

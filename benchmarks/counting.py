@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 WAITS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "unique_dim", "bincount"}
 """Operations whose result has to reach the host, or whose shape follows from values."""
 
-ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias"}
+NO_WORK = {"promote_types", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias"}
 WRITE_ONLY = {"copy_", "fill_", "zero_", "_to_copy"}
 
 
@@ -56,7 +56,7 @@ class Counts(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if not func.is_view:
             self._hold([x for x in _tensors(result) if _storage(x) not in known])
-        if func.is_view or name in ALLOCATIONS:
+        if func.is_view or name in NO_WORK:
             return result
         self.operations += 1
         self.waits += name in WAITS or _selects_by_mask(name, args)

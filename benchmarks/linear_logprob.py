@@ -51,6 +51,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=1024, help="hidden size, d (default 1024)")
     parser.add_argument("--vocabulary", type=int, nargs="+", default=[32768, 151936], help="V (default 32768 151936)")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="default float32")
+    parser.add_argument("--part", default="all", choices=["all", "whole", "kept"], help="what to time (default all)")
     parser.add_argument("--rounds", type=int, default=6, help="timed rounds (default 6)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="torch threads (default: all cores)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
@@ -185,6 +186,10 @@ def report(arguments: argparse.Namespace, V: int) -> None:
 
     batch = make_batch(arguments, V)
     contestants = contenders(batch, "triton" if arguments.device == "cuda" else "auto")
+    if arguments.part != "all":
+        kept = {name: run for name, run in contestants.items() if "kept" in name or "masked" in name}
+        chosen = kept if arguments.part == "kept" else contestants.keys() - kept.keys()
+        contestants = {name: run for name, run in contestants.items() if name in chosen or name == PRODUCTS}
     memory = {name: peak(run, batch) for name, run in contestants.items()}
     synchronize = torch.cuda.synchronize if arguments.device == "cuda" else None
     times = interleaved(contestants, arguments.rounds, synchronize=synchronize)
@@ -194,7 +199,8 @@ def report(arguments: argparse.Namespace, V: int) -> None:
     print(f"{'ms':46s} {'min':>9s} {'median':>9s} {'CPU':>9s} {'/ products':>10s} {'masked /':>9s} {'peak MB':>9s}")
     for name, of in figures.items():
         line = f"{name:46s} {of['min'] * 1e3:9.1f} {of['median'] * 1e3:9.1f} {of['cpu'] * 1e3:9.1f}"
-        ratios = f"{of['min'] / figures[PRODUCTS]['min']:10.3f} {figures[MASKED]['min'] / of['min']:9.1f}"
+        masked = figures[MASKED]["min"] / of["min"] if MASKED in figures else float("nan")
+        ratios = f"{of['min'] / figures[PRODUCTS]['min']:10.3f} {masked:9.1f}"
         print(f"{line} {ratios} {memory[name] / 1e6:9.1f}")
     if arguments.save:
         save(arguments, V, figures, memory)

@@ -82,6 +82,18 @@ def test_the_longest_row_group_decides_for_its_shard(tmp_path):
     assert max(len(b) for b in read_shard(shard, columns=["rollout_log_prob"], batch_tokens=100)) == 2
 
 
+def test_large_kept_sets_make_short_batches_too(tmp_path):
+    """Rows of 2 tokens with 400 kept ids each, 100 tokens' worth of memory."""
+    path = tmp_path / "log.parquet"
+    row = {"rollout_log_prob": [-1.0, -1.0], "kept_ids": list(range(800)), "kept_offsets": [0, 400, 800]}
+    with RolloutLogWriter(path) as log:
+        log.write(RolloutBatch.from_rows([row] * 4))
+    (shard,) = log_shards(path)
+    assert shard.row_tokens == 100
+    columns = ["rollout_log_prob", "kept_ids", "kept_offsets"]
+    assert [len(b) for b in read_shard(shard, columns=columns, batch_tokens=200)] == [2, 2]
+
+
 def test_foreign_files_and_files_without_rows_or_tokens_are_cut_too(tmp_path):
     lists = pa.array([[-1.0, -2.0], [], None, [-3.0]], pa.large_list(pa.float64()))
     pq.write_table(pa.table({"rollout_log_prob": lists, "other": [1, 2, 3, 4]}), tmp_path / "a.parquet")

@@ -72,11 +72,12 @@ together, the least of the runs too: others on the machine disturb it less.
 Where the compiled kernel misses a target at 1 M tokens and meets it at 8 M, the difference is Python: a call and
 `.metrics()` take about 0.3 ms together, whatever the batch, which is a third of the copy of 1 M tokens.
 
-Torch alone is as fast as eager torch gets on float64: some 50 operations and three exponentials on each block, at
-0.2 to 0.5 ns a token each, most of them waiting for the cache. float32 would halve that. It is not done, because
-float32 holds neither sentinels such as −1e30 nor k3 near 0 without looking at values and taking another path; the
-compiled kernel does that, block by block, but on a GPU every look at a value is a wait, and this implementation is
-the one for every device.
+What torch alone costs is some 50 operations and three exponentials on each block, at 0.2 to 0.5 ns a token each
+when a block's float64 buffers are in the second-level cache, and the asking for them. float32 would halve that. It
+is not done, because float32 holds neither sentinels such as −1e30 nor k3 near 0 without looking at values and
+taking another path; the compiled kernel does that, block by block, but on a GPU every look at a value is a wait,
+and this implementation is the one for every device. verl, in float32 on whole tensors, gets slower where they
+outgrow the cache, so the ratio is smaller at 1 M tokens than at 8 M.
 
 ## Asked of torch
 
@@ -118,7 +119,18 @@ would measure both."""
 def _provenance(result: dict[str, Any]) -> str:
     return (
         f"{result['device']}, {result['threads']} threads, torch {result['torch']}, Python {result['python']}, "
-        f"{result['date']}, commit {result['commit']}: `{result['command']}`."
+        f"{result['date']}, commit {result['commit']}: `{result['command']}`. "
+        f"{_quiet(result['load'], result['threads'])}"
+    )
+
+
+def _quiet(load: float, threads: int) -> str:
+    if load < 0.5:
+        return "Nothing else ran."
+    return (
+        f"Other work kept {load:g} processes busy on those {threads} cores, so read times as upper bounds, and the "
+        "CPU column before the clock: what takes milliseconds finds an undisturbed moment, what takes a second does "
+        "not, and threads that wait for one another lose most."
     )
 
 

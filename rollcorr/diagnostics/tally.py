@@ -126,14 +126,15 @@ class Measurement:
             on_rows(0)
             columns = COLUMNS + KEPT_COLUMNS if self.kept else COLUMNS
             for batch in read_shard(shard, columns=columns, batch_size=self.batch_size):
-                tally = tally.merge(self.of_batch(batch, first=shard.before + batch.first_row - shard.first_row))
+                first = shard.before + batch.first_row - shard.first_row
+                tally = tally.merge(self.of_batch(batch, first=first, stride=tally.sample.stride))
                 on_rows(len(batch))
         except KeyboardInterrupt:
             tally = replace(tally, interrupted=True)
         return tally
 
-    def of_batch(self, batch: RolloutBatch, *, first: int) -> Tally:
-        """The tally of a batch, whose first row is row `first` of the whole log."""
+    def of_batch(self, batch: RolloutBatch, *, first: int, stride: int = 1) -> Tally:
+        """The tally of a batch, whose first row is row `first` of the log; `stride` is that of the sample so far."""
         problems: dict[tuple[str, str | None], Problem] = {}
         for problem in validate_batch(batch):
             key = (problem.code, problem.column)
@@ -145,7 +146,7 @@ class Measurement:
         return Tally(
             parts=dict(self._parts(batch, train, rollout, mask)),
             problems=problems,
-            sample=PairSample.of(train, rollout, mask, batch.lengths, first=first),
+            sample=PairSample.of(train, rollout, mask, batch.lengths, first=first, stride=stride),
             claims=_claims(batch),
             rows=len(batch),
         )

@@ -100,7 +100,10 @@ def read_in_processes(
                 started=listen,
             )
     except BrokenProcessPool as error:
-        message = f"one of {workers} workers was killed, for want of memory perhaps; try fewer of them"
+        message = (
+            f"one of {workers} workers is gone without an answer: killed, for want of memory perhaps (try fewer of "
+            'them), or started by a script without `if __name__ == "__main__":`'
+        )
         raise ChildProcessError(message) from error
     finally:
         shared.stop.set()

@@ -51,7 +51,9 @@ class RemoteEngine(abc.ABC):
     """
 
     engine: ClassVar[str]
-    """Name in the `SamplingSpec`."""
+    """Its name in a `SamplingSpec`."""
+    title: ClassVar[str]
+    """Its name in errors."""
 
     def __init__(
         self,
@@ -70,8 +72,6 @@ class RemoteEngine(abc.ABC):
         check_integer("version", version, at_least=0)
         if sync_tolerance is not None:
             check_number("sync_tolerance", sync_tolerance, above=0)
-        if sampling.temperature <= 0:
-            raise ValueError(f"temperature must be > 0 to sample, got {sampling.temperature}")
         self.sampling = dataclasses.replace(sampling, engine=self.engine, policy_version=version)
         self.max_new_tokens = max_new_tokens
         self.eos_token_id = eos_token_id
@@ -80,7 +80,9 @@ class RemoteEngine(abc.ABC):
         self.sync_tolerance = sync_tolerance
         self.vocabulary_size = vocabulary_size(model)
         self.device = next(model.parameters()).device
+        self.max_model_len: int | None = None  # longest prompt and response together, where the engine has a limit
         self._probe = make_probe(model)
+        self._expected = torch.empty(0)  # of the weights that sample, on the probe
         self._unusable: str | None = "it holds no verified weights yet"
 
     @abc.abstractmethod
@@ -100,6 +102,9 @@ class RemoteEngine(abc.ABC):
     def _folder(self) -> Path:
         """The checkpoint of the weights that sample."""
 
+    def _abandon(self) -> None:  # noqa: B027 (an engine may have nothing to abandon)
+        """See to it that weights that may be mixed sample nothing, here or for others."""
+
     @property
     def weight_version(self) -> int:
         """Version of the policy that samples now."""
@@ -113,7 +118,7 @@ class RemoteEngine(abc.ABC):
             seed: seeds the draws, each row its own.
 
         Raises:
-            ValueError: a prompt is empty, or has an id outside the vocabulary.
+            ValueError: a prompt is empty, has an id outside the vocabulary, or leaves no room for `max_new_tokens`.
             EngineUnavailableError: the engine died, or did not answer in time, also when tried again.
             EngineAnswerError: something is missing or no log-prob.
             EngineError: the last weight update failed, or the engine was closed.
@@ -147,11 +152,13 @@ class RemoteEngine(abc.ABC):
             EngineUnavailableError: the engine died or did not answer in time. It is unusable as well.
         """
         check_integer("version", version, at_least=0)
+        expected = self._score_policy(model)
         folder = self._folder
         with self._whole_or_unusable():
             write_checkpoint(model, folder, dtype=self._torch_dtype)
             self._load(version)
-            self._verify(model)
+            self._verify(expected)
+        self._expected = expected
         self.sampling = dataclasses.replace(self.sampling, policy_version=version)
 
     def export_weights(self) -> Mapping[str, Tensor]:
@@ -171,9 +178,12 @@ class RemoteEngine(abc.ABC):
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
-    def _verify(self, model: nn.Module) -> None:
-        """Require that the engine scores the probe as `model` does."""
-        expected = score_probe(model, self._probe, dtype=self._torch_dtype)
+    def _score_policy(self, model: nn.Module) -> Tensor:
+        """The probe as the policy scores it in this engine's precision."""
+        return score_probe(model, self._probe, dtype=self._torch_dtype)
+
+    def _verify(self, expected: Tensor) -> None:
+        """Require that the engine scores the probe as expected."""
         tolerance = self.sync_tolerance
         if tolerance is None:
             tolerance = NOISE_FLOOR[self.dtype] * min(1.0, float(expected.std()))
@@ -183,14 +193,17 @@ class RemoteEngine(abc.ABC):
         prompts = [ids[mask].tolist() for ids, mask in zip(tokens.prompt_ids, tokens.prompt_mask, strict=True)]
         responses = [ids[mask].tolist() for ids, mask in zip(tokens.response_ids, tokens.response_mask, strict=True)]
         rows = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
-        flat = []
-        for row, told in enumerate(self._prompt_log_probs(rows, temperature)):
-            if len(told) != len(rows[row]) - 1:
-                raise EngineAnswerError(f"row {row}: {self.engine} scored {len(told) + 1} of {len(rows[row])} tokens")
-            first = len(prompts[row]) - 1
-            flat += [
-                check_log_prob(value, f"the score of token {t} of row {row}") for t, value in enumerate(told[first:])
-            ]
+        found = self._prompt_log_probs(rows, temperature)
+        lengths = [len(told) + 1 for told in found]
+        if lengths != [len(row) for row in rows]:
+            raise EngineAnswerError(
+                f"{self.title} scored rows of {lengths} tokens, asked for {[len(row) for row in rows]}"
+            )
+        flat = [
+            check_log_prob(value, f"the score of token {token} of row {row}")
+            for row, (told, prompt) in enumerate(zip(found, prompts, strict=True))
+            for token, value in enumerate(told[len(prompt) - 1 :])
+        ]
         mask = tokens.response_mask
         values = torch.tensor(flat, dtype=torch.float32, device=mask.device)
         return torch.zeros(mask.shape, device=mask.device).masked_scatter_(mask, values)
@@ -203,16 +216,18 @@ class RemoteEngine(abc.ABC):
             yield
         except EngineAnswerError as error:
             self._unusable = f"its weights could not be loaded and verified: {error}"
-            raise WeightSyncError(f"weight sync incomplete, {self.engine} refused it: {error}") from error
+            self._abandon()
+            raise WeightSyncError(f"weight sync incomplete, {self.title} refused it: {error}") from error
         except BaseException as error:
             self._unusable = f"its weights could not be loaded and verified: {error}"
+            self._abandon()
             raise
         self._unusable = None
 
     def _require_weights(self) -> None:
         if self._unusable is not None:
             raise EngineError(
-                f"this {self.engine} engine may not be used, {self._unusable}. Call update_weights to try again"
+                f"this {self.title} engine may not be used, {self._unusable}. Call update_weights to try again"
             )
 
     def _check_prompts(self, rows: list[list[int]]) -> None:
@@ -223,6 +238,12 @@ class RemoteEngine(abc.ABC):
                 raise ValueError(
                     f"prompt {row} has token id {wrong[0]}, outside the vocabulary 0 … {self.vocabulary_size - 1}"
                 )
+        longest = max(map(len, rows))
+        if self.max_model_len is not None and longest + self.max_new_tokens > self.max_model_len:
+            raise ValueError(
+                f"a prompt of {longest} tokens and max_new_tokens {self.max_new_tokens} need more than {self.title}'s "
+                f"max_model_len {self.max_model_len}: raise max_model_len, or shorten one of them"
+            )
 
 
 def row_seed(seed: int, row: int) -> int:

@@ -35,9 +35,9 @@ class SglangEngine(RemoteEngine):
     which makes tempered log-probs raw ones.
 
     Args:
-        url: where the server is, for instance "http://localhost:30000".
         model: the policy. With a `folder` its weights are loaded into the server at once; without one the server must
             have been started with them.
+        url: where the server is, for instance "http://localhost:30000".
         sampling: how to draw tokens. Truncated sampling needs a positive `top_k`: SGLang tells kept sets of a bounded
             size only.
         max_new_tokens: longest response, at least 1.
@@ -63,12 +63,13 @@ class SglangEngine(RemoteEngine):
     """
 
     engine: ClassVar[str] = "sglang"
+    title: ClassVar[str] = "SGLang"
 
     def __init__(
         self,
-        url: str,
         model: nn.Module,
         *,
+        url: str,
         sampling: SamplingSpec,
         max_new_tokens: int,
         eos_token_id: int,
@@ -99,8 +100,9 @@ class SglangEngine(RemoteEngine):
         self._label: str | None = None  # what the server calls the weights that it was given last
         self._updates_folder = None if folder is None else Path(folder)
         if self._updates_folder is None:
+            self._expected = self._score_policy(model)
             with self._whole_or_unusable():
-                self._verify(model)
+                self._verify(self._expected)
         else:
             self._updates_folder.mkdir(parents=True, exist_ok=True)
             self.update_weights(model, version=version)
@@ -131,7 +133,7 @@ class SglangEngine(RemoteEngine):
 
     def _prompt_log_probs(self, rows: list[list[int]], temperature: float) -> Sequence[Sequence[object]]:
         if temperature != 1:
-            raise ValueError(f"SGLang scores given tokens at temperature 1 only, not at {temperature:g}")
+            raise EngineError(f"SGLang scores given tokens at temperature 1, not {temperature:g}")
         bodies = [
             {
                 "input_ids": row,
@@ -151,7 +153,7 @@ class SglangEngine(RemoteEngine):
         body = {"model_path": str(self._folder), "weight_version": str(version), "flush_cache": True}
         answer = self._client.post("/update_weights_from_disk", body)
         if not (isinstance(answer, dict) and answer.get("success") is True):
-            raise WeightSyncError(f"weight sync incomplete, sglang did not load version {version}: {answer}")
+            raise WeightSyncError(f"weight sync incomplete, SGLang did not load version {version}: {answer}")
         self._label = str(version)
 
 
@@ -188,6 +190,8 @@ def _full_is_raw(sampling: SamplingSpec) -> bool:
 
 
 def _check_sampling(sampling: SamplingSpec) -> None:
+    if sampling.temperature <= 0:
+        raise ValueError(f"temperature must be > 0 to sample, got {sampling.temperature}")
     if sampling.support != "engine":
         raise ValueError(f"support={sampling.support!r}: an engine returns log-probs over its own support")
     if sampling.logprobs == "raw" and not _full_is_raw(sampling):

@@ -20,6 +20,8 @@ SHARD_TOKENS = 1 << 20
 """Tokens that a shard has at least, unless its file ends: less work than that is not worth handing out."""
 BATCH_TOKENS = 1 << 18
 """About how many tokens are in memory at once."""
+_KEPT_IDS_A_TOKEN = 8
+"""Ids of kept sets that take about as much memory as a token with its log-probs, when both are looked at."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +34,8 @@ class Shard:
         first_row: position of the first one in the file.
         before: rows of the whole log before it, over all files.
         row_groups: the row groups of a Parquet file, from the first up to but without the second; None for JSONL.
-        row_tokens: tokens of a row, the mean of the row group where it is largest; 0 for JSONL, where nobody knows.
+        row_tokens: tokens of a row, or what its kept sets cost in tokens if that is more: the mean of the row group
+            where it is largest; 0 for JSONL, where nobody knows.
     """
 
     file: str
@@ -114,7 +117,8 @@ def _shards_of(path: Path, before: int, tokens: int) -> Iterator[Shard]:
 
 
 def _size(group: pq.RowGroupMetaData) -> tuple[int, int]:
-    """Rows and tokens of a row group. Lists count their entries, empty and null ones 1."""
-    columns = (group.column(i) for i in range(group.num_columns))
-    tokens = (c.num_values for c in columns if c.path_in_schema.split(".")[0] in TOKEN_COLUMNS)
-    return group.num_rows, max(tokens, default=0)
+    """Rows of a row group, and its tokens or what kept sets cost in tokens. Empty and null lists count as 1."""
+    columns = [group.column(i) for i in range(group.num_columns)]
+    values = {column.path_in_schema.split(".")[0]: column.num_values for column in columns}
+    tokens = max((values[name] for name in TOKEN_COLUMNS if name in values), default=0)
+    return group.num_rows, max(tokens, values.get("kept_ids", 0) // _KEPT_IDS_A_TOKEN)

@@ -54,7 +54,7 @@ class TaskConfig:
     bonus_length: int = 24
 
     def __post_init__(self) -> None:
-        _at_least("task", self, max_operand=1, bonus_length=1)
+        at_least("task", self, max_operand=1, bonus_length=1)
         if (self.name == "gsm8k") != (self.path is not None):
             raise ValueError(f"task.path belongs to task.name=gsm8k, got name={self.name!r} and path={self.path!r}")
 
@@ -74,7 +74,7 @@ class WarmUpConfig:
     lr: float = 3e-3
 
     def __post_init__(self) -> None:
-        _at_least("warm_up", self, steps=0, batch_size=1)
+        at_least("warm_up", self, steps=0, batch_size=1)
         _positive("warm_up", self, "lr")
 
 
@@ -105,7 +105,7 @@ class RolloutConfig:
     sampling: SamplingSpec = field(default_factory=SamplingSpec)
 
     def __post_init__(self) -> None:
-        _at_least("rollout", self, prompts_per_step=1, group_size=2, max_new_tokens=1, refresh_every=1, batch_size=1)
+        at_least("rollout", self, prompts_per_step=1, group_size=2, max_new_tokens=1, refresh_every=1, batch_size=1)
 
     @property
     def rows(self) -> int:
@@ -201,7 +201,7 @@ class OptimConfig:
     micro_batch_size: int | None = None
 
     def __post_init__(self) -> None:
-        _at_least("optim", self, lr_warmup_steps=0, ppo_epochs=1, mini_batch_size=1, micro_batch_size=1)
+        at_least("optim", self, lr_warmup_steps=0, ppo_epochs=1, mini_batch_size=1, micro_batch_size=1)
         _positive("optim", self, "lr", "max_grad_norm")
 
 
@@ -218,7 +218,7 @@ class CheckpointConfig:
     keep: int = 2
 
     def __post_init__(self) -> None:
-        _at_least("checkpoint", self, every=0, keep=1)
+        at_least("checkpoint", self, every=0, keep=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +236,7 @@ class LogConfig:
     evaluate: int = 256
 
     def __post_init__(self) -> None:
-        _at_least("log", self, evaluate=0)
+        at_least("log", self, evaluate=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,7 +271,7 @@ class TrainConfig:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
-        _at_least("", self, seed=0, steps=1, threads=1)
+        at_least("", self, seed=0, steps=1, threads=1)
         self.actor.spec(dataclasses.replace(self.rollout.sampling, engine=self.rollout.engine.removesuffix("_server")))
 
     def to_yaml(self) -> str:
@@ -302,7 +302,8 @@ def _plain(value: Any) -> Any:  # noqa: ANN401
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _at_least(section: str, config: object, **lowest: int) -> None:
+def at_least(section: str, config: object, **lowest: int) -> None:
+    """Check that options are None or at least so much."""
     for name, limit in lowest.items():
         value = getattr(config, name)
         if value is not None and value < limit:

@@ -103,7 +103,7 @@ MODEL = make_micro_policy().model  # of the recordings' vocabulary; it answers t
 def make_engine(server, model=MODEL, **options):
     given = {"sampling": SamplingSpec(), "max_new_tokens": 12, "eos_token_id": 256, "pad_token_id": 257}
     given |= {"dtype": "float32", "engine_version": "0.5.23", "timeout": 60.0, "retries": 0}
-    return SglangEngine(server.url, model, **(given | options))
+    return SglangEngine(model, url=server.url, **(given | options))
 
 
 def replay(recorded, change=lambda answer: answer):
@@ -334,7 +334,7 @@ def test_given_tokens_are_scored_at_temperature_1_only():
     with serving(replay(TEMPERED)) as server:
         engine = make_engine(server, sampling=SPECS["tempered"])
         tokens = engine.generate(TEMPERED["request"]["input_ids"], seed=0).tokens
-        with pytest.raises(ValueError, match=r"at temperature 1 only, not at 0\.7"):
+        with pytest.raises(EngineError, match=r"scores given tokens at temperature 1, not 0\.7"):
             engine.score(tokens)
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0-1"}
 QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-START_SECONDS = 600
+START_SECONDS = 1200
 
 
 @contextmanager

@@ -67,7 +67,7 @@ def counted(blocks: int, config, impl: str, *, packed: bool = False, device: str
 
 @pytest.mark.parametrize(
     ("config", "fixed", "each_block", "bytes_each_token"),
-    [(STANDARD, 350, 53, 890), (everything(), 1020, 105, 1950), (configuration(), 175, 44, 730)],
+    [(STANDARD, 350, 51, 892), (everything(), 1020, 103, 1950), (configuration(), 175, 42, 730)],
     ids=["standard", "everything", "metrics only"],
 )
 def test_the_blocked_kernel_asks_for_few_operations_on_each_block(config, fixed, each_block, bytes_each_token):

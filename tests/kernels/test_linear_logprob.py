@@ -13,7 +13,8 @@ from torch import nn
 
 from rollcorr.core.logprobs import kept_log_prob
 from rollcorr.core.sampling import KeptSets
-from rollcorr.kernels.linear_logprob import linear_log_prob
+from rollcorr.kernels.linear_logprob import dense, linear_log_prob
+from rollcorr.kernels.linear_logprob.products import multiply
 
 FORMS = [False, True]
 
@@ -220,6 +221,50 @@ def test_half_precision_errs_no_more_than_twice_torch(replayed, dtype):
     for mine, theirs, truth in zip(gradients, (hidden.grad, weight.grad, bias.grad), expected_gradients, strict=True):
         assert mine.dtype == dtype
         assert (mine - truth).abs().max() <= 2 * (theirs - truth).abs().max()
+
+
+@pytest.mark.parametrize("replayed", FORMS)
+def test_a_temperature_may_be_of_another_type(replayed):
+    case = make_case(8, dtype=torch.float32)
+    kept = case.kept if replayed else None
+    for dtype in (torch.float64, torch.float16):
+        temperature = case.temperatures.to(dtype)
+        actual = run(case, kept=kept, temperature=temperature, entropy=True)
+        assert actual[0].log_prob.dtype == torch.float32
+        assert_same(actual, run(case, kept=kept, temperature=temperature.float(), entropy=True, impl="reference"))
+
+
+@pytest.mark.parametrize("replayed", FORMS)
+def test_operands_need_not_be_contiguous(replayed):
+    case = make_case(8)
+    expected = run(case, kept=case.kept if replayed else None)
+    case.hidden, case.weight = (x.t().contiguous().t() for x in (case.hidden, case.weight))
+    assert_same(run(case, kept=case.kept if replayed else None), expected)
+
+
+def test_a_device_that_multiplies_half_precision_into_float32_is_used(monkeypatch):
+    """Such products are not made on a CPU, so they stand here as what they are defined to be."""
+    plain, seen = torch.mm, []
+
+    def mm(left, right, *, out, out_dtype=None):
+        seen.append((left.dtype, right.dtype, out_dtype))
+        return plain(left, right, out=out) if out_dtype is None else out.copy_(left.float() @ right.float())
+
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(dense, "operand_type", lambda hidden, weight, wide: hidden.dtype)
+    case = make_case(8, N=40, d=16, V=60, dtype=torch.bfloat16)
+    actual, gradients = run(case, entropy=True, chunk=32)
+    monkeypatch.undo()
+    assert set(seen) == {(torch.bfloat16, torch.bfloat16, torch.float32)}
+    expected, others = run(case, entropy=True, impl="reference")
+    torch.testing.assert_close(actual.log_prob, expected.log_prob)
+    for one, other in zip(gradients, others, strict=True):
+        assert (one - other).abs().max() <= 0.02 * other.abs().max()
+
+
+def test_the_call_of_such_products_exists():
+    left, right = (torch.empty(s, dtype=torch.bfloat16, device="meta") for s in ((2, 3), (3, 4)))
+    assert multiply(left, right, torch.empty(2, 4, device="meta")).dtype == torch.float32
 
 
 @pytest.mark.parametrize("replayed", FORMS)

@@ -19,6 +19,9 @@ from linear_cases import assert_same, make_case, run
 from rollcorr.core.sampling import KeptSets
 from rollcorr.kernels.correction.triton import status
 from rollcorr.kernels.linear_logprob import linear_log_prob
+from rollcorr.kernels.linear_logprob.dense import TorchEpilogue, dense_sums
+from rollcorr.kernels.linear_logprob.kept import kept_sums, membership
+from rollcorr.kernels.linear_logprob.problem import Problem
 
 pytest.importorskip("triton", reason="Triton is not installed; `make test-triton` installs it")
 if status() is not None:
@@ -119,6 +122,39 @@ def test_entries_with_bias_minus_infinity_have_no_probability():
     case.bias[:8] = case.bias[16:] = -math.inf
     actual = run(case, chunk=4, entropy=True, impl="triton")
     assert_same(actual, run(case, chunk=4, entropy=True, impl="torch"))
+
+
+@pytest.mark.parametrize("replayed", FORMS)
+def test_what_the_mask_drops_reaches_nothing(replayed):
+    case = on_device(make_case(6, N=4))
+    case.mask[:2] = torch.tensor([True, False])
+    kept = case.kept if replayed else None
+    expected = run(case, mask=case.mask, kept=kept, entropy=True, impl="torch")
+    case.hidden[~case.mask] = math.nan
+    assert_same(run(case, mask=case.mask, kept=kept, entropy=True, impl="triton"), expected)
+
+
+@pytest.mark.parametrize("first", [0, 8, 16])
+def test_a_slice_of_the_head_gives_the_sums_of_its_rows(first):
+    """What a rank of a vocabulary-parallel group adds, tokens without an id of the slice included."""
+    case = on_device(make_case(5))
+    weight, bias = case.weight[first : first + 7], case.bias[first : first + 7]
+    problem = Problem(
+        case.hidden, weight, case.token_ids, bias, 0.7, None, case.kept, True, False, None, object(), first, None
+    )
+    member = membership(case.kept, case.token_ids, None)
+    actual, expected = launch.triton_kept_sums(problem, member), kept_sums(problem, member)
+    assert expected.largest.isinf().any()
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one[member.working], other[member.working])
+    common = {"bias": bias, "temperature": 0.7, "measured": None, "entropy": True, "accumulate_into": None}
+    common |= {"first_id": first, "chunk": 3}
+    parts = (
+        dense_sums(case.hidden, weight, case.token_ids, epilogue=epilogue, **common)
+        for epilogue in (launch.TritonEpilogue(), TorchEpilogue())
+    )
+    for one, other in zip(*parts, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 class _Counter:

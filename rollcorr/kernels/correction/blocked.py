@@ -74,7 +74,7 @@ def blocked_correction(
         reduce(table, rows)
     _derive(table, config)
     decision = decide(table, rows, config)
-    for block in blocks:
+    for block in blocks if cu_seqlens is not None else [Block(slice(None), None)]:  # packed: ids of a block at a time
         _spread(decision.sequence_kept, loss_mask, block)
         if weights is not None and decision.sequence_weight is not None:
             _spread(decision.sequence_weight.float(), weights, block)

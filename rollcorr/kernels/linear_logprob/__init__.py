@@ -19,6 +19,7 @@ from rollcorr.kernels.linear_logprob.arguments import (
     check_temperature,
     check_tensors,
     flat,
+    wide_temperature,
 )
 from rollcorr.kernels.linear_logprob.compose import Operations, composed_log_prob
 from rollcorr.kernels.linear_logprob.dense import TorchEpilogue
@@ -103,7 +104,7 @@ def linear_log_prob(
         weight=weight,
         token_ids=token_ids.flatten().long(),
         bias=bias,
-        temperature=flat(temperature),
+        temperature=wide_temperature(hidden, weight, temperature),
         mask=None if mask is None else mask.flatten(),
         kept=kept,
         entropy=flat(entropy),

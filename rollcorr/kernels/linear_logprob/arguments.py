@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.core.sampling import KeptSets
+from rollcorr.kernels.linear_logprob.problem import wide_type
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -19,6 +20,13 @@ Value = TypeVar("Value")
 def flat(value: Value) -> Value:
     """A tensor in one row; anything else as it is."""
     return cast(Value, value.flatten()) if isinstance(value, Tensor) else value
+
+
+def wide_temperature(hidden: Tensor, weight: Tensor, temperature: float | Tensor) -> float | Tensor:
+    """A number as it is; one for each token in a row, in the type of the logits."""
+    if not isinstance(temperature, Tensor):
+        return temperature
+    return temperature.flatten().to(wide_type(hidden, weight))
 
 
 def check_tensors(

@@ -13,8 +13,7 @@ from typing import Any, Literal
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.diffusion import DiffusionActorConfig
 from rollcorr.schemas import resolve
-from rollcorr.train.config import CheckpointConfig, OptimConfig, effective_yaml
-from rollcorr.train.config import _at_least as at_least
+from rollcorr.train.config import CheckpointConfig, OptimConfig, at_least, effective_yaml
 from rollcorr.train.diffusion.policy import LoraSettings
 from rollcorr.train.diffusion.precision import Fp8Scale, RolloutDtype
 from rollcorr.train.diffusion.rewards import COLOURS
