@@ -9,6 +9,7 @@ from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 VERL, COPY = "verl 0.9.1", "copy"
+QUIET = 0.5  # load average below which the machine was ours
 MEANING = {
     VERL: "verl's helper, on the padded tensors",
     COPY: "14 bytes a token, 7 read and 7 written",
@@ -65,9 +66,9 @@ together, the least of the runs too: others on the machine disturb it less.
 
 ## Targets
 
-{_verdict(result["seconds"])} A figure that misses its target is bold.
+{_verdict(result)} A figure that misses its target is bold.
 
-{_targets(result["seconds"], table)}
+{_targets(result, table)}
 
 Where the compiled kernel misses a target at 1 M tokens and meets it at 8 M, the difference is Python: a call and
 `.metrics()` take about 0.3 ms together, whatever the batch, which is a third of the copy of 1 M tokens.
@@ -125,7 +126,7 @@ def _provenance(result: dict[str, Any]) -> str:
 
 
 def _quiet(load: float, threads: int) -> str:
-    if load < 0.5:
+    if load < QUIET:
         return "Nothing else ran."
     return (
         f"Other work kept {load:g} processes busy on those {threads} cores, so read times as upper bounds, and the "
@@ -146,14 +147,14 @@ def _block() -> str:
 
 
 def _batches(seconds: Seconds, table: Table) -> str:
-    header = ("ms", "min", "median", "CPU", "× verl", "× copy", "")
+    header = ("ms", "min", "median", "CPU", "× verl", "× verl, CPU", "× copy", "")
     parts = []
     for title, of in seconds.items():
         rows = [
             (
                 f"`{name}`" if name in MEANING and name not in (VERL, COPY) else name,
                 *(f"{row[key] * 1e3:.2f}" for key in ("min", "median", "cpu")),
-                f"{of[VERL]['min'] / row['min']:.1f}",
+                *(f"{of[VERL][key] / row[key]:.1f}" for key in ("min", "cpu")),
                 f"{row['min'] / of[COPY]['min']:.2f}",
                 MEANING.get(name, ""),
             )
@@ -163,9 +164,14 @@ def _batches(seconds: Seconds, table: Table) -> str:
     return "\n\n".join(parts)
 
 
-def _figure(of: dict[str, dict[str, float]], contender: str, peer: str) -> float:
+def _clock(result: dict[str, Any]) -> str:
+    """Which of the measured times to judge by: a busy machine lets nobody's clock be compared."""
+    return "min" if result["load"] < QUIET else "cpu"
+
+
+def _figure(of: dict[str, dict[str, float]], contender: str, peer: str, clock: str) -> float:
     """× verl: how often the contender fits into verl's time. × copy: how often the copy fits into the contender's."""
-    ratio = of[contender]["min"] / of[peer]["min"]
+    ratio = of[contender][clock] / of[peer][clock]
     return ratio if peer == COPY else 1 / ratio
 
 
@@ -173,21 +179,24 @@ def _met(figure: float, side: str, limit: float) -> bool:
     return figure >= limit if side == "at least" else figure <= limit
 
 
-def _verdict(seconds: Seconds) -> str:
+def _verdict(result: dict[str, Any]) -> str:
+    clock = _clock(result)
     met = [
-        _met(_figure(of, contender, peer), side, limit)
+        _met(_figure(of, contender, peer, clock), side, limit)
         for contender, peer, side, limit in TARGETS
-        for of in seconds.values()
+        for of in result["seconds"].values()
     ]
-    return f"{sum(met)} of {len(met)} figures meet their target."
+    basis = "the clock" if clock == "min" else "CPU time, because the machine was busy"
+    return f"Judged by {basis}, {sum(met)} of {len(met)} figures meet their target."
 
 
-def _targets(seconds: Seconds, table: Table) -> str:
+def _targets(result: dict[str, Any], table: Table) -> str:
+    seconds, clock = result["seconds"], _clock(result)
     rows = []
     for contender, peer, side, limit in TARGETS:
         cells = []
         for of in seconds.values():
-            figure = _figure(of, contender, peer)
+            figure = _figure(of, contender, peer, clock)
             text = f"{figure:.{2 if peer == COPY else 1}f}"
             cells.append(text if _met(figure, side, limit) else f"**{text}**")
         rows.append((f"`{contender}`", f"{side} {limit:g} × {'the copy' if peer == COPY else 'verl'}", *cells))
