@@ -70,6 +70,44 @@ def crowds(base: Tensor, other: Tensor) -> Crowds:
     return Crowds(int(likely.sum()), len(low), share_up, exponent, max(wrong), float(low.quantile(0.8)))
 
 
+class Slope(NamedTuple):
+    """The exponent between two policies that find every token unlikely: other ≈ base^β, up to a constant.
+
+    Attributes:
+        low: least-squares slope of `other` on `base`.
+        high: inverse of the slope of `base` on `other`. Noise on either side puts these two on the two sides of β.
+        error: standard error of the slopes.
+    """
+
+    low: float
+    high: float
+    error: float
+
+    @property
+    def exponent(self) -> float:
+        """The bound that is nearer to 1; 1 if that lies between them."""
+        low, high = sorted((self.low, self.high))
+        return low if low > 1 else high if high < 1 else 1.0
+
+    @property
+    def z(self) -> float:
+        """Standard errors between 1 and the exponent."""
+        return abs(self.exponent - 1) / self.error if self.error > 0 else 0.0
+
+
+def slope(base: Tensor, other: Tensor) -> Slope:
+    """β of other ∝ base^β where contexts are alike, so that log Σ base^β differs little between them.
+
+    Where they are not, the slope lies between 1 and β: it does not invent a temperature, it underrates one.
+    """
+    x, y = base - base.mean(), other - other.mean()
+    product, square = float(x @ y), float(x @ x)
+    if product <= 0 or square == 0:
+        return Slope(1.0, 1.0, math.inf)
+    low, high = product / square, float(y @ y) / product
+    return Slope(low, high, math.sqrt(max(low * (high - low), 0.0) / len(base)) + 1e-9)
+
+
 def logit(log_prob: Tensor) -> Tensor:
     """log p − log(1 − p), with p at most 1 − 1e-7, where float32 ends."""
     capped = log_prob.clamp(max=-1e-7)

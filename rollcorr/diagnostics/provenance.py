@@ -34,6 +34,7 @@ from rollcorr.diagnostics.pairs import (
     crowds,
     logit,
     mean_and_z,
+    slope,
     spread,
 )
 
@@ -237,6 +238,12 @@ def _temperature(train: Tensor, rollout: Tensor, judged: _Judged, *, truncated: 
     sharper = crowds(train, rollout)
     rollout_is_sharper = sharper.share_up >= 0.5
     seen = sharper if rollout_is_sharper else crowds(rollout, train)
+    if seen.likely < FEW and not truncated:
+        line = slope(train, rollout)
+        if abs(line.exponent - 1) >= EXPONENT and line.z >= Z:
+            ratio = 1 / line.exponent
+            says = f"the rollout's temperature is {format_number(ratio)} times the trainer's, or further off"
+            return _tempered(train, rollout, judged, ratio, line.z, says, {"slope": line.exponent})
     if not seen.likely:
         judged.unknown.append("the temperature: no token leaves a choice")
         return []
@@ -247,22 +254,26 @@ def _temperature(train: Tensor, rollout: Tensor, judged: _Judged, *, truncated: 
         return []
     exponent = seen.unlikely_p80 if truncated else seen.exponent
     ratio = 1 / exponent if rollout_is_sharper else exponent
-    judged.temperature_ratio = ratio
-    excess, honest_z = mean_and_z((train - rollout).exp() - 1)
     evidence = {
-        "temperature_ratio": ratio,
         "share_one_sided": seen.share_up,
         "violations": seen.violations,
         "likely_tokens": float(seen.likely),
         "unlikely_tokens": float(seen.unlikely),
-        "mean_ratio": 1 + excess,
-        "mean_ratio_z": honest_z,
     }
     bound = "at most " if rollout_is_sharper and (truncated or seen.unlikely < FEW) else ""
     says = f"the rollout's temperature is {bound}{format_number(ratio)} times the trainer's"
+    labels = _tempered(train, rollout, judged, ratio, z, says, evidence)
+    return labels[:1] if truncated else labels
+
+
+def _tempered(
+    train: Tensor, rollout: Tensor, judged: _Judged, ratio: float, z: float, says: str, shown: Mapping[str, float]
+) -> list[Label]:
+    """The label of a temperature, and what the mean ratio says about which side the tokens follow."""
+    judged.temperature_ratio = ratio
+    excess, honest_z = mean_and_z((train - rollout).exp() - 1)
+    evidence = {"temperature_ratio": ratio, **shown, "mean_ratio": 1 + excess, "mean_ratio_z": honest_z}
     labels = [tempered_label(says, z, evidence)]
-    if truncated:
-        return labels
     if excess > 0 and honest_z >= Z - 1:  # E_μ[ρ] = 1 for any trainer, if μ sampled
         says = f"the mean ratio is {format_number(1 + excess)}: the tokens follow the trainer's distribution instead"
         labels.append(raw_label(says, honest_z, evidence))

@@ -94,7 +94,7 @@ class RolloutConfig:
         sampling: temperature, truncation, and which log-probs are recorded.
     """
 
-    engine: Literal["transformers", "ctranslate2"] = "transformers"
+    engine: Literal["transformers", "ctranslate2", "vllm", "vllm_server", "sglang"] = "transformers"
     engine_options: dict[str, Any] = field(default_factory=dict)
     prompts_per_step: int = 16
     group_size: int = 8
@@ -272,7 +272,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         at_least("", self, seed=0, steps=1, threads=1)
-        self.actor.spec(dataclasses.replace(self.rollout.sampling, engine=self.rollout.engine))
+        self.actor.spec(dataclasses.replace(self.rollout.sampling, engine=self.rollout.engine.removesuffix("_server")))
 
     def to_yaml(self) -> str:
         """The effective configuration: every option, and the correction spelled out."""

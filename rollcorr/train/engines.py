@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,9 +18,12 @@ from rollcorr.train.policy import Policy
 CLASSES = {
     "transformers": "rollcorr.engines.transformers:TransformersEngine",
     "ctranslate2": "rollcorr.engines.ctranslate2:CTranslate2Engine",
+    "vllm": "rollcorr.engines.vllm:VllmEngine",
+    "vllm_server": "rollcorr.engines.vllm_server:VllmServerEngine",
+    "sglang": "rollcorr.engines.sglang:SglangEngine",
 }
 """Engine by name → module and class. All take the model, `sampling`, `max_new_tokens`, `eos_token_id`, `pad_token_id`
-and `version`; the rest of a class's keyword arguments are its `rollout.engine_options`."""
+and `version`; the rest of a class's arguments are its `rollout.engine_options`."""
 
 
 def make_engine(config: TrainConfig, policy: Policy, *, version: int = 0) -> Engine:
@@ -31,7 +35,8 @@ def make_engine(config: TrainConfig, policy: Policy, *, version: int = 0) -> Eng
         version: policy version of the weights.
 
     Raises:
-        ValueError: `rollout.engine_options` has an option that the engine does not know, or the engine refuses a value.
+        ValueError: `rollout.engine_options` has an option that the engine does not know or lacks one that it needs, or
+            the engine refuses a value.
         ImportError: the engine's package is missing; names the extra.
         EngineError: the engine did not start.
     """
@@ -39,14 +44,14 @@ def make_engine(config: TrainConfig, policy: Policy, *, version: int = 0) -> Eng
     module, _, name = CLASSES[rollout.engine].partition(":")
     engine_class = getattr(importlib.import_module(module), name)
     given: dict[str, Any] = {
+        "model": policy.model,
         "sampling": rollout.sampling,
         "max_new_tokens": rollout.max_new_tokens,
         "eos_token_id": policy.eos_token_id,
         "pad_token_id": policy.pad_token_id,
         "version": version,
     }
-    parameters = inspect.signature(engine_class).parameters.values()
-    known = [option.name for option in parameters if option.kind is option.KEYWORD_ONLY]
+    known = inspect.signature(engine_class).parameters
     for name in ("dtype", "batch_size"):
         value = getattr(rollout, name)
         if name in known:
@@ -55,12 +60,27 @@ def make_engine(config: TrainConfig, policy: Policy, *, version: int = 0) -> Eng
             raise ValueError(f"rollout.{name}={value} is no option of the engine {rollout.engine!r}: leave it out")
     if rollout.engine == "transformers":
         given["dtype"] = getattr(torch, rollout.dtype)
-    _check_options(rollout.engine, rollout.engine_options, [name for name in known if name not in given])
-    engine: Engine = engine_class(policy.model, **given, **rollout.engine_options)
+    options = {name: parameter for name, parameter in known.items() if name not in given}
+    _check_options(rollout.engine, rollout.engine_options, options)
+    engine: Engine = engine_class(**given, **rollout.engine_options)
     return engine
 
 
-def _check_options(engine: str, options: Mapping[str, Any], known: Sequence[str]) -> None:
+@contextmanager
+def closing(engine: Engine) -> Iterator[None]:
+    """Let an engine that holds a process or a connection go at the end."""
+    try:
+        yield
+    finally:
+        close = getattr(engine, "close", None)
+        if close is not None:
+            close()
+
+
+def _check_options(engine: str, options: Mapping[str, Any], known: Mapping[str, inspect.Parameter]) -> None:
+    for name, parameter in known.items():
+        if parameter.default is parameter.empty and name not in options:
+            raise ValueError(f"the engine {engine!r} needs rollout.engine_options.{name}")
     for option in options:
         if option not in known:
             near = difflib.get_close_matches(option, known, n=1)

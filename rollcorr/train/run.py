@@ -15,7 +15,7 @@ from torch import nn
 from rollcorr.engines.base import EngineError
 from rollcorr.train.checkpoint import Checkpoint, TrainState, save_checkpoint
 from rollcorr.train.config import TaskConfig, TrainConfig
-from rollcorr.train.engines import make_engine
+from rollcorr.train.engines import closing, make_engine
 from rollcorr.train.grpo import GrpoTrainer, StepResult
 from rollcorr.train.logging import RunLogger
 from rollcorr.train.policy import Policy, load_policy, save_policy
@@ -73,6 +73,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Summary:
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
     with (
+        closing(trainer.engine),
         RunLogger(run_dir, config.steps, start=state.step, tensorboard=config.log.tensorboard, console=console) as log,
         interruption(log) as stop_requested,
     ):

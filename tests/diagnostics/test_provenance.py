@@ -10,7 +10,7 @@ import torch
 
 from rollcorr.diagnostics.check import check_logs
 from rollcorr.diagnostics.pair_sample import TOKENS, PairSample
-from rollcorr.diagnostics.pairs import crowds, logit, spread
+from rollcorr.diagnostics.pairs import crowds, logit, slope, spread
 from rollcorr.diagnostics.provenance import estimate_provenance
 from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
 from rollcorr.sampling import SamplingSpec
@@ -137,6 +137,58 @@ def test_the_kept_mass_is_the_mean_ratio():
     support = recomputed_support(z, SamplingSpec(top_p=0.9))
     mass = z.softmax(-1).masked_fill(~support, 0).sum(-1).mean().item()
     assert estimate_provenance(train, reported).kept_mass == pytest.approx(mass, abs=0.01)
+
+
+def undecided(temperature, logprobs, train_at, *, noise=0.0, seed=0, **truncation):
+    """(train, rollout) of 32 × 50 tokens of a policy that finds every token unlikely, as untrained ones do."""
+    generator = torch.Generator().manual_seed(seed)
+    z = 0.8 * torch.randn(32, 50, 400, generator=generator)
+    theirs = z + noise * torch.randn(z.shape, generator=generator)
+    spec = SamplingSpec(temperature=temperature, **truncation)
+    support = recomputed_support(theirs, spec)
+    p = (theirs / temperature).masked_fill(~support, -math.inf).softmax(-1)
+    ids = torch.multinomial(p.view(-1, 400), 1, generator=generator).view(32, 50)
+    reported = log_prob(theirs, ids) if logprobs == "raw" else log_prob(theirs, ids, temperature, support)
+    return log_prob(z, ids, train_at), reported
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.06])
+@pytest.mark.parametrize(
+    ("settings", "train_at", "names", "ratio"),
+    [
+        ({"temperature": 0.7, "logprobs": "processed"}, 1.0, ("tempered", "processed"), 0.7),
+        ({"temperature": 0.85, "logprobs": "processed"}, 1.0, ("tempered", "processed"), 0.85),
+        ({"temperature": 2.0, "logprobs": "processed"}, 1.0, ("tempered", "processed"), 2.0),
+        ({"temperature": 0.7, "logprobs": "raw"}, 0.7, ("tempered", "raw"), 1 / 0.7),
+        ({"temperature": 0.7, "logprobs": "processed"}, 0.7, ("matched",), 1.0),
+        ({"temperature": 1.0, "logprobs": "processed", "top_k": 20}, 1.0, ("truncated",), 1.0),
+        ({"temperature": 1.0, "logprobs": "processed", "min_p": 0.1}, 1.0, ("truncated",), 1.0),
+    ],
+)
+def test_a_policy_without_a_likely_token_shows_its_settings_too(settings, train_at, names, ratio, noise):
+    train, reported = undecided(train_at=train_at, noise=noise, **settings)
+    found = estimate_provenance(train, reported)
+    assert found.names == names
+    assert found.temperature_ratio == pytest.approx(ratio, rel=0.04)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_noise_on_either_side_of_an_undecided_policy_is_no_temperature(seed):
+    """It tilts a least-squares line, one way with the sampler's noise and the other way with the trainer's."""
+    train, reported = undecided(1.0, "raw", 1.0, noise=0.3, seed=seed)
+    for pair_ in ((train, reported), (reported, train)):
+        assert set(estimate_provenance(*pair_).names) <= {"matched", "unexplained"}
+
+
+def test_the_slope_of_a_power_is_its_exponent_and_noise_lies_between_its_bounds():
+    x = -3 * torch.rand(400, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) - 1
+    assert slope(x, 1.5 * x + 0.2).exponent == pytest.approx(1.5)
+    assert slope(x, 0.5 * x).exponent == pytest.approx(0.5)
+    noisy = x + 0.3 * torch.randn(400, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for line in (slope(x, noisy), slope(noisy, x)):
+        assert line.exponent == pytest.approx(1, abs=0.02)
+        assert line.z < 2
+    assert slope(x, -x).exponent == slope(torch.zeros(9), torch.ones(9)).exponent == 1.0
 
 
 @pytest.mark.parametrize("engine", ["exact", "bf16", "stale"])

@@ -169,17 +169,18 @@ def prompts_of(policy, count=128):
 def test_replaying_the_kept_sets_brings_the_demo_policy_to_the_noise_floor(demo, fresh):
     rollout = fresh.generate(prompts_of(demo), seed=0)
     _, (k3, ratio, _) = compare("demo policy", demo, rollout)
-    assert k3 <= 5e-5
+    assert k3 <= 1e-4
     assert abs(ratio - 1) <= 1e-3
 
 
 def test_replaying_mends_a_policy_that_a_truncation_distorts(demo, fresh):
-    """A flatter policy, from which T 0.7, top-p 0.9 and top-k 20 cut more."""
-    with torch.no_grad():
-        demo.model.model.norm.weight.mul_(0.25)
-    fresh.update_weights(demo.model, version=1)
+    """The demo's model before any training: T 0.7, top-p 0.9 and top-k 20 cut a lot from it."""
+    policy = make_tiny_policy()
+    with torch.no_grad():  # neither flat nor certain
+        policy.model.model.norm.weight.mul_(2)
+    fresh.update_weights(policy.model, version=1)
     rollout = fresh.generate(prompts_of(demo), seed=0)
-    (full, _, _), (k3, ratio, _) = compare("flattened demo policy", demo, rollout)
+    (full, _, _), (k3, ratio, _) = compare("untrained policy", policy, rollout)
     assert full > 1e-2
     assert k3 <= 5e-5
     assert abs(ratio - 1) <= 1e-3
@@ -201,9 +202,9 @@ def test_prefixes_of_older_weights_are_forgotten(demo, fresh):
     change(demo, by=0.01)
     fresh.update_weights(demo.model, version=3)
     rollout = fresh.generate(prompts, seed=0)
-    _, (of_new, _, _) = compare("after an update", demo, rollout)
-    _, (of_old, _, _) = compare("after an update, by the old policy", old, rollout)
-    assert of_new < 1e-2 < 1 < of_old
+    (_, _, of_new), _ = compare("after an update", demo, rollout)
+    (_, _, of_old), _ = compare("after an update, by the old policy", old, rollout)
+    assert of_new < 0.5 < 2 < of_old
 
 
 def test_an_engine_that_was_killed_comes_back_with_its_weights(demo, fresh):

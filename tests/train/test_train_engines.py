@@ -1,11 +1,17 @@
 """The engine that a configuration names, with the options it takes."""
 
+import importlib
+import inspect
+from types import SimpleNamespace
+from typing import get_args, get_type_hints
+
 import pytest
 import torch
 
 from rollcorr.engines.transformers import TransformersEngine
 from rollcorr.sampling import IncompatibleSamplingError
-from rollcorr.train.engines import CLASSES, make_engine
+from rollcorr.train.config import RolloutConfig
+from rollcorr.train.engines import CLASSES, closing, make_engine
 
 
 def test_the_transformers_engine_gets_what_the_rollout_section_says(micro_config, micro_policy):
@@ -16,7 +22,7 @@ def test_the_transformers_engine_gets_what_the_rollout_section_says(micro_config
     assert (engine.eos_token_id, engine.pad_token_id) == (micro_policy.eos_token_id, micro_policy.pad_token_id)
 
 
-@pytest.mark.parametrize("engine", CLASSES)
+@pytest.mark.parametrize("engine", ["transformers", "ctranslate2"])
 def test_every_engine_trains(micro_trainer, engine):
     """What the engine's log-probs are is judged by the same check, so k3 is that of its precision."""
     if engine != "transformers":
@@ -26,6 +32,28 @@ def test_every_engine_trains(micro_trainer, engine):
     )
     assert 1e-9 < metrics["rollout_corr/k3_kl"] < 1e-3
     assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(1, abs=0.01)
+
+
+def test_the_configuration_knows_every_engine_and_every_engine_exists():
+    assert get_args(get_type_hints(RolloutConfig)["engine"]) == tuple(CLASSES)
+    for place in CLASSES.values():
+        module, _, name = place.partition(":")
+        known = inspect.signature(getattr(importlib.import_module(module), name)).parameters
+        assert {"model", "sampling", "max_new_tokens", "eos_token_id", "pad_token_id", "version"} <= set(known)
+
+
+def test_a_server_without_an_address_is_asked_for_one(micro_config, micro_policy):
+    with pytest.raises(ValueError, match=r"the engine 'sglang' needs rollout\.engine_options\.url"):
+        make_engine(micro_config("rollout.engine=sglang"), micro_policy)
+
+
+def test_an_engine_with_a_process_is_let_go_even_after_a_failure():
+    closed = []
+    with pytest.raises(RuntimeError, match="lost"), closing(SimpleNamespace(close=lambda: closed.append(1))):
+        raise RuntimeError("lost")
+    with closing(SimpleNamespace()):
+        closed.append(2)
+    assert closed == [1, 2]
 
 
 @pytest.mark.parametrize("setting", ["temperature: 0.7", "top_p: 0.9", "top_k: 20"])
