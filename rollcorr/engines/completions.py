@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from numbers import Integral, Real
 from typing import Any
 
@@ -115,6 +116,34 @@ def rollout_from_completions(
         log_kept_mass=padded(_column(completions, "log_kept_mass", check_log_prob), torch.float32),
         policy_versions=padded(versions, torch.int64),
     )
+
+
+def versions_of_spans(spans: Any, tokens: int, row: int, number: Callable[[object], int]) -> list[int]:  # noqa: ANN401
+    """The policy version behind each token, from the spans `{"version", "start", "end"}` of vLLM and SGLang.
+
+    Args:
+        spans: in order, covering the response.
+        tokens: how long the response is.
+        row: its number in the batch, for errors.
+        number: from the engine's name of a version to the version.
+
+    Raises:
+        EngineAnswerError: a field is missing, or the spans do not cover the response.
+    """
+    try:
+        starts, ends = [span["start"] for span in spans], [span["end"] for span in spans]
+        names = [span["version"] for span in spans]
+        edges = [0, *ends]
+        covered = starts == edges[:-1] and edges[-1] == tokens and edges == sorted(edges)
+    except (KeyError, TypeError) as error:
+        raise EngineAnswerError(f"row {row}: weight_versions is {spans!r}") from error
+    if not covered:
+        raise EngineAnswerError(f"row {row}: weight_versions {spans!r} do not cover its {tokens} tokens")
+    return [
+        version
+        for (start, end), version in zip(pairwise(edges), map(number, names), strict=True)
+        for _ in range(start, end)
+    ]
 
 
 def _column(completions: Sequence[Completion], name: str, checked: Callable[[Any, str], Any]) -> list[list[Any]] | None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 from rollcorr.engines.base import EngineAnswerError
-from rollcorr.engines.completions import Completion
+from rollcorr.engines.completions import Completion, versions_of_spans
 
 DEFAULT_LABEL = "default"
 """What SGLang calls the weights that it was started with."""
@@ -120,16 +119,4 @@ def _versions(meta: dict[str, Any], row: int, tokens: int, first_version: int) -
     spans = meta.get("weight_versions")
     if spans is None:
         return [number(meta.get("weight_version"))] * tokens
-    try:
-        starts, ends = [span["start"] for span in spans], [span["end"] for span in spans]
-        labels = [span["version"] for span in spans]
-    except (KeyError, TypeError) as error:
-        raise EngineAnswerError(f"row {row}: weight_versions is {spans!r}") from error
-    edges = [0, *ends]
-    if starts != edges[:-1] or edges[-1] != tokens or edges != sorted(edges):
-        raise EngineAnswerError(f"row {row}: weight_versions {spans!r} do not cover its {tokens} tokens")
-    return [
-        version
-        for (start, end), version in zip(pairwise(edges), map(number, labels), strict=True)
-        for _ in range(start, end)
-    ]
+    return versions_of_spans(spans, tokens, row, number)

@@ -13,7 +13,7 @@ from typing import Any
 from rollcorr.checks import check_integer
 from rollcorr.config import SamplingSpec
 from rollcorr.engines.base import EngineAnswerError
-from rollcorr.engines.completions import JSON_MINUS_INFINITY, Completion
+from rollcorr.engines.completions import JSON_MINUS_INFINITY, Completion, versions_of_spans
 
 LOWEST_TEMPERATURE = 0.01
 """Below it vLLM samples at it."""
@@ -206,17 +206,13 @@ def _versions(spans: Any, tokens: int, row: int, initial: int | None) -> list[in
     """The policy version behind each token, from spans that cover them; None when vLLM tells none."""
     if not spans:
         return None
-    versions: list[int] = []
-    for span in spans:
-        name = span["version"]
-        version = initial if name == INITIAL_VERSION else int(name) if str(name).isdecimal() else None
+
+    def number(name: object) -> int:
+        version = initial if name == INITIAL_VERSION else int(str(name)) if str(name).isdecimal() else None
         if version is None:
             raise EngineAnswerError(
                 f"row {row} is of weights {name!r}; policy versions are numbers: set it with /update_weight_version"
             )
-        if span["start"] != len(versions):
-            raise EngineAnswerError(f"row {row}: weight_versions {spans} do not cover its {tokens} tokens")
-        versions += [version] * (span["end"] - span["start"])
-    if len(versions) != tokens:
-        raise EngineAnswerError(f"row {row}: weight_versions {spans} do not cover its {tokens} tokens")
-    return versions
+        return version
+
+    return versions_of_spans(spans, tokens, row, number)

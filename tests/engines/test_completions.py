@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rollcorr.config import SamplingSpec
 from rollcorr.engines.base import EngineAnswerError
-from rollcorr.engines.completions import Completion, rollout_from_completions
+from rollcorr.engines.completions import Completion, rollout_from_completions, versions_of_spans
 
 NAN, INF = math.nan, math.inf
 PROMPTS = [[1, 2], [3], [4, 5, 6]]
@@ -121,3 +121,22 @@ def test_a_missing_answer_stops_the_batch():
 def test_an_empty_prompt_is_the_callers_fault():
     with pytest.raises(ValueError, match="every prompt needs at least one token"):
         build(good(), prompts=[[]])
+
+
+@pytest.mark.parametrize(
+    ("spans", "message"),
+    [
+        ([{"version": "1", "start": 0}], r"row 4: weight_versions is \["),
+        ([{"version": "1", "start": 0, "end": None}], "do not cover its 3 tokens"),
+        ([{"version": "1", "start": 0, "end": 2}], "do not cover its 3 tokens"),
+        ([{"version": "1", "start": 0, "end": 1}, {"version": "2", "start": 2, "end": 3}], "do not cover its 3 tokens"),
+    ],
+)
+def test_version_spans_that_say_too_little_are_refused(spans, message):
+    with pytest.raises(EngineAnswerError, match=message):
+        versions_of_spans(spans, 3, 4, int)
+
+
+def test_version_spans_give_a_version_to_each_token():
+    spans = [{"version": "1", "start": 0, "end": 1}, {"version": "2", "start": 1, "end": 3}]
+    assert versions_of_spans(spans, 3, 0, int) == [1, 2, 2]
