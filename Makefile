@@ -12,7 +12,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
 
-$(STAMP): pyproject.toml constraints.txt setup.py $(wildcard rollcorr/kernels/correction/cpu/*.[ch])
+$(STAMP): pyproject.toml constraints.txt setup.py $(wildcard src/rollcorr/kernels/correction/cpu/*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'

@@ -11,7 +11,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-FOLDER = Path("rollcorr/kernels/correction/cpu")
+FOLDER = Path("src/rollcorr/kernels/correction/cpu")
 NOTE = "not_built.txt"
 FLAGS = ["-std=gnu11", "-O3", "-g0", "-fno-math-errno", "-fvisibility=hidden", "-pthread"]
 LEVELS = {

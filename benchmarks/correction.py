@@ -123,7 +123,7 @@ def contenders(arguments: argparse.Namespace, rows: int, layout: str, length: in
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask as verl_helper
 
     from rollcorr import RolloutCorrectionConfig, correct
-    from rollcorr.core.metrics import CRITERIA
+    from rollcorr.core.metric_registry import CRITERIA
 
     batch = case(rows, length, layout, arguments.device)
     fields = {"rollout_is": "token", "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01}

@@ -6,7 +6,7 @@ python examples/merge_micro_batches.py
 import torch
 
 from rollcorr import correct, merge_statistics
-from rollcorr.core.metrics import finalize
+from rollcorr.core.metric_registry import finalize
 
 generator = torch.Generator().manual_seed(0)
 rollout_log_prob = -torch.rand(12, 64, generator=generator)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from rollcorr import SamplingSpec
-from rollcorr.cli import app
+from rollcorr.cli.commands import app
 from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
 
 

@@ -9,7 +9,7 @@ import torch
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.core.statistics import merge_statistics
 from rollcorr.kernels.correction import CorrectionOutput, correction_kernel
-from rollcorr.kernels.correction.table import BlockRows, SequenceTable
+from rollcorr.kernels.correction.torch.table import BlockRows, SequenceTable
 
 
 class Slice(NamedTuple):

@@ -102,7 +102,7 @@ def test_configurations_know_yaml_and_the_standard_library_only(path):
 
 
 def test_the_package_and_the_command_line_start_without_torch():
-    code = "import sys, rollcorr, rollcorr.cli, rollcorr.config, rollcorr.schemas; print('torch' in sys.modules)"
+    code = "import sys, rollcorr, rollcorr.cli.commands, rollcorr.config, rollcorr.config.conversion; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "False"
 

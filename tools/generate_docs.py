@@ -24,9 +24,9 @@ from rollcorr.config import RolloutCorrectionConfig  # noqa: E402
 from rollcorr.core.diffusion_metrics import DIFFUSION_METRICS  # noqa: E402
 from rollcorr.core.health_ranges import HealthyRange  # noqa: E402
 from rollcorr.core.histograms import RELATIVE_ERROR  # noqa: E402
-from rollcorr.core.metrics import CRITERIA, METRICS, PREFIX, Metric, criterion_metrics, metric  # noqa: E402
+from rollcorr.core.metric_registry import CRITERIA, METRICS, PREFIX, Metric, criterion_metrics, metric  # noqa: E402
 from rollcorr.core.tops import TOP  # noqa: E402
-from rollcorr.presets import PRESETS, VERL  # noqa: E402
+from rollcorr.config.presets import PRESETS, VERL  # noqa: E402
 
 GENERATED = "<!-- Written by tools/generate_docs.py. Edit the table in the code, then run it again. -->"
 
@@ -120,7 +120,7 @@ def metrics_page() -> str:
 
 {GENERATED}
 
-`Correction.metrics()` returns these under the prefix `{PREFIX}`; `rollcorr.core.metrics.metric(name)` looks one up.
+`Correction.metrics()` returns these under the prefix `{PREFIX}`; `rollcorr.core.metric_registry.metric(name)` looks one up.
 Symbols are those of [notation.md](notation.md): tm is the mean over V, the valid tokens, sm the mean over R, the
 sequences with at least one. "over" is the sample; "unit" stands for V or R, whichever the level of the weights
 counts; "batch" is one number for all.

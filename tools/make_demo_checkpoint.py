@@ -1,7 +1,7 @@
 """Make the policy that the demo starts from: `python tools/make_demo_checkpoint.py` (about four minutes on 2 cores).
 
 A random Qwen3 policy imitates solutions of the arithmetic task until two of five sampled answers are right, and is
-written to `rollcorr/train/assets/demo` (4 MB). It stops while its learning rate is high: reinforcement learning then
+written to `src/rollcorr/train/assets/demo` (4 MB). It stops while its learning rate is high: reinforcement learning then
 has something to improve.
 """
 
@@ -15,9 +15,9 @@ from rich.console import Console
 
 from rollcorr.config import SamplingSpec
 from rollcorr.engines.transformers import TransformersEngine
-from rollcorr.train.policy import ASSETS, make_tiny_policy, save_policy
-from rollcorr.train.tasks import ArithmeticTask
-from rollcorr.train.warmup import evaluate, warm_up
+from rollcorr.train.grpo.policy import ASSETS, make_tiny_policy, save_policy
+from rollcorr.train.grpo.tasks import ArithmeticTask
+from rollcorr.train.grpo.warmup import evaluate, warm_up
 
 SEED = 0
 STEPS = 1000

@@ -1,7 +1,7 @@
 """Make the picture model that the Flow-GRPO demo starts from: `python tools/make_shapes_model.py` (minutes on a core).
 
 A random SD3-type transformer learns coloured shapes by flow matching, with half of the prompts swapped, and is written
-to `rollcorr/train/assets/shapes` (1.2 MB).
+to `src/rollcorr/train/assets/shapes` (1.2 MB).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import sys
 import torch
 from rich.console import Console
 
-from rollcorr.train.diffusion.policy import ASSETS, SMALL_MODEL
-from rollcorr.train.diffusion.pretrain import make_small_transformer, make_word_table, pretrain, save_small_model
+from rollcorr.train.flow_grpo.diffusion_policy import ASSETS, SMALL_MODEL
+from rollcorr.train.flow_grpo.pretrain import make_small_transformer, make_word_table, pretrain, save_small_model
 
 STEPS = 5000
 

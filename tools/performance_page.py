@@ -143,7 +143,7 @@ def _runs(seconds: Seconds) -> str:
 
 
 def _block() -> str:
-    from rollcorr.kernels.correction.blocked import CPU_BLOCK
+    from rollcorr.kernels.correction.torch.blocks import CPU_BLOCK
 
     return f"{CPU_BLOCK:,}"
 

@@ -7,7 +7,7 @@ import torch
 
 from rollcorr import RolloutCorrectionConfig, correct
 from rollcorr.core.health_ranges import CRITERION_RANGES, RANGES
-from rollcorr.core.metrics import CRITERIA, METRICS, criterion_metrics, metric
+from rollcorr.core.metric_registry import CRITERIA, METRICS, criterion_metrics, metric
 
 SPECIFIED = [
     "training_ppl", "training_log_ppl", "rollout_ppl", "rollout_log_ppl", "kl", "k3_kl", "log_ppl_diff",

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import rollcorr.diagnostics.tally as module
+import rollcorr.diagnostics.log_check.tally as module
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.core.sampling import KeptSets
 from rollcorr.correction import correct
-from rollcorr.diagnostics.check import DIAGNOSIS, check_logs, choose_config
-from rollcorr.diagnostics.run_directory import BadInputError
+from rollcorr.diagnostics.log_check.check import DIAGNOSIS, check_logs, choose_config
+from rollcorr.run_directory.stored_run import BadInputError
 from rollcorr.rollout_log import RolloutBatch, RolloutLogError, RolloutLogWriter, convert_log, jsonl
 
 

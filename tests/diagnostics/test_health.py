@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from rollcorr.core.metrics import METRICS, PREFIX
-from rollcorr.diagnostics.health import health, limit_in_words
+from rollcorr.core.metric_registry import METRICS, PREFIX
+from rollcorr.diagnostics.health.judge import health, limit_in_words
 
 HEALTHY = {
     "token_count": 4000.0,

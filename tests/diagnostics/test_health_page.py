@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 from rollcorr.core.health_ranges import RANGES
-from rollcorr.core.metrics import METRICS
-from rollcorr.diagnostics.health import limit_in_words
-from rollcorr.diagnostics.rules import RULES
+from rollcorr.core.metric_registry import METRICS
+from rollcorr.diagnostics.health.judge import limit_in_words
+from rollcorr.diagnostics.health.rules import RULES
 
 DOCS = Path(__file__).parents[2] / "docs"
 HEALTH = (DOCS / "health.md").read_text(encoding="utf-8")

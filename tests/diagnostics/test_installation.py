@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 import rollcorr
-from rollcorr.cli import app
+from rollcorr.cli.commands import app
 from rollcorr.diagnostics import installation
 from rollcorr.diagnostics.installation import Extra, inspect_installation
 from rollcorr.kernels.correction import cpu

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from rollcorr.core.metrics import METRICS
+from rollcorr.core.metric_registry import METRICS
 from rollcorr.diagnostics.numbers import HEADLINES, LABELS, format_number, label
 
 

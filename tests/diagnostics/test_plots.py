@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from rollcorr.diagnostics.plots import DARK, LIGHT, PANELS, REWARD, draw, guides_of, rolling_mean, to_png
+from rollcorr.diagnostics.report.plots import DARK, LIGHT, PANELS, REWARD, draw, guides_of, rolling_mean, to_png
 
 BY_NAME = {panel.name: panel for panel in (*PANELS, REWARD)}
 
@@ -105,6 +105,6 @@ def test_the_rolling_mean_by_hand():
 
 
 def test_figures_touch_no_global_state():
-    code = "import sys; from rollcorr.diagnostics.plots import REWARD, draw; draw(REWARD, {}); "
+    code = "import sys; from rollcorr.diagnostics.report.plots import REWARD, draw; draw(REWARD, {}); "
     code += "sys.exit('matplotlib.pyplot' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

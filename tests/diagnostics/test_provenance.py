@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollcorr.diagnostics.check import check_logs
-from rollcorr.diagnostics.pair_sample import TOKENS, PairSample
-from rollcorr.diagnostics.pairs import crowds, logit, slope, spread
-from rollcorr.diagnostics.provenance import estimate_provenance
+from rollcorr.diagnostics.log_check.check import check_logs
+from rollcorr.diagnostics.provenance.pair_sample import TOKENS, PairSample
+from rollcorr.diagnostics.provenance.pairs import crowds, logit, slope, spread
+from rollcorr.diagnostics.provenance.estimate import estimate_provenance
 from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
-from rollcorr.sampling import SamplingSpec
-from rollcorr.scoring import recomputed_support
+from rollcorr.config.sampling_spec import SamplingSpec
+from rollcorr.correction.scoring import recomputed_support
 
 B, T, V = 24, 64, 512
 RECORDINGS = Path(__file__).parents[3] / "shared" / "recordings"

@@ -6,11 +6,11 @@ from html.parser import HTMLParser
 
 import pytest
 
-from rollcorr.core.metrics import PREFIX
+from rollcorr.core.metric_registry import PREFIX
 from rollcorr.diagnostics import report
-from rollcorr.diagnostics.plots import PANELS, REWARD
-from rollcorr.diagnostics.report import caption, reward_gain, run_report, series_by_name, write_report
-from rollcorr.diagnostics.run_directory import read_run
+from rollcorr.diagnostics.report.plots import PANELS, REWARD
+from rollcorr.diagnostics.report.page import caption, reward_gain, run_report, series_by_name, write_report
+from rollcorr.run_directory.stored_run import read_run
 
 HEALTHY = {"token_count": 4000.0, "kl": 2e-4, "k3_kl": 1e-4, "chi2_token": 2e-4, "ppl_ratio": 1.0002}
 HEALTHY |= {"rollout_is_mean": 1.0, "rollout_is_eff_sample_size": 0.999, "rollout_rs_masked_fraction": 0.0}

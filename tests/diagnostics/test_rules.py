@@ -5,8 +5,8 @@ import math
 import pytest
 
 from rollcorr.config import RolloutCorrectionConfig
-from rollcorr.diagnostics.evidence import Evidence
-from rollcorr.diagnostics.rules import (
+from rollcorr.diagnostics.health.evidence import Evidence
+from rollcorr.diagnostics.health.rules import (
     RULES,
     band_narrower_than_mismatch,
     contradicted_zeros,

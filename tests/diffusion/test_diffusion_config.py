@@ -6,7 +6,7 @@ import pytest
 
 from rollcorr.config import InertOptionWarning, RolloutCorrectionConfig
 from rollcorr.diffusion import DiffusionActorConfig
-from rollcorr.thresholds import STEP_CRITERIA, without_criterion
+from rollcorr.config.thresholds import STEP_CRITERIA, without_criterion
 
 
 def test_a_correction_may_be_a_configuration_a_preset_or_a_dictionary():

@@ -11,7 +11,7 @@ from rollcorr import Detail, correct
 from rollcorr.core.aggregation import Denominators, count_denominators, weight_denominators
 from rollcorr.core.histograms import BINS
 from rollcorr.core.tops import TOP
-from rollcorr.distributed import gather_slices, global_denominators, sum_denominators, sum_gradients
+from rollcorr.correction.process_groups import gather_slices, global_denominators, sum_denominators, sum_gradients
 
 
 @pytest.fixture(scope="module")

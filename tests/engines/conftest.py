@@ -3,7 +3,7 @@
 import pytest
 from micro_policy import make_micro_policy
 
-from rollcorr.train.policy import Policy
+from rollcorr.train.grpo.policy import Policy
 
 pytest.register_assert_rewrite("engine_contract")  # no test file by its name
 

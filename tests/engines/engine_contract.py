@@ -15,8 +15,8 @@ from rollcorr.config import SamplingSpec
 from rollcorr.core.sampling import check_kept_sets
 from rollcorr.engines.base import WeightSyncError
 from rollcorr.engines.probe import vocabulary_size
-from rollcorr.engines.scoring import score_responses
-from rollcorr.scoring import actor_log_prob
+from rollcorr.engines.model_scoring import score_responses
+from rollcorr.correction.scoring import actor_log_prob
 
 PROMPTS = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]]
 NEW_TOKENS = 12

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rollcorr.core.sampling import min_p_support, sequential_support, top_k_support, top_p_support
-from rollcorr.engines.vllm_weights import WeightReloader
+from rollcorr.engines.vllm.weight_transfer import WeightReloader
 
 __version__ = "0.32.0+fake"
 
@@ -169,7 +169,7 @@ def _prompt_logprobs(row, table, sampling):
 
 def served(llm):
     """The answers of vLLM's server as a function of (path, body): the status and the JSON."""
-    from rollcorr.engines.vllm_worker import plain_completion
+    from rollcorr.engines.vllm.worker_process import plain_completion
 
     def answer(path, body):
         path = path.partition("?")[0]

@@ -1,6 +1,6 @@
 """A policy small enough to sample from in milliseconds."""
 
-from rollcorr.train.policy import Policy, make_tiny_policy
+from rollcorr.train.grpo.policy import Policy, make_tiny_policy
 
 
 def make_micro_policy() -> Policy:

@@ -15,9 +15,9 @@ from rollcorr import check_compatible, correct
 from rollcorr.config import SamplingSpec
 from rollcorr.engines.base import EngineUnavailableError, WeightSyncError
 from rollcorr.engines.ctranslate2 import CTranslate2Engine
-from rollcorr.engines.scoring import score_responses
-from rollcorr.sampling import IncompatibleSamplingError
-from rollcorr.train.policy import Policy, load_policy
+from rollcorr.engines.model_scoring import score_responses
+from rollcorr.config.sampling_spec import IncompatibleSamplingError
+from rollcorr.train.grpo.policy import Policy, load_policy
 
 STORIES = os.environ.get("ROLLCORR_STORIES260K")
 

@@ -11,8 +11,8 @@ from torch import nn
 from rollcorr.core.logprobs import kept_log_prob
 from rollcorr.core.sampling import KeptSets
 from rollcorr.engines.fused_scoring import score_responses_fused
-from rollcorr.engines.scoring import TokenBatch, response_logits, score_responses
-from rollcorr.train.policy import load_policy
+from rollcorr.engines.model_scoring import TokenBatch, response_logits, score_responses
+from rollcorr.train.grpo.policy import load_policy
 
 SHAPE = {
     "hidden_size": 32,

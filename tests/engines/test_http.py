@@ -7,7 +7,7 @@ import pytest
 from local_server import serving
 
 from rollcorr.engines.base import EngineAnswerError, EngineUnavailableError
-from rollcorr.engines.http import JsonClient
+from rollcorr.engines.transport.http import JsonClient
 
 
 def echo(handler, body):

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from rollcorr.engines.scoring import TokenBatch, pad_prompts, score_responses
-from rollcorr.train.policy import make_tiny_policy
+from rollcorr.engines.model_scoring import TokenBatch, pad_prompts, score_responses
+from rollcorr.train.grpo.policy import make_tiny_policy
 
 
 class FixedLogits(nn.Module):

@@ -14,9 +14,9 @@ from vllm_doubles import InProcess, use_in_process
 from rollcorr.config import SamplingSpec
 from rollcorr.core.logprobs import kept_log_prob
 from rollcorr.engines.base import EngineAnswerError, EngineError, EngineUnavailableError, WeightSyncError
-from rollcorr.engines.scoring import response_logits, score_responses
-from rollcorr.engines.vllm import VllmEngine
-from rollcorr.engines.vllm_base import row_seed
+from rollcorr.engines.model_scoring import response_logits, score_responses
+from rollcorr.engines.vllm.local import VllmEngine
+from rollcorr.engines.vllm.shared import row_seed
 
 TRUNCATED = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "logprobs": "processed"}
 
@@ -138,7 +138,7 @@ def test_no_restart_is_made_when_none_is_allowed(micro_policy):
 
 
 def test_the_old_head_of_a_tied_model_is_caught_at_the_start(micro_policy, monkeypatch):
-    monkeypatch.setattr("rollcorr.engines.vllm_weights.repack_output_head", lambda model: None)
+    monkeypatch.setattr("rollcorr.engines.vllm.weight_transfer.repack_output_head", lambda model: None)
     with pytest.raises(WeightSyncError, match=r"weight sync incomplete.*check tied and renamed ones"):
         make_engine(micro_policy, dtype="bfloat16")
 
@@ -178,7 +178,7 @@ def test_a_load_that_fails_half_way_leaves_an_engine_that_samples_nothing(micro_
 
 
 def test_an_update_by_restart_starts_from_the_weights(micro_policy, monkeypatch):
-    monkeypatch.setattr("rollcorr.engines.vllm_weights.repack_output_head", lambda model: None)  # nothing to repack
+    monkeypatch.setattr("rollcorr.engines.vllm.weight_transfer.repack_output_head", lambda model: None)  # nothing to repack
     engine = make_engine(micro_policy, update="restart")
     change(micro_policy)
     engine.update_weights(micro_policy.model, version=1)

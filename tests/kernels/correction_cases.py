@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from rollcorr.config import InertOptionWarning, RolloutCorrectionConfig
-from rollcorr.core.metrics import CRITERIA, finalize
+from rollcorr.core.metric_registry import CRITERIA, finalize
 from rollcorr.kernels.correction import CorrectionOutput
 
 SPECIAL = [math.nan, math.inf, -math.inf]

@@ -12,7 +12,7 @@ from correction_cases import configuration, everything
 from rollcorr import correct
 from rollcorr.core.layout import pack
 from rollcorr.kernels.correction import implementations
-from rollcorr.kernels.correction.blocked import CPU_BLOCK
+from rollcorr.kernels.correction.torch.blocks import CPU_BLOCK
 
 _SPEC = importlib.util.spec_from_file_location("counting", Path(__file__).parents[2] / "benchmarks" / "counting.py")
 counting = importlib.util.module_from_spec(_SPEC)

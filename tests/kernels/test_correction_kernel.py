@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollcorr.core.layout import pack
-from rollcorr.core.metrics import CRITERIA, finalize
+from rollcorr.core.metric_registry import CRITERIA, finalize
 from rollcorr.kernels.correction import correction_kernel
-from rollcorr.kernels.correction.blocked import blocked_correction
+from rollcorr.kernels.correction.torch.blocks import blocked_correction
 from rollcorr.kernels.correction.reference import reference_correction
 
 

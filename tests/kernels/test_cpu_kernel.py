@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollcorr import correct
 from rollcorr.core.layout import pack
-from rollcorr.core.metrics import finalize
+from rollcorr.core.metric_registry import finalize
 from rollcorr.kernels.correction import correction_kernel, implementations
 from rollcorr.kernels.correction.cpu import LEVELS, cpu_correction, why_not
 from rollcorr.kernels.correction.cpu.job import accepted_log_ratios

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rollcorr import Detail, RolloutCorrectionConfig, correct, merge_statistics
 from rollcorr.core.histograms import RELATIVE_ERROR
 from rollcorr.core.layout import pack
-from rollcorr.core.metrics import finalize
+from rollcorr.core.metric_registry import finalize
 from rollcorr.core.tops import WorstSequence, WorstToken, worst_of
 
 CONFIG = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=2.0)

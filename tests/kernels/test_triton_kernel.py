@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollcorr.core.layout import pack
-from rollcorr.core.metrics import CRITERIA, finalize
+from rollcorr.core.metric_registry import CRITERIA, finalize
 from rollcorr.correction import correct
 from rollcorr.kernels import correction as kernels
 from rollcorr.kernels.correction import CorrectionOutput, correction_kernel
-from rollcorr.kernels.correction.blocked import blocked_correction
+from rollcorr.kernels.correction.torch.blocks import blocked_correction
 from rollcorr.kernels.correction.reference import reference_correction
 from rollcorr.kernels.correction.triton import status, triton_correction, why_not
 

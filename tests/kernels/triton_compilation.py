@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
 from rollcorr.config import RolloutCorrectionConfig
-from rollcorr.core.metrics import CRITERIA
+from rollcorr.core.metric_registry import CRITERIA
 from rollcorr.kernels.correction.triton import launch
 
 TYPES = {

@@ -3,12 +3,12 @@
 import pytest
 
 from rollcorr.train import grpo
-from rollcorr.train.config import TrainConfig
+from rollcorr.train.grpo.grpo_config import TrainConfig
 from rollcorr.train.config_file import load_config
-from rollcorr.train.engines import make_engine
-from rollcorr.train.policy import Policy, make_tiny_policy
-from rollcorr.train.run import make_task
-from rollcorr.train.tasks import Reward
+from rollcorr.train.grpo.engine_choice import make_engine
+from rollcorr.train.grpo.policy import Policy, make_tiny_policy
+from rollcorr.train.grpo.grpo_run import make_task
+from rollcorr.train.grpo.tasks import Reward
 
 MICRO = {
     "hidden_size": 32,

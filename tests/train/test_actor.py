@@ -12,13 +12,13 @@ from rollcorr.config import SamplingSpec
 from rollcorr.core.divergence import k3 as k3_of
 from rollcorr.core.sampling import KeptSets
 from rollcorr.engines.base import EngineAnswerError
-from rollcorr.engines.scoring import score_responses
+from rollcorr.engines.model_scoring import score_responses
 from rollcorr.engines.transformers import TransformersEngine
-from rollcorr.sampling import IncompatibleSamplingError
-from rollcorr.train.actor import Actor
-from rollcorr.train.config import ActorConfig
-from rollcorr.train.policy import load_policy, make_tiny_policy
-from rollcorr.train.tasks import ArithmeticTask
+from rollcorr.config.sampling_spec import IncompatibleSamplingError
+from rollcorr.train.grpo.actor import Actor
+from rollcorr.train.grpo.grpo_config import ActorConfig
+from rollcorr.train.grpo.policy import load_policy, make_tiny_policy
+from rollcorr.train.grpo.tasks import ArithmeticTask
 
 TRUNCATED = SamplingSpec(temperature=0.7, top_p=0.9, top_k=20, logprobs="processed")
 TRUNCATED_RUN = tuple(

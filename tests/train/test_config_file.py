@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from rollcorr.config import RolloutCorrectionConfig
-from rollcorr.train.config import TrainConfig
+from rollcorr.train.grpo.grpo_config import TrainConfig
 from rollcorr.train.config_file import changed_options, load_config, recipe_of
 from rollcorr.train.recipes import load_recipe
 

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from rollcorr.train.config_file import load_config
-from rollcorr.train.run import train
+from rollcorr.train.grpo.grpo_run import train
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -8,8 +8,8 @@ import torch
 
 from rollcorr.core.statistics import Statistics
 from rollcorr.train import grpo
-from rollcorr.train.policy import make_tiny_policy
-from rollcorr.train.tasks import Reward
+from rollcorr.train.grpo.policy import make_tiny_policy
+from rollcorr.train.grpo.tasks import Reward
 
 BAND = "rollout_rs: token_k1, rollout_rs_threshold: 0.999_1.001"
 MODES = {

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollcorr.train.policy import ASSETS, load_policy, make_byte_tokenizer, make_tiny_policy, save_policy
+from rollcorr.train.grpo.policy import ASSETS, load_policy, make_byte_tokenizer, make_tiny_policy, save_policy
 
 TOKENIZER = make_byte_tokenizer()
 

@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from rollcorr.cli import app
+from rollcorr.cli.commands import app
 from rollcorr.core.sampling import check_kept_sets
 from rollcorr.engines.base import EngineAnswerError, EngineUnavailableError
 from rollcorr.engines.transformers import TransformersEngine
@@ -18,12 +18,12 @@ from rollcorr.train import grpo
 from rollcorr.train import run as run_module
 from rollcorr.train.checkpoint import latest_checkpoint
 from rollcorr.train.config_file import load_config
-from rollcorr.train.engines import make_engine
-from rollcorr.train.grpo import GrpoTrainer
-from rollcorr.train.logging import read_metrics
-from rollcorr.train.policy import load_policy
-from rollcorr.train.run import train
-from rollcorr.train.tasks import Reward
+from rollcorr.train.grpo.engine_choice import make_engine
+from rollcorr.train.grpo.grpo_trainer import GrpoTrainer
+from rollcorr.run_directory.run_logger import read_metrics
+from rollcorr.train.grpo.policy import load_policy
+from rollcorr.train.grpo.grpo_run import train
+from rollcorr.train.grpo.tasks import Reward
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollcorr.train.policy import make_byte_tokenizer
-from rollcorr.train.tasks import ArithmeticTask, Gsm8kTask, hard_gated_reward, same_number
+from rollcorr.train.grpo.policy import make_byte_tokenizer
+from rollcorr.train.grpo.tasks import ArithmeticTask, Gsm8kTask, hard_gated_reward, same_number
 
 TOKENIZER = make_byte_tokenizer()
 GSM8K = Path(__file__).parents[2] / ".." / "shared" / "data" / "gsm8k" / "train.jsonl"

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from rollcorr.engines.transformers import TransformersEngine
-from rollcorr.sampling import IncompatibleSamplingError
-from rollcorr.train.config import RolloutConfig
-from rollcorr.train.engines import CLASSES, closing, make_engine
+from rollcorr.config.sampling_spec import IncompatibleSamplingError
+from rollcorr.train.grpo.grpo_config import RolloutConfig
+from rollcorr.train.grpo.engine_choice import CLASSES, closing, make_engine
 
 
 def test_the_transformers_engine_gets_what_the_rollout_section_says(micro_config, micro_policy):

@@ -7,8 +7,8 @@ import torch
 
 from rollcorr.config import SamplingSpec
 from rollcorr.engines.transformers import TransformersEngine
-from rollcorr.train.tasks import ArithmeticTask, Problem
-from rollcorr.train.warmup import evaluate, solution_loss, warm_up
+from rollcorr.train.grpo.tasks import ArithmeticTask, Problem
+from rollcorr.train.grpo.warmup import evaluate, solution_loss, warm_up
 
 
 def test_the_loss_is_the_mean_over_solution_tokens_and_the_end(micro_policy):

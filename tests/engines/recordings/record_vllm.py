@@ -17,7 +17,7 @@ from vllm_doubles import serving
 from vllm_server_process import running_server
 
 from rollcorr.engines.base import EngineAnswerError
-from rollcorr.engines.vllm_server import GENERATE
+from rollcorr.engines.vllm.server import GENERATE
 
 
 def forward(url, path, body):

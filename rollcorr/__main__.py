@@ -1,5 +1,0 @@
-"""`python -m rollcorr`: the command line."""
-
-from rollcorr.cli import main
-
-main()

@@ -1,0 +1,292 @@
+"""Read a correction from any of the three generations, from a bare mapping up to a whole verl YAML file.
+
+`convert` finds the options, decides their generation, and reports what each became; `resolve` is the short form for
+callers that only want a configuration. The field-by-field rules are in `rollcorr.config.generations`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rollcorr.config.checks import check_bool, check_choice, nearest
+from rollcorr.config.correction_options import RolloutCorrectionConfig, SamplingSpec
+from rollcorr.config.generations import (
+    CONVERTERS,
+    KEYS,
+    LATE_2025_11,
+    OLDER_CRITERIA,
+    SCHEMAS,
+    Draft,
+    FieldReport,
+    Schema,
+    shown,
+)
+from rollcorr.config.thresholds import CRITERIA, STEP_CRITERIA
+
+__all__ = ["Conversion", "FieldReport", "Schema", "config_section", "convert", "converted_document", "resolve"]
+
+SECTION = "rollout_correction"
+ROLLOUT = "actor_rollout_ref.rollout"
+
+_ALL_KEYS = tuple(dict.fromkeys(key for schema in SCHEMAS for key in KEYS[schema]))
+_SAMPLING_KEYS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+_LOGPROBS_MODES = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A configuration with the account of how it came about.
+
+    Attributes:
+        config: the configuration; None means no correction at all (no weights, no rejection, no metrics).
+        schema: the generation that was read.
+        report: what each old field became, and why.
+        sampling: what the rollout section says about sampling; None without such a section.
+        notes: where the same values give other numbers than before.
+    """
+
+    config: RolloutCorrectionConfig | None
+    schema: Schema
+    report: tuple[FieldReport, ...]
+    sampling: SamplingSpec | None = None
+    notes: tuple[str, ...] = ()
+
+
+def convert(raw: Mapping[str, Any], *, schema: Schema | None = None) -> Conversion:
+    """Convert options of any generation.
+
+    Args:
+        raw: the options themselves, an `algorithm` section, or a whole verl configuration (plain or OmegaConf
+            mappings), with the options (or a preset's name) in `algorithm.rollout_correction`, or flat in `algorithm`.
+        schema: the generation to read; None detects it. A bool `rollout_is`, or `rollout_is_` with level, mode,
+            veto_threshold or threshold_lower, means 2025-10; `bypass_old_logprob_for_rollout`,
+            `use_pure_rollout_correction`, `rollout_rs_threshold_lower`, and `rollout_rs` of token, sequence or
+            geometric mean 2025-11, which also takes verl 0.7's mixture with the newest names when asked for by name.
+
+    Raises:
+        TypeError: a section is no mapping, or a value is of a wrong type.
+        ValueError: an unknown key (the nearest is suggested), a mixture of generations, a value outside its limits, or
+            `calculate_log_probs: false` beside a correction.
+    """
+    check_choice("schema", schema, SCHEMAS, optional=True)
+    options, flat, rollout = _locate(raw)
+    config: RolloutCorrectionConfig | None
+    if options is None or isinstance(options, str):
+        schema = schema or "newest"
+        config = None if options is None else RolloutCorrectionConfig.preset(options)
+        draft = Draft({})
+        if options is None:
+            draft.notes.append(f"There is no {SECTION} section: no correction.")
+        else:
+            draft.report.append(FieldReport(SECTION, options, f"preset {options}", "a text names a preset"))
+    else:
+        _check_keys(options, schema)
+        schema = schema or _detect(options, flat)
+        config, draft = CONVERTERS[schema](options)
+    sampling = None if rollout is None else _read_rollout(rollout, config, draft)
+    return Conversion(config, schema, tuple(draft.report), sampling, tuple(draft.notes))
+
+
+def resolve(config: RolloutCorrectionConfig | str | Mapping[str, Any] | None) -> RolloutCorrectionConfig | None:
+    """A configuration from a configuration, a preset's name, or options of any generation.
+
+    Returns:
+        None when the options mean no correction at all.
+
+    Raises:
+        TypeError: something else is given.
+        ValueError: as `convert`, or no preset has this name.
+    """
+    if config is None or isinstance(config, RolloutCorrectionConfig):
+        return config
+    if isinstance(config, str):
+        return RolloutCorrectionConfig.preset(config)
+    if isinstance(config, Mapping):
+        return convert(config).config
+    raise TypeError(
+        "expected a RolloutCorrectionConfig, a preset's name, or a mapping of options; "
+        f"got {config!r} of type {type(config).__name__}"
+    )
+
+
+def converted_document(raw: Mapping[str, Any], conversion: Conversion) -> dict[str, Any]:
+    """The document in its newest form: the same, with `algorithm.rollout_correction` in place of the old options.
+
+    The section names the seven public options always, and of the others those that differ from their defaults.
+    """
+    section = None if conversion.config is None else config_section(conversion.config)
+    if "algorithm" in raw or "actor_rollout_ref" in raw:
+        algorithm = {key: value for key, value in (raw.get("algorithm") or {}).items() if not _is_option(key)}
+        return {**raw, "algorithm": {**algorithm, SECTION: section}}
+    if SECTION in raw:
+        return {**raw, SECTION: section}
+    return {"algorithm": {SECTION: section}}
+
+
+def config_section(config: RolloutCorrectionConfig) -> dict[str, Any]:
+    """A configuration as its YAML section: verl's seven options, then those of ours that differ from their defaults."""
+    defaults = RolloutCorrectionConfig().to_dict()
+    public = KEYS["newest"][:7]
+    return {key: value for key, value in config.to_dict().items() if key in public or value != defaults[key]}
+
+
+def _locate(raw: Mapping[str, Any]) -> tuple[dict[str, Any] | str | None, bool, Mapping[str, Any] | None]:
+    """Find the options, whether they lie flat in `algorithm`, and the rollout section."""
+    _check_mapping("the configuration", raw)
+    rollout = None
+    if "algorithm" in raw or "actor_rollout_ref" in raw:
+        misplaced = [key for key in raw if _is_option(key) or key == SECTION]
+        if misplaced:
+            raise ValueError(f"{misplaced[0]!r} stands beside 'algorithm'; move it to algorithm.{SECTION}")
+        algorithm = _subsection(raw, "algorithm")
+        rollout = _subsection(_subsection(raw, "actor_rollout_ref"), "rollout") or None
+    elif SECTION in raw:
+        algorithm = raw
+    else:
+        return _options(raw), False, None
+    _check_spelling("algorithm", algorithm, (*_ALL_KEYS, SECTION))
+    flat = {key: value for key, value in algorithm.items() if _is_option(key)}
+    options = algorithm.get(SECTION)
+    if options is None:
+        return (flat or None), True, rollout
+    if flat:
+        raise ValueError(
+            f"algorithm holds both {SECTION} and the flat options {', '.join(flat)}: a mixture; delete one of the two"
+        )
+    if isinstance(options, str):
+        return options, False, rollout
+    _check_mapping(f"algorithm.{SECTION}", options)
+    return _options(options), False, rollout
+
+
+def _detect(options: Mapping[str, Any], flat: bool) -> Schema:
+    """The generation of a set of known options; a mixture is an error."""
+    signs = {schema: [key for key in options if _owners(key) == [schema]] for schema in SCHEMAS}
+    level, rs = options.get("rollout_is"), options.get("rollout_rs")
+    if isinstance(level, bool):
+        signs["2025-10"].append(f"rollout_is: {shown(level)}")
+    names = {name.strip() for name in rs.split(",")} if isinstance(rs, str) else set()
+    if names & OLDER_CRITERIA.keys():
+        signs["2025-11"].append(f"rollout_rs: {rs}")
+    if names & (CRITERIA | STEP_CRITERIA).keys():
+        signs["newest"].append(f"rollout_rs: {rs}")
+    later = [key for key in options if "2025-10" not in _owners(key)]
+    if isinstance(level, str):
+        later.append(f"rollout_is: {level}")
+    found = [schema for schema in SCHEMAS if signs[schema]]
+    if len(found) > 1 or (found == ["2025-10"] and later):
+        groups = [f"{schema}: {', '.join(signs[schema])}" for schema in found]
+        if len(found) == 1:
+            groups.append(f"later: {', '.join(later)}")
+        hint = " A file of verl 0.7 is read with schema '2025-11'." if found == ["2025-11", "newest"] else ""
+        raise ValueError(f"these options mix generations ({'; '.join(groups)}); write all of them in one.{hint}")
+    if found:
+        return found[0]
+    # Only the first generation put its options flat into `algorithm`.
+    return "2025-10" if flat and not later else "newest"
+
+
+def _owners(key: str) -> list[Schema]:
+    return [schema for schema in SCHEMAS if key in KEYS[schema]]
+
+
+def _check_keys(options: Mapping[str, Any], schema: Schema | None) -> None:
+    """Every key is known: to the schema asked for, or to any when it is still to be found."""
+    known = _ALL_KEYS if schema is None else KEYS[schema] + (LATE_2025_11 if schema == "2025-11" else ())
+    for key in options:
+        if key in known:
+            continue
+        if key in _ALL_KEYS:
+            raise ValueError(f"option {key!r} belongs to {' and '.join(_owners(key))}, not to {schema}")
+        listed = ", ".join(known)
+        raise ValueError(f"unknown option {key!r}; known are {listed}.{nearest(str(key), known)}")
+
+
+def _read_rollout(rollout: Mapping[str, Any], config: RolloutCorrectionConfig | None, draft: Draft) -> SamplingSpec:
+    """The sampling settings of `actor_rollout_ref.rollout`; checks that log-probs are recorded at all."""
+    _check_spelling(ROLLOUT, rollout, ("calculate_log_probs", "logprobs_mode", *_SAMPLING_KEYS))
+    recorded = rollout.get("calculate_log_probs")
+    if recorded is not None:
+        check_bool(f"{ROLLOUT}.calculate_log_probs", recorded)
+    if config is not None and recorded is False:
+        raise ValueError(
+            f"{ROLLOUT}.calculate_log_probs is false, but a correction needs the rollout's log-probs: set it to true"
+        )
+    if config is not None and recorded is None:
+        draft.notes.append(
+            f"{ROLLOUT}.calculate_log_probs is not set; verl's default is false and a correction needs true."
+        )
+    found: list[tuple[str, object, str, Any]] = [
+        (key, rollout[key], key, rollout[key]) for key in _SAMPLING_KEYS if rollout.get(key) is not None
+    ]
+    # transformers writes a top_k that is off as 0.
+    found = [(key, old, new, -1 if key == "top_k" and old == 0 else value) for key, old, new, value in found]
+    name, mode = rollout.get("name"), _logprobs_mode(rollout)
+    if isinstance(name, str) and name != "???":  # OmegaConf's mark for a value still to be given
+        found.append(("name", name, "engine", name))
+    if mode is not None:
+        found.append(("logprobs_mode", mode, "logprobs", _LOGPROBS_MODES[mode]))
+    try:
+        sampling = SamplingSpec(**{new: value for _, _, new, value in found})
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{ROLLOUT}: {error}") from error
+    for key, old, new, value in found:
+        draft.report.append(FieldReport(f"{ROLLOUT}.{key}", old, f"sampling.{new}: {value}", "the sampling settings"))
+    if mode is None and (sampling.temperature, sampling.top_p, sampling.top_k) != (1.0, 1.0, -1):
+        draft.notes.append(
+            f"{ROLLOUT} does not set logprobs_mode; read as raw (vLLM's default; verl 0.9.1 passes "
+            "processed_logprobs). With temperature, top_p or top_k in use the two differ: set it."
+        )
+    return sampling
+
+
+def _logprobs_mode(rollout: Mapping[str, Any]) -> str | None:
+    """The engine's logprobs_mode: `engine_kwargs.vllm` goes over the rollout section's own."""
+    own = rollout.get("logprobs_mode")
+    mode = _subsection(_subsection(rollout, "engine_kwargs"), "vllm").get("logprobs_mode", own)
+    if mode is not None:
+        check_choice(f"{ROLLOUT}.logprobs_mode (logits are no log-probs)", mode, _LOGPROBS_MODES)
+    return mode
+
+
+def _options(section: Mapping[str, Any]) -> dict[str, Any]:
+    """A section's options, without Hydra's `_target_`."""
+    return {key: value for key, value in section.items() if key != "_target_"}
+
+
+def _is_option(key: object) -> bool:
+    return key in _ALL_KEYS or (isinstance(key, str) and key.startswith(("rollout_is", "rollout_rs", "rollout_token")))
+
+
+def _subsection(section: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """A nested mapping; missing and null are empty."""
+    value = section.get(key)
+    if value is None:
+        return {}
+    _check_mapping(key, value)
+    return value  # type: ignore[no-any-return]
+
+
+def _check_mapping(name: str, value: object) -> None:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a mapping of options; got {value!r} of type {type(value).__name__}")
+
+
+def _check_spelling(name: str, section: Mapping[str, Any], known: Iterable[str]) -> None:
+    """A section may hold keys that are not ours, but none that is one of ours misspelt."""
+    for key in section:
+        if key not in known:
+            close = difflib.get_close_matches(str(key), list(known), n=1, cutoff=0.88)
+            if close:
+                raise ValueError(f"unknown key {key!r} in {name}. Did you mean {close[0]!r}?")

@@ -1,0 +1,307 @@
+"""The three generations of the rollout-correction options, and what each old field becomes.
+
+    2025-10   rollout_is (bool), rollout_is_threshold (null = off), _threshold_lower, _level, _mode, _veto_threshold
+    2025-11   bypass_old_logprob_for_rollout, use_pure_rollout_correction, rollout_rs ∈ token / sequence / geometric
+    newest    the fields of `RolloutCorrectionConfig`
+
+Each converter takes one flat mapping whose keys are known to its generation. `rollcorr.config.conversion` finds that mapping
+and decides the generation; docs/migration.md shows examples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rollcorr.config.checks import check_bool, check_choice, check_number
+from rollcorr.config.correction_options import RolloutCorrectionConfig
+from rollcorr.config.thresholds import join_band
+
+Schema = Literal["2025-10", "2025-11", "newest"]
+SCHEMAS: tuple[Schema, ...] = ("2025-10", "2025-11", "newest")
+
+OLDER_CRITERIA = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+
+KEYS: dict[Schema, tuple[str, ...]] = {
+    "2025-10": (
+        "rollout_is_threshold",
+        "rollout_is",
+        "rollout_is_threshold_lower",
+        "rollout_is_level",
+        "rollout_is_mode",
+        "rollout_is_veto_threshold",
+    ),
+    "2025-11": (
+        "rollout_is",
+        "rollout_is_threshold",
+        "rollout_rs",
+        "rollout_rs_threshold",
+        "rollout_rs_threshold_lower",
+        "rollout_token_veto_threshold",
+        "bypass_old_logprob_for_rollout",
+        "use_pure_rollout_correction",
+    ),
+    "newest": tuple(field.name for field in dataclasses.fields(RolloutCorrectionConfig)),
+}
+
+# Names that verl 0.7 already wrote beside the rejection options of 2025-11; read when that schema is asked for.
+LATE_2025_11 = ("bypass_mode", "loss_type", "rollout_is_batch_normalize")
+
+DEFAULTS = RolloutCorrectionConfig().to_dict()
+
+
+@dataclass(frozen=True)
+class FieldReport:
+    """What one old field became.
+
+    Attributes:
+        field: name of the old field.
+        value: its value.
+        became: the new fields and values, as YAML would say them.
+        reason: why.
+    """
+
+    field: str
+    value: object
+    became: str
+    reason: str
+
+
+@dataclass
+class Draft:
+    """New fields in the making, with a line of report for every old field and notes where numbers will differ."""
+
+    old: Mapping[str, Any]
+    fields: dict[str, Any] = field(default_factory=dict)
+    report: list[FieldReport] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def put(self, name: str, value: object, new: Mapping[str, Any], reason: str) -> None:
+        """Set new fields because of an old one; an old default that is no default any more is reported too."""
+        self.fields.update(new)
+        became = ", ".join(f"{key}: {shown(new_value)}" for key, new_value in new.items())
+        if name in self.old:
+            self.report.append(FieldReport(name, value, became, reason))
+        elif any(new_value != DEFAULTS[key] for key, new_value in new.items()):
+            self.report.append(FieldReport(name, value, became, f"not set, its default counts: {reason}"))
+
+    def drop(self, name: str, reason: str) -> None:
+        """Leave an old field out; when it is null there is nothing to say."""
+        if self.old.get(name) is not None:
+            self.report.append(FieldReport(name, self.old[name], "(nothing)", reason))
+
+
+def shown(value: object) -> str:
+    """A plain value as YAML writes it: None → null, True → true."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def from_2025_10(old: Mapping[str, Any]) -> tuple[RolloutCorrectionConfig | None, Draft]:
+    """Convert the options of October 2025: one threshold, a level, and a mode for weights and rejection.
+
+    A null `rollout_is_threshold` is no correction at all (None), not metrics only.
+
+    Raises:
+        TypeError, ValueError: a value that this generation does not know.
+    """
+    draft = Draft(old)
+    threshold = _number(old, "rollout_is_threshold")
+    veto = _number(old, "rollout_is_veto_threshold")
+    apply_is = old.get("rollout_is", False)
+    level = old.get("rollout_is_level", "token")
+    mode = old.get("rollout_is_mode", "truncate")
+    check_bool("rollout_is", apply_is)
+    check_choice("rollout_is_level", level, OLDER_CRITERIA)
+    check_choice("rollout_is_mode", mode, ("truncate", "mask"))
+    if threshold is None:
+        why = "rollout_is_threshold is null, which switches everything off: no weights, no rejection, no metrics"
+        draft.report.extend(FieldReport(name, value, "no correction", why) for name, value in old.items())
+        if "rollout_is_threshold" not in old:
+            draft.notes.append("rollout_is_threshold is missing; its default was null, which switches everything off.")
+        return None, draft
+
+    draft.put("rollout_is_level", level, {"rollout_is": level}, "the level of the weights moved into rollout_is")
+    why = "weights reach the loss" if apply_is else "weights are measured and stay out of the loss"
+    draft.put("rollout_is", apply_is, {"apply_is": apply_is}, why)
+    if mode == "truncate":
+        why = "truncate mode: weights are cut at this ceiling, nothing is rejected for it"
+        draft.put("rollout_is_threshold", threshold, {"rollout_is_threshold": threshold}, why)
+        draft.drop("rollout_is_threshold_lower", "truncate mode has no lower bound; it only moved a metric")
+    else:
+        _mask_mode(draft, level, threshold)
+    if veto is not None:
+        new = {"rollout_token_veto_threshold": veto}
+        draft.put("rollout_is_veto_threshold", veto, new, "the veto has its own name; same meaning")
+    draft.notes.append("Metrics: the prefix mismatch/ is now rollout_corr/; docs/metrics.md has the names.")
+    return RolloutCorrectionConfig(**draft.fields), draft
+
+
+def _mask_mode(draft: Draft, level: str, threshold: float) -> None:
+    """2025-10 `rollout_is_mode: mask`: rejection by a k1 band at the level; weights keep the safety bound alone."""
+    new = {"rollout_is_threshold": None, "rollout_rs": OLDER_CRITERIA[level]}
+    draft.put("rollout_is_mode", "mask", new, f"mask mode rejects on the {level} ratio and does not truncate weights")
+    _band(draft, "rollout_is_threshold", threshold, "rollout_is_threshold_lower", "upper end of the rejection band")
+
+
+def _band(draft: Draft, upper_name: str, upper: float, lower_name: str, reason: str) -> None:
+    """One band from two old fields: a null lower end is the reciprocal, 0 leaves that side open."""
+    lower = _number(draft.old, lower_name)
+    if lower is None:
+        draft.put(upper_name, upper, {"rollout_rs_threshold": upper}, f"{reason}; the lower end is its reciprocal")
+        return
+    band = {"rollout_rs_threshold": join_band(lower, upper)}
+    draft.put(upper_name, upper, band, reason)
+    draft.put(lower_name, lower, band, "lower end of the band" + ("; 0 leaves that side open" if lower == 0 else ""))
+
+
+def from_2025_11(old: Mapping[str, Any]) -> tuple[RolloutCorrectionConfig, Draft]:
+    """Convert the options of November 2025: weights and rejection apart, two switches for the operating mode.
+
+    The mode may also be written with the newest names (`LATE_2025_11`), as verl 0.7 did.
+
+    Raises:
+        TypeError, ValueError: a value that this generation does not know, or the pure loss without bypass.
+    """
+    draft = Draft(old)
+    level = old.get("rollout_is")
+    threshold = _number(old, "rollout_is_threshold", 2.0)
+    if "rollout_is" not in old:
+        draft.notes.append("rollout_is is missing: read as null, as in verl's YAML (its Python class said 'sequence').")
+    if level is not None and threshold is None:
+        reason = "without rollout_is_threshold this generation computed no weights"
+        draft.put("rollout_is", level, {"rollout_is": None}, reason)
+    else:
+        draft.put("rollout_is", level, {"rollout_is": level}, "unchanged")
+    if draft.fields["rollout_is"] is not None:
+        new = {"rollout_is_threshold": threshold}
+        draft.put("rollout_is_threshold", threshold, new, "unchanged: the ceiling on weights")
+    elif old.get("rollout_rs") is None or old.get("rollout_rs_threshold") is not None:
+        draft.drop("rollout_is_threshold", "there are no weights to bound without rollout_is")
+    _older_rejection(draft, threshold)
+    veto = _number(old, "rollout_token_veto_threshold")
+    if veto is not None:
+        draft.put("rollout_token_veto_threshold", veto, {"rollout_token_veto_threshold": veto}, "unchanged")
+    for name in LATE_2025_11:
+        if name in old:
+            draft.put(name, old[name], {name: old[name]}, "unchanged")
+    _older_mode(draft)
+    return RolloutCorrectionConfig(**draft.fields), draft
+
+
+def _older_rejection(draft: Draft, is_threshold: float | None) -> None:
+    """2025-11 `rollout_rs` with its two thresholds: a k1 band; upper defaults to the weights', lower to 1/upper."""
+    rs = draft.old.get("rollout_rs")
+    upper = _number(draft.old, "rollout_rs_threshold")
+    if rs is None:
+        draft.drop("rollout_rs_threshold", "it had no effect without rollout_rs")
+        draft.drop("rollout_rs_threshold_lower", "it had no effect without rollout_rs")
+        return
+    check_choice("rollout_rs", rs, OLDER_CRITERIA, optional=True)
+    draft.put("rollout_rs", rs, {"rollout_rs": OLDER_CRITERIA[rs]}, f"a band on the {rs} ratio is now a k1 criterion")
+    if upper is not None:
+        _band(draft, "rollout_rs_threshold", upper, "rollout_rs_threshold_lower", "upper end of the band")
+    elif is_threshold is not None:
+        reason = "rollout_rs_threshold is null, so this is the upper end of the band too"
+        _band(draft, "rollout_is_threshold", is_threshold, "rollout_rs_threshold_lower", reason)
+    else:
+        raise ValueError(
+            f"rollout_rs: {rs} needs rollout_rs_threshold, or rollout_is_threshold to take its place; both are null"
+        )
+
+
+def _older_mode(draft: Draft) -> None:
+    """2025-11's two switches: bypass_mode and loss_type."""
+    old = draft.old
+    bypass = old.get("bypass_old_logprob_for_rollout", False)
+    pure = old.get("use_pure_rollout_correction", False)
+    check_bool("bypass_old_logprob_for_rollout", bypass)
+    check_bool("use_pure_rollout_correction", pure)
+    for name, newer in (
+        ("bypass_old_logprob_for_rollout", "bypass_mode"),
+        ("use_pure_rollout_correction", "loss_type"),
+    ):
+        if name in old and newer in old:
+            raise ValueError(f"{name} and {newer} say the same thing; keep one of them")
+    if pure and not (bypass or old.get("bypass_mode")):
+        raise ValueError(
+            "use_pure_rollout_correction: true needs bypass_old_logprob_for_rollout: true (its loss has no π_old)"
+        )
+    if "bypass_mode" not in old:
+        draft.put("bypass_old_logprob_for_rollout", bypass, {"bypass_mode": bypass}, "renamed")
+    if "loss_type" not in old:
+        reason = "the pure loss is REINFORCE: −sg(w) log π_θ A" if pure else "the PPO loss"
+        new = {"loss_type": "reinforce" if pure else "ppo_clip"}
+        draft.put("use_pure_rollout_correction", pure, new, reason)
+    if not draft.fields["bypass_mode"] or draft.fields["loss_type"] == "reinforce":
+        return
+    weighted = draft.fields["rollout_is"] is not None
+    if weighted:
+        reason = "the bypass PPO ratio holds the correction already; weights are metrics only"
+        draft.put("rollout_is", old["rollout_is"], {"apply_is": False}, reason)
+    if bypass and (weighted or "rollout_rs" in draft.fields):
+        draft.notes.append(
+            "In bypass mode this generation compared the rollout with itself: weights were 1 and nothing was rejected. "
+            "Here π_θ is compared with the rollout policy, and rejection acts."
+        )
+
+
+def from_newest(old: Mapping[str, Any]) -> tuple[RolloutCorrectionConfig, Draft]:
+    """Read the newest options; notes say where verl 0.9.1 computes other numbers from the same values.
+
+    Raises:
+        TypeError, ValueError: as `RolloutCorrectionConfig`.
+    """
+    draft = Draft(old)
+    for name, value in old.items():
+        if isinstance(value, str) and name in ("rollout_token_veto_threshold", "safety_bound"):
+            value = _number(old, name)  # YAML 1.1 readers hand 1e-4 over as a text
+        draft.put(name, value, {name: value}, "unchanged")
+    config = RolloutCorrectionConfig(**draft.fields)
+    if config.rollout_is is not None and config.is_mode == "none":
+        draft.notes.append(
+            "rollout_is_threshold is null: verl 0.9.1 then computes no weights; here safety_bound alone bounds them."
+        )
+    draft.notes.extend(_orientation_notes(config))
+    if config.bypass_mode and config.criteria:
+        draft.notes.append(
+            "verl's bypass losses divide by all tokens, rejected ones too; here by the kept ones. "
+            "normalizer: original gives verl's scale."
+        )
+    return config, draft
+
+
+def _orientation_notes(config: RolloutCorrectionConfig) -> list[str]:
+    """One note per k1 band that verl 0.9.1 reads otherwise: it bounds 1/ρ, and so keeps ρ in [1/hi, 1/lo]."""
+    notes = []
+    for criterion in config.criteria:
+        lower, upper = criterion.lower, criterion.upper
+        if criterion.kind != "k1" or (lower is not None and upper is not None and abs(lower * upper - 1) < 1e-5):
+            continue
+        theirs = f"{'0' if upper is None else f'{1 / upper:.6g}'}_{'inf' if lower is None else f'{1 / lower:.6g}'}"
+        notes.append(
+            f"{criterion.name}: verl 0.9.1 bounds 1/ρ, so its band on ρ is {theirs}; here the written one is. "
+            f"Write {theirs} for verl's behaviour."
+        )
+    return notes
+
+
+def _number(old: Mapping[str, Any], name: str, default: float | None = None) -> float | None:
+    """A number or null from an old mapping; the text of a number counts, since YAML 1.1 reads 1e-4 as a text."""
+    value = old.get(name, default)
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            raise ValueError(f"{name} must be a number or null; got {value!r}") from None
+    return None if value is None else check_number(name, value)
+
+
+CONVERTERS: dict[Schema, Callable[[Mapping[str, Any]], tuple[RolloutCorrectionConfig | None, Draft]]] = {
+    "2025-10": from_2025_10,
+    "2025-11": from_2025_11,
+    "newest": from_newest,
+}

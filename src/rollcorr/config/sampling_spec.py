@@ -1,0 +1,389 @@
+"""What a log-prob is the log-prob of, and which two of them may be subtracted.
+
+A `SamplingSpec` goes with every log-prob tensor: from the engine into the rollout log and to the trainer.
+`check_compatible` compares two of them. The table of engines says in which order each applies its transforms and how it
+returns the log-probs of what it sampled. Nothing here imports torch. docs/sampling.md explains the rules.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rollcorr.config.checks import check_choice, check_integer, check_number
+
+__all__ = [
+    "ENGINES",
+    "Comparison",
+    "EngineSampling",
+    "IncompatibleSamplingError",
+    "SamplingSpec",
+    "check_compatible",
+    "compare",
+]
+
+Transform = Literal["logit_bias", "penalties", "min_new_tokens", "temperature", "top_k", "top_p", "min_p"]
+Support = Literal["engine", "recomputed", "replayed", "kept_mass"]
+Actor = Literal["full", "recompute", "replay", "kept_mass"]
+Verdict = Literal["same", "approximate", "different"]
+
+_ACTORS: Mapping[str, Support] = {
+    "full": "engine",
+    "recompute": "recomputed",
+    "replay": "replayed",
+    "kept_mass": "kept_mass",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSampling:
+    """How an engine samples, and which log-probs it returns.
+
+    Attributes:
+        order: its transforms, first to last. Empty when not known.
+        joint: top-k, top-p and min-p all look at the same un-renormalised softmax; otherwise each looks at what the one
+            before it left, renormalised.
+        logprobs: the kinds it can return, its default first.
+        processed: how to get the log-probs of what it sampled.
+        kept_sets: how to get the ids that could be sampled; None when it does not tell.
+    """
+
+    order: tuple[Transform, ...]
+    joint: bool = False
+    logprobs: tuple[Literal["raw", "tempered", "processed"], ...]
+    processed: str
+    kept_sets: str | None = None
+
+
+ENGINES: Mapping[str, EngineSampling] = {
+    "transformers": EngineSampling(
+        order=("logit_bias", "penalties", "min_new_tokens", "temperature", "top_k", "top_p", "min_p"),
+        logprobs=("raw", "processed"),
+        processed="read `output_scores` instead of `output_logits`",
+        kept_sets="the finite entries of `output_scores`",
+    ),
+    "vllm": EngineSampling(
+        order=("min_new_tokens", "logit_bias", "penalties", "temperature", "min_p", "top_k", "top_p"),
+        logprobs=("raw", "processed"),
+        processed='start it with `logprobs_mode="processed_logprobs"`',
+        kept_sets="`return_sampling_mask`, or the finite entries of `logprobs=top_k` under processed_logprobs",
+    ),
+    "sglang": EngineSampling(
+        order=("penalties", "logit_bias", "temperature", "top_k", "top_p", "min_p"),
+        joint=True,
+        logprobs=("tempered", "processed"),
+        processed="ask for `return_sampling_mask` and read `output_token_sampling_logprobs`",
+        kept_sets="`output_token_sampling_mask`, with `return_sampling_mask`",
+    ),
+    "llama.cpp": EngineSampling(
+        order=("logit_bias", "penalties", "top_k", "top_p", "min_p", "temperature"),
+        logprobs=("raw",),
+        processed="take its logits through its own transforms, temperature last",
+    ),
+    "ctranslate2": EngineSampling(
+        order=(),
+        logprobs=("raw",),
+        processed="sample at temperature 1 without truncation: it returns raw log-probs only",
+    ),
+}
+"""Engines by name, from their sources and measured answers; docs/sampling.md shows the table."""
+
+_DEFAULT = EngineSampling(
+    order=("temperature", "top_k", "top_p", "min_p"), logprobs=("raw",), processed="return processed log-probs"
+)
+
+
+class IncompatibleSamplingError(ValueError):
+    """Two log-probs of different things were about to be subtracted; the text says why and what to change."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingSpec:
+    """What a log-prob is the log-prob of: the sampling settings, and who applied them.
+
+    Two log-probs may be subtracted only when these agree in what changes a probability (`check_compatible`).
+
+    Attributes:
+        temperature: logits were divided by this; 0 is greedy decoding.
+        top_p: nucleus mass, in (0, 1]; 1 is off.
+        top_k: number of tokens kept; −1 is off.
+        min_p: share of the largest probability below which tokens fall, in [0, 1]; 0 is off.
+        repetition_penalty: divisor of seen tokens' logits, > 0; 1 is off.
+        presence_penalty: subtracted once from a seen token's logit; 0 is off.
+        frequency_penalty: subtracted for each occurrence; 0 is off.
+        logit_bias: added to logits by token id: a mapping, or the text "id:bias,id:bias". Kept as text, ids rising.
+        min_new_tokens: the end token was forbidden before this many tokens.
+        logprobs: "raw": temperature 1 over the whole vocabulary, whatever was sampled; "tempered": after penalties,
+            bias and temperature, over the whole vocabulary; "processed": after all of the above, renormalised.
+        support: whose set a truncated log-prob is taken over. "engine": that of the one who sampled; "recomputed": the
+            trainer's, from its own logits; "replayed": the engine's recorded sets; "kept_mass": none: a full log-prob
+            minus the log of the recorded kept mass.
+        engine: name of the engine that sampled ("vllm", "transformers", …); None if unknown. Decides the order of
+            transforms (`ENGINES`).
+        engine_version: its version; None if unknown.
+        policy_version: number of the weights that sampled; None if unknown.
+
+    Raises:
+        TypeError: a value is of the wrong type.
+        ValueError: a value is outside its limits, or `support` is not the engine's and the log-probs are not processed.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Any = ""  # OmegaConf knows no union with a mapping; checked below
+    min_new_tokens: int = 0
+    logprobs: Literal["raw", "tempered", "processed"] = "raw"
+    support: Support = "engine"
+    engine: str | None = None
+    engine_version: str | None = None
+    policy_version: int | None = None
+
+    def __post_init__(self) -> None:
+        check_number("temperature", self.temperature, at_least=0)
+        check_number("top_p (1 for off)", self.top_p, above=0, at_most=1)
+        check_integer("top_k (−1 for off)", self.top_k, at_least=-1)
+        if self.top_k == 0:
+            raise ValueError("top_k must be −1 (off) or >= 1; got 0")
+        check_number("min_p", self.min_p, at_least=0, at_most=1)
+        check_number("repetition_penalty", self.repetition_penalty, above=0)
+        check_number("presence_penalty", self.presence_penalty)
+        check_number("frequency_penalty", self.frequency_penalty)
+        object.__setattr__(self, "logit_bias", _canonical_bias(self.logit_bias))
+        check_integer("min_new_tokens", self.min_new_tokens, at_least=0)
+        check_choice("logprobs", self.logprobs, ("raw", "tempered", "processed"))
+        check_choice("support", self.support, ("engine", "recomputed", "replayed", "kept_mass"))
+        if self.support != "engine" and self.logprobs != "processed":
+            raise ValueError(
+                f"support={self.support!r} is about processed log-probs; got logprobs={self.logprobs!r}. "
+                "Set logprobs='processed', or leave support out"
+            )
+        for option in ("engine", "engine_version"):
+            if not isinstance(getattr(self, option), str | None):
+                raise TypeError(f"{option} must be a text or None; got {getattr(self, option)!r}")
+        if self.policy_version is not None:
+            check_integer("policy_version", self.policy_version, at_least=0)
+
+    @property
+    def truncates(self) -> bool:
+        """Whether top-k, top-p or min-p is on."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @property
+    def engine_sampling(self) -> EngineSampling:
+        """The engine's row of `ENGINES`; for an unknown engine, the order of transformers."""
+        return ENGINES.get(self.engine or "", _DEFAULT)
+
+    def for_actor(self, actor: Actor, *, temperature: float | None = None) -> SamplingSpec:
+        """What a trainer's log-probs of these tokens are, given what the actor does with its logits.
+
+        Args:
+            actor: "full": divide by the temperature, whole vocabulary (also right for a reference policy);
+                "recompute": also truncate its own logits; "replay": take the softmax over the engine's kept sets;
+                "kept_mass": whole vocabulary, minus the log of the engine's kept mass.
+            temperature: what the actor divides by; None for this spec's.
+
+        Returns:
+            A processed spec. Penalties, bias and the ban of the end token are off, for actors see logits alone; one
+            that applies them says so with `dataclasses.replace`.
+        """
+        check_choice("actor", actor, _ACTORS)
+        on = actor != "full"
+        return SamplingSpec(
+            temperature=self.temperature if temperature is None else temperature,
+            top_p=self.top_p if on else 1.0,
+            top_k=self.top_k if on else -1,
+            min_p=self.min_p if on else 0.0,
+            logprobs="processed",
+            support=_ACTORS[actor],
+            engine=self.engine,
+        )
+
+    def biases(self) -> dict[int, float]:
+        """`logit_bias` as numbers by token id."""
+        return _parse_bias(str(self.logit_bias))
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain values."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Whether two log-probs may be subtracted.
+
+    Attributes:
+        verdict: "same": of the same thing; "approximate": up to what `reason` names; "different": not to be subtracted.
+        reason: why; empty for "same".
+        mend: what to change; empty for "same".
+    """
+
+    verdict: Verdict
+    reason: str = ""
+    mend: str = ""
+
+
+def check_compatible(rollout: SamplingSpec, trainer: SamplingSpec) -> Comparison:
+    """Check that log π − log μ is a log-ratio: both of the same thing, and μ that of what was sampled.
+
+    Args:
+        rollout: of the engine's log-probs.
+        trainer: of the trainer's, for instance `rollout.for_actor("replay")`.
+
+    Returns:
+        The comparison, "same" or "approximate"; what is approximate is in its `reason`.
+
+    Raises:
+        IncompatibleSamplingError: they differ; names what, and what to change.
+
+    Example:
+        >>> rollout = SamplingSpec(temperature=0.7, top_p=0.9, logprobs="processed", engine="vllm")
+        >>> check_compatible(rollout, rollout.for_actor("replay")).verdict
+        'same'
+    """
+    comparison = compare(rollout, trainer)
+    if comparison.verdict == "different":
+        raise IncompatibleSamplingError(
+            f"these log-probs are of different things: {comparison.reason}. To mend it: {comparison.mend}"
+        )
+    return comparison
+
+
+def compare(rollout: SamplingSpec, trainer: SamplingSpec) -> Comparison:
+    """As `check_compatible`, without raising. The worst of the reasons decides; equals are joined."""
+    found = [*_greedy(rollout, trainer), *_not_what_was_sampled(rollout)]
+    found += [*_settings(rollout, trainer), *_supports(rollout, trainer)]
+    order: tuple[Verdict, ...] = ("different", "approximate")
+    for verdict in order:
+        worst = [c for c in found if c.verdict == verdict]
+        if worst:
+            mends = dict.fromkeys(c.mend for c in worst)
+            return Comparison(verdict, "; ".join(c.reason for c in worst), "; ".join(mends))
+    return Comparison("same")
+
+
+def _greedy(rollout: SamplingSpec, trainer: SamplingSpec) -> list[Comparison]:
+    for side, spec in (("rollout", rollout), ("trainer", trainer)):
+        if spec.temperature == 0:
+            reason = f"the {side}'s temperature is 0: one token has probability 1, and no ratio exists"
+            return [Comparison("different", reason, "sample and score at a temperature above 0")]
+    return []
+
+
+def _not_what_was_sampled(rollout: SamplingSpec) -> list[Comparison]:
+    """Reasons why the rollout's log-probs are not those of the distribution that its tokens came from."""
+    ignored = []
+    if rollout.logprobs == "raw":
+        ignored += [_named(rollout, "temperature")] if rollout.temperature != 1 else []
+        ignored += _penalties(rollout)
+    if rollout.logprobs != "processed":
+        ignored += [_named(rollout, name) for name in ("top_k", "top_p", "min_p") if _is_on(rollout, name)]
+    found = []
+    if ignored:
+        reason = f"tokens were sampled with {', '.join(ignored)}, which {rollout.logprobs} log-probs leave out"
+        found.append(Comparison("different", reason, rollout.engine_sampling.processed))
+    if rollout.logprobs != "processed" and rollout.min_new_tokens:
+        reason = f"{rollout.logprobs} log-probs include the end token, forbidden for {rollout.min_new_tokens} tokens"
+        found.append(Comparison("approximate", reason, rollout.engine_sampling.processed))
+    return found
+
+
+def _settings(rollout: SamplingSpec, trainer: SamplingSpec) -> list[Comparison]:
+    """Differences in what changes a probability without changing the support."""
+    found = []
+    ours, theirs = (1.0 if s.logprobs == "raw" else s.temperature for s in (rollout, trainer))
+    if ours != theirs:
+        raw = " (raw)" if rollout.logprobs == "raw" else ""
+        reason = f"rollout log-probs are at temperature {ours:g}{raw}, the trainer's at {theirs:g}"
+        at_engine = raw and rollout.temperature == trainer.temperature
+        mend = rollout.engine_sampling.processed if at_engine else f"divide the trainer's logits by {ours:g}"
+        found.append(Comparison("different", reason, mend))
+    ours_on, theirs_on = (_penalties(s) if s.logprobs != "raw" else [] for s in (rollout, trainer))
+    if ours_on != theirs_on:
+        texts = [", ".join(names) or "none" for names in (ours_on, theirs_on)]
+        reason = f"penalties and biases in the rollout's log-probs: {texts[0]}; in the trainer's: {texts[1]}"
+        found.append(Comparison("different", reason, "apply them on both sides, or sample without them"))
+    return found
+
+
+def _supports(rollout: SamplingSpec, trainer: SamplingSpec) -> list[Comparison]:
+    """Differences in the set of tokens that the two softmaxes run over."""
+    if rollout == trainer:
+        return []
+    settings = ("top_k", "top_p", "min_p")
+    if rollout.logprobs != "processed" or not rollout.truncates:
+        if trainer.truncates:
+            reason = "the trainer's softmax runs over a truncated set, the rollout's over the whole vocabulary"
+            return [Comparison("different", reason, "truncate on both sides or on neither")]
+        return _end_token(rollout, trainer) if rollout.logprobs == "processed" else []
+    if trainer.support == "replayed":
+        return []
+    named = ", ".join(_named(rollout, name) for name in settings if _is_on(rollout, name))
+    replay = "replay the engine's kept sets on the trainer"
+    if trainer.support == "kept_mass":
+        reason = f"{named}: the trainer's mass on the kept set is taken to be the engine's"
+        return [Comparison("approximate", reason, replay)]
+    if not trainer.truncates:
+        reason = f"the rollout's softmax runs over what {named} kept, the trainer's over the whole vocabulary"
+        return [Comparison("different", reason, f"{replay}; with the kept mass S alone, subtract log S from the ratio")]
+    if any(getattr(rollout, name) != getattr(trainer, name) for name in settings):
+        theirs = ", ".join(_named(trainer, name) for name in settings if _is_on(trainer, name))
+        return [Comparison("different", f"the rollout was truncated by {named}, the trainer's by {theirs}", replay)]
+    reason = f"{named} recomputed from other logits: tokens at the boundary fall in or out"
+    if rollout.engine not in ENGINES or not rollout.engine_sampling.order:
+        reason += ", and the engine's order of transforms is not known"
+    return [Comparison("approximate", reason, replay)]
+
+
+def _end_token(rollout: SamplingSpec, trainer: SamplingSpec) -> list[Comparison]:
+    if rollout.min_new_tokens == trainer.min_new_tokens or trainer.support in ("replayed", "kept_mass"):
+        return []
+    reason = f"the end token was forbidden for {rollout.min_new_tokens} tokens, here for {trainer.min_new_tokens}"
+    return [Comparison("approximate", reason, "forbid it on both sides, or set min_new_tokens=0")]
+
+
+def _penalties(spec: SamplingSpec) -> list[str]:
+    names = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
+    return [_named(spec, name) for name in names if _is_on(spec, name)]
+
+
+def _is_on(spec: SamplingSpec, name: str) -> bool:
+    return bool(getattr(spec, name) != getattr(_OFF, name))
+
+
+def _named(spec: SamplingSpec, name: str) -> str:
+    value = getattr(spec, name)
+    return f"{name} {value}" if isinstance(value, str) else f"{name} {value:g}"
+
+
+def _canonical_bias(bias: object) -> str:
+    """Biases by token id as one text, ids rising; biases of 0 are left out."""
+    if isinstance(bias, str):
+        parsed = _parse_bias(bias)
+    elif isinstance(bias, Mapping):
+        parsed = {check_integer("a token id of logit_bias", key, at_least=0): value for key, value in bias.items()}
+    else:
+        raise TypeError(f"logit_bias must map token ids to numbers; got {bias!r} of type {type(bias).__name__}")
+    values = {key: check_number(f"logit_bias of token {key}", value) for key, value in parsed.items()}
+    return ",".join(f"{key}:{values[key]!r}" for key in sorted(values) if values[key])
+
+
+def _parse_bias(text: str) -> dict[int, float]:
+    try:
+        pairs = [pair.split(":") for pair in text.split(",")] if text.strip() else []
+        parsed = {int(token): float(value) for token, value in pairs}
+    except ValueError as error:
+        raise ValueError(f"logit_bias must read 'id:bias,id:bias'; got {text!r}") from error
+    if any(token < 0 or math.isnan(value) for token, value in parsed.items()):
+        raise ValueError(f"logit_bias must have ids >= 0 and biases that are numbers; got {text!r}")
+    return parsed
+
+
+_OFF = SamplingSpec()

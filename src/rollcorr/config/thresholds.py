@@ -1,0 +1,308 @@
+"""Threshold text and rejection criteria: "0.5_2.0,0.01" becomes typed bounds, once.
+
+    number     x        k1: the ratio band [1/x, x] (so x ≥ 1); k2, k3: divergence at most x nats; weights: ceiling x
+    band       lo_hi    k1: lo ≤ ρ ≤ hi; weights: 0 outside (IcePop); k2, k3 take none
+    open side  0_hi     k1 only: no lower bound
+               lo_inf   k1 only: no upper bound
+    list       a,b,…    one for each criterion, in the order of the criteria; a single threshold is shared by all
+
+ρ is always train / rollout. Bounds are inclusive.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Literal
+
+from rollcorr.config.checks import check_choice, check_number, nearest
+
+Scope = Literal["token", "seq_sum", "seq_mean", "seq_max", "step"]
+Kind = Literal["k1", "k2", "k3", "kl"]
+Threshold = float | str
+Band = tuple[float | None, float | None]
+
+CRITERIA: dict[str, tuple[Scope, Kind]] = {
+    "token_k1": ("token", "k1"),
+    "token_k2": ("token", "k2"),
+    "token_k3": ("token", "k3"),
+    "seq_sum_k1": ("seq_sum", "k1"),
+    "seq_sum_k2": ("seq_sum", "k2"),
+    "seq_sum_k3": ("seq_sum", "k3"),
+    "seq_mean_k1": ("seq_mean", "k1"),
+    "seq_mean_k2": ("seq_mean", "k2"),
+    "seq_mean_k3": ("seq_mean", "k3"),
+    "seq_max_k2": ("seq_max", "k2"),
+    "seq_max_k3": ("seq_max", "k3"),
+}
+
+# Of denoising steps only: their KL is exact, from the two means, and needs no estimate.
+STEP_CRITERIA: dict[str, tuple[Scope, Kind]] = {"step_kl": ("step", "kl")}
+
+_EVERY = CRITERIA | STEP_CRITERIA
+
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Criterion:
+    """Keep a unit iff lower ≤ ρ ≤ upper (k1), or its divergence ≤ upper (k2, k3, kl).
+
+    Attributes:
+        scope: "token": each token decides for itself; "seq_sum", "seq_mean", "seq_max": the sequence decides; "step":
+            each denoising step of a diffusion model.
+        kind: "k1" = −log ρ, bounded through the ratio ρ; "k2" = (log ρ)²/2; "k3" = ρ − 1 − log ρ; "kl" = the exact
+            divergence of a denoising step, over all latent dimensions.
+        lower: smallest ratio kept; k1 only. None leaves the side open.
+        upper: largest ratio kept (k1; None leaves the side open), or largest divergence kept (k2, k3, kl), in nats.
+
+    Raises:
+        TypeError: a bound is no number, or a name is no string.
+        ValueError: seq_max_k1 (it does not exist), lower > upper, a bound that is not finite and > 0, a lower bound on
+            k2 or k3, or none above.
+
+    Example:
+        >>> Criterion(scope="seq_mean", kind="k1", lower=0.999, upper=1.001).name
+        'seq_mean_k1'
+    """
+
+    scope: Scope
+    kind: Kind
+    lower: float | None = None
+    upper: float | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("scope", self.scope, ("token", "seq_sum", "seq_mean", "seq_max", "step"))
+        check_choice("kind", self.kind, ("k1", "k2", "k3", "kl"))
+        if self.name not in _EVERY:
+            raise ValueError(f"{self.name} does not exist: seq_max takes k2 or k3, and step takes kl alone")
+        for side, bound in (("lower", self.lower), ("upper", self.upper)):
+            if bound is not None:
+                check_number(f"{self.name} {side} bound", bound, above=0)
+        if self.kind != "k1":
+            if self.lower is not None:
+                raise ValueError(f"{self.name} takes one upper bound in nats; got a lower bound {self.lower!r} too")
+            if self.upper is None:
+                raise ValueError(f"{self.name} needs an upper bound in nats; got None")
+        elif self.lower is not None and self.upper is not None and self.lower > self.upper:
+            raise ValueError(f"{self.name} lower bound {self.lower!r} exceeds its upper bound {self.upper!r}")
+
+    @property
+    def name(self) -> str:
+        """Name of the criterion as written in `rollout_rs`, for instance "seq_mean_k3"."""
+        return f"{self.scope}_{self.kind}"
+
+
+def parse_is_threshold(value: Threshold | None) -> Band:
+    """Read `rollout_is_threshold`: a number C → (None, C); "lo_hi" → (lo, hi); None → (None, None).
+
+    Raises:
+        TypeError: the value is neither number, text nor None.
+        ValueError: a bound that is no finite number > 0, or lo > hi.
+    """
+    option = "rollout_is_threshold"
+    if value is None:
+        return None, None
+    if not isinstance(value, str):
+        return None, check_number(f"{option} (a ceiling on weights; None for no ceiling)", value, above=0)
+    parts = [
+        _number(part, option, value, "a ceiling C, or a band lo_hi such as '0.5_5.0'") for part in value.split("_")
+    ]
+    if len(parts) > 2:
+        raise ValueError(f"{option} {value!r} has {len(parts)} parts; give a ceiling C or a band lo_hi")
+    for part in parts:
+        if part <= 0:
+            raise ValueError(f"{option} {value!r}: bounds on weights must be finite and > 0, got {part:g}")
+    if len(parts) == 1:
+        return None, parts[0]
+    _check_order(option, value, parts[0], parts[1])
+    return parts[0], parts[1]
+
+
+def parse_rejection(names: str | Sequence[str], threshold: Threshold | None) -> tuple[Criterion, ...]:
+    """Read `rollout_rs` with `rollout_rs_threshold` into criteria, repeats dropped.
+
+    Raises:
+        TypeError: names or threshold are of a wrong type.
+        ValueError: an unknown name, a missing or malformed threshold, a wrong count, or one name with two bounds.
+    """
+    listed = criterion_names(names)
+    if threshold is None:
+        raise ValueError(f"rollout_rs {','.join(listed)!r} needs rollout_rs_threshold; got None")
+    texts = threshold_texts(threshold)
+    if len(texts) not in (1, len(listed)):
+        raise ValueError(
+            f"rollout_rs names {len(listed)} criteria ({', '.join(listed)}) but rollout_rs_threshold {threshold!r} "
+            f"gives {len(texts)}: give one to share, or one for each"
+        )
+    criteria: dict[str, Criterion] = {}
+    for name, text in zip(listed, texts * len(listed) if len(texts) == 1 else texts, strict=True):
+        criterion = _criterion(name, text)
+        if criteria.setdefault(name, criterion) != criterion:
+            raise ValueError(f"rollout_rs names {name} twice with different bounds in {threshold!r}; keep one of them")
+    return tuple(criteria.values())
+
+
+def canonical_rejection(names: str | Sequence[str], threshold: Threshold | None) -> tuple[str, Threshold | None]:
+    """`rollout_rs` as one comma string and its threshold, without repeated criteria.
+
+    Raises:
+        TypeError, ValueError: as `parse_rejection`.
+    """
+    listed = criterion_names(names)
+    kept = [criterion.name for criterion in parse_rejection(listed, threshold)]
+    if threshold is None or len(kept) == len(listed):
+        return ",".join(kept), threshold
+    texts = threshold_texts(threshold)
+    if len(texts) > 1:
+        threshold = ",".join(texts[listed.index(name)] for name in kept)
+    return ",".join(kept), threshold
+
+
+def criterion_names(names: str | Sequence[str]) -> list[str]:
+    """Split `rollout_rs` into names and check each.
+
+    Raises:
+        TypeError: neither text nor a sequence of texts.
+        ValueError: no name, an empty name, or an unknown one; the nearest is suggested.
+    """
+    if isinstance(names, str):
+        listed = [name.strip() for name in names.split(",")]
+    elif isinstance(names, Sequence) and all(isinstance(name, str) for name in names):
+        listed = [name.strip() for name in names]
+    else:
+        raise TypeError(
+            f"rollout_rs must be names in one text or in a list; got {names!r} of type {type(names).__name__}"
+        )
+    if not any(listed):
+        raise ValueError(f"rollout_rs {names!r} names no criterion; write None for no rejection")
+    for name in listed:
+        if name not in _EVERY:
+            raise ValueError(
+                f"rollout_rs {names!r}: unknown criterion {name!r}; "
+                f"known are {', '.join(_EVERY)}.{nearest(name, _EVERY)}"
+            )
+    return listed
+
+
+def check_token_criteria(criteria: Iterable[Criterion]) -> None:
+    """Check that log-probs alone decide every criterion.
+
+    Raises:
+        ValueError: one needs the means of denoising steps.
+    """
+    for criterion in criteria:
+        if criterion.name in STEP_CRITERIA:
+            raise ValueError(
+                f"rollout_rs {criterion.name!r} is for denoising steps: their means give the exact KL, log-probs do "
+                "not; use rollcorr.diffusion, or a criterion of tokens and sequences such as 'seq_mean_k3'"
+            )
+
+
+def without_criterion(names: str, threshold: Threshold, left_out: str) -> tuple[str | None, Threshold | None]:
+    """`rollout_rs` and its threshold without one criterion; None and None where nothing else is named.
+
+    Raises:
+        TypeError, ValueError: as `parse_rejection`.
+    """
+    listed, texts = criterion_names(names), threshold_texts(threshold)
+    kept = [i for i, name in enumerate(listed) if name != left_out]
+    if not kept:
+        return None, None
+    if len(texts) > 1:
+        threshold = ",".join(texts[i] for i in kept)
+    return ",".join(listed[i] for i in kept), threshold
+
+
+def threshold_texts(threshold: Threshold) -> list[str]:
+    """Split `rollout_rs_threshold` at commas; a number is a list of one.
+
+    Raises:
+        TypeError: neither number nor text.
+    """
+    if isinstance(threshold, str):
+        return [text.strip() for text in threshold.split(",")]
+    if isinstance(threshold, bool) or not isinstance(threshold, Real):
+        raise TypeError(
+            "rollout_rs_threshold must be a number or a text such as '0.5_2.0,0.01'; "
+            f"got {threshold!r} of type {type(threshold).__name__}"
+        )
+    return [repr(float(threshold))]
+
+
+def join_band(lower: Threshold, upper: Threshold | None) -> str:
+    """Write a band from its two ends the way `rollout_rs_threshold` reads it: (0.5, 2.0) → "0.5_2.0"; lower 0 is open.
+
+    Raises:
+        TypeError: an end is of a wrong type.
+        ValueError: an end is missing, is no finite number, or is a band already.
+    """
+    ends = {"rollout_rs_threshold_lower": lower, "rollout_rs_threshold": upper}
+    texts = []
+    for option, end in ends.items():
+        if isinstance(end, str):
+            _number(end, option, end, "a single number, because the band's two ends are given apart")
+            texts.append(end.strip())
+        else:
+            number = check_number(option, end)
+            texts.append("0" if number == 0 else repr(number))
+    return "_".join(texts)
+
+
+def _criterion(name: str, text: str) -> Criterion:
+    """One criterion from its name and the text of its threshold."""
+    scope, kind = _EVERY[name]
+    option = f"rollout_rs_threshold for {name}"
+    parts = text.split("_")
+    if kind != "k1":
+        if len(parts) > 1:
+            raise ValueError(f"{option} is one upper bound in nats; got the band {text!r}")
+        upper = _number(text, option, text, "one upper bound in nats such as '0.01'")
+        return Criterion(scope=scope, kind=kind, upper=_positive(option, text, upper))
+    if len(parts) > 2:
+        raise ValueError(f"{option} {text!r} has {len(parts)} parts; give x for [1/x, x], or a band lo_hi")
+    wanted = "x for [1/x, x], or a band lo_hi such as '0.5_2.0'"
+    if len(parts) == 1:
+        return _reciprocal_criterion(scope, option, text, _number(text, option, text, wanted))
+    lowest = _number(parts[0], option, text, wanted)
+    lower = None if lowest == 0 else _positive(option, text, lowest)
+    upper_text = parts[1].strip()
+    if upper_text.lower() == "inf":
+        return Criterion(scope=scope, kind=kind, lower=lower)
+    upper = _positive(option, text, _number(upper_text, option, text, wanted))
+    if lower is not None:
+        _check_order(option, text, lower, upper)
+    return Criterion(scope=scope, kind=kind, lower=lower, upper=upper)
+
+
+def _reciprocal_criterion(scope: Scope, option: str, text: str, upper: float) -> Criterion:
+    """A k1 criterion from one number x: the band [1/x, x]."""
+    upper = _positive(option, text, upper)
+    if upper < 1:
+        # [1/x, x] is empty here. Turning it round would guess; a lower bound alone is more likely meant.
+        raise ValueError(
+            f"{option}: the number {text} means the ratio band [1/x, x], which is empty for x < 1; "
+            f"write '{text}_inf' for a lower bound alone, or '{text}_{1 / upper:g}' for both sides"
+        )
+    return Criterion(scope=scope, kind="k1", lower=1 / upper, upper=upper)
+
+
+def _number(text: str, option: str, whole: str, wanted: str) -> float:
+    """A finite number from strict decimal text: no underscore, no NaN, no infinity."""
+    text = text.strip()
+    if not _NUMBER.fullmatch(text) or abs(float(text)) == float("inf"):
+        raise ValueError(f"{option} {whole!r}: {text!r} is not a finite number; expected {wanted}")
+    return float(text)
+
+
+def _positive(option: str, text: str, bound: float) -> float:
+    if bound <= 0:
+        raise ValueError(f"{option} {text!r}: a bound must be > 0, got {bound:g}")
+    return bound
+
+
+def _check_order(option: str, text: str, lower: float, upper: float) -> None:
+    if lower > upper:
+        raise ValueError(f"{option} {text!r}: the lower bound {lower:g} exceeds the upper bound {upper:g}; swap them")

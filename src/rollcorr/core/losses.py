@@ -1,0 +1,227 @@
+"""Per-token policy losses, and the terms that hold the policy near a reference.
+
+Three policies: μ sampled the tokens, π_old is the trainer's policy when the batch arrived, π_θ is the policy being
+trained. A loss here is a tensor of per-token values, 0 outside the loss mask, for `rollcorr.core.aggregation` to add
+up; beside it come mergeable statistics. `rollcorr.correction.losses` decides which policy plays which part.
+
+Masked values are never read: they are replaced before any arithmetic, so NaN or ±inf there changes nothing, forward
+or backward. Arithmetic is in float32 at least.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rollcorr.core.divergence import k1, k2, k3
+from rollcorr.core.layout import check_layout, expand
+from rollcorr.core.ratios import token_log_ratio
+from rollcorr.core.statistics import Statistics, moments_of
+
+LOG_RATIO_BOUND = 20.0
+"""Largest |log r| that enters exp(), nats. Only a token with A < 0 and r > e²⁰ without the dual clip notices: its
+gradient, which no optimizer survives, is 0."""
+
+
+def ppo_clip_loss(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    clip_c: float | None = None,
+    weights: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Statistics]:
+    """−w · min(r A, clip(r, 1 − clip_low, 1 + clip_high) A) with r = π_θ / π_old; for A < 0 at most −w · c A.
+
+    Decoupled PPO: the ratio carries the drift since the batch arrived, the weight w = π_old / μ the mismatch of the
+    sampler. The clip reads r alone.
+
+    Args:
+        log_prob: log π_θ of the sampled tokens, nats. (B, T), or (N,) when packed. Carries the gradient.
+        old_log_prob: log π_old, nats, same shape. A token to which π_old gives probability 0 (−inf) adds nothing.
+        advantages: per token, same shape; or per sequence, (B,), in the padded layout.
+        loss_mask: tokens in the loss, same shape; read as ≠ 0.
+        clip_low: how far r may fall before the clip binds, in [0, 1].
+        clip_high: how far it may rise, ≥ 0.
+        clip_c: dual clip, a ratio > 1: the loss of a token with A < 0 stops at −c A. None: off.
+        weights: importance weights, same shape; detached here. None: 1. A token of weight 0 adds nothing.
+        cu_seqlens: (B + 1,) token offsets, only when packed.
+
+    Returns:
+        The loss per token, 0 outside the mask, and statistics over the mask: `policy_kl` (log π_old − log π_θ where
+        finite), `clip_fraction_high` and `_low` (the clip binds and the gradient is 0), `clip_fraction_dual`.
+
+    Raises:
+        ValueError: shapes differ, or a clip constant is outside its range.
+
+    Source: Schulman et al. (2017), arXiv:1707.06347; dual clip: Ye et al. (2020), arXiv:1912.09729; decoupled:
+    Hilton et al. (2022), arXiv:2110.00641.
+    """
+    _check_clip(clip_low, clip_high, clip_c)
+    check_layout(log_prob=log_prob, old_log_prob=old_log_prob, loss_mask=loss_mask, cu_seqlens=cu_seqlens)
+    advantages = _per_token(advantages, log_prob, cu_seqlens)
+    mask = loss_mask != 0
+    weights, active = _weights_and_active(weights, log_prob, mask & (old_log_prob != -torch.inf))
+
+    log_ratio = token_log_ratio(log_prob, old_log_prob.detach(), active)
+    ratio = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    advantages = advantages.detach().to(ratio.dtype).masked_fill(~active, 0.0)
+    loss = torch.maximum(-ratio * advantages, -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    negative = advantages < 0
+    dual = torch.zeros_like(negative)
+    if clip_c is not None:
+        dual = negative & (loss > -clip_c * advantages)
+        loss = torch.where(dual, -clip_c * advantages, loss)
+
+    statistics = _policy_statistics(
+        mask,
+        log_prob,
+        old_log_prob,
+        clip_fraction_high=(ratio > 1 + clip_high) & (advantages > 0),
+        clip_fraction_low=(ratio < 1 - clip_low) & negative,
+        clip_fraction_dual=dual,
+    )
+    return loss if weights is None else weights * loss, statistics
+
+
+def reinforce_loss(
+    log_prob: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    *,
+    weights: Tensor | None = None,
+    behavior_log_prob: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Statistics]:
+    """−sg(w) · log π_θ · A: the policy gradient, importance weighted, without a clip.
+
+    Args:
+        log_prob: log π_θ of the sampled tokens, nats. (B, T), or (N,) when packed. Carries the gradient. A token to
+            which π_θ gives probability 0 (−inf) adds nothing: its importance ratio is 0.
+        advantages: per token, same shape; or per sequence, (B,), in the padded layout.
+        loss_mask: tokens in the loss, same shape; read as ≠ 0.
+        weights: importance weights π_θ / μ, same shape; detached here (a gradient through w would add a second
+            policy-gradient term). None: 1. A token of weight 0 adds nothing.
+        behavior_log_prob: log μ, same shape, for the `policy_kl` statistic alone. None: the statistic is empty.
+        cu_seqlens: (B + 1,) token offsets, only when packed.
+
+    Returns:
+        The loss per token, 0 outside the mask, and the statistic `policy_kl` over the mask (log μ − log π_θ where
+        finite).
+
+    Raises:
+        ValueError: shapes differ.
+
+    Source: Williams (1992), "Simple Statistical Gradient-Following Algorithms"; Precup, Sutton & Singh (2000).
+    """
+    check_layout(log_prob=log_prob, loss_mask=loss_mask, cu_seqlens=cu_seqlens)
+    advantages = _per_token(advantages, log_prob, cu_seqlens)
+    mask = loss_mask != 0
+    weights, active = _weights_and_active(weights, log_prob, mask & (log_prob != -torch.inf))
+
+    log_prob_of_active = _widened(log_prob).masked_fill(~active, 0.0)
+    loss = -log_prob_of_active * advantages.detach().to(log_prob_of_active.dtype).masked_fill(~active, 0.0)
+    loss = loss if weights is None else weights * loss
+    if behavior_log_prob is None:
+        return loss, _policy_statistics(torch.zeros_like(mask), log_prob, log_prob)
+    check_layout(log_prob=log_prob, behavior_log_prob=behavior_log_prob, cu_seqlens=cu_seqlens)
+    return loss, _policy_statistics(mask, log_prob, behavior_log_prob)
+
+
+def reference_kl_k1(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """log π_θ − log π_ref per token, an estimate of KL(π_θ‖π_ref): unbiased, signed.
+
+    Its gradient is ∇log π_θ, whose expectation is 0: it measures, but as a loss it pulls nowhere. k3 is the default.
+
+    Args:
+        log_prob: log π_θ, nats. Any shape. Carries the gradient.
+        ref_log_prob: log π_ref, nats, same shape; detached here.
+        mask: response tokens, same shape; read as ≠ 0.
+
+    Returns:
+        The estimate per token, and the mask of the tokens where both log-probs are finite; 0 elsewhere.
+    """
+    log_ratio, measured = _reference_log_ratio(log_prob, ref_log_prob, mask)
+    return k1(log_ratio), measured
+
+
+def reference_kl_k2(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """(log π_θ − log π_ref)² / 2 per token: biased in value, but its expected gradient is that of KL(π_θ‖π_ref).
+
+    Arguments and Returns are as in `reference_kl_k1`.
+    """
+    log_ratio, measured = _reference_log_ratio(log_prob, ref_log_prob, mask)
+    return k2(log_ratio), measured
+
+
+def reference_kl_k3(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """expm1(d) − d with d = log π_ref − log π_θ ≤ 20, per token: unbiased for KL(π_θ‖π_ref) and never negative.
+
+    Arguments and Returns are as in `reference_kl_k1`.
+
+    Source: Schulman (2020), "Approximating KL Divergence"; Shao et al. (2024), arXiv:2402.03300, eq. 4.
+    """
+    log_ratio, measured = _reference_log_ratio(log_prob, ref_log_prob, mask)
+    return k3(log_ratio), measured
+
+
+def _reference_log_ratio(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    for name, tensor in (("ref_log_prob", ref_log_prob), ("mask", mask)):
+        if tensor.shape != log_prob.shape:
+            raise ValueError(f"log_prob {tuple(log_prob.shape)} and {name} {tuple(tensor.shape)} differ")
+    measured = (mask != 0) & log_prob.isfinite() & ref_log_prob.isfinite()
+    return -token_log_ratio(log_prob, ref_log_prob.detach(), measured), measured
+
+
+def _policy_statistics(mask: Tensor, log_prob: Tensor, old_log_prob: Tensor, **indicators: Tensor) -> Statistics:
+    """Moments of log π_old − log π_θ, never clamped, and of each indicator, over the mask."""
+    log_prob, old_log_prob = log_prob.detach(), old_log_prob.detach()
+    finite = mask & log_prob.isfinite() & old_log_prob.isfinite()
+    moments = {"policy_kl": moments_of(-token_log_ratio(log_prob, old_log_prob, finite), finite)}
+    moments |= {name: moments_of(indicator, mask) for name, indicator in indicators.items()}
+    return Statistics.of(sums={}, moments=moments, extremes={})
+
+
+def _weights_and_active(weights: Tensor | None, log_prob: Tensor, mask: Tensor) -> tuple[Tensor | None, Tensor]:
+    """The detached weights, and the tokens that can add to the loss: in the mask, with a weight other than 0."""
+    if weights is None:
+        return None, mask
+    if weights.shape != log_prob.shape:
+        raise ValueError(
+            f"log_prob {tuple(log_prob.shape)} and weights {tuple(weights.shape)} differ; "
+            "weights are one per token (a sequence-level weight is repeated)"
+        )
+    weights = _widened(weights.detach())
+    active = mask & (weights != 0)
+    return weights.masked_fill(~active, 0.0), active
+
+
+def _per_token(advantages: Tensor, log_prob: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    if advantages.shape == log_prob.shape:
+        return advantages
+    if cu_seqlens is None and advantages.shape == log_prob.shape[:1]:
+        return expand(advantages, log_prob)
+    mend = "(B, T) per token or (B,) per sequence"
+    if cu_seqlens is not None:  # (B,) and (N,) could be confused when B = N, so only one of them is accepted
+        mend = "(N,) per token; rollcorr.core.layout.expand(advantages, log_prob, cu_seqlens=cu_seqlens) spreads (B,)"
+    raise ValueError(
+        f"advantages {tuple(advantages.shape)} do not fit log_prob {tuple(log_prob.shape)}: expected {mend}; "
+        "nothing is broadcast"
+    )
+
+
+def _check_clip(clip_low: float, clip_high: float, clip_c: float | None) -> None:
+    if not 0 <= clip_low <= 1:
+        raise ValueError(f"clip_low must be in [0, 1], got {clip_low}")
+    if not 0 <= clip_high < float("inf"):
+        raise ValueError(f"clip_high must be finite and ≥ 0, got {clip_high}")
+    if clip_c is not None and not 1 < clip_c < float("inf"):
+        raise ValueError(f"clip_c must be finite and > 1, or None for no dual clip; got {clip_c}")
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

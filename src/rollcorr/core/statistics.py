@@ -1,0 +1,272 @@
+"""Mergeable statistics: what a batch says about itself, as numbers that add up exactly.
+
+Five kinds of row, on the device of the data, in float64:
+
+    sums        Σ x                     merged by addition
+    moments     (n, mean, M2)           merged by Chan's update; M2 = Σ (x − mean)²
+    extremes    (min, max)              merged by min and max
+    histograms  counts in fixed bins    merged by addition; on request (`rollcorr.core.histograms`)
+    tops        the worst, and where    merged by order; on request (`rollcorr.core.tops`)
+
+`merge` is associative and commutative up to the last bits of float64, so micro-batches, ranks and log shards
+give the number that one process would. Ratios, means and roots are taken once, after the last merge
+(`rollcorr.core.metric_registry`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rollcorr.core.histograms import BINS, merge_histograms
+from rollcorr.core.tops import TOP, Entry, host_entries, merge_tops
+
+STATISTICS_DTYPE = torch.float64
+
+_NOTHING: Mapping[str, Tensor] = MappingProxyType({})
+
+
+class _Kind(NamedTuple):
+    shape: tuple[int, ...]  # of one row
+    merge: Callable[[Tensor], Tensor]  # (P, R, *shape) → (R, *shape)
+
+
+def _added(parts: Tensor) -> Tensor:
+    return parts.sum(0)
+
+
+def merge_moments(parts: Tensor) -> Tensor:
+    """Merge moments over the first dimension: (P, …, 3) → (…, 3).
+
+    n = Σ n_p,  mean = Σ n_p mean_p / n,  M2 = Σ M2_p + Σ n_p (mean_p − mean)².
+
+    Source: Chan, Golub & LeVeque (1983), "Algorithms for Computing the Sample Variance".
+    """
+    count, mean, m2 = parts.unbind(-1)
+    total = count.sum(0)
+    centre = (count * mean).sum(0) / total.clamp(min=1)
+    spread = m2.sum(0) + (count * (mean - centre).square()).sum(0)
+    return torch.stack([total, centre, spread], dim=-1)
+
+
+def merge_extremes(parts: Tensor) -> Tensor:
+    """Merge extremes over the first dimension: (P, …, 2) → (…, 2)."""
+    return torch.stack([parts[..., 0].amin(0), parts[..., 1].amax(0)], dim=-1)
+
+
+_KINDS = {
+    "sums": _Kind((), _added),
+    "moments": _Kind((3,), merge_moments),
+    "extremes": _Kind((2,), merge_extremes),
+    "histograms": _Kind((BINS,), merge_histograms),
+    "tops": _Kind((TOP, 3), merge_tops),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Statistics:
+    """Named rows that live on one device and merge exactly. Made by `of`.
+
+    Attributes:
+        names: kind of row → the names of its rows.
+        rows: kind of row → their values, float64: sums (R,), moments (R, 3), extremes (R, 2), histograms (R, BINS),
+            tops (R, TOP, 3).
+    """
+
+    names: Mapping[str, tuple[str, ...]]
+    rows: Mapping[str, Tensor]
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        sums: Mapping[str, Tensor] = _NOTHING,
+        moments: Mapping[str, Tensor] = _NOTHING,
+        extremes: Mapping[str, Tensor] = _NOTHING,
+        histograms: Mapping[str, Tensor] = _NOTHING,
+        tops: Mapping[str, Tensor] = _NOTHING,
+        device: torch.device | str | None = None,
+    ) -> Statistics:
+        """Stack named rows: 0-d sums, and what `moments_of`, `extremes_of`, `histogram_of`, `top_entries` return."""
+        given = dict(zip(_KINDS, (sums, moments, extremes, histograms, tops), strict=True))
+        device = next((row.device for rows in given.values() for row in rows.values()), device)
+        return cls(
+            {kind: tuple(rows) for kind, rows in given.items()},
+            {kind: _stack(rows.values(), _KINDS[kind].shape, device) for kind, rows in given.items()},
+        )
+
+    def merge(self, other: Statistics) -> Statistics:
+        """Return the statistics of both samples together.
+
+        Raises:
+            ValueError: the two have different rows, for instance because their configurations differ.
+        """
+        return merge_statistics([self, other])
+
+    def __or__(self, other: Statistics) -> Statistics:
+        """Join two statistics with disjoint rows over the same sample (a batch's correction and its loss)."""
+        shared = {name for kind in _KINDS for name in set(self.names[kind]) & set(other.names[kind])}
+        if shared:
+            raise ValueError(f"rows appear on both sides: {sorted(shared)}")
+        return Statistics(
+            {kind: self.names[kind] + other.names[kind] for kind in _KINDS},
+            {kind: torch.cat([self.rows[kind], other.rows[kind]]) for kind in _KINDS},
+        )
+
+    def without(self, *left_out: str) -> Statistics:
+        """The same rows but these; names that are not there are passed over."""
+        kept = {kind: [i for i, name in enumerate(self.names[kind]) if name not in left_out] for kind in _KINDS}
+        return Statistics(
+            {kind: tuple(self.names[kind][i] for i in kept[kind]) for kind in _KINDS},
+            {
+                kind: torch.stack([rows[i] for i in kept[kind]]) if kept[kind] else rows[:0]
+                for kind, rows in self.rows.items()
+            },
+        )
+
+    def pack(self) -> Tensor:
+        """All rows as one float64 vector: what travels between ranks, or to the host, in one transfer."""
+        return torch.cat([rows.flatten() for rows in self.rows.values()])
+
+    def unpack(self, vector: Tensor) -> Statistics:
+        """The same rows with values from a vector that `pack` made (here or on another rank)."""
+        parts = vector.split([rows.numel() for rows in self.rows.values()])
+        values = {kind: part.view(rows.shape) for (kind, rows), part in zip(self.rows.items(), parts, strict=True)}
+        return Statistics(self.names, values)
+
+    def read(self) -> HostStatistics:
+        """Bring every row to the host in one transfer."""
+        host = self.unpack(self.pack().to("cpu"))
+        rows = {kind: dict(zip(host.names[kind], host.rows[kind].tolist(), strict=True)) for kind in _KINDS}
+        return HostStatistics(
+            rows["sums"],
+            {name: Moments(*row) for name, row in rows["moments"].items()},
+            {name: Extremes(*row) for name, row in rows["extremes"].items()},
+            rows["histograms"],
+            {name: host_entries(row) for name, row in rows["tops"].items()},
+        )
+
+    @property
+    def sums(self) -> Tensor:
+        """(S,) float64."""
+        return self.rows["sums"]
+
+    @property
+    def moments(self) -> Tensor:
+        """(K, 3) float64: n, mean, M2."""
+        return self.rows["moments"]
+
+    @property
+    def extremes(self) -> Tensor:
+        """(E, 2) float64: min, max; (+inf, −inf) when nothing was seen."""
+        return self.rows["extremes"]
+
+    def sum(self, name: str) -> Tensor:
+        """One sum, 0-d, still on the device."""
+        return self.sums[self.names["sums"].index(name)]
+
+    def moment(self, name: str) -> Tensor:
+        """One row of moments, (3,): n, mean, M2, still on the device."""
+        return self.moments[self.names["moments"].index(name)]
+
+
+def merge_statistics(parts: Iterable[Statistics]) -> Statistics:
+    """Merge any number of statistics; those of one sequence of parts are always the same to the last bit.
+
+    Raises:
+        ValueError: there is nothing to merge, or rows differ.
+    """
+    parts = list(parts)
+    if not parts:
+        raise ValueError("nothing to merge: give at least one Statistics")
+    names = parts[0].names
+    for part in parts:
+        if part.names != names:
+            differing = sorted({name for kind in _KINDS for name in set(part.names[kind]) ^ set(names[kind])})
+            raise ValueError(f"only statistics with the same rows merge; these rows are on one side only: {differing}")
+    return Statistics(names, {kind: _KINDS[kind].merge(torch.stack([p.rows[kind] for p in parts])) for kind in _KINDS})
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Count, mean and M2 = Σ (x − mean)² of a sample, on the host."""
+
+    count: float
+    mean: float
+    m2: float
+
+    @property
+    def total(self) -> float:
+        """Σ x."""
+        return self.count * self.mean
+
+    @property
+    def std(self) -> float:
+        """Population standard deviation, sqrt(M2 / n); 0 for an empty sample."""
+        return (self.m2 / self.count) ** 0.5 if self.count else 0.0
+
+    @property
+    def effective_sample_size(self) -> float:
+        """(Σ x)² / (n Σ x²), in [0, 1]; 0 when every value is 0 or there is none (Kish, 1965)."""
+        square = self.mean * self.mean
+        second_moment = self.m2 / self.count + square if self.count else 0.0
+        return min(1.0, square / second_moment) if second_moment > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Extremes:
+    """Smallest and largest value of a sample, on the host; (+inf, −inf) when it is empty."""
+
+    min: float
+    max: float
+
+
+@dataclass(frozen=True)
+class HostStatistics:
+    """The rows of a `Statistics` as Python numbers: what the finalisers of the metric registry read."""
+
+    sums: Mapping[str, float]
+    moments: Mapping[str, Moments]
+    extremes: Mapping[str, Extremes]
+    histograms: Mapping[str, Sequence[float]]
+    tops: Mapping[str, tuple[Entry, ...]]
+
+    @property
+    def row_names(self) -> frozenset[str]:
+        """The rows that are here, each as "kind:name"."""
+        return frozenset(f"{kind}:{name}" for kind in _KINDS for name in getattr(self, kind))
+
+
+def moments_of(values: Tensor, mask: Tensor) -> Tensor:
+    """(n, mean, M2) of the values where mask is true: two passes, so a large mean cancels nothing.
+
+    Args:
+        values: any shape, finite where `mask` is true. Masked values are never read.
+        mask: bool, same shape.
+
+    Returns:
+        (3,) float64. An empty sample gives zeros.
+    """
+    values = values.to(STATISTICS_DTYPE)
+    count = mask.sum(dtype=STATISTICS_DTYPE)
+    mean = values.masked_fill(~mask, 0.0).sum() / count.clamp(min=1)
+    m2 = (values - mean).masked_fill_(~mask, 0.0).square_().sum()
+    return torch.stack([count, mean, m2])
+
+
+def extremes_of(values: Tensor, mask: Tensor) -> Tensor:
+    """(min, max) of the values where mask is true; (+inf, −inf) when there is none. (2,) float64."""
+    if values.numel() == 0:
+        return torch.tensor([torch.inf, -torch.inf], dtype=STATISTICS_DTYPE, device=values.device)
+    values = values.to(STATISTICS_DTYPE)
+    return torch.stack([values.masked_fill(~mask, torch.inf).amin(), values.masked_fill(~mask, -torch.inf).amax()])
+
+
+def _stack(rows: Iterable[Tensor], shape: Sequence[int], device: torch.device | str | None) -> Tensor:
+    rows = [row.to(STATISTICS_DTYPE) for row in rows]
+    return torch.stack(rows) if rows else torch.zeros(0, *shape, dtype=STATISTICS_DTYPE, device=device)

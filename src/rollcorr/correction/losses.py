@@ -1,0 +1,337 @@
+"""The policy loss: which of the three policies plays which part, and what the sum is divided by.
+
+    decoupled           −w · min(r A, clip(r) A)   r = π_θ / π_old; w and mask from π_old / μ, once per batch
+    bypass, ppo_clip    −min(r A, clip(r) A)       r = π_θ / μ; no weights, r is the importance ratio already
+    bypass, reinforce   −sg(w) · log π_θ · A       w and mask from π_θ / μ, in every call
+
+The formulas are in `rollcorr.core.losses` and `rollcorr.core.aggregation`; the choice between them, and every check
+that a choice makes sense, is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rollcorr.correction.denominators import aggregate, aggregation_mode, normalizer_counts
+from rollcorr.config import LossAggMode, LossConfig, Normalizer, RolloutCorrectionConfig
+from rollcorr.core.aggregation import Denominators
+from rollcorr.core.layout import check_layout
+from rollcorr.core.losses import ppo_clip_loss, reference_kl_k1, reference_kl_k2, reference_kl_k3, reinforce_loss
+from rollcorr.core.statistics import Statistics, moments_of
+from rollcorr.correction.rollout_correction import Correction, correct
+from rollcorr.correction.process_groups import sequence_counts
+from rollcorr.config.conversion import resolve
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+REFERENCE_KL = {"k1": reference_kl_k1, "k2": reference_kl_k2, "k3": reference_kl_k3}
+
+
+@dataclass(frozen=True, eq=False)
+class PolicyLogProbs:
+    """The log-probs of the sampled tokens under each policy, in nats; all (B, T), or all (N,) when packed.
+
+    Attributes:
+        log_prob: log π_θ, the policy being trained; carries the gradient.
+        old_log_prob: log π_old, the trainer's policy when the batch arrived. Decoupled mode only.
+        rollout_log_prob: log μ, as the sampler reported it. Required in bypass mode.
+        ref_log_prob: log π_ref, for the KL penalty; over the whole vocabulary.
+        full_log_prob: log π_θ over the whole vocabulary, for the KL penalty, where `log_prob` is over a truncated one;
+            carries a gradient. None: `log_prob` is.
+
+    Raises:
+        ValueError: shapes differ.
+    """
+
+    log_prob: Tensor
+    old_log_prob: Tensor | None = None
+    rollout_log_prob: Tensor | None = None
+    ref_log_prob: Tensor | None = None
+    full_log_prob: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("old_log_prob", "rollout_log_prob", "ref_log_prob", "full_log_prob"):
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.shape != self.log_prob.shape:
+                raise ValueError(f"log_prob {tuple(self.log_prob.shape)} and {name} {tuple(tensor.shape)} differ")
+
+
+@dataclass(frozen=True, eq=False)
+class PolicyLossOutput:
+    """A loss, its parts, and what is needed to merge it with other micro-batches.
+
+    Attributes:
+        loss: 0-d: `policy_gradient`, plus `regularization` when there is one. What `backward` is called on.
+        policy_gradient: 0-d, the part that weights and rejection act on.
+        regularization: 0-d, kl_coef · KL − entropy_coef · entropy; None when both coefficients are 0.
+        counts: what this call adds to the denominators of the configuration's normaliser; 0-d tensors.
+        loss_mask: the tokens in the policy gradient, bool.
+        statistics: mergeable; `loss_metrics` reads them.
+        correction: the one applied; in bypass mode the one computed here, against π_θ. None: no correction.
+    """
+
+    loss: Tensor
+    policy_gradient: Tensor
+    regularization: Tensor | None
+    counts: Denominators
+    loss_mask: Tensor
+    statistics: Statistics
+    correction: Correction | None
+
+
+def policy_loss(
+    policies: PolicyLogProbs,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    config: RolloutCorrectionConfig | Mapping[str, Any] | str | None,
+    loss: LossConfig | None = None,
+    correction: Correction | None = None,
+    denominators: Denominators | None = None,
+    original_denominators: Denominators | None = None,
+    entropy: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    context_group: ProcessGroup | None = None,
+) -> PolicyLossOutput:
+    """Σ per-token loss / denominator + kl_coef · KL(π_θ‖π_ref) − entropy_coef · H(π_θ).
+
+    Args:
+        policies: the log-probs; which of them are needed depends on the mode.
+        advantages: per token, in the shape of `log_prob`; or (B,), one a sequence, in the padded layout.
+        response_mask: tokens that the policy sampled, same shape; read as ≠ 0.
+        config: which correction, and in which mode; a preset's name or a dictionary will do. None: plain PPO.
+        loss: clip constants, aggregation and coefficients. None: the defaults.
+        correction: decoupled mode: what `correct(old, rollout, …)` gave for these rows, once per batch. Bypass mode
+            computes its own, because it depends on π_θ.
+        denominators: of the policy gradient, over every micro-batch and rank of the optimizer step. None: this call
+            is the whole step, and what the configuration's normaliser counts is counted here. In bypass mode the kept
+            count is known after the last micro-batch only: give the original counts, rescale with `BypassGradients`.
+        original_denominators: those of the response mask, for the KL and entropy terms, which cover rejected tokens
+            too. Needed only beside `denominators` that count something else.
+        entropy: H(π_θ(·|s_t)) per token, nats, same shape; with its graph when entropy_coef is not 0.
+        cu_seqlens: (B + 1,) token offsets, only when packed.
+        context_group: ranks that hold other tokens of the same sequences. The losses of the ranks then add up to that
+            of whole sequences; `counts` and the correction are those of whole sequences, the statistics the rank's own.
+
+    Returns:
+        The loss, its parts and its statistics. With nothing to average the loss is 0 and connected to the graph.
+
+    Raises:
+        ValueError: shapes differ; a policy that the mode needs is missing; the behaviour ratio π/μ would be applied
+            twice or not at all; a coefficient is set without its tensor.
+    """
+    loss = loss or LossConfig()
+    settings = None if config is None else resolve(config)
+    check_layout(log_prob=policies.log_prob, response_mask=response_mask, cu_seqlens=cu_seqlens)
+    batch = _Batch(policies, advantages, response_mask != 0, cu_seqlens, context_group)
+    if settings is not None and settings.bypass_mode:
+        token = _bypass(batch, settings, loss, correction, whole_step=denominators is None)
+    else:
+        token = _decoupled(batch, settings, loss, correction)
+
+    mode = aggregation_mode(settings, loss)
+    normalizer: Normalizer = "kept" if settings is None else settings.normalizer
+    counts = normalizer_counts(
+        normalizer, token.loss_mask, batch.mask, token.weights, cu_seqlens=cu_seqlens, context_group=context_group
+    )
+    policy_gradient = aggregate(
+        token.per_token,
+        token.loss_mask,
+        mode,
+        counts if denominators is None else denominators,
+        lengths=_lengths(batch, batch.mask if normalizer == "original" else token.loss_mask, mode),
+        scale=loss.loss_scale_factor,
+        cu_seqlens=cu_seqlens,
+    )
+    if original_denominators is None and (token.divides_by_original or normalizer == "original"):
+        original_denominators = denominators
+    elif original_denominators is None and denominators is not None and (loss.kl_coef or loss.entropy_coef):
+        raise ValueError(
+            f"the KL and entropy terms average over all response tokens, and denominators count {normalizer!r} ones; "
+            "pass original_denominators too"
+        )
+    regularization, rows = _regularization(batch, loss, mode, entropy, original_denominators)
+    total = policy_gradient if regularization is None else policy_gradient + regularization
+    statistics = token.statistics | rows
+    return PolicyLossOutput(
+        total, policy_gradient, regularization, counts, token.loss_mask, statistics, token.correction
+    )
+
+
+def loss_metrics(statistics: Statistics, *, prefix: str = "actor/") -> dict[str, float]:
+    """Mean of every row of (merged) loss statistics, in one transfer: policy_kl, clip_fraction_high, …, entropy."""
+    return {prefix + name: moments.mean for name, moments in statistics.read().moments.items()}
+
+
+class _Batch(NamedTuple):
+    policies: PolicyLogProbs
+    advantages: Tensor
+    mask: Tensor
+    cu_seqlens: Tensor | None
+    context_group: ProcessGroup | None
+
+
+class _TokenLoss(NamedTuple):
+    per_token: Tensor
+    statistics: Statistics
+    loss_mask: Tensor
+    weights: Tensor | None
+    correction: Correction | None
+    divides_by_original: bool
+    """The caller's denominators count the response mask, whatever the normaliser."""
+
+
+def _decoupled(
+    batch: _Batch, config: RolloutCorrectionConfig | None, loss: LossConfig, correction: Correction | None
+) -> _TokenLoss:
+    old_log_prob = batch.policies.old_log_prob
+    if old_log_prob is None:
+        raise ValueError("decoupled mode needs old_log_prob, the trainer's policy when the batch arrived")
+    if old_log_prob is batch.policies.rollout_log_prob:
+        raise ValueError(
+            "old_log_prob and rollout_log_prob are one tensor, so π_old/μ = 1 and the correction would do nothing: "
+            "recompute old_log_prob, or set bypass_mode=True"
+        )
+    if correction is None:
+        if config is not None and _changes_loss(config):
+            raise ValueError(
+                "config asks for weights or rejection, but no correction was given: compute "
+                "correct(old_log_prob, rollout_log_prob, response_mask, config) once per batch and pass it"
+            )
+        weights, loss_mask = None, batch.mask
+    else:
+        if correction.config != config:
+            raise ValueError(f"correction was computed with {correction.config}, not with config={config}")
+        weights, loss_mask = correction.loss_weights, correction.loss_mask
+    per_token, statistics = _ppo_clip(batch, old_log_prob, loss_mask, loss, weights)
+    return _TokenLoss(per_token, statistics, loss_mask, weights, correction, correction is None)
+
+
+def _bypass(
+    batch: _Batch,
+    config: RolloutCorrectionConfig,
+    loss: LossConfig,
+    correction: Correction | None,
+    *,
+    whole_step: bool,
+) -> _TokenLoss:
+    log_prob, rollout_log_prob = batch.policies.log_prob, _behavior_policy(batch.policies, correction)
+    if config.weights_reach_loss and config.rollout_is_batch_normalize and not whole_step:
+        raise ValueError(
+            "rollout_is_batch_normalize in bypass mode would normalise each micro-batch or rank by itself; "
+            "set normalizer='weights' instead, which divides by the weights of the whole step"
+        )
+    correction = correct(
+        log_prob.detach(),
+        rollout_log_prob,
+        batch.mask,
+        config,
+        cu_seqlens=batch.cu_seqlens,
+        context_group=batch.context_group,
+    )
+    weights = correction.loss_weights if config.weights_reach_loss else None
+    if config.loss_type == "reinforce":
+        per_token, statistics = reinforce_loss(
+            log_prob,
+            batch.advantages,
+            correction.loss_mask,
+            weights=weights,
+            behavior_log_prob=rollout_log_prob,
+            cu_seqlens=batch.cu_seqlens,
+        )
+    else:
+        # A missing log μ stays in the loss only under nonfinite="neutral", which means ratio 1.
+        behavior = torch.where(rollout_log_prob.isfinite(), rollout_log_prob, log_prob.detach())
+        per_token, statistics = _ppo_clip(batch, behavior, correction.loss_mask, loss, None)
+    return _TokenLoss(per_token, statistics, correction.loss_mask, weights, correction, True)
+
+
+def _ppo_clip(
+    batch: _Batch, old_log_prob: Tensor, loss_mask: Tensor, loss: LossConfig, weights: Tensor | None
+) -> tuple[Tensor, Statistics]:
+    return ppo_clip_loss(
+        batch.policies.log_prob,
+        old_log_prob,
+        batch.advantages,
+        loss_mask,
+        clip_low=loss.clip_ratio_low,
+        clip_high=loss.clip_ratio_high,
+        clip_c=loss.clip_ratio_c,
+        weights=weights,
+        cu_seqlens=batch.cu_seqlens,
+    )
+
+
+def _regularization(
+    batch: _Batch, loss: LossConfig, mode: LossAggMode, entropy: Tensor | None, denominators: Denominators | None
+) -> tuple[Tensor | None, Statistics]:
+    """kl_coef · KL − entropy_coef · H over the response mask, and the mean of both whenever they can be measured."""
+    mask, cu_seqlens = batch.mask, batch.cu_seqlens
+    ref_log_prob = batch.policies.ref_log_prob
+    if loss.kl_coef and ref_log_prob is None:
+        raise ValueError(f"kl_coef={loss.kl_coef} needs ref_log_prob, the reference policy's log-probs")
+    if loss.entropy_coef and entropy is None:
+        raise ValueError(f"entropy_coef={loss.entropy_coef} needs entropy, one value per token")
+    terms: list[tuple[str, Tensor, Tensor, float]] = []
+    if ref_log_prob is not None:
+        full = batch.policies.log_prob if batch.policies.full_log_prob is None else batch.policies.full_log_prob
+        kl, measured = REFERENCE_KL[loss.kl_estimator](full, ref_log_prob, mask)
+        terms.append(("kl_ref", kl, measured, loss.kl_coef))
+    if entropy is not None:
+        check_layout(log_prob=batch.policies.log_prob, entropy=entropy, cu_seqlens=cu_seqlens)
+        terms.append(("entropy", entropy, mask & entropy.isfinite(), -loss.entropy_coef))
+
+    total = None
+    lengths = _lengths(batch, mask, mode)
+    whole = denominators or normalizer_counts(
+        "original", mask, mask, None, cu_seqlens=cu_seqlens, context_group=batch.context_group
+    )
+    for _, values, measured, coefficient in terms:
+        if coefficient:
+            term = coefficient * aggregate(
+                values,
+                measured,
+                mode,
+                whole,
+                lengths=lengths,
+                scale=loss.loss_scale_factor,
+                cu_seqlens=cu_seqlens,
+            )
+            total = term if total is None else total + term
+    moments = {name: moments_of(values.detach(), measured) for name, values, measured, _ in terms}
+    return total, Statistics.of(sums={}, moments=moments, extremes={}, device=mask.device)
+
+
+def _lengths(batch: _Batch, mask: Tensor, mode: LossAggMode) -> Tensor | None:
+    """Tokens of each whole sequence in the mask, (B,), where the mode divides rows by them."""
+    if mode != "seq-mean-token-mean":
+        return None
+    return sequence_counts(mask, cu_seqlens=batch.cu_seqlens, context_group=batch.context_group)
+
+
+def _behavior_policy(policies: PolicyLogProbs, correction: Correction | None) -> Tensor:
+    """log μ, once it is clear that nothing else plays its part or repeats it."""
+    rollout_log_prob, old_log_prob = policies.rollout_log_prob, policies.old_log_prob
+    if rollout_log_prob is None:
+        raise ValueError("bypass mode needs rollout_log_prob, what the sampling policy gave the tokens")
+    if old_log_prob is not None and old_log_prob is not rollout_log_prob:
+        raise ValueError(
+            "in bypass mode π_old is μ, but old_log_prob is another tensor than rollout_log_prob: leave it out, or "
+            "set bypass_mode=False to use it"
+        )
+    if correction is not None:
+        raise ValueError(
+            "in bypass mode the correction is against π_θ and computed here; one computed elsewhere would apply the "
+            "behaviour ratio twice, or a stale one: leave correction out"
+        )
+    return rollout_log_prob
+
+
+def _changes_loss(config: RolloutCorrectionConfig) -> bool:
+    return config.weights_reach_loss or bool(config.criteria) or config.rollout_token_veto_threshold is not None

@@ -1,0 +1,210 @@
+"""Process groups: what the ranks hold together, exchanged so that every rank ends up with the same bits.
+
+Two kinds of group. The ranks of a *data-parallel* group hold different sequences: they share statistics, once, after
+the correction. The ranks of a *context* group hold different tokens of the same sequences: they share per-sequence
+sums, once, before anything is decided. docs/distributed.md says who sends what.
+
+Everything is gathered and then added in rank order, so that no rank's sums depend on the order of arrival.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rollcorr.core.aggregation import Denominators
+from rollcorr.core.layout import sequence_ids, sequence_sum, token_count
+from rollcorr.core.statistics import Statistics, merge_statistics
+from rollcorr.kernels.correction import Reduction
+from rollcorr.kernels.correction.torch.table import BlockRows, SequenceTable
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def gather_statistics(statistics: Statistics, group: ProcessGroup | None) -> Statistics:
+    """Merge statistics over the ranks of a group: one all-gather of a small float64 vector.
+
+    Args:
+        statistics: this rank's rows; every rank must have the same ones.
+        group: the process group; None returns the statistics as they are.
+    """
+    if group is None:
+        return statistics
+    return merge_statistics(statistics.unpack(part) for part in _gather(statistics.pack(), group))
+
+
+def context_reduction(group: ProcessGroup | None) -> Reduction | None:
+    """What makes the table and the rows of a slice those of whole sequences: one all-gather over a context group.
+
+    The vector holds a float64 for each column and sequence (8 to 25 columns), and the rows of the batch.
+
+    Args:
+        group: ranks that hold slices of the same B sequences, in the same order; None: nothing is to be done.
+    """
+    if group is None:
+        return None
+
+    def reduce(table: SequenceTable, rows: BlockRows) -> None:
+        columns = table.pack()
+        statistics = rows.statistics(columns.device)
+        parts = _gather(torch.cat([columns.flatten(), statistics.pack()]), group)
+        table.merge(parts[:, : columns.numel()].unflatten(1, columns.shape))
+        rows.replace(merge_statistics(statistics.unpack(part[columns.numel() :]) for part in parts))
+
+    return reduce
+
+
+def check_groups(group: ProcessGroup | None, context_group: ProcessGroup | None) -> None:
+    """Check that no rank would be counted twice: two groups share no rank but the own one.
+
+    Raises:
+        ValueError: names the ranks that are in both.
+    """
+    if group is None or context_group is None:
+        return
+    ranks = (set(torch.distributed.get_process_group_ranks(g)) for g in (group, context_group))
+    shared = sorted(set.intersection(*ranks) - {torch.distributed.get_rank()})
+    if shared:
+        raise ValueError(
+            f"ranks {shared} are in the data-parallel and in the context group, so their tokens would count twice: "
+            "give as group the ranks that hold the same slice of other sequences"
+        )
+
+
+class Slices(NamedTuple):
+    """Whole sequences, packed, put together from the slices of a context group.
+
+    Attributes:
+        tensors: (N,) each.
+        cu_seqlens: (B + 1,) int64.
+        own: this rank's tokens among the N, in the shape of its slice.
+    """
+
+    tensors: tuple[Tensor, ...]
+    cu_seqlens: Tensor
+    own: Tensor
+
+
+def gather_slices(*tensors: Tensor, cu_seqlens: Tensor | None, group: ProcessGroup) -> Slices:
+    """Put slices of sequences together, as packed sequences. Waits for the device: for the reference and for tests.
+
+    Args:
+        tensors: slices of one shape, (B, T_r), or (N_r,) when packed; T_r and N_r may differ between ranks.
+        cu_seqlens: (B + 1,) token offsets of the slice, only when packed.
+        group: the ranks that hold the other slices.
+    """
+    shape, device = tensors[0].shape, tensors[0].device
+    if cu_seqlens is None:
+        sequences, ids = shape[0], torch.arange(shape[0], device=device).unsqueeze(-1).expand(shape)
+    else:
+        sequences, ids = cu_seqlens.numel() - 1, sequence_ids(tensors[0], cu_seqlens=cu_seqlens)
+    sizes = [int(n) for n in _gather(torch.tensor([ids.numel()], device=device), group).flatten().tolist()]
+    rows = torch.stack([x.flatten().double() for x in (*tensors, ids)])
+    padded = torch.nn.functional.pad(rows, (0, max(sizes) - ids.numel()))
+    parts = _gather(padded.flatten(), group).unflatten(1, padded.shape)
+    whole = torch.cat([part[:, :n] for part, n in zip(parts, sizes, strict=True)], dim=1)
+    order = whole[-1].argsort(stable=True)
+    counts = torch.bincount(whole[-1].long(), minlength=sequences)
+    first = sum(sizes[: torch.distributed.get_rank(group)])
+    return Slices(
+        tuple(row.to(x.dtype) for row, x in zip(whole[:, order], tensors, strict=False)),
+        torch.cat([counts.new_zeros(1), counts.cumsum(0)]),
+        order.argsort()[first : first + ids.numel()].view(shape),
+    )
+
+
+def global_denominators(
+    mask: Tensor,
+    *,
+    weights: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    group: ProcessGroup | None = None,
+    context_group: ProcessGroup | None = None,
+) -> Denominators:
+    """What the loss sums of a whole optimizer step are divided by, over every rank: 0-d float64 tensors.
+
+    As `count_denominators`, or with weights as `weight_denominators`, with every sequence counted once, however many
+    ranks hold a slice of it.
+
+    Args:
+        mask: this rank's tokens of the whole optimizer step: the loss mask for "kept" and "weights", the response mask
+            for "original". (B, T), or (N,) when packed; read as ≠ 0.
+        weights: what the loss applies, for the normaliser "weights". Same shape; never read outside the mask.
+        cu_seqlens: (B + 1,) token offsets, only when packed.
+        group: the data-parallel group.
+        context_group: ranks that hold other slices of the same sequences.
+    """
+    count = sequence_counts(mask, cu_seqlens=cu_seqlens, context_group=context_group)
+    if weights is None:
+        amounts = torch.stack([count.sum(), (count > 0).sum().double()])
+    else:
+        total = sequence_sum(weights.detach().double(), mask != 0, cu_seqlens=cu_seqlens)
+        total = sum_over(total, context_group)
+        amounts = torch.stack([total.sum(), (total / count.clamp(min=1)).sum()])
+    return Denominators(*sum_over(amounts, group))
+
+
+def sequence_counts(
+    mask: Tensor, *, cu_seqlens: Tensor | None = None, context_group: ProcessGroup | None = None
+) -> Tensor:
+    """Tokens of each whole sequence where mask is not 0: (B,) float64. Arguments as in `global_denominators`."""
+    return sum_over(token_count(mask != 0, cu_seqlens=cu_seqlens).double(), context_group)
+
+
+def sum_over(values: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Σ over the ranks of a group, the same bits on each; None returns the values as they are."""
+    return values if group is None else _gather(values, group).sum(0)
+
+
+def sum_denominators(denominators: Denominators, group: ProcessGroup | None, *, device: torch.device) -> Denominators:
+    """Denominators summed over the ranks of a group: 0-d float64 tensors. A rank without data gives 0 and 0.
+
+    Args:
+        denominators: this rank's, e.g. `BypassGradients.counts`.
+        group: the process group; None returns them as they are, as tensors.
+        device: where the group communicates.
+    """
+    amounts = [
+        torch.as_tensor(x, dtype=torch.float64, device=device) for x in (denominators.tokens, denominators.sequences)
+    ]
+    return Denominators(*sum_over(torch.stack(amounts), group))
+
+
+def sum_gradients(parameters: Iterable[Tensor], group: ProcessGroup | None) -> None:
+    """Sum `.grad` over the ranks of a group, in place: an all-reduce for each dtype.
+
+    With global denominators the ranks' losses add up, so their gradients are added, not averaged. A missing gradient
+    counts as 0; one that is missing on every rank stays so, as an optimizer treats it differently. That is asked
+    first, in an all-reduce that waits for the device.
+
+    Args:
+        parameters: the same ones on every rank.
+        group: the process group; None leaves everything as it is.
+    """
+    if group is None:
+        return
+    parameters = [parameter for parameter in parameters if parameter.requires_grad]
+    present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
+    present = present.to(parameters[0].device) if parameters else present
+    torch.distributed.all_reduce(present, group=group)
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for parameter, ranks in zip(parameters, present.tolist(), strict=True):
+        if ranks:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            by_dtype.setdefault(parameter.dtype, []).append(parameter.grad)
+    for gradients in by_dtype.values():
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        torch.distributed.all_reduce(flat, group=group)
+        for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+def _gather(vector: Tensor, group: ProcessGroup) -> Tensor:
+    """The vectors of all ranks, (P, n), in rank order."""
+    parts = [torch.empty_like(vector) for _ in range(group.size())]
+    torch.distributed.all_gather(parts, vector.contiguous(), group=group)
+    return torch.stack(parts)

@@ -1,0 +1,257 @@
+"""Rollout correction in one call: log-probs and a mask in; weights, a loss mask and metrics out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rollcorr.core import metrics as registry
+from rollcorr.core.aggregation import Denominators
+from rollcorr.core.layout import check_layout, sequence_count
+from rollcorr.core.statistics import Statistics
+from rollcorr.core.tops import Worst, worst_of
+from rollcorr.core.weights import normalization_factor
+from rollcorr.correction.process_groups import check_groups, context_reduction, gather_slices, gather_statistics
+from rollcorr.kernels.correction import (
+    CorrectionOutput,
+    Implementation,
+    Out,
+    check_out,
+    copied_to,
+    correction_kernel,
+)
+from rollcorr.kernels.correction.detail import Detail as Detail
+from rollcorr.kernels.correction.detail import sequence_detail, token_detail
+from rollcorr.kernels.correction.torch.table import BlockRows
+from rollcorr.config.conversion import resolve
+from rollcorr.config.thresholds import check_token_criteria
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from rollcorr.config import RolloutCorrectionConfig
+
+
+@dataclass(frozen=True, eq=False)
+class Correction:
+    """What to do with a batch of rollouts, and how far apart the two policies are.
+
+    Attributes:
+        weights: importance weights, float32, 0 outside the response mask, in the inputs' shape, without gradient; None
+            without importance sampling.
+        loss_mask: the tokens that stay in the loss, bool, in the inputs' shape.
+        sequence_kept: (B,) bool: the sequence still has a token in the loss, or never had one. For group baselines.
+        statistics: mergeable rows on the device; over the whole groups that were named. None without any correction.
+        config: what was asked for; None for no correction at all.
+    """
+
+    weights: Tensor | None
+    loss_mask: Tensor
+    sequence_kept: Tensor
+    statistics: Statistics | None
+    config: RolloutCorrectionConfig | None
+
+    @property
+    def loss_weights(self) -> Tensor | None:
+        """The weights that belong in the loss: None where they are metrics only (`weights_reach_loss`)."""
+        return self.weights if self.config is not None and self.config.weights_reach_loss else None
+
+    def metrics(self, *, prefix: str = registry.PREFIX) -> dict[str, float]:
+        """Every metric of the registry that the configuration collects: one device-to-host transfer for all.
+
+        The batch of an empty sample reports its counts as 0, and 0 for whatever cannot be measured.
+        """
+        return {} if self.statistics is None else registry.finalize(self.statistics.read(), prefix=prefix)
+
+    def worst(self) -> Worst:
+        """The tokens and sequences with the largest |log ratio|: one device-to-host transfer.
+
+        Raises:
+            ValueError: `correct` was not asked for `detail`.
+        """
+        tops = {} if self.statistics is None else self.statistics.read().tops
+        if not tops:
+            raise ValueError("no worst tokens were collected; ask for them: correct(..., detail=True)")
+        return worst_of(tops)
+
+    def denominators(self, normalizer: Literal["kept", "original", "weights"] | None = None) -> Denominators:
+        """What the loss sums are divided by, over the whole group: token and sequence count, or weight sum.
+
+        Args:
+            normalizer: "kept" counts what stays in the loss, "original" what the response mask held, "weights" sums the
+                applied weights of what stays; where no weights reach the loss, each counts as 1. Default: the
+                configuration's.
+
+        Raises:
+            ValueError: no correction was asked for, so there are no statistics to count from.
+        """
+        if self.statistics is None or self.config is None:
+            raise ValueError("without a correction there are no counts; take the denominators from the response mask")
+        normalizer = normalizer or self.config.normalizer
+        if normalizer == "original":
+            return Denominators(self.statistics.sum("tokens"), self.statistics.sum("sequences"))
+        if normalizer == "kept" or self.loss_weights is None:
+            return Denominators(self.statistics.sum("tokens_kept"), self.statistics.sum("sequences_kept"))
+        factor = _factor(self.statistics) if self.config.rollout_is_batch_normalize else 1.0
+        return Denominators(
+            self.statistics.sum("kept_weight") / factor, self.statistics.sum("kept_sequence_weight") / factor
+        )
+
+
+def correct(
+    train_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    response_mask: Tensor,
+    config: RolloutCorrectionConfig | str | Mapping[str, Any],
+    *,
+    cu_seqlens: Tensor | None = None,
+    group: ProcessGroup | None = None,
+    context_group: ProcessGroup | None = None,
+    detail: Detail | bool = False,
+    out: Out | None = None,
+    impl: Implementation = "auto",
+) -> Correction:
+    """Weights w(π/μ), a loss mask and mergeable statistics for one batch of rollouts.
+
+    Nothing here waits for the device, unless `nonfinite="raise"` asks for it.
+
+    Args:
+        train_log_prob: log π of the sampled tokens, nats: π_old when decoupled, π_θ in bypass mode. (B, T), or (N,)
+            when packed; bf16, fp16, fp32 or fp64. No gradient flows from it.
+        rollout_log_prob: log μ, what the sampling policy gave the same tokens, nats. Same shape.
+        response_mask: non-zero on tokens that the policy sampled; bool, integer or float; holes are allowed. Same
+            shape. Values at masked positions are never read.
+        config: a configuration, a preset's name, or a dictionary of any of the three generations.
+        cu_seqlens: first token of each sequence, then N: (B + 1,) integers, only when packed.
+        group: data-parallel process group: batch normalisation, counts and statistics are then those of the group.
+        context_group: ranks that hold other tokens of the same B sequences, in the same order, in any split; slices may
+            be empty. Decisions, weights and statistics are then those of the whole sequences, on every rank.
+        detail: collect quantiles and the worst tokens and sequences as well, in a second read of the batch; a `Detail`
+            says how they are named across ranks and shards.
+        out: (weights, loss_mask) buffers to write to, contiguous, float32 and bool in the inputs' shape; weights None
+            without importance sampling. On the CPU, fresh memory costs more than the arithmetic: reuse them.
+        impl: which kernel; "auto" takes the fastest that is proven here: "cpu" (compiled C), else
+            "blocked" (torch).
+
+    Returns:
+        A `Correction`. Data never raises: an empty or wholly rejected batch gives masks of the right shape.
+
+    Raises:
+        ValueError: shapes disagree or do not fit the layout, the configuration or `out` is wrong, the groups overlap,
+            `impl` does not take this batch, or `nonfinite="raise"` met a missing log-prob.
+        ImportError: `impl` was not built, or what it needs is missing.
+
+    Example:
+        >>> train, rollout = torch.tensor([[-1.0, -2.0, 0.0]]), torch.tensor([[-1.5, -2.0, 0.0]])
+        >>> correct(train, rollout, torch.tensor([[1, 1, 0]]), "decoupled_token_is").weights
+        tensor([[1.6487, 1.0000, 0.0000]])
+    """
+    check_layout(
+        cu_seqlens=cu_seqlens,
+        train_log_prob=train_log_prob,
+        rollout_log_prob=rollout_log_prob,
+        response_mask=response_mask,
+    )
+    resolved = resolve(config)
+    if out is not None:
+        inputs = {"train_log_prob": train_log_prob, "rollout_log_prob": rollout_log_prob}
+        check_out(out, resolved, **inputs, response_mask=response_mask)
+    if resolved is None:
+        return _nothing(response_mask, cu_seqlens, out)
+    check_token_criteria(resolved.criteria)
+    check_groups(group, context_group)
+    with torch.no_grad():
+        batch = _Batch(train_log_prob.detach(), rollout_log_prob.detach(), response_mask, cu_seqlens, context_group)
+        output = _kernel(batch, resolved, out, impl)
+        own = output.statistics
+        if detail:
+            own = own | _detail(batch, output.weights, resolved, detail if isinstance(detail, Detail) else Detail())
+        statistics = gather_statistics(own, group)
+        if resolved.nonfinite == "raise":
+            _raise_on_nonfinite(statistics)
+        weights = _normalized(output, statistics, resolved)
+    return Correction(weights, output.loss_mask, output.sequence_kept, statistics, resolved)
+
+
+def check_mask(response_mask: Tensor) -> None:
+    """Check that a mask holds only 0 and 1. Reads values: for loaders and debugging, not for the step path.
+
+    Raises:
+        ValueError: names the first value that is neither.
+    """
+    if response_mask.dtype == torch.bool:
+        return
+    wrong = response_mask[(response_mask != 0) & (response_mask != 1)]
+    if wrong.numel():
+        raise ValueError(f"response_mask must hold 0 and 1, got {wrong[0].item()} among {wrong.numel()} other values")
+
+
+class _Batch(NamedTuple):
+    train: Tensor
+    rollout: Tensor
+    mask: Tensor
+    cu_seqlens: Tensor | None
+    context_group: ProcessGroup | None
+
+    @property
+    def valid(self) -> Tensor:
+        """The mask as bool."""
+        return self.mask if self.mask.dtype == torch.bool else self.mask != 0
+
+
+def _nothing(response_mask: Tensor, cu_seqlens: Tensor | None, out: Out | None) -> Correction:
+    """No correction at all: the response mask is the loss mask."""
+    mask = response_mask if response_mask.dtype == torch.bool else response_mask != 0
+    kept = mask.new_ones(sequence_count(mask, cu_seqlens=cu_seqlens))
+    return Correction(None, mask if out is None else out[1].copy_(mask), kept, None, None)
+
+
+def _kernel(batch: _Batch, config: RolloutCorrectionConfig, out: Out | None, impl: Implementation) -> CorrectionOutput:
+    """Run the kernel; the reference wants its sequences whole, the others their sums."""
+    train, rollout, mask, cu_seqlens, context_group = batch
+    if context_group is None or impl != "reference":
+        reduce = context_reduction(context_group)
+        return correction_kernel(train, rollout, mask, config, cu_seqlens=cu_seqlens, reduce=reduce, out=out, impl=impl)
+    whole = gather_slices(train, rollout, batch.valid, cu_seqlens=cu_seqlens, group=context_group)
+    train, rollout, mask = whole.tensors
+    output = correction_kernel(train, rollout, mask, config, cu_seqlens=whole.cu_seqlens, impl=impl)
+    weights = None if output.weights is None else output.weights[whole.own]
+    return copied_to(out, output._replace(weights=weights, loss_mask=output.loss_mask[whole.own]))
+
+
+def _detail(batch: _Batch, weights: Tensor | None, config: RolloutCorrectionConfig, detail: Detail) -> Statistics:
+    """Quantiles and the worst, over the context group."""
+    train, rollout, _, cu_seqlens, context_group = batch
+    if detail.position_ids is not None:
+        check_layout(train_log_prob=train, position_ids=detail.position_ids, cu_seqlens=cu_seqlens)
+    neutral = config.nonfinite == "neutral"
+    tokens, table = token_detail(train, rollout, batch.valid, weights, detail, neutral=neutral, cu_seqlens=cu_seqlens)
+    reduce = context_reduction(context_group)
+    if reduce is not None:
+        tokens = gather_statistics(tokens, context_group)
+        reduce(table, BlockRows())
+    return tokens | sequence_detail(table, detail)
+
+
+def _normalized(output: CorrectionOutput, statistics: Statistics, config: RolloutCorrectionConfig) -> Tensor | None:
+    if output.weights is None or not config.rollout_is_batch_normalize:
+        return output.weights
+    return output.weights.div_(_factor(statistics).to(output.weights.dtype))
+
+
+def _factor(statistics: Statistics) -> Tensor:
+    return normalization_factor(statistics.sum("norm_weight"), statistics.sum("norm_units"))
+
+
+def _raise_on_nonfinite(statistics: Statistics) -> None:
+    missing = int(statistics.sum("nonfinite").item())
+    if missing:
+        total = int(statistics.sum("tokens").item())
+        raise ValueError(
+            f"{missing} of {total} response tokens have a missing or non-finite log-prob; find out why, or choose "
+            "nonfinite='reject_token', 'reject_sequence' or 'neutral'"
+        )

@@ -1,0 +1,176 @@
+"""The trainer's side: token log-probs from logits or hidden states, as a `SamplingSpec` says they are to be taken."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollcorr.core.logprobs import (
+    SupportedLogProb,
+    kept_entropy,
+    kept_log_prob,
+    supported_log_prob,
+    token_entropy,
+    token_log_prob,
+)
+from rollcorr.core.sampling import (
+    Filter,
+    KeptSets,
+    joint_support,
+    min_p_support,
+    sequential_support,
+    top_k_support,
+    top_p_support,
+    with_sampled,
+)
+from rollcorr.kernels.linear_logprob import LinearLogProb, linear_log_prob
+from rollcorr.config.sampling_spec import SamplingSpec
+
+
+def actor_log_prob(
+    logits: Tensor,
+    token_ids: Tensor,
+    spec: SamplingSpec,
+    *,
+    kept: KeptSets | None = None,
+    log_kept_mass: Tensor | None = None,
+) -> SupportedLogProb:
+    """log π of the sampled tokens, such that log π − log μ is a log-ratio (after `check_compatible`).
+
+    Args:
+        logits: the trainer's, (…, V), before any transform.
+        token_ids: the sampled tokens, (…).
+        spec: what the log-probs are to be, for instance `rollout.for_actor("replay")`. Its temperature divides; its
+            `support` decides how a truncation gets in.
+        kept: the engine's sets; needed to replay a truncation.
+        log_kept_mass: log S of the engine's sets, (…); needed for support "kept_mass", and subtracted.
+
+    Returns:
+        Log-probs, nats, and which tokens lay outside the support and were taken in (none without one).
+
+    Raises:
+        ValueError: shapes do not fit, what the support needs is missing, or the spec has penalties or biases, which
+            need the tokens before: apply them to the logits and take them out of the spec.
+    """
+    _check_no_penalties(spec)
+    if not restricts(spec):
+        return _whole(token_log_prob(logits, token_ids, temperature=_temperature(spec)))
+    if spec.support == "replayed":
+        return kept_log_prob(logits, token_ids, _needed(kept), temperature=spec.temperature)
+    if spec.support == "kept_mass":
+        whole = token_log_prob(logits, token_ids, temperature=spec.temperature)
+        return _whole(whole - _needed_mass(log_kept_mass).to(whole.dtype))
+    support = recomputed_support(logits, spec)
+    return supported_log_prob(logits, token_ids, support, temperature=spec.temperature)
+
+
+def linear_actor_log_prob(
+    hidden: Tensor,
+    weight: Tensor,
+    token_ids: Tensor,
+    spec: SamplingSpec,
+    *,
+    kept: KeptSets | None = None,
+    log_kept_mass: Tensor | None = None,
+    **options: Any,  # noqa: ANN401
+) -> LinearLogProb:
+    """As `actor_log_prob`, from hidden states and the head's weight, without logits.
+
+    Args:
+        hidden: the hidden states that predict the tokens, (…, d).
+        weight: of the output head, (V, d).
+        token_ids: the sampled tokens, (…).
+        spec: what the log-probs are to be.
+        kept: as in `actor_log_prob`.
+        log_kept_mass: as in `actor_log_prob`.
+        options: others of `rollcorr.kernels.linear_logprob.linear_log_prob`, such as `bias` and `accumulate_into`.
+
+    Raises:
+        ValueError: as in `actor_log_prob`; or the support is to be recomputed, which needs logits.
+    """
+    _check_no_penalties(spec)
+    if not restricts(spec):
+        return linear_log_prob(hidden, weight, token_ids, temperature=_temperature(spec), **options)
+    if spec.support == "replayed":
+        sets = _needed(kept)
+        return linear_log_prob(hidden, weight, token_ids, temperature=spec.temperature, kept=sets, **options)
+    if spec.support == "kept_mass":
+        mass = _needed_mass(log_kept_mass)
+        whole = linear_log_prob(hidden, weight, token_ids, temperature=spec.temperature, **options)
+        return whole._replace(log_prob=whole.log_prob - mass.to(whole.log_prob.dtype))
+    raise ValueError(f"support={spec.support!r} needs logits: use actor_log_prob, or replay the engine's kept sets")
+
+
+def actor_entropy(logits: Tensor, token_ids: Tensor, spec: SamplingSpec, *, kept: KeptSets | None = None) -> Tensor:
+    """Entropy of the distribution that `actor_log_prob` gives the log-probs of: over its support. (…), nats.
+
+    With support "kept_mass" no set is known, and it is that of the whole softmax. Arguments and raises are those of
+    `actor_log_prob`.
+    """
+    _check_no_penalties(spec)
+    if not restricts(spec) or spec.support == "kept_mass":
+        return token_entropy(logits, temperature=_temperature(spec))
+    if spec.support == "replayed":
+        return kept_entropy(logits, token_ids, _needed(kept), temperature=spec.temperature)
+    support, _ = with_sampled(recomputed_support(logits, spec), token_ids)
+    return token_entropy(logits.masked_fill(~support, -torch.inf), temperature=spec.temperature)
+
+
+def restricts(spec: SamplingSpec) -> bool:
+    """Whether a spec's log-probs are of a softmax over less than the vocabulary."""
+    return spec.logprobs == "processed" and spec.truncates
+
+
+def recomputed_support(logits: Tensor, spec: SamplingSpec) -> Tensor:
+    """The support of a spec's temperature, top-k, top-p and min-p, in its engine's order: (…, V) bool.
+
+    An engine that is not known, or whose order is not, is taken to do as transformers does. The sampled token may be
+    outside: see `rollcorr.core.sampling`.
+    """
+    engine = spec.engine_sampling
+    order = engine.order or ("temperature", "top_k", "top_p", "min_p")
+    filters: dict[str, Filter] = {}
+    if spec.top_k > 0:
+        filters["top_k"] = partial(top_k_support, top_k=spec.top_k)
+    if spec.top_p < 1:
+        filters["top_p"] = partial(top_p_support, top_p=spec.top_p)
+    if spec.min_p > 0:
+        filters["min_p"] = partial(min_p_support, min_p=spec.min_p)
+    ordered = [name for name in order if name in filters or name == "temperature"]
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    scaled = wide / spec.temperature if ordered[0] == "temperature" else wide
+    chosen = [filters[name] for name in ordered if name in filters]
+    return joint_support(scaled, chosen) if engine.joint else sequential_support(scaled, chosen)
+
+
+def _temperature(spec: SamplingSpec) -> float:
+    return 1.0 if spec.logprobs == "raw" else spec.temperature
+
+
+def _needed(kept: KeptSets | None) -> KeptSets:
+    if kept is None:
+        raise ValueError("support='replayed' needs the engine's kept sets; record them, or use 'recomputed'")
+    return kept
+
+
+def _needed_mass(log_kept_mass: Tensor | None) -> Tensor:
+    if log_kept_mass is None:
+        raise ValueError("support='kept_mass' needs log_kept_mass, the log of the engine's kept mass at each token")
+    return log_kept_mass
+
+
+def _whole(log_prob: Tensor) -> SupportedLogProb:
+    return SupportedLogProb(log_prob, log_prob.new_zeros(log_prob.shape, dtype=torch.bool))
+
+
+def _check_no_penalties(spec: SamplingSpec) -> None:
+    off = SamplingSpec()
+    for name in ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_new_tokens"):
+        if getattr(spec, name) != getattr(off, name):
+            raise ValueError(
+                f"{name}={getattr(spec, name)!r} depends on the tokens before: apply it to the logits and take it out "
+                "of the spec"
+            )

@@ -1,0 +1,325 @@
+"""The judgements that need more than one number: each a named function from evidence to a finding or None.
+
+`RULES` is the table that `rollcorr.diagnostics.health.judge` goes through. Limits are named here, once, and docs/health.md
+lists them. `log/contradicted_zero_count` is no metric of the registry: `rollcorr check` counts it in the raw log-probs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from rollcorr.diagnostics.health.evidence import Evidence, Finding, Severity
+
+SAFETY_BOUND = 20.0
+"""T × KL at which sequence weights are clamped, when no configuration says otherwise."""
+ESS_NEAR_ONE = 0.9
+MOSTLY_SATURATED = 0.5
+SATURATED = 0.01
+SUSTAINED_STEPS = 5
+SUSTAINED_DRIFT = 0.05
+SUSTAINED_REJECTION = 0.1
+FIRST_STEPS = 50
+FIRST_STEPS_LOG_PPL_GAP = 1.0
+PINNED_SHARE = 0.5
+LOW_WEIGHT = 0.5
+
+_COMPARISON = ("kl", "k3_kl", "log_ratio_abs_mean", "chi2_token")
+
+
+def nothing_measured(evidence: Evidence) -> Finding | None:
+    """No valid token was compared: there is nothing to call healthy."""
+    if evidence.measured and any(name in evidence.current for name in _COMPARISON):
+        return None
+    return Finding(
+        metric="token_count",
+        title="nothing was measured",
+        value=0.0,
+        limit="more than 0",
+        reason="no valid token has log-probs of both policies, so the mismatch is unknown",
+        remedy="let the engine return log-probs, keep response_mask true on sampled tokens, and ask for a correction "
+        "(the preset `disabled` measures without correcting)",
+    )
+
+
+def identical_policies(evidence: Evidence) -> Finding | None:
+    """Every difference is exactly 0: the metrics are degenerate, as when old_log_prob is a copy of rollout_log_prob."""
+    names = [name for name in _COMPARISON if name in evidence.current]
+    values = [value for name in names for value in (evidence.current[name], *evidence.recent(name))]
+    if not evidence.measured or not values or any(values):
+        return None
+    bypass = evidence.config is not None and evidence.config.bypass_mode
+    cause = "bypass mode sets old_log_prob to rollout_log_prob" if bypass else "one side is a copy of the other"
+    return Finding(
+        metric=names[0],
+        title="degenerate: both policies agree to the last bit",
+        value=0.0,
+        limit="not exactly 0",
+        reason=f"two separate computations never agree exactly, so most likely {cause}; every metric is then empty",
+        remedy="in bypass mode measure the current policy against the rollout (log_prob, not old_log_prob); else check "
+        "that the trainer recomputes its log-probs. If one program does both, no correction is needed",
+        **evidence.when(names[0], lambda value: value == 0),
+    )
+
+
+def horizon(evidence: Evidence) -> Finding | None:
+    """T × KL reaches the safety bound: sequence weights are clamped to one value and correct nothing."""
+    bound = evidence.config.safety_bound if evidence.config is not None else SAFETY_BOUND
+    value = evidence.get("t_times_kl")
+    if not value >= bound:
+        return None
+    viable = evidence.get("max_viable_length")
+    longest = "" if math.isnan(viable) else f" (viable up to about {viable:,.0f} tokens)"
+    return Finding(
+        metric="t_times_kl",
+        title="responses are too long for sequence weights",
+        value=value,
+        limit=f"below {bound:g}, the safety bound",
+        reason=f"the typical sequence weight is exp(−T × KL); beyond the bound all are clamped to one value{longest}",
+        remedy="use token weights or a per-token mean criterion (seq_mean_*), shorten responses, or lower the KL at "
+        "its source: same sampling settings on both sides, higher rollout precision",
+        **evidence.when("t_times_kl", lambda value: value >= bound),
+    )
+
+
+def deceptive_effective_sample_size(evidence: Evidence) -> Finding | None:
+    """ESS near 1 while most weights sit at the safety bound: equal because clamped, not because they match."""
+    value = evidence.get("rollout_is_eff_sample_size")
+    saturated = _saturated(evidence)
+    if not (value > ESS_NEAR_ONE and saturated > MOSTLY_SATURATED):
+        return None
+    return Finding(
+        metric="rollout_is_eff_sample_size",
+        title="the effective sample size only looks healthy",
+        value=value,
+        limit=f"near 1 only with at most {MOSTLY_SATURATED:.0%} saturated; {saturated:.0%} are",
+        reason="most weights are clamped to the same safety bound: they are equal because all are extreme",
+        remedy="do not trust sequence weights here; compare sampling settings (temperature, top-p, top-k), shorten "
+        "responses, or use token weights",
+        **evidence.when("rollout_is_eff_sample_size", lambda value: value > ESS_NEAR_ONE),
+    )
+
+
+def saturation(evidence: Evidence) -> Finding | None:
+    """Weights at the safety bound are not weights any more."""
+    saturated = _saturated(evidence)
+    if not saturated > SATURATED:
+        return None
+    low, high = evidence.get("saturated_low_fraction"), evidence.get("saturated_high_fraction")
+    name = "saturated_high_fraction" if high > low else "saturated_low_fraction"
+    return Finding(
+        metric=name,
+        title="weights saturate at the safety bound",
+        value=saturated,
+        limit=f"at most {SATURATED:g}",
+        reason="log weights beyond it are cut there: what they said is lost, and chi-squared understates the mismatch",
+        remedy="move from sequence to token or geometric level, or reject these sequences (seq_mean_k3, veto)",
+        **evidence.when(name, lambda value: value > SATURATED),
+    )
+
+
+def sustained_rejection(evidence: Evidence) -> Finding | None:
+    """Rejection stays above 5 % (drift) or 10 % (the band is too tight) for five steps in a row."""
+    name = "rollout_rs_seq_masked_fraction"
+    last = [value for _, value in evidence.series(name)[-SUSTAINED_STEPS:]]
+    lowest = min(last, default=0.0)
+    if len(last) < SUSTAINED_STEPS or not lowest > SUSTAINED_DRIFT:
+        return None
+    limit = SUSTAINED_REJECTION if lowest > SUSTAINED_REJECTION else SUSTAINED_DRIFT
+    return Finding(
+        metric=name,
+        title=f"sequences have been rejected for {SUSTAINED_STEPS} steps on end",
+        value=lowest,
+        limit=f"not above {limit:g} for {SUSTAINED_STEPS} steps",
+        reason="the rollout side has drifted from the trainer"
+        if limit == SUSTAINED_DRIFT
+        else "the band rejects ordinary sequences; where they stay in the denominator, the gradient shrinks",
+        remedy="lower the drift (precision, staleness), or leave bypass mode"
+        if limit == SUSTAINED_DRIFT
+        else "widen the band, e.g. 0.3_3.0 or 0.2_5.0 for a window of two diffusion steps",
+        severity=_diffusion_severity(evidence),
+        **evidence.when(name, lambda value: value > limit),
+    )
+
+
+def gap_at_start(evidence: Evidence) -> Finding | None:
+    """The policies differ by more than 1 nat per sequence within the first fifty steps."""
+    name = "log_ppl_abs_diff"
+    value = max(_first_steps(evidence, name), default=math.nan)
+    if not value > FIRST_STEPS_LOG_PPL_GAP:
+        return None
+    return Finding(
+        metric=name,
+        title="a large gap between the policies from the start",
+        value=value,
+        limit=f"at most {FIRST_STEPS_LOG_PPL_GAP:g} in the first {FIRST_STEPS} steps",
+        reason="before training has moved the policy, both sides should agree: this is a fault in the set-up",
+        remedy="narrow the precision gap, compare sampling settings and alignment, or leave bypass mode",
+        severity="note"
+        if len(evidence.history) > FIRST_STEPS and not evidence.get(name) > FIRST_STEPS_LOG_PPL_GAP
+        else "warning",
+        **evidence.when(name, lambda value: value > FIRST_STEPS_LOG_PPL_GAP),
+    )
+
+
+def pinned_at_threshold(evidence: Evidence) -> Finding | None:
+    """The largest weight equals the truncation threshold in at least half of the first fifty steps.
+
+    Not asked of the token weights of a language model: one in thousands lies beyond any threshold.
+    """
+    config, name = evidence.config, "rollout_is_max"
+    if config is None or config.is_mode != "truncate" or config.is_upper is None:
+        return None
+    if config.rollout_is == "token" and not evidence.diffusion:
+        return None
+    threshold = config.is_upper * (1 - 1e-5)
+    first = _first_steps(evidence, name)
+    pinned = sum(value >= threshold for value in first)
+    if not first or pinned < PINNED_SHARE * len(first):
+        return None
+    return Finding(
+        metric=name,
+        title="the largest weight is pinned at the threshold",
+        value=max(first),
+        limit=f"below {config.is_upper:g} in most of the first {FIRST_STEPS} steps",
+        reason="truncation acts from the start, so the gap between rollout and trainer is larger than it should be",
+        remedy="lower the precision gap or leave bypass mode; rollout_is_ratio_fraction_high is how much is truncated",
+        severity=_diffusion_severity(evidence),
+        **evidence.when(name, lambda value: value >= threshold),
+    )
+
+
+def band_narrower_than_mismatch(evidence: Evidence) -> Finding | None:
+    """A geometric band (seq_mean_k1) tighter than the mean |log-ratio|: nearly every sequence falls outside."""
+    widths = _band_widths(evidence, "seq_mean")
+    gap = evidence.get("log_ppl_abs_diff")
+    if not widths or not gap > min(widths):
+        return None
+    return Finding(
+        metric="log_ppl_abs_diff",
+        title="the rejection band is narrower than the mismatch",
+        value=gap,
+        limit=f"at most {min(widths):.4g} nats, the half-width of the seq_mean_k1 band",
+        reason="the mean per-token gap of a typical sequence already lies outside the band, so most are rejected",
+        remedy="widen the band to a few times the measured gap, or use seq_mean_k3, which grows with its square",
+        **evidence.when("log_ppl_abs_diff", lambda value: value > min(widths)),
+    )
+
+
+def length_dependence(evidence: Evidence) -> Finding | None:
+    """A band on products, or a sequence weight, that the mean length alone pushes past its bound."""
+    config = evidence.config
+    widths = _band_widths(evidence, "seq_sum")
+    if config is not None and config.rollout_is == "sequence" and config.is_upper is not None and config.is_upper > 1:
+        widths.append(math.log(config.is_upper))
+    drift = abs(evidence.get("t_times_kl"))
+    if not widths or not drift > min(widths) or horizon(evidence) is not None:
+        return None
+    return Finding(
+        metric="t_times_kl",
+        title="the bound on products depends on length here",
+        value=evidence.get("t_times_kl"),
+        limit=f"at most {min(widths):.4g} nats, the log of the bound",
+        reason="at the mean length the product of ratios is already past the bound: longer responses are "
+        "down-weighted or rejected for being long",
+        remedy="use a criterion per token mean (seq_mean_k1, seq_mean_k3) or token weights",
+        severity="note",
+        **evidence.when("t_times_kl", lambda value: abs(value) > min(widths)),
+    )
+
+
+def low_weights(evidence: Evidence) -> Finding | None:
+    """Most sequences weigh less than 1/C: a few carry the update."""
+    name = "rollout_is_low_weight_fraction"
+    value = evidence.get(name)
+    if not value > LOW_WEIGHT:
+        return None
+    applied = evidence.config is not None and evidence.config.rollout_is == "sequence"
+    return Finding(
+        metric=name,
+        title="most sequences would count for almost nothing",
+        value=value,
+        limit=f"at most {LOW_WEIGHT:g}",
+        reason="the sequence weight of most responses is below 1/C"
+        + ("" if applied else " (sequence level is not in use)"),
+        remedy="stay with or move to token weights; shorten responses; lower the KL",
+        severity="warning" if applied else "note",
+        **evidence.when(name, lambda value: value > LOW_WEIGHT),
+    )
+
+
+def skipped_updates(evidence: Evidence) -> Finding | None:
+    """The trainer skipped updates: the loss or a gradient was not finite, or nothing was kept."""
+    name = "actor/skipped_steps"
+    skipped = max((value for _, value in evidence.series(name)), default=evidence.get(name))
+    if not skipped > 0:
+        return None
+    return Finding(
+        metric=name,
+        title="updates were skipped",
+        value=skipped,
+        limit="0",
+        reason="the loss or a gradient was not finite, or every token was rejected; the weights were left as they were",
+        remedy="lower the learning rate, clip gradients, and look at nonfinite_count, rejected shares and the "
+        "largest weights then",
+        first_step=evidence.when(name, lambda value: value > 0)["first_step"],
+        steps=int(skipped) if evidence.history else None,  # The trainer counts them over the whole run.
+    )
+
+
+def contradicted_zeros(evidence: Evidence) -> Finding | None:
+    """One side says probability 1 (exactly 0.0) where the other is far from it: filled in, not computed."""
+    name = "log/contradicted_zero_count"
+    value = evidence.get(name)
+    if not value > 0:
+        return None
+    return Finding(
+        metric=name,
+        title="log-probs look filled in with zeros",
+        value=value,
+        limit="0",
+        reason="one policy claims probability exactly 1 for tokens that the other gives less than 1/e",
+        remedy="store missing log-probs as NaN (null in JSONL), never as 0.0; find out why the engine returned none",
+        **evidence.when(name, lambda value: value > 0),
+    )
+
+
+Rule = Callable[[Evidence], Finding | None]
+
+RULES: tuple[Rule, ...] = (
+    nothing_measured,
+    identical_policies,
+    deceptive_effective_sample_size,
+    horizon,
+    saturation,
+    gap_at_start,
+    sustained_rejection,
+    pinned_at_threshold,
+    band_narrower_than_mismatch,
+    length_dependence,
+    low_weights,
+    skipped_updates,
+    contradicted_zeros,
+)
+
+
+def _saturated(evidence: Evidence) -> float:
+    return evidence.get("saturated_low_fraction") + evidence.get("saturated_high_fraction")
+
+
+def _diffusion_severity(evidence: Evidence) -> Severity:
+    return "warning" if evidence.diffusion else "note"
+
+
+def _first_steps(evidence: Evidence, name: str) -> list[float]:
+    """Values within the first fifty steps; without a series, the current value."""
+    if not evidence.history:
+        return [evidence.current[name]] if name in evidence.current else []
+    return [value for step, value in evidence.series(name) if step <= FIRST_STEPS]
+
+
+def _band_widths(evidence: Evidence, scope: str) -> list[float]:
+    """|log bound| of every finite side of the k1 criteria of a scope, nats."""
+    criteria = evidence.config.criteria if evidence.config is not None else ()
+    bounds = [b for c in criteria if c.scope == scope and c.kind == "k1" for b in (c.lower, c.upper)]
+    return [abs(math.log(bound)) for bound in bounds if bound]

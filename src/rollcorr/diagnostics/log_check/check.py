@@ -1,0 +1,288 @@
+"""Check a rollout log: stream it through the correction, merge the statistics, and judge them.
+
+A reader holds one batch in memory. The verdict is about all rows together, exactly as one call on all of them would
+give it (statistics merge exactly); the panels show each training step, where the log records steps. The log is cut into
+shards that depend on it alone, so any number of readers gives the same numbers to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.core.metric_registry import finalize
+from rollcorr.diagnostics.health.evidence import Finding, bare_metrics
+from rollcorr.diagnostics.health.judge import HealthReport, health
+from rollcorr.diagnostics.provenance.labels import Label, Provenance
+from rollcorr.run_directory.stored_run import BadInputError
+from rollcorr.diagnostics.log_check.tally import COLUMNS, KEPT_COLUMNS, Measurement, Part, Tally, merge_parts
+from rollcorr.diagnostics.log_check.workers import read_shards
+from rollcorr.rollout_log import Problem, RolloutBatch, Shard, log_files, log_shards, read_shard
+from rollcorr.config.conversion import resolve
+from rollcorr.config.yaml_text import load_yaml
+
+DIAGNOSIS = RolloutCorrectionConfig(
+    rollout_is="token", rollout_is_threshold=2.0, rollout_token_veto_threshold=1e-4, apply_is=False
+)
+"""What `rollcorr check` measures by default: token weights truncated at 2 and the veto's share, no rejection criterion.
+
+Token weights are the ones that stay informative at any length; the other levels and criteria say little before a level
+and a band have been chosen, and are measured with `--preset` or `--config`.
+"""
+
+_RAW_FINDINGS: dict[str, tuple[str, str, str]] = {
+    "positive": (
+        "log-probs above zero",
+        "the probability of a token cannot exceed 1; densities of a diffusion sampler can",
+        "look for logits, densities or half-precision rounding in the column; for a diffusion sampler pass --diffusion",
+    ),
+    "sentinel": (
+        "placeholder log-probs (−9999)",
+        "an engine writes −9999 for minus infinity; it was read as missing here",
+        "store NaN (null in JSONL) for what is missing; the sampled token lay outside the set that was scored",
+    ),
+    "zeros": (
+        "sequences of mostly zero log-probs",
+        "probability 1 on most tokens: filled in, or taken after greedy sampling",
+        "store NaN (null in JSONL) for what is missing; log the log-probs of the distribution that was sampled",
+    ),
+}
+"""Findings of the log's validation that are about the policies: title, reason, remedy. The rest become remarks."""
+_RAW_FINDINGS |= dict.fromkeys(
+    ("kept", "kept_length", "kept_offsets", "kept_twice"),
+    (
+        "kept sets that do not fit their tokens",
+        "a ratio replayed over them is not that of what was sampled",
+        "record for each token the ids that the engine could draw, each once, with one offset more than tokens",
+    ),
+)
+_NOT_SUBTRACTABLE: Mapping[str, tuple[str, str]] = {
+    "tempered": ("temperature_ratio", "1"),
+    "truncated": ("kept_mass", "1"),
+    "raw": ("mean_ratio", "1"),
+    "shifted": ("lag", "0"),
+}
+"""Labels of provenance that become findings: the number that shows each, and what it should be."""
+
+
+def choose_config(*, preset: str | None = None, file: Path | None = None) -> RolloutCorrectionConfig:
+    """What to measure: a preset, a YAML file of any generation, or `DIAGNOSIS` when neither is given.
+
+    Raises:
+        BadInputError: both are given, or what is given is no configuration or switches the correction off.
+    """
+    if preset is not None and file is not None:
+        raise BadInputError(f"--preset {preset} and --config {file} exclude each other; give one")
+    if preset is None and file is None:
+        return DIAGNOSIS
+    try:
+        config = resolve(preset if file is None else load_yaml(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise BadInputError(f"{file or '--preset'}: {error}") from error
+    if config is None:
+        raise BadInputError(f"{file}: no rollout correction there, so nothing to measure; try --preset disabled")
+    return config
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckResult:
+    """What a log says about the mismatch.
+
+    Attributes:
+        health: the verdict over all rows.
+        metrics: every metric over all rows, prefixed.
+        series: the metrics of each step, with "step" and, where recorded, "reward/mean"; one entry without steps.
+        rows: rows read.
+        files: files of the log.
+        train_column: the column that π was taken from.
+        provenance: what the log-probs imply about the sampling behind them, from a spread sample of the rows.
+        config: the configuration that was measured.
+        remarks: what the reader should know about the input.
+        interrupted: reading stopped before the end.
+    """
+
+    health: HealthReport
+    metrics: Mapping[str, float]
+    series: tuple[Mapping[str, float], ...]
+    rows: int
+    files: tuple[str, ...]
+    train_column: str
+    provenance: Provenance
+    config: RolloutCorrectionConfig
+    remarks: tuple[str, ...]
+    interrupted: bool
+
+
+def check_logs(
+    paths: Sequence[str | Path],
+    config: RolloutCorrectionConfig = DIAGNOSIS,
+    *,
+    train_column: str | None = None,
+    diffusion: bool = False,
+    batch_size: int = 256,
+    workers: int = 1,
+    ray: str | None = None,
+    on_rows: Callable[[int, int], None] | None = None,
+) -> CheckResult:
+    """Judge rollout logs, Parquet or JSONL, without a training run.
+
+    Args:
+        paths: files, folders (also run folders) or patterns.
+        config: what to measure; nothing is trained, so what it would apply is only counted.
+        train_column: where π is: old_log_prob or log_prob. None takes old_log_prob where recorded, else log_prob; with
+            `bypass_mode` the other way round, for there old_log_prob is a copy of rollout_log_prob.
+        diffusion: the log-probs are densities: positive ones are no finding, and the diffusion rules warn.
+        batch_size: most rows that a reader has in memory at once; fewer where they are long.
+        workers: processes that read. More than one are started anew, so a script that asks for them needs
+            `if __name__ == "__main__":`.
+        ray: instead, the address of a Ray cluster whose nodes read: "auto", "local" or "ray://host:port". They need
+            this package, and the files under the same names.
+        on_rows: called every now and then with the rows read since the last time, and those of the whole log.
+
+    Returns:
+        The result. After a KeyboardInterrupt it covers the rows read until then, and says so.
+
+    Raises:
+        BadInputError: there is no row, or a column that is needed is not recorded.
+        RolloutLogError: a log cannot be read; the message names file, row and column.
+        ImportError: Ray is asked for and not installed.
+        OSError: there is no cluster at the address, or a worker was killed.
+    """
+    if train_column not in (None, "old_log_prob", "log_prob"):
+        raise BadInputError(f"the training side is old_log_prob or log_prob, not {train_column!r}")
+    if config.nonfinite == "raise":  # A check counts what is missing and goes on.
+        config = replace(config, nonfinite="reject_token")
+    if workers < 1 or (workers > 1 and ray is not None):
+        raise BadInputError(
+            f"workers={workers}{' with a Ray cluster' * (ray is not None)}; give 1 or more, or the cluster"
+        )
+    shards = log_shards([str(path) for path in paths])
+    total, tally = sum(shard.rows for shard in shards), Tally()
+    column, kept = train_column or "", False
+    try:
+        head = _first_batch(shards, batch_size)
+        column = column or _train_column(head, config)
+        kept = head is not None and head.has("kept_offsets")
+        measurement = Measurement(config=config, train_column=column, batch_size=batch_size, kept=kept)
+        told = (lambda rows: None) if on_rows is None else (lambda rows: on_rows(rows, total))
+        for part in read_shards(measurement, shards, told, workers=workers, ray=ray):
+            tally = tally.merge(part)
+    except KeyboardInterrupt:
+        tally = replace(tally, interrupted=True)
+    if not tally.parts:
+        seen = "nothing was read before the interrupt" if tally.interrupted else "there is no row"
+        raise BadInputError(f"{', '.join(map(str, paths))}: {seen}; give a log with at least one sequence")
+    remarks = [f"π is the column {column}, μ is rollout_log_prob"]
+    remarks += [str(problem) for problem in tally.problems.values() if problem.code not in _RAW_FINDINGS]
+    if tally.interrupted:
+        remarks.append(f"interrupted: this covers {tally.rows} of {total} rows only")
+    files = tuple(str(file) for file in log_files([str(path) for path in paths]))
+    return _result(
+        tally, config, diffusion=diffusion, kept=kept, files=files, train_column=column, remarks=tuple(remarks)
+    )
+
+
+def _first_batch(shards: Sequence[Shard], batch_size: int) -> RolloutBatch | None:
+    columns = COLUMNS + KEPT_COLUMNS
+    return next(
+        (batch for shard in shards[:1] for batch in read_shard(shard, columns=columns, batch_size=batch_size)), None
+    )
+
+
+def _train_column(batch: RolloutBatch | None, config: RolloutCorrectionConfig) -> str:
+    """The column that π is taken from in the whole log, from what its first batch records."""
+    order = ("log_prob", "old_log_prob") if config.bypass_mode else ("old_log_prob", "log_prob")
+    if batch is None:
+        return order[0]
+    found = next((name for name in order if batch.has(name)), None)
+    if found is None:
+        recorded = ", ".join(name for name in batch.columns if batch.has(name)) or "none"
+        raise BadInputError(
+            f"{batch.file}, column old_log_prob: not recorded, nor is log_prob, so there is no training side; recorded "
+            f"are {recorded}. Score the tokens with the trainer and log that"
+        )
+    return found
+
+
+def _result(
+    tally: Tally,
+    config: RolloutCorrectionConfig,
+    *,
+    diffusion: bool,
+    kept: bool,
+    files: tuple[str, ...],
+    train_column: str,
+    remarks: tuple[str, ...],
+) -> CheckResult:
+    """The verdict on what was read."""
+    whole = _metrics(merge_parts(tally.parts.values()))
+    steps = sorted(step for step in tally.parts if step is not None)
+    series = tuple({"step": step, **_metrics(tally.parts[step])} for step in steps) or ({"step": 0, **whole},)
+    verdict = health(whole, config, series=series if len(steps) > 1 else (), diffusion=diffusion)
+    judged = [p for p in tally.problems.values() if p.code in _RAW_FINDINGS]
+    found = [_finding(problem) for problem in judged if not (diffusion and problem.code == "positive")]
+    provenance = tally.sample.estimate()
+    if not diffusion:
+        found += [_claimed(reason, mend) for reason, mend in tally.claims.items()]
+        found += [_implied(label, kept=kept) for label in provenance.wrong if label.name in _NOT_SUBTRACTABLE]
+    return CheckResult(
+        health=replace(verdict, findings=(*verdict.warnings, *found, *verdict.notes)),
+        metrics=whole,
+        series=series,
+        rows=tally.rows,
+        files=files,
+        train_column=train_column,
+        provenance=provenance,
+        config=config,
+        remarks=remarks,
+        interrupted=tally.interrupted,
+    )
+
+
+def _metrics(part: Part) -> dict[str, float]:
+    """The metrics of a part: the registry's, the reward, and what was counted in the raw log-probs."""
+    metrics = finalize(part.statistics.read())
+    tokens = bare_metrics(metrics).get("token_count", 0.0)
+    if part.rewards:
+        metrics["reward/mean"] = part.reward / part.rewards
+    metrics["log/zero_fraction"] = part.zeros / tokens if tokens else 0.0
+    metrics["log/contradicted_zero_count"] = float(part.contradicted)
+    return metrics
+
+
+def _finding(problem: Problem) -> Finding:
+    title, reason, remedy = _RAW_FINDINGS[problem.code]
+    return Finding(
+        metric=f"log/{problem.column}",
+        title=title,
+        value=float(problem.rows),
+        limit="0 sequences",
+        reason=f"{reason}; first in {problem.file}, row {problem.row}: {problem.message}",
+        remedy=remedy,
+    )
+
+
+def _claimed(reason: str, mend: str) -> Finding:
+    return Finding(
+        metric="log/sampling",
+        title="log-probs are of different things: the recorded settings say so",
+        value=1.0,
+        limit="0",
+        reason=reason,
+        remedy=mend,
+    )
+
+
+def _implied(label: Label, *, kept: bool) -> Finding:
+    recorded = "; this log has the sets, in kept_ids and kept_offsets" if kept and label.name == "truncated" else ""
+    number, limit = _NOT_SUBTRACTABLE[label.name]
+    return Finding(
+        metric=f"log/{number}",
+        title=f"log-probs are of different things: {label.name}",
+        value=label.evidence[number],
+        limit=limit,
+        reason=label.says,
+        remedy=label.remedy + recorded,
+    )

@@ -1,0 +1,199 @@
+"""The report: one self-contained HTML page, and its figures as PNG files beside it."""
+
+from __future__ import annotations
+
+import base64
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollcorr.core.metric_registry import PREFIX, metric
+from rollcorr.diagnostics.health.evidence import Metrics, bare_metrics, history_of
+from rollcorr.diagnostics.health.judge import HealthReport, health, healthy_range
+from rollcorr.diagnostics.numbers import HEADLINES, format_number
+from rollcorr.run_directory.stored_run import Run
+from rollcorr.config.yaml_text import dump_yaml
+
+try:
+    import jinja2
+except ImportError as error:
+    raise ImportError("reports need Jinja2: pip install 'rollcorr[report]'") from error
+
+if TYPE_CHECKING:
+    from rollcorr.diagnostics.log_check.check import CheckResult
+
+from rollcorr.diagnostics.report.plots import DARK, LIGHT, PANELS, REWARD, STEP_PANELS, Panel, draw, to_png
+
+HTML_FILE = "report.html"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportData:
+    """Everything a page shows.
+
+    Attributes:
+        title: heading.
+        subtitle: one line under it: what was looked at.
+        health: the verdict.
+        series: one dictionary of metrics a step.
+        metrics: the numbers of the last table, by bare name; those of the last step, or of the whole log.
+        metrics_title: the heading of that table.
+        config_text: configuration, shown as it stands.
+        remarks: what the reader should know about the input.
+        pictures: (heading, PNG file) of what a diffusion model drew.
+    """
+
+    title: str
+    subtitle: str
+    health: HealthReport
+    series: Sequence[Metrics]
+    metrics: Mapping[str, float]
+    metrics_title: str
+    config_text: str
+    remarks: tuple[str, ...] = ()
+    pictures: tuple[tuple[str, Path], ...] = ()
+
+
+def run_report(run: Run, *, diffusion: bool = False) -> ReportData:
+    """The report of a training run: judged by its recent steps, as a diffusion sampler's if it is one."""
+    verdict = health(run.series, run.config, diffusion=diffusion or run.diffusion)
+    measured = history_of(run.series)
+    step, last = measured[-1] if measured else (run.series[-1]["step"], bare_metrics(run.series[-1]))
+    return ReportData(
+        title=f"Run {run.path.resolve().name}",
+        subtitle=f"{len(run.series)} step{'s' * (len(run.series) != 1)}, the last is {run.series[-1]['step']}",
+        health=verdict,
+        series=run.series,
+        metrics={name: value for name, value in last.items() if name != "step"},
+        metrics_title=f"All metrics of step {step}",
+        config_text=run.config_text,
+        remarks=run.remarks,
+        pictures=run.pictures,
+    )
+
+
+def check_report(result: CheckResult) -> ReportData:
+    """The report of checked rollout logs: judged over all their rows."""
+    count = len(result.files)
+    return ReportData(
+        title=f"Rollout log {Path(result.files[0]).name}" + (f" and {count - 1} more" if count > 1 else ""),
+        subtitle=f"{result.rows:,} sequences, {len(result.series)} step{'s' * (len(result.series) != 1)}",
+        health=result.health,
+        series=result.series,
+        metrics=bare_metrics(result.metrics),
+        metrics_title="All metrics, over all rows",
+        config_text=dump_yaml(result.config.to_dict()),
+        remarks=result.remarks,
+    )
+
+
+def write_report(data: ReportData, directory: Path) -> Path:
+    """Write report.html and one PNG per figure into a directory; return the path of the page."""
+    directory.mkdir(parents=True, exist_ok=True)
+    series = series_by_name(data.series)
+    figures = []
+    for panel in (*PANELS, *(panel for panel in STEP_PANELS if panel.curves.keys() & series.keys()), REWARD):
+        light, dark = (to_png(draw(panel, series, theme)) for theme in (LIGHT, DARK))
+        (directory / f"{panel.name}.png").write_bytes(light)
+        figures.append(
+            {"panel": panel, "light": _base64(light), "dark": _base64(dark), "caption": caption(panel, series)}
+        )
+    page = directory / HTML_FILE
+    page.write_text(render(data, figures), encoding="utf-8")
+    return page
+
+
+def render(data: ReportData, figures: Sequence[Mapping[str, Any]]) -> str:
+    """The page as text."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("rollcorr.diagnostics", "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["number"] = format_number
+    return environment.get_template("report.html.j2").render(
+        data=data,
+        figures=figures,
+        pictures=[{"title": title, "png": _base64(file.read_bytes())} for title, file in data.pictures],
+        headlines=headlines(data),
+        reward=reward_gain(data.series),
+        defined=[_definition(name, value) for name, value in data.metrics.items() if _is_known(name)],
+        others={name: value for name, value in data.metrics.items() if not _is_known(name)},
+        checked=sum(_can_warn(name) for name in data.health.values),
+    )
+
+
+def series_by_name(series: Sequence[Metrics]) -> dict[str, list[tuple[int, float]]]:
+    """(step, value) by bare metric name, of the steps that measured a token; the reward of every step."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for index, metrics in enumerate(series, start=1):
+        step, bare = int(metrics.get("step", index)), bare_metrics(metrics)
+        measured = bare.get("token_count", 1.0) > 0
+        for name, value in bare.items():
+            if measured or name.startswith("reward/"):
+                found.setdefault(name, []).append((step, value))
+    return found
+
+
+def headlines(data: ReportData) -> list[dict[str, Any]]:
+    """The numbers at the top: label, value, and whether a warning is about it."""
+    alarming = {finding.metric for finding in data.health.warnings}
+    return [
+        {"name": name, "label": label, "value": data.health.values[name], "alarming": name in alarming}
+        for name, label in HEADLINES.items()
+        if name in data.health.values
+    ]
+
+
+def reward_gain(series: Sequence[Metrics], *, window: int = 10) -> dict[str, float] | None:
+    """Mean reward of the last steps minus the first, with its standard error; None with fewer than four rewards.
+
+    The windows are ten steps, or half of the series when it is shorter than twenty.
+    """
+    rewards = [value for _, value in series_by_name(series).get("reward/mean", []) if math.isfinite(value)]
+    window = min(window, len(rewards) // 2)
+    if window < 2:
+        return None
+    first, last = rewards[:window], rewards[-window:]
+    error = math.sqrt((statistics.variance(first) + statistics.variance(last)) / window)
+    first_mean, last_mean = statistics.fmean(first), statistics.fmean(last)
+    return {"first": first_mean, "last": last_mean, "gain": last_mean - first_mean, "error": error, "window": window}
+
+
+def caption(panel: Panel, series: Mapping[str, Sequence[tuple[int, float]]]) -> str:
+    """The latest value of each curve and the range it moved in."""
+    parts = []
+    for name, label in panel.curves.items():
+        values = [value for _, value in series.get(name, ()) if math.isfinite(value)]
+        if values:
+            span = f"{format_number(min(values))} to {format_number(max(values))}"
+            parts.append(f"{label} {format_number(values[-1])}" + (f" ({span})" if min(values) < max(values) else ""))
+    return "; ".join(parts)
+
+
+def _definition(name: str, value: float) -> dict[str, Any]:
+    found = metric(name)
+    ideal = found.healthy.ideal if found.healthy is not None else ""
+    return {"name": found.name, "value": value, "unit": found.unit, "formula": found.formula, "ideal": ideal}
+
+
+def _is_known(name: str) -> bool:
+    try:
+        metric(PREFIX + name)
+    except KeyError:
+        return False
+    return True
+
+
+def _can_warn(name: str) -> bool:
+    limits = healthy_range(name)
+    return limits is not None and (limits.warn_below is not None or limits.warn_above is not None)
+
+
+def _base64(png: bytes) -> str:
+    return base64.b64encode(png).decode("ascii")

@@ -1,0 +1,30 @@
+"""Rollout correction for diffusion models (Flow-GRPO): denoising steps in place of tokens.
+
+apply_bypass_mode_to_diffusion_batch           bypass: π_old := μ, no recomputed log-probs
+apply_rollout_correction_to_diffusion_batch    decoupled: weights and keep mask, once per batch
+diffusion_loss                                 either mode: the loss of a micro-batch of steps
+DiffusionGradients                             an optimizer step of micro-batches, steps and ranks
+"""
+
+from rollcorr.diffusion.step_batch import (
+    apply_bypass_mode_to_diffusion_batch,
+    apply_rollout_correction_to_diffusion_batch,
+)
+from rollcorr.diffusion.batch_checks import check_diffusion_batch, check_schedule
+from rollcorr.diffusion.options import DiffusionActorConfig
+from rollcorr.diffusion.step_micro_batches import DiffusionGradients, StepOutcome
+from rollcorr.diffusion.step_losses import diffusion_loss
+from rollcorr.diffusion.step_metrics import diffusion_metrics, loss_step_metrics
+
+__all__ = [
+    "DiffusionActorConfig",
+    "DiffusionGradients",
+    "StepOutcome",
+    "apply_bypass_mode_to_diffusion_batch",
+    "apply_rollout_correction_to_diffusion_batch",
+    "check_diffusion_batch",
+    "check_schedule",
+    "diffusion_loss",
+    "diffusion_metrics",
+    "loss_step_metrics",
+]

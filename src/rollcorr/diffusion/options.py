@@ -1,0 +1,134 @@
+"""The actor's configuration: which loss of denoising steps, and which rollout correction."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from rollcorr.config.checks import check_choice, check_number
+from rollcorr.config import InertOptionWarning, Normalizer, RolloutCorrectionConfig
+from rollcorr.core.diffusion import Reduction, power_of
+from rollcorr.config.conversion import resolve
+from rollcorr.config.thresholds import without_criterion
+
+LossMode = Literal["flow_grpo", "grpo_guard", "flow_dppo"]
+RsDenominator = Literal["all", "kept", "weights"]
+
+_NORMALIZERS: dict[RsDenominator, Normalizer] = {"all": "original", "kept": "kept", "weights": "weights"}
+STEP_KL = "step_kl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffusionActorConfig:
+    """How denoising steps are trained on, and what is done about the rollout's mismatch.
+
+    The log-probs of a batch are averaged over the D latent dimensions, and PPO's ratio is theirs: the true likelihood
+    ratio to the power 1/D. The correction acts on the power that `reduction` names.
+
+    Attributes:
+        loss_mode: "flow_grpo", "grpo_guard" or "flow_dppo" (`rollcorr.core.diffusion_losses`).
+        clip_ratio: ε of the clip, > 0. Useful values shrink as 1/D.
+        kl_mask_threshold: flow_dppo only: largest KL/D, nats, > 0.
+        adv_clip_max: advantages are clipped to ± this, > 0.
+        kl_coef: weight of KL(π_θ‖π_ref) / D, ≥ 0. It covers rejected steps too and is never rescaled.
+        reduction: the power on which importance weights and rejection act: "mean" (1/D), "sum" (1: the real likelihood
+            ratio, on which thresholds mean what they mean for language models), or a number.
+        rollout_correction: a configuration, a preset's name or a dictionary of any generation; None corrects nothing.
+            `rollout_rs` may name `step_kl`: the exact KL of a step, over all D dimensions, in nats.
+        rs_denominator: the policy gradient is divided by "all" steps, by the "kept" ones, or by their "weights"; None
+            takes the correction's `normalizer`.
+        min_keep_fraction: an optimizer step of which less than this share is kept is skipped, in [0, 1]. One of which
+            nothing is kept always is.
+
+    Raises:
+        TypeError: a value is of the wrong type.
+        ValueError: a value is outside its limits.
+    """
+
+    loss_mode: LossMode = "flow_grpo"
+    clip_ratio: float = 1e-4
+    kl_mask_threshold: float = 1e-5
+    adv_clip_max: float = 5.0
+    kl_coef: float = 0.0
+    reduction: Reduction = "mean"
+    rollout_correction: RolloutCorrectionConfig | Mapping[str, Any] | str | None = None
+    rs_denominator: RsDenominator | None = None
+    min_keep_fraction: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_choice("loss_mode", self.loss_mode, ("flow_grpo", "grpo_guard", "flow_dppo"))
+        check_number("clip_ratio", self.clip_ratio, above=0)
+        check_number("kl_mask_threshold", self.kl_mask_threshold, above=0)
+        check_number("adv_clip_max", self.adv_clip_max, above=0)
+        check_number("kl_coef", self.kl_coef, at_least=0)
+        check_number("min_keep_fraction", self.min_keep_fraction, at_least=0, at_most=1)
+        check_choice("rs_denominator", self.rs_denominator, ("all", "kept", "weights"), optional=True)
+        power_of(self.reduction, 1)
+        correction = resolve(self.rollout_correction)
+        object.__setattr__(self, "rollout_correction", correction)
+        if correction is not None and self.step_kl is not None and correction.batch_normalize_over == "kept":
+            raise ValueError(
+                "batch_normalize_over='kept' and step_kl do not go together: the mean weight is taken before the exact "
+                "KL rejects; set batch_normalize_over='valid', or rs_denominator='weights'"
+            )
+        for option, reason in self._inert_options():
+            # Frames: here, the generated __init__, its caller.
+            warnings.warn(f"{option}={getattr(self, option)!r} {reason}", InertOptionWarning, stacklevel=3)
+
+    @property
+    def correction(self) -> RolloutCorrectionConfig | None:
+        """`rollout_correction`, typed."""
+        config = self.rollout_correction
+        return config if isinstance(config, RolloutCorrectionConfig) else None
+
+    @property
+    def bypass_mode(self) -> bool:
+        """Whether μ itself is π_old."""
+        return self.correction is not None and self.correction.bypass_mode
+
+    @property
+    def denominator(self) -> Normalizer:
+        """What the policy gradient is divided by, in the words of `RolloutCorrectionConfig.normalizer`."""
+        if self.rs_denominator is not None:
+            return _NORMALIZERS[self.rs_denominator]
+        return "kept" if self.correction is None else self.correction.normalizer
+
+    @property
+    def step_kl(self) -> float | None:
+        """Largest exact KL of a step that is kept, nats; None without that criterion."""
+        criteria = () if self.correction is None else self.correction.criteria
+        return next((criterion.upper for criterion in criteria if criterion.name == STEP_KL), None)
+
+    @cached_property
+    def log_prob_correction(self) -> RolloutCorrectionConfig | None:
+        """What of the correction is decided from log-probs: all of it but `step_kl`."""
+        config = self.correction
+        if config is None or self.step_kl is None:
+            return config
+        names, threshold = without_criterion(str(config.rollout_rs), config.rollout_rs_threshold or "", STEP_KL)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", InertOptionWarning)  # was said when the whole was made
+            return dataclasses.replace(config, rollout_rs=names, rollout_rs_threshold=threshold)
+
+    def _inert_options(self) -> list[tuple[str, str]]:
+        inert: list[tuple[str, str]] = []
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        changed = {name for name, default in defaults.items() if getattr(self, name) != default}
+        reinforce = self.correction is not None and self.correction.loss_type == "reinforce"
+        if reinforce:
+            no_ratio = "has no effect with loss_type='reinforce', which has no ratio to clip"
+            inert += [(name, no_ratio) for name in ("loss_mode", "clip_ratio", "kl_mask_threshold") if name in changed]
+        elif self.loss_mode == "flow_dppo" and "clip_ratio" in changed:
+            inert.append(("clip_ratio", "has no effect with loss_mode='flow_dppo'; set kl_mask_threshold"))
+        elif self.loss_mode != "flow_dppo" and "kl_mask_threshold" in changed:
+            inert.append(("kl_mask_threshold", f"has no effect with loss_mode={self.loss_mode!r}; set clip_ratio"))
+        if self.correction is None:
+            alone = "has no effect without rollout_correction; set that, or leave this out"
+            inert += [(name, alone) for name in ("reduction", "rs_denominator", "min_keep_fraction") if name in changed]
+        elif self.rs_denominator == "weights" and not self.correction.weights_reach_loss:
+            inert.append(("rs_denominator", "is the same as 'kept', because no weights are applied to the loss"))
+        return inert

@@ -1,0 +1,206 @@
+"""`correct()` on denoising steps: at the chosen power of the likelihood, with the exact KL as one more criterion."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rollcorr.core.bounds import exceeds
+from rollcorr.core.diffusion_metrics import BY_TIMESTEP
+from rollcorr.core.divergence import k3
+from rollcorr.core.statistics import Statistics, extremes_of, moments_of
+from rollcorr.core.weights import normalization_factor
+from rollcorr.correction.rollout_correction import Correction, correct
+from rollcorr.diffusion.options import STEP_KL, DiffusionActorConfig
+from rollcorr.correction.process_groups import gather_statistics
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+# A density may be anything, so its exponential means nothing and may overflow.
+_OF_PROBABILITIES = ("train_ppl", "rollout_ppl", "ppl_ratio", "prob_diff_abs")
+# What step_kl changes is counted again with it; who rejected what alone is not known any more.
+_RECOUNTED = ("tokens_kept", "sequences_kept", "sequences_touched", "kept_weight", "kept_sequence_weight")
+_OF_SEVERAL = ("rejected_by_several", "sequences_rejected_by_several")
+
+
+SAME_TIMESTEP = 1e-5
+"""Two timestep values are one if they differ by this share of the largest, or less."""
+
+
+class StepPair(NamedTuple):
+    """Two policies on the same steps.
+
+    Attributes:
+        train: log π averaged over D, (b, w), nats.
+        rollout: log μ averaged over D, same shape.
+        exact_kl: KL of each step over all D, (b, w), nats; None without the means.
+        timesteps: timestep value of each step, (b, w); None leaves the breakdown out.
+        dimensions: D; None when nothing tells.
+    """
+
+    train: Tensor
+    rollout: Tensor
+    exact_kl: Tensor | None
+    timesteps: Tensor | None
+    dimensions: int | None
+
+    def alone(self) -> StepPair:
+        """Every step a sequence of its own: (b · w, 1)."""
+
+        def column(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x.reshape(-1, 1)
+
+        train, rollout = self.train.reshape(-1, 1), self.rollout.reshape(-1, 1)
+        return StepPair(train, rollout, column(self.exact_kl), column(self.timesteps), self.dimensions)
+
+
+def step_kl(mean_p: Tensor, mean_q: Tensor, std: Tensor) -> Tensor:
+    """KL(p‖q) = Σ_D (m_p − m_q)² / 2s² of each step, without gradient: (b, w), nats.
+
+    Args:
+        mean_p: (b, w, …).
+        mean_q: same shape.
+        std: (b, w).
+    """
+    scaled = (mean_p.detach() - mean_q.detach()).flatten(2) / std.detach().unsqueeze(-1)
+    return scaled.square().sum(-1, dtype=torch.float64) / 2
+
+
+def correct_steps(
+    pair: StepPair,
+    config: DiffusionActorConfig,
+    *,
+    schedule: Sequence[float] | None = None,
+    group: ProcessGroup | None = None,
+) -> Correction:
+    """Weights, keep mask and statistics of steps: `correct()` on p · D · (log π − log μ), and the exact KL beside it.
+
+    A log-prob that is not finite is missing: a density is never 0.
+
+    Args:
+        pair: the two policies.
+        config: with a correction.
+        schedule: timestep values to break the mismatch down by; None leaves that out.
+        group: data-parallel group; statistics are then those of the group.
+
+    Returns:
+        A `Correction`, whose statistics also hold the rows of `rollcorr.core.diffusion_metrics`.
+
+    Raises:
+        ValueError: D is needed and not known, or `step_kl` is asked for without the means.
+    """
+    settings, bound = config.log_prob_correction, config.step_kl
+    if settings is None:
+        raise ValueError("there is no rollout_correction to compute")
+    if bound is not None and pair.exact_kl is None:
+        raise ValueError(
+            "rollout_rs 'step_kl' needs the mean of each step from both policies (prev_sample_mean, and that of the "
+            "trainer) and std; have the rollout ship them, or use a criterion of log-probs"
+        )
+    train, rollout = (x.detach().double() for x in (pair.train, pair.rollout))
+    finite = train.isfinite() & rollout.isfinite()
+    train = train.masked_fill(~finite, torch.nan)
+    scale = _scale(config, pair.dimensions)
+    correction = correct(scale * train, scale * rollout, torch.ones_like(finite), settings, group=group)
+    keep = correction.loss_mask
+    kl_rejects = None
+    if bound is not None and pair.exact_kl is not None:
+        kl_rejects = exceeds(pair.exact_kl, bound) | ~pair.exact_kl.isfinite()
+        keep = keep & ~kl_rejects
+    own = _rows(pair, train - rollout, finite, schedule)
+    if bound is not None and kl_rejects is not None:
+        own = own | _recounted(correction, keep) | _criterion_rows(pair, correction, kl_rejects, bound)
+    statistics = correction.statistics
+    if statistics is not None:
+        statistics = statistics.without(*_OF_PROBABILITIES)
+        if kl_rejects is not None:
+            alone = [name for name in statistics.names["sums"] if name.endswith("_alone")]
+            statistics = statistics.without(*_RECOUNTED, *_OF_SEVERAL, *alone)
+        statistics = statistics | gather_statistics(own, group)
+    return dataclasses.replace(correction, loss_mask=keep, sequence_kept=keep.any(1), statistics=statistics)
+
+
+def _scale(config: DiffusionActorConfig, dimensions: int | None) -> float:
+    """What turns a log-prob averaged over D into one to the power p: p D."""
+    if config.reduction == "mean":
+        return 1.0
+    if dimensions is None:
+        raise ValueError(
+            f"reduction={config.reduction!r} needs D, the number of latent dimensions: put latents or prev_sample_mean "
+            "in the batch, or set reduction='mean'"
+        )
+    return float(dimensions) * (1.0 if config.reduction == "sum" else float(config.reduction))
+
+
+def _rows(pair: StepPair, log_ratio: Tensor, finite: Tensor, schedule: Sequence[float] | None) -> Statistics:
+    """What denoising steps have beside the rows of tokens: both units, the exact KL, and the mismatch by timestep."""
+    moments = {"log_ratio_per_dimension": moments_of(log_ratio, finite)}
+    extremes = {}
+    if pair.dimensions is not None:
+        joint = pair.dimensions * log_ratio.masked_fill(~finite, 0.0)
+        moments["joint_log_ratio"] = moments_of(joint, finite)
+        moments["joint_k3"] = moments_of(k3(joint), finite)
+    if pair.exact_kl is not None:
+        measured = pair.exact_kl.isfinite()
+        moments["exact_kl"] = moments_of(pair.exact_kl, measured)
+        extremes["exact_kl"] = extremes_of(pair.exact_kl, measured)
+    if pair.timesteps is not None:
+        values = tuple(schedule or ())
+        limit = SAME_TIMESTEP * max(map(abs, values), default=0.0)
+        for value in values:
+            at = finite & ((pair.timesteps.double() - value).abs() <= limit)
+            moments[timestep_row(value)] = moments_of(log_ratio.abs(), at)
+    return Statistics.of(moments=moments, extremes=extremes)
+
+
+def timestep_row(value: float) -> str:
+    """The row of |Δ log p| at one timestep value."""
+    return f"{BY_TIMESTEP}{value:g}"
+
+
+def _recounted(correction: Correction, keep: Tensor) -> Statistics:
+    """What stays in the loss, with everything that rejects taken together."""
+    count = keep.sum(1)
+    sums = {
+        "tokens_kept": keep.sum(),
+        "sequences_kept": (count > 0).sum(),
+        "sequences_touched": (~keep).any(1).sum(),
+    }
+    if correction.weights is not None and correction.statistics is not None:
+        kept = correction.weights.double().masked_fill(~keep, 0.0)
+        if "norm_weight" in correction.statistics.names["sums"]:  # these rows are of weights before normalisation
+            of = correction.statistics.sum
+            kept = kept * normalization_factor(of("norm_weight"), of("norm_units"))
+        sums["kept_weight"] = kept.sum()
+        sums["kept_sequence_weight"] = (kept.sum(1) / count.clamp(min=1)).sum()
+    return Statistics.of(sums=sums)
+
+
+def _criterion_rows(pair: StepPair, correction: Correction, rejects: Tensor, bound: float) -> Statistics:
+    """Rows of step_kl, named as those of the other criteria."""
+    assert pair.exact_kl is not None
+    value, row = pair.exact_kl, f"rs/{STEP_KL}"
+    measured = value.isfinite()
+    alone = rejects & correction.loss_mask
+    per_sample = value.masked_fill(~measured, 0.0).sum(1) / measured.sum(1).clamp(min=1)
+    seen = measured.any(1)
+    sums = {
+        f"{row}/high": (rejects & measured).sum(),
+        f"{row}/low": torch.zeros_like(rejects.sum()),
+        f"{row}/seq_high": (seen & exceeds(per_sample, bound)).sum(),
+        f"{row}/seq_low": torch.zeros_like(rejects.sum()),
+        f"{row}/tokens": rejects.sum(),
+        f"{row}/sequences": rejects.any(1).sum(),
+        f"{row}/tokens_alone": alone.sum(),
+        f"{row}/sequences_alone": (rejects.any(1) & correction.loss_mask.all(1)).sum(),
+    }
+    return Statistics.of(
+        sums=sums,
+        moments={row: moments_of(value, measured), f"{row}/seq": moments_of(per_sample, seen)},
+        extremes={row: extremes_of(value, measured), f"{row}/seq": extremes_of(per_sample, seen)},
+    )

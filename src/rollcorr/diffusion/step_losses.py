@@ -1,0 +1,181 @@
+"""The loss of denoising steps, in either mode.
+
+    decoupled           w · L(π_θ / π_old)       w and keep mask from π_old / μ, once per batch
+    bypass, ppo_clip    L(π_θ / μ)               keep mask from π_θ / μ, step by step; the ratio holds the correction
+    bypass, reinforce   −sg(w) · log π_θ · A     w and keep mask from π_θ / μ, step by step
+
+L is the loss that `loss_mode` names (`rollcorr.core.diffusion_losses`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rollcorr.correction.denominators import aggregate, normalizer_counts
+from rollcorr.core.aggregation import Denominators
+from rollcorr.core.diffusion_losses import flow_dppo_loss, flow_grpo_loss, grpo_guard_loss
+from rollcorr.core.losses import reinforce_loss
+from rollcorr.core.statistics import Statistics, moments_of
+from rollcorr.correction.rollout_correction import Correction
+from rollcorr.diffusion.batch_checks import Batch, check_shapes, dimensions_of, require
+from rollcorr.diffusion.options import DiffusionActorConfig
+from rollcorr.diffusion.step_correction import StepPair, correct_steps, step_kl
+from rollcorr.correction.losses import PolicyLossOutput
+
+_SHARES = ("zeroed_fraction_positive", "zeroed_fraction_negative")
+
+
+def diffusion_loss(
+    config: DiffusionActorConfig,
+    model_output: Batch,
+    data: Batch,
+    *,
+    total_steps: Tensor | float | None = None,
+    schedule: Sequence[float] | None = None,
+) -> PolicyLossOutput:
+    """Σ kept w L / denominator + kl_coef · mean KL(π_θ‖π_ref) / D, of b samples and w steps. Waits for nothing.
+
+    One step at a time is w = 1. In bypass mode each step is corrected by itself whatever w is, so a window at once
+    gives what its steps give one by one.
+
+    Args:
+        config: the actor's.
+        model_output: `log_probs` (b, w), averaged over D, with gradient; `prev_sample_mean` (b, w, …), with gradient,
+            for grpo_guard, flow_dppo, kl_coef, step_kl and the exact KL.
+        data: this micro-batch's slices of the batch (`rollcorr.diffusion.batch_checks`).
+        total_steps: steps (samples × window) of the whole optimizer step, rejected ones too, over every micro-batch and
+            rank: what the sums are divided by until `DiffusionGradients.finish` knows how many were kept. None: this
+            call is the whole step, and it is divided by what `rs_denominator` says.
+        schedule: timestep values for the breakdown of bypass mode; None leaves it out.
+
+    Returns:
+        The loss, its parts, the counts of `rs_denominator`, `loss_mask` (b, w) with the steps in the loss, statistics,
+        and in bypass mode the correction. With nothing kept the policy gradient is 0 and connected to the graph.
+
+    Raises:
+        KeyError: a tensor that the mode needs is missing.
+        ValueError: shapes differ, or D is needed and not known.
+    """
+    _check(model_output, data)
+    per_step, statistics, keep, weights, correction = (_bypass if config.bypass_mode else _decoupled)(
+        config, model_output, data, schedule
+    )
+    counts = normalizer_counts(config.denominator, keep, torch.ones_like(keep), weights)
+    whole = Denominators(keep.numel(), keep.shape[0]) if total_steps is None else Denominators(total_steps, 0.0)
+    divisor = counts if total_steps is None else whole
+    policy_gradient = aggregate(per_step, keep, "token-mean", divisor)
+    regularization, rows = _reference_kl(config, model_output, data, whole)
+    return PolicyLossOutput(
+        loss=policy_gradient if regularization is None else policy_gradient + regularization,
+        policy_gradient=policy_gradient,
+        regularization=regularization,
+        counts=counts,
+        loss_mask=keep,
+        statistics=statistics | rows,
+        correction=correction,
+    )
+
+
+_Parts = tuple[Tensor, Statistics, Tensor, "Tensor | None", "Correction | None"]
+
+
+def _decoupled(
+    config: DiffusionActorConfig, model_output: Batch, data: Batch, schedule: Sequence[float] | None
+) -> _Parts:
+    (old,) = require(data, "old_log_probs", reason="decoupled mode compares π_θ with")
+    if config.correction is None:
+        keep, weights = torch.ones_like(old, dtype=torch.bool), None
+    else:
+        keep, weights = require(data, "rollout_keep_mask", "rollout_is_weights", reason="the correction acts through")
+        if not config.correction.weights_reach_loss:
+            weights = None
+    per_step, statistics = _ratio_loss(config, model_output, data, old, keep, weights)
+    return per_step, statistics, keep != 0, weights, None
+
+
+def _bypass(config: DiffusionActorConfig, model_output: Batch, data: Batch, schedule: Sequence[float] | None) -> _Parts:
+    assert config.correction is not None
+    log_prob = model_output["log_probs"]
+    (rollout,) = require(data, "rollout_log_probs", reason="bypass mode compares π_θ with")
+    exact = None
+    if "prev_sample_mean" in model_output and "prev_sample_mean" in data and "std" in data:
+        exact = step_kl(data["prev_sample_mean"], model_output["prev_sample_mean"], data["std"])
+    pair = StepPair(log_prob, rollout, exact, data.get("timesteps"), dimensions_of(model_output, data))
+    alone = correct_steps(pair.alone(), config, schedule=schedule)
+    keep = alone.loss_mask.view(log_prob.shape)
+    weights = None if alone.loss_weights is None else alone.loss_weights.view(log_prob.shape)
+    # A missing log μ stays in the loss only under nonfinite="neutral", which means ratio 1.
+    behavior = torch.where(rollout.isfinite(), rollout, log_prob.detach().to(rollout.dtype))
+    if config.correction.loss_type == "reinforce":
+        (advantages,) = require(data, "advantages", reason="the loss weighs steps by")
+        clipped = advantages.clamp(-config.adv_clip_max, config.adv_clip_max)
+        per_step, statistics = reinforce_loss(log_prob, clipped, keep, weights=weights, behavior_log_prob=behavior)
+    else:
+        per_step, statistics = _ratio_loss(config, model_output, data, behavior, keep, None)
+    if alone.statistics is not None:
+        alone = dataclasses.replace(alone, statistics=alone.statistics | _shares(statistics))
+    return per_step, statistics, keep, weights, alone
+
+
+def _ratio_loss(
+    config: DiffusionActorConfig, model_output: Batch, data: Batch, old: Tensor, keep: Tensor, weights: Tensor | None
+) -> tuple[Tensor, Statistics]:
+    """The loss that `loss_mode` names."""
+    log_prob = model_output["log_probs"]
+    (advantages,) = require(data, "advantages", reason="the loss weighs steps by")
+    advantages = advantages.clamp(-config.adv_clip_max, config.adv_clip_max)
+    if config.loss_mode == "flow_grpo":
+        return flow_grpo_loss(log_prob, old, advantages, keep, clip_ratio=config.clip_ratio, weights=weights)
+    reason = f"{config.loss_mode} compares"
+    (mean,) = require(model_output, "prev_sample_mean", reason=reason)
+    (old_mean, std) = require(data, "old_prev_sample_mean", "std", reason=reason)
+    if config.loss_mode == "flow_dppo":
+        return flow_dppo_loss(
+            log_prob, old, mean, old_mean, std, advantages, keep,
+            kl_threshold=config.kl_mask_threshold, weights=weights,
+        )  # fmt: skip
+    (dt,) = require(data, "dt", reason="grpo_guard divides by")
+    return grpo_guard_loss(
+        log_prob, old, mean, old_mean, std, dt, advantages, keep, clip_ratio=config.clip_ratio, weights=weights
+    )
+
+
+def _reference_kl(
+    config: DiffusionActorConfig, model_output: Batch, data: Batch, whole: Denominators
+) -> tuple[Tensor | None, Statistics]:
+    """kl_coef · mean over all steps of mean_D (m − m_ref)² / 2s²; measured whenever the reference's means are there."""
+    device = model_output["log_probs"].device
+    if not config.kl_coef and ("ref_prev_sample_mean" not in data or "prev_sample_mean" not in model_output):
+        return None, Statistics.of(device=device)
+    (mean,) = require(model_output, "prev_sample_mean", reason="kl_coef compares with the reference")
+    reference, std = require(data, "ref_prev_sample_mean", "std", reason="kl_coef compares with")
+    mean, reference, spread = mean.flatten(2), reference.detach().flatten(2), std.detach()
+    measured = mean.isfinite().all(-1) & reference.isfinite().all(-1) & (spread > 0)
+    outside = ~measured.unsqueeze(-1)
+    shift = mean.masked_fill(outside, 0.0) - reference.masked_fill(outside, 0.0)
+    kl = shift.square().mean(-1) / (2 * spread.masked_fill(~measured, 1.0).square())
+    row = Statistics.of(moments={"kl_ref": moments_of(kl.detach(), measured)})
+    return (config.kl_coef * aggregate(kl, measured, "token-mean", whole) if config.kl_coef else None), row
+
+
+def _shares(statistics: Statistics) -> Statistics:
+    """The rows of zeroed gradients, to stand beside those of the mismatch that causes them."""
+    names = [name for name in _SHARES if name in statistics.names["moments"]]
+    device = statistics.rows["moments"].device
+    return Statistics.of(moments={name: statistics.moment(name) for name in names}, device=device)
+
+
+def _check(model_output: Batch, data: Batch) -> None:
+    (log_prob,) = require(model_output, "log_probs", reason="carries the gradient")
+    if log_prob.dim() != 2:
+        raise ValueError(
+            f"log_probs must be (b, w), samples and steps; got {tuple(log_prob.shape)}. One step is (b, 1)"
+        )
+    check_shapes({**data, "log_probs": log_prob}, like="log_probs")
+    mean = model_output.get("prev_sample_mean")
+    if mean is not None:
+        check_shapes({"log_probs": log_prob, "prev_sample_mean": mean}, like="log_probs")

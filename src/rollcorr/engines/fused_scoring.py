@@ -1,0 +1,138 @@
+"""Token log-probs of a causal language model without its logits: its hidden states go to `linear_log_prob`.
+
+The model runs as it is, with its output head left out: what it returns as logits are then the hidden states, times
+whatever factor it puts on its logits (`logits_scaling`, `logit_scale` and their like).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rollcorr.core.sampling import KeptSets
+from rollcorr.engines.model_scoring import TokenBatch, response_logits
+from rollcorr.kernels.linear_logprob import Implementation, LinearLogProb, linear_log_prob
+
+SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "logit_softcap")
+"""Fields of configurations that bend logits."""
+
+
+def score_responses_fused(
+    model: nn.Module,
+    tokens: TokenBatch,
+    *,
+    temperature: float | Tensor = 1.0,
+    kept: KeptSets | None = None,
+    entropy: bool | Tensor = False,
+    log_kept_mass: bool | Tensor = False,
+    accumulate_into: Tensor | None = None,
+    impl: Implementation = "auto",
+) -> LinearLogProb:
+    """As `score_responses`, without (B, T, V) logits; or, with kept sets, over K ∪ {a} alone.
+
+    Args:
+        model: a causal language model of `transformers` whose head is a plain `nn.Linear`. Its forward runs with the
+            head left out, so a head that a wrapper shards or gathers must be whole in memory.
+        tokens: prompts and responses. Tokens beyond the response mask are dropped before the head.
+        temperature: the sampling temperature, > 0, or one for each token, (B, T).
+        kept: one set for each of B · T positions: `KeptSets.padded(tokens.response_mask)` of packed ones.
+        entropy: see `linear_log_prob`. (B, T) if a tensor.
+        log_kept_mass: see `linear_log_prob`.
+        accumulate_into: gets the gradient of the head's weight; see `linear_log_prob`.
+        impl: see `linear_log_prob`.
+
+    Returns:
+        (B, T), nats, float32; log-probs are 0 outside the response mask.
+
+    Raises:
+        TypeError: the model has no output head, or one that is not a plain `nn.Linear`.
+        ValueError: the model bends its logits; then they are needed: use `score_responses`.
+    """
+    head = output_head(model)
+    with _left_out(model, head) as seen:
+        hidden = response_logits(model, tokens)
+    _check_factor(hidden, seen, head)
+    return linear_log_prob(
+        hidden,
+        head.weight,
+        tokens.response_ids,
+        bias=head.bias,
+        temperature=temperature,
+        mask=tokens.response_mask,
+        kept=kept,
+        entropy=entropy,
+        log_kept_mass=log_kept_mass,
+        accumulate_into=accumulate_into,
+        impl=impl,
+    )
+
+
+def output_head(model: Any) -> nn.Linear:  # noqa: ANN401 (transformers is not imported)
+    """The output head of a model whose logits are a linear function of its hidden states.
+
+    Raises:
+        TypeError: there is none, or it is not a plain `nn.Linear`.
+        ValueError: the configuration says that logits are capped.
+    """
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if type(head) is not nn.Linear:
+        raise TypeError(
+            f"the output head of {type(model).__name__} is {type(head).__name__}, and an nn.Linear is needed: merge an "
+            "adapter into it, or use score_responses"
+        )
+    config = model.config.get_text_config()
+    for name in SOFT_CAPS:
+        if (cap := getattr(config, name, None)) is not None:
+            raise ValueError(f"{type(model).__name__} bends its logits ({name}={cap}): use score_responses")
+    return head
+
+
+@dataclass
+class _Seen:
+    """What the head was given, and how often that had been written to then."""
+
+    hidden: Tensor
+    version: int
+
+
+@contextmanager
+def _left_out(model: Any, head: nn.Linear) -> Iterator[list[_Seen]]:  # noqa: ANN401
+    """The model with an identity in place of its head, and a list that fills with what the identity is given."""
+    seen: list[_Seen] = []
+    identity = nn.Identity()
+    identity.register_forward_hook(lambda _, inputs, __: seen.append(_Seen(inputs[0], inputs[0]._version)))
+    model.set_output_embeddings(identity)
+    try:
+        yield seen
+    finally:
+        model.set_output_embeddings(head)
+
+
+def _check_factor(hidden: Tensor, seen: list[_Seen], head: nn.Linear) -> None:
+    """Raise a ValueError unless the model returned what its head was given, or a multiple of it.
+
+    Only a model that does something to its logits makes this wait for the device.
+    """
+    if len(seen) != 1:
+        reason = f"its head ran {len(seen)} times"
+    elif seen[0].hidden._version != seen[0].version:
+        reason = "they are written to in place"
+    elif _same_memory(hidden, seen[0].hidden):
+        return
+    else:
+        after, before = hidden.detach().double(), seen[0].hidden.detach()[:, : hidden.shape[1]].double()
+        factor = (after * before).sum() / before.square().sum()
+        tolerance = 8 * torch.finfo(hidden.dtype).eps
+        if head.bias is None and torch.allclose(after, factor * before, rtol=tolerance, atol=0):
+            return
+        reason = "they are not a multiple of what the head gives, or it has a bias besides"
+    raise ValueError(f"the model changes its logits in a way that is not known here ({reason}): use score_responses")
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

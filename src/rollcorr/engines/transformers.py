@@ -1,0 +1,277 @@
+"""The embedded engine: a low-precision copy of the policy that samples in process with `transformers`' generate.
+
+It needs nothing beyond the trainer's own packages and shows a real mismatch: the copy computes in bfloat16 what the
+trainer computes in float32.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rollcorr.config import SamplingSpec
+from rollcorr.core.sampling import KeptSets, concatenate_kept_sets, kept_sets_of_support
+from rollcorr.engines.base import Rollout, check_weight_sync
+from rollcorr.engines.completions import rollout_from_completions
+from rollcorr.engines.continuous import check_continuous_batching, generate_continuously
+from rollcorr.engines.probe import make_probe, score_probe
+from rollcorr.engines.model_scoring import TokenBatch, pad_prompts, score_responses
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+SYNC_TOLERANCE = 1e-4
+
+
+class TransformersEngine:
+    """Sample with a copy of `model` in another dtype.
+
+    Args:
+        model: a causal language model of `transformers`; it is copied, never changed.
+        sampling: how to draw tokens. Penalties that `generate` lacks are refused.
+        max_new_tokens: longest response, at least 1.
+        eos_token_id: ends a response and belongs to it.
+        pad_token_id: fills rows.
+        dtype: precision of the copy's parameters. Buffers (rotary frequencies) keep theirs.
+        batch_size: rows sampled at a time; None samples all at once. Logits of a whole batch are held in memory.
+        continuous_batching: fields of transformers' `ContinuousBatchingConfig`, such as `num_blocks`: sample with
+            `generate_batch`, which returns processed log-probs and no kept sets. None for `generate`.
+        version: policy version of `model`.
+
+    Raises:
+        ImportError: this release of transformers has no continuous batching.
+        ValueError: a setting is out of range or unsupported.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        sampling: SamplingSpec,
+        max_new_tokens: int,
+        eos_token_id: int,
+        pad_token_id: int,
+        dtype: torch.dtype = torch.bfloat16,
+        batch_size: int | None = None,
+        continuous_batching: Mapping[str, Any] | None = None,
+        version: int = 0,
+    ) -> None:
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+        if batch_size is not None and batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1 or None, got {batch_size}")
+        import transformers
+
+        if continuous_batching is not None:
+            check_continuous_batching(sampling)
+        self.sampling = dataclasses.replace(
+            sampling, engine="transformers", engine_version=transformers.__version__, policy_version=version
+        )
+        self.eos_token_id = eos_token_id
+        self.pad_token_id = pad_token_id
+        self.dtype = dtype
+        self.batch_size = batch_size
+        self.continuous_batching = continuous_batching
+        self.model = _low_precision_copy(model, dtype)
+        self.generation_config = _generation_config(sampling, max_new_tokens, eos_token_id, pad_token_id)
+        self.model.generation_config = self.generation_config  # or its own defaults would fill unset fields
+        self._probe = make_probe(model)
+        self.update_weights(model, version=version)
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the policy that samples now."""
+        return self.sampling.policy_version or 0
+
+    @torch.no_grad()
+    def generate(self, prompts: Sequence[Sequence[int]], *, seed: int) -> Rollout:
+        """Sample one response per prompt; the global random state is left as it was.
+
+        Args:
+            prompts: token ids, B rows, none empty.
+            seed: seeds the draws.
+
+        Raises:
+            ValueError: a prompt is empty.
+            EngineError: continuous batching failed.
+        """
+        ids, mask = pad_prompts([list(prompt) for prompt in prompts], pad_token_id=self.pad_token_id)
+        size = self.batch_size or len(prompts)
+        device = self._device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            if self.continuous_batching is not None:
+                return self._generate_continuously(prompts, seed)
+            torch.manual_seed(seed)
+            parts = [
+                self._generate(chunk, chunk_mask)
+                for chunk, chunk_mask in zip(ids.to(device).split(size), mask.to(device).split(size), strict=True)
+            ]
+        columns = list(zip(*parts, strict=True))
+        response, valid, raw, processed, mass = map(_pad_and_join, columns[:5])
+        kept = [part.kept for part in parts if part.kept is not None]
+        return Rollout(
+            tokens=TokenBatch(ids.to(device), mask.to(device), response, valid),
+            rollout_log_prob=raw if self.sampling.logprobs == "raw" else processed,
+            sampling=self.sampling,
+            raw_log_prob=raw,
+            kept=concatenate_kept_sets(kept) if kept else None,
+            log_kept_mass=mass if kept else None,
+        )
+
+    @torch.no_grad()
+    def score(self, tokens: TokenBatch) -> Tensor:
+        """Log-probs of response tokens under the copy, at the sampling temperature, (B, T) float32."""
+        return score_responses(self.model, tokens.to(self._device), temperature=self.sampling.temperature).log_prob
+
+    @torch.no_grad()
+    def update_weights(self, model: nn.Module, *, version: int) -> None:
+        """Copy the weights of `model`, rounded to this engine's dtype, and verify them on a probe batch.
+
+        The probe is also scored by `model` itself with its weights rounded the same way, so the two sides
+        agree to the last bit when every parameter arrived.
+
+        Raises:
+            WeightSyncError: they do not agree.
+        """
+        self._copy_weights(model)
+        expected = score_probe(model, self._probe, dtype=self.dtype, temperature=self.sampling.temperature)
+        check_weight_sync(self.score(self._probe), expected, tolerance=SYNC_TOLERANCE)
+        self.sampling = dataclasses.replace(self.sampling, policy_version=version)
+
+    def export_weights(self) -> Mapping[str, Tensor]:
+        """The parameters that sample now, by name; tied ones once."""
+        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+
+    @torch.no_grad()
+    def import_weights(self, weights: Mapping[str, Tensor], *, version: int) -> None:
+        """Restore what `export_weights` returned."""
+        for name, parameter in self.model.named_parameters():
+            parameter.copy_(weights[name])
+        self.sampling = dataclasses.replace(self.sampling, policy_version=version)
+
+    def _copy_weights(self, model: nn.Module) -> None:
+        for mine, theirs in zip(self.model.parameters(), model.parameters(), strict=True):
+            mine.copy_(theirs)
+
+    def _generate(self, ids: Tensor, mask: Tensor) -> _Chunk:
+        """Sample one chunk of prompts."""
+        output = self.model.generate(
+            ids, attention_mask=mask.long(), generation_config=copy.deepcopy(self.generation_config)
+        )
+        response = output.sequences[:, ids.shape[1] :]
+        ended = (response == self.eos_token_id).cumsum(1)
+        valid = (ended == 0) | ((ended == 1) & (response == self.eos_token_id))
+        kept, mass = None, torch.zeros_like(response, dtype=torch.float32)
+        if self.sampling.truncates:
+            kept = _kept_sets(output.scores, valid)
+            mass = _log_kept_mass(output.logits, output.scores, valid, self.sampling.temperature)
+        return _Chunk(
+            response.masked_fill(~valid, self.pad_token_id),
+            valid,
+            _log_prob(output.logits, response, valid),
+            _log_prob(output.scores, response, valid),
+            mass,
+            kept,
+        )
+
+    def _generate_continuously(self, prompts: Sequence[Sequence[int]], seed: int) -> Rollout:
+        config, options = self.generation_config, self.continuous_batching or {}
+        return rollout_from_completions(
+            prompts,
+            generate_continuously(self.model, prompts, config, options=options, seed=seed),
+            sampling=self.sampling,
+            pad_token_id=self.pad_token_id,
+            device=self._device,
+        )
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+
+class _Chunk(NamedTuple):
+    """What came of one chunk: ids, mask, raw and processed log-probs, log kept mass, (b, t) each; and the kept sets."""
+
+    response: Tensor
+    valid: Tensor
+    raw: Tensor
+    processed: Tensor
+    log_kept_mass: Tensor
+    kept: KeptSets | None
+
+
+def _low_precision_copy(model: nn.Module, dtype: torch.dtype) -> Any:  # noqa: ANN401 (a transformers model)
+    twin = copy.deepcopy(model).requires_grad_(False).eval()
+    for parameter in twin.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return twin
+
+
+def _generation_config(sampling: SamplingSpec, max_new_tokens: int, eos: int, pad: int) -> GenerationConfig:
+    for name in ("presence_penalty", "frequency_penalty"):
+        if getattr(sampling, name) != 0.0:
+            raise ValueError(
+                f"{name}={getattr(sampling, name)} is not supported by the transformers engine: "
+                "set it to 0.0 or use repetition_penalty"
+            )
+    if sampling.logit_bias or sampling.logprobs == "tempered" or sampling.support != "engine":
+        raise ValueError(
+            f"logit_bias={sampling.logit_bias!r}, logprobs={sampling.logprobs!r}, support={sampling.support!r}: the "
+            "transformers engine biases no logits and returns raw or processed log-probs over its own support"
+        )
+    if sampling.temperature <= 0:
+        raise ValueError(f"temperature must be > 0 to sample, got {sampling.temperature}")
+    from transformers import GenerationConfig
+
+    return GenerationConfig(
+        do_sample=True,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=max(sampling.top_k, 0),
+        min_p=sampling.min_p or None,
+        repetition_penalty=sampling.repetition_penalty,
+        min_new_tokens=sampling.min_new_tokens or None,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=eos,
+        pad_token_id=pad,
+        output_logits=True,
+        output_scores=True,
+        return_dict_in_generate=True,
+    )
+
+
+def _log_prob(logits: Sequence[Tensor], response: Tensor, valid: Tensor) -> Tensor:
+    """log softmax in float32 of each step's logits at the sampled token; one step at a time to bound memory."""
+    steps = [
+        step.float().log_softmax(-1).gather(-1, token[:, None]).squeeze(-1)
+        for step, token in zip(logits, response.unbind(1), strict=True)
+    ]
+    return torch.stack(steps, dim=1).masked_fill(~valid, 0.0)
+
+
+def _kept_sets(scores: Sequence[Tensor], valid: Tensor) -> KeptSets:
+    """The finite scores of each valid token, row after row; one step at a time, so the support is never held whole."""
+    by_step = concatenate_kept_sets([kept_sets_of_support(step.isfinite()) for step in scores])
+    row, step = torch.where(valid)
+    return by_step.select(step * len(valid) + row)
+
+
+def _log_kept_mass(logits: Sequence[Tensor], scores: Sequence[Tensor], valid: Tensor, temperature: float) -> Tensor:
+    """log of the mass of the finite scores in the softmax of logits / temperature, (b, t)."""
+    steps = []
+    for raw, processed in zip(logits, scores, strict=True):
+        scaled = raw.float() / temperature
+        kept = scaled.masked_fill(~processed.isfinite(), -torch.inf)
+        steps.append(kept.logsumexp(-1) - scaled.logsumexp(-1))
+    return torch.stack(steps, dim=1).masked_fill(~valid, 0.0)
+
+
+def _pad_and_join(parts: Sequence[Tensor]) -> Tensor:
+    """Join chunks of different length along the rows, padded on the right with zeros."""
+    width = max(part.shape[1] for part in parts)
+    return torch.cat([nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])

@@ -1,0 +1,156 @@
+"""A small JSON client for engines behind HTTP: many requests at once, retries, and all of a batch or nothing.
+
+What a fault becomes:
+
+- no connection, one that breaks, no byte for `timeout` seconds, HTTP 5xx: tried again, then `EngineUnavailableError`;
+- HTTP 4xx or a redirect: `EngineAnswerError` with the server's text, at once, for the same request would fail again;
+- a whole body that is no JSON: `EngineAnswerError`, at once.
+
+A request may be sent more than once, so it should mean the same each time: give generations a seed.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from types import TracebackType
+from typing import Any
+
+from rollcorr.config.checks import check_integer, check_number
+from rollcorr.engines.base import EngineAnswerError, EngineUnavailableError
+
+SHOWN = 500
+"""Characters of a server's text that an error shows."""
+
+
+class JsonClient:
+    """POST and GET JSON, with retries.
+
+    Proxies of the environment are not used: an engine is a machine of one's own.
+
+    Args:
+        url: where the server is, for instance "http://localhost:30000".
+        timeout: seconds to wait for a connection, and for the next byte. A server that answers once a response is
+            complete is silent until then: allow for the longest.
+        retries: how often a failed request is sent again.
+        backoff: seconds before the first retry; they double with each.
+        concurrency: requests under way at a time in `post_all`.
+        headers: sent with each request, such as an API key. They appear in no error.
+
+    Raises:
+        ImportError: httpx is not installed.
+        TypeError: a number is of the wrong type.
+        ValueError: a number is out of range, or `url` is none.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout: float = 600.0,
+        retries: int = 3,
+        backoff: float = 0.5,
+        concurrency: int = 64,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"url must begin with http:// or https://, got {url!r}")
+        check_number("timeout", timeout, above=0)
+        check_integer("retries", retries, at_least=0)
+        check_number("backoff", backoff, at_least=0)
+        check_integer("concurrency", concurrency, at_least=1)
+        try:
+            import httpx
+        except ImportError as error:
+            raise ImportError("engines behind HTTP need httpx: pip install 'rollcorr[http]'") from error
+
+        self.url = url.rstrip("/")
+        self.timeout = timeout
+        self.retries = retries
+        self.backoff = backoff
+        self.concurrency = concurrency
+        self._broken: tuple[type[Exception], ...] = (httpx.TransportError, httpx.DecodingError)
+        self._client = httpx.Client(
+            base_url=self.url,
+            timeout=timeout,
+            headers=dict(headers or {}),
+            limits=httpx.Limits(max_connections=concurrency),
+            trust_env=False,
+        )
+        weakref.finalize(self, self._client.close)  # one that nobody closed leaves no socket behind
+
+    def __enter__(self) -> JsonClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    def get(self, path: str) -> Any:  # noqa: ANN401 (any JSON)
+        """GET `path` and return the JSON of the answer.
+
+        Raises:
+            EngineUnavailableError: no answer after all retries.
+            EngineAnswerError: an answer that is a refusal or no JSON.
+        """
+        return self._request("GET", path, None, threading.Event())
+
+    def post(self, path: str, body: object) -> Any:  # noqa: ANN401 (any JSON)
+        """POST `body` as JSON to `path` and return the JSON of the answer. Raises as `get`."""
+        return self._request("POST", path, body, threading.Event())
+
+    def post_all(self, path: str, bodies: Sequence[object]) -> list[Any]:
+        """POST every body and return the answers in their order: all, or the first error.
+
+        After an error no further request is sent or retried; those under way are waited for and dropped. Raises as
+        `get`.
+        """
+        if not bodies:
+            return []
+        failed = threading.Event()
+        with ThreadPoolExecutor(min(self.concurrency, len(bodies)), thread_name_prefix="engine") as pool:
+            futures = [pool.submit(self._request, "POST", path, body, failed) for body in bodies]
+            try:
+                done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+                for future in done:  # raises what went wrong, before asking those that have not finished
+                    future.result()
+                return [future.result() for future in futures]
+            finally:
+                failed.set()
+                for future in futures:
+                    future.cancel()
+
+    def _request(self, method: str, path: str, body: object, stop: threading.Event) -> Any:  # noqa: ANN401 (any JSON)
+        cause: Exception | None = None
+        for attempt in range(self.retries + 1):
+            if attempt and stop.wait(self.backoff * 2 ** (attempt - 1)):
+                break
+            try:
+                response = self._client.request(method, path, json=body)
+            except self._broken as error:
+                cause, reason = error, f"{type(error).__name__} ({error})".replace(" ()", "")
+                continue
+            if response.status_code >= 500:
+                cause, reason = None, f"HTTP {response.status_code}: {response.text[:SHOWN]}"
+                continue
+            if not response.is_success:
+                raise EngineAnswerError(
+                    f"{method} {self.url}{path} was refused, HTTP {response.status_code}: {response.text[:SHOWN]}"
+                )
+            try:
+                return response.json()
+            except ValueError as error:
+                raise EngineAnswerError(
+                    f"{method} {self.url}{path} did not answer in JSON ({error}): {response.text[:SHOWN]!r}"
+                ) from error
+        raise EngineUnavailableError(
+            f"{method} {self.url}{path} failed {attempt + 1} times, at last with {reason}; check that the engine lives "
+            f"and that the timeout, {self.timeout:g} s, allows for its longest response"
+        ) from cause

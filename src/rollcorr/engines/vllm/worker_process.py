@@ -1,0 +1,148 @@
+"""The program that runs vLLM for `VllmEngine`: `python -m rollcorr.engines.vllm.worker_process`, asked as `worker.py` says.
+
+It holds one offline `vllm.LLM` and answers:
+
+- `start`, with the `engine_args` of `vllm.LLM` and the policy's `version`: vLLM's `version` and `max_model_len`
+- `reload`, with a `folder` of safetensors and the policy's `version`: nothing
+- `generate`, with `prompts`, `parameters` of `vllm.SamplingParams` and one of `seeds` a prompt: `completions`, in the
+  form that `vllm_answers.completion` reads
+- `score`, with `rows` of token ids and a `temperature`: `log_probs` of each token but the first of a row
+
+vLLM prints where it likes, so the descriptor of the standard output is kept for the answers alone. The program ends,
+in whatever it is doing, when its input does.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import queue
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import IO, Any
+
+DEFAULTS = {
+    "HF_HUB_OFFLINE": "1",  # the model is a local folder
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # this is a process of its own already
+    "VLLM_NO_USAGE_STATS": "1",
+}
+"""Environment variables that are set unless they are."""
+
+
+class Worker:
+    """The questions, each a method that takes the values and returns the answer."""
+
+    llm: Any = None
+
+    def start(self, engine_args: Mapping[str, Any], version: int) -> dict[str, Any]:
+        """Make the engine."""
+        import vllm
+
+        self.llm = vllm.LLM(**engine_args)
+        self.llm.update_weight_version(str(version))
+        config = self.llm.llm_engine.model_config
+        return {"version": vllm.__version__, "max_model_len": config.max_model_len}
+
+    def reload(self, folder: str, version: int) -> dict[str, Any]:
+        """Load other weights, forget what was cached under the old ones, and name the version."""
+        self.llm.collective_rpc("rollcorr_reload", args=(folder,))
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM kept its prefix cache, whose entries are of the old weights: requests still run")
+        self.llm.update_weight_version(str(version))
+        return {}
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], parameters: Mapping[str, Any], seeds: Sequence[int]
+    ) -> dict[str, Any]:
+        """Sample a response to each prompt."""
+        from vllm import SamplingParams
+
+        common = dict(parameters)
+        common["logit_bias"] = {int(token): bias for token, bias in common.get("logit_bias", {}).items()} or None
+        sampling = [SamplingParams(**common, seed=seed) for seed in seeds]
+        outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+        return {"completions": [plain_completion(output.outputs[0]) for output in outputs]}
+
+    def score(self, rows: Sequence[Sequence[int]], temperature: float) -> dict[str, Any]:
+        """Log-probs of the tokens of each row after its first, over the whole vocabulary at `temperature`."""
+        from vllm import SamplingParams
+
+        wanted = 0 if temperature == 1 else -1  # another temperature needs every token's log-prob to renormalise
+        sampling = SamplingParams(max_tokens=1, prompt_logprobs=wanted, detokenize=False)
+        outputs = self.llm.generate([{"prompt_token_ids": row} for row in rows], sampling, use_tqdm=False)
+        return {
+            "log_probs": [
+                tempered(output.prompt_logprobs, row, temperature) for output, row in zip(outputs, rows, strict=True)
+            ]
+        }
+
+
+def plain_completion(output: Any) -> dict[str, Any]:  # noqa: ANN401 (vllm.CompletionOutput)
+    """A completion of vLLM in the form in which `/inference/v1/generate` sends one."""
+    content = [
+        {
+            "token_id": token,
+            "logprob": found[token].logprob,
+            "top_logprobs": [{"token_id": other, "logprob": entry.logprob} for other, entry in found.items()],
+        }
+        for token, found in zip(output.token_ids, output.logprobs or (), strict=False)
+    ]
+    mask, spans = getattr(output, "sampling_mask", None), getattr(output, "weight_versions", None)
+    return {
+        "token_ids": list(output.token_ids),
+        "finish_reason": output.finish_reason,
+        "logprobs": {"content": content},
+        "sampling_mask": None if mask is None else [list(map(int, ids)) for ids in mask.token_ids],
+        "weight_versions": spans and [{"version": s.version, "start": s.start, "end": s.end} for s in spans],
+    }
+
+
+def tempered(told: Sequence[Mapping[int, Any] | None], row: Sequence[int], temperature: float) -> list[float]:
+    """log softmax(log p / τ)[y] of each token but the first; at τ = 1 the log-probs themselves."""
+    scores = []
+    for token, found in zip(row[1:], told[1:], strict=True):
+        assert found is not None  # only the first token has no log-prob
+        log_prob = found[token].logprob / temperature
+        if temperature != 1:
+            log_prob -= math.log(math.fsum(math.exp(entry.logprob / temperature) for entry in found.values()))
+        scores.append(log_prob)
+    return scores
+
+
+def serve(worker: Worker, questions: queue.Queue[bytes], answers: IO[str]) -> None:
+    """Answer until the process ends."""
+    while True:
+        question = json.loads(questions.get())
+        number, what = question.pop("id"), question.pop("do")
+        try:
+            answer = getattr(worker, what)(**question)
+        except Exception as error:  # whatever vLLM raises is for the other side to read
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps({"id": number, **answer}) + "\n")
+        answers.flush()
+
+
+def main() -> None:
+    """Keep the standard streams for the questions and answers, and serve."""
+    for name, value in DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    nowhere = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nowhere, 0)
+    os.dup2(2, 1)
+    questions: queue.Queue[bytes] = queue.Queue()
+
+    def read() -> None:
+        for line in asked:
+            questions.put(line)
+        os._exit(0)  # the engine is gone; nobody waits for what the main thread may be computing
+
+    threading.Thread(target=read, daemon=True).start()
+    sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115 (until the process ends)
+    serve(Worker(), questions, answers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""verl's configuration object: raw fields, kept as they are given and checked on use."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rollcorr.config.checks import nearest
+from rollcorr.config import InertOptionWarning
+from rollcorr.config import RolloutCorrectionConfig as CheckedConfig
+from rollcorr.integrations.verl.presets import VerlPresets
+from rollcorr.config.thresholds import CRITERIA, Threshold
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+SUPPORTED_ROLLOUT_RS_OPTIONS: set[str] = set(CRITERIA)
+
+
+class RawConfig(Mapping[str, Any]):
+    """A dataclass that reads as a mapping of its fields, for call sites such as `config.get("rollout_is", None)`."""
+
+    def __getitem__(self, key: str) -> Any:  # noqa: ANN401 (the fields have several types)
+        if key not in self._fields():
+            raise KeyError(key)
+        return getattr(self, key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields())
+
+    def __len__(self) -> int:
+        return len(self._fields())
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> Self:
+        """The fields of any mapping with verl's keys: this class, verl's own, a dictionary or an OmegaConf node.
+
+        A missing `rollout_is` means None, as at verl's call sites.
+
+        Raises:
+            ValueError: a key that this generation does not have; the nearest is suggested.
+        """
+        if isinstance(config, cls):
+            return config
+        fields = cls._fields()
+        for key in config:
+            if key not in fields and key != "_target_":
+                raise ValueError(
+                    f"rollout_correction has no key {key!r}.{nearest(key, fields)} Options of November 2025 belong to "
+                    "rollcorr.integrations.verl.v2025_11, newer ones to rollcorr.integrations.verl"
+                )
+        return cls(**{"rollout_is": None, **{key: config[key] for key in config if key in fields}})
+
+    @classmethod
+    def _fields(cls) -> tuple[str, ...]:
+        return tuple(field.name for field in dataclasses.fields(cls))  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutCorrectionConfig(VerlPresets, RawConfig):
+    """What verl's class of this name holds, with `to_config()` to check and convert it.
+
+    Attributes:
+        rollout_is: level of the importance weights; None for none.
+        rollout_is_threshold: ceiling, or band "lo_hi" (IcePop). None computes no weights, as in verl.
+        rollout_is_batch_normalize: divide the weights by their batch mean.
+        rollout_rs: rejection criteria, one text with commas, or a list.
+        rollout_rs_threshold: one threshold for all, or one for each with commas.
+        bypass_mode: take the rollout log-probs as old log-probs.
+        loss_type: "ppo_clip" or "reinforce"; bypass mode only.
+        rollout_token_veto_threshold: reject a sequence with a token of ratio below this. Not in verl 0.9.1.
+        verl_parity: compute verl 0.9.1's numbers where they differ from this library's.
+    """
+
+    rollout_is: str | None = "sequence"
+    rollout_is_threshold: Threshold | None = 2.0
+    rollout_is_batch_normalize: bool = False
+    rollout_rs: str | Sequence[str] | None = None
+    rollout_rs_threshold: Threshold | None = None
+    bypass_mode: bool = False
+    loss_type: str = "ppo_clip"
+    rollout_token_veto_threshold: float | None = None
+    verl_parity: bool = False
+
+    def to_config(self) -> CheckedConfig:
+        """The checked configuration of this library: the same correction, operating mode and loss.
+
+        Raises:
+            TypeError: a value of the wrong type.
+            ValueError: a value outside its limits.
+        """
+        options = {name: self[name] for name in self if name != "verl_parity"}
+        options["rollout_is"] = _level(self)
+        if self.rollout_is_threshold is None:
+            del options["rollout_is_threshold"]
+        return CheckedConfig(**options)
+
+    def to_correction(self) -> CheckedConfig:
+        """What to weight and reject alone: the parts of `to_config` that a correction reads, and only those in use.
+
+        Raises:
+            TypeError: a value of the wrong type.
+            ValueError: a value outside its limits.
+        """
+        options: dict[str, Any] = {"rollout_token_veto_threshold": self.rollout_token_veto_threshold}
+        if _level(self) is not None:
+            names = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize")
+            options |= {name: self[name] for name in names}
+        if self.rollout_rs is not None:
+            options |= {name: self[name] for name in ("rollout_rs", "rollout_rs_threshold")}
+        return CheckedConfig(**options)
+
+
+def _level(config: RolloutCorrectionConfig) -> str | None:
+    """`rollout_is`, or None where verl computes no weights although a level is set.
+
+    Raises:
+        TypeError: the threshold is a bool. The words are those that verl's own tests look for.
+    """
+    if isinstance(config.rollout_is_threshold, bool):
+        raise TypeError(
+            f"rollout_is_threshold must be a number or a text such as '0.5_5.0', not a boolean; got "
+            f"{config.rollout_is_threshold}"
+        )
+    if config.rollout_is is not None and config.rollout_is_threshold is None:
+        warnings.warn(
+            f"rollout_is={config.rollout_is!r} has no effect with rollout_is_threshold=None: verl computes no weights "
+            "then. Set a threshold, or rollout_is=None",
+            InertOptionWarning,
+            stacklevel=4,
+        )
+        return None
+    return config.rollout_is

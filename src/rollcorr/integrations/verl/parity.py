@@ -1,0 +1,359 @@
+"""The reference's own numbers: what `verl_parity=True` computes, written out from verl 0.9.1's definitions.
+
+Only for proving a switch; docs/verl.md says why each of these differs from docs/metrics.md:
+
+- every row of the batch is a sequence, also one without a valid token, whose means and sums are then 0;
+- the weight and the statistic of a sequence are averaged over its tokens, so long sequences count more;
+- a standard deviation is taken of clipped values (over tokens) or with n − 1 (over sequences);
+- k1 criteria keep ρ in [1/upper, 1/lower], and a token's log-ratio is clamped before a sequence is summed;
+- sums are divided by count + 1e-8, in the mask's dtype: float32 loses the 1e-8, float64 keeps it.
+
+`mask` is float32 or float64 here, 1 on valid tokens. Arithmetic is in the inputs' dtype, float32 at least; masked
+values are never read. Nothing here is on a step path.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rollcorr.core.layout import check_layout, sequence_max, sequence_sum
+from rollcorr.config.thresholds import check_token_criteria
+
+if TYPE_CHECKING:
+    from rollcorr.config import Criterion, RolloutCorrectionConfig
+
+SAFETY_BOUND = 20.0
+EPSILON = 1e-8
+
+Metrics = dict[str, Tensor]
+
+
+def correct(
+    train: Tensor, rollout: Tensor, response_mask: Tensor, config: RolloutCorrectionConfig
+) -> tuple[Tensor | None, Tensor, Metrics]:
+    """Weights in the dtype that verl returns, or None; the mask in its own dtype; metrics.
+
+    Raises:
+        ValueError: shapes that differ, a batch without a token, or a criterion of denoising steps.
+    """
+    check_token_criteria(config.criteria)
+    wide_train, wide_rollout, mask = prepared(train, rollout, response_mask)
+    log_ratio = wide_train - wide_rollout
+    weights, kept = None, mask != 0
+    metrics: Metrics = {}
+    if config.rollout_is is not None and config.is_upper is not None:
+        weights, metrics = importance_weights(
+            log_ratio,
+            mask,
+            level=config.rollout_is,
+            lower=config.is_lower,
+            upper=config.is_upper,
+            normalize=config.rollout_is_batch_normalize,
+        )
+        weights = weights.detach().to(torch.promote_types(train.dtype, response_mask.dtype))
+    if config.criteria:
+        kept, rejection_metrics = rejection(log_ratio, mask, config.criteria)
+        metrics |= rejection_metrics
+    if config.rollout_token_veto_threshold is not None:
+        spared, veto_metrics = veto(log_ratio, mask, config.rollout_token_veto_threshold)
+        kept = kept & spared
+        metrics |= veto_metrics
+    metrics |= policy_gap(wide_train, wide_rollout, mask)
+    return weights, kept.to(response_mask.dtype), metrics
+
+
+def prepared(train: Tensor, rollout: Tensor | None, response_mask: Tensor) -> tuple[Tensor, Any, Tensor]:
+    """Detached log-probs, and the mask as 0 and 1, in float32 at least.
+
+    Raises:
+        ValueError: shapes that differ, or a batch without a token.
+    """
+    check_layout(train_log_prob=train, rollout_log_prob=train if rollout is None else rollout, mask=response_mask)
+    check_tokens(response_mask)
+    dtype = torch.promote_types(train.dtype, torch.float32)
+    return (
+        train.detach().to(dtype),
+        None if rollout is None else rollout.detach().to(dtype),
+        widened_mask(response_mask),
+    )
+
+
+def widened_mask(response_mask: Tensor) -> Tensor:
+    """0 and 1 in float64 for a float64 mask, in float32 for any other."""
+    return (response_mask != 0).to(torch.float64 if response_mask.dtype == torch.float64 else torch.float32)
+
+
+def check_tokens(mask: Tensor) -> None:
+    """Refuse what verl refuses: a batch without a valid token has no numbers to reproduce.
+
+    Raises:
+        ValueError: no entry of the mask is set.
+    """
+    if not mask.any():
+        raise ValueError("verl_parity needs at least one valid token, as verl does; leave it out for a neutral result")
+
+
+def token_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Σ_V values / (|V| + 1e-8). `values` may be (B, 1): each sequence then counts once a token."""
+    spread = values.expand(mask.shape)
+    return spread.masked_fill(mask == 0, 0).sum() / (mask.sum() + EPSILON)
+
+
+def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Σ_t values / (c_i + 1e-8) per row: (B,). An empty row gives 0."""
+    return sequence_sum(values, mask != 0) / (mask.sum(-1) + EPSILON)
+
+
+def deviation(values: Tensor) -> Tensor:
+    """Standard deviation with n − 1; 0 for a single value."""
+    return values.std() if values.numel() > 1 else values.new_zeros(())
+
+
+def clipped_deviation(values: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
+    """sqrt(mean(x²) − mean(x)²) over tokens of x = clip(values, low, high); 0 for a single token."""
+    clipped = values.clamp(low, high)
+    variance = token_mean(clipped.square(), mask) - token_mean(clipped, mask).square()
+    return torch.where(mask.sum() > 1, variance.clamp(min=0).sqrt(), 0.0)
+
+
+def share(condition: Tensor, mask: Tensor) -> Tensor:
+    """The share of V where a condition holds."""
+    return token_mean(condition.to(torch.float64), mask)
+
+
+def mean_of(condition: Tensor) -> Tensor:
+    """The share of all entries where a condition holds."""
+    return condition.to(torch.float64).mean()
+
+
+def policy_gap(train: Tensor, rollout: Tensor | None, mask: Tensor) -> Metrics:
+    """Perplexities, KL estimates and χ² between the two policies; only π's perplexity without μ."""
+    train_mean = sequence_mean(train, mask)
+    metrics = {"training_ppl": (-train_mean).exp().mean(), "training_log_ppl": -train_mean.mean()}
+    if rollout is None:
+        return metrics
+    log_ratio = train - rollout
+    rollout_mean = sequence_mean(rollout, mask)
+    gap = rollout_mean - train_mean
+    summed = sequence_sum(log_ratio, mask != 0).clamp(-SAFETY_BOUND, SAFETY_BOUND)
+    return metrics | {
+        "kl": token_mean(-log_ratio, mask),
+        "k3_kl": token_mean(log_ratio.exp() - log_ratio - 1, mask),
+        "rollout_ppl": (-rollout_mean).exp().mean(),
+        "rollout_log_ppl": -rollout_mean.mean(),
+        "log_ppl_diff": gap.mean(),
+        "log_ppl_abs_diff": gap.abs().mean(),
+        "log_ppl_diff_max": gap.max(),
+        "log_ppl_diff_min": gap.min(),
+        "ppl_ratio": gap.exp().mean(),
+        "chi2_token": token_mean((2 * log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)).exp(), mask) - 1,
+        "chi2_seq": (2 * summed).exp().mean() - 1,
+    }
+
+
+def level_log_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
+    """ℓ: d per token (B, T); S_i or G_i per sequence (B, 1)."""
+    if level == "token":
+        return log_ratio.masked_fill(mask == 0, 0)
+    per_sequence = sequence_sum(log_ratio, mask != 0) if level == "sequence" else sequence_mean(log_ratio, mask)
+    return per_sequence.unsqueeze(-1)
+
+
+def bounded_ratio(log_weight: Tensor, mask: Tensor) -> Tensor:
+    """exp(clamp(ℓ, ±20)) on the valid tokens, 0 elsewhere: (B, T)."""
+    return log_weight.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp().expand(mask.shape).masked_fill(mask == 0, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Band:
+    """What weights are judged by.
+
+    Attributes:
+        level: "token", "sequence" or "geometric".
+        lower: ratios below it count as low.
+        upper: ratios above it count as high.
+        clip_low: lower end of the clip before std and ESS; the upper end is `upper`.
+        shares_of_tokens: the high and low shares of a sequence level count tokens, not sequences.
+    """
+
+    level: str
+    lower: float
+    upper: float
+    clip_low: float
+    shares_of_tokens: bool = False
+
+
+def weight_metrics(applied: Tensor, raw: Tensor, log_weight: Tensor, mask: Tensor, band: Band) -> Metrics:
+    """Statistics of the weights in use (`applied`), and how often they were out of bounds before (`raw`, ℓ).
+
+    Args:
+        applied: (B, T), 0 at padding.
+        raw: the same before truncation.
+        log_weight: ℓ, (B, T) per token or (B, 1) per sequence.
+        mask: (B, T).
+        band: bounds.
+    """
+    if band.level == "token":
+        metrics = {
+            "max": applied.masked_fill(mask == 0, -torch.inf).max(),
+            "min": applied.masked_fill(mask == 0, torch.inf).min(),
+            "ratio_fraction_high": share(raw > band.upper, mask),
+            "ratio_fraction_low": share(raw < band.lower, mask),
+        }
+    else:
+        high, low = log_weight > _log(band.upper), log_weight < _log(band.lower)
+        metrics = {
+            "max": log_weight.max().clamp(max=SAFETY_BOUND).exp(),
+            "min": log_weight.min().exp(),
+            "ratio_fraction_high": share(high, mask) if band.shares_of_tokens else mean_of(high),
+            "ratio_fraction_low": share(low, mask) if band.shares_of_tokens else mean_of(low),
+        }
+    clipped = applied.clamp(band.clip_low, band.upper)
+    spread = token_mean((clipped / (token_mean(clipped, mask) + EPSILON)).square(), mask)
+    per_sequence, raw_per_sequence = sequence_mean(applied, mask), sequence_mean(raw, mask)
+    return metrics | {
+        "mean": token_mean(applied, mask),
+        "std": clipped_deviation(applied, mask, low=band.clip_low, high=band.upper),
+        "eff_sample_size": torch.where(spread == 0, 0.0, 1 / spread),
+        "seq_mean": per_sequence.mean(),
+        "seq_std": deviation(per_sequence),
+        "seq_max": per_sequence.max(),
+        "seq_min": per_sequence.min(),
+        "seq_max_deviation": (per_sequence - 1).abs().max(),
+        "seq_fraction_high": mean_of(raw_per_sequence > band.upper),
+        "seq_fraction_low": mean_of(raw_per_sequence < band.lower),
+    }
+
+
+def importance_weights(
+    log_ratio: Tensor, mask: Tensor, *, level: str, lower: float | None, upper: float, normalize: bool
+) -> tuple[Tensor, Metrics]:
+    """Truncated (or, with a lower bound, IcePop) weights and their metrics; (B, T), 0 at padding.
+
+    `normalize` divides by the mean over tokens, or over the rows that hold one; over the default process group, where
+    one is up.
+    """
+    log_weight = level_log_ratio(log_ratio, mask, level)
+    raw = bounded_ratio(log_weight, mask)
+    outside = (raw > upper) if lower is None else (raw < lower) | (raw > upper)
+    weights = raw.clamp(max=upper) if lower is None else raw.masked_fill(outside, 0)
+    band = Band(level=level, lower=1 / upper if lower is None else lower, upper=upper, clip_low=0.0)
+    metrics = prefixed("rollout_is_", weight_metrics(weights, raw, log_weight, mask, band))
+    if lower is not None:
+        metrics["rollout_is_oob_ratio"] = share(outside, mask)
+    if normalize:
+        factor = _batch_mean(weights, mask, level)
+        metrics["rollout_is_batch_norm_factor"] = factor
+        weights = weights / factor
+    return weights, metrics
+
+
+def _batch_mean(weights: Tensor, mask: Tensor, level: str) -> Tensor:
+    """The mean weight over the default process group; 1 where it is not above 1e-8."""
+    valid = mask != 0
+    unit, counted = (weights, valid) if level == "token" else (sequence_mean(weights, mask), valid.any(-1))
+    totals = torch.stack([unit.masked_fill(~counted, 0).sum(), counted.sum().to(unit.dtype)])
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.all_reduce(totals)
+    mean = totals[0] / totals[1].clamp(min=1)
+    return torch.where(mean > EPSILON, mean, 1.0)
+
+
+def rejection(log_ratio: Tensor, mask: Tensor, criteria: tuple[Criterion, ...]) -> tuple[Tensor, Metrics]:
+    """The mask after every criterion, and each criterion's metrics."""
+    metrics: Metrics = {}
+    valid = mask != 0
+    kept = torch.ones_like(valid)
+    for criterion in criteria:
+        statistic = _statistic(log_ratio, mask, criterion)
+        lower, upper = _bounds(criterion)
+        keep = (statistic >= lower) & (statistic <= upper)
+        own = _criterion_metrics(criterion, statistic, keep, mask)
+        metrics |= prefixed(f"rollout_rs_{criterion.name}_", own)
+        kept = kept & keep
+    metrics["rollout_rs_masked_fraction"] = share(~kept, mask)
+    metrics["rollout_rs_seq_masked_fraction"] = mean_of((~kept & valid).any(-1))
+    return valid & kept, metrics
+
+
+def veto(log_ratio: Tensor, mask: Tensor, threshold: float | None) -> tuple[Tensor, Metrics]:
+    """(B, 1), false for a row with a token of ratio below the threshold; and how many rows and tokens those are."""
+    catastrophic = (mask != 0) & (log_ratio < _log(threshold or 0.0))
+    vetoed = catastrophic.any(-1, keepdim=True)
+    return ~vetoed, {
+        "rollout_is_veto_fraction": mean_of(vetoed),
+        "rollout_is_catastrophic_token_fraction": share(catastrophic, mask),
+    }
+
+
+def _statistic(log_ratio: Tensor, mask: Tensor, criterion: Criterion) -> Tensor:
+    """The criterion's statistic: (B, T) per token, (B, 1) per sequence; each token clamped first."""
+    d = log_ratio.masked_fill(mask == 0, 0).clamp(-SAFETY_BOUND, SAFETY_BOUND)
+    divergence = {"k1": -d, "k2": d.square() / 2, "k3": d.exp() - 1 - d}[criterion.kind]
+    if criterion.scope == "token":
+        return divergence
+    if criterion.scope == "seq_max":
+        largest = sequence_max(divergence, mask != 0)
+        return largest.masked_fill(largest == -torch.inf, 0).unsqueeze(-1)
+    if criterion.scope == "seq_sum":
+        return sequence_sum(divergence, mask != 0).unsqueeze(-1)
+    return sequence_mean(divergence, mask).unsqueeze(-1)
+
+
+def _bounds(criterion: Criterion) -> tuple[float, float]:
+    """Where the statistic stays: k1, here −log ρ, is held between the logs of the ratio bounds as they are written."""
+    upper = math.inf if criterion.upper is None else criterion.upper
+    if criterion.kind != "k1":
+        return -math.inf, upper
+    return _log(criterion.lower or 0.0), _log(upper)
+
+
+def _log(bound: float) -> float:
+    return math.log(bound) if bound > 0 else -math.inf
+
+
+def _criterion_metrics(criterion: Criterion, statistic: Tensor, keep: Tensor, mask: Tensor) -> Metrics:
+    """One criterion's metrics; k2 and k3 have no lower side."""
+    lower, upper = _bounds(criterion)
+    valid = mask != 0
+    nonempty = valid.any(-1)
+    by_token, two_sided = criterion.scope == "token", criterion.kind == "k1"
+    per_sequence = (sequence_mean(statistic, mask) if by_token else statistic.squeeze(-1))[nonempty]
+    unit = statistic[valid] if by_token else per_sequence
+    metrics = {
+        "mean": token_mean(statistic, mask),
+        "max": unit.max(),
+        "min": unit.min(),
+        "fraction_high": mean_of(unit > upper),
+        "fraction_low": mean_of(unit < lower),
+        "std": clipped_deviation(statistic, mask, low=lower if two_sided else 0.0, high=upper),
+        "seq_mean": per_sequence.mean(),
+        "seq_std": deviation(per_sequence),
+        "seq_max": per_sequence.max(),
+        "seq_min": per_sequence.min(),
+        "seq_max_deviation": per_sequence.abs().max(),
+        "seq_fraction_high": mean_of(per_sequence > upper),
+        "masked_fraction": share(~keep, mask),
+        "seq_masked_fraction": mean_of((~keep & valid).any(-1)[nonempty]),
+    }
+    if two_sided:
+        metrics["seq_fraction_low"] = mean_of(per_sequence < lower)
+    return metrics
+
+
+def prefixed(prefix: str, metrics: Metrics) -> Metrics:
+    """The metrics with a prefix before each name."""
+    return {f"{prefix}{name}": value for name, value in metrics.items()}
+
+
+def to_floats(metrics: Metrics, *, prefix: str = "") -> dict[str, float]:
+    """All metrics to the host at once."""
+    if not metrics:
+        return {}
+    values = torch.stack([value.detach().to(torch.float64).reshape(()) for value in metrics.values()]).tolist()
+    return {f"{prefix}{name}": value for name, value in zip(metrics, values, strict=True)}

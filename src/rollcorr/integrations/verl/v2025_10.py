@@ -1,0 +1,222 @@
+"""verl's rollout importance sampling of October 2025, on this library: one level, one threshold, one mode.
+
+Metrics carry the prefix mismatch/ and keep the names and definitions of that release's guide: minima and maxima of the
+weights are taken before truncation, and mask mode truncates nothing. `rollcorr.integrations.verl` has the newest;
+docs/verl.md says how to switch. Log-probs and masks are (B, T).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rollcorr.config import RolloutCorrectionConfig as CheckedConfig
+from rollcorr.core.layout import sequence_mean
+from rollcorr.correction.rollout_correction import correct
+from rollcorr.integrations.verl import correction as newest
+from rollcorr.integrations.verl import parity
+from rollcorr.integrations.verl.batch import Batch, weight_batch
+from rollcorr.integrations.verl.losses import compute_policy_loss
+from rollcorr.integrations.verl.older import measured_ratio, reference_ratio, rejected_shares
+from rollcorr.integrations.verl.v2025_11.losses import compute_policy_loss_vanilla
+from rollcorr.config.conversion import convert
+
+__all__ = [
+    "compute_is_metrics",
+    "compute_mismatch_metrics",
+    "compute_policy_loss",
+    "compute_policy_loss_vanilla",
+    "compute_rollout_importance_weights",
+]
+
+PREFIX = "mismatch/"
+_GAP = (
+    "training_ppl",
+    "training_log_ppl",
+    "kl",
+    "k3_kl",
+    "rollout_ppl",
+    "rollout_log_ppl",
+    "log_ppl_diff",
+    "log_ppl_abs_diff",
+    "log_ppl_diff_max",
+    "log_ppl_diff_min",
+    "ppl_ratio",
+)
+
+
+def compute_rollout_importance_weights(
+    old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    response_mask: Tensor,
+    rollout_is_level: str = "token",
+    rollout_is_mode: str = "truncate",
+    rollout_is_threshold: float | None = None,
+    rollout_is_threshold_lower: float | None = None,
+    rollout_is_veto_threshold: float | None = None,
+    *,
+    verl_parity: bool = False,
+) -> tuple[Batch | None, Tensor, dict[str, float]]:
+    """Weights w(π/μ), the mask of what stays in the loss, and every metric.
+
+    Args:
+        old_log_prob: log π of the sampled tokens, nats.
+        rollout_log_prob: log μ, nats.
+        response_mask: non-zero on tokens that the policy sampled.
+        rollout_is_level: "token", "sequence" or "geometric".
+        rollout_is_mode: "truncate" cuts weights at the threshold; "mask" leaves them and rejects what lies outside the
+            band.
+        rollout_is_threshold: the ceiling, or upper end of the band. None switches everything off.
+        rollout_is_threshold_lower: lower end of the band; None is 1 / threshold.
+        rollout_is_veto_threshold: reject a sequence with a token of ratio below this.
+        verl_parity: compute that release's numbers.
+
+    Returns:
+        `.batch["rollout_is_weights"]` (B, T), or None when off; the mask in its own dtype; metrics under "mismatch/".
+
+    Raises:
+        TypeError: an option of the wrong type.
+        ValueError: an option outside its limits, shapes that differ, or, with `verl_parity`, a batch without a token.
+    """
+    options = {
+        "rollout_is": True,
+        "rollout_is_level": rollout_is_level,
+        "rollout_is_mode": rollout_is_mode,
+        "rollout_is_threshold": rollout_is_threshold,
+        "rollout_is_threshold_lower": rollout_is_threshold_lower,
+        "rollout_is_veto_threshold": rollout_is_veto_threshold,
+    }
+    config = convert(options, schema="2025-10").config
+    if config is None or rollout_is_threshold is None:
+        return None, response_mask, {}
+    if verl_parity:
+        lower = 1 / rollout_is_threshold if rollout_is_threshold_lower is None else rollout_is_threshold_lower
+        band = lower, rollout_is_threshold
+        weights, mask, metrics = _reference(old_log_prob, rollout_log_prob, response_mask, config, band)
+    else:
+        weights, mask, metrics = _measured(old_log_prob, rollout_log_prob, response_mask, config)
+    return weight_batch(weights), mask, {f"{PREFIX}{name}": value for name, value in metrics.items()}
+
+
+def compute_mismatch_metrics(
+    old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor, *, verl_parity: bool = False
+) -> dict[str, float]:
+    """How far apart π and μ are, as mismatch_kl, mismatch_training_ppl, …; π's perplexity alone when μ is None.
+
+    Raises:
+        ValueError: shapes differ, or, with `verl_parity`, a batch without a token.
+    """
+    metrics = newest.compute_offpolicy_metrics(old_log_prob, rollout_log_prob, response_mask, verl_parity=verl_parity)
+    return _gap_metrics(metrics)
+
+
+def compute_is_metrics(
+    rollout_is_weights: Tensor,
+    log_ratio_for_metrics: Tensor,
+    response_mask: Tensor,
+    rollout_is_level: str,
+    rollout_is_threshold: float,
+    rollout_is_threshold_lower: float,
+    log_threshold_upper: Tensor | None = None,
+    log_threshold_lower: Tensor | None = None,
+    has_catastrophic: Tensor | None = None,
+    catastrophic_tokens: Tensor | None = None,
+    SAFETY_BOUND: float = 20.0,
+    *,
+    verl_parity: bool = False,
+) -> dict[str, float]:
+    """Statistics of weights before truncation, computed elsewhere; without a prefix.
+
+    Args:
+        rollout_is_weights: the bounded ratio, (B, T).
+        log_ratio_for_metrics: the log weight before any clamp: (B, T) at token level, else (B, 1).
+        response_mask: non-zero on valid tokens, (B, T).
+        rollout_is_level: their level.
+        rollout_is_threshold: weights above it count as high.
+        rollout_is_threshold_lower: weights below it count as low.
+        log_threshold_upper: not needed; kept for call sites.
+        log_threshold_lower: not needed; kept for call sites.
+        has_catastrophic: (B, 1), rows that the veto rejects; None for none.
+        catastrophic_tokens: (B, T), the tokens that made it; None for none.
+        SAFETY_BOUND: not needed; kept for call sites.
+        verl_parity: compute that release's numbers.
+
+    Raises:
+        ValueError: shapes that differ, or, with `verl_parity`, a batch without a token.
+    """
+    valid = response_mask != 0
+    nothing = torch.zeros_like(valid)
+    tokens = nothing if catastrophic_tokens is None else catastrophic_tokens & valid
+    rows = nothing[:, :1] if has_catastrophic is None else has_catastrophic
+    if verl_parity:
+        parity.check_tokens(valid)
+        mask, lower, upper = parity.widened_mask(response_mask), rollout_is_threshold_lower, rollout_is_threshold
+        band = _reference_band(rollout_is_level, lower, upper)
+        metrics = parity.weight_metrics(rollout_is_weights, rollout_is_weights, log_ratio_for_metrics, mask, band)
+        metrics |= {"veto_fraction": parity.mean_of(rows), "catastrophic_token_fraction": parity.share(tokens, mask)}
+        return parity.to_floats(metrics, prefix="rollout_is_")
+    measured = newest.compute_is_metrics(
+        rollout_is_weights,
+        rollout_is_weights,
+        log_ratio_for_metrics,
+        response_mask,
+        rollout_is_level,
+        rollout_is_threshold,
+        rollout_is_threshold_lower,
+    )
+    nonempty = valid.any(-1)
+    shares = {
+        "veto_fraction": sequence_mean(rows[:, 0].double(), nonempty),
+        "catastrophic_token_fraction": sequence_mean(tokens.double().flatten(), valid.flatten()),
+    }
+    ratio = measured_ratio(measured | {"sequence_count": float(nonempty.sum())})
+    return {f"rollout_is_{name}": value for name, value in (ratio | parity.to_floats(shares)).items()}
+
+
+def _measured(
+    train: Tensor, rollout: Tensor, response_mask: Tensor, config: CheckedConfig
+) -> tuple[Tensor, Tensor, dict[str, float]]:
+    """Through `rollcorr.correct`, its metrics under that release's names."""
+    correction = correct(train, rollout, response_mask, config)
+    assert correction.weights is not None
+    found = correction.metrics(prefix="")
+    metrics = {f"rollout_is_{name}": value for name, value in measured_ratio(found).items()}
+    for name in ("rollout_is_veto_fraction", "rollout_is_catastrophic_token_fraction"):
+        metrics[name] = found.get(name, 0.0)
+    for criterion in config.criteria:
+        for name in ("masked_fraction", "seq_masked_fraction"):
+            metrics[f"rollout_is_{name}"] = found[f"rollout_rs_{criterion.name}_{name}"]
+    return correction.weights, correction.loss_mask.to(response_mask.dtype), metrics | _gap_metrics(found)
+
+
+def _gap_metrics(metrics: dict[str, float]) -> dict[str, float]:
+    """mismatch_ names. The guide's ppl_ratio is the exponential of the mean; parity has the mean of exponentials."""
+    if "ppl_ratio_geo" in metrics:
+        metrics = {**metrics, "ppl_ratio": metrics["ppl_ratio_geo"]}
+    return {f"mismatch_{name}": metrics[name] for name in _GAP if name in metrics}
+
+
+def _reference(
+    train: Tensor, rollout: Tensor, response_mask: Tensor, config: CheckedConfig, band: tuple[float, float]
+) -> tuple[Tensor, Tensor, dict[str, float]]:
+    """The same with that release's own numbers."""
+    wide_train, wide_rollout, mask = parity.prepared(train, rollout, response_mask)
+    log_ratio, level, (lower, upper) = wide_train - wide_rollout, config.rollout_is or "token", band
+    raw, outside, own = reference_ratio(
+        log_ratio, mask, level=level, lower=lower, upper=upper, shares_of_tokens=level == "geometric"
+    )
+    kept, metrics = mask != 0, parity.prefixed("rollout_is_", own)
+    if config.criteria:
+        kept = kept & ~outside
+        metrics |= parity.prefixed("rollout_is_", rejected_shares(outside, mask, level=level))
+    else:
+        raw = raw.clamp(max=upper)
+    spared, veto_metrics = parity.veto(log_ratio, mask, config.rollout_token_veto_threshold)
+    metrics |= veto_metrics
+    weights = raw.to(torch.promote_types(train.dtype, response_mask.dtype))
+    gap = _gap_metrics(parity.to_floats(parity.policy_gap(wide_train, wide_rollout, mask)))
+    return weights, (kept & spared).to(response_mask.dtype), parity.to_floats(metrics) | gap
+
+
+def _reference_band(level: str, lower: float, upper: float) -> parity.Band:
+    return parity.Band(level=level, lower=lower, upper=upper, clip_low=lower, shares_of_tokens=level == "geometric")

@@ -1,0 +1,119 @@
+"""The correction on the CPU in compiled C: tokens, decisions and outputs in one pass over memory."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from rollcorr.core.layout import check_cu_seqlens
+from rollcorr.core.statistics import STATISTICS_DTYPE, Statistics
+from rollcorr.kernels.correction.torch.blocks import blocked_correction
+from rollcorr.kernels.correction.cpu.job import LOG_PROB_TYPES, MASK_TYPES, job_of
+from rollcorr.kernels.correction.cpu.library import Library, library, status
+from rollcorr.kernels.correction.output import CorrectionOutput, Out, outputs
+
+if TYPE_CHECKING:
+    from rollcorr.config import RolloutCorrectionConfig
+
+LARGEST_SAFETY_BOUND = 40.0
+"""Nats; squares of weights are summed in float32, which ends at e^88."""
+
+_LARGE = 4 << 20  # bytes, from which large pages pay
+
+
+def why_not(train: Tensor, rollout: Tensor, mask: Tensor, config: RolloutCorrectionConfig) -> str | None:
+    """Why the compiled kernel cannot take this batch, or None when it can."""
+    if torch.compiler.is_compiling():
+        return "torch.compile is tracing"
+    for name, tensor in (("train_log_prob", train), ("rollout_log_prob", rollout), ("response_mask", mask)):
+        if type(tensor) not in (Tensor, torch.nn.Parameter):
+            return f"{name} is a {type(tensor).__name__}, whose memory it cannot read"
+        if tensor.device.type != "cpu":
+            return f"{name} is on {tensor.device}"
+    for name, tensor in (("train_log_prob", train), ("rollout_log_prob", rollout)):
+        if tensor.dtype not in LOG_PROB_TYPES:
+            return f"{name} is {tensor.dtype}, and it reads float32 and bfloat16"
+        if not _rows_are_contiguous(tensor):
+            return f"the tokens of {name} do not lie next to each other (strides {tensor.stride()})"
+    if config.safety_bound > LARGEST_SAFETY_BOUND:
+        limit = f"the squares of weights up to e^{LARGEST_SAFETY_BOUND:g}"
+        return f"safety_bound is {config.safety_bound:g}, and it sums {limit}"
+    return status()[1] or None
+
+
+def cpu_correction(
+    train_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    mask: Tensor,
+    config: RolloutCorrectionConfig,
+    *,
+    cu_seqlens: Tensor | None = None,
+    out: Out | None = None,
+    level: str | None = None,
+) -> CorrectionOutput:
+    """As `rollcorr.kernels.correction.correction_kernel`; the mask may hold numbers; `level` names an instruction set.
+
+    Raises:
+        ValueError: the batch is not one that it takes (`why_not`), or `cu_seqlens` does not describe it.
+        ImportError: the library was not built, or does not run here.
+    """
+    lib = library(level)
+    reason = why_not(train_log_prob, rollout_log_prob, mask, config)
+    if reason is not None:
+        raise ValueError(f"impl='cpu' cannot take this batch: {reason}; use impl='auto' or 'blocked'")
+    if mask.dtype not in MASK_TYPES or not _rows_are_contiguous(mask):
+        mask = (mask != 0).contiguous()
+    weights, loss_mask = outputs(mask, config, out)
+    if out is None:
+        _ask_for_large_pages(lib, weights, loss_mask)
+    job = job_of(train_log_prob, rollout_log_prob, mask, config, cu_seqlens)
+    offsets = None if cu_seqlens is None else _offsets(cu_seqlens, mask.numel(), lib)
+    kept = torch.empty(job.sequences, dtype=torch.bool)
+    rows = torch.empty(job.tasks, lib.row_numbers, dtype=STATISTICS_DTYPE)
+    job.offsets, job.weights, job.loss_mask = _address(offsets), _address(weights), _address(loss_mask)
+    job.sequence_kept, job.rows = _address(kept), _address(rows)
+    lib.functions.rollcorr_correct(ctypes.byref(job))
+    return CorrectionOutput(weights, loss_mask, kept, _statistics(rows[0], config, lib.level))
+
+
+def _rows_are_contiguous(tensor: Tensor) -> bool:
+    return tensor.shape[-1] <= 1 or tensor.stride(-1) == 1
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _ask_for_large_pages(lib: Library, *fresh: Tensor | None) -> None:
+    for tensor in fresh:
+        if tensor is not None and tensor.nbytes >= _LARGE:
+            lib.functions.rollcorr_large_pages(tensor.data_ptr(), tensor.nbytes)
+
+
+def _offsets(cu_seqlens: Tensor, tokens: int, lib: Library) -> Tensor:
+    """The offsets as C reads them, after a check of their values: wrong ones would read beyond the data."""
+    offsets = cu_seqlens.to("cpu", torch.int64).contiguous()
+    if not lib.functions.rollcorr_offsets_fit(offsets.data_ptr(), offsets.numel() - 1, tokens):
+        check_cu_seqlens(cu_seqlens, tokens)
+    return offsets
+
+
+def _statistics(rows: Tensor, config: RolloutCorrectionConfig, level: str) -> Statistics:
+    """The rows that this configuration has, in the order that every kernel gives them."""
+    template, places = _layout(config, level)
+    return template.unpack(rows[places])
+
+
+@lru_cache(maxsize=64)
+def _layout(config: RolloutCorrectionConfig, level: str) -> tuple[Statistics, Tensor]:
+    """Statistics without values, which the torch twin gives for no data, and where each value is among the rows."""
+    nothing = torch.zeros(0, 0)
+    template = blocked_correction(nothing, nothing, nothing.bool(), config).statistics
+    lib, criteria = library(level), tuple(criterion.name for criterion in config.criteria)
+    named = [(kind, name) for kind, names in template.names.items() for name in names]
+    places = [place for kind, name in named for place in lib.places(kind, name, criteria)]
+    return template, torch.tensor(places)

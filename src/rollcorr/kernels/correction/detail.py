@@ -1,0 +1,104 @@
+"""What the hot path does not pay for: quantiles, and the worst tokens and sequences. A second read, on request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rollcorr.core.histograms import histogram_of
+from rollcorr.core.layout import sequence_count
+from rollcorr.core.ratios import classify_tokens, token_log_ratio
+from rollcorr.core.statistics import Statistics, merge_statistics
+from rollcorr.core.tops import top_entries, top_indices
+from rollcorr.kernels.correction.torch.blocks import in_threads, threads_for, token_blocks
+from rollcorr.kernels.correction.torch.table import Block, SequenceTable
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Detail:
+    """How the worst tokens and sequences are to be named.
+
+    Attributes:
+        sequence_offset: index of the batch's first sequence: what came before it on other ranks, shards and
+            micro-batches, so that merged entries can be told apart.
+        position_ids: where in its sequence each token stands, in the shape of the log-probs; needed when a slice of
+            every sequence is given. None: the column when padded, the place in the sequence when packed.
+    """
+
+    sequence_offset: int = 0
+    position_ids: Tensor | None = None
+
+
+def token_detail(
+    train_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    mask: Tensor,
+    weights: Tensor | None,
+    detail: Detail,
+    *,
+    neutral: bool,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Statistics, SequenceTable]:
+    """Histograms of d and of the weights, and the worst tokens; and the table that `sequence_detail` reads.
+
+    Args:
+        train_log_prob: log π, nats. (B, T), or (N,) when packed; any floating dtype.
+        rollout_log_prob: log μ, nats. Same shape.
+        mask: bool, true on response tokens. Same shape.
+        weights: applied weights before normalisation, same shape; None without.
+        detail: how tokens are named.
+        neutral: missing tokens have weights too.
+        cu_seqlens: (B + 1,) token offsets, only when packed.
+    """
+    sequences, threads = sequence_count(mask, cu_seqlens=cu_seqlens), threads_for(mask)
+
+    def read(share: list[Block]) -> tuple[Statistics, SequenceTable]:
+        table, parts = SequenceTable(("log_ratio", "zero", "compared"), sequences, mask.device), []
+        for block in share:
+            at, valid = block.at, mask[block.at]
+            classes = classify_tokens(train_log_prob[at], rollout_log_prob[at], valid)
+            d = token_log_ratio(train_log_prob[at], rollout_log_prob[at], classes.measured)
+            compared = classes.measured | classes.zero_probability
+            table.add(torch.stack([x.double() for x in (d, classes.zero_probability, compared)]), block)
+            histograms = {"log_ratio": histogram_of(d, classes.measured)}
+            if weights is not None:
+                histograms["weight"] = histogram_of(weights[at], valid if neutral else compared)
+            d.masked_fill_(classes.zero_probability, -torch.inf)
+            worst = _worst_tokens(d, compared, block, detail, cu_seqlens)
+            parts.append(Statistics.of(histograms=histograms, tops={"tokens": worst}))
+        return merge_statistics(parts), table
+
+    passes = in_threads(read, list(token_blocks(mask, cu_seqlens)), threads)
+    statistics, tables = zip(*passes, strict=True)
+    for table in tables[1:]:
+        tables[0].join(table)
+    return merge_statistics(statistics), tables[0]
+
+
+def sequence_detail(table: SequenceTable, detail: Detail) -> Statistics:
+    """The histogram of S_i, and the worst sequences by |S_i|, from the sums of whole sequences."""
+    tokens = table["compared"]
+    product = table["log_ratio"].masked_fill(table["zero"] > 0, -torch.inf)
+    found, exists = top_indices(product, tokens > 0)
+    worst = top_entries(product[found], found + detail.sequence_offset, tokens[found], exists)
+    return Statistics.of(
+        histograms={"sequence_log_ratio": histogram_of(product, tokens > 0)}, tops={"sequences": worst}
+    )
+
+
+def _worst_tokens(d: Tensor, mask: Tensor, block: Block, detail: Detail, cu_seqlens: Tensor | None) -> Tensor:
+    """(TOP, 3): log-ratio, sequence and position of a block's worst tokens."""
+    found, exists = top_indices(d.flatten(), mask.flatten())
+    start = block.at.start
+    ids = block.ids()
+    if ids is not None and cu_seqlens is not None:
+        sequence = ids[found]
+        position = found + start - cu_seqlens[sequence]
+    else:
+        width = max(1, d.shape[1])
+        sequence, position = start + found // width, found % width
+    if detail.position_ids is not None:
+        position = detail.position_ids[block.at].flatten()[found]
+    return top_entries(d.flatten()[found], sequence + detail.sequence_offset, position, exists)

@@ -1,0 +1,152 @@
+"""The correction in one pass over cache-sized blocks, in eager torch: the fast twin of `reference` on every device.
+
+Three steps. Each block of tokens is read once and leaves per-sequence sums and block-wide rows (`tokens`). The
+per-sequence table then decides weights and rejections (`decide`). Last, those decisions are spread over the outputs.
+No value is read on the way, so nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import Tensor
+
+from rollcorr.core.layout import sequence_count
+from rollcorr.kernels.correction.torch.decide import decide
+from rollcorr.kernels.correction.output import CorrectionOutput, Out, outputs
+from rollcorr.kernels.correction.torch.table import Block, BlockRows, Reduction, SequenceTable
+from rollcorr.kernels.correction.torch.tokens import NEVER, TokenPass
+
+if TYPE_CHECKING:
+    from rollcorr.config import RolloutCorrectionConfig
+
+CPU_BLOCK = 1 << 15
+"""Tokens in a block on the CPU: its buffers stay in cache, and torch runs no operation on it in threads of its own."""
+
+DEVICE_BLOCK = 1 << 20
+"""Tokens in a block elsewhere: enough to fill the device, few enough that the buffers stay near 100 MB."""
+
+
+Piece = tuple[Block, Tensor, Tensor, Tensor, "Tensor | None", Tensor]
+"""A block with its part of the log-probs, the mask, the weights and the loss mask."""
+
+
+def blocked_correction(
+    train_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    mask: Tensor,
+    config: RolloutCorrectionConfig,
+    *,
+    cu_seqlens: Tensor | None = None,
+    reduce: Reduction | None = None,
+    out: Out | None = None,
+    block_tokens: int | None = None,
+) -> CorrectionOutput:
+    """As `rollcorr.kernels.correction.correction_kernel`; `block_tokens` sets a block's size."""
+    weights, loss_mask = outputs(mask, config, out)
+    blocks = list(token_blocks(mask, cu_seqlens, block_tokens))
+
+    step = max(1, blocks[0].at.stop)
+    pieces = list(
+        zip(
+            blocks,
+            train_log_prob.split(step),
+            rollout_log_prob.split(step),
+            mask.split(step),
+            [None] * len(blocks) if weights is None else weights.split(step),
+            loss_mask.split(step),
+            strict=True,
+        )
+    )
+
+    def read(share: list[Piece]) -> TokenPass:
+        tokens = TokenPass(config, sequence_count(mask, cu_seqlens=cu_seqlens), mask.device)
+        for piece in share:
+            tokens.read(*piece)
+        return tokens
+
+    table, rows = _joined(in_threads(read, pieces, threads_for(mask)))
+    if reduce is not None:
+        reduce(table, rows)
+    _derive(table, config)
+    decision = decide(table, rows, config)
+    for block in blocks if cu_seqlens is not None else [Block(slice(None), None)]:  # packed: ids of a block at a time
+        _spread(decision.sequence_kept, loss_mask, block)
+        if weights is not None and decision.sequence_weight is not None:
+            _spread(decision.sequence_weight.float(), weights, block)
+    kept = (decision.sequence_kept & (table["kept"] > 0)) | (table["valid"] == 0)
+    return CorrectionOutput(weights, loss_mask, kept, decision.statistics)
+
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def in_threads(read: Callable[[list[Item]], Result], blocks: list[Item], threads: int) -> list[Result]:
+    """Read the blocks in contiguous shares, one for each thread; what each gave, in order.
+
+    Whole blocks go to threads, rather than slices of every operation: a hundred small operations would meet at a
+    hundred barriers, and each waits for the slowest core of a busy machine.
+    """
+    threads = max(1, min(threads, len(blocks)))
+    if threads == 1:
+        return [read(blocks)]
+    bounds = [len(blocks) * i // threads for i in range(threads + 1)]
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(read, (blocks[start:end] for start, end in pairwise(bounds))))
+
+
+def threads_for(tokens: Tensor) -> int:
+    """How many threads read blocks of these tokens: torch's own on the CPU; elsewhere the device has many itself."""
+    return torch.get_num_threads() if tokens.device.type == "cpu" else 1
+
+
+def _joined(passes: list[TokenPass]) -> tuple[SequenceTable, BlockRows]:
+    first, *others = passes
+    for other in others:
+        first.table.join(other.table)
+        first.rows.join(other.rows)
+    return first.table, first.rows
+
+
+def token_blocks(mask: Tensor, cu_seqlens: Tensor | None, size: int | None = None) -> Iterator[Block]:
+    """Blocks of whole rows (padded) or of tokens (packed); one empty block for no data."""
+    size = size or (CPU_BLOCK if mask.device.type == "cpu" else DEVICE_BLOCK)
+    step = size if cu_seqlens is not None else max(1, size // max(1, mask.shape[1]))
+    for start in range(0, max(1, mask.shape[0]), step):
+        tokens = min(step, mask.shape[0] - start)
+        lengths = None if cu_seqlens is None else (cu_seqlens.to(torch.int64) - start).clamp_(0, tokens).diff()
+        yield Block(slice(start, start + tokens), lengths)
+
+
+def _spread(per_sequence: Tensor, out: Tensor, block: Block) -> None:
+    """Multiply every token of a block by its sequence's value, in place."""
+    if out.dtype == torch.bool:  # its bytes are 0 and 1, and torch multiplies bytes several at a time
+        per_sequence, out = per_sequence.view(torch.uint8), out.view(torch.uint8)
+    ids = block.ids()
+    out[block.at].mul_(per_sequence[block.at].unsqueeze(-1) if ids is None else per_sequence[ids])
+
+
+def _derive(table: SequenceTable, config: RolloutCorrectionConfig) -> None:
+    """Columns that follow from the summed ones."""
+    table["zero"] = table["compared"] - table["measured"]
+    table["missing"] = table["valid"] - table["compared"]
+    table["counted"] = table["valid"] if config.nonfinite == "neutral" else table["compared"]
+    table["positive"] = table["counted"] - table["zero"]
+    table["rollout"] = table["train"] - NEVER * table["zero"] - table["log_ratio"]
+    table["k3"] = (table["expm1"] - table["capped"]).clamp(min=0.0)  # Σ (e^d − 1 − d); rounding may leave −1e-17
+    for end, nothing in (("min", torch.inf), ("max", -torch.inf)):
+        name = f"log_ratio_{end}"
+        table[name] = table[name].masked_fill(table["measured"] == 0, nothing)
+    if config.rollout_is == "token":
+        table["weight"] = table["less_one"] + table["positive"]
+    if not any(criterion.scope == "token" for criterion in config.criteria):
+        rejecting = config.nonfinite in ("reject_token", "raise")
+        table["once"] = table["missing"] if rejecting else torch.zeros_like(table["missing"])
+        table["kept"] = table["valid"] - table["once"]
+        if config.rollout_is == "token":
+            table["kept_weight"] = table["weight"]

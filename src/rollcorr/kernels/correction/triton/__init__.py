@@ -1,0 +1,114 @@
+"""The correction on the GPU in Triton: three launches, one read of the tokens, and no wait for the device.
+
+`read_tokens` reads the batch once and leaves a row of sums for each sequence, or for each share of a long one.
+`decide_sequences` weighs and rejects sequences and reduces their rows. `finish` merges what is left into the batch's
+statistics, and spreads decisions over tokens. Nothing adds in an order that depends on timing: no atomic is used, so
+equal inputs give equal bits.
+
+Importing this package does not import Triton.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from rollcorr.kernels.correction.torch.blocks import blocked_correction
+from rollcorr.kernels.correction.output import CorrectionOutput, Out
+
+if TYPE_CHECKING:
+    from rollcorr.config import RolloutCorrectionConfig
+
+LARGEST_SAFETY_BOUND = 40.0
+"""Nats; squares of weights are summed in float32, which ends at e^88."""
+
+OLDEST_TRITON = (3, 4)
+"""Kernels take tuples and plain dataclasses."""
+
+
+def why_not(train: Tensor, rollout: Tensor, mask: Tensor, config: RolloutCorrectionConfig) -> str | None:
+    """Why the Triton kernels cannot take this batch, or None when they can."""
+    if torch.compiler.is_compiling():
+        return "torch.compile is tracing"
+    for name, tensor in (("train_log_prob", train), ("rollout_log_prob", rollout), ("response_mask", mask)):
+        if type(tensor) not in (Tensor, torch.nn.Parameter):
+            return f"{name} is a {type(tensor).__name__}, whose memory they cannot read"
+        if tensor.device.type != "cuda" and not interpreted():
+            return f"{name} is on {tensor.device}, and they run on CUDA and ROCm devices"
+        if tensor.device != train.device:
+            return f"{name} is on {tensor.device}, train_log_prob on {train.device}"
+    for name, tensor in (("train_log_prob", train), ("rollout_log_prob", rollout)):
+        if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+            return f"{name} is {tensor.dtype}, and they read bfloat16, float16, float32 and float64"
+    if mask.is_complex():
+        return f"response_mask is {mask.dtype}"
+    if config.safety_bound > LARGEST_SAFETY_BOUND:
+        return f"safety_bound is {config.safety_bound:g}, and they hold weights up to e^{LARGEST_SAFETY_BOUND:g}"
+    return status()
+
+
+@lru_cache(maxsize=1)
+def status() -> str | None:
+    """Why the kernels cannot be used at all, or None when they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed; it comes with torch for CUDA and ROCm: pip install 'rollcorr[triton]'"
+    import triton
+
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if version < OLDEST_TRITON:
+        return f"Triton {triton.__version__} is older than {OLDEST_TRITON[0]}.{OLDEST_TRITON[1]}; update torch"
+    if not torch.cuda.is_available() and not interpreted():
+        return "torch finds no CUDA or ROCm device"
+    return None
+
+
+def triton_correction(
+    train_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    mask: Tensor,
+    config: RolloutCorrectionConfig,
+    *,
+    cu_seqlens: Tensor | None = None,
+    out: Out | None = None,
+    splits: int | None = None,
+) -> CorrectionOutput:
+    """As `rollcorr.kernels.correction.correction_kernel`; the mask may hold numbers.
+
+    Weights are float32 functions of float32 log-ratios; sums are float32 over at most 128 tokens, and float64 beyond.
+    Log-ratios beyond ±1e16 count as that. With `TRITON_INTERPRET=1` in the environment tensors may be on the CPU.
+
+    Args:
+        train_log_prob: log π, nats. (B, T), or (N,) when packed.
+        rollout_log_prob: log μ, nats. Same shape.
+        mask: non-zero on response tokens. Same shape; any dtype.
+        config: what to compute.
+        cu_seqlens: (B + 1,) token offsets, only when packed.
+        out: buffers for the weights and the loss mask.
+        splits: programs that share a sequence: a power of two, at most 64. None chooses by shape.
+
+    Raises:
+        ImportError: Triton, or a device for it, is missing.
+        ValueError: the batch is not one that the kernels take (`why_not`).
+    """
+    if (missing := status()) is not None:
+        raise ImportError(f"impl='triton' cannot run here: {missing}; or use impl='auto' or 'blocked'")
+    reason = why_not(train_log_prob, rollout_log_prob, mask, config)
+    if reason is not None:
+        raise ValueError(f"impl='triton' cannot take this batch: {reason}; use impl='auto' or 'blocked'")
+    if mask.numel() == 0:
+        return blocked_correction(train_log_prob, rollout_log_prob, mask != 0, config, cu_seqlens=cu_seqlens, out=out)
+    from rollcorr.kernels.correction.triton.launch import launch_correction
+
+    return launch_correction(
+        train_log_prob, rollout_log_prob, mask, config, cu_seqlens=cu_seqlens, out=out, splits=splits
+    )
+
+
+def interpreted() -> bool:
+    """Whether the environment asks for Triton's interpreter, which runs kernels on the CPU."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")

@@ -1,0 +1,188 @@
+"""The correction in three Triton launches: a token pass, a sequence pass, and one that merges and spreads."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rollcorr.core.layout import sequence_count
+from rollcorr.core.statistics import STATISTICS_DTYPE
+from rollcorr.kernels.correction.output import CorrectionOutput, Out, outputs
+from rollcorr.kernels.correction.triton.final_pass import ROWS, finish
+from rollcorr.kernels.correction.triton.plan import empty_rows, limits_of, plan_of
+from rollcorr.kernels.correction.triton.sequence_pass import decide_sequences
+from rollcorr.kernels.correction.triton.token_pass import BLOCK, read_tokens
+
+if TYPE_CHECKING:
+    from rollcorr.config import RolloutCorrectionConfig
+
+PROGRAMS = 2048
+"""Programs that the token pass aims at: sequences are split until there are as many, or a share is eight blocks."""
+
+MOST_SPLITS = 64
+ALIGNMENT = 16
+"""Tokens: a row of which this divides the length starts where vector loads and stores can."""
+
+
+class Launch(NamedTuple):
+    """One kernel launch.
+
+    Attributes:
+        kernel: the Triton function.
+        programs: size of the grid.
+        arguments: what it is given at run time, by name.
+        constants: what it is compiled for, by name.
+        warps: warps of a program. A lane of the token pass is then a thread on either vendor's hardware.
+    """
+
+    kernel: Any
+    programs: int
+    arguments: dict[str, Any]
+    constants: dict[str, Any]
+    warps: int
+
+
+class Buffers(NamedTuple):
+    """What the three launches write. All but the outputs is a few numbers for each sequence."""
+
+    weights: Tensor | None
+    loss_mask: Tensor
+    sequence_kept: Tensor
+    sequence_weight: Tensor
+    alive: Tensor
+    table: Tensor
+    row_sets: Tensor
+    rows: Tensor
+
+
+def launch_correction(
+    train_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    mask: Tensor,
+    config: RolloutCorrectionConfig,
+    *,
+    cu_seqlens: Tensor | None,
+    out: Out | None = None,
+    splits: int | None = None,
+) -> CorrectionOutput:
+    """As `rollcorr.kernels.correction.correction_kernel`, for a batch that holds at least one token.
+
+    Args:
+        train_log_prob: (B, T), or (N,) when packed.
+        rollout_log_prob: same shape.
+        mask: same shape.
+        config: what to compute.
+        cu_seqlens: (B + 1,), only when packed.
+        out: buffers for weights and loss mask.
+        splits: programs for each sequence; a power of two, at most 64. None chooses by shape.
+    """
+    B = sequence_count(mask, cu_seqlens=cu_seqlens)
+    splits = splits or choose_splits(mask.numel(), B)
+    buffers = make_buffers(mask, B, splits, config, out)
+    with torch.cuda.device(mask.device) if mask.device.type == "cuda" else nullcontext():
+        for launch in launches((train_log_prob, rollout_log_prob, mask), cu_seqlens, buffers, splits, config):
+            launch.kernel[(launch.programs,)](
+                **launch.arguments, **launch.constants, num_warps=launch.warps, enable_fp_fusion=True
+            )
+    statistics = empty_rows(config).unpack(buffers.rows)
+    return CorrectionOutput(buffers.weights, buffers.loss_mask, buffers.sequence_kept, statistics)
+
+
+def choose_splits(tokens: int, sequences: int) -> int:
+    """Programs for each sequence: one for many sequences, more for few long ones. A power of two."""
+    longest_share = max(1, tokens // max(1, sequences) // (8 * BLOCK.value))
+    wanted = min(PROGRAMS // max(1, sequences), longest_share, MOST_SPLITS)
+    return 1 << max(0, wanted.bit_length() - 1)
+
+
+def sequences_for_each(splits: int) -> int:
+    """Sequences that one program of the sequence pass takes: 32 cells of a column, however they are split."""
+    return max(1, 32 // splits)
+
+
+def make_buffers(
+    mask: Tensor, sequences: int, splits: int, config: RolloutCorrectionConfig, out: Out | None = None
+) -> Buffers:
+    """Memory for the outputs and for what passes between the launches."""
+    plan = plan_of(config)
+    weights, loss_mask = outputs(mask, config, out)
+    sets = -(-sequences // sequences_for_each(splits))
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=STATISTICS_DTYPE, device=mask.device)
+
+    return Buffers(
+        weights=weights,
+        loss_mask=loss_mask,
+        sequence_kept=torch.empty(sequences, dtype=torch.bool, device=mask.device),
+        sequence_weight=torch.empty(sequences, dtype=torch.float32, device=mask.device),
+        alive=torch.empty(sequences, dtype=torch.uint8, device=mask.device),
+        table=numbers(sequences * splits, len(plan.columns)),
+        row_sets=numbers(sets, plan.width),
+        rows=numbers(plan.width),
+    )
+
+
+def launches(
+    inputs: tuple[Tensor, Tensor, Tensor],
+    cu_seqlens: Tensor | None,
+    buffers: Buffers,
+    splits: int,
+    config: RolloutCorrectionConfig,
+) -> list[Launch]:
+    """The three launches, in order. Reads shapes only, so it also serves to compile without a GPU."""
+    plan, limits = plan_of(config), limits_of(config)
+    train, rollout, mask = (_as_bytes(x.contiguous()) for x in inputs)
+    loss_mask, sequence_kept = _as_bytes(buffers.loss_mask), _as_bytes(buffers.sequence_kept)
+    sequences, T = buffers.alive.numel(), mask.shape[-1]
+    packed = cu_seqlens is not None
+    # A pointer that a kernel does not use must still be one.
+    shared = {
+        "cu_seqlens": buffers.alive if cu_seqlens is None else cu_seqlens.contiguous(),
+        "weights": buffers.sequence_weight if buffers.weights is None else buffers.weights,
+        "loss_mask": loss_mask,
+        "T": T,
+        "splits": splits,
+    }
+    layout = {"PLAN": plan, "PACKED": packed, "ALIGN": ALIGNMENT if packed else _alignment(T)}
+    shares, sets = sequences * splits, buffers.row_sets.shape[0]
+    decided = {"sequence_weight": buffers.sequence_weight, "alive": buffers.alive}
+    return [
+        Launch(
+            read_tokens,
+            shares,
+            shared
+            | {"train": train, "rollout": rollout, "mask": mask, "table": buffers.table, "limits": limits}
+            | {"tokens": mask.numel()},
+            layout,
+            4,
+        ),
+        Launch(
+            decide_sequences,
+            sets,
+            decided
+            | {"table": buffers.table, "all_rows": buffers.row_sets, "sequence_kept": sequence_kept}
+            | {"limits": limits, "sequences": sequences},
+            {"PLAN": plan, "SEQUENCES": sequences_for_each(splits), "SPLITS": splits},
+            1,
+        ),
+        Launch(
+            finish,
+            -(-len(plan.sums) // ROWS.value) + (shares if plan.spreads else 0),
+            shared | decided | {"all_rows": buffers.row_sets, "merged": buffers.rows, "sets": sets},
+            layout,
+            4,
+        ),
+    ]
+
+
+def _alignment(T: int) -> int:
+    """What rows of T tokens need: 0 no test of ranges, 1 one of their ends, `ALIGNMENT` one of both ends."""
+    return 0 if T % BLOCK.value == 0 else 1 if T % ALIGNMENT == 0 else ALIGNMENT
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    return x.view(torch.uint8) if x.dtype == torch.bool else x

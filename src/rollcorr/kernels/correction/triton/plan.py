@@ -1,0 +1,175 @@
+"""What the Triton kernels specialise on: a configuration as constants, and where each number is kept.
+
+Kernels address columns, rows and limits by name. Names become indices when a kernel is compiled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from rollcorr.core.bounds import divergence_bound, log_band
+from rollcorr.core.divergence import CAP
+from rollcorr.core.statistics import Statistics
+from rollcorr.kernels.correction.band import exceedance_band
+from rollcorr.kernels.correction.torch.blocks import blocked_correction
+
+if TYPE_CHECKING:
+    from rollcorr.config import Criterion, RolloutCorrectionConfig
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Names in order; `slots[name]` is the index of a name. Hashable: part of what a kernel is."""
+
+    names: tuple[str, ...]
+
+    def __getitem__(self, name: str) -> int:
+        """The index of a name; Triton hands it over wrapped in a `constexpr`."""
+        return self.names.index(getattr(name, "value", name))
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+@dataclass(frozen=True)
+class CriterionPlan:
+    """A criterion, with the index of the first of its rows in each table; the others follow in `decide`'s order."""
+
+    scope: str
+    kind: str
+    statistic_sums: int  # token: seq_high, seq_low, high, low; otherwise: high, low
+    rejection_sums: int  # tokens, sequences, tokens_alone, sequences_alone
+    moments: int  # token: of sequence means, then of tokens; otherwise: of sequences
+    extremes: int
+    bounded_below: bool  # k1: probability zero is below the bound
+    limit: int  # index of the lower limit; the upper follows
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything about a configuration that changes the code of a kernel. Thresholds are not among it."""
+
+    level: str  # "none", "token", "sequence", "geometric"
+    mode: str  # "truncate", "icepop", "none"
+    nonfinite: str
+    normalize: str  # "none", "valid", "kept"
+    own_bound: bool  # the safety bound differs from the cap of k3 and chi-squared
+    banded: bool  # some band counts the weights that exceed it
+    banded_below: bool
+    veto: bool
+    k2: bool  # the sum of k2 is needed
+    token_criteria: bool
+    rejects_sequences: bool
+    criteria: tuple[CriterionPlan, ...]
+    columns: Slots
+    limits: Slots
+    sums: Slots
+    moments: Slots
+    extremes: Slots
+
+    @property
+    def width(self) -> int:
+        """Numbers in one set of rows: sums, moments of three, extremes of two."""
+        return len(self.sums) + 3 * len(self.moments) + 2 * len(self.extremes)
+
+    @property
+    def spreads(self) -> bool:
+        """Whether anything decided for whole sequences reaches tokens."""
+        return self.rejects_sequences or self.level in ("sequence", "geometric")
+
+
+@lru_cache(maxsize=64)
+def empty_rows(config: RolloutCorrectionConfig) -> Statistics:
+    """The rows of a configuration, without values: the torch twin is asked on the meta device."""
+    with torch.device("meta"):
+        nothing, mask = torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.bool)
+        return blocked_correction(nothing, nothing, mask, config).statistics
+
+
+@lru_cache(maxsize=64)
+def plan_of(config: RolloutCorrectionConfig) -> Plan:
+    """The constants for a configuration."""
+    names = empty_rows(config).names
+    sums, moments, extremes = Slots(names["sums"]), Slots(names["moments"]), Slots(names["extremes"])
+    lower, upper = exceedance_band(config)
+    normalize = config.batch_normalize_over if config.rollout_is_batch_normalize else "none"
+    limits = Slots(tuple(_fixed_limits(config)))
+    return Plan(
+        level=config.rollout_is or "none",
+        mode=config.is_mode,
+        nonfinite="reject_token" if config.nonfinite == "raise" else config.nonfinite,
+        normalize=normalize,
+        own_bound=config.safety_bound != CAP,
+        banded=lower is not None or upper is not None,
+        banded_below=lower is not None,
+        veto=config.rollout_token_veto_threshold is not None,
+        k2=any(c.kind == "k2" and c.scope != "seq_max" for c in config.criteria),
+        token_criteria=any(c.scope == "token" for c in config.criteria),
+        rejects_sequences=config.rollout_token_veto_threshold is not None
+        or config.nonfinite == "reject_sequence"
+        or any(c.scope != "token" for c in config.criteria),
+        criteria=tuple(
+            _criterion_plan(c, len(limits) + 2 * i, sums, moments, extremes) for i, c in enumerate(config.criteria)
+        ),
+        columns=Slots(_columns(config)),
+        limits=limits,
+        sums=sums,
+        moments=moments,
+        extremes=extremes,
+    )
+
+
+def limits_of(config: RolloutCorrectionConfig) -> tuple[float, ...]:
+    """The thresholds as the kernels compare them: log-ratios for ratios, and the hair that makes bounds inclusive."""
+    limits = list(_fixed_limits(config).values())
+    for criterion in config.criteria:
+        if criterion.kind == "k1":
+            limits.extend(log_band(criterion.lower, criterion.upper))
+        else:
+            limits.extend((float("-inf"), divergence_bound(criterion.upper)))
+    return tuple(limits)
+
+
+def _fixed_limits(config: RolloutCorrectionConfig) -> dict[str, float]:
+    low, high = log_band(*exceedance_band(config))
+    outside_low, outside_high = log_band(0.9, 1.1)
+    return {
+        "safety_bound": config.safety_bound,
+        "band_low": low,
+        "band_high": high,
+        "floor": config.is_lower or 0.0,
+        "ceiling": config.is_upper or 0.0,
+        "low_weight": log_band(1 / config.is_upper, None)[0] if config.is_upper else 0.0,
+        "veto": log_band(config.rollout_token_veto_threshold, None)[0],
+        "outside_low": outside_low,
+        "outside_high": outside_high,
+    }
+
+
+def _criterion_plan(c: Criterion, limit: int, sums: Slots, moments: Slots, extremes: Slots) -> CriterionPlan:
+    row = f"rs/{c.name}"
+    first = f"{row}/seq" if c.scope == "token" else row
+    high = f"{row}/seq_high" if c.scope == "token" else f"{row}/high"
+    return CriterionPlan(
+        c.scope, c.kind, sums[high], sums[f"{row}/tokens"], moments[first], extremes[first], c.lower is not None, limit
+    )
+
+
+def _columns(config: RolloutCorrectionConfig) -> tuple[str, ...]:
+    """What the token pass leaves for each sequence and split, float64."""
+    names = ["valid", "measured", "zero", "outside", "capped_low", "capped_high"]
+    names += ["log_ratio_mean", "log_ratio_m2", "log_ratio_min", "log_ratio_max", "rollout", "abs_log_ratio"]
+    names += ["k3", "chi2", "difference", "difference_max", "k2", "catastrophic"]
+    if config.rollout_is == "token":
+        names += ["is_low", "is_high", "saturated_low", "saturated_high", "counted"]
+        names += ["raw_mean", "raw_m2", "weight_mean", "weight_m2", "weight_min", "weight_max", "kept_weight"]
+    token_kinds = [c.kind for c in config.criteria if c.scope == "token"]
+    names += ["kept", "once"] if token_kinds else []
+    for kind in token_kinds:
+        names += [f"{kind}_low", f"{kind}_high", f"{kind}_alone"]
+        names += [f"{kind}_mean", f"{kind}_m2", f"{kind}_min", f"{kind}_max"]
+    return tuple(names)

@@ -1,0 +1,368 @@
+"""The sequence pass: from per-sequence columns to decisions for whole sequences, and to rows of statistics.
+
+A program takes a few sequences, adds their splits, and leaves one set of rows; `finish` merges the sets. Everything is
+float64. It follows `decide` row by row; that file says what each row means.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from rollcorr.kernels.correction.triton.arithmetic import k3_of
+from rollcorr.kernels.correction.triton.row_slots import (
+    INFINITY,
+    column,
+    highest,
+    lowest,
+    product_sum,
+    put,
+    put_extremes,
+    put_moments,
+    put_range,
+    put_sample,
+    put_token_moments,
+)
+
+CAP = tl.constexpr(20.0)
+
+
+@triton.jit
+def _mismatch(rows, cells, there, valid, measured, zero, log_ratio, low, high, limits, PLAN: tl.constexpr):
+    """How far apart the policies are, whatever is done about it."""
+    compared = measured + zero
+    put(rows, PLAN.sums["tokens"], valid)
+    put(rows, PLAN.sums["sequences"], valid > 0)
+    put(rows, PLAN.sums["nonfinite"], valid - compared)
+    put(rows, PLAN.sums["zero_probability"], zero)
+    put(rows, PLAN.sums["tokens_measured"], measured)
+    put(rows, PLAN.sums["tokens_compared"], compared)
+    put(rows, PLAN.sums["tokens_counted"], valid if PLAN.nonfinite == "neutral" else compared)
+    put(rows, PLAN.sums["k3"], column(cells, there, PLAN.columns["k3"]))
+    put(rows, PLAN.sums["abs_log_ratio"], column(cells, there, PLAN.columns["abs_log_ratio"]))
+    capped = column(cells, there, PLAN.columns["capped_low"])
+    put(rows, PLAN.sums["capped"], capped + column(cells, there, PLAN.columns["capped_high"]))
+    put(rows, PLAN.sums["chi2_token"], column(cells, there, PLAN.columns["chi2"]))
+    put(rows, PLAN.sums["ratio_outside_10pct"], column(cells, there, PLAN.columns["outside"]) + zero)
+    put(rows, PLAN.sums["prob_diff_abs"], column(cells, there, PLAN.columns["difference"]))
+    largest = highest(cells, there, PLAN.columns["difference_max"])
+    put_extremes(
+        rows,
+        PLAN.extremes["prob_diff_abs"],
+        tl.where(compared > 0, 0.0, INFINITY),
+        tl.where(compared > 0, largest, -INFINITY),
+        PLAN,
+    )
+    N: tl.constexpr = PLAN.columns["measured"]
+    MEAN: tl.constexpr = PLAN.columns["log_ratio_mean"]
+    put_token_moments(rows, PLAN.moments["log_ratio"], cells, there, N, MEAN, 1.0, PLAN)
+    put_extremes(rows, PLAN.extremes["log_ratio"], low, high, PLAN)
+    bound = limits[PLAN.limits["safety_bound"]] + 0.0 * valid
+    put_extremes(rows, PLAN.extremes["safety_bound"], bound, bound, PLAN)
+
+
+@triton.jit
+def _perplexities(rows, rollout, measured, log_ratio, product, nonempty, PLAN: tl.constexpr):
+    """Perplexities of both policies, and what is made of sums over sequences."""
+    count, seen = tl.maximum(measured, 1.0), measured > 0
+    rollout_log, difference = -rollout / count, -log_ratio / count
+    train_log = rollout_log + difference
+    put(rows, PLAN.sums["sequences_measured"], seen)
+    put(rows, PLAN.sums["train_log_ppl"], tl.where(seen, train_log, 0.0))
+    put(rows, PLAN.sums["train_ppl"], tl.where(seen, tl.exp(train_log), 0.0))
+    put(rows, PLAN.sums["rollout_log_ppl"], tl.where(seen, rollout_log, 0.0))
+    put(rows, PLAN.sums["rollout_ppl"], tl.where(seen, tl.exp(rollout_log), 0.0))
+    put(rows, PLAN.sums["log_ppl_diff"], tl.where(seen, difference, 0.0))
+    put(rows, PLAN.sums["log_ppl_abs_diff"], tl.where(seen, tl.abs(difference), 0.0))
+    put(rows, PLAN.sums["ppl_ratio"], tl.where(seen, tl.exp(difference), 0.0))
+    put_range(rows, PLAN.extremes["log_ppl_diff"], difference, seen, PLAN)
+    put(rows, PLAN.sums["sequences_compared"], nonempty)
+    clamped = tl.minimum(tl.maximum(product, -CAP), CAP)
+    em1 = k3_of(clamped) + clamped
+    put(rows, PLAN.sums["chi2_seq"], tl.where(nonempty, em1 * (em1 + 2.0), 0.0))
+    put(rows, PLAN.sums["capped_sequences"], (tl.abs(log_ratio) > CAP) & (product > -INFINITY))
+
+
+@triton.jit
+def _statistic(cells, there, counted, zero, measured, log_ratio, low, high, WHICH: tl.constexpr, PLAN: tl.constexpr):
+    """A criterion's divergence for each sequence; a token criterion's averaged over the sequence."""
+    C: tl.constexpr = PLAN.criteria[WHICH]
+    if C.scope == "seq_max":
+        # k2 and k3 are convex with their minimum at 0, so their maximum lies at one end of the range of d.
+        first, last = tl.where(measured > 0, low, 0.0), tl.where(measured > 0, high, 0.0)
+        if C.kind == "k2":
+            value = tl.maximum(first * first, last * last) * 0.5
+        else:
+            value = tl.maximum(k3_of(first), k3_of(last))
+    else:
+        if C.kind == "k1":
+            value = -log_ratio
+        elif C.kind == "k2":
+            value = column(cells, there, PLAN.columns["k2"])
+        else:
+            value = column(cells, there, PLAN.columns["k3"])
+        if C.scope != "seq_sum":
+            value = value / tl.maximum(counted, 1.0)
+    return tl.where(zero > 0, INFINITY, value)
+
+
+@triton.jit
+def _criterion(
+    rows, cells, there, counted, zero, measured, log_ratio, low, high, limits, WHICH: tl.constexpr, PLAN: tl.constexpr
+):  # fmt: skip
+    """Describe a criterion; return the tokens that a token criterion rejects, or whether it rejects the sequence."""
+    C: tl.constexpr = PLAN.criteria[WHICH]
+    value = _statistic(cells, there, counted, zero, measured, log_ratio, low, high, WHICH, PLAN)
+    nonempty = counted > 0
+    if C.kind == "k1":
+        above, below = nonempty & (-value > limits[C.limit + 1]), nonempty & (-value < limits[C.limit])
+    else:
+        above, below = nonempty & (value > limits[C.limit + 1]), nonempty & (value != value)
+    put_sample(rows, C.moments, C.extremes, value, nonempty, PLAN)
+    put(rows, C.statistic_sums, above)
+    put(rows, C.statistic_sums + 1, below)
+    touched = above | below
+    if C.scope == "token":
+        touched = _token_rows(rows, cells, there, low, high, WHICH, PLAN)
+    return touched
+
+
+@triton.jit
+def _token_rows(rows, cells, there, low, high, WHICH: tl.constexpr, PLAN: tl.constexpr):
+    """The rows of a token criterion's own values; returns the tokens it rejects in each sequence."""
+    C: tl.constexpr = PLAN.criteria[WHICH]
+    N: tl.constexpr = PLAN.columns["measured"]
+    above = column(cells, there, PLAN.columns[C.kind + "_high"])
+    put(rows, C.statistic_sums + 2, above)
+    if C.kind == "k1":
+        below = column(cells, there, PLAN.columns["k1_low"])
+        MEAN: tl.constexpr = PLAN.columns["log_ratio_mean"]
+        put_token_moments(rows, C.moments + 1, cells, there, N, MEAN, -1.0, PLAN)
+        put_extremes(rows, C.extremes + 1, -high, -low, PLAN)
+    else:
+        below = above * 0.0
+        OWN: tl.constexpr = PLAN.columns[C.kind + "_mean"]
+        put_token_moments(rows, C.moments + 1, cells, there, N, OWN, 1.0, PLAN)
+        smallest = lowest(cells, there, OWN + 2)
+        put_extremes(rows, C.extremes + 1, smallest, highest(cells, there, OWN + 3), PLAN)
+    put(rows, C.statistic_sums + 3, below)
+    return above + below
+
+
+@triton.jit
+def _reject(
+    rows, cells, there, valid, counted, missing, zero, measured, log_ratio, low, high, never, once, limits,
+    PLAN: tl.constexpr,
+):  # fmt: skip
+    """Which sequences every sequence-level rejector keeps, and the rows of all rejectors."""
+    touched = valid.to(tl.int32) * 0  # a bit for each criterion
+    rejectors, touching = touched, touched
+    for i in tl.static_range(len(PLAN.criteria)):
+        hit = _criterion(
+            rows, cells, there, counted, zero, measured, log_ratio, low, high, limits, i, PLAN
+        )  # fmt: skip
+        touched |= (hit > 0).to(tl.int32) << i
+        touching += (hit > 0).to(tl.int32)
+        if PLAN.criteria[i].scope != "token":
+            rejectors += (hit > 0).to(tl.int32)
+    if PLAN.veto:
+        catastrophic = column(cells, there, PLAN.columns["catastrophic"])
+        put(rows, PLAN.sums["catastrophic_tokens"], catastrophic)
+        put(rows, PLAN.sums["vetoed_sequences"], catastrophic > 0)
+        rejectors += (catastrophic > 0).to(tl.int32)
+        touching += (catastrophic > 0).to(tl.int32)
+    if PLAN.nonfinite != "neutral":
+        touching += (missing > 0).to(tl.int32)
+    if PLAN.nonfinite == "reject_sequence":
+        rejectors += (missing > 0).to(tl.int32)
+    kept = rejectors == 0
+    several = valid - never - once
+    crowded = tl.where(kept, several, tl.where(rejectors == 1, once + several, valid))
+    put(rows, PLAN.sums["tokens_kept"], tl.where(kept, never, 0.0))
+    put(rows, PLAN.sums["sequences_kept"], kept & (never > 0))
+    put(rows, PLAN.sums["sequences_touched"], touching > 0)
+    put(rows, PLAN.sums["rejected_by_several"], crowded)
+    put(rows, PLAN.sums["sequences_rejected_by_several"], touching > 1)
+    for i in tl.static_range(len(PLAN.criteria)):
+        hit = ((touched >> i) & 1) == 1
+        if PLAN.criteria[i].scope == "token":
+            tokens = column(cells, there, PLAN.columns[PLAN.criteria[i].kind + "_high"])
+            if PLAN.criteria[i].kind == "k1":
+                tokens += column(cells, there, PLAN.columns["k1_low"])
+            alone = column(cells, there, PLAN.columns[PLAN.criteria[i].kind + "_alone"])
+            alone = tl.where(kept, alone, 0.0)
+        else:
+            tokens = tl.where(hit, valid, 0.0)
+            alone = tl.where(hit & (rejectors == 1), never, 0.0)
+        put(rows, PLAN.criteria[i].rejection_sums, tokens)
+        put(rows, PLAN.criteria[i].rejection_sums + 1, hit)
+        put(rows, PLAN.criteria[i].rejection_sums + 2, alone)
+        put(rows, PLAN.criteria[i].rejection_sums + 3, hit & (touching == 1))
+    return kept
+
+
+@triton.jit
+def _sequence_weights(rows, level, counted, nonempty, limits, PLAN: tl.constexpr):
+    """Weights of whole sequences, and their rows. An empty sequence weighs 1."""
+    bound = limits[PLAN.limits["safety_bound"]]
+    low, high = limits[PLAN.limits["band_low"]], limits[PLAN.limits["band_high"]]
+    finite = nonempty & (level > -INFINITY)
+    bounded = tl.minimum(tl.maximum(level, -bound), bound)
+    raw = tl.where(level > -INFINITY, tl.exp(bounded), 0.0)
+    weight = raw
+    if PLAN.mode == "truncate":
+        weight = tl.minimum(raw, limits[PLAN.limits["ceiling"]])
+    if PLAN.mode == "icepop":
+        weight = tl.where((bounded >= low) & (bounded <= high), raw, 0.0)
+    put(rows, PLAN.sums["units"], nonempty)
+    put(rows, PLAN.sums["saturated_low"], finite & (level < -bound))
+    put(rows, PLAN.sums["saturated_high"], nonempty & (level > bound))
+    if PLAN.banded:
+        put(rows, PLAN.sums["is_high"], nonempty & (level > high))
+        put(rows, PLAN.sums["is_low"], nonempty & (level < low))
+    if PLAN.mode == "icepop":
+        put(rows, PLAN.sums["is_outside"], nonempty & ((level > high) | (level < low)))
+    put_range(rows, PLAN.extremes["log_weight"], level, finite, PLAN)
+    put_moments(rows, PLAN.moments["weight"], weight, counted, PLAN)
+    put_moments(rows, PLAN.moments["weight_raw"], raw, counted, PLAN)
+    put_range(rows, PLAN.extremes["weight"], weight, nonempty, PLAN)
+    put_range(rows, PLAN.extremes["weight_raw"], raw, nonempty, PLAN)
+    return weight
+
+
+@triton.jit
+def _token_weights(rows, cells, there, counted, zero, compared, low, high, limits, PLAN: tl.constexpr):
+    """The rows of token-level weights."""
+    bound = limits[PLAN.limits["safety_bound"]]
+    N: tl.constexpr = PLAN.columns["counted"]
+    RAW: tl.constexpr = PLAN.columns["raw_mean"]
+    WEIGHT: tl.constexpr = PLAN.columns["weight_mean" if PLAN.mode != "none" else "raw_mean"]
+    put(rows, PLAN.sums["units"], counted)
+    LOW: tl.constexpr = PLAN.columns["saturated_low" if PLAN.own_bound else "capped_low"]
+    put(rows, PLAN.sums["saturated_low"], column(cells, there, LOW))
+    put(rows, PLAN.sums["saturated_high"], column(cells, there, LOW + 1))
+    is_high = column(cells, there, PLAN.columns["is_high"])
+    is_low = column(cells, there, PLAN.columns["is_low"])
+    if PLAN.banded_below:
+        is_low += zero
+    if PLAN.banded:
+        put(rows, PLAN.sums["is_high"], is_high)
+        put(rows, PLAN.sums["is_low"], is_low)
+    if PLAN.mode == "icepop":
+        put(rows, PLAN.sums["is_outside"], is_high + is_low)
+    put_token_moments(rows, PLAN.moments["weight"], cells, there, N, WEIGHT, 1.0, PLAN)
+    put_token_moments(rows, PLAN.moments["weight_raw"], cells, there, N, RAW, 1.0, PLAN)
+    put_token_moments(rows, PLAN.moments["unit_weight"], cells, there, N, WEIGHT, 1.0, PLAN)
+    # exp is monotone: its extremes lie at those of d; zero and neutral tokens join with 0 and 1.
+    seen = compared - zero > 0
+    smallest = tl.where(seen, tl.exp(tl.minimum(tl.maximum(low, -bound), bound)), INFINITY)
+    largest = tl.where(seen, tl.exp(tl.minimum(tl.maximum(high, -bound), bound)), -INFINITY)
+    neutral = counted > compared
+    smallest = tl.where(neutral, tl.minimum(smallest, 1.0), smallest)
+    largest = tl.where(neutral, tl.maximum(largest, 1.0), largest)
+    smallest = tl.where(zero > 0, 0.0, smallest)
+    largest = tl.where(zero > 0, tl.maximum(largest, 0.0), largest)
+    put_extremes(rows, PLAN.extremes["weight_raw"], smallest, largest, PLAN)
+    if PLAN.mode == "truncate":
+        ceiling = limits[PLAN.limits["ceiling"]]
+        smallest = tl.where(counted > 0, tl.minimum(smallest, ceiling), INFINITY)
+        largest = tl.where(counted > 0, tl.minimum(largest, ceiling), -INFINITY)
+    if PLAN.mode == "icepop":
+        smallest = lowest(cells, there, PLAN.columns["weight_min"])
+        largest = highest(cells, there, PLAN.columns["weight_max"])
+    put_extremes(rows, PLAN.extremes["weight"], smallest, largest, PLAN)
+
+
+@triton.jit
+def _weight_rows(
+    rows, mean_weight, sequence_level, product, kept_weight, never, kept, counted, limits, PLAN: tl.constexpr
+):
+    """The rows that weights of every level have."""
+    nonempty = counted > 0
+    put_sample(rows, PLAN.moments["sequence_weight"], PLAN.extremes["sequence_weight"], mean_weight, nonempty, PLAN)
+    if PLAN.level != "token":
+        finite = nonempty & (tl.abs(mean_weight) < INFINITY)
+        put_moments(rows, PLAN.moments["unit_weight"], mean_weight, finite.to(tl.float64), PLAN)
+    if PLAN.banded:
+        put(rows, PLAN.sums["is_seq_high"], nonempty & (sequence_level > limits[PLAN.limits["band_high"]]))
+        put(rows, PLAN.sums["is_seq_low"], nonempty & (sequence_level < limits[PLAN.limits["band_low"]]))
+    if PLAN.mode != "none":
+        put(rows, PLAN.sums["is_low_weight"], nonempty & (product < limits[PLAN.limits["low_weight"]]))
+    kept_share = kept_weight / tl.maximum(never, 1.0)
+    put(rows, PLAN.sums["kept_weight"], kept_weight)
+    put(rows, PLAN.sums["kept_sequence_weight"], kept_share)
+    units = kept & (never > 0)
+    if PLAN.normalize == "valid":
+        if PLAN.level == "token":
+            put(rows, PLAN.sums["norm_weight"], counted * tl.where(nonempty, mean_weight, 0.0))
+            put(rows, PLAN.sums["norm_units"], counted)
+        else:
+            put(rows, PLAN.sums["norm_weight"], tl.where(nonempty, mean_weight, 0.0))
+            put(rows, PLAN.sums["norm_units"], nonempty)
+    if PLAN.normalize == "kept":
+        if PLAN.level == "token":
+            put(rows, PLAN.sums["norm_weight"], kept_weight)
+            put(rows, PLAN.sums["norm_units"], tl.where(kept, never, 0.0))
+        else:
+            put(rows, PLAN.sums["norm_weight"], kept_share)
+            put(rows, PLAN.sums["norm_units"], units)
+
+
+@triton.jit
+def decide_sequences(
+    table, all_rows, sequence_weight, alive, sequence_kept, limits, sequences,
+    PLAN: tl.constexpr, SEQUENCES: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """One program for `SEQUENCES` sequences; it leaves one set of rows, and what the last pass spreads over tokens."""
+    sequence = tl.program_id(0) * SEQUENCES + tl.arange(0, SEQUENCES)
+    exists = sequence < sequences
+    cell = sequence[:, None] * SPLITS + tl.arange(0, SPLITS)[None, :]
+    cells, there = table + cell.to(tl.int64) * len(PLAN.columns), exists[:, None] & (cell >= 0)
+    rows = all_rows + tl.program_id(0) * PLAN.width
+    N: tl.constexpr = PLAN.columns["measured"]
+    valid = column(cells, there, PLAN.columns["valid"])
+    measured = column(cells, there, N)
+    zero = column(cells, there, PLAN.columns["zero"])
+    missing = valid - measured - zero
+    counted = valid if PLAN.nonfinite == "neutral" else measured + zero
+    nonempty = counted > 0
+    log_ratio = product_sum(cells, there, N, PLAN.columns["log_ratio_mean"])
+    low = lowest(cells, there, PLAN.columns["log_ratio_min"])
+    high = highest(cells, there, PLAN.columns["log_ratio_max"])
+    product = tl.where(zero > 0, -INFINITY, log_ratio)
+    rollout = column(cells, there, PLAN.columns["rollout"])
+    _mismatch(rows, cells, there, valid, measured, zero, log_ratio, low, high, limits, PLAN)
+    _perplexities(rows, rollout, measured, log_ratio, product, nonempty, PLAN)
+    if PLAN.token_criteria:
+        never = column(cells, there, PLAN.columns["kept"])
+        once = column(cells, there, PLAN.columns["once"])
+    else:
+        once = missing if PLAN.nonfinite == "reject_token" else missing * 0.0
+        never = valid - once
+    kept = _reject(
+        rows, cells, there, valid, counted, missing, zero, measured, log_ratio, low, high, never, once,
+        limits, PLAN,
+    )  # fmt: skip
+    if PLAN.level == "token":
+        _token_weights(rows, cells, there, counted, zero, measured + zero, low, high, limits, PLAN)
+        N_COUNTED: tl.constexpr = PLAN.columns["counted"]
+        raw = product_sum(cells, there, N_COUNTED, PLAN.columns["raw_mean"])
+        total = raw
+        if PLAN.mode != "none":
+            total = product_sum(cells, there, N_COUNTED, PLAN.columns["weight_mean"])
+        average = tl.maximum(counted, 1.0)
+        kept_weight = total
+        if PLAN.token_criteria:
+            kept_weight = column(cells, there, PLAN.columns["kept_weight"])
+        kept_weight = tl.where(kept, kept_weight, 0.0)
+        level = tl.where(raw > 0, tl.log(raw / average), -INFINITY)
+        _weight_rows(rows, total / average, level, product, kept_weight, never, kept, counted, limits, PLAN)
+    elif PLAN.level != "none":
+        level = product if PLAN.level == "sequence" else product / tl.maximum(counted, 1.0)
+        weight = _sequence_weights(rows, level, counted, nonempty, limits, PLAN)
+        tl.store(sequence_weight + sequence, weight.to(tl.float32), mask=exists)
+        kept_weight = tl.where(kept, weight * never, 0.0)
+        used = tl.where(nonempty, weight, 0.0)
+        _weight_rows(rows, used, level, product, kept_weight, never, kept, counted, limits, PLAN)
+    tl.store(alive + sequence, kept.to(tl.uint8), mask=exists)
+    tl.store(sequence_kept + sequence, ((kept & (never > 0)) | (valid == 0)).to(tl.uint8), mask=exists)

@@ -1,0 +1,59 @@
+"""Log-probs from hidden states on the GPU: torch's matrix products, and Triton for what lies between them.
+
+Over the vocabulary one launch takes what a chunk of logits adds to each token's sums, and one turns it into the
+gradient. Over kept sets one launch makes logits and sums, one the hidden states' gradient, one the head's; nothing
+waits for the device, and no atomic is used, so equal inputs give equal bits.
+
+Importing this package does not import Triton.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rollcorr.kernels.correction.triton import interpreted, status
+from rollcorr.kernels.linear_logprob.compose import Operations, composed_log_prob
+from rollcorr.kernels.linear_logprob.problem import LinearLogProb, Problem
+
+__all__ = ["status", "triton_log_prob", "why_not"]
+
+
+def why_not(problem: Problem) -> str | None:
+    """Why the Triton kernels cannot take this, or None when they can."""
+    if torch.compiler.is_compiling():
+        return "torch.compile is tracing"
+    tensors: dict[str, Tensor | None] = {
+        "hidden": problem.hidden,
+        "weight": problem.weight,
+        "bias": problem.bias,
+        "token_ids": problem.token_ids,
+        "accumulate_into": problem.accumulate_into,
+        "kept": None if problem.kept is None else problem.kept.ids,
+    }
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if tensor.device.type != "cuda" and not interpreted():
+            return f"{name} is on {tensor.device}, and they run on CUDA and ROCm devices"
+        if tensor.device != problem.hidden.device:
+            return f"{name} is on {tensor.device}, hidden on {problem.hidden.device}"
+    if problem.accumulate_into is not None and not problem.accumulate_into.is_contiguous():
+        return "accumulate_into is not contiguous"
+    return status()
+
+
+def triton_log_prob(problem: Problem) -> LinearLogProb:
+    """As `rollcorr.kernels.linear_logprob.linear_log_prob`, (N,). With `TRITON_INTERPRET=1` tensors may be on the CPU.
+
+    Raises:
+        ImportError: Triton, or a device for it, is missing.
+        ValueError: the tensors are not ones that the kernels take (`why_not`).
+    """
+    if (missing := status()) is not None:
+        raise ImportError(f"impl='triton' cannot run here: {missing}; or use impl='auto' or 'torch'")
+    if (reason := why_not(problem)) is not None:
+        raise ValueError(f"impl='triton' cannot take these tensors: {reason}; use impl='auto' or 'torch'")
+    from rollcorr.kernels.linear_logprob.triton.passes import TritonEpilogue, triton_kept_sums
+
+    return composed_log_prob(problem, Operations(TritonEpilogue(), triton_kept_sums))

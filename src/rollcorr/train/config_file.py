@@ -1,0 +1,196 @@
+"""Reading a training configuration: defaults, a YAML file over them, dotted overrides over both.
+
+    rollcorr train run.yaml algorithm.rollout_correction=decoupled_token_is optim.lr=1e-4
+
+Names are checked before values, so a wrong one is answered with the right one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, get_args, get_type_hints
+
+from rollcorr.config.conversion import resolve
+from rollcorr.train.grpo.grpo_config import TrainConfig
+from rollcorr.config.yaml_text import load_yaml
+
+CORRECTION_KEY = "algorithm.rollout_correction"
+FREE_FORM = (CORRECTION_KEY, "model.config", "rollout.engine_options")
+
+
+class RunConfig(Protocol):
+    """Any recipe's configuration."""
+
+    def to_yaml(self) -> str:
+        """The effective configuration."""
+        ...
+
+
+Config = TypeVar("Config", bound=RunConfig)
+
+
+def load_config(
+    path: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    config_class: type[Config] = TrainConfig,  # type: ignore[assignment]
+) -> Config:
+    """Defaults, then the YAML file, then each `dotted.name=value`; the later one wins.
+
+    A block of correction options given after a preset's name changes that preset.
+
+    Args:
+        path: the file; None for the defaults alone.
+        overrides: changes.
+        config_class: the recipe's configuration.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: a name is unknown (the nearest one is suggested), a value is wrong, or an override has no `=`.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    layers = [] if path is None else [_read_yaml(Path(path))]
+    layers += [_parse_override(text) for text in overrides]
+    for layer in layers:
+        _check_names(layer, config_class)
+    correction = merge_corrections(layers)
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(config_class), *(_without_correction(layer) for layer in layers))
+        values: Any = OmegaConf.to_container(merged)
+        values["algorithm"]["rollout_correction"] = correction
+        config: Config = _build(config_class, values)
+    except OmegaConfBaseException as error:
+        where = f"{error.full_key}: " if error.full_key else ""
+        raise ValueError(where + str(error).splitlines()[0]) from error
+    return config
+
+
+def recipe_of(path: str | Path | None = None, overrides: Sequence[str] = ()) -> str:
+    """What a file and its overrides say under `recipe`; "grpo" when they say nothing.
+
+    Raises:
+        FileNotFoundError, ValueError: as in `load_config`.
+    """
+    layers = [] if path is None else [_read_yaml(Path(path))]
+    named = [layer["recipe"] for layer in [*layers, *map(_parse_override, overrides)] if "recipe" in layer]
+    return str(named[-1]) if named else TrainConfig.recipe
+
+
+def changed_options(before: RunConfig, after: RunConfig) -> list[str]:
+    """`name: old → new` for each option that differs and can change the outcome of a run."""
+    old, new = (dict(_leaves(load_yaml(config.to_yaml()))) for config in (before, after))
+    harmless = ("run_dir", "resume", "steps", "log.", "checkpoint.")
+    return [
+        f"{name}: {old.get(name)!r} → {value!r}"
+        for name, value in new.items()
+        if old.get(name) != value and not name.startswith(harmless)
+    ]
+
+
+def merge_corrections(layers: Iterable[Mapping[str, Any]]) -> Any:  # noqa: ANN401 (name, block or None)
+    """The last word on `algorithm.rollout_correction`: a name or null replaces, a block adds to what was there."""
+    current: Any = {}
+    for layer in layers:
+        algorithm = layer.get("algorithm") or {}
+        if "rollout_correction" not in algorithm:
+            continue
+        given = algorithm["rollout_correction"]
+        if isinstance(given, Mapping) and isinstance(current, str):
+            preset = resolve(current)
+            current = {} if preset is None else preset.to_dict()
+        current = {**(current or {}), **given} if isinstance(given, Mapping) else given
+    return current
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"configuration {str(path)!r} does not exist")
+    try:
+        values = load_yaml(path.read_text(encoding="utf-8")) or {}
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: expected a block of options, got {type(values).__name__}")
+    return values
+
+
+def _parse_override(text: str) -> dict[str, Any]:
+    name, separator, value = text.partition("=")
+    parts = name.removeprefix("+").split(".")
+    if not separator or not all(parts):
+        raise ValueError(f"override {text!r} is not of the form dotted.name=value")
+    try:
+        parsed: dict[str, Any] = load_yaml(f"{parts[-1]}: {value}")
+    except ValueError as error:
+        raise ValueError(f"override {text!r}: {error}") from error
+    for part in reversed(parts[:-1]):
+        parsed = {part: parsed}
+    return parsed
+
+
+def _check_names(layer: Mapping[str, Any], config_class: type) -> None:
+    known = dict(_known_names(config_class))
+    for name, value in _leaves(layer):
+        if name in known and known[name] is not None and not isinstance(value, Mapping):
+            raise ValueError(f"{name} is a block of options, got {value!r}; set {name}.<option> instead")
+        if name not in known:
+            raise ValueError(f"unknown option {name!r}{_suggestion(name, list(known))}")
+
+
+def _leaves(layer: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted names of a nested mapping, down to values and to the free-form blocks."""
+    for key, value in layer.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value and name not in FREE_FORM:
+            yield from _leaves(value, f"{name}.")
+        else:
+            yield name, value
+
+
+def _known_names(cls: type, prefix: str = "") -> Iterator[tuple[str, type | None]]:
+    """Dotted names of all options, each with its dataclass when it is a block."""
+    hints = get_type_hints(cls)
+    for option in dataclasses.fields(cls):
+        if not option.init:
+            continue
+        block = hints[option.name] if dataclasses.is_dataclass(hints[option.name]) else None
+        yield f"{prefix}{option.name}", block
+        if block is not None:
+            yield from _known_names(block, f"{prefix}{option.name}.")
+
+
+def _suggestion(name: str, known: list[str]) -> str:
+    """The option that was probably meant; else the options of the section that was named."""
+    section, _, last = name.rpartition(".")
+    near = [option for option in known if option.rpartition(".")[2] == last]
+    near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    if not near:
+        ends = {option.rpartition(".")[2]: option for option in known}
+        near = [ends[end] for end in difflib.get_close_matches(last, list(ends), n=1, cutoff=0.75)]
+    if near:
+        return f"; did you mean {' or '.join(map(repr, near))}?"
+    siblings = [option.rpartition(".")[2] for option in known if option.rpartition(".")[0] == section]
+    return f"; options of {section or 'a run'}: {', '.join(siblings)}" if siblings else ""
+
+
+def _without_correction(layer: Mapping[str, Any]) -> dict[str, Any]:
+    algorithm = {key: value for key, value in (layer.get("algorithm") or {}).items() if key != "rollout_correction"}
+    return {**layer, "algorithm": algorithm} if "algorithm" in layer else dict(layer)
+
+
+def _build(cls: type, values: Mapping[str, Any]) -> Any:  # noqa: ANN401
+    """Dataclasses from nested mappings, with every `__post_init__` check."""
+    hints = get_type_hints(cls)
+    arguments = {}
+    for option in dataclasses.fields(cls):
+        if option.init:
+            hint, value = hints[option.name], values[option.name]
+            is_tuple = tuple in (getattr(part, "__origin__", part) for part in (hint, *get_args(hint)))
+            if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+                value = _build(hint, value)
+            arguments[option.name] = tuple(value) if is_tuple and isinstance(value, list) else value
+    return cls(**arguments)

@@ -1,0 +1,299 @@
+"""Diffusion policies on disk and in memory: a directory in the layout of diffusers.
+
+DIR/transformer/                the velocity network: SD3, Flux or Qwen-Image
+DIR/scheduler/                  FlowMatchEulerDiscreteScheduler
+DIR/word_table.safetensors      prompts of a small model, or
+DIR/model_index.json, …         text encoders and tokenizers of a pipeline
+DIR/vae/                        latents → pictures; without it latents are pictures
+DIR/lora/, DIR/base.json        a checkpoint: adapters, and where everything else is
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from rollcorr.train.flow_grpo.families import Family, config_of, family_of
+from rollcorr.train.flow_grpo.prompts import WORD_TABLE, PipelineEncoder, PromptEncoder, WordTable
+
+if TYPE_CHECKING:
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+ASSETS = Path(__file__).parents[1] / "assets"
+SMALL_MODEL = "shapes"
+ADAPTER_FILE = "pytorch_lora_weights.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSettings:
+    """Low-rank adapters (peft): y = W x + (alpha / rank) B A x, with W frozen.
+
+    Attributes:
+        rank: of A and B; 0 trains the whole transformer.
+        alpha: numerator of the scale; null is `rank`.
+        target_modules: names of the linear layers that get adapters.
+    """
+
+    rank: int = 0
+    alpha: float | None = None
+    target_modules: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
+
+    def __post_init__(self) -> None:
+        if self.rank < 0:
+            raise ValueError(f"model.lora.rank must be at least 0, got {self.rank}")
+        if self.rank and not self.target_modules:
+            raise ValueError("model.lora.target_modules is empty: nothing would be trained")
+
+
+@dataclass(frozen=True, eq=False)
+class DiffusionPolicy:
+    """A transformer and what belongs to it.
+
+    Attributes:
+        transformer: the velocity network, float32; holds the adapters when there are any.
+        scheduler: diffusers' flow-matching scheduler, for its schedule.
+        family: how the transformer is called.
+        encoder: prompts → condition.
+        decoder: the VAE; None when latents are pictures.
+        size: height and width in latent pixels.
+        base: the directory that frozen parts come from.
+        lora: the adapters' settings; rank 0 without.
+    """
+
+    transformer: Any
+    scheduler: FlowMatchEulerDiscreteScheduler
+    family: Family
+    encoder: PromptEncoder
+    decoder: nn.Module | None
+    size: tuple[int, int]
+    base: Path
+    lora: LoraSettings
+
+    @property
+    def latent_shape(self) -> tuple[int, ...]:
+        """The shape of one latent."""
+        return self.family.latent_shape(config_of(self.transformer), *self.size)
+
+    @property
+    def sequence_length(self) -> int:
+        """Image tokens."""
+        return self.family.sequence_length(config_of(self.transformer), *self.size)
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Inside, the transformer is the model that the adapters sit on."""
+        return _adapters_off(self.transformer) if self.lora.rank else nullcontext()
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Pictures (B, 3, H, W) in [0, 1], float32, of latents at σ = 0."""
+        pictures = self.family.unpack(latents, *self.size)
+        if self.decoder is not None:
+            pictures = _decode(self.decoder, pictures)
+        return (pictures.float() / 2 + 0.5).clamp(0, 1)
+
+
+def load_policy(
+    path: str | Path,
+    *,
+    height: int | None = None,
+    width: int | None = None,
+    lora: LoraSettings | None = None,
+    encoder_dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    seed: int = 0,
+) -> DiffusionPolicy:
+    """Read a policy.
+
+    Args:
+        path: a directory as above; "shapes" is the small model in the package.
+        height: pixels; None is the model's own size (Stable Diffusion 3 only).
+        width: pixels; None is the height.
+        lora: adapters to add; those of a checkpoint are read, and must have the same settings.
+        encoder_dtype: precision of text encoders and VAE.
+        device: where everything goes.
+        seed: of fresh adapters.
+
+    Raises:
+        FileNotFoundError: the directory or a part is missing; the message names it.
+        ValueError: a part is of an unsupported class, or sizes do not fit.
+    """
+    import diffusers
+
+    directory = ASSETS / SMALL_MODEL if str(path) == SMALL_MODEL else Path(path)
+    if not directory.is_dir():
+        raise FileNotFoundError(f"model.path={str(path)!r} does not exist")
+    base = _base_of(directory)
+    part = {name: _part(directory, base, name) for name in ("transformer", "scheduler")}
+    class_name = _class_name(part["transformer"] / "config.json")
+    family = family_of(class_name)
+    scheduler_class = _class_name(part["scheduler"] / "scheduler_config.json")
+    if scheduler_class != "FlowMatchEulerDiscreteScheduler":
+        raise ValueError(
+            f"{part['scheduler']}: {scheduler_class} is not supported; the step is that of flow matching, "
+            "whose schedule FlowMatchEulerDiscreteScheduler gives"
+        )
+    transformer = getattr(diffusers, class_name).from_pretrained(part["transformer"])
+    nn.Module.float(transformer)
+    lora = lora or LoraSettings()
+    _add_adapters(transformer, lora, directory, seed)
+    vae = _load_vae(base, encoder_dtype, device)
+    return DiffusionPolicy(
+        transformer=transformer.to(device).eval(),  # no dropout: log-probs of one policy must agree between passes
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(part["scheduler"]),
+        family=family,
+        encoder=_load_encoder(base, encoder_dtype, device),
+        decoder=vae,
+        size=_latent_size(transformer.config, vae, height, width),
+        base=base,
+        lora=lora,
+    )
+
+
+def save_policy(policy: DiffusionPolicy, directory: Path) -> None:
+    """Write what was trained, and where the rest is; `load_policy` reads the result."""
+    directory.mkdir(parents=True, exist_ok=True)
+    if policy.lora.rank:
+        _save_adapters(policy.transformer, directory / "lora" / ADAPTER_FILE)
+    else:
+        policy.transformer.save_pretrained(directory / "transformer")
+    text = json.dumps({"path": str(policy.base.resolve())}, indent=2)
+    (directory / "base.json").write_text(text + "\n", encoding="utf-8")
+
+
+def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that the optimizer changes."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _add_adapters(transformer: Any, lora: LoraSettings, directory: Path, seed: int) -> None:  # noqa: ANN401
+    """Give the transformer its adapters: from a checkpoint when it has them, else fresh (B = 0)."""
+    saved = directory / "lora" / ADAPTER_FILE
+    if saved.is_file() and not lora.rank:
+        raise ValueError(f"{directory} holds LoRA adapters; set model.lora.rank to theirs")
+    if not lora.rank:
+        return
+    from peft import LoraConfig
+
+    alpha = float(lora.rank if lora.alpha is None else lora.alpha)
+    settings = LoraConfig(
+        r=lora.rank, lora_alpha=alpha, target_modules=list(lora.target_modules), init_lora_weights="gaussian"
+    )
+    transformer.requires_grad_(False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            transformer.add_adapter(settings)
+        except ValueError as error:
+            raise ValueError(f"model.lora.target_modules={list(lora.target_modules)}: {error}") from error
+    if saved.is_file():
+        _load_adapters(transformer, saved)
+
+
+def _save_adapters(transformer: nn.Module, path: Path) -> None:
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import save_file
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    weights = get_peft_model_state_dict(transformer)
+    save_file({name: value.detach().cpu().contiguous() for name, value in weights.items()}, path)
+
+
+def _load_adapters(transformer: nn.Module, path: Path) -> None:
+    """Fill the adapters from a file; every one must be there, in its shape."""
+    from peft import set_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    weights = load_file(path)
+    wanted = {
+        name.replace(".default.", "."): value for name, value in transformer.named_parameters() if "lora_" in name
+    }
+    shapes = [{name: tuple(value.shape) for name, value in found.items()} for found in (weights, wanted)]
+    if shapes[0] != shapes[1]:
+        different = sorted(name for name in {*weights, *wanted} if shapes[0].get(name) != shapes[1].get(name))
+        raise ValueError(f"{path} does not fit model.lora: {different[0]} and {len(different) - 1} more differ")
+    set_peft_model_state_dict(transformer, weights)
+
+
+@contextmanager
+def _adapters_off(transformer: Any) -> Iterator[None]:  # noqa: ANN401
+    transformer.disable_adapters()
+    try:
+        yield
+    finally:
+        transformer.enable_adapters()
+
+
+def _load_encoder(base: Path, dtype: torch.dtype, device: str) -> PromptEncoder:
+    if (base / WORD_TABLE).is_file():
+        return WordTable.load(base).to(device)
+    if (base / "model_index.json").is_file():
+        return PipelineEncoder(base, dtype=dtype, device=device)
+    raise FileNotFoundError(
+        f"{base} cannot read prompts: it holds neither model_index.json with text encoders nor {WORD_TABLE}"
+    )
+
+
+def _load_vae(base: Path, dtype: torch.dtype, device: str) -> Any:  # noqa: ANN401
+    import diffusers
+
+    if not (base / "vae").is_dir():
+        return None
+    class_name = _class_name(base / "vae" / "config.json")
+    vae = getattr(diffusers, class_name).from_pretrained(base / "vae")
+    return nn.Module.to(vae, device, dtype).eval().requires_grad_(False)
+
+
+def _decode(vae: Any, latents: Tensor) -> Tensor:  # noqa: ANN401
+    """Pictures in [−1, 1] from a VAE's latents, as the pipelines scale them."""
+    latents = latents.to(next(vae.parameters()).dtype)
+    config = vae.config
+    if "latents_mean" in config and "z_dim" in config:  # Qwen-Image's VAE is one for videos of one frame
+        mean, std = (latents.new_tensor(config[name])[None, :, None, None] for name in ("latents_mean", "latents_std"))
+        return vae.decode((latents * std + mean).unsqueeze(2), return_dict=False)[0][:, :, 0]
+    return vae.decode(latents / config.scaling_factor + (config.shift_factor or 0.0), return_dict=False)[0]
+
+
+def _latent_size(config: Mapping[str, Any], vae: Any, height: int | None, width: int | None) -> tuple[int, int]:  # noqa: ANN401
+    """Height and width in latent pixels."""
+    factor = 1 if vae is None else _downsampling(vae.config)
+    if height is None:
+        if "sample_size" not in config:
+            raise ValueError("this model has no size of its own; set model.height (and model.width) in pixels")
+        return config["sample_size"], config["sample_size"] if width is None else width // factor
+    pixels = (height, height if width is None else width)
+    if pixels[0] % factor or pixels[1] % factor:
+        raise ValueError(f"model.height={pixels[0]} and model.width={pixels[1]} must be divisible by {factor}")
+    return pixels[0] // factor, pixels[1] // factor
+
+
+def _downsampling(config: Mapping[str, Any]) -> int:
+    """Pixels per latent pixel along each side."""
+    if "block_out_channels" in config:
+        return int(2 ** (len(config["block_out_channels"]) - 1))
+    return int(2 ** len(config["temperal_downsample"]))  # diffusers' spelling
+
+
+def _base_of(directory: Path) -> Path:
+    """Where frozen parts are: the directory itself, or what its base.json names."""
+    note = directory / "base.json"
+    return Path(json.loads(note.read_text(encoding="utf-8"))["path"]) if note.is_file() else directory
+
+
+def _part(directory: Path, base: Path, name: str) -> Path:
+    found = next((place / name for place in (directory, base) if (place / name).is_dir()), None)
+    if found is None:
+        raise FileNotFoundError(f"{base} has no folder {name!r}; give the directory of a diffusers pipeline")
+    return found
+
+
+def _class_name(path: Path) -> str:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist; give the directory of a diffusers pipeline")
+    return str(json.loads(path.read_text(encoding="utf-8")).get("_class_name"))

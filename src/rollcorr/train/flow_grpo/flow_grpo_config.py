@@ -1,0 +1,250 @@
+"""Configuration of a Flow-GRPO run: frozen dataclasses, checked at construction.
+
+`algorithm.rollout_correction` is read as in the other recipe: a preset's name, a block of options of any generation, or
+null for no correction at all; an empty block measures and corrects nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.diffusion import DiffusionActorConfig
+from rollcorr.config.conversion import resolve
+from rollcorr.train.grpo.grpo_config import CheckpointConfig, OptimConfig, at_least, effective_yaml
+from rollcorr.train.flow_grpo.diffusion_policy import LoraSettings
+from rollcorr.train.flow_grpo.precision import Fp8Scale, RolloutDtype
+from rollcorr.train.flow_grpo.rewards import COLOURS
+from rollcorr.train.flow_grpo.schedule import SdeVariant
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffusionModelConfig:
+    """Which policy to train.
+
+    Attributes:
+        path: directory in the layout of diffusers (transformer, scheduler, text encoders, VAE), or a checkpoint of a
+            run; "shapes" is the small model in the package.
+        height: pixels; null is the model's own size, where it has one.
+        width: pixels; null is the height.
+        lora: adapters instead of the whole transformer.
+        gradient_checkpointing: recompute activations in the backward pass, for memory.
+        encoder_dtype: precision of text encoders and VAE, which are not trained.
+    """
+
+    path: str = "shapes"
+    height: int | None = None
+    width: int | None = None
+    lora: LoraSettings = field(default_factory=LoraSettings)
+    gradient_checkpointing: bool = False
+    encoder_dtype: Literal["float32", "bfloat16"] = "float32"
+
+    def __post_init__(self) -> None:
+        at_least("model", self, height=1, width=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptConfig:
+    """What to draw.
+
+    Attributes:
+        path: a file with a prompt a line, or .jsonl with `prompt`; null takes the prompts of the small model.
+    """
+
+    path: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """What pictures earn.
+
+    Attributes:
+        name: see `rollcorr.train.flow_grpo.rewards`.
+        colour: of the colour reward.
+        function: `package.module:name` or `file.py:name`, for name=function.
+    """
+
+    name: Literal["prompt_match", "colour", "jpeg_compressibility", "ocr", "function"] = "prompt_match"
+    colour: str = "red"
+    function: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.colour not in COLOURS:
+            raise ValueError(f"reward.colour={self.colour!r} is unknown; choose from {', '.join(COLOURS)}")
+        if (self.name == "function") != (self.function is not None):
+            raise ValueError(
+                f"reward.function belongs to reward.name=function, got name={self.name!r}, function={self.function!r}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffusionRolloutConfig:
+    """How trajectories are sampled.
+
+    Attributes:
+        prompts_per_step: prompts a training step.
+        group_size: pictures of each.
+        num_steps: denoising steps, S.
+        noise_level: a, inside the window.
+        sde_type: "sde" (Flow-GRPO), "dance" (DanceGRPO) or "cps".
+        sde_window_size: steps with noise, W: those are trained on.
+        sde_window_range: [lo, hi): where the window may lie; null is the whole trajectory but its last step.
+        sde_window: one window for the batch ("shared"), or one for each picture ("per_sample").
+        dtype: precision of the sampling copy: "bfloat16", "fp8" (emulated) or the trainer's "float32".
+        fp8_scale: one scale an output channel, or one a tensor.
+        guidance_scale: γ of classifier-free guidance, 1 for none; a distilled model reads it as an input.
+        refresh_every: steps between two weight updates of the copy; above 1 the rollouts are stale on purpose.
+        batch_size: pictures sampled at a time; null for all at once.
+    """
+
+    prompts_per_step: int = 8
+    group_size: int = 8
+    num_steps: int = 10
+    noise_level: float = 0.7
+    sde_type: SdeVariant = "sde"
+    sde_window_size: int = 2
+    sde_window_range: tuple[int, int] | None = None
+    sde_window: Literal["shared", "per_sample"] = "shared"
+    dtype: RolloutDtype = "bfloat16"
+    fp8_scale: Fp8Scale = "channel"
+    guidance_scale: float = 1.0
+    refresh_every: int = 1
+    batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        at_least(
+            "rollout",
+            self,
+            prompts_per_step=1,
+            group_size=2,
+            num_steps=2,
+            sde_window_size=1,
+            refresh_every=1,
+            batch_size=1,
+        )
+        if not 0 < self.noise_level < float("inf"):
+            raise ValueError(
+                f"rollout.noise_level must be above 0, got {self.noise_level}: a step without noise has no log-prob"
+            )
+        low, high = self.window_range
+        if not 0 <= low < high <= self.num_steps or high - low < self.sde_window_size:
+            raise ValueError(
+                f"rollout.sde_window_range=[{low}, {high}] must lie in [0, num_steps={self.num_steps}] and hold "
+                f"sde_window_size={self.sde_window_size} steps"
+            )
+        if self.sde_type == "cps" and high == self.num_steps:
+            raise ValueError(
+                f"rollout.sde_window_range=[{low}, {high}] holds the last step, which a cps step takes without noise; "
+                f"end it at {self.num_steps - 1}"
+            )
+
+    @property
+    def window_range(self) -> tuple[int, int]:
+        """[lo, hi), with the default filled in."""
+        return (0, self.num_steps - 1) if self.sde_window_range is None else self.sde_window_range
+
+    @property
+    def rows(self) -> int:
+        """Pictures a step."""
+        return self.prompts_per_step * self.group_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffusionLossConfig:
+    """How denoising steps are trained on; `rollcorr.diffusion.DiffusionActorConfig` has the fields' meaning."""
+
+    loss_mode: Literal["flow_grpo", "grpo_guard", "flow_dppo"] = "flow_grpo"
+    clip_ratio: float = 1e-4
+    kl_mask_threshold: float = 1e-5
+    adv_clip_max: float = 5.0
+    kl_coef: float = 0.0
+    reduction: Any = "mean"
+    rs_denominator: Literal["all", "kept", "weights"] | None = None
+    min_keep_fraction: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffusionAlgorithmConfig:
+    """What the batch becomes: advantages, correction, loss.
+
+    Attributes:
+        advantage: "grpo" (divides by the group's deviation), "dr_grpo" (does not) or "rloo" (leave one out).
+        rollout_correction: preset name, block of options, or null for no correction at all.
+        loss: the rest of `DiffusionActorConfig`.
+    """
+
+    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    rollout_correction: Any = field(default_factory=dict)
+    loss: DiffusionLossConfig = field(default_factory=DiffusionLossConfig)
+
+    def __post_init__(self) -> None:
+        _ = self.actor
+
+    @property
+    def correction(self) -> RolloutCorrectionConfig | None:
+        """The checked correction; None for no correction at all."""
+        return self.actor.correction
+
+    @cached_property
+    def actor(self) -> DiffusionActorConfig:
+        """What `rollcorr.diffusion` is configured with."""
+        correction = None if self.rollout_correction is None else resolve(self.rollout_correction)
+        return DiffusionActorConfig(**asdict(self.loss), rollout_correction=correction)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffusionLogConfig:
+    """What a run leaves behind, beside `metrics.jsonl`.
+
+    Attributes:
+        tensorboard: write TensorBoard events.
+        evaluate: pictures drawn before and after the training, without noise; 0 for none.
+        images: how many of them are shown in the report.
+    """
+
+    tensorboard: bool = True
+    evaluate: int = 48
+    images: int = 24
+
+    def __post_init__(self) -> None:
+        at_least("log", self, evaluate=0, images=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowGrpoConfig:
+    """A whole run.
+
+    Attributes:
+        recipe: names this kind of run.
+        run_dir: directory of the run; must not hold one already unless `resume`.
+        resume: go on from the newest checkpoint in `run_dir`.
+        seed: decides prompts, noise, windows and shuffles.
+        steps: training steps in total.
+        device: where the policy trains and samples, e.g. "cpu" or "cuda".
+        threads: CPU threads of torch; null leaves torch's choice. Bit-for-bit repetition needs the same number.
+    """
+
+    recipe: Literal["flow_grpo"] = "flow_grpo"
+    run_dir: str = "runs/flow-grpo"
+    resume: bool = False
+    seed: int = 0
+    steps: int = 100
+    device: str = "cpu"
+    threads: int | None = None
+    model: DiffusionModelConfig = field(default_factory=DiffusionModelConfig)
+    prompts: PromptConfig = field(default_factory=PromptConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    rollout: DiffusionRolloutConfig = field(default_factory=DiffusionRolloutConfig)
+    algorithm: DiffusionAlgorithmConfig = field(default_factory=DiffusionAlgorithmConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: DiffusionLogConfig = field(default_factory=DiffusionLogConfig)
+
+    def __post_init__(self) -> None:
+        at_least("", self, seed=0, steps=1, threads=1)
+
+    def to_yaml(self) -> str:
+        """The effective configuration: every option, and the correction spelled out."""
+        return effective_yaml(self, self.algorithm.correction)

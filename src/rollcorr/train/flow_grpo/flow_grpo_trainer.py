@@ -1,0 +1,334 @@
+"""Flow-GRPO with rollout correction, one training step from top to bottom.
+
+    sample      the rollout copy draws a group of pictures for each prompt and reports log μ of the steps in the window
+    reward      each picture is judged
+    old         the trainer recomputes log π_old of the same steps (decoupled mode; bypass mode skips this)
+    correct     weights and keep mask from π_old / μ, once per batch (decoupled mode; bypass mode does it in the loss)
+    advantage   rewards become advantages within their group
+    update      PPO epochs × mini-batches × micro-batches × steps of the window
+
+`FlowGrpoTrainer.step` is this list. What surrounds it (files, checkpoints, Ctrl-C) is `rollcorr.train.flow_grpo.flow_grpo_run`.
+Symbols: B pictures, W steps in the window, D latent dimensions; log-probs in nats, averaged over D.
+
+Source: Liu et al. (2025), "Flow-GRPO", arXiv:2505.05470.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from rollcorr.core.diffusion import gaussian_log_prob
+from rollcorr.diffusion import (
+    DiffusionGradients,
+    apply_bypass_mode_to_diffusion_batch,
+    apply_rollout_correction_to_diffusion_batch,
+    check_schedule,
+    diffusion_loss,
+    loss_step_metrics,
+)
+from rollcorr.correction.process_groups import sum_over
+from rollcorr.correction.losses import PolicyLossOutput
+from rollcorr.train.clock import Clock
+from rollcorr.train.flow_grpo.flow_grpo_config import FlowGrpoConfig
+from rollcorr.train.flow_grpo.diffusion_policy import DiffusionPolicy, trained_parameters
+from rollcorr.train.flow_grpo.precision import RolloutModel
+from rollcorr.train.flow_grpo.prompts import PromptSource
+from rollcorr.train.flow_grpo.sampler import Prompts, Sampler, Trajectories, predict
+from rollcorr.train.flow_grpo.schedule import draw_windows, make_schedule
+from rollcorr.train.grpo.grpo_trainer import ADVANTAGES
+from rollcorr.train.seeds import derived_generator
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+PictureReward = Callable[[Tensor, list[str]], Tensor]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PictureBatch:
+    """One step's pictures.
+
+    Attributes:
+        trajectories: how they came about.
+        texts: their prompts, B long.
+        images: (B, 3, H, W) in [0, 1].
+        rewards: (B,) on the CPU.
+        group_ids: which prompt of the step each one answers, (B,) on the CPU.
+        data: the tensors that the correction and the loss read, by the keys of `rollcorr.diffusion`.
+    """
+
+    trajectories: Trajectories
+    texts: list[str]
+    images: Tensor
+    rewards: Tensor
+    group_ids: Tensor
+    data: dict[str, Tensor]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+
+@dataclass(frozen=True, eq=False)
+class PictureStepResult:
+    """What a step leaves: its metrics and its batch."""
+
+    metrics: dict[str, float]
+    batch: PictureBatch
+
+
+class FlowGrpoTrainer:
+    """The state of a training run in memory, and one step of it.
+
+    Args:
+        config: the run's configuration.
+        policy: trained in place, in float32.
+        source: where prompts come from.
+        reward: judges pictures.
+        reference: frozen transformer for the KL penalty; with adapters it is the policy without them, and None here.
+        group: data-parallel ranks that share the update. Each samples and corrects the same batch, from the same seed
+            and weights; forward and backward passes of the update are divided, and the gradients summed.
+
+    Raises:
+        ValueError: a mini-batch would have fewer pictures than there are ranks.
+    """
+
+    def __init__(
+        self,
+        config: FlowGrpoConfig,
+        policy: DiffusionPolicy,
+        source: PromptSource,
+        reward: PictureReward,
+        *,
+        reference: nn.Module | None = None,
+        group: ProcessGroup | None = None,
+    ) -> None:
+        self.config = config
+        self.policy = policy
+        self.source = source
+        self.reward = reward
+        self.reference = reference
+        self.group = group
+        self.actor = config.algorithm.actor
+        self.parameters = trained_parameters(policy.transformer)
+        rollout = config.rollout
+        self.schedule = make_schedule(
+            policy, rollout.num_steps, noise_level=rollout.noise_level, variant=rollout.sde_type
+        )
+        self.sampler = Sampler(
+            policy=policy,
+            model=RolloutModel(policy.transformer, dtype=rollout.dtype, fp8_scale=rollout.fp8_scale),
+            schedule=self.schedule,
+            batch_size=rollout.batch_size,
+        )
+        optim = config.optim
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay
+        )
+        self.skipped_steps = 0
+        self.forward_passes = 0
+        _check_divisible_among(group, rollout.rows, optim.mini_batch_size)
+
+    def step(self, step: int) -> PictureStepResult:
+        """Run training step `step` (1, 2, …): a function of the weights, the optimizer and (seed, step)."""
+        clock, passes = Clock(), self.forward_passes
+        with clock("rollout"):
+            staleness = self._refresh_rollout_model(step)
+            trajectories, texts = self._sample(step)
+        with clock("reward"):
+            batch = self._judge(trajectories, texts)
+        with clock("old_log_prob"):
+            self._add_old_log_probs(batch)
+        with clock("correction"):
+            metrics = self._add_correction(batch)
+            self._add_advantages(batch)
+        with clock("update"):
+            metrics |= self._update(batch, step)
+        metrics |= {
+            "reward/mean": float(batch.rewards.double().mean()),
+            "reward/std": float(batch.rewards.double().std(correction=0)),
+            "actor/skipped_steps": float(self.skipped_steps),
+            "engine/staleness": float(staleness),
+            "perf/forward_passes": float(self.forward_passes - passes),
+            "perf/images_per_second": len(batch) / clock.total,
+            **clock.metrics(),
+        }
+        return PictureStepResult(metrics, batch)
+
+    def prompts(self, texts: Iterable[str], *, copies: int = 1) -> Prompts:
+        """Prompts as the transformer reads them, each `copies` times in a row."""
+        given = list(texts)
+        rows = torch.arange(len(given)).repeat_interleave(copies)
+        condition = self.policy.encoder.encode(given)
+        guidance, empty = self.config.rollout.guidance_scale, None
+        if guidance != 1.0:
+            empty = self.policy.encoder.encode([""]).select(torch.zeros_like(rows))
+        return Prompts(condition.select(rows), empty, guidance)
+
+    def _refresh_rollout_model(self, step: int) -> int:
+        """Give the copy the newest weights when they are due; returns how many versions old its weights are."""
+        version, model = step - 1, self.sampler.model
+        if version % self.config.rollout.refresh_every == 0 and model.version != version:
+            model.update(self.policy.transformer, version=version)
+        return version - model.version
+
+    def _sample(self, step: int) -> tuple[Trajectories, list[str]]:
+        rollout, seed = self.config.rollout, self.config.seed
+        texts = self.source.prompts(rollout.prompts_per_step, seed=seed, step=step)
+        windows = draw_windows(
+            rollout.rows,
+            rollout.sde_window_size,
+            rollout.window_range,
+            per_sample=rollout.sde_window == "per_sample",
+            seed=seed,
+            step=step,
+        )
+        prompts = self.prompts(texts, copies=rollout.group_size)
+        trajectories = self.sampler.sample(prompts, windows, seed=seed, step=step)
+        return trajectories, [text for text in texts for _ in range(rollout.group_size)]
+
+    def _judge(self, trajectories: Trajectories, texts: list[str]) -> PictureBatch:
+        images = self.policy.decode(trajectories.final)
+        groups = torch.arange(self.config.rollout.prompts_per_step).repeat_interleave(self.config.rollout.group_size)
+        return PictureBatch(
+            trajectories=trajectories,
+            texts=texts,
+            images=images,
+            rewards=self.reward(images, texts),
+            group_ids=groups,
+            data=trajectories.batch(),
+        )
+
+    def _add_old_log_probs(self, batch: PictureBatch) -> None:
+        """log π_old, and means of the reference; in bypass mode π_old is μ, and the forward pass is really saved."""
+        check_schedule(batch.trajectories.schedule.sigmas.tolist(), self.schedule.sigmas.tolist())
+        if not self.actor.bypass_mode:
+            old = self._score_all(batch, self.policy.transformer)
+            batch.data.update(old_log_probs=old["log_probs"], old_prev_sample_mean=old["prev_sample_mean"])
+        if self.actor.kl_coef:
+            with self.policy.without_adapters() if self.reference is None else nullcontext():
+                reference = self._score_all(batch, self.reference or self.policy.transformer)
+            batch.data.update(ref_prev_sample_mean=reference["prev_sample_mean"])
+
+    @torch.no_grad()
+    def _score_all(self, batch: PictureBatch, model: nn.Module) -> dict[str, Tensor]:
+        """Log-probs (B, W) and means (B, W, …) of a batch under a model."""
+        rows, window = batch.trajectories.steps.shape
+        parts = [
+            [self._score(batch, model, chunk, column) for column in range(window)]
+            for chunk in torch.arange(rows).split(self._micro_batch_size)
+        ]
+        return {
+            name: torch.cat([torch.cat([step[name] for step in part], dim=1) for part in parts])
+            for name in ("log_probs", "prev_sample_mean")
+        }
+
+    def _score(self, batch: PictureBatch, model: nn.Module, rows: Tensor, column: int) -> dict[str, Tensor]:
+        """One step of the window under a model: log-probs (b, 1) and means (b, 1, …), with gradient."""
+        x, after = (batch.data["latents"][rows, column + i] for i in (0, 1))
+        steps = batch.trajectories.steps[rows, column]
+        self.forward_passes += 1
+        v = predict(self.policy, model, x, self.schedule.at(steps)[0], batch.trajectories.prompts.select(rows))
+        mean, std = self.schedule.moments(v, x, steps)
+        log_prob = gaussian_log_prob(after, mean, std)
+        return {"log_probs": log_prob.unsqueeze(1), "prev_sample_mean": mean.unsqueeze(1)}
+
+    def _add_correction(self, batch: PictureBatch) -> dict[str, float]:
+        schedule = self.schedule.timesteps.tolist()
+        if self.actor.bypass_mode:
+            apply_bypass_mode_to_diffusion_batch(batch.data, schedule=schedule)
+            return {}
+        _, metrics = apply_rollout_correction_to_diffusion_batch(batch.data, self.actor, schedule=schedule)
+        return metrics
+
+    def _add_advantages(self, batch: PictureBatch) -> None:
+        advantages = ADVANTAGES[self.config.algorithm.advantage](batch.rewards, batch.group_ids)
+        batch.data["advantages"] = advantages.to(batch.trajectories.steps.device)
+
+    def _update(self, batch: PictureBatch, step: int) -> dict[str, float]:
+        """Every optimizer step of the batch; returns the metrics of all of them together."""
+        optim = self.config.optim
+        for param_group in self.optimizer.param_groups:
+            param_group["lr"] = optim.lr * min(1.0, step / max(optim.lr_warmup_steps, 1))
+        outputs: list[PolicyLossOutput] = []
+        losses, norms, kept = [], [], []
+        for epoch in range(optim.ppo_epochs):
+            shuffle = derived_generator(self.config.seed, f"shuffle {epoch}", step)
+            order = torch.randperm(len(batch), generator=shuffle)
+            for mini_batch in order.split(optim.mini_batch_size or len(batch)):
+                found, loss, norm, share = self._optimizer_step(batch, mini_batch)
+                outputs += found
+                losses.append(loss)
+                norms.append(norm)
+                kept.append(share)
+        return loss_step_metrics(outputs, self.actor, group=self.group) | {
+            "actor/loss": sum(losses) / len(losses),
+            "actor/grad_norm": sum(norms) / len(norms),
+            "actor/kept_fraction": sum(kept) / len(kept),
+        }
+
+    def _optimizer_step(self, batch: PictureBatch, rows: Tensor) -> tuple[list[PolicyLossOutput], float, float, float]:
+        """Accumulate a mini-batch's gradients over micro-batches and steps, then step, unless there is a reason not to.
+
+        The reasons: nothing (or less than `min_keep_fraction`) was kept, or something is not finite.
+        """
+        window = batch.trajectories.steps.shape[1]
+        own = rows if self.group is None else rows.tensor_split(self.group.size())[self.group.rank()]
+        self.optimizer.zero_grad()
+        gradients = DiffusionGradients(self.parameters, self.actor, total_steps=len(rows) * window)
+        outputs = []
+        for micro_batch in own.split(self._micro_batch_size):
+            for column in range(window):
+                output = diffusion_loss(
+                    self.actor,
+                    self._score(batch, self.policy.transformer, micro_batch, column),
+                    _slice(batch.data, micro_batch, column),
+                    total_steps=gradients.total_steps,
+                    schedule=self.schedule.timesteps.tolist(),
+                )
+                gradients.backward(output)
+                outputs.append(output)
+        outcome = gradients.finish(self.group)
+        loss = sum_over(torch.stack([output.loss.detach().double() for output in outputs]).sum(), self.group)
+        norm = nn.utils.clip_grad_norm_(self.parameters, self.config.optim.max_grad_norm).double()
+        value, size = torch.stack([loss, norm.to(loss.device)]).tolist()
+        if outcome.skipped or not _finite(value + size):
+            self.skipped_steps += 1
+        else:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return outputs, value, size, outcome.kept_fraction
+
+    @property
+    def _micro_batch_size(self) -> int:
+        optim = self.config.optim
+        return optim.micro_batch_size or optim.mini_batch_size or self.config.rollout.rows
+
+
+def _slice(data: dict[str, Tensor], rows: Tensor, column: int) -> dict[str, Tensor]:
+    """One step of the window of some rows: every tensor (b, 1, …), latents (b, 2, …), advantages (b,)."""
+    width = {"latents": 2}
+    return {
+        name: tensor[rows] if name == "advantages" else tensor[:, column : column + width.get(name, 1)][rows]
+        for name, tensor in data.items()
+    }
+
+
+def _finite(value: float) -> bool:
+    return value - value == 0.0
+
+
+def _check_divisible_among(group: ProcessGroup | None, rows: int, mini_batch_size: int | None) -> None:
+    """Every rank needs a picture of every mini-batch: it takes part in each exchange with what it measured."""
+    size = mini_batch_size or rows
+    smallest = min(size, rows % size or size)
+    if group is not None and smallest < group.size():
+        raise ValueError(
+            f"a mini-batch of {smallest} pictures cannot be divided among {group.size()} ranks; raise "
+            "optim.mini_batch_size, or make rollout.prompts_per_step × rollout.group_size a multiple of it"
+        )

@@ -1,0 +1,117 @@
+"""Supervised flow matching on coloured shapes: how the small model came to its weights, and could come again.
+
+    x_σ = (1 − σ) x₀ + σ ε,   loss = mean ‖v_θ(x_σ, σ, prompt) − (ε − x₀)‖²,   σ ~ U(0, 1), ε ~ N(0, 1)
+
+Some prompts are swapped for others in training, so the model mostly but not always draws what it is told: it leaves
+reinforcement learning something to do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollcorr.train.flow_grpo.families import StableDiffusion3, velocity
+from rollcorr.train.flow_grpo.prompts import WordTable
+from rollcorr.train.flow_grpo.shapes import CLASSES, COLOURS, SHAPES, SIZE, draw_shapes, names_of
+from rollcorr.train.seeds import derived_generator
+
+EMBEDDING = 32
+WORDS = ("a", *COLOURS, *SHAPES)
+
+
+def make_small_transformer(*, seed: int = 0, **changes: Any) -> Any:  # noqa: ANN401
+    """An `SD3Transformer2DModel` for 3 × 16 × 16 pixels with random weights; `changes` go to its configuration."""
+    from diffusers import SD3Transformer2DModel
+
+    config: dict[str, Any] = {
+        "sample_size": SIZE,
+        "patch_size": 4,
+        "in_channels": 3,
+        "out_channels": 3,
+        "num_layers": 2,
+        "attention_head_dim": 16,
+        "num_attention_heads": 4,
+        "joint_attention_dim": EMBEDDING,
+        "caption_projection_dim": 64,
+        "pooled_projection_dim": EMBEDDING,
+        "pos_embed_max_size": SIZE // 4,
+        **changes,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return SD3Transformer2DModel(**config)
+
+
+def make_word_table(*, seed: int = 0) -> WordTable:
+    """Random vectors for the words of the shapes' prompts."""
+    return WordTable.random(WORDS, dim=EMBEDDING, length=3, seed=seed)
+
+
+def pretrain(
+    model: Any,  # noqa: ANN401
+    table: WordTable,
+    *,
+    steps: int,
+    batch_size: int = 128,
+    learning_rate: float = 2e-3,
+    swapped: float = 0.5,
+    seed: int = 0,
+    on_step: Callable[[int, float], None] = lambda step, loss: None,
+) -> float:
+    """Train in place with AdamW, along a cosine to 0; returns the last loss.
+
+    Args:
+        model: SD3-type transformer.
+        table: what prompts are.
+        steps: optimizer steps.
+        batch_size: pictures a step.
+        learning_rate: its peak, after 100 steps.
+        swapped: share of pictures whose prompt is replaced by a random one.
+        seed: decides everything.
+        on_step: called with the number of steps done and the loss.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
+    value = math.nan
+    model.train()
+    for step in range(steps):
+        rate = min(1.0, (step + 1) / 100) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate * rate
+        loss = flow_matching_loss(model, table, batch_size, swapped, derived_generator(seed, "pretrain", step))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        value = float(loss.detach())
+        on_step(step + 1, value)
+    model.eval()
+    return value
+
+
+def flow_matching_loss(model: Any, table: WordTable, count: int, swapped: float, generator: torch.Generator) -> Tensor:  # noqa: ANN401
+    """mean ‖v_θ − (ε − x₀)‖² over freshly drawn pictures, 0-d."""
+    classes = torch.randint(len(CLASSES), (count,), generator=generator)
+    pictures = draw_shapes(classes, generator=generator)
+    told = torch.randint(len(CLASSES), (count,), generator=generator)
+    keep = torch.rand(count, generator=generator) >= swapped
+    prompts = names_of(torch.where(keep, classes, told).tolist())
+    sigma = torch.rand(count, generator=generator)
+    noise = torch.randn(pictures.shape, generator=generator)
+    mixed = (1 - sigma)[:, None, None, None] * pictures + sigma[:, None, None, None] * noise
+    predicted = velocity(model, StableDiffusion3(), mixed, sigma, table.encode(prompts), size=(SIZE, SIZE))
+    return (predicted - (noise - pictures)).square().mean()
+
+
+def save_small_model(model: Any, table: WordTable, directory: Path) -> None:  # noqa: ANN401
+    """Write a directory that `load_policy` reads."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    model.save_pretrained(directory / "transformer")
+    FlowMatchEulerDiscreteScheduler().save_pretrained(directory / "scheduler")
+    table.save(directory)

@@ -1,0 +1,199 @@
+"""Prompts, and what the transformer is told about them.
+
+`PromptSource` deals prompts from a file, as a function of (seed, step). An encoder turns them into a `Condition`: the
+word table of a small model, or the text encoders of a diffusers pipeline.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rollcorr.train.flow_grpo.families import Condition, stack_conditions
+from rollcorr.train.seeds import derived_generator
+
+WORD_TABLE = "word_table.safetensors"
+
+
+class PromptEncoder(Protocol):
+    """Turns prompts into what the transformer reads."""
+
+    def encode(self, prompts: Sequence[str]) -> Condition:
+        """One row a prompt, on the model's device."""
+        ...
+
+
+class PromptSource:
+    """Prompts of a step: the next ones of an endless walk through a list, shuffled anew in every epoch.
+
+    Args:
+        prompts: at least one.
+    """
+
+    def __init__(self, prompts: Sequence[str]) -> None:
+        if not prompts:
+            raise ValueError("at least one prompt is needed")
+        self.all = tuple(prompts)
+
+    def prompts(self, count: int, *, seed: int, step: int) -> list[str]:
+        """The `count` prompts of a step: a function of its arguments."""
+        size = len(self.all)
+        positions = range(step * count, (step + 1) * count)
+        orders = {
+            epoch: torch.randperm(size, generator=derived_generator(seed, "prompts", epoch)).tolist()
+            for epoch in {position // size for position in positions}
+        }
+        return [self.all[orders[position // size][position % size]] for position in positions]
+
+
+def read_prompts(path: str | Path) -> list[str]:
+    """Prompts of a file: one a line, or JSON objects with `prompt` when it ends in .jsonl; empty lines do not count.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it holds no prompt, or a line is no object with a `prompt`; the message names the line.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"prompts.path={str(path)!r} does not exist")
+    lines = [(number, line.strip()) for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)]
+    lines = [(number, line) for number, line in lines if line]
+    if not lines:
+        raise ValueError(f"{path} holds no prompt; write one a line")
+    if path.suffix != ".jsonl":
+        return [line for _, line in lines]
+    return [_prompt_of(line, f"{path}, line {number}") for number, line in lines]
+
+
+class WordTable:
+    """A fixed vector for each word; a prompt is its words' vectors in order, filled up with zeros.
+
+    Args:
+        words: the vocabulary.
+        vectors: (words, E).
+        length: words a prompt may have.
+    """
+
+    def __init__(self, words: Sequence[str], vectors: Tensor, *, length: int) -> None:
+        self.words = {word: row for row, word in enumerate(words)}
+        self.vectors = vectors
+        self.length = length
+
+    @classmethod
+    def random(cls, words: Sequence[str], *, dim: int, length: int, seed: int) -> WordTable:
+        """Standard normal vectors, from a seed."""
+        vectors = torch.randn(len(words), dim, generator=derived_generator(seed, "word table"))
+        return cls(words, vectors, length=length)
+
+    def encode(self, prompts: Sequence[str]) -> Condition:
+        """Token embeddings (B, length, E) and their mean over the words (B, E).
+
+        Raises:
+            ValueError: a word is not in the table, or a prompt is too long.
+        """
+        embeds = self.vectors.new_zeros(len(prompts), self.length, self.vectors.shape[1])
+        for row, prompt in enumerate(prompts):
+            words = prompt.lower().split()
+            unknown = [word for word in words if word not in self.words]
+            if unknown:
+                raise ValueError(
+                    f"prompt {prompt!r}: this model does not know {', '.join(map(repr, unknown))}; "
+                    f"it knows {', '.join(self.words)}"
+                )
+            if len(words) > self.length:
+                raise ValueError(f"prompt {prompt!r} has {len(words)} words; this model reads {self.length} at most")
+            if words:
+                embeds[row, : len(words)] = self.vectors[[self.words[word] for word in words]]
+        used = (embeds != 0).any(-1).sum(1, keepdim=True).clamp(min=1)
+        return Condition(embeds, embeds.sum(1) / used)
+
+    def to(self, device: torch.device | str) -> WordTable:
+        """The table elsewhere."""
+        return WordTable(list(self.words), self.vectors.to(device), length=self.length)
+
+    def save(self, directory: Path) -> None:
+        """Write `word_table.safetensors`."""
+        from safetensors.torch import save_file
+
+        metadata = {"words": json.dumps(list(self.words)), "length": str(self.length)}
+        save_file({"vectors": self.vectors.cpu().contiguous()}, directory / WORD_TABLE, metadata=metadata)
+
+    @classmethod
+    def load(cls, directory: Path) -> WordTable:
+        """Read `word_table.safetensors`.
+
+        Raises:
+            ValueError: it is no word table.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        path = directory / WORD_TABLE
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata()
+                return cls(json.loads(metadata["words"]), file.get_tensor("vectors"), length=int(metadata["length"]))
+        except (KeyError, TypeError, ValueError, SafetensorError) as error:
+            raise ValueError(f"{path} is no word table ({error})") from error
+
+
+class PipelineEncoder:
+    """The text encoders of a diffusers pipeline directory.
+
+    Args:
+        directory: holds `model_index.json`, tokenizers and text encoders.
+        dtype: what the encoders compute in; the condition is float32.
+        device: where they are.
+
+    Raises:
+        ValueError: the directory's encoders cannot be loaded; the message says why.
+    """
+
+    def __init__(self, directory: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
+        from diffusers import DiffusionPipeline
+
+        left_out = {name: None for name in ("transformer", "vae") if name in _components(directory)}
+        try:
+            self.pipeline = DiffusionPipeline.from_pretrained(directory, **left_out)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"the text encoders of {str(directory)!r} cannot be loaded: {error}") from error
+        for part in self.pipeline.components.values():
+            if isinstance(part, torch.nn.Module):
+                torch.nn.Module.to(part, device, dtype).requires_grad_(False)
+        self.device = device
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str]) -> Condition:
+        """The pipeline's `encode_prompt`, a prompt at a time, so that a row does not depend on its neighbours."""
+        return stack_conditions([self._encode_one(prompt) for prompt in prompts])
+
+    def _encode_one(self, prompt: str) -> Condition:
+        name = type(self.pipeline).__name__
+        if name.startswith("StableDiffusion3"):
+            embeds, _, pooled, _ = self.pipeline.encode_prompt(
+                prompt, None, None, do_classifier_free_guidance=False, device=self.device
+            )
+            return Condition(embeds.float(), pooled.float())
+        if name.startswith("Flux"):
+            embeds, pooled, _ = self.pipeline.encode_prompt(prompt, None, device=self.device)
+            return Condition(embeds.float(), pooled.float())
+        embeds, mask = self.pipeline.encode_prompt([prompt], device=self.device)
+        return Condition(embeds.float(), mask=mask)
+
+
+def _components(directory: Path) -> Mapping[str, Any]:
+    return json.loads((directory / "model_index.json").read_text(encoding="utf-8"))
+
+
+def _prompt_of(line: str, where: str) -> str:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: no valid JSON ({error.msg})") from error
+    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
+        raise ValueError(f"{where}: expected an object with a text `prompt`")
+    return str(row["prompt"])

@@ -1,0 +1,182 @@
+"""Rewards of pictures: a function of pictures (B, 3, H, W) in [0, 1] and their prompts, one number each.
+
+prompt_match             how much the picture looks like the shape in its prompt, [0, 1]
+colour                   how much of one colour there is, [−1, 1]
+jpeg_compressibility     minus the size as JPEG, kB
+ocr                      how much of the text in the prompt's quotation marks can be read, [0, 1]
+function                 your own: `package.module:name` or `file.py:name`
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import io
+import re
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollcorr.train.flow_grpo.images import to_pil
+from rollcorr.train.flow_grpo.shapes import class_of, likeness
+
+Reward = Callable[[Tensor, Sequence[str]], Sequence[float] | Tensor]
+COLOURS = {
+    "red": (1.0, 0.0, 0.0),
+    "green": (0.0, 1.0, 0.0),
+    "blue": (0.0, 0.0, 1.0),
+    "yellow": (1.0, 1.0, 0.0),
+    "purple": (1.0, 0.0, 1.0),
+    "cyan": (0.0, 1.0, 1.0),
+}
+QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”|\'([^\']+)\'')
+
+
+def prompt_match(images: Tensor, prompts: Sequence[str]) -> Tensor:
+    """1 − squared distance to the nearest picture of what the prompt names, relative to a blank one's, (B,).
+
+    The prompt names a colour and a shape; see `rollcorr.train.flow_grpo.shapes.likeness`.
+    """
+    return likeness(images, torch.tensor([class_of(prompt) for prompt in prompts]))
+
+
+def colour(images: Tensor, prompts: Sequence[str], *, name: str = "red") -> Tensor:
+    """Mean over pixels of their colour channels minus the mean of the others: 1 is pure, 0 is grey, (B,)."""
+    del prompts
+    wanted = torch.tensor(COLOURS[name]).bool()
+    means = images.detach().float().cpu().mean((-2, -1))
+    return means[:, wanted].mean(1) - means[:, ~wanted].mean(1)
+
+
+def jpeg_compressibility(images: Tensor, prompts: Sequence[str]) -> list[float]:
+    """Minus the size as JPEG of quality 95, in kB (1000 bytes).
+
+    Source: Black et al. (2023), "Training Diffusion Models with Reinforcement Learning", arXiv:2305.13301.
+    """
+    del prompts
+    return [-_jpeg_bytes(image) / 1000 for image in images]
+
+
+def ocr(images: Tensor, prompts: Sequence[str]) -> list[float]:
+    """1 − min(edit distance, n) / n between what is read and the n characters in the prompt's quotation marks.
+
+    Case and spaces do not count; text that contains the wanted one is right.
+
+    Raises:
+        ImportError: the extra is missing.
+        ValueError: a prompt has no text in quotation marks.
+
+    Source: Liu et al. (2025), "Flow-GRPO", arXiv:2505.05470; Gong et al. (2025), "Seedream 2.0", arXiv:2503.07703.
+    """
+    reader = _ocr_reader()
+    return [
+        text_score(_read_text(reader, image), quoted_text(prompt))
+        for image, prompt in zip(images, prompts, strict=True)
+    ]
+
+
+def quoted_text(prompt: str) -> str:
+    """The text in the first quotation marks of a prompt."""
+    found = QUOTED.search(prompt)
+    if found is None:
+        raise ValueError(f"prompt {prompt!r} has no text in quotation marks for the ocr reward to look for")
+    return next(group for group in found.groups() if group)
+
+
+def text_score(read: str, wanted: str) -> float:
+    """1 − min(edit distance, n) / n, n = characters of `wanted`; 1 when `read` contains it."""
+    read, wanted = ("".join(text.lower().split()) for text in (read, wanted))
+    if wanted in read:
+        return 1.0
+    return 1.0 - min(edit_distance(read, wanted), len(wanted)) / len(wanted)
+
+
+def edit_distance(a: str, b: str) -> int:
+    """Insertions, deletions and substitutions that turn one text into the other (Levenshtein)."""
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        diagonal, row[0] = row[0], i
+        for j, y in enumerate(b, 1):
+            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (x != y))
+    return row[-1]
+
+
+def make_reward(name: str, *, colour_name: str = "red", function: str | None = None) -> Callable[..., Tensor]:
+    """The reward that a configuration names, checked: it must return one finite number a picture.
+
+    Args:
+        name: one of the table above.
+        colour_name: of the colour reward.
+        function: of "function"; None for the others.
+    """
+    rewards: dict[str, Reward] = {
+        "prompt_match": prompt_match,
+        "colour": partial(colour, name=colour_name),
+        "jpeg_compressibility": jpeg_compressibility,
+        "ocr": ocr,
+    }
+    label = name if function is None else function
+    return partial(_checked, rewards[name] if function is None else load_function(function), label)
+
+
+def load_function(where: str) -> Reward:
+    """A function by `package.module:name` or `path/to/file.py:name`.
+
+    Raises:
+        ValueError: the text has no colon, there is no such file, module or name, or it cannot be called.
+    """
+    place, separator, name = where.rpartition(":")
+    if not separator or not place:
+        raise ValueError(f"reward.function={where!r} must be package.module:name or file.py:name")
+    try:
+        module = _module_from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        found = getattr(module, name)
+    except (ImportError, OSError, AttributeError) as error:
+        raise ValueError(f"reward.function={where!r} cannot be loaded: {error}") from error
+    if not callable(found):
+        raise ValueError(f"reward.function={where!r} is {type(found).__name__}, not a function of pictures and prompts")
+    return cast("Reward", found)
+
+
+def _checked(reward: Reward, name: str, images: Tensor, prompts: Sequence[str]) -> Tensor:
+    values = torch.as_tensor(reward(images, prompts), dtype=torch.float32).cpu()
+    if values.shape != (len(prompts),):
+        raise ValueError(f"reward {name} returned {tuple(values.shape)} for {len(prompts)} pictures; return one each")
+    if not values.isfinite().all():
+        row = int((~values.isfinite()).nonzero()[0])
+        raise ValueError(f"reward {name} of {prompts[row]!r} is {float(values[row])}; return a finite number")
+    return values
+
+
+def _jpeg_bytes(image: Tensor) -> int:
+    buffer = io.BytesIO()
+    to_pil(image).save(buffer, format="JPEG", quality=95)
+    return buffer.tell()
+
+
+@cache
+def _ocr_reader() -> Any:  # noqa: ANN401
+    try:
+        from rapidocr_onnxruntime import RapidOCR
+    except ImportError as error:
+        raise ImportError("the ocr reward needs pip install 'rollcorr[ocr]'") from error
+    return RapidOCR()
+
+
+def _read_text(reader: Any, image: Tensor) -> str:  # noqa: ANN401
+    lines, _ = reader(np.asarray(to_pil(image))[:, :, ::-1])
+    return "".join(line[1] for line in lines or [])
+
+
+def _module_from_file(path: Path) -> Any:  # noqa: ANN401
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise OSError(f"no such file: {path}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

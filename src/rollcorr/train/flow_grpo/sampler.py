@@ -1,0 +1,204 @@
+"""Trajectories: what the rollout policy draws, step by step, and what it says about each step in the window.
+
+The copy computes in its own precision; the latents, the step and its log-prob are float32 always, because rounding them
+would be a mismatch of its own. Steps outside the window follow the ODE on the copy too: that shift changes which
+pictures are drawn, and no importance weight of the window's steps corrects it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rollcorr.core.diffusion import gaussian_log_prob, take_step
+from rollcorr.train.flow_grpo.families import Condition, velocity
+from rollcorr.train.flow_grpo.diffusion_policy import DiffusionPolicy
+from rollcorr.train.flow_grpo.precision import RolloutModel
+from rollcorr.train.flow_grpo.schedule import Schedule
+from rollcorr.train.seeds import derived_generator
+
+
+@dataclass(frozen=True, eq=False)
+class Prompts:
+    """Prompts as the transformer reads them.
+
+    Attributes:
+        condition: B rows.
+        unconditional: the empty prompt, B rows; None without guidance.
+        guidance: γ of classifier-free guidance, 1 for none.
+    """
+
+    condition: Condition
+    unconditional: Condition | None = None
+    guidance: float = 1.0
+
+    def __len__(self) -> int:
+        return len(self.condition)
+
+    def select(self, rows: Tensor) -> Prompts:
+        """Some rows."""
+        empty = None if self.unconditional is None else self.unconditional.select(rows)
+        return Prompts(self.condition.select(rows), empty, self.guidance)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Trajectories:
+    """B trajectories, W steps in the window; tensors are float32 unless said otherwise.
+
+    Attributes:
+        schedule: σ of every step.
+        prompts: B rows.
+        steps: step numbers inside the window, (B, W) int64.
+        latents: x before each step of the window, and after the last, (B, W + 1, …).
+        prev_sample_mean: m of each step under the rollout policy, (B, W, …).
+        std: s of each step, (B, W).
+        rollout_log_probs: log μ of each step, averaged over the D latent dimensions, (B, W), nats.
+        final: x at σ = 0, (B, …).
+        version: of the weights that sampled.
+    """
+
+    schedule: Schedule
+    prompts: Prompts
+    steps: Tensor
+    latents: Tensor
+    prev_sample_mean: Tensor
+    std: Tensor
+    rollout_log_probs: Tensor
+    final: Tensor
+    version: int
+
+    def __len__(self) -> int:
+        return self.steps.shape[0]
+
+    def batch(self) -> dict[str, Tensor]:
+        """What `rollcorr.diffusion` corrects and trains on, by its keys."""
+        sigma, sigma_next = self.schedule.at(self.steps)
+        return {
+            "rollout_log_probs": self.rollout_log_probs,
+            "latents": self.latents,
+            "timesteps": sigma * 1000,
+            "prev_sample_mean": self.prev_sample_mean,
+            "std": self.std,
+            "dt": sigma_next - sigma,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampler:
+    """Draws trajectories with a rollout model.
+
+    Attributes:
+        policy: family and sizes; its own transformer is not run.
+        model: the copy that is.
+        schedule: σ of every step.
+        batch_size: rows at a time; None for all at once.
+    """
+
+    policy: DiffusionPolicy
+    model: RolloutModel
+    schedule: Schedule
+    batch_size: int | None = None
+
+    @torch.no_grad()
+    def sample(self, prompts: Prompts, steps: Tensor, *, seed: int, step: int) -> Trajectories:
+        """One trajectory for each row: SDE steps inside its window, ODE steps outside.
+
+        Args:
+            prompts: B rows.
+            steps: each row's window: step numbers that follow one another, (B, W).
+            seed: the run's.
+            step: names the noise, with the seed.
+
+        Raises:
+            ValueError: a window leaves the schedule, or a latent is not finite.
+        """
+        if int(steps.min()) < 0 or int(steps.max()) >= self.schedule.steps:
+            raise ValueError(
+                f"windows hold steps {int(steps.min())} … {int(steps.max())}, the schedule has 0 … "
+                f"{self.schedule.steps - 1}; lower rollout.sde_window_range or raise rollout.num_steps"
+            )
+        rows, window = steps.shape
+        x = self._noise(rows, seed, step, "start")
+        steps = steps.to(x.device)
+        latents = x.new_empty(rows, window + 1, *x.shape[1:])
+        means = x.new_empty(rows, window, *x.shape[1:])
+        stds, log_probs = x.new_empty(rows, window), x.new_empty(rows, window)
+        for number in range(self.schedule.steps):
+            v, at = self._velocity(x, number, prompts)
+            straight = self.schedule.straight(v, x, at)
+            row, column = (steps == number).nonzero(as_tuple=True)
+            if not len(row):
+                x = straight
+                continue
+            mean, std = self.schedule.moments(v, x, at)
+            wide = std.view(-1, *[1] * (x.dim() - 1))
+            taken = take_step(mean, wide, self._noise(rows, seed, step, f"noise {number}")).prev_sample
+            log_prob = gaussian_log_prob(taken, mean, wide)
+            latents[row, column], latents[row, column + 1] = x[row], taken[row]
+            means[row, column], stds[row, column] = mean[row], std[row]
+            log_probs[row, column] = log_prob[row]
+            x = straight.index_copy(0, row, taken[row])
+        _check_finite(x, self.model.dtype)
+        return Trajectories(
+            schedule=self.schedule,
+            prompts=prompts,
+            steps=steps,
+            latents=latents,
+            prev_sample_mean=means,
+            std=stds,
+            rollout_log_probs=log_probs,
+            final=x,
+            version=self.model.version,
+        )
+
+    @torch.no_grad()
+    def draw(self, prompts: Prompts, *, seed: int, step: int) -> Tensor:
+        """x at σ = 0 along the ODE alone, (B, …): what the policy draws when it does not explore."""
+        x = self._noise(len(prompts), seed, step, "start")
+        for number in range(self.schedule.steps):
+            v, at = self._velocity(x, number, prompts)
+            x = self.schedule.straight(v, x, at)
+        _check_finite(x, self.model.dtype)
+        return x
+
+    def _velocity(self, x: Tensor, number: int, prompts: Prompts) -> tuple[Tensor, Tensor]:
+        """v of all rows at a step, and the step number of each row."""
+        at = torch.full((len(x),), number, device=x.device)
+        sigma, _ = self.schedule.at(at)
+        rows = torch.arange(len(x), device=x.device)
+        parts = [
+            predict(self.policy, self.model.module, x[part], sigma[part], prompts.select(part))
+            for part in rows.split(self.batch_size or len(x))
+        ]
+        return torch.cat(parts), at
+
+    def _noise(self, rows: int, seed: int, step: int, purpose: str) -> Tensor:
+        """Standard normal latents, drawn on the CPU so that every device gets the same."""
+        generator = derived_generator(seed, f"latents {purpose}", step)
+        noise = torch.randn((rows, *self.policy.latent_shape), generator=generator)
+        return noise.to(next(self.model.module.parameters()).device)
+
+
+def predict(policy: DiffusionPolicy, model: torch.nn.Module, x: Tensor, sigma: Tensor, prompts: Prompts) -> Tensor:
+    """v_θ of a model of the policy's kind, float32, in the shape of x (B, …); σ is (B,)."""
+    return velocity(
+        model,
+        policy.family,
+        x,
+        sigma,
+        prompts.condition,
+        size=policy.size,
+        guidance=prompts.guidance,
+        unconditional=prompts.unconditional,
+    )
+
+
+def _check_finite(x: Tensor, dtype: str) -> None:
+    bad = int((~x.flatten(1).isfinite().all(1)).sum())
+    if bad:
+        raise ValueError(
+            f"{bad} of {len(x)} sampled latents are NaN or inf (rollout.dtype={dtype}): the weights are broken, or the "
+            "model leaves the range of its dtype; try rollout.dtype=float32, a lower optim.lr or a smaller guidance"
+        )

@@ -1,0 +1,376 @@
+"""GRPO with rollout correction, one training step from top to bottom.
+
+    sample      the engine draws a group of responses to each problem and reports log μ
+    reward      each response is checked
+    old         the trainer recomputes log π_old of the same tokens (decoupled mode; bypass mode skips this)
+    correct     weights and loss mask from π_old / μ, once per batch (decoupled mode; bypass mode does it in the loss)
+    advantage   rewards become advantages within their group
+    update      PPO epochs × mini-batches × micro-batches
+
+`GrpoTrainer.step` is this list. What surrounds it (files, checkpoints, Ctrl-C) is in `rollcorr.train.grpo.grpo_run`. Symbols:
+B responses, T padded response length; log-probs in nats.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from rollcorr.correction.denominators import aggregation_mode, normalizer_counts
+from rollcorr.correction.micro_batches import BypassGradients
+from rollcorr.core.advantages import dr_grpo_advantages, grpo_advantages, rloo_advantages
+from rollcorr.core.aggregation import Denominators, count_denominators
+from rollcorr.core.metric_registry import finalize
+from rollcorr.core.statistics import Statistics, merge_statistics
+from rollcorr.correction.rollout_correction import Correction, correct
+from rollcorr.correction.process_groups import gather_statistics, sum_denominators, sum_gradients, sum_over
+from rollcorr.engines.base import Engine, Rollout
+from rollcorr.correction.losses import (
+    PolicyLogProbs,
+    PolicyLossOutput,
+    policy_loss,
+)
+from rollcorr.train.grpo.actor import Actor
+from rollcorr.train.clock import Clock
+from rollcorr.train.grpo.grpo_config import TrainConfig
+from rollcorr.train.grpo.policy import Policy
+from rollcorr.train.seeds import derived_generator, derived_seed
+from rollcorr.train.grpo.tasks import Reward, Task, hard_gated_reward
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+ADVANTAGES: dict[str, Callable[..., Tensor]] = {
+    "grpo": grpo_advantages,
+    "dr_grpo": dr_grpo_advantages,
+    "rloo": rloo_advantages,
+}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Batch:
+    """One step's responses and what the trainer knows about them; tensors (B, T) unless said otherwise.
+
+    Attributes:
+        rollout: tokens and log μ, as the engine reported them.
+        actor: what the trainer's log-probs of these tokens are.
+        rewards: what each response earned, B long.
+        group_ids: which problem it answers, (B,).
+        old_log_prob: log π_old; None in bypass mode.
+        ref_log_prob: log-probs of the reference policy, over the whole vocabulary; None without a KL penalty.
+        correction: weights and mask from π_old / μ; None in bypass mode or without any correction.
+        advantages: (B,).
+    """
+
+    rollout: Rollout
+    actor: Actor
+    rewards: list[Reward]
+    group_ids: Tensor
+    old_log_prob: Tensor | None = None
+    ref_log_prob: Tensor | None = None
+    correction: Correction | None = None
+    advantages: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    @property
+    def response_mask(self) -> Tensor:
+        """(B, T) bool, true on sampled tokens."""
+        return self.rollout.tokens.response_mask
+
+
+@dataclass(frozen=True, eq=False)
+class StepResult:
+    """What a step leaves: its metrics, its batch, and log π_θ of the batch as the first epoch met it, (B, T)."""
+
+    metrics: dict[str, float]
+    batch: Batch
+    log_prob: Tensor
+
+
+class GrpoTrainer:
+    """The state of a training run in memory, and one step of it.
+
+    Args:
+        config: the run's configuration.
+        policy: trained in place, in float32.
+        engine: samples; starts with the policy's weights.
+        task: where problems come from.
+        reference: frozen model for the KL penalty; needed when `algorithm.loss.kl_coef` is not 0.
+        group: data-parallel ranks that share the update. Each samples and corrects the same batch, from the same seed
+            and weights; forward and backward passes of the update are divided, and the gradients summed.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        policy: Policy,
+        engine: Engine,
+        task: Task,
+        *,
+        reference: nn.Module | None = None,
+        group: ProcessGroup | None = None,
+    ) -> None:
+        self.config = config
+        self.policy = policy
+        self.model = policy.model.eval()  # no dropout: log-probs of one policy must agree between passes
+        self.engine = engine
+        self.task = task
+        self.reference = reference
+        self.group = group
+        self.correction_config = config.algorithm.correction
+        self.bypass = self.correction_config is not None and self.correction_config.bypass_mode
+        optim = config.optim
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay
+        )
+        self.skipped_steps = 0
+
+    def step(self, step: int) -> StepResult:
+        """Run training step `step` (1, 2, …): a function of the weights, the optimizer and (seed, step)."""
+        clock = Clock()
+        with clock("rollout"):
+            staleness = self._refresh_engine(step)
+            batch = self._sample(step)
+        with clock("old_log_prob"):
+            batch = self._add_old_log_prob(batch)
+        with clock("correction"):
+            batch = self._add_correction(batch)
+            batch = self._add_advantages(batch)
+        with clock("update"):
+            statistics, log_prob = self._update(batch, step)
+            host = statistics.read()  # every metric of the step crosses to the host here, once
+        tokens = host.sums["response_tokens"]
+        metrics = _reward_metrics(batch.rewards) | {
+            "actor/loss": host.moments["loss"].mean,
+            "actor/grad_norm": host.moments["grad_norm"].mean,
+            **{f"actor/{name}": host.moments[name].mean for name in ACTOR_METRICS if name in host.moments},
+            **{f"sampling/{name}": host.moments[name].mean for name in SAMPLING_METRICS if name in host.moments},
+            "actor/skipped_steps": float(self.skipped_steps),
+            "response/length_mean": tokens / len(batch.rewards),
+            "engine/staleness": float(staleness),
+            **(finalize(host) if self.correction_config is not None else {}),
+            "perf/tokens_per_second": tokens / clock.total,
+            **clock.metrics(),
+        }
+        return StepResult(metrics, batch, log_prob)
+
+    def _refresh_engine(self, step: int) -> int:
+        """Give the engine the newest weights when they are due; returns how many versions old its weights are."""
+        version = step - 1
+        if version % self.config.rollout.refresh_every == 0 and self.engine.weight_version != version:
+            self.engine.update_weights(self.model, version=version)
+        return version - self.engine.weight_version
+
+    def _sample(self, step: int) -> Batch:
+        rollout_config, seed = self.config.rollout, self.config.seed
+        problems = self.task.problems(rollout_config.prompts_per_step, seed=seed, step=step)
+        answers = [problem.answer for problem in problems for _ in range(rollout_config.group_size)]
+        prompts = [self.policy.encode(problem.prompt) for problem in problems for _ in range(rollout_config.group_size)]
+        rollout = self.engine.generate(prompts, seed=derived_seed(seed, "sampling", step))
+        actor = Actor.of(rollout, self.config.actor.spec(rollout.sampling))  # before anything is subtracted
+        ids, mask = rollout.tokens.response_ids.cpu(), rollout.tokens.response_mask.cpu()
+        rewards = [
+            hard_gated_reward(
+                row[valid].tolist(), answer, self.policy.tokenizer, bonus_length=self.config.task.bonus_length
+            )
+            for row, valid, answer in zip(ids, mask, answers, strict=True)
+        ]
+        group_ids = torch.arange(len(problems)).repeat_interleave(rollout_config.group_size)
+        group_ids = group_ids.to(rollout.tokens.response_ids.device)
+        return Batch(rollout=rollout, actor=actor, rewards=rewards, group_ids=group_ids)
+
+    def _add_old_log_prob(self, batch: Batch) -> Batch:
+        """log π_old and log π_ref; in bypass mode π_old is μ, and the forward pass is really saved."""
+        old_log_prob = None if self.bypass else self._log_prob(self.model, batch, batch.actor)
+        ref_log_prob = None
+        if self.reference is not None:  # never filtered: what only the policy kept must have a finite log-prob
+            ref_log_prob = self._log_prob(self.reference, batch, batch.actor.unfiltered)
+        return dataclasses.replace(batch, old_log_prob=old_log_prob, ref_log_prob=ref_log_prob)
+
+    @torch.no_grad()
+    def _log_prob(self, model: nn.Module, batch: Batch, actor: Actor) -> Tensor:
+        chunks = torch.arange(len(batch.rewards)).split(self._micro_batch_size)
+        return torch.cat([actor.score(model, batch.rollout, rows).log_prob for rows in chunks])
+
+    def _add_correction(self, batch: Batch) -> Batch:
+        if self.correction_config is None or batch.old_log_prob is None:
+            return batch
+        correction = correct(
+            batch.old_log_prob, batch.rollout.rollout_log_prob, batch.response_mask, self.correction_config
+        )
+        return dataclasses.replace(batch, correction=correction)
+
+    def _add_advantages(self, batch: Batch) -> Batch:
+        algorithm = self.config.algorithm
+        rewards = torch.tensor([reward.value for reward in batch.rewards], device=batch.group_ids.device)
+        keep = None
+        if algorithm.leave_rejected_out_of_baseline and batch.correction is not None:
+            keep = batch.correction.sequence_kept
+        advantages = ADVANTAGES[algorithm.advantage](rewards, batch.group_ids, keep=keep)
+        return dataclasses.replace(batch, advantages=advantages)
+
+    def _update(self, batch: Batch, step: int) -> tuple[Statistics, Tensor]:
+        """Every optimizer step of the batch; returns merged statistics and log π_θ as the first epoch met it."""
+        optim, rows = self.config.optim, len(batch.rewards)
+        for param_group in self.optimizer.param_groups:
+            param_group["lr"] = optim.lr * min(1.0, step / max(optim.lr_warmup_steps, 1))
+        met = torch.zeros_like(batch.rollout.rollout_log_prob)
+        losses: list[Statistics] = []
+        corrections: list[Statistics | None] = []
+        for epoch in range(optim.ppo_epochs):
+            shuffle = derived_generator(self.config.seed, f"shuffle {epoch}", step)
+            order = torch.randperm(rows, generator=shuffle)  # on the host, see `Actor.kept`
+            for mini_batch in order.split(optim.mini_batch_size or rows):
+                outputs, log_probs, statistics = self._optimizer_step(batch, mini_batch)
+                losses.append(statistics)
+                corrections += [output.correction.statistics for output in outputs if output.correction is not None]
+                if epoch == 0:
+                    met[_beside(batch, self._own(mini_batch))] = log_probs
+        statistics = merge_statistics(losses) | _count(batch.response_mask)
+        met = sum_over(met, self.group)
+        if batch.correction is not None:  # decoupled: one correction for the whole batch, the same on every rank
+            return statistics if batch.correction.statistics is None else statistics | batch.correction.statistics, met
+        measured = [part for part in corrections if part is not None]
+        return statistics | gather_statistics(merge_statistics(measured), self.group) if measured else statistics, met
+
+    def _optimizer_step(self, batch: Batch, rows: Tensor) -> tuple[list[PolicyLossOutput], Tensor, Statistics]:
+        """Accumulate a mini-batch's gradients over micro-batches, then step, if they are finite and there are any.
+
+        Where nothing was kept, gradients are 0, and yet the optimizer's momentum and weight decay would move weights.
+        """
+        original = count_denominators(batch.response_mask[_beside(batch, rows)])
+        mode = aggregation_mode(self.correction_config, self.config.algorithm.loss)
+        gradients = BypassGradients(self.model.parameters(), original, mode=mode) if self.bypass else None
+        outputs, log_probs, learned, denominators = [], [], [], self._denominators(batch, rows)
+        own = self._own(rows)
+        part, batch = (own, batch) if len(own) else (rows[:1], _without_tokens(batch))
+        self.optimizer.zero_grad()
+        for micro_batch in part.split(self._micro_batch_size):
+            output, log_prob = self._loss(batch, micro_batch, denominators, original)
+            if gradients is None:
+                output.loss.backward()
+            else:
+                gradients.backward(output)
+            outputs.append(output)
+            log_probs.append(log_prob)
+            mask = output.loss_mask if output.regularization is None else batch.response_mask[micro_batch]
+            learned.append(torch.stack([output.loss.detach(), mask.sum().to(output.loss.dtype)]))
+        if gradients is not None:
+            gradients.finish(sum_denominators(gradients.counts, self.group, device=batch.group_ids.device))
+        sum_gradients(self.model.parameters(), self.group)
+        loss, tokens = sum_over(torch.stack(learned).sum(0), self.group)
+        grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.max_grad_norm)
+        if bool(
+            (loss + grad_norm).isfinite() & (tokens > 0)
+        ):  # the optimizer must know: one flag is read per optimizer step
+            self.optimizer.step()
+        else:
+            self.skipped_steps += 1
+        self.optimizer.zero_grad()
+        statistics = gather_statistics(merge_statistics([output.statistics for output in outputs]), self.group)
+        return outputs, torch.cat(log_probs)[: len(own)], statistics | _single(loss=loss, grad_norm=grad_norm)
+
+    def _own(self, rows: Tensor) -> Tensor:
+        """This rank's part of a mini-batch; empty when there are fewer rows than ranks."""
+        return rows if self.group is None else rows.tensor_split(self.group.size())[self.group.rank()]
+
+    def _denominators(self, batch: Batch, rows: Tensor) -> Denominators:
+        """What the policy gradient of a whole mini-batch is divided by; in bypass mode rescaled at its end."""
+        rows = _beside(batch, rows)
+        mask, correction = batch.response_mask[rows], batch.correction
+        if self.correction_config is None or correction is None:
+            return count_denominators(mask)
+        weights = None if correction.loss_weights is None else correction.loss_weights[rows]
+        return normalizer_counts(self.correction_config.normalizer, correction.loss_mask[rows], mask, weights)
+
+    def _loss(
+        self, batch: Batch, rows: Tensor, denominators: Denominators, original: Denominators
+    ) -> tuple[PolicyLossOutput, Tensor]:
+        """The loss of a micro-batch, and the log π_θ that it saw."""
+        loss_config = self.config.algorithm.loss
+        scores = batch.actor.score(
+            self.model,
+            batch.rollout,
+            rows,
+            entropy_gradient=loss_config.entropy_coef != 0,
+            full_gradient=loss_config.kl_coef != 0,
+        )
+        rows = _beside(batch, rows)
+        policies = PolicyLogProbs(
+            log_prob=scores.log_prob,
+            old_log_prob=None if batch.old_log_prob is None else batch.old_log_prob[rows],
+            rollout_log_prob=batch.rollout.rollout_log_prob[rows],
+            ref_log_prob=None if batch.ref_log_prob is None else batch.ref_log_prob[rows],
+            full_log_prob=scores.full_log_prob,
+        )
+        output = policy_loss(
+            policies,
+            batch.advantages[rows],
+            batch.response_mask[rows],
+            config=self.correction_config,
+            loss=loss_config,
+            correction=None if batch.correction is None else _rows_of(batch.correction, rows),
+            denominators=denominators,
+            original_denominators=original,
+            entropy=scores.entropy,
+        )
+        statistics = output.statistics | scores.restriction(batch.response_mask[rows])
+        return dataclasses.replace(output, statistics=statistics), scores.log_prob.detach()
+
+    @property
+    def _micro_batch_size(self) -> int:
+        optim = self.config.optim
+        return optim.micro_batch_size or optim.mini_batch_size or self.config.rollout.rows
+
+
+ACTOR_METRICS = ("policy_kl", "clip_fraction_high", "clip_fraction_low", "clip_fraction_dual", "entropy", "kl_ref")
+SAMPLING_METRICS = ("outside_fraction", "kept_mass")
+
+
+def _beside(batch: Batch, rows: Tensor) -> Tensor:
+    """Row numbers on the batch's device, without waiting for it."""
+    return rows.to(batch.group_ids.device, non_blocking=True)
+
+
+def _rows_of(correction: Correction, rows: Tensor) -> Correction:
+    """The part of a batch's correction that belongs to some rows; its statistics stay those of the batch."""
+    return dataclasses.replace(
+        correction,
+        weights=None if correction.weights is None else correction.weights[rows],
+        loss_mask=correction.loss_mask[rows],
+        sequence_kept=correction.sequence_kept[rows],
+    )
+
+
+def _without_tokens(batch: Batch) -> Batch:
+    """The same batch with nothing in it: what a rank without rows runs, so that it takes part in every exchange."""
+    nothing = torch.zeros_like(batch.response_mask)
+    tokens = dataclasses.replace(batch.rollout.tokens, response_mask=nothing)
+    correction = batch.correction and dataclasses.replace(batch.correction, loss_mask=nothing)
+    return dataclasses.replace(batch, rollout=dataclasses.replace(batch.rollout, tokens=tokens), correction=correction)
+
+
+def _single(**values: Tensor) -> Statistics:
+    """One observation of each value, as moments that merge into a mean over optimizer steps."""
+    moments = {
+        name: torch.stack([torch.ones_like(value), value, torch.zeros_like(value)]).double()
+        for name, value in values.items()
+    }
+    return Statistics.of(sums={}, moments=moments, extremes={})
+
+
+def _count(response_mask: Tensor) -> Statistics:
+    return Statistics.of(sums={"response_tokens": response_mask.sum().double()}, moments={}, extremes={})
+
+
+def _reward_metrics(rewards: list[Reward]) -> dict[str, float]:
+    values = torch.tensor([reward.value for reward in rewards], dtype=torch.float64)
+    return {
+        "reward/mean": float(values.mean()),
+        "reward/std": float(values.std(correction=0)),
+        "reward/accuracy": sum(reward.correct for reward in rewards) / len(rewards),
+    }

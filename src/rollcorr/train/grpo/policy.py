@@ -1,0 +1,150 @@
+"""Policies: the tiny Qwen3 model of the demo, its byte tokenizer, and loading either from a directory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rollcorr.engines.transport.checkpoint_folder import without_progress_bars
+from rollcorr.train.seeds import derived_seed
+
+ASSETS = Path(__file__).parent / "assets"
+DEMO_POLICY = "demo"
+TINY_QWEN3 = {
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A causal language model in float32 and the tokenizer that belongs to it."""
+
+    model: Any
+    tokenizer: Any
+
+    @property
+    def eos_token_id(self) -> int:
+        """The token that ends a response."""
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def pad_token_id(self) -> int:
+        """The token that fills rows up to a common length."""
+        pad = self.tokenizer.pad_token_id
+        return self.eos_token_id if pad is None else int(pad)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, without special tokens."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+
+def make_byte_tokenizer() -> Any:  # noqa: ANN401 (transformers is imported lazily)
+    """A tokenizer with one token per byte, `<pad>` and `<eos>`: 258 entries, and no text it cannot read."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", clean_up_tokenization_spaces=False
+    )
+
+
+def make_tiny_policy(*, seed: int = 0, **overrides: Any) -> Policy:  # noqa: ANN401 (any Qwen3Config field)
+    """A randomly initialised Qwen3 policy with 1.0 M parameters over bytes.
+
+    Args:
+        seed: seeds the initial weights; the global generator is left as it was.
+        overrides: fields of `Qwen3Config` that differ from `TINY_QWEN3`.
+    """
+    from transformers import Qwen3Config
+
+    tokenizer = make_byte_tokenizer()
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        **(TINY_QWEN3 | overrides),
+    )
+    return Policy(_initialise(config, seed), tokenizer)
+
+
+def load_policy(path: str | None, *, config: Mapping[str, Any] | None = None, seed: int = 0) -> Policy:
+    """Load a policy in float32.
+
+    Args:
+        path: a directory with a model and its tokenizer, `"demo"` for the checkpoint that comes with the package,
+            or None for random weights.
+        config: `model_type` and fields of a `transformers` configuration; only with random weights, which use
+            the byte tokenizer.
+        seed: seeds random weights.
+
+    Raises:
+        FileNotFoundError: the directory does not exist, or has no model or tokenizer.
+        ValueError: both or neither of `path` and `config` are given.
+    """
+    if (path is None) == (config is None):
+        raise ValueError(f"give either model.path or model.config, got path={path!r} and config={config!r}")
+    if path is None:
+        return _from_config(dict(config or {}), seed)
+    return _from_directory(ASSETS / "demo" if path == DEMO_POLICY else Path(path))
+
+
+def save_policy(policy: Policy, directory: Path) -> None:
+    """Write model (safetensors) and tokenizer into a directory that `load_policy` reads."""
+    with without_progress_bars():
+        policy.model.save_pretrained(directory)
+    policy.tokenizer.save_pretrained(directory)
+
+
+def _from_config(fields: dict[str, Any], seed: int) -> Policy:
+    from transformers import AutoConfig
+
+    tokenizer = make_byte_tokenizer()
+    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    model_type = fields.pop("model_type", "qwen3")
+    defaults = TINY_QWEN3 if model_type == "qwen3" else {}
+    config = AutoConfig.for_model(model_type, **(defaults | {"vocab_size": len(tokenizer)} | special | fields))
+    return Policy(_initialise(config, seed), tokenizer)
+
+
+def _from_directory(directory: Path) -> Policy:
+    if not (directory / "config.json").is_file():
+        reason = "has no config.json" if directory.is_dir() else "does not exist"
+        raise FileNotFoundError(
+            f"model.path {str(directory)!r} {reason}: give a directory written by `save_pretrained`, "
+            f"or {DEMO_POLICY!r} for the policy that comes with the package"
+        )
+    if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
+        raise FileNotFoundError(
+            f"model.path {str(directory)!r} has a model but no tokenizer: save one beside it with `save_pretrained`"
+        )
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with without_progress_bars():
+        model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True).float()
+    return Policy(model, AutoTokenizer.from_pretrained(directory, local_files_only=True))
+
+
+def _initialise(config: Any, seed: int) -> nn.Module:  # noqa: ANN401
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derived_seed(seed, "weights"))
+        model: nn.Module = AutoModelForCausalLM.from_config(config).float()
+    return model

@@ -1,0 +1,149 @@
+"""`rollcorr check LOG…`: what it prints, what it writes, and its exit codes."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from rollcorr.cli.commands import app
+from rollcorr.diagnostics import tally as module
+from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
+
+
+@pytest.fixture
+def log(tmp_path):
+    """Make a log of two steps with a mismatch of the given size."""
+
+    def make(noise, name="log.parquet", **changes):
+        generator = torch.Generator().manual_seed(0)
+        with RolloutLogWriter(tmp_path / name) as writer:
+            for step in (1, 2):
+                rollout = -3 * torch.rand(16, 20, generator=generator) - 1
+                train = (rollout + noise * torch.randn(16, 20, generator=generator)).clamp(max=-0.01)
+                columns = {"rollout_log_prob": rollout, "old_log_prob": train, "step": step} | changes
+                writer.write(RolloutBatch.from_padded(torch.ones(16, 20), **columns))
+        return tmp_path / name
+
+    return make
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, ["check", *map(str, arguments)], env={"COLUMNS": "200"})
+
+
+def test_a_healthy_log_gives_exit_code_0(log):
+    result = invoke(log(0.01))
+    assert result.exit_code == 0
+    assert result.stdout.startswith("healthy  32 sequences in 1 file")
+    assert "note: π is the column old_log_prob" in result.stdout
+    assert "\x1b" not in result.stdout
+    assert result.stderr == ""
+
+
+def test_findings_give_exit_code_1(log):
+    result = invoke(log(1.5))
+    assert result.exit_code == 1
+    assert "token-level χ² is too high" in result.stdout
+
+
+@pytest.mark.parametrize("name", ["log.jsonl", "log.jsonl.gz"])
+def test_jsonl_logs_and_several_files_are_read(log, name):
+    result = invoke(log(0.01), log(0.01, name))
+    assert result.exit_code == 0
+    assert result.stdout.startswith("healthy  64 sequences in 2 files")
+
+
+def test_a_preset_or_a_configuration_file_says_what_to_measure(log, tmp_path):
+    path = log(0.05)
+    geometric = json.loads(invoke(path, "--preset", "decoupled_geo_rs", "--json").stdout)
+    assert geometric["metrics"]["rollout_rs_seq_mean_k1_seq_masked_fraction"] > 0.8
+    assert "the rejection band is narrower than the mismatch" in {f["title"] for f in geometric["findings"]}
+    old = tmp_path / "old.yaml"
+    old.write_text("algorithm: {rollout_is_threshold: 2.0, rollout_is: true, rollout_is_level: sequence}\n")
+    sequence = json.loads(invoke(path, "--config", old, "--json").stdout)
+    assert "rollout_is_log_max" in sequence["metrics"], "sequence weights"
+
+
+def test_a_report_is_written_on_request(log, tmp_path):
+    result = invoke(log(0.01), "-o", tmp_path / "out")
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert result.exit_code == 0
+    assert f"report: {tmp_path / 'out' / 'report.html'}" in result.stdout
+    assert "Rollout log log.parquet" in page
+    assert "rollout_token_veto_threshold: 0.0001" in page, "the configuration that was measured"
+
+
+def test_json_is_for_machines(log):
+    document = json.loads(invoke(log(0.01), "--json").stdout)
+    assert (document["verdict"], document["rows"], document["train_column"]) == ("healthy", 32, "old_log_prob")
+    assert (document["interrupted"], document["report"]) == (False, None)
+    assert document["metrics"]["token_count"] == 640
+
+
+def test_densities_are_allowed_for_diffusion(log):
+    path = log(0.01, rollout_log_prob=torch.full((16, 20), 1.0), old_log_prob=torch.full((16, 20), 1.01))
+    assert invoke(path).exit_code == 1
+    assert invoke(path, "--diffusion").exit_code == 0
+
+
+def test_the_training_side_can_be_chosen(log):
+    path = log(0.01, log_prob=torch.full((16, 20), -9.0))
+    assert invoke(path).exit_code == 0
+    assert invoke(path, "--train-column", "log_prob").exit_code == 1
+
+
+def test_several_workers_print_the_same(log, tmp_path):
+    for name in ("first.parquet", "second.parquet"):
+        log(1.5, name)
+    alone, both = invoke(tmp_path), invoke(tmp_path, "--workers", 2)
+    assert (both.stdout, both.exit_code, both.stderr) == (alone.stdout, 1, "")
+
+
+def test_ctrl_c_prints_what_was_seen_and_gives_exit_code_130(log, monkeypatch):
+    real, calls = module.validate_batch, []
+
+    def interrupt(batch):
+        calls.append(batch)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(batch)
+
+    monkeypatch.setattr(module, "validate_batch", interrupt)
+    result = invoke(log(0.01), log(0.01, "second.parquet"))
+    assert result.exit_code == 130
+    assert result.stdout.startswith("healthy  32 sequences")
+    assert "interrupted: this covers 32 of 64 rows only" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.parquet"], "no rollout log here"),
+        (["LOG", "--preset", "token_si"], "token_is"),
+        (["LOG", "--preset", "token_is", "--config", "x.yaml"], "exclude each other"),
+        (["LOG", "--config", "nowhere.yaml"], "nowhere.yaml"),
+        (["LOG", "--train-column", "advantages"], "old_log_prob or log_prob"),
+        (["LOG", "--workers", "0"], "workers=0; give 1 or more"),
+        (["LOG", "--workers", "2", "--ray", "local"], "workers=2 with a Ray cluster"),
+        (["BROKEN"], "not a whole Parquet file"),
+    ],
+)
+def test_bad_input_gives_exit_code_2_and_says_what_is_wrong(log, tmp_path, arguments, message):
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 this is no log")
+    paths = {"LOG": log(0.01), "BROKEN": tmp_path / "broken.parquet"}
+    result = invoke(*(paths.get(argument, argument) for argument in arguments))
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())
+    assert result.stdout == ""
+
+
+def test_a_column_of_the_wrong_length_is_named_with_file_and_row(tmp_path):
+    rows = [{"rollout_log_prob": [-1.0, -2.0], "old_log_prob": [-1.0, -2.0]}, {"rollout_log_prob": [-1.0]}]
+    rows[1]["old_log_prob"] = [-1.0, -2.0]
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = invoke(path)
+    assert result.exit_code == 2
+    assert "row 1" in result.stderr
+    assert str(path) in result.stderr

@@ -1,0 +1,85 @@
+"""`rollcorr report RUN`: what it writes, what it prints, and its exit codes."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from rollcorr.cli.commands import app
+from rollcorr.core.metric_registry import PREFIX
+
+HEALTHY = {"token_count": 4000.0, "kl": 2e-4, "k3_kl": 1e-4, "chi2_token": 2e-4, "rollout_is_mean": 1.0}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Make a run directory of three steps; changes are metrics."""
+
+    def make(**changes):
+        metrics = {PREFIX + name: value for name, value in (HEALTHY | changes).items()}
+        lines = [json.dumps({"step": step, "reward/mean": 1.0, **metrics}) + "\n" for step in (1, 2, 3)]
+        path = tmp_path / "run"
+        path.mkdir()
+        (path / "metrics.jsonl").write_text("".join(lines))
+        (path / "config.yaml").write_text("algorithm: {rollout_correction: {rollout_is: token}}\n")
+        return path
+
+    return make
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, ["report", *map(str, arguments)], env={"COLUMNS": "200"})
+
+
+def test_a_healthy_run_gives_a_page_in_its_folder_and_exit_code_0(run):
+    path = run()
+    result = invoke(path)
+    assert result.exit_code == 0
+    assert result.stdout.startswith("healthy  Run run: 3 steps, the last is 3")
+    assert f"report: {path / 'report' / 'report.html'}" in result.stdout
+    assert "\x1b" not in result.stdout
+    assert len(list((path / "report").glob("*.png"))) == 7
+
+
+def test_findings_give_exit_code_1_and_the_page_still(run, tmp_path):
+    result = invoke(run(kl=0.5, rollout_is_std=3.0), "-o", tmp_path / "elsewhere")
+    assert result.exit_code == 1
+    assert result.stdout.startswith("2 findings")
+    assert "KL is too far from 0: kl 0.5, limit −0.1 to 0.1; first at step 1, 3 steps in all" in result.stdout
+    assert "KL is too far from 0" in (tmp_path / "elsewhere" / "report.html").read_text()
+
+
+def test_json_is_for_machines(run):
+    result = invoke(run(kl=0.5), "--json")
+    document = json.loads(result.stdout)
+    assert result.exit_code == 1
+    assert document["verdict"] == "findings"
+    assert document["report"].endswith("report.html")
+    (finding,) = document["findings"]
+    assert (finding["metric"], finding["first_step"], finding["steps"]) == ("kl", 1, 3)
+
+
+def test_diffusion_rules_warn_on_request(tmp_path, run):
+    path = run(rollout_is_max=2.0)
+    assert invoke(path).exit_code == 0
+    result = invoke(path, "--diffusion")
+    assert result.exit_code == 1
+    assert "pinned at the threshold" in result.stdout
+
+
+def test_bad_input_gives_exit_code_2_and_says_what_to_do(tmp_path):
+    result = invoke(tmp_path / "nowhere")
+    assert result.exit_code == 2
+    assert "is not a run directory; give the folder that holds metrics.jsonl" in result.stderr
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\noops\n{"step": 2}\n')
+    result = invoke(tmp_path)
+    assert result.exit_code == 2
+    assert "metrics.jsonl:2: not JSON" in result.stderr
+    assert not (tmp_path / "report").exists()
+
+
+def test_an_output_that_cannot_be_written_gives_exit_code_2(run, tmp_path):
+    (tmp_path / "file").write_text("")
+    result = invoke(run(), "-o", tmp_path / "file" / "folder")
+    assert result.exit_code == 2
+    assert "Not a directory" in result.stderr

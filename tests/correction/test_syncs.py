@@ -1,0 +1,91 @@
+"""Nothing on the step path waits for the device: on meta tensors, which have no values, every read raises."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from rollcorr import correct
+from rollcorr.correction.denominators import aggregation_mode
+from rollcorr.correction.micro_batches import BypassGradients
+from rollcorr.config import LOSS_AGG_MODES, InertOptionWarning, LossConfig, RolloutCorrectionConfig
+from rollcorr.core.aggregation import count_denominators
+from rollcorr.core.metric_registry import CRITERIA
+from rollcorr.core.statistics import merge_statistics
+from rollcorr.correction.losses import PolicyLogProbs, policy_loss
+
+REJECTION = {"rollout_rs": ",".join(CRITERIA), "rollout_rs_threshold": 2.0, "rollout_token_veto_threshold": 1e-4}
+MODES = {
+    "decoupled": {"rollout_is": "token", "rollout_is_batch_normalize": True, "normalizer": "weights"},
+    "decoupled, sequences": {"rollout_is": "sequence", "nonfinite": "reject_sequence"},
+    "bypass": {"bypass_mode": True},
+    "bypass, REINFORCE": {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "geometric"},
+}
+
+
+def config(mode: str) -> RolloutCorrectionConfig:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", InertOptionWarning)
+        return RolloutCorrectionConfig(**MODES[mode], **REJECTION)
+
+
+def meta(packed: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    shape = (12,) if packed else (3, 4)
+    with torch.device("meta"):
+        return torch.zeros(shape), torch.ones(shape, dtype=torch.bool), torch.arange(4) if packed else None
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("detail", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_correction_and_its_denominators_read_nothing(mode, packed, detail):
+    log_prob, mask, cu_seqlens = meta(packed)
+    correction = correct(log_prob, log_prob, mask, config(mode), cu_seqlens=cu_seqlens, detail=detail)
+    for normalizer in ("kept", "original", "weights"):
+        assert correction.denominators(normalizer).tokens.is_meta
+    assert merge_statistics([correction.statistics] * 2).pack().is_meta
+    with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
+        correction.metrics()  # so a read would have been noticed
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("aggregation", LOSS_AGG_MODES)
+@pytest.mark.parametrize("mode", MODES)
+def test_losses_and_their_gradients_read_nothing(mode, aggregation, packed):
+    """A whole optimizer step up to the gradient: two micro-batches, KL, entropy, and the rescaling of bypass mode."""
+    settings = config(mode)
+    loss = LossConfig(
+        loss_agg_mode=aggregation,
+        loss_scale_factor=8.0 if aggregation.endswith("norm") else None,
+        kl_coef=0.1,
+        entropy_coef=0.01,
+    )
+    log_prob, mask, cu_seqlens = meta(packed)
+    parameter = torch.nn.Parameter(torch.zeros((), device="meta"))
+    original = count_denominators(mask, cu_seqlens=cu_seqlens)
+    correction, denominators = None, original
+    if not settings.bypass_mode:
+        correction = correct(log_prob, log_prob + 1, mask, settings, cu_seqlens=cu_seqlens)
+        denominators = correction.denominators()
+    gradients = BypassGradients([parameter], original, mode=aggregation_mode(settings, loss))
+    for _ in range(2):
+        current = log_prob + parameter
+        output = policy_loss(
+            PolicyLogProbs(current, None if settings.bypass_mode else log_prob, log_prob + 1, log_prob),
+            log_prob,
+            mask,
+            config=settings,
+            loss=loss,
+            correction=correction,
+            denominators=denominators,
+            original_denominators=original,
+            entropy=-current,
+            cu_seqlens=cu_seqlens,
+        )
+        gradients.backward(output) if settings.bypass_mode else output.loss.backward()
+    if settings.bypass_mode:
+        gradients.finish()
+    assert parameter.grad.is_meta
+    assert output.statistics.pack().is_meta

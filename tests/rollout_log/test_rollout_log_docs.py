@@ -1,0 +1,56 @@
+"""docs/rollout_log.md says what the code does: its table is the schema's, its code runs, its example is read."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import rollcorr.rollout_log
+from rollcorr.rollout_log import COLUMNS, SCHEMA_VERSION, read_rollout_log, validate_rollout_log
+
+pytest.importorskip("pyarrow", reason="needs rollcorr[log]")
+
+PAGE = (Path(__file__).parents[2] / "docs" / "rollout_log.md").read_text(encoding="utf-8")
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.DOTALL)
+
+
+def test_the_table_is_the_schema():
+    section = PAGE.split(f"## Schema, version {SCHEMA_VERSION}\n")[1].split("\n## ")[0]
+    table = [line for line in section.splitlines() if line.startswith("| `")]
+    assert table == [f"| `{c.name}` | {c.type} | {c.unit} | {c.per} | {c.meaning} |" for c in COLUMNS.values()]
+
+
+def test_the_code_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for code in blocks("python"):
+        exec(code, names)
+    assert capsys.readouterr().out == "2 rows\n"  # and no problem was found
+    assert names["packed"].shape == (6,)
+    assert names["report"].rows == 2
+    assert (tmp_path / "rollouts.jsonl.gz").exists()
+
+
+def test_the_json_example_is_a_row(tmp_path):
+    (example,) = blocks("json")
+    (tmp_path / "log.jsonl").write_text(example)
+    (batch,) = read_rollout_log(tmp_path)
+    assert batch.lengths.tolist() == [3]
+    assert batch.values("step").tolist() == [3]
+    assert validate_rollout_log(tmp_path, required=()).problems == ()
+
+
+def test_every_code_of_a_problem_is_listed():
+    source = "".join(
+        path.read_text(encoding="utf-8") for path in Path(rollcorr.rollout_log.__file__).parent.glob("*.py")
+    )
+    codes = set(re.findall(r'code="(\w+)"', source)) | set(re.findall(r'_warning\(\s*"(\w+)"', source))
+    codes |= set(re.findall(r'_error\("(\w+)"', source)) | set(re.findall(r'code = "(\w+)"', source))
+    assert {"length", "zeros", "membership"} <= codes
+    listed = set(
+        re.findall(r"`(\w+)`", "".join(line.split("|")[1] for line in PAGE.splitlines() if line.startswith("| `")))
+    )
+    assert codes - listed - {"suffix"} == set()

@@ -1,0 +1,169 @@
+"""Trajectories: what happens inside the window and outside, and that every step can be scored again."""
+
+import math
+
+import pytest
+import torch
+
+from rollcorr.train.flow_grpo.families import velocity
+from rollcorr.train.flow_grpo.precision import RolloutModel, round_to_e4m3
+from rollcorr.train.flow_grpo.sampler import Sampler
+from rollcorr.train.flow_grpo.schedule import Schedule, draw_windows, make_schedule
+
+
+@pytest.fixture
+def sampler(flow_trainer):
+    def make(*overrides):
+        trainer = flow_trainer("rollout.dtype=float32", "rollout.num_steps=5", *overrides)
+        return trainer.sampler, trainer.prompts(["a red circle", "a blue cross"], copies=2)
+
+    return make
+
+
+def test_only_the_steps_of_the_window_are_noisy(sampler):
+    """By hand: outside the window x moves by (σ_next − σ) v; inside it moves by that, the drift and the noise."""
+    sampler, prompts = sampler()
+    steps = torch.tensor([[1, 2], [1, 2], [1, 2], [1, 2]])
+    path = sampler.sample(prompts, steps, seed=0, step=1)
+    x = sampler._noise(4, 0, 1, "start")
+    for number in range(5):
+        sigma, sigma_next = sampler.schedule.sigmas[number : number + 2]
+        policy = sampler.policy
+        with torch.no_grad():
+            v = velocity(policy.transformer, policy.family, x, sigma.expand(4), prompts.condition, size=policy.size)
+        if number in (1, 2):
+            torch.testing.assert_close(path.latents[:, number - 1], x, rtol=0, atol=0)
+            g = 0.7 * math.sqrt(sigma / (1 - sigma))
+            dt = sigma_next - sigma
+            mean = x * (1 + g**2 * dt / (2 * sigma)) + v * (1 + g**2 * (1 - sigma) / (2 * sigma)) * dt
+            s = g * math.sqrt(-dt)
+            torch.testing.assert_close(path.prev_sample_mean[:, number - 1], mean, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(path.std[:, number - 1], torch.full((4,), s), rtol=1e-5, atol=0)
+            x = path.latents[:, number]
+            log_prob = torch.distributions.Normal(mean, s).log_prob(x).mean((1, 2, 3))
+            torch.testing.assert_close(path.rollout_log_probs[:, number - 1], log_prob, rtol=1e-5, atol=1e-5)
+        else:
+            x = x + (sigma_next - sigma) * v
+    torch.testing.assert_close(path.final, x, rtol=1e-5, atol=1e-5)
+
+
+def test_a_window_of_its_own_for_each_sample(sampler):
+    """Rows with the same window agree with a batch that shares it, to rounding."""
+    sampler, prompts = sampler()
+    own = sampler.sample(prompts, torch.tensor([[0, 1], [2, 3], [1, 2], [0, 1]]), seed=0, step=1)
+    shared = sampler.sample(prompts, torch.tensor([[0, 1]] * 4), seed=0, step=1)
+    for name in ("latents", "prev_sample_mean", "rollout_log_probs", "final"):
+        mine, theirs = getattr(own, name), getattr(shared, name)
+        torch.testing.assert_close(mine[[0, 3]], theirs[[0, 3]], rtol=1e-5, atol=1e-5)
+        assert not torch.allclose(mine[[1, 2]], theirs[[1, 2]], atol=1e-3)
+    assert own.batch()["timesteps"].tolist()[1] == own.schedule.timesteps[2:4].tolist()
+
+
+def test_rows_at_a_time_change_nothing_but_memory(sampler):
+    sampler, prompts = sampler()
+    steps = torch.tensor([[1, 2]] * 4)
+    few = Sampler(policy=sampler.policy, model=sampler.model, schedule=sampler.schedule, batch_size=3)
+    one, other = (s.sample(prompts, steps, seed=0, step=1) for s in (sampler, few))
+    torch.testing.assert_close(one.final, other.final, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(one.rollout_log_probs, other.rollout_log_probs, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_stored_is_float32_in_any_precision(flow_trainer):
+    trainer = flow_trainer("rollout.dtype=fp8")
+    data = trainer._sample(1)[0].batch()
+    assert {tensor.dtype for tensor in data.values()} == {torch.float32}
+    shapes = {name: tuple(tensor.shape) for name, tensor in data.items()}
+    one = (12, 2)
+    assert shapes == {
+        "rollout_log_probs": one,
+        "timesteps": one,
+        "std": one,
+        "dt": one,
+        "latents": (12, 3, 3, 16, 16),
+        "prev_sample_mean": (12, 2, 3, 16, 16),
+    }
+    assert (data["dt"] < 0).all()
+
+
+def test_a_window_beyond_the_schedule_is_refused(sampler):
+    sampler, prompts = sampler()
+    with pytest.raises(ValueError, match=r"windows hold steps 4 … 5, the schedule has 0 … 4"):
+        sampler.sample(prompts, torch.tensor([[4, 5]] * 4), seed=0, step=1)
+
+
+def test_windows_lie_in_their_range_and_repeat(flow_config):
+    shared = draw_windows(4, 2, (1, 5), per_sample=False, seed=0, step=3)
+    assert (shared == shared[0]).all()
+    own = torch.cat([draw_windows(40, 2, (1, 5), per_sample=True, seed=0, step=step) for step in range(5)])
+    assert own[:, 0].unique().tolist() == [1, 2, 3]
+    assert (own[:, 1] == own[:, 0] + 1).all()
+    assert torch.equal(shared, draw_windows(4, 2, (1, 5), per_sample=False, seed=0, step=3))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["rollout.sde_window_size=4"], r"sde_window_range=\[0, 3\] must lie in .* hold sde_window_size=4"),
+        (["rollout.sde_window_range=[2, 9]"], r"must lie in \[0, num_steps=4\]"),
+        (["rollout.sde_window_range=[3, 1]"], r"sde_window_range=\[3, 1\]"),
+        (["rollout.sde_type=cps", "rollout.sde_window_range=[0, 4]"], "end it at 3"),
+        (["rollout.noise_level=0"], "a step without noise has no log-prob"),
+    ],
+)
+def test_windows_that_cannot_be_are_refused_when_the_run_is_configured(flow_config, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        flow_config(*overrides)
+
+
+@pytest.mark.parametrize("sigmas", [[1.0, 0.5, 0.5, 0.0], [0.2, 0.6, 0.0], [1.0, 0.5], [1.5, 0.5, 0.0]])
+def test_a_schedule_falls_from_at_most_1_to_0(sigmas):
+    with pytest.raises(ValueError, match="must fall from at most 1 to 0"):
+        Schedule(sigmas=torch.tensor(sigmas))
+
+
+def test_the_schedule_is_that_of_diffusers(flow_trainer):
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    policy = flow_trainer().policy
+    theirs = FlowMatchEulerDiscreteScheduler()
+    theirs.set_timesteps(7)
+    mine = make_schedule(policy, 7)
+    assert torch.equal(mine.sigmas, theirs.sigmas)
+    assert torch.equal(mine.timesteps, theirs.timesteps)
+
+
+def test_e4m3_rounding_by_hand():
+    """With the row's maximum at 448 the steps are 32 above 256, 1 between 8 and 16, and 1/512 around 0."""
+    weight = torch.tensor([[448.0, 300.0, 9.4, 0.0009], [-44.8, 30.0, 0.94, 0.0]])
+    rounded = round_to_e4m3(weight)
+    torch.testing.assert_close(rounded[0], torch.tensor([448.0, 288.0, 9.0, 0.0]))
+    torch.testing.assert_close(rounded[1], torch.tensor([-44.8, 28.8, 0.9, 0.0]), rtol=1e-6, atol=0)
+    whole = round_to_e4m3(weight, scale="tensor")
+    torch.testing.assert_close(whole[1], torch.tensor([-44.0, 30.0, 0.9375, 0.0]))
+    assert torch.equal(round_to_e4m3(torch.zeros(2, 2)), torch.zeros(2, 2))
+
+
+def test_fp8_rounds_linear_weights_and_leaves_adapters_alone(flow_trainer):
+    trainer = flow_trainer("rollout.dtype=fp8", "model.lora.rank=2")
+    source, copied = trainer.policy.transformer.state_dict(), trainer.sampler.model.module.state_dict()
+    assert {value.dtype for value in copied.values()} == {torch.bfloat16}
+    adapter = next(name for name in source if "lora_A" in name)
+    assert torch.equal(copied[adapter], source[adapter].bfloat16())
+    base = adapter.replace("lora_A.default", "base_layer")
+    assert torch.equal(copied[base], round_to_e4m3(source[base]).bfloat16())
+    assert not torch.equal(copied[base], source[base].bfloat16())
+
+
+def test_a_copy_of_another_model_is_not_filled_halfway(flow_trainer):
+    plain, adapted = flow_trainer(), flow_trainer("model.lora.rank=2")
+    with pytest.raises(ValueError, match=r"weight sync incomplete: .* on one side only"):
+        plain.sampler.model.update(adapted.policy.transformer, version=1)
+
+
+def test_exported_weights_are_the_copy(flow_trainer):
+    trainer = flow_trainer("rollout.dtype=fp8")
+    other = RolloutModel(flow_trainer("seed=5").policy.transformer, dtype="fp8")
+    other.import_weights(trainer.sampler.model.export_weights(), version=7)
+    assert other.version == 7
+    mine, theirs = (model.module.state_dict() for model in (other, trainer.sampler.model))
+    assert all(torch.equal(value, theirs[name]) for name, value in mine.items())

@@ -1,0 +1,152 @@
+"""Rewards by hand, and what is said about a reward function that is none."""
+
+import builtins
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageDraw, ImageFont
+
+from rollcorr.train.flow_grpo import rewards
+from rollcorr.train.flow_grpo.images import image_grid, save_grid
+from rollcorr.train.flow_grpo.rewards import edit_distance, make_reward, quoted_text, text_score
+from rollcorr.train.flow_grpo.shapes import CLASSES, PROMPTS, class_of, draw_shapes, likeness, render
+
+
+def test_prompt_match_is_1_for_the_picture_0_for_a_blank_one_and_negative_for_another_colour():
+    centre, radius = torch.tensor([[8.0, 8.0]]), torch.tensor([5.0])
+    picture, other = (
+        (render(torch.tensor([class_of(p)]), centre, radius) + 1) / 2 for p in ("a red circle", "a green circle")
+    )
+    blank = torch.full_like(picture, 0.1)
+    reward = make_reward("prompt_match")
+    match, nothing, wrong = (float(reward(x, ["a red circle"])) for x in (picture, blank, other))
+    assert match == pytest.approx(1, abs=1e-5)
+    assert nothing == pytest.approx(0, abs=1e-5)
+    assert wrong < -0.5
+
+
+def test_every_prompt_is_matched_best_by_its_own_pictures():
+    classes = torch.arange(len(CLASSES))
+    pictures = (draw_shapes(classes, generator=torch.Generator().manual_seed(0)) + 1) / 2
+    table = torch.stack([likeness(pictures, torch.full_like(classes, i)) for i in range(len(CLASSES))])
+    assert table.argmax(0).tolist() == classes.tolist()
+    assert table.diagonal().min() > 0.7
+    large = torch.nn.functional.interpolate(pictures, scale_factor=4)
+    torch.testing.assert_close(likeness(large, classes), likeness(pictures, classes))
+
+
+def test_a_prompt_names_one_colour_and_one_shape():
+    assert [class_of(prompt) for prompt in PROMPTS] == list(range(len(CLASSES)))
+    assert class_of("Draw a circle, blue.") == class_of("a blue circle")
+    for prompt in ("a red thing", "a red and blue circle"):
+        with pytest.raises(ValueError, match="must name one colour"):
+            class_of(prompt)
+
+
+def test_colour_by_hand():
+    images = torch.zeros(2, 3, 2, 2)
+    images[0, 0] = 1.0  # red
+    images[1, 1, 0] = 0.5  # the upper half is dark green
+    assert make_reward("colour")(images, ["", ""]).tolist() == [1, -0.125]
+    assert make_reward("colour", colour_name="yellow")(images, ["", ""]).tolist() == [0.5, 0.125]
+
+
+def test_what_compresses_well_is_worth_more():
+    noise = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    flat, busy = make_reward("jpeg_compressibility")(torch.cat([torch.full_like(noise, 0.5), noise]), ["", ""])
+    assert busy < flat < 0
+    assert busy < -1.5  # kB: about as many bytes as pixels
+
+
+def test_text_is_scored_by_edit_distance_without_case_and_spaces():
+    assert [edit_distance(a, b) for a, b in (("kitten", "sitting"), ("", "abc"), ("abc", "abc"))] == [3, 3, 0]
+    assert text_score("say HE LLO", "hello") == 1
+    assert text_score("hallo", "hello") == pytest.approx(0.8)
+    assert text_score("", "hello") == 0
+    assert text_score("something else altogether", "hello") == 0
+
+
+def test_the_text_to_read_stands_in_quotation_marks():
+    assert quoted_text('a sign that says "Open late"') == "Open late"
+    assert quoted_text("a sign “Open” here") == "Open"
+    with pytest.raises(ValueError, match="no text in quotation marks"):
+        quoted_text("a sign")
+
+
+def test_ocr_reads_what_is_written(monkeypatch):
+    """With the extra the real reader is asked; without it, one that reads the same."""
+    picture = Image.new("RGB", (256, 96), "white")
+    ImageDraw.Draw(picture).text((20, 20), "HELLO 42", fill="black", font=ImageFont.load_default(size=44))
+    try:
+        import rapidocr_onnxruntime  # noqa: F401
+    except ImportError:
+        monkeypatch.setattr(
+            rewards, "_ocr_reader", lambda: lambda image: ([[None, "HELLO 42", 0.9]] * int(image.min() < 9), 0)
+        )
+    drawn = torch.from_numpy(np.asarray(picture).copy()).permute(2, 0, 1).float() / 255
+    read = make_reward("ocr")(
+        torch.stack([drawn, torch.ones_like(drawn), drawn]), ['"Hello 42"', '"Hello"', '"Jello 42"']
+    )
+    assert read.tolist() == pytest.approx([1, 0, 6 / 7])
+
+
+def test_ocr_without_its_extra_says_what_to_install(monkeypatch):
+    real = builtins.__import__
+
+    def missing(name, *rest):
+        if name == "rapidocr_onnxruntime":
+            raise ImportError(name)
+        return real(name, *rest)
+
+    rewards._ocr_reader.cache_clear()
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(ImportError, match=r"rollcorr\[ocr\]"):
+        make_reward("ocr")(torch.zeros(1, 3, 8, 8), ['"x"'])
+
+
+def test_a_function_of_your_own_by_module_or_file(tmp_path, monkeypatch):
+    file = tmp_path / "my_reward.py"
+    file.write_text("def bright(images, prompts):\n    return images.mean((1, 2, 3))\nnumber = 3\n")
+    images = torch.tensor([0.25, 0.75]).view(2, 1, 1, 1).expand(2, 3, 2, 2)
+    assert make_reward("function", function=f"{file}:bright")(images, ["", ""]).tolist() == [0.25, 0.75]
+    monkeypatch.syspath_prepend(tmp_path)
+    assert make_reward("function", function="my_reward:bright")(images, ["", ""]).tolist() == [0.25, 0.75]
+    sys.modules.pop("my_reward")
+    for where, message in (
+        ("bright", "must be package.module:name or file.py:name"),
+        (f"{tmp_path / 'none.py'}:bright", "no such file"),
+        (f"{file}:dark", "cannot be loaded: .*dark"),
+        ("no_such_package:f", "cannot be loaded"),
+        (f"{file}:number", "is int, not a function"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_reward("function", function=where)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("[1.0]", r"returned \(1,\) for 2 pictures"),
+        ("[1.0, float('nan')]", "of 'b' is nan; return a finite number"),
+    ],
+)
+def test_a_reward_is_one_finite_number_a_picture(tmp_path, body, message):
+    file = tmp_path / "bad_reward.py"
+    file.write_text(f"def judge(images, prompts):\n    return {body}\n")
+    with pytest.raises(ValueError, match=message):
+        make_reward("function", function=f"{file}:judge")(torch.zeros(2, 3, 2, 2), ["a", "b"])
+
+
+def test_a_grid_shows_pictures_row_by_row(tmp_path):
+    images = torch.stack([torch.full((3, 64, 64), value) for value in (0.0, 0.25, 0.5)])
+    grid = image_grid(images, columns=2)
+    assert grid.shape == (3, 2 * 68, 2 * 68)
+    assert [float(grid[0, y, x]) for y, x in ((30, 30), (30, 100), (100, 30), (100, 100))] == [0, 0.25, 0.5, 1]
+    assert image_grid(torch.zeros(1, 3, 16, 16)).shape == (3, 68, 68)  # small ones are enlarged
+    assert image_grid(torch.zeros(24, 3, 64, 64)).shape == (3, 6 * 68, 4 * 68)
+    assert image_grid(torch.zeros(7, 3, 64, 64)).shape == (3, 3 * 68, 3 * 68)
+    save_grid(images, tmp_path / "new" / "grid.png")
+    with Image.open(tmp_path / "new" / "grid.png") as saved:
+        assert saved.size == (136, 136)
