@@ -11,7 +11,8 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-FOLDER = Path("src/rollcorr/kernels/correction/cpu")
+SOURCES = Path("src")
+FOLDER = Path("rollcorr/kernels/correction/cpu")
 NOTE = "not_built.txt"
 FLAGS = ["-std=gnu11", "-O3", "-g0", "-fno-math-errno", "-fvisibility=hidden", "-pthread"]
 LEVELS = {
@@ -28,7 +29,7 @@ class BuildOptional(build_ext):
         """Build, then write down what failed."""
         self.reasons = {}
         super().run()
-        here = Path() if self.inplace or getattr(self, "editable_mode", False) else Path(self.build_lib)
+        here = SOURCES if self.inplace or getattr(self, "editable_mode", False) else Path(self.build_lib)
         note = here / FOLDER / NOTE
         note.unlink(missing_ok=True)
         for level in self.reasons:
@@ -68,8 +69,8 @@ def extension(level: str) -> Extension:
     """The library of one instruction set."""
     return Extension(
         f"rollcorr.kernels.correction.cpu.correction_{level}",
-        [str(FOLDER / "correction.c")],
-        depends=[str(FOLDER / name) for name in ("job.h", "sequences.h", "tokens.h", "vectors.h")],
+        [str(SOURCES / FOLDER / "correction.c")],
+        depends=[str(SOURCES / FOLDER / name) for name in ("job.h", "sequences.h", "tokens.h", "vectors.h")],
         extra_compile_args=[*FLAGS, *LEVELS[level]],
         extra_link_args=["-pthread"],
         libraries=["m"],

@@ -21,8 +21,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from rollcorr.train.flow_grpo.flow_grpo_run import train
 from rollcorr.run_directory.run_logger import read_metrics
+from rollcorr.train.flow_grpo.flow_grpo_run import train
 from rollcorr.train.recipes import load_recipe
 
 DEMO = Path(__file__).parent / "train" / "flow_grpo.yaml"

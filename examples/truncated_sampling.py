@@ -26,11 +26,11 @@ from rich.table import Table
 
 from rollcorr.config import SamplingSpec
 from rollcorr.engines.transformers import TransformersEngine
+from rollcorr.run_directory.run_logger import read_metrics
 from rollcorr.train.checkpoint import latest_checkpoint
 from rollcorr.train.config_file import load_config
-from rollcorr.run_directory.run_logger import read_metrics
-from rollcorr.train.grpo.policy import load_policy
 from rollcorr.train.grpo.grpo_run import make_task, train
+from rollcorr.train.grpo.policy import load_policy
 from rollcorr.train.grpo.warmup import evaluate
 
 DEMO = Path(__file__).parent / "train" / "demo.yaml"

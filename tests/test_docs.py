@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import typer
-
 from rollcorr.cli.commands import app
+
 from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.config.conversion import convert
+from rollcorr.config.presets import PRESETS
+from rollcorr.config.yaml_text import load_yaml
 from rollcorr.core.diffusion_metrics import DIFFUSION_METRICS
 from rollcorr.core.metric_registry import CRITERIA, METRICS, criterion_metrics
-from rollcorr.config.presets import PRESETS
-from rollcorr.config.conversion import convert
-from rollcorr.config.yaml_text import load_yaml
 
 ROOT = Path(__file__).parents[1]
 PAGES = {

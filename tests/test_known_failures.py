@@ -18,9 +18,9 @@ from rollcorr.core.advantages import grpo_advantages, terminal_rewards
 from rollcorr.core.diffusion import gaussian_log_prob, sde_step, sde_step_mean
 from rollcorr.core.histograms import RELATIVE_ERROR
 from rollcorr.core.metric_registry import finalize
+from rollcorr.correction.losses import PolicyLogProbs, policy_loss
 from rollcorr.diffusion import apply_rollout_correction_to_diffusion_batch, check_diffusion_batch, check_schedule
 from rollcorr.kernels.correction import correction_kernel, implementations
-from rollcorr.correction.losses import PolicyLogProbs, policy_loss
 
 NAN, INF = math.nan, math.inf
 TOKEN_IS = RolloutCorrectionConfig(rollout_is="token")

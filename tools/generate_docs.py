@@ -16,17 +16,17 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools")]
 
 from performance_page import performance_page  # noqa: E402
 
 from rollcorr.config import RolloutCorrectionConfig  # noqa: E402
+from rollcorr.config.presets import PRESETS, VERL  # noqa: E402
 from rollcorr.core.diffusion_metrics import DIFFUSION_METRICS  # noqa: E402
 from rollcorr.core.health_ranges import HealthyRange  # noqa: E402
 from rollcorr.core.histograms import RELATIVE_ERROR  # noqa: E402
 from rollcorr.core.metric_registry import CRITERIA, METRICS, PREFIX, Metric, criterion_metrics, metric  # noqa: E402
 from rollcorr.core.tops import TOP  # noqa: E402
-from rollcorr.config.presets import PRESETS, VERL  # noqa: E402
 
 GENERATED = "<!-- Written by tools/generate_docs.py. Edit the table in the code, then run it again. -->"
 
@@ -120,7 +120,7 @@ def metrics_page() -> str:
 
 {GENERATED}
 
-`Correction.metrics()` returns these under the prefix `{PREFIX}`; `rollcorr.core.metric_registry.metric(name)` looks one up.
+`Correction.metrics()` returns these under the prefix `{PREFIX}`; `rollcorr.core.metric(name)` looks one up.
 Symbols are those of [notation.md](notation.md): tm is the mean over V, the valid tokens, sm the mean over R, the
 sequences with at least one. "over" is the sample; "unit" stands for V or R, whichever the level of the weights
 counts; "batch" is one number for all.

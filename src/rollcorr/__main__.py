@@ -1,5 +1,5 @@
 """`python -m rollcorr`: the command line."""
 
-from rollcorr.cli.commands import main
+from rollcorr.cli import main
 
 main()

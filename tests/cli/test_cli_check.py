@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
+from rollcorr.cli.commands import app
 from typer.testing import CliRunner
 
-from rollcorr.cli.commands import app
 from rollcorr.diagnostics import tally as module
 from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
 

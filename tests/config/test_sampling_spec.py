@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from rollcorr import SamplingSpec, check_compatible
-from rollcorr.core.sampling import kept_sets_of_support
 from rollcorr.config.sampling_spec import ENGINES, IncompatibleSamplingError, compare
+from rollcorr.core.sampling import kept_sets_of_support
 from rollcorr.correction.scoring import actor_log_prob, recomputed_support
 
 LOGITS = torch.tensor([2.0, 1.5, 0.7, 0.2, -1.0, -2.5], dtype=torch.float64)

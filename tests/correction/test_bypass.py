@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollcorr.correction.micro_batches import BypassGradients
 from rollcorr.config import LossConfig, RolloutCorrectionConfig
 from rollcorr.core.aggregation import Denominators, count_denominators
 from rollcorr.correction.losses import PolicyLogProbs, policy_loss
+from rollcorr.correction.micro_batches import BypassGradients
 
 MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 every_mode = pytest.mark.parametrize("mode", MODES)

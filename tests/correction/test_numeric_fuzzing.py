@@ -18,8 +18,8 @@ from rollcorr import correct
 from rollcorr.config import LOSS_AGG_MODES, InertOptionWarning, LossConfig, RolloutCorrectionConfig
 from rollcorr.core.layout import pack
 from rollcorr.core.metric_registry import CRITERIA
-from rollcorr.kernels.correction import implementations
 from rollcorr.correction.losses import PolicyLogProbs, policy_loss
+from rollcorr.kernels.correction import implementations
 
 IMPLEMENTATIONS = [name for name in ("reference", "blocked", "cpu") if implementations()[name][0]]
 DTYPES = {"cpu": [torch.float32, torch.bfloat16]}

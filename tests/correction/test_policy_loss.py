@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollcorr.correction.denominators import aggregate, normalizer_counts
 from rollcorr.config import InertOptionWarning, LossConfig, RolloutCorrectionConfig
 from rollcorr.core.aggregation import Denominators, count_denominators
 from rollcorr.core.statistics import merge_statistics
 from rollcorr.correction import correct
+from rollcorr.correction.denominators import aggregate, normalizer_counts
 from rollcorr.correction.losses import PolicyLogProbs, loss_metrics, policy_loss
 
 NAN, INF = math.nan, math.inf

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from rollcorr import correct
-from rollcorr.correction.denominators import aggregation_mode
-from rollcorr.correction.micro_batches import BypassGradients
 from rollcorr.config import LOSS_AGG_MODES, InertOptionWarning, LossConfig, RolloutCorrectionConfig
 from rollcorr.core.aggregation import count_denominators
 from rollcorr.core.metric_registry import CRITERIA
 from rollcorr.core.statistics import merge_statistics
+from rollcorr.correction.denominators import aggregation_mode
 from rollcorr.correction.losses import PolicyLogProbs, policy_loss
+from rollcorr.correction.micro_batches import BypassGradients
 
 REJECTION = {"rollout_rs": ",".join(CRITERIA), "rollout_rs_threshold": 2.0, "rollout_token_veto_threshold": 1e-4}
 MODES = {

@@ -15,8 +15,8 @@ from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.core.sampling import KeptSets
 from rollcorr.correction import correct
 from rollcorr.diagnostics.log_check.check import DIAGNOSIS, check_logs, choose_config
-from rollcorr.run_directory.stored_run import BadInputError
 from rollcorr.rollout_log import RolloutBatch, RolloutLogError, RolloutLogWriter, convert_log, jsonl
+from rollcorr.run_directory.stored_run import BadInputError
 
 
 def tensors(seed=0, rows=12, length=9, noise=0.1):

@@ -6,8 +6,8 @@ import math
 
 from rich.console import Console
 
-from rollcorr.diagnostics.report.console import row_progress, show_health, to_json
 from rollcorr.diagnostics.health.judge import health
+from rollcorr.diagnostics.report.console import row_progress, show_health, to_json
 
 SICK = {"token_count": 100.0, "kl": 0.5, "chi2_token": math.inf, "ppl_ratio": 1.6}
 

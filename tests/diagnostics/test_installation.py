@@ -7,10 +7,10 @@ from importlib import metadata
 
 import pytest
 import torch
+from rollcorr.cli.commands import app
 from typer.testing import CliRunner
 
 import rollcorr
-from rollcorr.cli.commands import app
 from rollcorr.diagnostics import installation
 from rollcorr.diagnostics.installation import Extra, inspect_installation
 from rollcorr.kernels.correction import cpu

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollcorr.diagnostics.log_check.check import check_logs
-from rollcorr.diagnostics.provenance.pair_sample import TOKENS, PairSample
-from rollcorr.diagnostics.provenance.pairs import crowds, logit, slope, spread
-from rollcorr.diagnostics.provenance.estimate import estimate_provenance
-from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
 from rollcorr.config.sampling_spec import SamplingSpec
 from rollcorr.correction.scoring import recomputed_support
+from rollcorr.diagnostics.log_check.check import check_logs
+from rollcorr.diagnostics.provenance.estimate import estimate_provenance
+from rollcorr.diagnostics.provenance.pair_sample import TOKENS, PairSample
+from rollcorr.diagnostics.provenance.pairs import crowds, logit, slope, spread
+from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
 
 B, T, V = 24, 64, 512
 RECORDINGS = Path(__file__).parents[3] / "shared" / "recordings"

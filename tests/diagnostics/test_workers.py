@@ -13,14 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollcorr.config.sampling_spec import SamplingSpec
 from rollcorr.core.metric_registry import finalize
 from rollcorr.diagnostics import check as module
 from rollcorr.diagnostics import pair_sample
 from rollcorr.diagnostics.log_check.check import DIAGNOSIS, check_logs
-from rollcorr.run_directory.stored_run import BadInputError
 from rollcorr.diagnostics.log_check.tally import Measurement, Tally, merge_parts
 from rollcorr.rollout_log import RolloutBatch, RolloutLogError, RolloutLogWriter, log_shards
-from rollcorr.config.sampling_spec import SamplingSpec
+from rollcorr.run_directory.stored_run import BadInputError
 
 pytestmark = pytest.mark.xdist_group("workers")
 T = 9

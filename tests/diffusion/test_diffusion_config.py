@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rollcorr.config import InertOptionWarning, RolloutCorrectionConfig
-from rollcorr.diffusion import DiffusionActorConfig
 from rollcorr.config.thresholds import STEP_CRITERIA, without_criterion
+from rollcorr.diffusion import DiffusionActorConfig
 
 
 def test_a_correction_may_be_a_configuration_a_preset_or_a_dictionary():

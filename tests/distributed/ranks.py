@@ -12,13 +12,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rollcorr import Detail, LossConfig, PolicyLogProbs, RolloutCorrectionConfig, correct
-from rollcorr.correction.denominators import aggregation_mode
-from rollcorr.correction.micro_batches import BypassGradients
 from rollcorr.config import InertOptionWarning
 from rollcorr.core.metric_registry import finalize
 from rollcorr.core.statistics import merge_statistics
-from rollcorr.correction.process_groups import gather_statistics, global_denominators, sum_denominators, sum_gradients, sum_over
+from rollcorr.correction.denominators import aggregation_mode
 from rollcorr.correction.losses import loss_metrics, policy_loss
+from rollcorr.correction.micro_batches import BypassGradients
+from rollcorr.correction.process_groups import (
+    gather_statistics,
+    global_denominators,
+    sum_denominators,
+    sum_gradients,
+    sum_over,
+)
 
 SIZE = 4
 SHARDS = {1: (0, 9), 2: (0, 2, 9), 4: (0, 3, 3, 7, 9)}  # uneven; of four ranks, one is empty
@@ -262,8 +268,8 @@ def trained(group: Any = None, micro_batch: int = 8) -> dict[str, Any]:
     from rollcorr.engines.transformers import TransformersEngine
     from rollcorr.train import grpo
     from rollcorr.train.config_file import load_config
-    from rollcorr.train.grpo.policy import make_tiny_policy
     from rollcorr.train.grpo.grpo_run import make_task
+    from rollcorr.train.grpo.policy import make_tiny_policy
     from rollcorr.train.grpo.tasks import Reward
 
     def reward(response_ids: list[int], answer: Any, tokenizer: Any, *, bonus_length: Any) -> Reward:

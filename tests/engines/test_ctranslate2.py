@@ -13,10 +13,10 @@ from torch import nn
 
 from rollcorr import check_compatible, correct
 from rollcorr.config import SamplingSpec
+from rollcorr.config.sampling_spec import IncompatibleSamplingError
 from rollcorr.engines.base import EngineUnavailableError, WeightSyncError
 from rollcorr.engines.ctranslate2 import CTranslate2Engine
 from rollcorr.engines.model_scoring import score_responses
-from rollcorr.config.sampling_spec import IncompatibleSamplingError
 from rollcorr.train.grpo.policy import Policy, load_policy
 
 STORIES = os.environ.get("ROLLCORR_STORIES260K")

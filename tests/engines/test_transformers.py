@@ -10,11 +10,11 @@ import transformers
 from rollcorr.config import SamplingSpec
 from rollcorr.core.logprobs import kept_log_prob
 from rollcorr.core.sampling import check_kept_sets
+from rollcorr.correction.scoring import actor_log_prob
 from rollcorr.engines.base import EngineAnswerError, EngineUnavailableError, WeightSyncError, check_weight_sync
 from rollcorr.engines.continuous import generate_continuously
 from rollcorr.engines.model_scoring import response_logits, score_responses
 from rollcorr.engines.transformers import TransformersEngine
-from rollcorr.correction.scoring import actor_log_prob
 
 PROMPTS = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]]
 

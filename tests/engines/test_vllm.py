@@ -178,7 +178,9 @@ def test_a_load_that_fails_half_way_leaves_an_engine_that_samples_nothing(micro_
 
 
 def test_an_update_by_restart_starts_from_the_weights(micro_policy, monkeypatch):
-    monkeypatch.setattr("rollcorr.engines.vllm.weight_transfer.repack_output_head", lambda model: None)  # nothing to repack
+    monkeypatch.setattr(
+        "rollcorr.engines.vllm.weight_transfer.repack_output_head", lambda model: None
+    )  # nothing to repack
     engine = make_engine(micro_policy, update="restart")
     change(micro_policy)
     engine.update_weights(micro_policy.model, version=1)

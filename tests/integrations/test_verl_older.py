@@ -7,8 +7,9 @@ import pytest
 import torch
 from verl_goldens import arrays, assert_metrics, by_name, numbers
 
-from rollcorr.integrations import verl_2025_10, verl_2025_11
 from rollcorr.integrations.verl import TensorBatch
+from rollcorr.integrations.verl import v2025_10 as verl_2025_10
+from rollcorr.integrations.verl import v2025_11 as verl_2025_11
 
 CASES = by_name("legacy_cases")
 OCTOBER = [name for name in CASES if name.startswith("v20251028")]

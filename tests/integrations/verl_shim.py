@@ -10,7 +10,9 @@ import warnings
 
 import pytest
 
-from rollcorr.integrations import verl, verl_2025_10, verl_2025_11
+from rollcorr.integrations import verl
+from rollcorr.integrations.verl import v2025_10 as verl_2025_10
+from rollcorr.integrations.verl import v2025_11 as verl_2025_11
 
 HELPERS = {
     "newest": ("verl.trainer.ppo.rollout_corr_helper", verl),

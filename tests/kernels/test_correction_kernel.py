@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from rollcorr.core.layout import pack
 from rollcorr.core.metric_registry import CRITERIA, finalize
 from rollcorr.kernels.correction import correction_kernel
-from rollcorr.kernels.correction.torch.blocks import blocked_correction
 from rollcorr.kernels.correction.reference import reference_correction
+from rollcorr.kernels.correction.torch.blocks import blocked_correction
 
 
 @given(batch=batches(), config=configurations(), block=st.sampled_from([1, 20, 1000]))

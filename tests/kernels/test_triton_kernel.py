@@ -22,8 +22,8 @@ from rollcorr.core.metric_registry import CRITERIA, finalize
 from rollcorr.correction import correct
 from rollcorr.kernels import correction as kernels
 from rollcorr.kernels.correction import CorrectionOutput, correction_kernel
-from rollcorr.kernels.correction.torch.blocks import blocked_correction
 from rollcorr.kernels.correction.reference import reference_correction
+from rollcorr.kernels.correction.torch.blocks import blocked_correction
 from rollcorr.kernels.correction.triton import status, triton_correction, why_not
 
 pytest.importorskip("triton", reason="Triton is not installed; `make test-triton` installs it")

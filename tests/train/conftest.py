@@ -3,11 +3,11 @@
 import pytest
 
 from rollcorr.train import grpo
-from rollcorr.train.grpo.grpo_config import TrainConfig
 from rollcorr.train.config_file import load_config
 from rollcorr.train.grpo.engine_choice import make_engine
-from rollcorr.train.grpo.policy import Policy, make_tiny_policy
+from rollcorr.train.grpo.grpo_config import TrainConfig
 from rollcorr.train.grpo.grpo_run import make_task
+from rollcorr.train.grpo.policy import Policy, make_tiny_policy
 from rollcorr.train.grpo.tasks import Reward
 
 MICRO = {

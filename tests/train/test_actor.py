@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from rollcorr.config import SamplingSpec
+from rollcorr.config.sampling_spec import IncompatibleSamplingError
 from rollcorr.core.divergence import k3 as k3_of
 from rollcorr.core.sampling import KeptSets
 from rollcorr.engines.base import EngineAnswerError
 from rollcorr.engines.model_scoring import score_responses
 from rollcorr.engines.transformers import TransformersEngine
-from rollcorr.config.sampling_spec import IncompatibleSamplingError
 from rollcorr.train.grpo.actor import Actor
 from rollcorr.train.grpo.grpo_config import ActorConfig
 from rollcorr.train.grpo.policy import load_policy, make_tiny_policy

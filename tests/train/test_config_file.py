@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from rollcorr.config import RolloutCorrectionConfig
-from rollcorr.train.grpo.grpo_config import TrainConfig
 from rollcorr.train.config_file import changed_options, load_config, recipe_of
+from rollcorr.train.grpo.grpo_config import TrainConfig
 from rollcorr.train.recipes import load_recipe
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "train").glob("*.yaml"))

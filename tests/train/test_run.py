@@ -6,23 +6,23 @@ import signal
 import pytest
 import torch
 from rich.console import Console
+from rollcorr.cli.commands import app
 from typer.testing import CliRunner
 
-from rollcorr.cli.commands import app
 from rollcorr.core.sampling import check_kept_sets
 from rollcorr.engines.base import EngineAnswerError, EngineUnavailableError
 from rollcorr.engines.transformers import TransformersEngine
 from rollcorr.rollout_log import convert_log, read_rollout_log, validate_rollout_log
+from rollcorr.run_directory.run_logger import read_metrics
 from rollcorr.train import checkpoint as checkpoints
 from rollcorr.train import grpo
-from rollcorr.train import run as run_module
 from rollcorr.train.checkpoint import latest_checkpoint
 from rollcorr.train.config_file import load_config
+from rollcorr.train.grpo import grpo_run as run_module
 from rollcorr.train.grpo.engine_choice import make_engine
-from rollcorr.train.grpo.grpo_trainer import GrpoTrainer
-from rollcorr.run_directory.run_logger import read_metrics
-from rollcorr.train.grpo.policy import load_policy
 from rollcorr.train.grpo.grpo_run import train
+from rollcorr.train.grpo.grpo_trainer import GrpoTrainer
+from rollcorr.train.grpo.policy import load_policy
 from rollcorr.train.grpo.tasks import Reward
 
 

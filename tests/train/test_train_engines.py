@@ -8,10 +8,10 @@ from typing import get_args, get_type_hints
 import pytest
 import torch
 
-from rollcorr.engines.transformers import TransformersEngine
 from rollcorr.config.sampling_spec import IncompatibleSamplingError
-from rollcorr.train.grpo.grpo_config import RolloutConfig
+from rollcorr.engines.transformers import TransformersEngine
 from rollcorr.train.grpo.engine_choice import CLASSES, closing, make_engine
+from rollcorr.train.grpo.grpo_config import RolloutConfig
 
 
 def test_the_transformers_engine_gets_what_the_rollout_section_says(micro_config, micro_policy):

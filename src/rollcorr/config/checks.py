@@ -11,6 +11,10 @@ from collections.abc import Iterable
 from numbers import Integral, Real
 
 
+class InertOptionWarning(UserWarning):
+    """An option was set that can have no effect beside the other options."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint that names the closest known spelling (" Did you mean 'rollout_is'?"), or nothing."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)

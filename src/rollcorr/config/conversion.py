@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollcorr.config.checks import check_bool, check_choice, nearest
-from rollcorr.config.correction_options import RolloutCorrectionConfig, SamplingSpec
+from rollcorr.config.correction_options import RolloutCorrectionConfig
 from rollcorr.config.generations import (
     CONVERTERS,
     KEYS,
@@ -24,6 +24,7 @@ from rollcorr.config.generations import (
     Schema,
     shown,
 )
+from rollcorr.config.sampling_spec import SamplingSpec
 from rollcorr.config.thresholds import CRITERIA, STEP_CRITERIA
 
 __all__ = ["Conversion", "FieldReport", "Schema", "config_section", "convert", "converted_document", "resolve"]

@@ -1,4 +1,4 @@
-"""Configurations: what to correct and how to take the loss. `SamplingSpec` has its home in `rollcorr.config.sampling_spec`.
+"""What to weight, what to reject, and in which mode: `RolloutCorrectionConfig`.
 
 Frozen, keyword-only, checked at construction: a wrong type is a TypeError, a wrong value a ValueError, and an option
 that can have no effect beside the others warns (`InertOptionWarning`). Texts are parsed here, once, into typed
@@ -14,12 +14,11 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Literal
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, Literal
 
-from rollcorr.config.checks import check_bool, check_choice, check_number
-from rollcorr.config.preset_methods import PresetMethods
-from rollcorr.config.sampling_spec import SamplingSpec
+from rollcorr.config.checks import InertOptionWarning, check_bool, check_choice, check_number
+from rollcorr.config.presets import preset_fields, with_named_presets
 from rollcorr.config.thresholds import (
     Criterion,
     Threshold,
@@ -29,41 +28,22 @@ from rollcorr.config.thresholds import (
     threshold_texts,
 )
 
-__all__ = [
-    "Criterion",
-    "InertOptionWarning",
-    "Level",
-    "LossAggMode",
-    "LossConfig",
-    "RolloutCorrectionConfig",
-    "SamplingSpec",
-]
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Level = Literal["token", "sequence", "geometric"]
 IsMode = Literal["truncate", "icepop", "none"]
 LossType = Literal["ppo_clip", "reinforce"]
 NonfinitePolicy = Literal["reject_token", "reject_sequence", "neutral", "raise"]
 Normalizer = Literal["kept", "original", "weights"]
-LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-
-LOSS_AGG_MODES: tuple[LossAggMode, ...] = (
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-sum",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum-norm",
-)
 
 # exp(88.7) is the largest power of e that float32 holds.
 LARGEST_SAFETY_BOUND = 88.0
 
 
-class InertOptionWarning(UserWarning):
-    """An option was set that can have no effect beside the other options."""
-
-
+@with_named_presets
 @dataclass(frozen=True, kw_only=True)
-class RolloutCorrectionConfig(PresetMethods):
+class RolloutCorrectionConfig:
     """What to weight, what to reject, and in which operating mode; the defaults measure.
 
     The one thing that the defaults take out of the loss mask are tokens without a usable log-prob (`nonfinite`).
@@ -77,7 +57,7 @@ class RolloutCorrectionConfig(PresetMethods):
         rollout_rs: rejection criteria, one text with commas or a list: scope_kind with scope token, seq_sum, seq_mean
             or seq_max and kind k1, k2 or k3 (no seq_max_k1); for diffusion also step_kl. All must hold. Kept as one
             text.
-        rollout_rs_threshold: one threshold for all criteria, or one for each, with commas (`rollcorr.config.thresholds`).
+        rollout_rs_threshold: one threshold for all criteria, or one for each, with commas.
         bypass_mode: take μ itself as π_old and skip the old log-probs.
         loss_type: "ppo_clip", or (bypass only) "reinforce".
         rollout_token_veto_threshold: reject a sequence with any token of ρ_t strictly below this; None for no veto.
@@ -135,6 +115,23 @@ class RolloutCorrectionConfig(PresetMethods):
         for option, reason in self._inert_options():
             # Frames: here, the generated __init__, its caller.
             warnings.warn(f"{option}={getattr(self, option)!r} {reason}", InertOptionWarning, stacklevel=3)
+
+    @classmethod
+    def preset(cls, name: str, **arguments: Threshold | None) -> Self:
+        """The preset of that name, with some of its thresholds replaced.
+
+        Each preset is a constructor of its own name too: `preset("decoupled_token_is", threshold=5.0)` is
+        `decoupled_token_is(threshold=5.0)`. docs/presets.md lists them all.
+
+        Raises:
+            TypeError: an argument that this preset does not take.
+            ValueError: no preset has this name; the nearest is suggested.
+
+        Example:
+            >>> RolloutCorrectionConfig.preset("decoupled_token_is", threshold=5.0).rollout_is_threshold
+            5.0
+        """
+        return cls(**preset_fields(name, arguments)) if arguments else _resolved_preset(cls, name)
 
     @cached_property
     def criteria(self) -> tuple[Criterion, ...]:
@@ -229,55 +226,7 @@ class RolloutCorrectionConfig(PresetMethods):
         return inert
 
 
-@dataclass(frozen=True, kw_only=True)
-class LossConfig:
-    """How the policy loss is clipped and added up.
-
-    Attributes:
-        clip_ratio_low: ε_lo: the ratio is clipped at 1 − ε_lo from below, in [0, 1].
-        clip_ratio_high: ε_hi: the ratio is clipped at 1 + ε_hi from above, ≥ 0.
-        clip_ratio_c: dual clip: for A < 0 the loss is at most −c A. c > 1; None turns it off.
-        loss_agg_mode: how token losses become one number; None is "token-mean" for ppo_clip and "seq-mean-token-sum"
-            for reinforce.
-        loss_scale_factor: divisor of "seq-mean-token-sum-norm", in tokens; that mode needs one (the padded length would
-            make the gradient depend on padding).
-        kl_coef: weight of the divergence from the reference policy, ≥ 0.
-        kl_estimator: its estimate per token: "k1", "k2" or "k3" (`rollcorr.core.losses.reference_kl_k1` and so on).
-        entropy_coef: weight of the entropy bonus, ≥ 0.
-
-    Raises:
-        TypeError: a value is of the wrong type.
-        ValueError: a value is outside its limits.
-    """
-
-    clip_ratio_low: float = 0.2
-    clip_ratio_high: float = 0.2
-    clip_ratio_c: float | None = 3.0
-    loss_agg_mode: LossAggMode | None = None
-    loss_scale_factor: float | None = None
-    kl_coef: float = 0.0
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    entropy_coef: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_number("clip_ratio_low", self.clip_ratio_low, at_least=0, at_most=1)
-        check_number("clip_ratio_high", self.clip_ratio_high, at_least=0)
-        if self.clip_ratio_c is not None:
-            check_number("clip_ratio_c (None for no dual clip)", self.clip_ratio_c, above=1)
-        check_choice("loss_agg_mode", self.loss_agg_mode, LOSS_AGG_MODES, optional=True)
-        check_number("kl_coef", self.kl_coef, at_least=0)
-        check_choice("kl_estimator", self.kl_estimator, ("k1", "k2", "k3"))
-        check_number("entropy_coef", self.entropy_coef, at_least=0)
-        if self.loss_scale_factor is not None:
-            check_number("loss_scale_factor", self.loss_scale_factor, above=0)
-            if self.loss_agg_mode != "seq-mean-token-sum-norm":
-                warnings.warn(
-                    f"loss_scale_factor={self.loss_scale_factor!r} has no effect with "
-                    f"loss_agg_mode={self.loss_agg_mode!r}; it divides in 'seq-mean-token-sum-norm' only",
-                    InertOptionWarning,
-                    stacklevel=3,
-                )
-
-    def to_dict(self) -> dict[str, Any]:
-        """All fields as plain values."""
-        return dataclasses.asdict(self)
+@lru_cache(maxsize=256)
+def _resolved_preset(cls: type, name: str) -> Any:  # noqa: ANN401 (an instance of cls)
+    """A preset without arguments: the call in a training loop that names one pays for its checks once."""
+    return cls(**preset_fields(name, {}))

@@ -4,8 +4,8 @@
     2025-11   bypass_old_logprob_for_rollout, use_pure_rollout_correction, rollout_rs ∈ token / sequence / geometric
     newest    the fields of `RolloutCorrectionConfig`
 
-Each converter takes one flat mapping whose keys are known to its generation. `rollcorr.config.conversion` finds that mapping
-and decides the generation; docs/migration.md shows examples.
+Each converter takes one flat mapping whose keys are known to its generation. `rollcorr.config.conversion` finds that
+mapping and decides the generation; docs/migration.md shows examples.
 """
 
 from __future__ import annotations

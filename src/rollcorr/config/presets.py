@@ -1,13 +1,19 @@
 """Named configurations as one table of plain data: what each preset sets, what can be passed, and where it comes from.
 
-`RolloutCorrectionConfig.preset(name, **arguments)` and the classmethods of the same names read this table, and so
-does the generator of docs/presets.md. A field that `values` leaves out has the configuration's own default.
+The table is all that is written by hand. `RolloutCorrectionConfig.preset(name, **arguments)`, the constructors of the
+same names (`with_named_presets`), those of the verl adapter and the page docs/presets.md are made from it. A field that
+`values` leaves out has the configuration's own default.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from rollcorr.config.checks import nearest
+from rollcorr.config.thresholds import join_band
 
 VERL = "verl 0.9.1"
 VERL_2025_11 = "verl, November 2025"
@@ -199,3 +205,84 @@ PRESETS: dict[str, Preset] = {
         source=VERL_2025_12,
     ),
 }
+
+
+Config = TypeVar("Config")
+
+
+def preset_fields(name: str, arguments: Mapping[str, object]) -> dict[str, Any]:
+    """The fields that a preset sets, with some of its thresholds replaced.
+
+    Raises:
+        TypeError: an argument that this preset does not take.
+        ValueError: no preset has this name; the nearest is suggested.
+    """
+    if name not in PRESETS:
+        raise ValueError(f"no preset is named {name!r}; known are {', '.join(PRESETS)}.{nearest(name, PRESETS)}")
+    preset = PRESETS[name]
+
+    fields: dict[str, Any] = dict(preset.values)
+    for argument, value in arguments.items():
+        if argument not in preset.parameters:
+            taken = ", ".join(preset.parameters) or "no argument"
+            raise TypeError(f"preset {name!r} takes {taken}; got {argument}.{nearest(argument, preset.parameters)}")
+        fields.update(dict.fromkeys(preset.parameters[argument], value))
+
+    # The older names give the two ends of a band apart; the configuration takes them as one text.
+    lower = fields.pop(BAND_LOWER, None)
+    if lower is not None:
+        fields["rollout_rs_threshold"] = join_band(lower, fields["rollout_rs_threshold"])
+    return fields
+
+
+class NamedPreset:
+    """A class attribute that constructs the preset of its own name: `Config.decoupled_token_is(threshold=5.0)`.
+
+    Args:
+        name: the preset.
+        construct: makes a configuration of the class from the preset's name and the arguments that were given.
+        parameters: what the constructor takes, in order; the table's by default.
+    """
+
+    def __init__(self, name: str, construct: Callable[..., Any], parameters: Iterable[str] | None = None) -> None:
+        self._name, self._construct = name, construct
+        self._parameters = tuple(PRESETS[name].parameters if parameters is None else parameters)
+        self.__doc__ = PRESETS[name].description
+
+    def __get__(self, instance: object, owner: type) -> Callable[..., Any]:
+        """The constructor, bound to the class; `help` and editors show its arguments with their defaults."""
+        values = PRESETS[self._name].values
+        signature = inspect.Signature(
+            [
+                inspect.Parameter(
+                    argument,
+                    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                    default=_default(PRESETS[self._name].parameters.get(argument, ()), values),
+                )
+                for argument in self._parameters
+            ]
+        )
+
+        def constructor(*positional: object, **named: object) -> Any:  # noqa: ANN401 (the owner)
+            try:
+                given = signature.bind(*positional, **named).arguments
+            except TypeError as error:
+                taken = ", ".join(self._parameters) or "no argument"
+                raise TypeError(f"preset {self._name!r} takes {taken}: {error}") from None
+            return self._construct(owner, self._name, **given)
+
+        constructor.__name__, constructor.__doc__ = self._name, self.__doc__
+        constructor.__signature__ = signature  # type: ignore[attr-defined]
+        return constructor
+
+
+def with_named_presets(cls: type[Config]) -> type[Config]:
+    """Give a configuration that has `preset(name, **arguments)` one constructor for each row of the table."""
+    for name in PRESETS:
+        setattr(cls, name, NamedPreset(name, lambda owner, preset, **given: owner.preset(preset, **given)))
+    return cls
+
+
+def _default(fields: Iterable[str], values: Mapping[str, object]) -> object:
+    """What an argument is when it is not given: the value of the first field that it sets."""
+    return next((values.get(name) for name in fields), None)

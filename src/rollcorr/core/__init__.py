@@ -1,1 +1,8 @@
-"""Pure tensor functions of the correction: torch and the standard library only; no value is ever read."""
+"""Pure tensor math: torch and the standard library, shapes but never values, one behavior per function.
+
+Names are imported on first use; `__init__.pyi` lists them.
+"""
+
+import lazy_loader as _lazy
+
+__getattr__, __dir__, __all__ = _lazy.attach_stub(__name__, __file__)

@@ -1,1 +1,34 @@
-"""To be written."""
+"""The correction of a batch, the losses, and what they are divided by."""
+
+from rollcorr.correction.denominators import aggregate, aggregation_mode, normalizer_counts
+from rollcorr.correction.losses import PolicyLogProbs, PolicyLossOutput, loss_metrics, policy_loss
+from rollcorr.correction.micro_batches import BypassGradients
+from rollcorr.correction.process_groups import (
+    gather_statistics,
+    global_denominators,
+    sum_denominators,
+    sum_gradients,
+)
+from rollcorr.correction.rollout_correction import Correction, Detail, correct
+from rollcorr.correction.scoring import actor_entropy, actor_log_prob, linear_actor_log_prob
+
+__all__ = [
+    "BypassGradients",
+    "Correction",
+    "Detail",
+    "PolicyLogProbs",
+    "PolicyLossOutput",
+    "actor_entropy",
+    "actor_log_prob",
+    "aggregate",
+    "aggregation_mode",
+    "correct",
+    "gather_statistics",
+    "global_denominators",
+    "linear_actor_log_prob",
+    "loss_metrics",
+    "normalizer_counts",
+    "policy_loss",
+    "sum_denominators",
+    "sum_gradients",
+]

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rollcorr.correction.denominators import aggregate, aggregation_mode, normalizer_counts
 from rollcorr.config import LossAggMode, LossConfig, Normalizer, RolloutCorrectionConfig
+from rollcorr.config.conversion import resolve
 from rollcorr.core.aggregation import Denominators
 from rollcorr.core.layout import check_layout
 from rollcorr.core.losses import ppo_clip_loss, reference_kl_k1, reference_kl_k2, reference_kl_k3, reinforce_loss
 from rollcorr.core.statistics import Statistics, moments_of
-from rollcorr.correction.rollout_correction import Correction, correct
+from rollcorr.correction.denominators import aggregate, aggregation_mode, normalizer_counts
 from rollcorr.correction.process_groups import sequence_counts
-from rollcorr.config.conversion import resolve
+from rollcorr.correction.rollout_correction import Correction, correct
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from rollcorr.core import metrics as registry
+from rollcorr.config.conversion import resolve
+from rollcorr.config.thresholds import check_token_criteria
+from rollcorr.core import metric_registry as registry
 from rollcorr.core.aggregation import Denominators
 from rollcorr.core.layout import check_layout, sequence_count
 from rollcorr.core.statistics import Statistics
@@ -27,8 +29,6 @@ from rollcorr.kernels.correction import (
 from rollcorr.kernels.correction.detail import Detail as Detail
 from rollcorr.kernels.correction.detail import sequence_detail, token_detail
 from rollcorr.kernels.correction.torch.table import BlockRows
-from rollcorr.config.conversion import resolve
-from rollcorr.config.thresholds import check_token_criteria
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollcorr.config.sampling_spec import SamplingSpec
 from rollcorr.core.logprobs import (
     SupportedLogProb,
     kept_entropy,
@@ -27,7 +28,6 @@ from rollcorr.core.sampling import (
     with_sampled,
 )
 from rollcorr.kernels.linear_logprob import LinearLogProb, linear_log_prob
-from rollcorr.config.sampling_spec import SamplingSpec
 
 
 def actor_log_prob(

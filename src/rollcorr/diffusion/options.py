@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from rollcorr.config.checks import check_choice, check_number
 from rollcorr.config import InertOptionWarning, Normalizer, RolloutCorrectionConfig
-from rollcorr.core.diffusion import Reduction, power_of
+from rollcorr.config.checks import check_choice, check_number
 from rollcorr.config.conversion import resolve
 from rollcorr.config.thresholds import without_criterion
+from rollcorr.core.diffusion import Reduction, power_of
 
 LossMode = Literal["flow_grpo", "grpo_guard", "flow_dppo"]
 RsDenominator = Literal["all", "kept", "weights"]

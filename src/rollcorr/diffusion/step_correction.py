@@ -14,9 +14,9 @@ from rollcorr.core.diffusion_metrics import BY_TIMESTEP
 from rollcorr.core.divergence import k3
 from rollcorr.core.statistics import Statistics, extremes_of, moments_of
 from rollcorr.core.weights import normalization_factor
+from rollcorr.correction.process_groups import gather_statistics
 from rollcorr.correction.rollout_correction import Correction, correct
 from rollcorr.diffusion.options import STEP_KL, DiffusionActorConfig
-from rollcorr.correction.process_groups import gather_statistics
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

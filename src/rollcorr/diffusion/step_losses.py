@@ -15,16 +15,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rollcorr.correction.denominators import aggregate, normalizer_counts
 from rollcorr.core.aggregation import Denominators
 from rollcorr.core.diffusion_losses import flow_dppo_loss, flow_grpo_loss, grpo_guard_loss
 from rollcorr.core.losses import reinforce_loss
 from rollcorr.core.statistics import Statistics, moments_of
+from rollcorr.correction.denominators import aggregate, normalizer_counts
+from rollcorr.correction.losses import PolicyLossOutput
 from rollcorr.correction.rollout_correction import Correction
 from rollcorr.diffusion.batch_checks import Batch, check_shapes, dimensions_of, require
 from rollcorr.diffusion.options import DiffusionActorConfig
 from rollcorr.diffusion.step_correction import StepPair, correct_steps, step_kl
-from rollcorr.correction.losses import PolicyLossOutput
 
 _SHARES = ("zeroed_fraction_positive", "zeroed_fraction_negative")
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from rollcorr.config import InertOptionWarning
 from rollcorr.core.metric_registry import PREFIX, finalize
 from rollcorr.core.statistics import HostStatistics, Statistics, merge_statistics
-from rollcorr.diffusion.options import DiffusionActorConfig
-from rollcorr.correction.process_groups import gather_statistics
 from rollcorr.correction.losses import PolicyLossOutput, loss_metrics
+from rollcorr.correction.process_groups import gather_statistics
+from rollcorr.diffusion.options import DiffusionActorConfig
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

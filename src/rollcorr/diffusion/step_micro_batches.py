@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from rollcorr.correction.micro_batches import BypassGradients
 from rollcorr.core.aggregation import Denominators
-from rollcorr.diffusion.options import DiffusionActorConfig
-from rollcorr.correction.process_groups import sum_denominators, sum_gradients, sum_over
 from rollcorr.correction.losses import PolicyLossOutput
+from rollcorr.correction.micro_batches import BypassGradients
+from rollcorr.correction.process_groups import sum_denominators, sum_gradients, sum_over
+from rollcorr.diffusion.options import DiffusionActorConfig
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rollcorr.config.checks import check_choice, check_integer
 from rollcorr.config import SamplingSpec
+from rollcorr.config.checks import check_choice, check_integer
 from rollcorr.engines.base import (
     EngineAnswerError,
     EngineError,
@@ -33,8 +33,8 @@ from rollcorr.engines.base import (
     check_weight_sync,
 )
 from rollcorr.engines.completions import Completion, rollout_from_completions
-from rollcorr.engines.probe import make_probe, score_probe, vocabulary_size
 from rollcorr.engines.model_scoring import TokenBatch, pad_prompts
+from rollcorr.engines.probe import make_probe, score_probe, vocabulary_size
 
 ComputeType = Literal["int8", "int16", "float32"]
 COMPUTE_TYPES = ("int8", "int16", "float32")

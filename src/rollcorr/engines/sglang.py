@@ -23,9 +23,9 @@ from torch import nn
 from rollcorr.config import SamplingSpec
 from rollcorr.engines.base import EngineError, WeightSyncError
 from rollcorr.engines.completions import Completion
+from rollcorr.engines.sglang_answer import read_completion, read_scores
 from rollcorr.engines.transport.http import JsonClient
 from rollcorr.engines.transport.remote import Dtype, RemoteEngine
-from rollcorr.engines.sglang_answer import read_completion, read_scores
 
 
 class SglangEngine(RemoteEngine):

@@ -19,8 +19,8 @@ from rollcorr.core.sampling import KeptSets, concatenate_kept_sets, kept_sets_of
 from rollcorr.engines.base import Rollout, check_weight_sync
 from rollcorr.engines.completions import rollout_from_completions
 from rollcorr.engines.continuous import check_continuous_batching, generate_continuously
-from rollcorr.engines.probe import make_probe, score_probe
 from rollcorr.engines.model_scoring import TokenBatch, pad_prompts, score_responses
+from rollcorr.engines.probe import make_probe, score_probe
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollcorr import schemas
 from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.config.conversion import resolve
 from rollcorr.config.yaml_text import load_yaml
 
 METRICS_FILE = "metrics.jsonl"
@@ -111,6 +111,6 @@ def _read_config(path: Path) -> tuple[RolloutCorrectionConfig | None, str, list[
         return None, "", [f"there is no {path.name}; rules about thresholds were left out"]
     text = path.read_text(encoding="utf-8")
     try:
-        return schemas.resolve(load_yaml(text)), text, []
+        return resolve(load_yaml(text)), text, []
     except (ValueError, TypeError) as error:
         return None, text, [f"{path.name} could not be interpreted ({error}); rules about thresholds were left out"]

@@ -1,1 +1,8 @@
-"""Reference trainers, each readable top to bottom."""
+"""The reference trainers: GRPO for language models, Flow-GRPO for diffusion models.
+
+Names are imported on first use; `__init__.pyi` lists them.
+"""
+
+import lazy_loader as _lazy
+
+__getattr__, __dir__, __all__ = _lazy.attach_stub(__name__, __file__)

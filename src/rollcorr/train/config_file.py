@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar, get_args, get_type_hints
 
 from rollcorr.config.conversion import resolve
-from rollcorr.train.grpo.grpo_config import TrainConfig
 from rollcorr.config.yaml_text import load_yaml
+from rollcorr.train.grpo.grpo_config import TrainConfig
 
 CORRECTION_KEY = "algorithm.rollout_correction"
 FREE_FORM = (CORRECTION_KEY, "model.config", "rollout.engine_options")

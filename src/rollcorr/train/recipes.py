@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollcorr.train.grpo.grpo_config import TrainConfig
 from rollcorr.train.config_file import load_config, recipe_of
+from rollcorr.train.grpo.grpo_config import TrainConfig
 
 if TYPE_CHECKING:
     from rollcorr.train.flow_grpo.flow_grpo_config import FlowGrpoConfig

@@ -10,9 +10,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
+from rollcorr.run_directory.run_logger import RunLogger
 from rollcorr.train.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint
 from rollcorr.train.config_file import RunConfig, changed_options, load_config
-from rollcorr.run_directory.run_logger import RunLogger
 
 
 class SessionConfig(RunConfig, Protocol):

@@ -9,10 +9,10 @@ import torch
 from rich.console import Console
 
 from rollcorr.train.flow_grpo.flow_grpo_config import FlowGrpoConfig
-from rollcorr.train.flow_grpo.pretrain import make_small_transformer, make_word_table, save_small_model
-from rollcorr.train.flow_grpo.rewards import make_reward
 from rollcorr.train.flow_grpo.flow_grpo_run import make_policy, make_prompts
 from rollcorr.train.flow_grpo.flow_grpo_trainer import FlowGrpoTrainer
+from rollcorr.train.flow_grpo.pretrain import make_small_transformer, make_word_table, save_small_model
+from rollcorr.train.flow_grpo.rewards import make_reward
 from rollcorr.train.recipes import load_recipe
 
 MICRO = {"num_layers": 1, "num_attention_heads": 2, "attention_head_dim": 8, "caption_projection_dim": 16}

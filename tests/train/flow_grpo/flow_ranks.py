@@ -18,9 +18,9 @@ MODES = {
 
 
 def trainer(model: Path, overrides: tuple[str, ...], group: Any = None) -> Any:
-    from rollcorr.train.flow_grpo.rewards import make_reward
     from rollcorr.train.flow_grpo.flow_grpo_run import make_policy, make_prompts
     from rollcorr.train.flow_grpo.flow_grpo_trainer import FlowGrpoTrainer
+    from rollcorr.train.flow_grpo.rewards import make_reward
     from rollcorr.train.recipes import load_recipe
 
     options = (

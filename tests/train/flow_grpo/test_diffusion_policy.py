@@ -7,11 +7,11 @@ import pytest
 import tiny_pipelines
 import torch
 
-from rollcorr.train.flow_grpo.families import FAMILIES, Condition, stack_conditions
 from rollcorr.train.flow_grpo.diffusion_policy import LoraSettings, load_policy, save_policy
+from rollcorr.train.flow_grpo.families import FAMILIES, Condition, stack_conditions
+from rollcorr.train.flow_grpo.flow_grpo_run import train
 from rollcorr.train.flow_grpo.precision import RolloutModel
 from rollcorr.train.flow_grpo.prompts import PromptSource, WordTable, read_prompts
-from rollcorr.train.flow_grpo.flow_grpo_run import train
 from rollcorr.train.flow_grpo.sampler import Prompts, Sampler
 from rollcorr.train.flow_grpo.schedule import make_schedule
 from rollcorr.train.recipes import load_recipe

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rollcorr.train.flow_grpo.diffusion_policy import load_policy
-from rollcorr.train.flow_grpo.pretrain import flow_matching_loss, make_small_transformer, make_word_table, pretrain
-from rollcorr.train.flow_grpo.flow_grpo_run import train
 from rollcorr.run_directory.run_logger import read_metrics
+from rollcorr.train.flow_grpo.diffusion_policy import load_policy
+from rollcorr.train.flow_grpo.flow_grpo_run import train
+from rollcorr.train.flow_grpo.pretrain import flow_matching_loss, make_small_transformer, make_word_table, pretrain
 from rollcorr.train.recipes import load_recipe
 from rollcorr.train.seeds import derived_generator
 

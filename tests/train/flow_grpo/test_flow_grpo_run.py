@@ -5,16 +5,16 @@ import signal
 
 import pytest
 import torch
+from rollcorr.cli.commands import app
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from rollcorr.cli.commands import app
+from rollcorr.run_directory.run_logger import read_metrics
 from rollcorr.train.checkpoint import latest_checkpoint
-from rollcorr.train.grpo.grpo_config import TrainConfig
 from rollcorr.train.flow_grpo.flow_grpo_config import FlowGrpoConfig
 from rollcorr.train.flow_grpo.flow_grpo_run import train
 from rollcorr.train.flow_grpo.flow_grpo_trainer import FlowGrpoTrainer
-from rollcorr.run_directory.run_logger import read_metrics
+from rollcorr.train.grpo.grpo_config import TrainConfig
 from rollcorr.train.recipes import load_recipe
 
 

@@ -1,1 +1,5 @@
-"""To be written."""
+"""The health check: ranges of single metrics, and rules that need more than one."""
+
+import lazy_loader as _lazy
+
+__getattr__, __dir__, __all__ = _lazy.attach_stub(__name__, __file__)

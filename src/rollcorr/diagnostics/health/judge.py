@@ -1,7 +1,7 @@
 """The health check: which metrics left their healthy range, why that matters and what to do.
 
-Findings come from two places. The ranges of single metrics are the registry's (`rollcorr.core.metric_registry`). Judgements
-that need more than one number are the named functions of `rollcorr.diagnostics.health.rules`.
+Findings come from two places. The ranges of single metrics are the registry's (`rollcorr.core.metric_registry`).
+Judgments that need more than one number are the named functions of `rollcorr.diagnostics.health.rules`.
 
 One dictionary of metrics is judged as it stands. A series (one dictionary a step) is judged by its recent steps: the
 median of the last ten that measured anything, so that one spike is not a verdict; what was wrong earlier and is no
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Literal
 from rollcorr.core.health_ranges import HealthyRange
 from rollcorr.core.metric_registry import metric
 from rollcorr.diagnostics.health.evidence import Evidence, Finding, Metrics, bare_metrics, history_of, recent_medians
-from rollcorr.diagnostics.numbers import label
 from rollcorr.diagnostics.health.rules import RULES
+from rollcorr.diagnostics.numbers import label
 
 if TYPE_CHECKING:
     from rollcorr.config import RolloutCorrectionConfig

@@ -1,7 +1,8 @@
 """The judgements that need more than one number: each a named function from evidence to a finding or None.
 
-`RULES` is the table that `rollcorr.diagnostics.health.judge` goes through. Limits are named here, once, and docs/health.md
-lists them. `log/contradicted_zero_count` is no metric of the registry: `rollcorr check` counts it in the raw log-probs.
+`RULES` is the table that `rollcorr.diagnostics.health.judge` goes through. Limits are named here, once, and
+docs/health.md lists them. `log/contradicted_zero_count` is no metric of the registry: `rollcorr check` counts it in the
+raw log-probs.
 """
 
 from __future__ import annotations

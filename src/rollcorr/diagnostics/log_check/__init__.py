@@ -1,1 +1,1 @@
-"""To be written."""
+"""`rollcorr check`: rollout logs read in parallel, measured, judged."""

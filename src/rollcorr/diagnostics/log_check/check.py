@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.config.conversion import resolve
+from rollcorr.config.yaml_text import load_yaml
 from rollcorr.core.metric_registry import finalize
 from rollcorr.diagnostics.health.evidence import Finding, bare_metrics
 from rollcorr.diagnostics.health.judge import HealthReport, health
-from rollcorr.diagnostics.provenance.labels import Label, Provenance
-from rollcorr.run_directory.stored_run import BadInputError
 from rollcorr.diagnostics.log_check.tally import COLUMNS, KEPT_COLUMNS, Measurement, Part, Tally, merge_parts
 from rollcorr.diagnostics.log_check.workers import read_shards
+from rollcorr.diagnostics.provenance.labels import Label, Provenance
 from rollcorr.rollout_log import Problem, RolloutBatch, Shard, log_files, log_shards, read_shard
-from rollcorr.config.conversion import resolve
-from rollcorr.config.yaml_text import load_yaml
+from rollcorr.run_directory.stored_run import BadInputError
 
 DIAGNOSIS = RolloutCorrectionConfig(
     rollout_is="token", rollout_is_threshold=2.0, rollout_token_veto_threshold=1e-4, apply_is=False

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.config.sampling_spec import SamplingSpec, compare
 from rollcorr.core.statistics import Statistics, merge_statistics
 from rollcorr.correction.rollout_correction import Correction, correct
 from rollcorr.diagnostics.provenance.pair_sample import PairSample
 from rollcorr.rollout_log import Problem, RolloutBatch, Shard, read_shard, validate_batch
-from rollcorr.config.sampling_spec import SamplingSpec, compare
 
 SENTINEL = -9999.0
 CONTRADICTION = -1.0

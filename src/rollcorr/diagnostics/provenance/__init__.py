@@ -1,1 +1,1 @@
-"""To be written."""
+"""What a pair of log-probs says about how each side came about."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.core.layout import check_layout, sequence_ids
+from rollcorr.diagnostics.numbers import format_number
 from rollcorr.diagnostics.provenance.labels import (
     Label,
     Provenance,
@@ -24,7 +25,6 @@ from rollcorr.diagnostics.provenance.labels import (
     raw_label,
     tempered_label,
 )
-from rollcorr.diagnostics.numbers import format_number
 from rollcorr.diagnostics.provenance.pairs import (
     CERTAIN,
     Crowds,

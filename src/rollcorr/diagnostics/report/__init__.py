@@ -1,1 +1,1 @@
-"""To be written."""
+"""The report page, its figures, and the verdict on a console."""

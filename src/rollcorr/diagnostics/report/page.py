@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollcorr.config.yaml_text import dump_yaml
 from rollcorr.core.metric_registry import PREFIX, metric
 from rollcorr.diagnostics.health.evidence import Metrics, bare_metrics, history_of
 from rollcorr.diagnostics.health.judge import HealthReport, health, healthy_range
 from rollcorr.diagnostics.numbers import HEADLINES, format_number
 from rollcorr.run_directory.stored_run import Run
-from rollcorr.config.yaml_text import dump_yaml
 
 try:
     import jinja2
@@ -109,7 +109,7 @@ def write_report(data: ReportData, directory: Path) -> Path:
 def render(data: ReportData, figures: Sequence[Mapping[str, Any]]) -> str:
     """The page as text."""
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("rollcorr.diagnostics", "templates"),
+        loader=jinja2.PackageLoader("rollcorr.diagnostics.report", "templates"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

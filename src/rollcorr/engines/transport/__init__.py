@@ -1,1 +1,1 @@
-"""To be written."""
+"""How engines are reached: HTTP, processes, and folders of weights."""

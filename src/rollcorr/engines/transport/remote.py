@@ -18,13 +18,13 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from rollcorr.config.checks import check_choice, check_integer, check_number
 from rollcorr.config import SamplingSpec
+from rollcorr.config.checks import check_choice, check_integer, check_number
 from rollcorr.engines.base import EngineAnswerError, EngineError, Rollout, WeightSyncError, check_weight_sync
-from rollcorr.engines.transport.checkpoint_folder import read_policy, read_weights, write_checkpoint
 from rollcorr.engines.completions import Completion, check_log_prob, rollout_from_completions
-from rollcorr.engines.probe import make_probe, score_probe, vocabulary_size
 from rollcorr.engines.model_scoring import TokenBatch, pad_prompts
+from rollcorr.engines.probe import make_probe, score_probe, vocabulary_size
+from rollcorr.engines.transport.checkpoint_folder import read_policy, read_weights, write_checkpoint
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 NOISE_FLOOR: Mapping[str, float] = {"bfloat16": 0.5, "float16": 0.1, "float32": 5e-4}

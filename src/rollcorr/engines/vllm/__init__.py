@@ -1,1 +1,1 @@
-"""To be written."""
+"""vLLM, in a process of its own or behind its server."""

@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollcorr.config.checks import check_integer
 from rollcorr.config import SamplingSpec
+from rollcorr.config.checks import check_integer
 from rollcorr.engines.base import EngineAnswerError
 from rollcorr.engines.completions import JSON_MINUS_INFINITY, Completion, versions_of_spans
 

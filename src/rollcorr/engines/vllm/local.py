@@ -22,11 +22,11 @@ from typing import Any, Literal
 
 from torch import nn
 
-from rollcorr.config.checks import check_choice, check_integer, check_number
 from rollcorr.config import SamplingSpec
+from rollcorr.config.checks import check_choice, check_integer, check_number
 from rollcorr.engines.base import EngineAnswerError, EngineUnavailableError
-from rollcorr.engines.vllm.shared import EXTENSION, Dtype, VllmBase
 from rollcorr.engines.transport.worker import WorkerProcess
+from rollcorr.engines.vllm.shared import EXTENSION, Dtype, VllmBase
 
 OWN_ARGUMENTS = (
     "dtype",

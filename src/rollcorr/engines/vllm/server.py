@@ -21,8 +21,8 @@ from torch import nn
 
 from rollcorr.config import SamplingSpec
 from rollcorr.engines.base import EngineAnswerError, EngineError, WeightSyncError
-from rollcorr.engines.transport.http import JsonClient
 from rollcorr.engines.probe import score_probe
+from rollcorr.engines.transport.http import JsonClient
 from rollcorr.engines.vllm.answers import choice_of_text, prompt_log_probs
 from rollcorr.engines.vllm.shared import EXTENSION, Dtype, VllmBase
 

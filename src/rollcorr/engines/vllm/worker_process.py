@@ -1,4 +1,6 @@
-"""The program that runs vLLM for `VllmEngine`: `python -m rollcorr.engines.vllm.worker_process`, asked as `worker.py` says.
+"""The program that runs vLLM for `VllmEngine`: `python -m rollcorr.engines.vllm.worker_process`.
+
+`rollcorr.engines.transport.worker` describes how it is asked.
 
 It holds one offline `vllm.LLM` and answers:
 

@@ -7,11 +7,11 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rollcorr.config.checks import nearest
 from rollcorr.config import InertOptionWarning
 from rollcorr.config import RolloutCorrectionConfig as CheckedConfig
-from rollcorr.integrations.verl.presets import VerlPresets
+from rollcorr.config.checks import nearest
 from rollcorr.config.thresholds import CRITERIA, Threshold
+from rollcorr.integrations.verl.presets import with_verl_presets
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -58,8 +58,9 @@ class RawConfig(Mapping[str, Any]):
         return tuple(field.name for field in dataclasses.fields(cls))  # type: ignore[arg-type]
 
 
+@with_verl_presets
 @dataclasses.dataclass(frozen=True)
-class RolloutCorrectionConfig(VerlPresets, RawConfig):
+class RolloutCorrectionConfig(RawConfig):
     """What verl's class of this name holds, with `to_config()` to check and convert it.
 
     Attributes:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig as CheckedConfig
+from rollcorr.config.thresholds import Threshold
 from rollcorr.core.bounds import ratio_above, ratio_below
 from rollcorr.core.layout import check_layout, sequence_mean
 from rollcorr.core.metric_registry import PREFIX, finalize
@@ -20,7 +21,6 @@ from rollcorr.correction.rollout_correction import correct
 from rollcorr.integrations.verl import parity
 from rollcorr.integrations.verl.batch import Batch, weight_batch
 from rollcorr.integrations.verl.config import RolloutCorrectionConfig
-from rollcorr.config.thresholds import Threshold
 
 WEIGHT_METRICS = ("rollout_is_", "saturated_")
 REJECTION_METRICS = ("rollout_rs_",)

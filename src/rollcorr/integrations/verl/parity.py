@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rollcorr.core.layout import check_layout, sequence_max, sequence_sum
 from rollcorr.config.thresholds import check_token_criteria
+from rollcorr.core.layout import check_layout, sequence_max, sequence_sum
 
 if TYPE_CHECKING:
     from rollcorr.config import Criterion, RolloutCorrectionConfig

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig as CheckedConfig
+from rollcorr.config.conversion import convert
 from rollcorr.core.layout import sequence_mean
 from rollcorr.correction.rollout_correction import correct
 from rollcorr.integrations.verl import correction as newest
@@ -19,7 +20,6 @@ from rollcorr.integrations.verl.batch import Batch, weight_batch
 from rollcorr.integrations.verl.losses import compute_policy_loss
 from rollcorr.integrations.verl.older import measured_ratio, reference_ratio, rejected_shares
 from rollcorr.integrations.verl.v2025_11.losses import compute_policy_loss_vanilla
-from rollcorr.config.conversion import convert
 
 __all__ = [
     "compute_is_metrics",

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from rollcorr.kernels.correction import triton
-from rollcorr.kernels.correction.torch.blocks import blocked_correction
 from rollcorr.kernels.correction.cpu import cpu_correction, status, why_not
 from rollcorr.kernels.correction.output import CorrectionOutput, Out, check_out, copied_to
 from rollcorr.kernels.correction.reference import reference_correction
+from rollcorr.kernels.correction.torch.blocks import blocked_correction
 from rollcorr.kernels.correction.torch.table import Reduction
 
 if TYPE_CHECKING:

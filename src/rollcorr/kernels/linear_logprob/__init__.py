@@ -23,9 +23,9 @@ from rollcorr.kernels.linear_logprob.arguments import (
 )
 from rollcorr.kernels.linear_logprob.compose import Operations, composed_log_prob
 from rollcorr.kernels.linear_logprob.dense import TorchEpilogue
+from rollcorr.kernels.linear_logprob.full_logits import reference_log_prob
 from rollcorr.kernels.linear_logprob.kept import kept_sums
 from rollcorr.kernels.linear_logprob.problem import LinearLogProb, Problem
-from rollcorr.kernels.linear_logprob.full_logits import reference_log_prob
 from rollcorr.kernels.linear_logprob.triton import triton_log_prob
 
 if TYPE_CHECKING:

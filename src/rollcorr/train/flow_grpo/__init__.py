@@ -1,1 +1,5 @@
-"""Parts of the Flow-GRPO trainer: models, prompts, rewards, precision, schedules, sampling; on diffusers' classes."""
+"""Flow-GRPO for diffusion models."""
+
+import lazy_loader as _lazy
+
+__getattr__, __dir__, __all__ = _lazy.attach_stub(__name__, __file__)

@@ -11,13 +11,13 @@ from functools import cached_property
 from typing import Any, Literal
 
 from rollcorr.config import RolloutCorrectionConfig
-from rollcorr.diffusion import DiffusionActorConfig
 from rollcorr.config.conversion import resolve
-from rollcorr.train.grpo.grpo_config import CheckpointConfig, OptimConfig, at_least, effective_yaml
+from rollcorr.diffusion import DiffusionActorConfig
 from rollcorr.train.flow_grpo.diffusion_policy import LoraSettings
 from rollcorr.train.flow_grpo.precision import Fp8Scale, RolloutDtype
 from rollcorr.train.flow_grpo.rewards import COLOURS
 from rollcorr.train.flow_grpo.schedule import SdeVariant
+from rollcorr.train.grpo.grpo_config import CheckpointConfig, OptimConfig, at_least, effective_yaml
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,17 +17,17 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from rollcorr.run_directory.run_logger import RunLogger, Shown
 from rollcorr.train.checkpoint import Checkpoint, TrainState, save_checkpoint
-from rollcorr.train.flow_grpo.flow_grpo_config import FlowGrpoConfig
-from rollcorr.train.flow_grpo.images import save_grid
 from rollcorr.train.flow_grpo.diffusion_policy import DiffusionPolicy, load_policy, save_policy
+from rollcorr.train.flow_grpo.flow_grpo_config import FlowGrpoConfig
+from rollcorr.train.flow_grpo.flow_grpo_trainer import FlowGrpoTrainer
+from rollcorr.train.flow_grpo.images import save_grid
 from rollcorr.train.flow_grpo.prompts import PromptSource, read_prompts
 from rollcorr.train.flow_grpo.rewards import make_reward
 from rollcorr.train.flow_grpo.shapes import PROMPTS
-from rollcorr.train.flow_grpo.flow_grpo_trainer import FlowGrpoTrainer
-from rollcorr.run_directory.run_logger import RunLogger, Shown
-from rollcorr.train.session import find_checkpoint, interruption, resume_command
 from rollcorr.train.grpo.warmup import HELD_OUT
+from rollcorr.train.session import find_checkpoint, interruption, resume_command
 
 SHOWN: tuple[Shown, ...] = (
     ("reward", "reward/mean", "{:.3f}"),

@@ -7,7 +7,7 @@
     advantage   rewards become advantages within their group
     update      PPO epochs × mini-batches × micro-batches × steps of the window
 
-`FlowGrpoTrainer.step` is this list. What surrounds it (files, checkpoints, Ctrl-C) is `rollcorr.train.flow_grpo.flow_grpo_run`.
+`FlowGrpoTrainer.step` is this list. What surrounds it (files, checkpoints, Ctrl-C) is in `flow_grpo_run`.
 Symbols: B pictures, W steps in the window, D latent dimensions; log-probs in nats, averaged over D.
 
 Source: Liu et al. (2025), "Flow-GRPO", arXiv:2505.05470.
@@ -24,6 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from rollcorr.core.diffusion import gaussian_log_prob
+from rollcorr.correction.losses import PolicyLossOutput
+from rollcorr.correction.process_groups import sum_over
 from rollcorr.diffusion import (
     DiffusionGradients,
     apply_bypass_mode_to_diffusion_batch,
@@ -32,11 +34,9 @@ from rollcorr.diffusion import (
     diffusion_loss,
     loss_step_metrics,
 )
-from rollcorr.correction.process_groups import sum_over
-from rollcorr.correction.losses import PolicyLossOutput
 from rollcorr.train.clock import Clock
-from rollcorr.train.flow_grpo.flow_grpo_config import FlowGrpoConfig
 from rollcorr.train.flow_grpo.diffusion_policy import DiffusionPolicy, trained_parameters
+from rollcorr.train.flow_grpo.flow_grpo_config import FlowGrpoConfig
 from rollcorr.train.flow_grpo.precision import RolloutModel
 from rollcorr.train.flow_grpo.prompts import PromptSource
 from rollcorr.train.flow_grpo.sampler import Prompts, Sampler, Trajectories, predict

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from rollcorr.core.diffusion import gaussian_log_prob, take_step
-from rollcorr.train.flow_grpo.families import Condition, velocity
 from rollcorr.train.flow_grpo.diffusion_policy import DiffusionPolicy
+from rollcorr.train.flow_grpo.families import Condition, velocity
 from rollcorr.train.flow_grpo.precision import RolloutModel
 from rollcorr.train.flow_grpo.schedule import Schedule
 from rollcorr.train.seeds import derived_generator

@@ -13,13 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from rollcorr.config.sampling_spec import SamplingSpec
 from rollcorr.core.logprobs import token_log_prob
 from rollcorr.core.sampling import KeptSets
 from rollcorr.core.statistics import Statistics, moments_of
+from rollcorr.correction.scoring import actor_entropy, actor_log_prob, restricts
 from rollcorr.engines.base import EngineAnswerError, Rollout
 from rollcorr.engines.model_scoring import response_logits, score_responses
-from rollcorr.config.sampling_spec import SamplingSpec
-from rollcorr.correction.scoring import actor_entropy, actor_log_prob, restricts
 
 _MISSING = (
     "actor.sampling={} needs the kept {} of each token, and the engine {!r} gave none: choose an engine or an engine "

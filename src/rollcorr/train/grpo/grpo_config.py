@@ -13,8 +13,8 @@ from functools import cached_property
 from typing import Any, Literal
 
 from rollcorr.config import LossConfig, RolloutCorrectionConfig, SamplingSpec
-from rollcorr.config.sampling_spec import IncompatibleSamplingError, compare
 from rollcorr.config.conversion import resolve
+from rollcorr.config.sampling_spec import IncompatibleSamplingError, compare
 from rollcorr.config.yaml_text import dump_yaml
 
 

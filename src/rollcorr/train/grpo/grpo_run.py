@@ -13,15 +13,15 @@ from rich.console import Console
 from torch import nn
 
 from rollcorr.engines.base import EngineError
-from rollcorr.train.checkpoint import Checkpoint, TrainState, save_checkpoint
-from rollcorr.train.grpo.grpo_config import TaskConfig, TrainConfig
-from rollcorr.train.grpo.engine_choice import closing, make_engine
-from rollcorr.train.grpo.grpo_trainer import GrpoTrainer, StepResult
 from rollcorr.run_directory.run_logger import RunLogger
+from rollcorr.train.checkpoint import Checkpoint, TrainState, save_checkpoint
+from rollcorr.train.grpo.engine_choice import closing, make_engine
+from rollcorr.train.grpo.grpo_config import TaskConfig, TrainConfig
+from rollcorr.train.grpo.grpo_trainer import GrpoTrainer, StepResult
 from rollcorr.train.grpo.policy import Policy, load_policy, save_policy
-from rollcorr.train.session import find_checkpoint, interruption, resume_command
 from rollcorr.train.grpo.tasks import ArithmeticTask, Gsm8kTask, Task
 from rollcorr.train.grpo.warmup import Evaluation, evaluate, warm_up
+from rollcorr.train.session import find_checkpoint, interruption, resume_command
 
 
 @dataclass(frozen=True, kw_only=True)

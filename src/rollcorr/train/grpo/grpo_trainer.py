@@ -7,7 +7,7 @@
     advantage   rewards become advantages within their group
     update      PPO epochs × mini-batches × micro-batches
 
-`GrpoTrainer.step` is this list. What surrounds it (files, checkpoints, Ctrl-C) is in `rollcorr.train.grpo.grpo_run`. Symbols:
+`GrpoTrainer.step` is this list. What surrounds it (files, checkpoints, Ctrl-C) is in `grpo_run`. Symbols:
 B responses, T padded response length; log-probs in nats.
 """
 
@@ -21,26 +21,26 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from rollcorr.correction.denominators import aggregation_mode, normalizer_counts
-from rollcorr.correction.micro_batches import BypassGradients
 from rollcorr.core.advantages import dr_grpo_advantages, grpo_advantages, rloo_advantages
 from rollcorr.core.aggregation import Denominators, count_denominators
 from rollcorr.core.metric_registry import finalize
 from rollcorr.core.statistics import Statistics, merge_statistics
-from rollcorr.correction.rollout_correction import Correction, correct
-from rollcorr.correction.process_groups import gather_statistics, sum_denominators, sum_gradients, sum_over
-from rollcorr.engines.base import Engine, Rollout
+from rollcorr.correction.denominators import aggregation_mode, normalizer_counts
 from rollcorr.correction.losses import (
     PolicyLogProbs,
     PolicyLossOutput,
     policy_loss,
 )
-from rollcorr.train.grpo.actor import Actor
+from rollcorr.correction.micro_batches import BypassGradients
+from rollcorr.correction.process_groups import gather_statistics, sum_denominators, sum_gradients, sum_over
+from rollcorr.correction.rollout_correction import Correction, correct
+from rollcorr.engines.base import Engine, Rollout
 from rollcorr.train.clock import Clock
+from rollcorr.train.grpo.actor import Actor
 from rollcorr.train.grpo.grpo_config import TrainConfig
 from rollcorr.train.grpo.policy import Policy
-from rollcorr.train.seeds import derived_generator, derived_seed
 from rollcorr.train.grpo.tasks import Reward, Task, hard_gated_reward
+from rollcorr.train.seeds import derived_generator, derived_seed
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -13,7 +13,7 @@ from torch import nn
 from rollcorr.engines.transport.checkpoint_folder import without_progress_bars
 from rollcorr.train.seeds import derived_seed
 
-ASSETS = Path(__file__).parent / "assets"
+ASSETS = Path(__file__).parents[1] / "assets"
 DEMO_POLICY = "demo"
 TINY_QWEN3 = {
     "hidden_size": 128,

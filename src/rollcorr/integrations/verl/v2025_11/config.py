@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollcorr.config import RolloutCorrectionConfig as CheckedConfig
-from rollcorr.integrations.verl.config import RawConfig
 from rollcorr.config.conversion import convert
+from rollcorr.integrations.verl.config import RawConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class RolloutCorrectionConfig(RawConfig):
     verl_parity: bool = False
 
     def to_config(self) -> CheckedConfig:
-        """The checked configuration of this library; `rollcorr.config.conversion.convert` reports what each option became.
+        """The checked configuration of this library; `rollcorr.config.convert` reports what each option became.
 
         Raises:
             TypeError: a value of the wrong type.

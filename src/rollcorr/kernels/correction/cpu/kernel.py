@@ -11,10 +11,10 @@ from torch import Tensor
 
 from rollcorr.core.layout import check_cu_seqlens
 from rollcorr.core.statistics import STATISTICS_DTYPE, Statistics
-from rollcorr.kernels.correction.torch.blocks import blocked_correction
 from rollcorr.kernels.correction.cpu.job import LOG_PROB_TYPES, MASK_TYPES, job_of
 from rollcorr.kernels.correction.cpu.library import Library, library, status
 from rollcorr.kernels.correction.output import CorrectionOutput, Out, outputs
+from rollcorr.kernels.correction.torch.blocks import blocked_correction
 
 if TYPE_CHECKING:
     from rollcorr.config import RolloutCorrectionConfig

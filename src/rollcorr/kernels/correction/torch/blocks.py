@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from rollcorr.core.layout import sequence_count
-from rollcorr.kernels.correction.torch.decide import decide
 from rollcorr.kernels.correction.output import CorrectionOutput, Out, outputs
+from rollcorr.kernels.correction.torch.decide import decide
 from rollcorr.kernels.correction.torch.table import Block, BlockRows, Reduction, SequenceTable
 from rollcorr.kernels.correction.torch.tokens import NEVER, TokenPass
 

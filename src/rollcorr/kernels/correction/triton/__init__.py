@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rollcorr.kernels.correction.torch.blocks import blocked_correction
 from rollcorr.kernels.correction.output import CorrectionOutput, Out
+from rollcorr.kernels.correction.torch.blocks import blocked_correction
 
 if TYPE_CHECKING:
     from rollcorr.config import RolloutCorrectionConfig

@@ -1,0 +1,83 @@
+"""`rollcorr convert-config`: rewrite old options in the newest form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from rollcorr.cli.app import app
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from rollcorr.config.conversion import Conversion, Schema
+
+
+@app.command("convert-config")
+def convert_config(
+    old: Annotated[Path, typer.Argument(metavar="OLD.yaml", help="A verl configuration, or just the options.")],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="NEW.yaml", help="Write here instead of to standard output."),
+    ] = None,
+    schema: Annotated[
+        str | None,
+        typer.Option(metavar="SCHEMA", help="2025-10, 2025-11 or newest; found out when not given."),
+    ] = None,
+) -> None:
+    """Rewrite rollout-correction options of any generation in the newest form, and say what each became.
+
+    The new YAML goes to standard output (or NEW.yaml), the account to standard error. A whole file keeps its other
+    sections; comments are lost. Exit code 2: the input cannot be read, with the reason.
+
+    Example: old.yaml holds
+
+        algorithm:
+          rollout_is_threshold: 2.0
+          rollout_is: true
+          rollout_is_level: token
+
+    and `rollcorr convert-config old.yaml -o new.yaml` writes algorithm.rollout_correction with rollout_is: token.
+    """
+    import warnings
+
+    from rich.console import Console
+
+    from rollcorr.config.conversion import convert, converted_document
+    from rollcorr.config.yaml_text import dump_yaml, load_yaml
+
+    console = Console(stderr=True)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            raw = load_yaml(old.read_text(encoding="utf-8"))
+            conversion = convert(raw, schema=cast("Schema | None", schema))
+        text = dump_yaml(converted_document(raw, conversion))
+        if output is not None:
+            output.write_text(text, encoding="utf-8")
+    except (OSError, TypeError, ValueError) as error:
+        console.print(f"{old}: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from error
+    if output is None:
+        typer.echo(text, nl=False)
+    _print_conversion(console, conversion, [str(warning.message) for warning in caught])
+
+
+def _print_conversion(console: Console, conversion: Conversion, warned: list[str]) -> None:
+    """What each old field became, as a table, and the notes below it."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    from rollcorr.config.generations import shown
+
+    table = Table(title=f"schema {conversion.schema} → newest", title_justify="left")
+    for column in ("old", "value", "became", "why"):
+        table.add_column(column, overflow="fold")
+    for row in conversion.report:
+        table.add_row(*(escape(text) for text in (row.field, shown(row.value), row.became, row.reason)))
+    console.print(table)
+    for label, lines in (("note", conversion.notes), ("warning", warned)):
+        for line in lines:
+            console.print(f"{label}: {line}", markup=False, highlight=False, soft_wrap=True)

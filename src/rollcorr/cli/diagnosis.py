@@ -1,0 +1,95 @@
+"""`rollcorr report` and `rollcorr check`: judge a run, or rollout logs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rollcorr.cli.app import app, exit_on
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="Run directory, with metrics.jsonl and config.yaml.")],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Folder for report.html and the figures. [default: RUN/report]"),
+    ] = None,
+    diffusion: Annotated[bool, typer.Option("--diffusion", help="Judge as a diffusion sampler's run.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
+) -> None:
+    """Write the report of a training run. Exit code: 0 healthy, 1 findings, 2 bad input."""
+    from rich.console import Console
+
+    from rollcorr.diagnostics.report.console import show_health, to_json
+    from rollcorr.diagnostics.report.page import run_report, write_report
+    from rollcorr.run_directory.stored_run import BadInputError, read_run
+
+    with exit_on(BadInputError):
+        data = run_report(read_run(run), diffusion=diffusion)
+        page = write_report(data, output or run / "report")
+    if as_json:
+        typer.echo(to_json(data.health, report=str(page), remarks=data.remarks))
+    else:
+        console = Console(highlight=False)
+        show_health(console, data.health, subject=f"{data.title}: {data.subtitle}", remarks=data.remarks)
+        console.print(f"\nreport: {page}", soft_wrap=True)
+    raise typer.Exit(0 if data.health.healthy else 1)
+
+
+@app.command()
+def check(
+    logs: Annotated[list[Path], typer.Argument(help="Rollout logs (Parquet or JSONL): files, folders or patterns.")],
+    preset: Annotated[str | None, typer.Option(help="Measure what this preset would do.")] = None,
+    config: Annotated[Path | None, typer.Option(help="Measure what this YAML file would do; any generation.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Also write report.html and figures into this folder.")
+    ] = None,
+    train_column: Annotated[
+        str | None, typer.Option(help="Trainer's log-probs: old_log_prob or log_prob. [default: what is recorded]")
+    ] = None,
+    diffusion: Annotated[
+        bool, typer.Option("--diffusion", help="The log-probs are densities of a diffusion sampler.")
+    ] = False,
+    workers: Annotated[int, typer.Option(help="Processes that read; the numbers are the same for any.")] = 1,
+    ray: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Read on a Ray cluster instead: auto, local or ray://host:port."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
+) -> None:
+    """Judge rollout logs without a training run. Exit code: 0 healthy, 1 findings, 2 bad input, 130 interrupted."""
+    from rich.console import Console
+
+    from rollcorr.diagnostics.log_check.check import check_logs, choose_config
+    from rollcorr.diagnostics.report.console import row_progress, show_health, to_json
+    from rollcorr.rollout_log import RolloutLogError
+    from rollcorr.run_directory.stored_run import BadInputError
+
+    page = None
+    with exit_on(BadInputError, RolloutLogError):
+        chosen = choose_config(preset=preset, file=config)
+        with row_progress() as on_rows:
+            result = check_logs(
+                logs, chosen, train_column=train_column, diffusion=diffusion, workers=workers, ray=ray, on_rows=on_rows
+            )
+        if output is not None:
+            from rollcorr.diagnostics.report.page import check_report, write_report
+
+            page = write_report(check_report(result), output)
+    subject = f"{result.rows:,} sequences in {len(result.files)} file{'s' * (len(result.files) != 1)}"
+    if as_json:
+        more = {"rows": result.rows, "files": result.files, "train_column": result.train_column}
+        typer.echo(
+            to_json(
+                result.health, **more, interrupted=result.interrupted, report=page and str(page), remarks=result.remarks
+            )
+        )
+    else:
+        console = Console(highlight=False)
+        show_health(console, result.health, subject=subject, remarks=result.remarks)
+        if page is not None:
+            console.print(f"\nreport: {page}", soft_wrap=True)
+    raise typer.Exit(130 if result.interrupted else 0 if result.health.healthy else 1)

@@ -1,0 +1,74 @@
+"""How the policy loss is clipped and added up: `LossConfig`."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rollcorr.config.checks import InertOptionWarning, check_choice, check_number
+
+LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+LOSS_AGG_MODES: tuple[LossAggMode, ...] = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """How the policy loss is clipped and added up.
+
+    Attributes:
+        clip_ratio_low: ε_lo: the ratio is clipped at 1 − ε_lo from below, in [0, 1].
+        clip_ratio_high: ε_hi: the ratio is clipped at 1 + ε_hi from above, ≥ 0.
+        clip_ratio_c: dual clip: for A < 0 the loss is at most −c A. c > 1; None turns it off.
+        loss_agg_mode: how token losses become one number; None is "token-mean" for ppo_clip and "seq-mean-token-sum"
+            for reinforce.
+        loss_scale_factor: divisor of "seq-mean-token-sum-norm", in tokens; that mode needs one (the padded length would
+            make the gradient depend on padding).
+        kl_coef: weight of the divergence from the reference policy, ≥ 0.
+        kl_estimator: its estimate per token: "k1", "k2" or "k3" (`rollcorr.core.losses.reference_kl_k1` and so on).
+        entropy_coef: weight of the entropy bonus, ≥ 0.
+
+    Raises:
+        TypeError: a value is of the wrong type.
+        ValueError: a value is outside its limits.
+    """
+
+    clip_ratio_low: float = 0.2
+    clip_ratio_high: float = 0.2
+    clip_ratio_c: float | None = 3.0
+    loss_agg_mode: LossAggMode | None = None
+    loss_scale_factor: float | None = None
+    kl_coef: float = 0.0
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    entropy_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_number("clip_ratio_low", self.clip_ratio_low, at_least=0, at_most=1)
+        check_number("clip_ratio_high", self.clip_ratio_high, at_least=0)
+        if self.clip_ratio_c is not None:
+            check_number("clip_ratio_c (None for no dual clip)", self.clip_ratio_c, above=1)
+        check_choice("loss_agg_mode", self.loss_agg_mode, LOSS_AGG_MODES, optional=True)
+        check_number("kl_coef", self.kl_coef, at_least=0)
+        check_choice("kl_estimator", self.kl_estimator, ("k1", "k2", "k3"))
+        check_number("entropy_coef", self.entropy_coef, at_least=0)
+        if self.loss_scale_factor is not None:
+            check_number("loss_scale_factor", self.loss_scale_factor, above=0)
+            if self.loss_agg_mode != "seq-mean-token-sum-norm":
+                warnings.warn(
+                    f"loss_scale_factor={self.loss_scale_factor!r} has no effect with "
+                    f"loss_agg_mode={self.loss_agg_mode!r}; it divides in 'seq-mean-token-sum-norm' only",
+                    InertOptionWarning,
+                    stacklevel=3,
+                )
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain values."""
+        return dataclasses.asdict(self)

@@ -1,0 +1,10 @@
+from .health.judge import HealthReport as HealthReport
+from .installation import Installation as Installation
+from .installation import inspect_installation as inspect_installation
+from .log_check.check import CheckResult as CheckResult
+from .log_check.check import check_logs as check_logs
+from .provenance.estimate import estimate_provenance as estimate_provenance
+from .provenance.labels import Provenance as Provenance
+from .report.page import check_report as check_report
+from .report.page import run_report as run_report
+from .report.page import write_report as write_report

@@ -1,0 +1,16 @@
+from .base import Engine as Engine
+from .base import EngineAnswerError as EngineAnswerError
+from .base import EngineError as EngineError
+from .base import EngineUnavailableError as EngineUnavailableError
+from .base import Rollout as Rollout
+from .base import WeightSyncError as WeightSyncError
+from .completions import Completion as Completion
+from .completions import rollout_from_completions as rollout_from_completions
+from .ctranslate2 import CTranslate2Engine as CTranslate2Engine
+from .model_scoring import ResponseScores as ResponseScores
+from .model_scoring import TokenBatch as TokenBatch
+from .model_scoring import score_responses as score_responses
+from .sglang import SglangEngine as SglangEngine
+from .transformers import TransformersEngine as TransformersEngine
+from .vllm.local import VllmEngine as VllmEngine
+from .vllm.server import VllmServerEngine as VllmServerEngine

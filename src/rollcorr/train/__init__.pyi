@@ -1,0 +1,9 @@
+from .checkpoint import latest_checkpoint as latest_checkpoint
+from .config_file import load_config as load_config
+from .flow_grpo.flow_grpo_config import FlowGrpoConfig as FlowGrpoConfig
+from .flow_grpo.flow_grpo_trainer import FlowGrpoTrainer as FlowGrpoTrainer
+from .grpo.grpo_config import TrainConfig as TrainConfig
+from .grpo.grpo_trainer import GrpoTrainer as GrpoTrainer
+from .recipes import RECIPES as RECIPES
+from .recipes import load_recipe as load_recipe
+from .recipes import run_recipe as run_recipe

@@ -1,0 +1,14 @@
+from .grpo_config import TrainConfig as TrainConfig
+from .grpo_run import Summary as Summary
+from .grpo_run import make_task as make_task
+from .grpo_run import train as train
+from .grpo_trainer import GrpoTrainer as GrpoTrainer
+from .grpo_trainer import StepResult as StepResult
+from .policy import Policy as Policy
+from .policy import load_policy as load_policy
+from .policy import make_tiny_policy as make_tiny_policy
+from .policy import save_policy as save_policy
+from .tasks import ArithmeticTask as ArithmeticTask
+from .tasks import Gsm8kTask as Gsm8kTask
+from .warmup import evaluate as evaluate
+from .warmup import warm_up as warm_up
