@@ -10,9 +10,9 @@ import tempfile
 from pathlib import Path
 
 import torch
-from rollcorr.cli.commands import app
 
 from rollcorr import SamplingSpec
+from rollcorr.cli import app
 from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
 
 

@@ -145,9 +145,8 @@ def test_no_value_is_read_on_the_device_path(path):
                 assert call.func.attr not in {"item", "tolist", "cpu", "nonzero"}, f"{path.name}: {node.name}"
 
 
-FRONT_DOORS = sorted(
-    ".".join(("rollcorr", *p.parent.relative_to(PACKAGE).parts)) for p in PACKAGE.rglob("__init__.pyi")
-)
+STUBS = PACKAGE.rglob("__init__.pyi")
+FRONT_DOORS = sorted(".".join(("rollcorr", *path.parent.relative_to(PACKAGE).parts)) for path in STUBS)
 
 
 @pytest.mark.parametrize("name", FRONT_DOORS)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import typer
-from rollcorr.cli.commands import app
 
+from rollcorr.cli import app
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.conversion import convert
 from rollcorr.config.presets import PRESETS

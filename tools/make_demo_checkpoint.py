@@ -1,8 +1,8 @@
 """Make the policy that the demo starts from: `python tools/make_demo_checkpoint.py` (about four minutes on 2 cores).
 
 A random Qwen3 policy imitates solutions of the arithmetic task until two of five sampled answers are right, and is
-written to `train/assets/demo` of the package (4 MB). It stops while its learning rate is high: reinforcement learning then
-has something to improve.
+written to `train/assets/demo` of the package (4 MB). It stops while its learning rate is high: reinforcement learning
+then has something to improve.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
-from rollcorr.cli.commands import app
 from typer.testing import CliRunner
 
-from rollcorr.diagnostics import tally as module
+from rollcorr.cli import app
+from rollcorr.diagnostics.log_check import tally as module
 from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
 
 

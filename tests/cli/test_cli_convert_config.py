@@ -1,9 +1,9 @@
 """`rollcorr convert-config`: the new YAML and the account go to different places; bad input ends with 2."""
 
 import pytest
-from rollcorr.cli.commands import app
 from typer.testing import CliRunner
 
+from rollcorr.cli import app
 from rollcorr.config.yaml_text import load_yaml
 
 OLD = """\

@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from rollcorr.cli.commands import app
 from typer.testing import CliRunner
 
+from rollcorr.cli import app
 from rollcorr.core.metric_registry import PREFIX
 
 HEALTHY = {"token_count": 4000.0, "kl": 2e-4, "k3_kl": 1e-4, "chi2_token": 2e-4, "rollout_is_mean": 1.0}

@@ -7,10 +7,10 @@ from importlib import metadata
 
 import pytest
 import torch
-from rollcorr.cli.commands import app
 from typer.testing import CliRunner
 
 import rollcorr
+from rollcorr.cli import app
 from rollcorr.diagnostics import installation
 from rollcorr.diagnostics.installation import Extra, inspect_installation
 from rollcorr.kernels.correction import cpu
@@ -33,7 +33,7 @@ def test_json_says_which_instruction_set_is_in_use():
 
 
 def test_an_unusable_kernel_comes_with_its_reason(monkeypatch):
-    monkeypatch.setattr("rollcorr.kernels.correction.status", lambda: (None, "there is [no] compiler"))
+    monkeypatch.setattr("rollcorr.kernels.correction.dispatch.status", lambda: (None, "there is [no] compiler"))
     kernel = next(kernel for kernel in inspect_installation().kernels if kernel.name == "cpu")
     assert (kernel.usable, kernel.note) == (False, "there is [no] compiler")
     assert "[no]" in CliRunner().invoke(app, ["info"]).output

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from rollcorr.core.metric_registry import PREFIX
-from rollcorr.diagnostics import report
+from rollcorr.diagnostics.report import page as report
 from rollcorr.diagnostics.report.page import caption, reward_gain, run_report, series_by_name, write_report
 from rollcorr.diagnostics.report.plots import PANELS, REWARD
 from rollcorr.run_directory.stored_run import read_run

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from rollcorr.config.sampling_spec import SamplingSpec
 from rollcorr.core.metric_registry import finalize
-from rollcorr.diagnostics import check as module
-from rollcorr.diagnostics import pair_sample
+from rollcorr.diagnostics.log_check import check as module
 from rollcorr.diagnostics.log_check.check import DIAGNOSIS, check_logs
 from rollcorr.diagnostics.log_check.tally import Measurement, Tally, merge_parts
+from rollcorr.diagnostics.provenance import pair_sample
 from rollcorr.rollout_log import RolloutBatch, RolloutLogError, RolloutLogWriter, log_shards
 from rollcorr.run_directory.stored_run import BadInputError
 

@@ -255,7 +255,7 @@ def test_the_veto_works_here_too_and_by_parity():
 def test_unknown_keys_are_named_with_the_nearest():
     with pytest.raises(ValueError, match=r"'rollout_treshold'.*Did you mean 'rollout_"):
         RolloutCorrectionConfig.read({"rollout_treshold": 2.0})
-    with pytest.raises(ValueError, match="verl_2025_11"):
+    with pytest.raises(ValueError, match="v2025_11"):
         RolloutCorrectionConfig.read({"bypass_old_logprob_for_rollout": True})
 
 

@@ -6,9 +6,9 @@ import signal
 import pytest
 import torch
 from rich.console import Console
-from rollcorr.cli.commands import app
 from typer.testing import CliRunner
 
+from rollcorr.cli import app
 from rollcorr.core.sampling import check_kept_sets
 from rollcorr.engines.base import EngineAnswerError, EngineUnavailableError
 from rollcorr.engines.transformers import TransformersEngine

@@ -227,6 +227,6 @@ class RolloutCorrectionConfig:
 
 
 @lru_cache(maxsize=256)
-def _resolved_preset(cls: type, name: str) -> Any:  # noqa: ANN401 (an instance of cls)
+def _resolved_preset(cls: Any, name: str) -> Any:  # noqa: ANN401 (a class, and an instance of it)
     """A preset without arguments: the call in a training loop that names one pays for its checks once."""
     return cls(**preset_fields(name, {}))

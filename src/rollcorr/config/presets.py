@@ -264,11 +264,14 @@ class NamedPreset:
         )
 
         def constructor(*positional: object, **named: object) -> Any:  # noqa: ANN401 (the owner)
-            try:
-                given = signature.bind(*positional, **named).arguments
-            except TypeError as error:
-                taken = ", ".join(self._parameters) or "no argument"
-                raise TypeError(f"preset {self._name!r} takes {taken}: {error}") from None
+            if len(positional) > len(self._parameters):
+                raise TypeError(f"{self._name} takes {len(self._parameters)} arguments; got {len(positional)}")
+            given = dict(zip(self._parameters, positional, strict=False))
+            for argument in named:
+                if argument not in self._parameters or argument in given:
+                    taken = ", ".join(self._parameters) or "no argument"
+                    raise TypeError(f"{self._name} takes {taken}; got {argument}, or got it twice")
+            given |= named
             return self._construct(owner, self._name, **given)
 
         constructor.__name__, constructor.__doc__ = self._name, self.__doc__

@@ -9,7 +9,7 @@ from rollcorr.correction.process_groups import (
     sum_denominators,
     sum_gradients,
 )
-from rollcorr.correction.rollout_correction import Correction, Detail, correct
+from rollcorr.correction.rollout_correction import Correction, Detail, check_mask, correct
 from rollcorr.correction.scoring import actor_entropy, actor_log_prob, linear_actor_log_prob
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "actor_log_prob",
     "aggregate",
     "aggregation_mode",
+    "check_mask",
     "correct",
     "gather_statistics",
     "global_denominators",

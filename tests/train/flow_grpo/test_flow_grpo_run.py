@@ -5,10 +5,10 @@ import signal
 
 import pytest
 import torch
-from rollcorr.cli.commands import app
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from rollcorr.cli import app
 from rollcorr.run_directory.run_logger import read_metrics
 from rollcorr.train.checkpoint import latest_checkpoint
 from rollcorr.train.flow_grpo.flow_grpo_config import FlowGrpoConfig

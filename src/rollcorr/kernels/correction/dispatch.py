@@ -1,0 +1,81 @@
+"""Which implementation of the correction runs: the one that is asked for, or the fastest that takes the batch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from rollcorr.kernels.correction import triton
+from rollcorr.kernels.correction.cpu import cpu_correction, status, why_not
+from rollcorr.kernels.correction.output import CorrectionOutput, Out, copied_to
+from rollcorr.kernels.correction.reference import reference_correction
+from rollcorr.kernels.correction.torch.blocks import blocked_correction
+from rollcorr.kernels.correction.torch.table import Reduction
+
+if TYPE_CHECKING:
+    from rollcorr.config import RolloutCorrectionConfig
+
+Implementation = Literal["auto", "reference", "blocked", "cpu", "triton"]
+
+
+def correction_kernel(
+    train_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    mask: Tensor,
+    config: RolloutCorrectionConfig,
+    *,
+    cu_seqlens: Tensor | None = None,
+    reduce: Reduction | None = None,
+    out: Out | None = None,
+    impl: Implementation = "auto",
+) -> CorrectionOutput:
+    """Weights before normalisation, loss mask, keep flags and statistics of one batch.
+
+    Args:
+        train_log_prob: log π, nats. (B, T), or (N,) when packed; any floating dtype.
+        rollout_log_prob: log μ, nats. Same shape.
+        mask: non-zero on response tokens. Same shape; any dtype.
+        config: what to compute.
+        cu_seqlens: (B + 1,) token offsets, only when packed.
+        reduce: merges in the other parts of the sequences, when this call has a part of each; before anything is
+            decided. For "blocked" alone: the others need their sequences whole.
+        out: buffers for the weights and the loss mask, which `check_out` has seen; None for fresh ones.
+        impl: "auto" takes the fastest implementation that runs here and takes this batch.
+
+    Raises:
+        ValueError: `impl` is not one of those above, or does not take this batch.
+        ImportError: `impl="cpu"`, and the library was not built; `impl="triton"`, and Triton or a GPU is missing.
+    """
+    if impl not in get_args(Implementation):
+        raise ValueError(f"impl must be one of {', '.join(map(repr, get_args(Implementation)))}, got {impl!r}")
+    if impl in ("reference", "cpu", "triton") and reduce is not None:
+        raise ValueError(f"impl={impl!r} needs whole sequences: gather them first, or use impl='auto'")
+    if impl == "auto" and reduce is None:
+        impl = _fastest(train_log_prob, rollout_log_prob, mask, config)
+    if impl == "cpu":
+        return cpu_correction(train_log_prob, rollout_log_prob, mask, config, cu_seqlens=cu_seqlens, out=out)
+    if impl == "triton":
+        return triton.triton_correction(train_log_prob, rollout_log_prob, mask, config, cu_seqlens=cu_seqlens, out=out)
+    batch = train_log_prob, rollout_log_prob, mask if mask.dtype == torch.bool else mask != 0
+    if impl == "reference":
+        return copied_to(out, reference_correction(*batch, config, cu_seqlens=cu_seqlens))
+    return blocked_correction(*batch, config, cu_seqlens=cu_seqlens, reduce=reduce, out=out)
+
+
+def implementations() -> dict[str, tuple[bool, str]]:
+    """Every implementation of the correction, with whether it can be used here, and where or why not."""
+    level, reason = status()
+    no_triton = triton.status()
+    return {
+        "reference": (True, "every device: the specification"),
+        "blocked": (True, "every device: eager torch in blocks"),
+        "cpu": (level is not None, f"CPU, float32 and bfloat16: compiled C, {level}" if level else reason),
+        "triton": (no_triton is None, no_triton or "CUDA and ROCm, on request: three launches"),
+    }
+
+
+def _fastest(train: Tensor, rollout: Tensor, mask: Tensor, config: RolloutCorrectionConfig) -> Implementation:
+    # "triton" is tested interpreted and compiled, but has not run on a device yet: it must be asked for.
+    return "cpu" if why_not(train, rollout, mask, config) is None else "blocked"
