@@ -5,8 +5,7 @@ python examples/convert_old_config.py
 
 from pathlib import Path
 
-from rollcorr.config.conversion import convert
-from rollcorr.config.yaml_text import load_yaml
+from rollcorr.config import convert, load_yaml
 
 configs = Path(__file__).parent / "configs"
 

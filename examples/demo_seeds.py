@@ -18,9 +18,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from rollcorr.run_directory.run_logger import read_metrics
-from rollcorr.train.config_file import load_config
-from rollcorr.train.grpo.grpo_run import train
+from rollcorr.run_directory import read_metrics
+from rollcorr.train import load_config
+from rollcorr.train.grpo import train
 
 DEMO = Path(__file__).parent / "train" / "demo.yaml"
 WINDOW = 10

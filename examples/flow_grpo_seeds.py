@@ -21,9 +21,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from rollcorr.run_directory.run_logger import read_metrics
-from rollcorr.train.flow_grpo.flow_grpo_run import train
-from rollcorr.train.recipes import load_recipe
+from rollcorr.run_directory import read_metrics
+from rollcorr.train import load_recipe
+from rollcorr.train.flow_grpo import train
 
 DEMO = Path(__file__).parent / "train" / "flow_grpo.yaml"
 WINDOW = 10

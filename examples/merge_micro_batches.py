@@ -5,8 +5,7 @@ python examples/merge_micro_batches.py
 
 import torch
 
-from rollcorr import correct, merge_statistics
-from rollcorr.core.metric_registry import finalize
+from rollcorr import correct, finalize, merge_statistics
 
 generator = torch.Generator().manual_seed(0)
 rollout_log_prob = -torch.rand(12, 64, generator=generator)

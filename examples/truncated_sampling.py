@@ -24,14 +24,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from rollcorr.config import SamplingSpec
-from rollcorr.engines.transformers import TransformersEngine
-from rollcorr.run_directory.run_logger import read_metrics
-from rollcorr.train.checkpoint import latest_checkpoint
-from rollcorr.train.config_file import load_config
-from rollcorr.train.grpo.grpo_run import make_task, train
-from rollcorr.train.grpo.policy import load_policy
-from rollcorr.train.grpo.warmup import evaluate
+from rollcorr import SamplingSpec
+from rollcorr.engines import TransformersEngine
+from rollcorr.run_directory import read_metrics
+from rollcorr.train import latest_checkpoint, load_config
+from rollcorr.train.grpo import evaluate, load_policy, make_task, train
 
 DEMO = Path(__file__).parent / "train" / "demo.yaml"
 WHOLE = ("actor.sampling=full", "actor.allow_incompatible=true")

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import torch
 
-from rollcorr import SamplingSpec
+from rollcorr import RolloutBatch, RolloutLogWriter, SamplingSpec
 from rollcorr.cli import app
-from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
 
 
 def write(path: Path, *, trainer_temperature: float) -> None:

@@ -1,6 +1,8 @@
 """The README and docs/ stay true: code runs and prints what it says, YAML is read, links and names lead somewhere."""
 
+import ast
 import contextlib
+import importlib
 import importlib.util
 import io
 import re
@@ -24,7 +26,7 @@ PAGES = {
 }
 OWN_TEST = {  # pages whose code runs in a test of their own
     "docs/health.md": "diagnostics/test_health_page.py",
-    "docs/rollout_log.md": "test_rollout_log_docs.py",
+    "docs/rollout_log.md": "rollout_log/test_rollout_log_docs.py",
     "docs/verl.md": "integrations/test_verl_docs.py",
 }
 # Python, and the text right below it, which is its output. A fence marked `python no-run` is left out.
@@ -68,6 +70,39 @@ def test_pages_with_a_test_of_their_own_are_run_there():
         source = (ROOT / "tests" / test).read_text(encoding="utf-8")
         assert Path(page).name in source
         assert "exec(" in source
+
+
+EXAMPLES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in (ROOT / "examples").rglob("*.py")}
+BLOCKS = {
+    page: re.findall(r"^```python[^\n]*\n(.*?)^```", text, re.DOTALL | re.MULTILINE) for page, text in PAGES.items()
+}
+TAUGHT = {page: blocks for page, blocks in BLOCKS.items() if blocks} | {page: [text] for page, text in EXAMPLES.items()}
+
+
+def imported_modules(code):
+    """The modules of rollcorr that a piece of code imports, or imports names from."""
+    found = set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    return {module for module in found if module.split(".")[0] == "rollcorr"}
+
+
+@pytest.mark.parametrize("page", TAUGHT)
+def test_a_page_imports_from_the_front_doors_alone(page):
+    """A front door is `rollcorr` itself or a package that lists its public names."""
+    for block in TAUGHT[page]:
+        for module in imported_modules(block):
+            origin = importlib.util.find_spec(module).origin
+            assert Path(origin).name == "__init__.py", f"{page} imports {module}: import the package that exports it"
+            assert importlib.import_module(module).__all__
+
+
+def test_a_deeper_import_would_be_found():
+    assert imported_modules("from rollcorr.core.weights import truncated_weights") == {"rollcorr.core.weights"}
+    assert Path(importlib.util.find_spec("rollcorr.core.weights").origin).name != "__init__.py"
 
 
 @pytest.mark.parametrize("page", with_a_match(r"```yaml\n(?:.*\n)*?.*rollout_"))
