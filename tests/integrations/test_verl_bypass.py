@@ -279,12 +279,7 @@ def actor(**policy_loss):
 
 
 def test_the_vanilla_loss_of_a_bypass_run_says_that_the_correction_does_not_act():
-    inputs = (
-        torch.full((1, 1), math.log(0.5)),
-        torch.zeros(1, 1, requires_grad=True),
-        torch.ones(1, 1),
-        torch.ones(1, 1),
-    )
+    inputs = torch.zeros(1, 1), torch.zeros(1, 1, requires_grad=True), torch.ones(1, 1), torch.ones(1, 1)
     with pytest.warns(InertOptionWarning, match="loss_mode is 'vanilla', which never reads it"):
         verl.compute_policy_loss_vanilla(*inputs, config=actor(loss_mode="vanilla", rollout_correction=REJECTION))
     verl.compute_policy_loss_vanilla(*inputs, config=actor(loss_mode="vanilla", rollout_correction=DEFAULTS))
