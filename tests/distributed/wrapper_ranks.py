@@ -27,7 +27,12 @@ WRAPPERS = ("plain", "DDP", "DDP, no_sync idiom", "FSDP2", "FSDP2, sync at the e
 SPLITS: dict[str, Any] = {"whole": 1, "two": 2, "four": 4, "uneven": [1]}
 TERMS = {"none": {}, "KL": {"kl_coef": 0.3}, "entropy": {"entropy_coef": 0.2}}
 TERMS["both"] = TERMS["KL"] | TERMS["entropy"]
-LOSSES = {"ppo_clip": {}, "reinforce": {"loss_type": "reinforce", "rollout_is": "token", "normalizer": "weights"}}
+BAND = {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.8_1.25"}
+WHOLE = {"rollout_rs": "token_k1,seq_mean_k3", "rollout_rs_threshold": "0.8_1.25,0.04"}
+LOSSES: dict[str, dict[str, Any]] = {
+    "ppo_clip": BAND,
+    "reinforce": WHOLE | {"loss_type": "reinforce", "rollout_is": "token", "normalizer": "weights"},
+}
 
 
 def cases(size: int) -> list[tuple[str, str, str, str]]:
@@ -45,12 +50,10 @@ def cases(size: int) -> list[tuple[str, str, str, str]]:
     return found
 
 
-def config(loss_type: str, band: str = "0.8_1.25") -> RolloutCorrectionConfig:
+def config(loss_type: str) -> RolloutCorrectionConfig:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", InertOptionWarning)
-        return RolloutCorrectionConfig(
-            bypass_mode=True, rollout_rs="token_k1", rollout_rs_threshold=band, **LOSSES[loss_type]
-        )
+        return RolloutCorrectionConfig(bypass_mode=True, **LOSSES[loss_type])
 
 
 class Policy(nn.Module):
