@@ -80,8 +80,8 @@ def test_after_the_step_ddp_reduces_by_itself_again(results, size):
         torch.testing.assert_close(found["first.weight"], mean["first.weight"], rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("case", ["FSDP2 sums", "HSDP"])
-def test_fsdp2_that_sums_or_replicates_gives_the_same(results, expected, case):
+@pytest.mark.parametrize("case", ["FSDP2 sums", "HSDP", ("recomputed", "DDP"), ("recomputed", "FSDP2")])
+def test_fsdp2_that_sums_or_replicates_and_checkpointing_give_the_same(results, expected, case):
     for rank in range(2):
         assert_same(results[rank][case][0], expected["both", "ppo_clip"][0])
 

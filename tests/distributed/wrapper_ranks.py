@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from rollcorr import LossConfig, PolicyLogProbs, RolloutCorrectionConfig
 from rollcorr.bypass import BypassGradients
@@ -61,18 +62,20 @@ class Policy(nn.Module):
 
     Args:
         always: call the expert on no row too, as FSDP2 asks of every rank.
+        recompute: checkpoint the first layer.
     """
 
-    def __init__(self, *, always: bool = False) -> None:
+    def __init__(self, *, always: bool = False, recompute: bool = False) -> None:
         super().__init__()
         torch.manual_seed(5)
         self.first, self.expert, self.last = nn.Linear(5, 8), nn.Linear(8, 8), nn.Linear(8, 4)
         self.unused, self.frozen = nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False)
-        self.always = always
+        self.always, self.recompute = always, recompute
         self.double()
 
     def forward(self, features: Tensor, tokens: Tensor, special: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = self.first(features).tanh()
+        hidden = checkpoint(self.first, features, use_reentrant=False) if self.recompute else self.first(features)
+        hidden = hidden.tanh()
         if self.always or special.any():
             hidden = hidden.index_add(0, special.nonzero()[:, 0], self.expert(hidden[special]))
         log_probs = self.last(hidden).log_softmax(-1)
@@ -132,21 +135,20 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
     return found
 
 
-def wrapped(wrapper: str, group: Any, mesh: DeviceMesh) -> nn.Module:
+def wrapped(wrapper: str, group: Any, mesh: DeviceMesh, *, recompute: bool = False) -> nn.Module:
     """The model in its wrapper, with an optimizer that knows FSDP2's sharded parameters."""
-    model = _wrapped(wrapper, group, mesh)
+    model = _wrapped(Policy(always=wrapper.startswith("FSDP2"), recompute=recompute), wrapper, group, mesh)
     model.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return model
 
 
-def _wrapped(wrapper: str, group: Any, mesh: DeviceMesh) -> nn.Module:
+def _wrapped(model: Policy, wrapper: str, group: Any, mesh: DeviceMesh) -> nn.Module:
     if wrapper.startswith("FSDP2"):
-        model = Policy(always=True)
         fully_shard(model.first, mesh=mesh)
         return fully_shard(model, mesh=mesh)
     if wrapper.startswith("DDP"):
-        return DistributedDataParallel(Policy(), process_group=group)
-    return Policy()
+        return DistributedDataParallel(model, process_group=group)
+    return model
 
 
 def split(rows: int, how: Any) -> list[Tensor]:
@@ -223,6 +225,8 @@ def pair_scenarios(rank: int, group: Any, mesh: DeviceMesh, replicated: DeviceMe
             step_of(model, wrapper, split(9, 2), columns, "both", "reinforce", context_group=group),
         )
     for wrapper in ("DDP", "FSDP2"):
+        model = wrapped(wrapper, group, mesh, recompute=True)
+        yield ("recomputed", wrapper), step_of(model, wrapper, rows, own, "both", "ppo_clip", group=group)
         try:
             step_of(wrapped(wrapper, group, mesh), wrapper, rows, own, "none", "ppo_clip")
         except ValueError as error:
