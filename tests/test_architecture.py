@@ -32,7 +32,7 @@ LAYERS = [
     {"kernels"},
     {"distributed"},
     {"aggregation", "correction", "scoring"},
-    {"bypass", "policy_loss"},
+    {"bypass", "gradients", "policy_loss"},
     {"diffusion"},
     {"diagnostics", "engines", "rollout_log", "simulation"},
     {"train", "integrations"},
