@@ -5,21 +5,16 @@ python examples/three_policies_loss.py
 
 import torch
 
-from rollcorr import (
-    BypassGradients,
-    PolicyLogProbs,
-    RolloutCorrectionConfig,
-    correct,
-    count_denominators,
-    loss_metrics,
-    policy_loss,
-)
+from rollcorr import PolicyLogProbs, RolloutCorrectionConfig, correct
+from rollcorr.correction.losses import loss_metrics, policy_loss
+from rollcorr.correction.micro_batches import BypassGradients
 
 generator = torch.Generator().manual_seed(0)
 response_mask = torch.arange(32) < torch.randint(4, 33, (8, 1), generator=generator)
 rollout_log_prob = -2 * torch.rand(8, 32, generator=generator)  # μ: the sampler
 old_log_prob = rollout_log_prob + 0.05 * torch.randn(8, 32, generator=generator)  # π_old: the trainer, at the start
-drift = torch.zeros(8, 32, requires_grad=True)  # the parameters of this example
+model = torch.nn.ParameterList([torch.zeros(8, 32)])  # a number for each token
+drift = model[0]
 advantages = torch.randn(8, generator=generator)
 
 
@@ -49,15 +44,13 @@ print("  the same as above: w · r = π_θ/μ as long as nothing is clipped, tru
 print("bypass, reinforce: −sg(w) log π_θ A, in four micro-batches; what is kept is known after the last")
 drift.grad = None
 config = RolloutCorrectionConfig.bypass_pg_geo_rs_seq_tis(rs_threshold="0.99_1.03")
-original = count_denominators(response_mask)
-gradients = BypassGradients([drift], original, mode="seq-mean-token-sum")
-for start in range(0, 8, 2):
-    rows = slice(start, start + 2)
-    policies = PolicyLogProbs(current()[rows], rollout_log_prob=rollout_log_prob[rows])
-    output = policy_loss(policies, advantages[rows], response_mask[rows], config=config, denominators=original)
-    gradients.backward(output)
-kept = int(gradients.counts.sequences)
-factor = gradients.finish()  # then clip the gradient and step
+with BypassGradients(model, config, response_mask) as step:
+    for start in range(0, 8, 2):
+        rows = slice(start, start + 2)
+        policies = PolicyLogProbs(current()[rows], rollout_log_prob=rollout_log_prob[rows])
+        step.backward(step.policy_loss(policies, advantages[rows], response_mask[rows]))
+    factor = step.finish()  # then clip the gradient and step
+kept = int(step.counts.sequences)
 print(f"  {kept} of 8 sequences kept, factor {factor.item():.4f}, gradient norm {drift.grad.norm().item():.4f}")
 
 drift.grad = None

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollcorr.config import LossConfig, RolloutCorrectionConfig
-from rollcorr.core.aggregation import Denominators, count_denominators
+from rollcorr.core.aggregation import count_denominators
 from rollcorr.correction.losses import PolicyLogProbs, policy_loss
 from rollcorr.correction.micro_batches import BypassGradients
 
@@ -61,11 +61,36 @@ def configurations(mode, loss_type, normalizer, regularized):
     return config, loss
 
 
-def compute(model, rollouts, config, loss, denominators=None):
-    inputs, tokens, rollout_log_prob, ref_log_prob, advantages, mask = rollouts
+def policies_of(model, rollouts):
+    inputs, tokens, rollout_log_prob, ref_log_prob, _, _ = rollouts
     log_prob, entropy = model(inputs, tokens)
-    policies = PolicyLogProbs(log_prob, rollout_log_prob=rollout_log_prob, ref_log_prob=ref_log_prob)
-    return policy_loss(policies, advantages, mask, config=config, loss=loss, entropy=entropy, denominators=denominators)
+    return PolicyLogProbs(log_prob, rollout_log_prob=rollout_log_prob, ref_log_prob=ref_log_prob), entropy
+
+
+def whole_step(rollouts, config, loss):
+    """Loss and gradients of one call for everything."""
+    model = TinyPolicy()
+    policies, entropy = policies_of(model, rollouts)
+    output = policy_loss(policies, rollouts[-2], rollouts[-1], config=config, loss=loss, entropy=entropy)
+    output.loss.backward()
+    return output, gradients_of(model)
+
+
+def add(step, rollouts):
+    """One micro-batch."""
+    policies, entropy = policies_of(step.model, rollouts)
+    output = step.policy_loss(policies, rollouts[-2], rollouts[-1], entropy=entropy)
+    step.backward(output)
+    return output
+
+
+def split_step(rollouts, config, loss, parts=1):
+    model = TinyPolicy()
+    with BypassGradients(model, config, rollouts[-1], loss=loss) as step:
+        for part in zip(*(x.tensor_split(parts) for x in rollouts), strict=True):
+            add(step, part)
+        factor = step.finish()
+    return factor, gradients_of(model), step
 
 
 def gradients_of(model):
@@ -90,35 +115,7 @@ def assert_same_gradients(actual, expected):
 def test_micro_batches_rescaled_at_the_end_equal_one_big_batch(mode, loss_type, normalizer, regularized, seed, parts):
     rollouts = random_rollouts(seed)
     config, loss = configurations(mode, loss_type, normalizer, regularized)
-    whole = TinyPolicy()
-    compute(whole, rollouts, config, loss).loss.backward()
-
-    model, original = TinyPolicy(), count_denominators(rollouts[-1])
-    gradients = BypassGradients(model.parameters(), original, mode=mode)
-    for part in zip(*(x.tensor_split(parts) for x in rollouts), strict=True):
-        gradients.backward(compute(model, part, config, loss, denominators=original))
-    gradients.finish()
-    assert_same_gradients(gradients_of(model), gradients_of(whole))
-
-
-def test_ranks_add_their_counts_and_then_their_gradients():
-    rollouts = random_rollouts(1)
-    config, loss = configurations("token-mean", "reinforce", "kept", True)
-    whole = TinyPolicy()
-    compute(whole, rollouts, config, loss).loss.backward()
-
-    original = count_denominators(rollouts[-1])
-    ranks = []
-    for part in zip(*(x.tensor_split([1, 4]) for x in rollouts), strict=True):
-        model = TinyPolicy()
-        gradients = BypassGradients(model.parameters(), original, mode="token-mean")
-        gradients.backward(compute(model, part, config, loss, denominators=original))
-        ranks.append((model, gradients))
-    counts = sum((gradients.counts for _, gradients in ranks), Denominators(0.0, 0.0))
-    for _, gradients in ranks:
-        gradients.finish(counts)
-    summed = [None if None in g else sum(g) for g in zip(*(gradients_of(m) for m, _ in ranks), strict=True)]
-    assert_same_gradients(summed, gradients_of(whole))
+    assert_same_gradients(split_step(rollouts, config, loss, parts)[1], whole_step(rollouts, config, loss)[1])
 
 
 @every_mode
@@ -127,19 +124,20 @@ def test_the_factor_matters_and_leaves_kl_and_entropy_alone(mode):
     rollouts = random_rollouts(2)
     config, loss = configurations(mode, "ppo_clip", "kept", True)
     model, original = TinyPolicy(), count_denominators(rollouts[-1])
-    gradients = BypassGradients(model.parameters(), original, mode=mode)
-    output = compute(model, rollouts, config, loss, denominators=original)
+    policies, entropy = policies_of(model, rollouts)
+    output = policy_loss(
+        policies, rollouts[-2], rollouts[-1], config=config, loss=loss, denominators=original, entropy=entropy
+    )
     apart = torch.autograd.grad(output.regularization, model.first, retain_graph=True)[0]
     diluted = torch.autograd.grad(output.policy_gradient, model.first, retain_graph=True)[0]
-    gradients.backward(output)
-    factor = gradients.finish()
+    factor, gradients, step = split_step(rollouts, config, loss)
     expected = {
-        "token-mean": original.tokens / output.counts.tokens,
+        "token-mean": original.tokens / step.counts.tokens,
         "token-sum": torch.ones(()),
-    }.get(mode, original.sequences / output.counts.sequences)
+    }.get(mode, original.sequences / step.counts.sequences)
     assert factor.item() == pytest.approx(expected.item())
-    assert original.tokens > output.counts.tokens
-    torch.testing.assert_close(model.first.grad, factor * diluted + apart)
+    assert original.tokens > step.counts.tokens
+    torch.testing.assert_close(gradients[0], factor * diluted + apart)
 
 
 @every_mode
@@ -148,38 +146,117 @@ def test_when_nothing_is_kept_only_kl_and_entropy_are_left(mode, regularized):
     inputs, tokens, rollout_log_prob, *rest = random_rollouts(3)
     rollouts = (inputs, tokens, rollout_log_prob - 50.0, *rest)
     config, loss = configurations(mode, "ppo_clip", "kept", regularized)
-    model, original = TinyPolicy(), count_denominators(rollouts[-1])
-    gradients = BypassGradients(model.parameters(), original, mode=mode)
-    output = compute(model, rollouts, config, loss, denominators=original)
-    gradients.backward(output)
-    gradients.finish()
-    assert not output.loss_mask.any()
-    for parameter in (model.first, model.second):
-        assert parameter.grad.isfinite().all()
-        assert (parameter.grad != 0).any() == regularized
+    factor, gradients, step = split_step(rollouts, config, loss, 2)
+    assert step.counts.tokens == 0
+    assert factor == (1.0 if mode == "token-sum" else 0.0)
+    for gradient in gradients[:2]:
+        assert gradient.isfinite().all()
+        assert (gradient != 0).any() == regularized
 
 
-def test_a_second_step_starts_afresh():
+def test_a_step_without_a_token_or_a_micro_batch_has_no_gradient():
+    config, loss = configurations("token-mean", "ppo_clip", "kept", True)
+    *rollouts, mask = random_rollouts(3)
+    factor, gradients, _ = split_step((*rollouts, torch.zeros_like(mask)), config, loss)
+    assert factor == 0
+    assert not any(g.any() for g in gradients if g is not None)
+    model = TinyPolicy()
+    with BypassGradients(model, config, mask, loss=loss) as step:
+        assert step.finish() == 0
+    assert gradients_of(model) == [None] * 4
+
+
+def test_packed_sequences_carry_their_offsets():
+    inputs, tokens, rollout_log_prob, ref_log_prob, advantages, mask = random_rollouts(5)
+    config, loss = configurations("seq-mean-token-mean", "reinforce", "kept", True)
+    expected = whole_step((inputs, tokens, rollout_log_prob, ref_log_prob, advantages, mask), config, loss)[1]
+    offsets, model = torch.arange(0, 31, 5), TinyPolicy()
+    with BypassGradients(model, config, mask.flatten(), loss=loss, cu_seqlens=offsets) as step:
+        for rows in torch.arange(6).split(4):
+            log_prob, entropy = model(inputs[rows], tokens[rows])
+            log_prob, entropy, rollout, reference, advantage, valid = (
+                x.flatten() for x in (log_prob, entropy, rollout_log_prob[rows], ref_log_prob[rows],
+                                      advantages[rows], mask[rows])
+            )  # fmt: skip
+            policies = PolicyLogProbs(log_prob, rollout_log_prob=rollout, ref_log_prob=reference)
+            cu_seqlens = offsets[: len(rows) + 1]
+            step.backward(step.policy_loss(policies, advantage, valid, entropy=entropy, cu_seqlens=cu_seqlens))
+        step.finish()
+    assert_same_gradients(gradients_of(model), expected)
+
+
+def test_gradients_that_are_there_before_are_refused():
+    config, loss = configurations("token-mean", "ppo_clip", "kept", False)
+    model, mask = TinyPolicy(), random_rollouts(1)[-1]
+    model.second.grad = torch.zeros_like(model.second)
+    with pytest.raises(ValueError, match=r"there are gradients already.*zero_grad\(set_to_none=True\)"):
+        BypassGradients(model, config, mask, loss=loss).__enter__()
+    model.zero_grad()
+    model.frozen.grad = torch.ones_like(model.frozen)  # nobody trains it
+    with BypassGradients(model, config, mask, loss=loss) as step:
+        step.finish()
+
+
+@pytest.mark.parametrize("regularized", [False, True])
+def test_the_gradient_of_another_loss_is_added_and_not_rescaled(regularized):
+    """Such as the balancing loss of a mixture of experts, before, between or after the micro-batches."""
+    rollouts = random_rollouts(2)
+    config, loss = configurations("token-mean", "ppo_clip", "kept", regularized)
+    expected = whole_step(rollouts, config, loss)[1]
+    for place in range(3):
+        model = TinyPolicy()
+        with BypassGradients(model, config, rollouts[-1], loss=loss) as step:
+            for i, part in enumerate(zip(*(x.tensor_split(2) for x in rollouts), strict=True)):
+                if i == place:
+                    model.second.sum().backward()
+                add(step, part)
+            if place == 2:
+                model.second.sum().backward()
+            assert step.finish() > 1
+        other = [g + 1 if i == 1 else g for i, g in enumerate(expected)]
+        assert_same_gradients(gradients_of(model), other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_gradients_stay_in_the_dtype_of_their_parameters(dtype):
+    rollouts = random_rollouts(2)
+    config, loss = configurations("token-mean", "ppo_clip", "kept", True)
+    model = TinyPolicy()
+    model.first.data, model.second.data = model.first.data.to(dtype), model.second.data.to(dtype)
+    inputs, tokens, *rest = rollouts
+    with BypassGradients(model, config, rollouts[-1], loss=loss) as step:
+        add(step, (inputs.to(dtype), tokens, *rest))
+        step.finish()
+    for gradient, expected in zip(gradients_of(model)[:2], whole_step(rollouts, config, loss)[1], strict=False):
+        assert gradient.dtype == dtype
+        torch.testing.assert_close(gradient.double(), expected, rtol=0.1, atol=0.02)
+
+
+def test_a_step_is_one_block_that_finishes_once():
     rollouts = random_rollouts(4)
     config, loss = configurations("token-mean", "reinforce", "kept", True)
-    model, original = TinyPolicy(), count_denominators(rollouts[-1])
-    gradients = BypassGradients(model.parameters(), original, mode="token-mean")
-    steps = []
-    for _ in range(2):
-        model.zero_grad()
-        gradients.backward(compute(model, rollouts, config, loss, denominators=original))
-        gradients.finish()
-        steps.append(gradients_of(model))
-    assert_same_gradients(*steps)
-
-
-def test_denominators_may_be_plain_numbers():
-    rollouts = random_rollouts(5)
-    config, loss = configurations("seq-mean-token-sum", "ppo_clip", "original", False)
-    counted = count_denominators(rollouts[-1])
-    plain = Denominators(float(counted.tokens), float(counted.sequences))
     model = TinyPolicy()
-    gradients = BypassGradients(model.parameters(), plain, mode="seq-mean-token-sum")
-    gradients.backward(compute(model, rollouts, config, loss, denominators=plain))
-    assert gradients.finish() == 1
-    assert BypassGradients(model.parameters(), plain, mode="token-mean").finish() == 0
+    step = BypassGradients(model, config, rollouts[-1], loss=loss)
+    with pytest.raises(RuntimeError, match=r"backward\(\) belongs inside `with BypassGradients\(…\) as step:`"):
+        add(step, rollouts)
+    with step:
+        add(step, rollouts)
+        step.finish()
+        with pytest.raises(RuntimeError, match=r"finish\(\) belongs inside .*, before finish\(\) and once a step"):
+            step.finish()
+        with pytest.raises(RuntimeError, match=r"backward\(\) belongs inside"):
+            add(step, rollouts)
+    with pytest.raises(RuntimeError, match="BypassGradients is for one optimizer step: make another for the next"):
+        step.__enter__()
+    model.zero_grad()
+    lost = pytest.raises(RuntimeError, match=r"the block ended without finish\(\)")
+    with lost, BypassGradients(model, config, rollouts[-1], loss=loss) as step:
+        add(step, rollouts)
+    with pytest.raises(KeyError), BypassGradients(TinyPolicy(), config, rollouts[-1], loss=loss):
+        raise KeyError  # and not the error above
+
+
+@pytest.mark.parametrize("config", ["decoupled_token_is", None])
+def test_a_configuration_that_is_not_in_bypass_mode_is_refused(config):
+    with pytest.raises(ValueError, match="is not in bypass mode, so what is kept is known beforehand"):
+        BypassGradients(TinyPolicy(), config, random_rollouts(1)[-1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from rollcorr.config import LOSS_AGG_MODES, InertOptionWarning, LossConfig, Roll
 from rollcorr.core.aggregation import count_denominators
 from rollcorr.core.metric_registry import CRITERIA
 from rollcorr.core.statistics import merge_statistics
-from rollcorr.correction.denominators import aggregation_mode
 from rollcorr.correction.losses import PolicyLogProbs, policy_loss
 from rollcorr.correction.micro_batches import BypassGradients
 
@@ -63,29 +63,38 @@ def test_losses_and_their_gradients_read_nothing(mode, aggregation, packed):
         entropy_coef=0.01,
     )
     log_prob, mask, cu_seqlens = meta(packed)
-    parameter = torch.nn.Parameter(torch.zeros((), device="meta"))
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros((), device="meta"))])
+    parameter = model[0]
     original = count_denominators(mask, cu_seqlens=cu_seqlens)
     correction, denominators = None, original
     if not settings.bypass_mode:
         correction = correct(log_prob, log_prob + 1, mask, settings, cu_seqlens=cu_seqlens)
         denominators = correction.denominators()
-    gradients = BypassGradients([parameter], original, mode=aggregation_mode(settings, loss))
-    for _ in range(2):
-        current = log_prob + parameter
-        output = policy_loss(
-            PolicyLogProbs(current, None if settings.bypass_mode else log_prob, log_prob + 1, log_prob),
-            log_prob,
-            mask,
-            config=settings,
-            loss=loss,
-            correction=correction,
-            denominators=denominators,
-            original_denominators=original,
-            entropy=-current,
-            cu_seqlens=cu_seqlens,
-        )
-        gradients.backward(output) if settings.bypass_mode else output.loss.backward()
+    bypass = None
     if settings.bypass_mode:
-        gradients.finish()
+        bypass = BypassGradients(model, settings, mask, loss=loss, cu_seqlens=cu_seqlens)
+    with bypass or nullcontext():
+        for _ in range(2):
+            current = log_prob + parameter
+            policies = PolicyLogProbs(current, None if bypass else log_prob, log_prob + 1, log_prob)
+            if bypass:
+                output = bypass.policy_loss(policies, log_prob, mask, entropy=-current, cu_seqlens=cu_seqlens)
+                bypass.backward(output)
+                continue
+            output = policy_loss(
+                policies,
+                log_prob,
+                mask,
+                config=settings,
+                loss=loss,
+                correction=correction,
+                denominators=denominators,
+                original_denominators=original,
+                entropy=-current,
+                cu_seqlens=cu_seqlens,
+            )
+            output.loss.backward()
+        if bypass:
+            bypass.finish()
     assert parameter.grad.is_meta
     assert output.statistics.pack().is_meta

@@ -69,16 +69,17 @@ def split_step(config, batch, parts, *, by_step=False):
     """The same through micro-batches, and one step of the window at a time."""
     model = Denoiser()
     total = batch["rollout_log_probs"].numel()
-    gradients = DiffusionGradients(model.parameters(), config, total_steps=total)
     outputs = []
-    for rows in torch.arange(len(batch["steps"])).tensor_split(parts):
-        part = rows_of(batch, rows)
-        pieces = [step_of(part, j) for j in range(part["steps"].shape[1])] if by_step else [part]
-        for piece in pieces:
-            output = diffusion_loss(config, evaluate(model, piece), piece, total_steps=gradients.total_steps)
-            gradients.backward(output)
-            outputs.append(output)
-    return gradients.finish(), gradient(model), outputs
+    with DiffusionGradients(model, config, total_steps=total) as step:
+        for rows in torch.arange(len(batch["steps"])).tensor_split(parts):
+            part = rows_of(batch, rows)
+            pieces = [step_of(part, j) for j in range(part["steps"].shape[1])] if by_step else [part]
+            for piece in pieces:
+                output = diffusion_loss(config, evaluate(model, piece), piece, total_steps=step.total_steps)
+                step.backward(output)
+                outputs.append(output)
+        outcome = step.finish()
+    return outcome, gradient(model), outputs
 
 
 def assert_same(actual, expected):
@@ -224,9 +225,9 @@ def test_nothing_kept_is_a_loss_of_0_and_a_step_to_skip(mode):
     assert output.loss.item() == 0.0
     assert all((g == 0).all() for g in gradients)
     model = Denoiser()
-    step = DiffusionGradients(model.parameters(), config, total_steps=12)
-    step.backward(diffusion_loss(config, evaluate(model, batch), batch, total_steps=12))
-    outcome = step.finish()
+    with DiffusionGradients(model, config, total_steps=12) as step:
+        step.backward(diffusion_loss(config, evaluate(model, batch), batch, total_steps=12))
+        outcome = step.finish()
     assert outcome.skipped
     assert (outcome.kept, outcome.kept_fraction) == (0.0, 0.0)
     assert all(p.grad is None for p in model.parameters())
@@ -239,9 +240,9 @@ def test_too_little_kept_skips_the_step_at_the_configured_fraction():
     for least, skipped in ((fraction - 0.01, False), (fraction, False), (fraction + 0.01, True)):
         config = actor("bypass", min_keep_fraction=least)
         model = Denoiser()
-        step = DiffusionGradients(model.parameters(), config, total_steps=64)
-        step.backward(diffusion_loss(config, evaluate(model, batch), batch, total_steps=64))
-        outcome = step.finish()
+        with DiffusionGradients(model, config, total_steps=64) as step:
+            step.backward(diffusion_loss(config, evaluate(model, batch), batch, total_steps=64))
+            outcome = step.finish()
         assert outcome.skipped is skipped
         assert outcome.kept_fraction == pytest.approx(fraction)
 
@@ -339,7 +340,7 @@ def test_what_a_mode_needs_and_does_not_find_is_named():
     with pytest.raises(ValueError, match=r"old_log_probs must be \(B, W\) = \(6, 1\) like log_probs; got \(6, 2\)"):
         diffusion_loss(actor("decoupled"), {"log_probs": output["log_probs"][:, :1]}, batch)
     with pytest.raises(ValueError, match=r"total_steps must be samples × window over every rank, > 0; got 0"):
-        DiffusionGradients([], actor("bypass"), total_steps=0)
+        DiffusionGradients(Denoiser(), actor("bypass"), total_steps=0)
 
 
 def test_nothing_reads_a_value_on_the_way_to_the_gradient():

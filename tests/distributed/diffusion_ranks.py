@@ -67,7 +67,7 @@ class Mean(nn.Module):
             for p in self.parameters():
                 p.add_(scale * torch.randn(p.shape, generator=noise, dtype=p.dtype))
 
-    def score(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         mean = self.layers(batch["latents"][:, :-1])
         flat = (x.flatten(0, 1) for x in (batch["latents"][:, 1:], mean, batch["std"]))
         return {"log_probs": gaussian_log_prob(*flat).view(batch["std"].shape), "prev_sample_mean": mean}
@@ -85,8 +85,8 @@ def make_batch() -> dict[str, Tensor]:
             latents.append(means[-1] + std[:, j, None] * torch.randn(9, D, **kw))
     batch = {"latents": torch.stack(latents, 1), "prev_sample_mean": torch.stack(means, 1), "std": std}
     with torch.no_grad():
-        batch["rollout_log_probs"] = rollout.score(batch)["log_probs"]
-        old, reference = Mean(0.02).score(batch), Mean(0.1).score(batch)
+        batch["rollout_log_probs"] = rollout(batch)["log_probs"]
+        old, reference = Mean(0.02)(batch), Mean(0.1)(batch)
     batch["rollout_log_probs"][5, 1] = torch.nan
     start = torch.randint(0, 2, (9,), generator=generator)
     return batch | {
@@ -98,27 +98,29 @@ def make_batch() -> dict[str, Tensor]:
     }
 
 
-def optimizer_step(mode: str, denominator: str, size: int, rank: int, micro: int, group: Any = None) -> dict[str, Any]:
+def optimizer_step(
+    mode: str, denominator: str, size: int, rank: int, micro: int, group: Any = None, *, ddp: bool = False
+) -> dict[str, Any]:
     """One optimizer step on this rank's samples, through micro-batches of single steps of the window."""
     config, batch, model = actor(mode, denominator), make_batch(), Mean()
+    model = nn.parallel.DistributedDataParallel(model, process_group=group) if ddp else model
     own = {key: values[slice(*SHARDS[size][rank : rank + 2])] for key, values in batch.items()}
     metrics: dict[str, float] = {}
     if config.bypass_mode:
         apply_bypass_mode_to_diffusion_batch(own, schedule=SCHEDULE)
     else:
         _, metrics = apply_rollout_correction_to_diffusion_batch(own, config, schedule=SCHEDULE, group=group)
-    gradients = DiffusionGradients(model.parameters(), config, total_steps=9 * WINDOW)
     outputs = []
-    for rows in torch.arange(len(own["std"])).split(micro):
-        for j in range(WINDOW):
-            part = {key: values[rows] for key, values in own.items()}
-            part = {key: v if key in ("advantages", "latents") else v[:, j : j + 1] for key, v in part.items()}
-            part["latents"] = part["latents"][:, j : j + 2]
-            outputs.append(
-                diffusion_loss(config, model.score(part), part, total_steps=gradients.total_steps, schedule=SCHEDULE)
-            )
-            gradients.backward(outputs[-1])
-    outcome = gradients.finish(group)
+    with DiffusionGradients(model, config, total_steps=9 * WINDOW, group=group) as step:
+        for rows in torch.arange(len(own["std"])).split(micro):
+            for j in range(WINDOW):
+                part = {key: values[rows] for key, values in own.items()}
+                part = {key: v if key in ("advantages", "latents") else v[:, j : j + 1] for key, v in part.items()}
+                part["latents"] = part["latents"][:, j : j + 2]
+                output = model(part)
+                outputs.append(diffusion_loss(config, output, part, total_steps=step.total_steps, schedule=SCHEDULE))
+                step.backward(outputs[-1])
+        outcome = step.finish()
     return {
         "gradient": torch.cat([p.grad.flatten() for p in model.parameters()]),
         "outcome": tuple(outcome),
@@ -135,9 +137,10 @@ def nothing_kept(size: int, rank: int, group: Any = None) -> tuple[Any, ...]:
         )
     batch, model = make_batch(), Mean()
     own = {key: values[slice(*SHARDS[size][rank : rank + 2])] for key, values in batch.items()}
-    gradients = DiffusionGradients(model.parameters(), config, total_steps=9 * WINDOW)
-    gradients.backward(diffusion_loss(config, model.score(own), own, total_steps=18))
-    return (*gradients.finish(group), all(p.grad is None for p in model.parameters()))
+    with DiffusionGradients(model, config, total_steps=9 * WINDOW, group=group) as step:
+        step.backward(diffusion_loss(config, model(own), own, total_steps=18))
+        outcome = step.finish()
+    return (*outcome, all(p.grad is None for p in model.parameters()))
 
 
 def run(rank: int, path: str) -> None:
@@ -150,6 +153,8 @@ def run(rank: int, path: str) -> None:
             continue
         for mode, denominator in cases(size):
             results[size, mode, denominator] = optimizer_step(mode, denominator, size, rank, MICRO[size], group)
+        for mode in MODES:
+            results[size, mode, "DDP"] = optimizer_step(mode, "kept", size, rank, MICRO[size], group, ddp=True)
         results[size, "nothing"] = nothing_kept(size, rank, group)
     torch.save(results, f"{path}/{rank}.pt")
     dist.destroy_process_group()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,16 +16,9 @@ from rollcorr import Detail, LossConfig, PolicyLogProbs, RolloutCorrectionConfig
 from rollcorr.config import InertOptionWarning
 from rollcorr.core.metric_registry import finalize
 from rollcorr.core.statistics import merge_statistics
-from rollcorr.correction.denominators import aggregation_mode
 from rollcorr.correction.losses import loss_metrics, policy_loss
 from rollcorr.correction.micro_batches import BypassGradients
-from rollcorr.correction.process_groups import (
-    gather_statistics,
-    global_denominators,
-    sum_denominators,
-    sum_gradients,
-    sum_over,
-)
+from rollcorr.correction.process_groups import gather_statistics, global_denominators, sum_gradients, sum_over
 
 SIZE = 4
 SHARDS = {1: (0, 9), 2: (0, 2, 9), 4: (0, 3, 3, 7, 9)}  # uneven; of four ranks, one is empty
@@ -194,42 +188,50 @@ def optimizer_step(
     original = global_denominators(data.mask, group=group, context_group=context_group)
     denominators, correction, bypass = original, None, None
     if settings.bypass_mode:
-        bypass = BypassGradients(model.parameters(), original, mode=aggregation_mode(settings, loss))
+        groups = {"group": group, "context_group": context_group}
+        bypass = BypassGradients(model, settings, data.mask, loss=loss, **groups)
     else:
         correction = correct(policy_old, rollout, data.mask, settings, group=group, context_group=context_group)
         denominators = correction.denominators()
     outputs = []
-    for rows in torch.arange(len(data.mask)).split(micro_batch):
-        log_prob, entropy = model(data.features[rows])
-        part = correction and dataclasses.replace(
-            correction,
-            weights=None if correction.weights is None else correction.weights[rows],
-            loss_mask=correction.loss_mask[rows],
-        )
-        outputs.append(
-            policy_loss(
-                PolicyLogProbs(
-                    log_prob=log_prob,
-                    old_log_prob=None if bypass else policy_old[rows],
-                    rollout_log_prob=rollout[rows],
-                    ref_log_prob=reference[rows],
-                ),
-                data.advantages[rows],
-                data.mask[rows],
-                config=settings,
-                loss=loss,
-                correction=part,
-                denominators=denominators,
-                original_denominators=original,
-                entropy=entropy,
-                context_group=context_group,
+    with bypass or nullcontext():
+        for rows in torch.arange(len(data.mask)).split(micro_batch):
+            log_prob, entropy = model(data.features[rows])
+            policies = PolicyLogProbs(
+                log_prob=log_prob,
+                old_log_prob=None if bypass else policy_old[rows],
+                rollout_log_prob=rollout[rows],
+                ref_log_prob=reference[rows],
             )
-        )
-        bypass.backward(outputs[-1]) if bypass else outputs[-1].loss.backward()
-    if bypass:
-        bypass.finish(sum_denominators(bypass.counts, group, device=torch.device("cpu")))
-    for one in (context_group, group):
-        sum_gradients(model.parameters(), one)
+            if bypass:
+                outputs.append(bypass.policy_loss(policies, data.advantages[rows], data.mask[rows], entropy=entropy))
+                bypass.backward(outputs[-1])
+                continue
+            part = dataclasses.replace(
+                correction,
+                weights=None if correction.weights is None else correction.weights[rows],
+                loss_mask=correction.loss_mask[rows],
+            )
+            outputs.append(
+                policy_loss(
+                    policies,
+                    data.advantages[rows],
+                    data.mask[rows],
+                    config=settings,
+                    loss=loss,
+                    correction=part,
+                    denominators=denominators,
+                    original_denominators=original,
+                    entropy=entropy,
+                    context_group=context_group,
+                )
+            )
+            outputs[-1].loss.backward()
+        if bypass:
+            bypass.finish()
+    if not bypass:
+        for one in (context_group, group):
+            sum_gradients(model.parameters(), one)
     gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     torch.optim.AdamW(model.parameters(), lr=0.1).step()
     value = torch.stack([output.loss.detach() for output in outputs]).sum()

@@ -6,7 +6,7 @@ import diffusion_ranks
 import pytest
 import torch
 import torch.multiprocessing as mp
-from diffusion_ranks import CASES, SHARDS, SIZE, cases
+from diffusion_ranks import CASES, MODES, SHARDS, SIZE, cases
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 
@@ -34,6 +34,17 @@ def test_gradients_counts_and_metrics_do_not_depend_on_ranks_or_micro_batches(re
             torch.testing.assert_close(step["gradient"], whole["gradient"], rtol=1e-12, atol=1e-12)
             assert step["outcome"] == pytest.approx(whole["outcome"], rel=1e-12)
             assert step["metrics"] == pytest.approx(whole["metrics"], rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ddp_gives_the_same_bits_on_every_rank_and_the_gradient_of_one_process(results, mode):
+    """With a KL term there are two backward passes, and the reducer would exchange the first alone."""
+    whole = diffusion_ranks.optimizer_step(mode, "kept", 1, 0, 9)
+    for size in (2, 3, 4):
+        for rank in range(size):
+            gradient = results[rank][size, mode, "DDP"]["gradient"]
+            torch.testing.assert_close(gradient, whole["gradient"], rtol=1e-12, atol=1e-12)
+            assert torch.equal(gradient, results[0][size, mode, "DDP"]["gradient"])
 
 
 def test_every_rank_skips_a_step_of_which_nothing_is_kept(results):

@@ -11,7 +11,13 @@ from rollcorr import Detail, correct
 from rollcorr.core.aggregation import Denominators, count_denominators, weight_denominators
 from rollcorr.core.histograms import BINS
 from rollcorr.core.tops import TOP
-from rollcorr.correction.process_groups import gather_slices, global_denominators, sum_denominators, sum_gradients
+from rollcorr.correction.process_groups import (
+    _buckets,
+    gather_slices,
+    global_denominators,
+    sum_denominators,
+    sum_gradients,
+)
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +130,12 @@ def test_gradients_of_several_dtypes_are_summed_and_missing_ones_stay_missing(al
     assert [p.grad.tolist() for p in parameters[:2]] == [[2.0, 2.0]] * 2
     assert parameters[2].grad is None
     sum_gradients([], alone)
+
+
+def test_gradients_travel_in_buckets_of_a_bounded_size():
+    tensors = [torch.zeros(n) for n in (3, 2, 9, 1, 1, 1, 1)]  # four bytes an entry
+    assert [[x.numel() for x in bucket] for bucket in _buckets(tensors, limit=12)] == [[3], [2], [9], [1, 1, 1], [1]]
+    assert list(_buckets([])) == []
 
 
 def test_detail_names_tokens_by_what_the_caller_says():

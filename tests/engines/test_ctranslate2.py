@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+import ctranslate2
 import pytest
 import torch
 from engine_contract import PROMPTS, policy_log_prob
@@ -151,6 +152,12 @@ def test_what_the_engine_lacks_or_mixes_into_its_log_probs_is_refused(micro_poli
 def test_other_kinds_of_log_probs_are_refused(micro_policy, kind):
     with pytest.raises(ValueError, match="returns raw log-probs only; set logprobs='raw'"):
         make_engine(micro_policy, sampling={"logprobs": kind})
+
+
+def test_a_precision_that_the_processor_lacks_is_refused_with_those_it_has(micro_policy, monkeypatch):
+    monkeypatch.setattr(ctranslate2, "get_supported_compute_types", lambda device: {"int8", "float32", "int8_float32"})
+    with pytest.raises(ValueError, match="'int16' is not supported by this processor; choose from 'int8', 'float32'"):
+        make_engine(micro_policy, compute_type="int16")
 
 
 def test_bad_settings_are_refused(micro_policy):

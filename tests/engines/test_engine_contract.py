@@ -2,6 +2,8 @@
 
 from typing import ClassVar
 
+import ctranslate2
+import pytest
 import torch
 from engine_contract import NEW_TOKENS, TRUNCATED, EngineContract, KeptSetContract
 
@@ -79,6 +81,9 @@ class TestCTranslate2Int8(EngineContract):
         return engine
 
 
+@pytest.mark.skipif(
+    "int16" not in ctranslate2.get_supported_compute_types("cpu"), reason="this processor multiplies no int16 matrices"
+)
 class TestCTranslate2Int16(TestCTranslate2Int8):
     noise = rescoring_noise = 5e-3
     options: ClassVar = {"compute_type": "int16"}

@@ -261,8 +261,9 @@ def test_unknown_keys_are_named_with_the_nearest():
 
 @pytest.mark.parametrize("struct", [False, True])
 def test_bypass_mode_hands_over_the_log_probs_and_tells_the_actor(struct):
+    """A node of verl's configuration has its switch on already, or the call is too late (test_verl_bypass.py)."""
     _, rollout, _ = log_probs([1.0])
-    actor = OmegaConf.create({"loss_mode": "vanilla"}) if struct else {"loss_mode": "vanilla"}
+    actor = OmegaConf.create({"loss_mode": "bypass_mode"}) if struct else {"loss_mode": "vanilla"}
     if struct:
         OmegaConf.set_struct(actor, True)
     batch, correction = TensorBatch({"rollout_log_probs": rollout}), {"bypass_mode": True}

@@ -28,7 +28,7 @@ def build(into: Path, **environment: str) -> Path:
     folders = ["--build-lib", str(into / "lib"), "--build-temp", str(into / "temp")]
     command = [sys.executable, "-W", "ignore", "setup.py", "--quiet", "build_ext", *folders]
     subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, check=True, capture_output=True)
-    return into / "lib" / FOLDER.relative_to(ROOT)
+    return into / "lib" / FOLDER.relative_to(ROOT / "src")
 
 
 @needs_compiler

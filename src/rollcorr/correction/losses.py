@@ -111,7 +111,7 @@ def policy_loss(
             computes its own, because it depends on π_θ.
         denominators: of the policy gradient, over every micro-batch and rank of the optimizer step. None: this call
             is the whole step, and what the configuration's normaliser counts is counted here. In bypass mode the kept
-            count is known after the last micro-batch only: give the original counts, rescale with `BypassGradients`.
+            count is known after the last micro-batch only: `BypassGradients` is for a step of several.
         original_denominators: those of the response mask, for the KL and entropy terms, which cover rejected tokens
             too. Needed only beside `denominators` that count something else.
         entropy: H(π_θ(·|s_t)) per token, nats, same shape; with its graph when entropy_coef is not 0.

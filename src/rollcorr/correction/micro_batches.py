@@ -2,88 +2,143 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from rollcorr.config import LossAggMode
+from rollcorr.config import LossConfig, RolloutCorrectionConfig
+from rollcorr.config.conversion import resolve
 from rollcorr.core.aggregation import Denominators
-from rollcorr.correction.losses import PolicyLossOutput
+from rollcorr.correction.denominators import aggregation_mode
+from rollcorr.correction.losses import PolicyLogProbs, PolicyLossOutput, policy_loss
+from rollcorr.correction.process_groups import check_groups, global_denominators, sum_denominators
+from rollcorr.correction.split_gradients import SplitGradients
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
-class BypassGradients:
-    """Policy gradients of micro-batches, divided by what turned out to be kept: grad ← grad · original / kept.
+class BypassGradients(SplitGradients):
+    """One optimizer step in bypass mode: ∇ = original / kept · ∇ policy gradient + ∇ (KL and entropy terms).
 
-    In bypass mode rejection depends on π_θ, so the kept count is known only after the last micro-batch. Micro-batches
-    are therefore divided by the original count, and this class rescales the sum once, before clipping. KL and entropy
-    do not depend on the kept count: their gradients are held apart meanwhile, at the price of a second backward pass
-    (through the same graph) and a second set of gradients, and only when there are such terms.
+    In bypass mode rejection depends on π_θ, so the kept count is known only after the last micro-batch of the last
+    rank. Micro-batches are therefore divided by the original counts, and the sum of their policy gradients is rescaled
+    once, before clipping. KL and entropy do not depend on the kept count: their gradients are held apart meanwhile, at
+    the price of a second backward pass (through the same graph) and a second set of gradients, and only when there are
+    such terms.
 
-    Start from gradients that are None or zero; whatever else is in them is rescaled too.
+    After `finish`, `.grad` is the gradient of the whole step on every rank (FSDP2: the rank's shard of it): a sum over
+    ranks that nobody has to multiply or to reduce any more. `model` may be a plain module, DDP or FSDP2, with or
+    without `no_sync()` inside the block. docs/distributed.md says what is refused.
 
     Example:
         ```
-        gradients = BypassGradients(model.parameters(), original, mode="token-mean")
-        for micro_batch in micro_batches:
-            gradients.backward(policy_loss(…, denominators=original))
-        gradients.finish()          # over ranks: gradients.finish(counts summed over ranks)
+        optimizer.zero_grad()
+        with BypassGradients(model, config, response_mask, loss=loss_config, group=data_parallel) as step:
+            for rows in micro_batches:
+                policies = PolicyLogProbs(log_prob_of(model, rows), rollout_log_prob=rollout_log_prob[rows])
+                output = step.policy_loss(policies, advantages[rows], response_mask[rows])
+                step.backward(output)
+            step.finish()
         clip_grad_norm_(…); optimizer.step()
         ```
 
     Args:
-        parameters: the tensors whose `.grad` the loss fills.
-        original: the denominators that every micro-batch was given.
-        mode: how losses are aggregated (`aggregation_mode`); it decides which denominator is replaced.
+        model: the module that forward passes go through: the DDP or FSDP2 wrapper, not what it wraps.
+        config: the correction, in bypass mode; a preset's name or a dictionary will do.
+        response_mask: this rank's tokens of the whole optimizer step, (B, T), or (N,) when packed. They are counted
+            over the ranks here, so every rank makes a step, also one without a token.
+        loss: clip constants, aggregation and coefficients. None: the defaults.
+        group: data-parallel ranks. None: this process is alone.
+        context_group: ranks that hold other slices of the same sequences.
+        cu_seqlens: (B + 1,) token offsets of the mask, only when packed.
+
+    Raises:
+        ValueError: the configuration is not in bypass mode, or a rank is in both groups; on entering the block, when
+            gradients are not None, or the wrapper's ranks are not those of the groups.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], original: Denominators, *, mode: LossAggMode) -> None:
-        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self.original = original
-        self.mode = mode
+    def __init__(
+        self,
+        model: nn.Module,
+        config: RolloutCorrectionConfig | Mapping[str, Any] | str,
+        response_mask: Tensor,
+        *,
+        loss: LossConfig | None = None,
+        group: ProcessGroup | None = None,
+        context_group: ProcessGroup | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> None:
+        super().__init__(model, group=group, context_group=context_group)
+        settings = resolve(config)
+        if settings is None or not settings.bypass_mode:
+            raise ValueError(
+                f"config={config!r} is not in bypass mode, so what is kept is known beforehand: call "
+                "policy_loss(…, denominators=…), or set bypass_mode=True"
+            )
+        self.config, self.loss = settings, loss or LossConfig()
+        check_groups(group, context_group)
+        self.original = global_denominators(
+            response_mask, cu_seqlens=cu_seqlens, group=group, context_group=context_group
+        )
         self.counts = Denominators(0.0, 0.0)
-        self._apart: list[Tensor | None] = [None] * len(self.parameters)
+        self._device = response_mask.device
+
+    def policy_loss(
+        self,
+        policies: PolicyLogProbs,
+        advantages: Tensor,
+        response_mask: Tensor,
+        *,
+        entropy: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> PolicyLossOutput:
+        """The loss of a micro-batch over the original counts of the step: `rollcorr.correction.losses.policy_loss`."""
+        return policy_loss(
+            policies,
+            advantages,
+            response_mask,
+            config=self.config,
+            loss=self.loss,
+            denominators=self.original,
+            entropy=entropy,
+            cu_seqlens=cu_seqlens,
+            context_group=self.context_group,
+        )
 
     def backward(self, output: PolicyLossOutput) -> None:
-        """Add one micro-batch's gradients, and its counts to `self.counts`. Waits for nothing."""
+        """Add one micro-batch's gradients, and its counts to `counts`. Waits for nothing.
+
+        Raises:
+            RuntimeError: outside the block, after `finish`, or the forward pass ran with DDP's reducer armed.
+        """
+        self._backward(output.policy_gradient, output.regularization)
         self.counts = self.counts + output.counts
-        if output.regularization is None:
-            output.policy_gradient.backward()
-            return
-        output.policy_gradient.backward(retain_graph=True)
-        self._swap()
-        try:
-            output.regularization.backward()
-        finally:
-            self._swap()
 
-    def finish(self, counts: Denominators | None = None) -> Tensor:
-        """Rescale, put the parts together, and forget them.
-
-        Args:
-            counts: `self.counts` summed over ranks; None: this process is alone.
+    def finish(self) -> Tensor:
+        """Rescale, put the parts together, and sum over ranks. Every rank calls it, once.
 
         Returns:
-            The factor, 0-d float64; 0 when nothing was kept.
+            The factor original / kept, 0-d float64, the same on every rank; 0 when nothing was kept.
         """
-        counts = self.counts if counts is None else counts
-        factor = self._factor(counts)
-        for i, parameter in enumerate(self.parameters):
-            gradient, apart = parameter.grad, self._apart[i]
-            if gradient is not None:
-                gradient.mul_(factor.to(gradient.device))
-            parameter.grad = apart if gradient is None else gradient if apart is None else gradient.add_(apart)
-        self.counts, self._apart = Denominators(0.0, 0.0), [None] * len(self.parameters)
+        self._check_open("finish()")
+        factor = self._factor(sum_denominators(self.counts, self.group, device=self._device))
+        self._finish(factor)
         return factor
 
-    def _factor(self, counts: Denominators) -> Tensor:
-        if self.mode == "token-sum":
-            return torch.ones((), dtype=torch.float64)
-        tokens = self.mode == "token-mean"
-        original = torch.as_tensor(self.original.tokens if tokens else self.original.sequences, dtype=torch.float64)
-        kept = torch.as_tensor(counts.tokens if tokens else counts.sequences, dtype=torch.float64)
-        return torch.where(kept > 0, original.to(kept.device) / kept.clamp(min=1e-300), 0.0)
+    def _factor(self, kept: Denominators) -> Tensor:
+        mode = aggregation_mode(self.config, self.loss)
+        if mode == "token-sum":
+            return torch.ones((), dtype=torch.float64, device=self._device)
+        if mode == "token-mean":
+            return rescaling(self.original.tokens, kept.tokens)
+        return rescaling(self.original.sequences, kept.sequences)
 
-    def _swap(self) -> None:
-        for i, parameter in enumerate(self.parameters):
-            parameter.grad, self._apart[i] = self._apart[i], parameter.grad
+
+def rescaling(original: Tensor | float, kept: Tensor | float) -> Tensor:
+    """Original / kept, 0-d float64; 0 when nothing was kept."""
+    kept = torch.as_tensor(kept, dtype=torch.float64)
+    original = torch.as_tensor(original, dtype=torch.float64, device=kept.device)
+    return torch.where(kept > 0, original / kept.clamp(min=1e-300), 0.0)

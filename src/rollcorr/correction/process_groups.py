@@ -9,7 +9,7 @@ Everything is gathered and then added in rank order, so that no rank's sums depe
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -164,7 +164,7 @@ def sum_denominators(denominators: Denominators, group: ProcessGroup | None, *, 
     """Denominators summed over the ranks of a group: 0-d float64 tensors. A rank without data gives 0 and 0.
 
     Args:
-        denominators: this rank's, e.g. `BypassGradients.counts`.
+        denominators: this rank's, e.g. the counts of its micro-batches.
         group: the process group; None returns them as they are, as tensors.
         device: where the group communicates.
     """
@@ -175,7 +175,7 @@ def sum_denominators(denominators: Denominators, group: ProcessGroup | None, *, 
 
 
 def sum_gradients(parameters: Iterable[Tensor], group: ProcessGroup | None) -> None:
-    """Sum `.grad` over the ranks of a group, in place: an all-reduce for each dtype.
+    """Sum `.grad` over the ranks of a group, in place: an all-reduce for each dtype and 64 MiB.
 
     With global denominators the ranks' losses add up, so their gradients are added, not averaged. A missing gradient
     counts as 0; one that is missing on every rank stays so, as an optimizer treats it differently. That is asked
@@ -185,22 +185,43 @@ def sum_gradients(parameters: Iterable[Tensor], group: ProcessGroup | None) -> N
         parameters: the same ones on every rank.
         group: the process group; None leaves everything as it is.
     """
-    if group is None:
-        return
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
+    if group is None or not parameters:
+        return
     present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
-    present = present.to(parameters[0].device) if parameters else present
+    present = present.to(parameters[0].device)
     torch.distributed.all_reduce(present, group=group)
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for parameter, ranks in zip(parameters, present.tolist(), strict=True):
         if ranks:
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            by_dtype.setdefault(parameter.dtype, []).append(parameter.grad)
+            by_dtype.setdefault(parameter.dtype, []).append(local_part(parameter.grad))
     for gradients in by_dtype.values():
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        torch.distributed.all_reduce(flat, group=group)
-        for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(part.view_as(gradient))
+        for bucket in _buckets(gradients):
+            flat = torch.cat([gradient.flatten() for gradient in bucket])
+            torch.distributed.all_reduce(flat, group=group)
+            for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+                gradient.copy_(part.view_as(gradient))
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The tensor itself, or of a DTensor the part that lies on this rank; both share their memory."""
+    with torch.no_grad():
+        return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _buckets(tensors: list[Tensor], limit: int = 2**26) -> Iterator[list[Tensor]]:
+    """Tensors in turn, in lists of `limit` bytes, or of one tensor that is larger: what is copied at a time."""
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if bucket and size + tensor.nbytes > limit:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
 
 
 def _gather(vector: Tensor, group: ProcessGroup) -> Tensor:

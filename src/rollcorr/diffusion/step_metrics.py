@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from rollcorr.config import Criterion
 
 BYPASS_PREFIX = f"actor/{PREFIX}"
+ROUNDING = 1e-9
+"""Nats: a spread of log-ratios below this is what the order of additions does, not what two policies do."""
+
 OUT_OF_REACH = 20.0
 """Standard deviations of what is seen; a bound farther away than this is never met."""
 
@@ -71,8 +74,8 @@ def out_of_reach(statistics: HostStatistics, config: DiffusionActorConfig) -> di
     reasons = {}
     for criterion in criteria:
         seen = statistics.moments.get(f"rs/{criterion.name}")
-        if seen is None or seen.count < 2 or seen.std == 0.0:
-            continue  # one value, or two policies that agree to the bit, have no spread to measure by
+        if seen is None or seen.count < 2 or seen.std <= ROUNDING:
+            continue  # one value, or two policies that agree up to rounding, have no spread to measure by
         distance = _distance(criterion, seen.mean) / seen.std
         if OUT_OF_REACH < distance < math.inf:
             pooled = config.reduction == "mean" and criterion.kind != "kl"

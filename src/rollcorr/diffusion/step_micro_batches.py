@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from rollcorr.core.aggregation import Denominators
 from rollcorr.correction.losses import PolicyLossOutput
-from rollcorr.correction.micro_batches import BypassGradients
-from rollcorr.correction.process_groups import sum_denominators, sum_gradients, sum_over
+from rollcorr.correction.micro_batches import rescaling
+from rollcorr.correction.process_groups import sum_over
+from rollcorr.correction.split_gradients import SplitGradients
 from rollcorr.diffusion.options import DiffusionActorConfig
 
 if TYPE_CHECKING:
@@ -39,63 +38,67 @@ class StepOutcome(NamedTuple):
         return self.kept / self.total if self.total else 0.0
 
 
-class DiffusionGradients:
+class DiffusionGradients(SplitGradients):
     """Gradients of one optimizer step, divided by all steps while they come in and by the denominator in the end.
 
     How many steps are kept is known after the last micro-batch only (in bypass mode it depends on π_θ). Dividing each
     micro-batch by its own count would weigh steps by what else was in their micro-batch. The KL to the reference is
     held apart meanwhile: rejection does not concern it.
 
-    Start from gradients that are None.
+    Wrappers, ranks and what is refused are as in `rollcorr.correction.micro_batches.BypassGradients`.
 
     Example:
         ```
-        gradients = DiffusionGradients(model.parameters(), config, total_steps=samples * window)
-        for micro_batch in micro_batches:
-            gradients.backward(diffusion_loss(config, model(…), micro_batch, total_steps=gradients.total_steps))
-        outcome = gradients.finish()
+        optimizer.zero_grad()
+        with DiffusionGradients(model, config, total_steps=samples * window, group=data_parallel) as step:
+            for micro_batch in micro_batches:
+                step.backward(diffusion_loss(config, model(…), micro_batch, total_steps=step.total_steps))
+            outcome = step.finish()
         if not outcome.skipped:
             clip_grad_norm_(…); optimizer.step()
         ```
 
     Args:
-        parameters: the tensors whose `.grad` the loss fills.
+        model: the module that forward passes go through: the DDP or FSDP2 wrapper, not what it wraps.
         config: the actor's.
         total_steps: steps (samples × window) of the optimizer step, rejected ones too, over every rank.
+        group: the data-parallel group: counts and gradients are summed over it. None: this process is alone.
 
     Raises:
-        ValueError: total_steps is not above 0.
+        ValueError: total_steps is not above 0; on entering the block, when gradients are not None, or the wrapper's
+            ranks are not those of the group.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], config: DiffusionActorConfig, *, total_steps: float) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: DiffusionActorConfig,
+        *,
+        total_steps: float,
+        group: ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(model, group=group)
         if not total_steps > 0:
             raise ValueError(f"total_steps must be samples × window over every rank, > 0; got {total_steps}")
-        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self.total_steps = float(total_steps)
         self._config = config
-        self._gradients = BypassGradients(self.parameters, Denominators(self.total_steps, 0.0), mode="token-mean")
-        self._kept: list[Tensor] = []
+        self._counts: list[Tensor] = []
 
     def backward(self, output: PolicyLossOutput) -> None:
         """Add the gradients and counts of one micro-batch. Waits for nothing."""
-        self._gradients.backward(output)
-        self._kept.append(output.loss_mask.sum(dtype=torch.float64))
+        self._backward(output.policy_gradient, output.regularization)
+        kept = output.loss_mask.sum(dtype=torch.float64)
+        self._counts.append(torch.stack([torch.as_tensor(output.counts.tokens).to(kept), kept]))
 
-    def finish(self, group: ProcessGroup | None = None) -> StepOutcome:
-        """Rescale, sum over the ranks, and say what became of the step. Waits for the device, once.
-
-        Args:
-            group: the data-parallel group: counts and gradients are summed over it. Under DDP, call `backward` inside
-                `no_sync()`, so that they are summed once.
-        """
+    def finish(self) -> StepOutcome:
+        """Rescale, sum over the ranks, and say what became of the step. Waits for the device, once."""
+        self._check_open("finish()")
         device = self.parameters[0].device if self.parameters else torch.device("cpu")
-        zero = torch.zeros((), dtype=torch.float64, device=device)
-        kept = sum_over(torch.stack([zero, *(x.to(device) for x in self._kept)]).sum().reshape(1), group)
-        counts = sum_denominators(self._gradients.counts, group, device=device)
-        factor = self._gradients.finish(counts)
-        sum_gradients(self.parameters, group)
-        self._kept = []
-        scale, steps = torch.stack([factor.to(device), kept.squeeze(0)]).tolist()
+        zero = torch.zeros(2, dtype=torch.float64, device=device)
+        amount, kept = sum_over(torch.stack([zero, *(x.to(device) for x in self._counts)]).sum(0), self.group)
+        factor = rescaling(self.total_steps, amount)
+        self._finish(factor)
+        scale, steps = torch.stack([factor, kept]).tolist()
         skipped = steps == 0 or steps < self._config.min_keep_fraction * self.total_steps
         if skipped:
             for parameter in self.parameters:

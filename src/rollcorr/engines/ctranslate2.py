@@ -14,7 +14,7 @@ import dataclasses
 import gc
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -90,6 +90,7 @@ class CTranslate2Engine:
             check_integer("batch_size (None for all)", batch_size, at_least=1)
         _check_sampling(sampling)
         self._package = _ctranslate2()
+        _check_supported(compute_type, self._package.get_supported_compute_types("cpu"))
         self.sampling = dataclasses.replace(
             sampling, engine="ctranslate2", engine_version=self._package.__version__, policy_version=version
         )
@@ -258,6 +259,13 @@ class CTranslate2Engine:
                 raise ValueError(
                     f"prompt {row} has token id {wrong[0]}, outside the vocabulary 0 … {self.vocabulary_size - 1}"
                 )
+
+
+def _check_supported(compute_type: str, supported: Iterable[str]) -> None:
+    """Not every processor multiplies in every type: int16 needs Intel's MKL."""
+    if compute_type not in supported:
+        usable = ", ".join(repr(name) for name in COMPUTE_TYPES if name in supported)
+        raise ValueError(f"compute_type {compute_type!r} is not supported by this processor; choose from {usable}")
 
 
 def _ctranslate2() -> Any:  # noqa: ANN401 (imported lazily)

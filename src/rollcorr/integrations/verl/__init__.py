@@ -1,11 +1,12 @@
 """verl's rollout-correction functions on this library: change the import, keep the call sites.
 
 Names, arguments and return values are those of verl 0.9.1; verl itself is not needed. `verl_parity=True` computes its
-numbers where they differ. docs/verl.md says how to switch and what changes; `verl_2025_11` and `verl_2025_10` beside
-this package serve the two older generations.
+numbers where they differ. docs/verl.md says how to switch and what changes; `install()` switches a verl that cannot be
+edited. `verl_2025_11` and `verl_2025_10` beside this package serve the two older generations.
 """
 
 from rollcorr.integrations.verl.batch import TensorBatch
+from rollcorr.integrations.verl.bypass import wire_bypass_mode
 from rollcorr.integrations.verl.config import SUPPORTED_ROLLOUT_RS_OPTIONS, RolloutCorrectionConfig
 from rollcorr.integrations.verl.correction import (
     compute_is_metrics,
@@ -22,6 +23,7 @@ from rollcorr.integrations.verl.losses import (
     compute_policy_loss_reinforce,
     compute_policy_loss_vanilla,
 )
+from rollcorr.integrations.verl.switch import install
 from rollcorr.integrations.verl.trainer import apply_bypass_mode, compute_rollout_correction_and_add_to_batch
 
 __all__ = [
@@ -41,4 +43,6 @@ __all__ = [
     "compute_rollout_correction_and_rejection_mask",
     "compute_rollout_correction_weights",
     "compute_rollout_rejection_mask",
+    "install",
+    "wire_bypass_mode",
 ]

@@ -23,6 +23,7 @@ from rollcorr.core.aggregation import (
 from rollcorr.core.losses import ppo_clip_loss, reinforce_loss
 from rollcorr.core.statistics import Statistics
 from rollcorr.integrations.verl import parity
+from rollcorr.integrations.verl.bypass import warn_if_not_for_bypass, warn_if_vanilla_in_bypass
 from rollcorr.integrations.verl.config import RolloutCorrectionConfig
 from rollcorr.integrations.verl.correction import corrected
 
@@ -145,6 +146,7 @@ def compute_policy_loss_vanilla(
         ValueError: no config, a clip constant outside its range, or shapes that differ.
     """
     config = checked_actor(config)
+    warn_if_vanilla_in_bypass(config)
     clip_low, clip_high, clip_c = clip_constants(config)
     per_token, statistics = ppo_clip_loss(
         log_prob,
@@ -271,7 +273,8 @@ def _bypass_settings(config: Config) -> RolloutCorrectionConfig:
     policy_loss = getattr(config, "policy_loss", None)
     correction = None if policy_loss is None else policy_loss.get("rollout_correction", None)
     if correction is None:
-        raise ValueError("config.policy_loss has no rollout_correction; apply_bypass_mode puts it there")
+        raise ValueError("config.policy_loss has no rollout_correction; wire_bypass_mode puts it there")
+    warn_if_not_for_bypass(correction)
     settings = RolloutCorrectionConfig.read(correction)
     if settings.loss_type not in ("ppo_clip", "reinforce"):
         raise ValueError(f"loss_type must be 'ppo_clip' or 'reinforce', got {settings.loss_type!r}")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollcorr.integrations.verl.batch import Batch, new_keys_allowed, weight_batch
+from rollcorr.integrations.verl.bypass import warn_if_set_too_late
 from rollcorr.integrations.verl.config import RolloutCorrectionConfig
 from rollcorr.integrations.verl.correction import corrected
 
@@ -47,6 +48,9 @@ def apply_bypass_mode(
 ) -> None:
     """Take the rollout log-probs as old log-probs, and tell the actor to use the bypass loss with this correction.
 
+    verl's legacy trainer calls this in every step, when its actor has long been built: it warns then. The V1 trainer
+    never calls it. `wire_bypass_mode` tells the actor in time.
+
     Args:
         batch: has rollout_log_probs; gets old_log_probs.
         rollout_corr_config: handed to the actor as it is.
@@ -60,6 +64,7 @@ def apply_bypass_mode(
     if policy_loss_config is None:
         raise ValueError("policy_loss_config is required: the actor learns from it to use the bypass loss")
     batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
+    warn_if_set_too_late(policy_loss_config, "bypass_mode")
     with new_keys_allowed(policy_loss_config):
         policy_loss_config["rollout_correction"] = rollout_corr_config
         policy_loss_config["loss_mode"] = "bypass_mode"

@@ -280,20 +280,21 @@ class FlowGrpoTrainer:
         window = batch.trajectories.steps.shape[1]
         own = rows if self.group is None else rows.tensor_split(self.group.size())[self.group.rank()]
         self.optimizer.zero_grad()
-        gradients = DiffusionGradients(self.parameters, self.actor, total_steps=len(rows) * window)
+        transformer, total_steps = self.policy.transformer, len(rows) * window
         outputs = []
-        for micro_batch in own.split(self._micro_batch_size):
-            for column in range(window):
-                output = diffusion_loss(
-                    self.actor,
-                    self._score(batch, self.policy.transformer, micro_batch, column),
-                    _slice(batch.data, micro_batch, column),
-                    total_steps=gradients.total_steps,
-                    schedule=self.schedule.timesteps.tolist(),
-                )
-                gradients.backward(output)
-                outputs.append(output)
-        outcome = gradients.finish(self.group)
+        with DiffusionGradients(transformer, self.actor, total_steps=total_steps, group=self.group) as gradients:
+            for micro_batch in own.split(self._micro_batch_size):
+                for column in range(window):
+                    output = diffusion_loss(
+                        self.actor,
+                        self._score(batch, transformer, micro_batch, column),
+                        _slice(batch.data, micro_batch, column),
+                        total_steps=gradients.total_steps,
+                        schedule=self.schedule.timesteps.tolist(),
+                    )
+                    gradients.backward(output)
+                    outputs.append(output)
+            outcome = gradients.finish()
         loss = sum_over(torch.stack([output.loss.detach().double() for output in outputs]).sum(), self.group)
         norm = nn.utils.clip_grad_norm_(self.parameters, self.config.optim.max_grad_norm).double()
         value, size = torch.stack([loss, norm.to(loss.device)]).tolist()

@@ -7,7 +7,7 @@
     advantage   rewards become advantages within their group
     update      PPO epochs × mini-batches × micro-batches
 
-`GrpoTrainer.step` is this list. What surrounds it (files, checkpoints, Ctrl-C) is in `grpo_run`. Symbols:
+`GrpoTrainer.step` is this list. What surrounds it (files, checkpoints, Ctrl-C) is in `rollcorr.train.grpo.grpo_run`. Symbols:
 B responses, T padded response length; log-probs in nats.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -25,14 +26,14 @@ from rollcorr.core.advantages import dr_grpo_advantages, grpo_advantages, rloo_a
 from rollcorr.core.aggregation import Denominators, count_denominators
 from rollcorr.core.metric_registry import finalize
 from rollcorr.core.statistics import Statistics, merge_statistics
-from rollcorr.correction.denominators import aggregation_mode, normalizer_counts
+from rollcorr.correction.denominators import normalizer_counts
 from rollcorr.correction.losses import (
     PolicyLogProbs,
     PolicyLossOutput,
     policy_loss,
 )
 from rollcorr.correction.micro_batches import BypassGradients
-from rollcorr.correction.process_groups import gather_statistics, sum_denominators, sum_gradients, sum_over
+from rollcorr.correction.process_groups import gather_statistics, sum_gradients, sum_over
 from rollcorr.correction.rollout_correction import Correction, correct
 from rollcorr.engines.base import Engine, Rollout
 from rollcorr.train.clock import Clock
@@ -243,25 +244,26 @@ class GrpoTrainer:
         Where nothing was kept, gradients are 0, and yet the optimizer's momentum and weight decay would move weights.
         """
         original = count_denominators(batch.response_mask[_beside(batch, rows)])
-        mode = aggregation_mode(self.correction_config, self.config.algorithm.loss)
-        gradients = BypassGradients(self.model.parameters(), original, mode=mode) if self.bypass else None
         outputs, log_probs, learned, denominators = [], [], [], self._denominators(batch, rows)
         own = self._own(rows)
         part, batch = (own, batch) if len(own) else (rows[:1], _without_tokens(batch))
         self.optimizer.zero_grad()
-        for micro_batch in part.split(self._micro_batch_size):
-            output, log_prob = self._loss(batch, micro_batch, denominators, original)
-            if gradients is None:
-                output.loss.backward()
+        bypass = self._bypass_gradients(batch, part)
+        with bypass or nullcontext():
+            for micro_batch in part.split(self._micro_batch_size):
+                output, log_prob = self._loss(batch, micro_batch, denominators, original, bypass)
+                if bypass is None:
+                    output.loss.backward()
+                else:
+                    bypass.backward(output)
+                outputs.append(output)
+                log_probs.append(log_prob)
+                mask = output.loss_mask if output.regularization is None else batch.response_mask[micro_batch]
+                learned.append(torch.stack([output.loss.detach(), mask.sum().to(output.loss.dtype)]))
+            if bypass is None:
+                sum_gradients(self.model.parameters(), self.group)
             else:
-                gradients.backward(output)
-            outputs.append(output)
-            log_probs.append(log_prob)
-            mask = output.loss_mask if output.regularization is None else batch.response_mask[micro_batch]
-            learned.append(torch.stack([output.loss.detach(), mask.sum().to(output.loss.dtype)]))
-        if gradients is not None:
-            gradients.finish(sum_denominators(gradients.counts, self.group, device=batch.group_ids.device))
-        sum_gradients(self.model.parameters(), self.group)
+                bypass.finish()
         loss, tokens = sum_over(torch.stack(learned).sum(0), self.group)
         grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.max_grad_norm)
         if bool(
@@ -278,8 +280,17 @@ class GrpoTrainer:
         """This rank's part of a mini-batch; empty when there are fewer rows than ranks."""
         return rows if self.group is None else rows.tensor_split(self.group.size())[self.group.rank()]
 
+    def _bypass_gradients(self, batch: Batch, rows: Tensor) -> BypassGradients | None:
+        """The optimizer step of this rank's rows in bypass mode, where the denominator is known at its end."""
+        if self.correction_config is None or not self.bypass:
+            return None
+        mask = batch.response_mask[_beside(batch, rows)]
+        return BypassGradients(
+            self.model, self.correction_config, mask, loss=self.config.algorithm.loss, group=self.group
+        )
+
     def _denominators(self, batch: Batch, rows: Tensor) -> Denominators:
-        """What the policy gradient of a whole mini-batch is divided by; in bypass mode rescaled at its end."""
+        """What the policy gradient of a whole mini-batch is divided by, where that is known before (decoupled mode)."""
         rows = _beside(batch, rows)
         mask, correction = batch.response_mask[rows], batch.correction
         if self.correction_config is None or correction is None:
@@ -288,7 +299,12 @@ class GrpoTrainer:
         return normalizer_counts(self.correction_config.normalizer, correction.loss_mask[rows], mask, weights)
 
     def _loss(
-        self, batch: Batch, rows: Tensor, denominators: Denominators, original: Denominators
+        self,
+        batch: Batch,
+        rows: Tensor,
+        denominators: Denominators,
+        original: Denominators,
+        bypass: BypassGradients | None,
     ) -> tuple[PolicyLossOutput, Tensor]:
         """The loss of a micro-batch, and the log π_θ that it saw."""
         loss_config = self.config.algorithm.loss
@@ -307,18 +323,22 @@ class GrpoTrainer:
             ref_log_prob=None if batch.ref_log_prob is None else batch.ref_log_prob[rows],
             full_log_prob=scores.full_log_prob,
         )
-        output = policy_loss(
-            policies,
-            batch.advantages[rows],
-            batch.response_mask[rows],
-            config=self.correction_config,
-            loss=loss_config,
-            correction=None if batch.correction is None else _rows_of(batch.correction, rows),
-            denominators=denominators,
-            original_denominators=original,
-            entropy=scores.entropy,
-        )
-        statistics = output.statistics | scores.restriction(batch.response_mask[rows])
+        advantages, mask = batch.advantages[rows], batch.response_mask[rows]
+        if bypass is not None:
+            output = bypass.policy_loss(policies, advantages, mask, entropy=scores.entropy)
+        else:
+            output = policy_loss(
+                policies,
+                advantages,
+                mask,
+                config=self.correction_config,
+                loss=loss_config,
+                correction=None if batch.correction is None else _rows_of(batch.correction, rows),
+                denominators=denominators,
+                original_denominators=original,
+                entropy=scores.entropy,
+            )
+        statistics = output.statistics | scores.restriction(mask)
         return dataclasses.replace(output, statistics=statistics), scores.log_prob.detach()
 
     @property

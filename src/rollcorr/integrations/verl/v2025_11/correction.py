@@ -15,6 +15,7 @@ from rollcorr.correction.rollout_correction import correct
 from rollcorr.integrations.verl import correction as newest
 from rollcorr.integrations.verl import parity
 from rollcorr.integrations.verl.batch import Batch, new_keys_allowed, weight_batch
+from rollcorr.integrations.verl.bypass import warn_if_set_too_late
 from rollcorr.integrations.verl.older import measured_ratio, reference_ratio, rejected_shares
 from rollcorr.integrations.verl.v2025_11.config import RolloutCorrectionConfig, checked
 
@@ -271,6 +272,7 @@ def maybe_apply_rollout_correction(
         )
     batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
     if settings.use_pure_rollout_correction:
+        warn_if_set_too_late(policy_loss_config, "rollout_correction")
         with new_keys_allowed(policy_loss_config):
             policy_loss_config["loss_mode"] = "rollout_correction"
             policy_loss_config["rollout_correction"] = rollout_corr_config

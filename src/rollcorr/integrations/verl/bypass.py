@@ -1,0 +1,198 @@
+"""verl's two switches of bypass mode, and what to do when only one of them is on.
+
+`algorithm.rollout_correction.bypass_mode` makes verl's trainers take the rollout log-probs as old log-probs. The actor
+chooses its loss by `actor_rollout_ref.actor.policy_loss`, which it reads once, when it is built. verl 0.9.1 leaves the
+second switch off: its default (V1) trainer never sets it, and its legacy trainer sets it in the first step, in a
+configuration that the actor has copied before. Rejection and `loss_type` are inert then. `wire_bypass_mode` turns the
+second switch on in time; the other functions here say so where it is off.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from rollcorr.config import InertOptionWarning
+from rollcorr.integrations.verl.batch import new_keys_allowed
+from rollcorr.integrations.verl.config import RolloutCorrectionConfig
+
+Config = Any  # the whole configuration of a verl run: an OmegaConf node or nested dictionaries
+
+ACTOR_SWITCH = """
+  actor_rollout_ref.actor.policy_loss.loss_mode={loss_mode}
+  '+actor_rollout_ref.actor.policy_loss.rollout_correction=${{algorithm.rollout_correction}}'
+"""
+
+
+def wire_bypass_mode(config: Config) -> bool:
+    """Give the actor the bypass loss and its correction, where `rollout_correction.bypass_mode` asks for them.
+
+    Call it on the configuration of the run before the trainer is built; `install` does so in verl's own trainers. It
+    sets what verl's legacy trainer sets, and it warns of options that the run would ignore.
+
+    Args:
+        config: has algorithm.rollout_correction and actor_rollout_ref.actor.policy_loss. The latter gets loss_mode
+            "bypass_mode" and rollout_correction. A loss_mode other than "vanilla" stays.
+
+    Returns:
+        True if the actor will use the bypass loss.
+
+    Raises:
+        TypeError: an option of the wrong type.
+        ValueError: an unknown key, an option outside its limits, bypass without rollout log-probs, or an actor that has
+            a different rollout_correction already.
+    """
+    correction = _part(config, "algorithm", "rollout_correction")
+    if correction is None:
+        return False
+    settings = RolloutCorrectionConfig.read(correction)
+    settings.to_correction()
+    _warn_of_inert_options(settings)
+
+    log_probs = _part(config, "actor_rollout_ref", "rollout", "calculate_log_probs")
+    if not settings.bypass_mode:
+        # Both trainers skip the correction of a batch without rollout log-probs.
+        if log_probs is False:
+            _warn_without_effect(settings, "with actor_rollout_ref.rollout.calculate_log_probs=False; set it to True")
+        return False
+    if log_probs is False:
+        raise ValueError(
+            "bypass_mode=True needs rollout log-probs; got actor_rollout_ref.rollout.calculate_log_probs=False. "
+            "Set it to True"
+        )
+
+    policy_loss = _part(config, "actor_rollout_ref", "actor", "policy_loss")
+    if policy_loss is None:
+        raise ValueError(
+            "bypass_mode=True needs actor_rollout_ref.actor.policy_loss: the actor learns from it which loss to use"
+        )
+    loss_mode = policy_loss.get("loss_mode", "vanilla")
+    if loss_mode not in ("vanilla", "bypass_mode"):
+        _warn_without_effect(
+            settings,
+            f"in bypass mode with actor_rollout_ref.actor.policy_loss.loss_mode={loss_mode!r}: the bypass loss alone "
+            "reads it. Set loss_mode to 'bypass_mode', or bypass_mode to False",
+        )
+        return False
+
+    _check_that_both_agree(settings, policy_loss.get("rollout_correction", None))
+    with new_keys_allowed(policy_loss):
+        policy_loss["rollout_correction"] = correction
+        policy_loss["loss_mode"] = "bypass_mode"
+    return True
+
+
+def warn_if_set_too_late(policy_loss_config: Any, loss_mode: str) -> None:  # noqa: ANN401 (an OmegaConf node or a dict)
+    """Say that a running trainer sets the loss of an actor that was built without it.
+
+    Only verl's own trainers hold an OmegaConf node, of which their actors have a copy. A dictionary may be shared.
+    """
+    is_copied = type(policy_loss_config).__module__.startswith("omegaconf")
+    if is_copied and policy_loss_config.get("loss_mode", "vanilla") != loss_mode:
+        _warn(
+            f"The actor was built with loss_mode={policy_loss_config.get('loss_mode', 'vanilla')!r} and keeps it: "
+            f"verl's trainer asks for {loss_mode!r} only now, so rollout_correction does not act in this run. "
+            f"{_fix(loss_mode)}"
+        )
+
+
+def warn_if_vanilla_in_bypass(actor: Any) -> None:  # noqa: ANN401 (verl's ActorConfig, or an object like it)
+    """Say that an actor with a bypass correction uses the vanilla loss."""
+    policy_loss = getattr(actor, "policy_loss", None)
+    if policy_loss is None or policy_loss.get("loss_mode", None) in (None, "bypass_mode"):
+        return
+    correction = policy_loss.get("rollout_correction", None)
+    if correction is not None and correction.get("bypass_mode", False):
+        _warn(
+            "policy_loss.rollout_correction has bypass_mode=True, but the actor's loss_mode is "
+            f"{policy_loss.get('loss_mode')!r}, which never reads it: rollout_correction does not act in this run. "
+            f"{_fix('bypass_mode')}"
+        )
+
+
+def warn_if_not_for_bypass(correction: Mapping[str, Any]) -> None:
+    """Say that a bypass loss got a correction that is not for bypass mode: what verl puts there if it is left out."""
+    if correction.get("bypass_mode", None) is False:
+        _warn(
+            "The bypass loss got a rollout_correction with bypass_mode=False. verl fills in such a one, without "
+            "rejection, when policy_loss.rollout_correction is left out; algorithm.rollout_correction does not reach "
+            f"the actor. {_fix('bypass_mode')}"
+        )
+
+
+def _part(config: Config, *names: str) -> Any:  # noqa: ANN401 (a node, a dictionary or a value)
+    """The value under these names, or None where one is missing."""
+    for name in names:
+        if config is None:
+            return None
+        config = config.get(name, None) if hasattr(config, "get") else getattr(config, name, None)
+    return config
+
+
+def _options_in_use(settings: RolloutCorrectionConfig) -> list[str]:
+    in_use = [
+        name
+        for name in ("rollout_is", "rollout_rs", "rollout_token_veto_threshold")
+        if getattr(settings, name) is not None
+    ]
+    return in_use + (["loss_type"] if settings.loss_type != "ppo_clip" else [])
+
+
+def _warn_without_effect(settings: RolloutCorrectionConfig, reason: str) -> None:
+    for name in _options_in_use(settings):
+        _warn(f"{name}={getattr(settings, name)!r} has no effect {reason}")
+
+
+def _warn_of_inert_options(settings: RolloutCorrectionConfig) -> None:
+    """Warn of each option of the correction that can have no effect beside the others, in verl's terms."""
+    if settings.loss_type not in ("ppo_clip", "reinforce"):
+        raise ValueError(f"loss_type must be 'ppo_clip' or 'reinforce', got {settings.loss_type!r}")
+    if settings.loss_type == "reinforce" and not settings.bypass_mode:
+        _warn("loss_type='reinforce' has no effect without bypass mode; set bypass_mode=True, or loss_type='ppo_clip'")
+
+    measured_only = settings.bypass_mode and settings.loss_type == "ppo_clip"
+    if settings.rollout_is is not None and measured_only:
+        _warn(
+            f"rollout_is={settings.rollout_is!r} does not weight the loss in bypass mode with loss_type='ppo_clip', "
+            "whose ratio holds the correction already: weights are metrics only. Set rollout_is=None, or "
+            "loss_type='reinforce'"
+        )
+    if settings.rollout_is_batch_normalize and (settings.rollout_is is None or measured_only):
+        _warn("rollout_is_batch_normalize=True has no effect on the loss, because no weights are applied to it")
+    if settings.rollout_rs is None and settings.rollout_rs_threshold is not None:
+        _warn(
+            f"rollout_rs_threshold={settings.rollout_rs_threshold!r} has no effect without rollout_rs; set rollout_rs, "
+            "or leave this out"
+        )
+
+
+def _check_that_both_agree(settings: RolloutCorrectionConfig, of_actor: Mapping[str, Any] | None) -> None:
+    """Refuse an actor's own correction that says something else than the algorithm's.
+
+    Raises:
+        ValueError: they differ.
+    """
+    if of_actor is None:
+        return
+    actor_settings = RolloutCorrectionConfig.read(of_actor)
+    differing = [name for name in settings if settings[name] != actor_settings[name]]
+    if differing:
+        name = differing[0]
+        raise ValueError(
+            f"algorithm.rollout_correction.{name} is {settings[name]!r}, but "
+            f"actor_rollout_ref.actor.policy_loss.rollout_correction.{name} is {actor_settings[name]!r}. Leave the "
+            "second out, or write rollout_correction: ${algorithm.rollout_correction}"
+        )
+
+
+def _fix(loss_mode: str) -> str:
+    lines = f"Add to verl's command line:{ACTOR_SWITCH.format(loss_mode=loss_mode)}"
+    if loss_mode != "bypass_mode":  # an older generation, whose options are other ones
+        return lines.rstrip()
+    return f"{lines}or call rollcorr.integrations.verl.wire_bypass_mode(config) before the trainer is built"
+
+
+def _warn(message: str) -> None:
+    # One place for every warning: Python shows each text once per process, however often an actor's loss is called.
+    warnings.warn(message, InertOptionWarning, stacklevel=1)
