@@ -343,6 +343,7 @@ def _rows_of(correction: Correction, rows: Tensor) -> Correction:
         weights=None if correction.weights is None else correction.weights[rows],
         loss_mask=correction.loss_mask[rows],
         sequence_kept=correction.sequence_kept[rows],
+        response_mask=None if correction.response_mask is None else correction.response_mask[rows],
     )
 
 
@@ -350,7 +351,7 @@ def _without_tokens(batch: Batch) -> Batch:
     """The same batch with nothing in it: what a rank without rows runs, so that it takes part in every exchange."""
     nothing = torch.zeros_like(batch.response_mask)
     tokens = dataclasses.replace(batch.rollout.tokens, response_mask=nothing)
-    correction = batch.correction and dataclasses.replace(batch.correction, loss_mask=nothing)
+    correction = batch.correction and dataclasses.replace(batch.correction, loss_mask=nothing, response_mask=nothing)
     return dataclasses.replace(batch, rollout=dataclasses.replace(batch.rollout, tokens=tokens), correction=correction)
 
 
