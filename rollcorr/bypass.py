@@ -78,12 +78,18 @@ class BypassGradients:
 
     def _factor(self, counts: Denominators) -> Tensor:
         if self.mode == "token-sum":
-            return torch.ones((), dtype=torch.float64)
+            return torch.ones((), dtype=torch.float64, device="cpu")
         tokens = self.mode == "token-mean"
-        original = torch.as_tensor(self.original.tokens if tokens else self.original.sequences, dtype=torch.float64)
-        kept = torch.as_tensor(counts.tokens if tokens else counts.sequences, dtype=torch.float64)
+        original = _double(self.original.tokens if tokens else self.original.sequences)
+        kept = _double(counts.tokens if tokens else counts.sequences)
         return torch.where(kept > 0, original.to(kept.device) / kept.clamp(min=1e-300), 0.0)
 
     def _swap(self) -> None:
         for i, parameter in enumerate(self.parameters):
             parameter.grad, self._apart[i] = self._apart[i], parameter.grad
+
+
+def _double(amount: Tensor | float) -> Tensor:
+    """A tensor where it is, a number on the host, whatever torch's default device is."""
+    device = amount.device if isinstance(amount, Tensor) else "cpu"
+    return torch.as_tensor(amount, dtype=torch.float64, device=device)

@@ -194,7 +194,7 @@ def sum_gradients(parameters: Iterable[Tensor], group: ProcessGroup | None) -> N
     if group is None:
         return
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
-    present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
+    present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32, device="cpu")
     present = present.to(parameters[0].device) if parameters else present
     torch.distributed.all_reduce(present, group=group)
     by_dtype: dict[torch.dtype, list[Tensor]] = {}

@@ -16,7 +16,9 @@ from torch import Tensor
 FLOATING = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 """What log-probs, losses and logits are made of."""
 
-INTEGERS = frozenset(getattr(torch, name) for name in "int64 int32 int16 int8 uint8 uint16 uint32 uint64".split())
+INTEGERS = frozenset(
+    getattr(torch, name) for name in ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64")
+)
 
 _REAL = FLOATING | INTEGERS | {torch.bool}
 _FAKE, _PROXY = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY
@@ -117,11 +119,16 @@ def why_no_kernel() -> str | None:
     """Why no kernel that torch does not see may run now, or None: what it computes would be missing from a trace."""
     if torch.compiler.is_compiling():
         return "torch.compile is tracing"
-    if torch.jit.is_tracing():
+    if is_jit_tracing():
         return "torch.jit.trace is tracing"
     if _mode(_FAKE) is not None or _mode(_PROXY) is not None:
         return "torch is tracing with fake tensors or proxies"
     return None
+
+
+def is_jit_tracing() -> bool:
+    """Whether `torch.jit.trace` records what is done."""
+    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined]
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -138,7 +145,7 @@ def truth(mask: Tensor) -> Tensor:
 
 def _check_kind(name: str, tensor: Tensor) -> None:
     kind = type(tensor).__name__
-    if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+    if torch.nn.parameter.is_lazy(tensor):
         raise ValueError(f"{name} is an {kind}, which has no shape yet; run its module once first")
     if _dispatches(tensor) and kind not in _TRACED:
         raise ValueError(
@@ -156,7 +163,7 @@ def _check_kind(name: str, tensor: Tensor) -> None:
 
 
 def _check_fake(name: str, tensor: Tensor, mode: Any) -> None:  # noqa: ANN401 (torch has no public type for a mode)
-    """Fake tensors stay in their mode, and others stay out of it: what is made on the way is fake there, and real here."""
+    """Fake tensors stay in their mode, and others out of it: what is made on the way is fake there, and real here."""
     is_fake = type(tensor).__name__ == "FakeTensor"
     if is_fake and mode is None and not torch.compiler.is_compiling():
         raise ValueError(f"{name} is a FakeTensor outside of a FakeTensorMode; make the call inside the mode")

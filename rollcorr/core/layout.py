@@ -24,8 +24,8 @@ def check_layout(*, cu_seqlens: Tensor | None = None, **tensors: Tensor) -> None
 
     Raises:
         TypeError: an argument is no tensor.
-        ValueError: two shapes or devices differ, the rank is wrong, an argument cannot be computed with (`boundary`), or
-            `cu_seqlens` does not describe the tokens.
+        ValueError: two shapes or devices differ, the rank is wrong, an argument cannot be computed with
+            (`check_tensors`), or `cu_seqlens` does not describe the tokens.
     """
     check_tensors(**tensors)
     (first_name, first), *others = tensors.items()

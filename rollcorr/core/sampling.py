@@ -190,7 +190,7 @@ def check_kept_sets(kept: KeptSets, tokens: int, vocabulary: int) -> None:
     if falls.any():
         raise ValueError(f"kept offsets fall at token {int(falls.int().argmax())}; they must never fall")
     ids = kept.ids.cpu().long()
-    token = torch.bucketize(torch.arange(entries), offsets[1:], right=True)
+    token = torch.bucketize(torch.arange(entries, device="cpu"), offsets[1:], right=True)
     wrong = (ids < 0) | (ids >= vocabulary)
     if wrong.any():
         first = int(wrong.int().argmax())

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 from torch import Tensor
 
-from rollcorr.core.boundary import is_transformed, truth
+from rollcorr.core.boundary import is_jit_tracing, is_transformed, truth
 from rollcorr.kernels.correction import triton
 from rollcorr.kernels.correction.blocked import blocked_correction
 from rollcorr.kernels.correction.cpu import cpu_correction, status, why_not
@@ -73,7 +73,7 @@ def correction_kernel(
     transformed = next((name for name, tensor in tensors.items() if is_transformed(tensor)), None)
     if impl == "auto" and reduce is None:
         # Only the reference writes into no buffer, which a transform or a trace would have to know of.
-        functional = transformed is not None or torch.jit.is_tracing()
+        functional = transformed is not None or is_jit_tracing()
         impl = "reference" if functional else _fastest(train_log_prob, rollout_log_prob, mask, config)
     if impl == "cpu":
         return cpu_correction(train_log_prob, rollout_log_prob, mask, config, cu_seqlens=cu_seqlens, out=out)
