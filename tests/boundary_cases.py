@@ -1,9 +1,10 @@
-"""Every entry point that takes tensors, with arguments that are right: what the tests of the boundary spoil one by one."""
+"""Every entry point that takes tensors, with right arguments: what the tests of the boundary spoil one by one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ class Entry:
     explicit: str | None = None
 
 
+@cache
 def batch(*, packed: bool = False, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """Right arguments of every name, of one batch with holes, an empty sequence and both kinds of mismatch."""
     generator = torch.Generator().manual_seed(0)

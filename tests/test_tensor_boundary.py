@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from boundary_cases import (
-    B,
     BOOL,
     DECOUPLED,
     ENTRIES,
@@ -18,6 +17,7 @@ from boundary_cases import (
     MASK,
     NUMBER,
     PACKED,
+    B,
     arguments,
     batch,
     tensors_of,
@@ -99,32 +99,27 @@ SAME = {
 }
 
 
-@pytest.mark.parametrize(("entry", "name"), ARGUMENTS + OFFSETS)
+@pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("kind", NO_TENSORS)
-def test_what_is_no_tensor_is_refused_by_name_with_the_fix(entry, name, kind):
-    given = NO_TENSORS[kind](arguments(ENTRIES[entry])[name])
-    label = "list" if kind == "list" else "numpy.ndarray"
-    with pytest.raises(
-        TypeError, match=rf"{name} must be a.* tensor, got .*{label.split('.')[-1]}; give torch.as_tens"
-    ):
-        called(entry, **{name: given})
+def test_what_is_no_tensor_is_refused_by_name_with_the_fix(entry, kind):
+    for name, right in arguments(ENTRIES[entry]).items():
+        given, label = NO_TENSORS[kind](right), "list" if kind == "list" else r"numpy\.ndarray"
+        with pytest.raises(TypeError, match=rf"{name} must be a.* tensor, got {label}; give torch\.as_tensor\({name}"):
+            called(entry, **{name: given})
 
 
-@pytest.mark.parametrize(("entry", "name"), ARGUMENTS + OFFSETS)
+@pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("kind", WRONG)
-def test_a_tensor_that_cannot_be_used_is_refused_by_name(entry, name, kind):
+def test_a_tensor_that_cannot_be_used_is_refused_by_name(entry, kind):
     spoil, said = WRONG[kind]
-    if kind == "another device" and len(arguments(ENTRIES[entry])) == 1:
-        return assert_on_meta(entry, name)  # nothing to disagree with
-    with pytest.raises(ValueError, match=said) as caught:
-        called(entry, **{name: spoil(arguments(ENTRIES[entry])[name])})
-    assert name.removesuffix("s") in str(caught.value) or kind == "another device" or kind == "0-d"
-
-
-def assert_on_meta(entry: str, name: str) -> None:
-    results = called(entry, **{name: arguments(ENTRIES[entry])[name].to("meta")})
-    assert results
-    assert all(result.is_meta for result in results)
+    given = arguments(ENTRIES[entry])
+    for name, right in given.items():
+        if kind == "another device" and len(given) == 1:  # nothing to disagree with
+            assert all(result.is_meta for result in called(entry, **{name: right.to("meta")}))
+            continue
+        with pytest.raises(ValueError, match=said) as caught:
+            called(entry, **{name: spoil(right)})
+        assert name in str(caught.value)
 
 
 @pytest.mark.parametrize(("entry", "name"), of_kind(FLOAT))
@@ -142,19 +137,18 @@ def test_ids_and_offsets_must_be_integers(entry, name, dtype):
         called(entry, **{name: arguments(ENTRIES[entry])[name].to(dtype)})
 
 
-@pytest.mark.parametrize(("entry", "name"), ARGUMENTS + OFFSETS)
+@pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("kind", SAME)
-def test_the_same_numbers_in_another_shell_give_the_same_result(entry, name, kind):
-    given = SAME[kind](arguments(ENTRIES[entry])[name])
-    if kind == "strided" and entry.startswith("correct cpu") and ENTRIES[entry].kinds.get(name) == FLOAT:
-        with pytest.raises(ValueError, match=rf"the tokens of {name} do not lie next to each other"):
-            called(entry, **{name: given})
-        return
-    if kind == "transposed in memory" and entry == "correct cpu, padded" and ENTRIES[entry].kinds.get(name) == FLOAT:
-        with pytest.raises(ValueError, match=rf"the tokens of {name} do not lie next to each other"):
-            called(entry, **{name: given})
-        return
-    assert_equal(called(entry, **{name: given}), called(entry))
+def test_the_same_numbers_in_another_shell_give_the_same_result(entry, kind):
+    expected = called(entry)
+    for name, right in arguments(ENTRIES[entry]).items():
+        given = SAME[kind](right)
+        is_log_prob = ENTRIES[entry].kinds.get(name) == FLOAT
+        if ENTRIES[entry].explicit == "cpu" and is_log_prob and given.stride(-1) != 1:
+            with pytest.raises(ValueError, match=rf"the tokens of {name} do not lie next to each other"):
+                called(entry, **{name: given})
+            continue
+        assert_equal(called(entry, **{name: given}), expected)
 
 
 @pytest.mark.parametrize(("entry", "name"), of_kind(FLOAT, NUMBER))
@@ -203,7 +197,7 @@ def test_a_mask_of_any_real_type_is_the_same_mask(entry, name, dtype):
 def test_half_precision_is_widened_by_every_implementation(entry, dtype):
     case = ENTRIES[entry]
     if entry.startswith("correct cpu") and dtype == torch.float16:
-        with pytest.raises(ValueError, match="is torch.float16, and it reads float32 and bfloat16"):
+        with pytest.raises(ValueError, match=r"is torch\.float16, and it reads float32 and bfloat16"):
             called(entry, **arguments(case, dtype=dtype))
         return
     halves = arguments(case, dtype=dtype)
@@ -317,6 +311,7 @@ def refuses_transforms(entry: str) -> bool:
     return ENTRIES[entry].explicit not in (None, "reference")
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's own: slower than it could be
 @pytest.mark.parametrize("entry", TRANSFORMED)
 def test_vmap_gives_what_a_loop_gives_or_one_sentence(entry):
     given = arguments(ENTRIES[entry])
@@ -327,9 +322,7 @@ def test_vmap_gives_what_a_loop_gives_or_one_sentence(entry):
         return tuple(tensors_of(ENTRIES[entry].call(**tensors, **layout_)))
 
     if refuses_transforms(entry):
-        with pytest.raises(
-            ValueError, match=r"impl='\w+' cannot take this batch: train_log_prob is inside a transform"
-        ):
+        with pytest.raises(ValueError, match=r"impl='\w+' cannot take .* train_log_prob is inside a transform"):
             torch.vmap(call)(stacked)
         return
     results = torch.vmap(call)(stacked)
@@ -338,6 +331,7 @@ def test_vmap_gives_what_a_loop_gives_or_one_sentence(entry):
         assert_equal([x[i] for x in results], list(expected), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, when it loads forward mode
 @pytest.mark.parametrize("transform", ["grad", "jvp", "functional_call"])
 @pytest.mark.parametrize(
     "entry", ["policy_loss plain, padded", "policy_loss bypass, padded", "policy_loss bypass, packed"]
@@ -390,11 +384,11 @@ def test_fake_tensors_give_fake_results_of_the_right_shape(entry):
         fakes = {name: mode.from_tensor(x) for name, x in given.items()}
         if entry.startswith("correct cpu"):
             with pytest.raises(ValueError, match="torch is tracing with fake tensors"):
-                called(entry, **fakes)
+                ENTRIES[entry].call(**fakes)
             return
         if entry.startswith("linear_log_prob"):
             with pytest.raises(ValueError, match="hidden is a FakeTensor: give a plain tensor"):
-                called(entry, **fakes)
+                ENTRIES[entry].call(**fakes)
             return
         results = tensors_of(ENTRIES[entry].call(**fakes))
     assert [(type(x).__name__, x.shape) for x in results] == [("FakeTensor", x.shape) for x in expected]
@@ -431,6 +425,7 @@ def test_a_traced_graph_computes_again_and_holds_no_old_result(impl):
     torch.testing.assert_close(traced(train - 0.5), weights(train - 0.5))
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace. is deprecated", "ignore::torch.jit.TracerWarning")
 def test_a_jit_trace_computes_again_and_holds_no_old_result():
     given = arguments(ENTRIES["correct auto, padded"])
     train = given.pop("train_log_prob")
@@ -438,8 +433,7 @@ def test_a_jit_trace_computes_again_and_holds_no_old_result():
     def weights(train):
         return ENTRIES["correct auto, padded"].call(train, **given).weights
 
-    with pytest.warns(DeprecationWarning) if torch.__version__ >= "2.9" else pytest.warns(UserWarning):
-        traced = torch.jit.trace(weights, train, check_trace=False)
+    traced = torch.jit.trace(weights, train, check_trace=False)
     torch.testing.assert_close(traced(train - 0.5), weights(train - 0.5))
 
 
@@ -479,11 +473,11 @@ def test_zeros_without_memory_are_zeros():
 def test_buffers_positions_denominators_and_sets_pass_the_same_boundary():
     given = batch()
     log_probs, mask = (given["train_log_prob"], given["rollout_log_prob"]), given["response_mask"]
-    with pytest.raises(TypeError, match="out loss_mask must be a tensor, got numpy.ndarray"):
+    with pytest.raises(TypeError, match=r"out loss_mask must be a tensor, got numpy\.ndarray"):
         correct(*log_probs, mask, "disabled", out=(None, mask.numpy()))
     with pytest.raises(TypeError, match="position_ids must be a tensor, got list"):
         correct(*log_probs, mask, DECOUPLED, detail=Detail(position_ids=[[0]]))
-    with pytest.raises(TypeError, match="kept ids must be a tensor, got numpy.ndarray"):
+    with pytest.raises(TypeError, match=r"kept ids must be a tensor, got numpy\.ndarray"):
         KeptSets(np.zeros(0, dtype=np.int32), torch.zeros(1, dtype=torch.int64))
     counts = ENTRIES["count_denominators, padded"].call(mask)
     spread = dataclasses.replace(counts, tokens=counts.tokens.expand(3))
@@ -537,7 +531,7 @@ def test_a_correction_of_other_rows_is_refused():
 def test_a_correction_under_a_narrower_or_a_wider_mask_is_refused():
     given, correction = corrected()
     wider = given | {"response_mask": torch.ones_like(given["response_mask"])}
-    with pytest.raises(ValueError, match="correction was computed with a response_mask that differs at 16 tokens"):
+    with pytest.raises(ValueError, match="correction was computed with a response_mask that differs at 17 tokens"):
         loss_of(wider, correction)
     narrower = given | {"response_mask": torch.zeros_like(given["response_mask"])}
     with pytest.raises(ValueError, match=r"keeps \d+ tokens outside of response_mask.*take the rows of the correction"):
@@ -557,7 +551,7 @@ def test_a_correction_of_other_sequences_is_refused():
 def test_a_correction_on_another_device_is_refused_by_both_names():
     given, correction = corrected()
     moved = dataclasses.replace(correction, loss_mask=correction.loss_mask.to("meta"))
-    with pytest.raises(ValueError, match="response_mask is on cpu and correction.loss_mask is on meta"):
+    with pytest.raises(ValueError, match=r"response_mask is on cpu and correction\.loss_mask is on meta"):
         loss_of(given, moved)
 
 

@@ -42,8 +42,7 @@ def check_tensors(**tensors: object) -> None:
         if tensor is None:
             continue
         if not isinstance(tensor, Tensor):
-            kind = f"{type(tensor).__module__}.{type(tensor).__name__}".removeprefix("builtins.")
-            raise TypeError(f"{name} must be a tensor, got {kind}; give torch.as_tensor({name})")
+            raise TypeError(f"{name} must be a tensor, got {type_name(tensor)}; give torch.as_tensor({name})")
         _check_kind(name, tensor)
         _check_fake(name, tensor, fake_mode)
         if first is None:
@@ -53,6 +52,11 @@ def check_tensors(**tensors: object) -> None:
                 f"{first[0]} is on {first[1]} and {name} is on {tensor.device}; move them to one device, e.g. "
                 f"{name}.to({first[0]}.device)"
             )
+
+
+def type_name(value: object) -> str:
+    """The type of a value as errors name it: list, numpy.ndarray."""
+    return f"{type(value).__module__}.{type(value).__name__}".removeprefix("builtins.")
 
 
 def check_floating(**tensors: Tensor | None) -> None:
@@ -96,8 +100,11 @@ def is_transformed(tensor: Tensor) -> bool:
 
 
 def in_host_memory(*tensors: Tensor) -> bool:
-    """Whether the values of all of these can be read without a wait: plain tensors on the CPU, outside of any trace."""
-    if torch.compiler.is_compiling():
+    """Whether the values of all of these can be read without a wait: plain CPU tensors, outside of any trace.
+
+    Inside a transform of `torch.func` whatever is computed from them, were it a copy, has no memory.
+    """
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     return all(type(x) in (Tensor, torch.nn.Parameter) and x.is_cpu and why_no_address(x) is None for x in tensors)
 

@@ -61,7 +61,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> None:
     Raises:
         ValueError: names the first offending entry.
     """
-    offsets = cu_seqlens.detach().cpu().long().numpy()
+    offsets = cu_seqlens.cpu().numpy()
     if offsets[0] == 0 and offsets[-1] == tokens and (offsets[1:] >= offsets[:-1]).all():
         return
     if offsets[0] != 0:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from rollcorr.core.boundary import plain
 from rollcorr.core.sampling import KeptSets
 from rollcorr.kernels.linear_logprob.arguments import (
     check_choice_of_tokens,
@@ -101,8 +102,8 @@ def linear_log_prob(
     check_temperature(temperature, token_ids)
     check_options(token_ids, kept, log_kept_mass, vocab_group, first_id, chunk, impl)
     problem = Problem(
-        hidden=hidden.reshape(-1, hidden.shape[-1]),
-        weight=weight,
+        hidden=plain(hidden).reshape(-1, hidden.shape[-1]),
+        weight=plain(weight),
         token_ids=token_ids.flatten().long(),
         bias=bias,
         temperature=wide_temperature(hidden, weight, temperature),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import torch
 from torch import Tensor
 
-from rollcorr.core.boundary import check_floating, check_integers, is_transformed
+from rollcorr.core.boundary import check_floating, check_integers, is_transformed, plain, type_name
 from rollcorr.core.boundary import check_tensors as check_kinds
 from rollcorr.core.sampling import KeptSets
 from rollcorr.kernels.linear_logprob.problem import wide_type
@@ -53,7 +53,7 @@ def check_tensors(
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias {tuple(bias.shape)} must have one entry for each of the weight's {len(weight)} rows")
     for name, tensor in (("hidden", hidden), ("weight", weight)):
-        if type(tensor) not in (Tensor, torch.nn.Parameter):
+        if type(plain(tensor)) not in (Tensor, torch.nn.Parameter):
             raise ValueError(f"{name} is a {type(tensor).__name__}: give a plain tensor; of a sharded one, all of it")
     if accumulate_into is None:
         return
@@ -71,7 +71,7 @@ def check_temperature(temperature: float | Tensor, token_ids: Tensor) -> None:
     """Raise a ValueError unless it is a number above 0, or one for each token."""
     if not isinstance(temperature, Tensor):
         if isinstance(temperature, bool) or not isinstance(temperature, Real):
-            kind = type(temperature).__name__
+            kind = type_name(temperature)
             raise TypeError(f"temperature must be a number or a tensor, got {kind}; give torch.as_tensor(temperature)")
         if not (math.isfinite(temperature) and temperature > 0):
             raise ValueError(f"temperature must be finite and > 0, got {temperature}; greedy decoding has no log-probs")
