@@ -37,14 +37,17 @@ def check_tensors(**tensors: object) -> None:
             two arguments are on different devices.
     """
     first: tuple[str, torch.device] | None = None
-    fake_mode = None if torch.compiler.is_compiling() else _mode(_FAKE)
+    compiling = torch.compiler.is_compiling()
+    fake_mode = None if compiling else _mode(_FAKE)
     for name, tensor in tensors.items():
         if tensor is None:
             continue
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type_name(tensor)}; give torch.as_tensor({name})")
         _check_kind(name, tensor)
-        _check_fake(name, tensor, fake_mode)
+        if not compiling:
+            _check_fake(name, tensor, fake_mode)
+            _check_memory(name, tensor)
         if first is None:
             first = name, tensor.device
         elif tensor.device != first[1]:
@@ -152,7 +155,7 @@ def truth(mask: Tensor) -> Tensor:
 
 def _check_kind(name: str, tensor: Tensor) -> None:
     kind = type(tensor).__name__
-    if torch.nn.parameter.is_lazy(tensor):
+    if type(tensor) is not Tensor and torch.nn.parameter.is_lazy(tensor):
         raise ValueError(f"{name} is an {kind}, which has no shape yet; run its module once first")
     if _dispatches(tensor) and kind not in _TRACED:
         raise ValueError(
@@ -163,7 +166,11 @@ def _check_kind(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} is {layout}, and dense tensors are needed; give {name}.to_dense() or a padded tensor")
     if tensor.dtype not in _REAL:
         raise ValueError(f"{name} is {tensor.dtype}; real numbers or bool are needed, e.g. {name}.float()")
-    if torch.compiler.is_compiling() or _dispatches(tensor) or tensor.is_meta or is_transformed(tensor):
+
+
+def _check_memory(name: str, tensor: Tensor) -> None:
+    """A sharded parameter has no memory while it is not gathered; the address then is 0."""
+    if _dispatches(tensor) or tensor.is_meta or is_transformed(tensor):
         return
     if tensor.data_ptr() == 0 and tensor.numel() and not tensor._is_zerotensor():
         raise ValueError(f"the memory of {name} was freed (a sharded parameter?); gather it before the call")
@@ -171,8 +178,8 @@ def _check_kind(name: str, tensor: Tensor) -> None:
 
 def _check_fake(name: str, tensor: Tensor, mode: Any) -> None:  # noqa: ANN401 (torch has no public type for a mode)
     """Fake tensors stay in their mode, and others out of it: what is made on the way is fake there, and real here."""
-    is_fake = type(tensor).__name__ == "FakeTensor"
-    if is_fake and mode is None and not torch.compiler.is_compiling():
+    is_fake = type(tensor) is not Tensor and type(tensor).__name__ == "FakeTensor"
+    if is_fake and mode is None:
         raise ValueError(f"{name} is a FakeTensor outside of a FakeTensorMode; make the call inside the mode")
     if mode is not None and not is_fake and not mode.allow_non_fake_inputs and not is_transformed(tensor):
         raise ValueError(f"{name} is a real tensor inside a FakeTensorMode; convert it with mode.from_tensor({name})")

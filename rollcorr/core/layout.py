@@ -27,7 +27,7 @@ def check_layout(*, cu_seqlens: Tensor | None = None, **tensors: Tensor) -> None
         ValueError: two shapes or devices differ, the rank is wrong, an argument cannot be computed with
             (`check_tensors`), or `cu_seqlens` does not describe the tokens.
     """
-    check_tensors(**tensors)
+    check_tensors(**tensors, cu_seqlens=cu_seqlens)
     (first_name, first), *others = tensors.items()
     for name, tensor in others:
         if tensor.shape != first.shape:
@@ -38,7 +38,6 @@ def check_layout(*, cu_seqlens: Tensor | None = None, **tensors: Tensor) -> None
         if first.dim() != 2:
             raise ValueError(f"expected (B, T), or (N,) with cu_seqlens; got {first_name} {tuple(first.shape)}")
         return
-    check_tensors(**{first_name: first}, cu_seqlens=cu_seqlens)
     if first.dim() != 1:
         raise ValueError(f"with cu_seqlens, expected packed (N,) tensors; got {first_name} {tuple(first.shape)}")
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
