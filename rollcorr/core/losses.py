@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rollcorr.core.boundary import check_floating, check_tensors
 from rollcorr.core.divergence import k1, k2, k3
 from rollcorr.core.layout import check_layout, expand
 from rollcorr.core.ratios import token_log_ratio
@@ -63,6 +64,8 @@ def ppo_clip_loss(
     """
     _check_clip(clip_low, clip_high, clip_c)
     check_layout(log_prob=log_prob, old_log_prob=old_log_prob, loss_mask=loss_mask, cu_seqlens=cu_seqlens)
+    check_floating(log_prob=log_prob, old_log_prob=old_log_prob)
+    check_tensors(log_prob=log_prob, advantages=advantages, weights=weights)
     advantages = _per_token(advantages, log_prob, cu_seqlens)
     mask = loss_mask != 0
     weights, active = _weights_and_active(weights, log_prob, mask & (old_log_prob != -torch.inf))
@@ -119,6 +122,8 @@ def reinforce_loss(
     Source: Williams (1992), "Simple Statistical Gradient-Following Algorithms"; Precup, Sutton & Singh (2000).
     """
     check_layout(log_prob=log_prob, loss_mask=loss_mask, cu_seqlens=cu_seqlens)
+    check_tensors(log_prob=log_prob, advantages=advantages, weights=weights, behavior_log_prob=behavior_log_prob)
+    check_floating(log_prob=log_prob, behavior_log_prob=behavior_log_prob)
     advantages = _per_token(advantages, log_prob, cu_seqlens)
     mask = loss_mask != 0
     weights, active = _weights_and_active(weights, log_prob, mask & (log_prob != -torch.inf))
@@ -170,6 +175,8 @@ def reference_kl_k3(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor) -> tup
 
 
 def _reference_log_ratio(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    check_tensors(log_prob=log_prob, ref_log_prob=ref_log_prob, mask=mask)
+    check_floating(log_prob=log_prob, ref_log_prob=ref_log_prob)
     for name, tensor in (("ref_log_prob", ref_log_prob), ("mask", mask)):
         if tensor.shape != log_prob.shape:
             raise ValueError(f"log_prob {tuple(log_prob.shape)} and {name} {tuple(tensor.shape)} differ")

@@ -112,7 +112,7 @@ class TokenPass:
     def _classify(self, train: Tensor, rollout: Tensor, mask: Tensor) -> None:
         """Widen and sort the tokens; masked and missing values are 0 from here on."""
         scratch = self._scratch
-        scratch.shaped("valid").copy_(mask.view(torch.uint8))  # torch widens bytes faster than bool
+        torch.ne(mask.view(torch.uint8), 0, out=scratch.shaped("valid"))  # a bool's true may be any byte but 0
         scratch.shaped("train").copy_(train)
         scratch.shaped("rollout").copy_(rollout)
         valid, pi, mu = scratch("valid"), scratch("train"), scratch("rollout")

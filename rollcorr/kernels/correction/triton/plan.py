@@ -86,7 +86,7 @@ class Plan:
 def empty_rows(config: RolloutCorrectionConfig) -> Statistics:
     """The rows of a configuration, without values: the torch twin is asked on the meta device."""
     with torch.device("meta"):
-        nothing, mask = torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.bool)
+        nothing, mask = torch.zeros(1, 1, device="cpu"), torch.zeros(1, 1, dtype=torch.bool, device="cpu")
         return blocked_correction(nothing, nothing, mask, config).statistics
 
 
