@@ -164,7 +164,7 @@ typedef struct { /* sums of one block that go to its sequence or to the batch */
 INLINE void subtract_as(Block *block, Mismatch *sums, const int plain) {
     const vf inf = splat(INFINITY);
     const vi every = (vi){0} - 1;
-    vf sum_d = {0}, lost = {0}, sum_magnitude = {0}, sum_rollout = {0}, least = inf, most = -inf;
+    vf sum_d = {0}, lost = {0}, sum_magnitude = {0}, sum_train = {0}, sum_rollout = {0}, least = inf, most = -inf;
     EACH_VECTOR(v, block) {
         vi measured = plain ? every : block->measured[v];
         vf train = where(measured, load(block->train + v * LANES));
@@ -176,12 +176,14 @@ INLINE void subtract_as(Block *block, Mismatch *sums, const int plain) {
         part = sum_d - before;
         lost += (before - (sum_d - part)) + (d - part); /* Knuth: what rounding took, for Σ d is exponentiated */
         sum_magnitude += magnitude(d);
+        sum_train += train; /* not Σ log μ + Σ d, where a huge log μ leaves no digits of log π */
         sum_rollout += rollout;
         least = smaller(least, choose(measured, d, inf));
         most = larger(most, choose(measured, d, -inf));
     }
-    *sums = (Mismatch){.d = exact_total(sum_d) + exact_total(lost), .magnitude = total(sum_magnitude), .rollout = total(sum_rollout)};
-    sums->train = sums->rollout + sums->d;
+    *sums = (Mismatch){.d = exact_total(sum_d) + exact_total(lost), .magnitude = total(sum_magnitude)};
+    sums->train = total(sum_train);
+    sums->rollout = total(sum_rollout);
     sums->log_ratio = (Extremes){smallest(least), largest(most)};
 }
 
@@ -328,12 +330,12 @@ INLINE void weigh_tokens_as(Block *block, Sequence *s, Rows *rows, const int ice
     const vf inf = splat(INFINITY), minus_one = splat(-1.0f), cap = splat(job->cap);
     const vf floor = splat(job->floor), ceiling = splat(job->ceiling);
     vf raw_sum = {0}, raw_sum_less_one = {0}, sum = {0}, sum_less_one = {0}, least = inf, most = -inf;
-    vi high = {0}, low = {0};
+    vi high = {0}, low = {0}, outside = {0};
     EACH_VECTOR(v, block) {
         vi counted = block->counted[v], positive = counted & ~block->zero[v], present = positive;
         vf d = block->d[v];
         vi above = (d > job->band.upper) & positive, below = (d < job->band.lower) & positive;
-        if (icepop) present &= ~(above | below);
+        if (icepop) present &= (d <= job->weighted.upper) & (d >= job->weighted.lower);
         vf raw = where(positive, smaller(larger(block->rho[v], floor), ceiling));
         vf excess = smaller(larger(block->expm1[v], floor - 1.0f), ceiling - 1.0f);
         vf raw_less_one = where(counted, choose(positive, excess, minus_one));
@@ -350,12 +352,14 @@ INLINE void weigh_tokens_as(Block *block, Sequence *s, Rows *rows, const int ice
         high += above;
         low += below;
         if (icepop) { /* elsewhere the extremes follow from those of d */
+            outside += counted & ~present;
             least = smaller(least, choose(counted, weight, inf));
             most = larger(most, choose(counted, weight, -inf));
         }
     }
     rows->sums[SUM_is_high] += count(high);
     rows->sums[SUM_is_low] += count(low);
+    rows->sums[SUM_is_outside] += count(outside);
     if (icepop) add_extremes(&rows->extremes[EXTREMES_weight], smallest(least), largest(most));
     Moments *raw = &rows->moments[MOMENTS_weight_raw], *applied = &rows->moments[MOMENTS_weight];
     s->raw_weight += add_weights(block, raw, block->rho, block->expm1, raw_sum, raw_sum_less_one);
@@ -366,7 +370,8 @@ INLINE void weigh_tokens_as(Block *block, Sequence *s, Rows *rows, const int ice
 static const vf *weigh_tokens(Block *block, const Mismatch *sums, Sequence *s, Rows *rows) {
     const Job *job = block->job;
     double least = sums->log_ratio.min, most = sums->log_ratio.max, n = block->n_counted;
-    if (block->plain && job->mode != ICEPOP && least >= job->untouched.lower && most <= job->untouched.upper) {
+    int near_one = sums->expm1 >= -n / 2; /* on average; what is near 0 has no digits in w − 1 */
+    if (block->plain && job->mode != ICEPOP && near_one && least >= job->untouched.lower && most <= job->untouched.upper) {
         /* No bound is met, so w = ρ. That is most blocks when the policies are close. */
         Sample less_one = sample(block, block->expm1, block->counted, n, sums->expm1);
         add_sample(&rows->moments[MOMENTS_weight_raw], n, n + less_one.sum, less_one.m2);
@@ -377,8 +382,8 @@ static const vf *weigh_tokens(Block *block, const Mismatch *sums, Sequence *s, R
     }
     if (job->mode == ICEPOP) weigh_tokens_as(block, s, rows, 1);
     else weigh_tokens_as(block, s, rows, 0);
-    rows->sums[SUM_saturated_high] += count_outside(block, sums, -INFINITY, job->bound);
-    rows->sums[SUM_saturated_low] += count_outside(block, sums, -job->bound, INFINITY);
+    rows->sums[SUM_saturated_high] += count_outside(block, sums, -INFINITY, job->saturated.upper);
+    rows->sums[SUM_saturated_low] += count_outside(block, sums, job->saturated.lower, INFINITY);
     return block->weight;
 }
 
