@@ -32,10 +32,12 @@ def zeroing_band(config: RolloutCorrectionConfig) -> tuple[float, float]:
     """The log weights to which IcePop gives a weight, ends included, nats; infinite ends for another mode.
 
     The safety bound acts first and IcePop judges the clamped log weight. So an end of the band that the clamp does not
-    let a weight reach cuts nothing.
+    let a weight reach cuts nothing, and a band that no clamped weight reaches is empty: (inf, −inf).
     """
     if config.is_mode != "icepop":
         return -math.inf, math.inf
     low, high = log_band(config.is_lower, config.is_upper)
     bound = config.safety_bound
-    return (low if -bound < low else -math.inf), (high if bound > high else math.inf)
+    if low > bound or high < -bound:
+        return math.inf, -math.inf
+    return (low if low > -bound else -math.inf), (high if high < bound else math.inf)

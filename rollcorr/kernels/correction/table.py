@@ -154,9 +154,7 @@ class BlockRows:
         """Replace every row by a finished one, for instance of several parts merged."""
         names = statistics.names
         self._sums = {name: [row] for name, row in zip(names["sums"], statistics.sums, strict=True)}
-        self._moments = {
-            name: [row.unbind()] for name, row in zip(names["moments"], statistics.moments, strict=True)
-        }
+        self._moments = {name: [row.unbind()] for name, row in zip(names["moments"], statistics.moments, strict=True)}
         self._extremes = {
             name: [row.unbind()] for name, row in zip(names["extremes"], statistics.extremes, strict=True)
         }
@@ -167,7 +165,9 @@ class BlockRows:
 
     def merged_moments(self, name: str) -> Tensor:
         """The finished moments, (3,) float64."""
-        return merge_moments(torch.stack([torch.stack(part) for part in zip(*self._moments[name], strict=True)], dim=-1))
+        return merge_moments(
+            torch.stack([torch.stack(part) for part in zip(*self._moments[name], strict=True)], dim=-1)
+        )
 
     def merged_extremes(self, name: str, device: torch.device) -> Tensor:
         """The finished extremes, (2,) float64."""
