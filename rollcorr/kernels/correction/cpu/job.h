@@ -94,7 +94,7 @@ typedef struct {
     int32_t token_criterion[KINDS]; /* index of the token-level criterion of a kind, or -1 */
     float cap, floor, ceiling; /* largest weight or +inf; e^-b, e^b */
     Band band, veto, ten_percent;
-    Band weighted, saturated; /* outside: IcePop gives no weight; the safety bound acts */
+    Band weighted; /* outside, IcePop gives no weight */
     Band untouched, accepted; /* inside, no bound on a weight is met; no token-level criterion rejects */
     WideBand wide_band, wide_weighted, low_weight;
     double bound; /* the safety bound, nats */

@@ -70,7 +70,7 @@ class Job(ctypes.Structure):
         ("criteria", Criterion * MAX_CRITERIA),
         ("token_criterion", ctypes.c_int32 * len(_KINDS)),
         *_fields(ctypes.c_float, "cap floor ceiling"),
-        *_fields(Band, "band veto ten_percent weighted saturated untouched accepted"),
+        *_fields(Band, "band veto ten_percent weighted untouched accepted"),
         *_fields(WideBand, "wide_band wide_weighted low_weight"),
         *_fields(ctypes.c_double, "bound"),
     ]
@@ -119,7 +119,6 @@ def _thresholds(config: RolloutCorrectionConfig) -> bytes:
         bound=bound,
         band=_rounded((low, high)),
         weighted=_rounded(zeroing_band(config)),
-        saturated=_rounded((-bound, bound)),
         wide_band=(low, high),
         wide_weighted=zeroing_band(config),
         low_weight=log_band(None if config.is_upper is None else 1 / config.is_upper, None),

@@ -21,7 +21,7 @@
 #define FLOAT_CAP ((float)CAP)
 #define EXPM1_OF_CAP 485165194.4f
 #define EXP_DOMAIN 87.0f /* nats; e^±87 is a normal float32 */
-#define HOLDS 1e8        /* largest Σ |d| and |Σ log μ| of a block that float32 sums hold */
+#define HOLDS 1e5        /* largest Σ |d| and |Σ log μ| of a block that float32 sums hold to what exp makes of them */
 #define HOLDS_DIFFERENCE 1e20 /* the same for Σ |π − μ|, which e^87 bounds */
 #define NEAR 0.34        /* nats; largest |d| that the series of `tail` takes as it is */
 
@@ -175,6 +175,7 @@ INLINE void subtract_as(Block *block, Mismatch *sums, const int plain) {
         sum_d += d;
         part = sum_d - before;
         lost += (before - (sum_d - part)) + (d - part); /* Knuth: what rounding took, for Σ d is exponentiated */
+        lost += rounded_off(train, rollout, d);
         sum_magnitude += magnitude(d);
         sum_train += train; /* not Σ log μ + Σ d, where a huge log μ leaves no digits of log π */
         sum_rollout += rollout;
@@ -205,8 +206,13 @@ INLINE void exponentiate_as(Block *block, Mismatch *sums, const int plain, const
     EACH_VECTOR(v, block) {
         fetch_ahead(block->train + v * LANES);
         fetch_ahead(block->rollout + v * LANES);
-        vf d = block->d[v], from = load(block->rollout + v * LANES);
+        vf d = block->d[v], from = load(block->rollout + v * LANES), part = {0};
         Exponential e;
+        if (reach != REACH_NEAR) { /* d is rounded to up to 1e-6, and e^d by as much of itself */
+            part = rounded_off(load(block->train + v * LANES), from, d);
+            if (!plain) part = where(block->measured[v], part);
+            if (reach == REACH_FAR) part = where(magnitude(d) < EXP_DOMAIN, part);
+        }
         if (reach == REACH_NEAR) {
             e.k3 = tail(d);
             e.expm1 = d + e.k3;
@@ -217,6 +223,11 @@ INLINE void exponentiate_as(Block *block, Mismatch *sums, const int plain, const
             vf inside = smaller(larger(d, splat(-EXP_DOMAIN)), splat(EXP_DOMAIN));
             e = exponential(inside);
             e.k3 = smaller(e.k3 + (inside - smaller(d, inside)), splat(EXPM1_OF_CAP - FLOAT_CAP));
+        }
+        if (reach != REACH_NEAR) {
+            e.k3 += where(d <= FLOAT_CAP, part * e.expm1);
+            e.expm1 += part * e.exp;
+            e.exp += part * e.exp;
         }
         block->rho[v] = e.exp;
         block->expm1[v] = e.expm1;
@@ -291,6 +302,18 @@ static double count_outside(const Block *block, const Mismatch *sums, float lowe
     return count(found);
 }
 
+/* The same for a band without a hair: d as float64 has it. Blocks that stay inside, and that is most, are not read. */
+static double count_beyond(const Block *block, const Mismatch *sums, double lower, double upper) {
+    const int32_t *measured = (const int32_t *)block->measured;
+    int found = 0;
+    if (sums->log_ratio.min > lower && sums->log_ratio.max < upper) return 0;
+    for (int i = 0; i < block->tokens; i++) {
+        double d = (double)block->train[i] - (double)block->rollout[i];
+        found += measured[i] != 0 && (d < lower || d > upper);
+    }
+    return found;
+}
+
 /* How far apart the policies are, whatever is done about it. `sums` holds what `subtract` found. */
 static void measure(Block *block, Mismatch *sums, Sequence *s, Rows *rows) {
     const Band ten = block->job->ten_percent;
@@ -311,7 +334,7 @@ static void measure(Block *block, Mismatch *sums, Sequence *s, Rows *rows) {
     rows->sums[SUM_chi2_token] += sums->chi2;
     rows->sums[SUM_prob_diff_abs] += sums->difference;
     rows->sums[SUM_ratio_outside_10pct] += count_outside(block, sums, ten.lower, ten.upper);
-    rows->sums[SUM_capped] += count_outside(block, sums, -FLOAT_CAP, FLOAT_CAP);
+    rows->sums[SUM_capped] += count_beyond(block, sums, -CAP, CAP);
     add_extremes(&rows->extremes[EXTREMES_prob_diff_abs], 0, sums->most_difference); /* no metric reads the minimum */
 }
 
@@ -382,8 +405,8 @@ static const vf *weigh_tokens(Block *block, const Mismatch *sums, Sequence *s, R
     }
     if (job->mode == ICEPOP) weigh_tokens_as(block, s, rows, 1);
     else weigh_tokens_as(block, s, rows, 0);
-    rows->sums[SUM_saturated_high] += count_outside(block, sums, -INFINITY, job->saturated.upper);
-    rows->sums[SUM_saturated_low] += count_outside(block, sums, job->saturated.lower, INFINITY);
+    rows->sums[SUM_saturated_high] += count_beyond(block, sums, -INFINITY, job->bound);
+    rows->sums[SUM_saturated_low] += count_beyond(block, sums, -job->bound, INFINITY);
     return block->weight;
 }
 
