@@ -12,7 +12,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rollcorr.kernels.correction.triton.arithmetic import add_deviations, exponential_parts, shifted_sums
+from rollcorr.kernels.correction.triton.arithmetic import (
+    add_deviations,
+    exponential_parts,
+    rounded_off,
+    shifted_sums,
+)
 from rollcorr.kernels.correction.triton.table import add_count, add_extremes, add_lanes, add_moments, byte_of
 
 LANES = tl.constexpr(128)
@@ -67,7 +72,13 @@ def _clamped(x, low, high):
 
 
 @triton.jit
-def _mismatch(state, pi, mu, measured, d, rho_1, k3, PLAN: tl.constexpr):
+def _beyond(d, lost, low, high):
+    """Where d + lost is below and above a band that no hair widens."""
+    return (d < low) | ((d == low) & (lost < 0.0)), (d > high) | ((d == high) & (lost > 0.0))
+
+
+@triton.jit
+def _mismatch(state, pi, mu, measured, d, lost, rho_1, k3, PLAN: tl.constexpr):
     """Add a block to what is collected whatever is done about it; `rho_1` is ρ − 1."""
     total, shift, first, second, low, high, train, rollout, absolute, k3s, chi2, difference, largest, k2 = state
     high_here = tl.max(tl.where(measured, d, float("-inf")), axis=1)
@@ -76,7 +87,7 @@ def _mismatch(state, pi, mu, measured, d, rho_1, k3, PLAN: tl.constexpr):
     own = tl.where(started, shift, 0.0)[:, None]
     filled = tl.where(measured, d, own)
     first, second = add_deviations(first, second, filled - own)
-    total += tl.sum(d, axis=1)
+    total += tl.sum(d.to(tl.float64), axis=1) + tl.sum(lost, axis=1)  # it is exponentiated
     low = tl.where(started, tl.minimum(low, tl.min(filled, axis=1)), low)
     high = tl.maximum(high, high_here)
     train += tl.sum(tl.where(measured, pi * SHRINK, 0.0), axis=1)
@@ -105,12 +116,13 @@ def _applied_shift(shift, limits, PLAN: tl.constexpr):
 
 
 @triton.jit
-def _weigh(state, limits, counted, positive, d, scale, rest, PLAN: tl.constexpr):
+def _weigh(state, limits, counted, positive, d, lost, scale, rest, PLAN: tl.constexpr):
     """Token-level weights of a block, 0 where nothing is counted; which of them IcePop sets to 0; and their sums."""
     shift, raw_first, raw_second, first, second, low, high = state
     bound = limits[PLAN.limits["safety_bound"]]
     if PLAN.own_bound:
         scale, rest, _ = exponential_parts(_clamped(d, -bound, bound))
+        rest += tl.where(tl.abs(d) <= bound, lost, 0.0) * (1.0 + rest)
     raw = tl.where(positive, scale + scale * rest, 0.0)
     raw_1 = tl.where(positive, (scale - 1.0) + scale * rest, -1.0)
     shift = tl.where(shift == 0.0, tl.max(raw, axis=1), shift)
@@ -202,9 +214,12 @@ def _reject(state, limits, valid, measured, zero, counted, d, k3, weight, PLAN: 
 def read_block(counts, state, weigh, reject, limits, pi, mu, valid, PLAN: tl.constexpr):
     """One block: the lanes with it added, its weights, the tokens that are kept and those that are counted."""
     if pi.dtype == tl.float64 or mu.dtype == tl.float64:
-        log_ratio = (pi.to(tl.float64) - mu.to(tl.float64)).to(tl.float32)
+        exact = pi.to(tl.float64) - mu.to(tl.float64)
+        log_ratio = exact.to(tl.float32)
+        lost = (exact - log_ratio.to(tl.float64)).to(tl.float32)
     else:
         log_ratio = pi.to(tl.float32) - mu.to(tl.float32)
+        lost = rounded_off(pi.to(tl.float32), mu.to(tl.float32), log_ratio)
     pi, mu = pi.to(tl.float32), mu.to(tl.float32)
     # A difference is finite iff both are; −inf is probability zero unless it comes from an infinite rollout log-prob.
     measured = valid & (tl.abs(log_ratio) < float("inf"))
@@ -212,11 +227,16 @@ def read_block(counts, state, weigh, reject, limits, pi, mu, valid, PLAN: tl.con
     compared = measured | zero
     counted = valid if PLAN.nonfinite == "neutral" else compared
     d = tl.where(measured, _clamped(log_ratio, -LARGEST, LARGEST), 0.0)
+    # What rounding takes from d, up to 1e-6, is that much of e^d.
+    lost = tl.where(measured & (tl.abs(d) < LARGEST), lost, 0.0)
+    part = tl.where(tl.abs(d) <= CAP, lost, 0.0)
     capped = tl.minimum(d, CAP)
     scale, rest, tail = exponential_parts(tl.maximum(capped, -CAP))
+    tail += part * rest
+    rest += part * (1.0 + rest)
     em1 = (scale - 1.0) + scale * rest
-    k3 = tl.where(scale == 1.0, tail, em1 - capped)
-    state = _mismatch(state, pi, mu, measured, d, tl.where(zero, -1.0, em1), k3, PLAN)
+    k3 = tl.where(scale == 1.0, tail, em1 - capped - part)
+    state = _mismatch(state, pi, mu, measured, d, lost, tl.where(zero, -1.0, em1), k3, PLAN)
     outside = (d > limits[PLAN.limits["outside_high"]]) | (d < limits[PLAN.limits["outside_low"]])
     first, second, third = counts
     first += _bytes(valid, measured, zero, outside)
@@ -226,12 +246,14 @@ def read_block(counts, state, weigh, reject, limits, pi, mu, valid, PLAN: tl.con
         positive = (valid & ~zero) if PLAN.nonfinite == "neutral" else measured
         below = positive & (d < limits[PLAN.limits["band_low"]])
         above = positive & (d > limits[PLAN.limits["band_high"]])
-        weight, outside, weigh = _weigh(weigh, limits, counted, positive, d, scale, rest, PLAN)
-    second += _bytes(d < -CAP, d > CAP, below, above)
+        weight, outside, weigh = _weigh(weigh, limits, counted, positive, d, lost, scale, rest, PLAN)
+    low, high = _beyond(d, lost, -CAP, CAP)
+    second += _bytes(low, high, below, above)
     if PLAN.own_bound or PLAN.veto or PLAN.mode == "icepop":
         bound = limits[PLAN.limits["safety_bound"]]
         catastrophic = zero | (counted & (d < limits[PLAN.limits["veto"]]))
-        third += _bytes(d < -bound, d > bound, catastrophic, outside)
+        low, high = _beyond(d, lost, -bound, bound)
+        third += _bytes(low, high, catastrophic, outside)
     kept = compared if PLAN.nonfinite == "reject_token" else valid
     if PLAN.token_criteria:
         kept, reject = _reject(reject, limits, valid, measured, zero, counted, d, k3, weight, PLAN)
@@ -244,8 +266,8 @@ def _add_mismatch(cell, again, counts, state, PLAN: tl.constexpr):
     total, shift, first, second, low, high, train, rollout, absolute, k3s, chi2, difference, largest, k2 = state
     measured = byte_of(counts[0], 1)
     before = tl.load(cell + PLAN.columns["measured"], mask=again, other=0.0)
-    shift, sums = tl.where(measured > 0, shift, 0.0), total.to(tl.float64)
-    add_moments(cell, again, before, PLAN.columns["log_ratio_mean"], measured, sums, shift, first, second)
+    shift = tl.where(measured > 0, shift, 0.0)
+    add_moments(cell, again, before, PLAN.columns["log_ratio_mean"], measured, total, shift, first, second)
     for i in tl.static_range(4):
         add_count(cell, again, PLAN.columns["valid"] + i, counts[0], i)
     add_count(cell, again, PLAN.columns["capped_low"], counts[1], 0)
@@ -335,7 +357,8 @@ def read_tokens(
     for chunk in range(begin, tl.maximum(stop, begin + 1), CHUNK):
         n, x = tl.zeros([LANES], dtype=tl.int32), tl.zeros([LANES], dtype=tl.float32)
         low, high = x + float("inf"), x + float("-inf")
-        counts, state = (n, n, n), (x, high, x, x, low, high, x, x, x, x, x, x, x, x)
+        total = tl.zeros([LANES], dtype=tl.float64)
+        counts, state = (n, n, n), (total, high, x, x, low, high, x, x, x, x, x, x, x, x)
         weigh, reject = (x, x, x, x, x, low, high), (n, n, n, (high, x, x, low, high), (high, x, x, low, high), x)
         for at in range(chunk, tl.minimum(chunk + CHUNK, stop), BLOCK):
             local, inside = tokens_at(at, start, end, ALIGN)
