@@ -135,8 +135,9 @@ def reinforce_loss(
 def neutral_log_probs(log_prob: Tensor, old_log_prob: Tensor) -> tuple[Tensor, Tensor]:
     """Both policies with missing log-probs made neutral, as `nonfinite="neutral"` asks: a loss over them is finite.
 
-    Where log π_old is missing it becomes sg(log π_θ): r = π_θ / sg(π_θ) is 1, its gradient that of log π_θ, so the token
-    gives −w A ∇log π_θ. Where log π_θ is missing there is no gradient to take: both become −inf, which adds nothing.
+    Where log π_old is missing it becomes sg(log π_θ): r = π_θ / sg(π_θ) is 1, its gradient that of log π_θ, so the
+    token gives −w A ∇log π_θ. Where log π_θ is missing there is no gradient to take: both become −inf, which adds
+    nothing.
 
     Args:
         log_prob: log π_θ, nats. Any shape. Carries the gradient.
