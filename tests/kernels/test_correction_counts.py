@@ -67,7 +67,7 @@ def counted(blocks: int, config, impl: str, *, packed: bool = False, device: str
 
 @pytest.mark.parametrize(
     ("config", "fixed", "each_block", "bytes_each_token"),
-    [(STANDARD, 350, 62, 1002), (everything(), 1020, 117, 2130), (configuration(), 175, 47, 790)],
+    [(STANDARD, 350, 62, 1002), (everything(), 1020, 117, 2070), (configuration(), 175, 47, 775)],
     ids=["standard", "everything", "metrics only"],
 )
 def test_the_blocked_kernel_asks_for_few_operations_on_each_block(config, fixed, each_block, bytes_each_token):
