@@ -25,6 +25,14 @@ from rollcorr.policy_loss import PolicyLogProbs, policy_loss
 NAN, INF = math.nan, math.inf
 TOKEN_IS = RolloutCorrectionConfig(rollout_is="token")
 
+every_kernel = pytest.mark.parametrize(
+    "impl",
+    [
+        pytest.param(name, marks=pytest.mark.skipif(not usable, reason=f"{name}: {reason}"))
+        for name, (usable, reason) in implementations().items()
+    ],
+)
+
 
 def pair(*log_ratios: float, rollout: float = -30.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(train, rollout, mask) of one sequence with these log-ratios, exactly representable beside `rollout`."""
@@ -466,6 +474,61 @@ def test_45_product_and_geometric_mean_have_two_names():
     )
     torch.testing.assert_close(product.weights, torch.full((1, 2), 16.0))
     torch.testing.assert_close(mean.weights, torch.full((1, 2), 4.0))
+
+
+@every_kernel
+def test_46_tiny_weights_keep_their_spread(impl):
+    """As many weights e⁻¹⁹ as e⁻²⁰; by their distance from 1 they are all the same."""
+    d = torch.tensor([-19.0, -20.0]).repeat(3, 350)
+    metrics = bare(correct(d, torch.zeros_like(d), torch.ones_like(d), TOKEN_IS, impl=impl))
+    assert metrics["rollout_is_eff_sample_size"] == pytest.approx((1 + math.e) ** 2 / (2 + 2 * math.e**2), rel=1e-6)
+    assert metrics["rollout_is_std"] == pytest.approx((math.exp(-19) - math.exp(-20)) / 2, rel=1e-6)
+
+
+@every_kernel
+def test_47_a_huge_log_prob_changes_only_its_own_policys_perplexity(impl):
+    train, rollout = torch.full((2, 1, 4), -1.0)
+    train[0, 0] = -3.4e38
+    metrics = bare(correct(train, rollout, torch.ones_like(train), "disabled", impl=impl))
+    assert metrics["rollout_ppl"] == pytest.approx(math.e, rel=1e-6)
+    assert metrics["rollout_log_ppl"] == 1.0
+
+
+@every_kernel
+def test_48_the_out_of_band_ratio_counts_tokens(impl):
+    config = RolloutCorrectionConfig(rollout_is="sequence", rollout_is_threshold="0.5_2.0")
+    train = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+    correction = correct(train, torch.zeros_like(train), mask, config, impl=impl)
+    assert (correction.weights == 0).tolist() == [[True, True, True], [False, True, True]]
+    assert bare(correction)["rollout_is_oob_ratio"] == 0.75
+
+
+@every_kernel
+def test_49_the_safety_bound_comes_before_icepops_band(impl):
+    with pytest.warns(InertOptionWarning, match="is never reached"):
+        config = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold="0.5_2.0", safety_bound=0.25)
+    correction = correct(torch.tensor([[3.0, 0.0, -3.0]]), torch.zeros(1, 3), torch.ones(1, 3), config, impl=impl)
+    torch.testing.assert_close(correction.weights, torch.tensor([[0.25, 0.0, -0.25]]).exp())
+    metrics = bare(correction)
+    assert metrics["rollout_is_oob_ratio"] == 0.0
+    assert metrics["rollout_is_ratio_fraction_high"] == pytest.approx(1 / 3)
+
+
+def test_50_neutral_reaches_the_loss():
+    config = RolloutCorrectionConfig(rollout_is="token", nonfinite="neutral")
+    log_prob = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    old, rollout, mask = torch.tensor([[NAN, -2.0]]), torch.tensor([[-1.5, -2.0]]), torch.ones(1, 2)
+    output = policy_loss(
+        PolicyLogProbs(log_prob, old),
+        torch.ones(1, 2),
+        mask,
+        config=config,
+        correction=correct(old, rollout, mask, config),
+    )
+    output.loss.backward()
+    assert output.loss.item() == -1.0
+    assert log_prob.grad.tolist() == [[-0.5, -0.5]]
 
 
 def test_inert_options_are_the_only_warnings():

@@ -166,6 +166,45 @@ def test_a_missing_rollout_log_prob_never_reaches_the_loss(nonfinite, loss_type)
     assert output.loss_mask[0, :2].all() == (nonfinite == "neutral")
 
 
+@pytest.mark.parametrize("missing", [NAN, INF])
+@pytest.mark.parametrize("loss_type", [None, *BYPASS])
+@pytest.mark.parametrize("policy", ["old_log_prob", "log_prob"])
+def test_neutral_keeps_what_is_missing_out_of_the_ratio(missing, loss_type, policy):
+    """A missing π_old or μ: r = 1 and w = 1, so −A ∇log π_θ. A missing π_θ: nothing. The other tokens do not notice."""
+    policies, advantages, mask, _ = random_batch(4)
+    mask[0, :3] = True
+    if loss_type is not None:
+        policies = dataclasses.replace(bypass_only(policies))
+        policy = policy.replace("old_log_prob", "rollout_log_prob")
+
+    def run(value):
+        values = getattr(policies, policy).clone()
+        values[0, :2] = value
+        leaf, batch = with_gradient(dataclasses.replace(policies, **{policy: values}))
+        config = RolloutCorrectionConfig(
+            rollout_is=None if loss_type == "ppo_clip" else "token",
+            nonfinite="neutral",
+            bypass_mode=loss_type is not None,
+            loss_type=loss_type or "ppo_clip",
+        )
+        correction = None
+        if loss_type is None:
+            correction = correct(batch.old_log_prob, batch.rollout_log_prob, mask, config)
+        output = policy_loss(
+            batch, advantages, mask, config=config, loss=loss_config("token-sum"), correction=correction
+        )
+        output.loss.backward()
+        return output, leaf.grad
+
+    output, gradient = run(missing)
+    assert output.loss.isfinite()
+    expected = torch.zeros(2, dtype=torch.float64) if policy == "log_prob" else -advantages[0, :2]
+    torch.testing.assert_close(gradient[0, :2], expected)
+    _, without = run(-1.0)
+    assert torch.equal(gradient[0, 2:], without[0, 2:])
+    assert torch.equal(gradient[1:], without[1:])
+
+
 # ── refusals ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
