@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton; 0 runs its kernels on a GPU
@@ -11,6 +13,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
 import pytest
 import torch
 from hypothesis import settings
+from implementations import IMPLEMENTATIONS, Runs, under_test
 
 torch.set_num_threads(int(os.environ.get("ROLLCORR_TEST_THREADS", "1")))
 
@@ -25,3 +28,26 @@ GOLDEN = Path(__file__).parent / "golden"
 def golden() -> dict:
     """Numbers from verl 0.9.1 and two older versions; tests/golden/README.md has their provenance."""
     return json.loads((GOLDEN / "golden.json").read_text())
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def implementation(request: pytest.FixtureRequest) -> Iterator[Runs]:
+    """Run the test on one implementation of the correction (tests/implementations.py: `per_implementation`)."""
+    with under_test(request.param) as runs:
+        yield runs
+    assert runs.own or runs.others, "this test calls no correction, so it need not run once per implementation"
+    for reason, times in runs.others.items():
+        request.node.user_properties.append(("ran on blocked", f"{runs.name}: {reason} ({times})"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say where another implementation ran than the one that the test's id names."""
+    instead: Counter[str] = Counter()
+    for report in terminalreporter.stats.get("passed", []) + terminalreporter.stats.get("failed", []):
+        for key, value in report.user_properties if report.when == "teardown" else ():
+            if key == "ran on blocked":
+                instead[value] += 1
+    if instead:
+        terminalreporter.section("implementations")
+    for reason, tests in sorted(instead.items()):
+        terminalreporter.line(f"blocked ran for {reason} in {tests} tests")
