@@ -2,7 +2,7 @@
 
 Three ways to run a test once per implementation:
 
-    @per_implementation                       whatever the test calls with impl="auto" runs on the implementation that the
+    @per_implementation                       what the test calls with impl="auto" runs on the implementation that the
     def test_…():                             test's id names: `correct`, and what calls it (losses, drop-in functions)
 
     @pytest.mark.parametrize("impl", IMPLEMENTATIONS)      the test names it itself: correct(…, impl=impl)
@@ -41,13 +41,13 @@ class Takes:
 
     Attributes:
         dtypes: of log-probs.
-        largest_bound: of `safety_bound`. At e^−88 float32 has no normal numbers any more.
+        largest_bound: of `safety_bound`.
         largest_log_ratio: log-ratios beyond count as that.
         rounds_log_ratios: it subtracts in float32, so d is off by up to 2⁻²⁴ |d|, and so is the logarithm of a weight.
     """
 
     dtypes: tuple[torch.dtype, ...] = EVERY_DTYPE
-    largest_bound: float = 87.0
+    largest_bound: float = 88.0
     largest_log_ratio: float = float("inf")
     rounds_log_ratios: bool = False
 
@@ -81,6 +81,12 @@ def widest_dtype() -> torch.dtype:
     """float64, or float32 where the implementation under test takes no float64."""
     name = implementation_under_test()
     return torch.float64 if name is None or torch.float64 in TAKES[name].dtypes else torch.float32
+
+
+def last_digits() -> float:
+    """How close two sums of the same values are, relatively: as in float64, or in float32 where that is what adds."""
+    name = implementation_under_test()
+    return 1e-6 if name is not None and TAKES[name].rounds_log_ratios else 1e-12
 
 
 @contextmanager

@@ -92,7 +92,7 @@ def settings_of(config: Any) -> Settings:
     )
 
 
-# --------------------------------------------------------------------------------------------------------------- tokens
+# --- tokens ---
 
 
 class Token:
@@ -144,7 +144,7 @@ class Response:
         return [token for token in self.tokens if token.kind == "measured"]
 
 
-# ---------------------------------------------------------------------------------------------------------- arithmetic
+# --- arithmetic ---
 
 
 def exp(x: float) -> float:
@@ -198,7 +198,7 @@ def log_of(bound: float | None, *, open_side: float) -> float:
     return open_side if bound is None else math.log(bound)
 
 
-# ---------------------------------------------------------------------------------------------------------------- weights
+# --- weights ---
 
 
 def safe(log_weight: float, settings: Settings) -> float:
@@ -258,7 +258,7 @@ def normalization(sequences: list[Response], settings: Settings) -> float:
     )
 
 
-# -------------------------------------------------------------------------------------------------------------- rejection
+# --- rejection ---
 
 
 def divergence(kind: str, d: float) -> float:
@@ -300,7 +300,7 @@ def rejects(criterion: Criterion, value: float) -> bool:
 
 
 def reject(sequences: list[Response], settings: Settings) -> None:
-    """Note on each token which filters reject it. Each filter judges the response mask alone, so order never matters."""
+    """Note on each token which filters reject it. Each judges the response mask alone, so order never matters."""
     for sequence in sequences:
         missing = [token for token in sequence.tokens if token.kind == "missing"]
         if missing and settings.nonfinite == "reject_sequence":
@@ -326,11 +326,11 @@ def mark(tokens: Iterable[Token], name: str) -> None:
         token.rejected_by.add(name)
 
 
-# ---------------------------------------------------------------------------------------------------------------- metrics
+# --- metrics ---
 
 
 def mismatch_metrics(sequences: list[Response], settings: Settings) -> dict[str, float]:
-    """How far apart the policies are. A mean of logarithms is over measured tokens; a mean of ratios takes ρ = 0 too."""
+    """How far apart the policies are. Means of logarithms are over measured tokens; means of ratios take ρ = 0 too."""
     tokens = [token for sequence in sequences for token in sequence.tokens]
     measured = [token for token in tokens if token.kind == "measured"]
     compared = [token for token in tokens if token.kind != "missing"]
@@ -444,7 +444,7 @@ def weight_metrics(sequences: list[Response], settings: Settings) -> dict[str, f
         metrics["rollout_is_seq_fraction_high"] = share([x > (INF if high is None else high) for x in raw_q])
         metrics["rollout_is_seq_fraction_low"] = share([x < (0.0 if low is None else low) for x in raw_q])
     if settings.upper is not None:
-        below_reciprocal = [sequence.S < -math.log(settings.upper) for sequence in counting]
+        below_reciprocal = [-math.log(settings.upper) > sequence.S for sequence in counting]
         metrics["rollout_is_low_weight_fraction"] = share(below_reciprocal)
     if settings.lower is not None:
         # Of tokens at every level: a sequence outside the band counts all of its tokens.
@@ -545,7 +545,7 @@ def beyond(values: list[float], criterion: Criterion) -> dict[str, float]:
     }
 
 
-# ------------------------------------------------------------------------------------------------------------ everything
+# --- everything ---
 
 
 def correct(

@@ -34,7 +34,11 @@ ROUNDING = 6e-8
 
 FLOAT64_ROUNDING = 2.0**-52
 
+LARGEST_NORMAL = 87.0
+"""Safety bound up to which weights are normal numbers of float32: e^−88 is not."""
+
 SMALLEST_PROBABILITY = 2e-38
+"""About where float32 ends."""
 
 LARGEST_DENSITY = 1e30
 """Probabilities are at most 1. Densities may be larger than float32 holds; their differences are then only "large"."""
@@ -68,7 +72,7 @@ class Case:
         return torch.arange(self.mask.shape[1]) < torch.tensor(self.lengths, dtype=torch.long)[:, None]
 
 
-# ---------------------------------------------------------------------------------------------------------------- drawing
+# --- drawing ---
 
 
 def draw(seed: int, impl: str = "reference") -> Case:
@@ -109,7 +113,7 @@ def draw_config(rng: random.Random, takes: Takes) -> RolloutCorrectionConfig:
             rollout_rs_threshold=",".join(thresholds) or None,
             rollout_token_veto_threshold=rng.choice([None, 1e-4, 0.05, 0.9]),
             nonfinite=rng.choice(["reject_token", "reject_sequence", "neutral"]),
-            safety_bound=rng.choice([20.0, 20.0, 1.0, 3.0, 40.0, takes.largest_bound]),
+            safety_bound=rng.choice([20.0, 20.0, 1.0, 3.0, 40.0, min(LARGEST_NORMAL, takes.largest_bound)]),
         )
 
 
@@ -186,7 +190,7 @@ def close_comparisons(rows: list[list[list[float]]], settings: oracle.Settings) 
             yield any(abs(sequence.raw_weight - x) <= MARGIN * x for x in band if x is not None)
 
 
-# -------------------------------------------------------------------------------------------------------------- comparing
+# --- comparing ---
 
 
 def differences(case: Case, correction: Correction, impl: str, *, packed: bool) -> list[str]:
@@ -237,7 +241,7 @@ def ulps(actual: torch.Tensor, expected: torch.Tensor, *, relative: float = 0.0)
 def rounding_of_logs(case: Case) -> float:
     """What float32 log-ratios change in a weight, relatively: 2⁻²⁴ of the largest Σ |d| of a sequence.
 
-    w = exp ℓ is off relatively by what ℓ is off absolutely, and each d by up to 2⁻²⁴ |d|. Beyond some thousand nats every
+    w = exp ℓ is off relatively by what ℓ is off absolutely, and each d by up to 2⁻²⁴ |d|. Beyond 10,000 nats every
     weight is saturated.
     """
     d = (case.train.double() - case.rollout.double()).abs()
@@ -260,7 +264,7 @@ def agree(name: str, actual: float, wanted: float, floors: dict[str, float], cas
 
 
 def absolute_floors(case: Case, conditioning: float) -> dict[str, float]:
-    """What a metric may be off by whatever its size: only where terms cancel, so that relative precision has no meaning.
+    """What a metric may be off by whatever its size: where terms cancel, relative precision has no meaning.
 
     An implementation may hold each value in float32, so each is off by some ROUNDING of itself, and exponentials of
     float32 log-ratios by `conditioning` more. Then
@@ -296,6 +300,6 @@ def absolute_floors(case: Case, conditioning: float) -> dict[str, float]:
     # k3 = expm1(d) − d keeps float64's digits of d, and is d²/2.
     d = max(abs(metrics["log_ratio_min"]), abs(metrics["log_ratio_max"]))
     for name in metrics:
-        if name == "k3_kl" or "_k3_" in name and name.endswith(("mean", "std", "min", "max", "deviation")):
+        if name == "k3_kl" or ("_k3_" in name and name.endswith(("mean", "std", "min", "max", "deviation"))):
             floors[name] = max(floors.get(name, 0.0), FLOAT64_ROUNDING * d)
     return floors

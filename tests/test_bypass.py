@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from implementations import per_implementation
 
 from rollcorr.bypass import BypassGradients
 from rollcorr.config import LossConfig, RolloutCorrectionConfig
@@ -101,6 +102,7 @@ def test_micro_batches_rescaled_at_the_end_equal_one_big_batch(mode, loss_type, 
     assert_same_gradients(gradients_of(model), gradients_of(whole))
 
 
+@per_implementation
 def test_ranks_add_their_counts_and_then_their_gradients():
     rollouts = random_rollouts(1)
     config, loss = configurations("token-mean", "reinforce", "kept", True)
@@ -121,6 +123,7 @@ def test_ranks_add_their_counts_and_then_their_gradients():
     assert_same_gradients(summed, gradients_of(whole))
 
 
+@per_implementation
 @every_mode
 def test_the_factor_matters_and_leaves_kl_and_entropy_alone(mode):
     """Without the rescaling the gradient is diluted; rescaling all of it would inflate KL and entropy."""
@@ -142,6 +145,7 @@ def test_the_factor_matters_and_leaves_kl_and_entropy_alone(mode):
     torch.testing.assert_close(model.first.grad, factor * diluted + apart)
 
 
+@per_implementation
 @every_mode
 @pytest.mark.parametrize("regularized", [False, True])
 def test_when_nothing_is_kept_only_kl_and_entropy_are_left(mode, regularized):
@@ -159,6 +163,7 @@ def test_when_nothing_is_kept_only_kl_and_entropy_are_left(mode, regularized):
         assert (parameter.grad != 0).any() == regularized
 
 
+@per_implementation
 def test_a_second_step_starts_afresh():
     rollouts = random_rollouts(4)
     config, loss = configurations("token-mean", "reinforce", "kept", True)
@@ -173,6 +178,7 @@ def test_a_second_step_starts_afresh():
     assert_same_gradients(*steps)
 
 
+@per_implementation
 def test_denominators_may_be_plain_numbers():
     rollouts = random_rollouts(5)
     config, loss = configurations("seq-mean-token-sum", "ppo_clip", "original", False)
