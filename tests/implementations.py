@@ -83,9 +83,9 @@ def widest_dtype() -> torch.dtype:
     return torch.float64 if name is None or torch.float64 in TAKES[name].dtypes else torch.float32
 
 
-def last_digits() -> float:
+def last_digits(name: str | None = None) -> float:
     """How close two sums of the same values are, relatively: as in float64, or in float32 where that is what adds."""
-    name = implementation_under_test()
+    name = name or implementation_under_test()
     return 1e-6 if name is not None and TAKES[name].rounds_log_ratios else 1e-12
 
 

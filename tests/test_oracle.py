@@ -24,9 +24,6 @@ SEEDS = int(os.environ.get("ROLLCORR_ORACLE_SEEDS", "0"))
 BATCHES = 200 if SEEDS else 70
 INTERPRETED = BATCHES if SEEDS else 12  # Triton's interpreter takes a tenth of a second for a batch
 
-# The interpreter computes with numpy, which reports infinities that a selection afterwards drops.
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
-
 
 def cases(seed: int, count: int, impl: str = "reference") -> list[Case]:
     return [draw(1000 * seed + i, impl) for i in range(count)]
