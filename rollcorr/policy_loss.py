@@ -21,7 +21,14 @@ from rollcorr.aggregation import aggregate, aggregation_mode, normalizer_counts
 from rollcorr.config import LossAggMode, LossConfig, Normalizer, RolloutCorrectionConfig
 from rollcorr.core.aggregation import Denominators
 from rollcorr.core.layout import check_layout
-from rollcorr.core.losses import ppo_clip_loss, reference_kl_k1, reference_kl_k2, reference_kl_k3, reinforce_loss
+from rollcorr.core.losses import (
+    neutral_log_probs,
+    ppo_clip_loss,
+    reference_kl_k1,
+    reference_kl_k2,
+    reference_kl_k3,
+    reinforce_loss,
+)
 from rollcorr.core.statistics import Statistics, moments_of
 from rollcorr.correction import Correction, correct
 from rollcorr.distributed import sequence_counts
@@ -209,7 +216,10 @@ def _decoupled(
         if correction.config != config:
             raise ValueError(f"correction was computed with {correction.config}, not with config={config}")
         weights, loss_mask = correction.loss_weights, correction.loss_mask
-    per_token, statistics = _ppo_clip(batch, old_log_prob, loss_mask, loss, weights)
+    log_prob = batch.policies.log_prob
+    if config is not None and config.nonfinite == "neutral":  # the ratio of the loss, as the weight
+        log_prob, old_log_prob = neutral_log_probs(log_prob, old_log_prob)
+    per_token, statistics = _ppo_clip(batch, log_prob, old_log_prob, loss_mask, loss, weights)
     return _TokenLoss(per_token, statistics, loss_mask, weights, correction, correction is None)
 
 
@@ -236,6 +246,9 @@ def _bypass(
         context_group=batch.context_group,
     )
     weights = correction.loss_weights if config.weights_reach_loss else None
+    # What is missing stays in the loss only under nonfinite="neutral". No log μ is a probability of 0.
+    behavior = rollout_log_prob.masked_fill(~rollout_log_prob.isfinite(), torch.nan)
+    log_prob, behavior = neutral_log_probs(log_prob, behavior)
     if config.loss_type == "reinforce":
         per_token, statistics = reinforce_loss(
             log_prob,
@@ -246,17 +259,20 @@ def _bypass(
             cu_seqlens=batch.cu_seqlens,
         )
     else:
-        # A missing log μ stays in the loss only under nonfinite="neutral", which means ratio 1.
-        behavior = torch.where(rollout_log_prob.isfinite(), rollout_log_prob, log_prob.detach())
-        per_token, statistics = _ppo_clip(batch, behavior, correction.loss_mask, loss, None)
+        per_token, statistics = _ppo_clip(batch, log_prob, behavior, correction.loss_mask, loss, None)
     return _TokenLoss(per_token, statistics, correction.loss_mask, weights, correction, True)
 
 
 def _ppo_clip(
-    batch: _Batch, old_log_prob: Tensor, loss_mask: Tensor, loss: LossConfig, weights: Tensor | None
+    batch: _Batch,
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    loss_mask: Tensor,
+    loss: LossConfig,
+    weights: Tensor | None,
 ) -> tuple[Tensor, Statistics]:
     return ppo_clip_loss(
-        batch.policies.log_prob,
+        log_prob,
         old_log_prob,
         batch.advantages,
         loss_mask,

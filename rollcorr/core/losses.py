@@ -132,6 +132,25 @@ def reinforce_loss(
     return loss, _policy_statistics(mask, log_prob, behavior_log_prob)
 
 
+def neutral_log_probs(log_prob: Tensor, old_log_prob: Tensor) -> tuple[Tensor, Tensor]:
+    """Both policies with missing log-probs made neutral, as `nonfinite="neutral"` asks: a loss over them is finite.
+
+    Where log π_old is missing it becomes sg(log π_θ): r = π_θ / sg(π_θ) is 1, its gradient that of log π_θ, so the token
+    gives −w A ∇log π_θ. Where log π_θ is missing there is no gradient to take: both become −inf, which adds nothing.
+
+    Args:
+        log_prob: log π_θ, nats. Any shape. Carries the gradient.
+        old_log_prob: log π_old, or log μ in its place, nats, same shape. −inf is probability 0, which is not missing.
+
+    Returns:
+        The two log-probs.
+    """
+    gone = log_prob.isnan() | (log_prob == torch.inf)
+    missing = old_log_prob.isnan() | (old_log_prob == torch.inf)
+    old_log_prob = torch.where(missing, log_prob.detach().to(old_log_prob.dtype), old_log_prob)
+    return log_prob.masked_fill(gone, -torch.inf), old_log_prob.masked_fill(gone, -torch.inf)
+
+
 def reference_kl_k1(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """log π_θ − log π_ref per token, an estimate of KL(π_θ‖π_ref): unbiased, signed.
 

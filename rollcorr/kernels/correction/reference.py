@@ -166,7 +166,7 @@ def _weigh(batch: _Batch, config: RolloutCorrectionConfig, loss_mask: Tensor, ro
     if config.is_upper is not None:
         sums["is_low_weight"] = (batch.nonempty & ratio_below(sequence, 1 / config.is_upper)).sum()
     if config.is_mode == "icepop":
-        sums["is_outside"] = sums["is_high"] + sums["is_low"]
+        sums["is_outside"] = (batch.counted & (token_weight == 0)).sum()
 
     kept_count = batch.counts(loss_mask)
     kept_sum = batch.sum(token_weight, loss_mask)
