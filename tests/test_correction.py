@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from implementations import per_implementation, widest_dtype
+from implementations import IMPLEMENTATIONS, per_implementation, widest_dtype
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollcorr import correct
@@ -193,6 +193,25 @@ def test_what_a_criterion_rejects_alone_and_with_others():
     assert metrics["rs/rollout_rs_seq_sum_k1_alone_fraction"] == 0.0
     assert metrics["rs/rollout_rs_overlap_fraction"] == 2 / 4
     assert metrics["rs/rollout_rs_seq_overlap_fraction"] == 1 / 2
+
+
+@per_implementation
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_per_sequence_shares_are_of_the_weights_after_the_safety_bound(level):
+    """ρ = e³ is beyond the ceiling 4, and its raw weight e¹ is not; ρ = 0 stays below every floor."""
+    train, rollout = torch.tensor([[3.0], [0.0], [-math.inf]]), torch.zeros(3, 1)
+    bounded = config(rollout_is=level, rollout_is_threshold=4.0, safety_bound=1.0)
+    metrics = correct(train, rollout, torch.ones(3, 1), bounded).metrics(prefix="")
+    assert metrics["rollout_is_ratio_fraction_high"] == pytest.approx(1 / 3)
+    assert metrics["rollout_is_seq_fraction_high"] == 0.0
+    assert metrics["rollout_is_seq_fraction_low"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_an_empty_batch_may_have_any_strides(impl):
+    """NumPy gives empty arrays strides of 0."""
+    empty = torch.empty(0).as_strided((0, 5), (0, 0))
+    assert correct(empty, empty, empty, "decoupled_token_is", impl=impl).loss_mask.shape == (0, 5)
 
 
 @per_implementation
