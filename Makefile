@@ -51,7 +51,7 @@ test: $(STAMP) ## Run the tests
 test-slow: $(STAMP) ## Fuzz the numbers with 10,000 examples of each property (half an hour)
 	$(BIN)/python -m pytest tests/test_numeric_fuzzing.py --hypothesis-profile=slow
 
-test-oracle: $(STAMP) ## Hold each implementation against float64: 200 random batches for each of ten seeds (2 minutes)
+test-oracle: $(STAMP) ## Hold each implementation against float64: 200 random batches for each of ten seeds (5 minutes)
 	ROLLCORR_ORACLE_SEEDS=10 $(BIN)/python -m pytest tests/test_oracle.py --numprocesses 2
 
 test-triton: $(STAMP) ## Test the GPU kernels without a GPU: interpreted, and compiled for four GPUs (installs Triton, 1 GB)
