@@ -181,7 +181,7 @@ def _raw_extremes(state: _State) -> Tensor:
 
 
 def _sequence_weights(state: _State, level: Tensor, bounded: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights of whole sequences, 0 for empty ones in the second, and the log weight that bounds are compared with."""
+    """Weights of whole sequences, 0 for empty ones in the second, and the log of the raw weight."""
     config, sums, bound = state.config, state.sums, state.config.safety_bound
     unit, finite = state.nonempty, level.isfinite()
     raw = bounded_weights(level, safety_bound=bound)
@@ -203,7 +203,7 @@ def _sequence_weights(state: _State, level: Tensor, bounded: bool) -> tuple[Tens
     for name, values in (("weight", weight), ("weight_raw", raw)):
         state.moments[name] = _repeated_moments(values, state.table["counted"])
         state.extremes[name] = extremes_of(values, unit)
-    return weight, weight.masked_fill(~unit, 0.0), level
+    return weight, weight.masked_fill(~unit, 0.0), raw.log()
 
 
 def _normalization_rows(state: _State, kept: Tensor) -> None:

@@ -160,7 +160,7 @@ def _weigh(batch: _Batch, config: RolloutCorrectionConfig, loss_mask: Tensor, ro
     if upper is not None or lower is not None:
         high, low = ratio_above(level, upper), ratio_below(level, lower)
         sums["is_high"], sums["is_low"] = (unit & high).sum(), (unit & low).sum()
-        sequence_level = mean_raw.log() if token_level else level
+        sequence_level = mean_raw.log()
         sums["is_seq_high"] = (batch.nonempty & ratio_above(sequence_level, upper)).sum()
         sums["is_seq_low"] = (batch.nonempty & ratio_below(sequence_level, lower)).sum()
     if config.is_upper is not None:

@@ -83,7 +83,7 @@ def cpu_correction(
 
 
 def _rows_are_contiguous(tensor: Tensor) -> bool:
-    return tensor.shape[-1] <= 1 or tensor.stride(-1) == 1
+    return tensor.shape[-1] <= 1 or tensor.numel() == 0 or tensor.stride(-1) == 1
 
 
 def _address(tensor: Tensor | None) -> int | None:

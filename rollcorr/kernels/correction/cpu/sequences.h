@@ -169,6 +169,7 @@ static double weigh(const Job *job, const Sequence *s, const Derived *derived, i
     } else {
         level = job->level == SEQUENCE_WEIGHTS ? derived->product : derived->product / counted;
         mean_weight = weight = weigh_sequence(job, level, derived, rows);
+        if (level != -INFINITY) level = clamp(level, (double)job->bound);  /* the log of the raw weight */
         kept_weight = kept ? weight * s->kept : 0;
     }
     sums[SUM_kept_weight] += kept_weight;

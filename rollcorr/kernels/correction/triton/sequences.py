@@ -283,6 +283,11 @@ def _weight_rows(
     if PLAN.level != "token":
         finite = nonempty & (tl.abs(mean_weight) < INFINITY)
         put_moments(rows, PLAN.moments["unit_weight"], mean_weight, finite.to(tl.float64), PLAN)
+    if PLAN.level != "token":
+        # The log of the raw weight: after the safety bound, and still −inf at probability zero.
+        bound = limits[PLAN.limits["safety_bound"]]
+        bounded = tl.minimum(tl.maximum(sequence_level, -bound), bound)
+        sequence_level = tl.where(sequence_level > -INFINITY, bounded, sequence_level)
     if PLAN.banded:
         put(rows, PLAN.sums["is_seq_high"], nonempty & (sequence_level > limits[PLAN.limits["band_high"]]))
         put(rows, PLAN.sums["is_seq_low"], nonempty & (sequence_level < limits[PLAN.limits["band_low"]]))
