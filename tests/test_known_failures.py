@@ -27,13 +27,7 @@ from rollcorr.policy_loss import PolicyLogProbs, policy_loss
 NAN, INF = math.nan, math.inf
 TOKEN_IS = RolloutCorrectionConfig(rollout_is="token")
 
-every_kernel = pytest.mark.parametrize(
-    "impl",
-    [
-        pytest.param(name, marks=pytest.mark.skipif(not usable, reason=f"{name}: {reason}"))
-        for name, (usable, reason) in implementations().items()
-    ],
-)
+every_kernel = pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 
 
 def pair(*log_ratios: float, rollout: float = -30.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
