@@ -11,23 +11,18 @@ import pytest
 import torch
 from context_slices import Slice, reduced
 from correction_cases import configuration
+from implementations import IMPLEMENTATIONS
 from torch import Tensor
 
 from rollcorr.core.layout import pack
 from rollcorr.core.metrics import finalize
-from rollcorr.kernels.correction import CorrectionOutput, correction_kernel, implementations
+from rollcorr.kernels.correction import CorrectionOutput, correction_kernel
 from rollcorr.kernels.correction.blocked import blocked_correction
 
 # Triton's interpreter computes with numpy, which reports infinities that a selection afterwards drops.
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 
-every_implementation = pytest.mark.parametrize(
-    "impl",
-    [
-        pytest.param(name, marks=pytest.mark.skipif(not usable, reason=f"{name}: {reason}"))
-        for name, (usable, reason) in implementations().items()
-    ],
-)
+every_implementation = pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 every_level = pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 END = -3.4e38  # near the end of float32
 
