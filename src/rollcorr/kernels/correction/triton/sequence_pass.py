@@ -23,7 +23,7 @@ from rollcorr.kernels.correction.triton.row_slots import (
     put_sample,
     put_token_moments,
 )
-from rollcorr.kernels.correction.triton.tokens import SHRINK
+from rollcorr.kernels.correction.triton.token_pass import SHRINK
 
 CAP = tl.constexpr(20.0)
 
