@@ -1,9 +1,18 @@
+# One run: read a configuration, train, see what came out.
 from .checkpoint import latest_checkpoint as latest_checkpoint
-from .config_file import load_config as load_config
+
+# A recipe of your own.
+from .config_file import read_config as read_config
+
+# The recipes: configuration, and one training step.
 from .flow_grpo.flow_grpo_config import FlowGrpoConfig as FlowGrpoConfig
 from .flow_grpo.flow_grpo_trainer import FlowGrpoTrainer as FlowGrpoTrainer
-from .grpo.grpo_config import TrainConfig as TrainConfig
+from .grpo.grpo_config import GrpoConfig as GrpoConfig
 from .grpo.grpo_trainer import GrpoTrainer as GrpoTrainer
+from .loop import Recipe as Recipe
+from .loop import Summary as Summary
+from .loop import run_recipe as run_recipe
 from .recipes import RECIPES as RECIPES
-from .recipes import load_recipe as load_recipe
-from .recipes import run_recipe as run_recipe
+from .recipes import load_config as load_config
+from .recipes import train as train
+from .run_config import RunConfig as RunConfig

@@ -1,8 +1,8 @@
-"""Reading a training configuration: defaults, a YAML file over them, dotted overrides over both.
+"""Read a training configuration: defaults, a YAML file over them, dotted overrides over both.
 
     rollcorr train run.yaml algorithm.rollout_correction=decoupled_token_is optim.lr=1e-4
 
-Names are checked before values, so a wrong one is answered with the right one.
+Names are checked before values, so the message about a wrong name suggests the right one.
 """
 
 from __future__ import annotations
@@ -11,38 +11,26 @@ import dataclasses
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from rollcorr.config.conversion import resolve
 from rollcorr.config.yaml_text import load_yaml
-from rollcorr.train.grpo.grpo_config import TrainConfig
+from rollcorr.train.run_config import RunConfig
 
 CORRECTION_KEY = "algorithm.rollout_correction"
 FREE_FORM = (CORRECTION_KEY, "model.config", "rollout.engine_options")
 
 
-class RunConfig(Protocol):
-    """Any recipe's configuration."""
-
-    def to_yaml(self) -> str:
-        """The effective configuration."""
-        ...
-
-
 Config = TypeVar("Config", bound=RunConfig)
 
 
-def load_config(
-    path: str | Path | None = None,
-    overrides: Sequence[str] = (),
-    config_class: type[Config] = TrainConfig,  # type: ignore[assignment]
-) -> Config:
-    """Defaults, then the YAML file, then each `dotted.name=value`; the later one wins.
+def read_config(path: str | Path | None, overrides: Sequence[str], config_class: type[Config]) -> Config:
+    """A configuration of one class: defaults, then the YAML file, then each `dotted.name=value`; the later one wins.
 
     A block of correction options given after a preset's name changes that preset.
 
     Args:
-        path: the file; None for the defaults alone.
+        path: the file; None for the defaults.
         overrides: changes.
         config_class: the recipe's configuration.
 
@@ -57,11 +45,14 @@ def load_config(
     layers += [_parse_override(text) for text in overrides]
     for layer in layers:
         _check_names(layer, config_class)
+
+    # OmegaConf merges blocks and checks types; a correction may also be a name or null, so it goes around OmegaConf.
     correction = merge_corrections(layers)
     try:
         merged = OmegaConf.merge(OmegaConf.structured(config_class), *(_without_correction(layer) for layer in layers))
         values: Any = OmegaConf.to_container(merged)
-        values["algorithm"]["rollout_correction"] = correction
+        if "algorithm" in values:
+            values["algorithm"]["rollout_correction"] = correction
         config: Config = _build(config_class, values)
     except OmegaConfBaseException as error:
         where = f"{error.full_key}: " if error.full_key else ""
@@ -69,15 +60,15 @@ def load_config(
     return config
 
 
-def recipe_of(path: str | Path | None = None, overrides: Sequence[str] = ()) -> str:
-    """What a file and its overrides say under `recipe`; "grpo" when they say nothing.
+def recipe_of(path: str | Path | None = None, overrides: Sequence[str] = ()) -> str | None:
+    """What a file and its overrides say under `recipe`; None if they say nothing.
 
     Raises:
-        FileNotFoundError, ValueError: as in `load_config`.
+        FileNotFoundError, ValueError: as in `read_config`.
     """
     layers = [] if path is None else [_read_yaml(Path(path))]
     named = [layer["recipe"] for layer in [*layers, *map(_parse_override, overrides)] if "recipe" in layer]
-    return str(named[-1]) if named else TrainConfig.recipe
+    return str(named[-1]) if named else None
 
 
 def changed_options(before: RunConfig, after: RunConfig) -> list[str]:
@@ -92,7 +83,7 @@ def changed_options(before: RunConfig, after: RunConfig) -> list[str]:
 
 
 def merge_corrections(layers: Iterable[Mapping[str, Any]]) -> Any:  # noqa: ANN401 (name, block or None)
-    """The last word on `algorithm.rollout_correction`: a name or null replaces, a block adds to what was there."""
+    """The final `algorithm.rollout_correction`: a name or null replaces what was there, a block adds to it."""
     current: Any = {}
     for layer in layers:
         algorithm = layer.get("algorithm") or {}

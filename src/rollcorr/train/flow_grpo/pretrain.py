@@ -1,4 +1,4 @@
-"""Supervised flow matching on coloured shapes: how the small model came to its weights, and could come again.
+"""Supervised flow matching on colored shapes: how the small model came to its weights, and could come again.
 
     x_σ = (1 − σ) x₀ + σ ε,   loss = mean ‖v_θ(x_σ, σ, prompt) − (ε − x₀)‖²,   σ ~ U(0, 1), ε ~ N(0, 1)
 
@@ -18,11 +18,11 @@ from torch import Tensor
 
 from rollcorr.train.flow_grpo.families import StableDiffusion3, velocity
 from rollcorr.train.flow_grpo.prompts import WordTable
-from rollcorr.train.flow_grpo.shapes import CLASSES, COLOURS, SHAPES, SIZE, draw_shapes, names_of
-from rollcorr.train.seeds import derived_generator
+from rollcorr.train.flow_grpo.shapes import CLASSES, COLORS, SHAPES, SIZE, draw_shapes, names_of
+from rollcorr.train.steps import derived_generator
 
 EMBEDDING = 32
-WORDS = ("a", *COLOURS, *SHAPES)
+WORDS = ("a", *COLORS, *SHAPES)
 
 
 def make_small_transformer(*, seed: int = 0, **changes: Any) -> Any:  # noqa: ANN401

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.train.flow_grpo.families import Condition, stack_conditions
-from rollcorr.train.seeds import derived_generator
+from rollcorr.train.steps import derived_generator
 
 WORD_TABLE = "word_table.safetensors"
 
@@ -168,7 +168,7 @@ class PipelineEncoder:
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Condition:
-        """The pipeline's `encode_prompt`, a prompt at a time, so that a row does not depend on its neighbours."""
+        """The pipeline's `encode_prompt`, a prompt at a time, so that a row does not depend on its neighbors."""
         return stack_conditions([self._encode_one(prompt) for prompt in prompts])
 
     def _encode_one(self, prompt: str) -> Condition:

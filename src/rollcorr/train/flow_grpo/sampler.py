@@ -17,7 +17,7 @@ from rollcorr.train.flow_grpo.diffusion_policy import DiffusionPolicy
 from rollcorr.train.flow_grpo.families import Condition, velocity
 from rollcorr.train.flow_grpo.precision import RolloutModel
 from rollcorr.train.flow_grpo.schedule import Schedule
-from rollcorr.train.seeds import derived_generator
+from rollcorr.train.steps import derived_generator
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +150,7 @@ class Sampler:
             std=stds,
             rollout_log_probs=log_probs,
             final=x,
-            version=self.model.version,
+            version=self.model.weight_version,
         )
 
     @torch.no_grad()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.core.diffusion import SdeWindow, cps_step_mean, dance_sde_step_mean, sde_step_mean
-from rollcorr.train.seeds import derived_seed
+from rollcorr.train.steps import derived_seed
 
 if TYPE_CHECKING:
     from rollcorr.train.flow_grpo.diffusion_policy import DiffusionPolicy

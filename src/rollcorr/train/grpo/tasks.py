@@ -21,13 +21,13 @@ from typing import Any, Protocol
 
 import torch
 
-from rollcorr.train.seeds import derived_generator
+from rollcorr.train.steps import derived_generator
 
 ANSWER_LINE = re.compile(r"^[ \t]*####(.*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class Problem:
+class TaskProblem:
     """One problem: what the policy reads, the answer that is right, and a solution to imitate in the warm-up."""
 
     prompt: str
@@ -48,7 +48,7 @@ class Task(Protocol):
 
     name: str
 
-    def problems(self, count: int, *, seed: int, step: int) -> list[Problem]:
+    def problems(self, count: int, *, seed: int, step: int) -> list[TaskProblem]:
         """The `count` problems of a step."""
         ...
 
@@ -63,7 +63,7 @@ class ArithmeticTask:
             raise ValueError(f"task.max_operand must be at least 1, got {max_operand}")
         self.max_operand = max_operand
 
-    def problems(self, count: int, *, seed: int, step: int) -> list[Problem]:
+    def problems(self, count: int, *, seed: int, step: int) -> list[TaskProblem]:
         """Draw operands uniformly from 0 … max_operand, and the sign by a fair coin."""
         generator = derived_generator(seed, "problems", step)
         operands = torch.randint(self.max_operand + 1, (count, 2), generator=generator).tolist()
@@ -71,12 +71,12 @@ class ArithmeticTask:
         checks = torch.multinomial(torch.tensor([4.0, 3.0, 2.0, 1.0]), count, replacement=True, generator=generator)
         return [self._problem(a, b, sign, n) for (a, b), sign, n in zip(operands, signs, checks.tolist(), strict=True)]
 
-    def _problem(self, a: int, b: int, sign: int, checks: int) -> Problem:
+    def _problem(self, a: int, b: int, sign: int, checks: int) -> TaskProblem:
         result = a - b if sign else a + b
         question = f"{a}-{b}" if sign else f"{a}+{b}"
         inverse = f"{result}+{b}={a}" if sign else f"{result}-{b}={a}"
         sentences = (f"{question}={result}", inverse, "right")[:checks]
-        return Problem(f"{question}=?\n", str(result), f"#### {result}\n" + "".join(f"{s}. " for s in sentences))
+        return TaskProblem(f"{question}=?\n", str(result), f"#### {result}\n" + "".join(f"{s}. " for s in sentences))
 
 
 class Gsm8kTask:
@@ -88,7 +88,7 @@ class Gsm8kTask:
         self.path = Path(path)
         self.rows = _read_gsm8k(self.path)
 
-    def problems(self, count: int, *, seed: int, step: int) -> list[Problem]:
+    def problems(self, count: int, *, seed: int, step: int) -> list[TaskProblem]:
         """Take the next `count` rows of an endless walk through the file, shuffled anew in every epoch."""
         size = len(self.rows)
         positions = range(step * count, (step + 1) * count)
@@ -136,7 +136,7 @@ def same_number(given: str, expected: str) -> bool:
         return given == expected
 
 
-def _read_gsm8k(path: Path) -> list[Problem]:
+def _read_gsm8k(path: Path) -> list[TaskProblem]:
     if not path.is_file():
         raise FileNotFoundError(f"task.path {str(path)!r} is no file: give a JSONL file with `question` and `answer`")
     with path.open(encoding="utf-8") as lines:
@@ -146,7 +146,7 @@ def _read_gsm8k(path: Path) -> list[Problem]:
     return rows
 
 
-def _gsm8k_row(line: str, where: str) -> Problem:
+def _gsm8k_row(line: str, where: str) -> TaskProblem:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
@@ -159,4 +159,4 @@ def _gsm8k_row(line: str, where: str) -> Problem:
     answers = ANSWER_LINE.findall(row["answer"])
     if len(answers) != 1 or not answers[0].strip():
         raise ValueError(f"{where}: `answer` must have one line `#### N`, found {len(answers)}")
-    return Problem(f"Question: {row['question']}\nAnswer: ", answers[0].strip(), row["answer"])
+    return TaskProblem(f"Question: {row['question']}\nAnswer: ", answers[0].strip(), row["answer"])

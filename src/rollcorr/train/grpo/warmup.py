@@ -12,9 +12,8 @@ from torch import Tensor
 from rollcorr.engines.base import Engine
 from rollcorr.engines.model_scoring import TokenBatch, pad_prompts, score_responses
 from rollcorr.train.grpo.policy import Policy
-from rollcorr.train.grpo.tasks import Problem, Task, hard_gated_reward
-
-HELD_OUT = 1_000_000  # steps from here on are drawn for evaluation, so no training step sees their seeds
+from rollcorr.train.grpo.tasks import Task, TaskProblem, hard_gated_reward
+from rollcorr.train.steps import HELD_OUT
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ def warm_up(
     seed: int = 0,
     good_enough: Callable[[int, float], bool] = lambda step, loss: False,
 ) -> float:
-    """Minimise −mean log π(solution | prompt) over freshly drawn problems.
+    """Minimize −mean log π(solution | prompt) over freshly drawn problems.
 
     The learning rate rises over the first 20 steps and falls along a cosine to 0 at `steps`.
 
@@ -71,7 +70,7 @@ def warm_up(
     return loss_value
 
 
-def solution_loss(policy: Policy, problems: list[Problem]) -> Tensor:
+def solution_loss(policy: Policy, problems: list[TaskProblem]) -> Tensor:
     """−mean log π(solution and end of sequence | prompt) over the solutions' tokens, nats, 0-d."""
     tokens = _solution_tokens(policy, problems)
     log_prob = score_responses(policy.model, tokens).log_prob
@@ -93,7 +92,7 @@ def evaluate(engine: Engine, policy: Policy, task: Task, *, problems: int, bonus
     )
 
 
-def _solution_tokens(policy: Policy, problems: list[Problem]) -> TokenBatch:
+def _solution_tokens(policy: Policy, problems: list[TaskProblem]) -> TokenBatch:
     """Prompts and solutions as one batch; the end-of-sequence token belongs to the solution."""
     device = next(policy.model.parameters()).device
     prompt_ids, prompt_mask = pad_prompts([policy.encode(p.prompt) for p in problems], pad_token_id=policy.pad_token_id)
