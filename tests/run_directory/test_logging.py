@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import closing
 
 import pytest
 from rich.console import Console
@@ -25,7 +26,7 @@ COLUMNS = (
 
 
 def test_each_step_is_on_disk_at_once_and_infinity_is_null(tmp_path):
-    with Sinks([JsonLines(tmp_path / "metrics.jsonl")]) as log:
+    with closing(Sinks([JsonLines(tmp_path / "metrics.jsonl")])) as log:
         log.write(1, METRICS)
         (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     row = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
@@ -34,7 +35,7 @@ def test_each_step_is_on_disk_at_once_and_infinity_is_null(tmp_path):
 
 def test_outside_a_terminal_lines_are_printed(tmp_path):
     with (tmp_path / "out").open("w") as file:
-        with Sinks([ConsoleProgress(Console(file=file, width=60), COLUMNS, steps=30)]) as log:
+        with closing(Sinks([ConsoleProgress(Console(file=file, width=60), COLUMNS, steps=30)])) as log:
             for step in range(1, 31):
                 log.write(step, METRICS)
         file.flush()
@@ -49,7 +50,7 @@ def test_in_a_terminal_the_newest_steps_stay_on_screen(tmp_path):
     with (tmp_path / "out").open("w") as file:
         console = Console(file=file, width=120, force_terminal=True)
         progress = ConsoleProgress(console, COLUMNS, steps=20)
-        with Sinks([progress]) as log:
+        with closing(Sinks([progress])) as log:
             for step in range(1, 13):
                 log.write(step, METRICS)
             progress.say("a message")

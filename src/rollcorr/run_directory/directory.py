@@ -15,61 +15,39 @@ Every file is whole after a crash, except for the last line of `metrics.jsonl`, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 STEP_PREFIX = "step_"
 
 
-@dataclass(frozen=True)
 class RunDirectory:
     """A run's directory. Nothing is made or read here.
 
+    Args:
+        path: the directory.
+
     Attributes:
         path: the directory.
+        config: the effective configuration.
+        metrics: one JSON object per step.
+        rollouts: folder of the rollout logs.
+        tensorboard: folder of the TensorBoard events.
+        checkpoints: folder of the checkpoints.
+        reference: folder of the reference policy.
+        evaluation_before: the quality before the first step.
+        summary: the quality before and after.
     """
 
-    path: Path
-
-    @property
-    def config(self) -> Path:
-        """The effective configuration, YAML."""
-        return self.path / "config.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object per step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def rollouts(self) -> Path:
-        """Folder of the rollout logs."""
-        return self.path / "rollouts"
-
-    @property
-    def tensorboard(self) -> Path:
-        """Folder of the TensorBoard events."""
-        return self.path / "tensorboard"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of the checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def reference(self) -> Path:
-        """Folder of the reference policy."""
-        return self.path / "reference"
-
-    @property
-    def evaluation_before(self) -> Path:
-        """The quality before the first step, JSON."""
-        return self.path / "evaluation_before.json"
-
-    @property
-    def summary(self) -> Path:
-        """The quality before and after, JSON."""
-        return self.path / "summary.json"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        self.metrics = path / "metrics.jsonl"
+        self.rollouts = path / "rollouts"
+        self.tensorboard = path / "tensorboard"
+        self.checkpoints = path / "checkpoints"
+        self.reference = path / "reference"
+        self.evaluation_before = path / "evaluation_before.json"
+        self.summary = path / "summary.json"
 
     def picture(self, when: str) -> Path:
         """What the policy drew "before" or "after" the training, PNG."""

@@ -15,7 +15,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple, Protocol
 
 from rich.console import Console, Group
@@ -37,11 +36,9 @@ class Sink(Protocol):
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a step; they may hold NaN and infinity."""
-        ...
 
     def close(self) -> None:
         """Finish: no step follows."""
-        ...
 
 
 class ProgressColumn(NamedTuple):
@@ -171,8 +168,6 @@ class ConsoleProgress:
 class Sinks:
     """Several sinks as one: each gets every step, in the order given.
 
-    Use it in a `with` statement, which closes all of them at its end.
-
     Args:
         sinks: the one that must not lose a step first.
     """
@@ -189,11 +184,3 @@ class Sinks:
         """Close all, the last one first."""
         for sink in reversed(self._sinks):
             sink.close()
-
-    def __enter__(self) -> Sinks:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

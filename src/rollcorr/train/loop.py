@@ -39,17 +39,14 @@ class Trainer(Protocol):
     @property
     def model(self) -> nn.Module:
         """What is trained."""
-        ...
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """What trains it."""
-        ...
 
     @property
     def engine(self) -> SamplingCopy | None:
         """What samples from it; None when nothing holds a copy of the weights."""
-        ...
 
 
 class Recipe(Protocol):
@@ -73,18 +70,15 @@ class Recipe(Protocol):
 
         The loop restores the rest of a checkpoint: the optimizer, and an engine that lags behind.
         """
-        ...
 
     def step(self, step: int) -> Mapping[str, float]:
         """Run training step `step` (1, 2, …) and return its metrics.
 
         It depends on the weights, the optimizer and (seed, step) alone, so that a resumed run repeats it.
         """
-        ...
 
     def save_policy(self, directory: Path) -> None:
         """Write the policy into a folder from which `build` reads it."""
-        ...
 
     def evaluate(self, when: str) -> Evaluation | None:
         """Measure the policy "before" or "after" the training; the engine has its weights. None: not measured."""
@@ -162,7 +156,7 @@ def run_recipe(
     progress = ConsoleProgress(console or Console(), recipe.columns, steps=config.steps, start=start)
     with (
         closing(recipe),
-        Sinks([*opened, progress]) as log,
+        closing(Sinks([*opened, progress])) as log,
         _interruption(progress.say) as stop_requested,
     ):
         for change in changes:

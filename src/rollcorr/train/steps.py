@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -44,6 +45,16 @@ def derived_generator(seed: int, purpose: str, step: int = 0) -> torch.Generator
     return torch.Generator().manual_seed(derived_seed(seed, purpose, step))
 
 
+def shuffled_walk(size: int, count: int, *, purpose: str, seed: int, step: int) -> list[int]:
+    """Row numbers of a step: the next `count` of an endless walk through `size` rows, shuffled anew in every epoch."""
+    positions = range(step * count, (step + 1) * count)
+    orders = {
+        epoch: torch.randperm(size, generator=derived_generator(seed, purpose, epoch)).tolist()
+        for epoch in {position // size for position in positions}
+    }
+    return [orders[position // size][position % size] for position in positions]
+
+
 class Clock:
     """Seconds by phase: `with clock("rollout"): …`."""
 
@@ -74,19 +85,15 @@ class SamplingCopy(Protocol):
     @property
     def weight_version(self) -> int:
         """Version of the policy that samples now."""
-        ...
 
     def update_weights(self, model: nn.Module, *, version: int) -> None:
         """Take over the weights of `model`."""
-        ...
 
     def export_weights(self) -> Mapping[str, Tensor]:
         """The weights that sample now, for a checkpoint of a run whose copy lags behind its policy."""
-        ...
 
     def import_weights(self, weights: Mapping[str, Tensor], *, version: int) -> None:
         """Restore what `export_weights` returned."""
-        ...
 
 
 def refresh_weights(copy: SamplingCopy, model: nn.Module, step: int, *, every: int) -> int:
@@ -123,6 +130,53 @@ def mini_batches(rows: int, optim: OptimConfig, *, seed: int, step: int) -> Iter
 def micro_batch_size(rows: int, optim: OptimConfig) -> int:
     """Rows per forward pass, in a batch of so many rows."""
     return optim.micro_batch_size or optim.mini_batch_size or rows
+
+
+def fit(
+    model: nn.Module,
+    loss_of_step: Callable[[int], Tensor],
+    *,
+    steps: int,
+    learning_rate: float,
+    rise: int,
+    betas: tuple[float, float] = (0.9, 0.999),
+    after_step: Callable[[int, float], bool | None],
+) -> float:
+    """Supervised training in place, before any reinforcement.
+
+    The learning rate rises over the first `rise` steps and falls along a cosine to 0 at `steps`.
+
+    Args:
+        model: what is trained.
+        loss_of_step: the loss of step 0, 1, …
+        steps: number of AdamW steps at most.
+        learning_rate: its peak.
+        rise: steps until the peak.
+        betas: of AdamW.
+        after_step: called with the number of steps done and the loss; true ends the training.
+
+    Returns:
+        The last loss; NaN without a step.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=betas, weight_decay=0.01)
+    value = math.nan
+    model.train()
+    for step in range(steps):
+        rate = min(1.0, (step + 1) / rise) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate * rate
+
+        loss = loss_of_step(step)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+        value = float(loss.detach())
+        if after_step(step + 1, value):
+            break
+    model.eval()
+    return value
 
 
 def own_rows(rows: Tensor, group: ProcessGroup | None) -> Tensor:

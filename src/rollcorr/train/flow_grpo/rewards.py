@@ -107,7 +107,7 @@ def edit_distance(a: str, b: str) -> int:
 
 
 def make_reward(name: str, *, color_name: str = "red", function: str | None = None) -> Callable[..., Tensor]:
-    """The reward that a configuration names, checked: it must return one finite number a picture.
+    """The reward that a configuration names, checked: it must return one finite number per picture.
 
     Args:
         name: one of the table above.

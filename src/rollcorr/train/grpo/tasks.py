@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rollcorr.train.steps import derived_generator
+from rollcorr.train.steps import derived_generator, shuffled_walk
 
 ANSWER_LINE = re.compile(r"^[ \t]*####(.*)$", re.MULTILINE)
 
@@ -50,7 +50,6 @@ class Task(Protocol):
 
     def problems(self, count: int, *, seed: int, step: int) -> list[TaskProblem]:
         """The `count` problems of a step."""
-        ...
 
 
 class ArithmeticTask:
@@ -90,14 +89,8 @@ class Gsm8kTask:
 
     def problems(self, count: int, *, seed: int, step: int) -> list[TaskProblem]:
         """Take the next `count` rows of an endless walk through the file, shuffled anew in every epoch."""
-        size = len(self.rows)
-        positions = range(step * count, (step + 1) * count)
-        orders = {epoch: self._order(seed, epoch) for epoch in {position // size for position in positions}}
-        return [self.rows[orders[position // size][position % size]] for position in positions]
-
-    def _order(self, seed: int, epoch: int) -> list[int]:
-        order: list[int] = torch.randperm(len(self.rows), generator=derived_generator(seed, "epoch", epoch)).tolist()
-        return order
+        walk = shuffled_walk(len(self.rows), count, purpose="epoch", seed=seed, step=step)
+        return [self.rows[row] for row in walk]
 
 
 def hard_gated_reward(response_ids: Sequence[int], answer: str, tokenizer: Any, *, bonus_length: int) -> Reward:  # noqa: ANN401 (a tokenizer is duck-typed)

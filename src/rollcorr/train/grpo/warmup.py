@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ from rollcorr.engines.base import Engine
 from rollcorr.engines.model_scoring import TokenBatch, pad_prompts, score_responses
 from rollcorr.train.grpo.policy import Policy
 from rollcorr.train.grpo.tasks import Task, TaskProblem, hard_gated_reward
-from rollcorr.train.steps import HELD_OUT
+from rollcorr.train.steps import HELD_OUT, fit
 
 
 @dataclass(frozen=True)
@@ -51,23 +50,15 @@ def warm_up(
     Returns:
         The last loss, nats per token.
     """
-    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
-    loss_value = float("nan")
-    policy.model.train()
-    for step in range(steps):
-        rate = min(1.0, (step + 1) / 20) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate * rate
-        loss = solution_loss(policy, task.problems(batch_size, seed=seed, step=step))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        loss_value = float(loss.detach())
-        if good_enough(step + 1, loss_value):
-            break
-    policy.model.eval()
-    return loss_value
+    return fit(
+        policy.model,
+        lambda step: solution_loss(policy, task.problems(batch_size, seed=seed, step=step)),
+        steps=steps,
+        learning_rate=learning_rate,
+        rise=20,
+        betas=(0.9, 0.95),
+        after_step=good_enough,
+    )
 
 
 def solution_loss(policy: Policy, problems: list[TaskProblem]) -> Tensor:
