@@ -11,8 +11,7 @@ import torch
 from rich.console import Console
 
 from rollcorr.run_directory import ProgressColumn, read_metrics, read_run
-from rollcorr.train import Recipe, RunConfig, latest_checkpoint, read_config, run_recipe
-from rollcorr.train.steps import derived_generator
+from rollcorr.train import Recipe, RunConfig, derived_generator, latest_checkpoint, read_config, run_recipe
 
 
 @dataclass(frozen=True, kw_only=True)

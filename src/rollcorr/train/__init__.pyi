@@ -1,10 +1,6 @@
-# One run: read a configuration, train, see what came out.
+# `train(load_config(…))` runs a recipe. `Recipe`, `RunConfig`, `read_config` and `run_recipe` are for a recipe of your own.
 from .checkpoint import latest_checkpoint as latest_checkpoint
-
-# A recipe of your own.
 from .config_file import read_config as read_config
-
-# The recipes: configuration, and one training step.
 from .flow_grpo.flow_grpo_config import FlowGrpoConfig as FlowGrpoConfig
 from .flow_grpo.flow_grpo_trainer import FlowGrpoTrainer as FlowGrpoTrainer
 from .grpo.grpo_config import GrpoConfig as GrpoConfig
@@ -16,3 +12,4 @@ from .recipes import RECIPES as RECIPES
 from .recipes import load_config as load_config
 from .recipes import train as train
 from .run_config import RunConfig as RunConfig
+from .steps import derived_generator as derived_generator

@@ -65,7 +65,7 @@ def save_checkpoint(
         save_policy: writes model and tokenizer into a directory.
         optimizer: its state is stored.
         state: where the run is.
-        engine_weights: the engine's weights, when they are not the policy's.
+        engine_weights: the engine's weights, if they are not the policy's.
         keep: newest checkpoints to keep, at least 1.
 
     Returns:

@@ -129,6 +129,7 @@ def load_policy(
     directory = ASSETS / SMALL_MODEL if str(path) == SMALL_MODEL else Path(path)
     if not directory.is_dir():
         raise FileNotFoundError(f"model.path={str(path)!r} does not exist")
+
     base = _base_of(directory)
     part = {name: _part(directory, base, name) for name in ("transformer", "scheduler")}
     class_name = _class_name(part["transformer"] / "config.json")
@@ -139,11 +140,13 @@ def load_policy(
             f"{part['scheduler']}: {scheduler_class} is not supported; the step is that of flow matching, "
             "whose schedule FlowMatchEulerDiscreteScheduler gives"
         )
+
     transformer = getattr(diffusers, class_name).from_pretrained(part["transformer"])
     nn.Module.float(transformer)
     lora = lora or LoraSettings()
     _add_adapters(transformer, lora, directory, seed)
     vae = _load_vae(base, encoder_dtype, device)
+
     return DiffusionPolicy(
         transformer=transformer.to(device).eval(),  # no dropout: log-probs of one policy must agree between passes
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(part["scheduler"]),

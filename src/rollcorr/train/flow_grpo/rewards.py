@@ -46,7 +46,7 @@ def prompt_match(images: Tensor, prompts: Sequence[str]) -> Tensor:
 
 
 def color(images: Tensor, prompts: Sequence[str], *, name: str = "red") -> Tensor:
-    """Mean over pixels of their color channels minus the mean of the others: 1 is pure, 0 is gray, (B,)."""
+    """Mean over pixels of the channels of a color minus the mean of the others: 1 is pure, 0 is gray, (B,)."""
     del prompts
     wanted = torch.tensor(COLORS[name]).bool()
     means = images.detach().float().cpu().mean((-2, -1))

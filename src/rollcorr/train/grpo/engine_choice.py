@@ -1,4 +1,4 @@
-"""Making the engine that a run's configuration names; a heavy package is imported only when its engine is chosen."""
+"""Make the engine that a run's configuration names; a heavy package is imported only when its engine is chosen."""
 
 from __future__ import annotations
 
@@ -50,6 +50,8 @@ def make_engine(config: GrpoConfig, policy: Policy, *, version: int = 0) -> Engi
         "pad_token_id": policy.pad_token_id,
         "version": version,
     }
+
+    # An option that the engine does not have must not be ignored.
     known = inspect.signature(engine_class).parameters
     for name in ("dtype", "batch_size"):
         value = getattr(rollout, name)
@@ -59,6 +61,7 @@ def make_engine(config: GrpoConfig, policy: Policy, *, version: int = 0) -> Engi
             raise ValueError(f"rollout.{name}={value} is no option of the engine {rollout.engine!r}: leave it out")
     if rollout.engine == "transformers":
         given["dtype"] = getattr(torch, rollout.dtype)
+
     options = {name: parameter for name, parameter in known.items() if name not in given}
     _check_options(rollout.engine, rollout.engine_options, options)
     engine: Engine = engine_class(**given, **rollout.engine_options)

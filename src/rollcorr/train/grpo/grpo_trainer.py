@@ -177,7 +177,7 @@ class GrpoTrainer:
         return GrpoBatch(rollout=rollout, actor=actor, rewards=rewards, group_ids=group_ids)
 
     def _add_old_log_prob(self, batch: GrpoBatch) -> GrpoBatch:
-        """log π_old and log π_ref; in bypass mode π_old is μ, and the forward pass is really saved."""
+        """log π_old and log π_ref; in bypass mode π_old is μ, and this forward pass is left out."""
         old_log_prob = None if self.bypass else self._log_prob(self.model, batch, batch.actor)
         ref_log_prob = None
         if self.reference is not None:  # never filtered: what only the policy kept must have a finite log-prob
@@ -200,6 +200,7 @@ class GrpoTrainer:
     def _add_advantages(self, batch: GrpoBatch) -> GrpoBatch:
         algorithm = self.config.algorithm
         rewards = torch.tensor([reward.value for reward in batch.rewards], device=batch.group_ids.device)
+
         keep = None
         if algorithm.leave_rejected_out_of_baseline and batch.correction is not None:
             keep = batch.correction.sequence_kept
@@ -210,7 +211,7 @@ class GrpoTrainer:
         """Every optimizer step of the batch; returns merged statistics and log π_θ as the first epoch met it."""
         optim = self.config.optim
         set_learning_rate(self.optimizer, optim, step)
-        met = torch.zeros_like(batch.rollout.rollout_log_prob)
+        first_log_prob = torch.zeros_like(batch.rollout.rollout_log_prob)
         losses: list[Statistics] = []
         measured: list[Statistics] = []
         for epoch, mini_batch in mini_batches(len(batch.rewards), optim, seed=self.config.seed, step=step):
@@ -219,8 +220,8 @@ class GrpoTrainer:
             corrections = [output.correction for output in outputs if output.correction is not None]
             measured += [part.statistics for part in corrections if part.statistics is not None]
             if epoch == 0:
-                met[_beside(batch, own_rows(mini_batch, self.group))] = log_probs
-        met = sum_over(met, self.group)
+                first_log_prob[_beside(batch, own_rows(mini_batch, self.group))] = log_probs
+        first_log_prob = sum_over(first_log_prob, self.group)
         statistics = merge_statistics(losses) | _count(batch.response_mask)
 
         # Decoupled mode has one correction for the whole batch, the same on every rank; bypass mode one per loss.
@@ -228,12 +229,12 @@ class GrpoTrainer:
             statistics |= gather_statistics(merge_statistics(measured), self.group)
         elif batch.correction is not None and batch.correction.statistics is not None:
             statistics |= batch.correction.statistics
-        return statistics, met
+        return statistics, first_log_prob
 
     def _optimizer_step(self, batch: GrpoBatch, rows: Tensor) -> tuple[list[PolicyLossOutput], Tensor, Statistics]:
-        """Accumulate a mini-batch's gradients over micro-batches, then step, if they are finite and there are any.
+        """Accumulate a mini-batch's gradients over micro-batches, then step, if they are finite and anything was kept.
 
-        Where nothing was kept, gradients are 0, and yet the optimizer's momentum and weight decay would move weights.
+        If nothing was kept, the gradients are 0, but momentum and weight decay would still move the weights.
         """
         original = count_denominators(batch.response_mask[_beside(batch, rows)])
         denominators = self._denominators(batch, rows)
@@ -242,6 +243,7 @@ class GrpoTrainer:
         own = own_rows(rows, self.group)
         part, batch = (own, batch) if len(own) else (rows[:1], _without_tokens(batch))
 
+        # In bypass mode the denominator is known only after the last micro-batch: the gradients are scaled at the end.
         self.optimizer.zero_grad()
         outputs, log_probs, learned = [], [], []
         bypass = self._bypass_gradients(batch, part)

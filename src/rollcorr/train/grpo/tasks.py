@@ -1,7 +1,7 @@
 """Tasks: problems with a verifiable answer, and the reward of a response.
 
-A response answers on a line of its own, `#### 42`. The reward is gated hard: 0 unless there is exactly one such
-line and its number is right, else
+A response answers on a line of its own, `#### 42`. The reward is 0 unless there is exactly one such line and its number
+is right, else
 
     1 + min(tokens_after_answer, bonus_length) / bonus_length
 
@@ -109,12 +109,15 @@ def hard_gated_reward(response_ids: Sequence[int], answer: str, tokenizer: Any, 
     """
     if bonus_length < 1:
         raise ValueError(f"task.bonus_length must be at least 1, got {bonus_length}")
+
     special = set(tokenizer.all_special_ids)
     ids = [token for token in response_ids if token not in special]
     text = tokenizer.decode(ids)
     lines = list(ANSWER_LINE.finditer(text))
     if len(lines) != 1 or not same_number(lines[0].group(1), answer):
         return Reward(0.0, correct=False)
+
+    # The shortest prefix of tokens that holds the answer line; what follows earns the bonus.
     end = lines[0].end() + 1  # the line break belongs to the answer line
     used = bisect.bisect_left(range(len(ids)), end, key=lambda count: len(tokenizer.decode(ids[:count])))
     return Reward(1.0 + min(len(ids) - used, bonus_length) / bonus_length, correct=True)
