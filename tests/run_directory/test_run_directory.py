@@ -84,6 +84,7 @@ def test_a_configuration_that_cannot_be_read_is_a_remark(tmp_path, config, remar
 
 def test_a_run_is_read_without_torch_and_without_the_trainers():
     names = ", ".join(run_directory.__all__)
-    code = f"import sys; from rollcorr.run_directory import {names}; print({{'torch', 'rollcorr.train'}} & set(sys.modules))"
+    heavy = "{'torch', 'rollcorr.train'} & set(sys.modules)"
+    code = f"import sys; from rollcorr.run_directory import {names}; print({heavy})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

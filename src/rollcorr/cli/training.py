@@ -20,16 +20,23 @@ def train(
 
     An engine samples from a copy of the policy. Rollcorr corrects the difference between the copy and the policy.
 
-    The option `recipe` says what is trained. `recipe=grpo` trains a language model. This is the default.
-    `recipe=flow_grpo` trains a diffusion model.
+    The option `recipe` says what is trained:
+    recipe=grpo         a language model; this is the default
+    recipe=flow_grpo    a diffusion model
 
-    The options of a recipe are listed in rollcorr/train/grpo/grpo_config.py and
-    rollcorr/train/flow_grpo/flow_grpo_config.py. The options of every run are listed in rollcorr/train/run_config.py.
+    To start a run:     rollcorr train CONFIG.yaml steps=50 optim.lr=1e-4
+    To continue a run:  rollcorr train RUN/config.yaml resume=true
 
-    To continue a run, give its configuration: rollcorr train RUN/config.yaml resume=true
+    These files list all options:
+    rollcorr/train/run_config.py                    for every recipe
+    rollcorr/train/grpo/grpo_config.py              for grpo
+    rollcorr/train/flow_grpo/flow_grpo_config.py    for flow_grpo
 
-    The exit code is 0 after the last step. It is 2 if an option, a file or a checkpoint is wrong. It is 3 if the engine
-    failed. It is 130 after Ctrl-C. In the last two cases the run is saved first.
+    Exit codes:
+    0      The last step is done.
+    2      An option, a file or a checkpoint is wrong.
+    3      The engine failed. The run was saved.
+    130    Ctrl-C stopped the run. The run was saved.
     """
     from rich.console import Console
     from rich.markup import escape

@@ -89,6 +89,8 @@ def merge_corrections(layers: Iterable[Mapping[str, Any]]) -> Any:  # noqa: ANN4
         algorithm = layer.get("algorithm") or {}
         if "rollout_correction" not in algorithm:
             continue
+
+        # A block after a preset's name changes that preset, so the name is spelled out first.
         given = algorithm["rollout_correction"]
         if isinstance(given, Mapping) and isinstance(current, str):
             preset = resolve(current)
@@ -114,10 +116,13 @@ def _parse_override(text: str) -> dict[str, Any]:
     parts = name.removeprefix("+").split(".")
     if not separator or not all(parts):
         raise ValueError(f"override {text!r} is not of the form dotted.name=value")
+
+    # The last part stays a key, so that YAML reads the value as it would in a file: thresholds keep their underscore.
     try:
         parsed: dict[str, Any] = load_yaml(f"{parts[-1]}: {value}")
     except ValueError as error:
         raise ValueError(f"override {text!r}: {error}") from error
+
     for part in reversed(parts[:-1]):
         parsed = {part: parsed}
     return parsed
@@ -157,6 +162,8 @@ def _known_names(cls: type, prefix: str = "") -> Iterator[tuple[str, type | None
 def _suggestion(name: str, known: list[str]) -> str:
     """The option that was probably meant; else the options of the section that was named."""
     section, _, last = name.rpartition(".")
+
+    # The same option of another section, else a similar name, else a similar last part.
     near = [option for option in known if option.rpartition(".")[2] == last]
     near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.75)
     if not near:
@@ -164,6 +171,7 @@ def _suggestion(name: str, known: list[str]) -> str:
         near = [ends[end] for end in difflib.get_close_matches(last, list(ends), n=1, cutoff=0.75)]
     if near:
         return f"; did you mean {' or '.join(map(repr, near))}?"
+
     siblings = [option.rpartition(".")[2] for option in known if option.rpartition(".")[0] == section]
     return f"; options of {section or 'a run'}: {', '.join(siblings)}" if siblings else ""
 

@@ -224,9 +224,12 @@ def velocity(
     predicted = run(condition)
     if distilled or guidance == 1.0:
         return predicted
+
     assert unconditional is not None, "guidance without an unconditional prompt"
     empty = run(unconditional)
     guided = empty + guidance * (predicted - empty)
+
+    # Qwen-Image's pipeline scales the guided velocity back, and its trained models expect that.
     if not family.guidance_keeps_norm:
         return guided
     return guided * (predicted.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
@@ -256,6 +259,7 @@ def stack_conditions(conditions: Sequence[Condition]) -> Condition:
     def padded(x: Tensor) -> Tensor:
         return torch.cat([x, x.new_zeros(len(x), longest - x.shape[1], *x.shape[2:])], dim=1)
 
+    # Padding must be masked, so prompts of different lengths need a mask even if their encoder gave none.
     masks = [
         torch.ones(c.embeds.shape[:2], dtype=torch.long, device=c.embeds.device) if c.mask is None else c.mask
         for c in conditions

@@ -151,6 +151,7 @@ class FlowGrpoTrainer:
             self._add_advantages(batch)
         with clock("update"):
             metrics |= self._update(batch, step)
+
         metrics |= {
             "reward/mean": float(batch.rewards.double().mean()),
             "reward/std": float(batch.rewards.double().std(correction=0)),
@@ -167,12 +168,15 @@ class FlowGrpoTrainer:
         given = list(texts)
         rows = torch.arange(len(given)).repeat_interleave(copies)
         condition = self.policy.encoder.encode(given)
+
+        # Guidance compares each prompt with the empty one.
         guidance, empty = self.config.rollout.guidance_scale, None
         if guidance != 1.0:
             empty = self.policy.encoder.encode([""]).select(torch.zeros_like(rows))
         return Prompts(condition.select(rows), empty, guidance)
 
     def _sample(self, step: int) -> tuple[Trajectories, list[str]]:
+        """The trajectories of the step, a group for each prompt, and the prompt of each."""
         rollout, seed = self.config.rollout, self.config.seed
         texts = self.source.prompts(rollout.prompts_per_step, seed=seed, step=step)
         windows = draw_windows(
@@ -183,6 +187,7 @@ class FlowGrpoTrainer:
             seed=seed,
             step=step,
         )
+
         prompts = self.prompts(texts, copies=rollout.group_size)
         trajectories = self.sampler.sample(prompts, windows, seed=seed, step=step)
         return trajectories, [text for text in texts for _ in range(rollout.group_size)]
@@ -200,11 +205,14 @@ class FlowGrpoTrainer:
         )
 
     def _add_old_log_probs(self, batch: PictureBatch) -> None:
-        """log π_old, and means of the reference; in bypass mode π_old is μ, and the forward pass is really saved."""
+        """log π_old, and means of the reference; in bypass mode π_old is μ, and this forward pass is left out."""
+        # Densities of steps between other σ are not comparable.
         check_schedule(batch.trajectories.schedule.sigmas.tolist(), self.schedule.sigmas.tolist())
+
         if not self.actor.bypass_mode:
             old = self._score_all(batch, self.model)
             batch.data.update(old_log_probs=old["log_probs"], old_prev_sample_mean=old["prev_sample_mean"])
+
         if self.actor.kl_coef:
             # With adapters, the reference is the model below them.
             with self.policy.without_adapters() if self.reference is None else nullcontext():
@@ -230,6 +238,8 @@ class FlowGrpoTrainer:
         steps = batch.trajectories.steps[rows, column]
         self.forward_passes += 1
         v = predict(self.policy, model, x, self.schedule.at(steps)[0], batch.trajectories.prompts.select(rows))
+
+        # How likely the step that was taken is under this model: a Gaussian around the mean that its velocity gives.
         mean, std = self.schedule.moments(v, x, steps)
         log_prob = gaussian_log_prob(after, mean, std)
         return {"log_probs": log_prob.unsqueeze(1), "prev_sample_mean": mean.unsqueeze(1)}
@@ -258,6 +268,7 @@ class FlowGrpoTrainer:
             losses.append(loss)
             norms.append(norm)
             kept.append(share)
+
         return loss_step_metrics(outputs, self.actor, group=self.group) | {
             "actor/loss": sum(losses) / len(losses),
             "actor/grad_norm": sum(norms) / len(norms),

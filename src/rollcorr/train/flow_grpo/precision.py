@@ -55,6 +55,8 @@ class RolloutModel:
         if source.keys() != target.keys():
             different = sorted(source.keys() ^ target.keys())
             raise ValueError(f"weight sync incomplete: {', '.join(different[:3])} on one side only")
+
+        # Rounded from the trainer's float32, never from the copy: roundings must not add up.
         linear = _linear_weights(model) if self.dtype == "fp8" else set()
         for name, value in source.items():
             target[name].copy_(round_to_e4m3(value, scale=self.fp8_scale) if name in linear else value)

@@ -103,6 +103,7 @@ class WordTable:
                 raise ValueError(f"prompt {prompt!r} has {len(words)} words; this model reads {self.length} at most")
             if words:
                 embeds[row, : len(words)] = self.vectors[[self.words[word] for word in words]]
+
         used = (embeds != 0).any(-1).sum(1, keepdim=True).clamp(min=1)
         return Condition(embeds, embeds.sum(1) / used)
 
@@ -150,11 +151,13 @@ class PipelineEncoder:
     def __init__(self, directory: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
         from diffusers import DiffusionPipeline
 
+        # The transformer and the VAE are loaded elsewhere, and are large.
         left_out = {name: None for name in ("transformer", "vae") if name in _components(directory)}
         try:
             self.pipeline = DiffusionPipeline.from_pretrained(directory, **left_out)
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ValueError(f"the text encoders of {str(directory)!r} cannot be loaded: {error}") from error
+
         for part in self.pipeline.components.values():
             if isinstance(part, torch.nn.Module):
                 torch.nn.Module.to(part, device, dtype).requires_grad_(False)

@@ -42,10 +42,13 @@ def draw_shapes(classes: Tensor, *, generator: torch.Generator) -> Tensor:
 
 def render(classes: Tensor, center: Tensor, radius: Tensor) -> Tensor:
     """Pictures of given classes (B,), centers (B, 2: y, x, pixels) and radii (B,): (B, 3, 16, 16) in [−1, 1]."""
+    # Every pixel's place relative to the center, in radii.
     axis = torch.arange(SIZE) + 0.5
     y = (axis[None, :, None] - center[:, 0, None, None]) / radius[:, None, None]
     x = (axis[None, None, :] - center[:, 1, None, None]) / radius[:, None, None]
     x, y = torch.broadcast_tensors(x, y)
+
+    # The outline of each shape, as a distance: circle, square, triangle, cross.
     larger = torch.maximum(x.abs(), y.abs())
     distance = torch.stack(  # below 1 inside, one pixel wide around 1
         [
@@ -56,6 +59,8 @@ def render(classes: Tensor, center: Tensor, radius: Tensor) -> Tensor:
         ]
     )
     shape = distance[classes % len(SHAPES), torch.arange(len(classes))]
+
+    # Pixels on the edge are covered in part, so that the picture changes smoothly with place and size.
     cover = ((1 - shape) * radius[:, None, None] + 0.5).clamp(0, 1)[:, None]
     color = torch.tensor(list(COLORS.values()))[classes // len(SHAPES)][:, :, None, None]
     return (GROUND + (color - GROUND) * cover) * 2 - 1
@@ -89,6 +94,8 @@ def likeness(images: Tensor, classes: Tensor) -> Tensor:
     pictures = images.detach().float().cpu()
     if pictures.shape[-2:] != (SIZE, SIZE):
         pictures = torch.nn.functional.interpolate(pictures, size=(SIZE, SIZE), mode="area")
+
+    # The nearest picture counts, because a prompt leaves place and size open.
     templates = _templates()[classes.cpu()]
     flat = (pictures * 2 - 1).flatten(1)[:, None]
     distance = (flat - templates).square().sum(-1)

@@ -134,6 +134,7 @@ def _from_directory(directory: Path) -> Policy:
         raise FileNotFoundError(
             f"model.path {str(directory)!r} has a model but no tokenizer: save one beside it with `save_pretrained`"
         )
+
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with without_progress_bars():

@@ -72,6 +72,7 @@ def evaluate(engine: Engine, policy: Policy, task: Task, *, problems: int, bonus
     """Sample one response to each of some held-out problems and average what they earn."""
     drawn = task.problems(problems, seed=seed, step=HELD_OUT)
     tokens = engine.generate([policy.encode(problem.prompt) for problem in drawn], seed=seed).tokens
+
     rewards = [
         hard_gated_reward(ids[mask].tolist(), problem.answer, policy.tokenizer, bonus_length=bonus_length)
         for ids, mask, problem in zip(tokens.response_ids.cpu(), tokens.response_mask.cpu(), drawn, strict=True)
@@ -87,6 +88,8 @@ def _solution_tokens(policy: Policy, problems: list[TaskProblem]) -> TokenBatch:
     """Prompts and solutions as one batch; the end-of-sequence token belongs to the solution."""
     device = next(policy.model.parameters()).device
     prompt_ids, prompt_mask = pad_prompts([policy.encode(p.prompt) for p in problems], pad_token_id=policy.pad_token_id)
+
+    # The policy must learn to stop, so the end of the sequence is imitated too.
     solutions = [[*policy.encode(problem.solution), policy.eos_token_id] for problem in problems]
     width = max(map(len, solutions))
     response_ids = torch.tensor([ids + [policy.pad_token_id] * (width - len(ids)) for ids in solutions])
