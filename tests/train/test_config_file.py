@@ -100,7 +100,7 @@ def test_an_older_generation_of_the_schema_is_understood():
         ("algorithm.loss.loss_agg_mode=mean", "algorithm.loss.loss_agg_mode: Invalid value 'mean'"),
     ],
 )
-def test_a_mistake_is_answered_with_the_mend(override, message):
+def test_a_mistake_is_answered_with_the_fix(override, message):
     with pytest.raises(ValueError) as caught:
         load_config(None, override.split(" "))
     assert message in str(caught.value)
