@@ -2,11 +2,11 @@
 
 import pytest
 
-from rollcorr.train import grpo
-from rollcorr.train.config_file import load_config
+from rollcorr.train import load_config
+from rollcorr.train.grpo import grpo_trainer as grpo
 from rollcorr.train.grpo.engine_choice import make_engine
-from rollcorr.train.grpo.grpo_config import TrainConfig
-from rollcorr.train.grpo.grpo_run import make_task
+from rollcorr.train.grpo.grpo_config import GrpoConfig
+from rollcorr.train.grpo.grpo_recipe import make_task
 from rollcorr.train.grpo.policy import Policy, make_tiny_policy
 from rollcorr.train.grpo.tasks import Reward
 
@@ -57,7 +57,7 @@ def micro_run() -> tuple[str, ...]:
 
 @pytest.fixture
 def micro_config(tmp_path, low_byte_reward):
-    def make(*overrides: str) -> TrainConfig:
+    def make(*overrides: str) -> GrpoConfig:
         return load_config(None, [f"run_dir={tmp_path / 'run'}", *MICRO_RUN, *overrides])
 
     return make
