@@ -169,7 +169,7 @@ def _prompt_logprobs(row, table, sampling):
 
 def served(llm):
     """The answers of vLLM's server as a function of (path, body): the status and the JSON."""
-    from rollcorr.engines.vllm.worker_process import plain_completion
+    from rollcorr.engines.vllm.worker_program import plain_completion
 
     def answer(path, body):
         path = path.partition("?")[0]

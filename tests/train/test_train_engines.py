@@ -19,7 +19,10 @@ def test_the_transformers_engine_gets_what_the_rollout_section_says(micro_config
     engine = make_engine(config, micro_policy, version=4)
     assert isinstance(engine, TransformersEngine)
     assert (engine.dtype, engine.batch_size, engine.weight_version) == (torch.float32, 5, 4)
-    assert (engine.eos_token_id, engine.pad_token_id) == (micro_policy.eos_token_id, micro_policy.pad_token_id)
+    assert (engine.settings.eos_token_id, engine.settings.pad_token_id) == (
+        micro_policy.eos_token_id,
+        micro_policy.pad_token_id,
+    )
 
 
 @pytest.mark.parametrize("engine", ["transformers", "ctranslate2"])
@@ -39,7 +42,7 @@ def test_the_configuration_knows_every_engine_and_every_engine_exists():
     for place in CLASSES.values():
         module, _, name = place.partition(":")
         known = inspect.signature(getattr(importlib.import_module(module), name)).parameters
-        assert {"model", "sampling", "max_new_tokens", "eos_token_id", "pad_token_id", "version"} <= set(known)
+        assert {"model", "settings", "version"} <= set(known)
 
 
 def test_a_server_without_an_address_is_asked_for_one(micro_config, micro_policy):

@@ -11,19 +11,19 @@ from typing import Any
 
 import torch
 
-from rollcorr.engines.base import Engine
+from rollcorr.engines import Engine, GenerationSettings
 from rollcorr.train.grpo.grpo_config import RolloutConfig, TrainConfig
 from rollcorr.train.grpo.policy import Policy
 
 CLASSES = {
     "transformers": "rollcorr.engines.transformers:TransformersEngine",
     "ctranslate2": "rollcorr.engines.ctranslate2:CTranslate2Engine",
-    "vllm": "rollcorr.engines.vllm.local:VllmEngine",
+    "vllm": "rollcorr.engines.vllm.offline:VllmEngine",
     "vllm_server": "rollcorr.engines.vllm.server:VllmServerEngine",
     "sglang": "rollcorr.engines.sglang:SglangEngine",
 }
-"""Engine by name → module and class. All take the model, `sampling`, `max_new_tokens`, `eos_token_id`, `pad_token_id`
-and `version`; the rest of a class's arguments are its `rollout.engine_options`."""
+"""Engine by name → module and class. All take the model, `settings` and `version`. The `rollout.engine_options` are the
+fields of the class's `options_class`, or its further arguments if it has none."""
 
 
 def make_engine(config: TrainConfig, policy: Policy, *, version: int = 0) -> Engine:
@@ -43,15 +43,16 @@ def make_engine(config: TrainConfig, policy: Policy, *, version: int = 0) -> Eng
     rollout = config.rollout
     module, _, name = CLASSES[rollout.engine].partition(":")
     engine_class = getattr(importlib.import_module(module), name)
-    given: dict[str, Any] = {
-        "model": policy.model,
-        "sampling": rollout.sampling,
-        "max_new_tokens": rollout.max_new_tokens,
-        "eos_token_id": policy.eos_token_id,
-        "pad_token_id": policy.pad_token_id,
-        "version": version,
-    }
-    known = inspect.signature(engine_class).parameters
+    settings = GenerationSettings(
+        sampling=rollout.sampling,
+        max_new_tokens=rollout.max_new_tokens,
+        eos_token_id=policy.eos_token_id,
+        pad_token_id=policy.pad_token_id,
+    )
+    options_class = getattr(engine_class, "options_class", None)
+    known = inspect.signature(options_class or engine_class).parameters
+
+    given: dict[str, Any] = {}
     for name in ("dtype", "batch_size"):
         value = getattr(rollout, name)
         if name in known:
@@ -60,9 +61,13 @@ def make_engine(config: TrainConfig, policy: Policy, *, version: int = 0) -> Eng
             raise ValueError(f"rollout.{name}={value} is no option of the engine {rollout.engine!r}: leave it out")
     if rollout.engine == "transformers":
         given["dtype"] = getattr(torch, rollout.dtype)
-    options = {name: parameter for name, parameter in known.items() if name not in given}
+    options = {name: known[name] for name in known if name not in {*given, "model", "settings", "version"}}
     _check_options(rollout.engine, rollout.engine_options, options)
-    engine: Engine = engine_class(**given, **rollout.engine_options)
+
+    given |= rollout.engine_options
+    if options_class is not None:
+        given = {"options": options_class(**given)}
+    engine: Engine = engine_class(policy.model, settings, version=version, **given)
     return engine
 
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rollcorr.engines.base import Engine
-from rollcorr.engines.model_scoring import TokenBatch, pad_prompts, score_responses
+from rollcorr.engines import Engine, TokenBatch, pad_prompts, score_responses
 from rollcorr.train.grpo.policy import Policy
 from rollcorr.train.grpo.tasks import Problem, Task, hard_gated_reward
 
