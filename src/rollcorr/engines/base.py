@@ -57,25 +57,24 @@ class Rollout:
 
 
 class Engine(Protocol):
-    """A sampler that holds its own copy of the policy. Its class takes the model and `GenerationSettings` first."""
+    """A sampler that holds its own copy of the policy. Its class takes the model and `GenerationSettings` first.
 
-    @property
-    def sampling(self) -> SamplingSpec:
-        """How tokens are drawn, and by which policy version."""
-        ...
+    Attributes:
+        sampling: how tokens are drawn, by which engine and which policy version.
+    """
+
+    sampling: SamplingSpec
 
     @property
     def weight_version(self) -> int:
         """The version of the policy that samples now."""
-        ...
+        return self.sampling.policy_version or 0
 
     def generate(self, prompts: Sequence[Sequence[int]], *, seed: int) -> Rollout:
         """Sample one response per prompt. Equal seeds, prompts and weights give equal tokens."""
-        ...
 
     def score(self, tokens: TokenBatch) -> Tensor:
         """The engine's own log-probs of given response tokens, at its sampling temperature, (B, T) float32."""
-        ...
 
     def update_weights(self, model: nn.Module, *, version: int) -> None:
         """Take over the weights of `model` and verify that they arrived.
@@ -83,15 +82,12 @@ class Engine(Protocol):
         Raises:
             WeightSyncError: the two sides score a probe batch differently.
         """
-        ...
 
     def export_weights(self) -> Mapping[str, Tensor]:
         """The weights that sample now, for a checkpoint of a run whose engine lags behind its policy."""
-        ...
 
     def import_weights(self, weights: Mapping[str, Tensor], *, version: int) -> None:
         """Restore what `export_weights` returned."""
-        ...
 
 
 def check_weight_sync(engine_log_prob: Tensor, policy_log_prob: Tensor, *, tolerance: float) -> None:

@@ -15,7 +15,6 @@ from numbers import Integral, Real
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rollcorr.config import SamplingSpec
 from rollcorr.config.sampling_spec import JSON_MINUS_INFINITY
@@ -23,11 +22,12 @@ from rollcorr.core.sampling import KeptSets
 from rollcorr.engines.base import EngineAnswerError, Rollout
 from rollcorr.engines.token_batch import TokenBatch, pad_prompts
 
+# Log-probs up to this many nats above 0 count as rounding and become 0. A normalizer summed in bfloat16 is off by more,
+# which is an error.
 ROUNDING = 1e-4
-"""Log-probs up to this many nats above 0 count as rounding and become 0. A normalizer summed in bfloat16 is off by
-more, which is an error."""
+
+# What vLLM and SGLang call the weights that they were started with.
 INITIAL_WEIGHTS = "default"
-"""What vLLM and SGLang call the weights that they were started with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,16 +99,13 @@ def rollout_from_completions(
     lengths = torch.tensor([len(response) for response in responses])
     mask = torch.arange(max(1, int(lengths.max()))) < lengths[:, None]
 
-    def padded(rows: list[list[Any]] | None, dtype: torch.dtype, fill: int = 0) -> Tensor | None:
+    def padded(rows: list[list[Any]] | None, dtype: torch.dtype, fill: int = 0) -> Any:  # noqa: ANN401 (or None)
         if rows is None:
             return None
         flat = torch.tensor([value for row in rows for value in row], dtype=dtype)
         return torch.full(mask.shape, fill, dtype=dtype).masked_scatter_(mask, flat).to(device)
 
     response_ids = padded(responses, torch.int64, pad_token_id)
-    log_prob = padded(_column(completions, "log_probs", check_log_prob), torch.float32)
-    assert response_ids is not None  # every completion has these two
-    assert log_prob is not None
 
     # The usual case, one version for all, is said by `sampling` alone.
     versions = _column(completions, "versions", _version)
@@ -117,33 +114,12 @@ def rollout_from_completions(
 
     return Rollout(
         tokens=TokenBatch(prompt_ids.to(device), prompt_mask.to(device), response_ids, mask.to(device)),
-        rollout_log_prob=log_prob,
+        rollout_log_prob=padded(_column(completions, "log_probs", check_log_prob), torch.float32),
         raw_log_prob=padded(_column(completions, "raw_log_probs", check_log_prob), torch.float32),
         sampling=sampling,
         kept=_kept_sets(completions, vocabulary_size, device),
         log_kept_mass=padded(_column(completions, "log_kept_mass", check_log_prob), torch.float32),
         policy_versions=padded(versions, torch.int64),
-    )
-
-
-def version_of_weights(label: object, row: int, *, initial: int | None) -> int:
-    """The policy version in the label that vLLM or SGLang gives to its weights.
-
-    Args:
-        label: what the engine reported.
-        row: the row in the batch, for errors.
-        initial: policy version of the weights that the engine was started with, if it is known.
-
-    Raises:
-        EngineAnswerError: the label is no number, so these weights came some other way.
-    """
-    if label == INITIAL_WEIGHTS and initial is not None:
-        return initial
-    if str(label).isdecimal():
-        return int(str(label))
-    raise EngineAnswerError(
-        f"row {row} is of weights {label!r}, which is no policy version; update the weights through this engine only, "
-        "or label them with the version's number"
     )
 
 
@@ -169,7 +145,7 @@ def versions_of_spans(spans: Any, tokens: int, row: int, *, initial: int | None)
     if not covered:
         raise EngineAnswerError(f"row {row}: weight_versions {spans!r} do not cover its {tokens} tokens")
 
-    versions = [version_of_weights(label, row, initial=initial) for label in labels]
+    versions = [_version_of_weights(label, row, initial=initial) for label in labels]
     return [version for (start, end), version in zip(pairwise(edges), versions, strict=True) for _ in range(start, end)]
 
 
@@ -192,6 +168,18 @@ def check_log_prob(value: object, where: str) -> float:
             f"{where} is {number:g}, a log-prob is at most 0 (up to {ROUNDING:g} counts as rounding)"
         )
     return min(number, 0.0)
+
+
+def _version_of_weights(label: object, row: int, *, initial: int | None) -> int:
+    """The policy version in the label that an engine gives to its weights."""
+    if label == INITIAL_WEIGHTS and initial is not None:
+        return initial
+    if not str(label).isdecimal():
+        raise EngineAnswerError(
+            f"row {row} is of weights {label!r}, which is no policy version; update the weights through this engine "
+            "only, or label them with the version's number"
+        )
+    return int(str(label))
 
 
 def _column(completions: Sequence[Completion], name: str, checked: Callable[[Any, str], Any]) -> list[list[Any]] | None:

@@ -18,8 +18,8 @@ from rollcorr.engines.generation_settings import settings_in_use
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
+# Settings that continuous batching leaves out with a warning at most.
 DROPPED = ("min_p", "repetition_penalty", "min_new_tokens")
-"""Settings that continuous batching leaves out with a warning at most."""
 
 
 def check_continuous_batching(sampling: SamplingSpec) -> None:

@@ -14,7 +14,7 @@ import dataclasses
 import gc
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from rollcorr.config import SamplingSpec
 from rollcorr.config.checks import check_choice, check_integer
 from rollcorr.engines.base import (
+    Engine,
     EngineAnswerError,
     EngineError,
     EngineUnavailableError,
@@ -39,10 +40,14 @@ from rollcorr.engines.token_batch import TokenBatch, check_prompts
 
 ComputeType = Literal["int8", "int16", "float32"]
 COMPUTE_TYPES = ("int8", "int16", "float32")
+
+# Nats between the float32 sampler and the float32 policy on the probe.
 SYNC_TOLERANCE = 1e-4
-"""Nats between the float32 sampler and the float32 policy on the probe."""
+
+# As a seed it asks CTranslate2 for a random one.
 UNSEEDED = 0xFFFFFFFF
-"""As a seed it asks CTranslate2 for a random one."""
+
+# Sampling settings that CTranslate2 lacks, or counts in the log-probs that it calls raw.
 NOT_SUPPORTED = (
     "min_p",
     "repetition_penalty",
@@ -51,11 +56,10 @@ NOT_SUPPORTED = (
     "logit_bias",
     "min_new_tokens",
 )
-"""Sampling settings that CTranslate2 lacks, or counts in the log-probs that it calls raw."""
 _SEEDED = threading.Lock()  # CTranslate2 has one seed for the process
 
 
-class CTranslate2Engine:
+class CTranslate2Engine(Engine):
     """Sample with CTranslate2 from a converted copy of `model`.
 
     The converted model is held as float32 bytes. Every call of `generate` loads them again in `compute_type` (4 to
@@ -95,7 +99,12 @@ class CTranslate2Engine:
         _check_sampling(settings.sampling)
 
         self._package = _ctranslate2()
-        _check_supported(compute_type, self._package.get_supported_compute_types("cpu"))
+
+        # Not every processor multiplies in every type: int16 needs Intel's MKL.
+        supported = self._package.get_supported_compute_types("cpu")
+        if compute_type not in supported:
+            usable = ", ".join(repr(name) for name in COMPUTE_TYPES if name in supported)
+            raise ValueError(f"compute_type {compute_type!r} is not supported by this processor; choose from {usable}")
 
         self.settings = settings
         self.sampling = dataclasses.replace(
@@ -110,11 +119,6 @@ class CTranslate2Engine:
         self._probe = make_probe(model)
         self._files: dict[str, bytes] = {}
         self.update_weights(model, version=version)
-
-    @property
-    def weight_version(self) -> int:
-        """The version of the policy that samples now."""
-        return self.sampling.policy_version or 0
 
     def generate(self, prompts: Sequence[Sequence[int]], *, seed: int) -> Rollout:
         """Sample one response per prompt. It sets CTranslate2's own seed and leaves torch's random state alone.
@@ -260,13 +264,6 @@ class CTranslate2Engine:
                 chosen = torch.tensor(responses[row], dtype=torch.int64)[:, None]
                 log_prob[row, : len(chosen)] = scores.gather(-1, chosen).squeeze(-1)
         return log_prob.to(tokens.response_ids.device)
-
-
-def _check_supported(compute_type: str, supported: Iterable[str]) -> None:
-    """Refuse a type that this processor cannot multiply in: int16 needs Intel's MKL."""
-    if compute_type not in supported:
-        usable = ", ".join(repr(name) for name in COMPUTE_TYPES if name in supported)
-        raise ValueError(f"compute_type {compute_type!r} is not supported by this processor; choose from {usable}")
 
 
 def _ctranslate2() -> Any:  # noqa: ANN401 (imported lazily)

@@ -19,8 +19,8 @@ from rollcorr.engines.response_scoring import response_logits
 from rollcorr.engines.token_batch import TokenBatch
 from rollcorr.kernels.linear_logprob import Implementation, LinearLogProb, linear_log_prob
 
+# Fields of model configurations that bend logits.
 SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "logit_softcap")
-"""Fields of model configurations that bend logits."""
 
 
 def score_responses_fused(

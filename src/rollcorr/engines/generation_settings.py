@@ -12,12 +12,12 @@ from typing import Any
 
 from rollcorr.config import SamplingSpec
 
+# Of each number: its smallest value, and how to fix another one.
 _NUMBERS = {
     "max_new_tokens": (1, "give the length of the longest response"),
     "eos_token_id": (0, "give the tokenizer's eos_token_id"),
     "pad_token_id": (0, "give the tokenizer's pad_token_id, or its eos_token_id if it has none"),
 }
-"""Of each number: its smallest value, and how to fix another one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,5 +73,5 @@ class GenerationSettings:
 def settings_in_use(sampling: SamplingSpec, names: Iterable[str]) -> list[tuple[str, Any, Any]]:
     """Those of the named sampling settings that do something: name, value, and the value that turns it off."""
     off = SamplingSpec()
-    pairs = [(name, getattr(sampling, name), getattr(off, name)) for name in names]
-    return [(name, value, default) for name, value, default in pairs if value != default]
+    values = [(name, getattr(sampling, name), getattr(off, name)) for name in names]
+    return [(name, value, default) for name, value, default in values if value != default]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from rollcorr.config.checks import check_choice, check_integer, check_number
-from rollcorr.engines.base import EngineAnswerError, EngineError, Rollout, WeightSyncError, check_weight_sync
+from rollcorr.engines.base import Engine, EngineAnswerError, EngineError, Rollout, WeightSyncError, check_weight_sync
 from rollcorr.engines.completions import Completion, check_log_prob, rollout_from_completions
 from rollcorr.engines.generation_settings import GenerationSettings
 from rollcorr.engines.probe import make_probe, score_probe, vocabulary_size
@@ -29,9 +29,10 @@ from rollcorr.engines.transport.checkpoint_folder import read_policy, read_weigh
 from rollcorr.engines.transport.http import JsonClient
 
 Dtype = Literal["bfloat16", "float16", "float32"]
+
+# Largest difference, nats, between log-probs of an engine and of transformers in the same precision. It is smaller, in
+# proportion, for a policy whose log-probs spread by less than 1 nat: its logits are small, and so is their rounding.
 NOISE_FLOOR: Mapping[str, float] = {"bfloat16": 0.5, "float16": 0.1, "float32": 5e-4}
-"""Largest difference, nats, between log-probs of an engine and of transformers in the same precision. It is smaller, in
-proportion, for a policy whose log-probs spread by less than 1 nat: its logits are small, and so is their rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +101,12 @@ class ServerOptions(RemoteOptions):
         )
 
 
-class RemoteEngine(abc.ABC):
+class RemoteEngine(Engine, abc.ABC):
     """An engine without the way to reach it, which subclasses give.
+
+    Attributes:
+        engine: its name in a `SamplingSpec`.
+        title: its name in errors.
 
     Args:
         model: a causal language model of `transformers`: the policy, and the reference of the first probe.
@@ -115,11 +120,7 @@ class RemoteEngine(abc.ABC):
     """
 
     engine: ClassVar[str]
-    """Its name in a `SamplingSpec`."""
     title: ClassVar[str]
-    """Its name in errors."""
-    options_class: ClassVar[type[RemoteOptions]]
-    """The class of its options."""
 
     def __init__(self, model: nn.Module, settings: GenerationSettings, options: RemoteOptions, *, version: int) -> None:
         check_integer("version", version, at_least=0)
@@ -151,13 +152,8 @@ class RemoteEngine(abc.ABC):
     def _folder(self) -> Path:
         """The checkpoint of the weights that sample."""
 
-    def _abandon(self) -> None:  # noqa: B027 (an engine may have nothing to abandon)
+    def _abandon(self) -> None:
         """Make sure that weights that may be mixed sample nothing, here or for others."""
-
-    @property
-    def weight_version(self) -> int:
-        """The version of the policy that samples now."""
-        return self.sampling.policy_version or 0
 
     def generate(self, prompts: Sequence[Sequence[int]], *, seed: int) -> Rollout:
         """Sample one response per prompt: all of them, or an error and none.
@@ -226,10 +222,10 @@ class RemoteEngine(abc.ABC):
         """
         self.update_weights(read_policy(self._folder, weights).to(self.device), version=version)
 
-    def _hand_over(self, model: nn.Module, folder: Path | None, version: int) -> None:
+    def _hand_over(self, model: nn.Module, folder: str | Path | None, version: int) -> None:
         """Give a running server the first weights through `folder`; without one verify that it has them already."""
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
+            Path(folder).mkdir(parents=True, exist_ok=True)
             self.update_weights(model, version=version)
             return
 

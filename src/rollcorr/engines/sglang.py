@@ -25,7 +25,7 @@ from rollcorr.config import SamplingSpec
 from rollcorr.engines.base import EngineError, WeightSyncError
 from rollcorr.engines.completions import Completion
 from rollcorr.engines.generation_settings import GenerationSettings, settings_in_use
-from rollcorr.engines.remote_engine import RemoteEngine, RemoteOptions, ServerOptions
+from rollcorr.engines.remote_engine import RemoteEngine, ServerOptions
 from rollcorr.engines.sglang_answer import read_completion, read_scores
 
 
@@ -38,6 +38,17 @@ class SglangOptions(ServerOptions):
     """
 
     engine_version: str | None = None
+
+
+# Sampling settings that change log-probs over the whole vocabulary.
+CHANGES_WHOLE = (
+    "temperature",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "min_new_tokens",
+)
 
 
 class SglangEngine(RemoteEngine):
@@ -66,7 +77,7 @@ class SglangEngine(RemoteEngine):
     engine: ClassVar[str] = "sglang"
     title: ClassVar[str] = "SGLang"
 
-    options_class: ClassVar[type[RemoteOptions]] = SglangOptions
+    options: SglangOptions
 
     def __init__(
         self, model: nn.Module, settings: GenerationSettings, options: SglangOptions, *, version: int = 0
@@ -77,14 +88,13 @@ class SglangEngine(RemoteEngine):
         self._client = options.client()
         self._first_version = version
         self._label: str | None = None  # what the server calls the weights that it was given last
-        self._updates_folder = None if options.folder is None else Path(options.folder)
-        self._hand_over(model, self._updates_folder, version)
+        self._hand_over(model, options.folder, version)
 
     @property
     def _folder(self) -> Path:
-        if self._updates_folder is None:
+        if self.options.folder is None:
             raise EngineError("this SGLang engine updates no weights: give it a folder that the server reads too")
-        return self._updates_folder
+        return Path(self.options.folder)
 
     def _complete(self, prompts: list[list[int]], seeds: list[int]) -> list[Completion]:
         parameters = _sampling_parameters(self.settings)
@@ -151,15 +161,7 @@ def _sampling_parameters(settings: GenerationSettings) -> dict[str, Any]:
 
 def _full_is_raw(sampling: SamplingSpec) -> bool:
     """Whether log-probs over the whole vocabulary are those at temperature 1 without penalties."""
-    names = (
-        "temperature",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "logit_bias",
-        "min_new_tokens",
-    )
-    return not settings_in_use(sampling, names)
+    return not settings_in_use(sampling, CHANGES_WHOLE)
 
 
 def _check_sampling(sampling: SamplingSpec) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollcorr.engines.base import EngineAnswerError
-from rollcorr.engines.completions import Completion, version_of_weights, versions_of_spans
+from rollcorr.engines.completions import Completion, versions_of_spans
 
 
 def read_completion(answer: Any, row: int, *, masked: bool, raw: bool, first_version: int) -> Completion:  # noqa: ANN401
@@ -42,13 +42,17 @@ def read_completion(answer: Any, row: int, *, masked: bool, raw: bool, first_ver
         )
         mass = [_difference(whole, inside) for whole, inside in zip(full, sampled, strict=True)]
 
+    # Spans come where weights changed within the response, one label otherwise.
+    spans = meta.get("weight_versions")
+    if spans is None:
+        spans = [{"version": meta.get("weight_version"), "start": 0, "end": len(ids)}]
     return Completion(
         token_ids=ids,
         log_probs=sampled,
         kept=kept,
         log_kept_mass=mass,
         raw_log_probs=full if raw else None,
-        versions=_versions(meta, row, len(ids), first_version),
+        versions=versions_of_spans(spans, len(ids), row, initial=first_version),
     )
 
 
@@ -103,11 +107,3 @@ def _list_of(meta: dict[str, Any], name: str, row: int, length: int) -> list[Any
 def _difference(whole: Any, inside: Any) -> float | None:  # noqa: ANN401
     """log p − log p/S = log S; None if either is no number, which the checks of a batch then name."""
     return whole - inside if isinstance(whole, float) and isinstance(inside, float) else None
-
-
-def _versions(meta: dict[str, Any], row: int, tokens: int, first_version: int) -> list[int]:
-    """The policy version behind each token: from spans where weights changed within, else from one label."""
-    spans = meta.get("weight_versions")
-    if spans is None:
-        return [version_of_weights(meta.get("weight_version"), row, initial=first_version)] * tokens
-    return versions_of_spans(spans, tokens, row, initial=first_version)

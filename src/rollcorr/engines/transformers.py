@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rollcorr.core.sampling import KeptSets, concatenate_kept_sets, kept_sets_of_support
-from rollcorr.engines.base import Rollout, check_weight_sync
+from rollcorr.engines.base import Engine, Rollout, check_weight_sync
 from rollcorr.engines.completions import rollout_from_completions
 from rollcorr.engines.continuous_batching import check_continuous_batching, generate_continuously
 from rollcorr.engines.generation_settings import GenerationSettings, settings_in_use
@@ -26,11 +26,11 @@ from rollcorr.engines.token_batch import TokenBatch, pad_prompts
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
+# Nats between the copy and the rounded policy on the probe. They run the same code, so they agree to the last bits.
 SYNC_TOLERANCE = 1e-4
-"""Nats between the copy and the rounded policy on the probe. They run the same code, so they agree to the last bits."""
 
 
-class TransformersEngine:
+class TransformersEngine(Engine):
     """Sample with a copy of `model` in another dtype.
 
     Args:
@@ -80,11 +80,6 @@ class TransformersEngine:
         self._probe = make_probe(model)
         self.update_weights(model, version=version)
 
-    @property
-    def weight_version(self) -> int:
-        """The version of the policy that samples now."""
-        return self.sampling.policy_version or 0
-
     @torch.no_grad()
     def generate(self, prompts: Sequence[Sequence[int]], *, seed: int) -> Rollout:
         """Sample one response per prompt. The global random state stays as it was.
@@ -102,7 +97,16 @@ class TransformersEngine:
         device = self._device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             if self.continuous_batching is not None:
-                return self._generate_continuously(prompts, seed)
+                return rollout_from_completions(
+                    prompts,
+                    generate_continuously(
+                        self.model, prompts, self.generation_config, options=self.continuous_batching, seed=seed
+                    ),
+                    sampling=self.sampling,
+                    pad_token_id=self.settings.pad_token_id,
+                    device=device,
+                )
+
             torch.manual_seed(seed)
             parts = [
                 self._generate(chunk, chunk_mask)
@@ -181,16 +185,6 @@ class TransformersEngine:
             _log_prob(output.scores, response, valid),
             mass,
             kept,
-        )
-
-    def _generate_continuously(self, prompts: Sequence[Sequence[int]], seed: int) -> Rollout:
-        config, options = self.generation_config, self.continuous_batching or {}
-        return rollout_from_completions(
-            prompts,
-            generate_continuously(self.model, prompts, config, options=options, seed=seed),
-            sampling=self.sampling,
-            pad_token_id=self.settings.pad_token_id,
-            device=self._device,
         )
 
     @property

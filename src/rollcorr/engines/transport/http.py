@@ -20,8 +20,8 @@ from typing import Any
 from rollcorr.config.checks import check_integer, check_number
 from rollcorr.engines.base import EngineAnswerError, EngineUnavailableError
 
+# How many characters of a server's text an error shows.
 SHOWN = 500
-"""How many characters of a server's text an error shows."""
 
 
 class JsonClient:

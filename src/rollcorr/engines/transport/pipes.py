@@ -26,10 +26,11 @@ from typing import Any
 
 from rollcorr.engines.base import EngineAnswerError, EngineUnavailableError
 
+# How many last lines of the program's standard error an error shows.
 STDERR_LINES = 20
-"""How many last lines of the program's standard error an error shows."""
+
+# How long a program may take to end after its input has ended, before it is killed.
 END_SECONDS = 10.0
-"""How long a program may take to end after its input has ended, before it is killed."""
 
 
 class WorkerProcess:

@@ -16,12 +16,14 @@ from rollcorr.engines.base import EngineAnswerError
 from rollcorr.engines.completions import Completion, versions_of_spans
 from rollcorr.engines.generation_settings import GenerationSettings
 
+# vLLM raises lower temperatures to this one.
 LOWEST_TEMPERATURE = 0.01
-"""vLLM raises lower temperatures to this one."""
+
+# vLLM cuts larger logit biases to this one.
 LARGEST_BIAS = 100.0
-"""vLLM cuts larger logit biases to this one."""
+
+# How far the probabilities of a kept set may be from summing to 1.
 KEPT_MASS_ERROR = 1e-3
-"""How far the probabilities of a kept set may be from summing to 1."""
 
 
 def check_sampling(sampling: SamplingSpec) -> None:

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -30,6 +30,7 @@ from rollcorr.engines.transport.pipes import WorkerProcess
 from rollcorr.engines.vllm.vllm_base import VllmBase
 from rollcorr.engines.vllm.weight_transfer import WORKER_EXTENSION
 
+# Arguments of `vllm.LLM` that the engine sets itself.
 OWN_ARGUMENTS = (
     "dtype",
     "generation_config",
@@ -41,7 +42,6 @@ OWN_ARGUMENTS = (
     "tokenizer",
     "worker_extension_cls",
 )
-"""Arguments of `vllm.LLM` that the engine sets itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,6 @@ class VllmEngine(VllmBase):
     """
 
     options: VllmOptions
-    options_class: ClassVar[type[RemoteOptions]] = VllmOptions
 
     def __init__(
         self,

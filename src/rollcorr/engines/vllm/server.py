@@ -13,21 +13,22 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 
 from rollcorr.engines.base import EngineAnswerError, EngineError, WeightSyncError
 from rollcorr.engines.generation_settings import GenerationSettings
-from rollcorr.engines.remote_engine import RemoteOptions, ServerOptions
+from rollcorr.engines.remote_engine import ServerOptions
 from rollcorr.engines.vllm.answers import choice_of_text, prompt_log_probs
 from rollcorr.engines.vllm.vllm_base import VllmBase
 from rollcorr.engines.vllm.weight_transfer import WORKER_EXTENSION
 
 GENERATE = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
+
+# What a server must answer to take weights.
 FOR_UPDATES = ("/pause", "/resume", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version")
-"""What a server must answer to take weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,17 +66,16 @@ class VllmServerEngine(VllmBase):
         WeightSyncError: it serves other weights than those of `model`.
     """
 
-    options_class: ClassVar[type[RemoteOptions]] = VllmServerOptions
+    options: VllmServerOptions
 
     def __init__(
         self, model: nn.Module, settings: GenerationSettings, options: VllmServerOptions, *, version: int = 0
     ) -> None:
         super().__init__(model, settings, options, version=version, sampling_mask=options.sampling_mask)
         self._client = options.client()
-        self._updates_folder = None if options.folder is None else Path(options.folder)
         self._meet(options.served_model)
         self._check_log_probs()
-        self._hand_over(model, self._updates_folder, version)
+        self._hand_over(model, options.folder, version)
 
     def __enter__(self) -> VllmServerEngine:
         return self
@@ -91,13 +91,13 @@ class VllmServerEngine(VllmBase):
     @property
     def _folder(self) -> Path:
         missing = [path for path in FOR_UPDATES if path not in self._paths]
-        if self._updates_folder is None or missing:
+        if self.options.folder is None or missing:
             lacks = f"the server lacks {', '.join(missing)}" if missing else "no folder was given"
             raise EngineError(
                 f"this vLLM server takes no weights: {lacks}. Start it with VLLM_SERVER_DEV_MODE=1 and "
                 f"--worker-extension-cls {WORKER_EXTENSION}, and give a folder that both sides see"
             )
-        return self._updates_folder
+        return Path(self.options.folder)
 
     def _meet(self, served_model: str | None) -> None:
         """Learn the server's paths, version, model and longest sequence."""
@@ -112,7 +112,6 @@ class VllmServerEngine(VllmBase):
                 f"{self._client.url} is no vLLM server that serves {served_model or 'a model'} "
                 f"({type(error).__name__}: {error})"
             ) from error
-        self._tokens_in_and_out = GENERATE in self._paths
         self.sampling = dataclasses.replace(self.sampling, engine_version=engine_version)
 
     def _check_log_probs(self) -> None:
@@ -136,7 +135,7 @@ class VllmServerEngine(VllmBase):
     def _ask_for(self, prompts: list[list[int]], seeds: list[int], parameters: Mapping[str, Any]) -> list[Any]:
         """One choice per prompt, in the form of `/inference/v1/generate`."""
         asked = [{**parameters, "seed": seed} for seed in seeds]
-        if self._tokens_in_and_out:
+        if GENERATE in self._paths:
             bodies: list[dict[str, Any]] = [
                 {"model": self._model, "token_ids": prompt, "sampling_params": fields}
                 for prompt, fields in zip(prompts, asked, strict=True)

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
+# What vLLM is told to mix into its workers.
 WORKER_EXTENSION = "rollcorr.engines.vllm.weight_transfer.WeightReloader"
-"""What vLLM is told to mix into its workers."""
 
 
 class WeightReloader:

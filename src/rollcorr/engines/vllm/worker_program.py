@@ -25,12 +25,12 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
+# Environment variables that are set unless they have a value already.
 DEFAULTS = {
     "HF_HUB_OFFLINE": "1",  # the model is a local folder
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # this is a process of its own already
     "VLLM_NO_USAGE_STATS": "1",
 }
-"""Environment variables that are set unless they have a value already."""
 
 
 class Worker:
@@ -104,11 +104,16 @@ def plain_completion(output: Any) -> dict[str, Any]:  # noqa: ANN401 (vllm.Compl
     }
 
 
-def tempered(found_at: Sequence[Mapping[int, Any] | None], row: Sequence[int], temperature: float) -> list[float]:
-    """log softmax(log p / τ)[y] of each token but the first; at τ = 1 the log-probs themselves."""
+def tempered(found_at: Sequence[Any], row: Sequence[int], temperature: float) -> list[float]:
+    """log softmax(log p / τ)[y] of each token but the first; at τ = 1 the log-probs themselves.
+
+    Args:
+        found_at: for each token a mapping from ids to entries with a `logprob`; None for the first token.
+        row: the tokens.
+        temperature: τ.
+    """
     scores = []
     for token, found in zip(row[1:], found_at[1:], strict=True):
-        assert found is not None  # only the first token has no log-prob
         log_prob = found[token].logprob / temperature
         if temperature != 1:
             log_prob -= math.log(math.fsum(math.exp(entry.logprob / temperature) for entry in found.values()))

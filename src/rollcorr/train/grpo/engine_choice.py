@@ -7,7 +7,7 @@ import importlib
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 
@@ -23,7 +23,7 @@ CLASSES = {
     "sglang": "rollcorr.engines.sglang:SglangEngine",
 }
 """Engine by name → module and class. All take the model, `settings` and `version`. The `rollout.engine_options` are the
-fields of the class's `options_class`, or its further arguments if it has none."""
+fields of its `options`, or its further arguments if it has none."""
 
 
 def make_engine(config: TrainConfig, policy: Policy, *, version: int = 0) -> Engine:
@@ -49,7 +49,7 @@ def make_engine(config: TrainConfig, policy: Policy, *, version: int = 0) -> Eng
         eos_token_id=policy.eos_token_id,
         pad_token_id=policy.pad_token_id,
     )
-    options_class = getattr(engine_class, "options_class", None)
+    options_class = get_type_hints(engine_class.__init__).get("options")
     known = inspect.signature(options_class or engine_class).parameters
 
     given: dict[str, Any] = {}
