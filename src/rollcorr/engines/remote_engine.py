@@ -132,7 +132,7 @@ class RemoteEngine(Engine, abc.ABC):
         self.max_model_len: int | None = None  # longest prompt and response together, if the engine has a limit
 
         self._probe = make_probe(model)
-        self._expected = torch.empty(0)  # what the weights that sample give to the probe
+        self._expected = torch.empty(0, device="cpu")  # what the weights that sample give to the probe
         self._unusable: str | None = "it holds no verified weights yet"
 
     @abc.abstractmethod

@@ -83,6 +83,6 @@ def pad_prompts(prompts: Sequence[Sequence[int]], *, pad_token_id: int) -> tuple
     """
     check_prompts(prompts)
     width = max(map(len, prompts))
-    ids = torch.tensor([[pad_token_id] * (width - len(prompt)) + list(prompt) for prompt in prompts])
-    lengths = torch.tensor([len(prompt) for prompt in prompts])
-    return ids, torch.arange(width) >= width - lengths[:, None]
+    ids = torch.tensor([[pad_token_id] * (width - len(prompt)) + list(prompt) for prompt in prompts], device="cpu")
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device="cpu")
+    return ids, torch.arange(width, device="cpu") >= width - lengths[:, None]

@@ -227,7 +227,7 @@ def _measure(
         model.update(trainer.policy.transformer, version=version)
     texts = [trainer.source.all[i % len(trainer.source.all)] for i in range(count)]
     pictures = []
-    for number, part in enumerate(torch.arange(count).split(config.rollout.batch_size or count)):
+    for number, part in enumerate(torch.arange(count, device="cpu").split(config.rollout.batch_size or count)):
         prompts = trainer.prompts(texts[i] for i in part.tolist())
         latents = trainer.sampler.draw(prompts, seed=config.seed, step=HELD_OUT + number)
         pictures.append(trainer.policy.decode(latents).cpu())

@@ -163,7 +163,7 @@ class FlowGrpoTrainer:
     def prompts(self, texts: Iterable[str], *, copies: int = 1) -> Prompts:
         """Prompts as the transformer reads them, each `copies` times in a row."""
         given = list(texts)
-        rows = torch.arange(len(given)).repeat_interleave(copies)
+        rows = torch.arange(len(given), device="cpu").repeat_interleave(copies)
         condition = self.policy.encoder.encode(given)
         guidance, empty = self.config.rollout.guidance_scale, None
         if guidance != 1.0:
@@ -194,7 +194,9 @@ class FlowGrpoTrainer:
 
     def _judge(self, trajectories: Trajectories, texts: list[str]) -> PictureBatch:
         images = self.policy.decode(trajectories.final)
-        groups = torch.arange(self.config.rollout.prompts_per_step).repeat_interleave(self.config.rollout.group_size)
+        groups = torch.arange(self.config.rollout.prompts_per_step, device="cpu").repeat_interleave(
+            self.config.rollout.group_size
+        )
         return PictureBatch(
             trajectories=trajectories,
             texts=texts,
@@ -221,7 +223,7 @@ class FlowGrpoTrainer:
         rows, window = batch.trajectories.steps.shape
         parts = [
             [self._score(batch, model, chunk, column) for column in range(window)]
-            for chunk in torch.arange(rows).split(self._micro_batch_size)
+            for chunk in torch.arange(rows, device="cpu").split(self._micro_batch_size)
         ]
         return {
             name: torch.cat([torch.cat([step[name] for step in part], dim=1) for part in parts])
@@ -259,7 +261,7 @@ class FlowGrpoTrainer:
         losses, norms, kept = [], [], []
         for epoch in range(optim.ppo_epochs):
             shuffle = derived_generator(self.config.seed, f"shuffle {epoch}", step)
-            order = torch.randperm(len(batch), generator=shuffle)
+            order = torch.randperm(len(batch), generator=shuffle, device="cpu")
             for mini_batch in order.split(optim.mini_batch_size or len(batch)):
                 found, loss, norm, share = self._optimizer_step(batch, mini_batch)
                 outputs += found

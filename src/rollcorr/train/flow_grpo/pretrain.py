@@ -96,13 +96,13 @@ def pretrain(
 
 def flow_matching_loss(model: Any, table: WordTable, count: int, swapped: float, generator: torch.Generator) -> Tensor:  # noqa: ANN401
     """mean ‖v_θ − (ε − x₀)‖² over freshly drawn pictures, 0-d."""
-    classes = torch.randint(len(CLASSES), (count,), generator=generator)
+    classes = torch.randint(len(CLASSES), (count,), generator=generator, device="cpu")
     pictures = draw_shapes(classes, generator=generator)
-    told = torch.randint(len(CLASSES), (count,), generator=generator)
-    keep = torch.rand(count, generator=generator) >= swapped
+    told = torch.randint(len(CLASSES), (count,), generator=generator, device="cpu")
+    keep = torch.rand(count, generator=generator, device="cpu") >= swapped
     prompts = names_of(torch.where(keep, classes, told).tolist())
-    sigma = torch.rand(count, generator=generator)
-    noise = torch.randn(pictures.shape, generator=generator)
+    sigma = torch.rand(count, generator=generator, device="cpu")
+    noise = torch.randn(pictures.shape, generator=generator, device="cpu")
     mixed = (1 - sigma)[:, None, None, None] * pictures + sigma[:, None, None, None] * noise
     predicted = velocity(model, StableDiffusion3(), mixed, sigma, table.encode(prompts), size=(SIZE, SIZE))
     return (predicted - (noise - pictures)).square().mean()

@@ -45,7 +45,7 @@ class PromptSource:
         size = len(self.all)
         positions = range(step * count, (step + 1) * count)
         orders = {
-            epoch: torch.randperm(size, generator=derived_generator(seed, "prompts", epoch)).tolist()
+            epoch: torch.randperm(size, generator=derived_generator(seed, "prompts", epoch), device="cpu").tolist()
             for epoch in {position // size for position in positions}
         }
         return [self.all[orders[position // size][position % size]] for position in positions]
@@ -87,7 +87,7 @@ class WordTable:
     @classmethod
     def random(cls, words: Sequence[str], *, dim: int, length: int, seed: int) -> WordTable:
         """Standard normal vectors, from a seed."""
-        vectors = torch.randn(len(words), dim, generator=derived_generator(seed, "word table"))
+        vectors = torch.randn(len(words), dim, generator=derived_generator(seed, "word table"), device="cpu")
         return cls(words, vectors, length=length)
 
     def encode(self, prompts: Sequence[str]) -> Condition:

@@ -42,13 +42,13 @@ def prompt_match(images: Tensor, prompts: Sequence[str]) -> Tensor:
 
     The prompt names a colour and a shape; see `rollcorr.train.flow_grpo.shapes.likeness`.
     """
-    return likeness(images, torch.tensor([class_of(prompt) for prompt in prompts]))
+    return likeness(images, torch.tensor([class_of(prompt) for prompt in prompts], device="cpu"))
 
 
 def colour(images: Tensor, prompts: Sequence[str], *, name: str = "red") -> Tensor:
     """Mean over pixels of their colour channels minus the mean of the others: 1 is pure, 0 is grey, (B,)."""
     del prompts
-    wanted = torch.tensor(COLOURS[name]).bool()
+    wanted = torch.tensor(COLOURS[name], device="cpu").bool()
     means = images.detach().float().cpu().mean((-2, -1))
     return means[:, wanted].mean(1) - means[:, ~wanted].mean(1)
 
@@ -144,7 +144,7 @@ def load_function(where: str) -> Reward:
 
 
 def _checked(reward: Reward, name: str, images: Tensor, prompts: Sequence[str]) -> Tensor:
-    values = torch.as_tensor(reward(images, prompts), dtype=torch.float32).cpu()
+    values = torch.as_tensor(reward(images, prompts), dtype=torch.float32, device="cpu").cpu()
     if values.shape != (len(prompts),):
         raise ValueError(f"reward {name} returned {tuple(values.shape)} for {len(prompts)} pictures; return one each")
     if not values.isfinite().all():

@@ -177,7 +177,7 @@ class Sampler:
     def _noise(self, rows: int, seed: int, step: int, purpose: str) -> Tensor:
         """Standard normal latents, drawn on the CPU so that every device gets the same."""
         generator = derived_generator(seed, f"latents {purpose}", step)
-        noise = torch.randn((rows, *self.policy.latent_shape), generator=generator)
+        noise = torch.randn((rows, *self.policy.latent_shape), generator=generator, device="cpu")
         return noise.to(next(self.model.module.parameters()).device)
 
 

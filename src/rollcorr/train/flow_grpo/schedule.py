@@ -125,7 +125,7 @@ def draw_windows(rows: int, size: int, span: tuple[int, int], *, per_sample: boo
     """
     rng = random.Random(derived_seed(seed, "window", step))
     windows = [SdeWindow.draw(size, span, rng=rng) for _ in range(rows if per_sample else 1)]
-    return torch.tensor([list(window.steps) for window in windows]).expand(rows, size)
+    return torch.tensor([list(window.steps) for window in windows], device="cpu").expand(rows, size)
 
 
 def _dynamic_shift(config: Any, sequence_length: int) -> float:  # noqa: ANN401

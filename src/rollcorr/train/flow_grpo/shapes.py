@@ -35,14 +35,14 @@ def draw_shapes(classes: Tensor, *, generator: torch.Generator) -> Tensor:
         generator: decides places (± 2 pixels around the middle) and radii (4 to 6 pixels).
     """
     count = len(classes)
-    centre = SIZE / 2 + 4 * torch.rand(count, 2, generator=generator) - 2
-    radius = 4 + 2 * torch.rand(count, generator=generator)
+    centre = SIZE / 2 + 4 * torch.rand(count, 2, generator=generator, device="cpu") - 2
+    radius = 4 + 2 * torch.rand(count, generator=generator, device="cpu")
     return render(classes, centre, radius)
 
 
 def render(classes: Tensor, centre: Tensor, radius: Tensor) -> Tensor:
     """Pictures of given classes (B,), centres (B, 2: y, x, pixels) and radii (B,): (B, 3, 16, 16) in [−1, 1]."""
-    axis = torch.arange(SIZE) + 0.5
+    axis = torch.arange(SIZE, device="cpu") + 0.5
     y = (axis[None, :, None] - centre[:, 0, None, None]) / radius[:, None, None]
     x = (axis[None, None, :] - centre[:, 1, None, None]) / radius[:, None, None]
     x, y = torch.broadcast_tensors(x, y)
@@ -55,9 +55,9 @@ def render(classes: Tensor, centre: Tensor, radius: Tensor) -> Tensor:
             torch.maximum(larger, torch.minimum(x.abs(), y.abs()) / 0.3),
         ]
     )
-    shape = distance[classes % len(SHAPES), torch.arange(len(classes))]
+    shape = distance[classes % len(SHAPES), torch.arange(len(classes), device="cpu")]
     cover = ((1 - shape) * radius[:, None, None] + 0.5).clamp(0, 1)[:, None]
-    colour = torch.tensor(list(COLOURS.values()))[classes // len(SHAPES)][:, :, None, None]
+    colour = torch.tensor(list(COLOURS.values()), device="cpu")[classes // len(SHAPES)][:, :, None, None]
     return (GROUND + (colour - GROUND) * cover) * 2 - 1
 
 
@@ -105,9 +105,10 @@ def names_of(classes: Sequence[int]) -> list[str]:
 @cache
 def _templates() -> Tensor:
     """Every class at every place and size of a grid: (classes, templates, D)."""
-    offsets, radii = torch.linspace(-2, 2, 5), torch.linspace(4, 6, 3)
+    offsets, radii = torch.linspace(-2, 2, 5, device="cpu"), torch.linspace(4, 6, 3, device="cpu")
     grid = torch.cartesian_prod(offsets, offsets, radii)
     pictures = [
-        render(torch.full((len(grid),), i), SIZE / 2 + grid[:, :2], grid[:, 2]).flatten(1) for i in range(len(CLASSES))
+        render(torch.full((len(grid),), i, device="cpu"), SIZE / 2 + grid[:, :2], grid[:, 2]).flatten(1)
+        for i in range(len(CLASSES))
     ]
     return torch.stack(pictures)

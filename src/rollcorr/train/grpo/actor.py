@@ -132,4 +132,4 @@ class Actor:
 
 def _rows_of(kept: KeptSets, rows: Tensor, width: int) -> KeptSets:
     """The sets of some rows of a padded batch."""
-    return kept.select((rows[:, None] * width + torch.arange(width)).flatten())
+    return kept.select((rows[:, None] * width + torch.arange(width, device=rows.device)).flatten())

@@ -75,7 +75,7 @@ class Batch:
     old_log_prob: Tensor | None = None
     ref_log_prob: Tensor | None = None
     correction: Correction | None = None
-    advantages: Tensor = field(default_factory=lambda: torch.empty(0))
+    advantages: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
 
     @property
     def response_mask(self) -> Tensor:
@@ -180,7 +180,7 @@ class GrpoTrainer:
             )
             for row, valid, answer in zip(ids, mask, answers, strict=True)
         ]
-        group_ids = torch.arange(len(problems)).repeat_interleave(rollout_config.group_size)
+        group_ids = torch.arange(len(problems), device="cpu").repeat_interleave(rollout_config.group_size)
         group_ids = group_ids.to(rollout.tokens.response_ids.device)
         return Batch(rollout=rollout, actor=actor, rewards=rewards, group_ids=group_ids)
 
@@ -194,7 +194,7 @@ class GrpoTrainer:
 
     @torch.no_grad()
     def _log_prob(self, model: nn.Module, batch: Batch, actor: Actor) -> Tensor:
-        chunks = torch.arange(len(batch.rewards)).split(self._micro_batch_size)
+        chunks = torch.arange(len(batch.rewards), device="cpu").split(self._micro_batch_size)
         return torch.cat([actor.score(model, batch.rollout, rows).log_prob for rows in chunks])
 
     def _add_correction(self, batch: Batch) -> Batch:
@@ -224,7 +224,7 @@ class GrpoTrainer:
         corrections: list[Statistics | None] = []
         for epoch in range(optim.ppo_epochs):
             shuffle = derived_generator(self.config.seed, f"shuffle {epoch}", step)
-            order = torch.randperm(rows, generator=shuffle)  # on the host, see `Actor.kept`
+            order = torch.randperm(rows, generator=shuffle, device="cpu")  # on the host, see `Actor.kept`
             for mini_batch in order.split(optim.mini_batch_size or rows):
                 outputs, log_probs, statistics = self._optimizer_step(batch, mini_batch)
                 losses.append(statistics)
@@ -363,6 +363,7 @@ def _rows_of(correction: Correction, rows: Tensor) -> Correction:
         weights=None if correction.weights is None else correction.weights[rows],
         loss_mask=correction.loss_mask[rows],
         sequence_kept=correction.sequence_kept[rows],
+        response_mask=None if correction.response_mask is None else correction.response_mask[rows],
     )
 
 
@@ -370,7 +371,7 @@ def _without_tokens(batch: Batch) -> Batch:
     """The same batch with nothing in it: what a rank without rows runs, so that it takes part in every exchange."""
     nothing = torch.zeros_like(batch.response_mask)
     tokens = dataclasses.replace(batch.rollout.tokens, response_mask=nothing)
-    correction = batch.correction and dataclasses.replace(batch.correction, loss_mask=nothing)
+    correction = batch.correction and dataclasses.replace(batch.correction, loss_mask=nothing, response_mask=nothing)
     return dataclasses.replace(batch, rollout=dataclasses.replace(batch.rollout, tokens=tokens), correction=correction)
 
 
@@ -388,7 +389,7 @@ def _count(response_mask: Tensor) -> Statistics:
 
 
 def _reward_metrics(rewards: list[Reward]) -> dict[str, float]:
-    values = torch.tensor([reward.value for reward in rewards], dtype=torch.float64)
+    values = torch.tensor([reward.value for reward in rewards], dtype=torch.float64, device="cpu")
     return {
         "reward/mean": float(values.mean()),
         "reward/std": float(values.std(correction=0)),

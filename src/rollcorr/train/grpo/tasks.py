@@ -66,9 +66,11 @@ class ArithmeticTask:
     def problems(self, count: int, *, seed: int, step: int) -> list[Problem]:
         """Draw operands uniformly from 0 … max_operand, and the sign by a fair coin."""
         generator = derived_generator(seed, "problems", step)
-        operands = torch.randint(self.max_operand + 1, (count, 2), generator=generator).tolist()
-        signs = torch.randint(2, (count,), generator=generator).tolist()
-        checks = torch.multinomial(torch.tensor([4.0, 3.0, 2.0, 1.0]), count, replacement=True, generator=generator)
+        operands = torch.randint(self.max_operand + 1, (count, 2), generator=generator, device="cpu").tolist()
+        signs = torch.randint(2, (count,), generator=generator, device="cpu").tolist()
+        checks = torch.multinomial(
+            torch.tensor([4.0, 3.0, 2.0, 1.0], device="cpu"), count, replacement=True, generator=generator
+        )
         return [self._problem(a, b, sign, n) for (a, b), sign, n in zip(operands, signs, checks.tolist(), strict=True)]
 
     def _problem(self, a: int, b: int, sign: int, checks: int) -> Problem:
@@ -96,7 +98,9 @@ class Gsm8kTask:
         return [self.rows[orders[position // size][position % size]] for position in positions]
 
     def _order(self, seed: int, epoch: int) -> list[int]:
-        order: list[int] = torch.randperm(len(self.rows), generator=derived_generator(seed, "epoch", epoch)).tolist()
+        order: list[int] = torch.randperm(
+            len(self.rows), generator=derived_generator(seed, "epoch", epoch), device="cpu"
+        ).tolist()
         return order
 
 

@@ -98,6 +98,8 @@ def _solution_tokens(policy: Policy, problems: list[Problem]) -> TokenBatch:
     prompt_ids, prompt_mask = pad_prompts([policy.encode(p.prompt) for p in problems], pad_token_id=policy.pad_token_id)
     solutions = [[*policy.encode(problem.solution), policy.eos_token_id] for problem in problems]
     width = max(map(len, solutions))
-    response_ids = torch.tensor([ids + [policy.pad_token_id] * (width - len(ids)) for ids in solutions])
-    response_mask = torch.arange(width) < torch.tensor([len(ids) for ids in solutions])[:, None]
+    response_ids = torch.tensor([ids + [policy.pad_token_id] * (width - len(ids)) for ids in solutions], device="cpu")
+    response_mask = (
+        torch.arange(width, device="cpu") < torch.tensor([len(ids) for ids in solutions], device="cpu")[:, None]
+    )
     return TokenBatch(prompt_ids, prompt_mask, response_ids, response_mask).to(device)
