@@ -185,7 +185,7 @@ def test_continuous_batching_draws_and_reports_what_generate_does(micro_policy):
     ("settings", "message"),
     [
         ({"logprobs": "raw"}, "returns processed log-probs alone"),
-        ({"min_p": 0.1}, "min_p=0.1: continuous batching would leave it out; set min_p=0"),
+        ({"min_p": 0.1}, "min_p=0.1 is not supported by continuous batching, which would leave it out; set min_p=0"),
         ({"repetition_penalty": 1.2}, "set repetition_penalty=1"),
         ({"min_new_tokens": 2}, "set min_new_tokens=0"),
     ],

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rollcorr.config import SamplingSpec
 from rollcorr.engines.base import EngineAnswerError, EngineUnavailableError
 from rollcorr.engines.completions import Completion
-from rollcorr.engines.generation_settings import settings_in_use
+from rollcorr.engines.generation_settings import refuse_settings
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -41,11 +41,7 @@ def check_continuous_batching(sampling: SamplingSpec) -> None:
             f"logprobs={sampling.logprobs!r}: continuous batching returns processed log-probs alone; set "
             "logprobs='processed', or leave continuous_batching out"
         )
-    for name, value, off in settings_in_use(sampling, DROPPED):
-        raise ValueError(
-            f"{name}={value}: continuous batching would leave it out; set {name}={off:g}, or leave "
-            "continuous_batching out"
-        )
+    refuse_settings(sampling, DROPPED, "continuous batching, which would leave it out")
 
 
 def generate_continuously(

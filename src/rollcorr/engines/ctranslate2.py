@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rollcorr.config import SamplingSpec
 from rollcorr.config.checks import check_choice, check_integer
 from rollcorr.engines.base import (
     Engine,
@@ -34,7 +33,7 @@ from rollcorr.engines.base import (
     check_weight_sync,
 )
 from rollcorr.engines.completions import Completion, rollout_from_completions
-from rollcorr.engines.generation_settings import GenerationSettings, settings_in_use
+from rollcorr.engines.generation_settings import GenerationSettings, refuse_settings
 from rollcorr.engines.probe import make_probe, score_probe, vocabulary_size
 from rollcorr.engines.token_batch import TokenBatch, check_prompts
 
@@ -96,7 +95,13 @@ class CTranslate2Engine(Engine):
         check_choice("compute_type", compute_type, COMPUTE_TYPES)
         if batch_size is not None:
             check_integer("batch_size (None for all)", batch_size, at_least=1)
-        _check_sampling(settings.sampling)
+        if settings.sampling.logprobs != "raw":
+            raise ValueError(
+                f"logprobs={settings.sampling.logprobs!r}: the ctranslate2 engine returns raw log-probs only; set "
+                "logprobs='raw' (at temperature 1 without truncation they are the same)"
+            )
+        who = "the ctranslate2 engine, which lacks it or would count it in log-probs called raw"
+        refuse_settings(settings.sampling, NOT_SUPPORTED, who)
 
         self._package = _ctranslate2()
 
@@ -272,19 +277,6 @@ def _ctranslate2() -> Any:  # noqa: ANN401 (imported lazily)
     except ImportError as error:
         raise ImportError("the ctranslate2 engine needs ctranslate2: pip install 'rollcorr[ctranslate2]'") from error
     return ctranslate2
-
-
-def _check_sampling(sampling: SamplingSpec) -> None:
-    if sampling.logprobs != "raw":
-        raise ValueError(
-            f"logprobs={sampling.logprobs!r}: the ctranslate2 engine returns raw log-probs only; set logprobs='raw' "
-            "(at temperature 1 without truncation they are the same)"
-        )
-    for name, value, off in settings_in_use(sampling, NOT_SUPPORTED):
-        raise ValueError(
-            f"{name}={value!r} is not supported by the ctranslate2 engine, which lacks it or would count it in "
-            f"log-probs called raw: set it to {off!r}"
-        )
 
 
 def _rows_of_one_length(prompts: Sequence[Sequence[int]], size: int) -> Iterator[list[int]]:

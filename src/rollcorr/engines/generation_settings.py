@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
 
 from rollcorr.config import SamplingSpec
+
+# Every setting at the value that turns it off.
+_OFF = SamplingSpec()
 
 # Of each number: its smallest value, and how to fix another one.
 _NUMBERS = {
@@ -70,8 +72,22 @@ class GenerationSettings:
             )
 
 
-def settings_in_use(sampling: SamplingSpec, names: Iterable[str]) -> list[tuple[str, Any, Any]]:
-    """Those of the named sampling settings that do something: name, value, and the value that turns it off."""
-    off = SamplingSpec()
-    values = [(name, getattr(sampling, name), getattr(off, name)) for name in names]
-    return [(name, value, default) for name, value, default in values if value != default]
+def settings_in_use(sampling: SamplingSpec, names: Iterable[str]) -> list[str]:
+    """Those of the named sampling settings that are not off."""
+    return [name for name in names if getattr(sampling, name) != getattr(_OFF, name)]
+
+
+def refuse_settings(sampling: SamplingSpec, names: Iterable[str], who: str) -> None:
+    """Refuse sampling settings that an engine does not follow.
+
+    Args:
+        sampling: what is asked for.
+        names: settings that must be off.
+        who: which engine does not support them, and why, for the error.
+
+    Raises:
+        ValueError: a setting is not off; names its value and the one that turns it off.
+    """
+    for name in settings_in_use(sampling, names):
+        value, off = getattr(sampling, name), getattr(_OFF, name)
+        raise ValueError(f"{name}={value!r} is not supported by {who}; set {name}={off!r}")

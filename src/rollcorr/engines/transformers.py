@@ -18,7 +18,7 @@ from rollcorr.core.sampling import KeptSets, concatenate_kept_sets, kept_sets_of
 from rollcorr.engines.base import Engine, Rollout, check_weight_sync
 from rollcorr.engines.completions import rollout_from_completions
 from rollcorr.engines.continuous_batching import check_continuous_batching, generate_continuously
-from rollcorr.engines.generation_settings import GenerationSettings, settings_in_use
+from rollcorr.engines.generation_settings import GenerationSettings, refuse_settings
 from rollcorr.engines.probe import make_probe, score_probe
 from rollcorr.engines.response_scoring import score_responses
 from rollcorr.engines.token_batch import TokenBatch, pad_prompts
@@ -214,10 +214,8 @@ def _generation_config(settings: GenerationSettings) -> GenerationConfig:
     from transformers import GenerationConfig
 
     sampling = settings.sampling
-    for name, value, off in settings_in_use(sampling, ("presence_penalty", "frequency_penalty")):
-        raise ValueError(
-            f"{name}={value} is not supported by the transformers engine: set it to {off} or use repetition_penalty"
-        )
+    lacking = ("presence_penalty", "frequency_penalty")
+    refuse_settings(sampling, lacking, "the transformers engine, which has repetition_penalty only")
     if sampling.logit_bias or sampling.logprobs == "tempered":
         raise ValueError(
             f"logit_bias={sampling.logit_bias!r}, logprobs={sampling.logprobs!r}: the transformers engine biases no "
