@@ -210,7 +210,7 @@ class EngineContract:
 
 
 class KeptSetContract:
-    """Beside `EngineContract`, of an engine that tells which ids it could draw.
+    """In addition to `EngineContract`, of an engine that reports which ids it could draw.
 
     A subclass gives `make_truncated`: an engine with the weights of a policy that samples as `TRUNCATED` says.
     """

@@ -1,4 +1,4 @@
-"""A stand-in for the package `vllm`: its calls, answered by transformers. With the flaws that the engine must mend.
+"""A stand-in for the package `vllm`: its calls, answered by transformers. With the flaws that the engine must fix.
 
 `as_package` makes it importable by the real name in another process; `served` is the server around it.
 """

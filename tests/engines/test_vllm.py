@@ -112,7 +112,7 @@ def test_scoring_at_a_temperature_renormalizes(micro_policy):
     torch.testing.assert_close(engine.score(tokens)[mask], expected[mask], atol=1e-5, rtol=0)
 
 
-def test_a_worker_that_dies_is_started_anew_and_gives_the_same_tokens(micro_policy):
+def test_a_worker_that_dies_is_started_again_and_gives_the_same_tokens(micro_policy):
     engine = make_engine(micro_policy)
     engine.update_weights(micro_policy.model, version=4)
     expected = engine.generate(PROMPTS, seed=0)

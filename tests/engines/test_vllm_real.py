@@ -179,7 +179,7 @@ def test_replaying_the_kept_sets_brings_the_demo_policy_to_the_noise_floor(demo,
     assert abs(ratio - 1) <= 1e-3
 
 
-def test_replaying_mends_a_policy_that_a_truncation_distorts(demo, fresh):
+def test_replaying_corrects_a_policy_that_a_truncation_distorts(demo, fresh):
     """The demo's model before any training: T 0.7, top-p 0.9 and top-k 20 cut a lot from it."""
     policy = make_tiny_policy()
     with torch.no_grad():  # neither flat nor certain

@@ -283,7 +283,7 @@ def test_a_recorded_answer_with_a_flaw_is_refused_whole(api, good, bad, message)
             engine.generate([[1, 2, 3], [4, 5]], seed=0)
 
 
-def test_a_real_refusal_of_too_many_log_probs_names_the_mend():
+def test_a_real_refusal_of_too_many_log_probs_names_the_fix():
     with recorded_server() as url:
         engine = make_engine(url, recorded_policy(), sampling={**TRUNCATED, "top_k": 60}, tokens=6, dtype="bfloat16")
         with pytest.raises(EngineAnswerError, match=r"greater than max allowed: 64.*--max-logprobs 102"):

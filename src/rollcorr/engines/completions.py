@@ -186,6 +186,7 @@ def _column(completions: Sequence[Completion], name: str, checked: Callable[[Any
     """One checked value per token from every row; None if no row has any."""
     rows = [getattr(completion, name) for completion in completions]
 
+    # An engine reports a list for all rows or for none; only log_probs must be there.
     missing = [row for row, values in enumerate(rows) if values is None]
     if missing and (name == "log_probs" or len(missing) < len(rows)):
         raise EngineAnswerError(f"row {missing[0]} has no {name}; ask the engine for them on every request")
@@ -230,5 +231,6 @@ def _kept_sets(
             raise EngineAnswerError(f"{where} names an id twice: {found}")
         return found
 
+    # One packed list for the batch: the sets of row 0, then those of row 1, and so on.
     rows = _column(completions, "kept", checked)
     return None if rows is None else KeptSets.of([ids for row in rows for ids in row], device=device)

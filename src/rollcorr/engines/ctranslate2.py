@@ -142,6 +142,7 @@ class CTranslate2Engine(Engine):
         """
         check_prompts(prompts, vocabulary_size=self.vocabulary_size)
 
+        # A sampler reads the seed when it is loaded, so seed and load must not be separated by another thread.
         completions: dict[int, Completion] = {}
         with _SEEDED, _failures():
             self._package.set_random_seed(seed % UNSEEDED)
@@ -187,6 +188,7 @@ class CTranslate2Engine(Engine):
     @torch.no_grad()
     def import_weights(self, weights: Mapping[str, Tensor], *, version: int) -> None:
         """Restore what `export_weights` returned, verified as in `update_weights`."""
+        # The model that samples stays as it is until the other weights are verified.
         model = _float_copy(self._model)
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
@@ -226,6 +228,7 @@ class CTranslate2Engine(Engine):
             reported[step.batch_id].append((step.token_id, step.log_prob))
             return False
 
+        # The final answer has one score per response; only the callback reports one per token.
         results = self._generator.generate_batch(
             [[str(token) for token in prompt] for prompt in prompts],
             include_prompt_in_result=False,
@@ -307,6 +310,7 @@ def _float_copy(model: nn.Module) -> nn.Module:
 
 def _copy_with(model: nn.Module, weight: Callable[[Tensor], Tensor]) -> nn.Module:
     """A copy whose parameters are `weight` of the model's; tied ones stay tied."""
+    # deepcopy looks each parameter up by its id, so all uses of a tied one get the same new parameter.
     parameters = {id(p): nn.Parameter(weight(p), requires_grad=False) for p in model.parameters()}
     twin: nn.Module = copy.deepcopy(model, parameters)
     return twin

@@ -54,6 +54,7 @@ def score_responses_fused(
         TypeError: the model has no output head, or one that is not a plain `nn.Linear`.
         ValueError: the model bends its logits, so the logits are needed: use `score_responses`.
     """
+    # With the head left out the model's "logits" are the hidden states before it.
     head = output_head(model)
     with _left_out(model, head) as seen:
         hidden = response_logits(model, tokens)

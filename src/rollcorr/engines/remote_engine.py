@@ -200,7 +200,7 @@ class RemoteEngine(Engine, abc.ABC):
         """
         check_integer("version", version, at_least=0)
         expected = self._score_policy(model)
-        folder = self._folder
+        folder = self._folder  # raises if the engine takes no weights, while it can still be used
 
         with self._whole_or_unusable():
             write_checkpoint(model, folder, dtype=self.options.torch_dtype)
@@ -275,6 +275,7 @@ class RemoteEngine(Engine, abc.ABC):
     @contextlib.contextmanager
     def _whole_or_unusable(self) -> Iterator[None]:
         """Nothing samples from weights that an error left half-loaded or unverified."""
+        # Set before the load: a second thread, or an interrupt, must find the engine unusable as well.
         self._unusable = "its weights are being loaded"
         try:
             yield

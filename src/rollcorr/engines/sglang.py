@@ -98,6 +98,7 @@ class SglangEngine(RemoteEngine):
 
     def _complete(self, prompts: list[list[int]], seeds: list[int]) -> list[Completion]:
         parameters = _sampling_parameters(self.settings)
+        # Without a truncation there is no mask, and processed log-probs are the tempered ones.
         masked = self.sampling.logprobs == "processed" and self.sampling.truncates
         bodies = [
             {

@@ -69,6 +69,7 @@ def read_scores(answer: Any, row: int, tokens: Sequence[int], *, label: str | No
         EngineAnswerError: a field is missing, or other tokens or other weights were scored.
     """
     meta = _meta(answer, row)
+    # The first token has no log-prob, and comes all the same.
     ids, log_probs = _entries(meta, "input_token_logprobs", row)
     if ids != list(tokens):
         raise EngineAnswerError(f"row {row}: SGLang scored the tokens {ids} instead of {list(tokens)}")

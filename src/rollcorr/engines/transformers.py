@@ -95,6 +95,8 @@ class TransformersEngine(Engine):
         ids, mask = pad_prompts(prompts, pad_token_id=self.settings.pad_token_id)
         size = self.batch_size or len(prompts)
         device = self._device
+
+        # Both ways of sampling draw from torch's global generator.
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             if self.continuous_batching is not None:
                 return rollout_from_completions(
@@ -142,6 +144,8 @@ class TransformersEngine(Engine):
             WeightSyncError: they do not agree.
         """
         self._copy_weights(model)
+
+        # The version changes last: after a failure the engine does not claim the new one.
         expected = score_probe(model, self._probe, dtype=self.dtype, temperature=self.sampling.temperature)
         check_weight_sync(self.score(self._probe), expected, tolerance=SYNC_TOLERANCE)
         self.sampling = dataclasses.replace(self.sampling, policy_version=version)
@@ -173,6 +177,7 @@ class TransformersEngine(Engine):
         ended = is_end.cumsum(1)
         valid = (ended == 0) | ((ended == 1) & is_end)
 
+        # Finite scores are what the truncation left.
         kept, mass = None, torch.zeros_like(response, dtype=torch.float32)
         if self.sampling.truncates:
             kept = _kept_sets(output.scores, valid)
@@ -204,6 +209,7 @@ class _Chunk(NamedTuple):
 
 
 def _low_precision_copy(model: nn.Module, dtype: torch.dtype) -> Any:  # noqa: ANN401 (a transformers model)
+    # Parameters only: `model.to(dtype)` would round the rotary frequencies too.
     twin = copy.deepcopy(model).requires_grad_(False).eval()
     for parameter in twin.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -222,6 +228,7 @@ def _generation_config(settings: GenerationSettings) -> GenerationConfig:
             "logits and returns raw or processed log-probs; leave logit_bias out and set logprobs to one of these"
         )
 
+    # Logits give the raw log-probs, scores the processed ones.
     return GenerationConfig(
         do_sample=True,
         temperature=sampling.temperature,
@@ -250,6 +257,7 @@ def _log_prob(logits: Sequence[Tensor], response: Tensor, valid: Tensor) -> Tens
 
 def _kept_sets(scores: Sequence[Tensor], valid: Tensor) -> KeptSets:
     """The finite scores of each valid token, row after row; one step at a time, so the support is never held whole."""
+    # Sets come step by step, and leave row after row.
     by_step = concatenate_kept_sets([kept_sets_of_support(step.isfinite()) for step in scores])
     row, step = torch.where(valid)
     return by_step.select(step * len(valid) + row)

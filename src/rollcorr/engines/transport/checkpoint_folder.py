@@ -22,8 +22,10 @@ def write_checkpoint(model: Any, folder: Path, *, dtype: torch.dtype) -> None:  
         folder: an existing folder.
         dtype: precision in the files. Buffers keep theirs.
     """
+    # A larger older checkpoint may have had more files, which an engine would read as well.
     for file in folder.glob(WEIGHTS):
         file.unlink()
+
     saved = model.state_dict().keys()
     weights = {name: buffer.detach() for name, buffer in model.named_buffers() if name in saved}
     weights |= {name: parameter.detach().to(dtype) for name, parameter in model.named_parameters()}  # tied ones once

@@ -113,6 +113,7 @@ class JsonClient:
         failed = threading.Event()
         with ThreadPoolExecutor(min(self.concurrency, len(bodies)), thread_name_prefix="engine") as pool:
             futures = [pool.submit(self._request, "POST", path, body, failed) for body in bodies]
+            # All or nothing: the first error stops what has not begun, and retries with it.
             try:
                 done, _ = wait(futures, return_when=FIRST_EXCEPTION)
                 for future in done:  # the first error is raised here, before the others are waited for

@@ -67,6 +67,7 @@ def sampling_parameters(settings: GenerationSettings, *, vocabulary_size: int, s
     if tells_kept(sampling) and not sampling_mask:
         log_probs = log_probs_for(sampling.top_k, vocabulary_size)
 
+    # Every field by name: a server's own defaults must not fill any.
     return {
         "max_tokens": settings.max_new_tokens,
         "min_tokens": sampling.min_new_tokens,
@@ -195,6 +196,7 @@ def _named(name: str) -> int:
 
 def _finite(entries: Sequence[Mapping[str, Any]], where: str, sampling: SamplingSpec) -> list[int]:
     """Ids of the entries above −∞: all ids that could be drawn."""
+    # Processed log-probs of a whole kept set sum to 1; anything else means that the set is not whole.
     finite = {entry["token_id"]: entry["logprob"] for entry in entries if entry["logprob"] > JSON_MINUS_INFINITY}
     mass = math.fsum(map(math.exp, finite.values()))
     if not abs(mass - 1) <= KEPT_MASS_ERROR:

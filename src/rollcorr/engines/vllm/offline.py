@@ -167,6 +167,7 @@ class VllmEngine(VllmBase):
         return found
 
     def _load(self, version: int) -> None:
+        # A worker that starts with "auto" reads the folder by itself.
         if self._worker is None or not self._worker.alive or self.options.update == "restart":
             self._abandon()
             self._start(version)

@@ -142,6 +142,7 @@ class VllmServerEngine(VllmBase):
             ]
             return [_only_choice(answer) for answer in self._post_all(GENERATE, bodies)]
 
+        # Without these the answer is text, and ids cannot be read back from text.
         forms = {"return_token_ids": True, "return_tokens_as_token_ids": True}
         bodies = [
             {"model": self._model, "prompt": prompt, **forms, **fields}
@@ -168,6 +169,7 @@ class VllmServerEngine(VllmBase):
 
     def _load(self, version: int) -> None:
         """Pause, reload, forget what was cached under the old weights, and resume. After a failure it stays paused."""
+        # Responses under way end on the old weights.
         self._client.post("/pause?mode=wait", {})
         self._client.post("/collective_rpc", {"method": "rollcorr_reload", "args": [str(self._folder.resolve())]})
         answer = self._client.post("/reset_prefix_cache", {})

@@ -43,6 +43,8 @@ class Worker:
         import vllm
 
         self.llm = vllm.LLM(**engine_args)
+
+        # Answers then name the version of each token.
         self.llm.update_weight_version(str(version))
         config = self.llm.llm_engine.model_config
         return {"version": vllm.__version__, "max_model_len": config.max_model_len}
@@ -61,6 +63,7 @@ class Worker:
         """Sample a response to each prompt."""
         from vllm import SamplingParams
 
+        # JSON made the ids into text.
         common = dict(parameters)
         common["logit_bias"] = {int(token): bias for token, bias in common.get("logit_bias", {}).items()} or None
         sampling = [SamplingParams(**common, seed=seed) for seed in seeds]
