@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rollcorr import SamplingSpec
-from rollcorr.engines import TransformersEngine
+from rollcorr.engines import GenerationSettings, TransformersEngine
 from rollcorr.run_directory import read_metrics
 from rollcorr.train import latest_checkpoint, load_config, train
 from rollcorr.train.grpo import evaluate, load_policy, make_task
@@ -91,10 +91,12 @@ def accuracy_at_one(config: Any, run_dir: Path) -> float:
     policy = load_policy(str(latest_checkpoint(run_dir / "checkpoints")))
     engine = TransformersEngine(
         policy.model,
-        sampling=SamplingSpec(),
-        max_new_tokens=config.rollout.max_new_tokens,
-        eos_token_id=policy.eos_token_id,
-        pad_token_id=policy.pad_token_id,
+        GenerationSettings(
+            sampling=SamplingSpec(),
+            max_new_tokens=config.rollout.max_new_tokens,
+            eos_token_id=policy.eos_token_id,
+            pad_token_id=policy.pad_token_id,
+        ),
         dtype=torch.float32,
     )
     bonus, problems = config.task.bonus_length, config.log.evaluate

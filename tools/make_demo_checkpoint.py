@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from rollcorr.config import SamplingSpec
-from rollcorr.engines.transformers import TransformersEngine
+from rollcorr.engines import GenerationSettings, TransformersEngine
 from rollcorr.train.grpo.policy import ASSETS, make_tiny_policy, save_policy
 from rollcorr.train.grpo.tasks import ArithmeticTask
 from rollcorr.train.grpo.warmup import evaluate, warm_up
@@ -34,10 +34,12 @@ def main() -> None:
     task = ArithmeticTask(max_operand=99)
     engine = TransformersEngine(
         policy.model,
-        sampling=SamplingSpec(),
-        max_new_tokens=48,
-        eos_token_id=policy.eos_token_id,
-        pad_token_id=policy.pad_token_id,
+        GenerationSettings(
+            sampling=SamplingSpec(),
+            max_new_tokens=48,
+            eos_token_id=policy.eos_token_id,
+            pad_token_id=policy.pad_token_id,
+        ),
     )
 
     def good_enough(step: int, loss: float) -> bool:

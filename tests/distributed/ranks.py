@@ -267,6 +267,7 @@ def trained(group: Any = None, micro_batch: int = 8) -> dict[str, Any]:
 
     Mini-batches of 7 and 1, and of 3, 3 and 2, so that ranks have uneven numbers of rows and micro-batches, or none.
     """
+    from rollcorr.engines.generation_settings import GenerationSettings
     from rollcorr.engines.transformers import TransformersEngine
     from rollcorr.train import load_config
     from rollcorr.train.grpo import grpo_trainer as grpo
@@ -295,10 +296,12 @@ def trained(group: Any = None, micro_batch: int = 8) -> dict[str, Any]:
         settings = load_config(None, list(options))
         engine = TransformersEngine(
             policy.model,
-            sampling=settings.rollout.sampling,
-            max_new_tokens=settings.rollout.max_new_tokens,
-            eos_token_id=policy.eos_token_id,
-            pad_token_id=policy.pad_token_id,
+            GenerationSettings(
+                sampling=settings.rollout.sampling,
+                max_new_tokens=settings.rollout.max_new_tokens,
+                eos_token_id=policy.eos_token_id,
+                pad_token_id=policy.pad_token_id,
+            ),
         )
         trainer = grpo.GrpoTrainer(settings, policy, engine, make_task(settings.task), group=group)
         if mode != "nothing kept":  # Adam divides by the gradient's size and would blow up rounding errors.

@@ -15,8 +15,8 @@ from rollcorr.config import SamplingSpec
 from rollcorr.core.sampling import check_kept_sets
 from rollcorr.correction.scoring import actor_log_prob
 from rollcorr.engines.base import WeightSyncError
-from rollcorr.engines.model_scoring import score_responses
 from rollcorr.engines.probe import vocabulary_size
+from rollcorr.engines.response_scoring import score_responses
 
 PROMPTS = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]]
 NEW_TOKENS = 12
@@ -36,7 +36,7 @@ def change(policy, *, by=0.05, seed=1):
             parameter.add_(by * torch.randn(parameter.shape, generator=generator))
 
 
-def favour_the_end(policy):
+def favor_the_end(policy):
     """Make the end token likely: its embedding is also its output row."""
     with torch.no_grad():
         policy.model.get_input_embeddings().weight[policy.eos_token_id] *= 40
@@ -127,7 +127,7 @@ class EngineContract:
         assert abs(drawn.mean() - mean) < 4 * deviation / draws**0.5
 
     def test_a_response_ends_with_its_end_token_and_its_log_prob(self, engine, policy):
-        favour_the_end(policy)
+        favor_the_end(policy)
         engine.update_weights(policy.model, version=1)
         rollout = engine.generate(PROMPTS * 8, seed=0)
         tokens, expected = rollout.tokens, policy_log_prob(policy, rollout.tokens)
@@ -137,7 +137,7 @@ class EngineContract:
             last = int(tokens.response_mask[row].sum()) - 1
             assert tokens.response_ids[row, last] == policy.eos_token_id
             assert (tokens.response_ids[row, :last] != policy.eos_token_id).all()
-            # the favoured row is forty times as large, and so is its rounding
+            # the favored row is forty times as large, and so is its rounding
             assert abs(rollout.rollout_log_prob[row, last] - expected[row, last]) <= 40 * self.noise
 
     def test_a_rollout_says_who_drew_it_and_can_be_subtracted_from(self, engine, policy):
@@ -210,7 +210,7 @@ class EngineContract:
 
 
 class KeptSetContract:
-    """Beside `EngineContract`, of an engine that tells which ids it could draw.
+    """In addition to `EngineContract`, of an engine that reports which ids it could draw.
 
     A subclass gives `make_truncated`: an engine with the weights of a policy that samples as `TRUNCATED` says.
     """

@@ -1,4 +1,4 @@
-"""A stand-in for the package `vllm`: its calls, answered by transformers. With the flaws that the engine must mend.
+"""A stand-in for the package `vllm`: its calls, answered by transformers. With the flaws that the engine must fix.
 
 `as_package` makes it importable by the real name in another process; `served` is the server around it.
 """
@@ -169,7 +169,7 @@ def _prompt_logprobs(row, table, sampling):
 
 def served(llm):
     """The answers of vLLM's server as a function of (path, body): the status and the JSON."""
-    from rollcorr.engines.vllm.worker_process import plain_completion
+    from rollcorr.engines.vllm.worker_program import plain_completion
 
     def answer(path, body):
         path = path.partition("?")[0]

@@ -134,9 +134,9 @@ def test_an_empty_prompt_is_the_callers_fault():
 )
 def test_version_spans_that_say_too_little_are_refused(spans, message):
     with pytest.raises(EngineAnswerError, match=message):
-        versions_of_spans(spans, 3, 4, int)
+        versions_of_spans(spans, 3, 4, initial=0)
 
 
 def test_version_spans_give_a_version_to_each_token():
     spans = [{"version": "1", "start": 0, "end": 1}, {"version": "2", "start": 1, "end": 3}]
-    assert versions_of_spans(spans, 3, 0, int) == [1, 2, 2]
+    assert versions_of_spans(spans, 3, 0, initial=0) == [1, 2, 2]

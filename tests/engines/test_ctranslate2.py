@@ -17,7 +17,8 @@ from rollcorr.config import SamplingSpec
 from rollcorr.config.sampling_spec import IncompatibleSamplingError
 from rollcorr.engines.base import EngineUnavailableError, WeightSyncError
 from rollcorr.engines.ctranslate2 import CTranslate2Engine
-from rollcorr.engines.model_scoring import score_responses
+from rollcorr.engines.generation_settings import GenerationSettings
+from rollcorr.engines.response_scoring import score_responses
 from rollcorr.train.grpo.policy import Policy, load_policy
 
 STORIES = os.environ.get("ROLLCORR_STORIES260K")
@@ -26,10 +27,12 @@ STORIES = os.environ.get("ROLLCORR_STORIES260K")
 def make_engine(policy, *, cls=CTranslate2Engine, tokens=12, compute_type="float32", sampling=None, **options):
     return cls(
         policy.model,
-        sampling=SamplingSpec(**(sampling or {})),
-        max_new_tokens=tokens,
-        eos_token_id=policy.eos_token_id,
-        pad_token_id=policy.pad_token_id,
+        GenerationSettings(
+            sampling=SamplingSpec(**(sampling or {})),
+            max_new_tokens=tokens,
+            eos_token_id=policy.eos_token_id,
+            pad_token_id=policy.pad_token_id,
+        ),
         compute_type=compute_type,
         threads=1,
         **options,

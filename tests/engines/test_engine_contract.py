@@ -9,16 +9,17 @@ from engine_contract import NEW_TOKENS, TRUNCATED, EngineContract, KeptSetContra
 
 from rollcorr.config import SamplingSpec
 from rollcorr.engines.ctranslate2 import CTranslate2Engine
+from rollcorr.engines.generation_settings import GenerationSettings
 from rollcorr.engines.transformers import TransformersEngine
 
 
 def settings(policy, sampling=SamplingSpec()):  # noqa: B008 (frozen)
-    return {
-        "sampling": sampling,
-        "max_new_tokens": NEW_TOKENS,
-        "eos_token_id": policy.eos_token_id,
-        "pad_token_id": policy.pad_token_id,
-    }
+    return GenerationSettings(
+        sampling=sampling,
+        max_new_tokens=NEW_TOKENS,
+        eos_token_id=policy.eos_token_id,
+        pad_token_id=policy.pad_token_id,
+    )
 
 
 class ForgetfulTransformers(TransformersEngine):
@@ -39,10 +40,10 @@ class TestTransformers(EngineContract, KeptSetContract):
     options: ClassVar = {"dtype": torch.bfloat16}
 
     def make(self, policy, cls=TransformersEngine):
-        return cls(policy.model, **settings(policy), **self.options)
+        return cls(policy.model, settings(policy), **self.options)
 
     def make_truncated(self, policy):
-        return TransformersEngine(policy.model, **settings(policy, TRUNCATED), **self.options)
+        return TransformersEngine(policy.model, settings(policy, TRUNCATED), **self.options)
 
     def forgetful(self, policy, parameter):
         engine = self.make(policy, ForgetfulTransformers)
@@ -73,7 +74,7 @@ class TestCTranslate2Int8(EngineContract):
     options: ClassVar = {"compute_type": "int8"}
 
     def make(self, policy, cls=CTranslate2Engine):
-        return cls(policy.model, **settings(policy), **self.options, threads=1)
+        return cls(policy.model, settings(policy), **self.options, threads=1)
 
     def forgetful(self, policy, parameter):
         engine = self.make(policy, ForgetfulCTranslate2)

@@ -34,14 +34,14 @@ def hang(handler, body):
 
 
 @contextmanager
-def client_of(*behaviours, **options):
-    """A client, and a server that plays a list of behaviours, one a request; the last one goes on."""
-    left = list(behaviours)
+def client_of(*behaviors, **options):
+    """A client, and a server that plays a list of behaviors, one per request; the last one repeats."""
+    left = list(behaviors)
 
     def play(handler, body):
         with handler.server.lock:
-            behaviour = left.pop(0) if len(left) > 1 else left[0]
-        behaviour(handler, body)
+            behavior = left.pop(0) if len(left) > 1 else left[0]
+        behavior(handler, body)
 
     options = {"timeout": 60.0, "retries": 2, "backoff": 0.001} | options
     with serving(play) as server, JsonClient(f"{server.url}/", **options) as client:

@@ -19,7 +19,8 @@ from rollcorr import check_compatible
 from rollcorr.config import SamplingSpec
 from rollcorr.core.sampling import check_kept_sets, joint_support, top_k_support, top_p_support
 from rollcorr.engines.base import EngineAnswerError, EngineError, EngineUnavailableError, WeightSyncError
-from rollcorr.engines.sglang import SglangEngine
+from rollcorr.engines.generation_settings import GenerationSettings
+from rollcorr.engines.sglang import SglangEngine, SglangOptions
 
 RECORDED = json.loads((Path(__file__).parent / "recordings" / "sglang_0.5.23.json").read_text())
 RAW, TEMPERED, PROCESSED = RECORDED.values()
@@ -101,9 +102,12 @@ MODEL = make_micro_policy().model  # of the recordings' vocabulary; it answers t
 
 
 def make_engine(server, model=MODEL, **options):
-    given = {"sampling": SamplingSpec(), "max_new_tokens": 12, "eos_token_id": 256, "pad_token_id": 257}
-    given |= {"dtype": "float32", "engine_version": "0.5.23", "timeout": 60.0, "retries": 0}
-    return SglangEngine(model, url=server.url, **(given | options))
+    settings = {"sampling": SamplingSpec(), "max_new_tokens": 12, "eos_token_id": 256, "pad_token_id": 257}
+    settings |= {name: options.pop(name) for name in settings if name in options}
+    version = options.pop("version", 0)
+    given = {"dtype": "float32", "engine_version": "0.5.23", "timeout": 60.0, "retries": 0}
+    given = SglangOptions(url=server.url, **(given | options))
+    return SglangEngine(model, GenerationSettings(**settings), given, version=version)
 
 
 def replay(recorded, change=lambda answer: answer):
@@ -268,7 +272,7 @@ def shortened(name):
         (meta(completion_tokens=11), "for completion_tokens 11"),
         (meta(weight_versions=[{"version": "default", "start": 0, "end": 9}]), "do not cover its 12 tokens"),
         (meta(weight_versions=[{"version": "default"}]), "weight_versions is"),
-        (meta(weight_versions=None, weight_version="main"), "weight version 'main' is no policy version"),
+        (meta(weight_versions=None, weight_version="main"), "row 1 is of weights 'main', which is no policy version"),
         (lambda answer: answer | {"output_ids": [1, 2]}, r"output_ids \[1, 2\]"),
         (lambda answer: answer["meta_info"], "row 1: SGLang's answer has no meta_info"),
         (lambda answer: [answer], "row 1: SGLang's answer has no meta_info"),

@@ -12,8 +12,9 @@ from rollcorr.core.logprobs import kept_log_prob
 from rollcorr.core.sampling import check_kept_sets
 from rollcorr.correction.scoring import actor_log_prob
 from rollcorr.engines.base import EngineAnswerError, EngineUnavailableError, WeightSyncError, check_weight_sync
-from rollcorr.engines.continuous import generate_continuously
-from rollcorr.engines.model_scoring import response_logits, score_responses
+from rollcorr.engines.continuous_batching import generate_continuously
+from rollcorr.engines.generation_settings import GenerationSettings
+from rollcorr.engines.response_scoring import response_logits, score_responses
 from rollcorr.engines.transformers import TransformersEngine
 
 PROMPTS = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]]
@@ -23,10 +24,12 @@ def make_engine(policy, *, cls=TransformersEngine, dtype=torch.bfloat16, tokens=
     own = {name: sampling.pop(name) for name in ("batch_size", "continuous_batching") if name in sampling}
     return cls(
         policy.model,
-        sampling=SamplingSpec(**sampling),
-        max_new_tokens=tokens,
-        eos_token_id=policy.eos_token_id,
-        pad_token_id=policy.pad_token_id,
+        GenerationSettings(
+            sampling=SamplingSpec(**sampling),
+            max_new_tokens=tokens,
+            eos_token_id=policy.eos_token_id,
+            pad_token_id=policy.pad_token_id,
+        ),
         dtype=dtype,
         **own,
     )
@@ -61,7 +64,7 @@ def test_only_parameters_are_rounded(micro_policy):
     assert {p.dtype for p in micro_policy.model.parameters()} == {torch.float32}
 
 
-def test_a_truncated_distribution_is_renormalised_over_what_it_keeps(micro_policy):
+def test_a_truncated_distribution_is_renormalized_over_what_it_keeps(micro_policy):
     rollout = make_engine(micro_policy, dtype=torch.float32, top_k=1, logprobs="processed").generate(PROMPTS, seed=0)
     mask = rollout.tokens.response_mask
     assert (rollout.rollout_log_prob[mask] == 0).all()  # the only token kept has probability 1
@@ -182,7 +185,7 @@ def test_continuous_batching_draws_and_reports_what_generate_does(micro_policy):
     ("settings", "message"),
     [
         ({"logprobs": "raw"}, "returns processed log-probs alone"),
-        ({"min_p": 0.1}, "min_p=0.1: continuous batching would leave it out; set min_p=0"),
+        ({"min_p": 0.1}, "min_p=0.1 is not supported by continuous batching, which would leave it out; set min_p=0"),
         ({"repetition_penalty": 1.2}, "set repetition_penalty=1"),
         ({"min_new_tokens": 2}, "set min_new_tokens=0"),
     ],

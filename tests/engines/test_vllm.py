@@ -14,9 +14,10 @@ from vllm_doubles import InProcess, use_in_process
 from rollcorr.config import SamplingSpec
 from rollcorr.core.logprobs import kept_log_prob
 from rollcorr.engines.base import EngineAnswerError, EngineError, EngineUnavailableError, WeightSyncError
-from rollcorr.engines.model_scoring import response_logits, score_responses
-from rollcorr.engines.vllm.local import VllmEngine
-from rollcorr.engines.vllm.shared import row_seed
+from rollcorr.engines.generation_settings import GenerationSettings
+from rollcorr.engines.remote_engine import row_seed
+from rollcorr.engines.response_scoring import response_logits, score_responses
+from rollcorr.engines.vllm.offline import VllmEngine, VllmOptions
 
 TRUNCATED = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "logprobs": "processed"}
 
@@ -29,11 +30,13 @@ def in_process(monkeypatch):
 def make_engine(policy, *, cls=VllmEngine, sampling=None, tokens=NEW_TOKENS, **options):
     return cls(
         policy.model,
-        sampling=SamplingSpec(**(sampling or {})),
-        max_new_tokens=tokens,
-        eos_token_id=policy.eos_token_id,
-        pad_token_id=policy.pad_token_id,
-        **{"dtype": "float32", **options},
+        GenerationSettings(
+            sampling=SamplingSpec(**(sampling or {})),
+            max_new_tokens=tokens,
+            eos_token_id=policy.eos_token_id,
+            pad_token_id=policy.pad_token_id,
+        ),
+        VllmOptions(**{"dtype": "float32", **options}),
     )
 
 
@@ -100,7 +103,7 @@ def test_logits_that_tie_at_the_boundary_are_all_kept(micro_policy):
         engine.generate(PROMPTS, seed=0)
 
 
-def test_scoring_at_a_temperature_renormalises(micro_policy):
+def test_scoring_at_a_temperature_renormalizes(micro_policy):
     engine = make_engine(micro_policy, sampling={"temperature": 0.5, "logprobs": "processed"})
     tokens = engine.generate(PROMPTS, seed=0).tokens
     mask = tokens.response_mask
@@ -109,7 +112,7 @@ def test_scoring_at_a_temperature_renormalises(micro_policy):
     torch.testing.assert_close(engine.score(tokens)[mask], expected[mask], atol=1e-5, rtol=0)
 
 
-def test_a_worker_that_dies_is_started_anew_and_gives_the_same_tokens(micro_policy):
+def test_a_worker_that_dies_is_started_again_and_gives_the_same_tokens(micro_policy):
     engine = make_engine(micro_policy)
     engine.update_weights(micro_policy.model, version=4)
     expected = engine.generate(PROMPTS, seed=0)

@@ -4,6 +4,7 @@ Starting vLLM takes most of the time, so each engine serves several tests, which
 """
 
 import copy
+import dataclasses
 import importlib.util
 import os
 import time
@@ -17,9 +18,10 @@ from vllm_server_process import CPU, running_server
 from rollcorr.config import SamplingSpec
 from rollcorr.core.logprobs import kept_log_prob
 from rollcorr.engines.base import EngineUnavailableError, WeightSyncError
-from rollcorr.engines.model_scoring import response_logits
-from rollcorr.engines.vllm.local import VllmEngine
-from rollcorr.engines.vllm.server import VllmServerEngine
+from rollcorr.engines.generation_settings import GenerationSettings
+from rollcorr.engines.response_scoring import response_logits
+from rollcorr.engines.vllm.offline import VllmEngine, VllmOptions
+from rollcorr.engines.vllm.server import VllmServerEngine, VllmServerOptions
 from rollcorr.train.grpo.policy import load_policy, make_tiny_policy
 from rollcorr.train.grpo.tasks import ArithmeticTask
 
@@ -38,13 +40,17 @@ HERE = Path(__file__).parent
 def make_engine(policy, *, cls=VllmEngine, sampling=None, tokens=NEW_TOKENS, engine_args=None, **options):
     return cls(
         policy.model,
-        sampling=SamplingSpec(**(sampling or {})),
-        max_new_tokens=tokens,
-        eos_token_id=policy.eos_token_id,
-        pad_token_id=policy.pad_token_id,
-        engine_args={"enforce_eager": True, "max_model_len": 512, **(engine_args or {})},
-        env={**CPU, "PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}"},
-        **options,
+        GenerationSettings(
+            sampling=SamplingSpec(**(sampling or {})),
+            max_new_tokens=tokens,
+            eos_token_id=policy.eos_token_id,
+            pad_token_id=policy.pad_token_id,
+        ),
+        VllmOptions(
+            engine_args={"enforce_eager": True, "max_model_len": 512, **(engine_args or {})},
+            env={**CPU, "PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}"},
+            **options,
+        ),
     )
 
 
@@ -173,7 +179,7 @@ def test_replaying_the_kept_sets_brings_the_demo_policy_to_the_noise_floor(demo,
     assert abs(ratio - 1) <= 1e-3
 
 
-def test_replaying_mends_a_policy_that_a_truncation_distorts(demo, fresh):
+def test_replaying_corrects_a_policy_that_a_truncation_distorts(demo, fresh):
     """The demo's model before any training: T 0.7, top-p 0.9 and top-k 20 cut a lot from it."""
     policy = make_tiny_policy()
     with torch.no_grad():  # neither flat nor certain
@@ -219,8 +225,8 @@ def test_an_engine_that_was_killed_comes_back_with_its_weights(demo, fresh):
 
 
 def test_an_engine_that_does_not_answer_in_time_is_unavailable(demo, demo_engine, monkeypatch):
-    monkeypatch.setattr(demo_engine, "timeout", 0.01)
-    monkeypatch.setattr(demo_engine, "restarts", 0)
+    impatient = dataclasses.replace(demo_engine.options, timeout=0.01, restarts=0)
+    monkeypatch.setattr(demo_engine, "options", impatient)
     with pytest.raises(EngineUnavailableError, match=r"did not answer 'generate' within 0\.01 s"):
         demo_engine.generate(prompts_of(demo, 8), seed=0)
     monkeypatch.undo()
@@ -230,7 +236,7 @@ def test_an_engine_that_does_not_answer_in_time_is_unavailable(demo, demo_engine
 
 def test_the_old_head_of_a_tied_model_is_caught(demo, monkeypatch):
     """vLLM's own reload: on the CPU the head goes on with the weights that the engine started with."""
-    monkeypatch.setattr("rollcorr.engines.vllm.local.EXTENSION", "vllm_naive_reload.NaiveReloader")
+    monkeypatch.setattr("rollcorr.engines.vllm.offline.WORKER_EXTENSION", "vllm_naive_reload.NaiveReloader")
     with pytest.raises(WeightSyncError, match="weight sync incomplete: a probe batch differs by") as error:
         make_engine(demo)
     say(f"reload without the head: {str(error.value)[:100]}")
@@ -275,12 +281,13 @@ def test_a_server_takes_weights_and_gives_kept_sets_both_ways(server, tmp_path, 
     prompts = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]] * 8
     with VllmServerEngine(
         policy.model,
-        url=server,
-        sampling=SamplingSpec(**TRUNCATED),
-        max_new_tokens=32,
-        eos_token_id=policy.eos_token_id,
-        pad_token_id=policy.pad_token_id,
-        folder=tmp_path / "weights",
+        GenerationSettings(
+            sampling=SamplingSpec(**TRUNCATED),
+            max_new_tokens=32,
+            eos_token_id=policy.eos_token_id,
+            pad_token_id=policy.pad_token_id,
+        ),
+        VllmServerOptions(url=server, folder=tmp_path / "weights"),
     ) as engine:
         (full, _, _), (k3, ratio, _) = compare("server", policy, engine.generate(prompts, seed=0))
         change(policy, by=0.01)

@@ -13,8 +13,9 @@ from vllm_doubles import serving
 from rollcorr.config import SamplingSpec
 from rollcorr.core.logprobs import kept_log_prob
 from rollcorr.engines.base import EngineAnswerError, EngineError, EngineUnavailableError, WeightSyncError
-from rollcorr.engines.model_scoring import response_logits
-from rollcorr.engines.vllm.server import FOR_UPDATES, VllmServerEngine
+from rollcorr.engines.generation_settings import GenerationSettings
+from rollcorr.engines.response_scoring import response_logits
+from rollcorr.engines.vllm.server import FOR_UPDATES, VllmServerEngine, VllmServerOptions
 from rollcorr.train.grpo.policy import make_tiny_policy
 
 TRUNCATED = {"temperature": 0.7, "top_p": 0.9, "top_k": 4, "logprobs": "processed"}
@@ -38,12 +39,13 @@ def start_llm(policy, folder, *, processed=False, **options):
 def make_engine(url, policy, *, cls=VllmServerEngine, sampling=None, tokens=NEW_TOKENS, **options):
     return cls(
         policy.model,
-        url=url,
-        sampling=SamplingSpec(**(sampling or {})),
-        max_new_tokens=tokens,
-        eos_token_id=policy.eos_token_id,
-        pad_token_id=policy.pad_token_id,
-        **{"dtype": "float32", "retries": 0, "concurrency": 1, **options},
+        GenerationSettings(
+            sampling=SamplingSpec(**(sampling or {})),
+            max_new_tokens=tokens,
+            eos_token_id=policy.eos_token_id,
+            pad_token_id=policy.pad_token_id,
+        ),
+        VllmServerOptions(**{"url": url, "dtype": "float32", "retries": 0, "concurrency": 1, **options}),
     )
 
 
@@ -197,7 +199,7 @@ def test_a_server_cannot_score_at_another_temperature(micro_policy, tmp_path):
     with server_of(micro_policy, tmp_path, processed=True) as (url, _):
         engine = make_engine(url, micro_policy, sampling={"temperature": 0.5, "logprobs": "processed"})
         tokens = engine.generate(PROMPTS, seed=0).tokens
-        with pytest.raises(EngineError, match=r"scores at temperature 1, not 0\.5"):
+        with pytest.raises(EngineError, match=r"scores given tokens at temperature 1, not 0\.5"):
             engine.score(tokens)
 
 
@@ -281,7 +283,7 @@ def test_a_recorded_answer_with_a_flaw_is_refused_whole(api, good, bad, message)
             engine.generate([[1, 2, 3], [4, 5]], seed=0)
 
 
-def test_a_real_refusal_of_too_many_log_probs_names_the_mend():
+def test_a_real_refusal_of_too_many_log_probs_names_the_fix():
     with recorded_server() as url:
         engine = make_engine(url, recorded_policy(), sampling={**TRUNCATED, "top_k": 60}, tokens=6, dtype="bfloat16")
         with pytest.raises(EngineAnswerError, match=r"greater than max allowed: 64.*--max-logprobs 102"):

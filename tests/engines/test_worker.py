@@ -10,7 +10,7 @@ import time
 import pytest
 
 from rollcorr.engines.base import EngineAnswerError, EngineUnavailableError
-from rollcorr.engines.transport.worker import WorkerProcess
+from rollcorr.engines.transport.pipes import WorkerProcess
 
 ECHO = """
     import json, os, sys

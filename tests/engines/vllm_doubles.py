@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import fake_vllm
 
 from rollcorr.engines.base import EngineAnswerError, EngineUnavailableError
-from rollcorr.engines.vllm.worker_process import Worker
+from rollcorr.engines.vllm.worker_program import Worker
 
 
 class InProcess:
@@ -39,7 +39,7 @@ class InProcess:
 def use_in_process(monkeypatch, process=InProcess):
     """Make `VllmEngine` use the stand-in."""
     monkeypatch.setitem(sys.modules, "vllm", fake_vllm)
-    monkeypatch.setattr("rollcorr.engines.vllm.local.WorkerProcess", process)
+    monkeypatch.setattr("rollcorr.engines.vllm.offline.WorkerProcess", process)
     process.dies = process.started = 0
 
 

@@ -12,8 +12,9 @@ from rollcorr.config import SamplingSpec
 from rollcorr.config.sampling_spec import IncompatibleSamplingError
 from rollcorr.core.divergence import k3 as k3_of
 from rollcorr.core.sampling import KeptSets
+from rollcorr.engines import GenerationSettings
 from rollcorr.engines.base import EngineAnswerError
-from rollcorr.engines.model_scoring import score_responses
+from rollcorr.engines.response_scoring import score_responses
 from rollcorr.engines.transformers import TransformersEngine
 from rollcorr.train.grpo.actor import Actor
 from rollcorr.train.grpo.grpo_config import ActorConfig
@@ -29,9 +30,8 @@ STORIES = os.environ.get("ROLLCORR_STORIES260K")
 
 
 def sample(model, prompts, *, eos=256, pad=257, dtype=torch.bfloat16, tokens=36, seed=0, sampling=TRUNCATED):
-    engine = TransformersEngine(
-        model, sampling=sampling, max_new_tokens=tokens, eos_token_id=eos, pad_token_id=pad, dtype=dtype
-    )
+    settings = GenerationSettings(sampling=sampling, max_new_tokens=tokens, eos_token_id=eos, pad_token_id=pad)
+    engine = TransformersEngine(model, settings, dtype=dtype)
     return engine.generate(prompts, seed=seed)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rollcorr.config.sampling_spec import IncompatibleSamplingError
-from rollcorr.engines.transformers import TransformersEngine
+from rollcorr.engines import TransformersEngine, VllmOptions
 from rollcorr.train.grpo.engine_choice import CLASSES, make_engine
 from rollcorr.train.grpo.grpo_config import RolloutConfig
 from rollcorr.train.grpo.grpo_recipe import GrpoRecipe
@@ -21,7 +21,10 @@ def test_the_transformers_engine_gets_what_the_rollout_section_says(micro_config
     engine = make_engine(config, micro_policy, version=4)
     assert isinstance(engine, TransformersEngine)
     assert (engine.dtype, engine.batch_size, engine.weight_version) == (torch.float32, 5, 4)
-    assert (engine.eos_token_id, engine.pad_token_id) == (micro_policy.eos_token_id, micro_policy.pad_token_id)
+    assert (engine.settings.eos_token_id, engine.settings.pad_token_id) == (
+        micro_policy.eos_token_id,
+        micro_policy.pad_token_id,
+    )
 
 
 @pytest.mark.parametrize("engine", ["transformers", "ctranslate2"])
@@ -41,7 +44,7 @@ def test_the_configuration_knows_every_engine_and_every_engine_exists():
     for place in CLASSES.values():
         module, _, name = place.partition(":")
         known = inspect.signature(getattr(importlib.import_module(module), name)).parameters
-        assert {"model", "sampling", "max_new_tokens", "eos_token_id", "pad_token_id", "version"} <= set(known)
+        assert {"model", "settings", "version"} <= set(known)
 
 
 def test_a_server_without_an_address_is_asked_for_one(micro_config, micro_policy):
@@ -78,3 +81,20 @@ def test_an_option_that_the_engine_does_not_know_is_named(micro_config, micro_po
     name = option.partition("=")[0]
     with pytest.raises(ValueError, match=rf"rollout.engine_options.{name} is no option of the engine 'transformers'"):
         make_engine(micro_config(f"rollout.engine_options.{option}"), micro_policy)
+
+
+class WithOptions:
+    """An engine whose own options are in a class."""
+
+    def __init__(self, model, settings, options: VllmOptions, *, version=0):
+        self.settings, self.options, self.version = settings, options, version
+
+
+def test_options_of_an_engine_that_has_a_class_for_them_reach_it(micro_config, micro_policy, monkeypatch):
+    monkeypatch.setitem(CLASSES, "vllm", f"{__name__}:WithOptions")
+    changes = ("rollout.engine=vllm", "rollout.dtype=float32", "rollout.engine_options={restarts: 3}")
+    engine = make_engine(micro_config(*changes), micro_policy, version=4)
+    assert (engine.options.dtype, engine.options.restarts, engine.version) == ("float32", 3, 4)
+    assert engine.settings.max_new_tokens == micro_config().rollout.max_new_tokens
+    with pytest.raises(ValueError, match=r"engine_options\.restart is no option of the engine 'vllm'; did you mean"):
+        make_engine(micro_config("rollout.engine=vllm", "rollout.engine_options.restart=3"), micro_policy)

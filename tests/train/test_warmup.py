@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rollcorr.config import SamplingSpec
+from rollcorr.engines import GenerationSettings
 from rollcorr.engines.transformers import TransformersEngine
 from rollcorr.train.grpo.tasks import ArithmeticTask, TaskProblem
 from rollcorr.train.grpo.warmup import evaluate, solution_loss, warm_up
@@ -47,10 +48,11 @@ def test_the_warm_up_teaches_and_stops_when_told(micro_policy, monkeypatch):
 def test_an_evaluation_is_repeatable_and_counts_right_answers(micro_policy):
     task = ArithmeticTask(max_operand=1)
     warm_up(micro_policy, task, steps=120, batch_size=32, learning_rate=1e-2)
-    engine = TransformersEngine(
-        micro_policy.model, sampling=SamplingSpec(), max_new_tokens=12,
+    settings = GenerationSettings(
+        sampling=SamplingSpec(), max_new_tokens=12,
         eos_token_id=micro_policy.eos_token_id, pad_token_id=micro_policy.pad_token_id,
     )  # fmt: skip
+    engine = TransformersEngine(micro_policy.model, settings)
     first, again = (evaluate(engine, micro_policy, task, problems=32, bonus_length=8, seed=0) for _ in range(2))
     assert first == again
     assert 0 < first.accuracy <= 1

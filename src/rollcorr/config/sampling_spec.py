@@ -17,6 +17,7 @@ from rollcorr.config.checks import check_choice, check_integer, check_number
 
 __all__ = [
     "ENGINES",
+    "JSON_MINUS_INFINITY",
     "Comparison",
     "EngineSampling",
     "IncompatibleSamplingError",
@@ -29,6 +30,10 @@ Transform = Literal["logit_bias", "penalties", "min_new_tokens", "temperature", 
 Support = Literal["engine", "recomputed", "replayed", "kept_mass"]
 Actor = Literal["full", "recompute", "replay", "kept_mass"]
 Verdict = Literal["same", "approximate", "different"]
+
+JSON_MINUS_INFINITY = -9999.0
+"""What engines write for a log-prob of −inf, which JSON cannot hold. No sampled token has it, so it marks a token whose
+log-prob is missing."""
 
 _ACTORS: Mapping[str, Support] = {
     "full": "engine",

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rollcorr.core.layout import sequence_ids
 from rollcorr.core.sampling import KeptSets, with_sampled
+from rollcorr.core.widening import at_least_float32
 
 
 class SupportedLogProb(NamedTuple):
@@ -47,7 +48,7 @@ def token_log_prob(logits: Tensor, token_ids: Tensor, *, temperature: float = 1.
         ValueError: shapes do not fit, or the temperature is not above 0.
     """
     _check(logits, token_ids, temperature)
-    return _at((_wide(logits) / temperature).log_softmax(-1), token_ids)
+    return _at((at_least_float32(logits) / temperature).log_softmax(-1), token_ids)
 
 
 def supported_log_prob(
@@ -70,7 +71,7 @@ def supported_log_prob(
     if support.shape != logits.shape:
         raise ValueError(f"support {tuple(support.shape)} and logits {tuple(logits.shape)} differ")
     support, outside = with_sampled(support, token_ids)
-    scaled = (_wide(logits) / temperature).masked_fill(~support, -torch.inf)
+    scaled = (at_least_float32(logits) / temperature).masked_fill(~support, -torch.inf)
     return SupportedLogProb(_at(scaled.log_softmax(-1), token_ids), outside)
 
 
@@ -105,7 +106,7 @@ def kept_log_mass(logits: Tensor, token_ids: Tensor, kept: KeptSets, *, temperat
     """
     scaled, sampled, rows = _gather(logits, token_ids, kept, temperature)
     largest, log_sum, _ = _log_sum(scaled, sampled, rows, kept, token_ids)
-    whole = (_wide(logits) / temperature).logsumexp(-1)
+    whole = (at_least_float32(logits) / temperature).logsumexp(-1)
     return (largest.view(token_ids.shape) - whole) + log_sum.view(token_ids.shape)
 
 
@@ -116,7 +117,7 @@ def token_entropy(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
         ValueError: the temperature is not above 0.
     """
     _check_temperature(temperature)
-    log_p = (_wide(logits) / temperature).log_softmax(-1)
+    log_p = (at_least_float32(logits) / temperature).log_softmax(-1)
     return -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum(-1)
 
 
@@ -149,7 +150,7 @@ def kept_mass_log_ratio(log_ratio: Tensor, log_kept_mass: Tensor) -> Tensor:
     """
     if log_ratio.shape != log_kept_mass.shape:
         raise ValueError(f"log_ratio {tuple(log_ratio.shape)} and log_kept_mass {tuple(log_kept_mass.shape)} differ")
-    return _wide(log_ratio) - _wide(log_kept_mass)
+    return at_least_float32(log_ratio) - at_least_float32(log_kept_mass)
 
 
 def _gather(logits: Tensor, token_ids: Tensor, kept: KeptSets, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -162,8 +163,8 @@ def _gather(logits: Tensor, token_ids: Tensor, kept: KeptSets, temperature: floa
         )
     flat = logits.reshape(-1, logits.shape[-1])
     rows = sequence_ids(kept.ids, cu_seqlens=kept.offsets)
-    scaled = _wide(flat[rows, kept.ids.long()]) / temperature
-    sampled = _wide(flat.gather(-1, token_ids.reshape(-1, 1).long()).squeeze(-1)) / temperature
+    scaled = at_least_float32(flat[rows, kept.ids.long()]) / temperature
+    sampled = at_least_float32(flat.gather(-1, token_ids.reshape(-1, 1).long()).squeeze(-1)) / temperature
     return scaled, sampled, rows
 
 
@@ -199,7 +200,3 @@ def _check(logits: Tensor, token_ids: Tensor, temperature: float) -> None:
 def _check_temperature(temperature: float) -> None:
     if not (math.isfinite(temperature) and temperature > 0):
         raise ValueError(f"temperature must be finite and > 0, got {temperature}; greedy decoding has no log-probs")
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

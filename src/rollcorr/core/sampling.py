@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.core.boundary import check_tensors
+from rollcorr.core.widening import at_least_float32
 
 Filter = Callable[[Tensor], Tensor]
 """From logits (…, V), −inf where already removed, to the bool support of what stays."""
@@ -49,11 +50,11 @@ def top_p_support(logits: Tensor, top_p: float) -> Tensor:
     """
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p must be in (0, 1], got {top_p}")
-    descending = _wide(logits).sort(dim=-1, descending=True).values
+    descending = at_least_float32(logits).sort(dim=-1, descending=True).values
     probability = descending.softmax(-1, dtype=torch.float64)
     inside = probability.cumsum(-1) - probability < top_p
     smallest = descending.masked_fill(~inside, torch.inf).amin(-1, keepdim=True)
-    return (_wide(logits) >= smallest) & (logits > -torch.inf)
+    return (at_least_float32(logits) >= smallest) & (logits > -torch.inf)
 
 
 def min_p_support(logits: Tensor, min_p: float) -> Tensor:
@@ -64,7 +65,7 @@ def min_p_support(logits: Tensor, min_p: float) -> Tensor:
     """
     if not 0 < min_p <= 1:
         raise ValueError(f"min_p must be in (0, 1], got {min_p}; leave the filter out for 0")
-    wide = _wide(logits)
+    wide = at_least_float32(logits)
     return (wide >= wide.amax(-1, keepdim=True) + math.log(min_p)) & (logits > -torch.inf)
 
 
@@ -204,7 +205,3 @@ def check_kept_sets(kept: KeptSets, tokens: int, vocabulary: int) -> None:
 
 def _offsets(sizes: Tensor) -> Tensor:
     return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
-
-
-def _wide(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))

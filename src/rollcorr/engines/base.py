@@ -1,4 +1,4 @@
-"""The protocol of an engine: prompts in; sampled tokens, their log-probs and where both came from out."""
+"""The protocol of an engine: prompts go in; sampled tokens and their log-probs come out, with where both came from."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from torch import Tensor, nn
 
 from rollcorr.config import SamplingSpec
 from rollcorr.core.sampling import KeptSets
-from rollcorr.engines.model_scoring import TokenBatch
+from rollcorr.engines.token_batch import TokenBatch
 
 
 class EngineError(RuntimeError):
-    """An engine failed. Nothing of what it was asked for may be used."""
+    """An engine failed. No part of its answer may be used."""
 
 
 class EngineUnavailableError(EngineError):
-    """It died, cannot be reached, or did not answer in time, and retries did not help."""
+    """The engine died, cannot be reached, or did not answer in time, and retries did not help."""
 
 
 class EngineAnswerError(EngineError):
-    """It answered, but refused, or something is missing or no log-prob: a list too short, NaN, None, −9999."""
+    """The engine refused, or its answer lacks something: a list is too short, or a log-prob is NaN, None or −9999."""
 
 
 class WeightSyncError(EngineError):
-    """It does not hold the weights that it was given: a fault of the copy, not staleness."""
+    """The engine does not hold the weights that it was given. This is a fault of the copy, not staleness."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -35,16 +35,16 @@ class Rollout:
 
     Attributes:
         tokens: prompts and responses, B rows.
-        rollout_log_prob: what `sampling` says that it is, of each response token, nats, (B, T) float32; 0 outside
-            the response mask.
+        rollout_log_prob: the log-prob of each response token, of the kind that `sampling` names, nats, (B, T) float32;
+            0 outside the response mask.
         sampling: how the tokens were drawn, and by which policy version.
-        raw_log_prob: log softmax(logits) at temperature 1 over the full vocabulary, where the engine tells it too.
+        raw_log_prob: log softmax(logits) at temperature 1 over the full vocabulary, if the engine reports it too.
         kept: the ids that could be sampled at each response token, packed: one set for each true entry of
-            `tokens.response_mask`, row after row; None when nothing was truncated or the engine does not tell.
-        log_kept_mass: log of the mass that those sets have in the whole softmax at the sampling temperature, nats,
-            (B, T) float32; 0 outside the response mask; None like `kept`.
-        policy_versions: the policy version behind each token, (B, T) int64, where the engine changed weights within
-            a response; None when `sampling.policy_version` holds for all.
+            `tokens.response_mask`, row after row. None if nothing was truncated or the engine does not report them.
+        log_kept_mass: log of the mass of those sets in the whole softmax at the sampling temperature, nats, (B, T)
+            float32; 0 outside the response mask. None if it is not known.
+        policy_versions: the policy version behind each token, (B, T) int64, if the engine changed weights within a
+            response. None if `sampling.policy_version` holds for all tokens.
     """
 
     tokens: TokenBatch
@@ -57,55 +57,53 @@ class Rollout:
 
 
 class Engine(Protocol):
-    """A sampler that holds its own copy of the policy."""
+    """A sampler that holds its own copy of the policy. Its class takes the model and `GenerationSettings` first.
 
-    @property
-    def sampling(self) -> SamplingSpec:
-        """How tokens are drawn, and by which policy version."""
-        ...
+    Attributes:
+        sampling: how tokens are drawn, by which engine and which policy version.
+    """
+
+    sampling: SamplingSpec
 
     @property
     def weight_version(self) -> int:
-        """Version of the policy that samples now."""
-        ...
+        """The version of the policy that samples now."""
+        return self.sampling.policy_version or 0
 
     def generate(self, prompts: Sequence[Sequence[int]], *, seed: int) -> Rollout:
         """Sample one response per prompt. Equal seeds, prompts and weights give equal tokens."""
-        ...
 
     def score(self, tokens: TokenBatch) -> Tensor:
-        """Log-probs that this engine gives to response tokens, at its sampling temperature, (B, T) float32."""
-        ...
+        """The engine's own log-probs of given response tokens, at its sampling temperature, (B, T) float32."""
 
     def update_weights(self, model: nn.Module, *, version: int) -> None:
         """Take over the weights of `model` and verify that they arrived.
 
         Raises:
-            WeightSyncError: a probe batch is scored differently by the two sides.
+            WeightSyncError: the two sides score a probe batch differently.
         """
-        ...
 
     def export_weights(self) -> Mapping[str, Tensor]:
         """The weights that sample now, for a checkpoint of a run whose engine lags behind its policy."""
-        ...
 
     def import_weights(self, weights: Mapping[str, Tensor], *, version: int) -> None:
         """Restore what `export_weights` returned."""
-        ...
 
 
 def check_weight_sync(engine_log_prob: Tensor, policy_log_prob: Tensor, *, tolerance: float) -> None:
     """Require max |engine log-prob − policy log-prob| ≤ tolerance on a probe batch.
 
     Args:
-        engine_log_prob: the probe as scored by the engine, nats, (B, T).
-        policy_log_prob: the probe as scored by the policy in the engine's precision, nats, (B, T).
+        engine_log_prob: the probe as the engine scores it, nats, (B, T).
+        policy_log_prob: the probe as the policy scores it in the engine's precision, nats, (B, T).
         tolerance: the noise floor between the two, nats.
 
     Raises:
         WeightSyncError: the difference is larger, or not a number.
     """
     difference = float((engine_log_prob - policy_log_prob).abs().max())
+
+    # "Not below or equal" is also true of NaN.
     if not difference <= tolerance:
         raise WeightSyncError(
             f"weight sync incomplete: a probe batch differs by {difference:.3g} nats between engine and policy, "

@@ -1,7 +1,7 @@
 """An engine in C++ with int8 or int16 weights, in process: CTranslate2.
 
-The policy is converted from the live module and sampled by kernels that share nothing with torch, on an ordinary CPU.
-So the mismatch between sampler and trainer is real: other code, other rounding, other order of sums.
+The policy is converted from the live module and sampled on an ordinary CPU by kernels that share nothing with torch.
+So the mismatch between sampler and trainer is real: other code, other rounding, another order of sums.
 
 CTranslate2 returns log softmax(logits) at temperature 1 over the full vocabulary, whatever it sampled with: "raw".
 """
@@ -14,7 +14,7 @@ import dataclasses
 import gc
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rollcorr.config import SamplingSpec
 from rollcorr.config.checks import check_choice, check_integer
 from rollcorr.engines.base import (
+    Engine,
     EngineAnswerError,
     EngineError,
     EngineUnavailableError,
@@ -33,35 +33,46 @@ from rollcorr.engines.base import (
     check_weight_sync,
 )
 from rollcorr.engines.completions import Completion, rollout_from_completions
-from rollcorr.engines.model_scoring import TokenBatch, pad_prompts
+from rollcorr.engines.generation_settings import GenerationSettings, refuse_settings
 from rollcorr.engines.probe import make_probe, score_probe, vocabulary_size
+from rollcorr.engines.token_batch import TokenBatch, check_prompts
 
 ComputeType = Literal["int8", "int16", "float32"]
 COMPUTE_TYPES = ("int8", "int16", "float32")
+
+# Nats between the float32 sampler and the float32 policy on the probe.
 SYNC_TOLERANCE = 1e-4
-UNSEEDED = 0xFFFFFFFF  # as a seed it asks CTranslate2 for a random one
-_SEEDED = threading.Lock()  # CTranslate2's seed is one for the process
+
+# As a seed it asks CTranslate2 for a random one.
+UNSEEDED = 0xFFFFFFFF
+
+# Sampling settings that CTranslate2 lacks, or counts in the log-probs that it calls raw.
+NOT_SUPPORTED = (
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "min_new_tokens",
+)
+_SEEDED = threading.Lock()  # CTranslate2 has one seed for the process
 
 
-class CTranslate2Engine:
+class CTranslate2Engine(Engine):
     """Sample with CTranslate2 from a converted copy of `model`.
 
-    The converted model is held as bytes, float32; every call of `generate` loads them anew in `compute_type` (4 to
+    The converted model is held as float32 bytes. Every call of `generate` loads them again in `compute_type` (4 to
     40 ms for a million parameters), because a sampler of CTranslate2 reads its seed only once in its life.
 
     Args:
         model: a causal language model of `transformers` that CTranslate2 can convert (Llama, Qwen3, …); it is copied,
             never changed.
-        sampling: how to draw tokens. Temperature, top-k and top-p are applied to the choice alone; `check_compatible`
-            says whether raw log-probs serve such a choice. Penalties, biases, min-p and `min_new_tokens` are refused:
-            CTranslate2 lacks them, or counts them in the log-probs that it calls raw.
-        max_new_tokens: longest response, at least 1.
-        eos_token_id: ends a response and belongs to it.
-        pad_token_id: fills rows.
+        settings: how to sample. Temperature, top-k and top-p change the choice and not the log-probs;
+            `check_compatible` says whether raw log-probs serve such a choice. `NOT_SUPPORTED` settings are refused.
+        version: policy version of `model`.
         compute_type: precision of the weights and of the products with them.
         batch_size: rows sampled or scored at a time; None takes all at once.
         threads: threads of one generation; 0 leaves the number to CTranslate2.
-        version: policy version of `model`.
 
     Raises:
         ImportError: ctranslate2 is not installed.
@@ -73,49 +84,52 @@ class CTranslate2Engine:
     def __init__(
         self,
         model: nn.Module,
+        settings: GenerationSettings,
         *,
-        sampling: SamplingSpec,
-        max_new_tokens: int,
-        eos_token_id: int,
-        pad_token_id: int,
+        version: int = 0,
         compute_type: ComputeType = "int8",
         batch_size: int | None = None,
         threads: int = 0,
-        version: int = 0,
     ) -> None:
-        check_integer("max_new_tokens", max_new_tokens, at_least=1)
         check_integer("threads", threads, at_least=0)
         check_choice("compute_type", compute_type, COMPUTE_TYPES)
         if batch_size is not None:
             check_integer("batch_size (None for all)", batch_size, at_least=1)
-        _check_sampling(sampling)
+        if settings.sampling.logprobs != "raw":
+            raise ValueError(
+                f"logprobs={settings.sampling.logprobs!r}: the ctranslate2 engine returns raw log-probs only; set "
+                "logprobs='raw' (at temperature 1 without truncation they are the same)"
+            )
+        who = "the ctranslate2 engine, which lacks it or would count it in log-probs called raw"
+        refuse_settings(settings.sampling, NOT_SUPPORTED, who)
+
         self._package = _ctranslate2()
-        _check_supported(compute_type, self._package.get_supported_compute_types("cpu"))
+
+        # Not every processor multiplies in every type: int16 needs Intel's MKL.
+        supported = self._package.get_supported_compute_types("cpu")
+        if compute_type not in supported:
+            usable = ", ".join(repr(name) for name in COMPUTE_TYPES if name in supported)
+            raise ValueError(f"compute_type {compute_type!r} is not supported by this processor; choose from {usable}")
+
+        self.settings = settings
         self.sampling = dataclasses.replace(
-            sampling, engine="ctranslate2", engine_version=self._package.__version__, policy_version=version
+            settings.sampling, engine="ctranslate2", engine_version=self._package.__version__, policy_version=version
         )
-        self.max_new_tokens = max_new_tokens
-        self.eos_token_id = eos_token_id
-        self.pad_token_id = pad_token_id
         self.compute_type = compute_type
         self.batch_size = batch_size
         self.threads = threads
         self.vocabulary_size = vocabulary_size(model)
         self.device = next(model.parameters()).device
+
         self._probe = make_probe(model)
         self._files: dict[str, bytes] = {}
         self.update_weights(model, version=version)
 
-    @property
-    def weight_version(self) -> int:
-        """Version of the policy that samples now."""
-        return self.sampling.policy_version or 0
-
     def generate(self, prompts: Sequence[Sequence[int]], *, seed: int) -> Rollout:
-        """Sample one response per prompt. It sets CTranslate2's own seed; torch's random state is left alone.
+        """Sample one response per prompt. It sets CTranslate2's own seed and leaves torch's random state alone.
 
-        Prompts of one length are sampled at a time. In a mixed batch CTranslate2 feeds the longer prompts step by step,
-        and where the shortest has a single token, it returns those steps as if it had drawn them (4.8.5).
+        Prompts of one length are sampled at a time. In a mixed batch CTranslate2 feeds the longer prompts token by
+        token, and if the shortest has a single token, it returns those tokens as if it had drawn them (4.8.5).
 
         Args:
             prompts: token ids, B rows, none empty. They are fed as they are: no token is put in front.
@@ -126,18 +140,21 @@ class CTranslate2Engine:
             EngineUnavailableError: CTranslate2 failed.
             EngineAnswerError: it returned something that is no log-prob.
         """
-        self._check_prompts(prompts)
+        check_prompts(prompts, vocabulary_size=self.vocabulary_size)
+
+        # A sampler reads the seed when it is loaded, so seed and load must not be separated by another thread.
         completions: dict[int, Completion] = {}
         with _SEEDED, _failures():
             self._package.set_random_seed(seed % UNSEEDED)
             self._generator = self._load(self.compute_type, self._files)
             for rows in _rows_of_one_length(prompts, self.batch_size or len(prompts)):
                 completions |= zip(rows, self._sample([prompts[row] for row in rows]), strict=True)
+
         return rollout_from_completions(
             prompts,
             [completions[row] for row in range(len(prompts))],
             sampling=self.sampling,
-            pad_token_id=self.pad_token_id,
+            pad_token_id=self.settings.pad_token_id,
             vocabulary_size=self.vocabulary_size,
             device=self.device,
         )
@@ -145,7 +162,7 @@ class CTranslate2Engine:
     def score(self, tokens: TokenBatch) -> Tensor:
         """Log-probs of response tokens in this engine's precision, at the sampling temperature, (B, T) float32.
 
-        Logits of `batch_size` rows are held in memory. Positions outside the response mask hold 0.
+        Logits of `batch_size` rows are held in memory. Positions outside the response mask are 0.
 
         Raises:
             EngineUnavailableError: CTranslate2 failed.
@@ -155,8 +172,8 @@ class CTranslate2Engine:
     def update_weights(self, model: nn.Module, *, version: int) -> None:
         """Convert the weights of `model` and verify them on a probe batch.
 
-        The converted bytes are loaded in float32 and scored against `model` in float32: the rounding of int8, 0.1 to
-        0.7 nats on a probe, would hide a parameter that kept its old value. The sampler loads the same bytes.
+        The converted bytes are loaded in float32 and compared with `model` in float32: the rounding of int8, 0.1 to
+        0.7 nats on a probe, would hide a parameter that kept its old value. The sampler then loads the same bytes.
 
         Raises:
             WeightSyncError: the two sides do not agree; the engine keeps its previous weights and version.
@@ -171,6 +188,7 @@ class CTranslate2Engine:
     @torch.no_grad()
     def import_weights(self, weights: Mapping[str, Tensor], *, version: int) -> None:
         """Restore what `export_weights` returned, verified as in `update_weights`."""
+        # The model that samples stays as it is until the other weights are verified.
         model = _float_copy(self._model)
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
@@ -181,12 +199,14 @@ class CTranslate2Engine:
 
     def _take(self, model: nn.Module, expected: Tensor, version: int) -> None:
         """Sample with the weights of `model` from now on, provided that they score the probe as `expected`."""
-        files = _converted(model, self.eos_token_id, self.vocabulary_size)
+        files = _converted(model, self.settings.eos_token_id, self.vocabulary_size)
         with _failures():
             exact = self._load("float32", files)
             got = self._score(exact, self._probe.to("cpu"), 1.0)
             check_weight_sync(got, expected.to("cpu"), tolerance=SYNC_TOLERANCE)
             self._generator = exact if self.compute_type == "float32" else self._load(self.compute_type, files)
+
+        # Only now is the update certain; a failure above leaves the engine with its previous weights.
         self._model, self._files = model, files
         self.sampling = dataclasses.replace(self.sampling, policy_version=version)
 
@@ -201,18 +221,19 @@ class CTranslate2Engine:
         )
 
     def _sample(self, prompts: Sequence[Sequence[int]]) -> list[Completion]:
-        """One completion a prompt, as the step callback and the final answer both tell it."""
-        told: list[list[tuple[int, float | None]]] = [[] for _ in prompts]
+        """One completion per prompt, on which the step callback and the final answer agree."""
+        reported: list[list[tuple[int, float | None]]] = [[] for _ in prompts]
 
         def listen(step: Any) -> bool:  # noqa: ANN401 (lazy package)
-            told[step.batch_id].append((step.token_id, step.log_prob))
+            reported[step.batch_id].append((step.token_id, step.log_prob))
             return False
 
+        # The final answer has one score per response; only the callback reports one per token.
         results = self._generator.generate_batch(
             [[str(token) for token in prompt] for prompt in prompts],
             include_prompt_in_result=False,
-            max_length=self.max_new_tokens,
-            end_token=[self.eos_token_id],
+            max_length=self.settings.max_new_tokens,
+            end_token=[self.settings.eos_token_id],
             return_end_token=True,
             return_scores=True,
             sampling_temperature=self.sampling.temperature,
@@ -220,7 +241,8 @@ class CTranslate2Engine:
             sampling_topp=self.sampling.top_p,
             callback=listen,
         )
-        for row, (result, steps) in enumerate(zip(results, told, strict=True)):
+
+        for row, (result, steps) in enumerate(zip(results, reported, strict=True)):
             if result.sequences_ids[0] != [token for token, _ in steps]:
                 raise EngineAnswerError(
                     f"row {row}: CTranslate2 returned {result.sequences_ids[0]} and scored {[t for t, _ in steps]}"
@@ -231,41 +253,25 @@ class CTranslate2Engine:
                 log_probs=[log_prob for _, log_prob in steps],
                 raw_log_probs=[log_prob for _, log_prob in steps],
             )
-            for steps in told
+            for steps in reported
         ]
 
     def _score(self, generator: Any, tokens: TokenBatch, temperature: float) -> Tensor:  # noqa: ANN401 (lazy package)
-        host = tokens.to("cpu")
-        prompts = [ids[mask].tolist() for ids, mask in zip(host.prompt_ids, host.prompt_mask, strict=True)]
-        responses = [ids[mask].tolist() for ids, mask in zip(host.response_ids, host.response_mask, strict=True)]
+        prompts, responses = tokens.to("cpu").unpadded()
         log_prob = torch.zeros(tokens.response_ids.shape, device="cpu")
         size = self.batch_size or len(tokens)
         for start in range(0, len(tokens), size):
             rows = range(start, min(start + size, len(tokens)))
             with _failures():
                 logits = torch.from_numpy(np.array(generator.forward_batch([prompts[r] + responses[r] for r in rows])))
+
+            # The logits at a token predict the next one.
             for row in rows:
                 first, last = len(prompts[row]) - 1, len(prompts[row]) + len(responses[row]) - 1
                 scores = (logits[row - start, first:last] / temperature).log_softmax(-1)
                 chosen = torch.tensor(responses[row], dtype=torch.int64, device="cpu")[:, None]
                 log_prob[row, : len(chosen)] = scores.gather(-1, chosen).squeeze(-1)
         return log_prob.to(tokens.response_ids.device)
-
-    def _check_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
-        pad_prompts([list(prompt) for prompt in prompts], pad_token_id=self.pad_token_id)  # refuses empty ones
-        for row, prompt in enumerate(prompts):
-            wrong = [token for token in prompt if not 0 <= token < self.vocabulary_size]
-            if wrong:  # CTranslate2 would read it as its unknown token and say nothing
-                raise ValueError(
-                    f"prompt {row} has token id {wrong[0]}, outside the vocabulary 0 … {self.vocabulary_size - 1}"
-                )
-
-
-def _check_supported(compute_type: str, supported: Iterable[str]) -> None:
-    """Not every processor multiplies in every type: int16 needs Intel's MKL."""
-    if compute_type not in supported:
-        usable = ", ".join(repr(name) for name in COMPUTE_TYPES if name in supported)
-        raise ValueError(f"compute_type {compute_type!r} is not supported by this processor; choose from {usable}")
 
 
 def _ctranslate2() -> Any:  # noqa: ANN401 (imported lazily)
@@ -274,24 +280,6 @@ def _ctranslate2() -> Any:  # noqa: ANN401 (imported lazily)
     except ImportError as error:
         raise ImportError("the ctranslate2 engine needs ctranslate2: pip install 'rollcorr[ctranslate2]'") from error
     return ctranslate2
-
-
-def _check_sampling(sampling: SamplingSpec) -> None:
-    if sampling.logprobs != "raw" or sampling.support != "engine":
-        raise ValueError(
-            f"logprobs={sampling.logprobs!r}, support={sampling.support!r}: the ctranslate2 engine returns raw "
-            "log-probs only; set logprobs='raw' (at temperature 1 without truncation they are the same)"
-        )
-    off = SamplingSpec()
-    names = ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_new_tokens")
-    for name in names:
-        if getattr(sampling, name) != getattr(off, name):
-            raise ValueError(
-                f"{name}={getattr(sampling, name)!r} is not supported by the ctranslate2 engine, which lacks it or "
-                f"would count it in log-probs called raw: set it to {getattr(off, name)!r}"
-            )
-    if sampling.temperature <= 0:
-        raise ValueError(f"temperature must be > 0 to sample, got {sampling.temperature}")
 
 
 def _rows_of_one_length(prompts: Sequence[Sequence[int]], size: int) -> Iterator[list[int]]:
@@ -306,7 +294,7 @@ def _rows_of_one_length(prompts: Sequence[Sequence[int]], size: int) -> Iterator
 
 @contextlib.contextmanager
 def _failures() -> Iterator[None]:
-    """What CTranslate2 throws, as an engine that is not available."""
+    """Turn what CTranslate2 throws into an `EngineUnavailableError`."""
     try:
         yield
     except EngineError:
@@ -321,7 +309,8 @@ def _float_copy(model: nn.Module) -> nn.Module:
 
 
 def _copy_with(model: nn.Module, weight: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A copy whose parameters are what `weight` makes of the model's; tied ones stay tied."""
+    """A copy whose parameters are `weight` of the model's; tied ones stay tied."""
+    # deepcopy looks each parameter up by its id, so all uses of a tied one get the same new parameter.
     parameters = {id(p): nn.Parameter(weight(p), requires_grad=False) for p in model.parameters()}
     twin: nn.Module = copy.deepcopy(model, parameters)
     return twin
@@ -330,7 +319,7 @@ def _copy_with(model: nn.Module, weight: Callable[[Tensor], Tensor]) -> nn.Modul
 def _converted(model: Any, eos_token_id: int, vocabulary: int) -> dict[str, bytes]:  # noqa: ANN401 (a transformers model)
     """The files of a CTranslate2 model directory, float32, by name.
 
-    Each token is called by its number, so that nothing depends on a tokenizer and no id is renamed on the way.
+    Each token is named by its number. So nothing depends on a tokenizer, and no id is renamed on the way.
     """
     from ctranslate2.converters import TransformersConverter
 
@@ -342,11 +331,12 @@ def _converted(model: Any, eos_token_id: int, vocabulary: int) -> dict[str, byte
         pad_token=end,
         get_vocab=lambda: {str(token): token for token in range(vocabulary)},
     )
-    # The converter takes the module apart as it goes: give it one of its own, around the same tensors.
+
+    # The converter takes the module apart, so it gets one of its own, around the same tensors.
     shell = _copy_with(model, lambda p: p.detach())
 
     class InProcess(TransformersConverter):  # type: ignore[misc]
-        """Converts a module that is here already, instead of reading one from its directory."""
+        """Converts a module that is in memory already, instead of reading one from a directory."""
 
         def load_model(self, *_: object, **__: object) -> Any:  # noqa: ANN401
             return shell
@@ -362,10 +352,11 @@ def _converted(model: Any, eos_token_id: int, vocabulary: int) -> dict[str, byte
 
 @contextlib.contextmanager
 def _short_collections() -> Iterator[None]:
-    """Keep older objects out of the garbage collections that the converter runs for each layer (2 s instead of 0.1)."""
-    if gc.get_freeze_count():  # somebody else's: unfreezing would undo it
+    """Keep older objects out of the garbage collections that the converter runs for each layer (0.1 s, not 2 s)."""
+    if gc.get_freeze_count():  # somebody else froze them, and unfreezing would undo that
         yield
         return
+
     gc.freeze()
     try:
         yield

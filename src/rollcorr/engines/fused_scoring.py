@@ -1,7 +1,7 @@
-"""Token log-probs of a causal language model without its logits: its hidden states go to `linear_log_prob`.
+"""Log-probs of response tokens without the model's logits: its hidden states go to `linear_log_prob`.
 
-The model runs as it is, with its output head left out: what it returns as logits are then the hidden states, times
-whatever factor it puts on its logits (`logits_scaling`, `logit_scale` and their like).
+The model runs unchanged except that its output head is left out. What it then returns as logits are its hidden states,
+times any factor that it puts on its logits (`logits_scaling`, `logit_scale` and the like).
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from rollcorr.core.sampling import KeptSets
-from rollcorr.engines.model_scoring import TokenBatch, response_logits
+from rollcorr.engines.response_scoring import response_logits
+from rollcorr.engines.token_batch import TokenBatch
 from rollcorr.kernels.linear_logprob import Implementation, LinearLogProb, linear_log_prob
 
+# Fields of model configurations that bend logits.
 SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "logit_softcap")
-"""Fields of configurations that bend logits."""
 
 
 def score_responses_fused(
@@ -36,14 +37,14 @@ def score_responses_fused(
     """As `score_responses`, without (B, T, V) logits; or, with kept sets, over K ∪ {a} alone.
 
     Args:
-        model: a causal language model of `transformers` whose head is a plain `nn.Linear`. Its forward runs with the
-            head left out, so a head that a wrapper shards or gathers must be whole in memory.
+        model: a causal language model of `transformers` whose head is a plain `nn.Linear`. Its forward pass runs
+            without the head, so a head that a wrapper shards or gathers must be whole in memory.
         tokens: prompts and responses. Tokens beyond the response mask are dropped before the head.
         temperature: the sampling temperature, > 0, or one for each token, (B, T).
         kept: one set for each of B · T positions: `KeptSets.padded(tokens.response_mask)` of packed ones.
         entropy: see `linear_log_prob`. (B, T) if a tensor.
         log_kept_mass: see `linear_log_prob`.
-        accumulate_into: gets the gradient of the head's weight; see `linear_log_prob`.
+        accumulate_into: receives the gradient of the head's weight; see `linear_log_prob`.
         impl: see `linear_log_prob`.
 
     Returns:
@@ -51,12 +52,14 @@ def score_responses_fused(
 
     Raises:
         TypeError: the model has no output head, or one that is not a plain `nn.Linear`.
-        ValueError: the model bends its logits; then they are needed: use `score_responses`.
+        ValueError: the model bends its logits, so the logits are needed: use `score_responses`.
     """
+    # With the head left out the model's "logits" are the hidden states before it.
     head = output_head(model)
     with _left_out(model, head) as seen:
         hidden = response_logits(model, tokens)
     _check_factor(hidden, seen, head)
+
     return linear_log_prob(
         hidden,
         head.weight,
@@ -85,6 +88,7 @@ def output_head(model: Any) -> nn.Linear:  # noqa: ANN401 (transformers is not i
             f"the output head of {type(model).__name__} is {type(head).__name__}, and an nn.Linear is needed: merge an "
             "adapter into it, or use score_responses"
         )
+
     config = model.config.get_text_config()
     for name in SOFT_CAPS:
         if (cap := getattr(config, name, None)) is not None:
@@ -94,7 +98,7 @@ def output_head(model: Any) -> nn.Linear:  # noqa: ANN401 (transformers is not i
 
 @dataclass
 class _Seen:
-    """What the head was given, and how often that had been written to then."""
+    """What the head was given, and how often that tensor had been written to by then."""
 
     hidden: Tensor
     version: int
@@ -106,6 +110,7 @@ def _left_out(model: Any, head: nn.Linear) -> Iterator[list[_Seen]]:  # noqa: AN
     seen: list[_Seen] = []
     identity = nn.Identity()
     identity.register_forward_hook(lambda _, inputs, __: seen.append(_Seen(inputs[0], inputs[0]._version)))
+
     model.set_output_embeddings(identity)
     try:
         yield seen
@@ -116,7 +121,7 @@ def _left_out(model: Any, head: nn.Linear) -> Iterator[list[_Seen]]:  # noqa: AN
 def _check_factor(hidden: Tensor, seen: list[_Seen], head: nn.Linear) -> None:
     """Raise a ValueError unless the model returned what its head was given, or a multiple of it.
 
-    Only a model that does something to its logits makes this wait for the device.
+    This waits for the device only if the model does something to its logits.
     """
     if len(seen) != 1:
         reason = f"its head ran {len(seen)} times"
@@ -125,6 +130,7 @@ def _check_factor(hidden: Tensor, seen: list[_Seen], head: nn.Linear) -> None:
     elif _same_memory(hidden, seen[0].hidden):
         return
     else:
+        # One factor for all logits is allowed; it is measured here, in float64.
         after, before = hidden.detach().double(), seen[0].hidden.detach()[:, : hidden.shape[1]].double()
         factor = (after * before).sum() / before.square().sum()
         tolerance = 8 * torch.finfo(hidden.dtype).eps

@@ -1,11 +1,11 @@
 """An SGLang server as an engine, over its native HTTP interface: token ids in, token ids and log-probs out.
 
-Three kinds of log-probs come back, and the `SamplingSpec` says which one is wanted:
+Three kinds of log-probs come back, and the `SamplingSpec` names the one to use:
 
 - "raw": `output_token_logprobs` at temperature 1 without penalties, where they are log softmax(logits);
 - "tempered": `output_token_logprobs` at any temperature, over the full vocabulary;
-- "processed": under a truncation `output_token_sampling_logprobs`, over the kept sets of `output_token_sampling_mask`,
-  which differ from the tempered ones by the log of the kept mass; without a truncation the tempered ones.
+- "processed": without a truncation the tempered ones. Under a truncation `output_token_sampling_logprobs`, over the
+  kept sets of `output_token_sampling_mask`; they differ from the tempered ones by the log of the kept mass.
 
 Sources: docs.sglang.io, "Sampling Parameters" and "SGLang for RL Systems". Answers to `/generate` are tested on what
 SGLang 0.5.23 answered; re-scoring and weight updates follow the documentation (docs/engines.md).
@@ -14,7 +14,8 @@ SGLang 0.5.23 answered; re-scoring and weight updates follow the documentation (
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,35 +24,46 @@ from torch import nn
 from rollcorr.config import SamplingSpec
 from rollcorr.engines.base import EngineError, WeightSyncError
 from rollcorr.engines.completions import Completion
+from rollcorr.engines.generation_settings import GenerationSettings, settings_in_use
+from rollcorr.engines.remote_engine import RemoteEngine, ServerOptions
 from rollcorr.engines.sglang_answer import read_completion, read_scores
-from rollcorr.engines.transport.http import JsonClient
-from rollcorr.engines.transport.remote import Dtype, RemoteEngine
+
+
+@dataclass(frozen=True, kw_only=True)
+class SglangOptions(ServerOptions):
+    """Options of `SglangEngine`, beside those of `ServerOptions`.
+
+    Attributes:
+        engine_version: SGLang's version, for the `SamplingSpec`.
+    """
+
+    engine_version: str | None = None
+
+
+# Sampling settings that change log-probs over the whole vocabulary.
+CHANGES_WHOLE = (
+    "temperature",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "min_new_tokens",
+)
 
 
 class SglangEngine(RemoteEngine):
     """Sample with an SGLang server.
 
     Start it with `--enable-deterministic-inference`, or it ignores seeds, and without SGLANG_RETURN_ORIGINAL_LOGPROB,
-    which makes tempered log-probs raw ones.
+    which turns tempered log-probs into raw ones.
 
     Args:
         model: the policy. With a `folder` its weights are loaded into the server at once; without one the server must
             have been started with them.
-        url: where the server is, for instance "http://localhost:30000".
-        sampling: how to draw tokens. Truncated sampling needs a positive `top_k`: SGLang tells kept sets of a bounded
-            size only.
-        max_new_tokens: longest response, at least 1.
-        eos_token_id: ends a response and belongs to it. The end tokens in the model's own configuration end one too.
-        pad_token_id: fills rows.
+        settings: how to sample. Truncated sampling needs a positive `top_k`: SGLang reports kept sets of a bounded size
+            only. The end tokens in the model's own configuration end a response too.
+        options: where the server is, and how weights reach it.
         version: policy version of `model`.
-        dtype: precision that the server computes in.
-        folder: where weights for the server are written, at a path that it reads too; None if none are ever updated.
-        engine_version: SGLang's version, for the `SamplingSpec`.
-        timeout: seconds until an answer begins: that of the longest response.
-        retries: how often a request that failed is sent again.
-        concurrency: requests under way at a time.
-        headers: sent with each request, such as an API key.
-        sync_tolerance: largest difference between server and policy on the probe, nats; None for `NOISE_FLOOR`.
 
     Raises:
         ImportError: httpx is not installed.
@@ -65,56 +77,28 @@ class SglangEngine(RemoteEngine):
     engine: ClassVar[str] = "sglang"
     title: ClassVar[str] = "SGLang"
 
+    options: SglangOptions
+
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        url: str,
-        sampling: SamplingSpec,
-        max_new_tokens: int,
-        eos_token_id: int,
-        pad_token_id: int,
-        version: int = 0,
-        dtype: Dtype = "bfloat16",
-        folder: str | Path | None = None,
-        engine_version: str | None = None,
-        timeout: float = 1800.0,
-        retries: int = 3,
-        concurrency: int = 64,
-        headers: Mapping[str, str] | None = None,
-        sync_tolerance: float | None = None,
+        self, model: nn.Module, settings: GenerationSettings, options: SglangOptions, *, version: int = 0
     ) -> None:
-        _check_sampling(sampling)
-        super().__init__(
-            model,
-            sampling=dataclasses.replace(sampling, engine_version=engine_version),
-            max_new_tokens=max_new_tokens,
-            eos_token_id=eos_token_id,
-            pad_token_id=pad_token_id,
-            version=version,
-            dtype=dtype,
-            sync_tolerance=sync_tolerance,
-        )
-        self._client = JsonClient(url, timeout=timeout, retries=retries, concurrency=concurrency, headers=headers)
+        _check_sampling(settings.sampling)
+        super().__init__(model, settings, options, version=version)
+        self.sampling = dataclasses.replace(self.sampling, engine_version=options.engine_version)
+        self._client = options.client()
         self._first_version = version
         self._label: str | None = None  # what the server calls the weights that it was given last
-        self._updates_folder = None if folder is None else Path(folder)
-        if self._updates_folder is None:
-            self._expected = self._score_policy(model)
-            with self._whole_or_unusable():
-                self._verify(self._expected)
-        else:
-            self._updates_folder.mkdir(parents=True, exist_ok=True)
-            self.update_weights(model, version=version)
+        self._hand_over(model, options.folder, version)
 
     @property
     def _folder(self) -> Path:
-        if self._updates_folder is None:
+        if self.options.folder is None:
             raise EngineError("this SGLang engine updates no weights: give it a folder that the server reads too")
-        return self._updates_folder
+        return Path(self.options.folder)
 
     def _complete(self, prompts: list[list[int]], seeds: list[int]) -> list[Completion]:
-        parameters = _sampling_parameters(self.sampling, self.max_new_tokens, self.eos_token_id)
+        parameters = _sampling_parameters(self.settings)
+        # Without a truncation there is no mask, and processed log-probs are the tempered ones.
         masked = self.sampling.logprobs == "processed" and self.sampling.truncates
         bodies = [
             {
@@ -125,6 +109,7 @@ class SglangEngine(RemoteEngine):
             }
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
+
         raw = _full_is_raw(self.sampling)
         return [
             read_completion(answer, row, masked=masked, raw=raw, first_version=self._first_version)
@@ -132,8 +117,7 @@ class SglangEngine(RemoteEngine):
         ]
 
     def _prompt_log_probs(self, rows: list[list[int]], temperature: float) -> Sequence[Sequence[object]]:
-        if temperature != 1:
-            raise EngineError(f"SGLang scores given tokens at temperature 1, not {temperature:g}")
+        self._require_temperature_1(temperature)
         bodies = [
             {
                 "input_ids": row,
@@ -157,10 +141,11 @@ class SglangEngine(RemoteEngine):
         self._label = str(version)
 
 
-def _sampling_parameters(sampling: SamplingSpec, max_new_tokens: int, eos_token_id: int) -> dict[str, Any]:
+def _sampling_parameters(settings: GenerationSettings) -> dict[str, Any]:
     """Every setting by name, or the model's `generation_config.json` would fill those left out."""
+    sampling = settings.sampling
     return {
-        "max_new_tokens": max_new_tokens,
+        "max_new_tokens": settings.max_new_tokens,
         "min_new_tokens": sampling.min_new_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -170,30 +155,17 @@ def _sampling_parameters(sampling: SamplingSpec, max_new_tokens: int, eos_token_
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
         "logit_bias": {str(token): bias for token, bias in sampling.biases().items()} or None,
-        "stop_token_ids": [eos_token_id],
+        "stop_token_ids": [settings.eos_token_id],
         "no_stop_trim": True,
     }
 
 
 def _full_is_raw(sampling: SamplingSpec) -> bool:
     """Whether log-probs over the whole vocabulary are those at temperature 1 without penalties."""
-    off = SamplingSpec()
-    names = (
-        "temperature",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "logit_bias",
-        "min_new_tokens",
-    )
-    return all(getattr(sampling, name) == getattr(off, name) for name in names)
+    return not settings_in_use(sampling, CHANGES_WHOLE)
 
 
 def _check_sampling(sampling: SamplingSpec) -> None:
-    if sampling.temperature <= 0:
-        raise ValueError(f"temperature must be > 0 to sample, got {sampling.temperature}")
-    if sampling.support != "engine":
-        raise ValueError(f"support={sampling.support!r}: an engine returns log-probs over its own support")
     if sampling.logprobs == "raw" and not _full_is_raw(sampling):
         raise ValueError(
             "SGLang returns raw log-probs at temperature 1 without penalties and min_new_tokens only: set "
@@ -201,6 +173,6 @@ def _check_sampling(sampling: SamplingSpec) -> None:
         )
     if sampling.logprobs == "processed" and sampling.truncates and sampling.top_k < 1:
         raise ValueError(
-            f"top_p={sampling.top_p:g}, min_p={sampling.min_p:g} without top_k: SGLang tells kept sets of bounded size "
-            "only; set top_k too"
+            f"top_p={sampling.top_p:g}, min_p={sampling.min_p:g} without top_k: SGLang reports kept sets of bounded "
+            "size only; set top_k too"
         )

@@ -1,4 +1,4 @@
-"""What SGLang's `/generate` answers to one request, read into a `Completion`, or an error that says what is missing."""
+"""Read what SGLang's `/generate` answers to one request into a `Completion`, or say what is missing."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ from typing import Any
 from rollcorr.engines.base import EngineAnswerError
 from rollcorr.engines.completions import Completion, versions_of_spans
 
-DEFAULT_LABEL = "default"
-"""What SGLang calls the weights that it was started with."""
-
 
 def read_completion(answer: Any, row: int, *, masked: bool, raw: bool, first_version: int) -> Completion:  # noqa: ANN401
     """The response in an answer.
 
     Args:
         answer: the JSON of the answer.
-        row: its number in the batch, for errors.
+        row: which prompt it answers, for errors.
         masked: the request asked for `return_sampling_mask`: log-probs are over the kept sets.
         raw: log-probs over the full vocabulary are those at temperature 1.
         first_version: policy version of the weights that the server was started with.
@@ -29,25 +26,33 @@ def read_completion(answer: Any, row: int, *, masked: bool, raw: bool, first_ver
     reason = meta.get("finish_reason")
     if not isinstance(reason, dict) or reason.get("type") not in ("stop", "length"):
         raise EngineAnswerError(f"row {row} did not finish: finish_reason is {reason!r}")
+
+    # output_ids may lack the end token, whose log-prob is there.
     ids, full = _entries(meta, "output_token_logprobs", row)
-    count, told = meta.get("completion_tokens"), answer.get("output_ids")
-    if count != len(ids) or told not in (ids, ids[:-1]):  # they may lack the end token, whose log-prob is there
+    count, output_ids = meta.get("completion_tokens"), answer.get("output_ids")
+    if count != len(ids) or output_ids not in (ids, ids[:-1]):
         raise EngineAnswerError(
-            f"row {row} has {len(ids)} output_token_logprobs, for completion_tokens {count} and output_ids {told}"
+            f"row {row} has {len(ids)} output_token_logprobs, for completion_tokens {count} and output_ids {output_ids}"
         )
+
     sampled, kept, mass = full, None, None
     if masked:
         sampled, kept = (
             _list_of(meta, f"output_token_sampling_{name}", row, len(ids)) for name in ("logprobs", "mask")
         )
         mass = [_difference(whole, inside) for whole, inside in zip(full, sampled, strict=True)]
+
+    # Spans come where weights changed within the response, one label otherwise.
+    spans = meta.get("weight_versions")
+    if spans is None:
+        spans = [{"version": meta.get("weight_version"), "start": 0, "end": len(ids)}]
     return Completion(
         token_ids=ids,
         log_probs=sampled,
         kept=kept,
         log_kept_mass=mass,
         raw_log_probs=full if raw else None,
-        versions=_versions(meta, row, len(ids), first_version),
+        versions=versions_of_spans(spans, len(ids), row, initial=first_version),
     )
 
 
@@ -56,7 +61,7 @@ def read_scores(answer: Any, row: int, tokens: Sequence[int], *, label: str | No
 
     Args:
         answer: the JSON of the answer.
-        row: its number in the batch, for errors.
+        row: which row it answers, for errors.
         tokens: what was to be scored.
         label: the `weight_version` that must have scored them; None for any.
 
@@ -64,6 +69,7 @@ def read_scores(answer: Any, row: int, tokens: Sequence[int], *, label: str | No
         EngineAnswerError: a field is missing, or other tokens or other weights were scored.
     """
     meta = _meta(answer, row)
+    # The first token has no log-prob, and comes all the same.
     ids, log_probs = _entries(meta, "input_token_logprobs", row)
     if ids != list(tokens):
         raise EngineAnswerError(f"row {row}: SGLang scored the tokens {ids} instead of {list(tokens)}")
@@ -93,30 +99,12 @@ def _list_of(meta: dict[str, Any], name: str, row: int, length: int) -> list[Any
     values = meta.get(name)
     if not isinstance(values, list) or len(values) != length:
         raise EngineAnswerError(
-            f"row {row}: {name} is {str(values)[:200]}, one for each of {length} tokens is needed; the server must "
+            f"row {row}: {name} is {str(values)[:200]}, one per token is needed, {length} in all; the server must "
             "know return_sampling_mask"
         )
     return values
 
 
 def _difference(whole: Any, inside: Any) -> float | None:  # noqa: ANN401
-    """log p − log p/S = log S; None where either is no number, which the checks of a batch then name."""
+    """log p − log p/S = log S; None if either is no number, which the checks of a batch then name."""
     return whole - inside if isinstance(whole, float) and isinstance(inside, float) else None
-
-
-def _versions(meta: dict[str, Any], row: int, tokens: int, first_version: int) -> list[int]:
-    """The policy version behind each token: from spans where weights changed within, else from one label."""
-
-    def number(label: object) -> int:
-        if label == DEFAULT_LABEL:
-            return first_version
-        if isinstance(label, str) and label.isdecimal():
-            return int(label)
-        raise EngineAnswerError(
-            f"row {row}: weight version {label!r} is no policy version; update the weights through this engine only"
-        )
-
-    spans = meta.get("weight_versions")
-    if spans is None:
-        return [number(meta.get("weight_version"))] * tokens
-    return versions_of_spans(spans, tokens, row, number)

@@ -1,7 +1,7 @@
 """The embedded engine: a low-precision copy of the policy that samples in process with `transformers`' generate.
 
-It needs nothing beyond the trainer's own packages and shows a real mismatch: the copy computes in bfloat16 what the
-trainer computes in float32.
+It needs no package beyond the trainer's own and has a real mismatch: the copy computes in bfloat16 what the trainer
+computes in float32.
 """
 
 from __future__ import annotations
@@ -14,34 +14,33 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rollcorr.config import SamplingSpec
 from rollcorr.core.sampling import KeptSets, concatenate_kept_sets, kept_sets_of_support
-from rollcorr.engines.base import Rollout, check_weight_sync
+from rollcorr.engines.base import Engine, Rollout, check_weight_sync
 from rollcorr.engines.completions import rollout_from_completions
-from rollcorr.engines.continuous import check_continuous_batching, generate_continuously
-from rollcorr.engines.model_scoring import TokenBatch, pad_prompts, score_responses
+from rollcorr.engines.continuous_batching import check_continuous_batching, generate_continuously
+from rollcorr.engines.generation_settings import GenerationSettings, refuse_settings
 from rollcorr.engines.probe import make_probe, score_probe
+from rollcorr.engines.response_scoring import score_responses
+from rollcorr.engines.token_batch import TokenBatch, pad_prompts
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
+# Nats between the copy and the rounded policy on the probe. They run the same code, so they agree to the last bits.
 SYNC_TOLERANCE = 1e-4
 
 
-class TransformersEngine:
+class TransformersEngine(Engine):
     """Sample with a copy of `model` in another dtype.
 
     Args:
         model: a causal language model of `transformers`; it is copied, never changed.
-        sampling: how to draw tokens. Penalties that `generate` lacks are refused.
-        max_new_tokens: longest response, at least 1.
-        eos_token_id: ends a response and belongs to it.
-        pad_token_id: fills rows.
+        settings: how to sample. Penalties that `generate` lacks and biases are refused.
+        version: policy version of `model`.
         dtype: precision of the copy's parameters. Buffers (rotary frequencies) keep theirs.
         batch_size: rows sampled at a time; None samples all at once. Logits of a whole batch are held in memory.
         continuous_batching: fields of transformers' `ContinuousBatchingConfig`, such as `num_blocks`: sample with
             `generate_batch`, which returns processed log-probs and no kept sets. None for `generate`.
-        version: policy version of `model`.
 
     Raises:
         ImportError: this release of transformers has no continuous batching.
@@ -51,46 +50,39 @@ class TransformersEngine:
     def __init__(
         self,
         model: nn.Module,
+        settings: GenerationSettings,
         *,
-        sampling: SamplingSpec,
-        max_new_tokens: int,
-        eos_token_id: int,
-        pad_token_id: int,
+        version: int = 0,
         dtype: torch.dtype = torch.bfloat16,
         batch_size: int | None = None,
         continuous_batching: Mapping[str, Any] | None = None,
-        version: int = 0,
     ) -> None:
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-        if batch_size is not None and batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1 or None, got {batch_size}")
         import transformers
 
+        if batch_size is not None and batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1 or None, got {batch_size}; None samples all rows at once")
         if continuous_batching is not None:
-            check_continuous_batching(sampling)
+            check_continuous_batching(settings.sampling)
+
+        self.settings = settings
         self.sampling = dataclasses.replace(
-            sampling, engine="transformers", engine_version=transformers.__version__, policy_version=version
+            settings.sampling, engine="transformers", engine_version=transformers.__version__, policy_version=version
         )
-        self.eos_token_id = eos_token_id
-        self.pad_token_id = pad_token_id
         self.dtype = dtype
         self.batch_size = batch_size
         self.continuous_batching = continuous_batching
+
+        # The copy's own generation defaults would fill every field that is left unset.
         self.model = _low_precision_copy(model, dtype)
-        self.generation_config = _generation_config(sampling, max_new_tokens, eos_token_id, pad_token_id)
-        self.model.generation_config = self.generation_config  # or its own defaults would fill unset fields
+        self.generation_config = _generation_config(settings)
+        self.model.generation_config = self.generation_config
+
         self._probe = make_probe(model)
         self.update_weights(model, version=version)
 
-    @property
-    def weight_version(self) -> int:
-        """Version of the policy that samples now."""
-        return self.sampling.policy_version or 0
-
     @torch.no_grad()
     def generate(self, prompts: Sequence[Sequence[int]], *, seed: int) -> Rollout:
-        """Sample one response per prompt; the global random state is left as it was.
+        """Sample one response per prompt. The global random state stays as it was.
 
         Args:
             prompts: token ids, B rows, none empty.
@@ -100,17 +92,30 @@ class TransformersEngine:
             ValueError: a prompt is empty.
             EngineError: continuous batching failed.
         """
-        ids, mask = pad_prompts([list(prompt) for prompt in prompts], pad_token_id=self.pad_token_id)
+        ids, mask = pad_prompts(prompts, pad_token_id=self.settings.pad_token_id)
         size = self.batch_size or len(prompts)
         device = self._device
+
+        # Both ways of sampling draw from torch's global generator.
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             if self.continuous_batching is not None:
-                return self._generate_continuously(prompts, seed)
+                return rollout_from_completions(
+                    prompts,
+                    generate_continuously(
+                        self.model, prompts, self.generation_config, options=self.continuous_batching, seed=seed
+                    ),
+                    sampling=self.sampling,
+                    pad_token_id=self.settings.pad_token_id,
+                    device=device,
+                )
+
             torch.manual_seed(seed)
             parts = [
                 self._generate(chunk, chunk_mask)
                 for chunk, chunk_mask in zip(ids.to(device).split(size), mask.to(device).split(size), strict=True)
             ]
+
+        # Chunks end where their longest response does, so they differ in width.
         columns = list(zip(*parts, strict=True))
         response, valid, raw, processed, mass = map(_pad_and_join, columns[:5])
         kept = [part.kept for part in parts if part.kept is not None]
@@ -132,13 +137,15 @@ class TransformersEngine:
     def update_weights(self, model: nn.Module, *, version: int) -> None:
         """Copy the weights of `model`, rounded to this engine's dtype, and verify them on a probe batch.
 
-        The probe is also scored by `model` itself with its weights rounded the same way, so the two sides
-        agree to the last bit when every parameter arrived.
+        `model` itself also scores the probe, with its weights rounded the same way. So the two sides agree to the last
+        bit if every parameter arrived.
 
         Raises:
             WeightSyncError: they do not agree.
         """
         self._copy_weights(model)
+
+        # The version changes last: after a failure the engine does not claim the new one.
         expected = score_probe(model, self._probe, dtype=self.dtype, temperature=self.sampling.temperature)
         check_weight_sync(self.score(self._probe), expected, tolerance=SYNC_TOLERANCE)
         self.sampling = dataclasses.replace(self.sampling, policy_version=version)
@@ -163,30 +170,26 @@ class TransformersEngine:
         output = self.model.generate(
             ids, attention_mask=mask.long(), generation_config=copy.deepcopy(self.generation_config)
         )
+
+        # A response reaches to its first end token, which belongs to it.
         response = output.sequences[:, ids.shape[1] :]
-        ended = (response == self.eos_token_id).cumsum(1)
-        valid = (ended == 0) | ((ended == 1) & (response == self.eos_token_id))
+        is_end = response == self.settings.eos_token_id
+        ended = is_end.cumsum(1)
+        valid = (ended == 0) | ((ended == 1) & is_end)
+
+        # Finite scores are what the truncation left.
         kept, mass = None, torch.zeros_like(response, dtype=torch.float32)
         if self.sampling.truncates:
             kept = _kept_sets(output.scores, valid)
             mass = _log_kept_mass(output.logits, output.scores, valid, self.sampling.temperature)
+
         return _Chunk(
-            response.masked_fill(~valid, self.pad_token_id),
+            response.masked_fill(~valid, self.settings.pad_token_id),
             valid,
             _log_prob(output.logits, response, valid),
             _log_prob(output.scores, response, valid),
             mass,
             kept,
-        )
-
-    def _generate_continuously(self, prompts: Sequence[Sequence[int]], seed: int) -> Rollout:
-        config, options = self.generation_config, self.continuous_batching or {}
-        return rollout_from_completions(
-            prompts,
-            generate_continuously(self.model, prompts, config, options=options, seed=seed),
-            sampling=self.sampling,
-            pad_token_id=self.pad_token_id,
-            device=self._device,
         )
 
     @property
@@ -195,7 +198,7 @@ class TransformersEngine:
 
 
 class _Chunk(NamedTuple):
-    """What came of one chunk: ids, mask, raw and processed log-probs, log kept mass, (b, t) each; and the kept sets."""
+    """What one chunk gave: ids, mask, raw and processed log-probs, log kept mass, (b, t) each; and the kept sets."""
 
     response: Tensor
     valid: Tensor
@@ -206,28 +209,26 @@ class _Chunk(NamedTuple):
 
 
 def _low_precision_copy(model: nn.Module, dtype: torch.dtype) -> Any:  # noqa: ANN401 (a transformers model)
+    # Parameters only: `model.to(dtype)` would round the rotary frequencies too.
     twin = copy.deepcopy(model).requires_grad_(False).eval()
     for parameter in twin.parameters():
         parameter.data = parameter.data.to(dtype)
     return twin
 
 
-def _generation_config(sampling: SamplingSpec, max_new_tokens: int, eos: int, pad: int) -> GenerationConfig:
-    for name in ("presence_penalty", "frequency_penalty"):
-        if getattr(sampling, name) != 0.0:
-            raise ValueError(
-                f"{name}={getattr(sampling, name)} is not supported by the transformers engine: "
-                "set it to 0.0 or use repetition_penalty"
-            )
-    if sampling.logit_bias or sampling.logprobs == "tempered" or sampling.support != "engine":
-        raise ValueError(
-            f"logit_bias={sampling.logit_bias!r}, logprobs={sampling.logprobs!r}, support={sampling.support!r}: the "
-            "transformers engine biases no logits and returns raw or processed log-probs over its own support"
-        )
-    if sampling.temperature <= 0:
-        raise ValueError(f"temperature must be > 0 to sample, got {sampling.temperature}")
+def _generation_config(settings: GenerationSettings) -> GenerationConfig:
     from transformers import GenerationConfig
 
+    sampling = settings.sampling
+    lacking = ("presence_penalty", "frequency_penalty")
+    refuse_settings(sampling, lacking, "the transformers engine, which has repetition_penalty only")
+    if sampling.logit_bias or sampling.logprobs == "tempered":
+        raise ValueError(
+            f"logit_bias={sampling.logit_bias!r}, logprobs={sampling.logprobs!r}: the transformers engine biases no "
+            "logits and returns raw or processed log-probs; leave logit_bias out and set logprobs to one of these"
+        )
+
+    # Logits give the raw log-probs, scores the processed ones.
     return GenerationConfig(
         do_sample=True,
         temperature=sampling.temperature,
@@ -236,9 +237,9 @@ def _generation_config(sampling: SamplingSpec, max_new_tokens: int, eos: int, pa
         min_p=sampling.min_p or None,
         repetition_penalty=sampling.repetition_penalty,
         min_new_tokens=sampling.min_new_tokens or None,
-        max_new_tokens=max_new_tokens,
-        eos_token_id=eos,
-        pad_token_id=pad,
+        max_new_tokens=settings.max_new_tokens,
+        eos_token_id=settings.eos_token_id,
+        pad_token_id=settings.pad_token_id,
         output_logits=True,
         output_scores=True,
         return_dict_in_generate=True,
@@ -256,6 +257,7 @@ def _log_prob(logits: Sequence[Tensor], response: Tensor, valid: Tensor) -> Tens
 
 def _kept_sets(scores: Sequence[Tensor], valid: Tensor) -> KeptSets:
     """The finite scores of each valid token, row after row; one step at a time, so the support is never held whole."""
+    # Sets come step by step, and leave row after row.
     by_step = concatenate_kept_sets([kept_sets_of_support(step.isfinite()) for step in scores])
     row, step = torch.where(valid)
     return by_step.select(step * len(valid) + row)

@@ -1,1 +1,1 @@
-"""How engines are reached: HTTP, processes, and folders of weights."""
+"""How engines are reached: JSON over HTTP, JSON over pipes, and weights in a folder."""

@@ -15,18 +15,21 @@ WEIGHTS = "*.safetensors*"
 
 
 def write_checkpoint(model: Any, folder: Path, *, dtype: torch.dtype) -> None:  # noqa: ANN401 (a transformers model)
-    """Write configuration and weights, parameters rounded to `dtype`. What the folder held of an older one goes first.
+    """Write configuration and weights, parameters rounded to `dtype`. Older weights in the folder are removed first.
 
     Args:
         model: a model of `transformers`; it is not changed.
         folder: an existing folder.
         dtype: precision in the files. Buffers keep theirs.
     """
+    # A larger older checkpoint may have had more files, which an engine would read as well.
     for file in folder.glob(WEIGHTS):
         file.unlink()
+
     saved = model.state_dict().keys()
     weights = {name: buffer.detach() for name, buffer in model.named_buffers() if name in saved}
     weights |= {name: parameter.detach().to(dtype) for name, parameter in model.named_parameters()}  # tied ones once
+
     with without_progress_bars():
         model.save_pretrained(folder, state_dict=weights)
 
@@ -39,7 +42,7 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def read_policy(folder: Path, weights: Mapping[str, torch.Tensor]) -> Any:  # noqa: ANN401 (a transformers model)
-    """A float32 model of the configuration in `folder` with other weights, named as `read_weights` names them."""
+    """A float32 model of the configuration in `folder` with other weights, under the names of `read_weights`."""
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
 

@@ -1,9 +1,9 @@
-"""A small JSON client for engines behind HTTP: many requests at once, retries, and all of a batch or nothing.
+"""Reach a server over HTTP: many JSON requests at once, retries, and all of a batch or nothing.
 
 What a fault becomes:
 
-- no connection, one that breaks, no byte for `timeout` seconds, HTTP 5xx: tried again, then `EngineUnavailableError`;
-- HTTP 4xx or a redirect: `EngineAnswerError` with the server's text, at once, for the same request would fail again;
+- no connection, a broken one, no byte for `timeout` seconds, HTTP 5xx: tried again, then `EngineUnavailableError`;
+- HTTP 4xx or a redirect: `EngineAnswerError` with the server's text, at once, because the request would fail again;
 - a whole body that is no JSON: `EngineAnswerError`, at once.
 
 A request may be sent more than once, so it should mean the same each time: give generations a seed.
@@ -15,34 +15,33 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from types import TracebackType
 from typing import Any
 
 from rollcorr.config.checks import check_integer, check_number
 from rollcorr.engines.base import EngineAnswerError, EngineUnavailableError
 
+# How many characters of a server's text an error shows.
 SHOWN = 500
-"""Characters of a server's text that an error shows."""
 
 
 class JsonClient:
     """POST and GET JSON, with retries.
 
-    Proxies of the environment are not used: an engine is a machine of one's own.
+    Proxies of the environment are not used: an engine runs on a machine of your own.
 
     Args:
         url: where the server is, for instance "http://localhost:30000".
-        timeout: seconds to wait for a connection, and for the next byte. A server that answers once a response is
-            complete is silent until then: allow for the longest.
+        timeout: seconds to wait for a connection, and for the next byte. A server may be silent until a response is
+            complete, so allow for the longest one.
         retries: how often a failed request is sent again.
-        backoff: seconds before the first retry; they double with each.
-        concurrency: requests under way at a time in `post_all`.
+        backoff: seconds before the first retry; they double with each retry.
+        concurrency: how many requests of `post_all` are under way at a time.
         headers: sent with each request, such as an API key. They appear in no error.
 
     Raises:
         ImportError: httpx is not installed.
         TypeError: a number is of the wrong type.
-        ValueError: a number is out of range, or `url` is none.
+        ValueError: a number is out of range, or `url` is no HTTP address.
     """
 
     def __init__(
@@ -79,26 +78,24 @@ class JsonClient:
             limits=httpx.Limits(max_connections=concurrency),
             trust_env=False,
         )
-        weakref.finalize(self, self._client.close)  # one that nobody closed leaves no socket behind
+        self._close = weakref.finalize(self, self._client.close)  # a client that nobody closes leaves no socket behind
 
     def __enter__(self) -> JsonClient:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Close the connections."""
-        self._client.close()
+        """Close the connections. May be called twice."""
+        self._close()
 
     def get(self, path: str) -> Any:  # noqa: ANN401 (any JSON)
         """GET `path` and return the JSON of the answer.
 
         Raises:
             EngineUnavailableError: no answer after all retries.
-            EngineAnswerError: an answer that is a refusal or no JSON.
+            EngineAnswerError: the answer is a refusal or no JSON.
         """
         return self._request("GET", path, None, threading.Event())
 
@@ -109,17 +106,17 @@ class JsonClient:
     def post_all(self, path: str, bodies: Sequence[object]) -> list[Any]:
         """POST every body and return the answers in their order: all, or the first error.
 
-        After an error no further request is sent or retried; those under way are waited for and dropped. Raises as
-        `get`.
+        After an error no further request is sent or retried; the answers still under way are dropped. Raises as `get`.
         """
         if not bodies:
             return []
         failed = threading.Event()
         with ThreadPoolExecutor(min(self.concurrency, len(bodies)), thread_name_prefix="engine") as pool:
             futures = [pool.submit(self._request, "POST", path, body, failed) for body in bodies]
+            # All or nothing: the first error stops what has not begun, and retries with it.
             try:
                 done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-                for future in done:  # raises what went wrong, before asking those that have not finished
+                for future in done:  # the first error is raised here, before the others are waited for
                     future.result()
                 return [future.result() for future in futures]
             finally:
@@ -132,6 +129,8 @@ class JsonClient:
         for attempt in range(self.retries + 1):
             if attempt and stop.wait(self.backoff * 2 ** (attempt - 1)):
                 break
+
+            # What may pass is tried again.
             try:
                 response = self._client.request(method, path, json=body)
             except self._broken as error:
@@ -140,6 +139,8 @@ class JsonClient:
             if response.status_code >= 500:
                 cause, reason = None, f"HTTP {response.status_code}: {response.text[:SHOWN]}"
                 continue
+
+            # What would fail again is an error at once.
             if not response.is_success:
                 raise EngineAnswerError(
                     f"{method} {self.url}{path} was refused, HTTP {response.status_code}: {response.text[:SHOWN]}"
@@ -150,6 +151,7 @@ class JsonClient:
                 raise EngineAnswerError(
                     f"{method} {self.url}{path} did not answer in JSON ({error}): {response.text[:SHOWN]!r}"
                 ) from error
+
         raise EngineUnavailableError(
             f"{method} {self.url}{path} failed {attempt + 1} times, at last with {reason}; check that the engine lives "
             f"and that the timeout, {self.timeout:g} s, allows for its longest response"

@@ -1,1 +1,1 @@
-"""vLLM, in a process of its own or behind its server."""
+"""vLLM: offline in a process of its own, or behind its server."""

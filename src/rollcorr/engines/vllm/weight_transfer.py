@@ -3,10 +3,10 @@
 `WeightReloader` is mixed into vLLM's workers (`worker_extension_cls`), so it runs where the model is, on every rank.
 The folder holds a Hugging Face checkpoint in safetensors; each rank reads it and takes its part.
 
-The head needs care. With tied embeddings a checkpoint has no head; vLLM loads the embedding and the head shares the
-tensor. On the CPU the head computes with a packed copy, made when the engine started, which a reload leaves as it was:
-the new body feeds the old head, without an error. So the head is packed anew after each reload. On a GPU the head has
-no such copy and there is nothing to do.
+The head needs care. With tied embeddings a checkpoint has no head: vLLM loads the embedding, and the head shares the
+tensor. On the CPU the head computes with a packed copy that is made when the engine starts, and a reload does not
+change that copy: the new body feeds the old head, without an error. So the head is packed again after each reload. On a
+GPU the head has no such copy, and there is nothing to do.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
+# What vLLM is told to mix into its workers.
+WORKER_EXTENSION = "rollcorr.engines.vllm.weight_transfer.WeightReloader"
+
 
 class WeightReloader:
-    """Methods that vLLM's workers get; called by `collective_rpc`."""
+    """Methods that vLLM's workers get; `collective_rpc` calls them."""
 
     def rollcorr_reload(self, folder: str) -> None:
         """Load every weight in `folder`."""
@@ -32,7 +35,7 @@ def checkpoint_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors of all safetensors files of a folder.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: the folder has no such file.
     """
     from safetensors import safe_open
 
@@ -46,7 +49,7 @@ def checkpoint_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def repack_output_head(model: Any) -> None:  # noqa: ANN401 (a model of vLLM)
-    """Make the packed copy of the output head again, where there is one."""
+    """Make the packed copy of the output head again, if there is one."""
     for module in model.modules():
         if hasattr(module, "tie_weights") and hasattr(module, "cpu_linear"):
             module.quant_method.process_weights_after_loading(module)

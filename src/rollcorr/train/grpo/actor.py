@@ -19,7 +19,7 @@ from rollcorr.core.sampling import KeptSets
 from rollcorr.core.statistics import Statistics, moments_of
 from rollcorr.correction.scoring import actor_entropy, actor_log_prob, restricts
 from rollcorr.engines.base import EngineAnswerError, Rollout
-from rollcorr.engines.model_scoring import response_logits, score_responses
+from rollcorr.engines.response_scoring import response_logits, score_responses
 
 _MISSING = (
     "actor.sampling={} needs the kept {} of each token, and the engine {!r} gave none: choose an engine or an engine "

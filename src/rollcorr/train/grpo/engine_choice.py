@@ -6,23 +6,23 @@ import difflib
 import importlib
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 
-from rollcorr.engines.base import Engine
+from rollcorr.engines import Engine, GenerationSettings
 from rollcorr.train.grpo.grpo_config import GrpoConfig, RolloutConfig
 from rollcorr.train.grpo.policy import Policy
 
 CLASSES = {
     "transformers": "rollcorr.engines.transformers:TransformersEngine",
     "ctranslate2": "rollcorr.engines.ctranslate2:CTranslate2Engine",
-    "vllm": "rollcorr.engines.vllm.local:VllmEngine",
+    "vllm": "rollcorr.engines.vllm.offline:VllmEngine",
     "vllm_server": "rollcorr.engines.vllm.server:VllmServerEngine",
     "sglang": "rollcorr.engines.sglang:SglangEngine",
 }
-"""Engine by name → module and class. All take the model, `sampling`, `max_new_tokens`, `eos_token_id`, `pad_token_id`
-and `version`; the rest of a class's arguments are its `rollout.engine_options`."""
+"""Engine by name → module and class. All take the model, `settings` and `version`. The `rollout.engine_options` are the
+fields of its `options`, or its further arguments if it has none."""
 
 
 def make_engine(config: GrpoConfig, policy: Policy, *, version: int = 0) -> Engine:
@@ -42,17 +42,18 @@ def make_engine(config: GrpoConfig, policy: Policy, *, version: int = 0) -> Engi
     rollout = config.rollout
     module, _, name = CLASSES[rollout.engine].partition(":")
     engine_class = getattr(importlib.import_module(module), name)
-    given: dict[str, Any] = {
-        "model": policy.model,
-        "sampling": rollout.sampling,
-        "max_new_tokens": rollout.max_new_tokens,
-        "eos_token_id": policy.eos_token_id,
-        "pad_token_id": policy.pad_token_id,
-        "version": version,
-    }
+    settings = GenerationSettings(
+        sampling=rollout.sampling,
+        max_new_tokens=rollout.max_new_tokens,
+        eos_token_id=policy.eos_token_id,
+        pad_token_id=policy.pad_token_id,
+    )
 
     # An option that the engine does not have must not be ignored.
-    known = inspect.signature(engine_class).parameters
+    options_class = get_type_hints(engine_class.__init__).get("options")
+    known = inspect.signature(options_class or engine_class).parameters
+
+    given: dict[str, Any] = {}
     for name in ("dtype", "batch_size"):
         value = getattr(rollout, name)
         if name in known:
@@ -61,10 +62,13 @@ def make_engine(config: GrpoConfig, policy: Policy, *, version: int = 0) -> Engi
             raise ValueError(f"rollout.{name}={value} is no option of the engine {rollout.engine!r}: leave it out")
     if rollout.engine == "transformers":
         given["dtype"] = getattr(torch, rollout.dtype)
-
-    options = {name: parameter for name, parameter in known.items() if name not in given}
+    options = {name: known[name] for name in known if name not in {*given, "model", "settings", "version"}}
     _check_options(rollout.engine, rollout.engine_options, options)
-    engine: Engine = engine_class(**given, **rollout.engine_options)
+
+    given |= rollout.engine_options
+    if options_class is not None:
+        given = {"options": options_class(**given)}
+    engine: Engine = engine_class(policy.model, settings, version=version, **given)
     return engine
 
 

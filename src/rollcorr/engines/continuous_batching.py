@@ -1,7 +1,7 @@
-"""Continuous batching of `transformers`: a response that ends makes room for the next at once.
+"""Continuous batching of `transformers`: a response that ends makes room for the next one at once.
 
-It serves on a GPU where lengths differ much. On a CPU it is slower than `generate`, and unless `num_blocks` bounds its
-cache it takes nine tenths of the memory that is free. It returns processed log-probs alone: no raw ones, no kept sets.
+It pays on a GPU where lengths differ much. On a CPU it is slower than `generate`, and unless `num_blocks` bounds its
+cache it takes nine tenths of the free memory. It returns processed log-probs only: no raw ones, no kept sets.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ from typing import TYPE_CHECKING, Any
 from rollcorr.config import SamplingSpec
 from rollcorr.engines.base import EngineAnswerError, EngineUnavailableError
 from rollcorr.engines.completions import Completion
+from rollcorr.engines.generation_settings import refuse_settings
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
-DROPPED = {"min_p": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0}
-"""What continuous batching leaves out with no more than a warning, and the value that needs it not."""
+# Settings that continuous batching leaves out with a warning at most.
+DROPPED = ("min_p", "repetition_penalty", "min_new_tokens")
 
 
 def check_continuous_batching(sampling: SamplingSpec) -> None:
-    """Check that continuous batching draws as `sampling` says, and reports what it says.
+    """Check that continuous batching draws as `sampling` says, and reports the log-probs that it names.
 
     Raises:
-        ImportError: this release of transformers has none.
-        ValueError: a setting that it leaves out, or raw log-probs.
+        ImportError: this release of transformers has no log-probs from continuous batching.
+        ValueError: continuous batching would leave a setting out, or the log-probs are raw.
     """
     import transformers
 
@@ -40,12 +41,7 @@ def check_continuous_batching(sampling: SamplingSpec) -> None:
             f"logprobs={sampling.logprobs!r}: continuous batching returns processed log-probs alone; set "
             "logprobs='processed', or leave continuous_batching out"
         )
-    for name, off in DROPPED.items():
-        if getattr(sampling, name) != off:
-            raise ValueError(
-                f"{name}={getattr(sampling, name)}: continuous batching would leave it out; set {name}={off:g}, or "
-                "leave continuous_batching out"
-            )
+    refuse_settings(sampling, DROPPED, "continuous batching, which would leave it out")
 
 
 def generate_continuously(
@@ -56,7 +52,7 @@ def generate_continuously(
     options: Mapping[str, Any],
     seed: int,
 ) -> list[Completion]:
-    """One response a prompt, in their order. It seeds torch's global generator.
+    """Sample one response per prompt, in their order. It seeds torch's global generator.
 
     Args:
         model: samples.
@@ -80,6 +76,8 @@ def generate_continuously(
         raise EngineUnavailableError(
             f"continuous batching answered {len(answers)} of {len(prompts)} prompts, then its thread died; none is used"
         )
+
+    # Answers come in the order in which responses ended; their names give the rows.
     completions = []
     for row, prompt in enumerate(prompts):
         answer = answers.get(f"req_{row}")

@@ -1,17 +1,17 @@
-"""The program that runs vLLM for `VllmEngine`: `python -m rollcorr.engines.vllm.worker_process`.
+"""The program that runs vLLM for `VllmEngine`: `python -m rollcorr.engines.vllm.worker_program`.
 
-`rollcorr.engines.transport.worker` describes how it is asked.
+`rollcorr.engines.transport.pipes` describes how it is asked.
 
 It holds one offline `vllm.LLM` and answers:
 
 - `start`, with the `engine_args` of `vllm.LLM` and the policy's `version`: vLLM's `version` and `max_model_len`
 - `reload`, with a `folder` of safetensors and the policy's `version`: nothing
-- `generate`, with `prompts`, `parameters` of `vllm.SamplingParams` and one of `seeds` a prompt: `completions`, in the
-  form that `vllm_answers.completion` reads
+- `generate`, with `prompts`, `parameters` of `vllm.SamplingParams` and one of `seeds` per prompt: `completions`, in the
+  form that `rollcorr.engines.vllm.answers.completion` reads
 - `score`, with `rows` of token ids and a `temperature`: `log_probs` of each token but the first of a row
 
-vLLM prints where it likes, so the descriptor of the standard output is kept for the answers alone. The program ends,
-in whatever it is doing, when its input does.
+vLLM prints to the standard output as well, so answers go to a copy of its descriptor that nothing else writes to. The
+program ends as soon as its input does, whatever it is doing.
 """
 
 from __future__ import annotations
@@ -25,24 +25,26 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
+# Environment variables that are set unless they have a value already.
 DEFAULTS = {
     "HF_HUB_OFFLINE": "1",  # the model is a local folder
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # this is a process of its own already
     "VLLM_NO_USAGE_STATS": "1",
 }
-"""Environment variables that are set unless they are."""
 
 
 class Worker:
-    """The questions, each a method that takes the values and returns the answer."""
+    """The questions: each is a method that takes the values and returns the answer."""
 
     llm: Any = None
 
     def start(self, engine_args: Mapping[str, Any], version: int) -> dict[str, Any]:
-        """Make the engine."""
+        """Start vLLM."""
         import vllm
 
         self.llm = vllm.LLM(**engine_args)
+
+        # Answers then name the version of each token.
         self.llm.update_weight_version(str(version))
         config = self.llm.llm_engine.model_config
         return {"version": vllm.__version__, "max_model_len": config.max_model_len}
@@ -61,6 +63,7 @@ class Worker:
         """Sample a response to each prompt."""
         from vllm import SamplingParams
 
+        # JSON made the ids into text.
         common = dict(parameters)
         common["logit_bias"] = {int(token): bias for token, bias in common.get("logit_bias", {}).items()} or None
         sampling = [SamplingParams(**common, seed=seed) for seed in seeds]
@@ -71,7 +74,8 @@ class Worker:
         """Log-probs of the tokens of each row after its first, over the whole vocabulary at `temperature`."""
         from vllm import SamplingParams
 
-        wanted = 0 if temperature == 1 else -1  # another temperature needs every token's log-prob to renormalise
+        # Another temperature needs the log-prob of every token, to normalize again.
+        wanted = 0 if temperature == 1 else -1
         sampling = SamplingParams(max_tokens=1, prompt_logprobs=wanted, detokenize=False)
         outputs = self.llm.generate([{"prompt_token_ids": row} for row in rows], sampling, use_tqdm=False)
         return {
@@ -91,6 +95,8 @@ def plain_completion(output: Any) -> dict[str, Any]:  # noqa: ANN401 (vllm.Compl
         }
         for token, found in zip(output.token_ids, output.logprobs or (), strict=False)
     ]
+
+    # Older releases report neither.
     mask, spans = getattr(output, "sampling_mask", None), getattr(output, "weight_versions", None)
     return {
         "token_ids": list(output.token_ids),
@@ -101,11 +107,16 @@ def plain_completion(output: Any) -> dict[str, Any]:  # noqa: ANN401 (vllm.Compl
     }
 
 
-def tempered(told: Sequence[Mapping[int, Any] | None], row: Sequence[int], temperature: float) -> list[float]:
-    """log softmax(log p / τ)[y] of each token but the first; at τ = 1 the log-probs themselves."""
+def tempered(found_at: Sequence[Any], row: Sequence[int], temperature: float) -> list[float]:
+    """log softmax(log p / τ)[y] of each token but the first; at τ = 1 the log-probs themselves.
+
+    Args:
+        found_at: for each token a mapping from ids to entries with a `logprob`; None for the first token.
+        row: the tokens.
+        temperature: τ.
+    """
     scores = []
-    for token, found in zip(row[1:], told[1:], strict=True):
-        assert found is not None  # only the first token has no log-prob
+    for token, found in zip(row[1:], found_at[1:], strict=True):
         log_prob = found[token].logprob / temperature
         if temperature != 1:
             log_prob -= math.log(math.fsum(math.exp(entry.logprob / temperature) for entry in found.values()))
@@ -120,7 +131,7 @@ def serve(worker: Worker, questions: queue.Queue[bytes], answers: IO[str]) -> No
         number, what = question.pop("id"), question.pop("do")
         try:
             answer = getattr(worker, what)(**question)
-        except Exception as error:  # whatever vLLM raises is for the other side to read
+        except Exception as error:  # the other side reads whatever vLLM raises
             answer = {"error": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps({"id": number, **answer}) + "\n")
         answers.flush()
@@ -130,16 +141,19 @@ def main() -> None:
     """Keep the standard streams for the questions and answers, and serve."""
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
+
+    # Whatever vLLM reads or prints must not touch the questions and answers.
     asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w", encoding="utf-8")
     nowhere = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nowhere, 0)
     os.dup2(2, 1)
+
     questions: queue.Queue[bytes] = queue.Queue()
 
     def read() -> None:
         for line in asked:
             questions.put(line)
-        os._exit(0)  # the engine is gone; nobody waits for what the main thread may be computing
+        os._exit(0)  # the engine is gone, and nobody waits for what the main thread may be computing
 
     threading.Thread(target=read, daemon=True).start()
     sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115 (until the process ends)

@@ -1,11 +1,11 @@
-"""A worker process: a program in an interpreter of its own that answers one question at a time, in lines of JSON.
+"""Reach a program over pipes: it runs in a process of its own and answers one question at a time, in lines of JSON.
 
 The engine writes a question to the program's standard input, `{"id": 1, "do": "generate", …}`, and reads the answer
 from its standard output: `{"id": 1, …}`, or `{"id": 1, "error": "…"}` when it cannot. What it writes to standard error
 is kept for error messages. It ends when its input does, so it never outlives the engine.
 
-A worker that dies, does not answer in time, or answers something else is ended: what it might still say would be
-taken for the answer to the next question.
+A worker that dies, does not answer in time, or answers something else is ended: a late answer would be taken for the
+answer to the next question.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from typing import Any
 
 from rollcorr.engines.base import EngineAnswerError, EngineUnavailableError
 
+# How many last lines of the program's standard error an error shows.
 STDERR_LINES = 20
-"""Last lines of the program's standard error that an error shows."""
+
+# How long a program may take to end after its input has ended, before it is killed.
 END_SECONDS = 10.0
-"""How long a program may take to end after its input has ended, before it is killed."""
 
 
 class WorkerProcess:
-    """Start `command` and ask it.
+    """A running program, and a way to ask it.
 
     Args:
         command: program and arguments.
-        env: variables beside those of this process.
+        env: environment variables in addition to those of this process.
         name: what errors call it.
 
     Raises:
@@ -58,9 +59,12 @@ class WorkerProcess:
             )
         except OSError as error:
             raise EngineUnavailableError(f"the {name} {command[0]!r} cannot be started: {error}") from error
+
         self._asked = 0
         self._answers: queue.Queue[bytes | None] = queue.Queue()
         self._stderr: deque[str] = deque(maxlen=STDERR_LINES)
+
+        # One thread reads each pipe, or the program would block once a pipe is full.
         threads = [
             threading.Thread(target=_read_answers, args=(self._process.stdout, self._answers), daemon=True),
             threading.Thread(target=_read_log, args=(self._process.stderr, self._stderr), daemon=True),
@@ -71,7 +75,7 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """The process's number."""
+        """The number of the process."""
         return self._process.pid
 
     @property
@@ -85,20 +89,22 @@ class WorkerProcess:
         Args:
             what: the question, for instance "generate".
             timeout: seconds until the whole answer must be here.
-            values: what goes with the question; anything that JSON can say.
+            values: what goes with the question; anything that JSON can hold.
 
         Raises:
             EngineUnavailableError: it is dead, dies, or does not answer in time.
-            EngineAnswerError: it answers that it cannot, or something that is no answer to this question.
+            EngineAnswerError: it answers that it cannot, or its answer does not belong to this question.
         """
         self._asked += 1
         question = json.dumps({"id": self._asked, "do": what, **values}).encode() + b"\n"
         deadline = time.monotonic() + timeout
         if not self.alive:
             raise self._died(what)
-        # Written by a thread: a program that hangs reads nothing, and a pipe that is full blocks.
+
+        # A thread writes the question: a program that hangs reads nothing, and a full pipe blocks.
         writer = threading.Thread(target=_write, args=(self._process.stdin, question), daemon=True)
         writer.start()
+
         try:
             line = self._answers.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
@@ -107,12 +113,13 @@ class WorkerProcess:
                 f"the {self.name} did not answer {what!r} within {timeout:g} s and was ended; raise the timeout if it "
                 f"may need longer.{self._last_words()}"
             ) from None
+
         if line is None:
             raise self._died(what)
         return self._checked(what, line)
 
     def close(self, *, patience: float = END_SECONDS) -> None:
-        """End its input, and kill it if it has not ended `patience` seconds later. May be called twice."""
+        """End its input, and kill it if it still runs `patience` seconds later. May be called twice."""
         arguments = self._end.detach()
         if arguments is not None:
             _end(*arguments[2], patience=patience)
@@ -123,6 +130,7 @@ class WorkerProcess:
             known = isinstance(answer, dict) and answer.pop("id") == self._asked
         except (ValueError, KeyError):
             known = False
+
         if not known:
             self.close(patience=0.0)
             raise EngineAnswerError(
@@ -147,7 +155,7 @@ class WorkerProcess:
 def _read_answers(stream: io.FileIO, answers: queue.Queue[bytes | None]) -> None:
     with io.BufferedReader(stream) as lines:
         for line in lines:
-            if line.endswith(b"\n"):  # or it died within a line: half an answer is none
+            if line.endswith(b"\n"):  # without it the program died within a line, and half an answer is none
                 answers.put(line)
     answers.put(None)
 
@@ -163,7 +171,7 @@ def _write(stream: io.FileIO, question: bytes) -> None:
     try:
         while rest:
             rest = rest[stream.write(rest) :]
-    except (OSError, ValueError):  # it is dead, or was ended meanwhile; whoever waits for the answer learns of it
+    except (OSError, ValueError):  # the program is dead or was ended; whoever waits for the answer learns of it
         return
 
 
@@ -174,6 +182,8 @@ def _end(process: subprocess.Popen[bytes], threads: list[threading.Thread], *, p
         process.stdin.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(patience)
+
+    # The program may have started others, which would keep its pipes open: the whole group goes.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,0 +1,213 @@
+"""vLLM offline: `vllm.LLM` in a process of its own, which may run another Python environment.
+
+vLLM pins its own torch and takes over the process that it runs in, so it gets one for itself (`worker_program.py`).
+Prompts and answers go through pipes as JSON; weights go through a temporary folder as a checkpoint.
+
+vLLM starts from random weights and gets the policy's through the same update as all later ones. An update that leaves a
+parameter behind, such as the output head of a model with tied embeddings, then fails at the start, where it is off by
+nats. Later the same fault might hide below the noise floor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import sys
+import tempfile
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from rollcorr.config.checks import check_choice, check_integer, check_number
+from rollcorr.engines.base import EngineAnswerError, EngineUnavailableError
+from rollcorr.engines.generation_settings import GenerationSettings
+from rollcorr.engines.remote_engine import RemoteOptions
+from rollcorr.engines.transport.pipes import WorkerProcess
+from rollcorr.engines.vllm.vllm_base import VllmBase
+from rollcorr.engines.vllm.weight_transfer import WORKER_EXTENSION
+
+# Arguments of `vllm.LLM` that the engine sets itself.
+OWN_ARGUMENTS = (
+    "dtype",
+    "generation_config",
+    "load_format",
+    "logprobs_mode",
+    "max_logprobs",
+    "model",
+    "skip_tokenizer_init",
+    "tokenizer",
+    "worker_extension_cls",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmOptions(RemoteOptions):
+    """Options of `VllmEngine`, beside those of `RemoteOptions`.
+
+    Attributes:
+        python: interpreter of an environment with vLLM and rollcorr.
+        engine_args: further arguments of `vllm.LLM`, such as `max_model_len`, `tensor_parallel_size`, or
+            `return_sampling_mask` on a GPU.
+        env: environment variables for the worker, such as `VLLM_CPU_KVCACHE_SPACE`.
+        update: "reload" loads new weights in place; "restart" starts vLLM again for each update, for models that it
+            cannot reload.
+        timeout: seconds for one answer: sampling a batch, or loading weights.
+        start_timeout: seconds to start vLLM.
+        restarts: how often in one call a worker that died or hung is started again and asked again.
+
+    Raises:
+        TypeError: a value is of the wrong type.
+        ValueError: a value is out of range, or an argument in `engine_args` is the engine's own.
+    """
+
+    python: str = sys.executable
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+    update: Literal["reload", "restart"] = "reload"
+    timeout: float = 1800.0
+    start_timeout: float = 900.0
+    restarts: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        own = sorted(set(self.engine_args) & set(OWN_ARGUMENTS))
+        if own:
+            raise ValueError(f"engine_args {own} are set by the engine itself; leave them out")
+        check_choice("update", self.update, ("reload", "restart"))
+        check_number("timeout", self.timeout, above=0)
+        check_number("start_timeout", self.start_timeout, above=0)
+        check_integer("restarts", self.restarts, at_least=0)
+
+
+class VllmEngine(VllmBase):
+    """Sample with vLLM in a worker process.
+
+    Args:
+        model: a causal language model of `transformers` that vLLM knows; it is written to a folder, never changed.
+        settings: how to sample; see `VllmBase`.
+        options: how to run vLLM.
+        version: policy version of `model`.
+
+    Raises:
+        TypeError: a number is of the wrong type.
+        ValueError: a setting is out of range or unsupported.
+        EngineUnavailableError: vLLM does not start.
+        WeightSyncError: it does not compute what the policy computes.
+    """
+
+    options: VllmOptions
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: GenerationSettings,
+        options: VllmOptions = VllmOptions(),
+        *,
+        version: int = 0,
+    ) -> None:
+        masked = bool(options.engine_args.get("return_sampling_mask"))
+        super().__init__(model, settings, options, version=version, sampling_mask=masked)
+
+        self._checkpoint = Path(tempfile.mkdtemp(prefix="rollcorr-vllm-"))
+        self._remove = weakref.finalize(self, shutil.rmtree, self._checkpoint, ignore_errors=True)
+        self._worker: WorkerProcess | None = None
+        self.update_weights(model, version=version)
+
+    def __enter__(self) -> VllmEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End vLLM and remove the folder with its weights. This also happens when the engine is collected."""
+        self._unusable = "it was closed"
+        self._abandon()
+        self._remove()
+
+    def restart(self) -> None:
+        """Start vLLM again with the weights that sample now, and verify them.
+
+        Raises:
+            EngineError: there are no verified weights: the last update failed.
+            EngineUnavailableError: vLLM does not start.
+            WeightSyncError: it does not compute what it did.
+        """
+        self._require_weights()
+        with self._whole_or_unusable():
+            self._abandon()
+            self._load(self.weight_version)
+            self._verify(self._expected)
+
+    @property
+    def _folder(self) -> Path:
+        return self._checkpoint
+
+    def _choices(self, prompts: list[list[int]], seeds: list[int]) -> list[Any]:
+        question = {"prompts": prompts, "parameters": self._parameters, "seeds": seeds}
+        for restarts_left in reversed(range(self.options.restarts + 1)):
+            try:
+                answer = self._ask("generate", **question)
+                break
+            except EngineUnavailableError:
+                if not restarts_left:
+                    raise
+                self.restart()
+
+        # Anything but a list counts as no answer, which the checks of a batch then name.
+        choices = answer.get("completions")
+        return choices if isinstance(choices, list) else []
+
+    def _prompt_log_probs(self, rows: list[list[int]], temperature: float) -> list[list[float]]:
+        found: list[list[float]] = self._ask("score", rows=rows, temperature=temperature)["log_probs"]
+        return found
+
+    def _load(self, version: int) -> None:
+        # A worker that starts with "auto" reads the folder by itself.
+        if self._worker is None or not self._worker.alive or self.options.update == "restart":
+            self._abandon()
+            self._start(version)
+        if self.options.update == "reload":
+            self._ask("reload", folder=str(self._folder), version=version)
+
+    def _start(self, version: int) -> None:
+        options = self.options
+        command = [options.python, "-m", "rollcorr.engines.vllm.worker_program"]
+        self._worker = WorkerProcess(command, env=options.env, name="vLLM worker")
+
+        arguments = {
+            "disable_log_stats": True,
+            **options.engine_args,
+            "model": str(self._checkpoint),
+            "skip_tokenizer_init": True,
+            "generation_config": "vllm",
+            "dtype": options.dtype,
+            "logprobs_mode": f"{self.sampling.logprobs}_logprobs",
+            "max_logprobs": -1,
+            "worker_extension_cls": WORKER_EXTENSION,
+            # A reload follows at once, and must bring every parameter.
+            "load_format": "dummy" if options.update == "reload" else "auto",
+        }
+        try:
+            started = self._worker.ask("start", timeout=options.start_timeout, engine_args=arguments, version=version)
+        except EngineAnswerError as error:
+            raise EngineUnavailableError(
+                f"vLLM did not start: {error}. It runs in {options.python}, which needs vLLM and this package: "
+                "pip install 'rollcorr[vllm]'"
+            ) from error
+        self.max_model_len = started["max_model_len"]
+        self.sampling = dataclasses.replace(self.sampling, engine_version=started["version"])
+
+    def _ask(self, what: str, **values: Any) -> dict[str, Any]:  # noqa: ANN401 (any JSON)
+        if self._worker is None:
+            raise EngineUnavailableError("the vLLM worker is not running")
+        return self._worker.ask(what, timeout=self.options.timeout, **values)
+
+    def _abandon(self) -> None:
+        if self._worker is not None:
+            self._worker.close(patience=0.0)
+            self._worker = None
