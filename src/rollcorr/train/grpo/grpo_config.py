@@ -139,7 +139,7 @@ class ActorConfig:
         if comparison.verdict == "different" and not self.allow_incompatible:
             raise IncompatibleSamplingError(
                 f"log-probs of the rollout and of actor.sampling={self.sampling} are of different things: "
-                f"{comparison.reason}. To mend it: {_mend(rollout, self.sampling) or comparison.mend}. To train on the "
+                f"{comparison.reason}. To mend it: {_mend(rollout, self.sampling) or comparison.fix}. To train on the "
                 "biased ratio all the same, set actor.allow_incompatible=true"
             )
         return trainer
