@@ -15,7 +15,7 @@ from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.core.sampling import KeptSets
 from rollcorr.correction import correct
 from rollcorr.diagnostics.log_check.check import DIAGNOSIS, check_logs, choose_config
-from rollcorr.rollout_log import RolloutBatch, RolloutLogError, RolloutLogWriter, convert_log, jsonl
+from rollcorr.rollout_log import BatchLimits, RolloutBatch, RolloutLogError, RolloutLogWriter, convert_log
 from rollcorr.run_directory.stored_run import BadInputError
 
 
@@ -235,7 +235,7 @@ def test_memory_does_not_grow_with_the_log_nor_with_the_length_of_its_rows(tmp_p
     pq.write_table(pa.table({"rollout_log_prob": column, "old_log_prob": column}), tmp_path / "log.parquet")
     del column, values
     if suffix == "jsonl":
-        monkeypatch.setattr(jsonl, "_BATCH_TEXT", 4 << 20)  # about 100,000 tokens
+        monkeypatch.setitem(BatchLimits.__init__.__kwdefaults__, "text_bytes", 4 << 20)  # about 100,000 tokens
         convert_log(tmp_path / "log.parquet", tmp_path / "log.jsonl", batch_size=5)
     alive, seen, before = weakref.WeakSet(), [], pa.total_allocated_bytes()
 

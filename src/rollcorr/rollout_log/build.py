@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rollcorr.core.sampling import KeptSets
 from rollcorr.rollout_log.arrow import pa
-from rollcorr.rollout_log.errors import Problem, RolloutLogError
+from rollcorr.rollout_log.errors import log_error
 from rollcorr.rollout_log.schema import COLUMNS, arrow_type, check_columns, conform_column, list_array
 
 IDENTITY = ("engine", "engine_version", "policy_version")
@@ -77,7 +77,7 @@ def same_shape(name: str, values: object, response_mask: Tensor) -> Tensor:
 
 
 def kept_columns(kept: KeptSets | None, mask: Tensor, sizes: np.ndarray) -> dict[str, list[Tensor]]:
-    """`kept_ids` and `kept_offsets`, one of each a row; nothing without sets.
+    """`kept_ids` and `kept_offsets`, one of each per row; nothing without sets.
 
     Args:
         kept: the keep-sampling-mask of the sampled tokens, row after row.
@@ -91,7 +91,7 @@ def kept_columns(kept: KeptSets | None, mask: Tensor, sizes: np.ndarray) -> dict
         return {}
     sampled = int(mask.sum())
     if len(kept) != sampled:
-        raise ValueError(f"kept sets are of {len(kept)} tokens, response_mask has {sampled}; give one a sampled token")
+        raise ValueError(f"kept sets are of {len(kept)} tokens, response_mask has {sampled}; give one per sampled token")
     whole = kept.to("cpu").padded(mask.cpu())
     ends = np.cumsum(sizes)
     offsets = [whole.offsets[first : last + 1] for first, last in zip(ends - sizes, ends, strict=True)]
@@ -120,7 +120,7 @@ def records_of_rows(
     file: str | None = None,
     first_row: int = 0,
 ) -> pa.RecordBatch:
-    """The columns of one batch from one mapping a row; `columns`, or else those that any row names.
+    """The columns of one batch from one mapping per row; `columns`, or else those that any row names.
 
     Raises:
         RolloutLogError: a value that does not fit its column.
@@ -177,9 +177,8 @@ def _objects_array(name: str, values: list[Any], *, file: str | None = None, fir
         return pa.array(values, None if found_here else arrow_type(name))
     except (pa.ArrowException, TypeError, OverflowError) as error:
         row = next((row for row, value in enumerate(values) if not _fits(name, value)), 0)
-        hint = f"expected {COLUMNS[name].type}"
-        problem = Problem(code="type", message=str(error), hint=hint, file=file, row=first_row + row, column=name)
-        raise RolloutLogError(problem) from error
+        fix = f"expected {COLUMNS[name].type}"
+        raise log_error("type", str(error), fix=fix, file=file, row=first_row + row, column=name) from error
 
 
 def _fits(name: str, value: object) -> bool:
@@ -191,7 +190,7 @@ def _fits(name: str, value: object) -> bool:
 
 
 def _row_spans(row: object, size: int) -> list[dict[str, int]] | None:
-    """Version spans of one row from its one version, from one a token, or from (start, length, version) triples."""
+    """Version spans of one row from its one version, from one per token, or from (start, length, version) triples."""
     if row is None:
         return None
     if isinstance(row, (int, np.integer)):
