@@ -24,7 +24,7 @@ def report(
     from rich.console import Console
 
     from rollcorr.diagnostics.report.console import show_health, to_json
-    from rollcorr.diagnostics.report.page import run_report, write_report
+    from rollcorr.diagnostics.report.html_page import run_report, write_report
     from rollcorr.run_directory.stored_run import BadInputError, read_run
 
     with exit_on(BadInputError):
@@ -76,7 +76,7 @@ def check(
                 logs, chosen, train_column=train_column, diffusion=diffusion, workers=workers, ray=ray, on_rows=on_rows
             )
         if output is not None:
-            from rollcorr.diagnostics.report.page import check_report, write_report
+            from rollcorr.diagnostics.report.html_page import check_report, write_report
 
             page = write_report(check_report(result), output)
     subject = f"{result.rows:,} sequences in {len(result.files)} file{'s' * (len(result.files) != 1)}"

@@ -86,9 +86,7 @@ def merge_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
         key = finding.code, finding.column
         first = merged.get(key)
         if first is not None:
-            finding = replace(
-                first, rows=_sum(first.rows, finding.rows), tokens=_sum(first.tokens, finding.tokens)
-            )
+            finding = replace(first, rows=_sum(first.rows, finding.rows), tokens=_sum(first.tokens, finding.tokens))
         merged[key] = finding
     return tuple(merged.values())
 

@@ -91,7 +91,9 @@ def kept_columns(kept: KeptSets | None, mask: Tensor, sizes: np.ndarray) -> dict
         return {}
     sampled = int(mask.sum())
     if len(kept) != sampled:
-        raise ValueError(f"kept sets are of {len(kept)} tokens, response_mask has {sampled}; give one per sampled token")
+        raise ValueError(
+            f"kept sets are of {len(kept)} tokens, response_mask has {sampled}; give one per sampled token"
+        )
     whole = kept.to("cpu").padded(mask.cpu())
     ends = np.cumsum(sizes)
     offsets = [whole.offsets[first : last + 1] for first, last in zip(ends - sizes, ends, strict=True)]

@@ -47,11 +47,7 @@ def read_rollout_log(
     wanted, limits = None if columns is None else with_mask(columns), BatchLimits(rows=batch_size)
     # The files are found now, not at the first batch, so a wrong path fails where it was written.
     files = log_files(paths, source=source)
-    return (
-        batch
-        for file in files
-        for batch in (source or source_of(file)).read(file, columns=wanted, limits=limits)
-    )
+    return (batch for file in files for batch in (source or source_of(file)).read(file, columns=wanted, limits=limits))
 
 
 def log_shards(paths: Paths, *, tokens: int = SHARD_TOKENS, source: LogSource | None = None) -> list[Shard]:

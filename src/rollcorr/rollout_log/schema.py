@@ -39,7 +39,7 @@ class Column:
         name: the field's name, as everywhere in the library.
         type: Arrow type.
         unit: unit of a value, or "–" for identifiers and flags.
-        per: "sequence" for one value per row, "token" for one per response token, "list" for a list with its own length.
+        per: one value per "sequence", one per response "token", or a "list" with its own length.
         meaning: one line; what null means, where it is not simply "not recorded".
     """
 

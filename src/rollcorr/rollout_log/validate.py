@@ -344,9 +344,7 @@ def _error(code: str, column: str, title: str, fix: str, reason: str = "") -> Fi
     return Finding(code=code, column=column, title=title, reason=reason, fix=fix, severity="error")
 
 
-def _where(
-    batch: RolloutBatch, bad: np.ndarray, row_of: np.ndarray, finding: Finding
-) -> tuple[np.ndarray, Finding]:
+def _where(batch: RolloutBatch, bad: np.ndarray, row_of: np.ndarray, finding: Finding) -> tuple[np.ndarray, Finding]:
     """Rows with a bad value, and the finding with the count in the first of them and in all."""
     counts = np.bincount(row_of[bad], minlength=len(batch))
     here = f"{counts[(counts > 0).argmax()]} in this row"

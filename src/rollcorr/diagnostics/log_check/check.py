@@ -13,14 +13,15 @@ from pathlib import Path
 
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.conversion import resolve
+from rollcorr.config.finding import Finding
 from rollcorr.config.yaml_text import load_yaml
 from rollcorr.core.metric_registry import finalize
-from rollcorr.diagnostics.health.evidence import Finding, bare_metrics
-from rollcorr.diagnostics.health.judge import HealthReport, health
+from rollcorr.diagnostics.health.evidence import bare_metrics
+from rollcorr.diagnostics.health.verdict import HealthReport, health
+from rollcorr.diagnostics.log_check.shard_readers import read_shards
 from rollcorr.diagnostics.log_check.tally import COLUMNS, KEPT_COLUMNS, Measurement, Part, Tally, merge_parts
-from rollcorr.diagnostics.log_check.workers import read_shards
-from rollcorr.diagnostics.provenance.labels import Label, Provenance
-from rollcorr.rollout_log import Problem, RolloutBatch, Shard, log_files, log_shards, read_shard
+from rollcorr.diagnostics.provenance.provenance_findings import NOT_COMPARABLE, Provenance
+from rollcorr.rollout_log import RolloutBatch, Shard, log_files, log_shards, read_shard
 from rollcorr.run_directory.stored_run import BadInputError
 
 DIAGNOSIS = RolloutCorrectionConfig(
@@ -32,39 +33,8 @@ Token weights are the ones that stay informative at any length; the other levels
 and a band have been chosen, and are measured with `--preset` or `--config`.
 """
 
-_RAW_FINDINGS: dict[str, tuple[str, str, str]] = {
-    "positive": (
-        "log-probs above zero",
-        "the probability of a token cannot exceed 1; densities of a diffusion sampler can",
-        "look for logits, densities or half-precision rounding in the column; for a diffusion sampler pass --diffusion",
-    ),
-    "sentinel": (
-        "placeholder log-probs (−9999)",
-        "an engine writes −9999 for minus infinity; it was read as missing here",
-        "store NaN (null in JSONL) for what is missing; the sampled token lay outside the set that was scored",
-    ),
-    "zeros": (
-        "sequences of mostly zero log-probs",
-        "probability 1 on most tokens: filled in, or taken after greedy sampling",
-        "store NaN (null in JSONL) for what is missing; log the log-probs of the distribution that was sampled",
-    ),
-}
-"""Findings of the log's validation that are about the policies: title, reason, remedy. The rest become remarks."""
-_RAW_FINDINGS |= dict.fromkeys(
-    ("kept", "kept_length", "kept_offsets", "kept_twice"),
-    (
-        "kept sets that do not fit their tokens",
-        "a ratio replayed over them is not that of what was sampled",
-        "record for each token the ids that the engine could draw, each once, with one offset more than tokens",
-    ),
-)
-_NOT_SUBTRACTABLE: Mapping[str, tuple[str, str]] = {
-    "tempered": ("temperature_ratio", "1"),
-    "truncated": ("kept_mass", "1"),
-    "raw": ("mean_ratio", "1"),
-    "shifted": ("lag", "0"),
-}
-"""Labels of provenance that become findings: the number that shows each, and what it should be."""
+_ABOUT_THE_POLICIES = {"positive", "sentinel", "zeros", "kept", "kept_length", "kept_offsets", "kept_twice"}
+"""Codes of the log's validation that make the verdict: they are about the policies. The rest become remarks."""
 
 
 def choose_config(*, preset: str | None = None, file: Path | None = None) -> RolloutCorrectionConfig:
@@ -152,12 +122,14 @@ def check_logs(
     """
     if train_column not in (None, "old_log_prob", "log_prob"):
         raise BadInputError(f"the training side is old_log_prob or log_prob, not {train_column!r}")
-    if config.nonfinite == "raise":  # A check counts what is missing and goes on.
-        config = replace(config, nonfinite="reject_token")
     if workers < 1 or (workers > 1 and ray is not None):
-        raise BadInputError(
-            f"workers={workers}{' with a Ray cluster' * (ray is not None)}; give 1 or more, or the cluster"
-        )
+        beside = " with a Ray cluster" if ray is not None else ""
+        raise BadInputError(f"workers={workers}{beside}; give 1 or more, or the cluster")
+
+    # A check counts what is missing and goes on.
+    if config.nonfinite == "raise":
+        config = replace(config, nonfinite="reject_token")
+
     shards = log_shards([str(path) for path in paths])
     total, tally = sum(shard.rows for shard in shards), Tally()
     column, kept = train_column or "", False
@@ -174,8 +146,9 @@ def check_logs(
     if not tally.parts:
         seen = "nothing was read before the interrupt" if tally.interrupted else "there is no row"
         raise BadInputError(f"{', '.join(map(str, paths))}: {seen}; give a log with at least one sequence")
+
     remarks = [f"π is the column {column}, μ is rollout_log_prob"]
-    remarks += [str(problem) for problem in tally.problems.values() if problem.code not in _RAW_FINDINGS]
+    remarks += [str(finding) for finding in tally.findings if finding.code not in _ABOUT_THE_POLICIES]
     if tally.interrupted:
         remarks.append(f"interrupted: this covers {tally.rows} of {total} rows only")
     files = tuple(str(file) for file in log_files([str(path) for path in paths]))
@@ -185,10 +158,9 @@ def check_logs(
 
 
 def _first_batch(shards: Sequence[Shard], batch_size: int) -> RolloutBatch | None:
-    columns = COLUMNS + KEPT_COLUMNS
-    return next(
-        (batch for shard in shards[:1] for batch in read_shard(shard, columns=columns, batch_size=batch_size)), None
-    )
+    if not shards:
+        return None
+    return next(read_shard(shards[0], columns=COLUMNS + KEPT_COLUMNS, batch_size=batch_size), None)
 
 
 def _train_column(batch: RolloutBatch | None, config: RolloutCorrectionConfig) -> str:
@@ -221,12 +193,15 @@ def _result(
     steps = sorted(step for step in tally.parts if step is not None)
     series = tuple({"step": step, **_metrics(tally.parts[step])} for step in steps) or ({"step": 0, **whole},)
     verdict = health(whole, config, series=series if len(steps) > 1 else (), diffusion=diffusion)
-    judged = [p for p in tally.problems.values() if p.code in _RAW_FINDINGS]
-    found = [_finding(problem) for problem in judged if not (diffusion and problem.code == "positive")]
+    found = [_judged(finding) for finding in tally.findings if finding.code in _ABOUT_THE_POLICIES]
     provenance = tally.sample.estimate()
-    if not diffusion:
-        found += [_claimed(reason, mend) for reason, mend in tally.claims.items()]
-        found += [_implied(label, kept=kept) for label in provenance.wrong if label.name in _NOT_SUBTRACTABLE]
+
+    # Densities may exceed 1, and follow no rule of token probabilities.
+    if diffusion:
+        found = [finding for finding in found if finding.code != "positive"]
+    else:
+        found += tally.claims.values()
+        found += [_implied(finding, kept=kept) for finding in provenance.warnings if finding.code in NOT_COMPARABLE]
     return CheckResult(
         health=replace(verdict, findings=(*verdict.warnings, *found, *verdict.notes)),
         metrics=whole,
@@ -252,37 +227,19 @@ def _metrics(part: Part) -> dict[str, float]:
     return metrics
 
 
-def _finding(problem: Problem) -> Finding:
-    title, reason, remedy = _RAW_FINDINGS[problem.code]
-    return Finding(
-        metric=f"log/{problem.column}",
-        title=title,
-        value=float(problem.rows),
+def _judged(finding: Finding) -> Finding:
+    """A finding of the log's validation, as one that makes the verdict."""
+    return replace(
+        finding,
+        metric=f"log/{finding.column}",
+        value=float(finding.rows or 0),
         limit="0 sequences",
-        reason=f"{reason}; first in {problem.file}, row {problem.row}: {problem.message}",
-        remedy=remedy,
+        severity="warning",
     )
 
 
-def _claimed(reason: str, mend: str) -> Finding:
-    return Finding(
-        metric="log/sampling",
-        title="log-probs are of different things: the recorded settings say so",
-        value=1.0,
-        limit="0",
-        reason=reason,
-        remedy=mend,
-    )
-
-
-def _implied(label: Label, *, kept: bool) -> Finding:
-    recorded = "; this log has the sets, in kept_ids and kept_offsets" if kept and label.name == "truncated" else ""
-    number, limit = _NOT_SUBTRACTABLE[label.name]
-    return Finding(
-        metric=f"log/{number}",
-        title=f"log-probs are of different things: {label.name}",
-        value=label.evidence[number],
-        limit=limit,
-        reason=label.says,
-        remedy=label.remedy + recorded,
-    )
+def _implied(finding: Finding, *, kept: bool) -> Finding:
+    """A finding of provenance, with what this log has for its fix."""
+    if kept and finding.code == "truncated":
+        return replace(finding, fix=f"{finding.fix}; this log has the sets, in kept_ids and kept_offsets")
+    return finding

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rollcorr.diagnostics.health.judge import healthy_range
+from rollcorr.diagnostics.health.verdict import healthy_range
 
 try:
     from matplotlib.axes import Axes
