@@ -137,7 +137,7 @@ def test_a_killed_worker_is_an_error_with_a_fix(logs, small_shards):
         for child in multiprocessing.active_children():
             child.kill()
 
-    with pytest.raises(ChildProcessError, match=r"one of 2 workers is gone without an answer.*try fewer"):
+    with pytest.raises(ChildProcessError, match=r"one of 2 workers died without an answer.*use fewer"):
         check_logs(logs, workers=2, on_rows=kill)
     assert not multiprocessing.active_children()
 

@@ -147,7 +147,7 @@ RANGES: dict[str, HealthyRange] = {
         ideal="0",
         ideal_high=0.0,
         warn_above=0.0,
-        reason="log-ratios beyond 20 nats mean that the two sides did not score the same tokens (k3 and chi2 are capped)",
+        reason="log-ratios beyond 20 nats mean that the two sides did not score the same tokens (k3, chi2 are capped)",
         fix="check alignment, padding and the processing of the log-probs",
     ),
     "nonfinite_count": HealthyRange(
@@ -155,7 +155,7 @@ RANGES: dict[str, HealthyRange] = {
         ideal_high=0.0,
         warn_above=0.0,
         reason="log-probs are missing or not finite on response tokens",
-        fix="find out why the engine returns no log-probs for them; `nonfinite=` decides what the correction does with them",
+        fix="find out why the engine returns none for them; `nonfinite=` decides what the correction does with them",
     ),
     "zero_probability_count": HealthyRange(
         ideal="0",

@@ -51,7 +51,7 @@ class RolloutBatch:
             lengths: (B,) tokens of each response, masked ones included. None: each ends at its last sampled token,
                 so give it when a response ends in masked tokens (a tool's output, a row that is masked altogether).
             prompt_mask: (B, P), non-zero on the tokens of `prompt_ids` that are not padding.
-            kept: the keep-sampling-mask of the sampled tokens, row after row, in place of `kept_ids` and `kept_offsets`.
+            kept: the keep-sampling-mask of the sampled tokens, row after row; gives `kept_ids` and `kept_offsets`.
             **columns: any column of the schema; None leaves it out. Token columns: (B, T). One value per sequence:
                 (B,), or one value for all rows. `prompt_ids`: (B, P) with `prompt_mask`, or B sequences of ids.
                 `kept_ids`, `kept_offsets`: B sequences. `policy_versions`: one version, one per sequence, (B, T), or B
@@ -68,6 +68,8 @@ class RolloutBatch:
             tensor([3, 2])
         """
         inside, sizes = build.inside_padding(response_mask, lengths)
+
+        # Without the padding, a padded batch is a packed one.
         tokens: dict[str, object] = {"response_mask": response_mask, **columns}
         for name in TOKEN_COLUMNS:
             if tokens.get(name) is not None:
@@ -171,6 +173,8 @@ class RolloutBatch:
         lengths = self.lengths.numpy()
         if column == "response_mask" and not self.has(column):
             return torch.ones(int(lengths.sum()), dtype=torch.bool)
+
+        # There is no id that could stand for a missing token, so `response_ids` may not miss a row.
         values, sizes, recorded = self._recorded(column)
         self._check_lengths(column, sizes, recorded | (column == "response_ids"))
         if not recorded.all():
@@ -205,7 +209,7 @@ class RolloutBatch:
         """Any list of numbers as (values of all rows, (B,) length of each row); a null row has length 0.
 
         Raises:
-            ValueError: the column is no list of numbers.
+            ValueError: the column is not a list of numbers.
             RolloutLogError: no row records it.
         """
         check_columns([column])
@@ -228,9 +232,11 @@ class RolloutBatch:
             title = f"{int(sizes[row])} offsets for a response of {int(self.lengths[row])} tokens"
             fix = "give every row one entry more than it has tokens"
             raise self._error("kept_length", title, fix, row=row, column="kept_offsets")
+
+        # The offsets of each row start anew at 0. Those of all tokens together have one 0 alone, at the beginning.
         before = torch.repeat_interleave(id_counts.cumsum(0) - id_counts, sizes)
         inner = torch.ones(len(offsets), dtype=torch.bool)
-        inner[sizes.cumsum(0) - sizes] = False  # each row starts anew at 0
+        inner[sizes.cumsum(0) - sizes] = False
         return KeptSets(ids, torch.cat([offsets.new_zeros(1), (offsets + before)[inner]]))
 
     def check_lengths(self) -> None:

@@ -32,6 +32,7 @@ def inside_padding(response_mask: Tensor, lengths: Tensor | None) -> tuple[Tenso
     ends = (mask * (position + 1)).amax(1) if mask.shape[1] else mask.new_zeros(mask.shape[0], dtype=torch.int64)
     if lengths is None:
         return position < ends[:, None], ends
+
     lengths = torch.as_tensor(lengths).cpu().to(torch.int64)
     if lengths.shape != ends.shape:
         raise ValueError(f"lengths must be ({len(ends)},) for {len(ends)} rows, got {tuple(lengths.shape)}")
@@ -94,6 +95,8 @@ def kept_columns(kept: KeptSets | None, mask: Tensor, sizes: np.ndarray) -> dict
         raise ValueError(
             f"kept sets are of {len(kept)} tokens, response_mask has {sampled}; give one per sampled token"
         )
+
+    # The sets cover the sampled tokens. In the log every token has one; those of the others are empty.
     whole = kept.to("cpu").padded(mask.cpu())
     ends = np.cumsum(sizes)
     offsets = [whole.offsets[first : last + 1] for first, last in zip(ends - sizes, ends, strict=True)]
@@ -144,6 +147,7 @@ def _array(name: str, value: object, sizes: np.ndarray, prompt_mask: Tensor | No
             raise ValueError(f"prompt_ids {tuple(value.shape)} needs a prompt_mask of its shape, got {shape}")
         inside = prompt_mask != 0
         return list_array(pa.array(_numpy(value[inside])), inside.sum(1).cpu().numpy())
+
     rows = _one_per_row(name, value, len(sizes))
     if name == "policy_versions":
         rows = [_row_spans(row, size) for row, size in zip(rows, sizes.tolist(), strict=True)]
@@ -199,6 +203,8 @@ def _row_spans(row: object, size: int) -> list[dict[str, int]] | None:
         return [{"start": 0, "length": size, "version": int(row)}] if size else []
     if not isinstance(row, (list, tuple)):
         raise ValueError(f"policy_versions takes versions or lists of (start, length, version), got {row!r}")
+
+    # One version per token becomes one span for each run of equal versions.
     names = ("start", "length", "version")
     if row and all(isinstance(version, int) for version in row):
         starts = [i for i in range(size) if i == 0 or row[i] != row[i - 1]]
@@ -216,6 +222,8 @@ def _settings(spec: object) -> dict[str, Any] | None:
         values = dataclasses.asdict(spec)
     else:
         raise ValueError(f"sampling takes a SamplingSpec or a mapping, got {spec!r}")
+
+    # What a trainer does with its own logits is no setting of the rollout.
     support = values.pop("support", "engine")
     if support != "engine":
         raise ValueError(f"sampling describes the rollout, whose support is the engine's; got support={support!r}")

@@ -39,7 +39,7 @@ class Column:
         name: the field's name, as everywhere in the library.
         type: Arrow type.
         unit: unit of a value, or "–" for identifiers and flags.
-        per: one value per "sequence", one per response "token", or a "list" with its own length.
+        per: one value per "sequence", one per response "token", or a "list" of its own length.
         meaning: one line; what null means, where it is not simply "not recorded".
     """
 
@@ -97,6 +97,7 @@ def arrow_type(column: str) -> pa.DataType:
         "float64": pa.float64(),
         "string": pa.string(),
     }
+
     types = primitive | {f"list<{name}>": pa.list_(type_) for name, type_ in primitive.items()}
     types[SPANS] = pa.list_(pa.struct(spans))
     fields = (field.split(": ") for field in SAMPLING[len("struct<") : -1].split(", "))
@@ -216,11 +217,15 @@ def _convert(array: pa.Array, target: pa.DataType) -> pa.Array:
             raise pa.ArrowInvalid("it is not a list")
         values, lengths, valid = ragged(array)
         return list_array(_fill(_convert(values, target.value_type)), lengths, valid=valid)
+
+    # Fields that a foreign structure lacks are null; those that the schema lacks are left out.
     if pa.types.is_struct(target) and pa.types.is_struct(array.type):
         fields = {field.name: part for field, part in zip(array.type, array.flatten(), strict=True)}
         parts = [_convert(fields.get(field.name, pa.nulls(len(array))), field.type) for field in target]
         return pa.StructArray.from_arrays(parts, fields=list(target), mask=array.is_null())
-    if pa.types.is_float16(array.type):  # older versions of Arrow cannot cast it
+
+    # Older versions of Arrow cannot cast float16.
+    if pa.types.is_float16(array.type):
         missing = array.is_null().to_numpy(zero_copy_only=False)
         array = pa.array(array.to_numpy(zero_copy_only=False).astype(np.float32), mask=missing)
     return array if array.type == target else array.cast(target)

@@ -51,6 +51,7 @@ def identical_policies(evidence: Evidence) -> Finding | None:
     values = [value for name in names for value in (evidence.current[name], *evidence.recent(name))]
     if not evidence.measured or not values or any(values):
         return None
+
     bypass = evidence.config is not None and evidence.config.bypass_mode
     cause = "bypass mode sets old_log_prob to rollout_log_prob" if bypass else "one side is a copy of the other"
     return Finding(
@@ -186,6 +187,8 @@ def pinned_at_threshold(evidence: Evidence) -> Finding | None:
         return None
     if config.rollout_is == "token" and not evidence.diffusion:
         return None
+
+    # A float32 weight truncated at the threshold may lie a rounding error below it.
     threshold = config.is_upper * (1 - 1e-5)
     first = _first_steps(evidence, name)
     pinned = sum(value >= threshold for value in first)
@@ -228,6 +231,8 @@ def length_dependence(evidence: Evidence) -> Finding | None:
     widths = _band_widths(evidence, "seq_sum")
     if config is not None and config.rollout_is == "sequence" and config.is_upper is not None and config.is_upper > 1:
         widths.append(math.log(config.is_upper))
+
+    # Past the safety bound `horizon` says more.
     drift = abs(evidence.get("t_times_kl"))
     if not widths or not drift > min(widths) or horizon(evidence) is not None:
         return None

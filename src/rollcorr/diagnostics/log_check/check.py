@@ -102,14 +102,14 @@ def check_logs(
         paths: files, folders (also run folders) or patterns.
         config: what to measure; nothing is trained, so what it would apply is only counted.
         train_column: where π is: old_log_prob or log_prob. None takes old_log_prob where recorded, else log_prob; with
-            `bypass_mode` the other way round, for there old_log_prob is a copy of rollout_log_prob.
-        diffusion: the log-probs are densities: positive ones are no finding, and the diffusion rules warn.
+            `bypass_mode` the other way round, because there old_log_prob is a copy of rollout_log_prob.
+        diffusion: the log-probs are densities: positive ones are not a finding, and the diffusion rules warn.
         batch_size: most rows that a reader has in memory at once; fewer where they are long.
-        workers: processes that read. More than one are started anew, so a script that asks for them needs
+        workers: processes that read. Several are started as new interpreters, so a script that asks for them needs
             `if __name__ == "__main__":`.
         ray: instead, the address of a Ray cluster whose nodes read: "auto", "local" or "ray://host:port". They need
             this package, and the files under the same names.
-        on_rows: called every now and then with the rows read since the last time, and those of the whole log.
+        on_rows: called now and then with the rows read since the last call, and the rows of the whole log.
 
     Returns:
         The result. After a KeyboardInterrupt it covers the rows read until then, and says so.
@@ -189,10 +189,13 @@ def _result(
     remarks: tuple[str, ...],
 ) -> CheckResult:
     """The verdict on what was read."""
+    # All rows together are judged. The steps are history, for the rules and the panels.
     whole = _metrics(merge_parts(tally.parts.values()))
     steps = sorted(step for step in tally.parts if step is not None)
     series = tuple({"step": step, **_metrics(tally.parts[step])} for step in steps) or ({"step": 0, **whole},)
     verdict = health(whole, config, series=series if len(steps) > 1 else (), diffusion=diffusion)
+
+    # What the log's validation, its recorded settings and the log-probs themselves say joins the verdict.
     found = [_judged(finding) for finding in tally.findings if finding.code in _ABOUT_THE_POLICIES]
     provenance = tally.sample.estimate()
 

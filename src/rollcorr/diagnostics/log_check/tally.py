@@ -133,6 +133,7 @@ class Measurement:
 
     def of_batch(self, batch: RolloutBatch, *, first: int, stride: int = 1) -> Tally:
         """The tally of a batch, whose first row is row `first` of the log; `stride` is that of the sample so far."""
+        # An engine's −9999 stands for minus infinity: it is missing, as NaN is.
         rollout, train = batch.packed("rollout_log_prob"), batch.packed(self.train_column)
         mask = batch.packed("response_mask")
         rollout, train = (x.masked_fill_(x == SENTINEL, torch.nan) for x in (rollout, train))
@@ -149,9 +150,11 @@ class Measurement:
     ) -> Iterator[tuple[int | None, Part]]:
         rewards = batch.values("reward") if batch.has("reward") else rollout.new_full((len(batch),), torch.nan)
         for step, rows in _by_step(batch):
+            # The rows of a step need not lie together, so they are packed anew.
             tokens, lengths = rows.repeat_interleave(batch.lengths), batch.lengths[rows]
             cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
             correction = correct(train[tokens], rollout[tokens], mask[tokens], self.config, cu_seqlens=cu_seqlens)
+
             valid = tokens & mask
             yield step, _part(correction, train[valid], rollout[valid], rewards[rows])
 

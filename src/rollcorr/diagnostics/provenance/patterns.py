@@ -1,7 +1,7 @@
 """The patterns that sampling settings leave in two log-probs of the same tokens, each with its finding.
 
-`train` and `rollout` are (n,) float64 log-probs of the valid tokens. Placeholders and a shift are looked for before it is
-known which tokens are valid, in all of them.
+`train` and `rollout` are (n,) float64 log-probs of the valid tokens. Placeholders and a shift are looked for in all
+tokens, before it is known which of them are valid.
 """
 
 from __future__ import annotations

@@ -20,13 +20,13 @@ from rollcorr.diagnostics.numbers import HEADLINES, format_number
 
 def show_health(console: Console, health: HealthReport, *, subject: str, remarks: Sequence[str] = ()) -> None:
     """Print the verdict, the headline numbers, then each finding with its reason and fix."""
-    if health.healthy:
-        verdict = "[bold green]healthy[/]"
-    else:
-        verdict = f"[bold red]{_count(len(health.warnings), 'finding')}[/]"
-    console.print(f"{verdict}  {escape(subject)}")
+    style, verdict = "green", "healthy"
+    if not health.healthy:
+        style, verdict = "red", _count(len(health.warnings), "finding")
+    console.print(f"[bold {style}]{verdict}[/]  {escape(subject)}")
     for remark in remarks:
         console.print(f"[dim]note: {escape(remark)}[/]")
+
     numbers = {label: health.values[name] for name, label in HEADLINES.items() if name in health.values}
     if numbers:
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
@@ -50,9 +50,9 @@ def to_json(health: HealthReport, **more: object) -> str:
 
 @contextmanager
 def row_progress() -> Iterator[Callable[[int, int], None]]:
-    """A progress bar over rows on stderr, with the time that is left; nothing when stderr is no terminal.
+    """A progress bar over rows on stderr, with the time that is left; nothing when stderr is not a terminal.
 
-    It is moved by calls with the rows read since the last one, and those there are in all.
+    Each call passes the rows read since the last call, and the rows of the whole log.
     """
     console = Console(stderr=True)
     columns = (
