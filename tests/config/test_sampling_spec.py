@@ -175,7 +175,7 @@ def test_replay_has_mean_ratio_one_for_any_trainer_and_recomputation_has_not():
 
 @pytest.mark.parametrize(("engine", "expected"), [("vllm", [0, 1]), ("transformers", [0, 1]), ("sglang", [0, 1, 2])])
 def test_each_engine_truncates_in_its_own_order(engine, expected):
-    """p = (.5, .3, .12, .08), top-k 3, top-p .81: renormalised to .92 the first two have .87; jointly they have .8."""
+    """p = (.5, .3, .12, .08), top-k 3, top-p .81: renormalized to .92 the first two have .87; jointly they have .8."""
     logits = torch.tensor([0.5, 0.3, 0.12, 0.08]).log()
     spec = SamplingSpec(top_k=3, top_p=0.81, logprobs="processed", engine=engine)
     assert torch.where(recomputed_support(logits, spec))[0].tolist() == expected
@@ -288,5 +288,5 @@ def test_the_page_shows_the_engines_as_they_are():
     for name, engine in ENGINES.items():
         order, joint, kinds = (cell.strip() for cell in rows[name].split("|"))
         assert order == (" → ".join(engine.order) or "not known")
-        assert joint == ("joint" if engine.joint else "–" if not engine.order else "renormalised")
+        assert joint == ("joint" if engine.joint else "–" if not engine.order else "renormalized")
         assert kinds == ", ".join(engine.logprobs)

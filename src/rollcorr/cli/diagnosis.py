@@ -54,9 +54,7 @@ def check(
     ] = None,
     train_column: Annotated[
         str | None,
-        typer.Option(
-            help="The column with the trainer's log-probs: old_log_prob or log_prob. [default: the one that is recorded]"
-        ),
+        typer.Option(help="Trainer's log-probs: old_log_prob or log_prob. [default: the one that is recorded]"),
     ] = None,
     diffusion: Annotated[
         bool, typer.Option("--diffusion", help="The log-probs are densities of a diffusion sampler.")

@@ -213,7 +213,9 @@ def _owners(key: str) -> list[Schema]:
 
 def _check_keys(options: Mapping[str, Any], schema: Schema | None) -> None:
     """Every key is known: to the schema asked for, or to any when it is still to be found."""
-    known = _ALL_KEYS if schema is None else KEYS[schema] + (LATE_2025_11 if schema == "2025-11" else ())
+    known = _ALL_KEYS if schema is None else KEYS[schema]
+    if schema == "2025-11":
+        known += LATE_2025_11
     for key in options:
         if key in known:
             continue

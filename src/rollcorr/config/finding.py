@@ -74,9 +74,28 @@ class Finding:
         return "; ".join(part for part in (f"{place}{self.title}{more}", self.reason, self.fix) if part)
 
 
-def with_severity(findings: Iterable[Finding], severity: Severity) -> tuple[Finding, ...]:
-    """The findings of one severity, in their order."""
-    return tuple(finding for finding in findings if finding.severity == severity)
+class HasFindings:
+    """An answer that consists of findings, sorted by severity."""
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def errors(self) -> tuple[Finding, ...]:
+        """The findings for which the input cannot be trusted."""
+        return self._of("error")
+
+    @property
+    def warnings(self) -> tuple[Finding, ...]:
+        """The findings that make the verdict."""
+        return self._of("warning")
+
+    @property
+    def notes(self) -> tuple[Finding, ...]:
+        """The findings that are only worth knowing."""
+        return self._of("note")
+
+    def _of(self, severity: Severity) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.severity == severity)
 
 
 def merge_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:

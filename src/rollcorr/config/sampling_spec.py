@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rollcorr.config.checks import check_choice, check_integer, check_number
-from rollcorr.config.finding import Finding, with_severity
+from rollcorr.config.finding import Finding, HasFindings
 
 __all__ = [
     "ENGINES",
@@ -218,7 +218,7 @@ class SamplingSpec:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(HasFindings):
     """Whether two log-probs may be subtracted.
 
     Attributes:
@@ -230,7 +230,7 @@ class Comparison:
     @property
     def verdict(self) -> Verdict:
         """Whether they are the "same", the same up to an "approximate" `reason`, or "different" and not comparable."""
-        if with_severity(self.findings, "error"):
+        if self.errors:
             return "different"
         return "approximate" if self.findings else "same"
 
@@ -246,7 +246,7 @@ class Comparison:
 
     @property
     def _decisive(self) -> tuple[Finding, ...]:
-        return with_severity(self.findings, "error") or self.findings
+        return self.errors or self.findings
 
 
 def check_compatible(rollout: SamplingSpec, trainer: SamplingSpec) -> Comparison:

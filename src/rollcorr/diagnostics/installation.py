@@ -1,4 +1,4 @@
-"""What is installed and in use here: versions, extras, and kernels with the reason why one does not run. For bug reports."""
+"""What is installed here, for bug reports: versions, extras, and kernels with the reason why one does not run."""
 
 from __future__ import annotations
 

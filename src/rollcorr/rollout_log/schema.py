@@ -63,19 +63,13 @@ _COLUMNS = (
     Column("reward", "float32", "reward", "sequence", "reward of the whole sequence"),
     Column("token_rewards", "list<float32>", "reward", "token", "reward of each token"),
     Column("advantages", "list<float32>", "reward, or normalized", "token", "advantage of each token"),
-    Column(
-        "policy_versions", SPANS, "weight version", "list", "which weights sampled which tokens; spans tile the row"
-    ),
+    Column("policy_versions", SPANS, "weight version", "list", "which weights sampled which token; spans tile the row"),
     Column("sampling", SAMPLING, "–", "sequence", "sampling settings, as in `SamplingSpec`"),
     Column(
         "kept_ids", "list<int32>", "token id", "list", "keep-sampling-mask: ids that could be sampled, token by token"
     ),
     Column(
-        "kept_offsets",
-        "list<int64>",
-        "entries",
-        "list",
-        "token t kept `kept_ids[o[t]:o[t+1]]`; one entry more than tokens",
+        "kept_offsets", "list<int64>", "entries", "list", "token t kept `kept_ids[o[t]:o[t+1]]`; tokens + 1 entries"
     ),
     Column("engine", "string", "–", "sequence", "engine that sampled"),
     Column("engine_version", "string", "–", "sequence", "its version"),

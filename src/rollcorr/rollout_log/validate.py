@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rollcorr.config.finding import Finding, merge_findings, with_severity
+from rollcorr.config.finding import Finding, HasFindings, merge_findings
 from rollcorr.rollout_log.arrow import pa
 from rollcorr.rollout_log.batch import LENGTH_FIX, RolloutBatch
 from rollcorr.rollout_log.errors import RolloutLogError
@@ -30,30 +30,21 @@ _MISSING_FIX = "store NaN (null in JSONL) for what is missing"
 
 
 @dataclass(frozen=True)
-class ValidationReport:
+class ValidationReport(HasFindings):
     """What `validate_rollout_log` found.
 
     Attributes:
         files: the files read, in order.
         rows: rows in the files that could be read.
         recorded: columns that at least one row of any file records.
-        findings: what is wrong, by file; one for each kind and column, with its first row and the number of rows.
+        findings: by file, one for each kind and column, with its first row and the number of rows. An error means that
+            the log cannot be trusted; what a warning says may be as intended.
     """
 
     files: tuple[str, ...]
     rows: int
     recorded: frozenset[str]
     findings: tuple[Finding, ...]
-
-    @property
-    def errors(self) -> tuple[Finding, ...]:
-        """The findings for which the log cannot be trusted."""
-        return with_severity(self.findings, "error")
-
-    @property
-    def warnings(self) -> tuple[Finding, ...]:
-        """The findings that may be as intended."""
-        return with_severity(self.findings, "warning")
 
     def raise_errors(self) -> None:
         """Raise what is an error; warnings pass.

@@ -8,7 +8,6 @@ import os
 import secrets
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
 
 from rollcorr.rollout_log.arrow import pa, pq
 from rollcorr.rollout_log.batch import RolloutBatch
@@ -44,7 +43,7 @@ class RolloutLogWriter:
             raise FileExistsError(f"{self.path} exists; choose another name or pass overwrite=True")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._hidden = self.path.with_name(f".{self.path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
-        self._sink: _Sink | None
+        self._sink: _ParquetSink | _JsonlSink | None
         if self.path.suffix == ".parquet":
             self._sink = _ParquetSink(self._hidden, row_group_rows)
         else:
@@ -128,12 +127,6 @@ def convert_log(
         raise
     writer.close()
     return writer.rows
-
-
-class _Sink(Protocol):
-    def write(self, batch: RolloutBatch) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class _ParquetSink:

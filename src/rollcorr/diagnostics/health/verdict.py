@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from rollcorr.config.finding import Finding, with_severity
+from rollcorr.config.finding import Finding, HasFindings
 from rollcorr.core.health_ranges import HealthyRange
 from rollcorr.core.metric_registry import metric
 from rollcorr.diagnostics.health.evidence import Evidence, Metrics, bare_metrics, history_of, recent_medians
@@ -29,7 +29,7 @@ __all__ = ["Finding", "HealthReport", "health", "healthy_range", "limit_in_words
 
 
 @dataclass(frozen=True, kw_only=True)
-class HealthReport:
+class HealthReport(HasFindings):
     """The verdict and everything that led to it.
 
     Attributes:
@@ -41,16 +41,6 @@ class HealthReport:
     findings: tuple[Finding, ...]
     values: Mapping[str, float] = field(repr=False)
     steps: int | None = None
-
-    @property
-    def warnings(self) -> tuple[Finding, ...]:
-        """The findings that make the verdict."""
-        return with_severity(self.findings, "warning")
-
-    @property
-    def notes(self) -> tuple[Finding, ...]:
-        """The findings that do not."""
-        return with_severity(self.findings, "note")
 
     @property
     def healthy(self) -> bool:

@@ -151,9 +151,25 @@ def check_logs(
     remarks += [str(finding) for finding in tally.findings if finding.code not in _ABOUT_THE_POLICIES]
     if tally.interrupted:
         remarks.append(f"interrupted: this covers {tally.rows} of {total} rows only")
-    files = tuple(str(file) for file in log_files([str(path) for path in paths]))
-    return _result(
-        tally, config, diffusion=diffusion, kept=kept, files=files, train_column=column, remarks=tuple(remarks)
+
+    # All rows together are judged. The steps are history, for the rules and the panels.
+    whole = _metrics(merge_parts(tally.parts.values()))
+    steps = sorted(step for step in tally.parts if step is not None)
+    series = tuple({"step": step, **_metrics(tally.parts[step])} for step in steps) or ({"step": 0, **whole},)
+    verdict = health(whole, config, series=series if len(steps) > 1 else (), diffusion=diffusion)
+    provenance = tally.sample.estimate()
+    found = _log_findings(tally, provenance, diffusion=diffusion, kept=kept)
+    return CheckResult(
+        health=replace(verdict, findings=(*verdict.warnings, *found, *verdict.notes)),
+        metrics=whole,
+        series=series,
+        rows=tally.rows,
+        files=tuple(str(file) for file in log_files([str(path) for path in paths])),
+        train_column=column,
+        provenance=provenance,
+        config=config,
+        remarks=tuple(remarks),
+        interrupted=tally.interrupted,
     )
 
 
@@ -178,45 +194,15 @@ def _train_column(batch: RolloutBatch | None, config: RolloutCorrectionConfig) -
     return found
 
 
-def _result(
-    tally: Tally,
-    config: RolloutCorrectionConfig,
-    *,
-    diffusion: bool,
-    kept: bool,
-    files: tuple[str, ...],
-    train_column: str,
-    remarks: tuple[str, ...],
-) -> CheckResult:
-    """The verdict on what was read."""
-    # All rows together are judged. The steps are history, for the rules and the panels.
-    whole = _metrics(merge_parts(tally.parts.values()))
-    steps = sorted(step for step in tally.parts if step is not None)
-    series = tuple({"step": step, **_metrics(tally.parts[step])} for step in steps) or ({"step": 0, **whole},)
-    verdict = health(whole, config, series=series if len(steps) > 1 else (), diffusion=diffusion)
-
-    # What the log's validation, its recorded settings and the log-probs themselves say joins the verdict.
+def _log_findings(tally: Tally, provenance: Provenance, *, diffusion: bool, kept: bool) -> list[Finding]:
+    """What the log's validation, its recorded settings and the log-probs themselves add to the verdict."""
     found = [_judged(finding) for finding in tally.findings if finding.code in _ABOUT_THE_POLICIES]
-    provenance = tally.sample.estimate()
 
     # Densities may exceed 1, and follow no rule of token probabilities.
     if diffusion:
-        found = [finding for finding in found if finding.code != "positive"]
-    else:
-        found += tally.claims.values()
-        found += [_implied(finding, kept=kept) for finding in provenance.warnings if finding.code in NOT_COMPARABLE]
-    return CheckResult(
-        health=replace(verdict, findings=(*verdict.warnings, *found, *verdict.notes)),
-        metrics=whole,
-        series=series,
-        rows=tally.rows,
-        files=files,
-        train_column=train_column,
-        provenance=provenance,
-        config=config,
-        remarks=remarks,
-        interrupted=tally.interrupted,
-    )
+        return [finding for finding in found if finding.code != "positive"]
+    found += tally.claims.values()
+    return found + [_implied(finding, kept=kept) for finding in provenance.warnings if finding.code in NOT_COMPARABLE]
 
 
 def _metrics(part: Part) -> dict[str, float]:

@@ -102,8 +102,8 @@ def read_in_processes(
             )
     except BrokenProcessPool as error:
         message = (
-            f"one of {workers} workers died without an answer. Either it was killed, perhaps because memory ran out (use "
-            'fewer workers), or the script that starts them lacks `if __name__ == "__main__":`'
+            f"one of {workers} workers died without an answer. Either it was killed, perhaps because memory ran out "
+            '(use fewer workers), or the script that starts them lacks `if __name__ == "__main__":`'
         )
         raise ChildProcessError(message) from error
     finally:

@@ -44,9 +44,9 @@ def estimate_provenance(
     mask: Tensor | None = None,
     *,
     cu_seqlens: Tensor | None = None,
+    tempered: Mapping[float, Tensor] | None = None,
     logits: Tensor | None = None,
     token_ids: Tensor | None = None,
-    tempered: Mapping[float, Tensor] | None = None,
 ) -> Provenance:
     """Say what two log-probs of the same sampled tokens are log-probs of.
 
@@ -55,10 +55,10 @@ def estimate_provenance(
         rollout_log_prob: the engine's, of the same tokens. NaN, −inf and −9999 are missing.
         mask: true on sampled tokens, same shape; None for all.
         cu_seqlens: (B + 1,) token offsets, only when packed.
+        tempered: the trainer's log-probs by temperature, instead of logits; the best of those temperatures is taken.
         logits: the trainer's, undivided, (…, V) over the same tokens, with `token_ids`. Fits both temperatures, and
             tells whether the tokens were sampled from what the engine reports.
         token_ids: the sampled tokens.
-        tempered: instead of logits, the trainer's log-probs by temperature: the best of those temperatures is taken.
 
     Returns:
         Findings with evidence, and what could not be told. Reads values: for diagnosis, not for the step path.

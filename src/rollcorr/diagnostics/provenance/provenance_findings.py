@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from rollcorr.config.finding import Finding, with_severity
+from rollcorr.config.finding import Finding, HasFindings
 
 Code = Literal["matched", "tempered", "truncated", "raw", "processed", "shifted", "placeholder", "unexplained"]
 
@@ -38,7 +38,7 @@ _FIXES: Mapping[Code, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Provenance:
+class Provenance(HasFindings):
     """What a pair of log-probs implies.
 
     Attributes:
@@ -61,11 +61,6 @@ class Provenance:
     def codes(self) -> tuple[str, ...]:
         """The codes of the findings."""
         return tuple(finding.code for finding in self.findings)
-
-    @property
-    def warnings(self) -> tuple[Finding, ...]:
-        """The findings that ask for a fix."""
-        return with_severity(self.findings, "warning")
 
     def finding(self, code: Code) -> Finding | None:
         """The finding with that code, or None."""
