@@ -29,9 +29,10 @@ def convert_config(
 ) -> None:
     """Rewrite rollout-correction options of any generation in the newest form, and say what each one became.
 
-    The new YAML goes to standard output or NEW.yaml. A table of what each option became goes to standard error. A
-    whole file keeps its other sections, but loses its comments. Exit code 2 means that the input cannot be read; the
-    reason is printed.
+    The new YAML goes to standard output or NEW.yaml.
+    A table of what each option became goes to standard error.
+    A whole file keeps its other sections, but loses its comments.
+    Exit code 2 means that the input cannot be read; the reason is printed.
 
     Example: old.yaml holds
 

@@ -267,7 +267,8 @@ _POSITIVE = Finding(
 _SENTINEL = Finding(
     code="sentinel",
     title="log-probs of −9999",
-    reason="an engine writes −9999 for minus infinity, when the sampled token lay outside the set that was scored",
+    reason="an engine writes −9999 for minus infinity, when the sampled token lay outside the set that was scored; "
+    "`rollcorr check` reads it as missing",
     fix=_MISSING_FIX,
 )
 _NONFINITE = Finding(
