@@ -75,7 +75,7 @@ def test_every_cell_has_the_verdict_that_the_exact_sums_give(logprobs, temperatu
     verdict = compare(rollout, trainer).verdict
     assert (verdict != "different") == bool(no_bias and honest)
     if verdict == "different":
-        with pytest.raises(IncompatibleSamplingError, match=r"log-probs are of different things: .* To mend it: "):
+        with pytest.raises(IncompatibleSamplingError, match=r"these log-probs are not comparable: .* To fix it: "):
             check_compatible(rollout, trainer)
     else:
         assert check_compatible(rollout, trainer).verdict == verdict
@@ -116,7 +116,7 @@ def test_the_published_table(logprobs, settings, actor, verdict, says):
     found = compare(rollout, rollout.for_actor(actor))
     assert found.verdict == verdict
     assert says in found.reason
-    assert bool(found.mend) == (verdict != "same")
+    assert bool(found.fix) == (verdict != "same")
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -175,7 +175,7 @@ def test_replay_has_mean_ratio_one_for_any_trainer_and_recomputation_has_not():
 
 @pytest.mark.parametrize(("engine", "expected"), [("vllm", [0, 1]), ("transformers", [0, 1]), ("sglang", [0, 1, 2])])
 def test_each_engine_truncates_in_its_own_order(engine, expected):
-    """p = (.5, .3, .12, .08), top-k 3, top-p .81: renormalised to .92 the first two have .87; jointly they have .8."""
+    """p = (.5, .3, .12, .08), top-k 3, top-p .81: renormalized to .92 the first two have .87; jointly they have .8."""
     logits = torch.tensor([0.5, 0.3, 0.12, 0.08]).log()
     spec = SamplingSpec(top_k=3, top_p=0.81, logprobs="processed", engine=engine)
     assert torch.where(recomputed_support(logits, spec))[0].tolist() == expected
@@ -236,9 +236,9 @@ def test_the_mend_is_the_engines_own():
         (None, "processed log-probs"),
     ):
         rollout = SamplingSpec(temperature=0.7, engine=engine)
-        assert mend in compare(rollout, rollout.for_actor("full")).mend
+        assert mend in compare(rollout, rollout.for_actor("full")).fix
     trainer = SamplingSpec(temperature=0.7, logprobs="processed")
-    assert compare(SamplingSpec(), trainer).mend == "divide the trainer's logits by 1"
+    assert compare(SamplingSpec(), trainer).fix == "divide the trainer's logits by 1"
 
 
 def test_a_spec_is_the_same_as_itself_and_versions_do_not_matter():

@@ -67,7 +67,7 @@ def test_every_healthy_range_belongs_to_a_metric_and_says_what_to_do():
     for healthy in [*RANGES.values(), *CRITERION_RANGES.values()]:
         assert healthy.ideal
         assert healthy.reason
-        assert healthy.remedy
+        assert healthy.fix
 
 
 @pytest.mark.parametrize(("value", "limit"), [(0.49, 0.5), (0.5, None), (1.0, None), (2.0, None), (2.01, 2.0)])

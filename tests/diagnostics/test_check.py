@@ -15,7 +15,7 @@ from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.core.sampling import KeptSets
 from rollcorr.correction import correct
 from rollcorr.diagnostics.log_check.check import DIAGNOSIS, check_logs, choose_config
-from rollcorr.rollout_log import RolloutBatch, RolloutLogError, RolloutLogWriter, convert_log, jsonl
+from rollcorr.rollout_log import BatchLimits, RolloutBatch, RolloutLogError, RolloutLogWriter, convert_log
 from rollcorr.run_directory.stored_run import BadInputError
 
 
@@ -137,7 +137,7 @@ def test_placeholders_are_flagged_with_their_place_and_read_as_missing(tmp_path)
     result = check_logs([path])
     (finding,) = [f for f in result.health.warnings if "−9999" in f.title]
     assert (finding.metric, finding.value) == ("log/rollout_log_prob", 2.0)
-    assert f"{path}, row 4" in finding.reason
+    assert finding.place.startswith(f"{path}, row 4")
     assert result.health.values["nonfinite_count"] == 2
     assert abs(result.health.values["kl"]) < 0.1
 
@@ -145,7 +145,7 @@ def test_placeholders_are_flagged_with_their_place_and_read_as_missing(tmp_path)
 def test_positive_log_probs_are_flagged_unless_they_are_densities(tmp_path):
     train, rollout, mask = tensors(noise=0.01)
     path = log(tmp_path / "log.parquet", (1, train + 4, rollout + 4, mask))
-    assert {f.title for f in check_logs([path]).health.warnings} == {"log-probs above zero"}
+    assert {f.title for f in check_logs([path]).health.warnings} == {"log-probs above 0"}
     assert check_logs([path], diffusion=True).health.healthy
 
 
@@ -153,7 +153,7 @@ def test_rows_of_zeros_are_flagged(tmp_path):
     train, rollout, mask = tensors(noise=0.01)
     mask[5], rollout[5], train[5] = True, 0.0, -0.5
     result = check_logs([log(tmp_path / "log.parquet", (1, train, rollout, mask))])
-    assert "sequences of mostly zero log-probs" in {f.title for f in result.health.warnings}
+    assert "most log-probs of a sequence are exactly 0" in {f.title for f in result.health.warnings}
 
 
 def test_an_interrupt_reports_what_was_seen(tmp_path):
@@ -189,7 +189,7 @@ def test_a_log_without_a_valid_token_is_not_called_healthy(tmp_path):
     assert finding.title == "nothing was measured"
 
 
-def test_bad_input_names_file_column_and_mend(tmp_path):
+def test_bad_input_names_file_column_and_fix(tmp_path):
     train, rollout, mask = tensors()
     path = log(tmp_path / "log.parquet", (1, train, rollout, mask), old_log_prob=None)
     with pytest.raises(BadInputError, match=r"log\.parquet, column old_log_prob: not recorded, nor is log_prob"):
@@ -235,7 +235,7 @@ def test_memory_does_not_grow_with_the_log_nor_with_the_length_of_its_rows(tmp_p
     pq.write_table(pa.table({"rollout_log_prob": column, "old_log_prob": column}), tmp_path / "log.parquet")
     del column, values
     if suffix == "jsonl":
-        monkeypatch.setattr(jsonl, "_BATCH_TEXT", 4 << 20)  # about 100,000 tokens
+        monkeypatch.setitem(BatchLimits.__init__.__kwdefaults__, "text_bytes", 4 << 20)  # about 100,000 tokens
         convert_log(tmp_path / "log.parquet", tmp_path / "log.jsonl", batch_size=5)
     alive, seen, before = weakref.WeakSet(), [], pa.total_allocated_bytes()
 
@@ -270,11 +270,11 @@ def titles(result):
 def test_a_truncated_log_is_told_from_placeholders_and_its_sets_are_named(tmp_path):
     train, rollout, mask, columns = truncated()
     found = check_logs([log(tmp_path / "log.parquet", (1, train, rollout, mask), **columns)])
-    assert "sequences of mostly zero log-probs" not in titles(found)
-    (finding,) = [f for f in found.health.findings if f.title == "log-probs are of different things: truncated"]
-    assert finding.remedy.endswith("this log has the sets, in kept_ids and kept_offsets")
+    assert "most log-probs of a sequence are exactly 0" not in titles(found)
+    (finding,) = [f for f in found.health.findings if f.title == "these log-probs are not comparable: truncated"]
+    assert finding.fix.endswith("this log has the sets, in kept_ids and kept_offsets")
     replayed = check_logs([log(tmp_path / "replayed.jsonl", (1, rollout, rollout - 1e-5, mask), **columns)])
-    assert not {t for t in titles(replayed) if "different things" in t or "kept" in t}
+    assert not {t for t in titles(replayed) if "not comparable" in t or "kept" in t}
 
 
 def test_kept_sets_that_cannot_be_replayed_are_a_finding(tmp_path):
@@ -284,5 +284,6 @@ def test_kept_sets_that_cannot_be_replayed_are_a_finding(tmp_path):
     ids[columns["kept"].offsets[first] + 1] = 7
     columns["kept"] = KeptSets(ids, columns["kept"].offsets)
     result = check_logs([log(tmp_path / "log.parquet", (1, train, rollout, mask), **columns)])
-    (finding,) = [f for f in result.health.findings if f.title == "kept sets that do not fit their tokens"]
-    assert "row 0: ids twice in one set: 1 in this row" in finding.reason
+    (finding,) = [f for f in result.health.findings if f.code == "kept_twice"]
+    assert (finding.title, finding.first_row) == ("ids twice in one set", 0)
+    assert finding.reason.startswith("1 in this row")

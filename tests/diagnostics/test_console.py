@@ -6,7 +6,7 @@ import math
 
 from rich.console import Console
 
-from rollcorr.diagnostics.health.judge import health
+from rollcorr.diagnostics.health.verdict import health
 from rollcorr.diagnostics.report.console import row_progress, show_health, to_json
 
 SICK = {"token_count": 100.0, "kl": 0.5, "chi2_token": math.inf, "ppl_ratio": 1.6}
@@ -23,13 +23,13 @@ def test_a_pipe_gets_plain_text():
     assert "\x1b" in shown(SICK, force_terminal=True)
 
 
-def test_every_finding_is_printed_with_its_numbers_reason_and_remedy():
+def test_every_finding_is_printed_with_its_numbers_reason_and_fix():
     text = " ".join(shown(SICK).split())
     assert text.startswith("2 findings log [1] note: read [partly]")
     for finding in health(SICK).warnings:
         assert finding.title in text
         assert finding.reason in text
-        assert finding.remedy in text
+        assert finding.fix in text
     assert "kl 0.5, limit −0.1 to 0.1" in text
 
 

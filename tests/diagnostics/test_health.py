@@ -5,7 +5,7 @@ import math
 import pytest
 
 from rollcorr.core.metric_registry import METRICS, PREFIX
-from rollcorr.diagnostics.health.judge import health, limit_in_words
+from rollcorr.diagnostics.health.verdict import health, limit_in_words
 
 HEALTHY = {
     "token_count": 4000.0,
@@ -73,7 +73,7 @@ def test_a_range_warns_beyond_its_limit_and_not_at_it(name, at_the_limit, beyond
     (finding,) = health(HEALTHY | {name: beyond}).warnings
     assert (finding.metric, finding.value) == (name, beyond)
     assert finding.reason
-    assert finding.remedy
+    assert finding.fix
     assert any(character.isdigit() for character in finding.limit)
 
 

@@ -88,10 +88,10 @@ def pair(settings, logprobs="processed", *, train_at=1.0, engine="bf16", seed=0)
 def test_log_probs_alone_tell_temperature_truncation_and_raw(settings, logprobs, train_at, names, ratio, seed):
     train, reported, *_ = pair(settings, logprobs, train_at=train_at, seed=seed)
     found = estimate_provenance(train, reported)
-    assert found.names == names
+    assert found.codes == names
     assert found.temperature_ratio == pytest.approx(ratio, rel=0.06)
-    assert all(0.9 < label.confidence <= 1 for label in found.labels)
-    assert bool(found.wrong) == (names != ("matched",))
+    assert all(0.9 < finding.confidence <= 1 for finding in found.findings)
+    assert bool(found.warnings) == (names != ("matched",))
 
 
 @pytest.mark.parametrize(
@@ -112,13 +112,13 @@ def test_logits_also_tell_raw_from_processed_and_a_temperature_beside_a_truncati
 ):
     train, reported, z, ids = pair(settings, logprobs, train_at=train_at)
     found = estimate_provenance(train, reported, logits=z, token_ids=ids)
-    assert set(found.names) == names
+    assert set(found.codes) == names
     assert found.temperature_ratio == pytest.approx(ratio, rel=0.03)
 
 
 def test_the_sampling_temperature_is_estimated_when_raw_log_probs_hide_it():
     train, reported, z, ids = pair("cold", "raw")
-    evidence = estimate_provenance(train, reported, logits=z, token_ids=ids).label("raw").evidence
+    evidence = estimate_provenance(train, reported, logits=z, token_ids=ids).finding("raw").evidence
     assert evidence["sampled_temperature"] == pytest.approx(0.7, rel=0.05)
     assert evidence["reported_temperature"] == pytest.approx(1.0, rel=0.02)
 
@@ -127,9 +127,9 @@ def test_the_trainers_log_probs_at_several_temperatures_do_almost_as_well():
     train, reported, z, ids = pair("both")
     tempered = {t: log_prob(z, ids, t) for t in (0.6, 0.7, 0.8, 1.0)}
     found = estimate_provenance(train, reported, tempered=tempered)
-    assert found.names == ("tempered", "truncated")
+    assert found.codes == ("tempered", "truncated")
     assert found.temperature_ratio == pytest.approx(0.7)
-    assert found.label("tempered").evidence["rollout_temperature"] == pytest.approx(0.7)
+    assert found.finding("tempered").evidence["rollout_temperature"] == pytest.approx(0.7)
 
 
 def test_the_kept_mass_is_the_mean_ratio():
@@ -168,7 +168,7 @@ def undecided(temperature, logprobs, train_at, *, noise=0.0, seed=0, **truncatio
 def test_a_policy_without_a_likely_token_shows_its_settings_too(settings, train_at, names, ratio, noise):
     train, reported = undecided(train_at=train_at, noise=noise, **settings)
     found = estimate_provenance(train, reported)
-    assert found.names == names
+    assert found.codes == names
     assert found.temperature_ratio == pytest.approx(ratio, rel=0.04)
 
 
@@ -177,7 +177,7 @@ def test_noise_on_either_side_of_an_undecided_policy_is_no_temperature(seed):
     """It tilts a least-squares line, one way with the sampler's noise and the other way with the trainer's."""
     train, reported = undecided(1.0, "raw", 1.0, noise=0.3, seed=seed)
     for pair_ in ((train, reported), (reported, train)):
-        assert set(estimate_provenance(*pair_).names) <= {"matched", "unexplained"}
+        assert set(estimate_provenance(*pair_).codes) <= {"matched", "unexplained"}
 
 
 def test_the_slope_of_a_power_is_its_exponent_and_noise_lies_between_its_bounds():
@@ -193,10 +193,10 @@ def test_the_slope_of_a_power_is_its_exponent_and_noise_lies_between_its_bounds(
 
 @pytest.mark.parametrize("engine", ["exact", "bf16", "stale"])
 @pytest.mark.parametrize("seed", range(5))
-def test_an_honest_mismatch_gets_no_label_that_asks_for_a_mend(engine, seed):
+def test_an_honest_mismatch_gets_no_finding_that_asks_for_a_fix(engine, seed):
     train, reported, z, ids = pair("plain", engine=engine, seed=seed)
-    assert estimate_provenance(train, reported).names == ("matched",)
-    assert estimate_provenance(train, reported, logits=z, token_ids=ids).wrong == ()
+    assert estimate_provenance(train, reported).codes == ("matched",)
+    assert estimate_provenance(train, reported, logits=z, token_ids=ids).warnings == ()
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -207,13 +207,13 @@ def test_a_few_wild_tokens_are_no_setting(seed):
     wild = torch.rand(B, T, generator=generator) < 0.02
     kick = 3 * torch.randn(B, T, generator=generator)
     found = estimate_provenance(train, torch.where(wild, reported + kick, reported).clamp(max=-1e-4))
-    assert set(found.names) <= {"matched", "unexplained"}
+    assert set(found.codes) <= {"matched", "unexplained"}
 
 
 def test_a_policy_of_another_run_is_not_called_matched():
     train, reported, *_ = pair("plain")
     other = reported + torch.randn(B, T, generator=torch.Generator().manual_seed(0))
-    assert estimate_provenance(train, other.clamp(max=-1e-4)).names == ("unexplained",)
+    assert estimate_provenance(train, other.clamp(max=-1e-4)).codes == ("unexplained",)
 
 
 @pytest.mark.parametrize("lag", [1, -1])
@@ -223,27 +223,27 @@ def test_a_shift_by_one_token_is_found_and_undone_before_the_rest(lag, settings)
     shifted = reported.roll(lag, dims=1)
     found = estimate_provenance(train, shifted)
     assert found.lag == lag
-    assert found.names[0] == "shifted"
-    assert ("tempered" in found.names) == (settings == "cold")
+    assert found.codes[0] == "shifted"
+    assert ("tempered" in found.codes) == (settings == "cold")
     packed = estimate_provenance(train.flatten(), shifted.flatten(), cu_seqlens=torch.arange(0, B * T + 1, T))
-    assert packed.names == found.names
+    assert packed.codes == found.codes
 
 
 def test_placeholder_zeros_are_told_from_certainty_after_truncation():
     train, reported, *_ = pair("plain")
     holes = torch.rand(B, T, generator=torch.Generator().manual_seed(1)) < 0.1
     found = estimate_provenance(train, reported.masked_fill(holes, 0.0))
-    assert found.names == ("placeholder",)
-    assert found.label("placeholder").evidence["zero_share"] == pytest.approx(0.1, abs=0.02)
+    assert found.codes == ("placeholder",)
+    assert found.finding("placeholder").evidence["zero_share"] == pytest.approx(0.1, abs=0.02)
     train, reported, *_ = pair("top_p", engine="exact")
     assert (reported == 0).double().mean() > 0.2
-    assert estimate_provenance(train, reported).names == ("truncated",)
+    assert estimate_provenance(train, reported).codes == ("truncated",)
 
 
 def test_a_truncation_on_the_trainers_side_is_named_as_such():
     train, reported, *_ = pair("top_p")
-    label = estimate_provenance(reported, train).label("truncated")
-    assert "the trainer's log-probs are over a truncated vocabulary" in label.says
+    finding = estimate_provenance(reported, train).finding("truncated")
+    assert "the trainer's log-probs are over a truncated vocabulary" in finding.reason
 
 
 def test_missing_values_and_masked_tokens_are_never_read():
@@ -259,7 +259,7 @@ def test_missing_values_and_masked_tokens_are_never_read():
 def test_too_few_tokens_and_what_cannot_be_told_are_said():
     train, reported, z, ids = pair("cold", "raw")
     few = estimate_provenance(train[:1, :5], reported[:1, :5])
-    assert (few.names, few.tokens) == ((), 5)
+    assert (few.codes, few.tokens) == ((), 5)
     assert "5 tokens have both log-probs; 16 are needed" in few.unknown[0]
     assert "whether the tokens were sampled from these log-probs" in estimate_provenance(train, reported).unknown[0]
     assert estimate_provenance(train, reported, logits=z, token_ids=ids).unknown == ()
@@ -312,17 +312,17 @@ def write(path, train, reported, **columns):
         ("both", "processed", 0.7, {"truncated"}),
     ],
 )
-def test_check_says_that_log_probs_are_of_different_things(tmp_path, settings, logprobs, train_at, found):
+def test_check_says_that_log_probs_are_not_comparable(tmp_path, settings, logprobs, train_at, found):
     train, reported, *_ = pair(settings, logprobs, train_at=train_at)
     result = check_logs([write(tmp_path / "log.parquet", train, reported)], batch_size=5)
-    title = "log-probs are of different things: "
+    title = "these log-probs are not comparable: "
     titles = {f.title.removeprefix(title) for f in result.health.warnings if f.title.startswith(title)}
     assert titles == found
     assert result.provenance.tokens == B * T
     for finding in result.health.warnings:
         if finding.title.startswith(title):
             assert finding.reason
-            assert finding.remedy
+            assert finding.fix
 
 
 def test_check_reads_the_recorded_settings(tmp_path):
@@ -331,7 +331,7 @@ def test_check_reads_the_recorded_settings(tmp_path):
     result = check_logs([write(tmp_path / "log.parquet", train, reported, sampling=spec)])
     (finding,) = [f for f in result.health.warnings if f.metric == "log/sampling"]
     assert finding.reason == "tokens were sampled with temperature 0.7, which raw log-probs leave out"
-    assert "processed_logprobs" in finding.remedy
+    assert "processed_logprobs" in finding.fix
     honest = SamplingSpec(temperature=0.7, logprobs="processed")
     result = check_logs([write(tmp_path / "b.parquet", train, reported, sampling=honest)])
     assert "log/sampling" not in {f.metric for f in result.health.findings}
@@ -349,9 +349,9 @@ def test_recorded_sglang_log_probs_over_the_kept_set_are_called_truncated():
     full = torch.tensor([[entry[0] for entry in m["output_token_logprobs"]] for m in meta])
     kept = torch.tensor([m["output_token_sampling_logprobs"] for m in meta])
     found = estimate_provenance(full, kept)
-    assert found.names == ("truncated",)
+    assert found.codes == ("truncated",)
     assert found.kept_mass == pytest.approx((full - kept).exp().mean().item(), abs=1e-6)
-    assert estimate_provenance(full, full + 1e-4 * torch.sin(torch.arange(24.0)).view(2, 12)).names == ("matched",)
+    assert estimate_provenance(full, full + 1e-4 * torch.sin(torch.arange(24.0)).view(2, 12)).codes == ("matched",)
 
 
 def test_recorded_vllm_processed_log_probs_have_the_temperature_and_the_truncation_of_the_request():
@@ -370,6 +370,6 @@ def test_recorded_vllm_processed_log_probs_have_the_temperature_and_the_truncati
     train, reported = torch.tensor([sampled["raw"]]), torch.tensor([sampled["processed"]])
     ids = (logits - train.T).abs().argmin(-1)
     found = estimate_provenance(train, reported, logits=logits.unsqueeze(0), token_ids=ids.unsqueeze(0))
-    assert {"tempered", "truncated"} <= set(found.names)
-    assert found.label("tempered").evidence["rollout_temperature"] == pytest.approx(0.7, rel=0.05)
-    assert "truncated" in estimate_provenance(train, reported).names
+    assert {"tempered", "truncated"} <= set(found.codes)
+    assert found.finding("tempered").evidence["rollout_temperature"] == pytest.approx(0.7, rel=0.05)
+    assert "truncated" in estimate_provenance(train, reported).codes

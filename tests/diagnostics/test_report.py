@@ -7,8 +7,8 @@ from html.parser import HTMLParser
 import pytest
 
 from rollcorr.core.metric_registry import PREFIX
-from rollcorr.diagnostics.report import page as report
-from rollcorr.diagnostics.report.page import caption, reward_gain, run_report, series_by_name, write_report
+from rollcorr.diagnostics.report import html_page as report
+from rollcorr.diagnostics.report.html_page import caption, reward_gain, run_report, series_by_name, write_report
 from rollcorr.diagnostics.report.plots import PANELS, REWARD
 from rollcorr.run_directory.stored_run import read_run
 
@@ -77,12 +77,12 @@ def test_a_healthy_run_is_called_healthy_before_anything_else(tmp_path):
     assert "Why it matters" not in page.text
 
 
-def test_every_finding_is_a_row_with_value_limit_reason_and_remedy(tmp_path):
+def test_every_finding_is_a_row_with_value_limit_reason_and_fix(tmp_path):
     run = write(tmp_path / "run", 12, kl=0.4, chi2_token=3.5, nonfinite_count=7.0, rollout_is_eff_sample_size=0.1)
     page, data = page_of(run, tmp_path / "out")
     assert len(data.health.warnings) == 4
     for finding in data.health.warnings:
-        for part in (finding.title, finding.metric, finding.limit, finding.reason, finding.remedy):
+        for part in (finding.title, finding.metric, finding.limit, finding.reason, finding.fix):
             assert part in page.text
     assert "4 findings" in page.text
     assert "first at step 1; 12 steps in all" in page.text

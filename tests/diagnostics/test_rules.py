@@ -95,7 +95,7 @@ def test_saturation_names_the_side_that_saturates():
 
 
 @pytest.mark.parametrize(
-    ("values", "remedy"),
+    ("values", "fix"),
     [
         ([0.06] * 5, "bypass"),
         ([0.06, 0.2, 0.2, 0.2, 0.2], "bypass"),
@@ -106,9 +106,9 @@ def test_saturation_names_the_side_that_saturates():
         ([0.01, 0.06, 0.06, 0.06, 0.06], None),
     ],
 )
-def test_rejection_is_sustained_after_five_steps_on_end(values, remedy):
+def test_rejection_is_sustained_after_five_consecutive_steps(values, fix):
     finding = sustained_rejection(over("rollout_rs_seq_masked_fraction", values))
-    assert (finding is None) if remedy is None else (remedy in finding.remedy)
+    assert (finding is None) if fix is None else (fix in finding.fix)
 
 
 def test_the_diffusion_rules_warn_for_diffusion_and_note_for_language():

@@ -76,8 +76,8 @@ def test_shards_of_any_size_merge_to_the_whole(tmp_path_factory, tokens, batch_s
                 tally = tally.merge(measurement.of_shard(shard, lambda rows: None))
         tallies[name] = tally
     whole, cut = tallies["whole"], tallies["cut"]
-    assert (cut.rows, cut.problems, cut.claims) == (36, whole.problems, whole.claims)
-    assert {problem.rows for problem in cut.problems.values()} == {6}
+    assert (cut.rows, cut.findings, cut.claims) == (36, whole.findings, whole.claims)
+    assert {finding.rows for finding in cut.findings} == {6}
     assert list(cut.sample.rows) == list(whole.sample.rows)
     assert cut.sample.stride == whole.sample.stride > 1
     assert cut.sample.held == sum(len(train) for train, _, _ in cut.sample.rows.values()) <= 80
@@ -132,12 +132,12 @@ def test_ctrl_c_keeps_what_every_worker_has_read(tmp_path, small_shards):
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_killed_worker_is_an_error_with_a_mend(logs, small_shards):
+def test_a_killed_worker_is_an_error_with_a_fix(logs, small_shards):
     def kill(rows, total):
         for child in multiprocessing.active_children():
             child.kill()
 
-    with pytest.raises(ChildProcessError, match=r"one of 2 workers is gone without an answer.*try fewer"):
+    with pytest.raises(ChildProcessError, match=r"one of 2 workers died without an answer.*use fewer"):
         check_logs(logs, workers=2, on_rows=kill)
     assert not multiprocessing.active_children()
 

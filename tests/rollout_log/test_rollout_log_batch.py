@@ -314,7 +314,7 @@ def test_bad_layouts_are_refused():
         batch.packed("reward")
     with pytest.raises(ValueError, match="'sampling' is struct"):
         batch.ragged("sampling")
-    with pytest.raises(ValueError, match="'engine' is not one number a sequence"):
+    with pytest.raises(ValueError, match="'engine' is not one number per sequence"):
         batch.values("engine")
 
 

@@ -40,7 +40,7 @@ def test_the_json_example_is_a_row(tmp_path):
     (batch,) = read_rollout_log(tmp_path)
     assert batch.lengths.tolist() == [3]
     assert batch.values("step").tolist() == [3]
-    assert validate_rollout_log(tmp_path, required=()).problems == ()
+    assert validate_rollout_log(tmp_path, required=()).findings == ()
 
 
 def test_every_code_of_a_problem_is_listed():

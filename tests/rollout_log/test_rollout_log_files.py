@@ -343,7 +343,7 @@ def test_json_of_others_may_have_more_keys_blank_lines_and_flags_as_numbers(tmp_
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"log_prob": [-1.0', r"log.jsonl, row 1: line 3 is not JSON: .*; mend or delete it"),
+        ('{"log_prob": [-1.0', r"log.jsonl, row 1: line 3 is not JSON: .*; correct or delete it"),
         ("[1]", r"log.jsonl, row 1: line 3 is a JSON list, not an object"),
         ('{"log_prob": ["x"]}', r"log.jsonl, row 1, column log_prob: .*; expected list<float32>"),
         ('{"log_prob": -1.0}', r"log.jsonl, row 1, column log_prob: .*; expected list<float32>"),

@@ -1,5 +1,7 @@
 """Cutting logs at row groups and files: nothing is lost, nothing is read twice, and every row knows its place."""
 
+import pickle
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -7,7 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollcorr.rollout_log import RolloutBatch, RolloutLogError, RolloutLogWriter, log_shards, read_shard
+from rollcorr.rollout_log import (
+    JsonlSource,
+    RolloutBatch,
+    RolloutLogError,
+    RolloutLogWriter,
+    count_rows,
+    log_files,
+    log_shards,
+    read_rollout_log,
+    read_shard,
+)
 
 
 def write(path, *group_sizes, tokens=3):
@@ -111,3 +123,29 @@ def test_a_damaged_file_is_named_before_anything_is_read(tmp_path):
     (tmp_path / "b.parquet").write_bytes(b"PAR1 this is no log")
     with pytest.raises(RolloutLogError, match=r"b\.parquet: not a whole Parquet file"):
         log_shards(tmp_path)
+
+
+class Foreign(JsonlSource):
+    """A dump of another framework: JSON lines with other names and another ending."""
+
+    endings = (".dump",)
+
+    def row(self, value, *, file, row):
+        return {"rollout_log_prob": value["lp"], "reward": value["score"]}
+
+
+def test_a_foreign_dump_is_one_class_that_is_read_sharded_and_counted(tmp_path):
+    for number in (2, 10):
+        lines = [f'{{"lp": [-{number}.0, -1.0], "score": {number}}}\n'] * number
+        (tmp_path / f"{number}.dump").write_text("".join(lines))
+    source = Foreign()
+    assert count_rows(tmp_path, source=source) == 12
+    rewards = [batch.values("reward")[0] for batch in read_rollout_log(tmp_path, batch_size=4, source=source)]
+    assert rewards == [2, 10, 10, 10]
+    first, last = pickle.loads(pickle.dumps(log_shards(tmp_path, source=source)))
+    assert (first.rows, last.rows, last.before) == (2, 10, 2)
+    (batch,) = read_shard(last, columns=["rollout_log_prob"])
+    assert batch.packed("rollout_log_prob")[:2].tolist() == [-10, -1]
+    (tmp_path / "log.jsonl").touch()
+    with pytest.raises(RolloutLogError, match=r"log\.jsonl: a rollout log ends in \.dump"):
+        log_files(tmp_path / "log.jsonl", source=source)

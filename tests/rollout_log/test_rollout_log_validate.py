@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollcorr.config import Finding
 from rollcorr.rollout_log import (
-    Problem,
     RolloutBatch,
     RolloutLogError,
     RolloutLogWriter,
@@ -36,8 +36,9 @@ NULL = dict.fromkeys(SOUND) | {"response_ids": [4], "rollout_log_prob": [-1.0], 
 
 def findings(*rows):
     """Findings in the last of some rows, the first of which are sound: a fault must be laid to its own row."""
-    problems = validate_batch(RolloutBatch.from_rows([SOUND, EMPTY, NULL, *rows]))
-    return [(problem.row, problem.column, problem.code, problem.severity, problem.message) for problem in problems]
+    found = validate_batch(RolloutBatch.from_rows([SOUND, EMPTY, NULL, *rows]))
+    texts = [": ".join(part for part in (f.title, f.reason.split(";")[0]) if part) for f in found]
+    return [(f.first_row, f.column, f.code, f.severity, text) for f, text in zip(found, texts, strict=True)]
 
 
 def test_a_sound_batch_has_no_finding():
@@ -83,7 +84,7 @@ def test_version_spans_must_tile_the_response(spans):
     ("change", "column", "code", "message"),
     [
         ({"rollout_log_prob": [0.5, 9.0, 0.1]}, "rollout_log_prob", "positive", "log-probs above 0: 2 in this row"),
-        ({"old_log_prob": [-9999.0, -1.0, -1.0]}, "old_log_prob", "sentinel", "log-probs of -9999.0: 1 in this row"),
+        ({"old_log_prob": [-9999.0, -1.0, -1.0]}, "old_log_prob", "sentinel", "log-probs of −9999: 1 in this row"),
         ({"log_prob": [NAN, NAN, -math.inf]}, "log_prob", "nonfinite", "NaN or infinite log-probs: 2 in this row"),
         ({"log_prob": [None, -1.0, -1.0]}, "log_prob", "nonfinite", "NaN or infinite log-probs: 1 in this row"),
         ({"response_ids": [2, 2, 3]}, "kept_ids", "membership", "sampled ids outside their kept set: 1 in this row"),
@@ -105,7 +106,7 @@ def test_rows_of_placeholder_zeros_are_flagged_and_a_confident_row_is_not():
     short = {"rollout_log_prob": [0.0] * 7}
     masked = {"rollout_log_prob": [0.0] * 10, "response_mask": [False] * 10}
     placeholder = {"rollout_log_prob": [0.0] * 6 + [-0.1] * 4}
-    text = "6 of 10 log-probs are exactly 0 (probability 1)"
+    text = "most log-probs of a sequence are exactly 0: 6 of 10 in this row"
     found = findings(confident, short, masked, placeholder, placeholder)
     assert found == [(6, "rollout_log_prob", "zeros", "warning", text)]
 
@@ -134,7 +135,7 @@ def test_zeros_of_tokens_that_a_truncation_left_without_a_choice_are_no_placehol
 def test_one_of_the_kept_columns_alone_is_an_error():
     for column in ("kept_ids", "kept_offsets"):
         (problem,) = validate_batch(RolloutBatch.from_rows([{"response_ids": [1], column: [0, 1]}]))
-        assert (problem.code, problem.row) == ("kept", 0)
+        assert (problem.code, problem.first_row) == ("kept", 0)
 
 
 @settings(deadline=None, max_examples=50)
@@ -156,7 +157,7 @@ def test_membership_agrees_with_a_loop(rows):
     )
     expected = [i for i, row in enumerate(rows) if any(token not in kept for token, kept in row)]
     problems = validate_batch(batch)
-    assert [(p.code, p.row, p.rows) for p in problems] == (
+    assert [(p.code, p.first_row, p.rows) for p in problems] == (
         [("membership", expected[0], len(expected))] if expected else []
     )
 
@@ -176,11 +177,11 @@ def test_findings_are_collected_over_batches_and_files(tmp_path):
     assert report.recorded == {"response_ids", "rollout_log_prob", "old_log_prob"}
     (warning,) = [str(p).removeprefix(str(tmp_path)) for p in report.warnings]
     assert warning.startswith(
-        "/step_1.parquet, row 0, column old_log_prob: log-probs of -9999.0: 1 in this row (and 2 more rows)"
+        "/step_1.parquet, row 0, column old_log_prob: log-probs of −9999 (and 2 more rows); 1 in this row; an engine"
     )
     first, second, third = (str(p).removeprefix(str(tmp_path)) for p in report.errors)
     assert first.startswith(
-        "/step_1.parquet, row 2, column old_log_prob: 2 values for a response of 3 tokens (and 1 more row); every"
+        "/step_1.parquet, row 2, column old_log_prob: 2 values for a response of 3 tokens (and 1 more row); give every"
     )
     assert second.startswith("/step_2.parquet: not a whole Parquet file")
     assert third == (
@@ -189,7 +190,7 @@ def test_findings_are_collected_over_batches_and_files(tmp_path):
     )
     with pytest.raises(RolloutLogError) as raised:
         report.raise_errors()
-    assert raised.value.problems == report.errors
+    assert raised.value.findings == report.errors
     assert str(raised.value).count("\n") == 2
 
 
@@ -200,8 +201,8 @@ def test_what_is_required_can_be_chosen(tmp_path):
         "rollout_log_prob",
         "old_log_prob or log_prob",
     }
-    assert validate_rollout_log(tmp_path, required=()).problems == ()
-    assert validate_rollout_log(tmp_path, required=[["reward"]]).problems == ()
+    assert validate_rollout_log(tmp_path, required=()).findings == ()
+    assert validate_rollout_log(tmp_path, required=[["reward"]]).findings == ()
     with pytest.raises(ValueError, match="did you mean 'reward'"):
         validate_rollout_log(tmp_path, required=[["rewards"]])
 
@@ -216,15 +217,15 @@ def test_a_log_without_token_columns_only_lacks_what_is_required(tmp_path):
     (tmp_path / "log.jsonl").write_text('{"step": 1}\n')
     report = validate_rollout_log(tmp_path)
     assert report.rows == 1
-    assert [problem.code for problem in report.problems] == ["missing", "missing"]
+    assert [problem.code for problem in report.findings] == ["missing", "missing"]
     pq.write_table(pa.table({"step": [1]}), tmp_path / "log2.parquet")
-    assert [p.code for p in validate_rollout_log(tmp_path / "log2.parquet").problems] == ["missing", "missing"]
+    assert [p.code for p in validate_rollout_log(tmp_path / "log2.parquet").findings] == ["missing", "missing"]
 
 
-def test_a_problem_reads_as_one_sentence():
-    problem = Problem(code="x", message="broken", hint="mend it", file="a.parquet", row=3, column="reward", rows=2)
-    assert str(problem) == "a.parquet, row 3, column reward: broken (and 1 more row); mend it"
-    assert str(Problem(code="x", message="broken")) == "rollout batch: broken"
+def test_a_finding_reads_as_one_sentence():
+    finding = Finding(code="x", title="broken", fix="fix it", file="a.parquet", first_row=3, column="reward", rows=2)
+    assert str(finding) == "a.parquet, row 3, column reward: broken (and 1 more row); fix it"
+    assert str(Finding(code="x", title="broken")) == "broken"
 
 
 def test_an_empty_batch_has_no_finding():

@@ -183,7 +183,7 @@ def test_a_broken_checkpoint_is_named(micro_config, tmp_path, console, file):
 def test_rollout_logs_are_valid_and_hold_what_the_step_saw(micro_config, tmp_path, console):
     train(micro_config("steps=2", "log.rollouts=true", "rollout.refresh_every=2"), console=console)
     logs = sorted((tmp_path / "run" / "rollouts").iterdir())
-    assert validate_rollout_log(logs).problems == ()
+    assert validate_rollout_log(logs).findings == ()
     rows = [row for batch in read_rollout_log(logs) for row in batch.to_rows()]
     assert [row["step"] for row in rows] == [1] * 12 + [2] * 12
     first = rows[0]
@@ -199,7 +199,7 @@ def test_a_log_of_truncated_rollouts_holds_the_kept_sets(micro_config, tmp_path,
     truncated = "rollout.sampling={temperature: 0.7, top_p: 0.9, top_k: 20, logprobs: processed}"
     train(micro_config("steps=1", "log.rollouts=true", "checkpoint.every=1", truncated), console=console)
     (log,) = (tmp_path / "run" / "rollouts").iterdir()
-    assert [problem.code for problem in validate_rollout_log(log).problems] == []
+    assert [problem.code for problem in validate_rollout_log(log).findings] == []
     (batch,) = read_rollout_log(log)
     kept, ids = batch.kept_sets(), batch.packed("response_ids")
     check_kept_sets(kept, tokens=len(ids), vocabulary=258)

@@ -23,7 +23,7 @@ def _root() -> None:
 
 @contextmanager
 def exit_on(*bad_input: type[Exception]) -> Iterator[None]:
-    """Say on stderr what is wrong with the input, a file or a missing extra, and leave with exit code 2."""
+    """Print on stderr what is wrong with the input, a file or a missing extra, and exit with code 2."""
     expected: tuple[type[Exception], ...] = (*bad_input, OSError, ImportError)
     try:
         yield

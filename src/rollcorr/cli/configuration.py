@@ -17,20 +17,22 @@ if TYPE_CHECKING:
 
 @app.command("convert-config")
 def convert_config(
-    old: Annotated[Path, typer.Argument(metavar="OLD.yaml", help="A verl configuration, or just the options.")],
+    old: Annotated[Path, typer.Argument(metavar="OLD.yaml", help="A verl configuration, or only the options.")],
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", metavar="NEW.yaml", help="Write here instead of to standard output."),
     ] = None,
     schema: Annotated[
         str | None,
-        typer.Option(metavar="SCHEMA", help="2025-10, 2025-11 or newest; found out when not given."),
+        typer.Option(metavar="SCHEMA", help="2025-10, 2025-11 or newest. Detected automatically by default."),
     ] = None,
 ) -> None:
-    """Rewrite rollout-correction options of any generation in the newest form, and say what each became.
+    """Rewrite rollout-correction options of any generation in the newest form, and say what each one became.
 
-    The new YAML goes to standard output (or NEW.yaml), the account to standard error. A whole file keeps its other
-    sections; comments are lost. Exit code 2: the input cannot be read, with the reason.
+    The new YAML goes to standard output or NEW.yaml.
+    A table of what each option became goes to standard error.
+    A whole file keeps its other sections, but loses its comments.
+    Exit code 2 means that the input cannot be read; the reason is printed.
 
     Example: old.yaml holds
 

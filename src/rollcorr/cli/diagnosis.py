@@ -12,19 +12,20 @@ from rollcorr.cli.app import app, exit_on
 
 @app.command()
 def report(
-    run: Annotated[Path, typer.Argument(help="Run directory, with metrics.jsonl and config.yaml.")],
+    run: Annotated[Path, typer.Argument(help="The run directory. It holds metrics.jsonl and config.yaml.")],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Folder for report.html and the figures. [default: RUN/report]"),
+        typer.Option(
+            "--output", "-o", help="Write report.html and the figures into this folder. [default: RUN/report]"
+        ),
     ] = None,
-    diffusion: Annotated[bool, typer.Option("--diffusion", help="Judge as a diffusion sampler's run.")] = False,
+    diffusion: Annotated[bool, typer.Option("--diffusion", help="The run trained a diffusion sampler.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
 ) -> None:
-    """Write the report of a training run. Exit code: 0 healthy, 1 findings, 2 bad input."""
+    """Judge a training run and write its report. Exit codes: 0 healthy, 1 findings, 2 bad input."""
     from rich.console import Console
 
-    from rollcorr.diagnostics.report.console import show_health, to_json
-    from rollcorr.diagnostics.report.page import run_report, write_report
+    from rollcorr.diagnostics.report import run_report, show_health, to_json, write_report
     from rollcorr.run_directory.stored_run import BadInputError, read_run
 
     with exit_on(BadInputError):
@@ -41,29 +42,34 @@ def report(
 
 @app.command()
 def check(
-    logs: Annotated[list[Path], typer.Argument(help="Rollout logs (Parquet or JSONL): files, folders or patterns.")],
+    logs: Annotated[
+        list[Path], typer.Argument(help="Rollout logs (Parquet or JSONL): files, folders or glob patterns.")
+    ],
     preset: Annotated[str | None, typer.Option(help="Measure what this preset would do.")] = None,
-    config: Annotated[Path | None, typer.Option(help="Measure what this YAML file would do; any generation.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="Measure what this YAML file would do. It may be of any generation.")
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Also write report.html and figures into this folder.")
     ] = None,
     train_column: Annotated[
-        str | None, typer.Option(help="Trainer's log-probs: old_log_prob or log_prob. [default: what is recorded]")
+        str | None,
+        typer.Option(help="Trainer's log-probs: old_log_prob or log_prob. [default: the one that is recorded]"),
     ] = None,
     diffusion: Annotated[
         bool, typer.Option("--diffusion", help="The log-probs are densities of a diffusion sampler.")
     ] = False,
-    workers: Annotated[int, typer.Option(help="Processes that read; the numbers are the same for any.")] = 1,
+    workers: Annotated[int, typer.Option(help="How many processes read the log. The numbers do not depend on it.")] = 1,
     ray: Annotated[
         str | None,
-        typer.Option(metavar="ADDRESS", help="Read on a Ray cluster instead: auto, local or ray://host:port."),
+        typer.Option(metavar="ADDRESS", help="Read on this Ray cluster instead: auto, local or ray://host:port."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
 ) -> None:
-    """Judge rollout logs without a training run. Exit code: 0 healthy, 1 findings, 2 bad input, 130 interrupted."""
+    """Judge rollout logs without a training run. Exit codes: 0 healthy, 1 findings, 2 bad input, 130 interrupted."""
     from rich.console import Console
 
-    from rollcorr.diagnostics.log_check.check import check_logs, choose_config
+    from rollcorr.diagnostics.log_check import check_logs, choose_config
     from rollcorr.diagnostics.report.console import row_progress, show_health, to_json
     from rollcorr.rollout_log import RolloutLogError
     from rollcorr.run_directory.stored_run import BadInputError
@@ -76,7 +82,7 @@ def check(
                 logs, chosen, train_column=train_column, diffusion=diffusion, workers=workers, ray=ray, on_rows=on_rows
             )
         if output is not None:
-            from rollcorr.diagnostics.report.page import check_report, write_report
+            from rollcorr.diagnostics.report import check_report, write_report
 
             page = write_report(check_report(result), output)
     subject = f"{result.rows:,} sequences in {len(result.files)} file{'s' * (len(result.files) != 1)}"
@@ -92,4 +98,6 @@ def check(
         show_health(console, result.health, subject=subject, remarks=result.remarks)
         if page is not None:
             console.print(f"\nreport: {page}", soft_wrap=True)
-    raise typer.Exit(130 if result.interrupted else 0 if result.health.healthy else 1)
+    if result.interrupted:
+        raise typer.Exit(130)
+    raise typer.Exit(0 if result.health.healthy else 1)

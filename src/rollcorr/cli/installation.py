@@ -10,8 +10,8 @@ from rollcorr.cli.app import app
 
 
 @app.command()
-def info(as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False) -> None:
-    """Say what is installed: versions, which kernels are in use and why others are not, extras."""
+def info(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
+    """Say what is installed: the versions, the extras, and which kernels run here or why they do not."""
     from rich.console import Console
 
     from rollcorr.diagnostics.installation import inspect_installation, show_installation, to_json

@@ -15,6 +15,7 @@ from rollcorr.config.correction_options import (
     Normalizer,
     RolloutCorrectionConfig,
 )
+from rollcorr.config.finding import Finding, Severity
 from rollcorr.config.loss_options import LOSS_AGG_MODES, LossAggMode, LossConfig
 from rollcorr.config.presets import PRESETS, Preset
 from rollcorr.config.sampling_spec import Comparison, IncompatibleSamplingError, SamplingSpec, check_compatible
@@ -29,6 +30,7 @@ __all__ = [
     "Conversion",
     "Criterion",
     "FieldReport",
+    "Finding",
     "IncompatibleSamplingError",
     "InertOptionWarning",
     "IsMode",
@@ -42,6 +44,7 @@ __all__ = [
     "RolloutCorrectionConfig",
     "SamplingSpec",
     "Schema",
+    "Severity",
     "Threshold",
     "check_compatible",
     "convert",

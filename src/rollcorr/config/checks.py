@@ -25,7 +25,7 @@ def check_choice(option: str, value: object, choices: Iterable[str], *, optional
     """Check that a value is one of the names in `choices` (or None, when optional).
 
     Raises:
-        TypeError: the value is no string.
+        TypeError: the value is not a string.
         ValueError: the value is another string; the nearest choice is suggested.
     """
     if optional and value is None:
@@ -59,7 +59,7 @@ def check_number(
     """Return a finite number inside the stated limits as a float.
 
     Raises:
-        TypeError: the value is no number (a bool is none).
+        TypeError: the value is not a number (a bool is not one).
         ValueError: the value is NaN, infinite, or outside the limits.
     """
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -83,7 +83,7 @@ def check_integer(option: str, value: object, *, at_least: int) -> int:
     """Return a whole number of at least `at_least` as an int.
 
     Raises:
-        TypeError: the value is no integer (a bool is none).
+        TypeError: the value is not an integer (a bool is not one).
         ValueError: the value is below the limit.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):

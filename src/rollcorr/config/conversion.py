@@ -47,7 +47,7 @@ _LOGPROBS_MODES = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
 
 @dataclass(frozen=True)
 class Conversion:
-    """A configuration with the account of how it came about.
+    """A configuration, and how each old option became part of it.
 
     Attributes:
         config: the configuration; None means no correction at all (no weights, no rejection, no metrics).
@@ -76,7 +76,7 @@ def convert(raw: Mapping[str, Any], *, schema: Schema | None = None) -> Conversi
             geometric mean 2025-11, which also takes verl 0.7's mixture with the newest names when asked for by name.
 
     Raises:
-        TypeError: a section is no mapping, or a value is of a wrong type.
+        TypeError: a section is not a mapping, or a value has the wrong type.
         ValueError: an unknown key (the nearest is suggested), a mixture of generations, a value outside its limits, or
             `calculate_log_probs: false` beside a correction.
     """
@@ -95,6 +95,7 @@ def convert(raw: Mapping[str, Any], *, schema: Schema | None = None) -> Conversi
         _check_keys(options, schema)
         schema = schema or _detect(options, flat)
         config, draft = CONVERTERS[schema](options)
+
     sampling = None if rollout is None else _read_rollout(rollout, config, draft)
     return Conversion(config, schema, tuple(draft.report), sampling, tuple(draft.notes))
 
@@ -146,6 +147,8 @@ def _locate(raw: Mapping[str, Any]) -> tuple[dict[str, Any] | str | None, bool, 
     """Find the options, whether they lie flat in `algorithm`, and the rollout section."""
     _check_mapping("the configuration", raw)
     rollout = None
+
+    # A whole file, an `algorithm` section, or the options alone.
     if "algorithm" in raw or "actor_rollout_ref" in raw:
         misplaced = [key for key in raw if _is_option(key) or key == SECTION]
         if misplaced:
@@ -156,6 +159,8 @@ def _locate(raw: Mapping[str, Any]) -> tuple[dict[str, Any] | str | None, bool, 
         algorithm = raw
     else:
         return _options(raw), False, None
+
+    # The first generation put its options flat into `algorithm`; later ones have a section of their own.
     _check_spelling("algorithm", algorithm, (*_ALL_KEYS, SECTION))
     flat = {key: value for key, value in algorithm.items() if _is_option(key)}
     options = algorithm.get(SECTION)
@@ -173,6 +178,7 @@ def _locate(raw: Mapping[str, Any]) -> tuple[dict[str, Any] | str | None, bool, 
 
 def _detect(options: Mapping[str, Any], flat: bool) -> Schema:
     """The generation of a set of known options; a mixture is an error."""
+    # Signs are keys and values that one generation alone knows.
     signs = {schema: [key for key in options if _owners(key) == [schema]] for schema in SCHEMAS}
     level, rs = options.get("rollout_is"), options.get("rollout_rs")
     if isinstance(level, bool):
@@ -182,9 +188,12 @@ def _detect(options: Mapping[str, Any], flat: bool) -> Schema:
         signs["2025-11"].append(f"rollout_rs: {rs}")
     if names & (CRITERIA | STEP_CRITERIA).keys():
         signs["newest"].append(f"rollout_rs: {rs}")
+
+    # The newest names without a sign of their own only exclude the first generation.
     later = [key for key in options if "2025-10" not in _owners(key)]
     if isinstance(level, str):
         later.append(f"rollout_is: {level}")
+
     found = [schema for schema in SCHEMAS if signs[schema]]
     if len(found) > 1 or (found == ["2025-10"] and later):
         groups = [f"{schema}: {', '.join(signs[schema])}" for schema in found]
@@ -204,7 +213,9 @@ def _owners(key: str) -> list[Schema]:
 
 def _check_keys(options: Mapping[str, Any], schema: Schema | None) -> None:
     """Every key is known: to the schema asked for, or to any when it is still to be found."""
-    known = _ALL_KEYS if schema is None else KEYS[schema] + (LATE_2025_11 if schema == "2025-11" else ())
+    known = _ALL_KEYS if schema is None else KEYS[schema]
+    if schema == "2025-11":
+        known += LATE_2025_11
     for key in options:
         if key in known:
             continue
@@ -228,6 +239,8 @@ def _read_rollout(rollout: Mapping[str, Any], config: RolloutCorrectionConfig | 
         draft.notes.append(
             f"{ROLLOUT}.calculate_log_probs is not set; verl's default is false and a correction needs true."
         )
+
+    # Each setting as (old key, old value, name in the spec, value in the spec).
     found: list[tuple[str, object, str, Any]] = [
         (key, rollout[key], key, rollout[key]) for key in _SAMPLING_KEYS if rollout.get(key) is not None
     ]
@@ -238,6 +251,7 @@ def _read_rollout(rollout: Mapping[str, Any], config: RolloutCorrectionConfig | 
         found.append(("name", name, "engine", name))
     if mode is not None:
         found.append(("logprobs_mode", mode, "logprobs", _LOGPROBS_MODES[mode]))
+
     try:
         sampling = SamplingSpec(**{new: value for _, _, new, value in found})
     except (TypeError, ValueError) as error:

@@ -54,7 +54,7 @@ DEFAULTS = RolloutCorrectionConfig().to_dict()
 
 @dataclass(frozen=True)
 class FieldReport:
-    """What one old field became.
+    """What one old field became. It is the record of a change, not of a fault, so it is not a `Finding`.
 
     Attributes:
         field: name of the old field.
@@ -79,7 +79,7 @@ class Draft:
     notes: list[str] = field(default_factory=list)
 
     def put(self, name: str, value: object, new: Mapping[str, Any], reason: str) -> None:
-        """Set new fields because of an old one; an old default that is no default any more is reported too."""
+        """Set new fields because of an old one; an old default that is not the default any more is reported too."""
         self.fields.update(new)
         became = ", ".join(f"{key}: {shown(new_value)}" for key, new_value in new.items())
         if name in self.old:
@@ -117,6 +117,7 @@ def from_2025_10(old: Mapping[str, Any]) -> tuple[RolloutCorrectionConfig | None
     check_bool("rollout_is", apply_is)
     check_choice("rollout_is_level", level, OLDER_CRITERIA)
     check_choice("rollout_is_mode", mode, ("truncate", "mask"))
+
     if threshold is None:
         why = "rollout_is_threshold is null, which switches everything off: no weights, no rejection, no metrics"
         draft.report.extend(FieldReport(name, value, "no correction", why) for name, value in old.items())
@@ -133,6 +134,7 @@ def from_2025_10(old: Mapping[str, Any]) -> tuple[RolloutCorrectionConfig | None
         draft.drop("rollout_is_threshold_lower", "truncate mode has no lower bound; it only moved a metric")
     else:
         _mask_mode(draft, level, threshold)
+
     if veto is not None:
         new = {"rollout_token_veto_threshold": veto}
         draft.put("rollout_is_veto_threshold", veto, new, "the veto has its own name; same meaning")
@@ -171,6 +173,8 @@ def from_2025_11(old: Mapping[str, Any]) -> tuple[RolloutCorrectionConfig, Draft
     threshold = _number(old, "rollout_is_threshold", 2.0)
     if "rollout_is" not in old:
         draft.notes.append("rollout_is is missing: read as null, as in verl's YAML (its Python class said 'sequence').")
+
+    # The weights.
     if level is not None and threshold is None:
         reason = "without rollout_is_threshold this generation computed no weights"
         draft.put("rollout_is", level, {"rollout_is": None}, reason)
@@ -181,6 +185,8 @@ def from_2025_11(old: Mapping[str, Any]) -> tuple[RolloutCorrectionConfig, Draft
         draft.put("rollout_is_threshold", threshold, new, "unchanged: the ceiling on weights")
     elif old.get("rollout_rs") is None or old.get("rollout_rs_threshold") is not None:
         draft.drop("rollout_is_threshold", "there are no weights to bound without rollout_is")
+
+    # The rejection, the veto and the operating mode.
     _older_rejection(draft, threshold)
     veto = _number(old, "rollout_token_veto_threshold")
     if veto is not None:
@@ -226,6 +232,7 @@ def _older_mode(draft: Draft) -> None:
     ):
         if name in old and newer in old:
             raise ValueError(f"{name} and {newer} say the same thing; keep one of them")
+
     if pure and not (bypass or old.get("bypass_mode")):
         raise ValueError(
             "use_pure_rollout_correction: true needs bypass_old_logprob_for_rollout: true (its loss has no π_old)"
@@ -236,6 +243,8 @@ def _older_mode(draft: Draft) -> None:
         reason = "the pure loss is REINFORCE: −sg(w) log π_θ A" if pure else "the PPO loss"
         new = {"loss_type": "reinforce" if pure else "ppo_clip"}
         draft.put("use_pure_rollout_correction", pure, new, reason)
+
+    # In bypass mode the PPO ratio is π_θ / μ, so a weight beside it would correct twice.
     if not draft.fields["bypass_mode"] or draft.fields["loss_type"] == "reinforce":
         return
     weighted = draft.fields["rollout_is"] is not None
@@ -284,7 +293,7 @@ def _orientation_notes(config: RolloutCorrectionConfig) -> list[str]:
         theirs = f"{'0' if upper is None else f'{1 / upper:.6g}'}_{'inf' if lower is None else f'{1 / lower:.6g}'}"
         notes.append(
             f"{criterion.name}: verl 0.9.1 bounds 1/ρ, so its band on ρ is {theirs}; here the written one is. "
-            f"Write {theirs} for verl's behaviour."
+            f"Write {theirs} for verl's behavior."
         )
     return notes
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from rollcorr.config.checks import check_choice, check_integer, check_number
+from rollcorr.config.finding import Finding, HasFindings
 
 __all__ = [
     "ENGINES",
@@ -35,6 +36,7 @@ JSON_MINUS_INFINITY = -9999.0
 """What engines write for a log-prob of −inf, which JSON cannot hold. No sampled token has it, so it marks a token whose
 log-prob is missing."""
 
+_TRUNCATIONS = ("top_k", "top_p", "min_p")
 _ACTORS: Mapping[str, Support] = {
     "full": "engine",
     "recompute": "recomputed",
@@ -49,8 +51,8 @@ class EngineSampling:
 
     Attributes:
         order: its transforms, first to last. Empty when not known.
-        joint: top-k, top-p and min-p all look at the same un-renormalised softmax; otherwise each looks at what the one
-            before it left, renormalised.
+        joint: top-k, top-p and min-p all look at the same unrenormalized softmax; otherwise each looks at what the one
+            before it left, renormalized.
         logprobs: the kinds it can return, its default first.
         processed: how to get the log-probs of what it sampled.
         kept_sets: how to get the ids that could be sampled; None when it does not tell.
@@ -102,7 +104,7 @@ _DEFAULT = EngineSampling(
 
 
 class IncompatibleSamplingError(ValueError):
-    """Two log-probs of different things were about to be subtracted; the text says why and what to change."""
+    """Two log-probs that are not comparable were about to be subtracted. The text says why, and what to change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +124,7 @@ class SamplingSpec:
         logit_bias: added to logits by token id: a mapping, or the text "id:bias,id:bias". Kept as text, ids rising.
         min_new_tokens: the end token was forbidden before this many tokens.
         logprobs: "raw": temperature 1 over the whole vocabulary, whatever was sampled; "tempered": after penalties,
-            bias and temperature, over the whole vocabulary; "processed": after all of the above, renormalised.
+            bias and temperature, over the whole vocabulary; "processed": after all of the above, renormalized.
         support: whose set a truncated log-prob is taken over. "engine": that of the one who sampled; "recomputed": the
             trainer's, from its own logits; "replayed": the engine's recorded sets; "kept_mass": none: a full log-prob
             minus the log of the recorded kept mass.
@@ -221,22 +223,39 @@ class SamplingSpec:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(HasFindings):
     """Whether two log-probs may be subtracted.
 
     Attributes:
-        verdict: "same": of the same thing; "approximate": up to what `reason` names; "different": not to be subtracted.
-        reason: why; empty for "same".
-        mend: what to change; empty for "same".
+        findings: what stands against it. An error forbids the subtraction; a warning makes it approximate.
     """
 
-    verdict: Verdict
-    reason: str = ""
-    mend: str = ""
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether they are the "same", the same up to an "approximate" `reason`, or "different" and not comparable."""
+        if self.errors:
+            return "different"
+        return "approximate" if self.findings else "same"
+
+    @property
+    def reason(self) -> str:
+        """The reasons for the verdict; empty for "same"."""
+        return "; ".join(finding.reason for finding in self._decisive)
+
+    @property
+    def fix(self) -> str:
+        """What to change; empty for "same"."""
+        return "; ".join(dict.fromkeys(finding.fix for finding in self._decisive))
+
+    @property
+    def _decisive(self) -> tuple[Finding, ...]:
+        return self.errors or self.findings
 
 
 def check_compatible(rollout: SamplingSpec, trainer: SamplingSpec) -> Comparison:
-    """Check that log π − log μ is a log-ratio: both of the same thing, and μ that of what was sampled.
+    """Check that log π − log μ is a log-ratio: the two are comparable, and μ is that of what was sampled.
 
     Args:
         rollout: of the engine's log-probs.
@@ -256,102 +275,114 @@ def check_compatible(rollout: SamplingSpec, trainer: SamplingSpec) -> Comparison
     comparison = compare(rollout, trainer)
     if comparison.verdict == "different":
         raise IncompatibleSamplingError(
-            f"these log-probs are of different things: {comparison.reason}. To mend it: {comparison.mend}"
+            f"these log-probs are not comparable: {comparison.reason}. To fix it: {comparison.fix}"
         )
     return comparison
 
 
 def compare(rollout: SamplingSpec, trainer: SamplingSpec) -> Comparison:
-    """As `check_compatible`, without raising. The worst of the reasons decides; equals are joined."""
-    found = [*_greedy(rollout, trainer), *_not_what_was_sampled(rollout)]
-    found += [*_settings(rollout, trainer), *_supports(rollout, trainer)]
-    order: tuple[Verdict, ...] = ("different", "approximate")
-    for verdict in order:
-        worst = [c for c in found if c.verdict == verdict]
-        if worst:
-            mends = dict.fromkeys(c.mend for c in worst)
-            return Comparison(verdict, "; ".join(c.reason for c in worst), "; ".join(mends))
-    return Comparison("same")
+    """As `check_compatible`, without raising."""
+    checks = (_greedy, _not_what_was_sampled, _settings, _supports)
+    return Comparison(tuple(finding for check in checks for finding in check(rollout, trainer)))
 
 
-def _greedy(rollout: SamplingSpec, trainer: SamplingSpec) -> list[Comparison]:
+def _different(code: str, reason: str, fix: str) -> Finding:
+    title = "these log-probs are not comparable"
+    return Finding(code=code, title=title, reason=reason, fix=fix, severity="error")
+
+
+def _approximate(code: str, reason: str, fix: str) -> Finding:
+    return Finding(code=code, title="these log-probs are only roughly comparable", reason=reason, fix=fix)
+
+
+def _greedy(rollout: SamplingSpec, trainer: SamplingSpec) -> Iterator[Finding]:
     for side, spec in (("rollout", rollout), ("trainer", trainer)):
         if spec.temperature == 0:
             reason = f"the {side}'s temperature is 0: one token has probability 1, and no ratio exists"
-            return [Comparison("different", reason, "sample and score at a temperature above 0")]
-    return []
+            yield _different("greedy", reason, "sample and score at a temperature above 0")
+            return
 
 
-def _not_what_was_sampled(rollout: SamplingSpec) -> list[Comparison]:
+def _not_what_was_sampled(rollout: SamplingSpec, trainer: SamplingSpec) -> Iterator[Finding]:
     """Reasons why the rollout's log-probs are not those of the distribution that its tokens came from."""
+    # Raw log-probs leave out every setting; tempered ones leave out the truncation alone.
     ignored = []
     if rollout.logprobs == "raw":
         ignored += [_named(rollout, "temperature")] if rollout.temperature != 1 else []
         ignored += _penalties(rollout)
     if rollout.logprobs != "processed":
-        ignored += [_named(rollout, name) for name in ("top_k", "top_p", "min_p") if _is_on(rollout, name)]
-    found = []
+        ignored += [_named(rollout, name) for name in _TRUNCATIONS if _is_on(rollout, name)]
+
+    fix = rollout.engine_sampling.processed
     if ignored:
         reason = f"tokens were sampled with {', '.join(ignored)}, which {rollout.logprobs} log-probs leave out"
-        found.append(Comparison("different", reason, rollout.engine_sampling.processed))
+        yield _different("not_what_was_sampled", reason, fix)
     if rollout.logprobs != "processed" and rollout.min_new_tokens:
         reason = f"{rollout.logprobs} log-probs include the end token, forbidden for {rollout.min_new_tokens} tokens"
-        found.append(Comparison("approximate", reason, rollout.engine_sampling.processed))
-    return found
+        yield _approximate("end_token", reason, fix)
 
 
-def _settings(rollout: SamplingSpec, trainer: SamplingSpec) -> list[Comparison]:
+def _settings(rollout: SamplingSpec, trainer: SamplingSpec) -> Iterator[Finding]:
     """Differences in what changes a probability without changing the support."""
-    found = []
-    ours, theirs = (1.0 if s.logprobs == "raw" else s.temperature for s in (rollout, trainer))
+    # Raw log-probs are at temperature 1, whatever was sampled.
+    ours, theirs = (1.0 if spec.logprobs == "raw" else spec.temperature for spec in (rollout, trainer))
     if ours != theirs:
         raw = " (raw)" if rollout.logprobs == "raw" else ""
         reason = f"rollout log-probs are at temperature {ours:g}{raw}, the trainer's at {theirs:g}"
-        at_engine = raw and rollout.temperature == trainer.temperature
-        mend = rollout.engine_sampling.processed if at_engine else f"divide the trainer's logits by {ours:g}"
-        found.append(Comparison("different", reason, mend))
-    ours_on, theirs_on = (_penalties(s) if s.logprobs != "raw" else [] for s in (rollout, trainer))
+        only_reported_raw = raw and rollout.temperature == trainer.temperature
+        fix = rollout.engine_sampling.processed if only_reported_raw else f"divide the trainer's logits by {ours:g}"
+        yield _different("temperature", reason, fix)
+
+    ours_on, theirs_on = (_penalties(spec) if spec.logprobs != "raw" else [] for spec in (rollout, trainer))
     if ours_on != theirs_on:
         texts = [", ".join(names) or "none" for names in (ours_on, theirs_on)]
         reason = f"penalties and biases in the rollout's log-probs: {texts[0]}; in the trainer's: {texts[1]}"
-        found.append(Comparison("different", reason, "apply them on both sides, or sample without them"))
-    return found
+        yield _different("penalties", reason, "apply them on both sides, or sample without them")
 
 
-def _supports(rollout: SamplingSpec, trainer: SamplingSpec) -> list[Comparison]:
+def _supports(rollout: SamplingSpec, trainer: SamplingSpec) -> Iterator[Finding]:
     """Differences in the set of tokens that the two softmaxes run over."""
     if rollout == trainer:
-        return []
-    settings = ("top_k", "top_p", "min_p")
+        return
+    code, replay = "support", "replay the engine's kept sets on the trainer"
+
+    # The rollout's softmax runs over the whole vocabulary.
     if rollout.logprobs != "processed" or not rollout.truncates:
         if trainer.truncates:
             reason = "the trainer's softmax runs over a truncated set, the rollout's over the whole vocabulary"
-            return [Comparison("different", reason, "truncate on both sides or on neither")]
-        return _end_token(rollout, trainer) if rollout.logprobs == "processed" else []
+            yield _different(code, reason, "truncate on both sides or on neither")
+        elif rollout.logprobs == "processed":
+            yield from _end_token(rollout, trainer)
+        return
+
+    # It runs over a truncated set. Only a replay gives the trainer exactly that set.
+    named = _truncations(rollout)
     if trainer.support == "replayed":
-        return []
-    named = ", ".join(_named(rollout, name) for name in settings if _is_on(rollout, name))
-    replay = "replay the engine's kept sets on the trainer"
+        return
     if trainer.support == "kept_mass":
-        reason = f"{named}: the trainer's mass on the kept set is taken to be the engine's"
-        return [Comparison("approximate", reason, replay)]
-    if not trainer.truncates:
+        yield _approximate(code, f"{named}: the trainer's mass on the kept set is taken to be the engine's", replay)
+    elif not trainer.truncates:
         reason = f"the rollout's softmax runs over what {named} kept, the trainer's over the whole vocabulary"
-        return [Comparison("different", reason, f"{replay}; with the kept mass S alone, subtract log S from the ratio")]
-    if any(getattr(rollout, name) != getattr(trainer, name) for name in settings):
-        theirs = ", ".join(_named(trainer, name) for name in settings if _is_on(trainer, name))
-        return [Comparison("different", f"the rollout was truncated by {named}, the trainer's by {theirs}", replay)]
-    reason = f"{named} recomputed from other logits: tokens at the boundary fall in or out"
-    if rollout.engine not in ENGINES or not rollout.engine_sampling.order:
-        reason += ", and the engine's order of transforms is not known"
-    return [Comparison("approximate", reason, replay)]
+        yield _different(code, reason, f"{replay}; with the kept mass S alone, subtract log S from the ratio")
+    elif any(getattr(rollout, name) != getattr(trainer, name) for name in _TRUNCATIONS):
+        reason = f"the rollout was truncated by {named}, the trainer's by {_truncations(trainer)}"
+        yield _different(code, reason, replay)
+    else:
+        reason = f"{named} recomputed from other logits: tokens at the boundary fall in or out"
+        if rollout.engine not in ENGINES or not rollout.engine_sampling.order:
+            reason += ", and the engine's order of transforms is not known"
+        yield _approximate(code, reason, replay)
 
 
-def _end_token(rollout: SamplingSpec, trainer: SamplingSpec) -> list[Comparison]:
-    if rollout.min_new_tokens == trainer.min_new_tokens or trainer.support in ("replayed", "kept_mass"):
-        return []
-    reason = f"the end token was forbidden for {rollout.min_new_tokens} tokens, here for {trainer.min_new_tokens}"
-    return [Comparison("approximate", reason, "forbid it on both sides, or set min_new_tokens=0")]
+def _end_token(rollout: SamplingSpec, trainer: SamplingSpec) -> Iterator[Finding]:
+    if rollout.min_new_tokens != trainer.min_new_tokens and trainer.support not in ("replayed", "kept_mass"):
+        reason = f"the end token was forbidden for {rollout.min_new_tokens} tokens, here for {trainer.min_new_tokens}"
+        yield _approximate("end_token", reason, "forbid it on both sides, or set min_new_tokens=0")
+
+
+def _truncations(spec: SamplingSpec) -> str:
+    """The truncating settings that are on."""
+    return ", ".join(_named(spec, name) for name in _TRUNCATIONS if _is_on(spec, name))
 
 
 def _penalties(spec: SamplingSpec) -> list[str]:

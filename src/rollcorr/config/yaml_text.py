@@ -43,7 +43,7 @@ def load_yaml(text: str) -> Any:  # noqa: ANN401 - a document may hold any plain
     """Read one YAML document into plain values.
 
     Raises:
-        ValueError: the text is no YAML document, or a mapping has a key twice; the line is named.
+        ValueError: the text is not a YAML document, or a mapping has a key twice; the line is named.
     """
     try:
         return yaml.load(text, Loader=_Loader)

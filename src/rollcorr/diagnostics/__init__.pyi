@@ -1,10 +1,12 @@
-from .health.judge import HealthReport as HealthReport
+from .health.verdict import Finding as Finding
+from .health.verdict import HealthReport as HealthReport
 from .installation import Installation as Installation
 from .installation import inspect_installation as inspect_installation
 from .log_check.check import CheckResult as CheckResult
 from .log_check.check import check_logs as check_logs
 from .provenance.estimate import estimate_provenance as estimate_provenance
-from .provenance.labels import Provenance as Provenance
-from .report.page import check_report as check_report
-from .report.page import run_report as run_report
-from .report.page import write_report as write_report
+from .provenance.provenance_findings import Provenance as Provenance
+from .report.html_page import ReportData as ReportData
+from .report.html_page import check_report as check_report
+from .report.html_page import run_report as run_report
+from .report.html_page import write_report as write_report

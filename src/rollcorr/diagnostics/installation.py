@@ -1,4 +1,4 @@
-"""What is installed and in use here: versions, kernels and why one is not usable, extras. For reports of problems."""
+"""What is installed here, for bug reports: versions, extras, and kernels with the reason why one does not run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Extra:
 
 @dataclass(frozen=True, kw_only=True)
 class Installation:
-    """The library and what it stands on.
+    """The library and what it runs on.
 
     Attributes:
         versions: of rollcorr, Python and torch.
@@ -69,7 +69,7 @@ class Installation:
 
 
 def inspect_installation() -> Installation:
-    """Look around; nothing is changed and nothing slow is imported."""
+    """Find out what is installed, without importing anything slow."""
     kernels = (Kernel(name=name, usable=usable, note=note) for name, (usable, note) in implementations().items())
     return Installation(
         versions={"rollcorr": rollcorr.__version__, "python": platform.python_version(), "torch": torch.__version__},

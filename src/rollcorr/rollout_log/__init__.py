@@ -1,22 +1,26 @@
 """The rollout log: a versioned schema, and streaming reading, writing and checking of Parquet and JSONL files."""
 
 from rollcorr.rollout_log.batch import RolloutBatch
-from rollcorr.rollout_log.errors import Problem, RolloutLogError
-from rollcorr.rollout_log.reader import count_rows, log_files, read_rollout_log
+from rollcorr.rollout_log.errors import RolloutLogError
+from rollcorr.rollout_log.jsonl import JsonlSource
+from rollcorr.rollout_log.parquet import ParquetSource
+from rollcorr.rollout_log.reader import SHARD_TOKENS, count_rows, log_files, log_shards, read_rollout_log, read_shard
 from rollcorr.rollout_log.schema import COLUMNS, SCHEMA_VERSION, TOKEN_COLUMNS, Column
-from rollcorr.rollout_log.shards import BATCH_TOKENS, SHARD_TOKENS, Shard, log_shards, read_shard
+from rollcorr.rollout_log.source import BatchLimits, LogSource, Shard
 from rollcorr.rollout_log.validate import CHECK_COLUMNS, ValidationReport, validate_batch, validate_rollout_log
 from rollcorr.rollout_log.writer import RolloutLogWriter, convert_log
 
 __all__ = [
-    "BATCH_TOKENS",
     "CHECK_COLUMNS",
     "COLUMNS",
     "SCHEMA_VERSION",
     "SHARD_TOKENS",
     "TOKEN_COLUMNS",
+    "BatchLimits",
     "Column",
-    "Problem",
+    "JsonlSource",
+    "LogSource",
+    "ParquetSource",
     "RolloutBatch",
     "RolloutLogError",
     "RolloutLogWriter",

@@ -14,10 +14,10 @@ from torch import Tensor
 from rollcorr.core.sampling import KeptSets
 from rollcorr.rollout_log import build
 from rollcorr.rollout_log.arrow import pa, pc
-from rollcorr.rollout_log.errors import Problem, RolloutLogError
+from rollcorr.rollout_log.errors import RolloutLogError, log_error
 from rollcorr.rollout_log.schema import COLUMNS, TOKEN_COLUMNS, arrow_type, check_columns, conform, ragged
 
-LENGTH_HINT = "every token column has one value a response token, masked ones included"
+LENGTH_FIX = "give every token column one value per response token, masked ones included"
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,13 +50,13 @@ class RolloutBatch:
             response_mask: (B, T), non-zero on tokens that the policy sampled.
             lengths: (B,) tokens of each response, masked ones included. None: each ends at its last sampled token,
                 so give it when a response ends in masked tokens (a tool's output, a row that is masked altogether).
-            prompt_mask: (B, P), non-zero on the tokens of `prompt_ids` that are no padding.
-            kept: the keep-sampling-mask of the sampled tokens, row after row, instead of `kept_ids` and `kept_offsets`.
-            **columns: any column of the schema; None leaves it out. Token columns: (B, T). One value a sequence:
+            prompt_mask: (B, P), non-zero on the tokens of `prompt_ids` that are not padding.
+            kept: the keep-sampling-mask of the sampled tokens, row after row; gives `kept_ids` and `kept_offsets`.
+            **columns: any column of the schema; None leaves it out. Token columns: (B, T). One value per sequence:
                 (B,), or one value for all rows. `prompt_ids`: (B, P) with `prompt_mask`, or B sequences of ids.
-                `kept_ids`, `kept_offsets`: B sequences. `policy_versions`: one version, one a sequence, (B, T), or B
-                lists of (start, length, version). `sampling`: a `SamplingSpec` or mapping, or B of them; what a spec
-                says of engine, engine_version and policy_version fills those columns unless they are given.
+                `kept_ids`, `kept_offsets`: B sequences. `policy_versions`: one version, one per sequence, (B, T), or B
+                lists of (start, length, version). `sampling`: a `SamplingSpec` or mapping, or B of them; the
+                engine, engine_version and policy_version of a spec fill those columns unless they are given.
 
         Raises:
             ValueError: an unknown column, shapes that differ, or `lengths` that cut off a sampled token.
@@ -68,6 +68,8 @@ class RolloutBatch:
             tensor([3, 2])
         """
         inside, sizes = build.inside_padding(response_mask, lengths)
+
+        # Without the padding, a padded batch is a packed one.
         tokens: dict[str, object] = {"response_mask": response_mask, **columns}
         for name in TOKEN_COLUMNS:
             if tokens.get(name) is not None:
@@ -99,7 +101,7 @@ class RolloutBatch:
 
     @classmethod
     def from_rows(cls, rows: Sequence[Mapping[str, Any]]) -> RolloutBatch:
-        """A batch from one mapping a row, with plain lists as in the JSONL form.
+        """A batch from one mapping per row, with plain lists as in the JSONL form.
 
         Raises:
             ValueError: an unknown column.
@@ -171,6 +173,8 @@ class RolloutBatch:
         lengths = self.lengths.numpy()
         if column == "response_mask" and not self.has(column):
             return torch.ones(int(lengths.sum()), dtype=torch.bool, device="cpu")
+
+        # There is no id that could stand for a missing token, so `response_ids` may not miss a row.
         values, sizes, recorded = self._recorded(column)
         self._check_lengths(column, sizes, recorded | (column == "response_ids"))
         if not recorded.all():
@@ -205,7 +209,7 @@ class RolloutBatch:
         """Any list of numbers as (values of all rows, (B,) length of each row); a null row has length 0.
 
         Raises:
-            ValueError: the column is no list of numbers.
+            ValueError: the column is not a list of numbers.
             RolloutLogError: no row records it.
         """
         check_columns([column])
@@ -218,23 +222,25 @@ class RolloutBatch:
         """The keep-sampling-mask of all tokens, in the order of `packed`: what a trainer replays.
 
         Raises:
-            RolloutLogError: a row does not record one set a token.
+            RolloutLogError: a row does not record one set per token.
         """
         ids, id_counts = self.ragged("kept_ids")
         offsets, sizes = self.ragged("kept_offsets")
         wrong = sizes != self.lengths + 1
         if wrong.any():
             row = int(wrong.int().argmax())
-            message = f"{int(sizes[row])} offsets for a response of {int(self.lengths[row])} tokens"
-            hint = "one entry more than tokens, in every row"
-            raise self._error("kept_length", message, hint, row=row, column="kept_offsets")
+            title = f"{int(sizes[row])} offsets for a response of {int(self.lengths[row])} tokens"
+            fix = "give every row one entry more than it has tokens"
+            raise self._error("kept_length", title, fix, row=row, column="kept_offsets")
+
+        # The offsets of each row start anew at 0. Those of all tokens together have one 0 alone, at the beginning.
         before = torch.repeat_interleave(id_counts.cumsum(0) - id_counts, sizes)
         inner = torch.ones(len(offsets), dtype=torch.bool, device="cpu")
-        inner[sizes.cumsum(0) - sizes] = False  # each row starts anew at 0
+        inner[sizes.cumsum(0) - sizes] = False
         return KeptSets(ids, torch.cat([offsets.new_zeros(1), (offsets + before)[inner]]))
 
     def check_lengths(self) -> None:
-        """Check that every token column has one value a token in each row that records it.
+        """Check that every token column has one value per token in each row that records it.
 
         Raises:
             RolloutLogError: names the first row and column that do not.
@@ -245,14 +251,14 @@ class RolloutBatch:
                 self._check_lengths(column, sizes, recorded)
 
     def values(self, column: str) -> Tensor:
-        """A column with one number a sequence, `reward` or `step`: (B,). A missing reward is NaN.
+        """A column with one number per sequence, `reward` or `step`: (B,). A missing reward is NaN.
 
         Raises:
             ValueError: it is no such column.
             RolloutLogError: no row records it, or a step is missing.
         """
         if column not in ("reward", "step"):
-            raise ValueError(f"{column!r} is not one number a sequence (reward, step); see objects()")
+            raise ValueError(f"{column!r} is not one number per sequence (reward, step); see objects()")
         self._require(column)
         array = self.records.column(column)
         if column == "step" and array.null_count:
@@ -268,15 +274,15 @@ class RolloutBatch:
         return self.records.column(column).to_pylist()
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """One dictionary a row, as in the JSONL form."""
+        """One dictionary per row, as in the JSONL form."""
         return self.records.to_pylist()
 
     def _check_lengths(self, column: str, sizes: np.ndarray, rows: np.ndarray) -> None:
         wrong = rows & (sizes != self.lengths.numpy())
         if wrong.any():
             row = int(wrong.argmax())
-            message = f"{sizes[row]} values for a response of {int(self.lengths[row])} tokens"
-            raise self._error("length", message, LENGTH_HINT, row=row, column=column)
+            title = f"{sizes[row]} values for a response of {int(self.lengths[row])} tokens"
+            raise self._error("length", title, LENGTH_FIX, row=row, column=column)
 
     def _require(self, column: str) -> None:
         if len(self) and not self.has(column):
@@ -290,7 +296,7 @@ class RolloutBatch:
         return np.array(values.to_numpy(zero_copy_only=False)), sizes, recorded
 
     def _error(
-        self, code: str, message: str, hint: str, *, row: int | None = None, column: str | None = None
+        self, code: str, title: str, fix: str, *, row: int | None = None, column: str | None = None
     ) -> RolloutLogError:
         place = None if row is None else self.first_row + row
-        return RolloutLogError(Problem(code=code, message=message, hint=hint, file=self.file, row=place, column=column))
+        return log_error(code, title, fix=fix, file=self.file, row=place, column=column)

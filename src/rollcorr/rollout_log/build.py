@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rollcorr.core.sampling import KeptSets
 from rollcorr.rollout_log.arrow import pa
-from rollcorr.rollout_log.errors import Problem, RolloutLogError
+from rollcorr.rollout_log.errors import log_error
 from rollcorr.rollout_log.schema import COLUMNS, arrow_type, check_columns, conform_column, list_array
 
 IDENTITY = ("engine", "engine_version", "policy_version")
@@ -32,6 +32,7 @@ def inside_padding(response_mask: Tensor, lengths: Tensor | None) -> tuple[Tenso
     ends = (mask * (position + 1)).amax(1) if mask.shape[1] else mask.new_zeros(mask.shape[0], dtype=torch.int64)
     if lengths is None:
         return position < ends[:, None], ends
+
     lengths = torch.as_tensor(lengths, device="cpu").cpu().to(torch.int64)
     if lengths.shape != ends.shape:
         raise ValueError(f"lengths must be ({len(ends)},) for {len(ends)} rows, got {tuple(lengths.shape)}")
@@ -77,7 +78,7 @@ def same_shape(name: str, values: object, response_mask: Tensor) -> Tensor:
 
 
 def kept_columns(kept: KeptSets | None, mask: Tensor, sizes: np.ndarray) -> dict[str, list[Tensor]]:
-    """`kept_ids` and `kept_offsets`, one of each a row; nothing without sets.
+    """`kept_ids` and `kept_offsets`, one of each per row; nothing without sets.
 
     Args:
         kept: the keep-sampling-mask of the sampled tokens, row after row.
@@ -91,7 +92,11 @@ def kept_columns(kept: KeptSets | None, mask: Tensor, sizes: np.ndarray) -> dict
         return {}
     sampled = int(mask.sum())
     if len(kept) != sampled:
-        raise ValueError(f"kept sets are of {len(kept)} tokens, response_mask has {sampled}; give one a sampled token")
+        raise ValueError(
+            f"kept sets are of {len(kept)} tokens, response_mask has {sampled}; give one per sampled token"
+        )
+
+    # The sets cover the sampled tokens. In the log every token has one; those of the others are empty.
     whole = kept.to("cpu").padded(mask.cpu())
     ends = np.cumsum(sizes)
     offsets = [whole.offsets[first : last + 1] for first, last in zip(ends - sizes, ends, strict=True)]
@@ -120,7 +125,7 @@ def records_of_rows(
     file: str | None = None,
     first_row: int = 0,
 ) -> pa.RecordBatch:
-    """The columns of one batch from one mapping a row; `columns`, or else those that any row names.
+    """The columns of one batch from one mapping per row; `columns`, or else those that any row names.
 
     Raises:
         RolloutLogError: a value that does not fit its column.
@@ -142,6 +147,7 @@ def _array(name: str, value: object, sizes: np.ndarray, prompt_mask: Tensor | No
             raise ValueError(f"prompt_ids {tuple(value.shape)} needs a prompt_mask of its shape, got {shape}")
         inside = prompt_mask != 0
         return list_array(pa.array(_numpy(value[inside])), inside.sum(1).cpu().numpy())
+
     rows = _one_per_row(name, value, len(sizes))
     if name == "policy_versions":
         rows = [_row_spans(row, size) for row, size in zip(rows, sizes.tolist(), strict=True)]
@@ -177,9 +183,8 @@ def _objects_array(name: str, values: list[Any], *, file: str | None = None, fir
         return pa.array(values, None if found_here else arrow_type(name))
     except (pa.ArrowException, TypeError, OverflowError) as error:
         row = next((row for row, value in enumerate(values) if not _fits(name, value)), 0)
-        hint = f"expected {COLUMNS[name].type}"
-        problem = Problem(code="type", message=str(error), hint=hint, file=file, row=first_row + row, column=name)
-        raise RolloutLogError(problem) from error
+        fix = f"expected {COLUMNS[name].type}"
+        raise log_error("type", str(error), fix=fix, file=file, row=first_row + row, column=name) from error
 
 
 def _fits(name: str, value: object) -> bool:
@@ -191,13 +196,15 @@ def _fits(name: str, value: object) -> bool:
 
 
 def _row_spans(row: object, size: int) -> list[dict[str, int]] | None:
-    """Version spans of one row from its one version, from one a token, or from (start, length, version) triples."""
+    """Version spans of one row from its one version, from one per token, or from (start, length, version) triples."""
     if row is None:
         return None
     if isinstance(row, (int, np.integer)):
         return [{"start": 0, "length": size, "version": int(row)}] if size else []
     if not isinstance(row, (list, tuple)):
         raise ValueError(f"policy_versions takes versions or lists of (start, length, version), got {row!r}")
+
+    # One version per token becomes one span for each run of equal versions.
     names = ("start", "length", "version")
     if row and all(isinstance(version, int) for version in row):
         starts = [i for i in range(size) if i == 0 or row[i] != row[i - 1]]
@@ -215,6 +222,8 @@ def _settings(spec: object) -> dict[str, Any] | None:
         values = dataclasses.asdict(spec)
     else:
         raise ValueError(f"sampling takes a SamplingSpec or a mapping, got {spec!r}")
+
+    # What a trainer does with its own logits is no setting of the rollout.
     support = values.pop("support", "engine")
     if support != "engine":
         raise ValueError(f"sampling describes the rollout, whose support is the engine's; got support={support!r}")

@@ -1,4 +1,4 @@
-"""The JSONL form: one JSON object a row, with the names of the schema.
+"""The JSONL form: one JSON object per row, with the names of the schema.
 
 NaN is null, ±inf is ±1e999 (a number too large for a double, which every reader takes as infinite), and floats are
 written with the digits that give back the same float32. Each object carries `schema_version`.
@@ -8,19 +8,57 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rollcorr.rollout_log.arrow import pa
 from rollcorr.rollout_log.batch import RolloutBatch
 from rollcorr.rollout_log.build import records_of_rows
-from rollcorr.rollout_log.errors import Problem, RolloutLogError
+from rollcorr.rollout_log.errors import log_error
 from rollcorr.rollout_log.schema import COLUMNS, SCHEMA_VERSION, check_version
+from rollcorr.rollout_log.source import BatchLimits, Shard
 
 VERSION_FIELD = "schema_version"
-_BATCH_TEXT = 1 << 25
-"""Bytes of text after which a batch ends, however few its rows: as Python objects they take about twice as much."""
+
+
+class JsonlSource:
+    """Files of JSON lines, plain or compressed. A subclass reads a foreign dump by overriding `row`."""
+
+    endings: tuple[str, ...] = (".jsonl", ".jsonl.gz")
+
+    def row(self, value: Mapping[str, Any], *, file: str, row: int) -> Mapping[str, Any]:
+        """The columns that one JSON object stands for; fields that are no columns are passed over."""
+        check_version(value.get(VERSION_FIELD), file=file, row=row)
+        return value
+
+    def shards(self, path: Path, *, tokens: int) -> Iterator[Shard]:
+        """The whole file: lines cannot be found without reading all before them."""
+        rows = sum(1 for _ in _lines(path))
+        if rows:
+            yield Shard(file=str(path), source=self, rows=rows)
+
+    def read(
+        self, path: Path, *, columns: Sequence[str] | None, limits: BatchLimits, shard: Shard | None = None
+    ) -> Iterator[RolloutBatch]:
+        """The rows of a file; a shard is always the whole file."""
+        wanted, first_row = list(COLUMNS) if columns is None else columns, 0
+        for rows in self._batches(path, limits):
+            records = records_of_rows(rows, columns=wanted, file=str(path), first_row=first_row)
+            yield RolloutBatch(records, str(path), first_row)
+            first_row += len(rows)
+
+    def _batches(self, path: Path, limits: BatchLimits) -> Iterator[list[Mapping[str, Any]]]:
+        rows: list[Mapping[str, Any]] = []
+        text_bytes = 0
+        for index, (number, line) in enumerate(_lines(path)):
+            rows.append(self.row(_parse(line, path, row=index, number=number), file=str(path), row=index))
+            text_bytes += len(line)
+            if len(rows) == limits.rows or text_bytes >= limits.text_bytes:
+                yield rows
+                rows, text_bytes = [], 0
+        if rows:
+            yield rows
 
 
 def to_lines(batch: RolloutBatch) -> Iterator[str]:
@@ -33,26 +71,8 @@ def to_lines(batch: RolloutBatch) -> Iterator[str]:
         yield "{" + ", ".join([head, *fields]) + "}\n"
 
 
-def read_lines(path: Path, *, columns: Iterable[str] | None, batch_size: int) -> Iterator[RolloutBatch]:
-    """Batches of a JSONL file, at most `batch_size` rows or a fixed amount of text in memory at a time.
-
-    Raises:
-        RolloutLogError: a line is not a JSON object, or a value does not fit its column.
-    """
-    wanted = list(COLUMNS if columns is None else columns)
-    first_row = 0
-    for chunk in _chunks(path, batch_size):
-        records = records_of_rows(chunk, columns=wanted, file=str(path), first_row=first_row)
-        yield RolloutBatch(records, str(path), first_row)
-        first_row += len(chunk)
-
-
-def count_lines(path: Path) -> int:
-    """Rows of a JSONL file: lines that are not blank."""
-    return sum(1 for _ in _lines(path))
-
-
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not blank, each with its number, which counts all of them."""
     number = 0
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
@@ -60,38 +80,20 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 if not line.isspace():
                     yield number, line
     except (EOFError, OSError) as error:
-        hint = "was it cut off while it was copied?"
-        message = f"line {number + 1} cannot be read: {error}"
-        raise RolloutLogError(Problem(code="unreadable", message=message, hint=hint, file=str(path))) from error
+        title = f"line {number + 1} cannot be read: {error}"
+        raise log_error("unreadable", title, fix="was it cut off while it was copied?", file=path) from error
 
 
-def _chunks(path: Path, batch_size: int) -> Iterator[list[dict[str, Any]]]:
-    chunk: list[dict[str, Any]] = []
-    text = 0
-    for value, size in _objects(path):
-        chunk.append(value)
-        text += size
-        if len(chunk) == batch_size or text >= _BATCH_TEXT:
-            yield chunk
-            chunk, text = [], 0
-    if chunk:
-        yield chunk
-
-
-def _objects(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """Each row, and the bytes of its line."""
-    for row, (number, line) in enumerate(_lines(path)):
-        try:
-            value = json.loads(line)
-        except ValueError as error:
-            message = f"line {number} is not JSON: {error}"
-            problem = Problem(code="json", message=message, hint="mend or delete it", file=str(path), row=row)
-            raise RolloutLogError(problem) from error
-        if not isinstance(value, dict):
-            message = f"line {number} is a JSON {type(value).__name__}, not an object"
-            raise RolloutLogError(Problem(code="json", message=message, file=str(path), row=row))
-        check_version(value.get(VERSION_FIELD), file=str(path), row=row)
-        yield value, len(line)
+def _parse(line: bytes, path: Path, *, row: int, number: int) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        fix = "correct or delete it"
+        raise log_error("json", f"line {number} is not JSON: {error}", fix=fix, file=path, row=row) from error
+    if not isinstance(value, dict):
+        title = f"line {number} is a JSON {type(value).__name__}, not an object"
+        raise log_error("json", title, file=path, row=row)
+    return value
 
 
 def _json_texts(array: pa.Array) -> list[str]:

@@ -1,4 +1,7 @@
-"""Reading rollout logs: files in a fixed order, batch by batch, with memory bounded by a batch."""
+"""Reading rollout logs: files in a fixed order, batch by batch, with memory bounded by a batch.
+
+`SOURCES` is the table of the formats that are told by a file's ending. `source=` reads any other.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,26 @@ import glob
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
-from rollcorr.rollout_log.arrow import pa, pq
 from rollcorr.rollout_log.batch import RolloutBatch
-from rollcorr.rollout_log.errors import Problem, RolloutLogError
-from rollcorr.rollout_log.jsonl import count_lines, read_lines
-from rollcorr.rollout_log.schema import COLUMNS, TOKEN_COLUMNS, VERSION_KEY, check_columns, check_version, conform
+from rollcorr.rollout_log.errors import log_error
+from rollcorr.rollout_log.jsonl import JsonlSource
+from rollcorr.rollout_log.parquet import ParquetSource
+from rollcorr.rollout_log.schema import with_mask
+from rollcorr.rollout_log.source import BatchLimits, LogSource, Shard
 
-SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz")
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-# Bytes that a column reads ahead. Without it, or with Arrow's own pre-buffering, a whole row group of any size is held.
-_READ_BUFFER = 1 << 16
+
+SOURCES: tuple[LogSource, ...] = (ParquetSource(), JsonlSource())
+"""The formats of this library."""
+SHARD_TOKENS = 1 << 20
+"""Tokens that a shard has at least, unless its file ends: less work than that is not worth handing out."""
 
 
 def read_rollout_log(
-    paths: Paths, *, columns: Iterable[str] | None = None, batch_size: int = 256
+    paths: Paths, *, columns: Iterable[str] | None = None, batch_size: int = 256, source: LogSource | None = None
 ) -> Iterator[RolloutBatch]:
     """The rows of one or many logs, batch by batch; a batch never spans two files.
 
@@ -30,6 +36,7 @@ def read_rollout_log(
         paths: files, directories or glob patterns (`**` too), one or a sequence. See `log_files` for the order.
         columns: the columns to read; None is all. `response_mask` is always read along with a token column.
         batch_size: most rows of a batch: what is in memory at once.
+        source: the format of the files. None tells it by their endings.
 
     Raises:
         ValueError: an unknown column, or a batch size below 1.
@@ -37,123 +44,111 @@ def read_rollout_log(
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-    wanted = None if columns is None else with_mask(columns)
-    files = log_files(paths)  # found now, not at the first batch: a wrong path is told where it was written
-    return (batch for file in files for batch in _read_file(file, wanted, batch_size))
+    wanted, limits = None if columns is None else with_mask(columns), BatchLimits(rows=batch_size)
+    # The files are found now, not at the first batch, so a wrong path fails where it was written.
+    files = log_files(paths, source=source)
+    return (batch for file in files for batch in (source or source_of(file)).read(file, columns=wanted, limits=limits))
 
 
-def count_rows(paths: Paths) -> int:
+def log_shards(paths: Paths, *, tokens: int = SHARD_TOKENS, source: LogSource | None = None) -> list[Shard]:
+    """The shards of one or many logs, in the order of their rows: pieces that can be read apart.
+
+    Where the cuts are depends on the log alone, never on who reads it. So sums over shards, merged in their order, are
+    the same for any number of readers. A shard of a Parquet file is as many row groups as make up `tokens`, one at
+    least, known from the footers. A JSONL file is one shard. A shard never spans two files, and files without rows
+    have none.
+
+    Raises:
+        RolloutLogError: no log there, or a file that is damaged or has a newer schema.
+    """
+    shards: list[Shard] = []
+    before = 0
+    for file in log_files(paths, source=source):
+        of_file = list((source or source_of(file)).shards(file, tokens=tokens))
+        shards += [replace(shard, before=before + shard.first_row) for shard in of_file]
+        before += sum(shard.rows for shard in of_file)
+    return shards
+
+
+def read_shard(
+    shard: Shard, *, columns: Iterable[str], batch_size: int = 256, batch_tokens: int = BatchLimits.tokens
+) -> Iterator[RolloutBatch]:
+    """The rows of a shard, batch by batch.
+
+    Args:
+        shard: from `log_shards`.
+        columns: the columns to read; `response_mask` is always read along with a token column.
+        batch_size: most rows of a batch.
+        batch_tokens: about how many tokens a batch may have; one row at least, and the rows of a JSONL file are
+            bounded by their text instead.
+
+    Raises:
+        ValueError: an unknown column.
+        RolloutLogError: as `read_rollout_log`.
+    """
+    limits = BatchLimits(rows=batch_size, tokens=batch_tokens)
+    return shard.source.read(Path(shard.file), columns=with_mask(columns), limits=limits, shard=shard)
+
+
+def count_rows(paths: Paths, *, source: LogSource | None = None) -> int:
     """Rows of one or many logs: from the footer of Parquet files, by counting lines in JSONL.
 
     Raises:
         RolloutLogError: as `read_rollout_log`.
     """
-    return sum(_count_file(file) for file in log_files(paths))
+    return sum(shard.rows for shard in log_shards(paths, source=source))
 
 
-def log_files(paths: Paths) -> list[Path]:
+def log_files(paths: Paths, *, source: LogSource | None = None) -> list[Path]:
     """The files of one or many logs, in the order they are read.
 
     Paths keep their order; the files of a directory or pattern come in natural order (step_9 before step_10). A
-    directory gives its .parquet, .jsonl and .jsonl.gz files, or, if it is a run, those of its `rollouts` folder.
-    Hidden files, among them the unfinished ones of a writer, are passed over.
+    directory gives the files with the endings of its source, by default .parquet, .jsonl and .jsonl.gz, or, if it is a
+    run, those of its `rollouts` folder. Hidden files, among them the unfinished ones of a writer, are passed over.
 
     Raises:
         RolloutLogError: nothing is there, or a file has another ending.
     """
+    sources = SOURCES if source is None else (source,)
     found: dict[Path, None] = {}
     for path in [paths] if isinstance(paths, (str, os.PathLike)) else paths:
-        files = _expand(Path(path))
+        files = _expand(Path(path), sources)
         if not files:
-            message = f"no rollout log here; looked for {', '.join(SUFFIXES)}"
-            raise RolloutLogError(Problem(code="missing", message=message, file=str(path)))
+            raise log_error("missing", f"no rollout log here; looked for {_endings(sources)}", file=path)
         found.update(dict.fromkeys(files))
     return list(found)
 
 
-def log_suffix(path: Path) -> str:
-    """Which of `SUFFIXES` a path ends in.
+def source_of(path: Path, sources: Sequence[LogSource] = SOURCES) -> LogSource:
+    """The source that reads files with the ending of this one.
 
     Raises:
-        RolloutLogError: none of them.
+        RolloutLogError: none does.
     """
-    for suffix in SUFFIXES:
-        if path.name.endswith(suffix):
-            return suffix
-    raise RolloutLogError(
-        Problem(code="suffix", message=f"a rollout log ends in {', '.join(SUFFIXES)}", file=str(path))
-    )
+    for source in sources:
+        if path.name.endswith(source.endings):
+            return source
+    raise log_error("suffix", f"a rollout log ends in {_endings(sources)}", file=path)
 
 
-def _expand(path: Path) -> list[Path]:
+def _endings(sources: Sequence[LogSource]) -> str:
+    return ", ".join(ending for source in sources for ending in source.endings)
+
+
+def _expand(path: Path, sources: Sequence[LogSource]) -> list[Path]:
+    if path.exists() and not path.is_dir():
+        source_of(path, sources)
+        return [path]
+
     if path.is_dir():
         folder = path / "rollouts" if (path / "rollouts").is_dir() else path
-        return sorted((file for file in folder.iterdir() if _is_log(file)), key=_natural)
-    if path.exists():
-        log_suffix(path)
-        return [path]
-    return sorted((file for file in map(Path, glob.glob(str(path), recursive=True)) if _is_log(file)), key=_natural)
-
-
-def _is_log(path: Path) -> bool:
-    return path.is_file() and not path.name.startswith(".") and path.name.endswith(SUFFIXES)
+        candidates = list(folder.iterdir())
+    else:
+        candidates = [Path(name) for name in glob.glob(str(path), recursive=True)]
+    endings = tuple(ending for source in sources for ending in source.endings)
+    logs = [file for file in candidates if file.is_file() and file.name.endswith(endings) and file.name[0] != "."]
+    return sorted(logs, key=_natural)
 
 
 def _natural(path: Path) -> list[tuple[int, int | str]]:
     return [(0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d+)", str(path))]
-
-
-def with_mask(columns: Iterable[str]) -> list[str]:
-    """Columns of the log, with `response_mask` beside any token column.
-
-    Raises:
-        ValueError: an unknown column.
-    """
-    names = [columns] if isinstance(columns, str) else list(columns)
-    check_columns(names)
-    return [*names, "response_mask"] if set(names) & set(TOKEN_COLUMNS) else names
-
-
-def _read_file(path: Path, columns: list[str] | None, batch_size: int) -> Iterator[RolloutBatch]:
-    if log_suffix(path) == ".parquet":
-        return read_row_groups(path, columns=columns, batch_size=batch_size)
-    return read_lines(path, columns=columns, batch_size=batch_size)
-
-
-def read_row_groups(
-    path: Path, *, columns: list[str] | None, batch_size: int, row_groups: range | None = None, first_row: int = 0
-) -> Iterator[RolloutBatch]:
-    """Batches of a Parquet file, or of consecutive row groups of it, the first of which starts at `first_row`.
-
-    Raises:
-        RolloutLogError: as `read_rollout_log`.
-    """
-    with open_parquet(path) as file:
-        names = [name for name in file.schema_arrow.names if name in (COLUMNS if columns is None else columns)]
-        if not names:
-            message = f"none of the columns {', '.join(columns or COLUMNS)}; it has {file.schema_arrow.names}"
-            raise RolloutLogError(Problem(code="missing", message=message, file=str(path)))
-        groups = None if row_groups is None else list(row_groups)
-        for records in file.iter_batches(batch_size=batch_size, columns=names, row_groups=groups):
-            yield RolloutBatch(conform(records, file=str(path), first_row=first_row), str(path), first_row)
-            first_row += len(records)
-
-
-def _count_file(path: Path) -> int:
-    if log_suffix(path) != ".parquet":
-        return count_lines(path)
-    with open_parquet(path) as file:
-        return int(file.metadata.num_rows)
-
-
-@contextmanager
-def open_parquet(path: Path) -> Iterator[pq.ParquetFile]:
-    """An open Parquet file of a version that can be read; what Arrow says of a damaged file, with its name."""
-    try:
-        with pq.ParquetFile(path, buffer_size=_READ_BUFFER, pre_buffer=False) as file:
-            check_version((file.metadata.metadata or {}).get(VERSION_KEY.encode()), file=str(path))
-            yield file
-    except (pa.ArrowException, OSError) as error:
-        message = f"not a whole Parquet file: {error}"
-        hint = "copy or write it again; the writer of this library leaves whole files only"
-        raise RolloutLogError(Problem(code="unreadable", message=message, hint=hint, file=str(path))) from error

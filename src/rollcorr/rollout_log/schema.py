@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 
 from rollcorr.rollout_log.arrow import pa, pc
-from rollcorr.rollout_log.errors import Problem, RolloutLogError
+from rollcorr.rollout_log.errors import log_error
 
 SCHEMA_VERSION = "1.0"
 VERSION_KEY = "rollcorr.schema_version"
@@ -39,7 +39,7 @@ class Column:
         name: the field's name, as everywhere in the library.
         type: Arrow type.
         unit: unit of a value, or "–" for identifiers and flags.
-        per: "sequence" for one value a row, "token" for one a response token, "list" for a list with its own length.
+        per: one value per "sequence", one per response "token", or a "list" of its own length.
         meaning: one line; what null means, where it is not simply "not recorded".
     """
 
@@ -62,20 +62,14 @@ _COLUMNS = (
     Column("log_prob", "list<float32>", "nats", "token", "log π_θ: under the trainer's policy being updated"),
     Column("reward", "float32", "reward", "sequence", "reward of the whole sequence"),
     Column("token_rewards", "list<float32>", "reward", "token", "reward of each token"),
-    Column("advantages", "list<float32>", "reward, or normalised", "token", "advantage of each token"),
-    Column(
-        "policy_versions", SPANS, "weight version", "list", "which weights sampled which tokens; spans tile the row"
-    ),
+    Column("advantages", "list<float32>", "reward, or normalized", "token", "advantage of each token"),
+    Column("policy_versions", SPANS, "weight version", "list", "which weights sampled which token; spans tile the row"),
     Column("sampling", SAMPLING, "–", "sequence", "sampling settings, as in `SamplingSpec`"),
     Column(
         "kept_ids", "list<int32>", "token id", "list", "keep-sampling-mask: ids that could be sampled, token by token"
     ),
     Column(
-        "kept_offsets",
-        "list<int64>",
-        "entries",
-        "list",
-        "token t kept `kept_ids[o[t]:o[t+1]]`; one entry more than tokens",
+        "kept_offsets", "list<int64>", "entries", "list", "token t kept `kept_ids[o[t]:o[t+1]]`; tokens + 1 entries"
     ),
     Column("engine", "string", "–", "sequence", "engine that sampled"),
     Column("engine_version", "string", "–", "sequence", "its version"),
@@ -97,6 +91,7 @@ def arrow_type(column: str) -> pa.DataType:
         "float64": pa.float64(),
         "string": pa.string(),
     }
+
     types = primitive | {f"list<{name}>": pa.list_(type_) for name, type_ in primitive.items()}
     types[SPANS] = pa.list_(pa.struct(spans))
     fields = (field.split(": ") for field in SAMPLING[len("struct<") : -1].split(", "))
@@ -121,8 +116,19 @@ def check_columns(names: Iterable[str]) -> None:
     for name in names:
         if name not in COLUMNS:
             near = get_close_matches(name, COLUMNS, n=1)
-            mend = f"did you mean {near[0]!r}?" if near else f"columns are {', '.join(COLUMNS)}"
-            raise ValueError(f"{name!r} is not a column of the rollout log; {mend}")
+            fix = f"did you mean {near[0]!r}?" if near else f"columns are {', '.join(COLUMNS)}"
+            raise ValueError(f"{name!r} is not a column of the rollout log; {fix}")
+
+
+def with_mask(columns: Iterable[str]) -> list[str]:
+    """Columns of the log, with `response_mask` beside any token column.
+
+    Raises:
+        ValueError: an unknown column.
+    """
+    names = [columns] if isinstance(columns, str) else list(columns)
+    check_columns(names)
+    return [*names, "response_mask"] if set(names) & set(TOKEN_COLUMNS) else names
 
 
 def check_version(version: object, *, file: str, row: int | None = None) -> None:
@@ -136,13 +142,11 @@ def check_version(version: object, *, file: str, row: int | None = None) -> None
     text = version.decode(errors="replace") if isinstance(version, bytes) else str(version)
     major = text.split(".")[0]
     if not major.isdecimal():
-        raise RolloutLogError(
-            Problem(code="version", message=f"schema version {text!r} is not 'major.minor'", file=file, row=row)
-        )
+        raise log_error("version", f"schema version {text!r} is not 'major.minor'", file=file, row=row)
     if int(major) > int(SCHEMA_VERSION.split(".")[0]):
-        message = f"schema version {text} is newer than {SCHEMA_VERSION}, the newest that this release reads"
-        hint = "upgrade rollcorr, or write the log with the older release"
-        raise RolloutLogError(Problem(code="version", message=message, hint=hint, file=file, row=row))
+        title = f"schema version {text} is newer than {SCHEMA_VERSION}, the newest that this release reads"
+        fix = "upgrade rollcorr, or write the log with the older release"
+        raise log_error("version", title, fix=fix, file=file, row=row)
 
 
 def conform(records: pa.RecordBatch, *, file: str | None = None, first_row: int = 0) -> pa.RecordBatch:
@@ -165,9 +169,11 @@ def conform_column(array: pa.Array, column: str, *, file: str | None = None, fir
     try:
         array = _convert(array, target)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-        message = f"{array.type} cannot be read as {target}: {error}"
+        title = f"{array.type} cannot be read as {target}: {error}"
         row = first_row + _first_failure(array, target)
-        raise RolloutLogError(Problem(code="type", message=message, file=file, row=row, column=column)) from error
+        raise log_error("type", title, file=file, row=row, column=column) from error
+
+    # Only lists of floats may miss single values, as NaN. Spans are lists of structures, whose fields may miss none.
     if pa.types.is_list(target):
         values = array.flatten()
         nested = [values, *(values.flatten() if pa.types.is_struct(values.type) else [])]
@@ -175,8 +181,8 @@ def conform_column(array: pa.Array, column: str, *, file: str | None = None, fir
         if missing.any():
             _, lengths, _ = ragged(array)
             row = first_row + int(np.repeat(np.arange(len(lengths)), lengths)[missing.argmax()])
-            message, hint = "null inside the list", "only log-probs, rewards and advantages may miss single values"
-            raise RolloutLogError(Problem(code="null", message=message, hint=hint, file=file, row=row, column=column))
+            fix = "only log-probs, rewards and advantages may miss single values"
+            raise log_error("null", "null inside the list", fix=fix, file=file, row=row, column=column)
     return array
 
 
@@ -202,14 +208,18 @@ def list_array(values: pa.Array, lengths: np.ndarray, *, valid: np.ndarray | Non
 def _convert(array: pa.Array, target: pa.DataType) -> pa.Array:
     if pa.types.is_list(target) and not pa.types.is_null(array.type):
         if not hasattr(array, "flatten"):
-            raise pa.ArrowInvalid("it is no list")
+            raise pa.ArrowInvalid("it is not a list")
         values, lengths, valid = ragged(array)
         return list_array(_fill(_convert(values, target.value_type)), lengths, valid=valid)
+
+    # Fields that a foreign structure lacks are null; those that the schema lacks are left out.
     if pa.types.is_struct(target) and pa.types.is_struct(array.type):
         fields = {field.name: part for field, part in zip(array.type, array.flatten(), strict=True)}
         parts = [_convert(fields.get(field.name, pa.nulls(len(array))), field.type) for field in target]
         return pa.StructArray.from_arrays(parts, fields=list(target), mask=array.is_null())
-    if pa.types.is_float16(array.type):  # older versions of Arrow cannot cast it
+
+    # Older versions of Arrow cannot cast float16.
+    if pa.types.is_float16(array.type):
         missing = array.is_null().to_numpy(zero_copy_only=False)
         array = pa.array(array.to_numpy(zero_copy_only=False).astype(np.float32), mask=missing)
     return array if array.type == target else array.cast(target)

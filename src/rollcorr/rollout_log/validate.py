@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rollcorr.config.finding import Finding, HasFindings, merge_findings
 from rollcorr.rollout_log.arrow import pa
-from rollcorr.rollout_log.batch import LENGTH_HINT, RolloutBatch
-from rollcorr.rollout_log.errors import Problem, RolloutLogError
+from rollcorr.rollout_log.batch import LENGTH_FIX, RolloutBatch
+from rollcorr.rollout_log.errors import RolloutLogError
 from rollcorr.rollout_log.reader import Paths, log_files, read_rollout_log
 from rollcorr.rollout_log.schema import TOKEN_COLUMNS, arrow_type, check_columns, ragged
 
@@ -19,36 +20,31 @@ CHECK_COLUMNS: tuple[tuple[str, ...], ...] = (("rollout_log_prob",), ("old_log_p
 LOG_PROB_COLUMNS = ("rollout_log_prob", "old_log_prob", "log_prob")
 SENTINEL = -9999.0  # what vLLM's JSON writes for −inf
 ZERO_SHARE = 0.5  # of a row's sampled tokens; a row with more exact zeros is taken for a placeholder
-NONFINITE_HINT = "the config's nonfinite policy decides what becomes of these tokens"
 ZERO_TOKENS = 8  # rows with fewer sampled tokens are not judged by their zeros
-Findings = Iterator[tuple[np.ndarray, Problem]]
+
+RowFindings = Iterator[tuple[np.ndarray, Finding]]
+"""Which rows of a batch show a finding, and the finding as the first of them shows it."""
+
+_KEPT_REASON = "a ratio replayed over these sets is not that of what was sampled"
+_MISSING_FIX = "store NaN (null in JSONL) for what is missing"
 
 
 @dataclass(frozen=True)
-class ValidationReport:
+class ValidationReport(HasFindings):
     """What `validate_rollout_log` found.
 
     Attributes:
         files: the files read, in order.
         rows: rows in the files that could be read.
         recorded: columns that at least one row of any file records.
-        problems: findings, by file; one for each kind and column, with its first row and the number of rows.
+        findings: by file, one for each kind and column, with its first row and the number of rows. An error means that
+            the log cannot be trusted; what a warning says may be as intended.
     """
 
     files: tuple[str, ...]
     rows: int
     recorded: frozenset[str]
-    problems: tuple[Problem, ...]
-
-    @property
-    def errors(self) -> tuple[Problem, ...]:
-        """The findings for which the log cannot be trusted."""
-        return tuple(problem for problem in self.problems if problem.severity == "error")
-
-    @property
-    def warnings(self) -> tuple[Problem, ...]:
-        """The findings that may be as intended."""
-        return tuple(problem for problem in self.problems if problem.severity == "warning")
+    findings: tuple[Finding, ...]
 
     def raise_errors(self) -> None:
         """Raise what is an error; warnings pass.
@@ -82,115 +78,123 @@ def validate_rollout_log(
     """
     check_columns(name for group in required for name in group)
     files = log_files(paths)
-    problems: list[Problem] = []
+    findings: list[Finding] = []
     everywhere: set[str] = set()
     total = 0
     for file in files:
-        found: dict[tuple[str, str | None], Problem] = {}
+        found: tuple[Finding, ...] = ()
         recorded: set[str] = set()
         rows = 0
         try:
             for batch in read_rollout_log(file, batch_size=batch_size):
                 rows += len(batch)
                 recorded |= {name for name in batch.columns if batch.has(name)}
-                _merge(found, validate_batch(batch))
+                found = merge_findings([*found, *validate_batch(batch)])
+            found = (*found, *_missing(file, required, recorded, rows))
         except RolloutLogError as error:
-            _merge(found, error.problems)
-        else:
-            if not rows:
-                _merge(found, [Problem(code="empty", message="no rows", severity="warning", file=str(file))])
-            else:
-                _merge(found, _missing(file, required, recorded))
-        problems += found.values()
+            # A damaged file does not hide what is wrong with the next one.
+            found = merge_findings([*found, *error.findings])
+        findings += found
         everywhere |= recorded
         total += rows
-    return ValidationReport(tuple(map(str, files)), total, frozenset(everywhere), tuple(problems))
+    return ValidationReport(tuple(map(str, files)), total, frozenset(everywhere), tuple(findings))
 
 
-def validate_batch(batch: RolloutBatch) -> tuple[Problem, ...]:
+def validate_batch(batch: RolloutBatch) -> tuple[Finding, ...]:
     """The findings of `validate_rollout_log` in one batch, whichever columns it has."""
     if not len(batch) or not any(name in batch.columns for name in TOKEN_COLUMNS):
         return ()
-    checks: tuple[Callable[[RolloutBatch], Findings], ...] = (_lengths, _ids, _spans, _kept_sets, _log_probs, _zeros)
+    checks: tuple[Callable[[RolloutBatch], RowFindings], ...] = (_lengths, _ids, _spans, _kept_sets, _log_probs, _zeros)
     return tuple(
-        replace(problem, file=batch.file, row=batch.first_row + int(bad.argmax()), rows=int(bad.sum()))
+        replace(finding, file=batch.file, first_row=batch.first_row + int(bad.argmax()), rows=int(bad.sum()))
         for check in checks
-        for bad, problem in check(batch)
+        for bad, finding in check(batch)
         if bad.any()
     )
 
 
-def _merge(found: dict[tuple[str, str | None], Problem], problems: Iterable[Problem]) -> None:
-    for problem in problems:
-        key = problem.code, problem.column
-        found[key] = replace(found[key], rows=found[key].rows + problem.rows) if key in found else problem
-
-
-def _missing(file: Path, required: Sequence[Sequence[str]], recorded: set[str]) -> Iterator[Problem]:
+def _missing(file: Path, required: Sequence[Sequence[str]], recorded: set[str], rows: int) -> Iterator[Finding]:
+    """A file without rows, or without a column that is required."""
+    if not rows:
+        yield Finding(code="empty", title="no rows", file=str(file))
+        return
     for group in required:
         if not recorded.intersection(group):
-            hint = f"recorded are {', '.join(sorted(recorded)) or 'no columns'}; rename the column that holds it"
-            names = " or ".join(group)
-            yield Problem(code="missing", message="not recorded in any row", hint=hint, file=str(file), column=names)
+            yield Finding(
+                code="missing",
+                title="not recorded in any row",
+                reason=f"recorded are {', '.join(sorted(recorded)) or 'no columns'}",
+                fix="rename the column that holds it",
+                severity="error",
+                file=str(file),
+                column=" or ".join(group),
+            )
 
 
-def _lengths(batch: RolloutBatch) -> Findings:
+def _lengths(batch: RolloutBatch) -> RowFindings:
     """Each token column has as many values as the response has tokens."""
     for name in TOKEN_COLUMNS:
         if batch.has(name):
             _, sizes, recorded = ragged(batch.records.column(name))
             bad = recorded & (sizes != batch.lengths.numpy())
             row = int(bad.argmax())
-            message = f"{sizes[row]} values for a response of {int(batch.lengths[row])} tokens"
-            yield bad, Problem(code="length", message=message, hint=LENGTH_HINT, column=name)
+            title = f"{sizes[row]} values for a response of {int(batch.lengths[row])} tokens"
+            yield bad, _error("length", name, title, LENGTH_FIX)
 
 
-def _ids(batch: RolloutBatch) -> Findings:
+def _ids(batch: RolloutBatch) -> RowFindings:
     """Token ids are not negative."""
     for name in ("prompt_ids", "response_ids", "kept_ids"):
         if batch.has(name):
             values, sizes, _ = ragged(batch.records.column(name))
             row_of = np.repeat(np.arange(len(batch)), sizes)
-            hint = "leave padding out instead of marking it"
-            problem = Problem(code="negative", column=name, message="negative ids", hint=hint)
-            yield from _where(batch, _numpy(values) < 0, row_of, problem)
+            finding = _error("negative", name, "negative ids", "leave padding out instead of marking it")
+            yield _where(batch, _numpy(values) < 0, row_of, finding)
 
 
-def _spans(batch: RolloutBatch) -> Findings:
+def _spans(batch: RolloutBatch) -> RowFindings:
     """Version spans follow each other from the first token to the last."""
     if not batch.has("policy_versions"):
         return
     spans, sizes, recorded = ragged(batch.records.column("policy_versions"))
     start, length = (_numpy(spans.field(name)).astype(np.int64) for name in ("start", "length"))
     end, row_of = start + length, np.repeat(np.arange(len(batch)), sizes)
+
+    # Each span starts where the one before it ended, and is not empty.
     first = np.diff(row_of, prepend=-1) != 0
     expected = np.where(first, 0, np.concatenate([[0], end[:-1]]))
     bad = recorded & (np.bincount(row_of[(start != expected) | (length <= 0)], minlength=len(batch)) > 0)
+
+    # The last one ends with the response.
     last = np.zeros(len(batch), np.int64)
     last[row_of] = end  # later spans overwrite earlier ones
     bad |= recorded & (last != batch.lengths.numpy())
+
     row = int(bad.argmax())
     shown = [(int(s), int(n)) for s, n in zip(start[row_of == row], length[row_of == row], strict=True)]
-    message = f"spans (start, length) {shown} do not tile a response of {int(batch.lengths[row])} tokens"
-    hint = "start at 0, leave no gap, end at the end"
-    yield bad, Problem(code="spans", message=message, hint=hint, column="policy_versions")
+    title = f"spans (start, length) {shown} do not tile a response of {int(batch.lengths[row])} tokens"
+    yield bad, _error("spans", "policy_versions", title, "start at 0, leave no gap, end at the end")
 
 
-def _kept_sets(batch: RolloutBatch) -> Findings:
+def _kept_sets(batch: RolloutBatch) -> RowFindings:
     """Kept offsets rise from 0 to the number of kept ids, one entry more than tokens, and sampled ids are members."""
     if not (batch.has("kept_ids") or batch.has("kept_offsets")):
         return
     _, ids_sizes, ids_recorded = _list(batch, "kept_ids")
     offsets, sizes, recorded = _list(batch, "kept_offsets")
     offset, lengths = _numpy(offsets), batch.lengths.numpy()
+
     one_sided = recorded != ids_recorded
-    message = "only one of kept_ids and kept_offsets is recorded"
-    yield one_sided, Problem(code="kept", message=message, hint="record both", column="kept_offsets")
+    title = "only one of kept_ids and kept_offsets is recorded"
+    yield one_sided, _error("kept", "kept_offsets", title, "record both", _KEPT_REASON)
+
     wrong = recorded & ~one_sided & (sizes != lengths + 1)
     row = int(wrong.argmax())
-    message = f"{sizes[row]} offsets for a response of {lengths[row]} tokens"
-    hint = "one entry more than tokens, the last is the number of kept ids"
-    yield wrong, Problem(code="kept_length", message=message, hint=hint, column="kept_offsets")
+    title = f"{sizes[row]} offsets for a response of {lengths[row]} tokens"
+    fix = "record one entry more than tokens; the last one is the number of kept ids"
+    yield wrong, _error("kept_length", "kept_offsets", title, fix, _KEPT_REASON)
+
+    # What follows reads the sets, so it looks only at rows whose sets can be told apart.
     usable = recorded & ~one_sided & ~wrong
     row_of = np.repeat(np.arange(len(batch)), sizes)
     falls = (np.diff(offset) < 0) & (row_of[1:] == row_of[:-1])
@@ -198,22 +202,25 @@ def _kept_sets(batch: RolloutBatch) -> Findings:
     bad = np.bincount(row_of[1:][falls], minlength=len(batch)) > 0
     bad[usable] |= (offset[(ends - sizes)[usable]] != 0) | (offset[ends[usable] - 1] != ids_sizes[usable])
     bad &= usable
-    message = "offsets fall, or do not run from 0 to the number of kept ids"
-    yield bad, Problem(code="kept_offsets", message=message, hint=hint, column="kept_offsets")
-    yield from _kept_twice(batch, usable & ~bad)
+    title = "offsets fall, or do not run from 0 to the number of kept ids"
+    yield bad, _error("kept_offsets", "kept_offsets", title, fix, _KEPT_REASON)
+
+    yield _kept_twice(batch, usable & ~bad)
     if batch.has("response_ids"):
-        yield from _membership(batch, usable & ~bad)
+        yield _membership(batch, usable & ~bad)
 
 
-def _kept_twice(batch: RolloutBatch, usable: np.ndarray) -> Findings:
+def _kept_twice(batch: RolloutBatch, usable: np.ndarray) -> tuple[np.ndarray, Finding]:
     """No id is twice in the kept set of a token, where its probability would count twice."""
     kept_ids, ids_sizes, _ = _list(batch, "kept_ids")
     ids, token = _numpy(kept_ids)[np.repeat(usable, ids_sizes)], _token_of_kept(batch, usable)
     row_of = np.repeat(np.arange(len(batch))[usable], ids_sizes[usable])
+
+    # Sorted by token and then by id, equal ids of one token are neighbors.
     order = np.lexsort((ids, token))
     again = (ids[order][1:] == ids[order][:-1]) & (token[order][1:] == token[order][:-1])
-    problem = Problem(code="kept_twice", column="kept_ids", message="ids twice in one set", hint="keep each id once")
-    yield from _where(batch, again, row_of[order][1:], problem)
+    finding = _error("kept_twice", "kept_ids", "ids twice in one set", "record each id once", _KEPT_REASON)
+    return _where(batch, again, row_of[order][1:], finding)
 
 
 def _token_of_kept(batch: RolloutBatch, usable: np.ndarray) -> np.ndarray:
@@ -230,7 +237,7 @@ def _kept_counts(batch: RolloutBatch, usable: np.ndarray) -> np.ndarray:
     return np.diff(offset)[row_of[1:] == row_of[:-1]]
 
 
-def _membership(batch: RolloutBatch, usable: np.ndarray) -> Findings:
+def _membership(batch: RolloutBatch, usable: np.ndarray) -> tuple[np.ndarray, Finding]:
     """Sampled ids are in the kept set of their token."""
     responses, sizes, recorded = ragged(batch.records.column("response_ids"))
     kept_ids, ids_sizes, _ = _list(batch, "kept_ids")
@@ -238,28 +245,55 @@ def _membership(batch: RolloutBatch, usable: np.ndarray) -> Findings:
     usable = usable & recorded & (sizes == batch.lengths.numpy())
     sampled = _numpy(responses)[np.repeat(usable, sizes)]
     token = _token_of_kept(batch, usable)
+
     hits = token[ids[np.repeat(usable, ids_sizes)] == sampled[token]]
     outside = (np.bincount(hits, minlength=len(sampled)) == 0) & _mask(batch)[np.repeat(usable, batch.lengths.numpy())]
-    hint = "the sampled token always belongs to its set; the trainer inserts it and counts it"
     row_of = np.repeat(np.arange(len(batch))[usable], sizes[usable])
-    problem = _warning("membership", "kept_ids", "sampled ids outside their kept set", hint)
-    yield from _where(batch, outside, row_of, problem)
+    finding = Finding(
+        code="membership",
+        column="kept_ids",
+        title="sampled ids outside their kept set",
+        reason="the sampled token always belongs to its set; the trainer inserts it and counts it",
+    )
+    return _where(batch, outside, row_of, finding)
 
 
-def _log_probs(batch: RolloutBatch) -> Findings:
+_POSITIVE = Finding(
+    code="positive",
+    title="log-probs above 0",
+    reason="the probability of a token cannot exceed 1; densities of a diffusion sampler can",
+    fix="look for logits, densities or half-precision rounding in the column; for a diffusion sampler pass --diffusion",
+)
+_SENTINEL = Finding(
+    code="sentinel",
+    title="log-probs of −9999",
+    reason="an engine writes −9999 for minus infinity, when the sampled token lay outside the set that was scored; "
+    "`rollcorr check` reads it as missing",
+    fix=_MISSING_FIX,
+)
+_NONFINITE = Finding(
+    code="nonfinite",
+    title="NaN or infinite log-probs",
+    reason="the configuration's `nonfinite` decides what becomes of these tokens",
+)
+_ZEROS = Finding(
+    code="zeros",
+    title="most log-probs of a sequence are exactly 0",
+    fix=f"{_MISSING_FIX}; log the log-probs of the distribution that was sampled",
+)
+
+
+def _log_probs(batch: RolloutBatch) -> RowFindings:
     """Log-probs of sampled tokens look like log-probs."""
     for name in LOG_PROB_COLUMNS:
         if batch.has(name):
             value, row_of = _sampled(batch, name)
-            positive = _warning("positive", name, "log-probs above 0", "right for densities, impossible for tokens")
-            sentinel = _warning("sentinel", name, "log-probs of -9999.0", "an engine's JSON for -inf")
-            nonfinite = _warning("nonfinite", name, "NaN or infinite log-probs", NONFINITE_HINT)
-            yield from _where(batch, value > 0, row_of, positive)
-            yield from _where(batch, value == SENTINEL, row_of, sentinel)
-            yield from _where(batch, ~np.isfinite(value), row_of, nonfinite)
+            checks = ((value > 0, _POSITIVE), (value == SENTINEL, _SENTINEL), (~np.isfinite(value), _NONFINITE))
+            for bad, finding in checks:
+                yield _where(batch, bad, row_of, replace(finding, column=name))
 
 
-def _zeros(batch: RolloutBatch) -> Findings:
+def _zeros(batch: RolloutBatch) -> RowFindings:
     """Log-probs of exactly 0 are no more than half of a row, tokens that a truncation left without a choice aside."""
     alone = _without_choice(batch)
     for name in LOG_PROB_COLUMNS:
@@ -271,8 +305,11 @@ def _zeros(batch: RolloutBatch) -> Findings:
             tokens = np.bincount(row_of, minlength=len(batch))
             bad = (tokens >= ZERO_TOKENS) & (zeros > ZERO_SHARE * tokens)
             row = int(bad.argmax())
-            message = f"{zeros[row]} of {tokens[row]} log-probs are exactly 0 (probability 1)"
-            yield bad, _warning("zeros", name, message, "a placeholder for missing values? write null instead")
+            reason = (
+                f"{zeros[row]} of {tokens[row]} in this row; that is probability 1, so they were filled in, or "
+                "taken after greedy sampling"
+            )
+            yield bad, replace(_ZEROS, reason=reason, column=name, tokens=int(zeros[bad].sum()))
 
 
 def _without_choice(batch: RolloutBatch) -> np.ndarray:
@@ -295,14 +332,16 @@ def _truncates(row: Mapping[str, Any]) -> bool:
     return (top_k or -1) > 0 or (1.0 if top_p is None else top_p) < 1 or (min_p or 0.0) > 0
 
 
-def _warning(code: str, column: str, message: str, hint: str) -> Problem:
-    return Problem(code=code, column=column, message=message, hint=hint, severity="warning")
+def _error(code: str, column: str, title: str, fix: str, reason: str = "") -> Finding:
+    return Finding(code=code, column=column, title=title, reason=reason, fix=fix, severity="error")
 
 
-def _where(batch: RolloutBatch, bad: np.ndarray, row_of: np.ndarray, problem: Problem) -> Findings:
-    """Rows with a bad value, and the problem with the count in the first of them."""
+def _where(batch: RolloutBatch, bad: np.ndarray, row_of: np.ndarray, finding: Finding) -> tuple[np.ndarray, Finding]:
+    """Rows with a bad value, and the finding with the count in the first of them and in all."""
     counts = np.bincount(row_of[bad], minlength=len(batch))
-    yield counts > 0, replace(problem, message=f"{problem.message}: {counts[(counts > 0).argmax()]} in this row")
+    here = f"{counts[(counts > 0).argmax()]} in this row"
+    reason = f"{here}; {finding.reason}" if finding.reason else here
+    return counts > 0, replace(finding, reason=reason, tokens=int(counts.sum()))
 
 
 def _sampled(batch: RolloutBatch, column: str, *, of: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:

@@ -8,12 +8,11 @@ import os
 import secrets
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
 
 from rollcorr.rollout_log.arrow import pa, pq
 from rollcorr.rollout_log.batch import RolloutBatch
 from rollcorr.rollout_log.jsonl import to_lines
-from rollcorr.rollout_log.reader import Paths, log_suffix, read_rollout_log
+from rollcorr.rollout_log.reader import Paths, read_rollout_log, source_of
 from rollcorr.rollout_log.schema import COLUMNS, arrow_schema
 
 
@@ -39,16 +38,16 @@ class RolloutLogWriter:
         self.path = Path(path)
         self.rows = 0
         self._overwrite = overwrite
-        suffix = log_suffix(self.path)
+        source_of(self.path)  # another ending is an error, before anything is made
         if self.path.exists() and not overwrite:
             raise FileExistsError(f"{self.path} exists; choose another name or pass overwrite=True")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._hidden = self.path.with_name(f".{self.path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
-        self._sink: _Sink | None = (
-            _ParquetSink(self._hidden, row_group_rows)
-            if suffix == ".parquet"
-            else _JsonlSink(self._hidden, compress=suffix.endswith(".gz"))
-        )
+        self._sink: _ParquetSink | _JsonlSink | None
+        if self.path.suffix == ".parquet":
+            self._sink = _ParquetSink(self._hidden, row_group_rows)
+        else:
+            self._sink = _JsonlSink(self._hidden, compress=self.path.suffix == ".gz")
 
     def write(self, batch: RolloutBatch) -> None:
         """Append the rows of a batch; they are in the log whole or not at all.
@@ -130,12 +129,6 @@ def convert_log(
     return writer.rows
 
 
-class _Sink(Protocol):
-    def write(self, batch: RolloutBatch) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class _ParquetSink:
     def __init__(self, path: Path, row_group_rows: int) -> None:
         self._schema = arrow_schema()
@@ -178,14 +171,14 @@ class _JsonlSink:
 
 def _rename_new(source: Path, target: Path) -> None:
     """Rename unless the target exists: a hard link cannot replace a file, so two writers cannot both succeed."""
-    mend = f"{target} was written by another process meanwhile; this log is whole in {source}, rename it"
+    message = f"{target} was written by another process meanwhile; this log is whole in {source}, rename it"
     try:
         os.link(source, target)
     except FileExistsError:
-        raise FileExistsError(mend) from None
+        raise FileExistsError(message) from None
     except OSError:  # a file system without hard links
         if target.exists():
-            raise FileExistsError(mend) from None
+            raise FileExistsError(message) from None
         os.replace(source, target)
     else:
         source.unlink()

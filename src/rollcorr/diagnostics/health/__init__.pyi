@@ -1,4 +1,4 @@
-from .evidence import Finding as Finding
-from .judge import HealthReport as HealthReport
-from .judge import health as health
-from .judge import healthy_range as healthy_range
+from .verdict import Finding as Finding
+from .verdict import HealthReport as HealthReport
+from .verdict import health as health
+from .verdict import healthy_range as healthy_range

@@ -1,4 +1,4 @@
-"""What a health check reads and what it says: metrics now, metrics over time, and findings about them."""
+"""What a health check reads: metrics now, metrics over time, and the configuration behind them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 if TYPE_CHECKING:
     from rollcorr.config import RolloutCorrectionConfig
@@ -14,37 +14,9 @@ if TYPE_CHECKING:
 RECENT_STEPS = 10
 """Steps at the end of a series that decide its verdict."""
 
-Severity = Literal["warning", "note"]
 Metrics = Mapping[str, Any]
 
 _PREFIXES = ("actor/rollout_corr/", "rollout_corr/", "mismatch/mismatch_", "mismatch/")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """One thing that is wrong, or worth knowing.
-
-    Attributes:
-        metric: bare name of the metric that shows it.
-        title: the finding in a few words.
-        value: the metric's value: its median over the recent steps, or the worst one when it has recovered.
-        limit: what it should have been, in words with the number.
-        reason: what it means.
-        remedy: what to try.
-        severity: a warning makes the verdict; a note does not.
-        first_step: first step that showed it; None when there was no series.
-        steps: how many steps showed it; None when there was no series.
-    """
-
-    metric: str
-    title: str
-    value: float
-    limit: str
-    reason: str
-    remedy: str
-    severity: Severity = "warning"
-    first_step: int | None = None
-    steps: int | None = None
 
 
 class When(TypedDict):
@@ -85,8 +57,8 @@ class Evidence:
 
     def recent(self, name: str) -> list[float]:
         """Its values in the recent steps; without a series, the current value alone."""
-        steps = self.history[-RECENT_STEPS:] or [(0, self.current)]
-        return [metrics[name] for _, metrics in steps if name in metrics]
+        recent_steps = self.history[-RECENT_STEPS:] or [(0, self.current)]
+        return [metrics[name] for _, metrics in recent_steps if name in metrics]
 
     def when(self, name: str, breaks: Callable[[float], bool]) -> When:
         """When the metric first broke a rule, and in how many steps."""

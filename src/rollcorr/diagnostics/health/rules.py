@@ -1,6 +1,6 @@
-"""The judgements that need more than one number: each a named function from evidence to a finding or None.
+"""The judgments that need more than one number: each a named function from evidence to a finding or None.
 
-`RULES` is the table that `rollcorr.diagnostics.health.judge` goes through. Limits are named here, once, and
+`RULES` is the table that `rollcorr.diagnostics.health.verdict` goes through. Limits are named here, once, and
 docs/health.md lists them. `log/contradicted_zero_count` is no metric of the registry: `rollcorr check` counts it in the
 raw log-probs.
 """
@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from rollcorr.diagnostics.health.evidence import Evidence, Finding, Severity
+from rollcorr.config.finding import Finding, Severity
+from rollcorr.diagnostics.health.evidence import Evidence
 
 SAFETY_BOUND = 20.0
 """T × KL at which sequence weights are clamped, when no configuration says otherwise."""
@@ -33,12 +34,13 @@ def nothing_measured(evidence: Evidence) -> Finding | None:
     if evidence.measured and any(name in evidence.current for name in _COMPARISON):
         return None
     return Finding(
+        code="nothing_measured",
         metric="token_count",
         title="nothing was measured",
         value=0.0,
         limit="more than 0",
         reason="no valid token has log-probs of both policies, so the mismatch is unknown",
-        remedy="let the engine return log-probs, keep response_mask true on sampled tokens, and ask for a correction "
+        fix="let the engine return log-probs, keep response_mask true on sampled tokens, and ask for a correction "
         "(the preset `disabled` measures without correcting)",
     )
 
@@ -49,15 +51,17 @@ def identical_policies(evidence: Evidence) -> Finding | None:
     values = [value for name in names for value in (evidence.current[name], *evidence.recent(name))]
     if not evidence.measured or not values or any(values):
         return None
+
     bypass = evidence.config is not None and evidence.config.bypass_mode
     cause = "bypass mode sets old_log_prob to rollout_log_prob" if bypass else "one side is a copy of the other"
     return Finding(
+        code="identical_policies",
         metric=names[0],
         title="degenerate: both policies agree to the last bit",
         value=0.0,
         limit="not exactly 0",
         reason=f"two separate computations never agree exactly, so most likely {cause}; every metric is then empty",
-        remedy="in bypass mode measure the current policy against the rollout (log_prob, not old_log_prob); else check "
+        fix="in bypass mode measure the current policy against the rollout (log_prob, not old_log_prob); else check "
         "that the trainer recomputes its log-probs. If one program does both, no correction is needed",
         **evidence.when(names[0], lambda value: value == 0),
     )
@@ -72,12 +76,13 @@ def horizon(evidence: Evidence) -> Finding | None:
     viable = evidence.get("max_viable_length")
     longest = "" if math.isnan(viable) else f" (viable up to about {viable:,.0f} tokens)"
     return Finding(
+        code="horizon",
         metric="t_times_kl",
         title="responses are too long for sequence weights",
         value=value,
         limit=f"below {bound:g}, the safety bound",
         reason=f"the typical sequence weight is exp(−T × KL); beyond the bound all are clamped to one value{longest}",
-        remedy="use token weights or a per-token mean criterion (seq_mean_*), shorten responses, or lower the KL at "
+        fix="use token weights or a per-token mean criterion (seq_mean_*), shorten responses, or lower the KL at "
         "its source: same sampling settings on both sides, higher rollout precision",
         **evidence.when("t_times_kl", lambda value: value >= bound),
     )
@@ -90,12 +95,13 @@ def deceptive_effective_sample_size(evidence: Evidence) -> Finding | None:
     if not (value > ESS_NEAR_ONE and saturated > MOSTLY_SATURATED):
         return None
     return Finding(
+        code="deceptive_effective_sample_size",
         metric="rollout_is_eff_sample_size",
         title="the effective sample size only looks healthy",
         value=value,
         limit=f"near 1 only with at most {MOSTLY_SATURATED:.0%} saturated; {saturated:.0%} are",
         reason="most weights are clamped to the same safety bound: they are equal because all are extreme",
-        remedy="do not trust sequence weights here; compare sampling settings (temperature, top-p, top-k), shorten "
+        fix="do not trust sequence weights here; compare the sampling settings (temperature, top-p, top-k), shorten "
         "responses, or use token weights",
         **evidence.when("rollout_is_eff_sample_size", lambda value: value > ESS_NEAR_ONE),
     )
@@ -109,35 +115,43 @@ def saturation(evidence: Evidence) -> Finding | None:
     low, high = evidence.get("saturated_low_fraction"), evidence.get("saturated_high_fraction")
     name = "saturated_high_fraction" if high > low else "saturated_low_fraction"
     return Finding(
+        code="saturation",
         metric=name,
         title="weights saturate at the safety bound",
         value=saturated,
         limit=f"at most {SATURATED:g}",
         reason="log weights beyond it are cut there: what they said is lost, and chi-squared understates the mismatch",
-        remedy="move from sequence to token or geometric level, or reject these sequences (seq_mean_k3, veto)",
+        fix="move from sequence to token or geometric level, or reject these sequences (seq_mean_k3, veto)",
         **evidence.when(name, lambda value: value > SATURATED),
     )
 
 
 def sustained_rejection(evidence: Evidence) -> Finding | None:
-    """Rejection stays above 5 % (drift) or 10 % (the band is too tight) for five steps in a row."""
+    """Rejection stays above 5 % (drift) or 10 % (the band is too tight) for five consecutive steps."""
     name = "rollout_rs_seq_masked_fraction"
     last = [value for _, value in evidence.series(name)[-SUSTAINED_STEPS:]]
     lowest = min(last, default=0.0)
     if len(last) < SUSTAINED_STEPS or not lowest > SUSTAINED_DRIFT:
         return None
-    limit = SUSTAINED_REJECTION if lowest > SUSTAINED_REJECTION else SUSTAINED_DRIFT
+
+    # A band that rejects this much is too tight; less of it is a drift.
+    if lowest > SUSTAINED_REJECTION:
+        limit = SUSTAINED_REJECTION
+        reason = "the band rejects ordinary sequences; where they stay in the denominator, the gradient shrinks"
+        fix = "widen the band, e.g. 0.3_3.0 or 0.2_5.0 for a window of two diffusion steps"
+    else:
+        limit = SUSTAINED_DRIFT
+        reason = "the rollout side has drifted from the trainer"
+        fix = "lower the drift (precision, staleness), or leave bypass mode"
+
     return Finding(
+        code="sustained_rejection",
         metric=name,
-        title=f"sequences have been rejected for {SUSTAINED_STEPS} steps on end",
+        title=f"sequences have been rejected for {SUSTAINED_STEPS} consecutive steps",
         value=lowest,
-        limit=f"not above {limit:g} for {SUSTAINED_STEPS} steps",
-        reason="the rollout side has drifted from the trainer"
-        if limit == SUSTAINED_DRIFT
-        else "the band rejects ordinary sequences; where they stay in the denominator, the gradient shrinks",
-        remedy="lower the drift (precision, staleness), or leave bypass mode"
-        if limit == SUSTAINED_DRIFT
-        else "widen the band, e.g. 0.3_3.0 or 0.2_5.0 for a window of two diffusion steps",
+        limit=f"not above {limit:g} for {SUSTAINED_STEPS} consecutive steps",
+        reason=reason,
+        fix=fix,
         severity=_diffusion_severity(evidence),
         **evidence.when(name, lambda value: value > limit),
     )
@@ -149,16 +163,16 @@ def gap_at_start(evidence: Evidence) -> Finding | None:
     value = max(_first_steps(evidence, name), default=math.nan)
     if not value > FIRST_STEPS_LOG_PPL_GAP:
         return None
+    closed_since = len(evidence.history) > FIRST_STEPS and not evidence.get(name) > FIRST_STEPS_LOG_PPL_GAP
     return Finding(
+        code="gap_at_start",
         metric=name,
         title="a large gap between the policies from the start",
         value=value,
         limit=f"at most {FIRST_STEPS_LOG_PPL_GAP:g} in the first {FIRST_STEPS} steps",
-        reason="before training has moved the policy, both sides should agree: this is a fault in the set-up",
-        remedy="narrow the precision gap, compare sampling settings and alignment, or leave bypass mode",
-        severity="note"
-        if len(evidence.history) > FIRST_STEPS and not evidence.get(name) > FIRST_STEPS_LOG_PPL_GAP
-        else "warning",
+        reason="before training has moved the policy, both sides should agree: this is a fault in the setup",
+        fix="narrow the precision gap, compare sampling settings and alignment, or leave bypass mode",
+        severity="note" if closed_since else "warning",
         **evidence.when(name, lambda value: value > FIRST_STEPS_LOG_PPL_GAP),
     )
 
@@ -173,18 +187,21 @@ def pinned_at_threshold(evidence: Evidence) -> Finding | None:
         return None
     if config.rollout_is == "token" and not evidence.diffusion:
         return None
+
+    # A float32 weight truncated at the threshold may lie a rounding error below it.
     threshold = config.is_upper * (1 - 1e-5)
     first = _first_steps(evidence, name)
     pinned = sum(value >= threshold for value in first)
     if not first or pinned < PINNED_SHARE * len(first):
         return None
     return Finding(
+        code="pinned_at_threshold",
         metric=name,
         title="the largest weight is pinned at the threshold",
         value=max(first),
         limit=f"below {config.is_upper:g} in most of the first {FIRST_STEPS} steps",
         reason="truncation acts from the start, so the gap between rollout and trainer is larger than it should be",
-        remedy="lower the precision gap or leave bypass mode; rollout_is_ratio_fraction_high is how much is truncated",
+        fix="lower the precision gap or leave bypass mode; rollout_is_ratio_fraction_high is how much is truncated",
         severity=_diffusion_severity(evidence),
         **evidence.when(name, lambda value: value >= threshold),
     )
@@ -197,12 +214,13 @@ def band_narrower_than_mismatch(evidence: Evidence) -> Finding | None:
     if not widths or not gap > min(widths):
         return None
     return Finding(
+        code="band_narrower_than_mismatch",
         metric="log_ppl_abs_diff",
         title="the rejection band is narrower than the mismatch",
         value=gap,
         limit=f"at most {min(widths):.4g} nats, the half-width of the seq_mean_k1 band",
         reason="the mean per-token gap of a typical sequence already lies outside the band, so most are rejected",
-        remedy="widen the band to a few times the measured gap, or use seq_mean_k3, which grows with its square",
+        fix="widen the band to a few times the measured gap, or use seq_mean_k3, which grows with its square",
         **evidence.when("log_ppl_abs_diff", lambda value: value > min(widths)),
     )
 
@@ -213,17 +231,20 @@ def length_dependence(evidence: Evidence) -> Finding | None:
     widths = _band_widths(evidence, "seq_sum")
     if config is not None and config.rollout_is == "sequence" and config.is_upper is not None and config.is_upper > 1:
         widths.append(math.log(config.is_upper))
+
+    # Past the safety bound `horizon` says more.
     drift = abs(evidence.get("t_times_kl"))
     if not widths or not drift > min(widths) or horizon(evidence) is not None:
         return None
     return Finding(
+        code="length_dependence",
         metric="t_times_kl",
         title="the bound on products depends on length here",
         value=evidence.get("t_times_kl"),
         limit=f"at most {min(widths):.4g} nats, the log of the bound",
         reason="at the mean length the product of ratios is already past the bound: longer responses are "
         "down-weighted or rejected for being long",
-        remedy="use a criterion per token mean (seq_mean_k1, seq_mean_k3) or token weights",
+        fix="use a criterion per token mean (seq_mean_k1, seq_mean_k3) or token weights",
         severity="note",
         **evidence.when("t_times_kl", lambda value: abs(value) > min(widths)),
     )
@@ -237,13 +258,14 @@ def low_weights(evidence: Evidence) -> Finding | None:
         return None
     applied = evidence.config is not None and evidence.config.rollout_is == "sequence"
     return Finding(
+        code="low_weights",
         metric=name,
         title="most sequences would count for almost nothing",
         value=value,
         limit=f"at most {LOW_WEIGHT:g}",
         reason="the sequence weight of most responses is below 1/C"
         + ("" if applied else " (sequence level is not in use)"),
-        remedy="stay with or move to token weights; shorten responses; lower the KL",
+        fix="stay with or move to token weights; shorten responses; lower the KL",
         severity="warning" if applied else "note",
         **evidence.when(name, lambda value: value > LOW_WEIGHT),
     )
@@ -256,12 +278,13 @@ def skipped_updates(evidence: Evidence) -> Finding | None:
     if not skipped > 0:
         return None
     return Finding(
+        code="skipped_updates",
         metric=name,
         title="updates were skipped",
         value=skipped,
         limit="0",
         reason="the loss or a gradient was not finite, or every token was rejected; the weights were left as they were",
-        remedy="lower the learning rate, clip gradients, and look at nonfinite_count, rejected shares and the "
+        fix="lower the learning rate, clip gradients, and look at nonfinite_count, rejected shares and the "
         "largest weights then",
         first_step=evidence.when(name, lambda value: value > 0)["first_step"],
         steps=int(skipped) if evidence.history else None,  # The trainer counts them over the whole run.
@@ -275,12 +298,13 @@ def contradicted_zeros(evidence: Evidence) -> Finding | None:
     if not value > 0:
         return None
     return Finding(
+        code="contradicted_zeros",
         metric=name,
         title="log-probs look filled in with zeros",
         value=value,
         limit="0",
         reason="one policy claims probability exactly 1 for tokens that the other gives less than 1/e",
-        remedy="store missing log-probs as NaN (null in JSONL), never as 0.0; find out why the engine returned none",
+        fix="store missing log-probs as NaN (null in JSONL), never as 0.0; find out why the engine returned none",
         **evidence.when(name, lambda value: value > 0),
     )
 

@@ -1,1 +1,5 @@
 """`rollcorr check`: rollout logs read in parallel, measured, judged."""
+
+import lazy_loader as _lazy
+
+__getattr__, __dir__, __all__ = _lazy.attach_stub(__name__, __file__)

@@ -13,14 +13,15 @@ from pathlib import Path
 
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.conversion import resolve
+from rollcorr.config.finding import Finding
 from rollcorr.config.yaml_text import load_yaml
 from rollcorr.core.metric_registry import finalize
-from rollcorr.diagnostics.health.evidence import Finding, bare_metrics
-from rollcorr.diagnostics.health.judge import HealthReport, health
+from rollcorr.diagnostics.health.evidence import bare_metrics
+from rollcorr.diagnostics.health.verdict import HealthReport, health
+from rollcorr.diagnostics.log_check.shard_readers import read_shards
 from rollcorr.diagnostics.log_check.tally import COLUMNS, KEPT_COLUMNS, Measurement, Part, Tally, merge_parts
-from rollcorr.diagnostics.log_check.workers import read_shards
-from rollcorr.diagnostics.provenance.labels import Label, Provenance
-from rollcorr.rollout_log import Problem, RolloutBatch, Shard, log_files, log_shards, read_shard
+from rollcorr.diagnostics.provenance.provenance_findings import NOT_COMPARABLE, Provenance
+from rollcorr.rollout_log import RolloutBatch, Shard, log_files, log_shards, read_shard
 from rollcorr.run_directory.stored_run import BadInputError
 
 DIAGNOSIS = RolloutCorrectionConfig(
@@ -32,39 +33,8 @@ Token weights are the ones that stay informative at any length; the other levels
 and a band have been chosen, and are measured with `--preset` or `--config`.
 """
 
-_RAW_FINDINGS: dict[str, tuple[str, str, str]] = {
-    "positive": (
-        "log-probs above zero",
-        "the probability of a token cannot exceed 1; densities of a diffusion sampler can",
-        "look for logits, densities or half-precision rounding in the column; for a diffusion sampler pass --diffusion",
-    ),
-    "sentinel": (
-        "placeholder log-probs (−9999)",
-        "an engine writes −9999 for minus infinity; it was read as missing here",
-        "store NaN (null in JSONL) for what is missing; the sampled token lay outside the set that was scored",
-    ),
-    "zeros": (
-        "sequences of mostly zero log-probs",
-        "probability 1 on most tokens: filled in, or taken after greedy sampling",
-        "store NaN (null in JSONL) for what is missing; log the log-probs of the distribution that was sampled",
-    ),
-}
-"""Findings of the log's validation that are about the policies: title, reason, remedy. The rest become remarks."""
-_RAW_FINDINGS |= dict.fromkeys(
-    ("kept", "kept_length", "kept_offsets", "kept_twice"),
-    (
-        "kept sets that do not fit their tokens",
-        "a ratio replayed over them is not that of what was sampled",
-        "record for each token the ids that the engine could draw, each once, with one offset more than tokens",
-    ),
-)
-_NOT_SUBTRACTABLE: Mapping[str, tuple[str, str]] = {
-    "tempered": ("temperature_ratio", "1"),
-    "truncated": ("kept_mass", "1"),
-    "raw": ("mean_ratio", "1"),
-    "shifted": ("lag", "0"),
-}
-"""Labels of provenance that become findings: the number that shows each, and what it should be."""
+_ABOUT_THE_POLICIES = {"positive", "sentinel", "zeros", "kept", "kept_length", "kept_offsets", "kept_twice"}
+"""Codes of the log's validation that make the verdict: they are about the policies. The rest become remarks."""
 
 
 def choose_config(*, preset: str | None = None, file: Path | None = None) -> RolloutCorrectionConfig:
@@ -132,14 +102,14 @@ def check_logs(
         paths: files, folders (also run folders) or patterns.
         config: what to measure; nothing is trained, so what it would apply is only counted.
         train_column: where π is: old_log_prob or log_prob. None takes old_log_prob where recorded, else log_prob; with
-            `bypass_mode` the other way round, for there old_log_prob is a copy of rollout_log_prob.
-        diffusion: the log-probs are densities: positive ones are no finding, and the diffusion rules warn.
+            `bypass_mode` the other way round, because there old_log_prob is a copy of rollout_log_prob.
+        diffusion: the log-probs are densities: positive ones are not a finding, and the diffusion rules warn.
         batch_size: most rows that a reader has in memory at once; fewer where they are long.
-        workers: processes that read. More than one are started anew, so a script that asks for them needs
+        workers: processes that read. Several are started as new interpreters, so a script that asks for them needs
             `if __name__ == "__main__":`.
         ray: instead, the address of a Ray cluster whose nodes read: "auto", "local" or "ray://host:port". They need
             this package, and the files under the same names.
-        on_rows: called every now and then with the rows read since the last time, and those of the whole log.
+        on_rows: called now and then with the rows read since the last call, and the rows of the whole log.
 
     Returns:
         The result. After a KeyboardInterrupt it covers the rows read until then, and says so.
@@ -152,12 +122,14 @@ def check_logs(
     """
     if train_column not in (None, "old_log_prob", "log_prob"):
         raise BadInputError(f"the training side is old_log_prob or log_prob, not {train_column!r}")
-    if config.nonfinite == "raise":  # A check counts what is missing and goes on.
-        config = replace(config, nonfinite="reject_token")
     if workers < 1 or (workers > 1 and ray is not None):
-        raise BadInputError(
-            f"workers={workers}{' with a Ray cluster' * (ray is not None)}; give 1 or more, or the cluster"
-        )
+        beside = " with a Ray cluster" if ray is not None else ""
+        raise BadInputError(f"workers={workers}{beside}; give 1 or more, or the cluster")
+
+    # A check counts what is missing and goes on.
+    if config.nonfinite == "raise":
+        config = replace(config, nonfinite="reject_token")
+
     shards = log_shards([str(path) for path in paths])
     total, tally = sum(shard.rows for shard in shards), Tally()
     column, kept = train_column or "", False
@@ -174,21 +146,37 @@ def check_logs(
     if not tally.parts:
         seen = "nothing was read before the interrupt" if tally.interrupted else "there is no row"
         raise BadInputError(f"{', '.join(map(str, paths))}: {seen}; give a log with at least one sequence")
+
     remarks = [f"π is the column {column}, μ is rollout_log_prob"]
-    remarks += [str(problem) for problem in tally.problems.values() if problem.code not in _RAW_FINDINGS]
+    remarks += [str(finding) for finding in tally.findings if finding.code not in _ABOUT_THE_POLICIES]
     if tally.interrupted:
         remarks.append(f"interrupted: this covers {tally.rows} of {total} rows only")
-    files = tuple(str(file) for file in log_files([str(path) for path in paths]))
-    return _result(
-        tally, config, diffusion=diffusion, kept=kept, files=files, train_column=column, remarks=tuple(remarks)
+
+    # All rows together are judged. The steps are history, for the rules and the panels.
+    whole = _metrics(merge_parts(tally.parts.values()))
+    steps = sorted(step for step in tally.parts if step is not None)
+    series = tuple({"step": step, **_metrics(tally.parts[step])} for step in steps) or ({"step": 0, **whole},)
+    verdict = health(whole, config, series=series if len(steps) > 1 else (), diffusion=diffusion)
+    provenance = tally.sample.estimate()
+    found = _log_findings(tally, provenance, diffusion=diffusion, kept=kept)
+    return CheckResult(
+        health=replace(verdict, findings=(*verdict.warnings, *found, *verdict.notes)),
+        metrics=whole,
+        series=series,
+        rows=tally.rows,
+        files=tuple(str(file) for file in log_files([str(path) for path in paths])),
+        train_column=column,
+        provenance=provenance,
+        config=config,
+        remarks=tuple(remarks),
+        interrupted=tally.interrupted,
     )
 
 
 def _first_batch(shards: Sequence[Shard], batch_size: int) -> RolloutBatch | None:
-    columns = COLUMNS + KEPT_COLUMNS
-    return next(
-        (batch for shard in shards[:1] for batch in read_shard(shard, columns=columns, batch_size=batch_size)), None
-    )
+    if not shards:
+        return None
+    return next(read_shard(shards[0], columns=COLUMNS + KEPT_COLUMNS, batch_size=batch_size), None)
 
 
 def _train_column(batch: RolloutBatch | None, config: RolloutCorrectionConfig) -> str:
@@ -206,39 +194,15 @@ def _train_column(batch: RolloutBatch | None, config: RolloutCorrectionConfig) -
     return found
 
 
-def _result(
-    tally: Tally,
-    config: RolloutCorrectionConfig,
-    *,
-    diffusion: bool,
-    kept: bool,
-    files: tuple[str, ...],
-    train_column: str,
-    remarks: tuple[str, ...],
-) -> CheckResult:
-    """The verdict on what was read."""
-    whole = _metrics(merge_parts(tally.parts.values()))
-    steps = sorted(step for step in tally.parts if step is not None)
-    series = tuple({"step": step, **_metrics(tally.parts[step])} for step in steps) or ({"step": 0, **whole},)
-    verdict = health(whole, config, series=series if len(steps) > 1 else (), diffusion=diffusion)
-    judged = [p for p in tally.problems.values() if p.code in _RAW_FINDINGS]
-    found = [_finding(problem) for problem in judged if not (diffusion and problem.code == "positive")]
-    provenance = tally.sample.estimate()
-    if not diffusion:
-        found += [_claimed(reason, mend) for reason, mend in tally.claims.items()]
-        found += [_implied(label, kept=kept) for label in provenance.wrong if label.name in _NOT_SUBTRACTABLE]
-    return CheckResult(
-        health=replace(verdict, findings=(*verdict.warnings, *found, *verdict.notes)),
-        metrics=whole,
-        series=series,
-        rows=tally.rows,
-        files=files,
-        train_column=train_column,
-        provenance=provenance,
-        config=config,
-        remarks=remarks,
-        interrupted=tally.interrupted,
-    )
+def _log_findings(tally: Tally, provenance: Provenance, *, diffusion: bool, kept: bool) -> list[Finding]:
+    """What the log's validation, its recorded settings and the log-probs themselves add to the verdict."""
+    found = [_judged(finding) for finding in tally.findings if finding.code in _ABOUT_THE_POLICIES]
+
+    # Densities may exceed 1, and follow no rule of token probabilities.
+    if diffusion:
+        return [finding for finding in found if finding.code != "positive"]
+    found += tally.claims.values()
+    return found + [_implied(finding, kept=kept) for finding in provenance.warnings if finding.code in NOT_COMPARABLE]
 
 
 def _metrics(part: Part) -> dict[str, float]:
@@ -252,37 +216,19 @@ def _metrics(part: Part) -> dict[str, float]:
     return metrics
 
 
-def _finding(problem: Problem) -> Finding:
-    title, reason, remedy = _RAW_FINDINGS[problem.code]
-    return Finding(
-        metric=f"log/{problem.column}",
-        title=title,
-        value=float(problem.rows),
+def _judged(finding: Finding) -> Finding:
+    """A finding of the log's validation, as one that makes the verdict."""
+    return replace(
+        finding,
+        metric=f"log/{finding.column}",
+        value=float(finding.rows or 0),
         limit="0 sequences",
-        reason=f"{reason}; first in {problem.file}, row {problem.row}: {problem.message}",
-        remedy=remedy,
+        severity="warning",
     )
 
 
-def _claimed(reason: str, mend: str) -> Finding:
-    return Finding(
-        metric="log/sampling",
-        title="log-probs are of different things: the recorded settings say so",
-        value=1.0,
-        limit="0",
-        reason=reason,
-        remedy=mend,
-    )
-
-
-def _implied(label: Label, *, kept: bool) -> Finding:
-    recorded = "; this log has the sets, in kept_ids and kept_offsets" if kept and label.name == "truncated" else ""
-    number, limit = _NOT_SUBTRACTABLE[label.name]
-    return Finding(
-        metric=f"log/{number}",
-        title=f"log-probs are of different things: {label.name}",
-        value=label.evidence[number],
-        limit=limit,
-        reason=label.says,
-        remedy=label.remedy + recorded,
-    )
+def _implied(finding: Finding, *, kept: bool) -> Finding:
+    """A finding of provenance, with what this log has for its fix."""
+    if kept and finding.code == "truncated":
+        return replace(finding, fix=f"{finding.fix}; this log has the sets, in kept_ids and kept_offsets")
+    return finding

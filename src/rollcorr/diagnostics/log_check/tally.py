@@ -1,7 +1,7 @@
 """What a stretch of a rollout log shows, as sums that merge: the work of `rollcorr check`, a batch at a time.
 
-Everything in a `Tally` merges exactly, so shards may be read by anybody in any order; merged in the order of the log,
-they give the same numbers to the last bit.
+Everything in a `Tally` merges exactly, so shards may be read by any process in any order. Merged in the order of the
+log, they give the same numbers to the last bit.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.config.finding import Finding, merge_findings
 from rollcorr.config.sampling_spec import SamplingSpec, compare
 from rollcorr.core.statistics import Statistics, merge_statistics
 from rollcorr.correction.rollout_correction import Correction, correct
 from rollcorr.diagnostics.provenance.pair_sample import PairSample
-from rollcorr.rollout_log import Problem, RolloutBatch, Shard, read_shard, validate_batch
+from rollcorr.rollout_log import RolloutBatch, Shard, read_shard, validate_batch
+from rollcorr.rollout_log.validate import SENTINEL
 
-SENTINEL = -9999.0
 CONTRADICTION = -1.0
 """Where one side is exactly 0.0 (probability 1) and the other below this, in nats, one of them was not computed."""
 COLUMNS = ("step", "response_mask", "rollout_log_prob", "old_log_prob", "log_prob", "reward", "sampling", "engine")
@@ -53,31 +54,28 @@ class Tally:
 
     Attributes:
         parts: step → what was seen of it, in the order of appearance; None where no step is recorded.
-        problems: (code, column) → the first such finding of the log's validation, with the rows that have it.
+        findings: those of the log's validation, one for each code and column.
         sample: sequences for the estimate of provenance.
-        claims: reason → mend, where the recorded settings say that the log-probs are not those of what was sampled.
+        claims: reason → finding, where the recorded settings say that the log-probs are not those of what was sampled.
         rows: rows read.
         interrupted: reading stopped before the end.
     """
 
     parts: Mapping[int | None, Part] = field(default_factory=dict)
-    problems: Mapping[tuple[str, str | None], Problem] = field(default_factory=dict)
+    findings: tuple[Finding, ...] = ()
     sample: PairSample = field(default_factory=PairSample)
-    claims: Mapping[str, str] = field(default_factory=dict)
+    claims: Mapping[str, Finding] = field(default_factory=dict)
     rows: int = 0
     interrupted: bool = False
 
     def merge(self, later: Tally) -> Tally:
         """What both show together; `later` comes after in the log."""
-        parts, problems = dict(self.parts), dict(self.problems)
+        parts = dict(self.parts)
         for step, part in later.parts.items():
             parts[step] = merge_parts([parts[step], part]) if step in parts else part
-        for key, problem in later.problems.items():
-            known = problems.get(key)
-            problems[key] = problem if known is None else replace(known, rows=known.rows + problem.rows)
         return Tally(
             parts=parts,
-            problems=problems,
+            findings=merge_findings((*self.findings, *later.findings)),
             sample=self.sample.merge(later.sample),
             claims={**self.claims, **later.claims},
             rows=self.rows + later.rows,
@@ -135,17 +133,13 @@ class Measurement:
 
     def of_batch(self, batch: RolloutBatch, *, first: int, stride: int = 1) -> Tally:
         """The tally of a batch, whose first row is row `first` of the log; `stride` is that of the sample so far."""
-        problems: dict[tuple[str, str | None], Problem] = {}
-        for problem in validate_batch(batch):
-            key = (problem.code, problem.column)
-            known = problems.get(key)
-            problems[key] = problem if known is None else replace(known, rows=known.rows + problem.rows)
+        # An engine's −9999 stands for minus infinity: it is missing, as NaN is.
         rollout, train = batch.packed("rollout_log_prob"), batch.packed(self.train_column)
         mask = batch.packed("response_mask")
         rollout, train = (x.masked_fill_(x == SENTINEL, torch.nan) for x in (rollout, train))
         return Tally(
             parts=dict(self._parts(batch, train, rollout, mask)),
-            problems=problems,
+            findings=merge_findings(validate_batch(batch)),
             sample=PairSample.of(train, rollout, mask, batch.lengths, first=first, stride=stride),
             claims=_claims(batch),
             rows=len(batch),
@@ -156,9 +150,11 @@ class Measurement:
     ) -> Iterator[tuple[int | None, Part]]:
         rewards = batch.values("reward") if batch.has("reward") else rollout.new_full((len(batch),), torch.nan)
         for step, rows in _by_step(batch):
+            # The rows of a step need not lie together, so they are packed anew.
             tokens, lengths = rows.repeat_interleave(batch.lengths), batch.lengths[rows]
             cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
             correction = correct(train[tokens], rollout[tokens], mask[tokens], self.config, cu_seqlens=cu_seqlens)
+
             valid = tokens & mask
             yield step, _part(correction, train[valid], rollout[valid], rewards[rows])
 
@@ -187,8 +183,8 @@ def _by_step(batch: RolloutBatch) -> Iterator[tuple[int | None, Tensor]]:
         yield step, steps == step
 
 
-def _claims(batch: RolloutBatch) -> dict[str, str]:
-    """Reason → mend, where the recorded settings say that the log-probs are not those of what was sampled."""
+def _claims(batch: RolloutBatch) -> dict[str, Finding]:
+    """Reason → finding, where the recorded settings say that the log-probs are not those of what was sampled."""
     if not batch.has("sampling"):
         return {}
     engines = batch.objects("engine") if batch.has("engine") else [None] * len(batch)
@@ -201,9 +197,17 @@ def _claims(batch: RolloutBatch) -> dict[str, str]:
     for row in settings:
         try:
             spec = SamplingSpec(**dict(row))
-        except (TypeError, ValueError):  # settings of another framework, out of these limits
+        except (TypeError, ValueError):  # settings of another framework, outside these limits
             continue
-        itself = compare(spec, spec)
-        if itself.verdict == "different":
-            claims[itself.reason] = itself.mend
+        with_itself = compare(spec, spec)
+        if with_itself.verdict == "different":
+            claims[with_itself.reason] = Finding(
+                code="recorded_settings",
+                metric="log/sampling",
+                title="these log-probs are not comparable: the recorded settings say so",
+                value=1.0,
+                limit="0",
+                reason=with_itself.reason,
+                fix=with_itself.fix,
+            )
     return claims

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.diagnostics.provenance.estimate import estimate_provenance
-from rollcorr.diagnostics.provenance.labels import Provenance
+from rollcorr.diagnostics.provenance.provenance_findings import Provenance
 
 TOKENS = 1 << 16
 """About how many tokens the sample holds: twice as many at most, and at least one sequence."""

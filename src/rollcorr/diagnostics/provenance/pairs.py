@@ -87,7 +87,7 @@ class Slope(NamedTuple):
     def exponent(self) -> float:
         """The bound that is nearer to 1; 1 if that lies between them."""
         low, high = sorted((self.low, self.high))
-        return low if low > 1 else high if high < 1 else 1.0
+        return max(low, 1.0) if high >= 1 else high
 
     @property
     def z(self) -> float:
@@ -123,7 +123,9 @@ def mean_and_z(values: Tensor) -> tuple[float, float]:
     """Mean, and mean / standard error (0 for a constant 0, as for one value)."""
     mean = values.mean()
     error = values.std() / len(values) ** 0.5 if len(values) > 1 else values.new_tensor(torch.inf)
-    return float(mean), float(mean / error) if error > 0 else (0.0 if mean == 0 else torch.inf * float(mean.sign()))
+    if error > 0:
+        return float(mean), float(mean / error)
+    return float(mean), 0.0 if mean == 0 else torch.inf * float(mean.sign())
 
 
 def correlation(x: Tensor, y: Tensor) -> float:

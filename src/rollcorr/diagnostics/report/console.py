@@ -13,18 +13,20 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from rollcorr.diagnostics.health.evidence import Finding
-from rollcorr.diagnostics.health.judge import HealthReport
+from rollcorr.config.finding import Finding
+from rollcorr.diagnostics.health.verdict import HealthReport
 from rollcorr.diagnostics.numbers import HEADLINES, format_number
 
 
 def show_health(console: Console, health: HealthReport, *, subject: str, remarks: Sequence[str] = ()) -> None:
-    """Print the verdict, the headline numbers, then each finding with its reason and remedy."""
-    count = len(health.warnings)
-    style, word = ("bold green", "healthy") if health.healthy else ("bold red", f"{count} finding{'s' * (count > 1)}")
-    console.print(f"[{style}]{word}[/]  {escape(subject)}")
+    """Print the verdict, the headline numbers, then each finding with its reason and fix."""
+    style, verdict = "green", "healthy"
+    if not health.healthy:
+        style, verdict = "red", _count(len(health.warnings), "finding")
+    console.print(f"[bold {style}]{verdict}[/]  {escape(subject)}")
     for remark in remarks:
         console.print(f"[dim]note: {escape(remark)}[/]")
+
     numbers = {label: health.values[name] for name, label in HEADLINES.items() if name in health.values}
     if numbers:
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
@@ -48,9 +50,9 @@ def to_json(health: HealthReport, **more: object) -> str:
 
 @contextmanager
 def row_progress() -> Iterator[Callable[[int, int], None]]:
-    """A progress bar over rows on stderr, with the time that is left; nothing when stderr is no terminal.
+    """A progress bar over rows on stderr, with the time that is left; nothing when stderr is not a terminal.
 
-    It is moved by calls with the rows read since the last one, and those there are in all.
+    Each call passes the rows read since the last call, and the rows of the whole log.
     """
     console = Console(stderr=True)
     columns = (
@@ -67,15 +69,21 @@ def row_progress() -> Iterator[Callable[[int, int], None]]:
 
 def _show(console: Console, finding: Finding) -> None:
     mark = "[bold red]✗[/]" if finding.severity == "warning" else "[dim]·[/]"
-    count = f"{finding.steps} step{'s' * (finding.steps != 1)}"
-    when = f"; first at step {finding.first_step}, {count} in all" if finding.steps else ""
+    value = "" if finding.value is None else f" {format_number(finding.value)}, limit {finding.limit}"
+    when = f"; first at step {finding.first_step}, {_count(finding.steps, 'step')} in all" if finding.steps else ""
     console.print()
-    shown = f"{finding.metric} {format_number(finding.value)}, limit {finding.limit}{when}"
-    console.print(f"{mark} [bold]{escape(finding.title)}[/]: {escape(shown)}")
+    console.print(f"{mark} [bold]{escape(finding.title)}[/]: {escape(f'{finding.metric}{value}{when}')}")
+
     table = Table(box=None, show_header=False, padding=(0, 1, 0, 2))
+    if finding.place:
+        table.add_row("first in", escape(finding.place))
     table.add_row("why", escape(finding.reason))
-    table.add_row("mend", escape(finding.remedy))
+    table.add_row("fix", escape(finding.fix))
     console.print(table)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _finite(value: object) -> object:

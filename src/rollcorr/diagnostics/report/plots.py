@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rollcorr.diagnostics.health.judge import healthy_range
+from rollcorr.diagnostics.health.verdict import healthy_range
 
 try:
     from matplotlib.axes import Axes
@@ -35,7 +35,7 @@ MOST_POINTS = 400
 
 @dataclass(frozen=True, kw_only=True)
 class Theme:
-    """The colours of a figure."""
+    """The colors of a figure."""
 
     background: str
     ink: str
@@ -186,13 +186,16 @@ def draw(panel: Panel, series: Mapping[str, Sequence[Point]], theme: Theme = LIG
     curves = {name: _finite(series.get(name, ())) for name in panel.curves}
     curves = {name: points for name, points in curves.items() if len(points)}
     legend = len(curves) > 1
+
+    # A legend stands above the axes, so the title moves up to make room for it.
     axes.set_title(panel.title, loc="left", fontsize=11, fontweight="bold", color=theme.ink, pad=22 if legend else 8)
     if not curves:
         axes.set_axis_off()
         axes.text(0.5, 0.5, panel.absent, ha="center", va="center", color=theme.ink, transform=axes.transAxes)
         return figure
-    for colour, (name, points) in zip(theme.curves, curves.items(), strict=False):
-        _draw_curve(axes, points, label=panel.curves[name], colour=colour)
+
+    for color, (name, points) in zip(theme.curves, curves.items(), strict=False):
+        _draw_curve(axes, points, label=panel.curves[name], color=color)
     guides = guides_of(curves, labels=panel.curves)
     _set_scale(axes, panel, np.concatenate([points[:, 1] for points in curves.values()]), guides)
     _draw_guides(axes, guides, theme)
@@ -232,20 +235,21 @@ def _finite(points: Sequence[Point]) -> Array:
     return array[np.isfinite(array).all(axis=1)]
 
 
-def _draw_curve(axes: Axes, points: Array, *, label: str, colour: str) -> None:
+def _draw_curve(axes: Axes, points: Array, *, label: str, color: str) -> None:
     """A line with markers when short, a rolling mean over the raw line when longer, binned when very long."""
     if len(points) <= MARKED:
-        axes.plot(*points.T, color=colour, linewidth=1.8, marker="o", markersize=3.5, label=label)
+        axes.plot(*points.T, color=color, linewidth=1.8, marker="o", markersize=3.5, label=label)
         return
     if len(points) <= MOST_POINTS:
-        axes.plot(*points.T, color=colour, linewidth=0.8, alpha=0.35)
-        axes.plot(points[:, 0], rolling_mean(points[:, 1], max(3, len(points) // 20)), color=colour, label=label)
+        axes.plot(*points.T, color=color, linewidth=0.8, alpha=0.35)
+        axes.plot(points[:, 0], rolling_mean(points[:, 1], max(3, len(points) // 20)), color=color, label=label)
         return
+
     bins = np.array_split(points, MOST_POINTS)
     steps, means = np.array([part.mean(axis=0) for part in bins]).T
     low, high = np.array([(part[:, 1].min(), part[:, 1].max()) for part in bins]).T
-    axes.fill_between(steps, low, high, color=colour, alpha=0.2, linewidth=0)
-    axes.plot(steps, rolling_mean(means, MOST_POINTS // 40), color=colour, label=label)
+    axes.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)
+    axes.plot(steps, rolling_mean(means, MOST_POINTS // 40), color=color, label=label)
 
 
 def rolling_mean(values: Array, window: int) -> Array:
@@ -257,6 +261,8 @@ def rolling_mean(values: Array, window: int) -> Array:
 def _set_scale(axes: Axes, panel: Panel, values: Array, guides: Sequence[Guide]) -> None:
     shown = np.concatenate([values, panel.bounds, [guide.value for guide in guides if not guide.optional]])
     low, high = float(shown.min()), float(shown.max())
+
+    # Where values lie far beyond every guide line, a linear axis would flatten all the others.
     far = float(np.abs(values).max()) > 50 * max((abs(guide.value) for guide in guides), default=math.inf)
     if panel.symlog or far:
         sizes = np.abs(values[values != 0])
@@ -272,6 +278,8 @@ def _set_scale(axes: Axes, panel: Panel, values: Array, guides: Sequence[Guide])
         padding = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
         axes.set_ylim(low - padding, high + padding)
         axes.yaxis.set_major_locator(MaxNLocator(nbins=6))
+
+    # Steps are whole numbers, also where there is only one of them.
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     left, right = axes.get_xlim()
     if right - left < 1:
@@ -283,8 +291,8 @@ def _draw_guides(axes: Axes, guides: Sequence[Guide], theme: Theme) -> None:
     for guide in guides:
         if not low <= guide.value <= high:
             continue
-        colour = theme.ideal if guide.kind == "ideal" else theme.warn
-        axes.axhline(guide.value, color=colour, linestyle=(0, (5, 3)), linewidth=1.1, zorder=1.5)
+        color = theme.ideal if guide.kind == "ideal" else theme.warn
+        axes.axhline(guide.value, color=color, linestyle=(0, (5, 3)), linewidth=1.1, zorder=1.5)
         axes.annotate(
             guide.label,
             xy=(1.0, guide.value),
@@ -294,7 +302,7 @@ def _draw_guides(axes: Axes, guides: Sequence[Guide], theme: Theme) -> None:
             ha="left",
             va="center",
             fontsize=7.5,
-            color=colour,
+            color=color,
         )
 
 

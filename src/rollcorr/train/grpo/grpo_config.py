@@ -135,7 +135,7 @@ class ActorConfig:
         if comparison.verdict == "different" and not self.allow_incompatible:
             raise IncompatibleSamplingError(
                 f"log-probs of the rollout and of actor.sampling={self.sampling} are not comparable: "
-                f"{comparison.reason}. To fix it: {_fix(rollout, self.sampling) or comparison.mend}. To train on the "
+                f"{comparison.reason}. To fix it: {_fix(rollout, self.sampling) or comparison.fix}. To train on the "
                 "biased ratio anyway, set actor.allow_incompatible=true"
             )
         return trainer

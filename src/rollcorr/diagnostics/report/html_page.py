@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rollcorr.config.yaml_text import dump_yaml
 from rollcorr.core.metric_registry import PREFIX, metric
 from rollcorr.diagnostics.health.evidence import Metrics, bare_metrics, history_of
-from rollcorr.diagnostics.health.judge import HealthReport, health, healthy_range
+from rollcorr.diagnostics.health.verdict import HealthReport, health, healthy_range
 from rollcorr.diagnostics.numbers import HEADLINES, format_number
 from rollcorr.run_directory.stored_run import Run
 
@@ -38,7 +38,7 @@ class ReportData:
         title: heading.
         subtitle: one line under it: what was looked at.
         health: the verdict.
-        series: one dictionary of metrics a step.
+        series: one dictionary of metrics per step.
         metrics: the numbers of the last table, by bare name; those of the last step, or of the whole log.
         metrics_title: the heading of that table.
         config_text: configuration, shown as it stands.
@@ -94,6 +94,8 @@ def write_report(data: ReportData, directory: Path) -> Path:
     """Write report.html and one PNG per figure into a directory; return the path of the page."""
     directory.mkdir(parents=True, exist_ok=True)
     series = series_by_name(data.series)
+
+    # Each figure is drawn twice: the page shows the one that suits the reader's color scheme.
     figures = []
     for panel in (*PANELS, *(panel for panel in STEP_PANELS if panel.curves.keys() & series.keys()), REWARD):
         light, dark = (to_png(draw(panel, series, theme)) for theme in (LIGHT, DARK))
@@ -101,6 +103,7 @@ def write_report(data: ReportData, directory: Path) -> Path:
         figures.append(
             {"panel": panel, "light": _base64(light), "dark": _base64(dark), "caption": caption(panel, series)}
         )
+
     page = directory / HTML_FILE
     page.write_text(render(data, figures), encoding="utf-8")
     return page
@@ -159,6 +162,7 @@ def reward_gain(series: Sequence[Metrics], *, window: int = 10) -> dict[str, flo
     window = min(window, len(rewards) // 2)
     if window < 2:
         return None
+
     first, last = rewards[:window], rewards[-window:]
     error = math.sqrt((statistics.variance(first) + statistics.variance(last)) / window)
     first_mean, last_mean = statistics.fmean(first), statistics.fmean(last)

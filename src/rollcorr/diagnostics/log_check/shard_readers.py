@@ -1,8 +1,8 @@
 """Who reads the shards of a log: this process, several processes, or a Ray cluster.
 
-Each function yields the shards' tallies in the order of the log, whoever finished first, so that what is merged from
-them is the same everywhere. Shards are handed out a few at a time, so that results that wait for an earlier one stay
-few.
+Each function yields the tallies of the shards in the order of the log, whichever was finished first. So what is merged
+from them is the same everywhere. Shards are handed out a few at a time, so that few results have to wait for an earlier
+one.
 """
 
 from __future__ import annotations
@@ -78,9 +78,10 @@ def read_in_processes(
     """
     context = multiprocessing.get_context("spawn")  # a fork would copy torch's threads in the middle of something
     shared = _Shared(context.Value("q", 0), context.Event())
+    # Together the workers use as many threads as this process would.
     threads = max(1, torch.get_num_threads() // workers)
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=(shared, threads))
-    told = 0
+    told = 0  # rows that `on_rows` has been called with
 
     def poll(future: Future[bytes]) -> Tally | None:
         nonlocal told
@@ -101,8 +102,8 @@ def read_in_processes(
             )
     except BrokenProcessPool as error:
         message = (
-            f"one of {workers} workers is gone without an answer: killed, for want of memory perhaps (try fewer of "
-            'them), or started by a script without `if __name__ == "__main__":`'
+            f"one of {workers} workers died without an answer. Either it was killed, perhaps because memory ran out "
+            '(use fewer workers), or the script that starts them lacks `if __name__ == "__main__":`'
         )
         raise ChildProcessError(message) from error
     finally:

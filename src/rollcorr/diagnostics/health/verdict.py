@@ -3,7 +3,7 @@
 Findings come from two places. The ranges of single metrics are the registry's (`rollcorr.core.metric_registry`).
 Judgments that need more than one number are the named functions of `rollcorr.diagnostics.health.rules`.
 
-One dictionary of metrics is judged as it stands. A series (one dictionary a step) is judged by its recent steps: the
+One dictionary of metrics is judged as it stands. A series (one dictionary per step) is judged by its recent steps: the
 median of the last ten that measured anything, so that one spike is not a verdict; what was wrong earlier and is no
 longer becomes a note. Limits are exclusive: a value at its limit is healthy (T × KL alone warns at the bound itself).
 """
@@ -14,20 +14,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from rollcorr.config.finding import Finding, HasFindings
 from rollcorr.core.health_ranges import HealthyRange
 from rollcorr.core.metric_registry import metric
-from rollcorr.diagnostics.health.evidence import Evidence, Finding, Metrics, bare_metrics, history_of, recent_medians
+from rollcorr.diagnostics.health.evidence import Evidence, Metrics, bare_metrics, history_of, recent_medians
 from rollcorr.diagnostics.health.rules import RULES
 from rollcorr.diagnostics.numbers import label
 
 if TYPE_CHECKING:
     from rollcorr.config import RolloutCorrectionConfig
 
+
 __all__ = ["Finding", "HealthReport", "health", "healthy_range", "limit_in_words"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class HealthReport:
+class HealthReport(HasFindings):
     """The verdict and everything that led to it.
 
     Attributes:
@@ -41,23 +43,13 @@ class HealthReport:
     steps: int | None = None
 
     @property
-    def warnings(self) -> tuple[Finding, ...]:
-        """The findings that make the verdict."""
-        return tuple(f for f in self.findings if f.severity == "warning")
-
-    @property
-    def notes(self) -> tuple[Finding, ...]:
-        """The findings that do not."""
-        return tuple(f for f in self.findings if f.severity == "note")
-
-    @property
     def healthy(self) -> bool:
         """No warning was found."""
         return not self.warnings
 
     @property
     def verdict(self) -> Literal["healthy", "findings"]:
-        """The judgement in one word."""
+        """The verdict in one word."""
         return "healthy" if self.healthy else "findings"
 
 
@@ -71,7 +63,7 @@ def health(
     """Judge the metrics of a batch, of a run, or of a log against their healthy ranges.
 
     Args:
-        metrics: one dictionary of metrics, or a series with one a step ("step" in each; else they count from 1).
+        metrics: one dictionary of metrics, or a series with one per step ("step" in each; else they count from 1).
             Names may carry `rollout_corr/`, `actor/rollout_corr/` or `mismatch/`, or none.
         config: the configuration that made them; the rules about thresholds need it.
         series: with one dictionary in `metrics`: the steps behind it, for the rules that need a history.
@@ -86,18 +78,21 @@ def health(
         history = history_of(metrics)
         current = recent_medians(history)
     evidence = Evidence(current=current, history=history, config=config, diffusion=diffusion)
-    found = [finding for rule in RULES if (finding := rule(evidence)) is not None]
+    findings = [finding for rule in RULES if (finding := rule(evidence)) is not None]
+
+    # A rule says more about its metric than the range does. Without a valid token no range means anything.
     if evidence.measured:
-        explained = {finding.metric for finding in found}
+        explained = {finding.metric for finding in findings}
         names = dict.fromkeys([*current, *(name for _, step in history for name in step)])
         ranges = (_range_finding(name, evidence) for name in names if name not in explained)
-        found += [finding for finding in ranges if finding is not None]
-    # A batch with one criterion rejects what that criterion rejects: the same finding twice.
-    found = list({(finding.reason, finding.limit, finding.value): finding for finding in reversed(found)}.values())[
-        ::-1
-    ]
-    found.sort(key=lambda finding: finding.severity == "note")
-    return HealthReport(findings=tuple(found), values=current, steps=len(history) if history else None)
+        findings += [finding for finding in ranges if finding is not None]
+
+    # A batch with one criterion rejects what that criterion rejects: the same finding twice. The first one stays.
+    distinct: dict[object, Finding] = {}
+    for finding in findings:
+        distinct.setdefault((finding.reason, finding.limit, finding.value), finding)
+    ordered = sorted(distinct.values(), key=lambda finding: finding.severity == "note")
+    return HealthReport(findings=tuple(ordered), values=current, steps=len(history) if history else None)
 
 
 def healthy_range(name: str) -> HealthyRange | None:
@@ -110,16 +105,15 @@ def healthy_range(name: str) -> HealthyRange | None:
 
 def limit_in_words(limits: HealthyRange) -> str:
     """The warning limits of a range, e.g. "0.5 to 2" or "at most 0.1"; the ideal when it never warns."""
-    if limits.warn_below is not None and limits.warn_above is not None:
-        return f"{limits.warn_below:g} to {limits.warn_above:g}"
-    if limits.warn_above == 0:
+    low, high = limits.warn_below, limits.warn_above
+    if low is not None and high is not None:
+        return f"{low:g} to {high:g}"
+    if high == 0:
         return "0"
-    if limits.warn_above is not None:
-        return (
-            f"−{limits.warn_above:g} to {limits.warn_above:g}" if limits.absolute else f"at most {limits.warn_above:g}"
-        )
-    if limits.warn_below is not None:
-        return f"at least {limits.warn_below:g}"
+    if high is not None:
+        return f"−{high:g} to {high:g}" if limits.absolute else f"at most {high:g}"
+    if low is not None:
+        return f"at least {low:g}"
     return f"ideally {limits.ideal}"
 
 
@@ -132,24 +126,30 @@ def _range_finding(name: str, evidence: Evidence) -> Finding | None:
     def breaks(value: float) -> bool:
         return _breached(limits, value) is not None
 
+    # A limit of zero forbids any occurrence: one of the recent steps is enough.
     value = evidence.get(name)
-    if limits.warn_above == 0:  # A limit of zero forbids any occurrence: one of the recent steps is enough.
+    if limits.warn_above == 0:
         value = max([*evidence.recent(name), value])
+
+    # What has recovered is shown by its worst value, and in how many steps it was wrong.
+    when = evidence.when(name, breaks)
     broken_now = breaks(value)
+    verb, since = "is", ""
     if not broken_now:
         earlier = [value for _, value in evidence.series(name) if breaks(value)]
         if not earlier:
             return None
         value = max(earlier, key=lambda x: abs(x - (_breached(limits, x) or 0.0)))
-    when = evidence.when(name, breaks)
+        verb, since = "was", f" in {when['steps']} of {len(evidence.series(name))} steps"
+
     return Finding(
+        code="out_of_range",
         metric=name,
-        title=f"{label(name)} {'is' if broken_now else 'was'} {_where(limits, value)}"
-        + ("" if broken_now else f" in {when['steps']} of {len(evidence.series(name))} steps"),
+        title=f"{label(name)} {verb} {_where(limits, value)}{since}",
         value=value,
         limit=limit_in_words(limits),
         reason=limits.reason,
-        remedy=limits.remedy,
+        fix=limits.fix,
         severity="warning" if broken_now else "note",
         **when,
     )

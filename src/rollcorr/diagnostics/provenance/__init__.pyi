@@ -1,0 +1,2 @@
+from .estimate import estimate_provenance as estimate_provenance
+from .provenance_findings import Provenance as Provenance

@@ -1,0 +1,221 @@
+"""The patterns that sampling settings leave in two log-probs of the same tokens, each with its finding.
+
+`train` and `rollout` are (n,) float64 log-probs of the valid tokens. Placeholders and a shift are looked for in all
+tokens, before it is known which of them are valid.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rollcorr.config.finding import Finding
+from rollcorr.diagnostics.numbers import format_number
+from rollcorr.diagnostics.provenance.pairs import (
+    CERTAIN,
+    Crowds,
+    certain_share,
+    correlation,
+    crowds,
+    logit,
+    mean_and_z,
+    slope,
+)
+from rollcorr.diagnostics.provenance.provenance_findings import confidence_of, provenance_finding
+from rollcorr.rollout_log.validate import SENTINEL
+
+MIN_TOKENS = 16
+"""Fewer valid tokens are not judged."""
+ONE_SIDED = 0.75
+"""Share of likely tokens that must be higher on one side before a temperature is believed."""
+EXPONENT = 0.05
+"""Smallest |β − 1| that is called a temperature: an honest mismatch can look like less."""
+FEW = 20
+"""Fewer unlikely tokens decide nothing."""
+CERTAIN_SHARE = 0.01
+"""Share of tokens with probability 1 on one side only, above which it was truncated."""
+MASS_LOST = 0.01
+"""Smallest 1 − mean ratio that is called a truncation when no token is certain."""
+HIGHER = 0.58
+"""Share of tokens that must be higher on the truncated side if mass alone speaks for it: an honest pair has a half."""
+LARGE = 0.3
+"""Standard deviation of the log-ratio, nats, above which a pair without a pattern is not called matched."""
+Z = 4.0
+"""Standard errors that a mean must be away from what it should be."""
+
+
+@dataclass
+class Judgment:
+    """What is known about a pair so far; each pattern adds to it."""
+
+    findings: list[Finding] = field(default_factory=list)
+    temperature_ratio: float = 1.0
+    kept_mass: float = 1.0
+    unknown: list[str] = field(default_factory=list)
+
+
+def find_temperature(train: Tensor, rollout: Tensor, judged: Judgment, *, truncated: bool) -> list[Finding]:
+    """Another temperature on one side, and whether the rollout's log-probs are those of its sampler."""
+    sharper = crowds(train, rollout)
+    rollout_is_sharper = sharper.share_up >= 0.5
+    seen = sharper if rollout_is_sharper else crowds(rollout, train)
+
+    # Where hardly any token is likely there are no crowds to compare; the slope between the two sides is left.
+    if seen.likely < FEW and not truncated:
+        line = slope(train, rollout)
+        if abs(line.exponent - 1) >= EXPONENT and line.z >= Z:
+            ratio = 1 / line.exponent
+            reason = f"the rollout's temperature is {format_number(ratio)} times the trainer's, or further off"
+            return _tempered(train, rollout, judged, ratio, line.z, reason, {"slope": line.exponent})
+    if not seen.likely:
+        judged.unknown.append("the temperature: no token leaves a choice")
+        return []
+
+    # A truncation lifts likely tokens as well; only unlikely ones that fell speak for a temperature beside it.
+    z = (2 * seen.share_up - 1) * seen.likely**0.5
+    unlikely_fell = seen.unlikely >= FEW and seen.unlikely_p80 >= 1 + EXPONENT
+    if not _is_temperature(seen) or z < Z - 0.5 or (truncated and not unlikely_fell):
+        return []
+
+    exponent = seen.unlikely_p80 if truncated else seen.exponent
+    ratio = 1 / exponent if rollout_is_sharper else exponent
+    evidence = {
+        "share_one_sided": seen.share_up,
+        "violations": seen.violations,
+        "likely_tokens": float(seen.likely),
+        "unlikely_tokens": float(seen.unlikely),
+    }
+    bound = "at most " if rollout_is_sharper and (truncated or seen.unlikely < FEW) else ""
+    reason = f"the rollout's temperature is {bound}{format_number(ratio)} times the trainer's"
+    findings = _tempered(train, rollout, judged, ratio, z, reason, evidence)
+    return findings[:1] if truncated else findings
+
+
+def _tempered(
+    train: Tensor, rollout: Tensor, judged: Judgment, ratio: float, z: float, reason: str, shown: Mapping[str, float]
+) -> list[Finding]:
+    """The finding of a temperature, and what the mean ratio says about which side the tokens follow."""
+    judged.temperature_ratio = ratio
+    excess, honest_z = mean_and_z((train - rollout).exp() - 1)
+    evidence = {"temperature_ratio": ratio, **shown, "mean_ratio": 1 + excess, "mean_ratio_z": honest_z}
+    findings = [provenance_finding("tempered", reason, confidence_of(z), evidence)]
+
+    # E_μ[ρ] = 1 for any trainer, if μ sampled.
+    if excess > 0 and honest_z >= Z - 1:
+        reason = f"the mean ratio is {format_number(1 + excess)}: the tokens follow the trainer's distribution instead"
+        findings.append(provenance_finding("raw", reason, confidence_of(honest_z), evidence))
+    elif honest_z > -Z or excess > -MASS_LOST:
+        reason = "the mean ratio is 1: the tokens follow the log-probs reported"
+        findings.append(provenance_finding("processed", reason, confidence_of(Z)))
+    return findings
+
+
+def find_truncation(train: Tensor, rollout: Tensor, judged: Judgment) -> list[Finding]:
+    """A softmax over fewer tokens on one side: certainty where the other side sees a choice, or mass that is lost."""
+    findings = []
+    for side, base, other in (("rollout", train, rollout), ("trainer", rollout, train)):
+        certain = certain_share(base, other)
+        lost, z = mean_and_z(1 - (base - other).exp())
+        choice = logit(base).abs() < 7
+        higher = float((other > base)[choice].double().mean()) if choice.any() else 0.0
+
+        # Lost mass alone speaks for a truncation only where no few tokens decide the mean ratio, and no temperature
+        # explains it.
+        no_heavy_token = float((base - other).max()) < 1.5
+        lost_enough = lost >= MASS_LOST and z >= Z + 2 and higher >= HIGHER
+        by_mass = lost_enough and no_heavy_token and not _is_temperature(crowds(base, other))
+        if certain < CERTAIN_SHARE and not by_mass:
+            continue
+
+        mass = 1 - lost
+        fix = ""
+        if side == "rollout":
+            judged.kept_mass = min(mass, 1.0)
+        else:
+            fix = "score over the whole vocabulary on the trainer, as the rollout's log-probs are"
+        evidence = {"certain_share": certain, "kept_mass": mass, "mass_z": z, "share_one_sided": higher}
+        reason = (
+            f"the {side}'s log-probs are over a truncated vocabulary: kept mass {format_number(mass)} on average, "
+            f"{certain:.1%} of tokens left without a choice"
+        )
+        confidence = confidence_of(max(z, certain / math.sqrt(max(certain, 1e-9) / len(base))))
+        findings.append(provenance_finding("truncated", reason, confidence, evidence, fix=fix))
+    return findings
+
+
+def find_placeholders(train: Tensor, rollout: Tensor, valid: Tensor) -> tuple[list[Finding], Tensor]:
+    """Exact zeros that have nothing to do with how sure the trainer was; and where they are."""
+    zeros = valid & (rollout == 0)
+    nowhere = torch.zeros_like(zeros)
+    count, total = int(zeros.sum()), int(valid.sum())
+    if count < 2:
+        return [], nowhere
+
+    # A sampler with one token left was sure of it, and so is the trainer, more or less.
+    doubted = train[zeros] < -1
+    expected = float((train[valid] < -1).double().mean())
+    share = float(doubted.double().mean())
+    if int(doubted.sum()) < 2 or share < 0.5 * expected:
+        return [], nowhere
+
+    evidence = {"zero_share": count / total, "doubted_share": share, "doubted_share_of_all": expected}
+    reason = f"{count} of {total} rollout log-probs are exactly 0 whatever the trainer thinks: filled in, or greedy"
+    confidence = confidence_of(float(doubted.sum()) ** 0.5)
+    return [provenance_finding("placeholder", reason, confidence, evidence)], zeros
+
+
+def find_shift(train: Tensor, rollout: Tensor, keep: Tensor, sequence: Tensor) -> tuple[list[Finding], int]:
+    """The lag, of −1, 0 and 1, at which the two sides go together."""
+    by_lag = {}
+    for lag in (0, -1, 1):
+        moved = moved_by(lag, rollout, keep, sequence)
+        pairs = keep & is_known(train) & is_known(moved)
+        if int(pairs.sum()) < MIN_TOKENS:
+            return [], 0
+        by_lag[lag] = correlation(train[pairs], moved[pairs])
+    lag = max(by_lag, key=lambda k: by_lag[k])
+    if lag == 0 or by_lag[lag] < 0.6 or by_lag[lag] - by_lag[0] < 0.3:
+        return [], 0
+
+    evidence = {"lag": float(lag), **{f"correlation_at_{k}": value for k, value in by_lag.items()}}
+    z = (math.atanh(min(by_lag[lag], 0.9999)) - math.atanh(by_lag[0])) * math.sqrt(int(keep.sum()))
+    reason = f"the rollout's log-probs are {'late' if lag > 0 else 'early'} by one token"
+    return [provenance_finding("shifted", reason, confidence_of(z), evidence)], lag
+
+
+def moved_by(lag: int, values: Tensor, keep: Tensor, sequence: Tensor) -> Tensor:
+    """Values moved so that entry t is that of t + lag in the same sequence; NaN where there is none."""
+    if lag == 0:
+        return values
+    moved = values.roll(-lag)
+    same = (sequence.roll(-lag) == sequence) & keep.roll(-lag)
+    if len(same):
+        same[-1 if lag > 0 else 0] = False
+    return moved.masked_fill(~same, torch.nan)
+
+
+def no_pattern(train: Tensor, rollout: Tensor) -> Finding:
+    """What to say of a pair that shows none of the patterns."""
+    difference = train - rollout
+    evidence = {"std": float(difference.std()), "abs_mean": float(difference.abs().mean())}
+    deviation = format_number(evidence["std"])
+    if evidence["std"] <= LARGE:
+        reason = f"the same up to a log-ratio of standard deviation {deviation}"
+        return provenance_finding("matched", reason, confidence_of(len(train) ** 0.5), evidence)
+    reason = f"the log-ratio has a standard deviation of {deviation} nats, without the pattern of a setting"
+    return provenance_finding("unexplained", reason, 0.5, evidence)
+
+
+def is_known(log_prob: Tensor) -> Tensor:
+    """Where a log-prob is a log-prob: not missing, and not above 0."""
+    return log_prob.isfinite() & (log_prob != SENTINEL) & (log_prob <= -CERTAIN)
+
+
+def _is_temperature(seen: Crowds) -> bool:
+    """Whether likely tokens rose by one exponent while unlikely ones fell: a truncation lifts both."""
+    fell = seen.unlikely < FEW or seen.unlikely_p80 >= 1 + EXPONENT / 2
+    return seen.share_up >= ONE_SIDED and seen.exponent >= 1 + EXPONENT and seen.violations <= 0.35 and fell

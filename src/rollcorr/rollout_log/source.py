@@ -1,0 +1,80 @@
+"""What a file format must offer so that its rows can be read as a rollout log.
+
+Parquet and JSONL are two sources (`rollcorr.rollout_log.reader.SOURCES`). The dump of another framework is one more
+class: pass it as `source=` to `read_rollout_log` or `log_shards`. A dump of JSON lines only needs a subclass of
+`JsonlSource` whose `row` renames the fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from rollcorr.rollout_log.batch import RolloutBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchLimits:
+    """What ends a batch, whichever comes first. It bounds the memory of a reader, however long the rows are.
+
+    Attributes:
+        rows: most rows.
+        tokens: about how many tokens, one row at least; where a shard knows how long its rows are.
+        text_bytes: bytes of text, where rows are text; as Python objects they take about twice as much.
+    """
+
+    rows: int = 256
+    tokens: int = 1 << 18
+    text_bytes: int = 1 << 25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """Consecutive rows of one file.
+
+    Attributes:
+        file: the file, as it was given.
+        source: what reads it.
+        rows: how many rows.
+        first_row: position of the first one in the file.
+        before: rows of the whole log before it, over all files.
+        row_groups: the row groups of a Parquet file, from the first up to but without the second; None elsewhere.
+        row_tokens: tokens of a row, or what its kept sets cost in tokens if that is more: the mean of the row group
+            where it is largest. 0 where the source does not know.
+    """
+
+    file: str
+    source: LogSource
+    rows: int
+    first_row: int = 0
+    before: int = 0
+    row_groups: tuple[int, int] | None = None
+    row_tokens: int = 0
+
+
+class LogSource(Protocol):
+    """A file format. It has no state, and can be pickled.
+
+    Attributes:
+        endings: how the names of its files end.
+    """
+
+    endings: tuple[str, ...]
+
+    def shards(self, path: Path, *, tokens: int) -> Iterator[Shard]:
+        """Cut a file where it can be read apart, into pieces of about `tokens` tokens at least; none without rows.
+
+        Raises:
+            RolloutLogError: the file is damaged or has a newer schema.
+        """
+
+    def read(
+        self, path: Path, *, columns: Sequence[str] | None, limits: BatchLimits, shard: Shard | None = None
+    ) -> Iterator[RolloutBatch]:
+        """The rows of a file, or of one of its shards, batch by batch; `columns` None is all of the schema.
+
+        Raises:
+            RolloutLogError: the file is damaged, or a value does not fit its column.
+        """
