@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollcorr.config import InertOptionWarning
-from rollcorr.integrations.verl.batch import new_keys_allowed
+from rollcorr.integrations.verl.batch import Batch, new_keys_allowed
 from rollcorr.integrations.verl.config import RolloutCorrectionConfig
 
 Config = Any  # the whole configuration of a verl run: an OmegaConf node or nested dictionaries
@@ -77,13 +77,34 @@ def wire_bypass_mode(config: Config) -> bool:
         return False
 
     _check_that_both_agree(settings, policy_loss.get("rollout_correction", None))
-    with new_keys_allowed(policy_loss):
-        policy_loss["rollout_correction"] = correction
-        policy_loss["loss_mode"] = "bypass_mode"
+    _write(policy_loss, "bypass_mode", correction)
     return True
 
 
-def warn_if_set_too_late(policy_loss_config: Any, loss_mode: str) -> None:  # noqa: ANN401 (an OmegaConf node or a dict)
+def take_rollout_log_probs(batch: Batch, *, option: str) -> None:
+    """π_old := μ: the rollout log-probs become the old log-probs, because `option` asks for it.
+
+    Raises:
+        ValueError: the batch has no rollout_log_probs.
+    """
+    if "rollout_log_probs" not in batch.batch:
+        raise ValueError(f"{option}=True needs rollout_log_probs in the batch; set rollout.calculate_log_probs=true")
+    batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
+
+
+def tell_actor(policy_loss_config: Any, loss_mode: str, correction: Mapping[str, Any] | None) -> None:  # noqa: ANN401
+    """Name the loss and its correction in the actor's configuration, and warn if the actor was built without them."""
+    _warn_if_set_too_late(policy_loss_config, loss_mode)
+    _write(policy_loss_config, loss_mode, correction)
+
+
+def _write(policy_loss: Any, loss_mode: str, correction: Mapping[str, Any] | None) -> None:  # noqa: ANN401
+    with new_keys_allowed(policy_loss):
+        policy_loss["rollout_correction"] = correction
+        policy_loss["loss_mode"] = loss_mode
+
+
+def _warn_if_set_too_late(policy_loss_config: Any, loss_mode: str) -> None:  # noqa: ANN401
     """Say that a running trainer sets the loss of an actor that was built without it.
 
     Only verl's own trainers hold an OmegaConf node, of which their actors have a copy. A dictionary may be shared.

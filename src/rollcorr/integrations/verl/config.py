@@ -34,24 +34,33 @@ class RawConfig(Mapping[str, Any]):
         return len(self._fields())
 
     @classmethod
-    def read(cls, config: Mapping[str, Any]) -> Self:
+    def read(cls, config: Mapping[str, Any], *, verl_parity: bool = False) -> Self:
         """The fields of any mapping with verl's keys: this class, verl's own, a dictionary or an OmegaConf node.
 
         A missing `rollout_is` means None, as at verl's call sites.
 
+        Args:
+            config: the mapping.
+            verl_parity: True asks for verl's numbers, whatever the mapping says.
+
         Raises:
             ValueError: a key that this generation does not have; the nearest is suggested.
         """
-        if isinstance(config, cls):
-            return config
-        fields = cls._fields()
-        for key in config:
-            if key not in fields and key != "_target_":
+        # A mapping of this class is complete; in any other, a missing level is no level.
+        given = dict(config) if isinstance(config, cls) else {"rollout_is": None, **cls._checked_keys(config)}
+        return cls(**{**given, "verl_parity": verl_parity or given.get("verl_parity", False)})
+
+    @classmethod
+    def _checked_keys(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The options of a mapping, without Hydra's `_target_`."""
+        options = {key: config[key] for key in config if key != "_target_"}
+        for key in options:
+            if key not in cls._fields():
                 raise ValueError(
-                    f"rollout_correction has no key {key!r}.{nearest(key, fields)} Options of November 2025 belong to "
-                    "rollcorr.integrations.verl.v2025_11, newer ones to rollcorr.integrations.verl"
+                    f"rollout_correction has no key {key!r}.{nearest(key, cls._fields())} Options of November 2025 "
+                    "belong to rollcorr.integrations.verl.v2025_11, newer ones to rollcorr.integrations.verl"
                 )
-        return cls(**{"rollout_is": None, **{key: config[key] for key in config if key in fields}})
+        return options
 
     @classmethod
     def _fields(cls) -> tuple[str, ...]:

@@ -47,14 +47,9 @@ def correct(
     weights, kept = None, mask != 0
     metrics: Metrics = {}
     if config.rollout_is is not None and config.is_upper is not None:
-        weights, metrics = importance_weights(
-            log_ratio,
-            mask,
-            level=config.rollout_is,
-            lower=config.is_lower,
-            upper=config.is_upper,
-            normalize=config.rollout_is_batch_normalize,
-        )
+        bounds = config.is_lower, config.is_upper
+        normalize = config.rollout_is_batch_normalize
+        weights, metrics = importance_weights(log_ratio, mask, config.rollout_is, bounds, normalize=normalize)
         weights = weights.detach().to(torch.promote_types(train.dtype, response_mask.dtype))
     if config.criteria:
         kept, rejection_metrics = rejection(log_ratio, mask, config.criteria)
@@ -99,7 +94,7 @@ def check_tokens(mask: Tensor) -> None:
 
 
 def token_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Σ_V values / (|V| + 1e-8). `values` may be (B, 1): each sequence then counts once a token."""
+    """Σ_V values / (|V| + 1e-8). `values` may be (B, 1): each sequence then counts once per token."""
     spread = values.expand(mask.shape)
     return spread.masked_fill(mask == 0, 0).sum() / (mask.sum() + EPSILON)
 
@@ -230,14 +225,28 @@ def weight_metrics(applied: Tensor, raw: Tensor, log_weight: Tensor, mask: Tenso
     }
 
 
+def metrics_of_given_weights(
+    applied: Tensor, raw: Tensor, log_weight: Tensor, response_mask: Tensor, band: Band
+) -> Metrics:
+    """`weight_metrics` of weights that were computed elsewhere, under "rollout_is_".
+
+    Raises:
+        ValueError: a batch without a token.
+    """
+    check_tokens(response_mask)
+    metrics = weight_metrics(applied, raw, log_weight, widened_mask(response_mask), band)
+    return prefixed("rollout_is_", metrics)
+
+
 def importance_weights(
-    log_ratio: Tensor, mask: Tensor, *, level: str, lower: float | None, upper: float, normalize: bool
+    log_ratio: Tensor, mask: Tensor, level: str, bounds: tuple[float | None, float], *, normalize: bool
 ) -> tuple[Tensor, Metrics]:
     """Truncated (or, with a lower bound, IcePop) weights and their metrics; (B, T), 0 at padding.
 
-    `normalize` divides by the mean over tokens, or over the rows that hold one; over the default process group, where
-    one is up.
+    `normalize` divides by the mean over tokens, or over the rows that hold one. Where the default process group is
+    initialized, the mean is taken over that group.
     """
+    lower, upper = bounds
     log_weight = level_log_ratio(log_ratio, mask, level)
     raw = bounded_ratio(log_weight, mask)
     outside = (raw > upper) if lower is None else (raw < lower) | (raw > upper)

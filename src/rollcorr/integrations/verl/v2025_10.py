@@ -18,7 +18,7 @@ from rollcorr.integrations.verl import correction as newest
 from rollcorr.integrations.verl import parity
 from rollcorr.integrations.verl.batch import Batch, weight_batch
 from rollcorr.integrations.verl.losses import compute_policy_loss
-from rollcorr.integrations.verl.older import measured_ratio, reference_ratio, rejected_shares
+from rollcorr.integrations.verl.older import ReferenceRules, measured_ratio, ratio_band, reference_correction
 from rollcorr.integrations.verl.v2025_11.losses import compute_policy_loss_vanilla
 
 __all__ = [
@@ -59,10 +59,12 @@ def compute_rollout_importance_weights(
 ) -> tuple[Batch | None, Tensor, dict[str, float]]:
     """Weights w(π/μ), the mask of what stays in the loss, and every metric.
 
+    The tensors are those of `rollcorr.integrations.verl.compute_rollout_correction_and_rejection_mask`.
+
     Args:
-        old_log_prob: log π of the sampled tokens, nats.
-        rollout_log_prob: log μ, nats.
-        response_mask: non-zero on tokens that the policy sampled.
+        old_log_prob: log π.
+        rollout_log_prob: log μ.
+        response_mask: the tokens.
         rollout_is_level: "token", "sequence" or "geometric".
         rollout_is_mode: "truncate" cuts weights at the threshold; "mask" leaves them and rejects what lies outside the
             band.
@@ -89,9 +91,10 @@ def compute_rollout_importance_weights(
     config = convert(options, schema="2025-10").config
     if config is None or rollout_is_threshold is None:
         return None, response_mask, {}
+
     if verl_parity:
         lower = 1 / rollout_is_threshold if rollout_is_threshold_lower is None else rollout_is_threshold_lower
-        band = lower, rollout_is_threshold
+        band = _band(rollout_is_level, lower, rollout_is_threshold)
         weights, mask, metrics = _reference(old_log_prob, rollout_log_prob, response_mask, config, band)
     else:
         weights, mask, metrics = _measured(old_log_prob, rollout_log_prob, response_mask, config)
@@ -145,31 +148,29 @@ def compute_is_metrics(
         ValueError: shapes that differ, or, with `verl_parity`, a batch without a token.
     """
     valid = response_mask != 0
-    nothing = torch.zeros_like(valid)
-    tokens = nothing if catastrophic_tokens is None else catastrophic_tokens & valid
-    rows = nothing[:, :1] if has_catastrophic is None else has_catastrophic
+    no_token = torch.zeros_like(valid)
+    vetoed_tokens = no_token if catastrophic_tokens is None else catastrophic_tokens & valid
+    vetoed_rows = no_token[:, :1] if has_catastrophic is None else has_catastrophic
+
+    weights = rollout_is_weights, rollout_is_weights, log_ratio_for_metrics
+    lower, upper = rollout_is_threshold_lower, rollout_is_threshold
     if verl_parity:
-        parity.check_tokens(valid)
-        mask, lower, upper = parity.widened_mask(response_mask), rollout_is_threshold_lower, rollout_is_threshold
-        band = _reference_band(rollout_is_level, lower, upper)
-        metrics = parity.weight_metrics(rollout_is_weights, rollout_is_weights, log_ratio_for_metrics, mask, band)
-        metrics |= {"veto_fraction": parity.mean_of(rows), "catastrophic_token_fraction": parity.share(tokens, mask)}
-        return parity.to_floats(metrics, prefix="rollout_is_")
-    measured = newest.compute_is_metrics(
-        rollout_is_weights,
-        rollout_is_weights,
-        log_ratio_for_metrics,
-        response_mask,
-        rollout_is_level,
-        rollout_is_threshold,
-        rollout_is_threshold_lower,
-    )
+        band = _band(rollout_is_level, lower, upper)
+        metrics = parity.metrics_of_given_weights(*weights, response_mask, band)
+        mask = parity.widened_mask(response_mask)
+        shares = {
+            "veto_fraction": parity.mean_of(vetoed_rows),
+            "catastrophic_token_fraction": parity.share(vetoed_tokens, mask),
+        }
+        return parity.to_floats(metrics | parity.prefixed("rollout_is_", shares))
+
+    measured = newest.compute_is_metrics(*weights, response_mask, rollout_is_level, upper, lower)
     nonempty = valid.any(-1)
-    shares = {
-        "veto_fraction": sequence_mean(rows[:, 0].double(), nonempty),
-        "catastrophic_token_fraction": sequence_mean(tokens.double().flatten(), valid.flatten()),
-    }
     ratio = measured_ratio(measured | {"sequence_count": float(nonempty.sum())})
+    shares = {
+        "veto_fraction": sequence_mean(vetoed_rows[:, 0].double(), nonempty),
+        "catastrophic_token_fraction": sequence_mean(vetoed_tokens.double().flatten(), valid.flatten()),
+    }
     return {f"rollout_is_{name}": value for name, value in (ratio | parity.to_floats(shares)).items()}
 
 
@@ -178,8 +179,9 @@ def _measured(
 ) -> tuple[Tensor, Tensor, dict[str, float]]:
     """Through `rollcorr.correct`, its metrics under that release's names."""
     correction = correct(train, rollout, response_mask, config)
-    assert correction.weights is not None
+    assert correction.weights is not None  # every level of this generation has weights
     found = correction.metrics(prefix="")
+
     metrics = {f"rollout_is_{name}": value for name, value in measured_ratio(found).items()}
     for name in ("rollout_is_veto_fraction", "rollout_is_catastrophic_token_fraction"):
         metrics[name] = found.get(name, 0.0)
@@ -197,26 +199,23 @@ def _gap_metrics(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def _reference(
-    train: Tensor, rollout: Tensor, response_mask: Tensor, config: CheckedConfig, band: tuple[float, float]
+    train: Tensor, rollout: Tensor, response_mask: Tensor, config: CheckedConfig, band: parity.Band
 ) -> tuple[Tensor, Tensor, dict[str, float]]:
-    """The same with that release's own numbers."""
-    wide_train, wide_rollout, mask = parity.prepared(train, rollout, response_mask)
-    log_ratio, level, (lower, upper) = wide_train - wide_rollout, config.rollout_is or "token", band
-    raw, outside, own = reference_ratio(
-        log_ratio, mask, level=level, lower=lower, upper=upper, shares_of_tokens=level == "geometric"
+    """The same with that release's own numbers: mask mode rejects by the band, truncate mode cuts at its upper end."""
+    masks = bool(config.criteria)
+    rules = ReferenceRules(
+        weighting=band,
+        ceiling=None if masks else band.upper,
+        rejection=band if masks else None,
+        rejection_prefix="rollout_is_",
+        veto=config.rollout_token_veto_threshold,
     )
-    kept, metrics = mask != 0, parity.prefixed("rollout_is_", own)
-    if config.criteria:
-        kept = kept & ~outside
-        metrics |= parity.prefixed("rollout_is_", rejected_shares(outside, mask, level=level))
-    else:
-        raw = raw.clamp(max=upper)
-    spared, veto_metrics = parity.veto(log_ratio, mask, config.rollout_token_veto_threshold)
-    metrics |= veto_metrics
-    weights = raw.to(torch.promote_types(train.dtype, response_mask.dtype))
-    gap = _gap_metrics(parity.to_floats(parity.policy_gap(wide_train, wide_rollout, mask)))
-    return weights, (kept & spared).to(response_mask.dtype), parity.to_floats(metrics) | gap
+    weights, mask, found = reference_correction(train, rollout, response_mask, rules)
+    assert weights is not None
+    own = {name: value for name, value in found.items() if name.startswith("rollout_is_")}
+    return weights, mask, own | _gap_metrics(found)
 
 
-def _reference_band(level: str, lower: float, upper: float) -> parity.Band:
-    return parity.Band(level=level, lower=lower, upper=upper, clip_low=lower, shares_of_tokens=level == "geometric")
+def _band(level: str, lower: float, upper: float) -> parity.Band:
+    """That release counted the shares of a geometric ratio over tokens."""
+    return ratio_band(level, lower, upper, shares_of_tokens=level == "geometric")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
 
+from rollcorr.config import Level
 from rollcorr.config import RolloutCorrectionConfig as CheckedConfig
 from rollcorr.config.conversion import convert
 from rollcorr.integrations.verl.config import RawConfig
+
+BAND_LEVELS: dict[str, Level] = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric"}
+"""The level of a rejection band, by the scope of the criterion that it becomes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +46,10 @@ class RolloutCorrectionConfig(RawConfig):
             TypeError: a value of the wrong type.
             ValueError: a value outside its limits.
         """
-        return checked({name: self[name] for name in self if name != "verl_parity"})
+        options = {name: self[name] for name in self if name != "verl_parity"}
+        config = convert(options, schema="2025-11").config
+        assert config is not None  # this generation has no "no correction at all"
+        return config
 
     @classmethod
     def token_is(cls, threshold: float = 2.0) -> RolloutCorrectionConfig:
@@ -118,15 +123,3 @@ class RolloutCorrectionConfig(RawConfig):
     def disabled(cls) -> RolloutCorrectionConfig:
         """Metrics only."""
         return cls(rollout_is=None)
-
-
-def checked(options: Mapping[str, Any]) -> CheckedConfig:
-    """The checked configuration of options of this generation.
-
-    Raises:
-        TypeError: a value of the wrong type.
-        ValueError: a value outside its limits.
-    """
-    config = convert(options, schema="2025-11").config
-    assert config is not None
-    return config
