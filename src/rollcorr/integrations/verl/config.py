@@ -20,7 +20,22 @@ SUPPORTED_ROLLOUT_RS_OPTIONS: set[str] = set(CRITERIA)
 
 
 class RawConfig(Mapping[str, Any]):
-    """A dataclass that reads as a mapping of its fields, for call sites such as `config.get("rollout_is", None)`."""
+    """A dataclass that reads as a mapping of its fields, for call sites such as `config.get("rollout_is", None)`.
+
+    Its last field is `verl_parity`; the others are options of one generation of verl.
+    """
+
+    def to_config(self) -> CheckedConfig:
+        """The checked configuration of this library: the same correction, operating mode and loss.
+
+        Raises:
+            TypeError: a value of the wrong type.
+            ValueError: a value outside its limits.
+        """
+        return self._checked({name: self[name] for name in self if name != "verl_parity"})
+
+    def _checked(self, options: dict[str, Any]) -> CheckedConfig:
+        raise NotImplementedError
 
     def __getitem__(self, key: str) -> Any:  # noqa: ANN401 (the fields have several types)
         if key not in self._fields():
@@ -94,17 +109,10 @@ class RolloutCorrectionConfig(RawConfig):
     rollout_token_veto_threshold: float | None = None
     verl_parity: bool = False
 
-    def to_config(self) -> CheckedConfig:
-        """The checked configuration of this library: the same correction, operating mode and loss.
-
-        Raises:
-            TypeError: a value of the wrong type.
-            ValueError: a value outside its limits.
-        """
-        options = {name: self[name] for name in self if name != "verl_parity"}
+    def _checked(self, options: dict[str, Any]) -> CheckedConfig:
         options["rollout_is"] = _level(self)
         if self.rollout_is_threshold is None:
-            del options["rollout_is_threshold"]
+            del options["rollout_is_threshold"]  # here, None would mean weights without a ceiling
         return CheckedConfig(**options)
 
     def to_correction(self) -> CheckedConfig:
@@ -114,6 +122,7 @@ class RolloutCorrectionConfig(RawConfig):
             TypeError: a value of the wrong type.
             ValueError: a value outside its limits.
         """
+        # Thresholds that nothing uses are left out, so that they are not reported as inert in every step.
         options: dict[str, Any] = {"rollout_token_veto_threshold": self.rollout_token_veto_threshold}
         if _level(self) is not None:
             names = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize")

@@ -28,6 +28,9 @@ Settings = TypeVar("Settings")
 Corrected = tuple[Tensor | None, Tensor, dict[str, float]]
 """Weights or None, the loss mask in the dtype of the response mask, and prefixed metrics."""
 
+CorrectWith = Callable[[Tensor, Tensor, Tensor, Settings], Corrected]
+"""`corrected` of any generation: log π, log μ, the response mask, and that generation's options."""
+
 WEIGHT_METRICS = ("rollout_is_", "saturated_")
 REJECTION_METRICS = ("rollout_rs_",)
 
@@ -84,24 +87,18 @@ def corrected(train: Tensor, rollout: Tensor, response_mask: Tensor, config: Rol
 
 
 def weights_alone(
-    log_ratio: Tensor,
-    response_mask: Tensor,
-    settings: Settings,
-    correct_with: Callable[[Tensor, Tensor, Tensor, Settings], Corrected],
+    log_ratio: Tensor, response_mask: Tensor, settings: Settings, correct_with: CorrectWith[Settings]
 ) -> tuple[Tensor, dict[str, float]]:
-    """The weights of a log-ratio and their metrics without prefix, by any generation's `corrected`."""
+    """The weights of a log-ratio and their metrics without prefix, by one generation's `corrected`."""
     weights, _, metrics = correct_with(log_ratio, torch.zeros_like(log_ratio), response_mask, settings)
     assert weights is not None
     return weights, family(metrics, WEIGHT_METRICS)
 
 
 def mask_alone(
-    log_ratio: Tensor,
-    response_mask: Tensor,
-    settings: Settings,
-    correct_with: Callable[[Tensor, Tensor, Tensor, Settings], Corrected],
+    log_ratio: Tensor, response_mask: Tensor, settings: Settings, correct_with: CorrectWith[Settings]
 ) -> tuple[Tensor, dict[str, float]]:
-    """The loss mask of a log-ratio and its metrics without prefix, by any generation's `corrected`."""
+    """The loss mask of a log-ratio and its metrics without prefix, by one generation's `corrected`."""
     _, mask, metrics = correct_with(log_ratio, torch.zeros_like(log_ratio), response_mask, settings)
     return mask, family(metrics, REJECTION_METRICS)
 

@@ -32,6 +32,8 @@ def measured_ratio(metrics: Mapping[str, float]) -> dict[str, float]:
     names = (*SUMMARY, *(f"seq_{name}" for name in SEQUENCE_SUMMARY))
     found = {name: metrics[f"rollout_is_{name}"] for name in names if f"rollout_is_{name}" in metrics}
     found |= {"min": metrics["rollout_is_raw_min"], "max": metrics["rollout_is_raw_max"]}
+
+    # A sequence's weight overflows long before its log does.
     if "rollout_is_log_max" in metrics and metrics["sequence_count"]:
         found["min"] = math.exp(metrics["rollout_is_log_min"])
         found["max"] = math.exp(min(metrics["rollout_is_log_max"], parity.SAFETY_BOUND))

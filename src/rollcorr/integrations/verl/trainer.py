@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
-
-from torch import Tensor
+from collections.abc import Mapping
+from typing import Any
 
 from rollcorr.integrations.verl.batch import Batch, weight_batch
 from rollcorr.integrations.verl.bypass import take_rollout_log_probs, tell_actor
 from rollcorr.integrations.verl.config import RolloutCorrectionConfig
-from rollcorr.integrations.verl.correction import Corrected, corrected
-
-Settings = TypeVar("Settings")
+from rollcorr.integrations.verl.correction import CorrectWith, Settings, corrected
 
 
 def compute_rollout_correction_and_add_to_batch(
@@ -37,9 +33,9 @@ def compute_rollout_correction_and_add_to_batch(
 
 
 def corrected_batch(
-    batch: Batch, settings: Settings, correct_with: Callable[[Tensor, Tensor, Tensor, Settings], Corrected]
+    batch: Batch, settings: Settings, correct_with: CorrectWith[Settings]
 ) -> tuple[Batch, dict[str, float]]:
-    """The batch with its loss mask, and with weights if there are any; and the metrics. Any generation's `corrected`.
+    """The batch with its loss mask, and weights if there are any; and the metrics, by one generation's `corrected`.
 
     The mask takes the place of response_mask: that is how a rejected token leaves verl's loss.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from rollcorr.config import Level
 from rollcorr.config import RolloutCorrectionConfig as CheckedConfig
@@ -16,6 +17,8 @@ BAND_LEVELS: dict[str, Level] = {"token": "token", "seq_sum": "sequence", "seq_m
 @dataclasses.dataclass(frozen=True)
 class RolloutCorrectionConfig(RawConfig):
     """The options of November 2025, kept as they are given and checked on use.
+
+    `rollcorr.config.convert` reports what each of them became.
 
     Attributes:
         rollout_is: level of the weights, "token" or "sequence"; None for none.
@@ -39,16 +42,9 @@ class RolloutCorrectionConfig(RawConfig):
     use_pure_rollout_correction: bool = False
     verl_parity: bool = False
 
-    def to_config(self) -> CheckedConfig:
-        """The checked configuration of this library; `rollcorr.config.convert` reports what each option became.
-
-        Raises:
-            TypeError: a value of the wrong type.
-            ValueError: a value outside its limits.
-        """
-        options = {name: self[name] for name in self if name != "verl_parity"}
+    def _checked(self, options: dict[str, Any]) -> CheckedConfig:
         config = convert(options, schema="2025-11").config
-        assert config is not None  # this generation has no "no correction at all"
+        assert config is not None  # only October 2025 could switch everything off
         return config
 
     @classmethod
