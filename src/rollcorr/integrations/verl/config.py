@@ -62,20 +62,15 @@ class RawConfig(Mapping[str, Any]):
             ValueError: a key that this generation does not have; the nearest is suggested.
         """
         # A mapping of this class is complete; in any other, a missing level is no level.
-        given = dict(config) if isinstance(config, cls) else {"rollout_is": None, **cls._checked_keys(config)}
-        return cls(**{**given, "verl_parity": verl_parity or given.get("verl_parity", False)})
-
-    @classmethod
-    def _checked_keys(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The options of a mapping, without Hydra's `_target_`."""
-        options = {key: config[key] for key in config if key != "_target_"}
+        missing = {} if isinstance(config, cls) else {"rollout_is": None}
+        options = missing | {key: config[key] for key in config if key != "_target_"}  # Hydra's key is no option
         for key in options:
             if key not in cls._fields():
                 raise ValueError(
                     f"rollout_correction has no key {key!r}.{nearest(key, cls._fields())} Options of November 2025 "
                     "belong to rollcorr.integrations.verl.v2025_11, newer ones to rollcorr.integrations.verl"
                 )
-        return options
+        return cls(**{**options, "verl_parity": verl_parity or options.get("verl_parity", False)})
 
     @classmethod
     def _fields(cls) -> tuple[str, ...]:

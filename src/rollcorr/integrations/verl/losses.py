@@ -7,7 +7,8 @@ gradient 0, and values at masked positions are never read. Log-probs, advantages
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,23 +78,20 @@ def agg_loss(
     if dp_size > 1 and value is None:
         raise ValueError(f"{loss_agg_mode} with dp_size {dp_size} needs {name}, counted over the whole optimizer step")
 
-    if loss_agg_mode == "token-mean":
-        loss = token_mean(loss_mat, loss_mask, denominators)
-    elif loss_agg_mode == "token-sum":
-        loss = token_sum(loss_mat, loss_mask)
-    elif loss_agg_mode == "seq-mean-token-sum":
-        loss = seq_mean_token_sum(loss_mat, loss_mask, denominators)
-    elif loss_agg_mode == "seq-mean-token-mean":
-        loss = seq_mean_token_mean(loss_mat, loss_mask, denominators)
-    elif loss_agg_mode == "seq-mean-token-sum-norm":
-        scale = loss_mask.shape[-1] if loss_scale_factor is None else loss_scale_factor
-        loss = seq_mean_token_sum_norm(loss_mat, loss_mask, denominators, scale=scale)
-    else:
+    scale = loss_mask.shape[-1] if loss_scale_factor is None else loss_scale_factor
+    aggregations: dict[str, Callable[[Tensor, Tensor, Denominators], Tensor]] = {
+        "token-mean": token_mean,
+        "token-sum": lambda loss, mask, _: token_sum(loss, mask),
+        "seq-mean-token-sum": seq_mean_token_sum,
+        "seq-mean-token-mean": seq_mean_token_mean,
+        "seq-mean-token-sum-norm": partial(seq_mean_token_sum_norm, scale=scale),
+    }
+    if loss_agg_mode not in aggregations:
         raise ValueError(
             f"loss_agg_mode must be 'token-mean', 'token-sum', 'seq-mean-token-sum', 'seq-mean-token-mean' or "
             f"'seq-mean-token-sum-norm', got {loss_agg_mode!r}"
         )
-    return loss * dp_size
+    return aggregations[loss_agg_mode](loss_mat, loss_mask, denominators) * dp_size
 
 
 @called_as(ClipLossCall)

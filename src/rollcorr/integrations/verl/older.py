@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -45,29 +44,29 @@ def ratio_band(level: str, lower: float, upper: float, *, shares_of_tokens: bool
     return parity.Band(level=level, lower=lower, upper=upper, clip_low=lower, shares_of_tokens=shares_of_tokens)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReferenceRules:
-    """What an older release does with the ratio.
+def reference_correction(
+    train: Tensor,
+    rollout: Tensor,
+    response_mask: Tensor,
+    *,
+    weighting: parity.Band | None,
+    ceiling: float | None,
+    rejection: tuple[str, parity.Band] | None,
+    veto: float | None,
+) -> tuple[Tensor | None, Tensor, dict[str, float]]:
+    """An older release's own numbers.
 
-    Attributes:
+    Args:
+        train: log π, (B, T), nats.
+        rollout: log μ.
+        response_mask: non-zero on tokens that the policy sampled.
         weighting: level and bounds of the weights; None computes none.
         ceiling: where weights are cut; None leaves them as they are.
-        rejection: the band that a ratio must lie in; None rejects nothing for it.
-        rejection_prefix: what the metrics of that ratio begin with.
+        rejection: the band that a ratio must lie in, after the prefix of its metrics; None for no band.
         veto: reject a sequence with a token of ratio below this; None for no veto.
-    """
 
-    weighting: parity.Band | None
-    ceiling: float | None
-    rejection: parity.Band | None
-    rejection_prefix: str
-    veto: float | None
-
-
-def reference_correction(
-    train: Tensor, rollout: Tensor, response_mask: Tensor, rules: ReferenceRules
-) -> tuple[Tensor | None, Tensor, dict[str, float]]:
-    """Weights or None, the mask in its own dtype, and metrics without a prefix: an older release's own numbers.
+    Returns:
+        Weights or None; the mask in its own dtype; metrics without "rollout_corr/".
 
     Raises:
         ValueError: shapes that differ, or a batch without a token.
@@ -77,19 +76,19 @@ def reference_correction(
     weights, kept = None, mask != 0
     metrics: parity.Metrics = {}
 
-    if rules.weighting is not None:
-        raw, _, own = _reference_ratio(log_ratio, mask, rules.weighting)
-        bounded = raw if rules.ceiling is None else raw.clamp(max=rules.ceiling)
+    if weighting is not None:
+        raw, _, own = _reference_ratio(log_ratio, mask, weighting)
+        bounded = raw if ceiling is None else raw.clamp(max=ceiling)
         weights = bounded.to(torch.promote_types(train.dtype, response_mask.dtype))
         metrics |= parity.prefixed("rollout_is_", own)
 
-    if rules.rejection is not None:
-        _, outside, own = _reference_ratio(log_ratio, mask, rules.rejection)
+    if rejection is not None:
+        prefix, band = rejection
+        _, outside, own = _reference_ratio(log_ratio, mask, band)
         kept = kept & ~outside
-        shares = _rejected_shares(outside, mask, level=rules.rejection.level)
-        metrics |= parity.prefixed(rules.rejection_prefix, own | shares)
+        metrics |= parity.prefixed(prefix, own | _rejected_shares(outside, mask, level=band.level))
 
-    spared, veto_metrics = parity.veto(log_ratio, mask, rules.veto)
+    spared, veto_metrics = parity.veto(log_ratio, mask, veto)
     kept = kept & spared
     metrics |= veto_metrics | parity.policy_gap(wide_train, wide_rollout, mask)
     return weights, kept.to(response_mask.dtype), parity.to_floats(metrics)

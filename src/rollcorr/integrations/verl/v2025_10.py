@@ -21,7 +21,7 @@ from rollcorr.integrations.verl import parity
 from rollcorr.integrations.verl.batch import Batch, weight_batch
 from rollcorr.integrations.verl.calls import called_as
 from rollcorr.integrations.verl.losses import compute_policy_loss
-from rollcorr.integrations.verl.older import ReferenceRules, measured_ratio, ratio_band, reference_correction
+from rollcorr.integrations.verl.older import measured_ratio, ratio_band, reference_correction
 from rollcorr.integrations.verl.v2025_11.losses import compute_policy_loss_vanilla
 
 __all__ = [
@@ -214,15 +214,9 @@ def _reference(
     train: Tensor, rollout: Tensor, response_mask: Tensor, config: CheckedConfig, band: parity.Band
 ) -> tuple[Tensor, Tensor, dict[str, float]]:
     """The same with that release's own numbers: mask mode rejects by the band, truncate mode cuts at its upper end."""
-    masks = bool(config.criteria)
-    rules = ReferenceRules(
-        weighting=band,
-        ceiling=None if masks else band.upper,
-        rejection=band if masks else None,
-        rejection_prefix="rollout_is_",
-        veto=config.rollout_token_veto_threshold,
-    )
-    weights, mask, found = reference_correction(train, rollout, response_mask, rules)
+    rejection, ceiling = (("rollout_is_", band), None) if config.criteria else (None, band.upper)
+    data, veto = (train, rollout, response_mask), config.rollout_token_veto_threshold
+    weights, mask, found = reference_correction(*data, weighting=band, ceiling=ceiling, rejection=rejection, veto=veto)
     assert weights is not None
     own = {name: value for name, value in found.items() if name.startswith("rollout_is_")}
     return weights, mask, own | _gap_metrics(found)

@@ -17,7 +17,7 @@ from rollcorr.integrations.verl import correction as newest
 from rollcorr.integrations.verl import parity
 from rollcorr.integrations.verl.batch import Batch, weight_batch
 from rollcorr.integrations.verl.bypass import take_rollout_log_probs, tell_actor
-from rollcorr.integrations.verl.older import ReferenceRules, measured_ratio, ratio_band, reference_correction
+from rollcorr.integrations.verl.older import measured_ratio, ratio_band, reference_correction
 from rollcorr.integrations.verl.trainer import corrected_batch
 from rollcorr.integrations.verl.v2025_11.config import BAND_LEVELS, RolloutCorrectionConfig
 
@@ -59,7 +59,7 @@ def corrected(
     """The correction that the public functions wrap."""
     config = settings.to_config()
     if settings.verl_parity:
-        weights, mask, metrics = reference_correction(train, rollout, response_mask, _rules(config))
+        weights, mask, metrics = _reference(train, rollout, response_mask, config)
         return weights, mask, {f"{PREFIX}{name}": value for name, value in metrics.items()}
 
     correction = correct(train, rollout, response_mask, config)
@@ -81,20 +81,17 @@ def corrected(
     return correction.weights, correction.loss_mask.to(response_mask.dtype), named
 
 
-def _rules(config: CheckedConfig) -> ReferenceRules:
-    """What that release does by these options: it has one band at the most."""
+def _reference(train: Tensor, rollout: Tensor, response_mask: Tensor, config: CheckedConfig) -> newest.Corrected:
+    """That release's own numbers. It has one band at the most."""
     weighting = rejection = None
     if config.rollout_is is not None and config.is_upper is not None:
         weighting = ratio_band(config.rollout_is, 1 / config.is_upper, config.is_upper)
     for criterion in config.criteria:
-        rejection = ratio_band(BAND_LEVELS[criterion.scope], criterion.lower or 0.0, criterion.upper or float("inf"))
-    return ReferenceRules(
-        weighting=weighting,
-        ceiling=config.is_upper,
-        rejection=rejection,
-        rejection_prefix="rollout_rs_",
-        veto=config.rollout_token_veto_threshold,
-    )
+        ends = criterion.lower or 0.0, criterion.upper or float("inf")
+        rejection = "rollout_rs_", ratio_band(BAND_LEVELS[criterion.scope], *ends)
+
+    data, veto = (train, rollout, response_mask), config.rollout_token_veto_threshold
+    return reference_correction(*data, weighting=weighting, ceiling=config.is_upper, rejection=rejection, veto=veto)
 
 
 def compute_rollout_correction_weights(
