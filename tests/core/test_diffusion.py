@@ -246,7 +246,7 @@ def test_a_spread_of_0_in_a_tensor_is_a_missing_log_prob():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_refused_with_the_mend(dtype):
+def test_half_precision_is_refused_with_the_fix(dtype):
     velocity, sample, _ = random_step()
     at = {"sigma": 0.5, "sigma_next": 0.4, "sigma_max": 0.9, "noise_level": 0.7}
     with pytest.raises(TypeError, match=rf"velocity is {dtype}.*call \.float\(\)"):

@@ -110,8 +110,8 @@ def test_the_guard_puts_the_mean_log_ratio_back_to_0():
     )
     assert plain < 0.98
     bias = (mean - old_mean).square().mean(-1) / (2 * std.square())
-    centred = log_prob(mean) - log_prob(old_mean) + bias
-    assert centred.mean().abs().item() < 5 * centred.std().item() / math.sqrt(centred.numel())
+    centered = log_prob(mean) - log_prob(old_mean) + bias
+    assert centered.mean().abs().item() < 5 * centered.std().item() / math.sqrt(centered.numel())
     assert guarded > plain
 
 

@@ -237,7 +237,7 @@ def test_a_mean_pooled_band_is_out_of_reach_and_says_so_once():
         applied(batch, kl)
 
 
-def test_batch_normalised_weights_average_1_also_beside_the_exact_kl():
+def test_batch_normalized_weights_average_1_also_beside_the_exact_kl():
     batch = sampled()
     fields = {"rollout_is": "token", "rollout_is_batch_normalize": True, "nonfinite": "neutral"}
     plain, _ = applied(batch, actor("sum", **fields))
@@ -259,7 +259,7 @@ def test_a_correction_alone_will_do_for_a_configuration():
     assert none["rollout_keep_mask"].all()
 
 
-def test_what_is_missing_or_does_not_fit_is_named_with_the_mend():
+def test_what_is_missing_or_does_not_fit_is_named_with_the_fix():
     batch = sampled(rows=4)
     config = actor(**BAND)
     with pytest.raises(KeyError, match=r"no 'old_log_probs'.*recompute them with the trainer, or set bypass_mode"):

@@ -300,7 +300,7 @@ def test_a_stand_in_batch_refuses_a_second_tensor_of_one_name():
 
 
 @pytest.mark.parametrize("verl_parity", [False, True])
-def test_batch_normalisation_is_over_the_default_process_group(tmp_path, verl_parity):
+def test_batch_normalization_is_over_the_default_process_group(tmp_path, verl_parity):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         weights, metrics = verl.compute_rollout_correction_weights(

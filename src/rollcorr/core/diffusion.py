@@ -78,7 +78,7 @@ def sde_step_mean(
     if noise_level == 0:
         return sample + schedule.dt * velocity, None
     largest = _like(sigma_max, sample)
-    below_one = torch.where(schedule.sigma == 1, largest, schedule.sigma)
+    below_one = torch.where(schedule.sigma == 1, largest, schedule.sigma)  # where σ = 1, g would be infinite
     return _sde(velocity, sample, schedule, noise_level * (schedule.sigma / (1 - below_one)).sqrt())
 
 
@@ -111,6 +111,8 @@ def cps_step_mean(
         raise ValueError(f"noise_level of a cps step must be in [0, 1], got {noise_level}: at 1 all noise is replaced")
     if noise_level == 0:
         return sample + schedule.dt * velocity, None
+
+    # Estimates of x₀ and ε; the step mixes them again for σ_next.
     angle = noise_level * math.pi / 2
     clean = sample - schedule.sigma * velocity
     noise = sample + (1 - schedule.sigma) * velocity
@@ -305,6 +307,8 @@ class SdeWindow:
 
 
 class _Schedule(NamedTuple):
+    """σ, σ_next and dt of a step, broadcastable to the sample."""
+
     sigma: Tensor
     sigma_next: Tensor
     dt: Tensor
@@ -319,6 +323,7 @@ def _schedule(velocity: Tensor, sample: Tensor, sigma: Sigma, sigma_next: Sigma,
 
 
 def _sde(velocity: Tensor, sample: Tensor, schedule: _Schedule, g: Tensor) -> tuple[Tensor, Tensor]:
+    """m and s of a step with diffusion coefficient g: see the top of this file."""
     sigma, _, dt = schedule
     drift = g.square() / (2 * sigma)
     mean = sample * (1 + drift * dt) + velocity * (1 + drift * (1 - sigma)) * dt
@@ -326,7 +331,7 @@ def _sde(velocity: Tensor, sample: Tensor, schedule: _Schedule, g: Tensor) -> tu
 
 
 def _like(value: Sigma, sample: Tensor) -> Tensor:
-    """A number as 0-d, or one number a row as (B, 1, …), in the dtype of the sample."""
+    """A number as 0-d, or one number per row as (B, 1, …), in the dtype of the sample."""
     value = torch.as_tensor(value, dtype=sample.dtype, device=sample.device)
     if value.dim() == 0 or value.shape == (sample.shape[0], *[1] * (sample.dim() - 1)):
         return value

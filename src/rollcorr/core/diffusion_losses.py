@@ -1,4 +1,4 @@
-"""Losses of denoising steps: Flow-GRPO's clip, GRPO-Guard's re-centred ratio, Flow-DPPO's divergence mask.
+"""Losses of denoising steps: Flow-GRPO's clip, GRPO-Guard's re-centered ratio, Flow-DPPO's divergence mask.
 
 One number for each sample and step, (b, w), 0 where the step was rejected, for an aggregation to add up; beside it
 mergeable statistics. r = π_θ / π_old is the ratio of log-probs averaged over the D latent dimensions, so it is the true
@@ -87,7 +87,7 @@ def grpo_guard_loss(
         weights: (b, w), or None.
 
     Returns:
-        As `flow_grpo_loss`, with the re-centred ratio; and `ratio_mean_bias`, the moments of b.
+        As `flow_grpo_loss`, with the re-centered ratio; and `ratio_mean_bias`, the moments of b.
 
     Raises:
         ValueError: as in `flow_grpo_loss`.
@@ -141,11 +141,14 @@ def flow_dppo_loss(
     steps = _prepare(log_prob, old_log_prob, advantages, keep, weights)
     with torch.no_grad():
         divergence = _mean_kl(mean, old_mean, _kept("std", std, steps), steps)
+
+    # A step beyond the limit stays in the loss if its gradient leads back.
     ratio = _ratio(steps.log_ratio)
     high, low = ratio > 1, ratio < 1
     far = divergence > kl_threshold
-    zeroed = far & ((high & (steps.advantages > 0)) | (low & (steps.advantages < 0)))
+    zeroed = far & steps.leads_away(high, low)
     loss = -torch.where(zeroed, ratio.detach(), ratio) * steps.advantages
+
     row = Statistics.of(moments={"divergence": moments_of(divergence, steps.active)})
     return steps.weighted(loss), _statistics(steps, ratio, far & high, far & low, zeroed) | row
 
@@ -158,13 +161,23 @@ class _Steps(NamedTuple):
     active: Tensor  # (b, w) bool: kept, and of a weight other than 0
     weights: Tensor | None
 
+    def leads_away(self, high: Tensor, low: Tensor) -> Tensor:
+        """Where the gradient raises a ratio that is high, or lowers one that is low."""
+        return (high & (self.advantages > 0)) | (low & (self.advantages < 0))
+
     def weighted(self, loss: Tensor) -> Tensor:
+        """The importance-weighted loss of each step."""
         return loss if self.weights is None else self.weights * loss
 
 
 def _prepare(
     log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, keep: Tensor, weights: Tensor | None
 ) -> _Steps:
+    """The inputs, checked, with everything that is not in the loss replaced.
+
+    Raises:
+        ValueError: shapes differ.
+    """
     given = {"old_log_prob": old_log_prob, "keep": keep} | ({} if weights is None else {"weights": weights})
     for name, tensor in given.items():
         if log_prob.dim() != 2 or tensor.shape != log_prob.shape:
@@ -174,24 +187,30 @@ def _prepare(
             f"advantages {tuple(advantages.shape)} do not fit log_prob {tuple(log_prob.shape)}: one for each sample, "
             f"({log_prob.shape[0]},); nothing is broadcast"
         )
-    active = (keep != 0) & (old_log_prob != -torch.inf)  # probability 0 adds nothing, as in `ppo_clip_loss`
+
+    # A token of probability 0 adds nothing, as in `ppo_clip_loss`. Nor does a step of weight 0, which is not read
+    # either: 0 · NaN would be NaN.
+    active = (keep != 0) & (old_log_prob != -torch.inf)
     if weights is not None:
         weights = weights.detach().to(torch.promote_types(weights.dtype, torch.float32))
         active = active & (weights != 0)
         weights = weights.masked_fill(~active, 0.0)
+
     log_ratio = token_log_ratio(log_prob, old_log_prob.detach(), active)
-    spread = advantages.detach().to(log_ratio.dtype).unsqueeze(1).expand_as(log_ratio)
-    return _Steps(log_ratio, spread.masked_fill(~active, 0.0), active, weights)
+    per_step = advantages.detach().to(log_ratio.dtype).unsqueeze(1).expand_as(log_ratio)
+    return _Steps(log_ratio, per_step.masked_fill(~active, 0.0), active, weights)
 
 
 def _clipped(steps: _Steps, log_ratio: Tensor, clip_ratio: float) -> tuple[Tensor, Statistics]:
+    """−w · min(r A, clip(r) A) of each step with r = exp(log_ratio), and its statistics."""
     _check_above_0("clip_ratio", clip_ratio)
     ratio = _ratio(log_ratio)
     bounded = ratio.clamp(1 - clip_ratio, 1 + clip_ratio)
     loss = torch.maximum(-ratio * steps.advantages, -bounded * steps.advantages)
+
+    # The clip zeroes the gradient on one side of A only; what leads back into the range stays.
     high, low = ratio > 1 + clip_ratio, ratio < 1 - clip_ratio
-    zeroed = (high & (steps.advantages > 0)) | (low & (steps.advantages < 0))
-    return steps.weighted(loss), _statistics(steps, ratio, high, low, zeroed)
+    return steps.weighted(loss), _statistics(steps, ratio, high, low, steps.leads_away(high, low))
 
 
 def _statistics(steps: _Steps, ratio: Tensor, high: Tensor, low: Tensor, zeroed: Tensor) -> Statistics:

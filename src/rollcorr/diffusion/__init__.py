@@ -6,15 +6,15 @@ diffusion_loss                                 either mode: the loss of a micro-
 DiffusionGradients                             an optimizer step of micro-batches, steps and ranks
 """
 
+from rollcorr.diffusion.actor_config import DiffusionActorConfig
 from rollcorr.diffusion.batch_checks import check_diffusion_batch, check_schedule
-from rollcorr.diffusion.options import DiffusionActorConfig
-from rollcorr.diffusion.step_batch import (
+from rollcorr.diffusion.batch_correction import (
     apply_bypass_mode_to_diffusion_batch,
     apply_rollout_correction_to_diffusion_batch,
 )
-from rollcorr.diffusion.step_losses import diffusion_loss
-from rollcorr.diffusion.step_metrics import diffusion_metrics, loss_step_metrics
-from rollcorr.diffusion.step_micro_batches import DiffusionGradients, StepOutcome
+from rollcorr.diffusion.denoising_loss import diffusion_loss
+from rollcorr.diffusion.diffusion_gradients import DiffusionGradients, StepOutcome
+from rollcorr.diffusion.reported_metrics import diffusion_metrics, loss_step_metrics
 
 __all__ = [
     "DiffusionActorConfig",

@@ -29,7 +29,7 @@ Batch = Mapping[str, Tensor]
 
 PER_STEP = ("old_log_probs", "timesteps", "std", "dt", "rollout_is_weights", "rollout_keep_mask")
 MEANS = ("prev_sample_mean", "old_prev_sample_mean", "ref_prev_sample_mean")
-MENDS = {
+FIXES = {
     "rollout_log_probs": "have the rollout record them (calculate_log_probs: true)",
     "old_log_probs": "recompute them with the trainer, or set bypass_mode=True and call "
     "apply_bypass_mode_to_diffusion_batch",
@@ -40,7 +40,7 @@ MENDS = {
     "ref_prev_sample_mean": "compute the reference model's mean of each step, or set kl_coef=0",
     "std": "store s of each step, (B, W)",
     "dt": "store σ_next − σ of each step, (B, W)",
-    "advantages": "compute one advantage a sample",
+    "advantages": "compute one advantage per sample",
 }
 
 
@@ -48,11 +48,11 @@ def require(batch: Batch, *keys: str, reason: str) -> list[Tensor]:
     """The tensors under these keys.
 
     Raises:
-        KeyError: names the missing key, why it is needed, and the mend.
+        KeyError: names the missing key, why it is needed, and the fix.
     """
     for key in keys:
         if key not in batch:
-            raise KeyError(f"the batch has no {key!r}, which {reason}: {MENDS.get(key, 'put it there')}")
+            raise KeyError(f"the batch has no {key!r}, which {reason}: {FIXES.get(key, 'put it there')}")
     return [batch[key] for key in keys]
 
 
@@ -66,16 +66,19 @@ def check_shapes(batch: Batch, *, like: str = "rollout_log_probs") -> tuple[int,
     if first.dim() != 2:
         raise ValueError(f"{like} must be (B, W), samples and steps; got {tuple(first.shape)}. One step is (B, 1)")
     B, W = first.shape
+
     for key in (*PER_STEP, "rollout_log_probs"):
         if key in batch and batch[key].shape != (B, W):
             raise ValueError(f"{key} must be (B, W) = {(B, W)} like {like}; got {tuple(batch[key].shape)}")
     if "advantages" in batch and batch["advantages"].shape != (B,):
-        raise ValueError(f"advantages must be (B,) = {(B,)}, one a sample; got {tuple(batch['advantages'].shape)}")
+        raise ValueError(f"advantages must be (B,) = {(B,)}, one per sample; got {tuple(batch['advantages'].shape)}")
     if "latents" in batch and (batch["latents"].dim() < 3 or batch["latents"].shape[:2] != (B, W + 1)):
         raise ValueError(
             f"latents must be (B, W + 1, …) = ({B}, {W + 1}, …): each step's start and the last one's end; got "
             f"{tuple(batch['latents'].shape)}"
         )
+
+    # The means of π, π_old, μ and the reference are subtracted from each other.
     shapes = {key: tuple(batch[key].shape) for key in MEANS if key in batch}
     for key, shape in shapes.items():
         if len(shape) < 3 or shape[:2] != (B, W):
@@ -105,7 +108,7 @@ def check_diffusion_batch(batch: Batch, *, schedule: Sequence[float] | None = No
         schedule: the trainer's timestep values, in order, e.g. `scheduler.timesteps.tolist()`.
 
     Raises:
-        ValueError: names the sample and step, the value, and the mend.
+        ValueError: names the sample and step, the value, and the fix.
     """
     check_shapes(batch)
     for key in ("latents", *MEANS):
@@ -120,8 +123,8 @@ def check_diffusion_batch(batch: Batch, *, schedule: Sequence[float] | None = No
 def check_schedule(rollout: Sequence[float], trainer: Sequence[float], *, tolerance: float = 1e-5) -> None:
     """Check that rollout and trainer denoise along one schedule (of sigmas, or of timestep values).
 
-    A schedule that is off by one entry, or shifted otherwise, gives every step another σ, and log-probs of another
-    distribution.
+    A schedule that is off by one entry, or shifted in another way, gives every step another σ: log-probs are then of
+    another distribution.
 
     Args:
         rollout: the sampler's, in order.
@@ -131,19 +134,20 @@ def check_schedule(rollout: Sequence[float], trainer: Sequence[float], *, tolera
     Raises:
         ValueError: lengths differ, or names the first entry that does.
     """
-    mend = "give both the same number of steps, shift and resolution (set_timesteps with the same arguments)"
+    fix = "give both the same number of steps, shift and resolution (set_timesteps with the same arguments)"
     limit = tolerance * max([abs(x) for x in (*rollout, *trainer)], default=0.0)
     for i, (theirs, ours) in enumerate(zip(rollout, trainer, strict=False)):
         if not abs(theirs - ours) <= limit:
             lag = _lag(rollout, trainer, limit)
             raise ValueError(
-                f"rollout and trainer schedules differ first at entry {i}: {theirs:g} and {ours:g}{lag}; {mend}"
+                f"rollout and trainer schedules differ first at entry {i}: {theirs:g} and {ours:g}{lag}; {fix}"
             )
     if len(rollout) != len(trainer):
-        raise ValueError(f"the rollout's schedule has {len(rollout)} entries and the trainer's {len(trainer)}; {mend}")
+        raise ValueError(f"the rollout's schedule has {len(rollout)} entries and the trainer's {len(trainer)}; {fix}")
 
 
 def _lag(rollout: Sequence[float], trainer: Sequence[float], limit: float) -> str:
+    """A remark for the commonest mistake, a schedule that is off by one entry; empty where it is another."""
     for lag in (1, -1):
         pairs = list(zip(rollout[max(lag, 0) :], trainer[max(-lag, 0) :], strict=False))
         if pairs and all(abs(a - b) <= limit for a, b in pairs):
@@ -151,16 +155,22 @@ def _lag(rollout: Sequence[float], trainer: Sequence[float], limit: float) -> st
     return ""
 
 
+def _first(wrong: Tensor) -> tuple[int, int] | None:
+    """Sample and step of the first true entry of (B, W); None without one."""
+    found = wrong.nonzero()
+    return (int(found[0, 0]), int(found[0, 1])) if len(found) else None
+
+
 def _check_finite(key: str, values: Tensor) -> None:
     finite = values.flatten(2).isfinite().all(-1)
-    bad = (~finite).nonzero()
-    if len(bad):
-        sample, step = bad[0].tolist()
+    if (at := _first(~finite)) is not None:
+        sample, step = at
         raise ValueError(
             f"{key} has NaN or inf in {int((~finite).any(1).sum())} of {len(values)} samples, first in {sample} "
             f"at step {step} of the window: a model would spread it over every gradient. Drop these samples, and look "
             "for overflow in the rollout's precision"
         )
+
     if values.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"{key} is {values.dtype}; store it in float32: rounding it is a mismatch of its own")
 
@@ -169,19 +179,20 @@ def _check_timesteps(timesteps: Tensor, schedule: Sequence[float]) -> None:
     known = torch.tensor(schedule, dtype=torch.float64, device="cpu")
     limit = 1e-5 * float(known.abs().max())
     values = timesteps.detach().to("cpu", torch.float64)
-    distance = (values.unsqueeze(-1) - known).abs()
-    nearest, index = distance.min(-1)
-    off = (~(nearest <= limit)).nonzero()
-    if len(off):
-        sample, step = off[0].tolist()
+
+    # Every value is an entry of the schedule, up to rounding. NaN is none.
+    nearest, index = (values.unsqueeze(-1) - known).abs().min(-1)
+    if (at := _first(~(nearest <= limit))) is not None:
+        sample, step = at
         raise ValueError(
             f"timestep {values[sample, step].item():g} of sample {sample}, step {step}, is not in the trainer's "
             f"schedule (nearest {schedule[int(index[sample, step])]:g}): rollout and trainer must share number of "
             "steps, shift and resolution"
         )
-    gaps = (index.diff(dim=1) != 1).nonzero()
-    if len(gaps):
-        sample, step = gaps[0].tolist()
+
+    # A window without holes: each step starts where the last one ended.
+    if (at := _first(index.diff(dim=1) != 1)) is not None:
+        sample, step = at
         raise ValueError(
             f"the window of sample {sample} goes from schedule entry {int(index[sample, step])} to "
             f"{int(index[sample, step + 1])}; its steps must follow one another"
@@ -189,9 +200,11 @@ def _check_timesteps(timesteps: Tensor, schedule: Sequence[float]) -> None:
 
 
 def _check_pooled(log_probs: Tensor, std: Tensor, dimensions: int | None) -> None:
-    """E[mean_D log p] = −1/2 − log s − log sqrt(2π): anything D times that is a sum."""
+    """E[mean_D log p] = −1/2 − log s − log sqrt(2π). What is about D times that is a sum, and is refused."""
     if dimensions is None or dimensions < 8:
-        return  # too few dimensions to tell
+        return  # too few dimensions to tell a sum from a mean
+
+    # The median, because a few steps may be far from their mean.
     expected = -0.5 - std.double().log() - math.log(math.sqrt(2 * math.pi))
     seen = log_probs.double()
     ratio = (seen / expected)[seen.isfinite() & (expected.abs() > 0.05)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,20 +16,19 @@ from rollcorr.core.statistics import Statistics, extremes_of, moments_of
 from rollcorr.core.weights import normalization_factor
 from rollcorr.correction.process_groups import gather_statistics
 from rollcorr.correction.rollout_correction import Correction, correct
-from rollcorr.diffusion.options import STEP_KL, DiffusionActorConfig
+from rollcorr.diffusion.actor_config import STEP_KL, DiffusionActorConfig
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 # A density may be anything, so its exponential means nothing and may overflow.
 _OF_PROBABILITIES = ("train_ppl", "rollout_ppl", "ppl_ratio", "prob_diff_abs")
-# What step_kl changes is counted again with it; who rejected what alone is not known any more.
+# What step_kl changes is counted again with it. Which criterion rejected a step alone is not known any more.
 _RECOUNTED = ("tokens_kept", "sequences_kept", "sequences_touched", "kept_weight", "kept_sequence_weight")
 _OF_SEVERAL = ("rejected_by_several", "sequences_rejected_by_several")
 
-
 SAME_TIMESTEP = 1e-5
-"""Two timestep values are one if they differ by this share of the largest, or less."""
+"""Two timestep values are the same if they differ by this share of the largest, or less."""
 
 
 class StepPair(NamedTuple):
@@ -51,12 +50,10 @@ class StepPair(NamedTuple):
 
     def alone(self) -> StepPair:
         """Every step a sequence of its own: (b · w, 1)."""
-
-        def column(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x.reshape(-1, 1)
-
-        train, rollout = self.train.reshape(-1, 1), self.rollout.reshape(-1, 1)
-        return StepPair(train, rollout, column(self.exact_kl), column(self.timesteps), self.dimensions)
+        columns: dict[str, Any] = {
+            name: values.reshape(-1, 1) for name, values in self._asdict().items() if isinstance(values, Tensor)
+        }
+        return self._replace(**columns)
 
 
 def step_kl(mean_p: Tensor, mean_q: Tensor, std: Tensor) -> Tensor:
@@ -102,26 +99,30 @@ def correct_steps(
             "rollout_rs 'step_kl' needs the mean of each step from both policies (prev_sample_mean, and that of the "
             "trainer) and std; have the rollout ship them, or use a criterion of log-probs"
         )
+
+    # Either log-prob missing makes the ratio missing; `nonfinite` says what that does.
     train, rollout = (x.detach().double() for x in (pair.train, pair.rollout))
     finite = train.isfinite() & rollout.isfinite()
     train = train.masked_fill(~finite, torch.nan)
+
+    # Everything but the exact KL is the correction of tokens, at the chosen power of the likelihood.
     scale = _scale(config, pair.dimensions)
     correction = correct(scale * train, scale * rollout, torch.ones_like(finite), settings, group=group)
-    keep = correction.loss_mask
-    kl_rejects = None
-    if bound is not None and pair.exact_kl is not None:
-        kl_rejects = exceeds(pair.exact_kl, bound) | ~pair.exact_kl.isfinite()
-        keep = keep & ~kl_rejects
+    keep, statistics = correction.loss_mask, correction.statistics
     own = _rows(pair, train - rollout, finite, schedule)
-    if bound is not None and kl_rejects is not None:
-        own = own | _recounted(correction, keep) | _criterion_rows(pair, correction, kl_rejects, bound)
-    statistics = correction.statistics
-    if statistics is not None:
-        statistics = statistics.without(*_OF_PROBABILITIES)
-        if kl_rejects is not None:
+    replaced = list(_OF_PROBABILITIES)
+
+    # The exact KL judges every step by itself, beside the other criteria. What it changes is counted again.
+    if bound is not None and pair.exact_kl is not None:
+        rejects = exceeds(pair.exact_kl, bound) | ~pair.exact_kl.isfinite()
+        keep = keep & ~rejects
+        own = own | _recounted(correction, keep) | _criterion_rows(pair.exact_kl, correction, rejects, bound)
+        if statistics is not None:
             alone = [name for name in statistics.names["sums"] if name.endswith("_alone")]
-            statistics = statistics.without(*_RECOUNTED, *_OF_SEVERAL, *alone)
-        statistics = statistics | gather_statistics(own, group)
+            replaced += [*_RECOUNTED, *_OF_SEVERAL, *alone]
+
+    if statistics is not None:
+        statistics = statistics.without(*replaced) | gather_statistics(own, group)
     return dataclasses.replace(correction, loss_mask=keep, sequence_kept=keep.any(1), statistics=statistics)
 
 
@@ -141,6 +142,7 @@ def _rows(pair: StepPair, log_ratio: Tensor, finite: Tensor, schedule: Sequence[
     """What denoising steps have beside the rows of tokens: both units, the exact KL, and the mismatch by timestep."""
     moments = {"log_ratio_per_dimension": moments_of(log_ratio, finite)}
     extremes = {}
+
     if pair.dimensions is not None:
         joint = pair.dimensions * log_ratio.masked_fill(~finite, 0.0)
         moments["joint_log_ratio"] = moments_of(joint, finite)
@@ -173,27 +175,31 @@ def _recounted(correction: Correction, keep: Tensor) -> Statistics:
     }
     if correction.weights is not None and correction.statistics is not None:
         kept = correction.weights.double().masked_fill(~keep, 0.0)
-        if "norm_weight" in correction.statistics.names["sums"]:  # these rows are of weights before normalisation
+
+        # These rows are of weights before they were normalized.
+        if "norm_weight" in correction.statistics.names["sums"]:
             of = correction.statistics.sum
             kept = kept * normalization_factor(of("norm_weight"), of("norm_units"))
+
         sums["kept_weight"] = kept.sum()
         sums["kept_sequence_weight"] = (kept.sum(1) / count.clamp(min=1)).sum()
     return Statistics.of(sums=sums)
 
 
-def _criterion_rows(pair: StepPair, correction: Correction, rejects: Tensor, bound: float) -> Statistics:
+def _criterion_rows(kl: Tensor, correction: Correction, rejects: Tensor, bound: float) -> Statistics:
     """Rows of step_kl, named as those of the other criteria."""
-    assert pair.exact_kl is not None
-    value, row = pair.exact_kl, f"rs/{STEP_KL}"
-    measured = value.isfinite()
-    alone = rejects & correction.loss_mask
-    per_sample = value.masked_fill(~measured, 0.0).sum(1) / measured.sum(1).clamp(min=1)
+    row = f"rs/{STEP_KL}"
+    measured = kl.isfinite()
     seen = measured.any(1)
+    per_sample = kl.masked_fill(~measured, 0.0).sum(1) / measured.sum(1).clamp(min=1)
+
+    alone = rejects & correction.loss_mask
+    none = torch.zeros_like(rejects.sum())  # a KL has no lower bound
     sums = {
         f"{row}/high": (rejects & measured).sum(),
-        f"{row}/low": torch.zeros_like(rejects.sum()),
+        f"{row}/low": none,
         f"{row}/seq_high": (seen & exceeds(per_sample, bound)).sum(),
-        f"{row}/seq_low": torch.zeros_like(rejects.sum()),
+        f"{row}/seq_low": none,
         f"{row}/tokens": rejects.sum(),
         f"{row}/sequences": rejects.any(1).sum(),
         f"{row}/tokens_alone": alone.sum(),
@@ -201,6 +207,6 @@ def _criterion_rows(pair: StepPair, correction: Correction, rejects: Tensor, bou
     }
     return Statistics.of(
         sums=sums,
-        moments={row: moments_of(value, measured), f"{row}/seq": moments_of(per_sample, seen)},
-        extremes={row: extremes_of(value, measured), f"{row}/seq": extremes_of(per_sample, seen)},
+        moments={row: moments_of(kl, measured), f"{row}/seq": moments_of(per_sample, seen)},
+        extremes={row: extremes_of(kl, measured), f"{row}/seq": extremes_of(per_sample, seen)},
     )

@@ -1,1 +1,1 @@
-"""One file for each framework; the framework is imported lazily, there only."""
+"""One file or package per framework; the framework is imported lazily, and only there."""

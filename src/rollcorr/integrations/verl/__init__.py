@@ -2,7 +2,7 @@
 
 Names, arguments and return values are those of verl 0.9.1; verl itself is not needed. `verl_parity=True` computes its
 numbers where they differ. docs/verl.md says how to switch and what changes; `install()` switches a verl that cannot be
-edited. `verl_2025_11` and `verl_2025_10` beside this package serve the two older generations.
+edited. `rollcorr.integrations.verl.v2025_11` and `.v2025_10` have the functions of the two older generations.
 """
 
 from rollcorr.integrations.verl.batch import TensorBatch

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollcorr.config import InertOptionWarning
-from rollcorr.integrations.verl.batch import new_keys_allowed
+from rollcorr.integrations.verl.batch import Batch, new_keys_allowed
 from rollcorr.integrations.verl.config import RolloutCorrectionConfig
 
 Config = Any  # the whole configuration of a verl run: an OmegaConf node or nested dictionaries
@@ -46,6 +46,8 @@ def wire_bypass_mode(config: Config) -> bool:
     correction = _part(config, "algorithm", "rollout_correction")
     if correction is None:
         return False
+
+    # Options outside their limits fail here, before a worker is built.
     settings = RolloutCorrectionConfig.read(correction)
     settings.to_correction()
     _warn_of_inert_options(settings)
@@ -62,6 +64,7 @@ def wire_bypass_mode(config: Config) -> bool:
             "Set it to True"
         )
 
+    # The actor's own part says which loss it uses. A loss that the user chose stays.
     policy_loss = _part(config, "actor_rollout_ref", "actor", "policy_loss")
     if policy_loss is None:
         raise ValueError(
@@ -77,13 +80,34 @@ def wire_bypass_mode(config: Config) -> bool:
         return False
 
     _check_that_both_agree(settings, policy_loss.get("rollout_correction", None))
-    with new_keys_allowed(policy_loss):
-        policy_loss["rollout_correction"] = correction
-        policy_loss["loss_mode"] = "bypass_mode"
+    _write(policy_loss, "bypass_mode", correction)
     return True
 
 
-def warn_if_set_too_late(policy_loss_config: Any, loss_mode: str) -> None:  # noqa: ANN401 (an OmegaConf node or a dict)
+def take_rollout_log_probs(batch: Batch, *, option: str) -> None:
+    """π_old := μ: the rollout log-probs become the old log-probs, because `option` asks for it.
+
+    Raises:
+        ValueError: the batch has no rollout_log_probs.
+    """
+    if "rollout_log_probs" not in batch.batch:
+        raise ValueError(f"{option}=True needs rollout_log_probs in the batch; set rollout.calculate_log_probs=true")
+    batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
+
+
+def tell_actor(policy_loss_config: Any, loss_mode: str, correction: Mapping[str, Any] | None) -> None:  # noqa: ANN401
+    """Name the loss and its correction in the actor's configuration, and warn if the actor was built without them."""
+    _warn_if_set_too_late(policy_loss_config, loss_mode)
+    _write(policy_loss_config, loss_mode, correction)
+
+
+def _write(policy_loss: Any, loss_mode: str, correction: Mapping[str, Any] | None) -> None:  # noqa: ANN401
+    with new_keys_allowed(policy_loss):
+        policy_loss["rollout_correction"] = correction
+        policy_loss["loss_mode"] = loss_mode
+
+
+def _warn_if_set_too_late(policy_loss_config: Any, loss_mode: str) -> None:  # noqa: ANN401
     """Say that a running trainer sets the loss of an actor that was built without it.
 
     Only verl's own trainers hold an OmegaConf node, of which their actors have a copy. A dictionary may be shared.
@@ -130,18 +154,12 @@ def _part(config: Config, *names: str) -> Any:  # noqa: ANN401 (a node, a dictio
     return config
 
 
-def _options_in_use(settings: RolloutCorrectionConfig) -> list[str]:
-    in_use = [
-        name
-        for name in ("rollout_is", "rollout_rs", "rollout_token_veto_threshold")
-        if getattr(settings, name) is not None
-    ]
-    return in_use + (["loss_type"] if settings.loss_type != "ppo_clip" else [])
-
-
 def _warn_without_effect(settings: RolloutCorrectionConfig, reason: str) -> None:
-    for name in _options_in_use(settings):
-        _warn(f"{name}={getattr(settings, name)!r} has no effect {reason}")
+    """Warn of each option that asks for something."""
+    unset = {"rollout_is": None, "rollout_rs": None, "rollout_token_veto_threshold": None, "loss_type": "ppo_clip"}
+    for name, nothing in unset.items():
+        if settings[name] != nothing:
+            _warn(f"{name}={settings[name]!r} has no effect {reason}")
 
 
 def _warn_of_inert_options(settings: RolloutCorrectionConfig) -> None:
@@ -151,6 +169,7 @@ def _warn_of_inert_options(settings: RolloutCorrectionConfig) -> None:
     if settings.loss_type == "reinforce" and not settings.bypass_mode:
         _warn("loss_type='reinforce' has no effect without bypass mode; set bypass_mode=True, or loss_type='ppo_clip'")
 
+    # In bypass mode the ratio of ppo_clip is π_θ / μ, so it holds the correction already.
     measured_only = settings.bypass_mode and settings.loss_type == "ppo_clip"
     if settings.rollout_is is not None and measured_only:
         _warn(
@@ -168,7 +187,7 @@ def _warn_of_inert_options(settings: RolloutCorrectionConfig) -> None:
 
 
 def _check_that_both_agree(settings: RolloutCorrectionConfig, of_actor: Mapping[str, Any] | None) -> None:
-    """Refuse an actor's own correction that says something else than the algorithm's.
+    """Refuse an actor's own correction that differs from the algorithm's.
 
     Raises:
         ValueError: they differ.

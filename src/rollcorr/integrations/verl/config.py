@@ -20,7 +20,22 @@ SUPPORTED_ROLLOUT_RS_OPTIONS: set[str] = set(CRITERIA)
 
 
 class RawConfig(Mapping[str, Any]):
-    """A dataclass that reads as a mapping of its fields, for call sites such as `config.get("rollout_is", None)`."""
+    """A dataclass that reads as a mapping of its fields, for call sites such as `config.get("rollout_is", None)`.
+
+    Its last field is `verl_parity`; the others are options of one generation of verl.
+    """
+
+    def to_config(self) -> CheckedConfig:
+        """The checked configuration of this library: the same correction, operating mode and loss.
+
+        Raises:
+            TypeError: a value of the wrong type.
+            ValueError: a value outside its limits.
+        """
+        return self._checked({name: self[name] for name in self if name != "verl_parity"})
+
+    def _checked(self, options: dict[str, Any]) -> CheckedConfig:
+        raise NotImplementedError
 
     def __getitem__(self, key: str) -> Any:  # noqa: ANN401 (the fields have several types)
         if key not in self._fields():
@@ -34,24 +49,28 @@ class RawConfig(Mapping[str, Any]):
         return len(self._fields())
 
     @classmethod
-    def read(cls, config: Mapping[str, Any]) -> Self:
+    def read(cls, config: Mapping[str, Any], *, verl_parity: bool = False) -> Self:
         """The fields of any mapping with verl's keys: this class, verl's own, a dictionary or an OmegaConf node.
 
         A missing `rollout_is` means None, as at verl's call sites.
 
+        Args:
+            config: the mapping.
+            verl_parity: True asks for verl's numbers, whatever the mapping says.
+
         Raises:
             ValueError: a key that this generation does not have; the nearest is suggested.
         """
-        if isinstance(config, cls):
-            return config
-        fields = cls._fields()
-        for key in config:
-            if key not in fields and key != "_target_":
+        # A mapping of this class is complete; in any other, a missing level is no level.
+        missing = {} if isinstance(config, cls) else {"rollout_is": None}
+        options = missing | {key: config[key] for key in config if key != "_target_"}  # Hydra's key is no option
+        for key in options:
+            if key not in cls._fields():
                 raise ValueError(
-                    f"rollout_correction has no key {key!r}.{nearest(key, fields)} Options of November 2025 belong to "
-                    "rollcorr.integrations.verl.v2025_11, newer ones to rollcorr.integrations.verl"
+                    f"rollout_correction has no key {key!r}.{nearest(key, cls._fields())} Options of November 2025 "
+                    "belong to rollcorr.integrations.verl.v2025_11, newer ones to rollcorr.integrations.verl"
                 )
-        return cls(**{"rollout_is": None, **{key: config[key] for key in config if key in fields}})
+        return cls(**{**options, "verl_parity": verl_parity or options.get("verl_parity", False)})
 
     @classmethod
     def _fields(cls) -> tuple[str, ...]:
@@ -85,17 +104,10 @@ class RolloutCorrectionConfig(RawConfig):
     rollout_token_veto_threshold: float | None = None
     verl_parity: bool = False
 
-    def to_config(self) -> CheckedConfig:
-        """The checked configuration of this library: the same correction, operating mode and loss.
-
-        Raises:
-            TypeError: a value of the wrong type.
-            ValueError: a value outside its limits.
-        """
-        options = {name: self[name] for name in self if name != "verl_parity"}
+    def _checked(self, options: dict[str, Any]) -> CheckedConfig:
         options["rollout_is"] = _level(self)
         if self.rollout_is_threshold is None:
-            del options["rollout_is_threshold"]
+            del options["rollout_is_threshold"]  # here, None would mean weights without a ceiling
         return CheckedConfig(**options)
 
     def to_correction(self) -> CheckedConfig:
@@ -105,6 +117,7 @@ class RolloutCorrectionConfig(RawConfig):
             TypeError: a value of the wrong type.
             ValueError: a value outside its limits.
         """
+        # Thresholds that nothing uses are left out, so that they are not reported as inert in every step.
         options: dict[str, Any] = {"rollout_token_veto_threshold": self.rollout_token_veto_threshold}
         if _level(self) is not None:
             names = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize")

@@ -6,7 +6,8 @@ the differences. Log-probs and masks are (B, T); every ratio is train / rollout.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,14 @@ from rollcorr.correction.rollout_correction import correct
 from rollcorr.integrations.verl import parity
 from rollcorr.integrations.verl.batch import Batch, weight_batch
 from rollcorr.integrations.verl.config import RolloutCorrectionConfig
+
+Settings = TypeVar("Settings")
+
+Corrected = tuple[Tensor | None, Tensor, dict[str, float]]
+"""Weights or None, the loss mask in the dtype of the response mask, and prefixed metrics."""
+
+CorrectWith = Callable[[Tensor, Tensor, Tensor, Settings], Corrected]
+"""`corrected` of any generation: log π, log μ, the response mask, and that generation's options."""
 
 WEIGHT_METRICS = ("rollout_is_", "saturated_")
 REJECTION_METRICS = ("rollout_rs_",)
@@ -46,7 +55,8 @@ def compute_rollout_correction_and_rejection_mask(
         response_mask: non-zero on tokens that the policy sampled.
         rollout_is: "token", "sequence" or "geometric"; None for no weights.
         rollout_is_threshold: ceiling, or band "lo_hi"; None computes no weights, as in verl.
-        rollout_is_batch_normalize: divide the weights by their mean; over the default process group, where one is up.
+        rollout_is_batch_normalize: divide the weights by their mean, taken over the default process group where that is
+            initialized.
         rollout_rs: rejection criteria; None for none.
         rollout_rs_threshold: their thresholds; k1 bounds are on the ratio.
         verl_parity: compute verl 0.9.1's numbers.
@@ -59,28 +69,38 @@ def compute_rollout_correction_and_rejection_mask(
         TypeError: an option of the wrong type.
         ValueError: an option outside its limits, shapes that differ, or, with `verl_parity`, a batch without a token.
     """
-    config = RolloutCorrectionConfig(
-        rollout_is=rollout_is,
-        rollout_is_threshold=rollout_is_threshold,
-        rollout_is_batch_normalize=rollout_is_batch_normalize,
-        rollout_rs=rollout_rs,
-        rollout_rs_threshold=rollout_rs_threshold,
-        verl_parity=verl_parity,
-    )
+    weighting = rollout_is, rollout_is_threshold, rollout_is_batch_normalize
+    config = RolloutCorrectionConfig(*weighting, rollout_rs, rollout_rs_threshold, verl_parity=verl_parity)
     weights, mask, metrics = corrected(old_log_prob, rollout_log_prob, response_mask, config)
     return None if weights is None else weight_batch(weights), mask, metrics
 
 
-def corrected(
-    train: Tensor, rollout: Tensor, response_mask: Tensor, config: RolloutCorrectionConfig
-) -> tuple[Tensor | None, Tensor, dict[str, float]]:
-    """Weights or None, the mask in its own dtype, and prefixed metrics: what the public functions wrap."""
+def corrected(train: Tensor, rollout: Tensor, response_mask: Tensor, config: RolloutCorrectionConfig) -> Corrected:
+    """The correction that the public functions wrap."""
     checked = config.to_correction()
     if config.verl_parity:
         weights, mask, metrics = parity.correct(train, rollout, response_mask, checked)
         return weights, mask, parity.to_floats(metrics, prefix=PREFIX)
+
     correction = correct(train, rollout, response_mask, checked, group=_group(checked))
     return correction.weights, correction.loss_mask.to(response_mask.dtype), correction.metrics()
+
+
+def weights_alone(
+    log_ratio: Tensor, response_mask: Tensor, settings: Settings, correct_with: CorrectWith[Settings]
+) -> tuple[Tensor, dict[str, float]]:
+    """The weights of a log-ratio and their metrics without prefix, by one generation's `corrected`."""
+    weights, _, metrics = correct_with(log_ratio, torch.zeros_like(log_ratio), response_mask, settings)
+    assert weights is not None
+    return weights, family(metrics, WEIGHT_METRICS)
+
+
+def mask_alone(
+    log_ratio: Tensor, response_mask: Tensor, settings: Settings, correct_with: CorrectWith[Settings]
+) -> tuple[Tensor, dict[str, float]]:
+    """The loss mask of a log-ratio and its metrics without prefix, by one generation's `corrected`."""
+    _, mask, metrics = correct_with(log_ratio, torch.zeros_like(log_ratio), response_mask, settings)
+    return mask, family(metrics, REJECTION_METRICS)
 
 
 def compute_rollout_correction_weights(
@@ -111,17 +131,12 @@ def compute_rollout_correction_weights(
     """
     if rollout_is_threshold is None:
         raise TypeError("rollout_is_threshold must be a number or a text such as '0.5_5.0'; got None")
-    config = RolloutCorrectionConfig(
-        rollout_is=rollout_is,
-        rollout_is_threshold=rollout_is_threshold,
-        rollout_is_batch_normalize=rollout_is_batch_normalize,
-        verl_parity=verl_parity,
-    )
     if rollout_is is None:
         raise TypeError("rollout_is must be 'token', 'sequence' or 'geometric'; got None")
-    weights, _, metrics = corrected(log_ratio, torch.zeros_like(log_ratio), response_mask, config)
-    assert weights is not None
-    return weights, family(metrics, WEIGHT_METRICS)
+    config = RolloutCorrectionConfig(
+        rollout_is, rollout_is_threshold, rollout_is_batch_normalize, verl_parity=verl_parity
+    )
+    return weights_alone(log_ratio, response_mask, config, corrected)
 
 
 def compute_rollout_rejection_mask(
@@ -153,8 +168,7 @@ def compute_rollout_rejection_mask(
     config = RolloutCorrectionConfig(
         rollout_is=None, rollout_rs=rollout_rs, rollout_rs_threshold=rollout_rs_threshold, verl_parity=verl_parity
     )
-    _, mask, metrics = corrected(log_ratio, torch.zeros_like(log_ratio), response_mask, config)
-    return mask, family(metrics, REJECTION_METRICS)
+    return mask_alone(log_ratio, response_mask, config, corrected)
 
 
 def compute_offpolicy_metrics(
@@ -167,6 +181,8 @@ def compute_offpolicy_metrics(
     """
     if verl_parity:
         return parity.to_floats(parity.policy_gap(*parity.prepared(old_log_prob, rollout_log_prob, response_mask)))
+
+    # Without μ, π is compared with itself, and only what π alone has is reported.
     rollout = old_log_prob if rollout_log_prob is None else rollout_log_prob
     metrics = correct(old_log_prob, rollout, response_mask, CheckedConfig()).metrics(prefix="")
     if rollout_log_prob is None:
@@ -211,17 +227,11 @@ def compute_is_metrics(
     upper = rollout_is_threshold
     lower = 1 / upper if rollout_is_threshold_lower is None else rollout_is_threshold_lower
     check_layout(weights=rollout_is_weights, raw_weights=raw_rollout_is_weights, response_mask=response_mask)
-    mask = response_mask != 0
+    weights = rollout_is_weights, raw_rollout_is_weights, log_ratio_for_metrics
     if verl_parity:
-        parity.check_tokens(mask)
         band = parity.Band(level=rollout_is, lower=lower, upper=upper, clip_low=0.0)
-        metrics = parity.weight_metrics(
-            rollout_is_weights, raw_rollout_is_weights, log_ratio_for_metrics, parity.widened_mask(response_mask), band
-        )
-        return parity.to_floats(metrics, prefix="rollout_is_")
-    statistics = _weight_statistics(
-        rollout_is_weights, raw_rollout_is_weights, log_ratio_for_metrics, mask, rollout_is, (lower, upper)
-    )
+        return parity.to_floats(parity.metrics_of_given_weights(*weights, response_mask, band))
+    statistics = _weight_statistics(*weights, response_mask != 0, rollout_is, (lower, upper))
     return finalize(statistics.read(), prefix="")
 
 
@@ -230,29 +240,27 @@ def _weight_statistics(
 ) -> Statistics:
     """The registry's rows of given weights."""
     low, high = band
+
+    # What the bounds judge: each token, or each row that holds one.
     nonempty = mask.any(-1)
     unit = mask if level == "token" else nonempty.unsqueeze(-1)
+
     mean_weight = sequence_mean(weights.double(), mask)
-    mean_raw = sequence_mean(raw.double(), mask).log()
+    log_mean_raw = sequence_mean(raw.double(), mask).log()
     sums = {
         "units": unit.sum(),
         "is_high": (unit & ratio_above(log_weight, high)).sum(),
         "is_low": (unit & ratio_below(log_weight, low)).sum(),
         "sequences_compared": nonempty.sum(),
-        "is_seq_high": (nonempty & ratio_above(mean_raw, high)).sum(),
-        "is_seq_low": (nonempty & ratio_below(mean_raw, low)).sum(),
+        "is_seq_high": (nonempty & ratio_above(log_mean_raw, high)).sum(),
+        "is_seq_low": (nonempty & ratio_below(log_mean_raw, low)).sum(),
     }
-    moments = {
-        "weight": moments_of(weights, mask),
-        "weight_raw": moments_of(raw, mask),
-        "sequence_weight": moments_of(mean_weight, nonempty),
-    }
+    measured = {"weight": (weights, mask), "weight_raw": (raw, mask), "sequence_weight": (mean_weight, nonempty)}
+    moments = {name: moments_of(values, where) for name, (values, where) in measured.items()}
+    extremes = {name: extremes_of(values, where) for name, (values, where) in measured.items()}
+
+    # ESS and the spread are over the level's unit; the range of a sequence's weight is that of its log.
     moments["unit_weight"] = moments["weight" if level == "token" else "sequence_weight"]
-    extremes = {
-        "weight": extremes_of(weights, mask),
-        "weight_raw": extremes_of(raw, mask),
-        "sequence_weight": extremes_of(mean_weight, nonempty),
-    }
     if level != "token":
         extremes["log_weight"] = extremes_of(log_weight, unit)
     return Statistics.of(sums=sums, moments=moments, extremes=extremes)
@@ -265,7 +273,7 @@ def family(metrics: dict[str, float], prefixes: tuple[str, ...]) -> dict[str, fl
 
 
 def _group(config: CheckedConfig) -> torch.distributed.ProcessGroup | None:
-    """verl normalises over the default process group; everything else is local to the caller's batch."""
+    """verl normalizes over the default process group; everything else is local to the caller's batch."""
     distributed = torch.distributed
     if config.rollout_is_batch_normalize and distributed.is_available() and distributed.is_initialized():
         return distributed.group.WORLD

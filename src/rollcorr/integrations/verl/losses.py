@@ -2,10 +2,13 @@
 
 The per-token losses and the sums are those of `rollcorr.core`: a batch in which nothing is left gives loss 0 and
 gradient 0, and values at masked positions are never read. Log-probs, advantages and masks are (B, T).
+`rollcorr.integrations.verl.calls` describes the arguments that verl hands to all of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,10 +27,15 @@ from rollcorr.core.losses import ppo_clip_loss, reinforce_loss
 from rollcorr.core.statistics import Statistics
 from rollcorr.integrations.verl import parity
 from rollcorr.integrations.verl.bypass import warn_if_not_for_bypass, warn_if_vanilla_in_bypass
+from rollcorr.integrations.verl.calls import ClipLossCall, Config, ParityLossCall, PolicyLossCall, called_as
 from rollcorr.integrations.verl.config import RolloutCorrectionConfig
 from rollcorr.integrations.verl.correction import corrected
 
-Config = Any  # verl's ActorConfig, or any object with its attributes and `get`
+FourTensors = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Loss, share of tokens that the clip stops, KL by k1, share that the dual clip stops; 0-d, as in verl of 2025."""
+
+LossAndMetrics = tuple[Tensor, dict[str, float]]
+"""Loss, and metrics under "actor/", as verl returns now."""
 
 
 def agg_loss(
@@ -57,46 +65,38 @@ def agg_loss(
     Raises:
         ValueError: an unknown mode, or a missing count with dp_size > 1.
     """
+    # A count that is not given is that of this batch.
     local = count_denominators(loss_mask)
     denominators = Denominators(
         local.tokens if batch_num_tokens is None else batch_num_tokens,
         local.sequences if global_batch_size is None else global_batch_size,
     )
+
+    # One rank cannot count what the others hold.
     needed = {"token-mean": ("batch_num_tokens", batch_num_tokens), "token-sum": ("dp_size", dp_size)}
     name, value = needed.get(loss_agg_mode, ("global_batch_size", global_batch_size))
     if dp_size > 1 and value is None:
         raise ValueError(f"{loss_agg_mode} with dp_size {dp_size} needs {name}, counted over the whole optimizer step")
-    if loss_agg_mode == "token-mean":
-        loss = token_mean(loss_mat, loss_mask, denominators)
-    elif loss_agg_mode == "token-sum":
-        loss = token_sum(loss_mat, loss_mask)
-    elif loss_agg_mode == "seq-mean-token-sum":
-        loss = seq_mean_token_sum(loss_mat, loss_mask, denominators)
-    elif loss_agg_mode == "seq-mean-token-mean":
-        loss = seq_mean_token_mean(loss_mat, loss_mask, denominators)
-    elif loss_agg_mode == "seq-mean-token-sum-norm":
-        scale = loss_mask.shape[-1] if loss_scale_factor is None else loss_scale_factor
-        loss = seq_mean_token_sum_norm(loss_mat, loss_mask, denominators, scale=scale)
-    else:
+
+    scale = loss_mask.shape[-1] if loss_scale_factor is None else loss_scale_factor
+    aggregations: dict[str, Callable[[Tensor, Tensor, Denominators], Tensor]] = {
+        "token-mean": token_mean,
+        "token-sum": lambda loss, mask, _: token_sum(loss, mask),
+        "seq-mean-token-sum": seq_mean_token_sum,
+        "seq-mean-token-mean": seq_mean_token_mean,
+        "seq-mean-token-sum-norm": partial(seq_mean_token_sum_norm, scale=scale),
+    }
+    if loss_agg_mode not in aggregations:
         raise ValueError(
             f"loss_agg_mode must be 'token-mean', 'token-sum', 'seq-mean-token-sum', 'seq-mean-token-mean' or "
             f"'seq-mean-token-sum-norm', got {loss_agg_mode!r}"
         )
-    return loss * dp_size
+    return aggregations[loss_agg_mode](loss_mat, loss_mask, denominators) * dp_size
 
 
-def compute_policy_loss(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    cliprange: float | None = None,
-    cliprange_low: float | None = None,
-    cliprange_high: float | None = None,
-    clip_ratio_c: float = 3.0,
-    loss_agg_mode: str = "token-mean",
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """PPO-clip from clip constants; verl's older form.
+@called_as(ClipLossCall)
+def compute_policy_loss(call: ClipLossCall) -> FourTensors:
+    """PPO-clip from clip constants; verl's older form. `ClipLossCall` describes the arguments.
 
     Returns:
         Loss, share of tokens that the clip stops, KL(π_old‖π_θ) by k1, share that the dual clip stops; all 0-d.
@@ -104,40 +104,20 @@ def compute_policy_loss(
     Raises:
         ValueError: a clip constant is missing or outside its range, or shapes differ.
     """
-    low = cliprange if cliprange_low is None else cliprange_low
-    high = cliprange if cliprange_high is None else cliprange_high
+    low = call.cliprange if call.cliprange_low is None else call.cliprange_low
+    high = call.cliprange if call.cliprange_high is None else call.cliprange_high
     if low is None or high is None:
         raise ValueError("give cliprange, or both cliprange_low and cliprange_high")
-    per_token, statistics = ppo_clip_loss(
-        log_prob, old_log_prob, advantages, response_mask, clip_low=low, clip_high=high, clip_c=clip_ratio_c
-    )
-    loss = agg_loss(per_token, response_mask, loss_agg_mode)
-    clipped, kl, dual = clip_statistics(statistics).to(loss.dtype)
-    return loss, clipped, kl, dual
+
+    per_token, statistics = clipped(call, (low, high, call.clip_ratio_c), weights=None)
+    return four_tensors(agg_loss(per_token, call.response_mask, call.loss_agg_mode), statistics)
 
 
-def compute_policy_loss_vanilla(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Config = None,
-    rollout_is_weights: Tensor | None = None,
-    *,
-    verl_parity: bool = False,
-) -> tuple[Tensor, dict[str, float]]:
-    """−w · min(r A, clip(r) A), aggregated; r = π_θ / π_old.
+@called_as(ParityLossCall)
+def compute_policy_loss_vanilla(call: ParityLossCall) -> LossAndMetrics:
+    """−w · min(r A, clip(r) A), aggregated; r = π_θ / π_old. `ParityLossCall` describes the arguments.
 
-    Args:
-        old_log_prob: log π_old, nats.
-        log_prob: log π_θ, nats; carries the gradient.
-        advantages: per token.
-        response_mask: tokens in the loss, after rejection.
-        loss_agg_mode: as in `agg_loss`.
-        config: has clip_ratio, clip_ratio_low, clip_ratio_high, get("clip_ratio_c", 3.0), global_batch_info.
-        rollout_is_weights: weights π_old / μ; None for none.
-        verl_parity: clamp the log-ratio in the reported KL to ±20, as verl does.
+    With `verl_parity`, the log-ratio in the reported KL is clamped to ±20, as in verl.
 
     Returns:
         Loss, and "actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower".
@@ -145,24 +125,16 @@ def compute_policy_loss_vanilla(
     Raises:
         ValueError: no config, a clip constant outside its range, or shapes that differ.
     """
-    config = checked_actor(config)
-    warn_if_vanilla_in_bypass(config)
-    clip_low, clip_high, clip_c = clip_constants(config)
-    per_token, statistics = ppo_clip_loss(
-        log_prob,
-        old_log_prob,
-        advantages,
-        response_mask,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        clip_c=clip_c,
-        weights=rollout_is_weights,
-    )
-    loss = agg_loss(per_token, response_mask, loss_agg_mode, **config.global_batch_info)
-    clipped, kl, dual = clip_statistics(statistics).tolist()
-    if verl_parity:
-        kl = _clamped_kl(old_log_prob, log_prob, response_mask)
-    return loss, {"actor/pg_clipfrac": clipped, "actor/ppo_kl": kl, "actor/pg_clipfrac_lower": dual}
+    actor = checked_actor(call.config)
+    warn_if_vanilla_in_bypass(actor)
+
+    per_token, statistics = clipped(call, clip_constants(actor), weights=call.rollout_is_weights)
+    loss = agg_loss(per_token, call.response_mask, call.loss_agg_mode, **actor.global_batch_info)
+
+    clip_fraction, kl, dual_fraction = clip_statistics(statistics).tolist()
+    if call.verl_parity:
+        kl = _clamped_kl(call)
+    return loss, {"actor/pg_clipfrac": clip_fraction, "actor/ppo_kl": kl, "actor/pg_clipfrac_lower": dual_fraction}
 
 
 def compute_policy_loss_reinforce(
@@ -173,7 +145,7 @@ def compute_policy_loss_reinforce(
     loss_agg_mode: str = "seq-mean-token-sum",
     config: Config = None,
     rollout_is_weights: Tensor | None = None,
-) -> tuple[Tensor, dict[str, float]]:
+) -> LossAndMetrics:
     """−sg(w) · log π_θ · A, aggregated.
 
     Args:
@@ -191,36 +163,19 @@ def compute_policy_loss_reinforce(
     Raises:
         ValueError: no config, or shapes that differ.
     """
-    config = checked_actor(config)
+    actor = checked_actor(config)
     per_token, statistics = reinforce_loss(
         log_prob, advantages, response_mask, weights=rollout_is_weights, behavior_log_prob=rollout_log_prob
     )
-    loss = agg_loss(per_token, response_mask, loss_agg_mode, **config.global_batch_info)
+    loss = agg_loss(per_token, response_mask, loss_agg_mode, **actor.global_batch_info)
     return loss, {"actor/ppo_kl": float(statistics.moment("policy_kl")[1])}
 
 
-def compute_policy_loss_bypass_mode(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Config = None,
-    rollout_is_weights: Tensor | None = None,
-    *,
-    verl_parity: bool = False,
-) -> tuple[Tensor, dict[str, float]]:
+@called_as(ParityLossCall)
+def compute_policy_loss_bypass_mode(call: ParityLossCall) -> LossAndMetrics:
     """The bypass loss: π_old is μ; rejection, and for REINFORCE the weights, come from π_θ / μ in this call.
 
-    Args:
-        old_log_prob: log μ, nats.
-        log_prob: log π_θ, nats; carries the gradient.
-        advantages: per token.
-        response_mask: tokens that the policy sampled.
-        loss_agg_mode: as in `agg_loss`.
-        config: has policy_loss.get("rollout_correction"), and what the loss it names needs.
-        rollout_is_weights: ignored, as in verl: they are computed here.
-        verl_parity: compute verl 0.9.1's numbers; the correction's own `verl_parity` does the same.
+    `ParityLossCall` describes the arguments. The correction's own `verl_parity` does the same as the argument.
 
     Returns:
         Loss; the loss's metrics and the correction's.
@@ -228,19 +183,35 @@ def compute_policy_loss_bypass_mode(
     Raises:
         ValueError: no correction in the config, an option outside its limits, or shapes that differ.
     """
-    settings = _bypass_settings(checked_actor(config))
-    if verl_parity and not settings.verl_parity:
-        settings = RolloutCorrectionConfig(**{**settings, "verl_parity": True})
-    weights, mask, correction_metrics = corrected(log_prob, old_log_prob, response_mask, settings)
+    settings = _bypass_settings(call)
+    rollout_log_prob = call.old_log_prob
+    weights, mask, correction_metrics = corrected(call.log_prob, rollout_log_prob, call.response_mask, settings)
+
+    # What is left is divided by the counts of the actor's global_batch_info: those of the tokens before rejection.
+    data = rollout_log_prob, call.log_prob, call.advantages, mask, call.loss_agg_mode, call.config
     if settings.loss_type == "reinforce":
-        loss, metrics = compute_policy_loss_reinforce(
-            old_log_prob, log_prob, advantages, mask, loss_agg_mode, config, weights
-        )
-    else:  # the clipped ratio is the importance ratio: weights would count it twice
-        loss, metrics = compute_policy_loss_vanilla(
-            old_log_prob, log_prob, advantages, mask, loss_agg_mode, config, verl_parity=settings.verl_parity
-        )
+        loss, metrics = compute_policy_loss_reinforce(*data, weights)
+    else:
+        # The clipped ratio π_θ / μ is the importance ratio: weights would count it twice.
+        loss, metrics = compute_policy_loss_vanilla(*data, verl_parity=settings.verl_parity)
     return loss, metrics | correction_metrics
+
+
+def clipped(
+    data: ClipLossCall | PolicyLossCall, constants: tuple[float, float, float], *, weights: Tensor | None
+) -> tuple[Tensor, Statistics]:
+    """The clipped loss of each token, and its statistics, from ε_low, ε_high and c."""
+    low, high, dual = constants
+    return ppo_clip_loss(
+        data.log_prob,
+        data.old_log_prob,
+        data.advantages,
+        data.response_mask,
+        clip_low=low,
+        clip_high=high,
+        clip_c=dual,
+        weights=weights,
+    )
 
 
 def clip_statistics(statistics: Statistics) -> Tensor:
@@ -249,6 +220,12 @@ def clip_statistics(statistics: Statistics) -> Tensor:
     return torch.stack(
         [mean["clip_fraction_high"] + mean["clip_fraction_low"], mean["policy_kl"], mean["clip_fraction_dual"]]
     )
+
+
+def four_tensors(loss: Tensor, statistics: Statistics) -> FourTensors:
+    """A clipped loss with its statistics, in the loss's dtype."""
+    clip_fraction, kl, dual_fraction = clip_statistics(statistics).to(loss.dtype)
+    return loss, clip_fraction, kl, dual_fraction
 
 
 def clip_constants(config: Config) -> tuple[float, float, float]:
@@ -269,18 +246,28 @@ def checked_actor(config: Config) -> Config:
     return config
 
 
-def _bypass_settings(config: Config) -> RolloutCorrectionConfig:
-    policy_loss = getattr(config, "policy_loss", None)
-    correction = None if policy_loss is None else policy_loss.get("rollout_correction", None)
+def actor_correction(config: Config, *, writer: str) -> Mapping[str, Any]:
+    """`policy_loss.rollout_correction` of the actor's configuration, which the function named `writer` puts there.
+
+    Raises:
+        ValueError: there is no configuration, or no correction in it.
+    """
+    policy_loss = getattr(checked_actor(config), "policy_loss", None)
+    correction: Mapping[str, Any] | None = None if policy_loss is None else policy_loss.get("rollout_correction", None)
     if correction is None:
-        raise ValueError("config.policy_loss has no rollout_correction; wire_bypass_mode puts it there")
+        raise ValueError(f"config.policy_loss has no rollout_correction; {writer} puts it there")
+    return correction
+
+
+def _bypass_settings(call: ParityLossCall) -> RolloutCorrectionConfig:
+    correction = actor_correction(call.config, writer="wire_bypass_mode")
     warn_if_not_for_bypass(correction)
-    settings = RolloutCorrectionConfig.read(correction)
+    settings = RolloutCorrectionConfig.read(correction, verl_parity=call.verl_parity)
     if settings.loss_type not in ("ppo_clip", "reinforce"):
         raise ValueError(f"loss_type must be 'ppo_clip' or 'reinforce', got {settings.loss_type!r}")
     return settings
 
 
-def _clamped_kl(old_log_prob: Tensor, log_prob: Tensor, mask: Tensor) -> float:
-    log_ratio = (old_log_prob - log_prob.detach()).clamp(-parity.SAFETY_BOUND, parity.SAFETY_BOUND)
-    return float(parity.token_mean(log_ratio, parity.widened_mask(mask)))
+def _clamped_kl(call: ParityLossCall) -> float:
+    log_ratio = (call.old_log_prob - call.log_prob.detach()).clamp(-parity.SAFETY_BOUND, parity.SAFETY_BOUND)
+    return float(parity.token_mean(log_ratio, parity.widened_mask(call.response_mask)))

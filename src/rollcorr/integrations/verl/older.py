@@ -1,6 +1,6 @@
 """What the two older generations of verl share: statistics of a level's ratio, before any truncation.
 
-`measured_ratio` takes them from `rollcorr.correct`; `reference_ratio` computes verl's own numbers, for parity.
+`measured_ratio` takes them from `rollcorr.correct`; `reference_correction` computes verl's own numbers, for parity.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from rollcorr.integrations.verl import parity
@@ -30,24 +31,79 @@ def measured_ratio(metrics: Mapping[str, float]) -> dict[str, float]:
     names = (*SUMMARY, *(f"seq_{name}" for name in SEQUENCE_SUMMARY))
     found = {name: metrics[f"rollout_is_{name}"] for name in names if f"rollout_is_{name}" in metrics}
     found |= {"min": metrics["rollout_is_raw_min"], "max": metrics["rollout_is_raw_max"]}
+
+    # A sequence's weight overflows long before its log does.
     if "rollout_is_log_max" in metrics and metrics["sequence_count"]:
         found["min"] = math.exp(metrics["rollout_is_log_min"])
         found["max"] = math.exp(min(metrics["rollout_is_log_max"], parity.SAFETY_BOUND))
     return found
 
 
-def reference_ratio(
-    log_ratio: Tensor, mask: Tensor, *, level: str, lower: float, upper: float, shares_of_tokens: bool = False
-) -> tuple[Tensor, Tensor, parity.Metrics]:
+def ratio_band(level: str, lower: float, upper: float, *, shares_of_tokens: bool = False) -> parity.Band:
+    """A band by which the older releases judged a ratio: std and ESS are of values clipped to both of its ends."""
+    return parity.Band(level=level, lower=lower, upper=upper, clip_low=lower, shares_of_tokens=shares_of_tokens)
+
+
+def reference_correction(
+    train: Tensor,
+    rollout: Tensor,
+    response_mask: Tensor,
+    *,
+    weighting: parity.Band | None,
+    ceiling: float | None,
+    rejection: tuple[str, parity.Band] | None,
+    veto: float | None,
+) -> tuple[Tensor | None, Tensor, dict[str, float]]:
+    """An older release's own numbers.
+
+    Args:
+        train: log π, (B, T), nats.
+        rollout: log μ.
+        response_mask: non-zero on tokens that the policy sampled.
+        weighting: level and bounds of the weights; None computes none.
+        ceiling: where weights are cut; None leaves them as they are.
+        rejection: the band that a ratio must lie in, after the prefix of its metrics; None for no band.
+        veto: reject a sequence with a token of ratio below this; None for no veto.
+
+    Returns:
+        Weights or None; the mask in its own dtype; metrics without "rollout_corr/".
+
+    Raises:
+        ValueError: shapes that differ, or a batch without a token.
+    """
+    wide_train, wide_rollout, mask = parity.prepared(train, rollout, response_mask)
+    log_ratio = wide_train - wide_rollout
+    weights, kept = None, mask != 0
+    metrics: parity.Metrics = {}
+
+    if weighting is not None:
+        raw, _, own = _reference_ratio(log_ratio, mask, weighting)
+        bounded = raw if ceiling is None else raw.clamp(max=ceiling)
+        weights = bounded.to(torch.promote_types(train.dtype, response_mask.dtype))
+        metrics |= parity.prefixed("rollout_is_", own)
+
+    if rejection is not None:
+        prefix, band = rejection
+        _, outside, own = _reference_ratio(log_ratio, mask, band)
+        kept = kept & ~outside
+        metrics |= parity.prefixed(prefix, own | _rejected_shares(outside, mask, level=band.level))
+
+    spared, veto_metrics = parity.veto(log_ratio, mask, veto)
+    kept = kept & spared
+    metrics |= veto_metrics | parity.policy_gap(wide_train, wide_rollout, mask)
+    return weights, kept.to(response_mask.dtype), parity.to_floats(metrics)
+
+
+def _reference_ratio(log_ratio: Tensor, mask: Tensor, band: parity.Band) -> tuple[Tensor, Tensor, parity.Metrics]:
     """The bounded ratio (B, T), where it is out of the band, (B, T) or (B, 1), and verl's statistics of it."""
-    log_weight = parity.level_log_ratio(log_ratio, mask, level)
+    log_weight = parity.level_log_ratio(log_ratio, mask, band.level)
     raw = parity.bounded_ratio(log_weight, mask)
-    band = parity.Band(level=level, lower=lower, upper=upper, clip_low=lower, shares_of_tokens=shares_of_tokens)
     unit = log_weight.clamp(-parity.SAFETY_BOUND, parity.SAFETY_BOUND).exp()
-    return raw, (unit < lower) | (unit > upper), parity.weight_metrics(raw, raw, log_weight, mask, band)
+    outside = (unit < band.lower) | (unit > band.upper)
+    return raw, outside, parity.weight_metrics(raw, raw, log_weight, mask, band)
 
 
-def rejected_shares(outside: Tensor, mask: Tensor, *, level: str) -> parity.Metrics:
+def _rejected_shares(outside: Tensor, mask: Tensor, *, level: str) -> parity.Metrics:
     """verl's shares of rejected tokens and sequences; a row without a token counts as a sequence."""
     touched = (outside & (mask != 0)).any(-1) if level == "token" else outside
     return {"masked_fraction": parity.share(outside, mask), "seq_masked_fraction": parity.mean_of(touched)}

@@ -46,16 +46,13 @@ def correct(
     log_ratio = wide_train - wide_rollout
     weights, kept = None, mask != 0
     metrics: Metrics = {}
+
     if config.rollout_is is not None and config.is_upper is not None:
-        weights, metrics = importance_weights(
-            log_ratio,
-            mask,
-            level=config.rollout_is,
-            lower=config.is_lower,
-            upper=config.is_upper,
-            normalize=config.rollout_is_batch_normalize,
-        )
+        bounds = config.is_lower, config.is_upper
+        normalize = config.rollout_is_batch_normalize
+        weights, metrics = importance_weights(log_ratio, mask, config.rollout_is, bounds, normalize=normalize)
         weights = weights.detach().to(torch.promote_types(train.dtype, response_mask.dtype))
+
     if config.criteria:
         kept, rejection_metrics = rejection(log_ratio, mask, config.criteria)
         metrics |= rejection_metrics
@@ -63,6 +60,7 @@ def correct(
         spared, veto_metrics = veto(log_ratio, mask, config.rollout_token_veto_threshold)
         kept = kept & spared
         metrics |= veto_metrics
+
     metrics |= policy_gap(wide_train, wide_rollout, mask)
     return weights, kept.to(response_mask.dtype), metrics
 
@@ -99,7 +97,7 @@ def check_tokens(mask: Tensor) -> None:
 
 
 def token_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Σ_V values / (|V| + 1e-8). `values` may be (B, 1): each sequence then counts once a token."""
+    """Σ_V values / (|V| + 1e-8). `values` may be (B, 1): each sequence then counts once per token."""
     spread = values.expand(mask.shape)
     return spread.masked_fill(mask == 0, 0).sum() / (mask.sum() + EPSILON)
 
@@ -137,6 +135,7 @@ def policy_gap(train: Tensor, rollout: Tensor | None, mask: Tensor) -> Metrics:
     metrics = {"training_ppl": (-train_mean).exp().mean(), "training_log_ppl": -train_mean.mean()}
     if rollout is None:
         return metrics
+
     log_ratio = train - rollout
     rollout_mean = sequence_mean(rollout, mask)
     gap = rollout_mean - train_mean
@@ -198,6 +197,7 @@ def weight_metrics(applied: Tensor, raw: Tensor, log_weight: Tensor, mask: Tenso
         mask: (B, T).
         band: bounds.
     """
+    # verl judges tokens by their bounded ratio, and sequences by their log weight before any clamp.
     if band.level == "token":
         metrics = {
             "max": applied.masked_fill(mask == 0, -torch.inf).max(),
@@ -213,6 +213,8 @@ def weight_metrics(applied: Tensor, raw: Tensor, log_weight: Tensor, mask: Tenso
             "ratio_fraction_high": share(high, mask) if band.shares_of_tokens else mean_of(high),
             "ratio_fraction_low": share(low, mask) if band.shares_of_tokens else mean_of(low),
         }
+
+    # std and ESS are of clipped values: verl lets no outlier into them.
     clipped = applied.clamp(band.clip_low, band.upper)
     spread = token_mean((clipped / (token_mean(clipped, mask) + EPSILON)).square(), mask)
     per_sequence, raw_per_sequence = sequence_mean(applied, mask), sequence_mean(raw, mask)
@@ -230,22 +232,40 @@ def weight_metrics(applied: Tensor, raw: Tensor, log_weight: Tensor, mask: Tenso
     }
 
 
+def metrics_of_given_weights(
+    applied: Tensor, raw: Tensor, log_weight: Tensor, response_mask: Tensor, band: Band
+) -> Metrics:
+    """`weight_metrics` of weights that were computed elsewhere, under "rollout_is_".
+
+    Raises:
+        ValueError: a batch without a token.
+    """
+    check_tokens(response_mask)
+    metrics = weight_metrics(applied, raw, log_weight, widened_mask(response_mask), band)
+    return prefixed("rollout_is_", metrics)
+
+
 def importance_weights(
-    log_ratio: Tensor, mask: Tensor, *, level: str, lower: float | None, upper: float, normalize: bool
+    log_ratio: Tensor, mask: Tensor, level: str, bounds: tuple[float | None, float], *, normalize: bool
 ) -> tuple[Tensor, Metrics]:
     """Truncated (or, with a lower bound, IcePop) weights and their metrics; (B, T), 0 at padding.
 
-    `normalize` divides by the mean over tokens, or over the rows that hold one; over the default process group, where
-    one is up.
+    `normalize` divides by the mean over tokens, or over the rows that hold one. Where the default process group is
+    initialized, the mean is taken over that group.
     """
+    lower, upper = bounds
     log_weight = level_log_ratio(log_ratio, mask, level)
     raw = bounded_ratio(log_weight, mask)
+
+    # One bound is a ceiling; two are a band, and what lies outside gets weight 0.
     outside = (raw > upper) if lower is None else (raw < lower) | (raw > upper)
     weights = raw.clamp(max=upper) if lower is None else raw.masked_fill(outside, 0)
+
     band = Band(level=level, lower=1 / upper if lower is None else lower, upper=upper, clip_low=0.0)
     metrics = prefixed("rollout_is_", weight_metrics(weights, raw, log_weight, mask, band))
     if lower is not None:
         metrics["rollout_is_oob_ratio"] = share(outside, mask)
+
     if normalize:
         factor = _batch_mean(weights, mask, level)
         metrics["rollout_is_batch_norm_factor"] = factor
@@ -269,6 +289,8 @@ def rejection(log_ratio: Tensor, mask: Tensor, criteria: tuple[Criterion, ...]) 
     metrics: Metrics = {}
     valid = mask != 0
     kept = torch.ones_like(valid)
+
+    # Every criterion judges all tokens, so their order never matters.
     for criterion in criteria:
         statistic = _statistic(log_ratio, mask, criterion)
         lower, upper = _bounds(criterion)
@@ -276,6 +298,7 @@ def rejection(log_ratio: Tensor, mask: Tensor, criteria: tuple[Criterion, ...]) 
         own = _criterion_metrics(criterion, statistic, keep, mask)
         metrics |= prefixed(f"rollout_rs_{criterion.name}_", own)
         kept = kept & keep
+
     metrics["rollout_rs_masked_fraction"] = share(~kept, mask)
     metrics["rollout_rs_seq_masked_fraction"] = mean_of((~kept & valid).any(-1))
     return valid & kept, metrics
@@ -294,6 +317,7 @@ def veto(log_ratio: Tensor, mask: Tensor, threshold: float | None) -> tuple[Tens
 def _statistic(log_ratio: Tensor, mask: Tensor, criterion: Criterion) -> Tensor:
     """The criterion's statistic: (B, T) per token, (B, 1) per sequence; each token clamped first."""
     d = log_ratio.masked_fill(mask == 0, 0).clamp(-SAFETY_BOUND, SAFETY_BOUND)
+    # k1 is −d here, verl's sign.
     divergence = {"k1": -d, "k2": d.square() / 2, "k3": d.exp() - 1 - d}[criterion.kind]
     if criterion.scope == "token":
         return divergence
@@ -323,8 +347,11 @@ def _criterion_metrics(criterion: Criterion, statistic: Tensor, keep: Tensor, ma
     valid = mask != 0
     nonempty = valid.any(-1)
     by_token, two_sided = criterion.scope == "token", criterion.kind == "k1"
+
+    # Rows without a token take no part in the sequence statistics of a criterion.
     per_sequence = (sequence_mean(statistic, mask) if by_token else statistic.squeeze(-1))[nonempty]
     unit = statistic[valid] if by_token else per_sequence
+
     metrics = {
         "mean": token_mean(statistic, mask),
         "max": unit.max(),

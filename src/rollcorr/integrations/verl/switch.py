@@ -41,11 +41,13 @@ def install() -> None:
         replacements = [(name, vars(theirs).get(name), getattr(ours, name)) for name in ours.__all__]
     if not getattr(utils.need_critic, "wires_bypass_mode", False):
         replacements.append(("need_critic", utils.need_critic, _wiring(utils.need_critic)))
-    for module in [module for name, module in sys.modules.items() if name.startswith("verl.") and module is not theirs]:
+    verl_modules = [m for name, m in sys.modules.items() if name.startswith("verl.") and m is not theirs]
+    for module in verl_modules:
         for name, original, replacement in replacements:
             if original is not None and vars(module).get(name) is original:
                 setattr(module, name, replacement)
 
+    # Modules that are imported from now on find ours; actors look their loss up by name.
     sys.modules[HELPER] = ours
     parent.rollout_corr_helper = ours  # type: ignore[attr-defined]
     core_algos.POLICY_LOSS_REGISTRY["vanilla"] = compute_policy_loss_vanilla

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rollcorr.integrations.verl.batch import Batch, new_keys_allowed, weight_batch
-from rollcorr.integrations.verl.bypass import warn_if_set_too_late
+from rollcorr.integrations.verl.batch import Batch, weight_batch
+from rollcorr.integrations.verl.bypass import take_rollout_log_probs, tell_actor
 from rollcorr.integrations.verl.config import RolloutCorrectionConfig
-from rollcorr.integrations.verl.correction import corrected
+from rollcorr.integrations.verl.correction import CorrectWith, Settings, corrected
 
 
 def compute_rollout_correction_and_add_to_batch(
@@ -28,17 +28,22 @@ def compute_rollout_correction_and_add_to_batch(
         TypeError: an option of the wrong type.
         ValueError: an unknown key, an option outside its limits, or shapes that differ.
     """
-    settings = RolloutCorrectionConfig.read(rollout_corr_config)
-    if verl_parity and not settings.verl_parity:
-        settings = RolloutCorrectionConfig(**{**settings, "verl_parity": True})
+    settings = RolloutCorrectionConfig.read(rollout_corr_config, verl_parity=verl_parity)
+    return corrected_batch(batch, settings, corrected)
+
+
+def corrected_batch(
+    batch: Batch, settings: Settings, correct_with: CorrectWith[Settings]
+) -> tuple[Batch, dict[str, float]]:
+    """The batch with its loss mask, and weights if there are any; and the metrics, by one generation's `corrected`.
+
+    The mask takes the place of response_mask: that is how a rejected token leaves verl's loss.
+    """
     tensors = batch.batch
-    weights, mask, metrics = corrected(
+    weights, tensors["response_mask"], metrics = correct_with(
         tensors["old_log_probs"], tensors["rollout_log_probs"], tensors["response_mask"], settings
     )
-    tensors["response_mask"] = mask
-    if weights is not None:
-        batch = batch.union(weight_batch(weights))
-    return batch, metrics
+    return batch if weights is None else batch.union(weight_batch(weights)), metrics
 
 
 def apply_bypass_mode(
@@ -59,12 +64,7 @@ def apply_bypass_mode(
     Raises:
         ValueError: the batch has no rollout_log_probs, or there is no policy_loss_config to tell.
     """
-    if "rollout_log_probs" not in batch.batch:
-        raise ValueError("bypass_mode=True needs rollout_log_probs in the batch; set rollout.calculate_log_probs=true")
     if policy_loss_config is None:
         raise ValueError("policy_loss_config is required: the actor learns from it to use the bypass loss")
-    batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
-    warn_if_set_too_late(policy_loss_config, "bypass_mode")
-    with new_keys_allowed(policy_loss_config):
-        policy_loss_config["rollout_correction"] = rollout_corr_config
-        policy_loss_config["loss_mode"] = "bypass_mode"
+    take_rollout_log_probs(batch, option="bypass_mode")
+    tell_actor(policy_loss_config, "bypass_mode", rollout_corr_config)

@@ -7,6 +7,8 @@ docs/verl.md says how to switch. Log-probs and masks are (B, T).
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor
 
@@ -17,8 +19,9 @@ from rollcorr.correction.rollout_correction import correct
 from rollcorr.integrations.verl import correction as newest
 from rollcorr.integrations.verl import parity
 from rollcorr.integrations.verl.batch import Batch, weight_batch
+from rollcorr.integrations.verl.calls import called_as
 from rollcorr.integrations.verl.losses import compute_policy_loss
-from rollcorr.integrations.verl.older import measured_ratio, reference_ratio, rejected_shares
+from rollcorr.integrations.verl.older import measured_ratio, ratio_band, reference_correction
 from rollcorr.integrations.verl.v2025_11.losses import compute_policy_loss_vanilla
 
 __all__ = [
@@ -59,10 +62,12 @@ def compute_rollout_importance_weights(
 ) -> tuple[Batch | None, Tensor, dict[str, float]]:
     """Weights w(π/μ), the mask of what stays in the loss, and every metric.
 
+    The tensors are those of `rollcorr.integrations.verl.compute_rollout_correction_and_rejection_mask`.
+
     Args:
-        old_log_prob: log π of the sampled tokens, nats.
-        rollout_log_prob: log μ, nats.
-        response_mask: non-zero on tokens that the policy sampled.
+        old_log_prob: log π.
+        rollout_log_prob: log μ.
+        response_mask: the tokens.
         rollout_is_level: "token", "sequence" or "geometric".
         rollout_is_mode: "truncate" cuts weights at the threshold; "mask" leaves them and rejects what lies outside the
             band.
@@ -89,9 +94,10 @@ def compute_rollout_importance_weights(
     config = convert(options, schema="2025-10").config
     if config is None or rollout_is_threshold is None:
         return None, response_mask, {}
+
     if verl_parity:
         lower = 1 / rollout_is_threshold if rollout_is_threshold_lower is None else rollout_is_threshold_lower
-        band = lower, rollout_is_threshold
+        band = _band(rollout_is_level, lower, rollout_is_threshold)
         weights, mask, metrics = _reference(old_log_prob, rollout_log_prob, response_mask, config, band)
     else:
         weights, mask, metrics = _measured(old_log_prob, rollout_log_prob, response_mask, config)
@@ -110,24 +116,11 @@ def compute_mismatch_metrics(
     return _gap_metrics(metrics)
 
 
-def compute_is_metrics(
-    rollout_is_weights: Tensor,
-    log_ratio_for_metrics: Tensor,
-    response_mask: Tensor,
-    rollout_is_level: str,
-    rollout_is_threshold: float,
-    rollout_is_threshold_lower: float,
-    log_threshold_upper: Tensor | None = None,
-    log_threshold_lower: Tensor | None = None,
-    has_catastrophic: Tensor | None = None,
-    catastrophic_tokens: Tensor | None = None,
-    SAFETY_BOUND: float = 20.0,
-    *,
-    verl_parity: bool = False,
-) -> dict[str, float]:
-    """Statistics of weights before truncation, computed elsewhere; without a prefix.
+@dataclass(frozen=True)
+class WeightMetricsCall:
+    """The arguments of `compute_is_metrics` in that release, in their order.
 
-    Args:
+    Attributes:
         rollout_is_weights: the bounded ratio, (B, T).
         log_ratio_for_metrics: the log weight before any clamp: (B, T) at token level, else (B, 1).
         response_mask: non-zero on valid tokens, (B, T).
@@ -137,39 +130,59 @@ def compute_is_metrics(
         log_threshold_upper: not needed; kept for call sites.
         log_threshold_lower: not needed; kept for call sites.
         has_catastrophic: (B, 1), rows that the veto rejects; None for none.
-        catastrophic_tokens: (B, T), the tokens that made it; None for none.
+        catastrophic_tokens: (B, T), the tokens that caused it; None for none.
         SAFETY_BOUND: not needed; kept for call sites.
         verl_parity: compute that release's numbers.
+    """
+
+    rollout_is_weights: Tensor
+    log_ratio_for_metrics: Tensor
+    response_mask: Tensor
+    rollout_is_level: str
+    rollout_is_threshold: float
+    rollout_is_threshold_lower: float
+    log_threshold_upper: Tensor | None = None
+    log_threshold_lower: Tensor | None = None
+    has_catastrophic: Tensor | None = None
+    catastrophic_tokens: Tensor | None = None
+    SAFETY_BOUND: float = 20.0
+    verl_parity: bool = field(default=False, kw_only=True)
+
+
+@called_as(WeightMetricsCall)
+def compute_is_metrics(call: WeightMetricsCall) -> dict[str, float]:
+    """Statistics of weights before truncation, computed elsewhere; without a prefix.
+
+    `WeightMetricsCall` describes the arguments.
 
     Raises:
         ValueError: shapes that differ, or, with `verl_parity`, a batch without a token.
     """
-    valid = response_mask != 0
-    nothing = torch.zeros_like(valid)
-    tokens = nothing if catastrophic_tokens is None else catastrophic_tokens & valid
-    rows = nothing[:, :1] if has_catastrophic is None else has_catastrophic
-    if verl_parity:
-        parity.check_tokens(valid)
-        mask, lower, upper = parity.widened_mask(response_mask), rollout_is_threshold_lower, rollout_is_threshold
-        band = _reference_band(rollout_is_level, lower, upper)
-        metrics = parity.weight_metrics(rollout_is_weights, rollout_is_weights, log_ratio_for_metrics, mask, band)
-        metrics |= {"veto_fraction": parity.mean_of(rows), "catastrophic_token_fraction": parity.share(tokens, mask)}
-        return parity.to_floats(metrics, prefix="rollout_is_")
-    measured = newest.compute_is_metrics(
-        rollout_is_weights,
-        rollout_is_weights,
-        log_ratio_for_metrics,
-        response_mask,
-        rollout_is_level,
-        rollout_is_threshold,
-        rollout_is_threshold_lower,
-    )
+    # Without the two veto arguments, nothing was vetoed.
+    valid = call.response_mask != 0
+    no_token = torch.zeros_like(valid)
+    vetoed_tokens = no_token if call.catastrophic_tokens is None else call.catastrophic_tokens & valid
+    vetoed_rows = no_token[:, :1] if call.has_catastrophic is None else call.has_catastrophic
+
+    weights = call.rollout_is_weights, call.rollout_is_weights, call.log_ratio_for_metrics
+    lower, upper = call.rollout_is_threshold_lower, call.rollout_is_threshold
+    if call.verl_parity:
+        band = _band(call.rollout_is_level, lower, upper)
+        metrics = parity.metrics_of_given_weights(*weights, call.response_mask, band)
+        mask = parity.widened_mask(call.response_mask)
+        shares = {
+            "veto_fraction": parity.mean_of(vetoed_rows),
+            "catastrophic_token_fraction": parity.share(vetoed_tokens, mask),
+        }
+        return parity.to_floats(metrics | parity.prefixed("rollout_is_", shares))
+
+    measured = newest.compute_is_metrics(*weights, call.response_mask, call.rollout_is_level, upper, lower)
     nonempty = valid.any(-1)
-    shares = {
-        "veto_fraction": sequence_mean(rows[:, 0].double(), nonempty),
-        "catastrophic_token_fraction": sequence_mean(tokens.double().flatten(), valid.flatten()),
-    }
     ratio = measured_ratio(measured | {"sequence_count": float(nonempty.sum())})
+    shares = {
+        "veto_fraction": sequence_mean(vetoed_rows[:, 0].double(), nonempty),
+        "catastrophic_token_fraction": sequence_mean(vetoed_tokens.double().flatten(), valid.flatten()),
+    }
     return {f"rollout_is_{name}": value for name, value in (ratio | parity.to_floats(shares)).items()}
 
 
@@ -178,8 +191,9 @@ def _measured(
 ) -> tuple[Tensor, Tensor, dict[str, float]]:
     """Through `rollcorr.correct`, its metrics under that release's names."""
     correction = correct(train, rollout, response_mask, config)
-    assert correction.weights is not None
+    assert correction.weights is not None  # every level of this generation has weights
     found = correction.metrics(prefix="")
+
     metrics = {f"rollout_is_{name}": value for name, value in measured_ratio(found).items()}
     for name in ("rollout_is_veto_fraction", "rollout_is_catastrophic_token_fraction"):
         metrics[name] = found.get(name, 0.0)
@@ -197,26 +211,17 @@ def _gap_metrics(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def _reference(
-    train: Tensor, rollout: Tensor, response_mask: Tensor, config: CheckedConfig, band: tuple[float, float]
+    train: Tensor, rollout: Tensor, response_mask: Tensor, config: CheckedConfig, band: parity.Band
 ) -> tuple[Tensor, Tensor, dict[str, float]]:
-    """The same with that release's own numbers."""
-    wide_train, wide_rollout, mask = parity.prepared(train, rollout, response_mask)
-    log_ratio, level, (lower, upper) = wide_train - wide_rollout, config.rollout_is or "token", band
-    raw, outside, own = reference_ratio(
-        log_ratio, mask, level=level, lower=lower, upper=upper, shares_of_tokens=level == "geometric"
-    )
-    kept, metrics = mask != 0, parity.prefixed("rollout_is_", own)
-    if config.criteria:
-        kept = kept & ~outside
-        metrics |= parity.prefixed("rollout_is_", rejected_shares(outside, mask, level=level))
-    else:
-        raw = raw.clamp(max=upper)
-    spared, veto_metrics = parity.veto(log_ratio, mask, config.rollout_token_veto_threshold)
-    metrics |= veto_metrics
-    weights = raw.to(torch.promote_types(train.dtype, response_mask.dtype))
-    gap = _gap_metrics(parity.to_floats(parity.policy_gap(wide_train, wide_rollout, mask)))
-    return weights, (kept & spared).to(response_mask.dtype), parity.to_floats(metrics) | gap
+    """The same with that release's own numbers: mask mode rejects by the band, truncate mode cuts at its upper end."""
+    rejection, ceiling = (("rollout_is_", band), None) if config.criteria else (None, band.upper)
+    data, veto = (train, rollout, response_mask), config.rollout_token_veto_threshold
+    weights, mask, found = reference_correction(*data, weighting=band, ceiling=ceiling, rejection=rejection, veto=veto)
+    assert weights is not None
+    own = {name: value for name, value in found.items() if name.startswith("rollout_is_")}
+    return weights, mask, own | _gap_metrics(found)
 
 
-def _reference_band(level: str, lower: float, upper: float) -> parity.Band:
-    return parity.Band(level=level, lower=lower, upper=upper, clip_low=lower, shares_of_tokens=level == "geometric")
+def _band(level: str, lower: float, upper: float) -> parity.Band:
+    """That release counted the shares of a geometric ratio over tokens."""
+    return ratio_band(level, lower, upper, shares_of_tokens=level == "geometric")

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
+from rollcorr.config import Level
 from rollcorr.config import RolloutCorrectionConfig as CheckedConfig
 from rollcorr.config.conversion import convert
 from rollcorr.integrations.verl.config import RawConfig
+
+BAND_LEVELS: dict[str, Level] = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric"}
+"""The level of a rejection band, by the scope of the criterion that it becomes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RolloutCorrectionConfig(RawConfig):
     """The options of November 2025, kept as they are given and checked on use.
+
+    `rollcorr.config.convert` reports what each of them became.
 
     Attributes:
         rollout_is: level of the weights, "token" or "sequence"; None for none.
@@ -37,14 +42,10 @@ class RolloutCorrectionConfig(RawConfig):
     use_pure_rollout_correction: bool = False
     verl_parity: bool = False
 
-    def to_config(self) -> CheckedConfig:
-        """The checked configuration of this library; `rollcorr.config.convert` reports what each option became.
-
-        Raises:
-            TypeError: a value of the wrong type.
-            ValueError: a value outside its limits.
-        """
-        return checked({name: self[name] for name in self if name != "verl_parity"})
+    def _checked(self, options: dict[str, Any]) -> CheckedConfig:
+        config = convert(options, schema="2025-11").config
+        assert config is not None  # only October 2025 could switch everything off
+        return config
 
     @classmethod
     def token_is(cls, threshold: float = 2.0) -> RolloutCorrectionConfig:
@@ -118,15 +119,3 @@ class RolloutCorrectionConfig(RawConfig):
     def disabled(cls) -> RolloutCorrectionConfig:
         """Metrics only."""
         return cls(rollout_is=None)
-
-
-def checked(options: Mapping[str, Any]) -> CheckedConfig:
-    """The checked configuration of options of this generation.
-
-    Raises:
-        TypeError: a value of the wrong type.
-        ValueError: a value outside its limits.
-    """
-    config = convert(options, schema="2025-11").config
-    assert config is not None
-    return config

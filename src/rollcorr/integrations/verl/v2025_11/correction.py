@@ -1,25 +1,25 @@
-"""Weights, rejection and metrics with the names, arguments and return values of verl in November 2025."""
+"""Weights, rejection and metrics with the names, arguments and return values of verl in November 2025.
+
+Tensors are those of `rollcorr.integrations.verl`; the options are those of `RolloutCorrectionConfig` here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from rollcorr.config import Level
 from rollcorr.config import RolloutCorrectionConfig as CheckedConfig
 from rollcorr.core.metric_registry import PREFIX
 from rollcorr.correction.rollout_correction import correct
 from rollcorr.integrations.verl import correction as newest
 from rollcorr.integrations.verl import parity
-from rollcorr.integrations.verl.batch import Batch, new_keys_allowed, weight_batch
-from rollcorr.integrations.verl.bypass import warn_if_set_too_late
-from rollcorr.integrations.verl.older import measured_ratio, reference_ratio, rejected_shares
-from rollcorr.integrations.verl.v2025_11.config import RolloutCorrectionConfig, checked
-
-_LEVELS: dict[str, Level] = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric"}
+from rollcorr.integrations.verl.batch import Batch, weight_batch
+from rollcorr.integrations.verl.bypass import take_rollout_log_probs, tell_actor
+from rollcorr.integrations.verl.older import measured_ratio, ratio_band, reference_correction
+from rollcorr.integrations.verl.trainer import corrected_batch
+from rollcorr.integrations.verl.v2025_11.config import BAND_LEVELS, RolloutCorrectionConfig
 
 
 def compute_rollout_correction_and_rejection_mask(
@@ -35,19 +35,7 @@ def compute_rollout_correction_and_rejection_mask(
     *,
     verl_parity: bool = False,
 ) -> tuple[Batch | None, Tensor, dict[str, float]]:
-    """Weights w(π/μ), the mask of what stays in the loss, and every metric.
-
-    Args:
-        old_log_prob: log π of the sampled tokens, nats.
-        rollout_log_prob: log μ, nats.
-        response_mask: non-zero on tokens that the policy sampled.
-        rollout_is: level of the weights; None for none.
-        rollout_is_threshold: their ceiling; None computes none.
-        rollout_rs: level of the rejection band; None for none.
-        rollout_rs_threshold: its upper end.
-        rollout_rs_threshold_lower: its lower end; None is 1 / upper.
-        rollout_token_veto_threshold: reject a sequence with a token of ratio below this.
-        verl_parity: compute that release's numbers.
+    """Weights w(π/μ), the mask of what stays in the loss, and every metric. Arguments: see the module.
 
     Returns:
         `.batch["rollout_is_weights"]`, or None; the mask in its own dtype; metrics under "rollout_corr/", with the
@@ -57,63 +45,53 @@ def compute_rollout_correction_and_rejection_mask(
         TypeError: an option of the wrong type.
         ValueError: an option outside its limits, shapes that differ, or, with `verl_parity`, a batch without a token.
     """
-    config = checked(
-        {
-            "rollout_is": rollout_is,
-            "rollout_is_threshold": rollout_is_threshold,
-            "rollout_rs": rollout_rs,
-            "rollout_rs_threshold": rollout_rs_threshold,
-            "rollout_rs_threshold_lower": rollout_rs_threshold_lower,
-            "rollout_token_veto_threshold": rollout_token_veto_threshold,
-        }
+    band = rollout_rs, rollout_rs_threshold, rollout_rs_threshold_lower
+    settings = RolloutCorrectionConfig(
+        rollout_is, rollout_is_threshold, *band, rollout_token_veto_threshold, verl_parity=verl_parity
     )
-    weights, mask, metrics = corrected(old_log_prob, rollout_log_prob, response_mask, config, verl_parity=verl_parity)
+    weights, mask, metrics = corrected(old_log_prob, rollout_log_prob, response_mask, settings)
     return None if weights is None else weight_batch(weights), mask, metrics
 
 
 def corrected(
-    train: Tensor, rollout: Tensor, response_mask: Tensor, config: CheckedConfig, *, verl_parity: bool
-) -> tuple[Tensor | None, Tensor, dict[str, float]]:
-    """Weights or None, the mask in its own dtype, and prefixed metrics: what the public functions wrap."""
-    if verl_parity:
-        return _reference(train, rollout, response_mask, config)
+    train: Tensor, rollout: Tensor, response_mask: Tensor, settings: RolloutCorrectionConfig
+) -> newest.Corrected:
+    """The correction that the public functions wrap."""
+    config = settings.to_config()
+    if settings.verl_parity:
+        weights, mask, metrics = _reference(train, rollout, response_mask, config)
+        return weights, mask, {f"{PREFIX}{name}": value for name, value in metrics.items()}
+
     correction = correct(train, rollout, response_mask, config)
     metrics = {"rollout_is_veto_fraction": 0.0, "rollout_is_catastrophic_token_fraction": 0.0}
     metrics |= correction.metrics(prefix="")
+
+    # That release also reported the ratio that the band judges. Weights without a ceiling measure it.
     for criterion in config.criteria:
         ratio = CheckedConfig(
-            rollout_is=_LEVELS[criterion.scope],
+            rollout_is=BAND_LEVELS[criterion.scope],
             rollout_is_threshold=None,
             rollout_rs=config.rollout_rs,
             rollout_rs_threshold=config.rollout_rs_threshold,
         )
         ratio_metrics = correct(train, rollout, response_mask, ratio).metrics(prefix="")
         metrics |= {f"rollout_rs_{name}": value for name, value in measured_ratio(ratio_metrics).items()}
+
     named = {f"{PREFIX}{name}": value for name, value in metrics.items()}
     return correction.weights, correction.loss_mask.to(response_mask.dtype), named
 
 
-def _reference(
-    train: Tensor, rollout: Tensor, response_mask: Tensor, config: CheckedConfig
-) -> tuple[Tensor | None, Tensor, dict[str, float]]:
-    """The same with that release's own numbers."""
-    wide_train, wide_rollout, mask = parity.prepared(train, rollout, response_mask)
-    log_ratio = wide_train - wide_rollout
-    weights, kept = None, mask != 0
-    metrics: parity.Metrics = {}
+def _reference(train: Tensor, rollout: Tensor, response_mask: Tensor, config: CheckedConfig) -> newest.Corrected:
+    """That release's own numbers. It has one band at the most."""
+    weighting = rejection = None
     if config.rollout_is is not None and config.is_upper is not None:
-        upper = config.is_upper
-        raw, _, own = reference_ratio(log_ratio, mask, level=config.rollout_is, lower=1 / upper, upper=upper)
-        weights = raw.clamp(max=upper).to(torch.promote_types(train.dtype, response_mask.dtype))
-        metrics |= parity.prefixed("rollout_is_", own)
+        weighting = ratio_band(config.rollout_is, 1 / config.is_upper, config.is_upper)
     for criterion in config.criteria:
-        level, band = _LEVELS[criterion.scope], (criterion.lower or 0.0, criterion.upper or float("inf"))
-        _, outside, own = reference_ratio(log_ratio, mask, level=level, lower=band[0], upper=band[1])
-        kept = kept & ~outside
-        metrics |= parity.prefixed("rollout_rs_", own | rejected_shares(outside, mask, level=level))
-    spared, veto_metrics = parity.veto(log_ratio, mask, config.rollout_token_veto_threshold)
-    metrics |= veto_metrics | parity.policy_gap(wide_train, wide_rollout, mask)
-    return weights, (kept & spared).to(response_mask.dtype), parity.to_floats(metrics, prefix=PREFIX)
+        ends = criterion.lower or 0.0, criterion.upper or float("inf")
+        rejection = "rollout_rs_", ratio_band(BAND_LEVELS[criterion.scope], *ends)
+
+    data, veto = (train, rollout, response_mask), config.rollout_token_veto_threshold
+    return reference_correction(*data, weighting=weighting, ceiling=config.is_upper, rejection=rejection, veto=veto)
 
 
 def compute_rollout_correction_weights(
@@ -124,14 +102,7 @@ def compute_rollout_correction_weights(
     *,
     verl_parity: bool = False,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Weights alone: min(exp ℓ, threshold), 0 at padding; metrics without prefix.
-
-    Args:
-        log_ratio: log π − log μ, nats.
-        response_mask: non-zero on valid tokens.
-        rollout_is: "token", "sequence" or "geometric".
-        rollout_is_threshold: the ceiling.
-        verl_parity: compute that release's numbers.
+    """Weights alone: min(exp ℓ, threshold), 0 at padding; metrics without prefix. `log_ratio` is log π − log μ, nats.
 
     Raises:
         TypeError: an option of the wrong type; None is one.
@@ -139,11 +110,8 @@ def compute_rollout_correction_weights(
     """
     if rollout_is is None or rollout_is_threshold is None:
         raise TypeError(f"a level and a ceiling are needed; got {rollout_is!r} and {rollout_is_threshold!r}")
-    config = checked({"rollout_is": rollout_is, "rollout_is_threshold": rollout_is_threshold})
-    zeros = torch.zeros_like(log_ratio)
-    weights, _, metrics = corrected(log_ratio, zeros, response_mask, config, verl_parity=verl_parity)
-    assert weights is not None
-    return weights, newest.family(metrics, newest.WEIGHT_METRICS)
+    settings = RolloutCorrectionConfig(rollout_is, rollout_is_threshold, verl_parity=verl_parity)
+    return newest.weights_alone(log_ratio, response_mask, settings, corrected)
 
 
 def compute_rollout_rejection_mask(
@@ -157,13 +125,7 @@ def compute_rollout_rejection_mask(
 ) -> tuple[Tensor, dict[str, float]]:
     """The mask alone: response tokens whose ratio, at the level, lies inside the band; metrics without prefix.
 
-    Args:
-        log_ratio: log π − log μ, nats.
-        response_mask: non-zero on valid tokens.
-        rollout_rs: "token", "sequence" or "geometric".
-        rollout_rs_threshold: upper end of the band; needed.
-        rollout_rs_threshold_lower: lower end; None is 1 / upper.
-        verl_parity: compute that release's numbers.
+    `log_ratio` is log π − log μ, nats.
 
     Raises:
         TypeError: an option of the wrong type.
@@ -171,17 +133,14 @@ def compute_rollout_rejection_mask(
     """
     if rollout_rs is None or rollout_rs_threshold is None:
         raise ValueError(f"a level and an upper end are needed; got {rollout_rs!r} and {rollout_rs_threshold!r}")
-    config = checked(
-        {
-            "rollout_is": None,
-            "rollout_rs": rollout_rs,
-            "rollout_rs_threshold": rollout_rs_threshold,
-            "rollout_rs_threshold_lower": rollout_rs_threshold_lower,
-        }
+    settings = RolloutCorrectionConfig(
+        rollout_is=None,
+        rollout_rs=rollout_rs,
+        rollout_rs_threshold=rollout_rs_threshold,
+        rollout_rs_threshold_lower=rollout_rs_threshold_lower,
+        verl_parity=verl_parity,
     )
-    zeros = torch.zeros_like(log_ratio)
-    _, mask, metrics = corrected(log_ratio, zeros, response_mask, config, verl_parity=verl_parity)
-    return mask, newest.family(metrics, newest.REJECTION_METRICS)
+    return newest.mask_alone(log_ratio, response_mask, settings, corrected)
 
 
 def compute_is_metrics(
@@ -197,8 +156,8 @@ def compute_is_metrics(
 
     Args:
         rollout_is_weights: the bounded ratio, (B, T), 0 at padding.
-        log_ratio_for_metrics: the log weight before any clamp: (B, T) at token level, else (B, 1).
-        response_mask: non-zero on valid tokens, (B, T).
+        log_ratio_for_metrics: as in `rollcorr.integrations.verl.compute_is_metrics`, like the next two.
+        response_mask: non-zero on valid tokens.
         rollout_is: their level.
         rollout_is_threshold: C: above it counts as high, below 1/C as low.
         verl_parity: compute that release's numbers.
@@ -206,45 +165,18 @@ def compute_is_metrics(
     Raises:
         ValueError: shapes that differ, or, with `verl_parity`, a batch without a token.
     """
+    weights = rollout_is_weights, rollout_is_weights, log_ratio_for_metrics
     if not verl_parity:
-        raw = rollout_is_weights
-        return newest.compute_is_metrics(
-            raw, raw, log_ratio_for_metrics, response_mask, rollout_is, rollout_is_threshold
-        )
-    parity.check_tokens(response_mask)
-    lower, mask = 1 / rollout_is_threshold, parity.widened_mask(response_mask)
-    band = parity.Band(level=rollout_is, lower=lower, upper=rollout_is_threshold, clip_low=lower)
-    metrics = parity.weight_metrics(rollout_is_weights, rollout_is_weights, log_ratio_for_metrics, mask, band)
-    return parity.to_floats(metrics, prefix="rollout_is_")
+        return newest.compute_is_metrics(*weights, response_mask, rollout_is, rollout_is_threshold)
+    band = ratio_band(rollout_is, 1 / rollout_is_threshold, rollout_is_threshold)
+    return parity.to_floats(parity.metrics_of_given_weights(*weights, response_mask, band))
 
 
 def compute_rollout_correction_and_add_to_batch(
     batch: Batch, rollout_corr_config: Mapping[str, Any], *, verl_parity: bool = False
 ) -> tuple[Batch, dict[str, float]]:
-    """Replace the batch's response_mask by the loss mask, and add rollout_is_weights when weights are asked for.
-
-    Args:
-        batch: has old_log_probs, rollout_log_probs and response_mask, each (B, T).
-        rollout_corr_config: any mapping with the keys of November 2025.
-        verl_parity: compute that release's numbers; the config's own `verl_parity` does the same.
-
-    Returns:
-        The batch, and every metric under "rollout_corr/".
-
-    Raises:
-        TypeError: an option of the wrong type.
-        ValueError: an unknown key, an option outside its limits, or shapes that differ.
-    """
-    settings = RolloutCorrectionConfig.read(rollout_corr_config)
-    tensors = batch.batch
-    weights, tensors["response_mask"], metrics = corrected(
-        tensors["old_log_probs"],
-        tensors["rollout_log_probs"],
-        tensors["response_mask"],
-        settings.to_config(),
-        verl_parity=verl_parity or settings.verl_parity,
-    )
-    return batch if weights is None else batch.union(weight_batch(weights)), metrics
+    """The same as that of `rollcorr.integrations.verl`, with the options of November 2025."""
+    return corrected_batch(batch, RolloutCorrectionConfig.read(rollout_corr_config, verl_parity=verl_parity), corrected)
 
 
 def maybe_apply_rollout_correction(
@@ -265,15 +197,8 @@ def maybe_apply_rollout_correction(
     settings = None if rollout_corr_config is None else RolloutCorrectionConfig.read(rollout_corr_config)
     if settings is None or not settings.bypass_old_logprob_for_rollout:
         return True
-    if "rollout_log_probs" not in batch.batch:
-        raise ValueError(
-            "bypass_old_logprob_for_rollout=True needs rollout_log_probs in the batch; set "
-            "rollout.calculate_log_probs=true"
-        )
-    batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
+
+    take_rollout_log_probs(batch, option="bypass_old_logprob_for_rollout")
     if settings.use_pure_rollout_correction:
-        warn_if_set_too_late(policy_loss_config, "rollout_correction")
-        with new_keys_allowed(policy_loss_config):
-            policy_loss_config["loss_mode"] = "rollout_correction"
-            policy_loss_config["rollout_correction"] = rollout_corr_config
+        tell_actor(policy_loss_config, "rollout_correction", rollout_corr_config)
     return False

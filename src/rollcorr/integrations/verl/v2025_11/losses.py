@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
 
 from torch import Tensor
 
-from rollcorr.core.losses import ppo_clip_loss, reinforce_loss
-from rollcorr.integrations.verl.losses import Config, checked_actor, clip_constants, clip_statistics
+from rollcorr.core.losses import reinforce_loss
+from rollcorr.integrations.verl.calls import PolicyLossCall, called_as
+from rollcorr.integrations.verl.losses import (
+    FourTensors,
+    actor_correction,
+    checked_actor,
+    clip_constants,
+    clipped,
+    four_tensors,
+)
 from rollcorr.integrations.verl.older import older_agg_loss
-from rollcorr.integrations.verl.v2025_11.config import RolloutCorrectionConfig, checked
+from rollcorr.integrations.verl.v2025_11.config import RolloutCorrectionConfig
 from rollcorr.integrations.verl.v2025_11.correction import corrected
 
-Losses = tuple[Tensor, Tensor, Tensor, Tensor]
 
+@called_as(PolicyLossCall)
+def compute_policy_loss_vanilla(call: PolicyLossCall) -> FourTensors:
+    """−w · min(r A, clip(r) A), aggregated over this batch; r = π_θ / π_old. `PolicyLossCall` describes the arguments.
 
-def compute_policy_loss_vanilla(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Config = None,
-    rollout_is_weights: Tensor | None = None,
-) -> Losses:
-    """−w · min(r A, clip(r) A), aggregated over this batch; r = π_θ / π_old.
-
-    Args:
-        old_log_prob: log π_old, nats.
-        log_prob: log π_θ, nats; carries the gradient.
-        advantages: per token.
-        response_mask: tokens in the loss, after rejection.
-        loss_agg_mode: "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", or "seq-mean-token-sum-norm" (Σ / T).
-        config: has clip_ratio, clip_ratio_low, clip_ratio_high and get("clip_ratio_c", 3.0).
-        rollout_is_weights: weights π_old / μ; None for none.
+    `loss_agg_mode` is one of those of `agg_loss`; "seq-mean-token-sum-norm" is Σ / T.
 
     Returns:
         Loss, share of tokens that the clip stops, KL(π_old‖π_θ), share that the dual clip stops.
@@ -41,20 +33,9 @@ def compute_policy_loss_vanilla(
     Raises:
         ValueError: no config, a clip constant outside its range, or shapes that differ.
     """
-    clip_low, clip_high, clip_c = clip_constants(checked_actor(config))
-    per_token, statistics = ppo_clip_loss(
-        log_prob,
-        old_log_prob,
-        advantages,
-        response_mask,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        clip_c=clip_c,
-        weights=rollout_is_weights,
-    )
-    loss = older_agg_loss(per_token, response_mask, loss_agg_mode)
-    clipped, kl, dual = clip_statistics(statistics).to(loss.dtype)
-    return loss, clipped, kl, dual
+    constants = clip_constants(checked_actor(call.config))
+    per_token, statistics = clipped(call, constants, weights=call.rollout_is_weights)
+    return four_tensors(older_agg_loss(per_token, call.response_mask, call.loss_agg_mode), statistics)
 
 
 def compute_policy_loss_with_rollout_correction(
@@ -72,7 +53,7 @@ def compute_policy_loss_with_rollout_correction(
     rollout_token_veto_threshold: float | None = None,
     *,
     verl_parity: bool = False,
-) -> Losses:
+) -> FourTensors:
     """The pure loss: −sg(w) · log π_θ · A over what is kept, with w and the mask from π_θ / μ.
 
     Args:
@@ -82,12 +63,12 @@ def compute_policy_loss_with_rollout_correction(
         eos_mask: non-zero on tokens that the policy sampled.
         loss_agg_mode: as in `compute_policy_loss_vanilla`.
         loss_scale_factor: multiplies the loss.
-        rollout_is: level of the weights; None for none.
-        rollout_is_threshold: their ceiling.
-        rollout_rs: level of the rejection band; None for none.
-        rollout_rs_threshold: its upper end; None is that of the weights.
-        rollout_rs_threshold_lower: its lower end; None is 1 / upper.
-        rollout_token_veto_threshold: reject a sequence with a token of ratio below this.
+        rollout_is: as in `RolloutCorrectionConfig`, like the options after it.
+        rollout_is_threshold: ceiling of the weights.
+        rollout_rs: level of the rejection band.
+        rollout_rs_threshold: upper end of the band; None is the ceiling of the weights.
+        rollout_rs_threshold_lower: lower end of the band.
+        rollout_token_veto_threshold: the veto.
         verl_parity: compute that release's numbers; there the veto counts beside a rejection band only.
 
     Returns:
@@ -97,67 +78,44 @@ def compute_policy_loss_with_rollout_correction(
         TypeError: an option of the wrong type.
         ValueError: an option outside its limits, or shapes that differ.
     """
-    config = checked(
-        {
-            "rollout_is": rollout_is,
-            "rollout_is_threshold": rollout_is_threshold,
-            "rollout_rs": rollout_rs,
-            "rollout_rs_threshold": rollout_rs_threshold,
-            "rollout_rs_threshold_lower": rollout_rs_threshold_lower,
-            "rollout_token_veto_threshold": rollout_token_veto_threshold,
-        }
+    band = rollout_rs, rollout_rs_threshold, rollout_rs_threshold_lower
+    settings = RolloutCorrectionConfig(
+        rollout_is, rollout_is_threshold, *band, rollout_token_veto_threshold, verl_parity=verl_parity
     )
-    weights, mask, _ = corrected(log_prob, rollout_log_prob, eos_mask, config, verl_parity=verl_parity)
-    if verl_parity and rollout_rs is None:
-        mask = eos_mask
-    per_token, statistics = reinforce_loss(
-        log_prob, advantages, mask, weights=weights, behavior_log_prob=rollout_log_prob
-    )
-    loss = older_agg_loss(per_token, mask, loss_agg_mode) * loss_scale_factor
-    nothing = loss.new_zeros(())
-    return loss, nothing, statistics.moment("policy_kl")[1].to(loss.dtype), nothing
+    data = rollout_log_prob, log_prob, advantages, eos_mask
+    return _pure_loss(PolicyLossCall(*data, loss_agg_mode), settings, scale=loss_scale_factor)
 
 
-def compute_policy_loss_rollout_correction_wrapper(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Config = None,
-    rollout_is_weights: Tensor | None = None,
-) -> Losses:
+@called_as(PolicyLossCall)
+def compute_policy_loss_rollout_correction_wrapper(call: PolicyLossCall) -> FourTensors:
     """`compute_policy_loss_with_rollout_correction` as the actor calls it: the options are in its config.
 
-    Args:
-        old_log_prob: log μ, nats: bypass mode put it there.
-        log_prob: log π_θ, nats; carries the gradient.
-        advantages: per token.
-        response_mask: non-zero on tokens that the policy sampled.
-        loss_agg_mode: as in `compute_policy_loss_vanilla`.
-        config: has policy_loss.get("rollout_correction").
-        rollout_is_weights: ignored, as in verl: they are computed here.
+    `PolicyLossCall` describes the arguments.
 
     Raises:
         TypeError: an option of the wrong type.
         ValueError: no correction in the config, an option outside its limits, or shapes that differ.
     """
-    policy_loss = getattr(checked_actor(config), "policy_loss", None)
-    correction: Mapping | None = None if policy_loss is None else policy_loss.get("rollout_correction", None)
-    if correction is None:
-        raise ValueError("config.policy_loss has no rollout_correction; maybe_apply_rollout_correction puts it there")
+    correction = actor_correction(call.config, writer="maybe_apply_rollout_correction")
     settings = RolloutCorrectionConfig.read(correction)
-    return compute_policy_loss_with_rollout_correction(
-        old_log_prob,
-        log_prob,
-        advantages,
-        response_mask,
-        loss_agg_mode=loss_agg_mode,
-        rollout_is=settings.rollout_is,
-        rollout_is_threshold=settings.rollout_is_threshold,
-        rollout_rs=settings.rollout_rs,
-        rollout_rs_threshold=settings.rollout_rs_threshold,
-        rollout_rs_threshold_lower=settings.rollout_rs_threshold_lower,
-        rollout_token_veto_threshold=settings.rollout_token_veto_threshold,
-        verl_parity=settings.verl_parity,
+
+    # The trainer has acted on the operating mode already; the loss reads the correction alone.
+    alone = dataclasses.replace(settings, bypass_old_logprob_for_rollout=False, use_pure_rollout_correction=False)
+    return _pure_loss(call, alone, scale=1.0)
+
+
+def _pure_loss(call: PolicyLossCall, settings: RolloutCorrectionConfig, *, scale: float) -> FourTensors:
+    """REINFORCE with the weights and the mask of π_θ / μ; the call's old log-probs are log μ."""
+    rollout_log_prob = call.old_log_prob
+    weights, mask, _ = corrected(call.log_prob, rollout_log_prob, call.response_mask, settings)
+
+    # That release looked at the mask only beside a band, so a veto alone never reached its loss.
+    if settings.verl_parity and settings.rollout_rs is None:
+        mask = call.response_mask
+
+    per_token, statistics = reinforce_loss(
+        call.log_prob, call.advantages, mask, weights=weights, behavior_log_prob=rollout_log_prob
     )
+    loss = older_agg_loss(per_token, mask, call.loss_agg_mode) * scale
+    nothing = loss.new_zeros(())
+    return loss, nothing, statistics.moment("policy_kl")[1].to(loss.dtype), nothing

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.diffusion.actor_config import DiffusionActorConfig
 from rollcorr.diffusion.batch_checks import Batch, check_diffusion_batch, check_shapes, dimensions_of, require
-from rollcorr.diffusion.options import DiffusionActorConfig
+from rollcorr.diffusion.reported_metrics import diffusion_metrics
 from rollcorr.diffusion.step_correction import StepPair, correct_steps, step_kl
-from rollcorr.diffusion.step_metrics import diffusion_metrics
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -77,23 +77,26 @@ def apply_rollout_correction_to_diffusion_batch(
             "bypass_mode=True takes μ for π_old, so there is nothing to correct before the loss: call "
             "apply_bypass_mode_to_diffusion_batch, or set bypass_mode=False"
         )
+
     old, rollout = require(batch, "old_log_probs", "rollout_log_probs", reason="the decoupled correction compares")
     check_diffusion_batch(batch, schedule=schedule)
+    ones = torch.ones_like(rollout, dtype=torch.float32)
     if actor.correction is None:
         batch["rollout_keep_mask"] = torch.ones_like(rollout, dtype=torch.bool)
-        batch["rollout_is_weights"] = torch.ones_like(rollout, dtype=torch.float32)
+        batch["rollout_is_weights"] = ones
         return batch, {}
     if old is rollout:
         raise ValueError(
             "old_log_probs and rollout_log_probs are one tensor, so π_old/μ = 1 and the correction would do nothing: "
             "recompute old_log_probs with the trainer, or set bypass_mode=True"
         )
+
+    # Every rank of a group must break the mismatch down by the same values, and each knows only those of its batch.
     values = _values(batch) if schedule is None and group is None else schedule
     pair = StepPair(old, rollout, _exact_kl(batch), batch.get("timesteps"), dimensions_of(batch))
     correction = correct_steps(pair, actor, schedule=values, group=group)
-    weights = correction.loss_weights
-    if weights is None:
-        weights = torch.ones_like(rollout, dtype=torch.float32)
+
+    weights = ones if correction.loss_weights is None else correction.loss_weights
     batch["rollout_keep_mask"] = correction.loss_mask
     batch["rollout_is_weights"] = weights.masked_fill(~correction.loss_mask, 0.0)
     statistics = correction.statistics
@@ -101,6 +104,7 @@ def apply_rollout_correction_to_diffusion_batch(
 
 
 def _exact_kl(batch: Batch) -> Tensor | None:
+    """KL of each step between π_old and μ; None without the means of both."""
     if not all(key in batch for key in ("prev_sample_mean", "old_prev_sample_mean", "std")):
         return None
     check_shapes(batch)

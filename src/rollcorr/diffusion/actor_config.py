@@ -41,8 +41,8 @@ class DiffusionActorConfig:
             `rollout_rs` may name `step_kl`: the exact KL of a step, over all D dimensions, in nats.
         rs_denominator: the policy gradient is divided by "all" steps, by the "kept" ones, or by their "weights"; None
             takes the correction's `normalizer`.
-        min_keep_fraction: an optimizer step of which less than this share is kept is skipped, in [0, 1]. One of which
-            nothing is kept always is.
+        min_keep_fraction: in [0, 1]. An optimizer step is skipped when less than this share of it is kept, and always
+            when nothing is kept.
 
     Raises:
         TypeError: a value is of the wrong type.
@@ -60,14 +60,14 @@ class DiffusionActorConfig:
     min_keep_fraction: float = 0.0
 
     def __post_init__(self) -> None:
-        check_choice("loss_mode", self.loss_mode, ("flow_grpo", "grpo_guard", "flow_dppo"))
-        check_number("clip_ratio", self.clip_ratio, above=0)
-        check_number("kl_mask_threshold", self.kl_mask_threshold, above=0)
-        check_number("adv_clip_max", self.adv_clip_max, above=0)
+        for name in ("clip_ratio", "kl_mask_threshold", "adv_clip_max"):
+            check_number(name, getattr(self, name), above=0)
         check_number("kl_coef", self.kl_coef, at_least=0)
         check_number("min_keep_fraction", self.min_keep_fraction, at_least=0, at_most=1)
-        check_choice("rs_denominator", self.rs_denominator, ("all", "kept", "weights"), optional=True)
-        power_of(self.reduction, 1)
+        power_of(self.reduction, 1)  # raises if it is no power
+        check_choice("loss_mode", self.loss_mode, ("flow_grpo", "grpo_guard", "flow_dppo"))
+        check_choice("rs_denominator", self.rs_denominator, tuple(_NORMALIZERS), optional=True)
+
         correction = resolve(self.rollout_correction)
         object.__setattr__(self, "rollout_correction", correction)
         if correction is not None and self.step_kl is not None and correction.batch_normalize_over == "kept":
@@ -75,6 +75,7 @@ class DiffusionActorConfig:
                 "batch_normalize_over='kept' and step_kl do not go together: the mean weight is taken before the exact "
                 "KL rejects; set batch_normalize_over='valid', or rs_denominator='weights'"
             )
+
         for option, reason in self._inert_options():
             # Frames: here, the generated __init__, its caller.
             warnings.warn(f"{option}={getattr(self, option)!r} {reason}", InertOptionWarning, stacklevel=3)
@@ -109,15 +110,20 @@ class DiffusionActorConfig:
         config = self.correction
         if config is None or self.step_kl is None:
             return config
+
+        # What is inert was reported when the whole configuration was made.
         names, threshold = without_criterion(str(config.rollout_rs), config.rollout_rs_threshold or "", STEP_KL)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", InertOptionWarning)  # was said when the whole was made
+            warnings.simplefilter("ignore", InertOptionWarning)
             return dataclasses.replace(config, rollout_rs=names, rollout_rs_threshold=threshold)
 
     def _inert_options(self) -> list[tuple[str, str]]:
+        """Options that were changed and can have no effect beside the others, and why."""
         inert: list[tuple[str, str]] = []
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         changed = {name for name, default in defaults.items() if getattr(self, name) != default}
+
+        # Which loss reads an option of the clip.
         reinforce = self.correction is not None and self.correction.loss_type == "reinforce"
         if reinforce:
             no_ratio = "has no effect with loss_type='reinforce', which has no ratio to clip"
@@ -126,6 +132,8 @@ class DiffusionActorConfig:
             inert.append(("clip_ratio", "has no effect with loss_mode='flow_dppo'; set kl_mask_threshold"))
         elif self.loss_mode != "flow_dppo" and "kl_mask_threshold" in changed:
             inert.append(("kl_mask_threshold", f"has no effect with loss_mode={self.loss_mode!r}; set clip_ratio"))
+
+        # What acts through a correction alone.
         if self.correction is None:
             alone = "has no effect without rollout_correction; set that, or leave this out"
             inert += [(name, alone) for name in ("reduction", "rs_denominator", "min_keep_fraction") if name in changed]

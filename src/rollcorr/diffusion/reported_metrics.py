@@ -1,4 +1,4 @@
-"""Metrics of denoising steps as numbers, and a word about thresholds that nothing can reach."""
+"""Metrics of denoising steps as numbers, and a warning about thresholds that nothing can reach."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollcorr.core.metric_registry import PREFIX, finalize
 from rollcorr.core.statistics import HostStatistics, Statistics, merge_statistics
 from rollcorr.correction.losses import PolicyLossOutput, loss_metrics
 from rollcorr.correction.process_groups import gather_statistics
-from rollcorr.diffusion.options import DiffusionActorConfig
+from rollcorr.diffusion.actor_config import DiffusionActorConfig
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 BYPASS_PREFIX = f"actor/{PREFIX}"
 ROUNDING = 1e-9
-"""Nats: a spread of log-ratios below this is what the order of additions does, not what two policies do."""
+"""Nats. A smaller spread of log-ratios comes from the order of additions, not from two policies that differ."""
 
 OUT_OF_REACH = 20.0
-"""Standard deviations of what is seen; a bound farther away than this is never met."""
+"""Standard deviations of what is seen. A bound farther away than this is never met."""
 
-_said: set[tuple[DiffusionActorConfig, str]] = set()
+_warned_of: set[tuple[DiffusionActorConfig, str]] = set()
 
 
 def diffusion_metrics(
@@ -43,8 +43,8 @@ def diffusion_metrics(
     """
     host = statistics.read()
     for name, reason in out_of_reach(host, config).items():
-        if (config, name) not in _said:
-            _said.add((config, name))
+        if (config, name) not in _warned_of:
+            _warned_of.add((config, name))
             warnings.warn(reason, InertOptionWarning, stacklevel=2)
     return finalize(host, prefix=prefix or (BYPASS_PREFIX if config.bypass_mode else PREFIX))
 
@@ -61,6 +61,8 @@ def loss_step_metrics(
     """
     merged = gather_statistics(merge_statistics(output.statistics for output in outputs), group)
     metrics = loss_metrics(merged)
+
+    # In bypass mode every loss made its own correction.
     corrections = [output.correction.statistics for output in outputs if output.correction is not None]
     found = [statistics for statistics in corrections if statistics is not None]
     if found:
@@ -76,19 +78,21 @@ def out_of_reach(statistics: HostStatistics, config: DiffusionActorConfig) -> di
         seen = statistics.moments.get(f"rs/{criterion.name}")
         if seen is None or seen.count < 2 or seen.std <= ROUNDING:
             continue  # one value, or two policies that agree up to rounding, have no spread to measure by
+
         distance = _distance(criterion, seen.mean) / seen.std
-        if OUT_OF_REACH < distance < math.inf:
-            pooled = config.reduction == "mean" and criterion.kind != "kl"
-            reasons[criterion.name] = (
-                f"rollout_rs {criterion.name!r} rejects nothing: its bounds lie {distance:.0f} standard deviations or "
-                f"more from what is seen (mean {seen.mean:.3g}, std {seen.std:.3g} nats). "
-                + (
-                    "Log-ratios are means over the latent dimensions: set reduction='sum', on which such thresholds "
-                    "are meant, or a band nearer to 1"
-                    if pooled
-                    else "Set a threshold nearer to what is seen, or leave the criterion out"
-                )
+        if not OUT_OF_REACH < distance < math.inf:
+            continue
+        if config.reduction == "mean" and criterion.kind != "kl":
+            fix = (
+                "Log-ratios are means over the latent dimensions: set reduction='sum', on which such thresholds are "
+                "meant, or a band nearer to 1"
             )
+        else:
+            fix = "Set a threshold nearer to what is seen, or leave the criterion out"
+        reasons[criterion.name] = (
+            f"rollout_rs {criterion.name!r} rejects nothing: its bounds lie {distance:.0f} standard deviations or "
+            f"more from what is seen (mean {seen.mean:.3g}, std {seen.std:.3g} nats). {fix}"
+        )
     return reasons
 
 
@@ -96,6 +100,8 @@ def _distance(criterion: Criterion, mean: float) -> float:
     """From the mean of a criterion's statistic to its nearest bound; negative beyond it, inf without one."""
     if criterion.kind != "k1":
         return math.inf if criterion.upper is None else criterion.upper - mean
+
+    # The statistic of k1 is −log ρ; its bounds are on ρ.
     log_ratio = -mean
     above = math.inf if criterion.upper is None else math.log(criterion.upper) - log_ratio
     below = math.inf if criterion.lower is None else log_ratio - math.log(criterion.lower)

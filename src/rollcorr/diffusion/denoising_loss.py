@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +23,8 @@ from rollcorr.core.statistics import Statistics, moments_of
 from rollcorr.correction.denominators import aggregate, normalizer_counts
 from rollcorr.correction.losses import PolicyLossOutput
 from rollcorr.correction.rollout_correction import Correction
+from rollcorr.diffusion.actor_config import DiffusionActorConfig
 from rollcorr.diffusion.batch_checks import Batch, check_shapes, dimensions_of, require
-from rollcorr.diffusion.options import DiffusionActorConfig
 from rollcorr.diffusion.step_correction import StepPair, correct_steps, step_kl
 
 _SHARES = ("zeroed_fraction_positive", "zeroed_fraction_negative")
@@ -61,31 +62,45 @@ def diffusion_loss(
         ValueError: shapes differ, or D is needed and not known.
     """
     _check(model_output, data)
-    per_step, statistics, keep, weights, correction = (_bypass if config.bypass_mode else _decoupled)(
-        config, model_output, data, schedule
-    )
-    counts = normalizer_counts(config.denominator, keep, torch.ones_like(keep), weights)
-    whole = Denominators(keep.numel(), keep.shape[0]) if total_steps is None else Denominators(total_steps, 0.0)
-    divisor = counts if total_steps is None else whole
-    policy_gradient = aggregate(per_step, keep, "token-mean", divisor)
-    regularization, rows = _reference_kl(config, model_output, data, whole)
+    if config.bypass_mode:
+        parts = _bypass(config, model_output, data, schedule)
+    else:
+        parts = _decoupled(config, model_output, data)
+
+    # Within an optimizer step, sums are divided by all of its steps: how many are kept is known at its end only.
+    keep = parts.keep
+    counts = normalizer_counts(config.denominator, keep, torch.ones_like(keep), parts.weights)
+    if total_steps is None:
+        whole, divisor = Denominators(keep.numel(), keep.shape[0]), counts
+    else:
+        whole = divisor = Denominators(total_steps, 0.0)
+    policy_gradient = aggregate(parts.per_step, keep, "token-mean", divisor)
+
+    # The KL to the reference covers every step, so it is never divided by what was kept.
+    regularization, reference_rows = _reference_kl(config, model_output, data, whole)
     return PolicyLossOutput(
         loss=policy_gradient if regularization is None else policy_gradient + regularization,
         policy_gradient=policy_gradient,
         regularization=regularization,
         counts=counts,
         loss_mask=keep,
-        statistics=statistics | rows,
-        correction=correction,
+        statistics=parts.statistics | reference_rows,
+        correction=parts.correction,
     )
 
 
-_Parts = tuple[Tensor, Statistics, Tensor, "Tensor | None", "Correction | None"]
+class _Parts(NamedTuple):
+    """What either mode makes of a micro-batch."""
+
+    per_step: Tensor  # (b, w), 0 where rejected
+    statistics: Statistics
+    keep: Tensor  # (b, w) bool: steps in the loss
+    weights: Tensor | None  # those that multiply the loss
+    correction: Correction | None
 
 
-def _decoupled(
-    config: DiffusionActorConfig, model_output: Batch, data: Batch, schedule: Sequence[float] | None
-) -> _Parts:
+def _decoupled(config: DiffusionActorConfig, model_output: Batch, data: Batch) -> _Parts:
+    """w · L(π_θ / π_old), with the weights and the mask that were written into the batch."""
     (old,) = require(data, "old_log_probs", reason="decoupled mode compares π_θ with")
     if config.correction is None:
         keep, weights = torch.ones_like(old, dtype=torch.bool), None
@@ -93,17 +108,22 @@ def _decoupled(
         keep, weights = require(data, "rollout_keep_mask", "rollout_is_weights", reason="the correction acts through")
         if not config.correction.weights_reach_loss:
             weights = None
+
+    # `neutral` means ratio 1 in the loss, as it does in the weight.
     log_prob = model_output["log_probs"]
-    if config.correction is not None and config.correction.nonfinite == "neutral":  # the loss's ratio, as the weight
+    if config.correction is not None and config.correction.nonfinite == "neutral":
         log_prob, old = neutral_log_probs(log_prob, old)
     per_step, statistics = _ratio_loss(config, {**model_output, "log_probs": log_prob}, data, old, keep, weights)
-    return per_step, statistics, keep != 0, weights, None
+    return _Parts(per_step, statistics, keep != 0, weights, None)
 
 
 def _bypass(config: DiffusionActorConfig, model_output: Batch, data: Batch, schedule: Sequence[float] | None) -> _Parts:
+    """L(π_θ / μ), or −sg(w) · log π_θ · A: each step is corrected by itself, against π_θ."""
     assert config.correction is not None
     log_prob = model_output["log_probs"]
     (rollout,) = require(data, "rollout_log_probs", reason="bypass mode compares π_θ with")
+
+    # As a sequence of its own, a step's correction does not depend on how a window is split into micro-batches.
     exact = None
     if "prev_sample_mean" in model_output and "prev_sample_mean" in data and "std" in data:
         exact = step_kl(data["prev_sample_mean"], model_output["prev_sample_mean"], data["std"])
@@ -111,17 +131,19 @@ def _bypass(config: DiffusionActorConfig, model_output: Batch, data: Batch, sche
     alone = correct_steps(pair.alone(), config, schedule=schedule)
     keep = alone.loss_mask.view(log_prob.shape)
     weights = None if alone.loss_weights is None else alone.loss_weights.view(log_prob.shape)
-    # What is missing stays in the loss only under nonfinite="neutral". No log μ is a probability of 0.
+
+    # What is missing stays in the loss only under nonfinite="neutral", which means ratio 1. No log μ is a probability of 0.
     log_prob, behavior = neutral_log_probs(log_prob, rollout.masked_fill(~rollout.isfinite(), torch.nan))
     if config.correction.loss_type == "reinforce":
-        (advantages,) = require(data, "advantages", reason="the loss weighs steps by")
-        clipped = advantages.clamp(-config.adv_clip_max, config.adv_clip_max)
-        per_step, statistics = reinforce_loss(log_prob, clipped, keep, weights=weights, behavior_log_prob=behavior)
+        advantages = _clipped_advantages(config, data)
+        per_step, statistics = reinforce_loss(log_prob, advantages, keep, weights=weights, behavior_log_prob=behavior)
     else:
+        # The ratio π_θ / μ is the importance ratio: weights would count it twice.
         per_step, statistics = _ratio_loss(config, {**model_output, "log_probs": log_prob}, data, behavior, keep, None)
+
     if alone.statistics is not None:
         alone = dataclasses.replace(alone, statistics=alone.statistics | _shares(statistics))
-    return per_step, statistics, keep, weights, alone
+    return _Parts(per_step, statistics, keep, weights, alone)
 
 
 def _ratio_loss(
@@ -129,22 +151,26 @@ def _ratio_loss(
 ) -> tuple[Tensor, Statistics]:
     """The loss that `loss_mode` names."""
     log_prob = model_output["log_probs"]
-    (advantages,) = require(data, "advantages", reason="the loss weighs steps by")
-    advantages = advantages.clamp(-config.adv_clip_max, config.adv_clip_max)
+    advantages = _clipped_advantages(config, data)
     if config.loss_mode == "flow_grpo":
         return flow_grpo_loss(log_prob, old, advantages, keep, clip_ratio=config.clip_ratio, weights=weights)
+
+    # The other two also read the means of both policies.
     reason = f"{config.loss_mode} compares"
     (mean,) = require(model_output, "prev_sample_mean", reason=reason)
     (old_mean, std) = require(data, "old_prev_sample_mean", "std", reason=reason)
     if config.loss_mode == "flow_dppo":
-        return flow_dppo_loss(
-            log_prob, old, mean, old_mean, std, advantages, keep,
-            kl_threshold=config.kl_mask_threshold, weights=weights,
-        )  # fmt: skip
+        limit = config.kl_mask_threshold
+        return flow_dppo_loss(log_prob, old, mean, old_mean, std, advantages, keep, kl_threshold=limit, weights=weights)
     (dt,) = require(data, "dt", reason="grpo_guard divides by")
     return grpo_guard_loss(
         log_prob, old, mean, old_mean, std, dt, advantages, keep, clip_ratio=config.clip_ratio, weights=weights
     )
+
+
+def _clipped_advantages(config: DiffusionActorConfig, data: Batch) -> Tensor:
+    (advantages,) = require(data, "advantages", reason="the loss weighs steps by")
+    return advantages.clamp(-config.adv_clip_max, config.adv_clip_max)
 
 
 def _reference_kl(
@@ -154,15 +180,21 @@ def _reference_kl(
     device = model_output["log_probs"].device
     if not config.kl_coef and ("ref_prev_sample_mean" not in data or "prev_sample_mean" not in model_output):
         return None, Statistics.of(device=device)
+
     (mean,) = require(model_output, "prev_sample_mean", reason="kl_coef compares with the reference")
     reference, std = require(data, "ref_prev_sample_mean", "std", reason="kl_coef compares with")
     mean, reference, spread = mean.flatten(2), reference.detach().flatten(2), std.detach()
+
+    # A step that cannot be measured is replaced before any arithmetic, so nothing of it reaches the gradient.
     measured = mean.isfinite().all(-1) & reference.isfinite().all(-1) & (spread > 0)
     outside = ~measured.unsqueeze(-1)
     shift = mean.masked_fill(outside, 0.0) - reference.masked_fill(outside, 0.0)
     kl = shift.square().mean(-1) / (2 * spread.masked_fill(~measured, 1.0).square())
+
     row = Statistics.of(moments={"kl_ref": moments_of(kl.detach(), measured)})
-    return (config.kl_coef * aggregate(kl, measured, "token-mean", whole) if config.kl_coef else None), row
+    if not config.kl_coef:
+        return None, row
+    return config.kl_coef * aggregate(kl, measured, "token-mean", whole), row
 
 
 def _shares(statistics: Statistics) -> Statistics:

@@ -1,4 +1,4 @@
-"""An optimizer step over micro-batches, steps and ranks: the policy gradient is divided by what was kept, at last."""
+"""An optimizer step over micro-batches, steps and ranks: at its end, the gradient is divided by what was kept."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollcorr.correction.losses import PolicyLossOutput
 from rollcorr.correction.micro_batches import rescaling
 from rollcorr.correction.process_groups import sum_over
 from rollcorr.correction.split_gradients import SplitGradients
-from rollcorr.diffusion.options import DiffusionActorConfig
+from rollcorr.diffusion.actor_config import DiffusionActorConfig
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -24,7 +24,7 @@ class StepOutcome(NamedTuple):
         factor: what the policy gradient was scaled by: all steps / the denominator.
         kept: steps in the loss.
         total: steps that were sampled.
-        skipped: too little was kept: the gradients are gone, so leave the optimizer step out, and count it.
+        skipped: too little was kept, and the gradients are gone. Leave the optimizer step out, and count it.
     """
 
     factor: float
@@ -39,13 +39,13 @@ class StepOutcome(NamedTuple):
 
 
 class DiffusionGradients(SplitGradients):
-    """Gradients of one optimizer step, divided by all steps while they come in and by the denominator in the end.
+    """Gradients of one optimizer step: divided by all steps while they come in, and by the denominator at the end.
 
-    How many steps are kept is known after the last micro-batch only (in bypass mode it depends on π_θ). Dividing each
-    micro-batch by its own count would weigh steps by what else was in their micro-batch. The KL to the reference is
-    held apart meanwhile: rejection does not concern it.
+    The number of kept steps is known only after the last micro-batch (in bypass mode it depends on π_θ). Dividing each
+    micro-batch by its own count would weigh steps by what else was in their micro-batch. The gradient of the KL to the
+    reference is kept apart until then, because rejection does not concern it.
 
-    Wrappers, ranks and what is refused are as in `rollcorr.correction.micro_batches.BypassGradients`.
+    Wrappers, ranks and refused cases are as in `rollcorr.correction.micro_batches.BypassGradients`.
 
     Example:
         ```
@@ -95,11 +95,15 @@ class DiffusionGradients(SplitGradients):
     def finish(self) -> StepOutcome:
         """Rescale, sum over the ranks, and say what became of the step. Waits for the device, once."""
         self._check_open("finish()")
+
+        # What was kept, over every micro-batch and rank, decides the factor. A rank without a micro-batch adds 0.
         device = self.parameters[0].device if self.parameters else torch.device("cpu")
         zero = torch.zeros(2, dtype=torch.float64, device=device)
         amount, kept = sum_over(torch.stack([zero, *(x.to(device) for x in self._counts)]).sum(0), self.group)
         factor = rescaling(self.total_steps, amount)
         self._finish(factor)
+
+        # The one transfer to the host.
         scale, steps = torch.stack([factor, kept]).tolist()
         skipped = steps == 0 or steps < self._config.min_keep_fraction * self.total_steps
         if skipped:
