@@ -132,7 +132,7 @@ def _bypass(config: DiffusionActorConfig, model_output: Batch, data: Batch, sche
     keep = alone.loss_mask.view(log_prob.shape)
     weights = None if alone.loss_weights is None else alone.loss_weights.view(log_prob.shape)
 
-    # What is missing stays in the loss only under nonfinite="neutral", which means ratio 1. No log μ is a probability of 0.
+    # What is missing stays in the loss only under nonfinite="neutral", which means ratio 1; so does log μ = −inf.
     log_prob, behavior = neutral_log_probs(log_prob, rollout.masked_fill(~rollout.isfinite(), torch.nan))
     if config.correction.loss_type == "reinforce":
         advantages = _clipped_advantages(config, data)

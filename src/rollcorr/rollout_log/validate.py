@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from rollcorr.config.finding import Finding, HasFindings, merge_findings
+from rollcorr.config.sampling_spec import JSON_MINUS_INFINITY
 from rollcorr.rollout_log.arrow import pa
 from rollcorr.rollout_log.batch import LENGTH_FIX, RolloutBatch
 from rollcorr.rollout_log.errors import RolloutLogError
@@ -18,7 +19,6 @@ from rollcorr.rollout_log.schema import TOKEN_COLUMNS, arrow_type, check_columns
 
 CHECK_COLUMNS: tuple[tuple[str, ...], ...] = (("rollout_log_prob",), ("old_log_prob", "log_prob"))
 LOG_PROB_COLUMNS = ("rollout_log_prob", "old_log_prob", "log_prob")
-SENTINEL = -9999.0  # what vLLM's JSON writes for −inf
 ZERO_SHARE = 0.5  # of a row's sampled tokens; a row with more exact zeros is taken for a placeholder
 ZERO_TOKENS = 8  # rows with fewer sampled tokens are not judged by their zeros
 
@@ -288,7 +288,11 @@ def _log_probs(batch: RolloutBatch) -> RowFindings:
     for name in LOG_PROB_COLUMNS:
         if batch.has(name):
             value, row_of = _sampled(batch, name)
-            checks = ((value > 0, _POSITIVE), (value == SENTINEL, _SENTINEL), (~np.isfinite(value), _NONFINITE))
+            checks = (
+                (value > 0, _POSITIVE),
+                (value == JSON_MINUS_INFINITY, _SENTINEL),
+                (~np.isfinite(value), _NONFINITE),
+            )
             for bad, finding in checks:
                 yield _where(batch, bad, row_of, replace(finding, column=name))
 

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.finding import Finding, merge_findings
-from rollcorr.config.sampling_spec import SamplingSpec, compare
+from rollcorr.config.sampling_spec import JSON_MINUS_INFINITY, SamplingSpec, compare
 from rollcorr.core.statistics import Statistics, merge_statistics
 from rollcorr.correction.rollout_correction import Correction, correct
 from rollcorr.diagnostics.provenance.pair_sample import PairSample
 from rollcorr.rollout_log import RolloutBatch, Shard, read_shard, validate_batch
-from rollcorr.rollout_log.validate import SENTINEL
 
 CONTRADICTION = -1.0
 """Where one side is exactly 0.0 (probability 1) and the other below this, in nats, one of them was not computed."""
@@ -136,7 +135,7 @@ class Measurement:
         # An engine's −9999 stands for minus infinity: it is missing, as NaN is.
         rollout, train = batch.packed("rollout_log_prob"), batch.packed(self.train_column)
         mask = batch.packed("response_mask")
-        rollout, train = (x.masked_fill_(x == SENTINEL, torch.nan) for x in (rollout, train))
+        rollout, train = (x.masked_fill_(x == JSON_MINUS_INFINITY, torch.nan) for x in (rollout, train))
         return Tally(
             parts=dict(self._parts(batch, train, rollout, mask)),
             findings=merge_findings(validate_batch(batch)),

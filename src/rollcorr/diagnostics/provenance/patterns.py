@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.config.finding import Finding
+from rollcorr.config.sampling_spec import JSON_MINUS_INFINITY
 from rollcorr.diagnostics.numbers import format_number
 from rollcorr.diagnostics.provenance.pairs import (
     CERTAIN,
@@ -26,7 +27,6 @@ from rollcorr.diagnostics.provenance.pairs import (
     slope,
 )
 from rollcorr.diagnostics.provenance.provenance_findings import confidence_of, provenance_finding
-from rollcorr.rollout_log.validate import SENTINEL
 
 MIN_TOKENS = 16
 """Fewer valid tokens are not judged."""
@@ -212,7 +212,7 @@ def no_pattern(train: Tensor, rollout: Tensor) -> Finding:
 
 def is_known(log_prob: Tensor) -> Tensor:
     """Where a log-prob is a log-prob: not missing, and not above 0."""
-    return log_prob.isfinite() & (log_prob != SENTINEL) & (log_prob <= -CERTAIN)
+    return log_prob.isfinite() & (log_prob != JSON_MINUS_INFINITY) & (log_prob <= -CERTAIN)
 
 
 def _is_temperature(seen: Crowds) -> bool:
