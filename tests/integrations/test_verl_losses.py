@@ -1,5 +1,6 @@
 """The drop-in losses by hand; tests/integrations/test_verl_parity.py has their golden numbers."""
 
+import inspect
 import math
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import torch
 from implementations import per_implementation
 
 from rollcorr.integrations import verl
+from rollcorr.integrations.verl import v2025_11
 
 
 def actor(correction=None, **global_batch_info):
@@ -174,3 +176,13 @@ def test_errors_of_the_bypass_loss_name_what_is_missing():
         verl.compute_policy_loss_bypass_mode(*inputs, config=actor())
     with pytest.raises(ValueError, match="loss_type must be"):
         verl.compute_policy_loss_bypass_mode(*inputs, config=actor({"loss_type": "dpo"}))
+
+
+def test_losses_show_the_arguments_of_verl_to_help_and_editors():
+    tensors = ["old_log_prob", "log_prob", "advantages", "response_mask"]
+    of_registry = [*tensors, "loss_agg_mode", "config", "rollout_is_weights"]
+    for loss in (verl.compute_policy_loss_vanilla, verl.compute_policy_loss_bypass_mode):
+        parameters = inspect.signature(loss).parameters
+        assert list(parameters) == [*of_registry, "verl_parity"]
+        assert parameters["verl_parity"].kind is inspect.Parameter.KEYWORD_ONLY
+    assert list(inspect.signature(v2025_11.compute_policy_loss_vanilla).parameters) == of_registry

@@ -127,12 +127,12 @@ class WeightMetricsCall:
         rollout_is_level: their level.
         rollout_is_threshold: weights above it count as high.
         rollout_is_threshold_lower: weights below it count as low.
+        verl_parity: compute that release's numbers.
         log_threshold_upper: not needed; kept for call sites.
         log_threshold_lower: not needed; kept for call sites.
         has_catastrophic: (B, 1), rows that the veto rejects; None for none.
         catastrophic_tokens: (B, T), the tokens that caused it; None for none.
         SAFETY_BOUND: not needed; kept for call sites.
-        verl_parity: compute that release's numbers.
     """
 
     rollout_is_weights: Tensor
@@ -141,12 +141,12 @@ class WeightMetricsCall:
     rollout_is_level: str
     rollout_is_threshold: float
     rollout_is_threshold_lower: float
+    verl_parity: bool = field(default=False, kw_only=True)
     log_threshold_upper: Tensor | None = None
     log_threshold_lower: Tensor | None = None
     has_catastrophic: Tensor | None = None
     catastrophic_tokens: Tensor | None = None
     SAFETY_BOUND: float = 20.0
-    verl_parity: bool = field(default=False, kw_only=True)
 
 
 @called_as(WeightMetricsCall)
