@@ -43,7 +43,7 @@ def make_engine(policy, *, cls=VllmEngine, sampling=None, tokens=NEW_TOKENS, eng
         eos_token_id=policy.eos_token_id,
         pad_token_id=policy.pad_token_id,
         engine_args={"enforce_eager": True, "max_model_len": 512, **(engine_args or {})},
-        env={**CPU, "PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}"},
+        env={**CPU, "PYTHONPATH": f"{HERE}:{os.environ['PYTHONPATH']}"},
         **options,
     )
 

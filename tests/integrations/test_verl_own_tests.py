@@ -42,7 +42,7 @@ def test_verls_own_tests_pass_on_this_library(path):
     here = Path(__file__).parent
     environment = os.environ | {
         "ROLLCORR_VERL_GENERATION": generation(path.read_text()),
-        "PYTHONPATH": os.pathsep.join([str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(here), os.environ["PYTHONPATH"]]),
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "verl_shim", "-p", "no:cacheprovider", "-W", "ignore"]
     command += [f"--rootdir={path.parent}", str(path)]

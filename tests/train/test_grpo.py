@@ -1,13 +1,14 @@
 """One training step: what it computes, what it skips, and what never reaches the weights."""
 
 import copy
+import dataclasses
 import math
 
 import pytest
 import torch
 
 from rollcorr.core.statistics import Statistics
-from rollcorr.train import grpo
+from rollcorr.train.grpo import grpo_trainer
 from rollcorr.train.grpo.policy import make_tiny_policy
 from rollcorr.train.grpo.tasks import Reward
 
@@ -131,12 +132,12 @@ def test_bypass_corrects_with_the_policy_being_trained(micro_trainer):
 def test_a_non_finite_loss_costs_its_step_and_nothing_else(micro_trainer, monkeypatch, preset):
     trainer = micro_trainer(f"algorithm.rollout_correction={preset}", "optim.mini_batch_size=6")
     before = weights(trainer)
-    healthy = grpo.hard_gated_reward
-    monkeypatch.setattr(grpo, "hard_gated_reward", lambda *_, **__: Reward(math.nan, correct=False))
+    healthy = grpo_trainer.hard_gated_reward
+    monkeypatch.setattr(grpo_trainer, "hard_gated_reward", lambda *_, **__: Reward(math.nan, correct=False))
     assert trainer.step(1).metrics["actor/skipped_steps"] == 2
     assert torch.equal(weights(trainer), before)
     assert not trainer.optimizer.state  # the moments have not seen it either
-    monkeypatch.setattr(grpo, "hard_gated_reward", healthy)
+    monkeypatch.setattr(grpo_trainer, "hard_gated_reward", healthy)
     assert trainer.step(2).metrics["actor/skipped_steps"] == 2
     assert not torch.equal(weights(trainer), before)
     assert weights(trainer).isfinite().all()
@@ -188,8 +189,8 @@ def test_rejected_rows_leave_the_baseline_on_request(micro_trainer, micro_config
     batch = trainer._add_correction(trainer._add_old_log_prob(trainer._sample(1)))
     kept = torch.ones(12, dtype=torch.bool)
     kept[0] = False
-    batch = grpo.dataclasses.replace(batch, correction=grpo.dataclasses.replace(batch.correction, sequence_kept=kept))
-    other = grpo.dataclasses.replace(batch, rewards=[Reward(50.0, correct=True), *batch.rewards[1:]])
+    batch = dataclasses.replace(batch, correction=dataclasses.replace(batch.correction, sequence_kept=kept))
+    other = dataclasses.replace(batch, rewards=[Reward(50.0, correct=True), *batch.rewards[1:]])
     assert not torch.equal(
         trainer._add_advantages(batch).advantages[1:4], trainer._add_advantages(other).advantages[1:4]
     )

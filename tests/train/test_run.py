@@ -15,10 +15,10 @@ from rollcorr.engines.transformers import TransformersEngine
 from rollcorr.rollout_log import convert_log, read_rollout_log, validate_rollout_log
 from rollcorr.run_directory.run_logger import read_metrics
 from rollcorr.train import checkpoint as checkpoints
-from rollcorr.train import grpo
 from rollcorr.train.checkpoint import latest_checkpoint
 from rollcorr.train.config_file import load_config
 from rollcorr.train.grpo import grpo_run as run_module
+from rollcorr.train.grpo import grpo_trainer
 from rollcorr.train.grpo.engine_choice import make_engine
 from rollcorr.train.grpo.grpo_run import train
 from rollcorr.train.grpo.grpo_trainer import GrpoTrainer
@@ -110,6 +110,7 @@ def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(micro_config, tmp_
     assert_same(outcome(tmp_path / "run"), outcome(whole))
 
 
+@pytest.mark.usefixtures("ctrl_c_at_start")
 def test_a_second_ctrl_c_stops_at_once_and_keeps_the_last_checkpoint(micro_config, tmp_path, console, monkeypatch):
     step = GrpoTrainer.step
 
@@ -259,7 +260,7 @@ def test_a_step_whose_engine_fails_is_not_trained_on_and_the_run_goes_on_later(
     assert latest_checkpoint(tmp_path / "run" / "checkpoints").name == "step_000002"
 
     monkeypatch.undo()
-    monkeypatch.setattr(grpo, "hard_gated_reward", lambda *_, **__: Reward(0.0, correct=False))
+    monkeypatch.setattr(grpo_trainer, "hard_gated_reward", lambda *_, **__: Reward(0.0, correct=False))
     train(load_config(tmp_path / "run" / "config.yaml", ["resume=true"]), console=console)
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
 
