@@ -13,7 +13,7 @@
 #   locale     Turkish in UTF-8, German in ISO-8859-1, and plain C without Python's switch to UTF-8 (one run each;
 #              the first two are made with localedef in a temporary folder, and left out where that is missing)
 #   umask      new files are readable by their owner alone
-#   home       HOME is not set, and the folder for temporary files has a space and an umlaut in its name
+#   home       HOME is not set, and the folder for temporary files has a space in its name (in UTF-8 also an umlaut)
 #   variables  narrow screens, forced colors, CI, proxies that do not answer, a launcher's ranks, three threads
 #   folder     pytest starts in the root folder of the file system
 #   copy       the tests run in a copy of the files that git tracks, with the compiled kernels, but without .git
@@ -84,15 +84,10 @@ if asked order; then
     set -- "$@" -p reverse_order
 fi
 if asked umask; then umask 077; fi
-if asked home; then
-    unset HOME
-    TMPDIR="$work/temporäre Dateien"
-    mkdir "$TMPDIR"
-    export TMPDIR
-fi
+if asked home; then unset HOME; fi
 if asked variables; then
     export COLUMNS=20 LINES=5 FORCE_COLOR=1 TERM=dumb TERMINAL_WIDTH=20 CI=true GITHUB_ACTIONS=true PYTHONHASHSEED=7
-    export TZ=Asia/Kathmandu OMP_NUM_THREADS=3 MPLBACKEND=no_such_backend RANK=1 LOCAL_RANK=1 WORLD_SIZE=4
+    export TZ=Asia/Kathmandu OMP_NUM_THREADS=3 MPLBACKEND=module://of_a_notebook RANK=1 LOCAL_RANK=1 WORLD_SIZE=4
     export http_proxy=http://127.0.0.1:9 https_proxy=http://127.0.0.1:9 all_proxy=http://127.0.0.1:9
 fi
 if asked load; then
@@ -112,6 +107,11 @@ for locale in ${locales:-as_it_is}; do
             C) export LC_ALL=C PYTHONCOERCECLOCALE=0 PYTHONUTF8=0 ;;
             *) export LOCPATH="$work/locales" LC_ALL="$locale" LANG="$locale" PYTHONUTF8=0 ;;
         esac
+        if asked home; then
+            case $locale in C|*8859*) TMPDIR="$work/temporary files $locale" ;; *) TMPDIR="$work/temporäre Dateien" ;; esac
+            mkdir "$TMPDIR"
+            export TMPDIR
+        fi
         if asked terminal; then
             exec setsid "$python" "$@" <&- >"$log" 2>&1
         fi
