@@ -5,9 +5,7 @@ python examples/three_policies_loss.py
 
 import torch
 
-from rollcorr import PolicyLogProbs, RolloutCorrectionConfig, correct
-from rollcorr.correction.losses import loss_metrics, policy_loss
-from rollcorr.correction.micro_batches import BypassGradients
+from rollcorr import BypassGradients, PolicyLogProbs, RolloutCorrectionConfig, correct, loss_metrics, policy_loss
 
 generator = torch.Generator().manual_seed(0)
 response_mask = torch.arange(32) < torch.randint(4, 33, (8, 1), generator=generator)

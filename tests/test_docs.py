@@ -100,6 +100,13 @@ def test_a_page_imports_from_the_front_doors_alone(page):
             assert importlib.import_module(module).__all__
 
 
+def test_the_page_of_stable_names_lists_what_the_front_door_opens():
+    import rollcorr
+
+    section = PAGES["docs/stable.md"].split("## Names of `rollcorr`")[1].split("##")[0]
+    assert set(re.findall(r"`(\w+)`", section)) == set(rollcorr.__all__)
+
+
 def test_a_deeper_import_would_be_found():
     assert imported_modules("from rollcorr.core.weights import truncated_weights") == {"rollcorr.core.weights"}
     assert Path(importlib.util.find_spec("rollcorr.core.weights").origin).name != "__init__.py"
