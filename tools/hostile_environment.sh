@@ -4,6 +4,7 @@
 #
 #   tools/hostile_environment.sh                             everything at once, for each locale
 #   tools/hostile_environment.sh -c "signals umask"          only some conditions, to find the one at fault
+#   tools/hostile_environment.sh -l C                        only this locale
 #   tools/hostile_environment.sh -c locale -- tests/cli      arguments after -- go to pytest
 #   PYTHON=.venv/bin/python tools/hostile_environment.sh     with this interpreter (the default is python3)
 #
@@ -30,9 +31,11 @@ case $python in /*) ;; *) python=$(pwd)/$python ;; esac
 
 every="signals terminal locale umask home variables folder copy order load"
 conditions="signals terminal locale umask home variables folder copy order"
+locales="C tr_TR.UTF-8 de_DE.ISO-8859-1"
 while [ $# -gt 0 ]; do
     case $1 in
         -c) conditions=$2; shift 2 ;;
+        -l) locales=$2; shift 2 ;;
         -h|--help) sed -n '2,/^$/s/^# \{0,1\}//p' "$0"; exit 0 ;;
         --) shift; break ;;
         *) break ;;
@@ -47,15 +50,17 @@ work=$(mktemp -d "${TMPDIR:-/tmp}/hostile.XXXXXX")
 busy=""
 trap 'for one in $busy; do kill "$one" 2>/dev/null; done; rm -rf "$work"' EXIT
 
-# The locales to try; "" leaves the locale as it is.
-locales=""
+usable=""
 if asked locale; then
-    locales="C"
-    if command -v localedef >/dev/null; then
-        mkdir "$work/locales"
-        localedef -i tr_TR -f UTF-8 "$work/locales/tr_TR.UTF-8" 2>/dev/null && locales="$locales tr_TR.UTF-8"
-        localedef -i de_DE -f ISO-8859-1 "$work/locales/de_DE.ISO-8859-1" 2>/dev/null && locales="$locales de_DE.ISO-8859-1"
-    fi
+    mkdir "$work/locales"
+    for locale in $locales; do
+        if [ "$locale" = C ] ||
+            localedef -i "${locale%%.*}" -f "${locale#*.}" "$work/locales/$locale" 2>/dev/null; then
+            usable="$usable $locale"
+        else
+            echo "left out: locale $locale, which localedef cannot make here"
+        fi
+    done
 fi
 
 tests=$root
@@ -99,7 +104,7 @@ fi
 if asked signals; then trap '' INT HUP; fi
 
 failed=0
-for locale in ${locales:-as_it_is}; do
+for locale in ${usable:-as_it_is}; do
     log=$work/$locale.log
     (
         case $locale in

@@ -14,7 +14,7 @@ from rollcorr import correct
 from rollcorr.config import InertOptionWarning, RolloutCorrectionConfig
 from tests.conftest import GOLDEN
 
-CASES = {case["name"]: case for case in json.loads((GOLDEN / "golden.json").read_text())["cases"]}
+CASES = {case["name"]: case for case in json.loads((GOLDEN / "golden.json").read_text(encoding="utf-8"))["cases"]}
 
 TOKEN_METRICS = {"kl", "k3_kl", "chi2_token", "rollout_is_mean", "rollout_rs_masked_fraction"}
 SEQUENCE_METRICS = {

@@ -342,7 +342,8 @@ def recording(name):
 
 
 def test_recorded_sglang_log_probs_over_the_kept_set_are_called_truncated():
-    answers = recording("engines/recordings/sglang_0.5.23.json")["temperature_0.7_top_p_0.9_top_k_20_with_sampling_mask"]["response"]
+    recorded = recording("engines/recordings/sglang_0.5.23.json")
+    answers = recorded["temperature_0.7_top_p_0.9_top_k_20_with_sampling_mask"]["response"]
     meta = [answer["meta_info"] for answer in answers]
     full = torch.tensor([[entry[0] for entry in m["output_token_logprobs"]] for m in meta])
     kept = torch.tensor([m["output_token_sampling_logprobs"] for m in meta])

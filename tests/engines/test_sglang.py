@@ -21,7 +21,7 @@ from rollcorr.core.sampling import check_kept_sets, joint_support, top_k_support
 from rollcorr.engines.base import EngineAnswerError, EngineError, EngineUnavailableError, WeightSyncError
 from rollcorr.engines.sglang import SglangEngine
 
-RECORDED = json.loads((Path(__file__).parent / "recordings" / "sglang_0.5.23.json").read_text())
+RECORDED = json.loads((Path(__file__).parent / "recordings" / "sglang_0.5.23.json").read_text(encoding="utf-8"))
 RAW, TEMPERED, PROCESSED = RECORDED.values()
 SPECS = {
     "raw": SamplingSpec(),

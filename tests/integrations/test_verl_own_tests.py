@@ -41,7 +41,7 @@ def test_verls_own_tests_pass_on_this_library(path):
     assert path.exists(), f"no rollout-correction tests under {', '.join(map(str, CHECKOUTS))}"
     here = Path(__file__).parent
     environment = os.environ | {
-        "ROLLCORR_VERL_GENERATION": generation(path.read_text()),
+        "ROLLCORR_VERL_GENERATION": generation(path.read_text(encoding="utf-8")),
         "PYTHONPATH": os.pathsep.join([str(here), os.environ["PYTHONPATH"]]),
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "verl_shim", "-p", "no:cacheprovider", "-W", "ignore"]

@@ -122,7 +122,7 @@ def test_an_unknown_instruction_set_is_an_error_that_lists_the_known():
 
 
 def test_python_and_c_agree_on_numbers():
-    text = (FOLDER / "job.h").read_text()
+    text = (FOLDER / "job.h").read_text(encoding="utf-8")
     for name, value in (("ABI", ABI), ("MAX_CRITERIA", MAX_CRITERIA)):
         assert re.search(rf"#define {name} (\d+)", text).group(1) == str(value)
 
