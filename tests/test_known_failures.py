@@ -24,6 +24,8 @@ from rollcorr.kernels.correction import correction_kernel, implementations
 
 NAN, INF = math.nan, math.inf
 TOKEN_IS = RolloutCorrectionConfig(rollout_is="token")
+# Triton's interpreter is slow; tests/kernels/test_triton_kernel.py merges the shards of the Triton kernel.
+USABLE = [name for name, (usable, _) in implementations().items() if usable and name != "triton"]
 
 
 def pair(*log_ratios: float, rollout: float = -30.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -172,11 +174,9 @@ def test_12_effective_sample_size_is_at_most_one(level, shift):
 
 
 @pytest.mark.parametrize("shards", range(1, 9))
-@pytest.mark.parametrize("impl", [name for name, (usable, _) in implementations().items() if usable])
+@pytest.mark.parametrize("impl", USABLE)
 def test_13_no_metric_depends_on_the_number_of_shards(impl, shards):
     """Whole sequences, of uneven length, dealt to 1–8 ranks; the seventh and eighth have none."""
-    if impl == "triton":
-        pytest.skip("Triton's interpreter is slow; tests/kernels/test_triton_kernel.py merges its shards")
     whole, parts = batch_of(B=6, T=300), []
     for part in zip(*(x.tensor_split(shards) for x in whole), strict=True):
         parts.append(correct(*part, "decoupled_k3_rs_seq_tis", impl=impl).statistics)

@@ -20,8 +20,10 @@ FILES.append("test_loss_aggregation_on_cpu.py")
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),  # the count of each file is reported as a warning
-    pytest.mark.skipif(not CHECKOUTS, reason="ROLLCORR_VERL_TESTS does not name a verl checkout's tests directory"),
-    pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed"),
+    pytest.mark.skipif(
+        not CHECKOUTS or importlib.util.find_spec("verl") is None,
+        reason="this needs verl and its tests: `make test-verl VERL_TESTS=/path/to/verl/tests`",
+    ),
 ]
 
 
