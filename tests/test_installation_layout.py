@@ -1,6 +1,7 @@
 """Where `import rollcorr` leads: a checkout tests itself, and a script beside a clone finds the installed package."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -50,3 +51,10 @@ def test_a_script_in_the_folder_above_a_clone_imports_the_installed_package(tmp_
         [sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
     )
     assert Path(done.stdout.strip()).resolve() == (clone / "src" / "rollcorr" / "__init__.py").resolve()
+
+
+def test_every_file_that_the_makefile_names_is_there():
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    named = re.findall(r"(?<![\w./=])(?:tests|tools|examples|benchmarks|src)/[\w./*]*[\w*]", text)
+    assert len(named) > 10
+    assert [name for name in named if not list(ROOT.glob(name))] == []

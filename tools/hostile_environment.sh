@@ -47,8 +47,10 @@ done
 asked() { case " $conditions " in *" $1 "*) return 0 ;; *) return 1 ;; esac; }
 
 work=$(mktemp -d "${TMPDIR:-/tmp}/hostile.XXXXXX")
-busy=""
-trap 'for one in $busy; do kill "$one" 2>/dev/null; done; rm -rf "$work"' EXIT
+started=""
+trap 'for one in $started; do kill "$one" 2>/dev/null || true; done; rm -rf "$work"' EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
 
 usable=""
 if asked locale; then
@@ -98,7 +100,7 @@ fi
 if asked load; then
     for _ in $(seq $((2 * $(nproc)))); do
         (while :; do :; done) &
-        busy="$busy $!"
+        started="$started $!"
     done
 fi
 if asked signals; then trap '' INT HUP; fi
@@ -122,6 +124,7 @@ for locale in ${usable:-as_it_is}; do
         fi
         exec "$python" "$@" >"$log" 2>&1
     ) &
+    started="$started $!"
     if wait $!; then verdict=passed; else verdict=FAILED failed=1; fi
     echo "$verdict: conditions $conditions, locale $locale"
     if [ $verdict = passed ]; then tail -n 1 "$log"; else cat "$log"; fi
