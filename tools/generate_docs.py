@@ -43,7 +43,7 @@ A preset is a `RolloutCorrectionConfig` with a name. The three spellings below m
 alone, wherever a configuration is taken: `rollcorr.correct(..., "decoupled_token_is")`.
 
 ```python
-from rollcorr.config import RolloutCorrectionConfig
+from rollcorr import RolloutCorrectionConfig
 
 RolloutCorrectionConfig.decoupled_token_is(threshold=2.0)
 RolloutCorrectionConfig.preset("decoupled_token_is", threshold=2.0)
