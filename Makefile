@@ -11,7 +11,8 @@ VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 VERL_VENV := .venv-verl
 VERL_STAMP := $(VERL_VENV)/.installed
-VERL_NEEDS := accelerate codetiming cloudpickle importlib_metadata orjson pandas pyvers ray
+VERL_NEEDS := accelerate aiohttp cachetools cloudpickle codetiming datasets dill fastapi importlib_metadata orjson pandas peft
+VERL_NEEDS += pybind11 pylatexenc pyvers pyzmq ray torchdata TransferQueue uvicorn
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
