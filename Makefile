@@ -1,6 +1,6 @@
 .DEFAULT_GOAL := help
 .PHONY: help install demo demo-seeds demo-diffusion demo-diffusion-seeds
-.PHONY: test test-anywhere test-slow test-triton test-arm test-ray test-verl test-vllm
+.PHONY: test test-anywhere test-slow test-oracle test-triton test-arm test-ray test-verl test-vllm
 .PHONY: check docs bench clean
 
 PYTHON ?= python3
@@ -13,6 +13,9 @@ VERL_VENV := .venv-verl
 VERL_STAMP := $(VERL_VENV)/.installed
 VERL_NEEDS := accelerate aiohttp cachetools cloudpickle codetiming datasets dill fastapi importlib_metadata orjson pandas peft
 VERL_NEEDS += pybind11 pylatexenc pyvers pyzmq ray torchdata TransferQueue uvicorn
+# What runs once per implementation of the correction.
+BEHAVIOR := tests/test_oracle.py tests/test_known_failures.py tests/correction/test_correction.py tests/correction/test_correction_golden.py \
+	tests/correction/test_correction_out.py tests/kernels/test_detail.py
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
@@ -66,9 +69,13 @@ test-anywhere: $(STAMP) ## Run the tests as a background job without a terminal,
 test-slow: $(STAMP) ## Fuzz the numbers with 10,000 examples of each property (half an hour)
 	$(BIN)/python -m pytest tests/correction/test_numeric_fuzzing.py --hypothesis-profile=slow
 
+test-oracle: $(STAMP) ## Hold each implementation against float64: 200 random batches for each of ten seeds (5 minutes)
+	ROLLCORR_ORACLE_SEEDS=10 $(BIN)/python -m pytest tests/test_oracle.py --numprocesses 2
+
 test-triton: $(STAMP) ## Test the GPU kernels without a GPU: interpreted, and compiled for four GPUs (installs Triton, 1 GB)
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[triton]'
 	$(BIN)/python -m pytest tests/kernels/test_triton_*.py
+	$(BIN)/python -m pytest $(BEHAVIOR) -k triton -m "not slow" --numprocesses 2
 
 test-ray: $(STAMP) ## Test `rollcorr check --ray` on a Ray cluster of this machine (installs Ray)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'

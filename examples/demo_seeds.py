@@ -19,8 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rollcorr.run_directory import read_metrics
-from rollcorr.train import load_config
-from rollcorr.train.grpo import train
+from rollcorr.train import load_config, train
 
 DEMO = Path(__file__).parent / "train" / "demo.yaml"
 WINDOW = 10
@@ -89,14 +88,14 @@ def main() -> int:
             return 1
         rows = read_metrics(run_dir / "metrics.jsonl")
         verdict = judge(
-            summary.before.accuracy,
+            summary.before["accuracy"],
             [row["reward/mean"] for row in rows],
             [row["rollout_corr/k3_kl"] for row in rows],
         )
         failures += [f"seed {seed}: {failure}" for failure in verdict.failures]
         table.add_row(
             str(seed),
-            f"{verdict.accuracy:.1%} → {summary.after.accuracy:.1%}",
+            f"{verdict.accuracy:.1%} → {summary.after['accuracy']:.1%}",
             f"{verdict.first:.2f} → {verdict.last:.2f}",
             f"{verdict.gain:.2f} ± {verdict.standard_error:.2f}",
             f"{verdict.k3:.1e}",

@@ -4,7 +4,7 @@
 
 A run passes when its reward rises by at least 0.05 and by three standard errors (mean of the last ten steps against
 the first ten), and the mismatch between the bfloat16 sampler and the float32 trainer is measured and small. Three
-columns show what bypass mode saves: forward passes of the trainer a step, seconds of the recompute pass, seconds of a
+columns show what bypass mode saves: forward passes of the trainer per step, seconds of the recompute pass, seconds of a
 step. Exit code 0 when every run passes.
 """
 
@@ -22,8 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rollcorr.run_directory import read_metrics
-from rollcorr.train import load_recipe
-from rollcorr.train.flow_grpo import train
+from rollcorr.train import load_config, train
 
 DEMO = Path(__file__).parent / "train" / "flow_grpo.yaml"
 WINDOW = 10
@@ -96,7 +95,7 @@ def main() -> int:
     for mode in options.modes.split(","):
         for seed in map(int, options.seeds.split(",")):
             run_dir = options.root / f"{mode}_{seed}"
-            config = load_recipe(DEMO, [*MODES[mode], *options.overrides, f"seed={seed}", f"run_dir={run_dir}"])
+            config = load_config(DEMO, [*MODES[mode], *options.overrides, f"seed={seed}", f"run_dir={run_dir}"])
             start = time.perf_counter()
             summary = train(config, console=console)
             seconds = time.perf_counter() - start
@@ -111,7 +110,7 @@ def main() -> int:
                 str(seed),
                 f"{verdict.first:.2f} → {verdict.last:.2f}",
                 f"{verdict.gain:.2f} ± {verdict.standard_error:.2f}",
-                f"{summary.before.reward:.2f} → {summary.after.reward:.2f}",
+                f"{summary.before['reward']:.2f} → {summary.after['reward']:.2f}",
                 f"{verdict.exact_kl:.1e}",
                 f"{statistics.fmean(row['perf/forward_passes'] for row in rows):.0f}",
                 f"{statistics.fmean(row['perf/old_log_prob_seconds'] for row in rows):.3f}",

@@ -27,8 +27,8 @@ from rich.table import Table
 from rollcorr import SamplingSpec
 from rollcorr.engines import TransformersEngine
 from rollcorr.run_directory import read_metrics
-from rollcorr.train import latest_checkpoint, load_config
-from rollcorr.train.grpo import evaluate, load_policy, make_task, train
+from rollcorr.train import latest_checkpoint, load_config, train
+from rollcorr.train.grpo import evaluate, load_policy, make_task
 
 DEMO = Path(__file__).parent / "train" / "demo.yaml"
 WHOLE = ("actor.sampling=full", "actor.allow_incompatible=true")
@@ -127,14 +127,14 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path) -> None:
     FigureCanvasAgg(figure)
     titles = {"reward": "reward, mean of 5 steps", "k3": "k3(μ‖π_old), nats", "mean_ratio": "mean ratio π_old / μ"}
     for axes, (name, title) in zip(figure.subplots(1, 3), titles.items(), strict=True):
-        for colour, arm in zip(("#b45309", "#7c3aed", "#2563c9"), ARMS, strict=True):
+        for color, arm in zip(("#b45309", "#7c3aed", "#2563c9"), ARMS, strict=True):
             runs = [smooth(r["curves"][name], 5 if name == "reward" else 1) for r in results if r["arm"] == arm]
             if not runs:
                 continue
             columns = list(zip(*runs, strict=True))
             steps = range(1, len(columns) + 1)
-            axes.plot(steps, [statistics.fmean(column) for column in columns], color=colour, label=arm, linewidth=1.5)
-            axes.fill_between(steps, list(map(min, columns)), list(map(max, columns)), color=colour, alpha=0.15)
+            axes.plot(steps, [statistics.fmean(column) for column in columns], color=color, label=arm, linewidth=1.5)
+            axes.fill_between(steps, list(map(min, columns)), list(map(max, columns)), color=color, alpha=0.15)
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("step")
         axes.set_yscale("log" if name == "k3" else "linear")

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton; 0 runs its kernels on a GPU
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from implementations import IMPLEMENTATIONS, Runs, under_test
 
 # What a terminal, a shell profile, a CI runner or a cluster's launcher sets changes what Rich, Typer and torch print or
 # do. Typer reads some of it when a test imports it; the programs that tests start inherit the rest.
@@ -38,6 +42,13 @@ settings.register_profile("rollcorr", max_examples=40, derandomize=True, **PATIE
 settings.register_profile("slow", max_examples=10_000, derandomize=False, **PATIENT)
 settings.load_profile("rollcorr")
 
+RAN_ON_BLOCKED = "ran on blocked"
+"""Property of a test: why "blocked" ran where the test's id names another implementation."""
+
+if "triton" in IMPLEMENTATIONS:
+    # The interpreter computes with numpy, which reports infinities that a selection afterwards drops.
+    np.seterr(all="ignore")
+
 GOLDEN = Path(__file__).parent / "golden"
 
 
@@ -53,3 +64,26 @@ def ctrl_c_at_start(request):
     before = signal.signal(signal.SIGINT, request.param)
     yield request.param
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def implementation(request: pytest.FixtureRequest) -> Iterator[Runs]:
+    """Run the test on one implementation of the correction (tests/implementations.py: `per_implementation`)."""
+    with under_test(request.param) as runs:
+        yield runs
+    assert runs.own or runs.others, "this test calls no correction, so it need not run once per implementation"
+    for reason in runs.others:
+        request.node.user_properties.append((RAN_ON_BLOCKED, f"{runs.name}: {reason}"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say where another implementation ran than the one that the test's id names."""
+    instead: Counter[str] = Counter()
+    # pytest files the reports of successful teardowns under no category.
+    for report in terminalreporter.stats.get("", []):
+        for key, value in report.user_properties if report.when == "teardown" else ():
+            instead[value] += key == RAN_ON_BLOCKED
+    if instead:
+        terminalreporter.section("implementations")
+    for reason, tests in sorted(instead.items()):
+        terminalreporter.line(f"{tests} tests ran on 'blocked' and not on {reason}")

@@ -145,6 +145,24 @@ def test_no_value_is_read_on_the_device_path(path):
                 assert call.func.attr not in {"item", "tolist", "cpu", "nonzero"}, f"{path.name}: {node.name}"
 
 
+FACTORIES = {
+    *("arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones"),
+    *("rand", "randint", "randn", "randperm", "range", "scalar_tensor", "tensor", "tril_indices", "triu_indices"),
+    "zeros",
+}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda f: str(f.relative_to(PACKAGE)))
+def test_every_new_tensor_says_its_device(path):
+    """Without one it lands on torch's default device, which is the caller's: a GPU, say, while the batch is not."""
+    for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in FACTORIES):
+            continue
+        if ast.unparse(call.func.value) == "torch":
+            given = {keyword.arg for keyword in call.keywords}
+            assert "device" in given, f"{path.name}:{call.lineno}: {ast.unparse(call)}: say device="
+
+
 STUBS = PACKAGE.rglob("__init__.pyi")
 FRONT_DOORS = sorted(".".join(("rollcorr", *path.parent.relative_to(PACKAGE).parts)) for path in STUBS)
 

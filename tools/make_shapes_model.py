@@ -1,6 +1,6 @@
 """Make the picture model that the Flow-GRPO demo starts from: `python tools/make_shapes_model.py` (minutes on a core).
 
-A random SD3-type transformer learns coloured shapes by flow matching, with half of the prompts swapped, and is written
+A random SD3-type transformer learns colored shapes by flow matching, with half of the prompts swapped, and is written
 to `src/rollcorr/train/assets/shapes` (1.2 MB).
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from implementations import per_implementation
 
 from rollcorr import RolloutCorrectionConfig, correct
 from rollcorr.core.health_ranges import CRITERION_RANGES, RANGES
@@ -38,6 +39,7 @@ def test_every_specified_metric_is_in_the_registry():
     assert len(CRITERIA) == 11
 
 
+@per_implementation
 def test_every_specified_metric_is_produced_by_some_configuration():
     train, rollout, mask = torch.randn(3, 4), torch.randn(3, 4), torch.ones(3, 4)
     produced: set[str] = set()

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from implementations import per_implementation
 
 from rollcorr.config import LossConfig, RolloutCorrectionConfig
 from rollcorr.core.aggregation import count_denominators
@@ -118,6 +119,7 @@ def test_micro_batches_rescaled_at_the_end_equal_one_big_batch(mode, loss_type, 
     assert_same_gradients(split_step(rollouts, config, loss, parts)[1], whole_step(rollouts, config, loss)[1])
 
 
+@per_implementation
 @every_mode
 def test_the_factor_matters_and_leaves_kl_and_entropy_alone(mode):
     """Without the rescaling the gradient is diluted; rescaling all of it would inflate KL and entropy."""
@@ -140,6 +142,7 @@ def test_the_factor_matters_and_leaves_kl_and_entropy_alone(mode):
     torch.testing.assert_close(gradients[0], factor * diluted + apart)
 
 
+@per_implementation
 @every_mode
 @pytest.mark.parametrize("regularized", [False, True])
 def test_when_nothing_is_kept_only_kl_and_entropy_are_left(mode, regularized):
@@ -166,6 +169,7 @@ def test_a_step_without_a_token_or_a_micro_batch_has_no_gradient():
     assert gradients_of(model) == [None] * 4
 
 
+@per_implementation
 def test_packed_sequences_carry_their_offsets():
     inputs, tokens, rollout_log_prob, ref_log_prob, advantages, mask = random_rollouts(5)
     config, loss = configurations("seq-mean-token-mean", "reinforce", "kept", True)
@@ -197,6 +201,7 @@ def test_gradients_that_are_there_before_are_refused():
         step.finish()
 
 
+@per_implementation
 @pytest.mark.parametrize("regularized", [False, True])
 def test_the_gradient_of_another_loss_is_added_and_not_rescaled(regularized):
     """Such as the balancing loss of a mixture of experts, before, between or after the micro-batches."""

@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from implementations import IMPLEMENTATIONS, per_implementation, widest_dtype
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollcorr import correct
@@ -30,9 +31,10 @@ def config(**fields) -> RolloutCorrectionConfig:
         return RolloutCorrectionConfig(**fields)
 
 
+@per_implementation
 def test_a_batch_worked_by_hand():
     """Two sequences, ρ = (2, 1/2, –) and (4, 1, 1): weights, masks, counts and every kind of metric."""
-    log = torch.tensor([[2.0, 0.5, 9.0], [4.0, 1.0, 1.0]], dtype=torch.float64).log()
+    log = torch.tensor([[2.0, 0.5, 9.0], [4.0, 1.0, 1.0]], dtype=widest_dtype()).log()
     rollout = torch.full_like(log, math.log(0.25))
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
     correction = correct(
@@ -87,6 +89,7 @@ def test_a_preset_a_dictionary_of_any_generation_or_a_configuration(given):
     assert actual.metrics() == expected.metrics()
 
 
+@per_implementation
 def test_no_correction_at_all_computes_nothing():
     """2025-10 with a null threshold: neither weights nor metrics, which is not `disabled`."""
     train, rollout, mask = batch()
@@ -100,6 +103,7 @@ def test_no_correction_at_all_computes_nothing():
         correction.denominators()
 
 
+@per_implementation
 def test_metrics_only_changes_nothing():
     train, rollout, mask = batch()
     correction = correct(train, rollout, mask, "disabled")
@@ -110,6 +114,7 @@ def test_metrics_only_changes_nothing():
     assert measured.loss_weights is None
 
 
+@per_implementation
 @pytest.mark.parametrize("shape", [(0, 0), (0, 5), (3, 0), (2, 4)])
 def test_an_empty_or_masked_batch_gives_shapes_and_zero_counts(shape):
     zeros = torch.full(shape, math.nan)
@@ -123,6 +128,7 @@ def test_an_empty_or_masked_batch_gives_shapes_and_zero_counts(shape):
         assert all(value == 0.0 for value in metrics.values()), metrics
 
 
+@per_implementation
 def test_a_probability_of_zero_is_a_fact_and_not_missing():
     """log π = −inf: weight 0, rejected by k1 with a lower bound, k2, k3 and the veto; out of log-space metrics."""
     train, rollout = torch.tensor([[-1.0, -math.inf]]), torch.full((1, 2), -1.0)
@@ -152,8 +158,9 @@ def test_a_probability_of_zero_is_a_fact_and_not_missing():
         assert correct(train, rollout, mask, config(rollout_is=level)).weights.tolist() == [[0.0, 0.0]]
 
 
+@per_implementation
 def test_the_veto_is_strict_and_independent_of_weights():
-    log = torch.tensor([[1e-4, 1.0], [0.99e-4, 1.0]], dtype=torch.float64).log()
+    log = torch.tensor([[1e-4, 1.0], [0.99e-4, 1.0]], dtype=widest_dtype()).log()
     rollout = torch.full_like(log, -1.0)
     correction = correct(rollout + log, rollout, torch.ones(2, 2), config(rollout_token_veto_threshold=1e-4))
     assert correction.loss_mask.tolist() == [[True, True], [False, False]]
@@ -162,6 +169,7 @@ def test_the_veto_is_strict_and_independent_of_weights():
     assert metrics["rollout_is_catastrophic_token_fraction"] == 0.25
 
 
+@per_implementation
 def test_shares_are_at_most_one_when_missing_tokens_count_as_ratio_one():
     """Ratio 1 is below the band 1.5–2, and the missing tokens count in the denominator as in the numerator."""
     train = torch.tensor([[-1.0, math.nan, math.nan, math.nan]])
@@ -170,6 +178,7 @@ def test_shares_are_at_most_one_when_missing_tokens_count_as_ratio_one():
     assert metrics["rollout_rs_token_k1_fraction_low"] == 1.0
 
 
+@per_implementation
 def test_what_a_criterion_rejects_alone_and_with_others():
     """ρ = (3, 1) and (3, 3): token_k1 ≤ 2 rejects the 3s, seq_sum_k1 ≤ 5 the second sequence."""
     log = torch.tensor([[3.0, 1.0], [3.0, 3.0]]).log()
@@ -186,6 +195,26 @@ def test_what_a_criterion_rejects_alone_and_with_others():
     assert metrics["rs/rollout_rs_seq_overlap_fraction"] == 1 / 2
 
 
+@per_implementation
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_per_sequence_shares_are_of_the_weights_after_the_safety_bound(level):
+    """ρ = e³ is beyond the ceiling 4, and its raw weight e¹ is not; ρ = 0 stays below every floor."""
+    train, rollout = torch.tensor([[3.0], [0.0], [-math.inf]]), torch.zeros(3, 1)
+    bounded = config(rollout_is=level, rollout_is_threshold=4.0, safety_bound=1.0)
+    metrics = correct(train, rollout, torch.ones(3, 1), bounded).metrics(prefix="")
+    assert metrics["rollout_is_ratio_fraction_high"] == pytest.approx(1 / 3)
+    assert metrics["rollout_is_seq_fraction_high"] == 0.0
+    assert metrics["rollout_is_seq_fraction_low"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_an_empty_batch_may_have_any_strides(impl):
+    """NumPy gives empty arrays strides of 0."""
+    empty = torch.empty(0).as_strided((0, 5), (0, 0))
+    assert correct(empty, empty, empty, "decoupled_token_is", impl=impl).loss_mask.shape == (0, 5)
+
+
+@per_implementation
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize("over", ["valid", "kept"])
 def test_batch_normalisation_makes_the_mean_of_its_units_one(level, over):
@@ -206,6 +235,7 @@ def test_batch_normalisation_makes_the_mean_of_its_units_one(level, over):
     assert correction.metrics(prefix="")["rollout_is_mean"] == plain["rollout_is_mean"]
 
 
+@per_implementation
 def test_denominators_follow_the_normalizer():
     train, rollout, mask = batch()
     correction = correct(train, rollout, mask, "decoupled_k3_rs_token_tis")
@@ -231,6 +261,7 @@ class _Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@per_implementation
 @pytest.mark.parametrize("detail", [False, True])
 @pytest.mark.parametrize("preset", ["decoupled_seq_is_rs", "decoupled_geo_rs_token_tis", "geo_mis"])
 def test_nothing_is_read_until_metrics_are_and_then_once(preset, detail, monkeypatch):

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from implementations import per_implementation
 
 from rollcorr import correct
 from rollcorr.config import InertOptionWarning, RolloutCorrectionConfig
@@ -69,6 +70,7 @@ def run(case: dict, dtype: torch.dtype):
     return data, mask != 0, correct(train, rollout, mask, config)
 
 
+@per_implementation
 @pytest.mark.parametrize("name", CASES)
 def test_weights_and_masks_agree(name):
     case = CASES[name]
@@ -93,6 +95,7 @@ def test_weights_and_masks_agree(name):
     )
 
 
+@per_implementation
 @pytest.mark.parametrize("name", [name for name in CASES if name not in NONFINITE])
 def test_shared_metrics_agree_with_the_float64_formulas(name):
     case = CASES[name]

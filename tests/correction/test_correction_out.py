@@ -6,12 +6,11 @@ import math
 
 import pytest
 import torch
+from implementations import IMPLEMENTATIONS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollcorr import RolloutCorrectionConfig, correct
-from rollcorr.kernels.correction import implementations
 
-USABLE = [name for name, (usable, _) in implementations().items() if usable and name in ("reference", "blocked", "cpu")]
 CONFIG = RolloutCorrectionConfig(
     rollout_is="sequence", rollout_rs="seq_mean_k3", rollout_rs_threshold=0.05, rollout_is_batch_normalize=True
 )
@@ -26,7 +25,7 @@ def batch(B: int = 5, T: int = 33) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     return train, rollout, torch.rand(B, T, generator=generator) < 0.8
 
 
-@pytest.mark.parametrize("impl", ["auto", *USABLE])
+@pytest.mark.parametrize("impl", ["auto", *IMPLEMENTATIONS])
 def test_the_buffers_are_written_and_returned(impl):
     expected = correct(*batch(), CONFIG, impl=impl)
     weights, loss_mask = torch.full((5, 33), 9.0), torch.ones(5, 33, dtype=torch.bool)
@@ -37,7 +36,7 @@ def test_the_buffers_are_written_and_returned(impl):
     assert torch.equal(loss_mask, expected.loss_mask)
 
 
-@pytest.mark.parametrize("impl", ["auto", *USABLE])
+@pytest.mark.parametrize("impl", ["auto", *IMPLEMENTATIONS])
 def test_packed_batches_write_to_packed_buffers(impl):
     packed, cu_seqlens = [x.flatten() for x in batch()], torch.arange(6) * 33
     expected = correct(*packed, CONFIG, cu_seqlens=cu_seqlens, impl=impl)
@@ -72,7 +71,7 @@ class _Allocations(TorchDispatchMode):
         return result
 
 
-@pytest.mark.skipif("cpu" not in USABLE, reason="the compiled kernel was not built")
+@pytest.mark.skipif("cpu" not in IMPLEMENTATIONS, reason="the compiled kernel was not built")
 def test_reused_buffers_leave_only_small_change_to_allocate():
     """Beside the outputs, one set of 273 numbers for each 32,768 tokens: 1.3 % of the outputs."""
     train = torch.zeros(64, 4096)

@@ -1,7 +1,7 @@
 """Anything that float tensors can hold goes in; no exception and no NaN comes out, and the promises hold.
 
-Some hundred examples each; `make test-slow` runs 10,000. Expected decisions are computed here, in Python's float64,
-from docs/correction.md alone.
+A hundred examples for each implementation; `make test-slow` runs 10,000. Expected decisions are computed here, in
+Python's float64, from docs/correction.md alone.
 """
 
 from __future__ import annotations
@@ -10,28 +10,26 @@ import math
 import warnings
 from typing import NamedTuple
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from implementations import EVERY_DTYPE, IMPLEMENTATIONS, TAKES, under_test
 
 from rollcorr import correct
 from rollcorr.config import LOSS_AGG_MODES, InertOptionWarning, LossConfig, RolloutCorrectionConfig
 from rollcorr.core.layout import pack
 from rollcorr.core.metric_registry import CRITERIA
 from rollcorr.correction.losses import PolicyLogProbs, policy_loss
-from rollcorr.kernels.correction import implementations
 
-IMPLEMENTATIONS = [name for name in ("reference", "blocked", "cpu") if implementations()[name][0]]
-DTYPES = {"cpu": [torch.float32, torch.bfloat16]}
-EVERY_DTYPE = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 MASK_DTYPES = [torch.bool, torch.uint8, torch.int64, torch.float32, torch.bfloat16]
 
 UNBOUNDED = {"training_ppl", "rollout_ppl", "ppl_ratio", "ppl_ratio_geo", "max_viable_length"}
 UNBOUNDED |= {"prob_diff_abs_mean", "prob_diff_abs_max"}
 """Exponentials that are never clamped, and 1 / kl: these may be infinite, as what they measure is; but never NaN."""
 
-any_implementation = st.sampled_from(IMPLEMENTATIONS)
-many = settings(max_examples=max(200, settings().max_examples))
+many = settings(max_examples=max(100, settings().max_examples))
+each_implementation = pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 
 odd = [math.nan, math.inf, -math.inf, 0.0, -0.0, 5.0, 1000.0, -9999.0, -1e30, 1e30, -3.4e38, -1e-45, -104.0, -1.0]
 differences = [0.0, 1e-7, -1e-4, math.log(2.0), -math.log(2.0), 20.0, -20.5, 89.0, -800.0, 1000.0]
@@ -188,11 +186,12 @@ def check_weights(weights: torch.Tensor, batch: Batch, config: RolloutCorrection
         assert ((weights == 0) | (weights >= config.is_lower * (1 - 1e-5))).all()
 
 
+@each_implementation
 @many
-@given(data=st.data(), impl=any_implementation)
-def test_a_correction_keeps_its_promises_whatever_the_data_holds(data, impl):
-    batch = data.draw(batches(DTYPES.get(impl, EVERY_DTYPE)))
-    config = data.draw(configurations(bounds=(20.0, 1.0, 40.0 if impl == "cpu" else 88.0)))
+@given(data=st.data())
+def test_a_correction_keeps_its_promises_whatever_the_data_holds(impl, data):
+    batch = data.draw(batches(TAKES[impl].dtypes))
+    config = data.draw(configurations(bounds=(20.0, 1.0, TAKES[impl].largest_bound)))
     correction = correct(*batch, config, impl=impl)
     valid = batch.mask != 0
     assert correction.loss_mask.dtype == torch.bool
@@ -206,15 +205,15 @@ def test_a_correction_keeps_its_promises_whatever_the_data_holds(data, impl):
             assert expected is None or row[t] == expected, (t, tokens)
 
 
+@each_implementation
 @many
 @given(
     data=st.data(),
     config=configurations(),
-    impl=any_implementation,
     garbage=st.sampled_from([math.nan, math.inf, -math.inf, 1e30, 0.0]),
 )
-def test_what_stands_under_the_mask_changes_no_bit(data, config, impl, garbage):
-    batch = data.draw(batches(DTYPES.get(impl, EVERY_DTYPE)))
+def test_what_stands_under_the_mask_changes_no_bit(impl, data, config, garbage):
+    batch = data.draw(batches(TAKES[impl].dtypes))
     hidden = batch.mask == 0
     train, rollout = (torch.tensor(x).to(y.dtype) for x, y in ((garbage, batch.train), (-garbage, batch.rollout)))
     other = Batch(train.where(hidden, batch.train), rollout.where(hidden, batch.rollout), batch.mask)
@@ -228,7 +227,7 @@ def test_what_stands_under_the_mask_changes_no_bit(data, config, impl, garbage):
 @given(data=st.data(), config=configurations(), lengths=st.lists(st.integers(0, 6), min_size=4, max_size=4))
 def test_layouts_and_implementations_agree(data, config, lengths):
     """Packed and padded, and every implementation that takes the dtype; decisions where rounding does not decide."""
-    batch = data.draw(batches(DTYPES["cpu"]))
+    batch = data.draw(batches(TAKES["cpu"].dtypes))
     B, T = batch.mask.shape
     inside = torch.arange(T).expand(B, T) < torch.tensor(lengths)[:B, None]
     padded = batch._replace(mask=(batch.mask != 0) & inside)
@@ -249,9 +248,10 @@ def test_layouts_and_implementations_agree(data, config, lengths):
                 torch.testing.assert_close(correction.weights, select(whole.weights), rtol=1e-4, atol=1e-6)
 
 
+@each_implementation
 @many
 @given(data=st.data(), mode=st.sampled_from(["decoupled", "bypass", "reinforce", "none"]))
-def test_losses_and_gradients_are_finite_and_rejected_tokens_have_none(data, mode):
+def test_losses_and_gradients_are_finite_and_rejected_tokens_have_none(impl, data, mode):
     batch = data.draw(batches([torch.float32, torch.bfloat16]))
     fixed = {"bypass": {"bypass_mode": True}, "reinforce": {"bypass_mode": True, "loss_type": "reinforce"}}
     config = None if mode == "none" else data.draw(configurations(**fixed.get(mode, {})))
@@ -265,9 +265,10 @@ def test_losses_and_gradients_are_finite_and_rejected_tokens_have_none(data, mod
     loss = LossConfig(loss_agg_mode=mixed, loss_scale_factor=8.0 if mixed.endswith("norm") else None)
     bypass = config is not None and config.bypass_mode
     old = None if bypass else torch.where(valid, finite, batch.train)
-    correction = None if bypass or config is None else correct(batch.train, batch.rollout, batch.mask, config)
     policies = PolicyLogProbs(leaf, old, batch.rollout)
-    output = policy_loss(policies, advantages, batch.mask, config=config, loss=loss, correction=correction)
+    with under_test(impl):
+        correction = None if bypass or config is None else correct(batch.train, batch.rollout, batch.mask, config)
+        output = policy_loss(policies, advantages, batch.mask, config=config, loss=loss, correction=correction)
     output.loss.backward()
     assert output.loss.isfinite()
     assert leaf.grad.isfinite().all()

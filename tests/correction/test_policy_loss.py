@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from implementations import per_implementation
 
 from rollcorr.config import InertOptionWarning, LossConfig, RolloutCorrectionConfig
 from rollcorr.core.aggregation import Denominators, count_denominators
@@ -71,6 +72,7 @@ def take_correction(correction, rows):
 # ── which policy plays which part ────────────────────────────────────────────────────────────────────────────────────
 
 
+@per_implementation
 def test_each_mode_puts_three_distinct_policies_in_their_places():
     """One token, π_θ = e^−1, π_old = e^−1.1, μ = e^−1.25, A = 2: by hand, no clip binds."""
     tensors = {"log_prob": -1.0, "old_log_prob": -1.1, "rollout_log_prob": -1.25}
@@ -106,6 +108,7 @@ def test_the_kl_penalty_takes_the_log_probs_over_the_whole_vocabulary():
         PolicyLogProbs(zero, full_log_prob=torch.zeros(1, 2))
 
 
+@per_implementation
 def test_bypass_ppo_clip_never_applies_the_behaviour_ratio_twice():
     policies, advantages, mask, _ = random_batch(0)
     plain = policy_loss(bypass_only(policies), advantages, mask, config="bypass_ppo_clip")
@@ -116,6 +119,7 @@ def test_bypass_ppo_clip_never_applies_the_behaviour_ratio_twice():
     assert measured.correction.metrics()["rollout_corr/rollout_is_mean"] != 1.0
 
 
+@per_implementation
 def test_bypass_corrections_are_against_the_current_policy():
     """old == rollout would make every bypass metric 0; the correction here compares π_θ with μ."""
     policies, advantages, mask, _ = random_batch(1)
@@ -125,6 +129,7 @@ def test_bypass_corrections_are_against_the_current_policy():
     assert loss_metrics(output.statistics)["actor/policy_kl"] == pytest.approx(expected)
 
 
+@per_implementation
 def test_reinforce_weights_carry_no_gradient():
     policies, advantages, mask, _ = random_batch(2)
     leaf, policies = with_gradient(bypass_only(policies))
@@ -134,6 +139,7 @@ def test_reinforce_weights_carry_no_gradient():
     torch.testing.assert_close(leaf.grad, -(weights * advantages).masked_fill(~mask, 0.0))
 
 
+@per_implementation
 def test_reinforce_without_weights_still_rejects():
     policies, advantages, mask, _ = random_batch(3)
     leaf, policies = with_gradient(bypass_only(policies))
@@ -144,6 +150,7 @@ def test_reinforce_without_weights_still_rejects():
     torch.testing.assert_close(leaf.grad, -advantages.masked_fill(~output.loss_mask, 0.0))
 
 
+@per_implementation
 @pytest.mark.parametrize("nonfinite", ["reject_token", "reject_sequence", "neutral"])
 @pytest.mark.parametrize("loss_type", [None, *BYPASS])
 def test_a_missing_rollout_log_prob_never_reaches_the_loss(nonfinite, loss_type):
@@ -166,9 +173,49 @@ def test_a_missing_rollout_log_prob_never_reaches_the_loss(nonfinite, loss_type)
     assert output.loss_mask[0, :2].all() == (nonfinite == "neutral")
 
 
+@pytest.mark.parametrize("missing", [NAN, INF])
+@pytest.mark.parametrize("loss_type", [None, *BYPASS])
+@pytest.mark.parametrize("policy", ["old_log_prob", "log_prob"])
+def test_neutral_keeps_what_is_missing_out_of_the_ratio(missing, loss_type, policy):
+    """A missing π_old or μ: r = 1 and w = 1, so −A ∇log π_θ. A missing π_θ: nothing. The other tokens do not notice."""
+    policies, advantages, mask, _ = random_batch(4)
+    mask[0, :3] = True
+    if loss_type is not None:
+        policies = dataclasses.replace(bypass_only(policies))
+        policy = policy.replace("old_log_prob", "rollout_log_prob")
+
+    def run(value):
+        values = getattr(policies, policy).clone()
+        values[0, :2] = value
+        leaf, batch = with_gradient(dataclasses.replace(policies, **{policy: values}))
+        config = RolloutCorrectionConfig(
+            rollout_is=None if loss_type == "ppo_clip" else "token",
+            nonfinite="neutral",
+            bypass_mode=loss_type is not None,
+            loss_type=loss_type or "ppo_clip",
+        )
+        correction = None
+        if loss_type is None:
+            correction = correct(batch.old_log_prob, batch.rollout_log_prob, mask, config)
+        output = policy_loss(
+            batch, advantages, mask, config=config, loss=loss_config("token-sum"), correction=correction
+        )
+        output.loss.backward()
+        return output, leaf.grad
+
+    output, gradient = run(missing)
+    assert output.loss.isfinite()
+    expected = torch.zeros(2, dtype=torch.float64) if policy == "log_prob" else -advantages[0, :2]
+    torch.testing.assert_close(gradient[0, :2], expected)
+    _, without = run(-1.0)
+    assert torch.equal(gradient[0, 2:], without[0, 2:])
+    assert torch.equal(gradient[1:], without[1:])
+
+
 # ── refusals ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@per_implementation
 def test_bypass_mode_refuses_what_would_apply_a_ratio_twice_or_be_ignored():
     policies, advantages, mask, _ = random_batch(5)
     config = RolloutCorrectionConfig.bypass_pg_is()
@@ -183,6 +230,7 @@ def test_bypass_mode_refuses_what_would_apply_a_ratio_twice_or_be_ignored():
     assert policy_loss(same, advantages, mask, config=config).loss.isfinite()
 
 
+@per_implementation
 def test_decoupled_mode_refuses_a_correction_that_is_missing_or_another():
     policies, advantages, mask, _ = random_batch(6)
     config = RolloutCorrectionConfig.decoupled_token_is()
@@ -198,6 +246,7 @@ def test_decoupled_mode_refuses_a_correction_that_is_missing_or_another():
         policy_loss(same, advantages, mask, config=None)
 
 
+@per_implementation
 def test_batch_normalisation_over_micro_batches_in_bypass_mode_is_refused():
     policies, advantages, mask, _ = random_batch(7)
     config = RolloutCorrectionConfig(
@@ -233,6 +282,7 @@ def test_shapes_coefficients_and_modes_are_checked():
 # ── denominators ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@per_implementation
 def test_normalizer_counts_by_hand_and_as_the_correction_says():
     policies, advantages, mask, _ = random_batch(9)
     for normalizer in ("kept", "original", "weights"):
@@ -277,6 +327,7 @@ def test_the_three_normalizers_by_hand():
         assert aggregate(per_token, kept, mode, counts, lengths=row_lengths).item() == pytest.approx(value)
 
 
+@per_implementation
 def test_the_original_normalizer_divides_each_row_by_its_original_length():
     """One of three tokens and one of two are rejected: rows sum to 2 and 1, over lengths 3 and 2, over two rows."""
     rollout = torch.tensor([[-1.0, -1.0, -9.0], [-1.0, -9.0, NAN]])
@@ -360,6 +411,7 @@ def test_packed_equals_padded_and_padding_or_order_changes_nothing(mode, loss_ty
 # ── nothing to average, and the other terms ──────────────────────────────────────────────────────────────────────────
 
 
+@per_implementation
 @every_mode
 @every_normalizer
 @pytest.mark.parametrize("loss_type", [None, *BYPASS])
@@ -383,6 +435,7 @@ def test_nothing_to_average_gives_zero_loss_and_zero_gradient(mode, normalizer, 
     assert not output.loss_mask.any()
 
 
+@per_implementation
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_kl_and_entropy_cover_rejected_tokens_and_are_divided_by_all(estimator):
     policies, advantages, mask, entropy = random_batch(11)
@@ -423,6 +476,7 @@ def test_reference_and_entropy_without_coefficients_are_metrics_only():
     assert {"actor/kl_ref", "actor/entropy"} <= loss_metrics(output.statistics).keys()
 
 
+@per_implementation
 def test_kl_beside_kept_denominators_asks_for_the_original_ones():
     policies, advantages, mask, _ = random_batch(13)
     config = rejecting()
@@ -433,6 +487,7 @@ def test_kl_beside_kept_denominators_asks_for_the_original_ones():
         policy_loss(policies, advantages, mask, loss=LossConfig(kl_coef=0.1), **arguments)
 
 
+@per_implementation
 def test_apply_is_false_measures_and_leaves_the_loss_unweighted():
     policies, advantages, mask, _ = random_batch(14)
     config = RolloutCorrectionConfig(rollout_is="token", apply_is=False)

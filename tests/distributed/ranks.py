@@ -268,9 +268,9 @@ def trained(group: Any = None, micro_batch: int = 8) -> dict[str, Any]:
     Mini-batches of 7 and 1, and of 3, 3 and 2, so that ranks have uneven numbers of rows and micro-batches, or none.
     """
     from rollcorr.engines.transformers import TransformersEngine
-    from rollcorr.train import grpo
-    from rollcorr.train.config_file import load_config
-    from rollcorr.train.grpo.grpo_run import make_task
+    from rollcorr.train import load_config
+    from rollcorr.train.grpo import grpo_trainer as grpo
+    from rollcorr.train.grpo import make_task
     from rollcorr.train.grpo.policy import make_tiny_policy
     from rollcorr.train.grpo.tasks import Reward
 

@@ -44,7 +44,7 @@ def assert_same(actual, expected):
 
 
 @pytest.mark.parametrize(("size", "wrapper"), sorted({(size, case[0]) for size in SHARDS for case in cases(size)}))
-def test_47_every_wrapper_split_and_loss_gives_the_gradient_of_one_process(results, expected, size, wrapper):
+def test_52_every_wrapper_split_and_loss_gives_the_gradient_of_one_process(results, expected, size, wrapper):
     for case, rank in itertools.product((case for case in cases(size) if case[0] == wrapper), range(size)):
         (gradients, factor), (whole, ratio) = results[rank][(size, *case)], expected[case[2:]]
         assert_same(gradients, whole)

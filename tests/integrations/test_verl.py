@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from implementations import per_implementation
 from omegaconf import OmegaConf
 from verl_goldens import assert_metrics, golden
 
@@ -28,6 +29,7 @@ def log_probs(*rows):
     return ratios.log() - 1, torch.full_like(ratios, -1.0), (~ratios.isnan()).long()
 
 
+@per_implementation
 def test_weights_mask_and_metrics_by_hand():
     """Token ratios 4, 0.5 and 1, 1.5: the weights stop at 2, and the band [0.6, 3] takes the 4 and the 0.5."""
     weights, mask, metrics = verl.compute_rollout_correction_and_rejection_mask(
@@ -45,6 +47,7 @@ def test_weights_mask_and_metrics_by_hand():
     assert metrics["rollout_corr/kl"] == pytest.approx(-math.log(4 * 0.5 * 1.5) / 4)
 
 
+@per_implementation
 @pytest.mark.parametrize(("ratio", "kept", "kept_by_verl"), [(0.61, 1, 0), (1.39, 1, 1), (1.5, 0, 1), (0.59, 0, 0)])
 @pytest.mark.parametrize("criterion", ["token_k1", "seq_sum_k1", "seq_mean_k1"])
 def test_a_band_holds_the_ratio_itself_and_its_inverse_only_with_parity(criterion, ratio, kept, kept_by_verl):
@@ -69,6 +72,7 @@ def test_the_mask_comes_back_in_its_own_dtype_and_is_not_changed_in_place(dtype,
     assert mask.equal(given)
 
 
+@per_implementation
 def test_the_joint_function_and_the_single_ones_agree():
     train, rollout, mask = log_probs([4.0, 0.5, 0.2], [1.0, 1.5], [3.0])
     rejection = {"rollout_rs": "seq_mean_k3,token_k1", "rollout_rs_threshold": "0.5,0.3_3.5"}
@@ -89,12 +93,14 @@ def test_the_joint_function_and_the_single_ones_agree():
     assert verl.compute_rollout_corr_metrics_from_logprobs(train, rollout, mask) == renamed
 
 
+@per_implementation
 def test_without_rollout_log_probs_only_the_trainers_perplexity_is_measured():
     train, _, mask = log_probs([math.e, 1.0])
     metrics = verl.compute_offpolicy_metrics(train, None, mask)
     assert metrics == {"training_ppl": pytest.approx(math.exp(0.5)), "training_log_ppl": pytest.approx(0.5)}
 
 
+@per_implementation
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("threshold", [2.0, "0.7_2.0"])
 def test_metrics_of_given_weights_are_those_of_the_correction_that_made_them(level, threshold):
@@ -110,6 +116,7 @@ def test_metrics_of_given_weights_are_those_of_the_correction_that_made_them(lev
     assert {"rollout_is_eff_sample_size", "rollout_is_seq_fraction_high", "rollout_is_raw_max"} <= set(actual)
 
 
+@per_implementation
 def test_weights_carry_no_gradient():
     train, rollout, mask = log_probs([4.0, 0.5])
     for verl_parity in (False, True):
@@ -119,6 +126,7 @@ def test_weights_carry_no_gradient():
         assert not weights.batch["rollout_is_weights"].requires_grad
 
 
+@per_implementation
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0), (2, 3)])
 def test_a_batch_without_a_token_is_neutral_and_has_no_parity(shape):
     train, mask = torch.zeros(shape), torch.zeros(shape, dtype=torch.int64)
@@ -132,6 +140,7 @@ def test_a_batch_without_a_token_is_neutral_and_has_no_parity(shape):
         verl.compute_rollout_correction_and_rejection_mask(train, train, mask, **options, verl_parity=True)
 
 
+@per_implementation
 def test_a_level_without_a_threshold_computes_no_weights_as_in_verl_and_says_so():
     train, rollout, mask = log_probs([4.0, 0.5])
     with pytest.warns(InertOptionWarning, match="rollout_is_threshold=None"):
@@ -195,6 +204,7 @@ def test_the_raw_configuration_keeps_what_it_is_given_and_checks_it_on_use():
         config.rollout_is = "token"
 
 
+@per_implementation
 def test_to_config_is_the_configuration_of_this_library():
     config = RolloutCorrectionConfig.bypass_pg_geo_rs_seq_tis(3.0, rs_threshold=1.001).to_config()
     assert (config.rollout_is, config.rollout_is_threshold, config.is_mode) == ("sequence", 3.0, "truncate")
@@ -221,6 +231,7 @@ def test_presets_refuse_arguments_they_do_not_have():
         RolloutCorrectionConfig.decoupled_token_is(2.0, threshold=3.0)
 
 
+@per_implementation
 @pytest.mark.parametrize("kind", [dict, OmegaConf.create, RolloutCorrectionConfig.read])
 def test_a_batch_gets_its_mask_and_weights_from_any_mapping(kind):
     train, rollout, mask = log_probs([4.0, 0.5], [1.0, 1.5])
@@ -242,6 +253,7 @@ def test_a_batch_without_weights_gets_the_mask_alone_and_parity_may_come_from_th
         assert batch.batch["response_mask"].tolist() == [[1]]  # verl keeps 1.5
 
 
+@per_implementation
 def test_the_veto_works_here_too_and_by_parity():
     for verl_parity in (False, True):
         train, rollout, mask = log_probs([1.0, 1e-5], [1.0, 1.0])

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from implementations import per_implementation
 
 from rollcorr.integrations import verl
 
@@ -106,6 +107,7 @@ def test_the_reported_kl_is_clamped_for_parity_alone():
         assert metrics["actor/ppo_kl"] == pytest.approx(expected)
 
 
+@per_implementation
 def test_bypass_ppo_measures_weights_and_does_not_apply_them():
     """r = π_θ/μ = 1.4 is unclipped at 1.5, so the loss is −1.4 for A = 1; a weight of 1.4 would square it."""
     inputs = batch([[1.4, 1.4]], [[1.0, 1.0]])
@@ -114,6 +116,7 @@ def test_bypass_ppo_measures_weights_and_does_not_apply_them():
     assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(1.4)
 
 
+@per_implementation
 def test_bypass_reinforce_by_hand():
     """−min(r, 2) · log π · A with r = 4 and 1, log π = log r − 1, over two tokens."""
     old, log_prob, advantages, mask = batch([[4.0, 1.0]], [[1.0, 3.0]])
@@ -125,6 +128,7 @@ def test_bypass_reinforce_by_hand():
     assert metrics["actor/ppo_kl"] == pytest.approx(-math.log(4) / 2)
 
 
+@per_implementation
 @pytest.mark.parametrize("counts", [{}, {"dp_size": 2, "batch_num_tokens": 8, "global_batch_size": 4}])
 @pytest.mark.parametrize("loss_type", ["ppo_clip", "reinforce"])
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
@@ -140,6 +144,7 @@ def test_a_wholly_rejected_batch_gives_loss_and_gradient_zero(mode, loss_type, c
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 1
 
 
+@per_implementation
 def test_the_caller_decides_what_a_bypass_loss_is_divided_by():
     """Of two tokens one is rejected: without counts the loss is its mean, with batch_num_tokens=2 half of it."""
     inputs = batch([[9.0, 1.0]], [[1.0, 1.0]])
@@ -149,6 +154,7 @@ def test_the_caller_decides_what_a_bypass_loss_is_divided_by():
     assert (kept.item(), original.item()) == (pytest.approx(-1.0), pytest.approx(-0.5))
 
 
+@per_implementation
 def test_masked_values_are_never_read_forward_or_backward():
     old, log_prob, advantages, _ = batch([[1.0, math.nan]], [[1.0, math.inf]])
     mask = torch.tensor([[True, False]])

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from implementations import per_implementation
 from verl_goldens import arrays, assert_metrics, by_name, numbers
 
 from rollcorr.integrations.verl import TensorBatch
@@ -43,6 +44,7 @@ def test_older_calls_equal_the_golden_ones(name):
         torch.testing.assert_close(weights, outputs[case["weights_key"]], rtol=1e-5, atol=1e-9)
 
 
+@per_implementation
 @pytest.mark.parametrize("name", CASES)
 def test_without_parity_weights_masks_and_metric_names_are_the_same(name):
     """The older bands were on the ratio itself, so nothing needs turning round."""
@@ -54,6 +56,7 @@ def test_without_parity_weights_masks_and_metric_names_are_the_same(name):
         torch.testing.assert_close(weights, outputs[case["weights_key"]], rtol=1e-5, atol=1e-9)
 
 
+@per_implementation
 @pytest.mark.parametrize("name", CASES)
 def test_without_parity_empty_rows_count_in_no_metric(name):
     data = arrays("legacy_inputs.npz")
@@ -119,6 +122,7 @@ def test_a_null_threshold_of_october_switches_everything_off():
     assert metrics == {}
 
 
+@per_implementation
 def test_october_keeps_its_guides_extremes_before_truncation_and_its_perplexity_ratio():
     """Token ratios 4 and 1, threshold 2: the maximum is 4 though the weight is 2; exp(mean G) with G = log 4 / 2."""
     train, rollout, mask = log_ratio([4.0, 1.0], [1.0, 1.0])
@@ -131,6 +135,7 @@ def test_october_keeps_its_guides_extremes_before_truncation_and_its_perplexity_
     assert metrics["mismatch/rollout_is_ratio_fraction_high"] == 0.25
 
 
+@per_implementation
 def test_october_mask_mode_rejects_and_truncates_nothing():
     train, rollout, mask = log_ratio([4.0, 1.0], [0.7, 0.3])
     weights, kept, metrics = verl_2025_10.compute_rollout_importance_weights(
@@ -185,6 +190,7 @@ def test_novembers_single_functions_agree_with_the_joint_one(verl_parity):
     assert given["rollout_is_ratio_fraction_high"] == metrics["rollout_corr/rollout_is_ratio_fraction_high"]
 
 
+@per_implementation
 def test_novembers_pure_loss_by_hand_has_no_gradient_through_its_weights():
     """−w log π A with w = min(π/μ, 2): π/μ = 4 and 1, log π = log 4 and 0, A = 1 and 3, summed over one sequence."""
     log_prob, rollout, mask = log_ratio([4.0, 1.0])
@@ -200,6 +206,7 @@ def test_novembers_pure_loss_by_hand_has_no_gradient_through_its_weights():
     assert (clipped, dual) == (0, 0)
 
 
+@per_implementation
 def test_novembers_pure_loss_counts_only_what_is_kept_and_reads_its_options_from_the_actor():
     log_prob, rollout, mask = log_ratio([4.0, 1.0], [1.0, 1.1])
     options = verl_2025_11.RolloutCorrectionConfig(
@@ -225,6 +232,7 @@ def test_november_asks_for_old_log_probs_without_bypass():
     assert verl_2025_11.maybe_apply_rollout_correction(TensorBatch(), {"rollout_is": "token"})
 
 
+@per_implementation
 def test_novembers_batch_function_replaces_the_mask_and_adds_weights():
     train, rollout, mask = log_ratio([4.0, 1.0], [1.0, 1.1])
     batch = TensorBatch({"old_log_probs": train, "rollout_log_probs": rollout, "response_mask": mask})

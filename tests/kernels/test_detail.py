@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from implementations import per_implementation
 
 from rollcorr import Detail, RolloutCorrectionConfig, correct, merge_statistics
 from rollcorr.core.histograms import RELATIVE_ERROR
@@ -27,6 +28,7 @@ def batch(B: int = 7, T: int = 13, seed: int = 0) -> tuple[torch.Tensor, torch.T
     return train, rollout, torch.rand(B, T, generator=generator) < 0.8
 
 
+@per_implementation
 def test_the_worst_of_a_batch_by_hand():
     train = torch.tensor([[-1.0, -2.0, -9.0], [-1.0, -math.inf, -1.0], [-3.0, -1.0, -1.0]])
     rollout = torch.tensor([[-1.5, -2.0, 0.0], [-1.0, -1.0, math.nan], [-0.5, -1.0, -1.0]])
@@ -40,17 +42,20 @@ def test_the_worst_of_a_batch_by_hand():
     )
 
 
+@per_implementation
 def test_the_worst_must_be_asked_for():
     with pytest.raises(ValueError, match=r"ask for them: correct\(\.\.\., detail=True\)"):
         correct(*batch(), CONFIG).worst()
     assert not any("_p50" in name for name in correct(*batch(), CONFIG).metrics())
 
 
+@per_implementation
 def test_positions_must_have_the_shape_of_the_tokens():
     with pytest.raises(ValueError, match=r"train_log_prob \(7, 13\) and position_ids \(13,\) differ"):
         correct(*batch(), CONFIG, detail=Detail(position_ids=torch.arange(13)))
 
 
+@per_implementation
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric", None])
 def test_quantiles_are_those_of_sorted_values(level):
     train, rollout, mask = batch(40, 50)
@@ -91,12 +96,14 @@ def test_packed_shards_merge_to_the_padded_whole(seed, cuts):
         assert metrics[f"rollout_corr/{name}"] == expected[f"rollout_corr/{name}"]
 
 
+@per_implementation
 def test_a_packed_position_is_the_place_in_its_sequence():
     train, rollout = torch.zeros(5), torch.tensor([0.0, 0.0, 0.0, 4.0, 0.0])
     detail = correct(train, rollout, torch.ones(5), CONFIG, cu_seqlens=torch.tensor([0, 2, 2, 5]), detail=True)
     assert detail.worst().tokens[0] == WorstToken(-4.0, 2, 1)
 
 
+@per_implementation
 @pytest.mark.parametrize("shape", [(0, 0), (0, 4), (3, 0)])
 def test_nothing_has_no_worst(shape):
     empty = torch.zeros(shape)

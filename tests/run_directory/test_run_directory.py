@@ -1,9 +1,13 @@
 """Run directories as runs, crashes and resumes leave them."""
 
+import subprocess
+import sys
+
 import pytest
 
+from rollcorr import run_directory
 from rollcorr.config import RolloutCorrectionConfig
-from rollcorr.run_directory.stored_run import BadInputError, read_run
+from rollcorr.run_directory import BadInputError, read_run
 
 
 def run(path, metrics, config=None):
@@ -76,3 +80,11 @@ def test_a_configuration_that_cannot_be_read_is_a_remark(tmp_path, config, remar
     assert read.config is None
     assert remark in read.remarks[0]
     assert "rules about thresholds were left out" in read.remarks[0]
+
+
+def test_a_run_is_read_without_torch_and_without_the_trainers():
+    names = ", ".join(run_directory.__all__)
+    heavy = "{'torch', 'rollcorr.train'} & set(sys.modules)"
+    code = f"import sys; from rollcorr.run_directory import {names}; print({heavy})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

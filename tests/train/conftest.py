@@ -2,11 +2,11 @@
 
 import pytest
 
-from rollcorr.train.config_file import load_config
-from rollcorr.train.grpo import grpo_trainer
+from rollcorr.train import load_config
+from rollcorr.train.grpo import grpo_trainer as grpo
 from rollcorr.train.grpo.engine_choice import make_engine
-from rollcorr.train.grpo.grpo_config import TrainConfig
-from rollcorr.train.grpo.grpo_run import make_task
+from rollcorr.train.grpo.grpo_config import GrpoConfig
+from rollcorr.train.grpo.grpo_recipe import make_task
 from rollcorr.train.grpo.policy import Policy, make_tiny_policy
 from rollcorr.train.grpo.tasks import Reward
 
@@ -46,7 +46,7 @@ def low_byte_reward(monkeypatch):
         low = sum(token < 128 for token in response_ids)
         return Reward(low / max(len(response_ids), 1), correct=low * 2 > len(response_ids))
 
-    monkeypatch.setattr(grpo_trainer, "hard_gated_reward", reward)
+    monkeypatch.setattr(grpo, "hard_gated_reward", reward)
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def micro_run() -> tuple[str, ...]:
 
 @pytest.fixture
 def micro_config(tmp_path, low_byte_reward):
-    def make(*overrides: str) -> TrainConfig:
+    def make(*overrides: str) -> GrpoConfig:
         return load_config(None, [f"run_dir={tmp_path / 'run'}", *MICRO_RUN, *overrides])
 
     return make
@@ -67,9 +67,9 @@ def micro_config(tmp_path, low_byte_reward):
 def micro_trainer(micro_config, micro_policy):
     """A trainer outside any directory."""
 
-    def make(*overrides: str, policy: Policy = micro_policy, reference=None) -> grpo_trainer.GrpoTrainer:
+    def make(*overrides: str, policy: Policy = micro_policy, reference=None) -> grpo.GrpoTrainer:
         config = micro_config(*overrides)
         engine = make_engine(config, policy)
-        return grpo_trainer.GrpoTrainer(config, policy, engine, make_task(config.task), reference=reference)
+        return grpo.GrpoTrainer(config, policy, engine, make_task(config.task), reference=reference)
 
     return make

@@ -114,7 +114,7 @@ def test_an_engine_without_what_the_actor_needs_is_refused(truncated, actor, fie
 
 
 @pytest.mark.parametrize(
-    ("rollout", "actor", "mend"),
+    ("rollout", "actor", "fix"),
     [
         (TRUNCATED, "full", "set actor.sampling=replay"),
         (SamplingSpec(temperature=0.7, engine="vllm"), "replay", "set rollout.sampling.logprobs=processed"),
@@ -123,10 +123,10 @@ def test_an_engine_without_what_the_actor_needs_is_refused(truncated, actor, fie
         (SamplingSpec(repetition_penalty=1.2, logprobs="processed"), "full", "or sample without them"),
     ],
 )
-def test_what_does_not_subtract_is_refused_with_its_mend(rollout, actor, mend):
-    with pytest.raises(IncompatibleSamplingError, match="are of different things") as caught:
+def test_log_probs_that_are_not_comparable_are_refused_with_the_fix(rollout, actor, fix):
+    with pytest.raises(IncompatibleSamplingError, match="are not comparable") as caught:
         ActorConfig(sampling=actor).spec(rollout)
-    assert mend in str(caught.value)
+    assert fix in str(caught.value)
     assert "actor.allow_incompatible=true" in str(caught.value)
     assert ActorConfig(sampling=actor, allow_incompatible=True).spec(rollout) == rollout.for_actor(actor)
 

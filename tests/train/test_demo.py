@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rollcorr.train.config_file import load_config
-from rollcorr.train.grpo.grpo_run import train
+from rollcorr.train import load_config, train
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -50,5 +49,5 @@ def test_the_demo_starts_where_the_documentation_says(tmp_path):
     overrides = [f"run_dir={tmp_path / 'run'}", "steps=1", "log.evaluate=128", "log.tensorboard=false", "threads=null"]
     with Console(quiet=True) as console:
         summary = train(load_config(EXAMPLES / "train" / "demo.yaml", overrides), console=console)
-    assert 0.2 <= summary.before.accuracy <= 0.6
+    assert 0.2 <= summary.before["accuracy"] <= 0.6
     assert summary.skipped_steps == 0

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rollcorr.core.statistics import Statistics
-from rollcorr.train.grpo import grpo_trainer
+from rollcorr.train.grpo import grpo_trainer as grpo
 from rollcorr.train.grpo.policy import make_tiny_policy
 from rollcorr.train.grpo.tasks import Reward
 
@@ -132,12 +132,12 @@ def test_bypass_corrects_with_the_policy_being_trained(micro_trainer):
 def test_a_non_finite_loss_costs_its_step_and_nothing_else(micro_trainer, monkeypatch, preset):
     trainer = micro_trainer(f"algorithm.rollout_correction={preset}", "optim.mini_batch_size=6")
     before = weights(trainer)
-    healthy = grpo_trainer.hard_gated_reward
-    monkeypatch.setattr(grpo_trainer, "hard_gated_reward", lambda *_, **__: Reward(math.nan, correct=False))
+    healthy = grpo.hard_gated_reward
+    monkeypatch.setattr(grpo, "hard_gated_reward", lambda *_, **__: Reward(math.nan, correct=False))
     assert trainer.step(1).metrics["actor/skipped_steps"] == 2
     assert torch.equal(weights(trainer), before)
     assert not trainer.optimizer.state  # the moments have not seen it either
-    monkeypatch.setattr(grpo_trainer, "hard_gated_reward", healthy)
+    monkeypatch.setattr(grpo, "hard_gated_reward", healthy)
     assert trainer.step(2).metrics["actor/skipped_steps"] == 2
     assert not torch.equal(weights(trainer), before)
     assert weights(trainer).isfinite().all()

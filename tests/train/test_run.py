@@ -13,14 +13,12 @@ from rollcorr.core.sampling import check_kept_sets
 from rollcorr.engines.base import EngineAnswerError, EngineUnavailableError
 from rollcorr.engines.transformers import TransformersEngine
 from rollcorr.rollout_log import convert_log, read_rollout_log, validate_rollout_log
-from rollcorr.run_directory.run_logger import read_metrics
+from rollcorr.run_directory import read_metrics
 from rollcorr.train import checkpoint as checkpoints
-from rollcorr.train.checkpoint import latest_checkpoint
-from rollcorr.train.config_file import load_config
-from rollcorr.train.grpo import grpo_run as run_module
-from rollcorr.train.grpo import grpo_trainer
+from rollcorr.train import latest_checkpoint, load_config, train
+from rollcorr.train.grpo import grpo_recipe as recipe_module
+from rollcorr.train.grpo import grpo_trainer as grpo
 from rollcorr.train.grpo.engine_choice import make_engine
-from rollcorr.train.grpo.grpo_run import train
 from rollcorr.train.grpo.grpo_trainer import GrpoTrainer
 from rollcorr.train.grpo.policy import load_policy
 from rollcorr.train.grpo.tasks import Reward
@@ -236,7 +234,7 @@ def failing_engine(monkeypatch):
 
     def install(error=FailingEngine.error):
         fails = type("Fails", (FailingEngine,), {"error": error})
-        monkeypatch.setattr(run_module, "make_engine", lambda *a, **k: _as(fails, make_engine(*a, **k)))
+        monkeypatch.setattr(recipe_module, "make_engine", lambda *a, **k: _as(fails, make_engine(*a, **k)))
 
     return install
 
@@ -261,7 +259,7 @@ def test_a_step_whose_engine_fails_is_not_trained_on_and_the_run_goes_on_later(
     assert latest_checkpoint(tmp_path / "run" / "checkpoints").name == "step_000002"
 
     monkeypatch.undo()
-    monkeypatch.setattr(grpo_trainer, "hard_gated_reward", lambda *_, **__: Reward(0.0, correct=False))
+    monkeypatch.setattr(grpo, "hard_gated_reward", lambda *_, **__: Reward(0.0, correct=False))
     train(load_config(tmp_path / "run" / "config.yaml", ["resume=true"]), console=console)
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
 

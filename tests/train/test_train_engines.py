@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+from contextlib import closing
 from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
@@ -10,8 +11,9 @@ import torch
 
 from rollcorr.config.sampling_spec import IncompatibleSamplingError
 from rollcorr.engines.transformers import TransformersEngine
-from rollcorr.train.grpo.engine_choice import CLASSES, closing, make_engine
+from rollcorr.train.grpo.engine_choice import CLASSES, make_engine
 from rollcorr.train.grpo.grpo_config import RolloutConfig
+from rollcorr.train.grpo.grpo_recipe import GrpoRecipe
 
 
 def test_the_transformers_engine_gets_what_the_rollout_section_says(micro_config, micro_policy):
@@ -48,10 +50,13 @@ def test_a_server_without_an_address_is_asked_for_one(micro_config, micro_policy
 
 
 def test_an_engine_with_a_process_is_let_go_even_after_a_failure():
+    def recipe(engine):
+        return GrpoRecipe(SimpleNamespace(engine=engine), directory=None)
+
     closed = []
-    with pytest.raises(RuntimeError, match="lost"), closing(SimpleNamespace(close=lambda: closed.append(1))):
+    with pytest.raises(RuntimeError, match="lost"), closing(recipe(SimpleNamespace(close=lambda: closed.append(1)))):
         raise RuntimeError("lost")
-    with closing(SimpleNamespace()):
+    with closing(recipe(SimpleNamespace())):
         closed.append(2)
     assert closed == [1, 2]
 

@@ -13,35 +13,49 @@ from rollcorr.cli.app import app
 def train(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[CONFIG.yaml] [dotted.name=value]…", help="A configuration and changes to it."),
+        typer.Argument(metavar="[CONFIG.yaml] [dotted.name=value]…", help="A YAML file, and changes to its options."),
     ] = None,
 ) -> None:
-    """Train on rollouts from a lower-precision copy of the policy, corrected as configured.
+    """Train a policy with rollout correction.
 
-    The configuration's `recipe` says what: grpo (a language model, the default; all options are in
-    rollcorr/train/grpo/grpo_config.py) or flow_grpo (a diffusion model; rollcorr/train/flow_grpo/flow_grpo_config.py).
+    An engine samples from a copy of the policy. Rollcorr corrects the difference between the copy and the policy.
 
-    Exit codes: 0 trained, 2 a bad option, file or checkpoint, 3 the engine failed (what was trained is saved), 130
-    stopped by Ctrl-C (and saved).
+    The option `recipe` says what is trained:
+    recipe=grpo         a language model; this is the default
+    recipe=flow_grpo    a diffusion model
+
+    To start a run:     rollcorr train CONFIG.yaml steps=50 optim.lr=1e-4
+    To continue a run:  rollcorr train RUN/config.yaml resume=true
+
+    These files list all options:
+    rollcorr/train/run_config.py                    for every recipe
+    rollcorr/train/grpo/grpo_config.py              for grpo
+    rollcorr/train/flow_grpo/flow_grpo_config.py    for flow_grpo
+
+    Exit codes:
+    0      The last step is done.
+    2      An option, a file or a checkpoint is wrong.
+    3      The engine failed. The run was saved.
+    130    Ctrl-C stopped the run. The run was saved.
     """
     from rich.console import Console
     from rich.markup import escape
 
     from rollcorr.engines.base import EngineError
-    from rollcorr.train.recipes import load_recipe, run_recipe
+    from rollcorr.train import recipes
 
     given = arguments or []
     files = [text for text in given if "=" not in text]
     try:
         if len(files) > 1:
-            raise ValueError(f"one configuration file at most, got {', '.join(files)}; changes are written name=value")
-        config = load_recipe(files[0] if files else None, [text for text in given if "=" in text])
-        summary = run_recipe(config)
+            raise ValueError(f"one configuration file at most, got {', '.join(files)}; write a change as name=value")
+        config = recipes.load_config(files[0] if files else None, [text for text in given if "=" in text])
+        summary = recipes.train(config)
     except (EngineError, ValueError, TypeError, OSError, ImportError) as error:
         message = f"[bold red]rollcorr train:[/] {escape(str(error))}"
         Console(stderr=True).print(message, highlight=False, soft_wrap=True)
         raise typer.Exit(3 if isinstance(error, EngineError) else 2) from error
-    if getattr(summary, "failure", None) is not None:  # of an engine in another process
+    if summary.failure is not None:
         raise typer.Exit(3)
     if summary.interrupted:
         raise typer.Exit(130)

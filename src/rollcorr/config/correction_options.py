@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from rollcorr.config.checks import InertOptionWarning, check_bool, check_choice, check_number
 from rollcorr.config.presets import preset_fields, with_named_presets
@@ -131,7 +131,10 @@ class RolloutCorrectionConfig:
             >>> RolloutCorrectionConfig.preset("decoupled_token_is", threshold=5.0).rollout_is_threshold
             5.0
         """
-        return cls(**preset_fields(name, arguments)) if arguments else _resolved_preset(cls, name)
+        if arguments:
+            return cls(**preset_fields(name, arguments))
+        resolved: Self = _resolved_preset(cast("Any", cls), name)
+        return resolved
 
     @cached_property
     def criteria(self) -> tuple[Criterion, ...]:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rollcorr.core.layout import check_layout, expand, token_count
+from rollcorr.core.boundary import check_integers, check_shape, check_tensors
+from rollcorr.core.layout import bounded_offsets, check_layout, expand, sequence_count, token_count
 
 
 def grpo_advantages(rewards: Tensor, group_ids: Tensor, *, keep: Tensor | None = None, epsilon: float = 1e-6) -> Tensor:
@@ -101,9 +102,8 @@ def gae_advantages(
     check_layout(rewards=rewards, values=values, response_mask=response_mask, cu_seqlens=cu_seqlens)
     mask = response_mask != 0
     if keep is not None:
-        sequences = token_count(mask, cu_seqlens=cu_seqlens)
-        if keep.shape != sequences.shape:
-            raise ValueError(f"keep {tuple(keep.shape)} must be one per sequence, {tuple(sequences.shape)}")
+        check_tensors(rewards=rewards, keep=keep)
+        check_shape("keep", keep, (sequence_count(mask, cu_seqlens=cu_seqlens),), "one per sequence")
         mask = mask & expand(keep != 0, mask, cu_seqlens=cu_seqlens)
     reward = rewards.detach().to(torch.float64).masked_fill(~mask, 0.0)
     value = values.detach().to(torch.float64).masked_fill(~mask, 0.0)
@@ -134,10 +134,10 @@ def terminal_rewards(rewards: Tensor, response_mask: Tensor, *, cu_seqlens: Tens
         ValueError: shapes differ or do not fit the layout.
     """
     check_layout(response_mask=response_mask, cu_seqlens=cu_seqlens)
+    check_tensors(response_mask=response_mask, rewards=rewards)
     mask = response_mask != 0
     last = token_count(mask, cu_seqlens=cu_seqlens)
-    if rewards.shape != last.shape:
-        raise ValueError(f"rewards {tuple(rewards.shape)} must be one per sequence, {tuple(last.shape)}")
+    check_shape("rewards", rewards, last.shape, "one per sequence")
     if cu_seqlens is not None:
         last = last.cumsum(0)
     is_last = mask & (mask.cumsum(-1) == expand(last, mask, cu_seqlens=cu_seqlens))
@@ -146,15 +146,15 @@ def terminal_rewards(rewards: Tensor, response_mask: Tensor, *, cu_seqlens: Tens
 
 def _centred_by_group(rewards: Tensor, group_ids: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """(r − mean of its group's kept rewards, 0 where left out; kept rows per group; the group index of each row)."""
+    check_tensors(rewards=rewards, group_ids=group_ids, keep=keep)
     if rewards.dim() != 1:
         raise ValueError(f"rewards must be one per sequence, (B,); got {tuple(rewards.shape)}")
-    if group_ids.is_floating_point() or group_ids.is_complex() or group_ids.dtype == torch.bool:
-        raise ValueError(f"group_ids must be integers, got {group_ids.dtype}")
+    check_integers(group_ids=group_ids)
     keep = torch.ones_like(rewards, dtype=torch.bool) if keep is None else keep != 0
     for name, tensor in (("group_ids", group_ids), ("keep", keep)):
         if tensor.shape != rewards.shape:
             raise ValueError(f"rewards {tuple(rewards.shape)} and {name} {tuple(tensor.shape)} differ")
-    group = _group_index(group_ids)
+    group = _group_index(group_ids.to(torch.int64))
     kept_rewards = rewards.detach().to(torch.float64).masked_fill(~keep, 0.0)
     count = _group_sum(keep.to(torch.float64), group)
     mean = _group_sum(kept_rewards, group) / count.clamp(min=1)
@@ -197,7 +197,7 @@ def _final_position(mask: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         return torch.zeros_like(mask).index_fill(-1, torch.arange(mask.shape[-1], device=mask.device)[-1:], True)
     # The last token of an empty sequence would be its predecessor's, which is a last token too; one extra slot at the
     # front catches the empty sequences before the first token.
-    slots = mask.new_zeros(mask.numel() + 1).index_fill(0, cu_seqlens[1:].to(torch.int64), True)
+    slots = mask.new_zeros(mask.numel() + 1).index_fill(0, bounded_offsets(cu_seqlens, mask.numel())[1:], True)
     return slots[1:]
 
 

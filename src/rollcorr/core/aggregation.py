@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rollcorr.core.boundary import check_floating, check_shape, check_tensors
 from rollcorr.core.layout import check_layout, expand, sequence_mean, token_count
 
 
@@ -44,7 +45,12 @@ def count_denominators(mask: Tensor, *, cu_seqlens: Tensor | None = None) -> Den
     Args:
         mask: the loss mask for "kept", the response mask for "original". (B, T), or (N,) when packed; read as ≠ 0.
         cu_seqlens: (B + 1,) token offsets, only when packed.
+
+    Raises:
+        TypeError: the mask or `cu_seqlens` is no tensor.
+        ValueError: the mask does not fit the layout.
     """
+    check_layout(mask=mask, cu_seqlens=cu_seqlens)
     count = token_count(mask != 0, cu_seqlens=cu_seqlens)
     return Denominators(count.sum(dtype=torch.float64), (count > 0).sum(dtype=torch.float64))
 
@@ -84,7 +90,8 @@ def token_mean(
         0-d, in the loss's dtype. A zero denominator gives 0, still connected to the graph.
 
     Raises:
-        ValueError: shapes differ or do not fit the layout.
+        TypeError: an argument is no tensor.
+        ValueError: shapes or devices differ or do not fit the layout, or the loss is not floating-point.
     """
     masked = _masked(loss, mask, cu_seqlens)
     if denominators is None:
@@ -133,13 +140,14 @@ def seq_mean_token_mean(
         0-d, in the loss's dtype. A zero length or denominator gives 0, still connected to the graph.
 
     Raises:
-        ValueError: shapes differ or do not fit the layout.
+        TypeError: an argument is no tensor.
+        ValueError: shapes or devices differ or do not fit the layout, or the loss is not floating-point.
     """
     masked = _masked(loss, mask, cu_seqlens)
     kept_lengths = token_count(mask != 0, cu_seqlens=cu_seqlens)
     lengths = kept_lengths if lengths is None else lengths
-    if lengths.shape != kept_lengths.shape:
-        raise ValueError(f"lengths {tuple(lengths.shape)} must be one per sequence, {tuple(kept_lengths.shape)}")
+    check_tensors(loss=loss, lengths=lengths)
+    check_shape("lengths", lengths, kept_lengths.shape, "one per sequence")
     if denominators is None:
         denominators = count_denominators(mask, cu_seqlens=cu_seqlens)
     row_scale = _inverse_tensor(lengths, masked)
@@ -168,12 +176,14 @@ def seq_mean_token_sum_norm(
 
 def _masked(loss: Tensor, mask: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     check_layout(loss=loss, mask=mask, cu_seqlens=cu_seqlens)
+    check_floating(loss=loss)
     return loss.masked_fill(mask == 0, 0.0)
 
 
 def _inverse(amount: Tensor | float, like: Tensor) -> Tensor | float:
     """1 / amount, or 0 when there is nothing to divide by."""
     if isinstance(amount, Tensor):
+        check_shape("a denominator", amount, (), "a number or a 0-d tensor")
         return _inverse_tensor(amount, like)
     return 1 / amount if amount else 0.0
 

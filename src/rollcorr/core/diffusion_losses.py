@@ -174,7 +174,7 @@ def _prepare(
             f"advantages {tuple(advantages.shape)} do not fit log_prob {tuple(log_prob.shape)}: one for each sample, "
             f"({log_prob.shape[0]},); nothing is broadcast"
         )
-    active = keep != 0
+    active = (keep != 0) & (old_log_prob != -torch.inf)  # probability 0 adds nothing, as in `ppo_clip_loss`
     if weights is not None:
         weights = weights.detach().to(torch.promote_types(weights.dtype, torch.float32))
         active = active & (weights != 0)

@@ -2,7 +2,7 @@
 
 Padded tensors are (B, T). Packed tensors are (N,) with `cu_seqlens` (B + 1,), as in varlen attention. This is the
 only file that knows the difference; every other function takes `cu_seqlens=None` and passes it on. Nothing here reads
-a value, so nothing waits for the GPU.
+a value on a device, so nothing waits for the GPU.
 """
 
 from __future__ import annotations
@@ -12,13 +12,22 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from rollcorr.core.boundary import check_integers, check_tensors, in_host_memory
+
 
 def check_layout(*, cu_seqlens: Tensor | None = None, **tensors: Tensor) -> None:
-    """Check that the named tensors share one shape and that it fits the layout.
+    """Check that the named arguments are tensors of one shape on one device, and that they fit the layout.
+
+    The values of `cu_seqlens` are checked too where they lie in host memory, which waits for nothing. On a device they
+    are taken on trust: wrong ones give wrong sums there, and never a read or write beyond the data (`sequence_ids`,
+    `bounded_offsets`).
 
     Raises:
-        ValueError: two shapes differ, the rank is wrong, or `cu_seqlens` is not a non-empty vector.
+        TypeError: an argument is no tensor.
+        ValueError: two shapes or devices differ, the rank is wrong, an argument cannot be computed with
+            (`check_tensors`), or `cu_seqlens` does not describe the tokens.
     """
+    check_tensors(**tensors, cu_seqlens=cu_seqlens)
     (first_name, first), *others = tensors.items()
     for name, tensor in others:
         if tensor.shape != first.shape:
@@ -33,26 +42,47 @@ def check_layout(*, cu_seqlens: Tensor | None = None, **tensors: Tensor) -> None
         raise ValueError(f"with cu_seqlens, expected packed (N,) tensors; got {first_name} {tuple(first.shape)}")
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
         raise ValueError(f"cu_seqlens must be (B + 1,) with at least one entry, got {tuple(cu_seqlens.shape)}")
-    if cu_seqlens.is_floating_point() or cu_seqlens.is_complex() or cu_seqlens.dtype == torch.bool:
-        raise ValueError(f"cu_seqlens must hold integers, got {cu_seqlens.dtype}")
+    check_integers(cu_seqlens=cu_seqlens)
+    if cu_seqlens.numel() == 1 and first.numel():
+        raise ValueError(
+            f"cu_seqlens has one entry, which is no sequence, but {first_name} has {first.numel()} tokens; give the "
+            "first token of each sequence, then the number of tokens"
+        )
+    if in_host_memory(cu_seqlens):
+        check_cu_seqlens(cu_seqlens, first.numel())
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> None:
     """Check the values of `cu_seqlens`: starts at 0, never falls, ends at the token count.
 
-    Reads values (a device sync): for loaders and on request, not for the step path.
+    Reads values: free on the CPU, a wait on a device, where it is for loaders and on request.
 
     Raises:
         ValueError: names the first offending entry.
     """
-    offsets = cu_seqlens.tolist()
+    offsets = cu_seqlens.cpu().numpy()
+    if offsets[0] == 0 and offsets[-1] == tokens and (offsets[1:] >= offsets[:-1]).all():
+        return
     if offsets[0] != 0:
         raise ValueError(f"cu_seqlens must start at 0, got {offsets[0]}")
-    for i, (start, end) in enumerate(pairwise(offsets)):
+    for i, (start, end) in enumerate(pairwise(offsets.tolist())):
         if end < start:
             raise ValueError(f"cu_seqlens must not fall, but entry {i + 1} is {end} after {start}")
-    if offsets[-1] != tokens:
-        raise ValueError(f"cu_seqlens must end at the number of tokens, {tokens}, got {offsets[-1]}")
+    raise ValueError(f"cu_seqlens must end at the number of tokens, {tokens}, got {offsets[-1]}")
+
+
+def bounded_offsets(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """Offsets that a kernel can follow without leaving the data, whatever they were: (B + 1,) int64.
+
+    Where values can be read they were checked, and only the dtype changes. On a device they are clamped to the data and
+    made to rise from 0 to N; right ones are unchanged by that.
+    """
+    if in_host_memory(cu_seqlens):
+        return cu_seqlens.to(torch.int64)
+    bounded = cu_seqlens.to(torch.int64).clamp(0, tokens).cummax(0).values
+    inner = bounded[1:-1]
+    ends = bounded[:1]
+    return torch.cat([torch.zeros_like(ends), inner, torch.full_like(ends, tokens)])[: cu_seqlens.numel()]
 
 
 def sequence_count(tokens: Tensor, *, cu_seqlens: Tensor | None = None) -> int:
@@ -61,9 +91,15 @@ def sequence_count(tokens: Tensor, *, cu_seqlens: Tensor | None = None) -> int:
 
 
 def sequence_ids(tokens: Tensor, *, cu_seqlens: Tensor) -> Tensor:
-    """The sequence that each packed token belongs to: (N,) int64."""
-    lengths = cu_seqlens.to(torch.int64).diff()
-    return torch.repeat_interleave(lengths, output_size=tokens.numel())
+    """The sequence that each packed token belongs to: (N,) int64.
+
+    On a device the values of `cu_seqlens` are not known to be right. There each token is looked up between the inner
+    offsets, which gives the index of some sequence for any values.
+    """
+    if in_host_memory(cu_seqlens):
+        return torch.repeat_interleave(cu_seqlens.to(torch.int64).diff(), output_size=tokens.numel())
+    position = torch.arange(tokens.numel(), device=cu_seqlens.device)
+    return torch.bucketize(position, cu_seqlens.to(torch.int64)[1:-1], right=True)
 
 
 def sequence_sum(values: Tensor, mask: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rollcorr.core.boundary import check_floating, check_tensors
 from rollcorr.core.divergence import k1, k2, k3
 from rollcorr.core.layout import check_layout, expand
 from rollcorr.core.ratios import token_log_ratio
@@ -63,6 +64,8 @@ def ppo_clip_loss(
     """
     _check_clip(clip_low, clip_high, clip_c)
     check_layout(log_prob=log_prob, old_log_prob=old_log_prob, loss_mask=loss_mask, cu_seqlens=cu_seqlens)
+    check_floating(log_prob=log_prob, old_log_prob=old_log_prob)
+    check_tensors(log_prob=log_prob, advantages=advantages, weights=weights)
     advantages = _per_token(advantages, log_prob, cu_seqlens)
     mask = loss_mask != 0
     weights, active = _weights_and_active(weights, log_prob, mask & (old_log_prob != -torch.inf))
@@ -119,6 +122,8 @@ def reinforce_loss(
     Source: Williams (1992), "Simple Statistical Gradient-Following Algorithms"; Precup, Sutton & Singh (2000).
     """
     check_layout(log_prob=log_prob, loss_mask=loss_mask, cu_seqlens=cu_seqlens)
+    check_tensors(log_prob=log_prob, advantages=advantages, weights=weights, behavior_log_prob=behavior_log_prob)
+    check_floating(log_prob=log_prob, behavior_log_prob=behavior_log_prob)
     advantages = _per_token(advantages, log_prob, cu_seqlens)
     mask = loss_mask != 0
     weights, active = _weights_and_active(weights, log_prob, mask & (log_prob != -torch.inf))
@@ -130,6 +135,26 @@ def reinforce_loss(
         return loss, _policy_statistics(torch.zeros_like(mask), log_prob, log_prob)
     check_layout(log_prob=log_prob, behavior_log_prob=behavior_log_prob, cu_seqlens=cu_seqlens)
     return loss, _policy_statistics(mask, log_prob, behavior_log_prob)
+
+
+def neutral_log_probs(log_prob: Tensor, old_log_prob: Tensor) -> tuple[Tensor, Tensor]:
+    """Both policies with missing log-probs made neutral, as `nonfinite="neutral"` asks: a loss over them is finite.
+
+    Where log π_old is missing it becomes sg(log π_θ): r = π_θ / sg(π_θ) is 1, its gradient that of log π_θ, so the
+    token gives −w A ∇log π_θ. Where log π_θ is missing there is no gradient to take: both become −inf, which adds
+    nothing.
+
+    Args:
+        log_prob: log π_θ, nats. Any shape. Carries the gradient.
+        old_log_prob: log π_old, or log μ in its place, nats, same shape. −inf is probability 0, which is not missing.
+
+    Returns:
+        The two log-probs.
+    """
+    gone = log_prob.isnan() | (log_prob == torch.inf)
+    missing = old_log_prob.isnan() | (old_log_prob == torch.inf)
+    old_log_prob = torch.where(missing, log_prob.detach().to(old_log_prob.dtype), old_log_prob)
+    return log_prob.masked_fill(gone, -torch.inf), old_log_prob.masked_fill(gone, -torch.inf)
 
 
 def reference_kl_k1(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -170,6 +195,8 @@ def reference_kl_k3(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor) -> tup
 
 
 def _reference_log_ratio(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    check_tensors(log_prob=log_prob, ref_log_prob=ref_log_prob, mask=mask)
+    check_floating(log_prob=log_prob, ref_log_prob=ref_log_prob)
     for name, tensor in (("ref_log_prob", ref_log_prob), ("mask", mask)):
         if tensor.shape != log_prob.shape:
             raise ValueError(f"log_prob {tuple(log_prob.shape)} and {name} {tuple(tensor.shape)} differ")

@@ -180,7 +180,14 @@ METRICS: dict[str, Metric] = _table(
     ),
     ("saturated_low_fraction", "share", "unit", "share with ℓ < −safety_bound", share("saturated_low", "units"), OWN),
     ("saturated_high_fraction", "share", "unit", "share with ℓ > safety_bound", share("saturated_high", "units"), OWN),
-    ("rollout_is_oob_ratio", "share", "unit", "share outside the IcePop band", share("is_outside", "units"), MATHS),
+    (
+        "rollout_is_oob_ratio",
+        "share",
+        "tokens",
+        "share of V to which IcePop gives weight 0, at every level",
+        share("is_outside", "tokens_counted"),
+        MATHS,
+    ),
     (
         "rollout_is_batch_norm_factor",
         "ratio",

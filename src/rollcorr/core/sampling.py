@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rollcorr.core.boundary import check_tensors
+
 Filter = Callable[[Tensor], Tensor]
 """From logits (…, V), −inf where already removed, to the bool support of what stays."""
 
@@ -109,6 +111,7 @@ class KeptSets:
     offsets: Tensor
 
     def __post_init__(self) -> None:
+        check_tensors(**{"kept ids": self.ids, "kept offsets": self.offsets})
         for name, tensor, dtype in (("ids", self.ids, torch.int32), ("offsets", self.offsets, torch.int64)):
             if tensor.dim() != 1 or tensor.dtype != dtype:
                 raise ValueError(
@@ -187,7 +190,7 @@ def check_kept_sets(kept: KeptSets, tokens: int, vocabulary: int) -> None:
     if falls.any():
         raise ValueError(f"kept offsets fall at token {int(falls.int().argmax())}; they must never fall")
     ids = kept.ids.cpu().long()
-    token = torch.bucketize(torch.arange(entries), offsets[1:], right=True)
+    token = torch.bucketize(torch.arange(entries, device="cpu"), offsets[1:], right=True)
     wrong = (ids < 0) | (ids >= vocabulary)
     if wrong.any():
         first = int(wrong.int().argmax())

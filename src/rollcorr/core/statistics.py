@@ -255,7 +255,7 @@ def moments_of(values: Tensor, mask: Tensor) -> Tensor:
     values = values.to(STATISTICS_DTYPE)
     count = mask.sum(dtype=STATISTICS_DTYPE)
     mean = values.masked_fill(~mask, 0.0).sum() / count.clamp(min=1)
-    m2 = (values - mean).masked_fill_(~mask, 0.0).square_().sum()
+    m2 = (values - mean).masked_fill_(~mask, 0.0).pow_(2).sum()
     return torch.stack([count, mean, m2])
 
 

@@ -15,6 +15,7 @@ from rollcorr.core.aggregation import (
     token_mean,
     token_sum,
 )
+from rollcorr.core.layout import check_layout
 from rollcorr.correction.process_groups import global_denominators
 
 if TYPE_CHECKING:
@@ -86,7 +87,12 @@ def normalizer_counts(
         weights: what the loss applies; None (all 1) makes "weights" the same as "kept".
         cu_seqlens: (B + 1,) token offsets, only when packed.
         context_group: ranks that hold other tokens of the same sequences; these counts are then those of all.
+
+    Raises:
+        TypeError: an argument is no tensor.
+        ValueError: shapes or devices differ or do not fit the layout.
     """
+    check_layout(cu_seqlens=cu_seqlens, loss_mask=loss_mask, response_mask=response_mask)
     return global_denominators(
         response_mask if normalizer == "original" else loss_mask,
         weights=weights if normalizer == "weights" else None,

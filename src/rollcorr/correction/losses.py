@@ -11,7 +11,7 @@ that a choice makes sense, is here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,8 +20,16 @@ from torch import Tensor
 from rollcorr.config import LossAggMode, LossConfig, Normalizer, RolloutCorrectionConfig
 from rollcorr.config.conversion import resolve
 from rollcorr.core.aggregation import Denominators
+from rollcorr.core.boundary import check_floating, check_tensors, in_host_memory
 from rollcorr.core.layout import check_layout
-from rollcorr.core.losses import ppo_clip_loss, reference_kl_k1, reference_kl_k2, reference_kl_k3, reinforce_loss
+from rollcorr.core.losses import (
+    neutral_log_probs,
+    ppo_clip_loss,
+    reference_kl_k1,
+    reference_kl_k2,
+    reference_kl_k3,
+    reinforce_loss,
+)
 from rollcorr.core.statistics import Statistics, moments_of
 from rollcorr.correction.denominators import aggregate, aggregation_mode, normalizer_counts
 from rollcorr.correction.process_groups import sequence_counts
@@ -46,7 +54,8 @@ class PolicyLogProbs:
             carries a gradient. None: `log_prob` is.
 
     Raises:
-        ValueError: shapes differ.
+        TypeError: one is no tensor.
+        ValueError: shapes or devices differ, or one is not floating-point.
     """
 
     log_prob: Tensor
@@ -56,6 +65,9 @@ class PolicyLogProbs:
     full_log_prob: Tensor | None = None
 
     def __post_init__(self) -> None:
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        check_tensors(**given)
+        check_floating(**given)
         for name in ("old_log_prob", "rollout_log_prob", "ref_log_prob", "full_log_prob"):
             tensor = getattr(self, name)
             if tensor is not None and tensor.shape != self.log_prob.shape:
@@ -123,12 +135,15 @@ def policy_loss(
         The loss, its parts and its statistics. With nothing to average the loss is 0 and connected to the graph.
 
     Raises:
-        ValueError: shapes differ; a policy that the mode needs is missing; the behaviour ratio π/μ would be applied
-            twice or not at all; a coefficient is set without its tensor.
+        TypeError: an argument is no tensor.
+        ValueError: shapes or devices differ; a policy that the mode needs is missing; the behaviour ratio π/μ would be
+            applied twice or not at all; a coefficient is set without its tensor; the correction is of other tokens.
     """
     loss = loss or LossConfig()
     settings = None if config is None else resolve(config)
     check_layout(log_prob=policies.log_prob, response_mask=response_mask, cu_seqlens=cu_seqlens)
+    check_tensors(log_prob=policies.log_prob, advantages=advantages, entropy=entropy)
+    check_floating(entropy=entropy)
     batch = _Batch(policies, advantages, response_mask != 0, cu_seqlens, context_group)
     if settings is not None and settings.bypass_mode:
         token = _bypass(batch, settings, loss, correction, whole_step=denominators is None)
@@ -208,8 +223,12 @@ def _decoupled(
     else:
         if correction.config != config:
             raise ValueError(f"correction was computed with {correction.config}, not with config={config}")
+        _check_belongs(correction, batch)
         weights, loss_mask = correction.loss_weights, correction.loss_mask
-    per_token, statistics = _ppo_clip(batch, old_log_prob, loss_mask, loss, weights)
+    log_prob = batch.policies.log_prob
+    if config is not None and config.nonfinite == "neutral":  # the ratio of the loss, as the weight
+        log_prob, old_log_prob = neutral_log_probs(log_prob, old_log_prob)
+    per_token, statistics = _ppo_clip(batch, log_prob, old_log_prob, loss_mask, loss, weights)
     return _TokenLoss(per_token, statistics, loss_mask, weights, correction, correction is None)
 
 
@@ -236,6 +255,9 @@ def _bypass(
         context_group=batch.context_group,
     )
     weights = correction.loss_weights if config.weights_reach_loss else None
+    # What is missing stays in the loss only under nonfinite="neutral". No log μ is a probability of 0.
+    behavior = rollout_log_prob.masked_fill(~rollout_log_prob.isfinite(), torch.nan)
+    log_prob, behavior = neutral_log_probs(log_prob, behavior)
     if config.loss_type == "reinforce":
         per_token, statistics = reinforce_loss(
             log_prob,
@@ -246,17 +268,20 @@ def _bypass(
             cu_seqlens=batch.cu_seqlens,
         )
     else:
-        # A missing log μ stays in the loss only under nonfinite="neutral", which means ratio 1.
-        behavior = torch.where(rollout_log_prob.isfinite(), rollout_log_prob, log_prob.detach())
-        per_token, statistics = _ppo_clip(batch, behavior, correction.loss_mask, loss, None)
+        per_token, statistics = _ppo_clip(batch, log_prob, behavior, correction.loss_mask, loss, None)
     return _TokenLoss(per_token, statistics, correction.loss_mask, weights, correction, True)
 
 
 def _ppo_clip(
-    batch: _Batch, old_log_prob: Tensor, loss_mask: Tensor, loss: LossConfig, weights: Tensor | None
+    batch: _Batch,
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    loss_mask: Tensor,
+    loss: LossConfig,
+    weights: Tensor | None,
 ) -> tuple[Tensor, Statistics]:
     return ppo_clip_loss(
-        batch.policies.log_prob,
+        log_prob,
         old_log_prob,
         batch.advantages,
         loss_mask,
@@ -331,6 +356,46 @@ def _behavior_policy(policies: PolicyLogProbs, correction: Correction | None) ->
             "behaviour ratio twice, or a stale one: leave correction out"
         )
     return rollout_log_prob
+
+
+def _check_belongs(correction: Correction, batch: _Batch) -> None:
+    """Check that a correction is of these tokens, as far as can be told without waiting for a device.
+
+    Shapes, devices and layouts tell everywhere; on the CPU, masks and offsets too. A part of a correction that was cut
+    out by hand may still carry the masks of the whole batch; those are not compared.
+    """
+    advice = "; take the rows of the correction (weights, loss_mask, response_mask) with those of the batch"
+    loss_mask, mask = correction.loss_mask, batch.mask
+    check_tensors(response_mask=mask, **{"correction.loss_mask": loss_mask, "correction.weights": correction.weights})
+    for name, tensor in (("loss_mask", loss_mask), ("weights", correction.weights)):
+        if tensor is not None and tensor.shape != mask.shape:
+            shapes = f"correction.{name} {tuple(tensor.shape)} and response_mask {tuple(mask.shape)}"
+            raise ValueError(f"{shapes} differ, so the correction is of other tokens{advice}")
+
+    given = correction.response_mask
+    whole = given is not None and given.shape == mask.shape and given.device == mask.device
+    if whole and not _same_sequences(correction.cu_seqlens, batch.cu_seqlens):
+        raise ValueError(f"correction has other cu_seqlens than the loss, so it is of other sequences{advice}")
+    if not in_host_memory(loss_mask, mask):
+        return
+    outside = int((loss_mask & ~mask).sum())
+    if outside:
+        raise ValueError(
+            f"correction keeps {outside} tokens outside of response_mask, so it is of other tokens{advice}"
+        )
+    if whole and given is not None and in_host_memory(given):
+        others = int(((given != 0) != mask).sum())
+        if others:
+            raise ValueError(f"correction was computed with a response_mask that differs at {others} tokens{advice}")
+
+
+def _same_sequences(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two layouts are the same, as far as can be told without waiting for a device."""
+    if one is None or other is None or one is other:
+        return one is other
+    if one.shape != other.shape:
+        return False
+    return not in_host_memory(one, other) or torch.equal(one.to(torch.int64), other.to(torch.int64))
 
 
 def _changes_loss(config: RolloutCorrectionConfig) -> bool:

@@ -139,6 +139,12 @@ class BypassGradients(SplitGradients):
 
 def rescaling(original: Tensor | float, kept: Tensor | float) -> Tensor:
     """Original / kept, 0-d float64; 0 when nothing was kept."""
-    kept = torch.as_tensor(kept, dtype=torch.float64)
-    original = torch.as_tensor(original, dtype=torch.float64, device=kept.device)
+    kept = _double(kept)
+    original = _double(original).to(kept.device)
     return torch.where(kept > 0, original / kept.clamp(min=1e-300), 0.0)
+
+
+def _double(amount: Tensor | float) -> Tensor:
+    """A tensor where it is, a number on the host, whatever torch's default device is."""
+    device = amount.device if isinstance(amount, Tensor) else "cpu"
+    return torch.as_tensor(amount, dtype=torch.float64, device=device)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.core.aggregation import Denominators
-from rollcorr.core.layout import sequence_ids, sequence_sum, token_count
+from rollcorr.core.layout import check_layout, sequence_ids, sequence_sum, token_count
 from rollcorr.core.statistics import Statistics, merge_statistics
 from rollcorr.kernels.correction import Reduction
 from rollcorr.kernels.correction.torch.table import BlockRows, SequenceTable
@@ -137,7 +137,12 @@ def global_denominators(
         cu_seqlens: (B + 1,) token offsets, only when packed.
         group: the data-parallel group.
         context_group: ranks that hold other slices of the same sequences.
+
+    Raises:
+        TypeError: an argument is no tensor.
+        ValueError: shapes or devices differ or do not fit the layout.
     """
+    check_layout(cu_seqlens=cu_seqlens, mask=mask, **({} if weights is None else {"weights": weights}))
     count = sequence_counts(mask, cu_seqlens=cu_seqlens, context_group=context_group)
     if weights is None:
         amounts = torch.stack([count.sum(), (count > 0).sum().double()])
@@ -152,6 +157,7 @@ def sequence_counts(
     mask: Tensor, *, cu_seqlens: Tensor | None = None, context_group: ProcessGroup | None = None
 ) -> Tensor:
     """Tokens of each whole sequence where mask is not 0: (B,) float64. Arguments as in `global_denominators`."""
+    check_layout(mask=mask, cu_seqlens=cu_seqlens)
     return sum_over(token_count(mask != 0, cu_seqlens=cu_seqlens).double(), context_group)
 
 
@@ -188,7 +194,7 @@ def sum_gradients(parameters: Iterable[Tensor], group: ProcessGroup | None) -> N
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
     if group is None or not parameters:
         return
-    present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
+    present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32, device="cpu")
     present = present.to(parameters[0].device)
     torch.distributed.all_reduce(present, group=group)
     by_dtype: dict[torch.dtype, list[Tensor]] = {}

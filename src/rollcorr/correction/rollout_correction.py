@@ -13,7 +13,8 @@ from rollcorr.config.conversion import resolve
 from rollcorr.config.thresholds import check_token_criteria
 from rollcorr.core import metric_registry as registry
 from rollcorr.core.aggregation import Denominators
-from rollcorr.core.layout import check_layout, sequence_count
+from rollcorr.core.boundary import check_floating, plain, truth
+from rollcorr.core.layout import bounded_offsets, check_layout, sequence_count
 from rollcorr.core.statistics import Statistics
 from rollcorr.core.tops import Worst, worst_of
 from rollcorr.core.weights import normalization_factor
@@ -47,6 +48,8 @@ class Correction:
         sequence_kept: (B,) bool: the sequence still has a token in the loss, or never had one. For group baselines.
         statistics: mergeable rows on the device; over the whole groups that were named. None without any correction.
         config: what was asked for; None for no correction at all.
+        response_mask: the mask that was given, so that a loss can tell a correction of other tokens; None: unknown.
+        cu_seqlens: the offsets that were given; None when padded.
     """
 
     weights: Tensor | None
@@ -54,6 +57,8 @@ class Correction:
     sequence_kept: Tensor
     statistics: Statistics | None
     config: RolloutCorrectionConfig | None
+    response_mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
 
     @property
     def loss_weights(self) -> Tensor | None:
@@ -126,7 +131,8 @@ def correct(
         response_mask: non-zero on tokens that the policy sampled; bool, integer or float; holes are allowed. Same
             shape. Values at masked positions are never read.
         config: a configuration, a preset's name, or a dictionary of any of the three generations.
-        cu_seqlens: first token of each sequence, then N: (B + 1,) integers, only when packed.
+        cu_seqlens: first token of each sequence, then N: (B + 1,) integers, only when packed. Checked on the CPU; on a
+            GPU wrong values give wrong sums, but never touch memory beyond the data.
         group: data-parallel process group: batch normalisation, counts and statistics are then those of the group.
         context_group: ranks that hold other tokens of the same B sequences, in the same order, in any split; slices may
             be empty. Decisions, weights and statistics are then those of the whole sequences, on every rank.
@@ -141,8 +147,10 @@ def correct(
         A `Correction`. Data never raises: an empty or wholly rejected batch gives masks of the right shape.
 
     Raises:
-        ValueError: shapes disagree or do not fit the layout, the configuration or `out` is wrong, the groups overlap,
-            `impl` does not take this batch, or `nonfinite="raise"` met a missing log-prob.
+        TypeError: a log-prob, the mask or `cu_seqlens` is no tensor.
+        ValueError: shapes or devices disagree or do not fit the layout, a log-prob is no bf16, fp16, fp32 or fp64, the
+            configuration or `out` is wrong, the groups overlap, `impl` does not take this batch, or
+            `nonfinite="raise"` met a missing log-prob.
         ImportError: `impl` was not built, or what it needs is missing.
 
     Example:
@@ -156,6 +164,7 @@ def correct(
         rollout_log_prob=rollout_log_prob,
         response_mask=response_mask,
     )
+    check_floating(train_log_prob=train_log_prob, rollout_log_prob=rollout_log_prob)
     resolved = resolve(config)
     if out is not None:
         inputs = {"train_log_prob": train_log_prob, "rollout_log_prob": rollout_log_prob}
@@ -165,7 +174,9 @@ def correct(
     check_token_criteria(resolved.criteria)
     check_groups(group, context_group)
     with torch.no_grad():
-        batch = _Batch(train_log_prob.detach(), rollout_log_prob.detach(), response_mask, cu_seqlens, context_group)
+        offsets = None if cu_seqlens is None else bounded_offsets(cu_seqlens, response_mask.numel())
+        log_probs = plain(train_log_prob.detach()), plain(rollout_log_prob.detach())
+        batch = _Batch(*log_probs, plain(response_mask.detach()), offsets, context_group)
         output = _kernel(batch, resolved, out, impl)
         own = output.statistics
         if detail:
@@ -174,7 +185,8 @@ def correct(
         if resolved.nonfinite == "raise":
             _raise_on_nonfinite(statistics)
         weights = _normalized(output, statistics, resolved)
-    return Correction(weights, output.loss_mask, output.sequence_kept, statistics, resolved)
+    kept = output.loss_mask, output.sequence_kept
+    return Correction(weights, *kept, statistics, resolved, response_mask=response_mask, cu_seqlens=cu_seqlens)
 
 
 def check_mask(response_mask: Tensor) -> None:
@@ -200,14 +212,15 @@ class _Batch(NamedTuple):
     @property
     def valid(self) -> Tensor:
         """The mask as bool."""
-        return self.mask if self.mask.dtype == torch.bool else self.mask != 0
+        return truth(self.mask)
 
 
 def _nothing(response_mask: Tensor, cu_seqlens: Tensor | None, out: Out | None) -> Correction:
     """No correction at all: the response mask is the loss mask."""
-    mask = response_mask if response_mask.dtype == torch.bool else response_mask != 0
+    mask = truth(plain(response_mask.detach()))
     kept = mask.new_ones(sequence_count(mask, cu_seqlens=cu_seqlens))
-    return Correction(None, mask if out is None else out[1].copy_(mask), kept, None, None)
+    loss_mask = mask if out is None else out[1].copy_(mask)
+    return Correction(None, loss_mask, kept, None, None, response_mask=response_mask, cu_seqlens=cu_seqlens)
 
 
 def _kernel(batch: _Batch, config: RolloutCorrectionConfig, out: Out | None, impl: Implementation) -> CorrectionOutput:

@@ -166,7 +166,7 @@ def _check_finite(key: str, values: Tensor) -> None:
 
 
 def _check_timesteps(timesteps: Tensor, schedule: Sequence[float]) -> None:
-    known = torch.tensor(schedule, dtype=torch.float64)
+    known = torch.tensor(schedule, dtype=torch.float64, device="cpu")
     limit = 1e-5 * float(known.abs().max())
     values = timesteps.detach().to("cpu", torch.float64)
     distance = (values.unsqueeze(-1) - known).abs()

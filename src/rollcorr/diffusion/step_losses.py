@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rollcorr.core.aggregation import Denominators
 from rollcorr.core.diffusion_losses import flow_dppo_loss, flow_grpo_loss, grpo_guard_loss
-from rollcorr.core.losses import reinforce_loss
+from rollcorr.core.losses import neutral_log_probs, reinforce_loss
 from rollcorr.core.statistics import Statistics, moments_of
 from rollcorr.correction.denominators import aggregate, normalizer_counts
 from rollcorr.correction.losses import PolicyLossOutput
@@ -93,7 +93,10 @@ def _decoupled(
         keep, weights = require(data, "rollout_keep_mask", "rollout_is_weights", reason="the correction acts through")
         if not config.correction.weights_reach_loss:
             weights = None
-    per_step, statistics = _ratio_loss(config, model_output, data, old, keep, weights)
+    log_prob = model_output["log_probs"]
+    if config.correction is not None and config.correction.nonfinite == "neutral":  # the loss's ratio, as the weight
+        log_prob, old = neutral_log_probs(log_prob, old)
+    per_step, statistics = _ratio_loss(config, {**model_output, "log_probs": log_prob}, data, old, keep, weights)
     return per_step, statistics, keep != 0, weights, None
 
 
@@ -108,14 +111,14 @@ def _bypass(config: DiffusionActorConfig, model_output: Batch, data: Batch, sche
     alone = correct_steps(pair.alone(), config, schedule=schedule)
     keep = alone.loss_mask.view(log_prob.shape)
     weights = None if alone.loss_weights is None else alone.loss_weights.view(log_prob.shape)
-    # A missing log μ stays in the loss only under nonfinite="neutral", which means ratio 1.
-    behavior = torch.where(rollout.isfinite(), rollout, log_prob.detach().to(rollout.dtype))
+    # What is missing stays in the loss only under nonfinite="neutral". No log μ is a probability of 0.
+    log_prob, behavior = neutral_log_probs(log_prob, rollout.masked_fill(~rollout.isfinite(), torch.nan))
     if config.correction.loss_type == "reinforce":
         (advantages,) = require(data, "advantages", reason="the loss weighs steps by")
         clipped = advantages.clamp(-config.adv_clip_max, config.adv_clip_max)
         per_step, statistics = reinforce_loss(log_prob, clipped, keep, weights=weights, behavior_log_prob=behavior)
     else:
-        per_step, statistics = _ratio_loss(config, model_output, data, behavior, keep, None)
+        per_step, statistics = _ratio_loss(config, {**model_output, "log_probs": log_prob}, data, behavior, keep, None)
     if alone.statistics is not None:
         alone = dataclasses.replace(alone, statistics=alone.statistics | _shares(statistics))
     return per_step, statistics, keep, weights, alone

@@ -88,7 +88,9 @@ class DiffusionGradients(SplitGradients):
         """Add the gradients and counts of one micro-batch. Waits for nothing."""
         self._backward(output.policy_gradient, output.regularization)
         kept = output.loss_mask.sum(dtype=torch.float64)
-        self._counts.append(torch.stack([torch.as_tensor(output.counts.tokens).to(kept), kept]))
+        self._counts.append(
+            torch.stack([torch.as_tensor(output.counts.tokens, device=kept.device).to(kept.dtype), kept])
+        )
 
     def finish(self) -> StepOutcome:
         """Rescale, sum over the ranks, and say what became of the step. Waits for the device, once."""

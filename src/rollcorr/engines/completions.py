@@ -91,14 +91,14 @@ def rollout_from_completions(
         [_token_id(token, f"token {t} of row {row}", vocabulary_size) for t, token in enumerate(completion.token_ids)]
         for row, completion in enumerate(completions)
     ]
-    lengths = torch.tensor([len(response) for response in responses])
-    mask = torch.arange(max(1, int(lengths.max()))) < lengths[:, None]
+    lengths = torch.tensor([len(response) for response in responses], device="cpu")
+    mask = torch.arange(max(1, int(lengths.max())), device="cpu") < lengths[:, None]
 
     def padded(rows: list[list[Any]] | None, dtype: torch.dtype, fill: int = 0) -> Tensor | None:
         if rows is None:
             return None
-        flat = torch.tensor([value for row in rows for value in row], dtype=dtype)
-        return torch.full(mask.shape, fill, dtype=dtype).masked_scatter_(mask, flat).to(device)
+        flat = torch.tensor([value for row in rows for value in row], dtype=dtype, device="cpu")
+        return torch.full(mask.shape, fill, dtype=dtype, device="cpu").masked_scatter_(mask, flat).to(device)
 
     response_ids = padded(responses, torch.int64, pad_token_id)
     log_prob = padded(_column(completions, "log_probs", check_log_prob), torch.float32)

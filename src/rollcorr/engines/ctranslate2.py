@@ -238,7 +238,7 @@ class CTranslate2Engine:
         host = tokens.to("cpu")
         prompts = [ids[mask].tolist() for ids, mask in zip(host.prompt_ids, host.prompt_mask, strict=True)]
         responses = [ids[mask].tolist() for ids, mask in zip(host.response_ids, host.response_mask, strict=True)]
-        log_prob = torch.zeros(tokens.response_ids.shape)
+        log_prob = torch.zeros(tokens.response_ids.shape, device="cpu")
         size = self.batch_size or len(tokens)
         for start in range(0, len(tokens), size):
             rows = range(start, min(start + size, len(tokens)))
@@ -247,7 +247,7 @@ class CTranslate2Engine:
             for row in rows:
                 first, last = len(prompts[row]) - 1, len(prompts[row]) + len(responses[row]) - 1
                 scores = (logits[row - start, first:last] / temperature).log_softmax(-1)
-                chosen = torch.tensor(responses[row], dtype=torch.int64)[:, None]
+                chosen = torch.tensor(responses[row], dtype=torch.int64, device="cpu")[:, None]
                 log_prob[row, : len(chosen)] = scores.gather(-1, chosen).squeeze(-1)
         return log_prob.to(tokens.response_ids.device)
 

@@ -60,9 +60,9 @@ def pad_prompts(prompts: list[list[int]], *, pad_token_id: int) -> tuple[Tensor,
     if not prompts or empty:
         raise ValueError(f"every prompt needs at least one token; {len(prompts)} prompts, empty ones at {empty}")
     width = max(map(len, prompts))
-    ids = torch.tensor([[pad_token_id] * (width - len(prompt)) + prompt for prompt in prompts])
-    lengths = torch.tensor([len(prompt) for prompt in prompts])
-    return ids, torch.arange(width) >= width - lengths[:, None]
+    ids = torch.tensor([[pad_token_id] * (width - len(prompt)) + prompt for prompt in prompts], device="cpu")
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device="cpu")
+    return ids, torch.arange(width, device="cpu") >= width - lengths[:, None]
 
 
 def score_responses(

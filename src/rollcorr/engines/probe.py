@@ -16,7 +16,7 @@ PROBE_SHAPE = (4, 16)
 def make_probe(model: nn.Module) -> TokenBatch:
     """A fixed batch of arbitrary tokens that reaches every parameter of the model, on its device."""
     parameter = next(model.parameters())
-    ids = torch.randint(vocabulary_size(model), PROBE_SHAPE, generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(vocabulary_size(model), PROBE_SHAPE, generator=torch.Generator().manual_seed(0), device="cpu")
     prompt, response = ids.to(parameter.device).chunk(2, dim=1)
     mask = torch.ones_like(prompt, dtype=torch.bool)
     return TokenBatch(prompt, mask, response, mask)

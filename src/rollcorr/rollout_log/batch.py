@@ -170,7 +170,7 @@ class RolloutBatch:
             raise ValueError(f"{column!r} is not one of the token columns {', '.join(TOKEN_COLUMNS)}; see ragged()")
         lengths = self.lengths.numpy()
         if column == "response_mask" and not self.has(column):
-            return torch.ones(int(lengths.sum()), dtype=torch.bool)
+            return torch.ones(int(lengths.sum()), dtype=torch.bool, device="cpu")
         values, sizes, recorded = self._recorded(column)
         self._check_lengths(column, sizes, recorded | (column == "response_ids"))
         if not recorded.all():
@@ -198,7 +198,7 @@ class RolloutBatch:
         longest = int(lengths.max()) if len(self) else 0
         if length is not None and length < longest:
             raise ValueError(f"length {length} is shorter than the longest row, {longest} tokens")
-        inside = torch.arange(longest if length is None else length) < lengths[:, None]
+        inside = torch.arange(longest if length is None else length, device="cpu") < lengths[:, None]
         return packed.new_full(inside.shape, fill).masked_scatter_(inside, packed)
 
     def ragged(self, column: str) -> tuple[Tensor, Tensor]:
@@ -229,7 +229,7 @@ class RolloutBatch:
             hint = "one entry more than tokens, in every row"
             raise self._error("kept_length", message, hint, row=row, column="kept_offsets")
         before = torch.repeat_interleave(id_counts.cumsum(0) - id_counts, sizes)
-        inner = torch.ones(len(offsets), dtype=torch.bool)
+        inner = torch.ones(len(offsets), dtype=torch.bool, device="cpu")
         inner[sizes.cumsum(0) - sizes] = False  # each row starts anew at 0
         return KeptSets(ids, torch.cat([offsets.new_zeros(1), (offsets + before)[inner]]))
 

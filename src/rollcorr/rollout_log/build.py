@@ -28,11 +28,11 @@ def inside_padding(response_mask: Tensor, lengths: Tensor | None) -> tuple[Tenso
     if response_mask.dim() != 2:
         raise ValueError(f"response_mask must be (B, T), got {tuple(response_mask.shape)}; packed: from_packed()")
     mask = (response_mask != 0).cpu()
-    position = torch.arange(mask.shape[1])
+    position = torch.arange(mask.shape[1], device="cpu")
     ends = (mask * (position + 1)).amax(1) if mask.shape[1] else mask.new_zeros(mask.shape[0], dtype=torch.int64)
     if lengths is None:
         return position < ends[:, None], ends
-    lengths = torch.as_tensor(lengths).cpu().to(torch.int64)
+    lengths = torch.as_tensor(lengths, device="cpu").cpu().to(torch.int64)
     if lengths.shape != ends.shape:
         raise ValueError(f"lengths must be ({len(ends)},) for {len(ends)} rows, got {tuple(lengths.shape)}")
     bad = (lengths < ends) | (lengths > mask.shape[1])
@@ -70,7 +70,7 @@ def same_shape(name: str, values: object, response_mask: Tensor) -> Tensor:
     Raises:
         ValueError: its shape is not that of the mask.
     """
-    tensor = torch.as_tensor(values).detach().cpu()
+    tensor = torch.as_tensor(values, device="cpu").detach().cpu()
     if tensor.shape != response_mask.shape:
         raise ValueError(f"{name} {tuple(tensor.shape)} and response_mask {tuple(response_mask.shape)} differ")
     return tensor
@@ -239,5 +239,5 @@ def _with_identity(columns: Mapping[str, object], rows: int) -> dict[str, object
 
 
 def _numpy(values: object) -> np.ndarray:
-    tensor = torch.as_tensor(values).detach().cpu()
+    tensor = torch.as_tensor(values, device="cpu").detach().cpu()
     return (tensor.to(torch.float32) if tensor.is_floating_point() else tensor).numpy()

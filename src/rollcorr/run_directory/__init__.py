@@ -1,6 +1,12 @@
-"""What a run leaves behind, written and read: configuration, metrics, events."""
+"""What a run leaves behind, written and read: configuration, metrics, checkpoints, events.
 
-from rollcorr.run_directory.run_logger import RunLogger, drop_later_steps, read_metrics
-from rollcorr.run_directory.stored_run import BadInputError, Run, read_run
+    directory      the names of everything in a run's directory
+    sinks          where the metrics of a step go: metrics.jsonl, TensorBoard, the console, your own
+    stored_run     reading a run, and forgetting the steps that a resumed run computes again
 
-__all__ = ["BadInputError", "Run", "RunLogger", "drop_later_steps", "read_metrics", "read_run"]
+Names are imported on first use; `__init__.pyi` lists them.
+"""
+
+import lazy_loader as _lazy
+
+__getattr__, __dir__, __all__ = _lazy.attach_stub(__name__, __file__)

@@ -12,15 +12,14 @@ from typing import Any
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.conversion import resolve
 from rollcorr.config.yaml_text import load_yaml
+from rollcorr.run_directory.directory import STEP_PREFIX, RunDirectory, step_of
 
-METRICS_FILE = "metrics.jsonl"
-CONFIG_FILE = "config.yaml"
 PICTURES = {"before": "Before training", "after": "After training"}
-"""Pictures that a run may leave under images/, by file name, and what they show."""
+"""Pictures that a run may leave, by `RunDirectory.picture`, and what they show."""
 
 
 class BadInputError(ValueError):
-    """A run or a log cannot be read; the message names the file, the place and the mend."""
+    """A run or a log cannot be read; the message names the file, the place and the fix."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +28,10 @@ class Run:
 
     Attributes:
         path: its directory.
-        series: one dictionary of metrics a step, in order of steps; a step repeated after a resume counts once.
+        series: one dictionary of metrics per step, in order of steps; a step repeated after a resume counts once.
         config: the rollout correction of config.yaml; None when there is none.
         config_text: config.yaml as it stands.
-        remarks: what the reader should know, e.g. that the last line was cut off.
+        remarks: what the reader should know, for example that the last line was cut off.
         diffusion: it trained a diffusion model, by the recipe in config.yaml.
         pictures: (heading, PNG file) of what it drew.
     """
@@ -47,66 +46,96 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """Read a run directory; a cut-off last line, as a killed run leaves, is left out and said.
+    """Read a run directory. A cut-off last line, which a killed run leaves, is left out, and a remark says so.
 
     Raises:
         BadInputError: there is no such directory, no metrics.jsonl, no whole line in it, or a broken one in its middle.
     """
+    directory, remarks = RunDirectory(path), []
     if not path.is_dir():
-        raise BadInputError(f"{path} is not a run directory; give the folder that holds {METRICS_FILE}")
-    steps, remarks = _read_metrics(path / METRICS_FILE)
-    config, config_text, config_remarks = _read_config(path / CONFIG_FILE)
+        raise BadInputError(f"{path} is not a run directory; give the folder that holds {directory.metrics.name}")
+
+    steps, cut_off = _read_lines(directory.metrics)
+    if not steps:
+        raise BadInputError(f"{directory.metrics} has no whole line; let the run finish at least one step")
+    if cut_off is not None:
+        name = directory.metrics.name
+        remarks.append(f"the last line of {name} (line {cut_off}) is cut off and was left out: the run was killed")
+
+    # A resumed run computes the steps after its checkpoint again, and may have logged them before.
     by_step: dict[int, Mapping[str, Any]] = {}
-    for index, step in enumerate(steps, start=1):
-        number = step.get("step", index)
-        if not isinstance(number, int):
-            raise BadInputError(f"{path / METRICS_FILE}: step {number!r} is not a whole number; mend the line")
-        by_step[number] = step
+    for index, metrics in enumerate(steps, start=1):
+        step = metrics.get("step", index)
+        if not isinstance(step, int):
+            raise BadInputError(f"{directory.metrics}: step {step!r} is not a whole number; correct the line")
+        by_step[step] = metrics
     repeated = len(steps) - len(by_step)
     if repeated:
         some = "1 step was" if repeated == 1 else f"{repeated} steps were"
         remarks.append(f"{some} logged twice (a resumed run); the later one counts")
+
+    config, config_text, config_remarks = _read_config(directory.config)
+    drawn = [(heading, directory.picture(when)) for when, heading in PICTURES.items()]
     return Run(
         path=path,
         series=tuple({**by_step[step], "step": step} for step in sorted(by_step)),
         config=config,
         config_text=config_text,
-        remarks=tuple(remarks + config_remarks),
+        remarks=(*remarks, *config_remarks),
         diffusion=re.search(r"^recipe: flow_grpo\b", config_text, re.MULTILINE) is not None,
-        pictures=tuple((title, file) for name, title in PICTURES.items() if (file := _picture(path, name)).is_file()),
+        pictures=tuple((heading, file) for heading, file in drawn if file.is_file()),
     )
 
 
-def _picture(path: Path, name: str) -> Path:
-    return path / "images" / f"{name}.png"
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a `metrics.jsonl`. A cut-off last line, which a killed run leaves, is left out.
+
+    Raises:
+        BadInputError: the file cannot be opened, or another line is not a JSON object; the message names the line.
+    """
+    return _read_lines(path)[0]
 
 
-def _read_metrics(path: Path) -> tuple[list[Mapping[str, Any]], list[str]]:
+def drop_later_steps(directory: RunDirectory, step: int) -> None:
+    """Forget what a run logged after `step`, because a resumed run computes it again."""
+    if directory.metrics.is_file():
+        kept = [json.dumps(row) + "\n" for row in read_metrics(directory.metrics) if row["step"] <= step]
+
+        # Written beside the old file and renamed, so that a crash here loses nothing.
+        partial = directory.metrics.with_suffix(".partial")
+        partial.write_text("".join(kept), encoding="utf-8")
+        partial.replace(directory.metrics)
+
+    for log in directory.rollouts.glob(f"{STEP_PREFIX}*.parquet"):
+        if step_of(log) > step:
+            log.unlink()
+
+
+def _read_lines(path: Path) -> tuple[list[dict[str, Any]], int | None]:
+    """The whole lines of a metrics.jsonl, and the number of a cut-off last line, if there is one."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        raise BadInputError(f"{path}: {error.strerror}; a run writes it, one JSON object a step") from error
+        raise BadInputError(f"{path}: {error.strerror}; a run writes it, one JSON object per step") from error
+
     lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
-    steps: list[Mapping[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for number, line in lines:
         try:
-            step = json.loads(line)
+            row = json.loads(line)
         except json.JSONDecodeError as error:
-            if number == lines[-1][0] and steps and not text.endswith("\n"):
-                return steps, [
-                    f"the last line of {path.name} (line {number}) is cut off and was left out: a killed run"
-                ]
+            # A line and its end are written at once, so only a line without an end was cut off by a crash.
+            if number == lines[-1][0] and not text.endswith("\n"):
+                return rows, number
             raise BadInputError(f"{path}:{number}: not JSON ({error}); repair or remove the line") from error
-        if not isinstance(step, dict):
-            raise BadInputError(f"{path}:{number}: expected a JSON object, got {type(step).__name__}; remove the line")
-        steps.append(step)
-    if not steps:
-        raise BadInputError(f"{path} has no whole line; let the run finish at least one step")
-    return steps, []
+        if not isinstance(row, dict):
+            raise BadInputError(f"{path}:{number}: expected a JSON object, got {type(row).__name__}; remove the line")
+        rows.append(row)
+    return rows, None
 
 
 def _read_config(path: Path) -> tuple[RolloutCorrectionConfig | None, str, list[str]]:
-    """The correction's configuration; what cannot be read is a remark, for the metrics can be judged without it."""
+    """The correction's configuration. What cannot be read is a remark, because the metrics can be judged without it."""
     if not path.exists():
         return None, "", [f"there is no {path.name}; rules about thresholds were left out"]
     text = path.read_text(encoding="utf-8")

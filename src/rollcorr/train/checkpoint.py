@@ -6,7 +6,7 @@
         engine.safetensors                           the engine's weights, when they lag behind the policy's
         state.json                                   step, engine version, skipped optimizer steps
 
-No random state is stored: every draw is a function of (seed, purpose, step), see `rollcorr.train.seeds`.
+No random state is stored: every draw is a function of (seed, purpose, step), see `rollcorr.train.steps`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rollcorr.run_directory.directory import STEP_PREFIX, step_name
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
@@ -29,7 +31,7 @@ class TrainState:
     Attributes:
         step: completed training steps; also the version of the policy.
         engine_version: version of the weights that the engine samples with.
-        skipped_steps: optimizer steps lost so far to a non-finite loss or gradient, or with nothing kept.
+        skipped_steps: optimizer steps left out so far: a loss or gradient was not finite, or nothing was kept.
     """
 
     step: int = 0
@@ -63,7 +65,7 @@ def save_checkpoint(
         save_policy: writes model and tokenizer into a directory.
         optimizer: its state is stored.
         state: where the run is.
-        engine_weights: the engine's weights, when they are not the policy's.
+        engine_weights: the engine's weights, if they are not the policy's.
         keep: newest checkpoints to keep, at least 1.
 
     Returns:
@@ -71,15 +73,18 @@ def save_checkpoint(
     """
     from safetensors.torch import save_file
 
-    final = directory / f"step_{state.step:06d}"
+    final = directory / step_name(state.step)
     partial = directory / f".{final.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
+
     save_policy(partial)
     torch.save(optimizer.state_dict(), partial / "optimizer.pt")
     if engine_weights is not None:
         save_file(dict(engine_weights), partial / "engine.safetensors")
     (partial / "state.json").write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")
+
+    # A rename is all or nothing, so a killed run leaves whole checkpoints only.
     shutil.rmtree(final, ignore_errors=True)
     partial.rename(final)
     for old in _checkpoints(directory)[:-keep]:
@@ -115,4 +120,4 @@ def load_checkpoint(path: Path, *, device: str = "cpu") -> Checkpoint:
 
 
 def _checkpoints(directory: Path) -> list[Path]:
-    return sorted(path for path in directory.glob("step_*") if (path / "state.json").is_file())
+    return sorted(path for path in directory.glob(f"{STEP_PREFIX}*") if (path / "state.json").is_file())

@@ -1,8 +1,8 @@
-"""Reading a training configuration: defaults, a YAML file over them, dotted overrides over both.
+"""Read a training configuration: defaults, a YAML file over them, dotted overrides over both.
 
     rollcorr train run.yaml algorithm.rollout_correction=decoupled_token_is optim.lr=1e-4
 
-Names are checked before values, so a wrong one is answered with the right one.
+Names are checked before values, so the message about a wrong name suggests the right one.
 """
 
 from __future__ import annotations
@@ -11,38 +11,26 @@ import dataclasses
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from rollcorr.config.conversion import resolve
 from rollcorr.config.yaml_text import load_yaml
-from rollcorr.train.grpo.grpo_config import TrainConfig
+from rollcorr.train.run_config import RunConfig
 
 CORRECTION_KEY = "algorithm.rollout_correction"
 FREE_FORM = (CORRECTION_KEY, "model.config", "rollout.engine_options")
 
 
-class RunConfig(Protocol):
-    """Any recipe's configuration."""
-
-    def to_yaml(self) -> str:
-        """The effective configuration."""
-        ...
-
-
 Config = TypeVar("Config", bound=RunConfig)
 
 
-def load_config(
-    path: str | Path | None = None,
-    overrides: Sequence[str] = (),
-    config_class: type[Config] = TrainConfig,  # type: ignore[assignment]
-) -> Config:
-    """Defaults, then the YAML file, then each `dotted.name=value`; the later one wins.
+def read_config(path: str | Path | None, overrides: Sequence[str], config_class: type[Config]) -> Config:
+    """A configuration of one class: defaults, then the YAML file, then each `dotted.name=value`; the later one wins.
 
     A block of correction options given after a preset's name changes that preset.
 
     Args:
-        path: the file; None for the defaults alone.
+        path: the file; None for the defaults.
         overrides: changes.
         config_class: the recipe's configuration.
 
@@ -57,11 +45,14 @@ def load_config(
     layers += [_parse_override(text) for text in overrides]
     for layer in layers:
         _check_names(layer, config_class)
+
+    # OmegaConf merges blocks and checks types; a correction may also be a name or null, so it goes around OmegaConf.
     correction = merge_corrections(layers)
     try:
         merged = OmegaConf.merge(OmegaConf.structured(config_class), *(_without_correction(layer) for layer in layers))
         values: Any = OmegaConf.to_container(merged)
-        values["algorithm"]["rollout_correction"] = correction
+        if "algorithm" in values:
+            values["algorithm"]["rollout_correction"] = correction
         config: Config = _build(config_class, values)
     except OmegaConfBaseException as error:
         where = f"{error.full_key}: " if error.full_key else ""
@@ -69,15 +60,15 @@ def load_config(
     return config
 
 
-def recipe_of(path: str | Path | None = None, overrides: Sequence[str] = ()) -> str:
-    """What a file and its overrides say under `recipe`; "grpo" when they say nothing.
+def recipe_of(path: str | Path | None = None, overrides: Sequence[str] = ()) -> str | None:
+    """What a file and its overrides say under `recipe`; None if they say nothing.
 
     Raises:
-        FileNotFoundError, ValueError: as in `load_config`.
+        FileNotFoundError, ValueError: as in `read_config`.
     """
     layers = [] if path is None else [_read_yaml(Path(path))]
     named = [layer["recipe"] for layer in [*layers, *map(_parse_override, overrides)] if "recipe" in layer]
-    return str(named[-1]) if named else TrainConfig.recipe
+    return str(named[-1]) if named else None
 
 
 def changed_options(before: RunConfig, after: RunConfig) -> list[str]:
@@ -92,12 +83,14 @@ def changed_options(before: RunConfig, after: RunConfig) -> list[str]:
 
 
 def merge_corrections(layers: Iterable[Mapping[str, Any]]) -> Any:  # noqa: ANN401 (name, block or None)
-    """The last word on `algorithm.rollout_correction`: a name or null replaces, a block adds to what was there."""
+    """The final `algorithm.rollout_correction`: a name or null replaces what was there, a block adds to it."""
     current: Any = {}
     for layer in layers:
         algorithm = layer.get("algorithm") or {}
         if "rollout_correction" not in algorithm:
             continue
+
+        # A block after a preset's name changes that preset, so the name is spelled out first.
         given = algorithm["rollout_correction"]
         if isinstance(given, Mapping) and isinstance(current, str):
             preset = resolve(current)
@@ -123,10 +116,13 @@ def _parse_override(text: str) -> dict[str, Any]:
     parts = name.removeprefix("+").split(".")
     if not separator or not all(parts):
         raise ValueError(f"override {text!r} is not of the form dotted.name=value")
+
+    # The last part stays a key, so that YAML reads the value as it would in a file: thresholds keep their underscore.
     try:
         parsed: dict[str, Any] = load_yaml(f"{parts[-1]}: {value}")
     except ValueError as error:
         raise ValueError(f"override {text!r}: {error}") from error
+
     for part in reversed(parts[:-1]):
         parsed = {part: parsed}
     return parsed
@@ -166,6 +162,8 @@ def _known_names(cls: type, prefix: str = "") -> Iterator[tuple[str, type | None
 def _suggestion(name: str, known: list[str]) -> str:
     """The option that was probably meant; else the options of the section that was named."""
     section, _, last = name.rpartition(".")
+
+    # The same option of another section, else a similar name, else a similar last part.
     near = [option for option in known if option.rpartition(".")[2] == last]
     near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.75)
     if not near:
@@ -173,6 +171,7 @@ def _suggestion(name: str, known: list[str]) -> str:
         near = [ends[end] for end in difflib.get_close_matches(last, list(ends), n=1, cutoff=0.75)]
     if near:
         return f"; did you mean {' or '.join(map(repr, near))}?"
+
     siblings = [option.rpartition(".")[2] for option in known if option.rpartition(".")[0] == section]
     return f"; options of {section or 'a run'}: {', '.join(siblings)}" if siblings else ""
 

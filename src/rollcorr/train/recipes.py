@@ -1,4 +1,4 @@
-"""What `rollcorr train` can train: a configuration's `recipe` names one of these.
+"""The recipes of `rollcorr train`: the `recipe` of a configuration names one of these.
 
 grpo         a language model: rollcorr.train.grpo.grpo_trainer
 flow_grpo    a diffusion model: rollcorr.train.flow_grpo.flow_grpo_trainer
@@ -7,43 +7,54 @@ flow_grpo    a diffusion model: rollcorr.train.flow_grpo.flow_grpo_trainer
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from rollcorr.train.config_file import load_config, recipe_of
-from rollcorr.train.grpo.grpo_config import TrainConfig
+from rich.console import Console
 
-if TYPE_CHECKING:
-    from rollcorr.train.flow_grpo.flow_grpo_config import FlowGrpoConfig
-    from rollcorr.train.flow_grpo.flow_grpo_run import PictureSummary
-    from rollcorr.train.grpo.grpo_run import Summary
+from rollcorr.run_directory.sinks import Sink
+from rollcorr.train.config_file import read_config, recipe_of
+from rollcorr.train.loop import Recipe, Summary, run_recipe
+from rollcorr.train.run_config import RunConfig
 
-RECIPES = ("grpo", "flow_grpo")
+RECIPES = {
+    "grpo": "rollcorr.train.grpo.grpo_recipe:GrpoRecipe",
+    "flow_grpo": "rollcorr.train.flow_grpo.flow_grpo_recipe:FlowGrpoRecipe",
+}
+"""Recipe by name → module and class, imported when it is chosen. The first one is the default."""
 
 
-def load_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -> TrainConfig | FlowGrpoConfig:
+def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Any:  # noqa: ANN401 (the recipe's)
     """The configuration of the recipe that the file or an override names under `recipe`; grpo when none does.
+
+    Defaults come first, then the YAML file, then each `dotted.name=value`; the later one wins. A block of correction
+    options given after a preset's name changes that preset.
+
+    Args:
+        path: the file; None for the defaults.
+        overrides: changes.
+
+    Returns:
+        A `GrpoConfig` or a `FlowGrpoConfig`.
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: the recipe or a name is unknown, or a value is wrong.
+        ValueError: the recipe or a name is unknown (the nearest one is suggested), a value is wrong, or an override has
+            no `=`.
     """
-    recipe = recipe_of(path, overrides)
-    if recipe == "grpo":
-        return load_config(path, overrides, TrainConfig)
-    if recipe == "flow_grpo":
-        from rollcorr.train.flow_grpo.flow_grpo_config import FlowGrpoConfig
-
-        return load_config(path, overrides, FlowGrpoConfig)
-    raise ValueError(f"recipe={recipe!r} is unknown; choose from {', '.join(RECIPES)}")
+    name = recipe_of(path, overrides) or next(iter(RECIPES))
+    return read_config(path, overrides, _recipe_class(name).config_class)
 
 
-def run_recipe(config: TrainConfig | FlowGrpoConfig) -> Summary | PictureSummary:
-    """Train as the configuration says."""
-    if isinstance(config, TrainConfig):
-        from rollcorr.train.grpo.grpo_run import train
+def train(config: RunConfig, *, console: Console | None = None, sinks: Sequence[Sink] = ()) -> Summary:
+    """Train as the configuration says; see `rollcorr.train.loop.run_recipe` for arguments and errors."""
+    return run_recipe(_recipe_class(config.recipe), config, console=console, sinks=sinks)
 
-        return train(config)
-    from rollcorr.train.flow_grpo.flow_grpo_run import train as train_pictures
 
-    return train_pictures(config)
+def _recipe_class(name: str) -> type[Recipe]:
+    if name not in RECIPES:
+        raise ValueError(f"recipe={name!r} is unknown; choose from {', '.join(RECIPES)}")
+    module, _, class_name = RECIPES[name].partition(":")
+    found: type[Recipe] = getattr(import_module(module), class_name)
+    return found

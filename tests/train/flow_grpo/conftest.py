@@ -8,18 +8,18 @@ import pytest
 import torch
 from rich.console import Console
 
+from rollcorr.train import load_config
 from rollcorr.train.flow_grpo.flow_grpo_config import FlowGrpoConfig
-from rollcorr.train.flow_grpo.flow_grpo_run import make_policy, make_prompts
+from rollcorr.train.flow_grpo.flow_grpo_recipe import make_policy, make_prompts
 from rollcorr.train.flow_grpo.flow_grpo_trainer import FlowGrpoTrainer
 from rollcorr.train.flow_grpo.pretrain import make_small_transformer, make_word_table, save_small_model
 from rollcorr.train.flow_grpo.rewards import make_reward
-from rollcorr.train.recipes import load_recipe
 
 MICRO = {"num_layers": 1, "num_attention_heads": 2, "attention_head_dim": 8, "caption_projection_dim": 16}
 MICRO_RUN = (
     "recipe=flow_grpo",
     "steps=4",
-    "reward.name=colour",
+    "reward.name=color",
     "rollout.prompts_per_step=3",
     "rollout.group_size=4",
     "rollout.num_steps=4",
@@ -47,7 +47,7 @@ def flow_run(micro_model) -> tuple[str, ...]:
 @pytest.fixture
 def flow_config(flow_run, tmp_path):
     def make(*overrides: str) -> FlowGrpoConfig:
-        return load_recipe(None, [f"run_dir={tmp_path / 'run'}", *flow_run, *overrides])
+        return load_config(None, [f"run_dir={tmp_path / 'run'}", *flow_run, *overrides])
 
     return make
 
@@ -59,7 +59,7 @@ def flow_trainer(flow_config):
     def make(*overrides: str, reference=None, reward=None) -> FlowGrpoTrainer:
         config = flow_config(*overrides)
         policy = make_policy(config, config.model.path)
-        reward = reward or make_reward(config.reward.name, colour_name=config.reward.colour)
+        reward = reward or make_reward(config.reward.name, color_name=config.reward.color)
         return FlowGrpoTrainer(config, policy, make_prompts(config), reward, reference=reference)
 
     return make

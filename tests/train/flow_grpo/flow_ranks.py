@@ -18,22 +18,20 @@ MODES = {
 
 
 def trainer(model: Path, overrides: tuple[str, ...], group: Any = None) -> Any:
-    from rollcorr.train.flow_grpo.flow_grpo_run import make_policy, make_prompts
+    from rollcorr.train import load_config
+    from rollcorr.train.flow_grpo.flow_grpo_recipe import make_policy, make_prompts
     from rollcorr.train.flow_grpo.flow_grpo_trainer import FlowGrpoTrainer
     from rollcorr.train.flow_grpo.rewards import make_reward
-    from rollcorr.train.recipes import load_recipe
 
     options = (
-        "recipe=flow_grpo", f"model.path={model}", "reward.name=colour", "rollout.prompts_per_step=2",
+        "recipe=flow_grpo", f"model.path={model}", "reward.name=color", "rollout.prompts_per_step=2",
         "rollout.group_size=4", "rollout.num_steps=4", "rollout.dtype=fp8", "optim.mini_batch_size=5",
         "optim.micro_batch_size=2",
     )  # fmt: skip
-    config = load_recipe(None, [*options, *overrides])
+    config = load_config(None, [*options, *overrides])
     policy = make_policy(config, config.model.path)
     reference = make_policy(config, config.model.path).transformer if config.algorithm.loss.kl_coef else None
-    made = FlowGrpoTrainer(
-        config, policy, make_prompts(config), make_reward("colour"), reference=reference, group=group
-    )
+    made = FlowGrpoTrainer(config, policy, make_prompts(config), make_reward("color"), reference=reference, group=group)
     made.optimizer = torch.optim.SGD(made.parameters, lr=1.0)  # Adam would blow up rounding errors
     return made
 

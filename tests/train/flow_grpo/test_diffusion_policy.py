@@ -7,14 +7,13 @@ import pytest
 import tiny_pipelines
 import torch
 
+from rollcorr.train import load_config, train
 from rollcorr.train.flow_grpo.diffusion_policy import LoraSettings, load_policy, save_policy
 from rollcorr.train.flow_grpo.families import FAMILIES, Condition, stack_conditions
-from rollcorr.train.flow_grpo.flow_grpo_run import train
 from rollcorr.train.flow_grpo.precision import RolloutModel
 from rollcorr.train.flow_grpo.prompts import PromptSource, WordTable, read_prompts
 from rollcorr.train.flow_grpo.sampler import Prompts, Sampler
 from rollcorr.train.flow_grpo.schedule import make_schedule
-from rollcorr.train.recipes import load_recipe
 
 TEXTS = ["a red circle", "a green square"]
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what the pipelines import
@@ -58,11 +57,11 @@ def test_a_pipeline_trains_and_its_checkpoint_goes_on(pipeline, tmp_path, consol
     overrides = [
         "recipe=flow_grpo", f"model.path={pipeline}", f"run_dir={tmp_path / 'run'}", "model.height=16",
         f"prompts.path={prompts}", f"model.lora.rank={rank}", "model.gradient_checkpointing=true",
-        "rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.num_steps=3", "reward.name=colour",
+        "rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.num_steps=3", "reward.name=color",
         "rollout.dtype=float32", "log.tensorboard=false", "log.evaluate=0", "checkpoint.every=0", "steps=1",
     ]  # fmt: skip
-    assert train(load_recipe(None, overrides), console=console).step == 1
-    summary = train(load_recipe(tmp_path / "run/config.yaml", ["resume=true", "steps=2"]), console=console)
+    assert train(load_config(None, overrides), console=console).step == 1
+    summary = train(load_config(tmp_path / "run/config.yaml", ["resume=true", "steps=2"]), console=console)
     assert (summary.step, summary.skipped_steps) == (2, 0)
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [row["rollout_corr/log_ratio_max"] for row in rows] == [0, 0]  # the same precision on both sides

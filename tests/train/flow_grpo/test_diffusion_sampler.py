@@ -157,13 +157,13 @@ def test_fp8_rounds_linear_weights_and_leaves_adapters_alone(flow_trainer):
 def test_a_copy_of_another_model_is_not_filled_halfway(flow_trainer):
     plain, adapted = flow_trainer(), flow_trainer("model.lora.rank=2")
     with pytest.raises(ValueError, match=r"weight sync incomplete: .* on one side only"):
-        plain.sampler.model.update(adapted.policy.transformer, version=1)
+        plain.engine.update_weights(adapted.policy.transformer, version=1)
 
 
 def test_exported_weights_are_the_copy(flow_trainer):
     trainer = flow_trainer("rollout.dtype=fp8")
     other = RolloutModel(flow_trainer("seed=5").policy.transformer, dtype="fp8")
     other.import_weights(trainer.sampler.model.export_weights(), version=7)
-    assert other.version == 7
+    assert other.weight_version == 7
     mine, theirs = (model.module.state_dict() for model in (other, trainer.sampler.model))
     assert all(torch.equal(value, theirs[name]) for name, value in mine.items())

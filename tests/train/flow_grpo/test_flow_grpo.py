@@ -1,4 +1,4 @@
-"""One training step: what is recomputed, what is rejected, what is learnt from."""
+"""One training step: what is recomputed, what is rejected, what is learned from."""
 
 import copy
 import math
@@ -191,7 +191,7 @@ def test_broken_weights_are_an_error_and_not_a_picture(flow_trainer):
     trainer = flow_trainer()
     with torch.no_grad():
         trainer.policy.transformer.proj_out.bias[0] = math.nan
-    trainer.sampler.model.update(trainer.policy.transformer, version=0)
+    trainer.engine.update_weights(trainer.policy.transformer, version=0)
     with pytest.raises(ValueError, match=r"12 of 12 sampled latents are NaN or inf \(rollout.dtype=bfloat16\)"):
         trainer.step(1)
 

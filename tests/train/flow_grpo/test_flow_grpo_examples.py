@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rollcorr.run_directory.run_logger import read_metrics
+from rollcorr.run_directory import read_metrics
+from rollcorr.train import load_config, train
 from rollcorr.train.flow_grpo.diffusion_policy import load_policy
-from rollcorr.train.flow_grpo.flow_grpo_run import train
 from rollcorr.train.flow_grpo.pretrain import flow_matching_loss, make_small_transformer, make_word_table, pretrain
-from rollcorr.train.recipes import load_recipe
-from rollcorr.train.seeds import derived_generator
+from rollcorr.train.steps import derived_generator
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SMALL = ("steps=1", "log.evaluate=4", "log.tensorboard=false", "rollout.prompts_per_step=2", "rollout.group_size=4")
@@ -54,13 +53,13 @@ def test_each_condition_can_fail_alone(seeds, gain, noise, kl, failure):
 @pytest.mark.parametrize("name", ["flow_grpo", "flow_grpo_fp8"])
 def test_an_example_starts(name, tmp_path):
     with Console(quiet=True) as console:
-        config = load_recipe(EXAMPLES / "train" / f"{name}.yaml", [*SMALL, f"run_dir={tmp_path / 'run'}"])
+        config = load_config(EXAMPLES / "train" / f"{name}.yaml", [*SMALL, f"run_dir={tmp_path / 'run'}"])
         summary = train(config, console=console)
     assert (summary.step, summary.skipped_steps) == (1, 0)
 
 
 def test_the_example_for_a_large_pipeline_is_read():
-    config = load_recipe(EXAMPLES / "train" / "flow_grpo_ocr.yaml")
+    config = load_config(EXAMPLES / "train" / "flow_grpo_ocr.yaml")
     assert (config.reward.name, config.model.lora.rank, config.algorithm.actor.bypass_mode) == ("ocr", 32, True)
 
 

@@ -9,13 +9,11 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from rollcorr.cli import app
-from rollcorr.run_directory.run_logger import read_metrics
-from rollcorr.train.checkpoint import latest_checkpoint
+from rollcorr.run_directory import read_metrics
+from rollcorr.train import latest_checkpoint, load_config, train
 from rollcorr.train.flow_grpo.flow_grpo_config import FlowGrpoConfig
-from rollcorr.train.flow_grpo.flow_grpo_run import train
 from rollcorr.train.flow_grpo.flow_grpo_trainer import FlowGrpoTrainer
-from rollcorr.train.grpo.grpo_config import TrainConfig
-from rollcorr.train.recipes import load_recipe
+from rollcorr.train.grpo.grpo_config import GrpoConfig
 
 
 def outcome(run_dir):
@@ -51,7 +49,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(flow_config, tmp_
     train(flow_config(f"run_dir={whole}", "steps=5", *overrides), console=console)
     train(flow_config(f"run_dir={parted}", "steps=3", *overrides), console=console)
     torch.rand(3)  # whatever else happens in the process
-    train(load_recipe(parted / "config.yaml", ["resume=true", "steps=5"]), console=console)
+    train(load_config(parted / "config.yaml", ["resume=true", "steps=5"]), console=console)
     assert_same(outcome(parted), outcome(whole))
 
 
@@ -98,15 +96,15 @@ def test_a_run_leaves_pictures_and_a_report_that_shows_them(flow_run, tmp_path):
 
 
 def test_the_recipe_says_which_trainer_reads_the_options(tmp_path):
-    assert isinstance(load_recipe(None, []), TrainConfig)
-    assert isinstance(load_recipe(None, ["recipe=flow_grpo"]), FlowGrpoConfig)
+    assert isinstance(load_config(None, []), GrpoConfig)
+    assert isinstance(load_config(None, ["recipe=flow_grpo"]), FlowGrpoConfig)
     file = tmp_path / "run.yaml"
     file.write_text("recipe: flow_grpo\nrollout: {noise_level: 0.5}\n")
-    assert load_recipe(file, ["steps=3"]).rollout.noise_level == 0.5
+    assert load_config(file, ["steps=3"]).rollout.noise_level == 0.5
     with pytest.raises(ValueError, match=r"unknown option 'rollout.noise_level'"):
-        load_recipe(file, ["recipe=grpo"])
+        load_config(file, ["recipe=grpo"])
     with pytest.raises(ValueError, match="recipe='flux' is unknown; choose from grpo, flow_grpo"):
-        load_recipe(None, ["recipe=flux"])
+        load_config(None, ["recipe=flux"])
 
 
 @pytest.mark.parametrize(
@@ -115,7 +113,7 @@ def test_the_recipe_says_which_trainer_reads_the_options(tmp_path):
         ("rollout.noise=1", "did you mean 'rollout.noise_level'"),
         ("rollout.dtype=int4", "rollout.dtype"),
         ("rollout.group_size=1", "rollout.group_size must be at least 2"),
-        ("reward.colour=pink", "reward.colour='pink' is unknown"),
+        ("reward.color=pink", "reward.color='pink' is unknown"),
         ("reward.name=function", "reward.function belongs to reward.name=function"),
         ("algorithm.loss.clip_ratio=0", "clip_ratio"),
         ("algorithm.loss.reduction=median", "reduction must be"),
@@ -124,11 +122,11 @@ def test_the_recipe_says_which_trainer_reads_the_options(tmp_path):
 )
 def test_a_wrong_option_is_explained(override, message):
     with pytest.raises(ValueError, match=message):
-        load_recipe(None, ["recipe=flow_grpo", override])
+        load_config(None, ["recipe=flow_grpo", override])
 
 
 def test_the_effective_configuration_reads_back_as_itself(tmp_path):
-    config = load_recipe(
+    config = load_config(
         None,
         [
             "recipe=flow_grpo", "rollout.sde_window_range=[1, 5]", "model.lora.rank=3", "algorithm.loss.reduction=0.5",
@@ -136,7 +134,7 @@ def test_the_effective_configuration_reads_back_as_itself(tmp_path):
         ],
     )  # fmt: skip
     (tmp_path / "config.yaml").write_text(config.to_yaml())
-    again = load_recipe(tmp_path / "config.yaml")
+    again = load_config(tmp_path / "config.yaml")
     assert again.to_yaml() == config.to_yaml()
     assert again.algorithm.actor == config.algorithm.actor
     assert again.algorithm.actor.step_kl == 0.3

@@ -14,10 +14,10 @@ from rollcorr.train.flow_grpo.rewards import edit_distance, make_reward, quoted_
 from rollcorr.train.flow_grpo.shapes import CLASSES, PROMPTS, class_of, draw_shapes, likeness, render
 
 
-def test_prompt_match_is_1_for_the_picture_0_for_a_blank_one_and_negative_for_another_colour():
-    centre, radius = torch.tensor([[8.0, 8.0]]), torch.tensor([5.0])
+def test_prompt_match_is_1_for_the_picture_0_for_a_blank_one_and_negative_for_another_color():
+    center, radius = torch.tensor([[8.0, 8.0]]), torch.tensor([5.0])
     picture, other = (
-        (render(torch.tensor([class_of(p)]), centre, radius) + 1) / 2 for p in ("a red circle", "a green circle")
+        (render(torch.tensor([class_of(p)]), center, radius) + 1) / 2 for p in ("a red circle", "a green circle")
     )
     blank = torch.full_like(picture, 0.1)
     reward = make_reward("prompt_match")
@@ -37,20 +37,20 @@ def test_every_prompt_is_matched_best_by_its_own_pictures():
     torch.testing.assert_close(likeness(large, classes), likeness(pictures, classes))
 
 
-def test_a_prompt_names_one_colour_and_one_shape():
+def test_a_prompt_names_one_color_and_one_shape():
     assert [class_of(prompt) for prompt in PROMPTS] == list(range(len(CLASSES)))
     assert class_of("Draw a circle, blue.") == class_of("a blue circle")
     for prompt in ("a red thing", "a red and blue circle"):
-        with pytest.raises(ValueError, match="must name one colour"):
+        with pytest.raises(ValueError, match="must name one color"):
             class_of(prompt)
 
 
-def test_colour_by_hand():
+def test_color_by_hand():
     images = torch.zeros(2, 3, 2, 2)
     images[0, 0] = 1.0  # red
     images[1, 1, 0] = 0.5  # the upper half is dark green
-    assert make_reward("colour")(images, ["", ""]).tolist() == [1, -0.125]
-    assert make_reward("colour", colour_name="yellow")(images, ["", ""]).tolist() == [0.5, 0.125]
+    assert make_reward("color")(images, ["", ""]).tolist() == [1, -0.125]
+    assert make_reward("color", color_name="yellow")(images, ["", ""]).tolist() == [0.5, 0.125]
 
 
 def test_what_compresses_well_is_worth_more():

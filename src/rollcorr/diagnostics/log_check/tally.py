@@ -180,7 +180,7 @@ def _part(correction: Correction, train: Tensor, rollout: Tensor, rewards: Tenso
 def _by_step(batch: RolloutBatch) -> Iterator[tuple[int | None, Tensor]]:
     """Each step of a batch, None when none is recorded, with a mask of its rows."""
     if not batch.has("step"):
-        yield None, torch.ones(len(batch), dtype=torch.bool)
+        yield None, torch.ones(len(batch), dtype=torch.bool, device="cpu")
         return
     steps = batch.values("step")
     for step in steps.unique().tolist():

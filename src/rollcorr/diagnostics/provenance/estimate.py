@@ -398,5 +398,5 @@ def _flat(log_prob: Tensor) -> Tensor:
 def _sequences(tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     if cu_seqlens is not None:
         return sequence_ids(tokens, cu_seqlens=cu_seqlens).cpu()
-    rows = torch.arange(tokens.shape[0]).unsqueeze(-1)
+    rows = torch.arange(tokens.shape[0], device="cpu").unsqueeze(-1)
     return rows.expand(tokens.shape).flatten()

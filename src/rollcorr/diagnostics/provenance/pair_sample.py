@@ -57,8 +57,8 @@ class PairSample:
     def estimate(self) -> Provenance:
         """What the sample implies."""
         rows = [self.rows[index] for index in sorted(self.rows)]
-        sizes = torch.tensor([0, *(len(row[0]) for row in rows)])
-        train, rollout, mask = (torch.cat([torch.zeros(0), *(row[i] for row in rows)]) for i in range(3))
+        sizes = torch.tensor([0, *(len(row[0]) for row in rows)], device="cpu")
+        train, rollout, mask = (torch.cat([torch.zeros(0, device="cpu"), *(row[i] for row in rows)]) for i in range(3))
         return estimate_provenance(train, rollout, mask, cu_seqlens=sizes.cumsum(0))
 
     @property

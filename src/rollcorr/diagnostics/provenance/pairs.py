@@ -61,7 +61,7 @@ def crowds(base: Tensor, other: Tensor) -> Crowds:
         return Crowds(int(likely.sum()), len(low), share_up, torch.nan, torch.nan, torch.nan)
     if not len(low):
         return Crowds(int(likely.sum()), 0, share_up, float(high.quantile(0.1)), 0.1, torch.nan)
-    beta = torch.logspace(-0.7, 0.7, 701, dtype=torch.float64)
+    beta = torch.logspace(-0.7, 0.7, 701, dtype=torch.float64, device=x.device)
     above, below = 1 - torch.searchsorted(low, beta) / len(low), torch.searchsorted(high, beta) / len(high)
     left, right = beta[above > below], beta[above < below]  # the difference falls; between them may be a gap
     ends = float(left[-1] if len(left) else beta[0]), float(right[0] if len(right) else beta[-1])
@@ -156,7 +156,7 @@ class LogitTable:
     def __init__(self, logits: Tensor, token_ids: Tensor) -> None:
         at_most = min(MOST_TOKENS, max(1, MOST_LOGITS // logits.shape[-1]))
         step = max(1, -(-len(token_ids) // at_most))
-        self.rows = torch.arange(0, len(token_ids), step)
+        self.rows = torch.arange(0, len(token_ids), step, device="cpu")
         self._logits = logits[self.rows].float()
         self._logits = self._logits - self._logits.amax(-1, keepdim=True)
         self._sampled = self._logits.gather(-1, token_ids[self.rows].long().unsqueeze(-1)).squeeze(-1)
@@ -174,7 +174,7 @@ class LogitTable:
         """β that explains some log-probs of these tokens best (`spread`): a grid, then finer around the best."""
         low, high, beta = 0.2, 5.0, 1.0
         for span in (1.25, 1.03, 1.0):
-            grid = torch.logspace(math.log10(low), math.log10(high), 17).tolist()
+            grid = torch.logspace(math.log10(low), math.log10(high), 17, device="cpu").tolist()
             beta = min(grid, key=lambda b: spread(log_prob, self.log_prob(b)))
             low, high = beta / span, beta * span
         return beta

@@ -82,7 +82,7 @@ class RemoteEngine(abc.ABC):
         self.device = next(model.parameters()).device
         self.max_model_len: int | None = None  # longest prompt and response together, where the engine has a limit
         self._probe = make_probe(model)
-        self._expected = torch.empty(0)  # of the weights that sample, on the probe
+        self._expected = torch.empty(0, device="cpu")  # of the weights that sample, on the probe
         self._unusable: str | None = "it holds no verified weights yet"
 
     @abc.abstractmethod

@@ -1,8 +1,11 @@
-"""The band that the weights' exceedance shares are counted against."""
+"""Bands on the weights: the one that exceedance shares are counted against, and the one that IcePop keeps."""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
+
+from rollcorr.core.bounds import log_band
 
 if TYPE_CHECKING:
     from rollcorr.config import RolloutCorrectionConfig
@@ -23,3 +26,18 @@ def exceedance_band(config: RolloutCorrectionConfig) -> tuple[float | None, floa
         if criterion.kind == "k1" and criterion.scope == _MATCHING_SCOPE.get(config.rollout_is or ""):
             return criterion.lower, criterion.upper
     return None, None
+
+
+def zeroing_band(config: RolloutCorrectionConfig) -> tuple[float, float]:
+    """The log weights to which IcePop gives a weight, ends included, nats; infinite ends for another mode.
+
+    The safety bound acts first and IcePop judges the clamped log weight. So an end of the band that the clamp does not
+    let a weight reach cuts nothing, and a band that no clamped weight reaches is empty: (inf, −inf).
+    """
+    if config.is_mode != "icepop":
+        return -math.inf, math.inf
+    low, high = log_band(config.is_lower, config.is_upper)
+    bound = config.safety_bound
+    if low > bound or high < -bound:
+        return math.inf, -math.inf
+    return (low if low > -bound else -math.inf), (high if high < bound else math.inf)

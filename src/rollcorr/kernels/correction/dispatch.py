@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 from torch import Tensor
 
+from rollcorr.core.boundary import is_jit_tracing, is_transformed, truth
 from rollcorr.kernels.correction import triton
 from rollcorr.kernels.correction.cpu import cpu_correction, status, why_not
 from rollcorr.kernels.correction.output import CorrectionOutput, Out, copied_to
@@ -52,13 +53,22 @@ def correction_kernel(
         raise ValueError(f"impl must be one of {', '.join(map(repr, get_args(Implementation)))}, got {impl!r}")
     if impl in ("reference", "cpu", "triton") and reduce is not None:
         raise ValueError(f"impl={impl!r} needs whole sequences: gather them first, or use impl='auto'")
+    tensors = {"train_log_prob": train_log_prob, "rollout_log_prob": rollout_log_prob, "response_mask": mask}
+    transformed = next((name for name, tensor in tensors.items() if is_transformed(tensor)), None)
     if impl == "auto" and reduce is None:
-        impl = _fastest(train_log_prob, rollout_log_prob, mask, config)
+        # Only the reference writes into no buffer, which a transform or a trace would have to know of.
+        functional = transformed is not None or is_jit_tracing()
+        impl = "reference" if functional else _fastest(train_log_prob, rollout_log_prob, mask, config)
     if impl == "cpu":
         return cpu_correction(train_log_prob, rollout_log_prob, mask, config, cu_seqlens=cu_seqlens, out=out)
     if impl == "triton":
         return triton.triton_correction(train_log_prob, rollout_log_prob, mask, config, cu_seqlens=cu_seqlens, out=out)
-    batch = train_log_prob, rollout_log_prob, mask if mask.dtype == torch.bool else mask != 0
+    if impl != "reference" and transformed is not None:
+        raise ValueError(
+            f"impl={impl!r} cannot take this batch: {transformed} is inside a transform of torch.func, where it has no "
+            "memory; use impl='reference', and no context_group"
+        )
+    batch = train_log_prob, rollout_log_prob, mask if mask.dtype == torch.bool else truth(mask)
     if impl == "reference":
         return copied_to(out, reference_correction(*batch, config, cu_seqlens=cu_seqlens))
     return blocked_correction(*batch, config, cu_seqlens=cu_seqlens, reduce=reduce, out=out)

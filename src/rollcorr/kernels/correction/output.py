@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from rollcorr.core.boundary import check_tensors, in_host_memory
 from rollcorr.core.statistics import Statistics
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ def check_out(out: Out, config: RolloutCorrectionConfig | None, **inputs: Tensor
             if needed
             else "out has a weights buffer, but rollout_is=None computes no weights; give out=(None, loss_mask)"
         )
+    for name, buffer in (("out weights", weights), ("out loss_mask", loss_mask)):
+        check_tensors(**{name: buffer})
     name, like = next(iter(inputs.items()))
     for buffer, kind, dtype in ((weights, "weights", torch.float32), (loss_mask, "loss_mask", torch.bool)):
         if buffer is None:
@@ -90,7 +93,8 @@ def copied_to(out: Out | None, output: CorrectionOutput) -> CorrectionOutput:
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
     """Whether the memory between the first and the last element of two tensors overlaps."""
-    if a.device.type == "meta" or not (a.numel() and b.numel()):
+    on_device = a.device.type not in ("cpu", "meta")
+    if not (on_device or in_host_memory(a, b)) or not (a.numel() and b.numel()):
         return False
     ends = [x.data_ptr() + _extent(x) for x in (a, b)]
     return a.data_ptr() < ends[1] and b.data_ptr() < ends[0]

@@ -160,13 +160,13 @@ def _weigh(batch: _Batch, config: RolloutCorrectionConfig, loss_mask: Tensor, ro
     if upper is not None or lower is not None:
         high, low = ratio_above(level, upper), ratio_below(level, lower)
         sums["is_high"], sums["is_low"] = (unit & high).sum(), (unit & low).sum()
-        sequence_level = mean_raw.log() if token_level else level
+        sequence_level = mean_raw.log()
         sums["is_seq_high"] = (batch.nonempty & ratio_above(sequence_level, upper)).sum()
         sums["is_seq_low"] = (batch.nonempty & ratio_below(sequence_level, lower)).sum()
     if config.is_upper is not None:
         sums["is_low_weight"] = (batch.nonempty & ratio_below(sequence, 1 / config.is_upper)).sum()
     if config.is_mode == "icepop":
-        sums["is_outside"] = sums["is_high"] + sums["is_low"]
+        sums["is_outside"] = (batch.counted & (token_weight == 0)).sum()
 
     kept_count = batch.counts(loss_mask)
     kept_sum = batch.sum(token_weight, loss_mask)

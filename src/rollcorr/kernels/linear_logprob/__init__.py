@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from rollcorr.core.boundary import plain
 from rollcorr.core.sampling import KeptSets
 from rollcorr.kernels.linear_logprob.arguments import (
     check_choice_of_tokens,
@@ -83,7 +84,9 @@ def linear_log_prob(
         Log-probs and what else was asked for, in the shape of `token_ids`.
 
     Raises:
-        ValueError: shapes do not fit, a number is out of range, or `impl` is unknown or does not take these arguments.
+        TypeError: an operand is no tensor.
+        ValueError: shapes or devices do not fit, a dtype is wrong, a number is out of range, or `impl` is unknown or
+            does not take these arguments.
         ImportError: `impl="triton"`, and Triton or a GPU is missing.
 
     Example:
@@ -93,15 +96,14 @@ def linear_log_prob(
     """
     if impl not in get_args(Implementation):
         raise ValueError(f"impl must be one of {', '.join(map(repr, get_args(Implementation)))}, got {impl!r}")
-    shape = token_ids.shape
-    check_tensors(hidden, weight, token_ids, bias, accumulate_into)
+    check_tensors(hidden, weight, token_ids, bias, accumulate_into, impl)
     for name, value in (("mask", mask), ("entropy", entropy), ("log_kept_mass", log_kept_mass)):
-        check_choice_of_tokens(name, value, shape)
-    check_temperature(temperature, shape)
-    check_options(token_ids.numel(), kept, log_kept_mass, vocab_group, first_id, chunk, impl)
+        check_choice_of_tokens(name, value, token_ids)
+    check_temperature(temperature, token_ids)
+    check_options(token_ids, kept, log_kept_mass, vocab_group, first_id, chunk, impl)
     problem = Problem(
-        hidden=hidden.reshape(-1, hidden.shape[-1]),
-        weight=weight,
+        hidden=plain(hidden).reshape(-1, hidden.shape[-1]),
+        weight=plain(weight),
         token_ids=token_ids.flatten().long(),
         bias=bias,
         temperature=wide_temperature(hidden, weight, temperature),
@@ -121,7 +123,7 @@ def linear_log_prob(
             result = triton_log_prob(problem)
         else:
             result = composed_log_prob(problem, Operations(TorchEpilogue(), kept_sums))
-    return result.view(shape)
+    return result.view(token_ids.shape)
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:

@@ -1,13 +1,16 @@
-"""What `linear_log_prob` refuses, with the mend. Shapes and types only: nothing here waits for the device."""
+"""What `linear_log_prob` refuses, with the fix. Shapes and types only: nothing here waits for the device."""
 
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from rollcorr.core.boundary import check_floating, check_integers, is_transformed, plain, type_name
+from rollcorr.core.boundary import check_tensors as check_kinds
 from rollcorr.core.sampling import KeptSets
 from rollcorr.kernels.linear_logprob.problem import wide_type
 
@@ -30,9 +33,19 @@ def wide_temperature(hidden: Tensor, weight: Tensor, temperature: float | Tensor
 
 
 def check_tensors(
-    hidden: Tensor, weight: Tensor, token_ids: Tensor, bias: Tensor | None, accumulate_into: Tensor | None
+    hidden: Tensor, weight: Tensor, token_ids: Tensor, bias: Tensor | None, accumulate_into: Tensor | None, impl: str
 ) -> None:
-    """Raise a ValueError unless the operands fit each other."""
+    """Raise a ValueError unless the operands fit each other; a TypeError if one is no tensor."""
+    operands = {"hidden": hidden, "weight": weight, "bias": bias, "accumulate_into": accumulate_into}
+    check_kinds(**operands, token_ids=token_ids)
+    check_floating(**operands)
+    check_integers(token_ids=token_ids)
+    for name, tensor in (*operands.items(), ("token_ids", token_ids)):
+        if impl != "reference" and tensor is not None and is_transformed(tensor):
+            raise ValueError(
+                f"impl={impl!r} does not work inside a transform of torch.func, where {name} is; use impl='reference', "
+                "which makes all logits"
+            )
     if weight.dim() != 2 or hidden.shape[-1:] != weight.shape[-1:]:
         raise ValueError(f"hidden {tuple(hidden.shape)} must be (…, d) and weight {tuple(weight.shape)} (V, d)")
     if hidden.shape[:-1] != token_ids.shape:
@@ -40,9 +53,7 @@ def check_tensors(
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias {tuple(bias.shape)} must have one entry for each of the weight's {len(weight)} rows")
     for name, tensor in (("hidden", hidden), ("weight", weight)):
-        if not tensor.is_floating_point():
-            raise ValueError(f"{name} must be floating-point, got {tensor.dtype}")
-        if type(tensor) not in (Tensor, torch.nn.Parameter):
+        if type(plain(tensor)) not in (Tensor, torch.nn.Parameter):
             raise ValueError(f"{name} is a {type(tensor).__name__}: give a plain tensor; of a sharded one, all of it")
     if accumulate_into is None:
         return
@@ -56,30 +67,34 @@ def check_tensors(
         )
 
 
-def check_temperature(temperature: float | Tensor, shape: torch.Size) -> None:
+def check_temperature(temperature: float | Tensor, token_ids: Tensor) -> None:
     """Raise a ValueError unless it is a number above 0, or one for each token."""
     if not isinstance(temperature, Tensor):
+        if isinstance(temperature, bool) or not isinstance(temperature, Real):
+            kind = type_name(temperature)
+            raise TypeError(f"temperature must be a number or a tensor, got {kind}; give torch.as_tensor(temperature)")
         if not (math.isfinite(temperature) and temperature > 0):
             raise ValueError(f"temperature must be finite and > 0, got {temperature}; greedy decoding has no log-probs")
         return
-    if temperature.shape != shape:
-        raise ValueError(f"temperature {tuple(temperature.shape)} and token_ids {tuple(shape)} differ")
-    if not temperature.is_floating_point():
-        raise ValueError(f"temperature must be floating-point, got {temperature.dtype}")
+    check_kinds(token_ids=token_ids, temperature=temperature)
+    if temperature.shape != token_ids.shape:
+        raise ValueError(f"temperature {tuple(temperature.shape)} and token_ids {tuple(token_ids.shape)} differ")
+    check_floating(temperature=temperature)
 
 
-def check_choice_of_tokens(name: str, value: Tensor | bool | None, shape: torch.Size) -> None:
-    """Raise a ValueError if a tensor is not one bool for each token."""
-    if not isinstance(value, Tensor):
+def check_choice_of_tokens(name: str, value: Tensor | bool | None, token_ids: Tensor) -> None:
+    """Raise a ValueError if a tensor is not one bool for each token; a TypeError if it is neither that nor a bool."""
+    if value is None or isinstance(value, bool):
         return
-    if value.shape != shape:
-        raise ValueError(f"{name} {tuple(value.shape)} and token_ids {tuple(shape)} differ")
+    check_kinds(**{"token_ids": token_ids, name: value})
+    if value.shape != token_ids.shape:
+        raise ValueError(f"{name} {tuple(value.shape)} and token_ids {tuple(token_ids.shape)} differ")
     if value.dtype != torch.bool:
         raise ValueError(f"{name} must be bool, got {value.dtype}")
 
 
 def check_options(
-    tokens: int,
+    token_ids: Tensor,
     kept: KeptSets | None,
     log_kept_mass: bool | Tensor,
     group: ProcessGroup | None,
@@ -88,6 +103,9 @@ def check_options(
     impl: str,
 ) -> None:
     """Raise a ValueError if options contradict each other."""
+    tokens = token_ids.numel()
+    if kept is not None:
+        check_kinds(token_ids=token_ids, **{"kept.ids": kept.ids, "kept.offsets": kept.offsets})
     if kept is not None and len(kept) != tokens:
         raise ValueError(
             f"kept sets are of {len(kept)} tokens, token_ids has {tokens}; one set a token, or KeptSets.padded(mask) "

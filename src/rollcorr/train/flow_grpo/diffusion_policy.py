@@ -129,21 +129,25 @@ def load_policy(
     directory = ASSETS / SMALL_MODEL if str(path) == SMALL_MODEL else Path(path)
     if not directory.is_dir():
         raise FileNotFoundError(f"model.path={str(path)!r} does not exist")
+
     base = _base_of(directory)
     part = {name: _part(directory, base, name) for name in ("transformer", "scheduler")}
     class_name = _class_name(part["transformer"] / "config.json")
     family = family_of(class_name)
+
     scheduler_class = _class_name(part["scheduler"] / "scheduler_config.json")
     if scheduler_class != "FlowMatchEulerDiscreteScheduler":
         raise ValueError(
             f"{part['scheduler']}: {scheduler_class} is not supported; the step is that of flow matching, "
             "whose schedule FlowMatchEulerDiscreteScheduler gives"
         )
+
     transformer = getattr(diffusers, class_name).from_pretrained(part["transformer"])
     nn.Module.float(transformer)
     lora = lora or LoraSettings()
     _add_adapters(transformer, lora, directory, seed)
     vae = _load_vae(base, encoder_dtype, device)
+
     return DiffusionPolicy(
         transformer=transformer.to(device).eval(),  # no dropout: log-probs of one policy must agree between passes
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(part["scheduler"]),
@@ -185,6 +189,8 @@ def _add_adapters(transformer: Any, lora: LoraSettings, directory: Path, seed: i
     settings = LoraConfig(
         r=lora.rank, lora_alpha=alpha, target_modules=list(lora.target_modules), init_lora_weights="gaussian"
     )
+
+    # The global generator is left as it was, so that adapters do not change what else is drawn.
     transformer.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -214,6 +220,8 @@ def _load_adapters(transformer: nn.Module, path: Path) -> None:
     wanted = {
         name.replace(".default.", "."): value for name, value in transformer.named_parameters() if "lora_" in name
     }
+
+    # peft loads what fits and skips the rest without an error, so names and shapes are compared first.
     shapes = [{name: tuple(value.shape) for name, value in found.items()} for found in (weights, wanted)]
     if shapes[0] != shapes[1]:
         different = sorted(name for name in {*weights, *wanted} if shapes[0].get(name) != shapes[1].get(name))

@@ -19,11 +19,11 @@ PACKED = 2
 
 @dataclass(frozen=True, eq=False)
 class Condition:
-    """What the transformer is told about the prompts, one row each.
+    """What the transformer reads of the prompts, one row each.
 
     Attributes:
         embeds: token embeddings, (B, L, E).
-        pooled: one vector a prompt, (B, P); None where the family has none.
+        pooled: one vector per prompt, (B, P); None where the family has none.
         mask: (B, L), 1 on real tokens; None when all are.
     """
 
@@ -59,21 +59,17 @@ class Family(Protocol):
 
     def latent_shape(self, config: Mapping[str, Any], height: int, width: int) -> tuple[int, ...]:
         """The shape of one latent."""
-        ...
 
     def sequence_length(self, config: Mapping[str, Any], height: int, width: int) -> int:
         """Image tokens, which dynamic shifting of the schedule depends on."""
-        ...
 
     def arguments(
         self, latents: Tensor, timestep: Tensor, condition: Condition, guidance: Tensor | None, height: int, width: int
     ) -> dict[str, Any]:
         """Keyword arguments of the transformer's `forward`; `timestep` is σ × 1000, (B,)."""
-        ...
 
     def unpack(self, latents: Tensor, height: int, width: int) -> Tensor:
         """Latents as pictures, (B, C, height, width)."""
-        ...
 
 
 class StableDiffusion3:
@@ -213,7 +209,7 @@ def velocity(
         sigma: (B,) float32.
         condition: prompts, B rows.
         size: height and width in latent pixels.
-        guidance: γ; a guidance-distilled model is told it instead of being run twice.
+        guidance: γ; a guidance-distilled model reads it as an input instead of being run twice.
         unconditional: condition of the empty prompt, B rows; needed when γ ≠ 1 and the model is not distilled.
     """
     dtype = dtype_of(model)
@@ -228,9 +224,12 @@ def velocity(
     predicted = run(condition)
     if distilled or guidance == 1.0:
         return predicted
+
     assert unconditional is not None, "guidance without an unconditional prompt"
     empty = run(unconditional)
     guided = empty + guidance * (predicted - empty)
+
+    # Qwen-Image's pipeline scales the guided velocity back, and its trained models expect that.
     if not family.guidance_keeps_norm:
         return guided
     return guided * (predicted.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
@@ -260,6 +259,7 @@ def stack_conditions(conditions: Sequence[Condition]) -> Condition:
     def padded(x: Tensor) -> Tensor:
         return torch.cat([x, x.new_zeros(len(x), longest - x.shape[1], *x.shape[2:])], dim=1)
 
+    # Padding must be masked, so prompts of different lengths need a mask even if their encoder gave none.
     masks = [
         torch.ones(c.embeds.shape[:2], dtype=torch.long, device=c.embeds.device) if c.mask is None else c.mask
         for c in conditions

@@ -1,7 +1,6 @@
 """Configuration of a Flow-GRPO run: frozen dataclasses, checked at construction.
 
-`algorithm.rollout_correction` is read as in the other recipe: a preset's name, a block of options of any generation, or
-null for no correction at all; an empty block measures and corrects nothing.
+What the recipes share is in `rollcorr.train.run_config`.
 """
 
 from __future__ import annotations
@@ -10,14 +9,12 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
-from rollcorr.config import RolloutCorrectionConfig
-from rollcorr.config.conversion import resolve
 from rollcorr.diffusion import DiffusionActorConfig
 from rollcorr.train.flow_grpo.diffusion_policy import LoraSettings
 from rollcorr.train.flow_grpo.precision import Fp8Scale, RolloutDtype
-from rollcorr.train.flow_grpo.rewards import COLOURS
+from rollcorr.train.flow_grpo.rewards import COLORS
 from rollcorr.train.flow_grpo.schedule import SdeVariant
-from rollcorr.train.grpo.grpo_config import CheckpointConfig, OptimConfig, at_least, effective_yaml
+from rollcorr.train.run_config import AlgorithmConfig, LogConfig, OptimConfig, RunConfig, at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +47,7 @@ class PromptConfig:
     """What to draw.
 
     Attributes:
-        path: a file with a prompt a line, or .jsonl with `prompt`; null takes the prompts of the small model.
+        path: a file with one prompt per line, or .jsonl with `prompt`; null takes the prompts of the small model.
     """
 
     path: str | None = None
@@ -62,17 +59,17 @@ class RewardConfig:
 
     Attributes:
         name: see `rollcorr.train.flow_grpo.rewards`.
-        colour: of the colour reward.
+        color: of the color reward.
         function: `package.module:name` or `file.py:name`, for name=function.
     """
 
-    name: Literal["prompt_match", "colour", "jpeg_compressibility", "ocr", "function"] = "prompt_match"
-    colour: str = "red"
+    name: Literal["prompt_match", "color", "jpeg_compressibility", "ocr", "function"] = "prompt_match"
+    color: str = "red"
     function: str | None = None
 
     def __post_init__(self) -> None:
-        if self.colour not in COLOURS:
-            raise ValueError(f"reward.colour={self.colour!r} is unknown; choose from {', '.join(COLOURS)}")
+        if self.color not in COLORS:
+            raise ValueError(f"reward.color={self.color!r} is unknown; choose from {', '.join(COLORS)}")
         if (self.name == "function") != (self.function is not None):
             raise ValueError(
                 f"reward.function belongs to reward.name=function, got name={self.name!r}, function={self.function!r}"
@@ -84,7 +81,7 @@ class DiffusionRolloutConfig:
     """How trajectories are sampled.
 
     Attributes:
-        prompts_per_step: prompts a training step.
+        prompts_per_step: prompts per training step.
         group_size: pictures of each.
         num_steps: denoising steps, S.
         noise_level: a, inside the window.
@@ -93,7 +90,7 @@ class DiffusionRolloutConfig:
         sde_window_range: [lo, hi): where the window may lie; null is the whole trajectory but its last step.
         sde_window: one window for the batch ("shared"), or one for each picture ("per_sample").
         dtype: precision of the sampling copy: "bfloat16", "fp8" (emulated) or the trainer's "float32".
-        fp8_scale: one scale an output channel, or one a tensor.
+        fp8_scale: one scale per output channel ("channel"), or one for each tensor ("tensor").
         guidance_scale: γ of classifier-free guidance, 1 for none; a distilled model reads it as an input.
         refresh_every: steps between two weight updates of the copy; above 1 the rollouts are stale on purpose.
         batch_size: pictures sampled at a time; null for all at once.
@@ -147,7 +144,7 @@ class DiffusionRolloutConfig:
 
     @property
     def rows(self) -> int:
-        """Pictures a step."""
+        """Pictures per step."""
         return self.prompts_per_step * self.group_size
 
 
@@ -166,85 +163,60 @@ class DiffusionLossConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiffusionAlgorithmConfig:
+class DiffusionAlgorithmConfig(AlgorithmConfig):
     """What the batch becomes: advantages, correction, loss.
 
     Attributes:
-        advantage: "grpo" (divides by the group's deviation), "dr_grpo" (does not) or "rloo" (leave one out).
-        rollout_correction: preset name, block of options, or null for no correction at all.
         loss: the rest of `DiffusionActorConfig`.
     """
 
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    rollout_correction: Any = field(default_factory=dict)
     loss: DiffusionLossConfig = field(default_factory=DiffusionLossConfig)
 
     def __post_init__(self) -> None:
         _ = self.actor
 
-    @property
-    def correction(self) -> RolloutCorrectionConfig | None:
-        """The checked correction; None for no correction at all."""
-        return self.actor.correction
-
     @cached_property
     def actor(self) -> DiffusionActorConfig:
         """What `rollcorr.diffusion` is configured with."""
-        correction = None if self.rollout_correction is None else resolve(self.rollout_correction)
-        return DiffusionActorConfig(**asdict(self.loss), rollout_correction=correction)
+        return DiffusionActorConfig(**asdict(self.loss), rollout_correction=self.correction)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiffusionLogConfig:
+class DiffusionLogConfig(LogConfig):
     """What a run leaves behind, beside `metrics.jsonl`.
 
     Attributes:
-        tensorboard: write TensorBoard events.
         evaluate: pictures drawn before and after the training, without noise; 0 for none.
         images: how many of them are shown in the report.
     """
 
-    tensorboard: bool = True
     evaluate: int = 48
     images: int = 24
 
     def __post_init__(self) -> None:
-        at_least("log", self, evaluate=0, images=0)
+        LogConfig.__post_init__(self)
+        at_least("log", self, images=0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlowGrpoConfig:
-    """A whole run.
+class FlowGrpoConfig(RunConfig):
+    """A Flow-GRPO run.
 
     Attributes:
-        recipe: names this kind of run.
-        run_dir: directory of the run; must not hold one already unless `resume`.
-        resume: go on from the newest checkpoint in `run_dir`.
-        seed: decides prompts, noise, windows and shuffles.
-        steps: training steps in total.
-        device: where the policy trains and samples, e.g. "cpu" or "cuda".
-        threads: CPU threads of torch; null leaves torch's choice. Bit-for-bit repetition needs the same number.
+        model: which policy to train.
+        prompts: what to draw.
+        reward: what pictures earn.
+        rollout: how trajectories are sampled.
+        algorithm: advantages, correction, loss.
+        optim: AdamW.
     """
 
     recipe: Literal["flow_grpo"] = "flow_grpo"
     run_dir: str = "runs/flow-grpo"
-    resume: bool = False
-    seed: int = 0
-    steps: int = 100
-    device: str = "cpu"
-    threads: int | None = None
     model: DiffusionModelConfig = field(default_factory=DiffusionModelConfig)
     prompts: PromptConfig = field(default_factory=PromptConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     rollout: DiffusionRolloutConfig = field(default_factory=DiffusionRolloutConfig)
     algorithm: DiffusionAlgorithmConfig = field(default_factory=DiffusionAlgorithmConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: DiffusionLogConfig = field(default_factory=DiffusionLogConfig)
-
-    def __post_init__(self) -> None:
-        at_least("", self, seed=0, steps=1, threads=1)
-
-    def to_yaml(self) -> str:
-        """The effective configuration: every option, and the correction spelled out."""
-        return effective_yaml(self, self.algorithm.correction)

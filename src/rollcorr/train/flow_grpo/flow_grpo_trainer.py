@@ -7,7 +7,7 @@
     advantage   rewards become advantages within their group
     update      PPO epochs × mini-batches × micro-batches × steps of the window
 
-`FlowGrpoTrainer.step` is this list. What surrounds it (files, checkpoints, Ctrl-C) is in `flow_grpo_run`.
+`FlowGrpoTrainer.step` is this list. What surrounds it (files, checkpoints, Ctrl-C) is in `rollcorr.train.loop`.
 Symbols: B pictures, W steps in the window, D latent dimensions; log-probs in nats, averaged over D.
 
 Source: Liu et al. (2025), "Flow-GRPO", arXiv:2505.05470.
@@ -34,15 +34,22 @@ from rollcorr.diffusion import (
     diffusion_loss,
     loss_step_metrics,
 )
-from rollcorr.train.clock import Clock
 from rollcorr.train.flow_grpo.diffusion_policy import DiffusionPolicy, trained_parameters
 from rollcorr.train.flow_grpo.flow_grpo_config import FlowGrpoConfig
 from rollcorr.train.flow_grpo.precision import RolloutModel
 from rollcorr.train.flow_grpo.prompts import PromptSource
 from rollcorr.train.flow_grpo.sampler import Prompts, Sampler, Trajectories, predict
 from rollcorr.train.flow_grpo.schedule import draw_windows, make_schedule
-from rollcorr.train.grpo.grpo_trainer import ADVANTAGES
-from rollcorr.train.seeds import derived_generator
+from rollcorr.train.steps import (
+    ADVANTAGES,
+    Clock,
+    make_optimizer,
+    micro_batch_size,
+    mini_batches,
+    own_rows,
+    refresh_weights,
+    set_learning_rate,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -115,30 +122,25 @@ class FlowGrpoTrainer:
         self.reference = reference
         self.group = group
         self.actor = config.algorithm.actor
-        self.parameters = trained_parameters(policy.transformer)
+        self.model: nn.Module = policy.transformer
+        self.parameters = trained_parameters(self.model)
+
         rollout = config.rollout
+        self.engine = RolloutModel(self.model, dtype=rollout.dtype, fp8_scale=rollout.fp8_scale)
         self.schedule = make_schedule(
             policy, rollout.num_steps, noise_level=rollout.noise_level, variant=rollout.sde_type
         )
-        self.sampler = Sampler(
-            policy=policy,
-            model=RolloutModel(policy.transformer, dtype=rollout.dtype, fp8_scale=rollout.fp8_scale),
-            schedule=self.schedule,
-            batch_size=rollout.batch_size,
-        )
-        optim = config.optim
-        self.optimizer = torch.optim.AdamW(
-            self.parameters, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay
-        )
+        self.sampler = Sampler(policy=policy, model=self.engine, schedule=self.schedule, batch_size=rollout.batch_size)
+        self.optimizer = make_optimizer(self.parameters, config.optim)
         self.skipped_steps = 0
         self.forward_passes = 0
-        _check_divisible_among(group, rollout.rows, optim.mini_batch_size)
+        _check_divisible_among(group, rollout.rows, config.optim.mini_batch_size)
 
     def step(self, step: int) -> PictureStepResult:
         """Run training step `step` (1, 2, …): a function of the weights, the optimizer and (seed, step)."""
         clock, passes = Clock(), self.forward_passes
         with clock("rollout"):
-            staleness = self._refresh_rollout_model(step)
+            staleness = refresh_weights(self.engine, self.model, step, every=self.config.rollout.refresh_every)
             trajectories, texts = self._sample(step)
         with clock("reward"):
             batch = self._judge(trajectories, texts)
@@ -149,6 +151,7 @@ class FlowGrpoTrainer:
             self._add_advantages(batch)
         with clock("update"):
             metrics |= self._update(batch, step)
+
         metrics |= {
             "reward/mean": float(batch.rewards.double().mean()),
             "reward/std": float(batch.rewards.double().std(correction=0)),
@@ -163,21 +166,17 @@ class FlowGrpoTrainer:
     def prompts(self, texts: Iterable[str], *, copies: int = 1) -> Prompts:
         """Prompts as the transformer reads them, each `copies` times in a row."""
         given = list(texts)
-        rows = torch.arange(len(given)).repeat_interleave(copies)
+        rows = torch.arange(len(given), device="cpu").repeat_interleave(copies)
         condition = self.policy.encoder.encode(given)
+
+        # Guidance compares each prompt with the empty one.
         guidance, empty = self.config.rollout.guidance_scale, None
         if guidance != 1.0:
             empty = self.policy.encoder.encode([""]).select(torch.zeros_like(rows))
         return Prompts(condition.select(rows), empty, guidance)
 
-    def _refresh_rollout_model(self, step: int) -> int:
-        """Give the copy the newest weights when they are due; returns how many versions old its weights are."""
-        version, model = step - 1, self.sampler.model
-        if version % self.config.rollout.refresh_every == 0 and model.version != version:
-            model.update(self.policy.transformer, version=version)
-        return version - model.version
-
     def _sample(self, step: int) -> tuple[Trajectories, list[str]]:
+        """The trajectories of the step, a group for each prompt, and the prompt of each."""
         rollout, seed = self.config.rollout, self.config.seed
         texts = self.source.prompts(rollout.prompts_per_step, seed=seed, step=step)
         windows = draw_windows(
@@ -188,13 +187,16 @@ class FlowGrpoTrainer:
             seed=seed,
             step=step,
         )
+
         prompts = self.prompts(texts, copies=rollout.group_size)
         trajectories = self.sampler.sample(prompts, windows, seed=seed, step=step)
         return trajectories, [text for text in texts for _ in range(rollout.group_size)]
 
     def _judge(self, trajectories: Trajectories, texts: list[str]) -> PictureBatch:
         images = self.policy.decode(trajectories.final)
-        groups = torch.arange(self.config.rollout.prompts_per_step).repeat_interleave(self.config.rollout.group_size)
+        groups = torch.arange(self.config.rollout.prompts_per_step, device="cpu").repeat_interleave(
+            self.config.rollout.group_size
+        )
         return PictureBatch(
             trajectories=trajectories,
             texts=texts,
@@ -205,14 +207,18 @@ class FlowGrpoTrainer:
         )
 
     def _add_old_log_probs(self, batch: PictureBatch) -> None:
-        """log π_old, and means of the reference; in bypass mode π_old is μ, and the forward pass is really saved."""
+        """log π_old, and means of the reference; in bypass mode π_old is μ, and this forward pass is left out."""
+        # Densities of steps between other σ are not comparable.
         check_schedule(batch.trajectories.schedule.sigmas.tolist(), self.schedule.sigmas.tolist())
+
         if not self.actor.bypass_mode:
-            old = self._score_all(batch, self.policy.transformer)
+            old = self._score_all(batch, self.model)
             batch.data.update(old_log_probs=old["log_probs"], old_prev_sample_mean=old["prev_sample_mean"])
+
         if self.actor.kl_coef:
+            # With adapters, the reference is the model below them.
             with self.policy.without_adapters() if self.reference is None else nullcontext():
-                reference = self._score_all(batch, self.reference or self.policy.transformer)
+                reference = self._score_all(batch, self.reference or self.model)
             batch.data.update(ref_prev_sample_mean=reference["prev_sample_mean"])
 
     @torch.no_grad()
@@ -221,7 +227,7 @@ class FlowGrpoTrainer:
         rows, window = batch.trajectories.steps.shape
         parts = [
             [self._score(batch, model, chunk, column) for column in range(window)]
-            for chunk in torch.arange(rows).split(self._micro_batch_size)
+            for chunk in torch.arange(rows, device="cpu").split(self._micro_batch_size)
         ]
         return {
             name: torch.cat([torch.cat([step[name] for step in part], dim=1) for part in parts])
@@ -234,6 +240,8 @@ class FlowGrpoTrainer:
         steps = batch.trajectories.steps[rows, column]
         self.forward_passes += 1
         v = predict(self.policy, model, x, self.schedule.at(steps)[0], batch.trajectories.prompts.select(rows))
+
+        # How likely the step that was taken is under this model: a Gaussian around the mean that its velocity gives.
         mean, std = self.schedule.moments(v, x, steps)
         log_prob = gaussian_log_prob(after, mean, std)
         return {"log_probs": log_prob.unsqueeze(1), "prev_sample_mean": mean.unsqueeze(1)}
@@ -253,19 +261,16 @@ class FlowGrpoTrainer:
     def _update(self, batch: PictureBatch, step: int) -> dict[str, float]:
         """Every optimizer step of the batch; returns the metrics of all of them together."""
         optim = self.config.optim
-        for param_group in self.optimizer.param_groups:
-            param_group["lr"] = optim.lr * min(1.0, step / max(optim.lr_warmup_steps, 1))
+        set_learning_rate(self.optimizer, optim, step)
         outputs: list[PolicyLossOutput] = []
         losses, norms, kept = [], [], []
-        for epoch in range(optim.ppo_epochs):
-            shuffle = derived_generator(self.config.seed, f"shuffle {epoch}", step)
-            order = torch.randperm(len(batch), generator=shuffle)
-            for mini_batch in order.split(optim.mini_batch_size or len(batch)):
-                found, loss, norm, share = self._optimizer_step(batch, mini_batch)
-                outputs += found
-                losses.append(loss)
-                norms.append(norm)
-                kept.append(share)
+        for _, mini_batch in mini_batches(len(batch), optim, seed=self.config.seed, step=step):
+            found, loss, norm, share = self._optimizer_step(batch, mini_batch)
+            outputs += found
+            losses.append(loss)
+            norms.append(norm)
+            kept.append(share)
+
         return loss_step_metrics(outputs, self.actor, group=self.group) | {
             "actor/loss": sum(losses) / len(losses),
             "actor/grad_norm": sum(norms) / len(norms),
@@ -278,16 +283,14 @@ class FlowGrpoTrainer:
         The reasons: nothing (or less than `min_keep_fraction`) was kept, or something is not finite.
         """
         window = batch.trajectories.steps.shape[1]
-        own = rows if self.group is None else rows.tensor_split(self.group.size())[self.group.rank()]
         self.optimizer.zero_grad()
-        transformer, total_steps = self.policy.transformer, len(rows) * window
         outputs = []
-        with DiffusionGradients(transformer, self.actor, total_steps=total_steps, group=self.group) as gradients:
-            for micro_batch in own.split(self._micro_batch_size):
+        with DiffusionGradients(self.model, self.actor, total_steps=len(rows) * window, group=self.group) as gradients:
+            for micro_batch in own_rows(rows, self.group).split(self._micro_batch_size):
                 for column in range(window):
                     output = diffusion_loss(
                         self.actor,
-                        self._score(batch, transformer, micro_batch, column),
+                        self._score(batch, self.model, micro_batch, column),
                         _slice(batch.data, micro_batch, column),
                         total_steps=gradients.total_steps,
                         schedule=self.schedule.timesteps.tolist(),
@@ -295,6 +298,8 @@ class FlowGrpoTrainer:
                     gradients.backward(output)
                     outputs.append(output)
             outcome = gradients.finish()
+
+        # The optimizer must know whether the numbers are finite: two of them are read per optimizer step.
         loss = sum_over(torch.stack([output.loss.detach().double() for output in outputs]).sum(), self.group)
         norm = nn.utils.clip_grad_norm_(self.parameters, self.config.optim.max_grad_norm).double()
         value, size = torch.stack([loss, norm.to(loss.device)]).tolist()
@@ -303,12 +308,12 @@ class FlowGrpoTrainer:
         else:
             self.optimizer.step()
         self.optimizer.zero_grad()
+
         return outputs, value, size, outcome.kept_fraction
 
     @property
     def _micro_batch_size(self) -> int:
-        optim = self.config.optim
-        return optim.micro_batch_size or optim.mini_batch_size or self.config.rollout.rows
+        return micro_batch_size(self.config.rollout.rows, self.config.optim)
 
 
 def _slice(data: dict[str, Tensor], rows: Tensor, column: int) -> dict[str, Tensor]:

@@ -29,7 +29,7 @@ class RolloutModel:
     Args:
         model: the trained transformer, float32.
         dtype: precision of the copy.
-        fp8_scale: one scale an output channel, or one a tensor.
+        fp8_scale: one scale per output channel, or one for each tensor.
         version: of the weights.
     """
 
@@ -38,27 +38,29 @@ class RolloutModel:
     ) -> None:
         self.dtype = dtype
         self.fp8_scale = fp8_scale
-        self.version = version
+        self.weight_version = version
         self.module = copy.deepcopy(model).eval().requires_grad_(False)
         if dtype != "float32":
             nn.Module.to(self.module, torch.bfloat16)  # not diffusers' own, which remarks on it
-        self.update(model, version=version)
+        self.update_weights(model, version=version)
 
     @torch.no_grad()
-    def update(self, model: nn.Module, *, version: int) -> None:
+    def update_weights(self, model: nn.Module, *, version: int) -> None:
         """Take over the trainer's weights, rounded.
 
         Raises:
-            ValueError: the copy has other tensors than the model; nothing is left out in silence.
+            ValueError: the copy has other tensors than the model; nothing is left out silently.
         """
         source, target = model.state_dict(), self.module.state_dict()
         if source.keys() != target.keys():
             different = sorted(source.keys() ^ target.keys())
             raise ValueError(f"weight sync incomplete: {', '.join(different[:3])} on one side only")
+
+        # Rounded from the trainer's float32, never from the copy: roundings must not add up.
         linear = _linear_weights(model) if self.dtype == "fp8" else set()
         for name, value in source.items():
             target[name].copy_(round_to_e4m3(value, scale=self.fp8_scale) if name in linear else value)
-        self.version = version
+        self.weight_version = version
 
     def export_weights(self) -> Mapping[str, Tensor]:
         """The copy's weights, for a checkpoint."""
@@ -67,7 +69,7 @@ class RolloutModel:
     def import_weights(self, weights: Mapping[str, Tensor], *, version: int) -> None:
         """Weights from a checkpoint, rounded already."""
         self.module.load_state_dict(dict(weights))
-        self.version = version
+        self.weight_version = version
 
 
 def round_to_e4m3(weight: Tensor, *, scale: Fp8Scale = "channel") -> Tensor:

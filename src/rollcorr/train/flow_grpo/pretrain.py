@@ -1,14 +1,13 @@
-"""Supervised flow matching on coloured shapes: how the small model came to its weights, and could come again.
+"""Supervised flow matching on colored shapes: how the small model got its weights, and how to make them again.
 
     x_σ = (1 − σ) x₀ + σ ε,   loss = mean ‖v_θ(x_σ, σ, prompt) − (ε − x₀)‖²,   σ ~ U(0, 1), ε ~ N(0, 1)
 
-Some prompts are swapped for others in training, so the model mostly but not always draws what it is told: it leaves
-reinforcement learning something to do.
+Some prompts are swapped for others in training, so the model mostly but not always draws what its prompt says.
+Reinforcement learning has something left to do.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,11 @@ from torch import Tensor
 
 from rollcorr.train.flow_grpo.families import StableDiffusion3, velocity
 from rollcorr.train.flow_grpo.prompts import WordTable
-from rollcorr.train.flow_grpo.shapes import CLASSES, COLOURS, SHAPES, SIZE, draw_shapes, names_of
-from rollcorr.train.seeds import derived_generator
+from rollcorr.train.flow_grpo.shapes import CLASSES, COLORS, SHAPES, SIZE, draw_shapes, names_of
+from rollcorr.train.steps import derived_generator, fit
 
 EMBEDDING = 32
-WORDS = ("a", *COLOURS, *SHAPES)
+WORDS = ("a", *COLORS, *SHAPES)
 
 
 def make_small_transformer(*, seed: int = 0, **changes: Any) -> Any:  # noqa: ANN401
@@ -70,39 +69,31 @@ def pretrain(
         model: SD3-type transformer.
         table: what prompts are.
         steps: optimizer steps.
-        batch_size: pictures a step.
+        batch_size: pictures per step.
         learning_rate: its peak, after 100 steps.
         swapped: share of pictures whose prompt is replaced by a random one.
         seed: decides everything.
         on_step: called with the number of steps done and the loss.
     """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
-    value = math.nan
-    model.train()
-    for step in range(steps):
-        rate = min(1.0, (step + 1) / 100) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate * rate
-        loss = flow_matching_loss(model, table, batch_size, swapped, derived_generator(seed, "pretrain", step))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        value = float(loss.detach())
-        on_step(step + 1, value)
-    model.eval()
-    return value
+    return fit(
+        model,
+        lambda step: flow_matching_loss(model, table, batch_size, swapped, derived_generator(seed, "pretrain", step)),
+        steps=steps,
+        learning_rate=learning_rate,
+        rise=100,
+        after_step=on_step,
+    )
 
 
 def flow_matching_loss(model: Any, table: WordTable, count: int, swapped: float, generator: torch.Generator) -> Tensor:  # noqa: ANN401
     """mean ‖v_θ − (ε − x₀)‖² over freshly drawn pictures, 0-d."""
-    classes = torch.randint(len(CLASSES), (count,), generator=generator)
+    classes = torch.randint(len(CLASSES), (count,), generator=generator, device="cpu")
     pictures = draw_shapes(classes, generator=generator)
-    told = torch.randint(len(CLASSES), (count,), generator=generator)
-    keep = torch.rand(count, generator=generator) >= swapped
-    prompts = names_of(torch.where(keep, classes, told).tolist())
-    sigma = torch.rand(count, generator=generator)
-    noise = torch.randn(pictures.shape, generator=generator)
+    others = torch.randint(len(CLASSES), (count,), generator=generator, device="cpu")
+    keep = torch.rand(count, generator=generator, device="cpu") >= swapped
+    prompts = names_of(torch.where(keep, classes, others).tolist())
+    sigma = torch.rand(count, generator=generator, device="cpu")
+    noise = torch.randn(pictures.shape, generator=generator, device="cpu")
     mixed = (1 - sigma)[:, None, None, None] * pictures + sigma[:, None, None, None] * noise
     predicted = velocity(model, StableDiffusion3(), mixed, sigma, table.encode(prompts), size=(SIZE, SIZE))
     return (predicted - (noise - pictures)).square().mean()

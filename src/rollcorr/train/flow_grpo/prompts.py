@@ -1,4 +1,4 @@
-"""Prompts, and what the transformer is told about them.
+"""Prompts, and what the transformer reads of them.
 
 `PromptSource` deals prompts from a file, as a function of (seed, step). An encoder turns them into a `Condition`: the
 word table of a small model, or the text encoders of a diffusers pipeline.
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.train.flow_grpo.families import Condition, stack_conditions
-from rollcorr.train.seeds import derived_generator
+from rollcorr.train.steps import derived_generator, shuffled_walk
 
 WORD_TABLE = "word_table.safetensors"
 
@@ -24,8 +24,7 @@ class PromptEncoder(Protocol):
     """Turns prompts into what the transformer reads."""
 
     def encode(self, prompts: Sequence[str]) -> Condition:
-        """One row a prompt, on the model's device."""
-        ...
+        """One row per prompt, on the model's device."""
 
 
 class PromptSource:
@@ -42,21 +41,16 @@ class PromptSource:
 
     def prompts(self, count: int, *, seed: int, step: int) -> list[str]:
         """The `count` prompts of a step: a function of its arguments."""
-        size = len(self.all)
-        positions = range(step * count, (step + 1) * count)
-        orders = {
-            epoch: torch.randperm(size, generator=derived_generator(seed, "prompts", epoch)).tolist()
-            for epoch in {position // size for position in positions}
-        }
-        return [self.all[orders[position // size][position % size]] for position in positions]
+        walk = shuffled_walk(len(self.all), count, purpose="prompts", seed=seed, step=step)
+        return [self.all[row] for row in walk]
 
 
 def read_prompts(path: str | Path) -> list[str]:
-    """Prompts of a file: one a line, or JSON objects with `prompt` when it ends in .jsonl; empty lines do not count.
+    """Prompts of a file: one per line, or JSON objects with `prompt` when it ends in .jsonl; empty lines do not count.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it holds no prompt, or a line is no object with a `prompt`; the message names the line.
+        ValueError: it holds no prompt, or a line is not an object with a `prompt`; the message names the line.
     """
     path = Path(path)
     if not path.is_file():
@@ -64,19 +58,19 @@ def read_prompts(path: str | Path) -> list[str]:
     lines = [(number, line.strip()) for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)]
     lines = [(number, line) for number, line in lines if line]
     if not lines:
-        raise ValueError(f"{path} holds no prompt; write one a line")
+        raise ValueError(f"{path} holds no prompt; write one per line")
     if path.suffix != ".jsonl":
         return [line for _, line in lines]
     return [_prompt_of(line, f"{path}, line {number}") for number, line in lines]
 
 
 class WordTable:
-    """A fixed vector for each word; a prompt is its words' vectors in order, filled up with zeros.
+    """A fixed vector for each word; a prompt is its words' vectors in order, padded with zeros.
 
     Args:
         words: the vocabulary.
         vectors: (words, E).
-        length: words a prompt may have.
+        length: words that a prompt may have.
     """
 
     def __init__(self, words: Sequence[str], vectors: Tensor, *, length: int) -> None:
@@ -87,7 +81,7 @@ class WordTable:
     @classmethod
     def random(cls, words: Sequence[str], *, dim: int, length: int, seed: int) -> WordTable:
         """Standard normal vectors, from a seed."""
-        vectors = torch.randn(len(words), dim, generator=derived_generator(seed, "word table"))
+        vectors = torch.randn(len(words), dim, generator=derived_generator(seed, "word table"), device="cpu")
         return cls(words, vectors, length=length)
 
     def encode(self, prompts: Sequence[str]) -> Condition:
@@ -109,6 +103,7 @@ class WordTable:
                 raise ValueError(f"prompt {prompt!r} has {len(words)} words; this model reads {self.length} at most")
             if words:
                 embeds[row, : len(words)] = self.vectors[[self.words[word] for word in words]]
+
         used = (embeds != 0).any(-1).sum(1, keepdim=True).clamp(min=1)
         return Condition(embeds, embeds.sum(1) / used)
 
@@ -156,11 +151,13 @@ class PipelineEncoder:
     def __init__(self, directory: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
         from diffusers import DiffusionPipeline
 
+        # The transformer and the VAE are loaded elsewhere, and are large.
         left_out = {name: None for name in ("transformer", "vae") if name in _components(directory)}
         try:
             self.pipeline = DiffusionPipeline.from_pretrained(directory, **left_out)
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ValueError(f"the text encoders of {str(directory)!r} cannot be loaded: {error}") from error
+
         for part in self.pipeline.components.values():
             if isinstance(part, torch.nn.Module):
                 torch.nn.Module.to(part, device, dtype).requires_grad_(False)
@@ -168,7 +165,7 @@ class PipelineEncoder:
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Condition:
-        """The pipeline's `encode_prompt`, a prompt at a time, so that a row does not depend on its neighbours."""
+        """The pipeline's `encode_prompt`, one prompt at a time, so that a row does not depend on its neighbors."""
         return stack_conditions([self._encode_one(prompt) for prompt in prompts])
 
     def _encode_one(self, prompt: str) -> Condition:

@@ -1,7 +1,7 @@
 """Rewards of pictures: a function of pictures (B, 3, H, W) in [0, 1] and their prompts, one number each.
 
 prompt_match             how much the picture looks like the shape in its prompt, [0, 1]
-colour                   how much of one colour there is, [−1, 1]
+color                   how much of one color there is, [−1, 1]
 jpeg_compressibility     minus the size as JPEG, kB
 ocr                      how much of the text in the prompt's quotation marks can be read, [0, 1]
 function                 your own: `package.module:name` or `file.py:name`
@@ -25,8 +25,8 @@ from torch import Tensor
 from rollcorr.train.flow_grpo.images import to_pil
 from rollcorr.train.flow_grpo.shapes import class_of, likeness
 
-Reward = Callable[[Tensor, Sequence[str]], Sequence[float] | Tensor]
-COLOURS = {
+RewardFunction = Callable[[Tensor, Sequence[str]], Sequence[float] | Tensor]
+COLORS = {
     "red": (1.0, 0.0, 0.0),
     "green": (0.0, 1.0, 0.0),
     "blue": (0.0, 0.0, 1.0),
@@ -40,15 +40,15 @@ QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”|\'([^\']+)\'')
 def prompt_match(images: Tensor, prompts: Sequence[str]) -> Tensor:
     """1 − squared distance to the nearest picture of what the prompt names, relative to a blank one's, (B,).
 
-    The prompt names a colour and a shape; see `rollcorr.train.flow_grpo.shapes.likeness`.
+    The prompt names a color and a shape; see `rollcorr.train.flow_grpo.shapes.likeness`.
     """
-    return likeness(images, torch.tensor([class_of(prompt) for prompt in prompts]))
+    return likeness(images, torch.tensor([class_of(prompt) for prompt in prompts], device="cpu"))
 
 
-def colour(images: Tensor, prompts: Sequence[str], *, name: str = "red") -> Tensor:
-    """Mean over pixels of their colour channels minus the mean of the others: 1 is pure, 0 is grey, (B,)."""
+def color(images: Tensor, prompts: Sequence[str], *, name: str = "red") -> Tensor:
+    """Mean over pixels of the channels of a color minus the mean of the others: 1 is pure, 0 is gray, (B,)."""
     del prompts
-    wanted = torch.tensor(COLOURS[name]).bool()
+    wanted = torch.tensor(COLORS[name], device="cpu").bool()
     means = images.detach().float().cpu().mean((-2, -1))
     return means[:, wanted].mean(1) - means[:, ~wanted].mean(1)
 
@@ -106,17 +106,17 @@ def edit_distance(a: str, b: str) -> int:
     return row[-1]
 
 
-def make_reward(name: str, *, colour_name: str = "red", function: str | None = None) -> Callable[..., Tensor]:
-    """The reward that a configuration names, checked: it must return one finite number a picture.
+def make_reward(name: str, *, color_name: str = "red", function: str | None = None) -> Callable[..., Tensor]:
+    """The reward that a configuration names, checked: it must return one finite number per picture.
 
     Args:
         name: one of the table above.
-        colour_name: of the colour reward.
+        color_name: of the color reward.
         function: of "function"; None for the others.
     """
-    rewards: dict[str, Reward] = {
+    rewards: dict[str, RewardFunction] = {
         "prompt_match": prompt_match,
-        "colour": partial(colour, name=colour_name),
+        "color": partial(color, name=color_name),
         "jpeg_compressibility": jpeg_compressibility,
         "ocr": ocr,
     }
@@ -124,7 +124,7 @@ def make_reward(name: str, *, colour_name: str = "red", function: str | None = N
     return partial(_checked, rewards[name] if function is None else load_function(function), label)
 
 
-def load_function(where: str) -> Reward:
+def load_function(where: str) -> RewardFunction:
     """A function by `package.module:name` or `path/to/file.py:name`.
 
     Raises:
@@ -140,11 +140,11 @@ def load_function(where: str) -> Reward:
         raise ValueError(f"reward.function={where!r} cannot be loaded: {error}") from error
     if not callable(found):
         raise ValueError(f"reward.function={where!r} is {type(found).__name__}, not a function of pictures and prompts")
-    return cast("Reward", found)
+    return cast("RewardFunction", found)
 
 
-def _checked(reward: Reward, name: str, images: Tensor, prompts: Sequence[str]) -> Tensor:
-    values = torch.as_tensor(reward(images, prompts), dtype=torch.float32).cpu()
+def _checked(reward: RewardFunction, name: str, images: Tensor, prompts: Sequence[str]) -> Tensor:
+    values = torch.as_tensor(reward(images, prompts), dtype=torch.float32, device="cpu").cpu()
     if values.shape != (len(prompts),):
         raise ValueError(f"reward {name} returned {tuple(values.shape)} for {len(prompts)} pictures; return one each")
     if not values.isfinite().all():

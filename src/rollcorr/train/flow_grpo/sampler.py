@@ -1,4 +1,4 @@
-"""Trajectories: what the rollout policy draws, step by step, and what it says about each step in the window.
+"""Trajectories: what the rollout policy draws, step by step, and its log-prob of each step in the window.
 
 The copy computes in its own precision; the latents, the step and its log-prob are float32 always, because rounding them
 would be a mismatch of its own. Steps outside the window follow the ODE on the copy too: that shift changes which
@@ -17,7 +17,7 @@ from rollcorr.train.flow_grpo.diffusion_policy import DiffusionPolicy
 from rollcorr.train.flow_grpo.families import Condition, velocity
 from rollcorr.train.flow_grpo.precision import RolloutModel
 from rollcorr.train.flow_grpo.schedule import Schedule
-from rollcorr.train.seeds import derived_generator
+from rollcorr.train.steps import derived_generator
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,15 +119,19 @@ class Sampler:
                 f"windows hold steps {int(steps.min())} … {int(steps.max())}, the schedule has 0 … "
                 f"{self.schedule.steps - 1}; lower rollout.sde_window_range or raise rollout.num_steps"
             )
+
         rows, window = steps.shape
         x = self._noise(rows, seed, step, "start")
         steps = steps.to(x.device)
         latents = x.new_empty(rows, window + 1, *x.shape[1:])
         means = x.new_empty(rows, window, *x.shape[1:])
         stds, log_probs = x.new_empty(rows, window), x.new_empty(rows, window)
+
         for number in range(self.schedule.steps):
             v, at = self._velocity(x, number, prompts)
             straight = self.schedule.straight(v, x, at)
+
+            # Rows whose window holds this step take it with noise; the others follow the ODE.
             row, column = (steps == number).nonzero(as_tuple=True)
             if not len(row):
                 x = straight
@@ -136,10 +140,12 @@ class Sampler:
             wide = std.view(-1, *[1] * (x.dim() - 1))
             taken = take_step(mean, wide, self._noise(rows, seed, step, f"noise {number}")).prev_sample
             log_prob = gaussian_log_prob(taken, mean, wide)
+
             latents[row, column], latents[row, column + 1] = x[row], taken[row]
             means[row, column], stds[row, column] = mean[row], std[row]
             log_probs[row, column] = log_prob[row]
             x = straight.index_copy(0, row, taken[row])
+
         _check_finite(x, self.model.dtype)
         return Trajectories(
             schedule=self.schedule,
@@ -150,7 +156,7 @@ class Sampler:
             std=stds,
             rollout_log_probs=log_probs,
             final=x,
-            version=self.model.version,
+            version=self.model.weight_version,
         )
 
     @torch.no_grad()
@@ -177,7 +183,7 @@ class Sampler:
     def _noise(self, rows: int, seed: int, step: int, purpose: str) -> Tensor:
         """Standard normal latents, drawn on the CPU so that every device gets the same."""
         generator = derived_generator(seed, f"latents {purpose}", step)
-        noise = torch.randn((rows, *self.policy.latent_shape), generator=generator)
+        noise = torch.randn((rows, *self.policy.latent_shape), generator=generator, device="cpu")
         return noise.to(next(self.model.module.parameters()).device)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.core.diffusion import SdeWindow, cps_step_mean, dance_sde_step_mean, sde_step_mean
-from rollcorr.train.seeds import derived_seed
+from rollcorr.train.steps import derived_seed
 
 if TYPE_CHECKING:
     from rollcorr.train.flow_grpo.diffusion_policy import DiffusionPolicy
@@ -79,6 +79,7 @@ class Schedule:
         else:
             step_mean = {"dance": dance_sde_step_mean, "cps": cps_step_mean}[self.variant]
             mean, std = step_mean(velocity, sample, **levels)
+
         if std is None:
             raise ValueError("a step without noise has no log-prob: set rollout.noise_level above 0")
         return mean, std.flatten()
@@ -99,6 +100,7 @@ def make_schedule(
     Raises:
         ValueError: the scheduler's σ do not fall from 1 to 0 (`invert_sigmas`, for instance).
     """
+    # Setting the steps changes a scheduler, and the policy keeps its own.
     scheduler: Any = copy.deepcopy(policy.scheduler)
     config = scheduler.config
     shift = {"mu": _dynamic_shift(config, policy.sequence_length)} if config.use_dynamic_shifting else {}
@@ -106,6 +108,7 @@ def make_schedule(
         scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), **shift)
     else:
         scheduler.set_timesteps(steps, **shift)
+
     return Schedule(sigmas=scheduler.sigmas.float().cpu(), noise_level=noise_level, variant=variant)
 
 
@@ -125,7 +128,7 @@ def draw_windows(rows: int, size: int, span: tuple[int, int], *, per_sample: boo
     """
     rng = random.Random(derived_seed(seed, "window", step))
     windows = [SdeWindow.draw(size, span, rng=rng) for _ in range(rows if per_sample else 1)]
-    return torch.tensor([list(window.steps) for window in windows]).expand(rows, size)
+    return torch.tensor([list(window.steps) for window in windows], device="cpu").expand(rows, size)
 
 
 def _dynamic_shift(config: Any, sequence_length: int) -> float:  # noqa: ANN401

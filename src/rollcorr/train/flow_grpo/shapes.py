@@ -1,6 +1,6 @@
-"""Pictures of coloured shapes: what the small model was pretrained on, and the yardstick of `prompt_match`.
+"""Pictures of colored shapes: what the small model was pretrained on, and the yardstick of `prompt_match`.
 
-A picture is 16 × 16 RGB in [−1, 1]: one shape in one colour on a dark ground, at any place that keeps it inside.
+A picture is 16 × 16 RGB in [−1, 1]: one shape in one color on a dark ground, at any place that keeps it inside.
 Its prompt says both: `a red circle`.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 SIZE = 16
 GROUND = 0.1
-COLOURS: dict[str, tuple[float, float, float]] = {
+COLORS: dict[str, tuple[float, float, float]] = {
     "red": (0.9, 0.1, 0.1),
     "green": (0.1, 0.8, 0.1),
     "blue": (0.15, 0.25, 0.95),
@@ -23,8 +23,8 @@ COLOURS: dict[str, tuple[float, float, float]] = {
     "white": (0.95, 0.95, 0.95),
 }
 SHAPES = ("circle", "square", "triangle", "cross")
-CLASSES: tuple[tuple[str, str], ...] = tuple((colour, shape) for colour in COLOURS for shape in SHAPES)
-PROMPTS: tuple[str, ...] = tuple(f"a {colour} {shape}" for colour, shape in CLASSES)
+CLASSES: tuple[tuple[str, str], ...] = tuple((color, shape) for color in COLORS for shape in SHAPES)
+PROMPTS: tuple[str, ...] = tuple(f"a {color} {shape}" for color, shape in CLASSES)
 
 
 def draw_shapes(classes: Tensor, *, generator: torch.Generator) -> Tensor:
@@ -35,17 +35,20 @@ def draw_shapes(classes: Tensor, *, generator: torch.Generator) -> Tensor:
         generator: decides places (± 2 pixels around the middle) and radii (4 to 6 pixels).
     """
     count = len(classes)
-    centre = SIZE / 2 + 4 * torch.rand(count, 2, generator=generator) - 2
-    radius = 4 + 2 * torch.rand(count, generator=generator)
-    return render(classes, centre, radius)
+    center = SIZE / 2 + 4 * torch.rand(count, 2, generator=generator, device="cpu") - 2
+    radius = 4 + 2 * torch.rand(count, generator=generator, device="cpu")
+    return render(classes, center, radius)
 
 
-def render(classes: Tensor, centre: Tensor, radius: Tensor) -> Tensor:
-    """Pictures of given classes (B,), centres (B, 2: y, x, pixels) and radii (B,): (B, 3, 16, 16) in [−1, 1]."""
-    axis = torch.arange(SIZE) + 0.5
-    y = (axis[None, :, None] - centre[:, 0, None, None]) / radius[:, None, None]
-    x = (axis[None, None, :] - centre[:, 1, None, None]) / radius[:, None, None]
+def render(classes: Tensor, center: Tensor, radius: Tensor) -> Tensor:
+    """Pictures of given classes (B,), centers (B, 2: y, x, pixels) and radii (B,): (B, 3, 16, 16) in [−1, 1]."""
+    # Every pixel's place relative to the center, in radii.
+    axis = torch.arange(SIZE, device="cpu") + 0.5
+    y = (axis[None, :, None] - center[:, 0, None, None]) / radius[:, None, None]
+    x = (axis[None, None, :] - center[:, 1, None, None]) / radius[:, None, None]
     x, y = torch.broadcast_tensors(x, y)
+
+    # The outline of each shape, as a distance: circle, square, triangle, cross.
     larger = torch.maximum(x.abs(), y.abs())
     distance = torch.stack(  # below 1 inside, one pixel wide around 1
         [
@@ -55,23 +58,25 @@ def render(classes: Tensor, centre: Tensor, radius: Tensor) -> Tensor:
             torch.maximum(larger, torch.minimum(x.abs(), y.abs()) / 0.3),
         ]
     )
-    shape = distance[classes % len(SHAPES), torch.arange(len(classes))]
+    shape = distance[classes % len(SHAPES), torch.arange(len(classes), device="cpu")]
+
+    # Pixels on the edge are covered in part, so that the picture changes smoothly with place and size.
     cover = ((1 - shape) * radius[:, None, None] + 0.5).clamp(0, 1)[:, None]
-    colour = torch.tensor(list(COLOURS.values()))[classes // len(SHAPES)][:, :, None, None]
-    return (GROUND + (colour - GROUND) * cover) * 2 - 1
+    color = torch.tensor(list(COLORS.values()), device="cpu")[classes // len(SHAPES)][:, :, None, None]
+    return (GROUND + (color - GROUND) * cover) * 2 - 1
 
 
 def class_of(prompt: str) -> int:
     """The class that a prompt names.
 
     Raises:
-        ValueError: it does not name exactly one colour and one shape.
+        ValueError: it does not name exactly one color and one shape.
     """
     words = prompt.lower().replace(",", " ").replace(".", " ").split()
-    found = [i for i, (colour, shape) in enumerate(CLASSES) if colour in words and shape in words]
+    found = [i for i, (color, shape) in enumerate(CLASSES) if color in words and shape in words]
     if len(found) != 1:
         raise ValueError(
-            f"prompt {prompt!r} must name one colour ({', '.join(COLOURS)}) and one shape ({', '.join(SHAPES)})"
+            f"prompt {prompt!r} must name one color ({', '.join(COLORS)}) and one shape ({', '.join(SHAPES)})"
         )
     return found[0]
 
@@ -84,11 +89,13 @@ def likeness(images: Tensor, classes: Tensor) -> Tensor:
         classes: (B,) integers that index `CLASSES`.
 
     Returns:
-        (B,), float32, on the CPU; negative for a wrong colour.
+        (B,), float32, on the CPU; negative for a wrong color.
     """
     pictures = images.detach().float().cpu()
     if pictures.shape[-2:] != (SIZE, SIZE):
         pictures = torch.nn.functional.interpolate(pictures, size=(SIZE, SIZE), mode="area")
+
+    # The nearest picture counts, because a prompt leaves place and size open.
     templates = _templates()[classes.cpu()]
     flat = (pictures * 2 - 1).flatten(1)[:, None]
     distance = (flat - templates).square().sum(-1)
@@ -105,9 +112,10 @@ def names_of(classes: Sequence[int]) -> list[str]:
 @cache
 def _templates() -> Tensor:
     """Every class at every place and size of a grid: (classes, templates, D)."""
-    offsets, radii = torch.linspace(-2, 2, 5), torch.linspace(4, 6, 3)
+    offsets, radii = torch.linspace(-2, 2, 5, device="cpu"), torch.linspace(4, 6, 3, device="cpu")
     grid = torch.cartesian_prod(offsets, offsets, radii)
     pictures = [
-        render(torch.full((len(grid),), i), SIZE / 2 + grid[:, :2], grid[:, 2]).flatten(1) for i in range(len(CLASSES))
+        render(torch.full((len(grid),), i, device="cpu"), SIZE / 2 + grid[:, :2], grid[:, 2]).flatten(1)
+        for i in range(len(CLASSES))
     ]
     return torch.stack(pictures)

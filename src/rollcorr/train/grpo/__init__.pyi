@@ -1,7 +1,7 @@
-from .grpo_config import TrainConfig as TrainConfig
-from .grpo_run import Summary as Summary
-from .grpo_run import make_task as make_task
-from .grpo_run import train as train
+from .engine_choice import make_engine as make_engine
+from .grpo_config import GrpoConfig as GrpoConfig
+from .grpo_recipe import GrpoRecipe as GrpoRecipe
+from .grpo_recipe import make_task as make_task
 from .grpo_trainer import GrpoTrainer as GrpoTrainer
 from .grpo_trainer import StepResult as StepResult
 from .policy import Policy as Policy

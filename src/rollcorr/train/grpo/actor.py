@@ -2,7 +2,7 @@
 
 Where nothing truncates this is `score_responses`. Under a truncation the log-probs run over the engine's kept sets (or
 what `actor.sampling` asks for instead), and the log-probs over the whole vocabulary are kept beside them: a reference
-policy is scored so, and the KL penalty compares like with like.
+policy is scored in this way too, so the KL penalty compares the same kind of log-probs.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from rollcorr.engines.model_scoring import response_logits, score_responses
 
 _MISSING = (
     "actor.sampling={} needs the kept {} of each token, and the engine {!r} gave none: choose an engine or an engine "
-    "option that does, sample with top_p=1, top_k=-1 and min_p=0, or set actor.sampling=recompute"
+    "option that gives them, sample with top_p=1, top_k=-1 and min_p=0, or set actor.sampling=recompute"
 )
 
 
 class ActorScores(NamedTuple):
-    """What the trainer gives to response tokens, nats, (B, T); garbage outside the response mask.
+    """What the trainer gives to response tokens, nats, (B, T); meaningless outside the response mask.
 
     Attributes:
         log_prob: as the actor's spec says; with its graph.
         entropy: of the distribution that `log_prob` is of.
-        full_log_prob: over the whole vocabulary at the same temperature; None where `log_prob` is that already.
+        full_log_prob: over the whole vocabulary at the same temperature; None where `log_prob` already covers it.
         outside: true where the sampled token was not in the support and was taken in; None without a support.
     """
 
@@ -82,6 +82,7 @@ class Actor:
             if rollout.kept is None:
                 raise EngineAnswerError(_MISSING.format("replay", "sets", spec.engine))
             return cls(spec, kept=rollout.kept.to("cpu").padded(rollout.tokens.response_mask.cpu()))
+
         if restricts(spec) and spec.support == "kept_mass":
             if rollout.log_kept_mass is None:
                 raise EngineAnswerError(_MISSING.format("kept_mass", "mass", spec.engine))
@@ -119,10 +120,13 @@ class Actor:
             return ActorScores(
                 *score_responses(model, tokens, temperature=temperature, entropy_gradient=entropy_gradient)
             )
+
         logits, ids = response_logits(model, tokens), tokens.response_ids
         kept = None if self.kept is None else _rows_of(self.kept, rows, ids.shape[1]).to(device)
         mass = None if self.log_kept_mass is None else self.log_kept_mass[here]
         log_prob, outside = actor_log_prob(logits, ids, self.spec, kept=kept, log_kept_mass=mass)
+
+        # A graph costs memory over the whole vocabulary, so only a term of the loss that needs one keeps it.
         with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_gradient):
             entropy = actor_entropy(logits, ids, self.spec, kept=kept)
         with torch.set_grad_enabled(torch.is_grad_enabled() and full_gradient):
@@ -132,4 +136,4 @@ class Actor:
 
 def _rows_of(kept: KeptSets, rows: Tensor, width: int) -> KeptSets:
     """The sets of some rows of a padded batch."""
-    return kept.select((rows[:, None] * width + torch.arange(width)).flatten())
+    return kept.select((rows[:, None] * width + torch.arange(width, device=rows.device)).flatten())

@@ -1,18 +1,17 @@
-"""Making the engine that a run's configuration names; a heavy package is imported only when its engine is chosen."""
+"""Make the engine that a run's configuration names; a heavy package is imported only when its engine is chosen."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from rollcorr.engines.base import Engine
-from rollcorr.train.grpo.grpo_config import RolloutConfig, TrainConfig
+from rollcorr.train.grpo.grpo_config import GrpoConfig, RolloutConfig
 from rollcorr.train.grpo.policy import Policy
 
 CLASSES = {
@@ -26,7 +25,7 @@ CLASSES = {
 and `version`; the rest of a class's arguments are its `rollout.engine_options`."""
 
 
-def make_engine(config: TrainConfig, policy: Policy, *, version: int = 0) -> Engine:
+def make_engine(config: GrpoConfig, policy: Policy, *, version: int = 0) -> Engine:
     """The engine of `rollout.engine`, holding the policy's weights.
 
     Args:
@@ -51,6 +50,8 @@ def make_engine(config: TrainConfig, policy: Policy, *, version: int = 0) -> Eng
         "pad_token_id": policy.pad_token_id,
         "version": version,
     }
+
+    # An option that the engine does not have must not be ignored.
     known = inspect.signature(engine_class).parameters
     for name in ("dtype", "batch_size"):
         value = getattr(rollout, name)
@@ -60,21 +61,11 @@ def make_engine(config: TrainConfig, policy: Policy, *, version: int = 0) -> Eng
             raise ValueError(f"rollout.{name}={value} is no option of the engine {rollout.engine!r}: leave it out")
     if rollout.engine == "transformers":
         given["dtype"] = getattr(torch, rollout.dtype)
+
     options = {name: parameter for name, parameter in known.items() if name not in given}
     _check_options(rollout.engine, rollout.engine_options, options)
     engine: Engine = engine_class(**given, **rollout.engine_options)
     return engine
-
-
-@contextmanager
-def closing(engine: Engine) -> Iterator[None]:
-    """Let an engine that holds a process or a connection go at the end."""
-    try:
-        yield
-    finally:
-        close = getattr(engine, "close", None)
-        if close is not None:
-            close()
 
 
 def _check_options(engine: str, options: Mapping[str, Any], known: Mapping[str, inspect.Parameter]) -> None:
@@ -84,5 +75,5 @@ def _check_options(engine: str, options: Mapping[str, Any], known: Mapping[str, 
     for option in options:
         if option not in known:
             near = difflib.get_close_matches(option, known, n=1)
-            mend = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known) or 'none'}"
-            raise ValueError(f"rollout.engine_options.{option} is no option of the engine {engine!r}; {mend}")
+            fix = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known) or 'none'}"
+            raise ValueError(f"rollout.engine_options.{option} is no option of the engine {engine!r}; {fix}")

@@ -7,14 +7,13 @@
     advantage   rewards become advantages within their group
     update      PPO epochs × mini-batches × micro-batches
 
-`GrpoTrainer.step` is this list. What surrounds it (files, checkpoints, Ctrl-C) is in `rollcorr.train.grpo.grpo_run`. Symbols:
-B responses, T padded response length; log-probs in nats.
+`GrpoTrainer.step` is this list. What surrounds it (files, checkpoints, Ctrl-C) is in `rollcorr.train.loop`.
+Symbols: B responses, T padded response length; log-probs in nats.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -22,39 +21,37 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from rollcorr.core.advantages import dr_grpo_advantages, grpo_advantages, rloo_advantages
 from rollcorr.core.aggregation import Denominators, count_denominators
 from rollcorr.core.metric_registry import finalize
 from rollcorr.core.statistics import Statistics, merge_statistics
 from rollcorr.correction.denominators import normalizer_counts
-from rollcorr.correction.losses import (
-    PolicyLogProbs,
-    PolicyLossOutput,
-    policy_loss,
-)
+from rollcorr.correction.losses import PolicyLogProbs, PolicyLossOutput, policy_loss
 from rollcorr.correction.micro_batches import BypassGradients
 from rollcorr.correction.process_groups import gather_statistics, sum_gradients, sum_over
 from rollcorr.correction.rollout_correction import Correction, correct
 from rollcorr.engines.base import Engine, Rollout
-from rollcorr.train.clock import Clock
 from rollcorr.train.grpo.actor import Actor
-from rollcorr.train.grpo.grpo_config import TrainConfig
+from rollcorr.train.grpo.grpo_config import GrpoConfig
 from rollcorr.train.grpo.policy import Policy
 from rollcorr.train.grpo.tasks import Reward, Task, hard_gated_reward
-from rollcorr.train.seeds import derived_generator, derived_seed
+from rollcorr.train.steps import (
+    ADVANTAGES,
+    Clock,
+    derived_seed,
+    make_optimizer,
+    micro_batch_size,
+    mini_batches,
+    own_rows,
+    refresh_weights,
+    set_learning_rate,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-ADVANTAGES: dict[str, Callable[..., Tensor]] = {
-    "grpo": grpo_advantages,
-    "dr_grpo": dr_grpo_advantages,
-    "rloo": rloo_advantages,
-}
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Batch:
+class GrpoBatch:
     """One step's responses and what the trainer knows about them; tensors (B, T) unless said otherwise.
 
     Attributes:
@@ -75,7 +72,7 @@ class Batch:
     old_log_prob: Tensor | None = None
     ref_log_prob: Tensor | None = None
     correction: Correction | None = None
-    advantages: Tensor = field(default_factory=lambda: torch.empty(0))
+    advantages: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
 
     @property
     def response_mask(self) -> Tensor:
@@ -88,7 +85,7 @@ class StepResult:
     """What a step leaves: its metrics, its batch, and log π_θ of the batch as the first epoch met it, (B, T)."""
 
     metrics: dict[str, float]
-    batch: Batch
+    batch: GrpoBatch
     log_prob: Tensor
 
 
@@ -107,7 +104,7 @@ class GrpoTrainer:
 
     def __init__(
         self,
-        config: TrainConfig,
+        config: GrpoConfig,
         policy: Policy,
         engine: Engine,
         task: Task,
@@ -124,17 +121,14 @@ class GrpoTrainer:
         self.group = group
         self.correction_config = config.algorithm.correction
         self.bypass = self.correction_config is not None and self.correction_config.bypass_mode
-        optim = config.optim
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay
-        )
+        self.optimizer = make_optimizer(self.model.parameters(), config.optim)
         self.skipped_steps = 0
 
     def step(self, step: int) -> StepResult:
         """Run training step `step` (1, 2, …): a function of the weights, the optimizer and (seed, step)."""
         clock = Clock()
         with clock("rollout"):
-            staleness = self._refresh_engine(step)
+            staleness = refresh_weights(self.engine, self.model, step, every=self.config.rollout.refresh_every)
             batch = self._sample(step)
         with clock("old_log_prob"):
             batch = self._add_old_log_prob(batch)
@@ -144,6 +138,7 @@ class GrpoTrainer:
         with clock("update"):
             statistics, log_prob = self._update(batch, step)
             host = statistics.read()  # every metric of the step crosses to the host here, once
+
         tokens = host.sums["response_tokens"]
         metrics = _reward_metrics(batch.rewards) | {
             "actor/loss": host.moments["loss"].mean,
@@ -159,33 +154,30 @@ class GrpoTrainer:
         }
         return StepResult(metrics, batch, log_prob)
 
-    def _refresh_engine(self, step: int) -> int:
-        """Give the engine the newest weights when they are due; returns how many versions old its weights are."""
-        version = step - 1
-        if version % self.config.rollout.refresh_every == 0 and self.engine.weight_version != version:
-            self.engine.update_weights(self.model, version=version)
-        return version - self.engine.weight_version
-
-    def _sample(self, step: int) -> Batch:
-        rollout_config, seed = self.config.rollout, self.config.seed
-        problems = self.task.problems(rollout_config.prompts_per_step, seed=seed, step=step)
-        answers = [problem.answer for problem in problems for _ in range(rollout_config.group_size)]
-        prompts = [self.policy.encode(problem.prompt) for problem in problems for _ in range(rollout_config.group_size)]
+    def _sample(self, step: int) -> GrpoBatch:
+        """The problems of the step, a group of responses to each, and what they earn."""
+        seed, group_size = self.config.seed, self.config.rollout.group_size
+        problems = self.task.problems(self.config.rollout.prompts_per_step, seed=seed, step=step)
+        asked = [problem for problem in problems for _ in range(group_size)]
+        prompts = [self.policy.encode(problem.prompt) for problem in asked]
         rollout = self.engine.generate(prompts, seed=derived_seed(seed, "sampling", step))
-        actor = Actor.of(rollout, self.config.actor.spec(rollout.sampling))  # before anything is subtracted
+
+        # Before anything is subtracted: log-probs that are not comparable are refused here.
+        actor = Actor.of(rollout, self.config.actor.spec(rollout.sampling))
+
         ids, mask = rollout.tokens.response_ids.cpu(), rollout.tokens.response_mask.cpu()
         rewards = [
             hard_gated_reward(
-                row[valid].tolist(), answer, self.policy.tokenizer, bonus_length=self.config.task.bonus_length
+                row[valid].tolist(), problem.answer, self.policy.tokenizer, bonus_length=self.config.task.bonus_length
             )
-            for row, valid, answer in zip(ids, mask, answers, strict=True)
+            for row, valid, problem in zip(ids, mask, asked, strict=True)
         ]
-        group_ids = torch.arange(len(problems)).repeat_interleave(rollout_config.group_size)
+        group_ids = torch.arange(len(problems), device="cpu").repeat_interleave(group_size)
         group_ids = group_ids.to(rollout.tokens.response_ids.device)
-        return Batch(rollout=rollout, actor=actor, rewards=rewards, group_ids=group_ids)
+        return GrpoBatch(rollout=rollout, actor=actor, rewards=rewards, group_ids=group_ids)
 
-    def _add_old_log_prob(self, batch: Batch) -> Batch:
-        """log π_old and log π_ref; in bypass mode π_old is μ, and the forward pass is really saved."""
+    def _add_old_log_prob(self, batch: GrpoBatch) -> GrpoBatch:
+        """log π_old and log π_ref; in bypass mode π_old is μ, and this forward pass is left out."""
         old_log_prob = None if self.bypass else self._log_prob(self.model, batch, batch.actor)
         ref_log_prob = None
         if self.reference is not None:  # never filtered: what only the policy kept must have a finite log-prob
@@ -193,11 +185,11 @@ class GrpoTrainer:
         return dataclasses.replace(batch, old_log_prob=old_log_prob, ref_log_prob=ref_log_prob)
 
     @torch.no_grad()
-    def _log_prob(self, model: nn.Module, batch: Batch, actor: Actor) -> Tensor:
-        chunks = torch.arange(len(batch.rewards)).split(self._micro_batch_size)
+    def _log_prob(self, model: nn.Module, batch: GrpoBatch, actor: Actor) -> Tensor:
+        chunks = torch.arange(len(batch.rewards), device="cpu").split(self._micro_batch_size)
         return torch.cat([actor.score(model, batch.rollout, rows).log_prob for rows in chunks])
 
-    def _add_correction(self, batch: Batch) -> Batch:
+    def _add_correction(self, batch: GrpoBatch) -> GrpoBatch:
         if self.correction_config is None or batch.old_log_prob is None:
             return batch
         correction = correct(
@@ -205,49 +197,55 @@ class GrpoTrainer:
         )
         return dataclasses.replace(batch, correction=correction)
 
-    def _add_advantages(self, batch: Batch) -> Batch:
+    def _add_advantages(self, batch: GrpoBatch) -> GrpoBatch:
         algorithm = self.config.algorithm
         rewards = torch.tensor([reward.value for reward in batch.rewards], device=batch.group_ids.device)
+
         keep = None
         if algorithm.leave_rejected_out_of_baseline and batch.correction is not None:
             keep = batch.correction.sequence_kept
         advantages = ADVANTAGES[algorithm.advantage](rewards, batch.group_ids, keep=keep)
         return dataclasses.replace(batch, advantages=advantages)
 
-    def _update(self, batch: Batch, step: int) -> tuple[Statistics, Tensor]:
+    def _update(self, batch: GrpoBatch, step: int) -> tuple[Statistics, Tensor]:
         """Every optimizer step of the batch; returns merged statistics and log π_θ as the first epoch met it."""
-        optim, rows = self.config.optim, len(batch.rewards)
-        for param_group in self.optimizer.param_groups:
-            param_group["lr"] = optim.lr * min(1.0, step / max(optim.lr_warmup_steps, 1))
-        met = torch.zeros_like(batch.rollout.rollout_log_prob)
+        optim = self.config.optim
+        set_learning_rate(self.optimizer, optim, step)
+        first_log_prob = torch.zeros_like(batch.rollout.rollout_log_prob)
         losses: list[Statistics] = []
-        corrections: list[Statistics | None] = []
-        for epoch in range(optim.ppo_epochs):
-            shuffle = derived_generator(self.config.seed, f"shuffle {epoch}", step)
-            order = torch.randperm(rows, generator=shuffle)  # on the host, see `Actor.kept`
-            for mini_batch in order.split(optim.mini_batch_size or rows):
-                outputs, log_probs, statistics = self._optimizer_step(batch, mini_batch)
-                losses.append(statistics)
-                corrections += [output.correction.statistics for output in outputs if output.correction is not None]
-                if epoch == 0:
-                    met[_beside(batch, self._own(mini_batch))] = log_probs
+        measured: list[Statistics] = []
+        for epoch, mini_batch in mini_batches(len(batch.rewards), optim, seed=self.config.seed, step=step):
+            outputs, log_probs, of_step = self._optimizer_step(batch, mini_batch)
+            losses.append(of_step)
+            corrections = [output.correction for output in outputs if output.correction is not None]
+            measured += [part.statistics for part in corrections if part.statistics is not None]
+            if epoch == 0:
+                first_log_prob[_beside(batch, own_rows(mini_batch, self.group))] = log_probs
+        first_log_prob = sum_over(first_log_prob, self.group)
         statistics = merge_statistics(losses) | _count(batch.response_mask)
-        met = sum_over(met, self.group)
-        if batch.correction is not None:  # decoupled: one correction for the whole batch, the same on every rank
-            return statistics if batch.correction.statistics is None else statistics | batch.correction.statistics, met
-        measured = [part for part in corrections if part is not None]
-        return statistics | gather_statistics(merge_statistics(measured), self.group) if measured else statistics, met
 
-    def _optimizer_step(self, batch: Batch, rows: Tensor) -> tuple[list[PolicyLossOutput], Tensor, Statistics]:
-        """Accumulate a mini-batch's gradients over micro-batches, then step, if they are finite and there are any.
+        # Decoupled mode has one correction for the whole batch, the same on every rank; bypass mode one per loss.
+        if batch.correction is None and measured:
+            statistics |= gather_statistics(merge_statistics(measured), self.group)
+        elif batch.correction is not None and batch.correction.statistics is not None:
+            statistics |= batch.correction.statistics
+        return statistics, first_log_prob
 
-        Where nothing was kept, gradients are 0, and yet the optimizer's momentum and weight decay would move weights.
+    def _optimizer_step(self, batch: GrpoBatch, rows: Tensor) -> tuple[list[PolicyLossOutput], Tensor, Statistics]:
+        """Accumulate a mini-batch's gradients over micro-batches, then step, if they are finite and anything was kept.
+
+        If nothing was kept, the gradients are 0, but momentum and weight decay would still move the weights.
         """
         original = count_denominators(batch.response_mask[_beside(batch, rows)])
-        outputs, log_probs, learned, denominators = [], [], [], self._denominators(batch, rows)
-        own = self._own(rows)
+        denominators = self._denominators(batch, rows)
+
+        # A rank without rows runs one without tokens, so that it takes part in every exchange.
+        own = own_rows(rows, self.group)
         part, batch = (own, batch) if len(own) else (rows[:1], _without_tokens(batch))
+
+        # In bypass mode the denominator is known only after the last micro-batch: the gradients are scaled at the end.
         self.optimizer.zero_grad()
+        outputs, log_probs, learned = [], [], []
         bypass = self._bypass_gradients(batch, part)
         with bypass or nullcontext():
             for micro_batch in part.split(self._micro_batch_size):
@@ -258,29 +256,28 @@ class GrpoTrainer:
                     bypass.backward(output)
                 outputs.append(output)
                 log_probs.append(log_prob)
+
+                # A KL or entropy term is learned from rejected tokens too.
                 mask = output.loss_mask if output.regularization is None else batch.response_mask[micro_batch]
                 learned.append(torch.stack([output.loss.detach(), mask.sum().to(output.loss.dtype)]))
             if bypass is None:
                 sum_gradients(self.model.parameters(), self.group)
             else:
                 bypass.finish()
+
         loss, tokens = sum_over(torch.stack(learned).sum(0), self.group)
         grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.max_grad_norm)
-        if bool(
-            (loss + grad_norm).isfinite() & (tokens > 0)
-        ):  # the optimizer must know: one flag is read per optimizer step
+        is_usable = (loss + grad_norm).isfinite() & (tokens > 0)
+        if bool(is_usable):  # the optimizer must know: one flag is read per optimizer step
             self.optimizer.step()
         else:
             self.skipped_steps += 1
         self.optimizer.zero_grad()
+
         statistics = gather_statistics(merge_statistics([output.statistics for output in outputs]), self.group)
         return outputs, torch.cat(log_probs)[: len(own)], statistics | _single(loss=loss, grad_norm=grad_norm)
 
-    def _own(self, rows: Tensor) -> Tensor:
-        """This rank's part of a mini-batch; empty when there are fewer rows than ranks."""
-        return rows if self.group is None else rows.tensor_split(self.group.size())[self.group.rank()]
-
-    def _bypass_gradients(self, batch: Batch, rows: Tensor) -> BypassGradients | None:
+    def _bypass_gradients(self, batch: GrpoBatch, rows: Tensor) -> BypassGradients | None:
         """The optimizer step of this rank's rows in bypass mode, where the denominator is known at its end."""
         if self.correction_config is None or not self.bypass:
             return None
@@ -289,7 +286,7 @@ class GrpoTrainer:
             self.model, self.correction_config, mask, loss=self.config.algorithm.loss, group=self.group
         )
 
-    def _denominators(self, batch: Batch, rows: Tensor) -> Denominators:
+    def _denominators(self, batch: GrpoBatch, rows: Tensor) -> Denominators:
         """What the policy gradient of a whole mini-batch is divided by, where that is known before (decoupled mode)."""
         rows = _beside(batch, rows)
         mask, correction = batch.response_mask[rows], batch.correction
@@ -300,7 +297,7 @@ class GrpoTrainer:
 
     def _loss(
         self,
-        batch: Batch,
+        batch: GrpoBatch,
         rows: Tensor,
         denominators: Denominators,
         original: Denominators,
@@ -315,6 +312,7 @@ class GrpoTrainer:
             entropy_gradient=loss_config.entropy_coef != 0,
             full_gradient=loss_config.kl_coef != 0,
         )
+
         rows = _beside(batch, rows)
         policies = PolicyLogProbs(
             log_prob=scores.log_prob,
@@ -338,20 +336,20 @@ class GrpoTrainer:
                 original_denominators=original,
                 entropy=scores.entropy,
             )
+
         statistics = output.statistics | scores.restriction(mask)
         return dataclasses.replace(output, statistics=statistics), scores.log_prob.detach()
 
     @property
     def _micro_batch_size(self) -> int:
-        optim = self.config.optim
-        return optim.micro_batch_size or optim.mini_batch_size or self.config.rollout.rows
+        return micro_batch_size(self.config.rollout.rows, self.config.optim)
 
 
 ACTOR_METRICS = ("policy_kl", "clip_fraction_high", "clip_fraction_low", "clip_fraction_dual", "entropy", "kl_ref")
 SAMPLING_METRICS = ("outside_fraction", "kept_mass")
 
 
-def _beside(batch: Batch, rows: Tensor) -> Tensor:
+def _beside(batch: GrpoBatch, rows: Tensor) -> Tensor:
     """Row numbers on the batch's device, without waiting for it."""
     return rows.to(batch.group_ids.device, non_blocking=True)
 
@@ -363,14 +361,15 @@ def _rows_of(correction: Correction, rows: Tensor) -> Correction:
         weights=None if correction.weights is None else correction.weights[rows],
         loss_mask=correction.loss_mask[rows],
         sequence_kept=correction.sequence_kept[rows],
+        response_mask=None if correction.response_mask is None else correction.response_mask[rows],
     )
 
 
-def _without_tokens(batch: Batch) -> Batch:
+def _without_tokens(batch: GrpoBatch) -> GrpoBatch:
     """The same batch with nothing in it: what a rank without rows runs, so that it takes part in every exchange."""
     nothing = torch.zeros_like(batch.response_mask)
     tokens = dataclasses.replace(batch.rollout.tokens, response_mask=nothing)
-    correction = batch.correction and dataclasses.replace(batch.correction, loss_mask=nothing)
+    correction = batch.correction and dataclasses.replace(batch.correction, loss_mask=nothing, response_mask=nothing)
     return dataclasses.replace(batch, rollout=dataclasses.replace(batch.rollout, tokens=tokens), correction=correction)
 
 
@@ -388,7 +387,7 @@ def _count(response_mask: Tensor) -> Statistics:
 
 
 def _reward_metrics(rewards: list[Reward]) -> dict[str, float]:
-    values = torch.tensor([reward.value for reward in rewards], dtype=torch.float64)
+    values = torch.tensor([reward.value for reward in rewards], dtype=torch.float64, device="cpu")
     return {
         "reward/mean": float(values.mean()),
         "reward/std": float(values.std(correction=0)),

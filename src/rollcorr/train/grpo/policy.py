@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rollcorr.engines.transport.checkpoint_folder import without_progress_bars
-from rollcorr.train.seeds import derived_seed
+from rollcorr.train.steps import derived_seed
 
 ASSETS = Path(__file__).parents[1] / "assets"
 DEMO_POLICY = "demo"
@@ -65,7 +65,7 @@ def make_byte_tokenizer() -> Any:  # noqa: ANN401 (transformers is imported lazi
 
 
 def make_tiny_policy(*, seed: int = 0, **overrides: Any) -> Policy:  # noqa: ANN401 (any Qwen3Config field)
-    """A randomly initialised Qwen3 policy with 1.0 M parameters over bytes.
+    """A randomly initialized Qwen3 policy with 1.0 M parameters over bytes.
 
     Args:
         seed: seeds the initial weights; the global generator is left as it was.
@@ -81,7 +81,7 @@ def make_tiny_policy(*, seed: int = 0, **overrides: Any) -> Policy:  # noqa: ANN
         bos_token_id=None,
         **(TINY_QWEN3 | overrides),
     )
-    return Policy(_initialise(config, seed), tokenizer)
+    return Policy(_initialize(config, seed), tokenizer)
 
 
 def load_policy(path: str | None, *, config: Mapping[str, Any] | None = None, seed: int = 0) -> Policy:
@@ -120,7 +120,7 @@ def _from_config(fields: dict[str, Any], seed: int) -> Policy:
     model_type = fields.pop("model_type", "qwen3")
     defaults = TINY_QWEN3 if model_type == "qwen3" else {}
     config = AutoConfig.for_model(model_type, **(defaults | {"vocab_size": len(tokenizer)} | special | fields))
-    return Policy(_initialise(config, seed), tokenizer)
+    return Policy(_initialize(config, seed), tokenizer)
 
 
 def _from_directory(directory: Path) -> Policy:
@@ -134,6 +134,7 @@ def _from_directory(directory: Path) -> Policy:
         raise FileNotFoundError(
             f"model.path {str(directory)!r} has a model but no tokenizer: save one beside it with `save_pretrained`"
         )
+
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with without_progress_bars():
@@ -141,7 +142,7 @@ def _from_directory(directory: Path) -> Policy:
     return Policy(model, AutoTokenizer.from_pretrained(directory, local_files_only=True))
 
 
-def _initialise(config: Any, seed: int) -> nn.Module:  # noqa: ANN401
+def _initialize(config: Any, seed: int) -> nn.Module:  # noqa: ANN401
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]):

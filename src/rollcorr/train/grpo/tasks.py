@@ -1,7 +1,7 @@
 """Tasks: problems with a verifiable answer, and the reward of a response.
 
-A response answers on a line of its own, `#### 42`. The reward is gated hard: 0 unless there is exactly one such
-line and its number is right, else
+A response answers on a line of its own, `#### 42`. The reward is 0 unless there is exactly one such line and its number
+is right, else
 
     1 + min(tokens_after_answer, bonus_length) / bonus_length
 
@@ -21,13 +21,13 @@ from typing import Any, Protocol
 
 import torch
 
-from rollcorr.train.seeds import derived_generator
+from rollcorr.train.steps import derived_generator, shuffled_walk
 
 ANSWER_LINE = re.compile(r"^[ \t]*####(.*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class Problem:
+class TaskProblem:
     """One problem: what the policy reads, the answer that is right, and a solution to imitate in the warm-up."""
 
     prompt: str
@@ -48,9 +48,8 @@ class Task(Protocol):
 
     name: str
 
-    def problems(self, count: int, *, seed: int, step: int) -> list[Problem]:
+    def problems(self, count: int, *, seed: int, step: int) -> list[TaskProblem]:
         """The `count` problems of a step."""
-        ...
 
 
 class ArithmeticTask:
@@ -63,20 +62,22 @@ class ArithmeticTask:
             raise ValueError(f"task.max_operand must be at least 1, got {max_operand}")
         self.max_operand = max_operand
 
-    def problems(self, count: int, *, seed: int, step: int) -> list[Problem]:
+    def problems(self, count: int, *, seed: int, step: int) -> list[TaskProblem]:
         """Draw operands uniformly from 0 … max_operand, and the sign by a fair coin."""
         generator = derived_generator(seed, "problems", step)
-        operands = torch.randint(self.max_operand + 1, (count, 2), generator=generator).tolist()
-        signs = torch.randint(2, (count,), generator=generator).tolist()
-        checks = torch.multinomial(torch.tensor([4.0, 3.0, 2.0, 1.0]), count, replacement=True, generator=generator)
+        operands = torch.randint(self.max_operand + 1, (count, 2), generator=generator, device="cpu").tolist()
+        signs = torch.randint(2, (count,), generator=generator, device="cpu").tolist()
+        checks = torch.multinomial(
+            torch.tensor([4.0, 3.0, 2.0, 1.0], device="cpu"), count, replacement=True, generator=generator
+        )
         return [self._problem(a, b, sign, n) for (a, b), sign, n in zip(operands, signs, checks.tolist(), strict=True)]
 
-    def _problem(self, a: int, b: int, sign: int, checks: int) -> Problem:
+    def _problem(self, a: int, b: int, sign: int, checks: int) -> TaskProblem:
         result = a - b if sign else a + b
         question = f"{a}-{b}" if sign else f"{a}+{b}"
         inverse = f"{result}+{b}={a}" if sign else f"{result}-{b}={a}"
         sentences = (f"{question}={result}", inverse, "right")[:checks]
-        return Problem(f"{question}=?\n", str(result), f"#### {result}\n" + "".join(f"{s}. " for s in sentences))
+        return TaskProblem(f"{question}=?\n", str(result), f"#### {result}\n" + "".join(f"{s}. " for s in sentences))
 
 
 class Gsm8kTask:
@@ -88,16 +89,10 @@ class Gsm8kTask:
         self.path = Path(path)
         self.rows = _read_gsm8k(self.path)
 
-    def problems(self, count: int, *, seed: int, step: int) -> list[Problem]:
+    def problems(self, count: int, *, seed: int, step: int) -> list[TaskProblem]:
         """Take the next `count` rows of an endless walk through the file, shuffled anew in every epoch."""
-        size = len(self.rows)
-        positions = range(step * count, (step + 1) * count)
-        orders = {epoch: self._order(seed, epoch) for epoch in {position // size for position in positions}}
-        return [self.rows[orders[position // size][position % size]] for position in positions]
-
-    def _order(self, seed: int, epoch: int) -> list[int]:
-        order: list[int] = torch.randperm(len(self.rows), generator=derived_generator(seed, "epoch", epoch)).tolist()
-        return order
+        walk = shuffled_walk(len(self.rows), count, purpose="epoch", seed=seed, step=step)
+        return [self.rows[row] for row in walk]
 
 
 def hard_gated_reward(response_ids: Sequence[int], answer: str, tokenizer: Any, *, bonus_length: int) -> Reward:  # noqa: ANN401 (a tokenizer is duck-typed)
@@ -116,12 +111,15 @@ def hard_gated_reward(response_ids: Sequence[int], answer: str, tokenizer: Any, 
     """
     if bonus_length < 1:
         raise ValueError(f"task.bonus_length must be at least 1, got {bonus_length}")
+
     special = set(tokenizer.all_special_ids)
     ids = [token for token in response_ids if token not in special]
     text = tokenizer.decode(ids)
     lines = list(ANSWER_LINE.finditer(text))
     if len(lines) != 1 or not same_number(lines[0].group(1), answer):
         return Reward(0.0, correct=False)
+
+    # The shortest prefix of tokens that holds the answer line; what follows earns the bonus.
     end = lines[0].end() + 1  # the line break belongs to the answer line
     used = bisect.bisect_left(range(len(ids)), end, key=lambda count: len(tokenizer.decode(ids[:count])))
     return Reward(1.0 + min(len(ids) - used, bonus_length) / bonus_length, correct=True)
@@ -136,7 +134,7 @@ def same_number(given: str, expected: str) -> bool:
         return given == expected
 
 
-def _read_gsm8k(path: Path) -> list[Problem]:
+def _read_gsm8k(path: Path) -> list[TaskProblem]:
     if not path.is_file():
         raise FileNotFoundError(f"task.path {str(path)!r} is no file: give a JSONL file with `question` and `answer`")
     with path.open(encoding="utf-8") as lines:
@@ -146,7 +144,7 @@ def _read_gsm8k(path: Path) -> list[Problem]:
     return rows
 
 
-def _gsm8k_row(line: str, where: str) -> Problem:
+def _gsm8k_row(line: str, where: str) -> TaskProblem:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
@@ -159,4 +157,4 @@ def _gsm8k_row(line: str, where: str) -> Problem:
     answers = ANSWER_LINE.findall(row["answer"])
     if len(answers) != 1 or not answers[0].strip():
         raise ValueError(f"{where}: `answer` must have one line `#### N`, found {len(answers)}")
-    return Problem(f"Question: {row['question']}\nAnswer: ", answers[0].strip(), row["answer"])
+    return TaskProblem(f"Question: {row['question']}\nAnswer: ", answers[0].strip(), row["answer"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,9 +11,8 @@ from torch import Tensor
 from rollcorr.engines.base import Engine
 from rollcorr.engines.model_scoring import TokenBatch, pad_prompts, score_responses
 from rollcorr.train.grpo.policy import Policy
-from rollcorr.train.grpo.tasks import Problem, Task, hard_gated_reward
-
-HELD_OUT = 1_000_000  # steps from here on are drawn for evaluation, so no training step sees their seeds
+from rollcorr.train.grpo.tasks import Task, TaskProblem, hard_gated_reward
+from rollcorr.train.steps import HELD_OUT, fit
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ def warm_up(
     seed: int = 0,
     good_enough: Callable[[int, float], bool] = lambda step, loss: False,
 ) -> float:
-    """Minimise −mean log π(solution | prompt) over freshly drawn problems.
+    """Minimize −mean log π(solution | prompt) over freshly drawn problems.
 
     The learning rate rises over the first 20 steps and falls along a cosine to 0 at `steps`.
 
@@ -52,26 +50,18 @@ def warm_up(
     Returns:
         The last loss, nats per token.
     """
-    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
-    loss_value = float("nan")
-    policy.model.train()
-    for step in range(steps):
-        rate = min(1.0, (step + 1) / 20) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate * rate
-        loss = solution_loss(policy, task.problems(batch_size, seed=seed, step=step))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        loss_value = float(loss.detach())
-        if good_enough(step + 1, loss_value):
-            break
-    policy.model.eval()
-    return loss_value
+    return fit(
+        policy.model,
+        lambda step: solution_loss(policy, task.problems(batch_size, seed=seed, step=step)),
+        steps=steps,
+        learning_rate=learning_rate,
+        rise=20,
+        betas=(0.9, 0.95),
+        after_step=good_enough,
+    )
 
 
-def solution_loss(policy: Policy, problems: list[Problem]) -> Tensor:
+def solution_loss(policy: Policy, problems: list[TaskProblem]) -> Tensor:
     """−mean log π(solution and end of sequence | prompt) over the solutions' tokens, nats, 0-d."""
     tokens = _solution_tokens(policy, problems)
     log_prob = score_responses(policy.model, tokens).log_prob
@@ -82,6 +72,7 @@ def evaluate(engine: Engine, policy: Policy, task: Task, *, problems: int, bonus
     """Sample one response to each of some held-out problems and average what they earn."""
     drawn = task.problems(problems, seed=seed, step=HELD_OUT)
     tokens = engine.generate([policy.encode(problem.prompt) for problem in drawn], seed=seed).tokens
+
     rewards = [
         hard_gated_reward(ids[mask].tolist(), problem.answer, policy.tokenizer, bonus_length=bonus_length)
         for ids, mask, problem in zip(tokens.response_ids.cpu(), tokens.response_mask.cpu(), drawn, strict=True)
@@ -93,12 +84,16 @@ def evaluate(engine: Engine, policy: Policy, task: Task, *, problems: int, bonus
     )
 
 
-def _solution_tokens(policy: Policy, problems: list[Problem]) -> TokenBatch:
+def _solution_tokens(policy: Policy, problems: list[TaskProblem]) -> TokenBatch:
     """Prompts and solutions as one batch; the end-of-sequence token belongs to the solution."""
     device = next(policy.model.parameters()).device
     prompt_ids, prompt_mask = pad_prompts([policy.encode(p.prompt) for p in problems], pad_token_id=policy.pad_token_id)
+
+    # The policy must learn to stop, so the end of the sequence is imitated too.
     solutions = [[*policy.encode(problem.solution), policy.eos_token_id] for problem in problems]
     width = max(map(len, solutions))
-    response_ids = torch.tensor([ids + [policy.pad_token_id] * (width - len(ids)) for ids in solutions])
-    response_mask = torch.arange(width) < torch.tensor([len(ids) for ids in solutions])[:, None]
+    response_ids = torch.tensor([ids + [policy.pad_token_id] * (width - len(ids)) for ids in solutions], device="cpu")
+    response_mask = (
+        torch.arange(width, device="cpu") < torch.tensor([len(ids) for ids in solutions], device="cpu")[:, None]
+    )
     return TokenBatch(prompt_ids, prompt_mask, response_ids, response_mask).to(device)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rollcorr.core.bounds import divergence_bound, log_band
 from rollcorr.core.layout import sequence_count
-from rollcorr.kernels.correction.band import exceedance_band
+from rollcorr.kernels.correction.band import exceedance_band, zeroing_band
 
 if TYPE_CHECKING:
     from rollcorr.config import Criterion as CriterionConfig
@@ -69,9 +69,10 @@ class Job(ctypes.Structure):
         *_fields(ctypes.c_int32, "needs_k2 vetoing banded_below criteria_count"),
         ("criteria", Criterion * MAX_CRITERIA),
         ("token_criterion", ctypes.c_int32 * len(_KINDS)),
-        *_fields(ctypes.c_float, "cap floor ceiling bound"),
-        *_fields(Band, "band veto ten_percent untouched accepted"),
-        *_fields(WideBand, "wide_band low_weight"),
+        *_fields(ctypes.c_float, "cap floor ceiling"),
+        *_fields(Band, "band veto ten_percent weighted untouched accepted"),
+        *_fields(WideBand, "wide_band wide_weighted low_weight"),
+        *_fields(ctypes.c_double, "bound"),
     ]
 
 
@@ -117,7 +118,9 @@ def _thresholds(config: RolloutCorrectionConfig) -> bytes:
         ceiling=math.exp(bound),
         bound=bound,
         band=_rounded((low, high)),
+        weighted=_rounded(zeroing_band(config)),
         wide_band=(low, high),
+        wide_weighted=zeroing_band(config),
         low_weight=log_band(None if config.is_upper is None else 1 / config.is_upper, None),
         veto=_rounded(log_band(veto, None)),
         ten_percent=_rounded(log_band(0.9, 1.1)),

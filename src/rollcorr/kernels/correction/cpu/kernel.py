@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from rollcorr.core.boundary import why_no_address, why_no_kernel
 from rollcorr.core.layout import check_cu_seqlens
 from rollcorr.core.statistics import STATISTICS_DTYPE, Statistics
 from rollcorr.kernels.correction.cpu.job import LOG_PROB_TYPES, MASK_TYPES, job_of
@@ -27,11 +28,11 @@ _LARGE = 4 << 20  # bytes, from which large pages pay
 
 def why_not(train: Tensor, rollout: Tensor, mask: Tensor, config: RolloutCorrectionConfig) -> str | None:
     """Why the compiled kernel cannot take this batch, or None when it can."""
-    if torch.compiler.is_compiling():
-        return "torch.compile is tracing"
+    if (tracing := why_no_kernel()) is not None:
+        return tracing
     for name, tensor in (("train_log_prob", train), ("rollout_log_prob", rollout), ("response_mask", mask)):
-        if type(tensor) not in (Tensor, torch.nn.Parameter):
-            return f"{name} is a {type(tensor).__name__}, whose memory it cannot read"
+        if (hidden := why_no_address(tensor)) is not None:
+            return f"{name} is {hidden}"
         if tensor.device.type != "cpu":
             return f"{name} is on {tensor.device}"
     for name, tensor in (("train_log_prob", train), ("rollout_log_prob", rollout)):
@@ -72,8 +73,9 @@ def cpu_correction(
         _ask_for_large_pages(lib, weights, loss_mask)
     job = job_of(train_log_prob, rollout_log_prob, mask, config, cu_seqlens)
     offsets = None if cu_seqlens is None else _offsets(cu_seqlens, mask.numel(), lib)
-    kept = torch.empty(job.sequences, dtype=torch.bool)
-    rows = torch.empty(job.tasks, lib.row_numbers, dtype=STATISTICS_DTYPE)
+    # On the CPU, whatever `torch.set_default_device` says: C writes to their addresses.
+    kept = torch.empty(job.sequences, dtype=torch.bool, device="cpu")
+    rows = torch.empty(job.tasks, lib.row_numbers, dtype=STATISTICS_DTYPE, device="cpu")
     job.offsets, job.weights, job.loss_mask = _address(offsets), _address(weights), _address(loss_mask)
     job.sequence_kept, job.rows = _address(kept), _address(rows)
     lib.functions.rollcorr_correct(ctypes.byref(job))
@@ -81,7 +83,7 @@ def cpu_correction(
 
 
 def _rows_are_contiguous(tensor: Tensor) -> bool:
-    return tensor.shape[-1] <= 1 or tensor.stride(-1) == 1
+    return tensor.shape[-1] <= 1 or tensor.numel() == 0 or tensor.stride(-1) == 1
 
 
 def _address(tensor: Tensor | None) -> int | None:
@@ -111,9 +113,9 @@ def _statistics(rows: Tensor, config: RolloutCorrectionConfig, level: str) -> St
 @lru_cache(maxsize=64)
 def _layout(config: RolloutCorrectionConfig, level: str) -> tuple[Statistics, Tensor]:
     """Statistics without values, which the torch twin gives for no data, and where each value is among the rows."""
-    nothing = torch.zeros(0, 0)
+    nothing = torch.zeros(0, 0, device="cpu")
     template = blocked_correction(nothing, nothing, nothing.bool(), config).statistics
     lib, criteria = library(level), tuple(criterion.name for criterion in config.criteria)
     named = [(kind, name) for kind, names in template.names.items() for name in names]
     places = [place for kind, name in named for place in lib.places(kind, name, criteria)]
-    return template, torch.tensor(places)
+    return template, torch.tensor(places, device="cpu")

@@ -14,7 +14,7 @@ LEVELS = ("avx512", "avx2", "portable")
 
 FOLDER = Path(__file__).parent
 NOT_BUILT = "not_built.txt"
-ABI = 1
+ABI = 2
 
 
 class Library(NamedTuple):

@@ -140,15 +140,16 @@ static int reject_sequence(const Job *job, const Sequence *s, const Derived *der
 
 /* The weight of a whole sequence from its log, and the rows that only such weights have. */
 static double weigh_sequence(const Job *job, double level, const Derived *derived, Rows *rows) {
-    double bound = (double)job->bound, bounded = clamp(level, bound), raw = level == -INFINITY ? 0 : exp(bounded);
+    double bound = job->bound, raw = level == -INFINITY ? 0 : exp(clamp(level, bound));
     double weight = job->mode == TRUNCATE ? fmin(raw, (double)job->cap) : raw, *sums = rows->sums;
-    if (job->mode == ICEPOP && (bounded < job->wide_band.lower || bounded > job->wide_band.upper)) weight = 0;
+    if (job->mode == ICEPOP && (level < job->wide_weighted.lower || level > job->wide_weighted.upper)) weight = 0;
     if (!derived->nonempty) return weight;
     sums[SUM_units] += 1;
     sums[SUM_saturated_low] += isfinite(level) && level < -bound;
     sums[SUM_saturated_high] += level > bound;
     sums[SUM_is_high] += level > job->wide_band.upper;
     sums[SUM_is_low] += level < job->wide_band.lower;
+    if (job->mode == ICEPOP && weight == 0) sums[SUM_is_outside] += derived->counted;
     if (isfinite(level)) add_extremes(&rows->extremes[EXTREMES_log_weight], level, level);
     add_moments(&rows->moments[MOMENTS_weight], derived->counted, weight, 0);
     add_moments(&rows->moments[MOMENTS_weight_raw], derived->counted, raw, 0);
@@ -168,6 +169,7 @@ static double weigh(const Job *job, const Sequence *s, const Derived *derived, i
     } else {
         level = job->level == SEQUENCE_WEIGHTS ? derived->product : derived->product / counted;
         mean_weight = weight = weigh_sequence(job, level, derived, rows);
+        if (level != -INFINITY) level = clamp(level, (double)job->bound);  /* the log of the raw weight */
         kept_weight = kept ? weight * s->kept : 0;
     }
     sums[SUM_kept_weight] += kept_weight;
@@ -185,7 +187,7 @@ static void finish_weight_extremes(const Job *job, Rows *rows) {
     const double *sums = rows->sums;
     Extremes raw = {INFINITY, -INFINITY}, *range = &rows->extremes[EXTREMES_log_ratio];
     if (sums[SUM_tokens_measured] > 0) {
-        double bound = (double)job->bound;
+        double bound = job->bound;
         add_extremes(&raw, exp(clamp(range->min, bound)), exp(clamp(range->max, bound)));
     }
     if (sums[SUM_zero_probability] > 0) add_extremes(&raw, 0, 0);
@@ -200,13 +202,12 @@ static void finish_weight_extremes(const Job *job, Rows *rows) {
 static void finish_rows(const Job *job, Rows *rows) {
     double *sums = rows->sums;
     int token_level = job->level == TOKEN_WEIGHTS, k1 = job->token_criterion[K1];
-    rows->extremes[EXTREMES_safety_bound] = (Extremes){(double)job->bound, (double)job->bound};
+    rows->extremes[EXTREMES_safety_bound] = (Extremes){job->bound, job->bound};
     if (sums[SUM_tokens_compared] == 0) rows->extremes[EXTREMES_prob_diff_abs] = (Extremes){INFINITY, -INFINITY};
     if (token_level) {
         finish_weight_extremes(job, rows);
         if (job->banded_below) sums[SUM_is_low] += sums[SUM_zero_probability];
     }
-    sums[SUM_is_outside] = sums[SUM_is_high] + sums[SUM_is_low];
     Moments *unit = &rows->moments[token_level ? MOMENTS_weight : MOMENTS_sequence_weight];
     rows->moments[MOMENTS_unit_weight] = *unit;
     if (job->normalization == OVER_VALID) {

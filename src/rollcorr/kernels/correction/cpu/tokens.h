@@ -21,7 +21,7 @@
 #define FLOAT_CAP ((float)CAP)
 #define EXPM1_OF_CAP 485165194.4f
 #define EXP_DOMAIN 87.0f /* nats; e^±87 is a normal float32 */
-#define HOLDS 1e8        /* largest Σ |d| and |Σ log μ| of a block that float32 sums hold */
+#define HOLDS 1e5        /* largest Σ |d| and |Σ log μ| of a block that float32 sums hold to what exp makes of them */
 #define HOLDS_DIFFERENCE 1e20 /* the same for Σ |π − μ|, which e^87 bounds */
 #define NEAR 0.34        /* nats; largest |d| that the series of `tail` takes as it is */
 
@@ -164,7 +164,7 @@ typedef struct { /* sums of one block that go to its sequence or to the batch */
 INLINE void subtract_as(Block *block, Mismatch *sums, const int plain) {
     const vf inf = splat(INFINITY);
     const vi every = (vi){0} - 1;
-    vf sum_d = {0}, lost = {0}, sum_magnitude = {0}, sum_rollout = {0}, least = inf, most = -inf;
+    vf sum_d = {0}, lost = {0}, sum_magnitude = {0}, sum_train = {0}, sum_rollout = {0}, least = inf, most = -inf;
     EACH_VECTOR(v, block) {
         vi measured = plain ? every : block->measured[v];
         vf train = where(measured, load(block->train + v * LANES));
@@ -175,13 +175,16 @@ INLINE void subtract_as(Block *block, Mismatch *sums, const int plain) {
         sum_d += d;
         part = sum_d - before;
         lost += (before - (sum_d - part)) + (d - part); /* Knuth: what rounding took, for Σ d is exponentiated */
+        lost += rounded_off(train, rollout, d);
         sum_magnitude += magnitude(d);
+        sum_train += train; /* not Σ log μ + Σ d, where a huge log μ leaves no digits of log π */
         sum_rollout += rollout;
         least = smaller(least, choose(measured, d, inf));
         most = larger(most, choose(measured, d, -inf));
     }
-    *sums = (Mismatch){.d = exact_total(sum_d) + exact_total(lost), .magnitude = total(sum_magnitude), .rollout = total(sum_rollout)};
-    sums->train = sums->rollout + sums->d;
+    *sums = (Mismatch){.d = exact_total(sum_d) + exact_total(lost), .magnitude = total(sum_magnitude)};
+    sums->train = total(sum_train);
+    sums->rollout = total(sum_rollout);
     sums->log_ratio = (Extremes){smallest(least), largest(most)};
 }
 
@@ -203,8 +206,13 @@ INLINE void exponentiate_as(Block *block, Mismatch *sums, const int plain, const
     EACH_VECTOR(v, block) {
         fetch_ahead(block->train + v * LANES);
         fetch_ahead(block->rollout + v * LANES);
-        vf d = block->d[v], from = load(block->rollout + v * LANES);
+        vf d = block->d[v], from = load(block->rollout + v * LANES), part = {0};
         Exponential e;
+        if (reach != REACH_NEAR) { /* d is rounded to up to 1e-6, and e^d by as much of itself */
+            part = rounded_off(load(block->train + v * LANES), from, d);
+            if (!plain) part = where(block->measured[v], part);
+            if (reach == REACH_FAR) part = where(magnitude(d) < EXP_DOMAIN, part);
+        }
         if (reach == REACH_NEAR) {
             e.k3 = tail(d);
             e.expm1 = d + e.k3;
@@ -215,6 +223,11 @@ INLINE void exponentiate_as(Block *block, Mismatch *sums, const int plain, const
             vf inside = smaller(larger(d, splat(-EXP_DOMAIN)), splat(EXP_DOMAIN));
             e = exponential(inside);
             e.k3 = smaller(e.k3 + (inside - smaller(d, inside)), splat(EXPM1_OF_CAP - FLOAT_CAP));
+        }
+        if (reach != REACH_NEAR) {
+            e.k3 += where(d <= FLOAT_CAP, part * e.expm1);
+            e.expm1 += part * e.exp;
+            e.exp += part * e.exp;
         }
         block->rho[v] = e.exp;
         block->expm1[v] = e.expm1;
@@ -289,6 +302,18 @@ static double count_outside(const Block *block, const Mismatch *sums, float lowe
     return count(found);
 }
 
+/* The same for a band without a hair: d as float64 has it. Blocks that stay inside, and that is most, are not read. */
+static double count_beyond(const Block *block, const Mismatch *sums, double lower, double upper) {
+    const int32_t *measured = (const int32_t *)block->measured;
+    int found = 0;
+    if (sums->log_ratio.min > lower && sums->log_ratio.max < upper) return 0;
+    for (int i = 0; i < block->tokens; i++) {
+        double d = (double)block->train[i] - (double)block->rollout[i];
+        found += measured[i] != 0 && (d < lower || d > upper);
+    }
+    return found;
+}
+
 /* How far apart the policies are, whatever is done about it. `sums` holds what `subtract` found. */
 static void measure(Block *block, Mismatch *sums, Sequence *s, Rows *rows) {
     const Band ten = block->job->ten_percent;
@@ -309,7 +334,7 @@ static void measure(Block *block, Mismatch *sums, Sequence *s, Rows *rows) {
     rows->sums[SUM_chi2_token] += sums->chi2;
     rows->sums[SUM_prob_diff_abs] += sums->difference;
     rows->sums[SUM_ratio_outside_10pct] += count_outside(block, sums, ten.lower, ten.upper);
-    rows->sums[SUM_capped] += count_outside(block, sums, -FLOAT_CAP, FLOAT_CAP);
+    rows->sums[SUM_capped] += count_beyond(block, sums, -CAP, CAP);
     add_extremes(&rows->extremes[EXTREMES_prob_diff_abs], 0, sums->most_difference); /* no metric reads the minimum */
 }
 
@@ -328,12 +353,12 @@ INLINE void weigh_tokens_as(Block *block, Sequence *s, Rows *rows, const int ice
     const vf inf = splat(INFINITY), minus_one = splat(-1.0f), cap = splat(job->cap);
     const vf floor = splat(job->floor), ceiling = splat(job->ceiling);
     vf raw_sum = {0}, raw_sum_less_one = {0}, sum = {0}, sum_less_one = {0}, least = inf, most = -inf;
-    vi high = {0}, low = {0};
+    vi high = {0}, low = {0}, outside = {0};
     EACH_VECTOR(v, block) {
         vi counted = block->counted[v], positive = counted & ~block->zero[v], present = positive;
         vf d = block->d[v];
         vi above = (d > job->band.upper) & positive, below = (d < job->band.lower) & positive;
-        if (icepop) present &= ~(above | below);
+        if (icepop) present &= (d <= job->weighted.upper) & (d >= job->weighted.lower);
         vf raw = where(positive, smaller(larger(block->rho[v], floor), ceiling));
         vf excess = smaller(larger(block->expm1[v], floor - 1.0f), ceiling - 1.0f);
         vf raw_less_one = where(counted, choose(positive, excess, minus_one));
@@ -350,12 +375,14 @@ INLINE void weigh_tokens_as(Block *block, Sequence *s, Rows *rows, const int ice
         high += above;
         low += below;
         if (icepop) { /* elsewhere the extremes follow from those of d */
+            outside += counted & ~present;
             least = smaller(least, choose(counted, weight, inf));
             most = larger(most, choose(counted, weight, -inf));
         }
     }
     rows->sums[SUM_is_high] += count(high);
     rows->sums[SUM_is_low] += count(low);
+    rows->sums[SUM_is_outside] += count(outside);
     if (icepop) add_extremes(&rows->extremes[EXTREMES_weight], smallest(least), largest(most));
     Moments *raw = &rows->moments[MOMENTS_weight_raw], *applied = &rows->moments[MOMENTS_weight];
     s->raw_weight += add_weights(block, raw, block->rho, block->expm1, raw_sum, raw_sum_less_one);
@@ -366,7 +393,8 @@ INLINE void weigh_tokens_as(Block *block, Sequence *s, Rows *rows, const int ice
 static const vf *weigh_tokens(Block *block, const Mismatch *sums, Sequence *s, Rows *rows) {
     const Job *job = block->job;
     double least = sums->log_ratio.min, most = sums->log_ratio.max, n = block->n_counted;
-    if (block->plain && job->mode != ICEPOP && least >= job->untouched.lower && most <= job->untouched.upper) {
+    int near_one = sums->expm1 >= -n / 2; /* on average; what is near 0 has no digits in w − 1 */
+    if (block->plain && job->mode != ICEPOP && near_one && least >= job->untouched.lower && most <= job->untouched.upper) {
         /* No bound is met, so w = ρ. That is most blocks when the policies are close. */
         Sample less_one = sample(block, block->expm1, block->counted, n, sums->expm1);
         add_sample(&rows->moments[MOMENTS_weight_raw], n, n + less_one.sum, less_one.m2);
@@ -377,8 +405,8 @@ static const vf *weigh_tokens(Block *block, const Mismatch *sums, Sequence *s, R
     }
     if (job->mode == ICEPOP) weigh_tokens_as(block, s, rows, 1);
     else weigh_tokens_as(block, s, rows, 0);
-    rows->sums[SUM_saturated_high] += count_outside(block, sums, -INFINITY, job->bound);
-    rows->sums[SUM_saturated_low] += count_outside(block, sums, -job->bound, INFINITY);
+    rows->sums[SUM_saturated_high] += count_beyond(block, sums, -INFINITY, job->bound);
+    rows->sums[SUM_saturated_low] += count_beyond(block, sums, -job->bound, INFINITY);
     return block->weight;
 }
 

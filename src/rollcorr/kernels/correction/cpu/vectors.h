@@ -48,6 +48,12 @@ static inline vf smaller(vf a, vf b) { return choose(a < b, a, b); }
 static inline vf larger(vf a, vf b) { return choose(a > b, a, b); }
 #endif
 
+/* What rounding took from difference = a − b (Knuth): the two together are exact. */
+static inline vf rounded_off(vf a, vf b, vf difference) {
+    vf part = a - difference;
+    return (part - b) + (a - (difference + part));
+}
+
 /* Reductions over the lanes, by quarters. */
 typedef float v4f __attribute__((vector_size(16), may_alias));
 typedef int32_t v4i __attribute__((vector_size(16), may_alias));

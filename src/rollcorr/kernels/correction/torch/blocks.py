@@ -19,7 +19,7 @@ from rollcorr.core.layout import sequence_count
 from rollcorr.kernels.correction.output import CorrectionOutput, Out, outputs
 from rollcorr.kernels.correction.torch.decide import decide
 from rollcorr.kernels.correction.torch.table import Block, BlockRows, Reduction, SequenceTable
-from rollcorr.kernels.correction.torch.tokens import NEVER, TokenPass
+from rollcorr.kernels.correction.torch.tokens import TokenPass
 
 if TYPE_CHECKING:
     from rollcorr.config import RolloutCorrectionConfig
@@ -136,14 +136,12 @@ def _derive(table: SequenceTable, config: RolloutCorrectionConfig) -> None:
     table["zero"] = table["compared"] - table["measured"]
     table["missing"] = table["valid"] - table["compared"]
     table["counted"] = table["valid"] if config.nonfinite == "neutral" else table["compared"]
-    table["positive"] = table["counted"] - table["zero"]
-    table["rollout"] = table["train"] - NEVER * table["zero"] - table["log_ratio"]
     table["k3"] = (table["expm1"] - table["capped"]).clamp(min=0.0)  # Σ (e^d − 1 − d); rounding may leave −1e-17
     for end, nothing in (("min", torch.inf), ("max", -torch.inf)):
         name = f"log_ratio_{end}"
         table[name] = table[name].masked_fill(table["measured"] == 0, nothing)
-    if config.rollout_is == "token":
-        table["weight"] = table["less_one"] + table["positive"]
+    if config.rollout_is == "token" and config.is_mode == "none":
+        table["raw"] = table["weight"]
     if not any(criterion.scope == "token" for criterion in config.criteria):
         rejecting = config.nonfinite in ("reject_token", "raise")
         table["once"] = table["missing"] if rejecting else torch.zeros_like(table["missing"])

@@ -52,12 +52,6 @@ class _State(NamedTuple):
     def average(self, sums: Tensor) -> Tensor:
         return sums / self.table["counted"].clamp(min=1)
 
-    def moments_around(self, centre: float, mask: str, total: Tensor, squares: Tensor) -> Tensor:
-        """(n, mean, M2) of the tokens that a column counts, from Σ (x − centre) and Σ (x − centre)²."""
-        count = self.table[mask].sum()
-        mean = total / count.clamp(min=1)
-        return torch.stack([count, mean + centre * (count > 0), (squares - total * mean).clamp(min=0.0)])
-
     def sample(self, name: str, values: Tensor) -> None:
         """Describe a per-sequence value over R, where it is finite."""
         mask = self.nonempty & values.isfinite()
@@ -91,9 +85,7 @@ def _mismatch(state: _State) -> None:
     # ρ² − 1 = (ρ − 1)² + 2 (ρ − 1), and −1 at probability zero.
     sums["chi2_token"] = rows.sum("expm1_squares") + 2.0 * table["expm1"].sum() - zero
     sums["ratio_outside_10pct"] = rows.sum("ratio_above_10pct") + rows.sum("ratio_below_10pct") + zero
-    state.moments["log_ratio"] = state.moments_around(
-        0.0, "measured", table["log_ratio"].sum(), rows.sum("log_ratio_squares")
-    )
+    state.moments["log_ratio"] = rows.merged_moments("log_ratio")
     state.extremes["log_ratio"] = torch.stack([_amin(table["log_ratio_min"]), -_amin(-table["log_ratio_max"])])
     sums["prob_diff_abs"] = rows.sum("prob_diff_abs")
     state.extremes["prob_diff_abs"] = _unless_empty(
@@ -102,9 +94,9 @@ def _mismatch(state: _State) -> None:
 
     count = table["measured"].clamp(min=1)
     seen = table["measured"] > 0
-    rollout_log_ppl = -table["rollout"] / count
+    # Each has its own sum: a log-prob at the end of the float range leaves no digits of the other policy in d.
+    train_log_ppl, rollout_log_ppl = -table["train"] / count, -table["rollout"] / count
     log_ppl_diff = -table["log_ratio"] / count
-    train_log_ppl = rollout_log_ppl + log_ppl_diff
     sums["sequences_measured"] = seen.sum()
     for name, values in (
         ("train_log_ppl", train_log_ppl),
@@ -125,14 +117,13 @@ def _mismatch(state: _State) -> None:
 
 def _weigh(state: _State, kept: Tensor) -> Tensor | None:
     """Sequence weights (None at token level) and the statistics of the weights at every level."""
-    table, config, sums = state.table, state.config, state.sums
+    table, rows, config, sums = state.table, state.rows, state.config, state.sums
     lower, upper = exceedance_band(config)
     bounded = lower is not None or upper is not None
     product, weight = state.log_product, None
     if config.rollout_is == "token":
-        raw_less_one = table["expm1" if config.safety_bound == divergence.CAP else "raw_less_one"]
         mean_weight = state.average(table["weight"])
-        sequence_level = state.average(raw_less_one + table["positive"]).log()
+        sequence_level = state.average(table["raw"]).log()
         kept_weight = table["kept_weight"].masked_fill(~kept, 0.0)
         _token_rows(state, bounded)
     else:
@@ -146,8 +137,9 @@ def _weigh(state: _State, kept: Tensor) -> Tensor | None:
         sums["is_seq_low"] = ratio_below(sequence_level, lower).logical_and_(state.nonempty).sum()
     if config.is_upper is not None:
         sums["is_low_weight"] = ratio_below(product, 1 / config.is_upper).logical_and_(state.nonempty).sum()
-    if config.is_mode == "icepop":
-        sums["is_outside"] = sums["is_high"] + sums["is_low"]
+    if config.is_mode == "icepop":  # tokens whose weight is 0, at every level
+        inside = rows.sum("is_inside") if weight is None else (table["counted"] * (weight > 0)).sum()
+        sums["is_outside"] = sums["tokens_counted"] - inside
     sums["kept_weight"] = kept_weight.sum()
     sums["kept_sequence_weight"] = (kept_weight / table["kept"].clamp(min=1)).sum()
     if config.rollout_is_batch_normalize:
@@ -164,13 +156,10 @@ def _token_rows(state: _State, bounded: bool) -> None:
     if bounded:
         sums["is_high"] = rows.sum("is_high")
         sums["is_low"] = rows.sum("is_low") + (zero if exceedance_band(state.config)[0] is not None else 0)
-    raw_less_one = "expm1" if state.config.safety_bound == divergence.CAP else "raw_less_one"
-    for name, column in (
-        ("weight", "less_one"),
-        ("weight_raw", raw_less_one),
-    ):  # at probability zero, weight less one is −1
-        total, squares = state.table[column].sum() - zero, rows.sum(f"{column}_squares") + zero
-        state.moments[name] = state.moments_around(1.0, "counted", total, squares)
+    state.moments["weight"] = rows.merged_moments("weight")
+    state.moments["weight_raw"] = (
+        state.moments["weight"] if state.config.is_mode == "none" else rows.merged_moments("weight_raw")
+    )
     raw = weight = _raw_extremes(state)
     if state.config.is_mode == "icepop":
         weight = rows.merged_extremes("weight", zero.device)
@@ -192,7 +181,7 @@ def _raw_extremes(state: _State) -> Tensor:
 
 
 def _sequence_weights(state: _State, level: Tensor, bounded: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights of whole sequences, 0 for empty ones in the second, and the log weight that bounds are compared with."""
+    """Weights of whole sequences, 0 for empty ones in the second, and the log of the raw weight."""
     config, sums, bound = state.config, state.sums, state.config.safety_bound
     unit, finite = state.nonempty, level.isfinite()
     raw = bounded_weights(level, safety_bound=bound)
@@ -214,7 +203,7 @@ def _sequence_weights(state: _State, level: Tensor, bounded: bool) -> tuple[Tens
     for name, values in (("weight", weight), ("weight_raw", raw)):
         state.moments[name] = _repeated_moments(values, state.table["counted"])
         state.extremes[name] = extremes_of(values, unit)
-    return weight, weight.masked_fill(~unit, 0.0), level
+    return weight, weight.masked_fill(~unit, 0.0), raw.log()
 
 
 def _normalization_rows(state: _State, kept: Tensor) -> None:
@@ -292,8 +281,7 @@ def _criterion(state: _State, criterion: Criterion) -> Tensor:
         state.moments[row] = torch.stack([count, -mean, m2])
         state.extremes[row] = -state.extremes["log_ratio"].flip(0)
     else:
-        squares = rows.sum(f"{row}/squares")
-        state.moments[row] = state.moments_around(0.0, "measured", table[criterion.kind].sum(), squares)
+        state.moments[row] = rows.merged_moments(row)
         state.extremes[row] = _unless_empty(rows.merged_extremes(row, value.device), sums["tokens_measured"])
     return table[f"{criterion.name}/rejected"] > 0
 

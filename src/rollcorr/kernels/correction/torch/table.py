@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rollcorr.core.statistics import STATISTICS_DTYPE, Statistics, merge_extremes
+from rollcorr.core.statistics import STATISTICS_DTYPE, Statistics, merge_extremes, merge_moments
 
 
 class Block(NamedTuple):
@@ -48,18 +48,19 @@ class SequenceTable:
         """Set a column that follows from others."""
         self._columns[column] = values
 
-    def add(self, values: Tensor, block: Block) -> None:
-        """Add a block's values to their sequences.
+    def add(self, values: Tensor, block: Block) -> Tensor:
+        """Add a block's values to their sequences, and return what they add up to, for each column.
 
         Args:
             values: for each column, (C, rows, T) when padded and (C, n) when packed; 0 at tokens that take no part.
             block: which tokens these are.
         """
         if block.lengths is None:
-            torch.sum(values, dim=-1, out=self._sums[:, block.at])
+            sums = torch.sum(values, dim=-1, out=self._sums[:, block.at])
         else:
-            sums = _segments(values.view(-1), "sum", block.lengths.repeat(len(values)))
-            self._sums.add_(sums.view_as(self._sums))
+            sums = _segments(values.view(-1), "sum", block.lengths.repeat(len(values))).view_as(self._sums)
+            self._sums.add_(sums)
+        return sums.sum(-1)
 
     def extreme(self, column: str, values: Tensor, block: Block) -> None:
         """Track the smallest or the largest value of each sequence: `column` ends in _min or _max.
@@ -116,11 +117,16 @@ class BlockRows:
 
     def __init__(self) -> None:
         self._sums: dict[str, list[Tensor]] = {}
+        self._moments: dict[str, list[tuple[Tensor, ...]]] = {}
         self._extremes: dict[str, list[tuple[Tensor, ...]]] = {}
 
     def add(self, name: str, value: Tensor) -> None:
         """Add a 0-d value to a sum."""
         self._sums.setdefault(name, []).append(value)
+
+    def moments(self, name: str, count: Tensor, mean: Tensor, m2: Tensor) -> None:
+        """Add the 0-d moments of a block."""
+        self._moments.setdefault(name, []).append((count, mean, m2))
 
     def extremes(self, name: str, smallest: Tensor, largest: Tensor) -> None:
         """Add the 0-d extremes of a block."""
@@ -130,6 +136,8 @@ class BlockRows:
         """Append the entries of a pass over later blocks."""
         for name, values in other._sums.items():
             self._sums.setdefault(name, []).extend(values)
+        for name, parts in other._moments.items():
+            self._moments.setdefault(name, []).extend(parts)
         for name, ends in other._extremes.items():
             self._extremes.setdefault(name, []).extend(ends)
 
@@ -137,6 +145,7 @@ class BlockRows:
         """Every row, finished."""
         return Statistics.of(
             sums={name: self.sum(name) for name in self._sums},
+            moments={name: self.merged_moments(name) for name in self._moments},
             extremes={name: self.merged_extremes(name, device) for name in self._extremes},
             device=device,
         )
@@ -145,6 +154,7 @@ class BlockRows:
         """Replace every row by a finished one, for instance of several parts merged."""
         names = statistics.names
         self._sums = {name: [row] for name, row in zip(names["sums"], statistics.sums, strict=True)}
+        self._moments = {name: [row.unbind()] for name, row in zip(names["moments"], statistics.moments, strict=True)}
         self._extremes = {
             name: [row.unbind()] for name, row in zip(names["extremes"], statistics.extremes, strict=True)
         }
@@ -152,6 +162,12 @@ class BlockRows:
     def sum(self, name: str) -> Tensor:
         """The finished sum, 0-d float64."""
         return torch.stack(self._sums[name]).sum(dtype=STATISTICS_DTYPE)
+
+    def merged_moments(self, name: str) -> Tensor:
+        """The finished moments, (3,) float64."""
+        return merge_moments(
+            torch.stack([torch.stack(part) for part in zip(*self._moments[name], strict=True)], dim=-1)
+        )
 
     def merged_extremes(self, name: str, device: torch.device) -> Tensor:
         """The finished extremes, (2,) float64."""

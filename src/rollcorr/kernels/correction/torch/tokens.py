@@ -6,8 +6,9 @@ multiplies by them and sums them at several times the speed of bool. What a mask
 multiplied away, so nothing that stood there is seen.
 
 On a block that stays in cache an operation takes about as long to ask for as to do. So a block asks for few: whatever
-is summed over sequences lies in one buffer and is summed at once, and weights are described by their distance from 1,
-which the divergences need anyway.
+is summed over sequences lies in one buffer and is summed at once. The sums of the block follow from those, and spreads
+are then taken around the block's own means: a fixed centre would cancel what lies far from it, such as weights of e⁻²⁰
+described by their distance from 1.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from rollcorr.core.bounds import divergence_bound, log_band
 from rollcorr.core.divergence import CAP
-from rollcorr.kernels.correction.band import exceedance_band
+from rollcorr.kernels.correction.band import exceedance_band, zeroing_band
 from rollcorr.kernels.correction.torch.table import Block, BlockRows, SequenceTable
 
 if TYPE_CHECKING:
@@ -35,20 +36,20 @@ def columns_of(config: RolloutCorrectionConfig) -> tuple[str, ...]:
     """What is summed over each sequence, by name.
 
     valid, compared (log-ratio or probability zero) and measured (log-ratio) count tokens. log_ratio is d, capped
-    min(d, 20), expm1 that of d within ±20, train log π, k2 d²/2. raw_less_one and less_one are weights less 1, before
-    and after truncation, of tokens whose probability is not zero.
+    min(d, 20), expm1 that of d within ±20, k2 d²/2; train and rollout are log π and log μ of measured tokens. weight is
+    the applied weight of counted tokens, raw the one before truncation, where the two can differ.
     """
     names = ["valid", "compared", "measured", "log_ratio", "capped", "expm1"]
     judging = [criterion.name for criterion in config.criteria if criterion.scope == "token"]
     if config.rollout_is == "token":
-        names += ["less_one"] + ["raw_less_one"] * (config.safety_bound != CAP) + ["kept_weight"] * bool(judging)
+        names += ["weight"] + ["raw"] * (config.is_mode != "none") + ["kept_weight"] * bool(judging)
     if any(criterion.kind == "k2" and criterion.scope != "seq_max" for criterion in config.criteria):
         names.append("k2")
     if config.rollout_token_veto_threshold is not None:
         names.append("catastrophic")
     if judging:
         names += ["kept", "once", *(f"{name}/{what}" for name in judging for what in ("rejected", "alone"))]
-    return (*names, "train")
+    return (*names, "train", "rollout")
 
 
 class _Scratch:
@@ -63,10 +64,9 @@ class _Scratch:
         if shape == self._shape:
             return
         self._shape = shape
-        buffers = torch.empty(len(self._names) + 1, *shape, dtype=torch.float64, device=self._device)
-        self.columns = buffers[:-1]
-        self.log_probs = buffers[-2:].view(2, -1)  # both at once; the trainer's are the last column
-        self._shaped = dict(zip((*self._names, "rollout"), buffers.unbind(), strict=True))
+        self.columns = torch.empty(len(self._names), *shape, dtype=torch.float64, device=self._device)
+        self.log_probs = self.columns[-2:].view(2, -1)  # both at once
+        self._shaped = dict(zip(self._names, self.columns.unbind(), strict=True))
         self._flat = {name: buffer.view(-1) for name, buffer in self._shaped.items()}
 
     def __call__(self, name: str) -> Tensor:
@@ -88,14 +88,16 @@ class TokenPass:
     def __init__(self, config: RolloutCorrectionConfig, sequences: int, device: torch.device) -> None:
         names = columns_of(config)
         self.table, self.rows = SequenceTable(names, sequences, device), BlockRows()
-        self._config, self._scratch = config, _Scratch(names, device)
+        self._config, self._scratch, self._columns = config, _Scratch(names, device), names
         self._judging = [criterion for criterion in config.criteria if criterion.scope == "token"]
         self._summing_k2 = "k2" in names
         self._ten_percent, self._band = log_band(0.9, 1.1), log_band(*exceedance_band(config))
+        self._kept_band = zeroing_band(config)
         self._nothing = torch.zeros((), dtype=torch.float64, device=device)
         neutral = config.nonfinite == "neutral"
         self._counted = "valid" if neutral else "compared"  # takes part in weights and criteria
         self._positive = "positive" if neutral else "measured"  # counted, and not of probability zero
+        self._samples = self._described_samples()
 
     def read(
         self, block: Block, train: Tensor, rollout: Tensor, mask: Tensor, weights: Tensor | None, loss_mask: Tensor
@@ -107,12 +109,12 @@ class TokenPass:
         if weights is not None:
             self._weigh(weights)
         self._reject(loss_mask)
-        self.table.add(self._scratch.columns, block)
+        self._describe(self.table.add(self._scratch.columns, block))
 
     def _classify(self, train: Tensor, rollout: Tensor, mask: Tensor) -> None:
         """Widen and sort the tokens; masked and missing values are 0 from here on."""
         scratch = self._scratch
-        scratch.shaped("valid").copy_(mask.view(torch.uint8))  # torch widens bytes faster than bool
+        torch.ne(mask.view(torch.uint8), 0, out=scratch.shaped("valid"))  # a bool's true may be any byte but 0
         scratch.shaped("train").copy_(train)
         scratch.shaped("rollout").copy_(rollout)
         valid, pi, mu = scratch("valid"), scratch("train"), scratch("rollout")
@@ -121,29 +123,35 @@ class TokenPass:
         compared = torch.lt(order, torch.inf, out=scratch("compared")).mul_(valid)
         measured = torch.gt(order, -torch.inf, out=scratch("measured")).mul_(compared)
         scratch.log_probs.nan_to_num_(0.0, 0.0, NEVER).mul_(compared)  # a compared rollout's is finite
-        d = torch.sub(pi, mu, out=order).mul_(measured)
+        self._compare_probabilities()
+        scratch.log_probs.mul_(measured)
+        d = torch.sub(pi, mu, out=order)
         capped = torch.clamp(d, max=CAP, out=scratch("capped"))
         torch.clamp(capped, min=-CAP, out=scratch("expm1")).expm1_()
         if self._positive == "positive":
             torch.sub(valid, compared, out=scratch("positive")).add_(measured)
 
-    def _compare(self, block: Block) -> None:
-        """How far apart the policies are, whatever is done about it. The rollout's log-probs are used up."""
+    def _compare_probabilities(self) -> None:
+        """|π − μ| of compared tokens."""
         scratch, rows = self._scratch, self.rows
-        d, expm1, work = scratch("log_ratio"), scratch("expm1"), scratch("work")
-        difference = torch.exp(scratch("train"), out=work).sub_(scratch("rollout").exp_()).abs_()
+        mu = torch.exp(scratch("rollout"), out=scratch("spare"))
+        difference = torch.exp(scratch("train"), out=scratch("work")).sub_(mu).abs_()
         difference.nan_to_num_(nan=0.0, posinf=torch.inf)  # as in `core.divergence`: ∞ − ∞ of two densities
         rows.add("prob_diff_abs", difference.sum())  # exp(0) − exp(0) where nothing is compared
         rows.extremes("prob_diff_abs", self._nothing, _largest(difference))  # no metric reads its minimum
+
+    def _compare(self, block: Block) -> None:
+        """How far apart the policies are, whatever is done about it."""
+        scratch, rows = self._scratch, self.rows
+        d, expm1, work = scratch("log_ratio"), scratch("expm1"), scratch("work")
         rows.add("expm1_squares", torch.dot(expm1, expm1))
-        rows.add("log_ratio_squares", torch.dot(d, d))
         rows.add("abs_log_ratio", torch.abs(d, out=work).sum())
         rows.add("capped_high", torch.gt(d, CAP, out=work).sum())
         rows.add("capped_low", torch.lt(d, -CAP, out=work).sum())
         low, high = self._ten_percent
         rows.add("ratio_above_10pct", torch.gt(d, high, out=work).sum())
         rows.add("ratio_below_10pct", torch.lt(d, low, out=work).sum())
-        outside = torch.eq(scratch("measured"), 0.0, out=scratch("rollout"))
+        outside = torch.eq(scratch("measured"), 0.0, out=scratch("spare"))
         torch.add(d, outside, alpha=_FAR, out=work)
         self.table.extreme("log_ratio_min", scratch.shaped("work"), block)
         torch.sub(d, outside, alpha=_FAR, out=work)
@@ -155,27 +163,52 @@ class TokenPass:
         if config.rollout_is != "token":
             out.copy_(scratch.shaped(self._counted))  # the sequence's weight is multiplied in at the end
             return
-        d, positive, raw_less_one = scratch("log_ratio"), scratch(self._positive), scratch("expm1")
-        less_one, weight = scratch("less_one"), scratch("work")
+        d, positive, work = scratch("log_ratio"), scratch(self._positive), scratch("work")
         low, high = self._band
-        rows.add("is_high", torch.dot(torch.gt(d, high, out=weight), positive))
-        rows.add("is_low", torch.dot(torch.lt(d, low, out=weight), positive))  # probability zero is added later
-        if bound != CAP:
-            rows.add("saturated_high", torch.gt(d, bound, out=weight).sum())
-            rows.add("saturated_low", torch.lt(d, -bound, out=weight).sum())
-            raw_less_one = torch.clamp(d, -bound, bound, out=scratch("raw_less_one")).expm1_()
-            rows.add("raw_less_one_squares", torch.dot(raw_less_one, raw_less_one))
-        if config.is_mode == "icepop":
-            torch.add(raw_less_one, 1.0, out=weight).mul_(torch.le(d, high, out=less_one))
-            weight.mul_(torch.ge(d, low, out=less_one)).mul_(positive)
-            torch.sub(weight, positive, out=less_one)
-            rows.extremes("weight", *self._ends(weight, self._counted))
+        rows.add("is_high", torch.dot(torch.gt(d, high, out=work), positive))
+        rows.add("is_low", torch.dot(torch.lt(d, low, out=work), positive))  # probability zero is added later
+        weight = scratch("weight")
+        raw = weight if config.is_mode == "none" else scratch("raw")
+        if bound == CAP:
+            torch.add(scratch("expm1"), 1.0, out=raw)  # e⁻²⁰ keeps 7 digits, as many as the weight's float32
         else:
-            ceiling = torch.inf if config.is_upper is None else config.is_upper
-            torch.clamp(raw_less_one, max=ceiling - 1.0, out=less_one).mul_(positive)
-            torch.add(less_one, positive, out=weight)
-        rows.add("less_one_squares", torch.dot(less_one, less_one))
-        out.copy_(scratch.shaped("work"))
+            rows.add("saturated_high", torch.gt(d, bound, out=work).sum())
+            rows.add("saturated_low", torch.lt(d, -bound, out=work).sum())
+            torch.clamp(d, -bound, bound, out=raw).exp_()
+        raw.mul_(positive)
+        if config.is_mode == "truncate":
+            torch.clamp(raw, max=config.is_upper, out=weight)
+        elif config.is_mode == "icepop":
+            low, high = self._kept_band
+            inside = torch.le(d, high, out=scratch("inside")).mul_(torch.ge(d, low, out=work)).mul_(positive)
+            rows.add("is_inside", inside.sum())
+            torch.mul(raw, inside, out=weight)
+            rows.extremes("weight", *self._ends(weight, self._counted))
+        out.copy_(scratch.shaped("weight"))
+
+    def _described_samples(self) -> list[tuple[str, str, str]]:
+        """The samples of tokens whose moments are rows: name of the row, buffer of the values, buffer that counts."""
+        samples = [("log_ratio", "log_ratio", "measured")]
+        if self._config.rollout_is == "token":
+            samples.append(("weight", "weight", self._counted))
+            if self._config.is_mode != "none":
+                samples.append(("weight_raw", "raw", self._counted))
+        kinds = [criterion for criterion in self._judging if criterion.kind != "k1"]
+        return samples + [(f"rs/{criterion.name}", criterion.kind, "measured") for criterion in kinds]
+
+    def _describe(self, totals: Tensor) -> None:
+        """Moments of the block's samples around the block's own means; values are 0 where nothing is counted."""
+        total = dict(zip(self._columns, totals.unbind(), strict=True))
+        if "k3" not in total:
+            total["k3"] = total["expm1"] - total["capped"]
+        at_least_one = {mask: total[mask].clamp(min=1) for mask in {mask for _, _, mask in self._samples}}
+
+        for row, values, mask in self._samples:
+            mean = total[values] / at_least_one[mask]
+            deviation = torch.addcmul(
+                self._scratch(values), self._scratch(mask), mean, value=-1.0, out=self._scratch("work")
+            )
+            self.rows.moments(row, total[mask], mean, torch.dot(deviation, deviation))
 
     def _reject(self, loss_mask: Tensor) -> None:
         """Token-level rejections, and what sequence-level ones need of every token."""
@@ -200,7 +233,7 @@ class TokenPass:
         for criterion in self._judging:
             torch.mul(scratch(f"{criterion.name}/rejected"), once, out=scratch(f"{criterion.name}/alone"))
         if config.rollout_is == "token":
-            torch.add(scratch("less_one"), scratch(self._positive), out=scratch("kept_weight")).mul_(kept)
+            torch.mul(scratch("weight"), kept, out=scratch("kept_weight"))
         loss_mask.copy_(scratch.shaped("kept"))
 
     def _judge(self, criterion: Criterion) -> Tensor:
@@ -219,7 +252,6 @@ class TokenPass:
         values = scratch(criterion.kind)
         if criterion.kind == "k3":
             torch.sub(scratch("expm1"), scratch("capped"), out=values)
-        rows.add(f"{row}/squares", torch.dot(values, values))
         rows.extremes(row, *self._ends(values, "measured"))
         torch.gt(values, divergence_bound(criterion.upper), out=rejected).add_(self._zero())
         rows.add(f"{row}/high", rejected.sum())
@@ -232,7 +264,7 @@ class TokenPass:
 
     def _ends(self, values: Tensor, mask: str) -> tuple[Tensor, Tensor]:
         """Smallest and largest value where the mask is 1, 0-d."""
-        outside, ends = self._scratch("rollout"), self._scratch("ends")
+        outside, ends = self._scratch("spare"), self._scratch("ends")
         torch.eq(self._scratch(mask), 0.0, out=outside)
         smallest = -_largest(torch.add(values, outside, alpha=_FAR, out=ends).neg_())
         return smallest, _largest(torch.sub(values, outside, alpha=_FAR, out=ends))

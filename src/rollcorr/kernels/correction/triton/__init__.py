@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from rollcorr.core.boundary import why_no_address, why_no_kernel
 from rollcorr.kernels.correction.output import CorrectionOutput, Out
 from rollcorr.kernels.correction.torch.blocks import blocked_correction
 
@@ -33,11 +34,11 @@ OLDEST_TRITON = (3, 4)
 
 def why_not(train: Tensor, rollout: Tensor, mask: Tensor, config: RolloutCorrectionConfig) -> str | None:
     """Why the Triton kernels cannot take this batch, or None when they can."""
-    if torch.compiler.is_compiling():
-        return "torch.compile is tracing"
+    if (tracing := why_no_kernel()) is not None:
+        return tracing
     for name, tensor in (("train_log_prob", train), ("rollout_log_prob", rollout), ("response_mask", mask)):
-        if type(tensor) not in (Tensor, torch.nn.Parameter):
-            return f"{name} is a {type(tensor).__name__}, whose memory they cannot read"
+        if (hidden := why_no_address(tensor)) is not None:
+            return f"{name} is {hidden}"
         if tensor.device.type != "cuda" and not interpreted():
             return f"{name} is on {tensor.device}, and they run on CUDA and ROCm devices"
         if tensor.device != train.device:

@@ -35,6 +35,14 @@ def exponential_parts(x):
 
 
 @triton.jit
+def rounded_off(a, b, difference):
+    """What rounding took from difference = a − b (Knuth): the two together are exact. 0 where it is not finite."""
+    part = a - difference
+    lost = (part - b) + (a - (difference + part))
+    return tl.where(tl.abs(lost) < float("inf"), lost, 0.0)
+
+
+@triton.jit
 def k3_of(d):
     """eᵈ − 1 − d with d ≤ 20, float64: the series near 0, where the difference has no digits left."""
     capped = tl.minimum(d, 20.0)

@@ -86,7 +86,7 @@ class Plan:
 def empty_rows(config: RolloutCorrectionConfig) -> Statistics:
     """The rows of a configuration, without values: the torch twin is asked on the meta device."""
     with torch.device("meta"):
-        nothing, mask = torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.bool)
+        nothing, mask = torch.zeros(1, 1, device="cpu"), torch.zeros(1, 1, dtype=torch.bool, device="cpu")
         return blocked_correction(nothing, nothing, mask, config).statistics
 
 
@@ -162,10 +162,11 @@ def _criterion_plan(c: Criterion, limit: int, sums: Slots, moments: Slots, extre
 def _columns(config: RolloutCorrectionConfig) -> tuple[str, ...]:
     """What the token pass leaves for each sequence and split, float64."""
     names = ["valid", "measured", "zero", "outside", "capped_low", "capped_high"]
-    names += ["log_ratio_mean", "log_ratio_m2", "log_ratio_min", "log_ratio_max", "rollout", "abs_log_ratio"]
+    names += ["log_ratio_mean", "log_ratio_m2", "log_ratio_min", "log_ratio_max"]
+    names += ["train", "rollout", "abs_log_ratio"]  # the first two times `SHRINK`
     names += ["k3", "chi2", "difference", "difference_max", "k2", "catastrophic"]
     if config.rollout_is == "token":
-        names += ["is_low", "is_high", "saturated_low", "saturated_high", "counted"]
+        names += ["is_low", "is_high", "outside_band", "saturated_low", "saturated_high", "counted"]
         names += ["raw_mean", "raw_m2", "weight_mean", "weight_m2", "weight_min", "weight_max", "kept_weight"]
     token_kinds = [c.kind for c in config.criteria if c.scope == "token"]
     names += ["kept", "once"] if token_kinds else []

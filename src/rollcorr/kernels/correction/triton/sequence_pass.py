@@ -23,6 +23,7 @@ from rollcorr.kernels.correction.triton.row_slots import (
     put_sample,
     put_token_moments,
 )
+from rollcorr.kernels.correction.triton.token_pass import SHRINK
 
 CAP = tl.constexpr(20.0)
 
@@ -62,11 +63,10 @@ def _mismatch(rows, cells, there, valid, measured, zero, log_ratio, low, high, l
 
 
 @triton.jit
-def _perplexities(rows, rollout, measured, log_ratio, product, nonempty, PLAN: tl.constexpr):
+def _perplexities(rows, train, rollout, measured, log_ratio, product, nonempty, PLAN: tl.constexpr):
     """Perplexities of both policies, and what is made of sums over sequences."""
     count, seen = tl.maximum(measured, 1.0), measured > 0
-    rollout_log, difference = -rollout / count, -log_ratio / count
-    train_log = rollout_log + difference
+    train_log, rollout_log, difference = -train / count, -rollout / count, -log_ratio / count
     put(rows, PLAN.sums["sequences_measured"], seen)
     put(rows, PLAN.sums["train_log_ppl"], tl.where(seen, train_log, 0.0))
     put(rows, PLAN.sums["train_ppl"], tl.where(seen, tl.exp(train_log), 0.0))
@@ -221,7 +221,7 @@ def _sequence_weights(rows, level, counted, nonempty, limits, PLAN: tl.constexpr
         put(rows, PLAN.sums["is_high"], nonempty & (level > high))
         put(rows, PLAN.sums["is_low"], nonempty & (level < low))
     if PLAN.mode == "icepop":
-        put(rows, PLAN.sums["is_outside"], nonempty & ((level > high) | (level < low)))
+        put(rows, PLAN.sums["is_outside"], tl.where(weight == 0.0, counted, 0.0))
     put_range(rows, PLAN.extremes["log_weight"], level, finite, PLAN)
     put_moments(rows, PLAN.moments["weight"], weight, counted, PLAN)
     put_moments(rows, PLAN.moments["weight_raw"], raw, counted, PLAN)
@@ -249,7 +249,7 @@ def _token_weights(rows, cells, there, counted, zero, compared, low, high, limit
         put(rows, PLAN.sums["is_high"], is_high)
         put(rows, PLAN.sums["is_low"], is_low)
     if PLAN.mode == "icepop":
-        put(rows, PLAN.sums["is_outside"], is_high + is_low)
+        put(rows, PLAN.sums["is_outside"], column(cells, there, PLAN.columns["outside_band"]))
     put_token_moments(rows, PLAN.moments["weight"], cells, there, N, WEIGHT, 1.0, PLAN)
     put_token_moments(rows, PLAN.moments["weight_raw"], cells, there, N, RAW, 1.0, PLAN)
     put_token_moments(rows, PLAN.moments["unit_weight"], cells, there, N, WEIGHT, 1.0, PLAN)
@@ -283,6 +283,11 @@ def _weight_rows(
     if PLAN.level != "token":
         finite = nonempty & (tl.abs(mean_weight) < INFINITY)
         put_moments(rows, PLAN.moments["unit_weight"], mean_weight, finite.to(tl.float64), PLAN)
+    if PLAN.level != "token":
+        # The log of the raw weight: after the safety bound, and still −inf at probability zero.
+        bound = limits[PLAN.limits["safety_bound"]]
+        bounded = tl.minimum(tl.maximum(sequence_level, -bound), bound)
+        sequence_level = tl.where(sequence_level > -INFINITY, bounded, sequence_level)
     if PLAN.banded:
         put(rows, PLAN.sums["is_seq_high"], nonempty & (sequence_level > limits[PLAN.limits["band_high"]]))
         put(rows, PLAN.sums["is_seq_low"], nonempty & (sequence_level < limits[PLAN.limits["band_low"]]))
@@ -330,9 +335,10 @@ def decide_sequences(
     low = lowest(cells, there, PLAN.columns["log_ratio_min"])
     high = highest(cells, there, PLAN.columns["log_ratio_max"])
     product = tl.where(zero > 0, -INFINITY, log_ratio)
-    rollout = column(cells, there, PLAN.columns["rollout"])
+    train = column(cells, there, PLAN.columns["train"]) / SHRINK
+    rollout = column(cells, there, PLAN.columns["rollout"]) / SHRINK
     _mismatch(rows, cells, there, valid, measured, zero, log_ratio, low, high, limits, PLAN)
-    _perplexities(rows, rollout, measured, log_ratio, product, nonempty, PLAN)
+    _perplexities(rows, train, rollout, measured, log_ratio, product, nonempty, PLAN)
     if PLAN.token_criteria:
         never = column(cells, there, PLAN.columns["kept"])
         once = column(cells, there, PLAN.columns["once"])

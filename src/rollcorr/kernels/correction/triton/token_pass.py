@@ -12,7 +12,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rollcorr.kernels.correction.triton.arithmetic import add_deviations, exponential_parts, shifted_sums
+from rollcorr.kernels.correction.triton.arithmetic import (
+    add_deviations,
+    exponential_parts,
+    rounded_off,
+    shifted_sums,
+)
 from rollcorr.kernels.correction.triton.columns import add_count, add_extremes, add_lanes, add_moments, byte_of
 
 LANES = tl.constexpr(128)
@@ -20,6 +25,7 @@ BLOCK = tl.constexpr(512)
 CHUNK = tl.constexpr(32 * 512)  # tokens between two additions in float64: a byte counts the 128 of a lane
 CAP = tl.constexpr(20.0)
 LARGEST = tl.constexpr(1e16)  # |d| beyond is read as this: its square still adds up in float32
+SHRINK = tl.constexpr(2.0**-14)  # a chunk's log-probs are added as this much of themselves: their sum fits in float32
 LARGEST_EXPONENT = tl.constexpr(60.0)  # of μ, beside ρ ≤ e^20
 KEPT = tl.constexpr(1)
 COUNTED = tl.constexpr(2)
@@ -66,19 +72,26 @@ def _clamped(x, low, high):
 
 
 @triton.jit
-def _mismatch(state, pi, mu, measured, d, rho_1, k3, PLAN: tl.constexpr):
+def _beyond(d, lost, low, high):
+    """Where d + lost is below and above a band that no hair widens."""
+    return (d < low) | ((d == low) & (lost < 0.0)), (d > high) | ((d == high) & (lost > 0.0))
+
+
+@triton.jit
+def _mismatch(state, pi, mu, measured, d, lost, rho_1, k3, PLAN: tl.constexpr):
     """Add a block to what is collected whatever is done about it; `rho_1` is ρ − 1."""
-    total, shift, first, second, low, high, rollout, absolute, k3s, chi2, difference, largest, k2 = state
+    total, shift, first, second, low, high, train, rollout, absolute, k3s, chi2, difference, largest, k2 = state
     high_here = tl.max(tl.where(measured, d, float("-inf")), axis=1)
     shift = tl.where(shift == float("-inf"), high_here, shift)  # a lane's first value: a common mean cancels nothing
     started = shift > float("-inf")
     own = tl.where(started, shift, 0.0)[:, None]
     filled = tl.where(measured, d, own)
     first, second = add_deviations(first, second, filled - own)
-    total += tl.sum(d, axis=1)
+    total += tl.sum(d.to(tl.float64), axis=1) + tl.sum(lost, axis=1)  # it is exponentiated
     low = tl.where(started, tl.minimum(low, tl.min(filled, axis=1)), low)
     high = tl.maximum(high, high_here)
-    rollout += tl.sum(tl.where(measured, mu, 0.0), axis=1)
+    train += tl.sum(tl.where(measured, pi * SHRINK, 0.0), axis=1)
+    rollout += tl.sum(tl.where(measured, mu * SHRINK, 0.0), axis=1)
     absolute += tl.sum(tl.abs(d), axis=1)
     k3s += tl.sum(k3, axis=1)
     chi2 += tl.sum(rho_1 * (rho_1 + 2.0), axis=1)
@@ -88,7 +101,7 @@ def _mismatch(state, pi, mu, measured, d, rho_1, k3, PLAN: tl.constexpr):
     largest = tl.maximum(largest, tl.max(gap, axis=1))
     if PLAN.k2:
         k2 += tl.sum(d * d * 0.5, axis=1)
-    return total, shift, first, second, low, high, rollout, absolute, k3s, chi2, difference, largest, k2
+    return total, shift, first, second, low, high, train, rollout, absolute, k3s, chi2, difference, largest, k2
 
 
 @triton.jit
@@ -103,12 +116,13 @@ def _applied_shift(shift, limits, PLAN: tl.constexpr):
 
 
 @triton.jit
-def _weigh(state, limits, counted, positive, d, scale, rest, PLAN: tl.constexpr):
-    """Token-level weights of a block, 0 where nothing is counted, with their sums; and which exceed the band."""
+def _weigh(state, limits, counted, positive, d, lost, scale, rest, PLAN: tl.constexpr):
+    """Token-level weights of a block, 0 where nothing is counted; which of them IcePop sets to 0; and their sums."""
     shift, raw_first, raw_second, first, second, low, high = state
     bound = limits[PLAN.limits["safety_bound"]]
     if PLAN.own_bound:
         scale, rest, _ = exponential_parts(_clamped(d, -bound, bound))
+        rest += tl.where(tl.abs(d) <= bound, lost, 0.0) * (1.0 + rest)
     raw = tl.where(positive, scale + scale * rest, 0.0)
     raw_1 = tl.where(positive, (scale - 1.0) + scale * rest, -1.0)
     shift = tl.where(shift == 0.0, tl.max(raw, axis=1), shift)
@@ -117,7 +131,7 @@ def _weigh(state, limits, counted, positive, d, scale, rest, PLAN: tl.constexpr)
     own = tl.where(near, shift - 1.0, shift)[:, None]
     filled = tl.where(counted, tl.where(near[:, None], raw_1, raw), own)
     raw_first, raw_second = add_deviations(raw_first, raw_second, filled - own)
-    weight = raw
+    weight, outside = raw, counted & ~counted
     if PLAN.mode == "truncate":
         ceiling = limits[PLAN.limits["ceiling"]]
         weight = tl.minimum(raw, ceiling)
@@ -132,9 +146,10 @@ def _weigh(state, limits, counted, positive, d, scale, rest, PLAN: tl.constexpr)
         own = tl.where(near, applied - 1.0, applied)[:, None]
         taken = tl.where(counted, tl.where(beyond, nothing, filled), own)
         first, second = add_deviations(first, second, taken - own)
+        outside = counted & (weight == 0.0)
         low = tl.minimum(low, tl.min(tl.where(counted, weight, float("inf")), axis=1))
         high = tl.maximum(high, tl.max(tl.where(counted, weight, float("-inf")), axis=1))
-    return weight, (shift, raw_first, raw_second, first, second, low, high)
+    return weight, outside, (shift, raw_first, raw_second, first, second, low, high)
 
 
 @triton.jit
@@ -199,9 +214,12 @@ def _reject(state, limits, valid, measured, zero, counted, d, k3, weight, PLAN: 
 def read_block(counts, state, weigh, reject, limits, pi, mu, valid, PLAN: tl.constexpr):
     """One block: the lanes with it added, its weights, the tokens that are kept and those that are counted."""
     if pi.dtype == tl.float64 or mu.dtype == tl.float64:
-        log_ratio = (pi.to(tl.float64) - mu.to(tl.float64)).to(tl.float32)
+        exact = pi.to(tl.float64) - mu.to(tl.float64)
+        log_ratio = exact.to(tl.float32)
+        lost = (exact - log_ratio.to(tl.float64)).to(tl.float32)
     else:
         log_ratio = pi.to(tl.float32) - mu.to(tl.float32)
+        lost = rounded_off(pi.to(tl.float32), mu.to(tl.float32), log_ratio)
     pi, mu = pi.to(tl.float32), mu.to(tl.float32)
     # A difference is finite iff both are; −inf is probability zero unless it comes from an infinite rollout log-prob.
     measured = valid & (tl.abs(log_ratio) < float("inf"))
@@ -209,26 +227,33 @@ def read_block(counts, state, weigh, reject, limits, pi, mu, valid, PLAN: tl.con
     compared = measured | zero
     counted = valid if PLAN.nonfinite == "neutral" else compared
     d = tl.where(measured, _clamped(log_ratio, -LARGEST, LARGEST), 0.0)
+    # What rounding takes from d, up to 1e-6, is that much of e^d.
+    lost = tl.where(measured & (tl.abs(d) < LARGEST), lost, 0.0)
+    part = tl.where(tl.abs(d) <= CAP, lost, 0.0)
     capped = tl.minimum(d, CAP)
     scale, rest, tail = exponential_parts(tl.maximum(capped, -CAP))
+    tail += part * rest
+    rest += part * (1.0 + rest)
     em1 = (scale - 1.0) + scale * rest
-    k3 = tl.where(scale == 1.0, tail, em1 - capped)
-    state = _mismatch(state, pi, mu, measured, d, tl.where(zero, -1.0, em1), k3, PLAN)
+    k3 = tl.where(scale == 1.0, tail, em1 - capped - part)
+    state = _mismatch(state, pi, mu, measured, d, lost, tl.where(zero, -1.0, em1), k3, PLAN)
     outside = (d > limits[PLAN.limits["outside_high"]]) | (d < limits[PLAN.limits["outside_low"]])
     first, second, third = counts
     first += _bytes(valid, measured, zero, outside)
-    below, above, catastrophic = zero, zero, zero
+    below, above, catastrophic, outside = zero, zero, zero, zero
     weight = d
     if PLAN.level == "token":
         positive = (valid & ~zero) if PLAN.nonfinite == "neutral" else measured
         below = positive & (d < limits[PLAN.limits["band_low"]])
         above = positive & (d > limits[PLAN.limits["band_high"]])
-        weight, weigh = _weigh(weigh, limits, counted, positive, d, scale, rest, PLAN)
-    second += _bytes(d < -CAP, d > CAP, below, above)
-    if PLAN.own_bound or PLAN.veto:
+        weight, outside, weigh = _weigh(weigh, limits, counted, positive, d, lost, scale, rest, PLAN)
+    low, high = _beyond(d, lost, -CAP, CAP)
+    second += _bytes(low, high, below, above)
+    if PLAN.own_bound or PLAN.veto or PLAN.mode == "icepop":
         bound = limits[PLAN.limits["safety_bound"]]
         catastrophic = zero | (counted & (d < limits[PLAN.limits["veto"]]))
-        third += _bytes(d < -bound, d > bound, catastrophic, zero)
+        low, high = _beyond(d, lost, -bound, bound)
+        third += _bytes(low, high, catastrophic, outside)
     kept = compared if PLAN.nonfinite == "reject_token" else valid
     if PLAN.token_criteria:
         kept, reject = _reject(reject, limits, valid, measured, zero, counted, d, k3, weight, PLAN)
@@ -238,16 +263,17 @@ def read_block(counts, state, weigh, reject, limits, pi, mu, valid, PLAN: tl.con
 @triton.jit
 def _add_mismatch(cell, again, counts, state, PLAN: tl.constexpr):
     """Add a chunk's lanes to the columns that every configuration has."""
-    total, shift, first, second, low, high, rollout, absolute, k3s, chi2, difference, largest, k2 = state
+    total, shift, first, second, low, high, train, rollout, absolute, k3s, chi2, difference, largest, k2 = state
     measured = byte_of(counts[0], 1)
     before = tl.load(cell + PLAN.columns["measured"], mask=again, other=0.0)
-    shift, sums = tl.where(measured > 0, shift, 0.0), total.to(tl.float64)
-    add_moments(cell, again, before, PLAN.columns["log_ratio_mean"], measured, sums, shift, first, second)
+    shift = tl.where(measured > 0, shift, 0.0)
+    add_moments(cell, again, before, PLAN.columns["log_ratio_mean"], measured, total, shift, first, second)
     for i in tl.static_range(4):
         add_count(cell, again, PLAN.columns["valid"] + i, counts[0], i)
     add_count(cell, again, PLAN.columns["capped_low"], counts[1], 0)
     add_count(cell, again, PLAN.columns["capped_high"], counts[1], 1)
     add_extremes(cell, again, PLAN.columns["log_ratio_min"], low, high)
+    add_lanes(cell, again, PLAN.columns["train"], train)
     add_lanes(cell, again, PLAN.columns["rollout"], rollout)
     add_lanes(cell, again, PLAN.columns["abs_log_ratio"], absolute)
     add_lanes(cell, again, PLAN.columns["k3"], k3s)
@@ -280,6 +306,7 @@ def _add_weights(cell, again, counts, state, limits, PLAN: tl.constexpr):
         add_count(cell, again, PLAN.columns["saturated_low"], counts[2], 0)
         add_count(cell, again, PLAN.columns["saturated_high"], counts[2], 1)
     if PLAN.mode == "icepop":
+        add_count(cell, again, PLAN.columns["outside_band"], counts[2], 3)
         add_extremes(cell, again, PLAN.columns["weight_min"], low, high)
 
 
@@ -330,7 +357,8 @@ def read_tokens(
     for chunk in range(begin, tl.maximum(stop, begin + 1), CHUNK):
         n, x = tl.zeros([LANES], dtype=tl.int32), tl.zeros([LANES], dtype=tl.float32)
         low, high = x + float("inf"), x + float("-inf")
-        counts, state = (n, n, n), (x, high, x, x, low, high, x, x, x, x, x, x, x)
+        total = tl.zeros([LANES], dtype=tl.float64)
+        counts, state = (n, n, n), (total, high, x, x, low, high, x, x, x, x, x, x, x, x)
         weigh, reject = (x, x, x, x, x, low, high), (n, n, n, (high, x, x, low, high), (high, x, x, low, high), x)
         for at in range(chunk, tl.minimum(chunk + CHUNK, stop), BLOCK):
             local, inside = tokens_at(at, start, end, ALIGN)

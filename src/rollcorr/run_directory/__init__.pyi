@@ -1,0 +1,17 @@
+# What a run's directory holds.
+from .directory import RunDirectory as RunDirectory
+
+# Where the metrics of a step go.
+from .sinks import ConsoleProgress as ConsoleProgress
+from .sinks import JsonLines as JsonLines
+from .sinks import ProgressColumn as ProgressColumn
+from .sinks import Sink as Sink
+from .sinks import Sinks as Sinks
+from .sinks import TensorBoard as TensorBoard
+
+# Reading a run.
+from .stored_run import BadInputError as BadInputError
+from .stored_run import Run as Run
+from .stored_run import drop_later_steps as drop_later_steps
+from .stored_run import read_metrics as read_metrics
+from .stored_run import read_run as read_run

@@ -1,0 +1,186 @@
+"""Where the metrics of a step go. A sink is one class; to add one, write it here.
+
+    class Printer:
+        def write(self, step: int, metrics: Mapping[str, float]) -> None: print(step, metrics["reward/mean"])
+        def close(self) -> None: ...
+
+`rollcorr.train.train(config, sinks=[Printer()])` uses it. A class in `OPTIONAL_SINKS` can also be
+chosen in the YAML file, through a field of its name in `rollcorr.train.run_config.LogConfig`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from rollcorr.run_directory.directory import RunDirectory
+
+RECENT_STEPS = 8
+"""Steps that a terminal shows."""
+
+LINE_EVERY = 10
+"""Steps between two lines where there is no terminal."""
+
+
+class Sink(Protocol):
+    """Something that records metrics."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of a step; they may hold NaN and infinity."""
+
+    def close(self) -> None:
+        """Finish: no step follows."""
+
+
+class ProgressColumn(NamedTuple):
+    """A metric that the console shows: its heading, its name, and a format such as `{:.3f}`."""
+
+    heading: str
+    metric: str
+    form: str
+
+    def text(self, metrics: Mapping[str, float]) -> str:
+        """The metric of a step, or a dash if the step does not have it."""
+        return self.form.format(metrics[self.metric]) if self.metric in metrics else "–"
+
+
+class JsonLines:
+    """`metrics.jsonl`: one JSON object per step, on disk at once. A number that is not finite is null.
+
+    Args:
+        path: the file; new lines are added to those that it has.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add a line."""
+        line = {"step": step} | {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorBoard:
+    """TensorBoard events.
+
+    Args:
+        directory: the run's directory.
+        start: steps that are done already; events of later ones are hidden.
+
+    Raises:
+        ImportError: TensorBoard is missing; the message names the extra.
+    """
+
+    def __init__(self, directory: RunDirectory, start: int = 0) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ImportError("events need pip install 'rollcorr[train]', or set log.tensorboard=false") from error
+        self._writer = SummaryWriter(str(directory.tensorboard), purge_step=start + 1 if start else None)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add one event per metric."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Write what is still in memory."""
+        self._writer.close()
+
+
+OPTIONAL_SINKS: dict[str, Callable[[RunDirectory, int], Sink]] = {"tensorboard": TensorBoard}
+"""Option of `log` → sink, made from the run's directory and the number of steps that are done already."""
+
+
+class ConsoleProgress:
+    """A progress bar over the newest steps in a terminal; elsewhere a line every tenth step.
+
+    Args:
+        console: where to show.
+        columns: the metrics to show.
+        steps: training steps in total.
+        start: steps that are done already.
+    """
+
+    def __init__(self, console: Console, columns: Sequence[ProgressColumn] = (), *, steps: int, start: int = 0) -> None:
+        self._console = console
+        self._columns = columns
+        self._steps = steps
+        self._start = start
+        self._recent: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=RECENT_STEPS)
+        self._progress = Progress(
+            TextColumn("step"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            auto_refresh=False,
+        )
+        self._bar = self._progress.add_task("train", total=steps, completed=start)
+        self._live = Live(console=console, refresh_per_second=4, get_renderable=self._render, transient=False)
+        if console.is_terminal:
+            self._live.start()
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show a step."""
+        self._recent.append((step, metrics))
+        self._progress.update(self._bar, completed=step)
+
+        is_due = step % LINE_EVERY == 0 or step in (self._start + 1, self._steps)
+        if is_due and not self._console.is_terminal:
+            values = "  ".join(f"{column.heading} {column.text(metrics)}" for column in self._columns)
+            self._console.print(f"step {step}/{self._steps}  {values}", highlight=False, soft_wrap=True)
+
+    def say(self, message: str) -> None:
+        """Show a line above the progress bar."""
+        self._console.print(message, highlight=False, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Leave the newest steps on the screen."""
+        if self._console.is_terminal:
+            self._live.stop()
+
+    def _render(self) -> Group:
+        table = Table("step", *(column.heading for column in self._columns), box=None, padding=(0, 2, 0, 0))
+        for table_column in table.columns:
+            table_column.justify = "right"
+        for step, metrics in self._recent:
+            table.add_row(str(step), *(column.text(metrics) for column in self._columns))
+        return Group(self._progress.get_renderable(), table)
+
+
+class Sinks:
+    """Several sinks as one: each gets every step, in the order given.
+
+    Args:
+        sinks: the one that must not lose a step first.
+    """
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self._sinks = sinks
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of a step everywhere."""
+        for sink in self._sinks:
+            sink.write(step, metrics)
+
+    def close(self) -> None:
+        """Close all, the last one first."""
+        for sink in reversed(self._sinks):
+            sink.close()

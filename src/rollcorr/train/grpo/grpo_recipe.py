@@ -1,0 +1,150 @@
+"""GRPO as a recipe of the run loop: what it trains, what it saves, and how its policy is evaluated."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import asdict
+from pathlib import Path
+
+from torch import nn
+
+from rollcorr.run_directory.directory import RunDirectory
+from rollcorr.run_directory.sinks import ProgressColumn
+from rollcorr.train.checkpoint import Checkpoint
+from rollcorr.train.grpo.engine_choice import make_engine
+from rollcorr.train.grpo.grpo_config import GrpoConfig, TaskConfig
+from rollcorr.train.grpo.grpo_trainer import GrpoTrainer, StepResult
+from rollcorr.train.grpo.policy import Policy, load_policy, save_policy
+from rollcorr.train.grpo.tasks import ArithmeticTask, Gsm8kTask, Task
+from rollcorr.train.grpo.warmup import evaluate, warm_up
+from rollcorr.train.loop import Evaluation, Recipe
+
+
+class GrpoRecipe(Recipe):
+    """A language model, its engine and its task.
+
+    Args:
+        trainer: at the start of the run, or with the policy of a checkpoint.
+        directory: where the rollout logs go.
+    """
+
+    config_class = GrpoConfig
+    columns = (
+        ProgressColumn("reward", "reward/mean", "{:.3f}"),
+        ProgressColumn("accuracy", "reward/accuracy", "{:.2f}"),
+        ProgressColumn("KL", "rollout_corr/kl", "{:+.1e}"),
+        ProgressColumn("k3", "rollout_corr/k3_kl", "{:.1e}"),
+        ProgressColumn("ESS", "rollout_corr/rollout_is_eff_sample_size", "{:.3f}"),
+        ProgressColumn("rejected", "rollout_corr/rollout_rs_masked_fraction", "{:.1%}"),
+        ProgressColumn("tokens/s", "perf/tokens_per_second", "{:,.0f}"),
+    )
+    evaluation_text = "accuracy {accuracy:.1%}, reward {reward:.3f} over {problems} sampled responses"
+
+    def __init__(self, trainer: GrpoTrainer, directory: RunDirectory) -> None:
+        self.trainer: GrpoTrainer = trainer
+        self.directory = directory
+        self.newest: StepResult | None = None
+
+    @classmethod
+    def build(cls, config: GrpoConfig, directory: RunDirectory, checkpoint: Checkpoint | None) -> GrpoRecipe:
+        """Load the policy (and warm it up, at the start of a run), then start the engine."""
+        task = make_task(config.task)
+        if checkpoint is None:
+            policy = load_policy(config.model.path, config=config.model.config, seed=config.seed)
+        else:
+            policy = load_policy(str(checkpoint.path))
+        policy.model.to(config.device)
+
+        if checkpoint is None and config.warm_up.steps:
+            warm_up(
+                policy,
+                task,
+                steps=config.warm_up.steps,
+                batch_size=config.warm_up.batch_size,
+                learning_rate=config.warm_up.lr,
+                seed=config.seed,
+            )
+        reference = _reference(config, directory, policy, is_new=checkpoint is None)
+        engine = make_engine(config, policy, version=0 if checkpoint is None else checkpoint.state.step)
+        return cls(GrpoTrainer(config, policy, engine, task, reference=reference), directory)
+
+    def step(self, step: int) -> dict[str, float]:
+        """One step of the trainer."""
+        self.newest = self.trainer.step(step)
+        return self.newest.metrics
+
+    def save_policy(self, directory: Path) -> None:
+        """Write model and tokenizer."""
+        save_policy(self.trainer.policy, directory)
+
+    def evaluate(self, when: str) -> Evaluation:
+        """Sample responses to held-out problems."""
+        trainer, config = self.trainer, self.trainer.config
+        return asdict(
+            evaluate(
+                trainer.engine,
+                trainer.policy,
+                trainer.task,
+                problems=config.log.evaluate,
+                bonus_length=config.task.bonus_length,
+                seed=config.seed,
+            )
+        )
+
+    def write_extras(self, step: int) -> None:
+        """Write the rollout log of the step."""
+        if self.trainer.config.log.rollouts and self.newest is not None:
+            _write_rollouts(self.directory.rollout_log(step), step, self.newest, self.trainer.config)
+
+    def close(self) -> None:
+        """Let an engine that holds a process or a connection go."""
+        close = getattr(self.trainer.engine, "close", None)
+        if close is not None:
+            close()
+
+
+def make_task(config: TaskConfig) -> Task:
+    """The task that a configuration names."""
+    if config.path is not None:
+        return Gsm8kTask(config.path)
+    return ArithmeticTask(max_operand=config.max_operand)
+
+
+def _reference(config: GrpoConfig, directory: RunDirectory, policy: Policy, *, is_new: bool) -> nn.Module | None:
+    """The policy that the run started from, kept beside its checkpoints when a KL penalty asks for it."""
+    if config.algorithm.loss.kl_coef == 0:
+        return None
+    if is_new:
+        save_policy(policy, directory.reference)
+        model = copy.deepcopy(policy.model)
+    else:
+        model = load_policy(str(directory.reference)).model.to(config.device)
+    reference: nn.Module = model.eval().requires_grad_(False)
+    return reference
+
+
+def _write_rollouts(path: Path, step: int, result: StepResult, config: GrpoConfig) -> None:
+    from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
+
+    batch, rollout = result.batch, result.batch.rollout
+    tokens = rollout.tokens
+    log = RolloutBatch.from_padded(
+        tokens.response_mask,
+        prompt_mask=tokens.prompt_mask,
+        step=step,
+        sequence_id=[f"{step}-{row}" for row in range(len(tokens))],
+        group_id=[f"{step}-{group}" for group in batch.group_ids.tolist()],
+        prompt_ids=tokens.prompt_ids,
+        response_ids=tokens.response_ids,
+        rollout_log_prob=rollout.rollout_log_prob,
+        old_log_prob=batch.old_log_prob,
+        log_prob=result.log_prob,
+        reward=[reward.value for reward in batch.rewards],
+        advantages=batch.advantages[:, None].expand_as(tokens.response_mask),
+        sampling=rollout.sampling,
+        policy_versions=rollout.policy_versions,
+        kept=rollout.kept,
+        model=config.model.path or "random weights",
+    )
+    with RolloutLogWriter(path, overwrite=True) as writer:
+        writer.write(log)

@@ -1,0 +1,159 @@
+"""What the configurations of all recipes share: the options of every run, AdamW, checkpoints, logs, and the checks.
+
+A recipe's configuration is a subclass of `RunConfig`: frozen dataclasses, checked at construction.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.config.conversion import resolve
+from rollcorr.config.yaml_text import dump_yaml
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW, and how a batch is cut into optimizer steps.
+
+    Attributes:
+        lr: learning rate after `lr_warmup_steps`, constant from there.
+        lr_warmup_steps: training steps over which the learning rate rises linearly.
+        betas: decay of the first and second moment.
+        weight_decay: decoupled decay.
+        max_grad_norm: gradients are scaled down to this norm.
+        ppo_epochs: passes over a batch.
+        mini_batch_size: rows per optimizer step; null for the whole batch.
+        micro_batch_size: rows per forward pass, gradients being accumulated; null for a mini-batch. It changes memory
+            and speed, never the result.
+    """
+
+    lr: float = 3e-4
+    lr_warmup_steps: int = 0
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    ppo_epochs: int = 1
+    mini_batch_size: int | None = None
+    micro_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        at_least("optim", self, lr_warmup_steps=0, ppo_epochs=1, mini_batch_size=1, micro_batch_size=1)
+        above_zero("optim", self, "lr", "max_grad_norm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When to save.
+
+    Attributes:
+        every: training steps between checkpoints; 0 saves only at the end and on interruption.
+        keep: newest checkpoints to keep.
+    """
+
+    every: int = 25
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        at_least("checkpoint", self, every=0, keep=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """What a run leaves behind, beside `metrics.jsonl`.
+
+    Attributes:
+        tensorboard: write TensorBoard events.
+        evaluate: responses or pictures sampled before and after the training, to measure the quality; 0 for none.
+    """
+
+    tensorboard: bool = True
+    evaluate: int = 0
+
+    def __post_init__(self) -> None:
+        at_least("log", self, evaluate=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig:
+    """What the batch becomes.
+
+    Attributes:
+        advantage: "grpo" (divides by the group's deviation), "dr_grpo" (does not) or "rloo" (leave one out).
+        rollout_correction: preset name, block of options of any generation, or null for no correction at all; an empty
+            block measures and corrects nothing.
+    """
+
+    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    rollout_correction: Any = field(default_factory=dict)
+
+    @cached_property
+    def correction(self) -> RolloutCorrectionConfig | None:
+        """The checked correction; None for no correction at all."""
+        return None if self.rollout_correction is None else resolve(self.rollout_correction)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """The options of every run. A recipe adds its own blocks.
+
+    Attributes:
+        recipe: names this kind of run; `rollcorr.train.recipes` lists all.
+        run_dir: directory of the run; must not hold one already unless `resume`.
+        resume: go on from the newest checkpoint in `run_dir`.
+        seed: decides the order of the data, all noise and shuffles.
+        steps: training steps in total.
+        device: where the policy trains and samples, for example "cpu" or "cuda".
+        threads: CPU threads of torch; null leaves torch's choice. Bit-for-bit repetition needs the same number.
+        checkpoint: when to save.
+        log: what to write down.
+    """
+
+    recipe: str
+    run_dir: str
+    resume: bool = False
+    seed: int = 0
+    steps: int = 100
+    device: str = "cpu"
+    threads: int | None = None
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        at_least("", self, seed=0, steps=1, threads=1)
+
+    def to_yaml(self) -> str:
+        """The effective configuration: every option, and the correction, if there is one, spelled out."""
+        values = dataclasses.asdict(self)
+        algorithm = getattr(self, "algorithm", None)
+        if isinstance(algorithm, AlgorithmConfig):
+            correction = algorithm.correction
+            values["algorithm"]["rollout_correction"] = None if correction is None else correction.to_dict()
+        return dump_yaml(_plain(values))
+
+
+def at_least(section: str, config: object, **lowest: int) -> None:
+    """Check that options are None, or not below a limit."""
+    for name, limit in lowest.items():
+        value = getattr(config, name)
+        if value is not None and value < limit:
+            raise ValueError(f"{section}.{name} must be at least {limit}, got {value}".removeprefix("."))
+
+
+def above_zero(section: str, config: object, *names: str) -> None:
+    """Check that options are positive; NaN is not."""
+    for name in names:
+        value = getattr(config, name)
+        if not value > 0:
+            raise ValueError(f"{section}.{name} must be > 0, got {value}")
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401
+    """Only what YAML can write safely: tuples become lists."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

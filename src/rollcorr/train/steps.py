@@ -1,0 +1,184 @@
+"""What the training steps of all recipes are made of: named randomness, a clock, weights for the engine, AdamW."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from rollcorr.core.advantages import dr_grpo_advantages, grpo_advantages, rloo_advantages
+from rollcorr.train.run_config import OptimConfig
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+ADVANTAGES: dict[str, Callable[..., Tensor]] = {
+    "grpo": grpo_advantages,
+    "dr_grpo": dr_grpo_advantages,
+    "rloo": rloo_advantages,
+}
+
+HELD_OUT = 1_000_000
+"""Data of the steps from here on is for evaluation: no training step sees it."""
+
+
+def derived_seed(seed: int, purpose: str, step: int = 0) -> int:
+    """A 63-bit seed that depends on nothing but its arguments, so that a resumed run draws the same again.
+
+    Args:
+        seed: the run's seed.
+        purpose: what is drawn, for example "problems" or "sampling"; two purposes never share a stream.
+        step: the training step, or any other counter.
+    """
+    digest = hashlib.blake2b(f"{seed}/{purpose}/{step}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def derived_generator(seed: int, purpose: str, step: int = 0) -> torch.Generator:
+    """A CPU generator seeded by `derived_seed`."""
+    return torch.Generator().manual_seed(derived_seed(seed, purpose, step))
+
+
+def shuffled_walk(size: int, count: int, *, purpose: str, seed: int, step: int) -> list[int]:
+    """Row numbers of a step: the next `count` of an endless walk through `size` rows, shuffled anew in every epoch."""
+    positions = range(step * count, (step + 1) * count)
+    orders = {
+        epoch: torch.randperm(size, generator=derived_generator(seed, purpose, epoch), device="cpu").tolist()
+        for epoch in {position // size for position in positions}
+    }
+    return [orders[position // size][position % size] for position in positions]
+
+
+class Clock:
+    """Seconds by phase: `with clock("rollout"): …`."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Time a phase."""
+        start = time.perf_counter()
+        yield
+        self._seconds[phase] = time.perf_counter() - start
+
+    @property
+    def total(self) -> float:
+        """Seconds since the clock was made."""
+        return time.perf_counter() - self._start
+
+    def metrics(self) -> dict[str, float]:
+        """`perf/PHASE_seconds`, and `perf/step_seconds` for the whole."""
+        return {f"perf/{phase}_seconds": s for phase, s in self._seconds.items()} | {"perf/step_seconds": self.total}
+
+
+class SamplingCopy(Protocol):
+    """What samples: it holds its own copy of the policy's weights. Every engine is one."""
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the policy that samples now."""
+
+    def update_weights(self, model: nn.Module, *, version: int) -> None:
+        """Take over the weights of `model`."""
+
+    def export_weights(self) -> Mapping[str, Tensor]:
+        """The weights that sample now, for a checkpoint of a run whose copy lags behind its policy."""
+
+    def import_weights(self, weights: Mapping[str, Tensor], *, version: int) -> None:
+        """Restore what `export_weights` returned."""
+
+
+def refresh_weights(copy: SamplingCopy, model: nn.Module, step: int, *, every: int) -> int:
+    """Give the copy the newest weights, if they are due before this step.
+
+    Returns:
+        How many versions old the copy's weights are.
+    """
+    version = step - 1
+    if version % every == 0 and copy.weight_version != version:
+        copy.update_weights(model, version=version)
+    return version - copy.weight_version
+
+
+def make_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> torch.optim.AdamW:
+    """AdamW over some parameters."""
+    return torch.optim.AdamW(parameters, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, optim: OptimConfig, step: int) -> None:
+    """The learning rate of a training step: a linear warm-up, then constant."""
+    for param_group in optimizer.param_groups:
+        param_group["lr"] = optim.lr * min(1.0, step / max(optim.lr_warmup_steps, 1))
+
+
+def mini_batches(rows: int, optim: OptimConfig, *, seed: int, step: int) -> Iterator[tuple[int, Tensor]]:
+    """The mini-batches of a training step: (epoch, row numbers on the host), shuffled anew in every epoch."""
+    for epoch in range(optim.ppo_epochs):
+        order = torch.randperm(rows, generator=derived_generator(seed, f"shuffle {epoch}", step), device="cpu")
+        for mini_batch in order.split(optim.mini_batch_size or rows):
+            yield epoch, mini_batch
+
+
+def micro_batch_size(rows: int, optim: OptimConfig) -> int:
+    """Rows per forward pass, in a batch of so many rows."""
+    return optim.micro_batch_size or optim.mini_batch_size or rows
+
+
+def fit(
+    model: nn.Module,
+    loss_of_step: Callable[[int], Tensor],
+    *,
+    steps: int,
+    learning_rate: float,
+    rise: int,
+    betas: tuple[float, float] = (0.9, 0.999),
+    after_step: Callable[[int, float], bool | None],
+) -> float:
+    """Supervised training in place, before any reinforcement.
+
+    The learning rate rises over the first `rise` steps and falls along a cosine to 0 at `steps`.
+
+    Args:
+        model: what is trained.
+        loss_of_step: the loss of step 0, 1, …
+        steps: number of AdamW steps at most.
+        learning_rate: its peak.
+        rise: steps until the peak.
+        betas: of AdamW.
+        after_step: called with the number of steps done and the loss; true ends the training.
+
+    Returns:
+        The last loss; NaN without a step.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=betas, weight_decay=0.01)
+    value = math.nan
+    model.train()
+    for step in range(steps):
+        rate = min(1.0, (step + 1) / rise) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate * rate
+
+        loss = loss_of_step(step)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+        value = float(loss.detach())
+        if after_step(step + 1, value):
+            break
+    model.eval()
+    return value
+
+
+def own_rows(rows: Tensor, group: ProcessGroup | None) -> Tensor:
+    """This rank's part of a mini-batch; empty when there are fewer rows than ranks."""
+    return rows if group is None else rows.tensor_split(group.size())[group.rank()]

@@ -1,0 +1,130 @@
+"""Which implementations of the correction the tests run here, and what each of them takes.
+
+Three ways to run a test once per implementation:
+
+    @per_implementation                       what the test calls with impl="auto" runs on the implementation that the
+    def test_…():                             test's id names: `correct`, and what calls it (losses, drop-in functions)
+
+    @pytest.mark.parametrize("impl", IMPLEMENTATIONS)      the test names it itself: correct(…, impl=impl)
+
+    with under_test(impl): …                  the same as the first, inside a hypothesis test
+
+Where the named implementation does not take a case, for instance float64 log-probs on "cpu", or slices of sequences,
+"blocked" runs it. Every such run is counted, and pytest's summary says which implementation ran instead, and why.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.kernels.correction import cpu, triton
+from rollcorr.kernels.correction import dispatch as kernels
+
+IMPLEMENTATIONS: list[str] = [name for name, (usable, _) in kernels.implementations().items() if usable]
+"""Those that run here. Triton needs a GPU, or its interpreter (`make test-triton`)."""
+
+EVERY_DTYPE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+per_implementation = pytest.mark.usefixtures("implementation")
+
+
+@dataclass(frozen=True)
+class Takes:
+    """What an implementation takes, and how it computes.
+
+    Attributes:
+        dtypes: of log-probs.
+        largest_bound: of `safety_bound`.
+        largest_log_ratio: log-ratios beyond count as that.
+        adds_in_float32: sums over some tokens are in float32 before they are merged in float64.
+    """
+
+    dtypes: tuple[torch.dtype, ...] = EVERY_DTYPE
+    largest_bound: float = 88.0
+    largest_log_ratio: float = float("inf")
+    adds_in_float32: bool = False
+
+
+TAKES = {
+    "reference": Takes(),
+    "blocked": Takes(),
+    "cpu": Takes(dtypes=(torch.float32, torch.bfloat16), largest_bound=40.0, adds_in_float32=True),
+    "triton": Takes(largest_bound=40.0, largest_log_ratio=1e16, adds_in_float32=True),
+}
+
+
+@dataclass
+class Runs:
+    """Which implementation is under test, how often it ran, and why another one did."""
+
+    name: str
+    own: int = 0
+    others: Counter[str] = field(default_factory=Counter)
+
+
+_current: list[Runs] = []
+
+
+def implementation_under_test() -> str | None:
+    """The implementation that `per_implementation` or `under_test` names; None outside of them."""
+    return _current[-1].name if _current else None
+
+
+def widest_dtype() -> torch.dtype:
+    """float64, or float32 where the implementation under test takes no float64."""
+    name = implementation_under_test()
+    return torch.float64 if name is None or torch.float64 in TAKES[name].dtypes else torch.float32
+
+
+def last_digits(name: str | None = None) -> float:
+    """How close two sums of the same values are, relatively: as in float64, or in float32 where that is what adds."""
+    name = name or implementation_under_test()
+    return 1e-6 if name is not None and TAKES[name].adds_in_float32 else 1e-12
+
+
+@contextmanager
+def under_test(name: str) -> Iterator[Runs]:
+    """Make `impl="auto"` mean this implementation wherever it takes the batch, and note where it does not."""
+    runs = Runs(name)
+    fastest, blocked = kernels._fastest, kernels.blocked_correction
+
+    def chosen(train: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor, config: RolloutCorrectionConfig) -> str:
+        reason = refusal(name, train, rollout, mask, config)
+        if reason is None:
+            runs.own += 1
+            return name
+        runs.others[reason] += 1
+        return "blocked"
+
+    def noted(*batch: torch.Tensor, reduce=None, **options):
+        if reduce is not None and name != "blocked":
+            runs.others["slices of sequences are merged by blocked alone"] += 1
+        elif reduce is not None:
+            runs.own += 1
+        return blocked(*batch, reduce=reduce, **options)
+
+    kernels._fastest, kernels.blocked_correction = chosen, noted
+    _current.append(runs)
+    try:
+        yield runs
+    finally:
+        _current.pop()
+        kernels._fastest, kernels.blocked_correction = fastest, blocked
+
+
+def refusal(
+    name: str, train: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor, config: RolloutCorrectionConfig
+) -> str | None:
+    """Why an implementation does not take a batch; None where it does."""
+    if name == "cpu":
+        return cpu.why_not(train, rollout, mask, config)
+    if name == "triton":
+        return triton.why_not(train, rollout, mask, config)
+    return None
