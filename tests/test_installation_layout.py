@@ -58,3 +58,10 @@ def test_every_file_that_the_makefile_names_is_there():
     named = re.findall(r"(?<![\w./=])(?:tests|tools|examples|benchmarks|src)/[\w./*]*[\w*]", text)
     assert len(named) > 10
     assert [name for name in named if not list(ROOT.glob(name))] == []
+
+
+def test_stubs_are_read_in_every_locale():
+    """lazy_loader opens them when a package is imported, in the encoding of the locale."""
+    stubs = list((ROOT / "src" / "rollcorr").rglob("*.pyi"))
+    assert stubs
+    assert [stub.name for stub in stubs if not stub.read_bytes().isascii()] == []
