@@ -14,7 +14,7 @@ VERL_STAMP := $(VERL_VENV)/.installed
 VERL_NEEDS := accelerate aiohttp cachetools cloudpickle codetiming datasets dill fastapi importlib_metadata orjson pandas peft
 VERL_NEEDS += pybind11 pylatexenc pyvers pyzmq ray torchdata TransferQueue uvicorn
 # What runs once per implementation of the correction.
-BEHAVIOR := tests/test_oracle.py tests/test_known_failures.py tests/correction/test_correction.py tests/correction/test_correction_golden.py \
+BEHAVIOR := tests/correction/test_oracle.py tests/test_known_failures.py tests/correction/test_correction.py tests/correction/test_correction_golden.py \
 	tests/correction/test_correction_out.py tests/kernels/test_detail.py
 
 help: ## Show this list
@@ -70,7 +70,7 @@ test-slow: $(STAMP) ## Fuzz the numbers with 10,000 examples of each property (h
 	$(BIN)/python -m pytest tests/correction/test_numeric_fuzzing.py --hypothesis-profile=slow
 
 test-oracle: $(STAMP) ## Hold each implementation against float64: 200 random batches for each of ten seeds (5 minutes)
-	ROLLCORR_ORACLE_SEEDS=10 $(BIN)/python -m pytest tests/test_oracle.py --numprocesses 2
+	ROLLCORR_ORACLE_SEEDS=10 $(BIN)/python -m pytest tests/correction/test_oracle.py --numprocesses 2
 
 test-triton: $(STAMP) ## Test the GPU kernels without a GPU: interpreted, and compiled for four GPUs (installs Triton, 1 GB)
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[triton]'

@@ -43,7 +43,7 @@ A preset is a `RolloutCorrectionConfig` with a name. The three spellings below m
 alone, wherever a configuration is taken: `rollcorr.correct(..., "decoupled_token_is")`.
 
 ```python
-from rollcorr import RolloutCorrectionConfig
+from rollcorr.config import RolloutCorrectionConfig
 
 RolloutCorrectionConfig.decoupled_token_is(threshold=2.0)
 RolloutCorrectionConfig.preset("decoupled_token_is", threshold=2.0)
@@ -240,11 +240,11 @@ def _range_table() -> str:
     """One row a metric that has a healthy range."""
     template = {name.replace(CRITERIA[0], "CRITERION"): row for name, row in criterion_metrics(CRITERIA[0]).items()}
     rows = [
-        (f"`{name}`", row.healthy.ideal, _limits(row.healthy), row.healthy.reason, row.healthy.remedy)
+        (f"`{name}`", row.healthy.ideal, _limits(row.healthy), row.healthy.reason, row.healthy.fix)
         for name, row in (METRICS | template).items()
         if row.healthy
     ]
-    return _table(("metric", "ideal", "warns", "reason", "remedy"), rows)
+    return _table(("metric", "ideal", "warns", "reason", "fix"), rows)
 
 
 def _limits(healthy: HealthyRange) -> str | None:
