@@ -1,5 +1,6 @@
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-seeds demo-diffusion demo-diffusion-seeds test test-slow test-oracle test-triton test-arm test-ray test-vllm
+.PHONY: help install demo demo-seeds demo-diffusion demo-diffusion-seeds
+.PHONY: test test-anywhere test-slow test-oracle test-triton test-arm test-ray test-verl test-vllm
 .PHONY: check docs bench clean
 
 PYTHON ?= python3
@@ -8,9 +9,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
+VERL_VENV := .venv-verl
+VERL_STAMP := $(VERL_VENV)/.installed
+VERL_NEEDS := accelerate aiohttp cachetools cloudpickle codetiming datasets dill fastapi importlib_metadata orjson pandas peft
+VERL_NEEDS += pybind11 pylatexenc pyvers pyzmq ray torchdata TransferQueue uvicorn
 # What runs once per implementation of the correction.
-BEHAVIOR := tests/test_oracle.py tests/test_known_failures.py tests/test_correction.py tests/test_correction_golden.py \
-	tests/test_correction_out.py tests/kernels/test_detail.py
+BEHAVIOR := tests/correction/test_oracle.py tests/test_known_failures.py tests/correction/test_correction.py tests/correction/test_correction_golden.py \
+	tests/correction/test_correction_out.py tests/kernels/test_detail.py
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
@@ -23,6 +28,16 @@ $(STAMP): pyproject.toml constraints.txt setup.py $(wildcard src/rollcorr/kernel
 
 $(VLLM_STAMP): pyproject.toml tools/vllm_environment.py
 	$(PYTHON) tools/vllm_environment.py $(VLLM_VENV)
+	@touch $@
+
+# hydra-core asks for an older omegaconf than the trainer needs, and verl for a GPU's packages: both come without theirs.
+$(VERL_STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VERL_VENV)
+	$(VERL_VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(VERL_VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[train]' \
+		'hypothesis>=6.100' 'pytest>=8.0' $(VERL_NEEDS)
+	$(VERL_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps \
+		verl==0.9.1 tensordict==0.10.0 hydra-core==1.3.2 antlr4-python3-runtime==4.9.3
 	@touch $@
 
 install: $(STAMP) ## Create .venv with everything (torch is pinned by constraints.txt)
@@ -48,11 +63,14 @@ demo-diffusion-seeds: $(STAMP) ## That for three seeds in both modes, with rewar
 test: $(STAMP) ## Run the tests
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
 
+test-anywhere: $(STAMP) ## Run the tests as a background job without a terminal, in foreign locales, in reverse order … (an hour)
+	PYTHON=$(BIN)/python tools/hostile_environment.sh $(ARGS)
+
 test-slow: $(STAMP) ## Fuzz the numbers with 10,000 examples of each property (half an hour)
-	$(BIN)/python -m pytest tests/test_numeric_fuzzing.py --hypothesis-profile=slow
+	$(BIN)/python -m pytest tests/correction/test_numeric_fuzzing.py --hypothesis-profile=slow
 
 test-oracle: $(STAMP) ## Hold each implementation against float64: 200 random batches for each of ten seeds (5 minutes)
-	ROLLCORR_ORACLE_SEEDS=10 $(BIN)/python -m pytest tests/test_oracle.py --numprocesses 2
+	ROLLCORR_ORACLE_SEEDS=10 $(BIN)/python -m pytest tests/correction/test_oracle.py --numprocesses 2
 
 test-triton: $(STAMP) ## Test the GPU kernels without a GPU: interpreted, and compiled for four GPUs (installs Triton, 1 GB)
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[triton]'
@@ -66,6 +84,9 @@ test-ray: $(STAMP) ## Test `rollcorr check --ray` on a Ray cluster of this machi
 test-arm: $(STAMP) ## Compile the CPU kernel for arm64 (installs a cross compiler, 100 MB)
 	$(BIN)/pip install --quiet --disable-pip-version-check ziglang
 	$(BIN)/python -m pytest tests/kernels/test_cpu_build.py -k arm64
+
+test-verl: $(VERL_STAMP) ## Test beside verl 0.9.1 (an environment of its own); VERL_TESTS=verl/tests runs verl's own tests too
+	ROLLCORR_VERL_TESTS=$(VERL_TESTS) $(VERL_VENV)/bin/python -m pytest tests/integrations
 
 test-vllm: $(VLLM_STAMP) ## Test the vLLM engine with vLLM itself on the CPU (an environment of its own, 3.7 GB)
 	$(VLLM_VENV)/bin/python -m pytest tests/engines/test_vllm_real.py -s
@@ -83,4 +104,4 @@ bench: $(STAMP) ## Time the correction against verl 0.9.1, installed in an envir
 	$(BIN)/python benchmarks/correction.py $(ARGS)
 
 clean: ## Remove what was built and run
-	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(VERL_VENV) build dist *.egg-info runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -96,7 +96,8 @@ def check(log: Path, reader: tuple[str, str]) -> dict:
     command = [sys.executable, "-m", "rollcorr", "check", str(log), "--json", *reader]
     with tempfile.TemporaryFile() as output:
         start = time.perf_counter()
-        process = subprocess.Popen(command, stdout=output, cwd=HERE.parent)
+        environment = {**os.environ, "PYTHONPATH": str(HERE.parent / "src")}
+        process = subprocess.Popen(command, stdout=output, cwd=HERE.parent, env=environment)
         watcher = threading.Thread(target=watch, args=(process.pid, together), daemon=True)
         watcher.start()
         _, status, usage = os.wait4(process.pid, 0)

@@ -46,7 +46,7 @@ def run_beside(script: str, name: str, peers: list[str], plain: list[str] | None
         if plain:
             subprocess.run([*pip, *plain], check=True)
         done.write_text(wanted)
-    environment = {**os.environ, INSIDE: "1", "PYTHONPATH": str(HERE.parent)}
+    environment = {**os.environ, INSIDE: "1", "PYTHONPATH": str(HERE.parent / "src")}
     raise SystemExit(subprocess.run([python, script, *sys.argv[1:]], env=environment).returncode)
 
 

@@ -42,7 +42,7 @@ def layer(name: str) -> int:
 
 def imports(path: Path, *, top_level: bool = False) -> set[str]:
     """Modules that a file imports, those for type checkers aside."""
-    tree = ast.parse(path.read_text())
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     found: set[str] = set()
 
     def visit(node: ast.AST) -> None:
@@ -126,7 +126,7 @@ def test_the_correction_needs_no_extra():
 
 @pytest.mark.parametrize("path", FILES, ids=lambda f: str(f.relative_to(PACKAGE)))
 def test_every_public_name_is_documented(path):
-    tree = ast.parse(path.read_text())
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     assert ast.get_docstring(tree), f"{path.name} has no module docstring"
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
@@ -137,7 +137,7 @@ def test_every_public_name_is_documented(path):
 def test_no_value_is_read_on_the_device_path(path):
     """`.item()`, `.tolist()`, `.cpu()` and the like wait for the device; `Statistics.read` and two checks may."""
     allowed = {("statistics.py", "read"), ("layout.py", "check_cu_seqlens"), ("sampling.py", "check_kept_sets")}
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if not isinstance(node, ast.FunctionDef) or (path.name, node.name) in allowed:
             continue
         for call in ast.walk(node):
@@ -155,7 +155,7 @@ FACTORIES = {
 @pytest.mark.parametrize("path", FILES, ids=lambda f: str(f.relative_to(PACKAGE)))
 def test_every_new_tensor_says_its_device(path):
     """Without one it lands on torch's default device, which is the caller's: a GPU, say, while the batch is not."""
-    for call in ast.walk(ast.parse(path.read_text())):
+    for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in FACTORIES):
             continue
         if ast.unparse(call.func.value) == "torch":

@@ -26,5 +26,5 @@ def test_there_are_figures():
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_the_page_has_every_figure(path):
-    for row in rows(json.loads(path.read_text())):
+    for row in rows(json.loads(path.read_text(encoding="utf-8"))):
         assert row in PAGE, f"{path.name}: {row}"

@@ -1,6 +1,9 @@
 """`rollcorr check LOG…`: what it prints, what it writes, and its exit codes."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -67,7 +70,7 @@ def test_a_preset_or_a_configuration_file_says_what_to_measure(log, tmp_path):
 
 def test_a_report_is_written_on_request(log, tmp_path):
     result = invoke(log(0.01), "-o", tmp_path / "out")
-    page = (tmp_path / "out" / "report.html").read_text()
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert result.exit_code == 0
     assert f"report: {tmp_path / 'out' / 'report.html'}" in result.stdout
     assert "Rollout log log.parquet" in page
@@ -98,6 +101,15 @@ def test_several_workers_print_the_same(log, tmp_path):
         log(1.5, name)
     alone, both = invoke(tmp_path), invoke(tmp_path, "--workers", 2)
     assert (both.stdout, both.exit_code, both.stderr) == (alone.stdout, 1, "")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_that_lacks_a_sign_gets_a_question_mark(log, encoding):
+    command = [sys.executable, "-m", "rollcorr", "check", log(1.5)]
+    environment = {**os.environ, "PYTHONIOENCODING": encoding, "COLUMNS": "200"}
+    done = subprocess.run(command, capture_output=True, encoding=encoding, env=environment)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "note: ? is the column old_log_prob" in done.stdout
 
 
 def test_ctrl_c_prints_what_was_seen_and_gives_exit_code_130(log, monkeypatch):

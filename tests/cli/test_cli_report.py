@@ -46,7 +46,7 @@ def test_findings_give_exit_code_1_and_the_page_still(run, tmp_path):
     assert result.exit_code == 1
     assert result.stdout.startswith("2 findings")
     assert "KL is too far from 0: kl 0.5, limit −0.1 to 0.1; first at step 1, 3 steps in all" in result.stdout
-    assert "KL is too far from 0" in (tmp_path / "elsewhere" / "report.html").read_text()
+    assert "KL is too far from 0" in (tmp_path / "elsewhere" / "report.html").read_text(encoding="utf-8")
 
 
 def test_json_is_for_machines(run):

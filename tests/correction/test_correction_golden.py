@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,9 +14,9 @@ from implementations import per_implementation
 
 from rollcorr import correct
 from rollcorr.config import InertOptionWarning, RolloutCorrectionConfig
-from tests.conftest import GOLDEN
 
-CASES = {case["name"]: case for case in json.loads((GOLDEN / "golden.json").read_text())["cases"]}
+GOLDEN = Path(__file__).parents[1] / "golden"
+CASES = {case["name"]: case for case in json.loads((GOLDEN / "golden.json").read_text(encoding="utf-8"))["cases"]}
 
 TOKEN_METRICS = {"kl", "k3_kl", "chi2_token", "rollout_is_mean", "rollout_rs_masked_fraction"}
 SEQUENCE_METRICS = {

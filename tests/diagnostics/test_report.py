@@ -52,7 +52,7 @@ def write(path, steps, *, config="rollout_correction: {rollout_is: token}\n", **
 
 def page_of(run, output):
     data = run_report(read_run(run))
-    return Page(write_report(data, output).read_text()), data
+    return Page(write_report(data, output).read_text(encoding="utf-8")), data
 
 
 def test_a_report_is_one_page_and_a_png_per_panel(tmp_path):
@@ -67,7 +67,7 @@ def test_the_page_asks_nothing_of_the_network(tmp_path):
     page, _ = page_of(write(tmp_path / "run", 3), tmp_path / "out")
     assert len(page.addresses) == 14, "a light and a dark picture of seven panels"
     assert all(address.startswith("data:image/png;base64,") for address in page.addresses)
-    html = (tmp_path / "out" / "report.html").read_text()
+    html = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert not re.search(r"https?:|//cdn|@import|url\(|<script|<link", html)
 
 
@@ -121,7 +121,7 @@ def test_a_run_without_mismatch_metrics_still_shows_its_reward(tmp_path):
 
 def test_remarks_about_the_input_are_shown(tmp_path):
     run = write(tmp_path / "run", 3)
-    with (run / "metrics.jsonl").open("a") as file:
+    with (run / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"step": 4, "kl')
     page, _ = page_of(run, tmp_path / "out")
     assert "the last line of metrics.jsonl (line 4) is cut off" in page.text

@@ -114,10 +114,11 @@ def test_a_log_of_one_shard_starts_no_process(logs):
     assert not started
 
 
-def test_ctrl_c_keeps_what_every_worker_has_read(tmp_path, small_shards):
+@pytest.mark.parametrize("ctrl_c_at_start", [signal.default_int_handler], ids=["foreground"], indirect=True)
+def test_ctrl_c_keeps_what_every_worker_has_read(tmp_path, small_shards, ctrl_c_at_start):
     """40 shards, of which 8 are out when the interrupt comes."""
     path = write(tmp_path / "log.parquet", groups=40)
-    before, pressed = signal.getsignal(signal.SIGINT), []
+    pressed = []
 
     def interrupt(rows, total):
         if rows and not pressed:
@@ -129,7 +130,7 @@ def test_ctrl_c_keeps_what_every_worker_has_read(tmp_path, small_shards):
     assert pressed[0] <= result.rows < 240
     assert f"interrupted: this covers {result.rows} of 240 rows only" in result.remarks
     assert result.metrics["rollout_corr/sequence_count"] == result.rows
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(signal.SIGINT) is ctrl_c_at_start
 
 
 def test_a_killed_worker_is_an_error_with_a_fix(logs, small_shards):

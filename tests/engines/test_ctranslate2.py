@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import os
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import ctranslate2
 import pytest
 import torch
 from engine_contract import PROMPTS, policy_log_prob
+from stories import StoriesTokenizer, load_stories
 from torch import nn
 
 from rollcorr import check_compatible, correct
@@ -20,8 +20,6 @@ from rollcorr.engines.ctranslate2 import CTranslate2Engine
 from rollcorr.engines.generation_settings import GenerationSettings
 from rollcorr.engines.response_scoring import score_responses
 from rollcorr.train.grpo.policy import Policy, load_policy
-
-STORIES = os.environ.get("ROLLCORR_STORIES260K")
 
 
 def make_engine(policy, *, cls=CTranslate2Engine, tokens=12, compute_type="float32", sampling=None, **options):
@@ -55,15 +53,8 @@ def test_int8_rollouts_of_the_demo_policy_differ_from_its_float32_trainer_as_int
     assert 0.02 < largest < 0.6
 
 
-@pytest.mark.skipif(STORIES is None, reason="set ROLLCORR_STORIES260K to a directory with stories260K in safetensors")
 def test_int8_rollouts_of_a_pretrained_llama_have_the_published_mismatch():
-    from transformers import AutoModelForCausalLM
-
-    class Tokenizer:
-        eos_token_id, pad_token_id = 2, 0
-
-    model = AutoModelForCausalLM.from_pretrained(Path(STORIES), local_files_only=True).float().eval()
-    k3, largest = mismatch(Policy(model, Tokenizer), [[1]] * 32, tokens=128)
+    k3, largest = mismatch(Policy(load_stories(), StoriesTokenizer), [[1]] * 32, tokens=128)
     assert k3 == pytest.approx(1.6e-3, rel=0.25)
     assert largest == pytest.approx(0.50, rel=0.25)
 

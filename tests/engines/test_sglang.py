@@ -22,7 +22,7 @@ from rollcorr.engines.base import EngineAnswerError, EngineError, EngineUnavaila
 from rollcorr.engines.generation_settings import GenerationSettings
 from rollcorr.engines.sglang import SglangEngine, SglangOptions
 
-RECORDED = json.loads((Path(__file__).parent / "recordings" / "sglang_0.5.23.json").read_text())
+RECORDED = json.loads((Path(__file__).parent / "recordings" / "sglang_0.5.23.json").read_text(encoding="utf-8"))
 RAW, TEMPERED, PROCESSED = RECORDED.values()
 SPECS = {
     "raw": SamplingSpec(),

@@ -349,7 +349,7 @@ def test_the_spec_given_is_kept_apart_from_what_the_engine_adds(micro_policy):
 def test_a_real_worker_process_answers_and_dies_with_its_engine(micro_policy, monkeypatch, tmp_path):
     """The program itself in an interpreter of its own, with the stand-in under vLLM's name."""
     monkeypatch.undo()
-    path = f"{fake_vllm.as_package(tmp_path)}:{os.environ.get('PYTHONPATH', '')}"
+    path = f"{fake_vllm.as_package(tmp_path)}:{os.environ['PYTHONPATH']}"
     with make_engine(micro_policy, sampling=TRUNCATED, python=sys.executable, env={"PYTHONPATH": path}) as engine:
         rollout = engine.generate(PROMPTS, seed=0)
         process = engine._worker._process

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_contract import NEW_TOKENS, EngineContract, change
+from stories import StoriesTokenizer, load_stories_with_wide_heads
 from vllm_server_process import CPU, running_server
 
 from rollcorr.config import SamplingSpec
@@ -22,7 +23,7 @@ from rollcorr.engines.generation_settings import GenerationSettings
 from rollcorr.engines.response_scoring import response_logits
 from rollcorr.engines.vllm.offline import VllmEngine, VllmOptions
 from rollcorr.engines.vllm.server import VllmServerEngine, VllmServerOptions
-from rollcorr.train.grpo.policy import load_policy, make_tiny_policy
+from rollcorr.train.grpo.policy import Policy, load_policy, make_tiny_policy
 from rollcorr.train.grpo.tasks import ArithmeticTask
 
 pytestmark = [
@@ -32,7 +33,6 @@ pytestmark = [
     ),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of packages that vLLM's environment brings
 ]
-STORIES = "ROLLCORR_STORIES260K_HD32"
 TRUNCATED = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "logprobs": "processed"}
 HERE = Path(__file__).parent
 
@@ -48,7 +48,7 @@ def make_engine(policy, *, cls=VllmEngine, sampling=None, tokens=NEW_TOKENS, eng
         ),
         VllmOptions(
             engine_args={"enforce_eager": True, "max_model_len": 512, **(engine_args or {})},
-            env={**CPU, "PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}"},
+            env={**CPU, "PYTHONPATH": f"{HERE}:{os.environ['PYTHONPATH']}"},
             **options,
         ),
     )
@@ -64,17 +64,6 @@ def small_policy():
         num_key_value_heads=1,
         head_dim=32,
     )
-
-
-class Stories:
-    """The 260 k parameter story teller, shaped like a policy."""
-
-    eos_token_id, pad_token_id = 2, 0
-
-    def __init__(self, folder):
-        from transformers import AutoModelForCausalLM
-
-        self.model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).float()
 
 
 @pytest.fixture(scope="module")
@@ -242,9 +231,8 @@ def test_the_old_head_of_a_tied_model_is_caught(demo, monkeypatch):
     say(f"reload without the head: {str(error.value)[:100]}")
 
 
-@pytest.mark.skipif(STORIES not in os.environ, reason=f"{STORIES} does not name the folder of stories260K-hd32")
 def test_a_pretrained_model_replays_to_its_noise_floor():
-    policy = Stories(os.environ[STORIES])
+    policy = Policy(load_stories_with_wide_heads(), StoriesTokenizer)
     prompts = [[1], [1, 403, 407], [1, 410], [1, 404]] * 8
     with make_engine(policy, sampling=TRUNCATED, tokens=128) as engine:
         begun = time.monotonic()

@@ -229,7 +229,7 @@ def recorded_policy():
 @contextmanager
 def recorded_server(*, without=(), spoil=lambda text: text):
     """The real server's answers, to the same questions."""
-    recording = json.loads(RECORDING.read_text())
+    recording = json.loads(RECORDING.read_text(encoding="utf-8"))
     answers = {(e["path"], json.dumps(e["request"], sort_keys=True)): e for e in recording}
 
     def answer(path, body):

@@ -20,8 +20,10 @@ FILES.append("test_loss_aggregation_on_cpu.py")
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),  # the count of each file is reported as a warning
-    pytest.mark.skipif(not CHECKOUTS, reason="ROLLCORR_VERL_TESTS does not name a verl checkout's tests directory"),
-    pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed"),
+    pytest.mark.skipif(
+        not CHECKOUTS or importlib.util.find_spec("verl") is None,
+        reason="this needs verl and its tests: `make test-verl VERL_TESTS=/path/to/verl/tests`",
+    ),
 ]
 
 
@@ -41,8 +43,8 @@ def test_verls_own_tests_pass_on_this_library(path):
     assert path.exists(), f"no rollout-correction tests under {', '.join(map(str, CHECKOUTS))}"
     here = Path(__file__).parent
     environment = os.environ | {
-        "ROLLCORR_VERL_GENERATION": generation(path.read_text()),
-        "PYTHONPATH": os.pathsep.join([str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")]),
+        "ROLLCORR_VERL_GENERATION": generation(path.read_text(encoding="utf-8")),
+        "PYTHONPATH": os.pathsep.join([str(here), os.environ["PYTHONPATH"]]),
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "verl_shim", "-p", "no:cacheprovider", "-W", "ignore"]
     command += [f"--rootdir={path.parent}", str(path)]

@@ -1,4 +1,4 @@
-"""Bypass mode in verl's own trainers, configurations and actor loss. Needs verl 0.9.1 with Ray; skips without them.
+"""Bypass mode in verl's own trainers, configurations and actor loss. Runs with `make test-verl`.
 
 The actor gets its configuration through pickle, as Ray sends it, and reads it as verl's engine worker does. No process
 is started, and no model is built.
@@ -17,7 +17,7 @@ from rollcorr.integrations import verl as ours
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    REASON = "verl with its trainers is not installed: tests/integrations/test_verl_bypass.py has stand-ins for them"
+    REASON = "verl with its trainers is not installed: `make test-verl` installs it; test_verl_bypass.py has stand-ins"
     trainer_base = pytest.importorskip("verl.trainer.ppo.v1.trainer_base", reason=REASON, exc_type=ImportError)
     ray_trainer = pytest.importorskip("verl.trainer.ppo.ray_trainer", reason=REASON, exc_type=ImportError)
     hydra = pytest.importorskip("hydra", reason=REASON)

@@ -1,4 +1,4 @@
-"""verl_parity=True against the installed verl itself, on random batches. Needs verl 0.9.1; skips without it."""
+"""verl_parity=True against the installed verl itself, on random batches. Runs with `make test-verl`."""
 
 import inspect
 import random
@@ -13,7 +13,7 @@ from rollcorr.integrations import verl as ours
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    REASON = "verl is not installed: the golden numbers alone prove parity"
+    REASON = "verl is not installed: `make test-verl` installs it; the golden numbers prove parity without it"
     theirs = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper", reason=REASON, exc_type=ImportError)
     core_algos = pytest.importorskip("verl.trainer.ppo.core_algos", reason=REASON, exc_type=ImportError)
     from verl.protocol import DataProto

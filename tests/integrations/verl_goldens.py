@@ -12,7 +12,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 
 @cache
 def golden():
-    return json.loads((GOLDEN / "golden.json").read_text())
+    return json.loads((GOLDEN / "golden.json").read_text(encoding="utf-8"))
 
 
 @cache

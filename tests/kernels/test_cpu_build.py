@@ -19,7 +19,9 @@ from rollcorr.kernels.correction.cpu.library import ABI, FOLDER, Library, librar
 
 ROOT = Path(__file__).parents[2]
 COMPILER = shutil.which("gcc")
-needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no gcc")
+needs_compiler = pytest.mark.skipif(
+    COMPILER is None, reason="no gcc here: install it, for instance with apt install gcc"
+)
 
 
 def build(into: Path, **environment: str) -> Path:
@@ -38,6 +40,12 @@ def test_every_instruction_set_builds_without_a_warning(tmp_path):
     levels = LEVELS if platform.machine().lower() in ("x86_64", "amd64") else ("portable",)
     assert sorted(path.name for path in folder.glob("*.so")) == sorted(f"correction_{level}.so" for level in levels)
     assert isinstance(load(folder, "portable"), Library)
+
+
+@needs_compiler
+def test_where_there_is_a_compiler_no_installation_of_this_checkout_has_failed_to_build():
+    """A checkout that was never installed has neither libraries nor this file."""
+    assert not (FOLDER / "not_built.txt").exists(), f"{load(FOLDER, 'portable')}: `make install` builds it"
 
 
 def arm64_compiler() -> list[str] | None:
@@ -122,7 +130,7 @@ def test_an_unknown_instruction_set_is_an_error_that_lists_the_known():
 
 
 def test_python_and_c_agree_on_numbers():
-    text = (FOLDER / "job.h").read_text()
+    text = (FOLDER / "job.h").read_text(encoding="utf-8")
     for name, value in (("ABI", ABI), ("MAX_CRITERIA", MAX_CRITERIA)):
         assert re.search(rf"#define {name} (\d+)", text).group(1) == str(value)
 
@@ -137,7 +145,7 @@ def test_no_batch_makes_it_read_or_write_out_of_bounds(tmp_path):
     command = [COMPILER, "-std=gnu11", "-O1", "-g", "-pthread", f"-I{FOLDER}", *flags.get(status()[0], []), *sanitize]
     built = subprocess.run([*command, source, "-o", program, "-lm"], capture_output=True, text=True)
     if "cannot find -lasan" in built.stderr or "cannot find -lubsan" in built.stderr:
-        pytest.skip("gcc has no sanitizer libraries")
+        pytest.skip("gcc lacks its sanitizer libraries: install libasan and libubsan")
     assert built.returncode == 0, built.stderr
     done = subprocess.run([program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -310,7 +310,7 @@ def test_every_form_converts_to_every_other(tmp_path, source, target):
 
 def test_a_conversion_that_fails_leaves_nothing(tmp_path):
     write(tmp_path / "a.jsonl", [1])
-    with (tmp_path / "a.jsonl").open("a") as file:
+    with (tmp_path / "a.jsonl").open("a", encoding="utf-8") as file:
         file.write("{\n")
     with pytest.raises(RolloutLogError, match="line 2 is not JSON"):
         convert_log(tmp_path / "a.jsonl", tmp_path / "b.parquet", batch_size=1)

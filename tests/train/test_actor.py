@@ -3,10 +3,10 @@
 import copy
 import dataclasses
 import math
-import os
 
 import pytest
 import torch
+from stories import load_stories
 
 from rollcorr.config import SamplingSpec
 from rollcorr.config.sampling_spec import IncompatibleSamplingError
@@ -26,7 +26,6 @@ TRUNCATED_RUN = tuple(
     f"rollout.sampling.{x}" for x in ("temperature=0.7", "top_p=0.9", "top_k=20", "logprobs=processed")
 )
 ACTORS = ("replay", "recompute", "kept_mass", "full")
-STORIES = os.environ.get("ROLLCORR_STORIES260K")
 
 
 def sample(model, prompts, *, eos=256, pad=257, dtype=torch.bfloat16, tokens=36, seed=0, sampling=TRUNCATED):
@@ -220,11 +219,8 @@ def test_replay_brings_the_demo_policy_to_the_noise_floor_of_bfloat16():
     judge(policy.model, sample(policy.model, arithmetic(policy)), before=1e-3, floor=5e-5)
 
 
-@pytest.mark.skipif(STORIES is None, reason="set ROLLCORR_STORIES260K to a directory with the stories260K model")
 def test_replay_brings_stories260k_to_the_noise_floor_of_bfloat16():
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(STORIES, local_files_only=True).float().eval()
+    model = load_stories()
     rollout = sample(model, [[1]] * 32, eos=2, pad=0, tokens=128)
     judge(model, rollout, before=1e-2, floor=5e-4)
     assert log_ratio(model, rollout, rollout.sampling.for_actor("recompute"))[1] > 0

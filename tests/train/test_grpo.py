@@ -1,6 +1,7 @@
 """One training step: what it computes, what it skips, and what never reaches the weights."""
 
 import copy
+import dataclasses
 import math
 
 import pytest
@@ -188,8 +189,8 @@ def test_rejected_rows_leave_the_baseline_on_request(micro_trainer, micro_config
     batch = trainer._add_correction(trainer._add_old_log_prob(trainer._sample(1)))
     kept = torch.ones(12, dtype=torch.bool)
     kept[0] = False
-    batch = grpo.dataclasses.replace(batch, correction=grpo.dataclasses.replace(batch.correction, sequence_kept=kept))
-    other = grpo.dataclasses.replace(batch, rewards=[Reward(50.0, correct=True), *batch.rewards[1:]])
+    batch = dataclasses.replace(batch, correction=dataclasses.replace(batch.correction, sequence_kept=kept))
+    other = dataclasses.replace(batch, rewards=[Reward(50.0, correct=True), *batch.rewards[1:]])
     assert not torch.equal(
         trainer._add_advantages(batch).advantages[1:4], trainer._add_advantages(other).advantages[1:4]
     )

@@ -97,7 +97,7 @@ def test_a_recipe_is_evaluated_and_its_run_reads_back(tmp_path):
     summary = run(tmp_path, "log.evaluate=1", "target=-2")
     assert summary.before == {"number": 0}
     assert summary.after["number"] == pytest.approx(-0.6, abs=0.05)  # AdamW moves by about lr per step
-    assert json.loads((tmp_path / "summary.json").read_text())["after"] == summary.after
+    assert json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))["after"] == summary.after
     assert [row["step"] for row in read_run(tmp_path).series] == [1, 2, 3, 4, 5, 6]
 
 

@@ -26,7 +26,7 @@ from rollcorr.train.grpo.tasks import Reward
 
 @pytest.fixture
 def console(tmp_path):
-    with (tmp_path / "console.txt").open("w") as file:
+    with (tmp_path / "console.txt").open("w", encoding="utf-8") as file:
         yield Console(file=file, width=200)
 
 
@@ -74,7 +74,7 @@ def test_steps_logged_after_the_checkpoint_are_computed_again(micro_config, tmp_
     run, whole = tmp_path / "run", tmp_path / "whole"
     logs = ["log.rollouts=true", "log.tensorboard=true"]
     train(micro_config("steps=2", *logs), console=console)
-    with (run / "metrics.jsonl").open("a") as file:
+    with (run / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"step": 3, "reward/mean": 9}\n{"step": 4, "rew')
     (run / "rollouts" / "step_000004.parquet").write_bytes(b"half")
     train(micro_config("steps=3", "resume=true", *logs), console=console)
@@ -98,7 +98,7 @@ def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(micro_config, tmp_
     assert (summary.step, summary.interrupted) == (2, True)
     assert signal.getsignal(number) == handler
     console.file.flush()
-    told = (tmp_path / "console.txt").read_text()
+    told = (tmp_path / "console.txt").read_text(encoding="utf-8")
     assert f"go on with: rollcorr train {tmp_path / 'run' / 'config.yaml'} resume=true" in told
 
     monkeypatch.setattr(GrpoTrainer, "step", step)
@@ -108,6 +108,7 @@ def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(micro_config, tmp_
     assert_same(outcome(tmp_path / "run"), outcome(whole))
 
 
+@pytest.mark.usefixtures("ctrl_c_at_start")
 def test_a_second_ctrl_c_stops_at_once_and_keeps_the_last_checkpoint(micro_config, tmp_path, console, monkeypatch):
     step = GrpoTrainer.step
 
@@ -140,7 +141,8 @@ def test_a_resumed_run_says_what_was_changed(micro_config, tmp_path, console):
     train(micro_config("steps=1"), console=console)
     train(micro_config("steps=2", "resume=true", "optim.lr=0.5"), console=console)
     console.file.flush()
-    assert "changed since this run began: optim.lr: 0.01 → 0.5" in (tmp_path / "console.txt").read_text()
+    told = (tmp_path / "console.txt").read_text(encoding="utf-8")
+    assert "changed since this run began: optim.lr: 0.01 → 0.5" in told
 
 
 def test_the_newest_checkpoints_are_kept_and_a_policy_loads_from_each(micro_config, tmp_path, console):
@@ -251,7 +253,7 @@ def test_a_step_whose_engine_fails_is_not_trained_on_and_the_run_goes_on_later(
     assert (summary.step, summary.interrupted) == (2, True)
     assert summary.failure == f"step 3 was not trained on, the engine failed: {error}"
     console.file.flush()
-    told = (tmp_path / "console.txt").read_text()
+    told = (tmp_path / "console.txt").read_text(encoding="utf-8")
     assert f"{error}" in told
     assert f"go on with: rollcorr train {tmp_path / 'run' / 'config.yaml'} resume=true" in told
     assert latest_checkpoint(tmp_path / "run" / "checkpoints").name == "step_000002"
@@ -266,9 +268,9 @@ def test_older_weights_that_a_dead_engine_keeps_are_said_to_be_lost(micro_config
     failing_engine()
     train(micro_config("steps=4", "rollout.refresh_every=4"), console=console)
     console.file.flush()
-    assert "the engine's weights, version 0, are lost" in (tmp_path / "console.txt").read_text()
+    assert "the engine's weights, version 0, are lost" in (tmp_path / "console.txt").read_text(encoding="utf-8")
     saved = latest_checkpoint(tmp_path / "run" / "checkpoints")
-    assert json.loads((saved / "state.json").read_text())["engine_version"] == 2
+    assert json.loads((saved / "state.json").read_text(encoding="utf-8"))["engine_version"] == 2
 
 
 def test_the_command_leaves_with_code_3_when_the_engine_fails(tmp_path, low_byte_reward, micro_run, failing_engine):
@@ -285,12 +287,12 @@ def test_a_run_leaves_its_configuration_metrics_events_and_summary(micro_config,
     assert load_config(run / "config.yaml").steps == 2
     assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [1, 2]
     assert list((run / "tensorboard").iterdir())
-    summary = json.loads((run / "summary.json").read_text())
+    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     assert summary["step"] == 2
     assert summary["before"]["problems"] == summary["after"]["problems"] == 4
     # A resumed run remembers what was measured before it.
     train(micro_config("steps=3", "resume=true", "log.evaluate=4"), console=console)
-    assert json.loads((run / "summary.json").read_text())["before"] == summary["before"]
+    assert json.loads((run / "summary.json").read_text(encoding="utf-8"))["before"] == summary["before"]
 
 
 def test_gsm8k_files_train_too(micro_config, tmp_path, console):

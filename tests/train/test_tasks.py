@@ -11,7 +11,7 @@ from rollcorr.train.grpo.policy import make_byte_tokenizer
 from rollcorr.train.grpo.tasks import ArithmeticTask, Gsm8kTask, hard_gated_reward, same_number
 
 TOKENIZER = make_byte_tokenizer()
-GSM8K = Path(__file__).parents[2] / ".." / "shared" / "data" / "gsm8k" / "train.jsonl"
+GSM8K = Path(__file__).parents[1] / "data" / "gsm8k_12.jsonl"  # plain, thousands, millions and negative answers
 
 
 def reward(text: str, answer: str = "85", *, bonus_length: int = 10, ids: list[int] | None = None):
@@ -145,9 +145,8 @@ def test_a_missing_or_empty_file_is_named(tmp_path):
         Gsm8kTask(write(tmp_path / "empty.jsonl"))
 
 
-@pytest.mark.skipif(not GSM8K.is_file(), reason="the GSM8K file is not beside this checkout")
 def test_every_reference_solution_of_gsm8k_is_right():
     task = Gsm8kTask(GSM8K)
-    assert len(task.rows) == 7473
-    for problem in task.rows[::10]:
+    assert len(task.rows) == 12
+    for problem in task.rows:
         assert reward(problem.solution, problem.answer).value == 1.0

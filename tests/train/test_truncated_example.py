@@ -30,7 +30,8 @@ def test_the_example_trains_reads_what_is_done_and_draws(example, tmp_path, monk
     assert "replay, seed 0" in told
     assert example.main() == 0
     assert "replay, seed 0" not in capsys.readouterr().out  # nothing is trained twice
-    runs = {run["arm"]: run for run in json.loads((tmp_path / "truncated_sampling.json").read_text())["runs"]}
+    written = json.loads((tmp_path / "truncated_sampling.json").read_text(encoding="utf-8"))
+    runs = {run["arm"]: run for run in written["runs"]}
     assert runs["replay"]["k3"] < runs["token-TIS"]["k3"]
     assert runs["token-TIS"]["mean_ratio"] < runs["replay"]["mean_ratio"]
     assert (tmp_path / "truncated_sampling.png").stat().st_size > 10_000

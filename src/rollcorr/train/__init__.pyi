@@ -1,4 +1,4 @@
-# `train(load_config(…))` runs a recipe. For a recipe of your own: `Recipe`, `RunConfig`, `read_config`, `run_recipe`.
+# `train(load_config(...))` runs a recipe. For a recipe of your own: `Recipe`, `RunConfig`, `read_config`, `run_recipe`.
 from .checkpoint import latest_checkpoint as latest_checkpoint
 from .config_file import read_config as read_config
 from .flow_grpo.flow_grpo_config import FlowGrpoConfig as FlowGrpoConfig

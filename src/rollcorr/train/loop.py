@@ -302,7 +302,9 @@ def _interruption(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
         nonlocal requested
         requested = True
         for signal_number, handler in previous.items():
-            signal.signal(signal_number, handler)
+            # A background job starts with Ctrl-C ignored; asked twice, it stops at once all the same.
+            ignores_ctrl_c = signal_number == signal.SIGINT and handler == signal.SIG_IGN
+            signal.signal(signal_number, signal.default_int_handler if ignores_ctrl_c else handler)
         say("stopping after this step (once more to stop at once, losing it)")
 
     if threading.current_thread() is threading.main_thread():  # Python delivers signals there only

@@ -73,5 +73,5 @@ def weights():
 
 @pytest.fixture
 def console(tmp_path):
-    with (tmp_path / "console.txt").open("w") as file:
+    with (tmp_path / "console.txt").open("w", encoding="utf-8") as file:
         yield Console(file=file, width=200)

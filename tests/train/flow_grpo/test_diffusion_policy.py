@@ -63,7 +63,7 @@ def test_a_pipeline_trains_and_its_checkpoint_goes_on(pipeline, tmp_path, consol
     assert train(load_config(None, overrides), console=console).step == 1
     summary = train(load_config(tmp_path / "run/config.yaml", ["resume=true", "steps=2"]), console=console)
     assert (summary.step, summary.skipped_steps) == (2, 0)
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [row["rollout_corr/log_ratio_max"] for row in rows] == [0, 0]  # the same precision on both sides
     assert rows[0]["actor/grad_norm"] > 0
 
@@ -140,7 +140,7 @@ def test_a_directory_that_is_no_policy_is_explained(micro_model, tmp_path, break
 
 
 def rename_class(path, name):
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"_class_name": name}))
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | {"_class_name": name}))
 
 
 def test_sizes_that_do_not_fit_are_explained(micro_model, tmp_path):

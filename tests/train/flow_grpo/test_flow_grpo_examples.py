@@ -15,8 +15,7 @@ from rollcorr.train.flow_grpo.diffusion_policy import load_policy
 from rollcorr.train.flow_grpo.pretrain import flow_matching_loss, make_small_transformer, make_word_table, pretrain
 from rollcorr.train.steps import derived_generator
 
-ROOT = Path(__file__).parents[3]
-EXAMPLES = ROOT / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 SMALL = ("steps=1", "log.evaluate=4", "log.tensorboard=false", "rollout.prompts_per_step=2", "rollout.group_size=4")
 
 
@@ -65,9 +64,9 @@ def test_the_example_for_a_large_pipeline_is_read():
 
 
 def test_the_quickstart_script_trains_in_bypass_mode(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "ROLLCORR": f"{sys.executable} -m rollcorr"}
+    environment = {**os.environ, "ROLLCORR": f"{sys.executable} -m rollcorr"}
     command = ["sh", str(EXAMPLES / "train" / "flow_grpo_bypass.sh"), f"run_dir={tmp_path / 'run'}", *SMALL]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     (row,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert row["actor/rollout_corr/rollout_rs_masked_fraction"] == 0

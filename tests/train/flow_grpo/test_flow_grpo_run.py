@@ -67,7 +67,7 @@ def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(flow_config, tmp_p
     assert (summary.step, summary.interrupted, summary.after) == (2, True, None)
     assert signal.getsignal(signal.SIGINT) == handler
     console.file.flush()
-    told = (tmp_path / "console.txt").read_text()
+    told = (tmp_path / "console.txt").read_text(encoding="utf-8")
     assert f"go on with: rollcorr train {tmp_path / 'run' / 'config.yaml'} resume=true" in told
 
 
@@ -77,14 +77,14 @@ def test_a_run_leaves_pictures_and_a_report_that_shows_them(flow_run, tmp_path):
     runner = CliRunner()
     trained = runner.invoke(app, ["train", *arguments])
     assert trained.exit_code == 0, trained.output
-    summary = json.loads((run / "summary.json").read_text())
+    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     assert summary["before"]["pictures"] == summary["after"]["pictures"] == 4
     assert {path.name for path in (run / "images").iterdir()} == {"before.png", "after.png"}
     assert list((run / "tensorboard").iterdir())
 
     reported = runner.invoke(app, ["report", str(run)])
     assert reported.exit_code in (0, 1), reported.output
-    page = (run / "report" / "report.html").read_text()
+    page = (run / "report" / "report.html").read_text(encoding="utf-8")
     assert page.count('class="pixels"') == 2
     assert "Before training" in page
     assert "actor/kept_fraction" in page
