@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from implementations import per_implementation
 
 from rollcorr.config import LossConfig, RolloutCorrectionConfig
-from rollcorr.core.aggregation import count_denominators
+from rollcorr.correction.denominators import count_denominators
 from rollcorr.correction.losses import PolicyLogProbs, policy_loss
 from rollcorr.correction.micro_batches import BypassGradients
 

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from rollcorr.core.aggregation import Denominators
-from rollcorr.core.layout import check_layout, sequence_ids, sequence_sum, token_count
+from rollcorr.core.layout import sequence_ids
 from rollcorr.core.statistics import Statistics, merge_statistics
 from rollcorr.kernels.correction import Reduction
 from rollcorr.kernels.correction.torch.table import BlockRows, SequenceTable
@@ -117,67 +116,9 @@ def gather_slices(*tensors: Tensor, cu_seqlens: Tensor | None, group: ProcessGro
     )
 
 
-def global_denominators(
-    mask: Tensor,
-    *,
-    weights: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    group: ProcessGroup | None = None,
-    context_group: ProcessGroup | None = None,
-) -> Denominators:
-    """What the loss sums of a whole optimizer step are divided by, over every rank: 0-d float64 tensors.
-
-    As `count_denominators`, or with weights as `weight_denominators`, with every sequence counted once, however many
-    ranks hold a slice of it.
-
-    Args:
-        mask: this rank's tokens of the whole optimizer step: the loss mask for "kept" and "weights", the response mask
-            for "original". (B, T), or (N,) when packed; read as ≠ 0.
-        weights: what the loss applies, for the normaliser "weights". Same shape; never read outside the mask.
-        cu_seqlens: (B + 1,) token offsets, only when packed.
-        group: the data-parallel group.
-        context_group: ranks that hold other slices of the same sequences.
-
-    Raises:
-        TypeError: an argument is no tensor.
-        ValueError: shapes or devices differ or do not fit the layout.
-    """
-    check_layout(cu_seqlens=cu_seqlens, mask=mask, **({} if weights is None else {"weights": weights}))
-    count = sequence_counts(mask, cu_seqlens=cu_seqlens, context_group=context_group)
-    if weights is None:
-        amounts = torch.stack([count.sum(), (count > 0).sum().double()])
-    else:
-        total = sequence_sum(weights.detach().double(), mask != 0, cu_seqlens=cu_seqlens)
-        total = sum_over(total, context_group)
-        amounts = torch.stack([total.sum(), (total / count.clamp(min=1)).sum()])
-    return Denominators(*sum_over(amounts, group))
-
-
-def sequence_counts(
-    mask: Tensor, *, cu_seqlens: Tensor | None = None, context_group: ProcessGroup | None = None
-) -> Tensor:
-    """Tokens of each whole sequence where mask is not 0: (B,) float64. Arguments as in `global_denominators`."""
-    check_layout(mask=mask, cu_seqlens=cu_seqlens)
-    return sum_over(token_count(mask != 0, cu_seqlens=cu_seqlens).double(), context_group)
-
-
 def sum_over(values: Tensor, group: ProcessGroup | None) -> Tensor:
     """Σ over the ranks of a group, the same bits on each; None returns the values as they are."""
     return values if group is None else _gather(values, group).sum(0)
-
-
-def sum_denominators(denominators: Denominators, group: ProcessGroup | None, *, device: torch.device) -> Denominators:
-    """Denominators summed over the ranks of a group: 0-d float64 tensors. A rank without data gives 0 and 0.
-
-    Args:
-        denominators: this rank's, e.g. the counts of its micro-batches.
-        group: the process group; None returns them as they are, as tensors.
-        device: where the group communicates.
-    """
-    amounts = [
-        torch.as_tensor(x, dtype=torch.float64, device=device) for x in (denominators.tokens, denominators.sequences)
-    ]
-    return Denominators(*sum_over(torch.stack(amounts), group))
 
 
 def sum_gradients(parameters: Iterable[Tensor], group: ProcessGroup | None) -> None:

@@ -19,7 +19,7 @@ from rollcorr.core.aggregation import Denominators
 from rollcorr.core.diffusion_losses import flow_dppo_loss, flow_grpo_loss, grpo_guard_loss
 from rollcorr.core.losses import neutral_log_probs, reinforce_loss
 from rollcorr.core.statistics import Statistics, moments_of
-from rollcorr.correction.denominators import aggregate, normalizer_counts
+from rollcorr.correction.denominators import aggregate, loss_denominators
 from rollcorr.correction.losses import PolicyLossOutput
 from rollcorr.correction.rollout_correction import Correction
 from rollcorr.diffusion.batch_checks import Batch, check_shapes, dimensions_of, require
@@ -64,7 +64,7 @@ def diffusion_loss(
     per_step, statistics, keep, weights, correction = (_bypass if config.bypass_mode else _decoupled)(
         config, model_output, data, schedule
     )
-    counts = normalizer_counts(config.denominator, keep, torch.ones_like(keep), weights)
+    counts = loss_denominators(config.denominator, keep, torch.ones_like(keep), weights)
     whole = Denominators(keep.numel(), keep.shape[0]) if total_steps is None else Denominators(total_steps, 0.0)
     divisor = counts if total_steps is None else whole
     policy_gradient = aggregate(per_step, keep, "token-mean", divisor)

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from rollcorr.core.advantages import dr_grpo_advantages, grpo_advantages, rloo_advantages
-from rollcorr.core.aggregation import Denominators, count_denominators
+from rollcorr.core.aggregation import Denominators
 from rollcorr.core.metric_registry import finalize
 from rollcorr.core.statistics import Statistics, merge_statistics
-from rollcorr.correction.denominators import normalizer_counts
+from rollcorr.correction.denominators import count_denominators, loss_denominators
 from rollcorr.correction.losses import (
     PolicyLogProbs,
     PolicyLossOutput,
@@ -296,7 +296,7 @@ class GrpoTrainer:
         if self.correction_config is None or correction is None:
             return count_denominators(mask)
         weights = None if correction.loss_weights is None else correction.loss_weights[rows]
-        return normalizer_counts(self.correction_config.normalizer, correction.loss_mask[rows], mask, weights)
+        return loss_denominators(self.correction_config.normalizer, correction.loss_mask[rows], mask, weights)
 
     def _loss(
         self,
