@@ -247,7 +247,7 @@ def test_a_step_is_one_block_that_finishes_once():
     with step:
         add(step, rollouts)
         step.finish()
-        with pytest.raises(RuntimeError, match=r"finish\(\) belongs inside .*, before finish\(\) and once a step"):
+        with pytest.raises(RuntimeError, match=r"finish\(\) belongs inside .*, before finish\(\) and once per step"):
             step.finish()
         with pytest.raises(RuntimeError, match=r"backward\(\) belongs inside"):
             add(step, rollouts)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import operator
 from collections.abc import Iterable
 from numbers import Integral, Real
 
@@ -25,7 +26,7 @@ def check_choice(option: str, value: object, choices: Iterable[str], *, optional
     """Check that a value is one of the names in `choices` (or None, when optional).
 
     Raises:
-        TypeError: the value is no string.
+        TypeError: the value is not a string.
         ValueError: the value is another string; the nearest choice is suggested.
     """
     if optional and value is None:
@@ -39,7 +40,7 @@ def check_choice(option: str, value: object, choices: Iterable[str], *, optional
 
 
 def check_bool(option: str, value: object) -> None:
-    """Check that a value is True or False, not something that merely counts as one.
+    """Check that a value is True or False, and not 0, 1 or a text.
 
     Raises:
         TypeError: the value is of any other type.
@@ -56,26 +57,22 @@ def check_number(
     above: float | None = None,
     at_most: float | None = None,
 ) -> float:
-    """Return a finite number inside the stated limits as a float.
+    """Return a finite number inside the given limits as a float.
 
     Raises:
-        TypeError: the value is no number (a bool is none).
+        TypeError: the value is not a number (a bool is not one either).
         ValueError: the value is NaN, infinite, or outside the limits.
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{option} must be a number; got {value!r} of type {type(value).__name__}")
     number = float(value)
-    limits = [
-        f"{word} {limit:g}" for word, limit in ((">=", at_least), (">", above), ("<=", at_most)) if limit is not None
-    ]
-    inside = (
-        math.isfinite(number)
-        and (at_least is None or number >= at_least)
-        and (above is None or number > above)
-        and (at_most is None or number <= at_most)
-    )
-    if not inside:
-        raise ValueError(f"{option} must be {' and '.join(['finite', *limits])}; got {value!r}")
+
+    # NaN satisfies no limit, and an option without limits must still be finite.
+    limits = ((">=", at_least, operator.ge), (">", above, operator.gt), ("<=", at_most, operator.le))
+    given = [(word, limit, holds) for word, limit, holds in limits if limit is not None]
+    if not (math.isfinite(number) and all(holds(number, limit) for _, limit, holds in given)):
+        asked = ["finite", *(f"{word} {limit:g}" for word, limit, _ in given)]
+        raise ValueError(f"{option} must be {' and '.join(asked)}; got {value!r}")
     return number
 
 
@@ -83,7 +80,7 @@ def check_integer(option: str, value: object, *, at_least: int) -> int:
     """Return a whole number of at least `at_least` as an int.
 
     Raises:
-        TypeError: the value is no integer (a bool is none).
+        TypeError: the value is not an integer (a bool is not one either).
         ValueError: the value is below the limit.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):

@@ -1,7 +1,7 @@
 """Named configurations as one table of plain data: what each preset sets, what can be passed, and where it comes from.
 
-The table is all that is written by hand. `RolloutCorrectionConfig.preset(name, **arguments)`, the constructors of the
-same names (`with_named_presets`), those of the verl adapter and the page docs/presets.md are made from it. A field that
+Only the table is written by hand. `RolloutCorrectionConfig.preset(name, **arguments)`, the constructors of the same
+names (`with_named_presets`), those of the verl adapter and the page docs/presets.md are made from it. A field that
 `values` leaves out has the configuration's own default.
 """
 
@@ -29,8 +29,8 @@ class Preset:
 
     Attributes:
         description: what it does, in one line.
-        values: field → value; unnamed fields keep their defaults. `rollout_rs_threshold_lower` is no field: it is
-            joined with `rollout_rs_threshold` to a band; None means the reciprocal, 0 an open side.
+        values: field → value. Unnamed fields keep their defaults. `rollout_rs_threshold_lower` is not a field: it is
+            joined with `rollout_rs_threshold` to a band. There None means the reciprocal, and 0 an open side.
         parameters: argument → the fields it sets.
         source: the release that brought the name.
     """
@@ -187,7 +187,7 @@ PRESETS: dict[str, Preset] = {
     ),
     "ppo_is_bypass": Preset(
         description="PPO clipped against the rollout policy; token weights are measured and stay out of the loss.",
-        # Applying them would count the behaviour ratio twice; saying so here keeps the preset free of the warning.
+        # Applying them would count the behavior ratio twice. Saying so here keeps the preset free of the warning.
         values={**_TOKEN_IS, **_BYPASS_PPO, "apply_is": False},
         parameters=_IS,
         source=VERL_2025_11,
@@ -287,5 +287,5 @@ def with_named_presets(cls: type[Config]) -> type[Config]:
 
 
 def _default(fields: Iterable[str], values: Mapping[str, object]) -> object:
-    """What an argument is when it is not given: the value of the first field that it sets."""
+    """The default of an argument: the value of the first field that it sets."""
     return next((values.get(name) for name in fields), None)

@@ -149,7 +149,7 @@ class KeptSets:
         return KeptSets(self.ids, _offsets(sizes[packed].masked_fill(~flat, 0)))
 
     def select(self, rows: Tensor) -> KeptSets:
-        """The sets of some tokens, in the order of the (n,) int64 positions `rows`. The result's size is data: it syncs."""
+        """The sets of some tokens, in the order of the (n,) int64 positions `rows`. It syncs: sizes are data."""
         sizes = self.offsets.diff()[rows]
         offsets = _offsets(sizes)
         first = torch.repeat_interleave(self.offsets[rows] - offsets[:-1], sizes)
