@@ -11,6 +11,8 @@ import operator
 from collections.abc import Iterable
 from numbers import Integral, Real
 
+_Limit = float | None
+
 
 class InertOptionWarning(UserWarning):
     """An option was set that can have no effect beside the other options."""
@@ -50,12 +52,7 @@ def check_bool(option: str, value: object) -> None:
 
 
 def check_number(
-    option: str,
-    value: object,
-    *,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
+    option: str, value: object, *, at_least: _Limit = None, above: _Limit = None, at_most: _Limit = None
 ) -> float:
     """Return a finite number inside the given limits as a float.
 

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from rollcorr.config.checks import InertOptionWarning, check_bool, check_choice, check_number
 from rollcorr.config.presets import preset_fields, with_named_presets
@@ -37,6 +37,15 @@ IsMode = Literal["truncate", "icepop", "none"]
 LossType = Literal["ppo_clip", "reinforce"]
 NonfinitePolicy = Literal["reject_token", "reject_sequence", "neutral", "raise"]
 Normalizer = Literal["kept", "original", "weights"]
+NormalizedUnits = Literal["valid", "kept"]
+
+_CHOICES = {
+    "rollout_is": Level,
+    "loss_type": LossType,
+    "nonfinite": NonfinitePolicy,
+    "normalizer": Normalizer,
+    "batch_normalize_over": NormalizedUnits,
+}
 
 # exp(88.7) is the largest power of e that float32 holds.
 LARGEST_SAFETY_BOUND = 88.0
@@ -91,14 +100,11 @@ class RolloutCorrectionConfig:
     nonfinite: NonfinitePolicy = "reject_token"
     safety_bound: float = 20.0
     normalizer: Normalizer = "kept"
-    batch_normalize_over: Literal["valid", "kept"] = "valid"
+    batch_normalize_over: NormalizedUnits = "valid"
 
     def __post_init__(self) -> None:
-        check_choice("rollout_is", self.rollout_is, ("token", "sequence", "geometric"), optional=True)
-        check_choice("loss_type", self.loss_type, ("ppo_clip", "reinforce"))
-        check_choice("nonfinite", self.nonfinite, ("reject_token", "reject_sequence", "neutral", "raise"))
-        check_choice("normalizer", self.normalizer, ("kept", "original", "weights"))
-        check_choice("batch_normalize_over", self.batch_normalize_over, ("valid", "kept"))
+        for option, choices in _CHOICES.items():
+            check_choice(option, getattr(self, option), get_args(choices), optional=option == "rollout_is")
         for option in ("rollout_is_batch_normalize", "bypass_mode", "apply_is"):
             check_bool(option, getattr(self, option))
 

@@ -113,9 +113,9 @@ def sum_denominators(
     Args:
         own: this rank's, e.g. the sum over its micro-batches. A rank without data gives 0 and 0.
         group: the process group. None: this process is alone.
-        device: where the group communicates. None: where the amounts are; then they must be tensors.
+        device: where the group communicates. None: where the amounts are.
     """
-    amounts = [torch.as_tensor(x, dtype=torch.float64, device=device) for x in (own.tokens, own.sequences)]
+    amounts = [_double(amount).to(device=device) for amount in (own.tokens, own.sequences)]
     return Denominators(*sum_over(torch.stack(amounts), group))
 
 
@@ -186,6 +186,6 @@ def aggregate(
 
 
 def _double(amount: Tensor | float) -> Tensor:
-    # torch's default device may be a GPU. A plain number stays on the host.
+    # Without a device, as_tensor would move even a tensor to torch's default device.
     device = amount.device if isinstance(amount, Tensor) else "cpu"
     return torch.as_tensor(amount, dtype=torch.float64, device=device)
