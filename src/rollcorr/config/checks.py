@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import math
 import operator
+import warnings
 from collections.abc import Iterable
 from numbers import Integral, Real
 
@@ -22,6 +23,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """A hint that names the closest known spelling (" Did you mean 'rollout_is'?"), or nothing."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def warn_inert(config: object, inert: Iterable[tuple[str, str]]) -> None:
+    """Warn, from a dataclass's `__post_init__`, of each (option, reason) that can have no effect."""
+    for option, reason in inert:
+        # Frames: here, __post_init__, the generated __init__, its caller.
+        warnings.warn(f"{option}={getattr(config, option)!r} {reason}", InertOptionWarning, stacklevel=4)
 
 
 def check_choice(option: str, value: object, choices: Iterable[str], *, optional: bool = False) -> None:

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
-from rollcorr.config.checks import InertOptionWarning, check_bool, check_choice, check_number
+from rollcorr.config.checks import check_bool, check_choice, check_number, warn_inert
 from rollcorr.config.presets import preset_fields, with_named_presets
 from rollcorr.config.thresholds import (
     STEP_CRITERIA,
@@ -120,9 +119,7 @@ class RolloutCorrectionConfig:
                 "loss_type='reinforce' needs bypass_mode=True: without bypass the loss is PPO with π_old; "
                 "set bypass_mode=True, or loss_type='ppo_clip'"
             )
-        for option, reason in self._inert_options():
-            # Frames: here, the generated __init__, its caller.
-            warnings.warn(f"{option}={getattr(self, option)!r} {reason}", InertOptionWarning, stacklevel=3)
+        warn_inert(self, self._inert_options())
 
     @classmethod
     def preset(cls, name: str, **arguments: Threshold | None) -> Self:

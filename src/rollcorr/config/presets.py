@@ -16,11 +16,6 @@ from rollcorr.config.checks import nearest
 from rollcorr.config.thresholds import join_band
 
 VERL = "verl 0.9.1"
-VERL_2025_11 = "verl, November 2025"
-VERL_2025_12 = "verl, December 2025"
-
-# Not a field of the configuration: the lower end of the band whose upper end is `rollout_rs_threshold`.
-BAND_LOWER = "rollout_rs_threshold_lower"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +35,12 @@ class Preset:
     parameters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     source: str = VERL
 
+
+VERL_2025_11 = "verl, November 2025"
+VERL_2025_12 = "verl, December 2025"
+
+# Not a field of the configuration: the lower end of the band whose upper end is `rollout_rs_threshold`.
+BAND_LOWER = "rollout_rs_threshold_lower"
 
 _IS = {"threshold": ("rollout_is_threshold",)}
 _RS = {"rs_threshold": ("rollout_rs_threshold",)}

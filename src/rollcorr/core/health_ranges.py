@@ -21,13 +21,13 @@ class HealthyRange:
     """
 
     ideal: str
-    reason: str
-    remedy: str
     ideal_low: float | None = None
     ideal_high: float | None = None
     warn_below: float | None = None
     warn_above: float | None = None
     absolute: bool = False
+    reason: str
+    remedy: str
 
     def breached(self, value: float) -> float | None:
         """The limit that a value is beyond, strictly, or None."""
