@@ -16,9 +16,8 @@ from rollcorr.core import advantages, aggregation, losses
 from rollcorr.core.layout import pack
 from rollcorr.core.sampling import KeptSets
 from rollcorr.correction import Correction
-from rollcorr.correction.denominators import aggregate, normalizer_counts
+from rollcorr.correction.denominators import aggregate, count_denominators, loss_denominators, sequence_lengths
 from rollcorr.correction.losses import PolicyLogProbs, policy_loss
-from rollcorr.correction.process_groups import global_denominators, sequence_counts
 from rollcorr.kernels.correction import implementations
 from rollcorr.kernels.linear_logprob import linear_log_prob
 
@@ -183,14 +182,13 @@ _LAYOUT: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
         lambda loss, mask, **layout: aggregate(loss, mask, "seq-mean-token-sum-norm", scale=8.0, **layout),
         {"loss": FLOAT, "mask": MASK},
     ),
-    "count_denominators": (aggregation.count_denominators, {"mask": MASK}),
-    "weight_denominators": (aggregation.weight_denominators, {"loss_mask": MASK, "weights": NUMBER}),
-    "global_denominators": (global_denominators, {"mask": MASK, "weights": NUMBER}),
-    "normalizer_counts": (
-        lambda loss_mask, response_mask, **layout: normalizer_counts("kept", loss_mask, response_mask, None, **layout),
+    "count_denominators": (count_denominators, {"mask": MASK}),
+    "count_denominators, weighted": (count_denominators, {"mask": MASK, "weights": NUMBER}),
+    "loss_denominators": (
+        lambda loss_mask, response_mask, **layout: loss_denominators("kept", loss_mask, response_mask, None, **layout),
         {"loss_mask": MASK, "response_mask": MASK},
     ),
-    "sequence_counts": (sequence_counts, {"mask": MASK}),
+    "sequence_lengths": (sequence_lengths, {"mask": MASK}),
     "gae_advantages": (
         advantages.gae_advantages,
         {"rewards": NUMBER, "values": NUMBER, "response_mask": MASK, "keep": BOOL},

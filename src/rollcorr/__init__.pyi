@@ -11,7 +11,6 @@ from .config import check_compatible as check_compatible
 # Log-probs of sampled tokens, without the logits.
 from .core import KeptSets as KeptSets
 from .core import Statistics as Statistics
-from .core import count_denominators as count_denominators
 
 # Advantages.
 from .core import dr_grpo_advantages as dr_grpo_advantages
@@ -29,7 +28,7 @@ from .correction import Correction as Correction
 from .correction import Detail as Detail
 from .correction import PolicyLogProbs as PolicyLogProbs
 from .correction import correct as correct
-from .correction import global_denominators as global_denominators
+from .correction import count_denominators as count_denominators
 from .correction import loss_metrics as loss_metrics
 from .correction import policy_loss as policy_loss
 

@@ -9,14 +9,13 @@ from hypothesis import strategies as st
 
 from rollcorr.core.aggregation import (
     Denominators,
-    count_denominators,
     seq_mean_token_mean,
     seq_mean_token_sum,
     seq_mean_token_sum_norm,
     token_mean,
     token_sum,
-    weight_denominators,
 )
+from rollcorr.correction.denominators import count_denominators
 
 NAN = math.nan
 LOSS = torch.tensor([[1.0, 2.0, NAN], [3.0, NAN, NAN], [NAN, NAN, NAN], [4.0, 5.0, 6.0]])
@@ -73,17 +72,17 @@ def test_denominators_by_hand():
     counted = count_denominators(MASK)
     assert (counted.tokens.item(), counted.sequences.item()) == (6.0, 3.0)
     weights = torch.tensor([[0.5, 1.5, NAN], [2.0, NAN, NAN], [NAN, NAN, NAN], [0.0, 0.0, 3.0]])
-    weighted = weight_denominators(MASK, weights)
+    weighted = count_denominators(MASK, weights=weights)
     assert (weighted.tokens.item(), weighted.sequences.item()) == (2.0 + 2.0 + 3.0, 1.0 + 2.0 + 1.0)
     both = counted + weighted
     assert (both.tokens.item(), both.sequences.item()) == (13.0, 7.0)
 
 
 @pytest.mark.parametrize("aggregate", [token_mean, seq_mean_token_mean])
-def test_weight_denominators_leave_a_constant_loss_constant(aggregate):
-    """Self-normalised importance sampling: Σ w · 7 / Σ w = 7, at token and at sequence level."""
+def test_weighted_denominators_leave_a_constant_loss_constant(aggregate):
+    """Self-normalized importance sampling: Σ w · 7 / Σ w = 7, at token and at sequence level."""
     for weights in (torch.rand(4, 3) + 0.1, (torch.rand(4, 1) + 0.1).expand(4, 3)):
-        value = aggregate(weights * 7.0, MASK, weight_denominators(MASK, weights))
+        value = aggregate(weights * 7.0, MASK, count_denominators(MASK, weights=weights))
         assert value.item() == pytest.approx(7.0, rel=1e-5)
 
 
@@ -149,7 +148,7 @@ def test_no_mode_reads_tensor_values(aggregate):
         loss, mask, cu_seqlens = torch.zeros(6), torch.ones(6), torch.arange(3)
         assert aggregate(loss, mask, cu_seqlens=cu_seqlens).shape == ()
         assert aggregate(loss.view(2, 3), mask.view(2, 3)).shape == ()
-        assert weight_denominators(mask, loss, cu_seqlens=cu_seqlens).tokens.shape == ()
+        assert count_denominators(mask, weights=loss, cu_seqlens=cu_seqlens).tokens.shape == ()
 
 
 @every_mode

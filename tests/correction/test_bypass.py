@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from implementations import per_implementation
 
 from rollcorr.config import LossConfig, RolloutCorrectionConfig
-from rollcorr.core.aggregation import count_denominators
+from rollcorr.correction.denominators import count_denominators
 from rollcorr.correction.losses import PolicyLogProbs, policy_loss
 from rollcorr.correction.micro_batches import BypassGradients
 
@@ -247,7 +247,7 @@ def test_a_step_is_one_block_that_finishes_once():
     with step:
         add(step, rollouts)
         step.finish()
-        with pytest.raises(RuntimeError, match=r"finish\(\) belongs inside .*, before finish\(\) and once a step"):
+        with pytest.raises(RuntimeError, match=r"finish\(\) belongs inside .*, before finish\(\) and once per step"):
             step.finish()
         with pytest.raises(RuntimeError, match=r"backward\(\) belongs inside"):
             add(step, rollouts)

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from implementations import per_implementation
 
 from rollcorr.config import InertOptionWarning, LossConfig, RolloutCorrectionConfig
-from rollcorr.core.aggregation import Denominators, count_denominators
+from rollcorr.core.aggregation import Denominators
 from rollcorr.core.statistics import merge_statistics
 from rollcorr.correction import correct
-from rollcorr.correction.denominators import aggregate, normalizer_counts
+from rollcorr.correction.denominators import aggregate, count_denominators, loss_denominators
 from rollcorr.correction.losses import PolicyLogProbs, loss_metrics, policy_loss
 
 NAN, INF = math.nan, math.inf
@@ -222,7 +222,7 @@ def test_bypass_mode_refuses_what_would_apply_a_ratio_twice_or_be_ignored():
     with pytest.raises(ValueError, match="another tensor than rollout_log_prob"):
         policy_loss(policies, advantages, mask, config=config)
     correction = correct(policies.old_log_prob, policies.rollout_log_prob, mask, config)
-    with pytest.raises(ValueError, match="behaviour ratio twice"):
+    with pytest.raises(ValueError, match="behavior ratio twice"):
         policy_loss(bypass_only(policies), advantages, mask, config=config, correction=correction)
     with pytest.raises(ValueError, match="bypass mode needs rollout_log_prob"):
         policy_loss(PolicyLogProbs(log_prob=policies.log_prob), advantages, mask, config=config)
@@ -283,7 +283,7 @@ def test_shapes_coefficients_and_modes_are_checked():
 
 
 @per_implementation
-def test_normalizer_counts_by_hand_and_as_the_correction_says():
+def test_loss_denominators_by_hand_and_as_the_correction_says():
     policies, advantages, mask, _ = random_batch(9)
     for normalizer in ("kept", "original", "weights"):
         config = rejecting(normalizer=normalizer)
@@ -322,7 +322,7 @@ def test_the_three_normalizers_by_hand():
         ("weights", "seq-mean-token-mean"): (sums[0] / 2 + sums[1] / 1) / (0.75 + 2.0),
     }
     for (normalizer, mode), value in expected.items():
-        counts = normalizer_counts(normalizer, kept, mask, weights)
+        counts = loss_denominators(normalizer, kept, mask, weights)
         row_lengths = lengths if normalizer == "original" else None
         assert aggregate(per_token, kept, mode, counts, lengths=row_lengths).item() == pytest.approx(value)
 

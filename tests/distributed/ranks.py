@@ -16,9 +16,10 @@ from rollcorr import Detail, LossConfig, PolicyLogProbs, RolloutCorrectionConfig
 from rollcorr.config import InertOptionWarning
 from rollcorr.core.metric_registry import finalize
 from rollcorr.core.statistics import merge_statistics
+from rollcorr.correction.denominators import count_denominators
 from rollcorr.correction.losses import loss_metrics, policy_loss
 from rollcorr.correction.micro_batches import BypassGradients
-from rollcorr.correction.process_groups import gather_statistics, global_denominators, sum_gradients, sum_over
+from rollcorr.correction.process_groups import gather_statistics, sum_gradients, sum_over
 
 SIZE = 4
 SHARDS = {1: (0, 9), 2: (0, 2, 9), 4: (0, 3, 3, 7, 9)}  # uneven; of four ranks, one is empty
@@ -185,7 +186,7 @@ def optimizer_step(
         policy_old = model(data.features)[0] - 0.05
     rollout = data.rollout.where(data.rollout.isfinite(), policy_old)
     rollout = policy_old + (rollout - data.old.nan_to_num(neginf=-3.0)).clamp(-1, 1)
-    original = global_denominators(data.mask, group=group, context_group=context_group)
+    original = count_denominators(data.mask, group=group, context_group=context_group)
     denominators, correction, bypass = original, None, None
     if settings.bypass_mode:
         groups = {"group": group, "context_group": context_group}

@@ -8,14 +8,13 @@ import torch
 import torch.distributed as dist
 
 from rollcorr import Detail, correct
-from rollcorr.core.aggregation import Denominators, count_denominators, weight_denominators
+from rollcorr.core.aggregation import Denominators
 from rollcorr.core.histograms import BINS
 from rollcorr.core.tops import TOP
+from rollcorr.correction.denominators import count_denominators, sum_denominators
 from rollcorr.correction.process_groups import (
     _buckets,
     gather_slices,
-    global_denominators,
-    sum_denominators,
     sum_gradients,
 )
 
@@ -102,14 +101,13 @@ def test_gathered_slices_are_packed_and_know_their_own_tokens(alone, cu_seqlens)
     assert whole.tensors[1].dtype == torch.bool
 
 
-def test_denominators_without_groups_are_those_of_one_process():
+def test_denominators_over_groups_of_one_process_are_those_without_groups(alone):
     _, _, mask = batch()
     weights = torch.rand(mask.shape, generator=torch.Generator().manual_seed(1))
-    pairs = [(global_denominators(mask), count_denominators(mask))]
-    pairs.append((global_denominators(mask, weights=weights), weight_denominators(mask, weights)))
     packed = {"cu_seqlens": torch.tensor([0, 0, 30, 108])}
-    pairs.append((global_denominators(mask.flatten(), **packed), count_denominators(mask.flatten(), **packed)))
-    for actual, expected in pairs:
+    groups = {"group": alone, "context_group": alone}
+    for tokens, options in ((mask, {}), (mask, {"weights": weights}), (mask.flatten(), packed)):
+        actual, expected = count_denominators(tokens, **options, **groups), count_denominators(tokens, **options)
         torch.testing.assert_close(actual.tokens, expected.tokens, rtol=1e-12, atol=0)
         torch.testing.assert_close(actual.sequences, expected.sequences, rtol=1e-12, atol=0)
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rollcorr import LossConfig, PolicyLogProbs, RolloutCorrectionConfig
 from rollcorr.config import InertOptionWarning
-from rollcorr.core.aggregation import count_denominators
+from rollcorr.correction.denominators import count_denominators
 from rollcorr.correction.losses import policy_loss
 from rollcorr.correction.micro_batches import BypassGradients
 

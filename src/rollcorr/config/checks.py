@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import difflib
 import math
+import operator
+import warnings
 from collections.abc import Iterable
 from numbers import Integral, Real
+
+_Limit = float | None
 
 
 class InertOptionWarning(UserWarning):
@@ -19,6 +23,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """A hint that names the closest known spelling (" Did you mean 'rollout_is'?"), or nothing."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def warn_inert(config: object, inert: Iterable[tuple[str, str]]) -> None:
+    """Warn, from a dataclass's `__post_init__`, of each (option, reason) that can have no effect."""
+    for option, reason in inert:
+        # Frames: here, __post_init__, the generated __init__, its caller.
+        warnings.warn(f"{option}={getattr(config, option)!r} {reason}", InertOptionWarning, stacklevel=4)
 
 
 def check_choice(option: str, value: object, choices: Iterable[str], *, optional: bool = False) -> None:
@@ -39,7 +50,7 @@ def check_choice(option: str, value: object, choices: Iterable[str], *, optional
 
 
 def check_bool(option: str, value: object) -> None:
-    """Check that a value is True or False, not something that merely counts as one.
+    """Check that a value is True or False, and not 0, 1 or a text.
 
     Raises:
         TypeError: the value is of any other type.
@@ -49,14 +60,9 @@ def check_bool(option: str, value: object) -> None:
 
 
 def check_number(
-    option: str,
-    value: object,
-    *,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
+    option: str, value: object, *, at_least: _Limit = None, above: _Limit = None, at_most: _Limit = None
 ) -> float:
-    """Return a finite number inside the stated limits as a float.
+    """Return a finite number inside the given limits as a float.
 
     Raises:
         TypeError: the value is not a number (a bool is not one).
@@ -65,17 +71,13 @@ def check_number(
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{option} must be a number; got {value!r} of type {type(value).__name__}")
     number = float(value)
-    limits = [
-        f"{word} {limit:g}" for word, limit in ((">=", at_least), (">", above), ("<=", at_most)) if limit is not None
-    ]
-    inside = (
-        math.isfinite(number)
-        and (at_least is None or number >= at_least)
-        and (above is None or number > above)
-        and (at_most is None or number <= at_most)
-    )
-    if not inside:
-        raise ValueError(f"{option} must be {' and '.join(['finite', *limits])}; got {value!r}")
+
+    # NaN satisfies no limit, and an option without limits must still be finite.
+    limits = ((">=", at_least, operator.ge), (">", above, operator.gt), ("<=", at_most, operator.le))
+    given = [(word, limit, holds) for word, limit, holds in limits if limit is not None]
+    if not (math.isfinite(number) and all(holds(number, limit) for _, limit, holds in given)):
+        asked = ["finite", *(f"{word} {limit:g}" for word, limit, _ in given)]
+        raise ValueError(f"{option} must be {' and '.join(asked)}; got {value!r}")
     return number
 
 

@@ -1,7 +1,7 @@
 """What to weight, what to reject, and in which mode: `RolloutCorrectionConfig`.
 
-Frozen, keyword-only, checked at construction: a wrong type is a TypeError, a wrong value a ValueError, and an option
-that can have no effect beside the others warns (`InertOptionWarning`). Texts are parsed here, once, into typed
+It is frozen, keyword-only and checked at construction: a wrong type is a TypeError, a wrong value a ValueError, and an
+option that can have no effect beside the others warns (`InertOptionWarning`). Texts are parsed here, once, into typed
 criteria and bounds. Nothing here imports torch.
 
 ρ = exp(log π − log μ) is the ratio train / rollout; docs/notation.md has the symbols.
@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
-from rollcorr.config.checks import InertOptionWarning, check_bool, check_choice, check_number
+from rollcorr.config.checks import check_bool, check_choice, check_number, warn_inert
 from rollcorr.config.presets import preset_fields, with_named_presets
 from rollcorr.config.thresholds import (
+    STEP_CRITERIA,
     Criterion,
     Threshold,
     canonical_rejection,
@@ -36,6 +36,15 @@ IsMode = Literal["truncate", "icepop", "none"]
 LossType = Literal["ppo_clip", "reinforce"]
 NonfinitePolicy = Literal["reject_token", "reject_sequence", "neutral", "raise"]
 Normalizer = Literal["kept", "original", "weights"]
+NormalizedUnits = Literal["valid", "kept"]
+
+_CHOICES = {
+    "rollout_is": Level,
+    "loss_type": LossType,
+    "nonfinite": NonfinitePolicy,
+    "normalizer": Normalizer,
+    "batch_normalize_over": NormalizedUnits,
+}
 
 # exp(88.7) is the largest power of e that float32 holds.
 LARGEST_SAFETY_BOUND = 88.0
@@ -44,29 +53,29 @@ LARGEST_SAFETY_BOUND = 88.0
 @with_named_presets
 @dataclass(frozen=True, kw_only=True)
 class RolloutCorrectionConfig:
-    """What to weight, what to reject, and in which operating mode; the defaults measure.
+    """What to weight, what to reject, and in which operating mode. The defaults only measure.
 
-    The one thing that the defaults take out of the loss mask are tokens without a usable log-prob (`nonfinite`).
+    The defaults take nothing out of the loss mask but tokens without a usable log-prob (`nonfinite`).
 
     Attributes:
-        rollout_is: level of the importance weights: "token" ρ_t, "sequence" Π_t ρ_t, "geometric" (Π_t ρ_t)^(1/T); None
-            computes none.
-        rollout_is_threshold: a ceiling C truncates: min(w, C); a band "lo_hi" zeroes weights outside it (IcePop); None
-            bounds by `safety_bound` alone.
+        rollout_is: level of the importance weights: "token" ρ_t, "sequence" Π_t ρ_t, "geometric" (Π_t ρ_t)^(1/T). None
+            computes no weights.
+        rollout_is_threshold: a ceiling C truncates: min(w, C). A band "lo_hi" zeroes weights outside it (IcePop). None
+            bounds the weights by `safety_bound` alone.
         rollout_is_batch_normalize: divide the weights by their mean over the batch (after truncation).
-        rollout_rs: rejection criteria, one text with commas or a list: scope_kind with scope token, seq_sum, seq_mean
-            or seq_max and kind k1, k2 or k3 (no seq_max_k1); for diffusion also step_kl. All must hold. Kept as one
-            text.
+        rollout_rs: rejection criteria, in one text with commas or in a list. Each is scope_kind with scope token,
+            seq_sum, seq_mean or seq_max and kind k1, k2 or k3 (there is no seq_max_k1); for diffusion also step_kl.
+            All must hold. The field keeps them as one text.
         rollout_rs_threshold: one threshold for all criteria, or one for each, with commas.
-        bypass_mode: take μ itself as π_old and skip the old log-probs.
+        bypass_mode: use μ itself as π_old, and skip the old log-probs.
         loss_type: "ppo_clip", or (bypass only) "reinforce".
         rollout_token_veto_threshold: reject a sequence with any token of ρ_t strictly below this; None for no veto.
         apply_is: False measures the weights and leaves the loss unweighted.
-        nonfinite: what NaN and ±inf log-probs on a valid token do: reject the token, reject its sequence, count as
-            ratio 1, or raise (which waits for the device).
+        nonfinite: what a NaN or ±inf log-prob on a valid token does: reject the token, reject its sequence, count as
+            ratio 1, or raise an error (which waits for the device).
         safety_bound: log weights are clamped to ± this many nats before exp. At most 88, where float32 ends.
-        normalizer: denominators of the loss count what is "kept", all "original" tokens, or the applied "weights".
-        batch_normalize_over: the batch mean is over all "valid" units or over the "kept" ones.
+        normalizer: the loss is divided by what is "kept", by all "original" tokens, or by the applied "weights".
+        batch_normalize_over: the batch mean is that of all "valid" units, or of the "kept" ones.
 
     Raises:
         TypeError: a value is of the wrong type (a bool is no number, a list no threshold).
@@ -90,31 +99,27 @@ class RolloutCorrectionConfig:
     nonfinite: NonfinitePolicy = "reject_token"
     safety_bound: float = 20.0
     normalizer: Normalizer = "kept"
-    batch_normalize_over: Literal["valid", "kept"] = "valid"
+    batch_normalize_over: NormalizedUnits = "valid"
 
     def __post_init__(self) -> None:
-        check_choice("rollout_is", self.rollout_is, ("token", "sequence", "geometric"), optional=True)
-        check_choice("loss_type", self.loss_type, ("ppo_clip", "reinforce"))
-        check_choice("nonfinite", self.nonfinite, ("reject_token", "reject_sequence", "neutral", "raise"))
-        check_choice("normalizer", self.normalizer, ("kept", "original", "weights"))
-        check_choice("batch_normalize_over", self.batch_normalize_over, ("valid", "kept"))
+        for option, choices in _CHOICES.items():
+            check_choice(option, getattr(self, option), get_args(choices), optional=option == "rollout_is")
         for option in ("rollout_is_batch_normalize", "bypass_mode", "apply_is"):
             check_bool(option, getattr(self, option))
-        self._set(
-            "safety_bound", check_number("safety_bound", self.safety_bound, above=0, at_most=LARGEST_SAFETY_BOUND)
-        )
+
+        bound = check_number("safety_bound", self.safety_bound, above=0, at_most=LARGEST_SAFETY_BOUND)
+        self._set("safety_bound", bound)
         if self.rollout_token_veto_threshold is not None:
             veto = check_number("rollout_token_veto_threshold", self.rollout_token_veto_threshold, above=0)
             self._set("rollout_token_veto_threshold", veto)
         self._parse_thresholds()
+
         if self.loss_type == "reinforce" and not self.bypass_mode:
             raise ValueError(
                 "loss_type='reinforce' needs bypass_mode=True: without bypass the loss is PPO with π_old; "
                 "set bypass_mode=True, or loss_type='ppo_clip'"
             )
-        for option, reason in self._inert_options():
-            # Frames: here, the generated __init__, its caller.
-            warnings.warn(f"{option}={getattr(self, option)!r} {reason}", InertOptionWarning, stacklevel=3)
+        warn_inert(self, self._inert_options())
 
     @classmethod
     def preset(cls, name: str, **arguments: Threshold | None) -> Self:
@@ -141,26 +146,33 @@ class RolloutCorrectionConfig:
         """The rejection criteria, typed, in the order written; empty without `rollout_rs`."""
         return () if self.rollout_rs is None else parse_rejection(self.rollout_rs, self.rollout_rs_threshold)
 
-    @property
+    @cached_property
+    def has_step_criteria(self) -> bool:
+        """Whether a criterion needs the means of denoising steps, which log-probs alone do not give."""
+        return any(criterion.name in STEP_CRITERIA for criterion in self.criteria)
+
+    @cached_property
     def is_lower(self) -> float | None:
         """Lower end of the IcePop band on weights; None in the other modes."""
         return self._is_band[0]
 
-    @property
+    @cached_property
     def is_upper(self) -> float | None:
         """Ceiling on weights (truncate), or upper end of the band (icepop); None in mode "none"."""
         return self._is_band[1]
 
-    @property
+    @cached_property
     def is_mode(self) -> IsMode:
         """How weights are bounded: "truncate" by a ceiling, "icepop" by a band, "none" by the safety bound alone."""
-        lower, upper = self._is_band
-        return "none" if upper is None else "truncate" if lower is None else "icepop"
+        if self.is_upper is None:
+            return "none"
+        return "truncate" if self.is_lower is None else "icepop"
 
-    @property
+    @cached_property
     def weights_reach_loss(self) -> bool:
-        """True iff weights multiply the loss; in bypass ppo_clip they would count the behaviour ratio twice."""
-        return self.rollout_is is not None and self.apply_is and not (self.bypass_mode and self.loss_type == "ppo_clip")
+        """True iff weights multiply the loss. In bypass ppo_clip they would count the behavior ratio twice."""
+        ratio_is_the_weight = self.bypass_mode and self.loss_type == "ppo_clip"
+        return self.rollout_is is not None and self.apply_is and not ratio_is_the_weight
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values; `RolloutCorrectionConfig(**config.to_dict())` equals the original."""
@@ -174,10 +186,11 @@ class RolloutCorrectionConfig:
         object.__setattr__(self, option, value)
 
     def _parse_thresholds(self) -> None:
-        """Parse and normalise the threshold fields: numbers become floats, criteria one text without repeats."""
-        _, upper = self._is_band
-        if upper is not None and not isinstance(self.rollout_is_threshold, str):
-            self._set("rollout_is_threshold", upper)
+        """Parse the threshold fields, and write them in one form: numbers as floats, criteria without repeats."""
+        _, ceiling = self._is_band
+        if ceiling is not None and not isinstance(self.rollout_is_threshold, str):
+            self._set("rollout_is_threshold", ceiling)
+
         threshold = self.rollout_rs_threshold
         if threshold is not None:
             texts = threshold_texts(threshold)
@@ -186,11 +199,15 @@ class RolloutCorrectionConfig:
             names, threshold = canonical_rejection(self.rollout_rs, threshold)
             self._set("rollout_rs", names)
         self._set("rollout_rs_threshold", threshold)
+
+        # Criteria that make no sense raise here, at construction, rather than at their first use.
         _ = self.criteria
 
     def _inert_options(self) -> list[tuple[str, str]]:
-        """Each option that is set but can have no effect beside the others, with the reason and the mend."""
+        """Each option that is set but can have no effect beside the others, with the reason and the fix."""
         inert: list[tuple[str, str]] = []
+
+        # Weights: are there any, and do they reach the loss?
         without_is = "has no effect without rollout_is; set rollout_is, or leave this out"
         if self.rollout_is is None:
             if self.rollout_is_threshold != 2.0:
@@ -206,8 +223,8 @@ class RolloutCorrectionConfig:
                 )
             )
         if not self.weights_reach_loss:
-            unweighted = "has no effect on the loss, because no weights are applied to it; leave it out"
             if self.rollout_is_batch_normalize:
+                unweighted = "has no effect on the loss, because no weights are applied to it; leave it out"
                 inert.append(("rollout_is_batch_normalize", unweighted))
             if self.normalizer == "weights":
                 inert.append(("normalizer", "is the same as 'kept', because no weights are applied to the loss"))
@@ -217,6 +234,8 @@ class RolloutCorrectionConfig:
             inert.append(
                 ("rollout_is_threshold", f"is never reached: safety_bound={self.safety_bound:g} ends weights below")
             )
+
+        # Rejection: are there criteria, and can each of them reject anything?
         if self.rollout_rs is None and self.rollout_rs_threshold is not None:
             inert.append(
                 ("rollout_rs_threshold", "has no effect without rollout_rs; set rollout_rs, or leave this out")

@@ -5,19 +5,13 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from rollcorr.config.checks import InertOptionWarning, check_choice, check_number
 
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
-LOSS_AGG_MODES: tuple[LossAggMode, ...] = (
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-sum",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum-norm",
-)
+LOSS_AGG_MODES: tuple[LossAggMode, ...] = get_args(LossAggMode)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +21,11 @@ class LossConfig:
     Attributes:
         clip_ratio_low: ε_lo: the ratio is clipped at 1 − ε_lo from below, in [0, 1].
         clip_ratio_high: ε_hi: the ratio is clipped at 1 + ε_hi from above, ≥ 0.
-        clip_ratio_c: dual clip: for A < 0 the loss is at most −c A. c > 1; None turns it off.
-        loss_agg_mode: how token losses become one number; None is "token-mean" for ppo_clip and "seq-mean-token-sum"
+        clip_ratio_c: dual clip: for A < 0 the loss is at most −c A. c > 1. None turns it off.
+        loss_agg_mode: how token losses become one number. None is "token-mean" for ppo_clip and "seq-mean-token-sum"
             for reinforce.
-        loss_scale_factor: divisor of "seq-mean-token-sum-norm", in tokens; that mode needs one (the padded length would
-            make the gradient depend on padding).
+        loss_scale_factor: divisor of "seq-mean-token-sum-norm", in tokens. That mode needs one, because the padded
+            length would make the gradient depend on padding.
         kl_coef: weight of the divergence from the reference policy, ≥ 0.
         kl_estimator: its estimate per token: "k1", "k2" or "k3" (`rollcorr.core.losses.reference_kl_k1` and so on).
         entropy_coef: weight of the entropy bonus, ≥ 0.

@@ -1,7 +1,7 @@
 """Named configurations as one table of plain data: what each preset sets, what can be passed, and where it comes from.
 
-The table is all that is written by hand. `RolloutCorrectionConfig.preset(name, **arguments)`, the constructors of the
-same names (`with_named_presets`), those of the verl adapter and the page docs/presets.md are made from it. A field that
+Only the table is written by hand. `RolloutCorrectionConfig.preset(name, **arguments)`, the constructors of the same
+names (`with_named_presets`), those of the verl adapter and the page docs/presets.md are made from it. A field that
 `values` leaves out has the configuration's own default.
 """
 
@@ -16,11 +16,6 @@ from rollcorr.config.checks import nearest
 from rollcorr.config.thresholds import join_band
 
 VERL = "verl 0.9.1"
-VERL_2025_11 = "verl, November 2025"
-VERL_2025_12 = "verl, December 2025"
-
-# Not a field of the configuration: the lower end of the band whose upper end is `rollout_rs_threshold`.
-BAND_LOWER = "rollout_rs_threshold_lower"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +24,8 @@ class Preset:
 
     Attributes:
         description: what it does, in one line.
-        values: field → value; unnamed fields keep their defaults. `rollout_rs_threshold_lower` is no field: it is
-            joined with `rollout_rs_threshold` to a band; None means the reciprocal, 0 an open side.
+        values: field → value. Unnamed fields keep their defaults. `rollout_rs_threshold_lower` is not a field: it is
+            joined with `rollout_rs_threshold` to a band. There None means the reciprocal, and 0 an open side.
         parameters: argument → the fields it sets.
         source: the release that brought the name.
     """
@@ -40,6 +35,12 @@ class Preset:
     parameters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     source: str = VERL
 
+
+VERL_2025_11 = "verl, November 2025"
+VERL_2025_12 = "verl, December 2025"
+
+# Not a field of the configuration: the lower end of the band whose upper end is `rollout_rs_threshold`.
+BAND_LOWER = "rollout_rs_threshold_lower"
 
 _IS = {"threshold": ("rollout_is_threshold",)}
 _RS = {"rs_threshold": ("rollout_rs_threshold",)}
@@ -60,152 +61,173 @@ _OLDER_GEO_RS_PARAMETERS = {
     "veto_threshold": ("rollout_token_veto_threshold",),
 }
 
-PRESETS: dict[str, Preset] = {
-    "decoupled_token_is": Preset(
-        description="Decoupled PPO; each token weighted by its own ratio, truncated (Token-TIS).",
-        values=_TOKEN_IS,
-        parameters=_IS,
+# description, values, parameters
+_Row = tuple[str, Mapping[str, object], Mapping[str, tuple[str, ...]]]
+
+_NEWEST: dict[str, _Row] = {
+    "decoupled_token_is": (
+        "Decoupled PPO; each token weighted by its own ratio, truncated (Token-TIS).",
+        _TOKEN_IS,
+        _IS,
     ),
-    "decoupled_seq_is": Preset(
-        description="Decoupled PPO; each sequence weighted by its product of ratios, truncated (Seq-TIS).",
-        values=_SEQ_IS,
-        parameters=_IS,
+    "decoupled_seq_is": (
+        "Decoupled PPO; each sequence weighted by its product of ratios, truncated (Seq-TIS).",
+        _SEQ_IS,
+        _IS,
     ),
-    "decoupled_token_icepop": Preset(
-        description="Decoupled PPO; token weights inside a band, zero outside it (IcePop).",
-        values=_TOKEN_ICEPOP,
-        parameters=_IS,
+    "decoupled_token_icepop": (
+        "Decoupled PPO; token weights inside a band, zero outside it (IcePop).",
+        _TOKEN_ICEPOP,
+        _IS,
     ),
-    "decoupled_seq_is_rs": Preset(
-        description="Decoupled PPO; Seq-TIS, sequences whose product of ratios leaves a band are rejected (Seq-MIS).",
-        values={**_SEQ_IS, "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"},
-        parameters=_IS_RS,
+    "decoupled_seq_is_rs": (
+        "Decoupled PPO; Seq-TIS, sequences whose product of ratios leaves a band are rejected (Seq-MIS).",
+        {**_SEQ_IS, "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"},
+        _IS_RS,
     ),
-    "decoupled_geo_rs": Preset(
-        description="Decoupled PPO; no weights, sequences rejected on the geometric mean of their ratios (Geo-RS).",
-        values=_GEO_RS,
-        parameters=_RS,
+    "decoupled_geo_rs": (
+        "Decoupled PPO; no weights, sequences rejected on the geometric mean of their ratios (Geo-RS).",
+        _GEO_RS,
+        _RS,
     ),
-    "decoupled_geo_rs_seq_tis": Preset(
-        description="Decoupled PPO; Geo-RS filter with sequence weights.",
-        values={**_SEQ_IS, **_GEO_RS},
-        parameters=_IS_RS,
+    "decoupled_geo_rs_seq_tis": (
+        "Decoupled PPO; Geo-RS filter with sequence weights.",
+        _SEQ_IS | _GEO_RS,
+        _IS_RS,
     ),
-    "decoupled_geo_rs_token_tis": Preset(
-        description="Decoupled PPO; Geo-RS filter with token weights.",
-        values={**_TOKEN_IS, **_GEO_RS},
-        parameters=_IS_RS,
+    "decoupled_geo_rs_token_tis": (
+        "Decoupled PPO; Geo-RS filter with token weights.",
+        _TOKEN_IS | _GEO_RS,
+        _IS_RS,
     ),
-    "decoupled_k3_rs": Preset(
-        description="Decoupled PPO; no weights, sequences rejected on their mean k3 divergence (K3-RS).",
-        values=_K3_RS,
-        parameters=_RS,
+    "decoupled_k3_rs": (
+        "Decoupled PPO; no weights, sequences rejected on their mean k3 divergence (K3-RS).",
+        _K3_RS,
+        _RS,
     ),
-    "decoupled_k3_rs_seq_tis": Preset(
-        description="Decoupled PPO; K3-RS filter with sequence weights.",
-        values={**_SEQ_IS, **_K3_RS},
-        parameters=_IS_RS,
+    "decoupled_k3_rs_seq_tis": (
+        "Decoupled PPO; K3-RS filter with sequence weights.",
+        _SEQ_IS | _K3_RS,
+        _IS_RS,
     ),
-    "decoupled_k3_rs_token_tis": Preset(
-        description="Decoupled PPO; K3-RS filter with token weights.",
-        values={**_TOKEN_IS, **_K3_RS},
-        parameters=_IS_RS,
+    "decoupled_k3_rs_token_tis": (
+        "Decoupled PPO; K3-RS filter with token weights.",
+        _TOKEN_IS | _K3_RS,
+        _IS_RS,
     ),
-    "bypass_ppo_clip": Preset(
-        description="PPO clipped against the rollout policy itself; no old log-probs, no weights, no rejection.",
-        values=_BYPASS_PPO,
+    "bypass_ppo_clip": (
+        "PPO clipped against the rollout policy itself; no old log-probs, no weights, no rejection.",
+        _BYPASS_PPO,
+        {},
     ),
-    "bypass_ppo_clip_geo_rs": Preset(
-        description="PPO clipped against the rollout policy, with the Geo-RS filter.",
-        values={**_GEO_RS, **_BYPASS_PPO},
-        parameters=_RS,
+    "bypass_ppo_clip_geo_rs": (
+        "PPO clipped against the rollout policy, with the Geo-RS filter.",
+        _GEO_RS | _BYPASS_PPO,
+        _RS,
     ),
-    "bypass_ppo_clip_k3_rs": Preset(
-        description="PPO clipped against the rollout policy, with the K3-RS filter.",
-        values={**_K3_RS, **_BYPASS_PPO},
-        parameters=_RS,
+    "bypass_ppo_clip_k3_rs": (
+        "PPO clipped against the rollout policy, with the K3-RS filter.",
+        _K3_RS | _BYPASS_PPO,
+        _RS,
     ),
-    "bypass_pg_is": Preset(
-        description="REINFORCE with truncated sequence weights against the rollout policy; no clipping.",
-        values={**_SEQ_IS, **_BYPASS_PG},
-        parameters=_IS,
+    "bypass_pg_is": (
+        "REINFORCE with truncated sequence weights against the rollout policy; no clipping.",
+        _SEQ_IS | _BYPASS_PG,
+        _IS,
     ),
-    "bypass_pg_token_icepop": Preset(
-        description="REINFORCE with banded token weights (IcePop) against the rollout policy.",
-        values={**_TOKEN_ICEPOP, **_BYPASS_PG},
-        parameters=_IS,
+    "bypass_pg_token_icepop": (
+        "REINFORCE with banded token weights (IcePop) against the rollout policy.",
+        _TOKEN_ICEPOP | _BYPASS_PG,
+        _IS,
     ),
-    "bypass_pg_geo_rs": Preset(
-        description="REINFORCE without weights; the Geo-RS filter alone.",
-        values={**_GEO_RS, **_BYPASS_PG},
-        parameters=_RS,
+    "bypass_pg_geo_rs": (
+        "REINFORCE without weights; the Geo-RS filter alone.",
+        _GEO_RS | _BYPASS_PG,
+        _RS,
     ),
-    "bypass_pg_geo_rs_seq_tis": Preset(
-        description="REINFORCE with sequence weights and the Geo-RS filter.",
-        values={**_SEQ_IS, **_GEO_RS, **_BYPASS_PG},
-        parameters=_IS_RS,
+    "bypass_pg_geo_rs_seq_tis": (
+        "REINFORCE with sequence weights and the Geo-RS filter.",
+        _SEQ_IS | _GEO_RS | _BYPASS_PG,
+        _IS_RS,
     ),
-    "bypass_pg_geo_rs_token_tis": Preset(
-        description="REINFORCE with token weights and the Geo-RS filter.",
-        values={**_TOKEN_IS, **_GEO_RS, **_BYPASS_PG},
-        parameters=_IS_RS,
+    "bypass_pg_geo_rs_token_tis": (
+        "REINFORCE with token weights and the Geo-RS filter.",
+        _TOKEN_IS | _GEO_RS | _BYPASS_PG,
+        _IS_RS,
     ),
-    "disabled": Preset(
-        description="Metrics only: the mismatch is measured, nothing is weighted or rejected.",
-        values={},
-    ),
-    "token_is": Preset(
-        description="Older name of `decoupled_token_is`.", values=_TOKEN_IS, parameters=_IS, source=VERL_2025_11
-    ),
-    "token_tis": Preset(description="The same as `token_is`.", values=_TOKEN_IS, parameters=_IS, source=VERL_2025_11),
-    "seq_is": Preset(
-        description="Older name of `decoupled_seq_is`.", values=_SEQ_IS, parameters=_IS, source=VERL_2025_11
-    ),
-    "seq_is_rs": Preset(
-        description="Seq-TIS with rejection on the product of ratios; the band is given by its two ends.",
-        values={**_SEQ_IS, "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": 2.0},
-        parameters={**_IS_RS, "rs_threshold_lower": (BAND_LOWER,)},
-        source=VERL_2025_11,
-    ),
-    "seq_mis": Preset(
-        description="`seq_is_rs` with one threshold for weights and rejection; lower=0 leaves small ratios in.",
-        values={**_SEQ_IS, "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": 2.0},
-        parameters={"threshold": ("rollout_is_threshold", "rollout_rs_threshold"), "lower": (BAND_LOWER,)},
-        source=VERL_2025_11,
-    ),
-    "geo_rs": Preset(
-        description="Geo-RS with the band [1/1.001, 1.001] and the per-token veto.",
-        values=_OLDER_GEO_RS,
-        parameters=_OLDER_GEO_RS_PARAMETERS,
-        source=VERL_2025_11,
-    ),
-    "geo_mis": Preset(
-        description="Geo-RS with the band [0.999, 1.001] and the per-token veto.",
-        values={**_OLDER_GEO_RS, BAND_LOWER: 0.999},
-        parameters=_OLDER_GEO_RS_PARAMETERS,
-        source=VERL_2025_11,
-    ),
-    "ppo_is_bypass": Preset(
-        description="PPO clipped against the rollout policy; token weights are measured and stay out of the loss.",
-        # Applying them would count the behaviour ratio twice; saying so here keeps the preset free of the warning.
-        values={**_TOKEN_IS, **_BYPASS_PPO, "apply_is": False},
-        parameters=_IS,
-        source=VERL_2025_11,
-    ),
-    "pure_is": Preset(
-        description="Older name of `bypass_pg_is`.",
-        values={**_SEQ_IS, **_BYPASS_PG},
-        parameters=_IS,
-        source=VERL_2025_11,
-    ),
-    "bypass_pg_rs": Preset(
-        description="Older name of `bypass_pg_geo_rs`.",
-        values={**_GEO_RS, **_BYPASS_PG},
-        parameters=_RS,
-        source=VERL_2025_12,
+    "disabled": (
+        "Metrics only: the mismatch is measured, nothing is weighted or rejected.",
+        {},
+        {},
     ),
 }
 
+_NOVEMBER_2025: dict[str, _Row] = {
+    "token_is": (
+        "Older name of `decoupled_token_is`.",
+        _TOKEN_IS,
+        _IS,
+    ),
+    "token_tis": (
+        "The same as `token_is`.",
+        _TOKEN_IS,
+        _IS,
+    ),
+    "seq_is": (
+        "Older name of `decoupled_seq_is`.",
+        _SEQ_IS,
+        _IS,
+    ),
+    "seq_is_rs": (
+        "Seq-TIS with rejection on the product of ratios; the band is given by its two ends.",
+        {**_SEQ_IS, "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": 2.0},
+        {**_IS_RS, "rs_threshold_lower": (BAND_LOWER,)},
+    ),
+    "seq_mis": (
+        "`seq_is_rs` with one threshold for weights and rejection; lower=0 leaves small ratios in.",
+        {**_SEQ_IS, "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": 2.0},
+        {"threshold": ("rollout_is_threshold", "rollout_rs_threshold"), "lower": (BAND_LOWER,)},
+    ),
+    "geo_rs": (
+        "Geo-RS with the band [1/1.001, 1.001] and the per-token veto.",
+        _OLDER_GEO_RS,
+        _OLDER_GEO_RS_PARAMETERS,
+    ),
+    "geo_mis": (
+        "Geo-RS with the band [0.999, 1.001] and the per-token veto.",
+        {**_OLDER_GEO_RS, BAND_LOWER: 0.999},
+        _OLDER_GEO_RS_PARAMETERS,
+    ),
+    # Applying the weights would count the behavior ratio twice. Saying so keeps the preset free of the warning.
+    "ppo_is_bypass": (
+        "PPO clipped against the rollout policy; token weights are measured and stay out of the loss.",
+        {**_TOKEN_IS, **_BYPASS_PPO, "apply_is": False},
+        _IS,
+    ),
+    "pure_is": (
+        "Older name of `bypass_pg_is`.",
+        _SEQ_IS | _BYPASS_PG,
+        _IS,
+    ),
+}
+
+_DECEMBER_2025: dict[str, _Row] = {
+    "bypass_pg_rs": (
+        "Older name of `bypass_pg_geo_rs`.",
+        _GEO_RS | _BYPASS_PG,
+        _RS,
+    ),
+}
+
+
+def _presets(source: str, rows: Mapping[str, _Row]) -> dict[str, Preset]:
+    return {
+        name: Preset(description=description, values=values, parameters=parameters, source=source)
+        for name, (description, values, parameters) in rows.items()
+    }
+
+
+PRESETS = _presets(VERL, _NEWEST) | _presets(VERL_2025_11, _NOVEMBER_2025) | _presets(VERL_2025_12, _DECEMBER_2025)
 
 Config = TypeVar("Config")
 
@@ -287,5 +309,5 @@ def with_named_presets(cls: type[Config]) -> type[Config]:
 
 
 def _default(fields: Iterable[str], values: Mapping[str, object]) -> object:
-    """What an argument is when it is not given: the value of the first field that it sets."""
+    """The default of an argument: the value of the first field that it sets."""
     return next((values.get(name) for name in fields), None)

@@ -38,7 +38,7 @@ CRITERIA: dict[str, tuple[Scope, Kind]] = {
     "seq_max_k3": ("seq_max", "k3"),
 }
 
-# Of denoising steps only: their KL is exact, from the two means, and needs no estimate.
+# For denoising steps only: the two means give their exact KL, so no estimate is needed.
 STEP_CRITERIA: dict[str, tuple[Scope, Kind]] = {"step_kl": ("step", "kl")}
 
 _EVERY = CRITERIA | STEP_CRITERIA
@@ -60,8 +60,8 @@ class Criterion:
 
     Raises:
         TypeError: a bound is no number, or a name is no string.
-        ValueError: seq_max_k1 (it does not exist), lower > upper, a bound that is not finite and > 0, a lower bound on
-            k2 or k3, or none above.
+        ValueError: the name is seq_max_k1 (it does not exist), lower > upper, a bound is not finite and > 0, or k2 or
+            k3 has a lower bound or no upper bound.
 
     Example:
         >>> Criterion(scope="seq_mean", kind="k1", lower=0.999, upper=1.001).name
@@ -78,9 +78,12 @@ class Criterion:
         check_choice("kind", self.kind, ("k1", "k2", "k3", "kl"))
         if self.name not in _EVERY:
             raise ValueError(f"{self.name} does not exist: seq_max takes k2 or k3, and step takes kl alone")
+
         for side, bound in (("lower", self.lower), ("upper", self.upper)):
             if bound is not None:
                 check_number(f"{self.name} {side} bound", bound, above=0)
+
+        # A ratio has two sides. A divergence is never negative, so only large ones are rejected.
         if self.kind != "k1":
             if self.lower is not None:
                 raise ValueError(f"{self.name} takes one upper bound in nats; got a lower bound {self.lower!r} too")
@@ -100,13 +103,14 @@ def parse_is_threshold(value: Threshold | None) -> Band:
 
     Raises:
         TypeError: the value is neither number, text nor None.
-        ValueError: a bound that is no finite number > 0, or lo > hi.
+        ValueError: a bound is not a finite number > 0, or lo > hi.
     """
     option = "rollout_is_threshold"
     if value is None:
         return None, None
     if not isinstance(value, str):
         return None, check_number(f"{option} (a ceiling on weights; None for no ceiling)", value, above=0)
+
     parts = [
         _number(part, option, value, "a ceiling C, or a band lo_hi such as '0.5_5.0'") for part in value.split("_")
     ]
@@ -115,6 +119,7 @@ def parse_is_threshold(value: Threshold | None) -> Band:
     for part in parts:
         if part <= 0:
             raise ValueError(f"{option} {value!r}: bounds on weights must be finite and > 0, got {part:g}")
+
     if len(parts) == 1:
         return None, parts[0]
     _check_order(option, value, parts[0], parts[1])
@@ -122,7 +127,7 @@ def parse_is_threshold(value: Threshold | None) -> Band:
 
 
 def parse_rejection(names: str | Sequence[str], threshold: Threshold | None) -> tuple[Criterion, ...]:
-    """Read `rollout_rs` with `rollout_rs_threshold` into criteria, repeats dropped.
+    """Read `rollout_rs` with `rollout_rs_threshold` into criteria, without repeats.
 
     Raises:
         TypeError: names or threshold are of a wrong type.
@@ -137,8 +142,11 @@ def parse_rejection(names: str | Sequence[str], threshold: Threshold | None) -> 
             f"rollout_rs names {len(listed)} criteria ({', '.join(listed)}) but rollout_rs_threshold {threshold!r} "
             f"gives {len(texts)}: give one to share, or one for each"
         )
+    if len(texts) == 1:
+        texts = texts * len(listed)
+
     criteria: dict[str, Criterion] = {}
-    for name, text in zip(listed, texts * len(listed) if len(texts) == 1 else texts, strict=True):
+    for name, text in zip(listed, texts, strict=True):
         criterion = _criterion(name, text)
         if criteria.setdefault(name, criterion) != criterion:
             raise ValueError(f"rollout_rs names {name} twice with different bounds in {threshold!r}; keep one of them")
@@ -155,6 +163,8 @@ def canonical_rejection(names: str | Sequence[str], threshold: Threshold | None)
     kept = [criterion.name for criterion in parse_rejection(listed, threshold)]
     if threshold is None or len(kept) == len(listed):
         return ",".join(kept), threshold
+
+    # Something was written twice. Its threshold goes with it, unless one threshold is shared by all.
     texts = threshold_texts(threshold)
     if len(texts) > 1:
         threshold = ",".join(texts[listed.index(name)] for name in kept)
@@ -165,8 +175,8 @@ def criterion_names(names: str | Sequence[str]) -> list[str]:
     """Split `rollout_rs` into names and check each.
 
     Raises:
-        TypeError: neither text nor a sequence of texts.
-        ValueError: no name, an empty name, or an unknown one; the nearest is suggested.
+        TypeError: the value is neither text nor a sequence of texts.
+        ValueError: there is no name, an empty one, or an unknown one. The nearest is suggested.
     """
     if isinstance(names, str):
         listed = [name.strip() for name in names.split(",")]
@@ -176,6 +186,7 @@ def criterion_names(names: str | Sequence[str]) -> list[str]:
         raise TypeError(
             f"rollout_rs must be names in one text or in a list; got {names!r} of type {type(names).__name__}"
         )
+
     if not any(listed):
         raise ValueError(f"rollout_rs {names!r} names no criterion; write None for no rejection")
     for name in listed:
@@ -237,7 +248,7 @@ def join_band(lower: Threshold, upper: Threshold | None) -> str:
 
     Raises:
         TypeError: an end is of a wrong type.
-        ValueError: an end is missing, is no finite number, or is a band already.
+        ValueError: an end is missing, is not a finite number, or is a band already.
     """
     ends = {"rollout_rs_threshold_lower": lower, "rollout_rs_threshold": upper}
     texts = []
@@ -261,11 +272,14 @@ def _criterion(name: str, text: str) -> Criterion:
             raise ValueError(f"{option} is one upper bound in nats; got the band {text!r}")
         upper = _number(text, option, text, "one upper bound in nats such as '0.01'")
         return Criterion(scope=scope, kind=kind, upper=_positive(option, text, upper))
+
     if len(parts) > 2:
         raise ValueError(f"{option} {text!r} has {len(parts)} parts; give x for [1/x, x], or a band lo_hi")
     wanted = "x for [1/x, x], or a band lo_hi such as '0.5_2.0'"
     if len(parts) == 1:
         return _reciprocal_criterion(scope, option, text, _number(text, option, text, wanted))
+
+    # 0 and inf leave their side open. The other bounds must be finite and > 0.
     lowest = _number(parts[0], option, text, wanted)
     lower = None if lowest == 0 else _positive(option, text, lowest)
     upper_text = parts[1].strip()
@@ -281,7 +295,7 @@ def _reciprocal_criterion(scope: Scope, option: str, text: str, upper: float) ->
     """A k1 criterion from one number x: the band [1/x, x]."""
     upper = _positive(option, text, upper)
     if upper < 1:
-        # [1/x, x] is empty here. Turning it round would guess; a lower bound alone is more likely meant.
+        # [1/x, x] is empty here. Swapping the ends would be a guess: a lower bound alone is more likely meant.
         raise ValueError(
             f"{option}: the number {text} means the ratio band [1/x, x], which is empty for x < 1; "
             f"write '{text}_inf' for a lower bound alone, or '{text}_{1 / upper:g}' for both sides"

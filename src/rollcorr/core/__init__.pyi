@@ -4,8 +4,6 @@ from .advantages import grpo_advantages as grpo_advantages
 from .advantages import rloo_advantages as rloo_advantages
 from .advantages import terminal_rewards as terminal_rewards
 from .aggregation import Denominators as Denominators
-from .aggregation import count_denominators as count_denominators
-from .aggregation import weight_denominators as weight_denominators
 from .diffusion import SdeWindow as SdeWindow
 from .diffusion import gaussian_kl as gaussian_kl
 from .diffusion import gaussian_log_prob as gaussian_log_prob

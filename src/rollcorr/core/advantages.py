@@ -1,10 +1,10 @@
 """Advantages: GRPO, Dr. GRPO, RLOO and GAE, with rejected rows left out on request.
 
-A row that rejection removed from the loss was sampled by a policy too far from ours to vouch for its reward; with
-`keep`, it does not move the baseline of its group either. Its reward is then never read and its own advantage is 0.
+A row that rejection removed from the loss was sampled by a policy too far from ours, so its reward says little about
+ours. With `keep`, it does not move the baseline of its group either: its reward is never read, and its advantage is 0.
 
-Group estimators work on one reward a sequence, (B,), and do not know the layout; GAE works on tokens, padded or
-packed. Arithmetic is in float64, the result in the dtype of the rewards and at least float32. Nothing reads a value.
+Group estimators work on one reward per sequence, (B,), and do not know the layout. GAE works on tokens, padded or
+packed. Arithmetic is in float64. The result has the dtype of the rewards, and at least float32. Nothing reads a value.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ def grpo_advantages(rewards: Tensor, group_ids: Tensor, *, keep: Tensor | None =
     """
     if not epsilon > 0:
         raise ValueError(f"epsilon must be > 0, got {epsilon}")
-    centred, count, group = _centred_by_group(rewards, group_ids, keep)
-    variance = _group_sum(centred.square(), group) / (count - 1).clamp(min=1)
+    centered, count, group = _centered_by_group(rewards, group_ids, keep)
+    variance = _group_sum(centered.square(), group) / (count - 1).clamp(min=1)
     deviation = variance.sqrt() + epsilon
-    return (centred / deviation[group]).to(_result_dtype(rewards))
+    return (centered / deviation[group]).to(_result_dtype(rewards))
 
 
 def dr_grpo_advantages(rewards: Tensor, group_ids: Tensor, *, keep: Tensor | None = None) -> Tensor:
-    """r − mean of the group: GRPO without the division, which favours groups that are nearly all right or wrong.
+    """r − mean of the group: GRPO without the division, which favors groups that are nearly all right or wrong.
 
     Arguments, Returns and Raises are as in `grpo_advantages`; the unit is that of the reward.
 
     Source: Liu et al. (2025), "Understanding R1-Zero-Like Training", arXiv:2503.20783.
     """
-    centred, _, _ = _centred_by_group(rewards, group_ids, keep)
-    return centred.to(_result_dtype(rewards))
+    centered, _, _ = _centered_by_group(rewards, group_ids, keep)
+    return centered.to(_result_dtype(rewards))
 
 
 def rloo_advantages(rewards: Tensor, group_ids: Tensor, *, keep: Tensor | None = None) -> Tensor:
@@ -60,8 +60,8 @@ def rloo_advantages(rewards: Tensor, group_ids: Tensor, *, keep: Tensor | None =
     Source: Kool et al. (2019), "Buy 4 REINFORCE Samples, Get a Baseline for Free!"; Ahmadian et al. (2024),
     arXiv:2402.14740.
     """
-    centred, count, group = _centred_by_group(rewards, group_ids, keep)
-    return (centred * (count / (count - 1).clamp(min=1))[group]).to(_result_dtype(rewards))
+    centered, count, group = _centered_by_group(rewards, group_ids, keep)
+    return (centered * (count / (count - 1).clamp(min=1))[group]).to(_result_dtype(rewards))
 
 
 def gae_advantages(
@@ -76,11 +76,11 @@ def gae_advantages(
 ) -> tuple[Tensor, Tensor]:
     """A_t = δ_t + γλ A_{t'}, δ_t = r_t + γ V_{t'} − V_t, where t' is the next response token; V = 0 after the last.
 
-    Observation tokens in the middle of a response (holes in the mask) are skipped: they take no step of discount, and
-    their rewards and values are never read.
+    Observation tokens in the middle of a response (holes in the mask) are skipped: no discount is applied for them,
+    and their rewards and values are never read.
 
     Args:
-        rewards: per token, (B, T), or (N,) when packed; `terminal_rewards` places one reward a sequence.
+        rewards: per token, (B, T), or (N,) when packed. `terminal_rewards` places one reward per sequence.
         values: the critic's V_t before the token, same shape; detached here.
         response_mask: tokens that the policy sampled, same shape; read as ≠ 0.
         gamma: discount per response token, in [0, 1].
@@ -100,6 +100,7 @@ def gae_advantages(
         if not 0 <= number <= 1:
             raise ValueError(f"{name} must be in [0, 1], got {number}")
     check_layout(rewards=rewards, values=values, response_mask=response_mask, cu_seqlens=cu_seqlens)
+
     mask = response_mask != 0
     if keep is not None:
         check_tensors(rewards=rewards, keep=keep)
@@ -108,11 +109,15 @@ def gae_advantages(
     reward = rewards.detach().to(torch.float64).masked_fill(~mask, 0.0)
     value = values.detach().to(torch.float64).masked_fill(~mask, 0.0)
 
+    # V_{t'}: each hole hands on the value of the token behind it, so that the next response token is one place away.
     final = _final_position(mask, cu_seqlens)
-    pass_through = (~mask).to(torch.float64)
-    value_from_here = _linear_recurrence(value, pass_through.masked_fill(final, 0.0))
-    delta = (reward + gamma * _next(value_from_here).masked_fill(final, 0.0) - value).masked_fill(~mask, 0.0)
-    decay = pass_through.masked_fill(mask, gamma * lam).masked_fill(final, 0.0)
+    hole = (~mask).to(torch.float64)
+    value_from_here = _linear_recurrence(value, hole.masked_fill(final, 0.0))
+    next_value = _next(value_from_here).masked_fill(final, 0.0)
+    delta = (reward + gamma * next_value - value).masked_fill(~mask, 0.0)
+
+    # Holes hand on advantages in the same way, with factor 1. Nothing passes from one sequence to another.
+    decay = hole.masked_fill(mask, gamma * lam).masked_fill(final, 0.0)
     advantages = _linear_recurrence(delta, decay).masked_fill(~mask, 0.0)
     dtype = _result_dtype(rewards)
     return advantages.to(dtype), (advantages + value).to(dtype)
@@ -127,8 +132,8 @@ def terminal_rewards(rewards: Tensor, response_mask: Tensor, *, cu_seqlens: Tens
         cu_seqlens: (B + 1,) token offsets, only when packed.
 
     Returns:
-        In the shape of `response_mask`. A sequence without a response token has no place for its reward: it gets none,
-        and no other token (index −1, say) gets it instead.
+        In the shape of `response_mask`. The reward of a sequence without a response token is dropped: there is no
+        token to place it on.
 
     Raises:
         ValueError: shapes differ or do not fit the layout.
@@ -138,14 +143,16 @@ def terminal_rewards(rewards: Tensor, response_mask: Tensor, *, cu_seqlens: Tens
     mask = response_mask != 0
     last = token_count(mask, cu_seqlens=cu_seqlens)
     check_shape("rewards", rewards, last.shape, "one per sequence")
+
+    # The last response token is the one at which the running count of its row (packed: of the batch) reaches its end.
     if cu_seqlens is not None:
         last = last.cumsum(0)
     is_last = mask & (mask.cumsum(-1) == expand(last, mask, cu_seqlens=cu_seqlens))
     return expand(rewards, mask, cu_seqlens=cu_seqlens).masked_fill(~is_last, 0).to(_result_dtype(rewards))
 
 
-def _centred_by_group(rewards: Tensor, group_ids: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(r − mean of its group's kept rewards, 0 where left out; kept rows per group; the group index of each row)."""
+def _centered_by_group(rewards: Tensor, group_ids: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """r − the mean of its group's kept rewards (0 where left out), the kept rows of each group, each row's group."""
     check_tensors(rewards=rewards, group_ids=group_ids, keep=keep)
     if rewards.dim() != 1:
         raise ValueError(f"rewards must be one per sequence, (B,); got {tuple(rewards.shape)}")
@@ -154,6 +161,7 @@ def _centred_by_group(rewards: Tensor, group_ids: Tensor, keep: Tensor | None) -
     for name, tensor in (("group_ids", group_ids), ("keep", keep)):
         if tensor.shape != rewards.shape:
             raise ValueError(f"rewards {tuple(rewards.shape)} and {name} {tuple(tensor.shape)} differ")
+
     group = _group_index(group_ids.to(torch.int64))
     kept_rewards = rewards.detach().to(torch.float64).masked_fill(~keep, 0.0)
     count = _group_sum(keep.to(torch.float64), group)

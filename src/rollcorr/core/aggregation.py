@@ -1,14 +1,10 @@
 """Aggregation: how per-token losses become one number, so that any split of the batch gives the same gradient.
 
 Every mode is a plain sum over tokens, scaled by numbers that belong to the whole optimizer step. Given those numbers
-(`Denominators`), the losses of micro-batches and ranks add up to the loss of the undivided batch; without them, the
-call at hand is taken to be the whole step. Trainers whose gradients are averaged over R ranks (DDP) multiply by R.
+(`Denominators`), the losses of micro-batches and ranks add up to the loss of the undivided batch. Without them, the
+call itself is taken to be the whole step. Trainers whose gradients are averaged over R ranks (DDP) multiply by R.
 
-Three normalisers say what the denominators count (c_i response tokens and k_i kept tokens of sequence i, w weights):
-
-    kept        tokens = Σ k_i          sequences = #{i: k_i > 0}         count_denominators(loss_mask)
-    original    tokens = Σ c_i          sequences = #{i: c_i > 0}         count_denominators(response_mask)
-    weights     tokens = Σ_kept w       sequences = Σ_i mean_kept,i w     weight_denominators(loss_mask, weights)
+`rollcorr.correction.denominators` counts denominators over process groups, and says what each normalizer counts.
 """
 
 from __future__ import annotations
@@ -19,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.core.boundary import check_floating, check_shape, check_tensors
-from rollcorr.core.layout import check_layout, expand, sequence_mean, token_count
+from rollcorr.core.layout import check_layout, expand, token_count
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,40 +35,22 @@ class Denominators:
         return Denominators(self.tokens + other.tokens, self.sequences + other.sequences)
 
 
-def count_denominators(mask: Tensor, *, cu_seqlens: Tensor | None = None) -> Denominators:
-    """tokens = Σ_i k_i, sequences = #{i: k_i > 0}: 0-d float64 tensors.
+def denominators_of_lengths(lengths: Tensor, weight_sums: Tensor | None = None) -> Denominators:
+    """tokens = Σ_i k_i and sequences = #{i: k_i > 0}; with weights, tokens = Σ_i W_i and sequences = Σ_i W_i / k_i.
+
+    W_i / k_i is the mean kept weight of sequence i. A sequence-level weight is its own mean, so weights of 1 give the
+    plain counts, and a per-token loss that is the same constant everywhere aggregates to that constant.
 
     Args:
-        mask: the loss mask for "kept", the response mask for "original". (B, T), or (N,) when packed; read as ≠ 0.
-        cu_seqlens: (B + 1,) token offsets, only when packed.
-
-    Raises:
-        TypeError: the mask or `cu_seqlens` is no tensor.
-        ValueError: the mask does not fit the layout.
-    """
-    check_layout(mask=mask, cu_seqlens=cu_seqlens)
-    count = token_count(mask != 0, cu_seqlens=cu_seqlens)
-    return Denominators(count.sum(dtype=torch.float64), (count > 0).sum(dtype=torch.float64))
-
-
-def weight_denominators(loss_mask: Tensor, weights: Tensor, *, cu_seqlens: Tensor | None = None) -> Denominators:
-    """tokens = Σ_kept w, sequences = Σ_i q_i with q_i the mean kept weight of sequence i: self-normalised IS.
-
-    A sequence-level weight w_i is its own mean, so both counts reduce to `count_denominators` when every weight is 1,
-    and a per-token loss that is the same constant everywhere aggregates to that constant.
-
-    Args:
-        loss_mask: kept tokens. (B, T), or (N,) when packed; read as ≠ 0.
-        weights: the weights that the loss applies, same shape. Never read outside `loss_mask`.
-        cu_seqlens: (B + 1,) token offsets, only when packed.
+        lengths: k_i, the counted tokens of each whole sequence, (B,).
+        weight_sums: W_i, the sum of their weights, (B,) float64. None: every weight is 1.
 
     Returns:
-        0-d float64 tensors without gradient.
+        0-d float64 tensors.
     """
-    check_layout(loss_mask=loss_mask, weights=weights, cu_seqlens=cu_seqlens)
-    kept, weights = loss_mask != 0, weights.detach().to(torch.float64)
-    tokens = weights.masked_fill(~kept, 0.0).sum()
-    return Denominators(tokens, sequence_mean(weights, kept, cu_seqlens=cu_seqlens).sum())
+    if weight_sums is None:
+        return Denominators(lengths.sum(dtype=torch.float64), (lengths > 0).sum(dtype=torch.float64))
+    return Denominators(weight_sums.sum(), (weight_sums / lengths.clamp(min=1)).sum())
 
 
 def token_mean(
@@ -83,7 +61,7 @@ def token_mean(
     Args:
         loss: per-token loss, (B, T), or (N,) when packed. Never read outside `mask`.
         mask: tokens in the loss, same shape; read as ≠ 0.
-        denominators: of the whole optimizer step; None counts `mask`.
+        denominators: of the whole optimizer step. None: `mask` is counted.
         cu_seqlens: (B + 1,) token offsets, only when packed.
 
     Returns:
@@ -95,12 +73,12 @@ def token_mean(
     """
     masked = _masked(loss, mask, cu_seqlens)
     if denominators is None:
-        denominators = count_denominators(mask, cu_seqlens=cu_seqlens)
+        denominators = denominators_of_lengths(token_count(mask != 0, cu_seqlens=cu_seqlens))
     return masked.sum() * _inverse(denominators.tokens, masked)
 
 
 def token_sum(loss: Tensor, mask: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Σ_it loss: no denominator; the step size grows with the batch. Arguments as in `token_mean`."""
+    """Σ_it loss: no denominator, so the step size grows with the batch. Arguments are as in `token_mean`."""
     return _masked(loss, mask, cu_seqlens).sum()
 
 
@@ -113,7 +91,7 @@ def seq_mean_token_sum(
     """
     masked = _masked(loss, mask, cu_seqlens)
     if denominators is None:
-        denominators = count_denominators(mask, cu_seqlens=cu_seqlens)
+        denominators = denominators_of_lengths(token_count(mask != 0, cu_seqlens=cu_seqlens))
     return masked.sum() * _inverse(denominators.sequences, masked)
 
 
@@ -130,10 +108,10 @@ def seq_mean_token_mean(
     Args:
         loss: per-token loss, (B, T), or (N,) when packed. Never read outside `mask`.
         mask: tokens in the loss, same shape; read as ≠ 0.
-        denominators: of the whole optimizer step; None counts `mask`.
-        lengths: what each row is divided by, (B,): the original lengths c_i for the normaliser "original". None: the
-            kept lengths k_i, for "kept" and for "weights" (dividing by a row's weight sum would cancel a
-            sequence-level weight; Σ_i q_i in the denominator normalises it instead).
+        denominators: of the whole optimizer step. None: `mask` is counted.
+        lengths: what each row is divided by, (B,): the original lengths c_i for the normalizer "original". None: the
+            kept lengths k_i, for "kept" and for "weights". (Dividing a row by its weight sum would cancel a
+            sequence-level weight. The mean weights in the denominator normalize it instead.)
         cu_seqlens: (B + 1,) token offsets, only when packed.
 
     Returns:
@@ -145,13 +123,16 @@ def seq_mean_token_mean(
     """
     masked = _masked(loss, mask, cu_seqlens)
     kept_lengths = token_count(mask != 0, cu_seqlens=cu_seqlens)
+    if denominators is None:
+        denominators = denominators_of_lengths(kept_lengths)
+
     lengths = kept_lengths if lengths is None else lengths
     check_tensors(loss=loss, lengths=lengths)
     check_shape("lengths", lengths, kept_lengths.shape, "one per sequence")
-    if denominators is None:
-        denominators = count_denominators(mask, cu_seqlens=cu_seqlens)
-    row_scale = _inverse_tensor(lengths, masked)
-    return (masked * expand(row_scale, masked, cu_seqlens=cu_seqlens)).sum() * _inverse(denominators.sequences, masked)
+
+    # Each token is scaled before the sum, so that one reduction serves padded and packed batches alike.
+    row_scale = expand(_inverse_tensor(lengths, masked), masked, cu_seqlens=cu_seqlens)
+    return (masked * row_scale).sum() * _inverse(denominators.sequences, masked)
 
 
 def seq_mean_token_sum_norm(
@@ -164,8 +145,8 @@ def seq_mean_token_sum_norm(
 ) -> Tensor:
     """Σ_i (Σ_t loss) / (sequences × scale): a constant in place of the length, as in Dr. GRPO.
 
-    Arguments, Returns and Raises are as in `token_mean`; `scale` is a finite constant > 0, usually the longest response
-    allowed. The padded length is no default: padding would change the gradient.
+    Arguments, Returns and Raises are as in `token_mean`. `scale` is a finite constant > 0, usually the longest response
+    allowed. The padded length is no default, because padding would then change the gradient.
 
     Source: Liu et al. (2025), "Understanding R1-Zero-Like Training", arXiv:2503.20783.
     """
@@ -189,7 +170,8 @@ def _inverse(amount: Tensor | float, like: Tensor) -> Tensor | float:
 
 
 def _inverse_tensor(amount: Tensor, like: Tensor) -> Tensor:
-    """The same entry by entry, in the dtype of `like`."""
+    """The same for each entry, in the dtype of `like`."""
+    # The reciprocal is taken in float64, and rounded once, to the dtype of the loss.
     empty = amount == 0
     inverse = amount.to(torch.float64).masked_fill(empty, 1.0).reciprocal()
     return inverse.masked_fill(empty, 0.0).to(like.dtype)

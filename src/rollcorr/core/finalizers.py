@@ -1,4 +1,4 @@
-"""Finalisers: how merged rows of statistics become one number. Every one gives 0 for an empty sample, never a NaN."""
+"""Finalizers: how merged rows of statistics become one number. For an empty sample each gives 0, never a NaN."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Finalizer:
     description: str
 
     def available(self, rows: frozenset[str]) -> bool:
-        """Whether those are all the rows that this finaliser reads."""
+        """Whether those are all the rows that this finalizer reads."""
         return rows.issuperset(self.rows)
 
 
@@ -89,12 +89,12 @@ def highest(name: str) -> Finalizer:
     return Finalizer((f"extremes:{name}",), lambda s: _seen(s, name, s.extremes[name].max), f"max of {name}")
 
 
-def farthest(name: str, *, centre: float = 0.0) -> Finalizer:
-    """max |x − centre| of a sample, from its two extremes."""
+def farthest(name: str, *, center: float = 0.0) -> Finalizer:
+    """max |x − center| of a sample, from its two extremes."""
     return Finalizer(
         (f"extremes:{name}",),
-        lambda s: _seen(s, name, max(abs(s.extremes[name].min - centre), abs(s.extremes[name].max - centre))),
-        f"max |{name} − {centre:g}|" if centre else f"max |{name}|",
+        lambda s: _seen(s, name, max(abs(end - center) for end in (s.extremes[name].min, s.extremes[name].max))),
+        f"max |{name} − {center:g}|" if center else f"max |{name}|",
     )
 
 

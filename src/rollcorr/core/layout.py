@@ -1,7 +1,7 @@
 """Layouts: one set of per-sequence operations for padded and packed batches.
 
 Padded tensors are (B, T). Packed tensors are (N,) with `cu_seqlens` (B + 1,), as in varlen attention. This is the
-only file that knows the difference; every other function takes `cu_seqlens=None` and passes it on. Nothing here reads
+only file that knows the difference: every other function takes `cu_seqlens=None` and passes it on. Nothing here reads
 a value on a device, so nothing waits for the GPU.
 """
 
@@ -19,7 +19,7 @@ def check_layout(*, cu_seqlens: Tensor | None = None, **tensors: Tensor) -> None
     """Check that the named arguments are tensors of one shape on one device, and that they fit the layout.
 
     The values of `cu_seqlens` are checked too where they lie in host memory, which waits for nothing. On a device they
-    are taken on trust: wrong ones give wrong sums there, and never a read or write beyond the data (`sequence_ids`,
+    are not checked: wrong ones give wrong sums there, but never a read or write beyond the data (`sequence_ids`,
     `bounded_offsets`).
 
     Raises:
@@ -34,10 +34,12 @@ def check_layout(*, cu_seqlens: Tensor | None = None, **tensors: Tensor) -> None
             raise ValueError(
                 f"{first_name} {tuple(first.shape)} and {name} {tuple(tensor.shape)} differ; all must have one shape"
             )
+
     if cu_seqlens is None:
         if first.dim() != 2:
             raise ValueError(f"expected (B, T), or (N,) with cu_seqlens; got {first_name} {tuple(first.shape)}")
         return
+
     if first.dim() != 1:
         raise ValueError(f"with cu_seqlens, expected packed (N,) tensors; got {first_name} {tuple(first.shape)}")
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
@@ -72,10 +74,10 @@ def check_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> None:
 
 
 def bounded_offsets(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """Offsets that a kernel can follow without leaving the data, whatever they were: (B + 1,) int64.
+    """Offsets with which a kernel never leaves the data, even where the values were wrong: (B + 1,) int64.
 
     Where values can be read they were checked, and only the dtype changes. On a device they are clamped to the data and
-    made to rise from 0 to N; right ones are unchanged by that.
+    made to rise from 0 to N. That does not change correct offsets.
     """
     if in_host_memory(cu_seqlens):
         return cu_seqlens.to(torch.int64)
@@ -103,7 +105,7 @@ def sequence_ids(tokens: Tensor, *, cu_seqlens: Tensor) -> Tensor:
 
 
 def sequence_sum(values: Tensor, mask: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Σ of the values of each sequence where mask is true: (B,). Masked values are never read; an empty one gives 0."""
+    """Σ of each sequence's values where mask is true: (B,). Masked values are never read. An empty sequence gives 0."""
     valid = values.masked_fill(~mask, 0)
     if cu_seqlens is None:
         return valid.sum(dim=-1)

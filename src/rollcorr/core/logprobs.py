@@ -4,7 +4,7 @@ Logits are (…, V) and token ids (…): (B, T, V) and (B, T), or packed (N, V) 
 temperature before the softmax, as samplers do. Everything is computed in float32 or wider, is differentiable in the
 logits, and reads no value, so nothing waits for the GPU.
 
-A reference policy is scored by `token_log_prob`, never over a support: a token that the reference itself would not
+A reference policy is scored by `token_log_prob`, never over a support: a token that the reference policy would not
 have kept must still have a finite log-prob.
 """
 
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from rollcorr.core.layout import sequence_ids
+from rollcorr.core.ratios import at_least_float32
 from rollcorr.core.sampling import KeptSets, with_sampled
-from rollcorr.core.widening import at_least_float32
 
 
 class SupportedLogProb(NamedTuple):
@@ -26,7 +26,7 @@ class SupportedLogProb(NamedTuple):
 
     Attributes:
         log_prob: log p of the sampled token over the support, nats. The shape of the token ids.
-        outside: true where the sampled token was not in the support and was taken in. Same shape, bool.
+        outside: true where the sampled token was not in the support and was added to it. Same shape, bool.
     """
 
     log_prob: Tensor
@@ -56,7 +56,7 @@ def supported_log_prob(
 ) -> SupportedLogProb:
     """log p(a) = z_a/τ − log Σ_{j ∈ K ∪ {a}} exp(z_j/τ), over a dense support K.
 
-    For supports that the trainer recomputes from its own logits (`rollcorr.core.sampling`). Fragile: see there.
+    For supports that the trainer recomputes from its own logits. `rollcorr.core.sampling` says why that is fragile.
 
     Args:
         logits: z, (…, V).
@@ -78,13 +78,13 @@ def supported_log_prob(
 def kept_log_prob(logits: Tensor, token_ids: Tensor, kept: KeptSets, *, temperature: float = 1.0) -> SupportedLogProb:
     """log p(a) = z_a/τ − log Σ_{j ∈ K ∪ {a}} exp(z_j/τ), over recorded sets K: the keep-sampling-mask replayed.
 
-    Only the kept logits are gathered: no (…, V) mask or softmax is made. A token without a kept id (padding; see
-    `KeptSets.padded`) gets log 1 = 0 and counts as outside.
+    Only the kept logits are gathered: no mask or softmax of shape (…, V) is made. A token without a kept id (padding;
+    see `KeptSets.padded`) gets log 1 = 0 and counts as outside.
 
     Args:
         logits: z, (…, V).
         token_ids: a, (…).
-        kept: K, one set a token, in the order of `token_ids.flatten()`. An id listed twice would count twice.
+        kept: K, one set per token, in the order of `token_ids.flatten()`. An id listed twice would count twice.
         temperature: τ, > 0.
 
     Raises:
@@ -100,7 +100,7 @@ def kept_log_prob(logits: Tensor, token_ids: Tensor, kept: KeptSets, *, temperat
 
 
 def kept_log_mass(logits: Tensor, token_ids: Tensor, kept: KeptSets, *, temperature: float = 1.0) -> Tensor:
-    """log S = log Σ_{j ∈ K ∪ {a}} p_j: what part of the whole softmax the kept set has. (…), nats, ≤ 0.
+    """log S = log Σ_{j ∈ K ∪ {a}} p_j: the log of the kept set's share of the whole softmax. (…), nats, ≤ 0.
 
     Arguments and raises are those of `kept_log_prob`.
     """
@@ -118,7 +118,7 @@ def token_entropy(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
     """
     _check_temperature(temperature)
     log_p = (at_least_float32(logits) / temperature).log_softmax(-1)
-    return -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum(-1)
+    return _minus_p_log_p(log_p).sum(-1)
 
 
 def kept_entropy(logits: Tensor, token_ids: Tensor, kept: KeptSets, *, temperature: float = 1.0) -> Tensor:
@@ -128,6 +128,8 @@ def kept_entropy(logits: Tensor, token_ids: Tensor, kept: KeptSets, *, temperatu
     """
     scaled, sampled, rows = _gather(logits, token_ids, kept, temperature)
     largest, log_sum, outside = _log_sum(scaled, sampled, rows, kept, token_ids)
+
+    # The sampled token's own term is added only where it is not one of the kept ids already.
     member = (scaled - largest[rows]) - log_sum[rows]
     alone = ((sampled - largest) - log_sum).masked_fill(~outside, -torch.inf)
     entropy = _minus_p_log_p(alone).index_add(0, rows, _minus_p_log_p(member))
@@ -137,9 +139,10 @@ def kept_entropy(logits: Tensor, token_ids: Tensor, kept: KeptSets, *, temperatu
 def kept_mass_log_ratio(log_ratio: Tensor, log_kept_mass: Tensor) -> Tensor:
     """d − log S: the log-ratio between two truncated policies, from a trainer's log-prob over the whole vocabulary.
 
-    The fallback when the kept mass S was recorded and the kept sets were not. The engine's log-prob is log p(a) −
-    log S; the trainer's, over the same set, would be log π(a) − log S_π. This takes S for S_π, so a difference between
-    the two masses stays in the ratio, and a gradient is that of the untruncated policy. Prefer `kept_log_prob`.
+    This is the fallback when the kept mass S was recorded and the kept sets were not. The engine's log-prob is
+    log p(a) − log S. The trainer's, over the same set, would be log π(a) − log S_π. This function uses S in place of
+    S_π, so a difference between the two masses stays in the ratio, and the gradient is that of the untruncated policy.
+    Prefer `kept_log_prob`.
 
     Args:
         log_ratio: d = log π − log μ with π over the whole vocabulary, nats. Any shape.
@@ -159,8 +162,9 @@ def _gather(logits: Tensor, token_ids: Tensor, kept: KeptSets, temperature: floa
     if len(kept) != token_ids.numel():
         raise ValueError(
             f"kept sets are of {len(kept)} tokens, token_ids has {token_ids.numel()}; "
-            "one set a token, or KeptSets.padded(mask) for a padded batch"
+            "one set per token, or KeptSets.padded(mask) for a padded batch"
         )
+
     flat = logits.reshape(-1, logits.shape[-1])
     rows = sequence_ids(kept.ids, cu_seqlens=kept.offsets)
     scaled = at_least_float32(flat[rows, kept.ids.long()]) / temperature
@@ -171,11 +175,15 @@ def _gather(logits: Tensor, token_ids: Tensor, kept: KeptSets, temperature: floa
 def _log_sum(
     scaled: Tensor, sampled: Tensor, rows: Tensor, kept: KeptSets, token_ids: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Over each kept set with the sampled token in it: max z, log Σ exp(z − max z), and where it had not been in it."""
+    """max z and log Σ exp(z − max z) of each kept set with its sampled token, and where that token was outside it."""
     is_sampled = kept.ids == token_ids.reshape(-1)[rows]
     found = torch.zeros_like(sampled, dtype=torch.int64).index_add(0, rows, is_sampled.long())
     outside = found == 0
+
+    # The maximum cancels in every result. Without a gradient it stays out of the backward pass.
     largest = sampled.detach().scatter_reduce(0, rows, scaled.detach(), "amax")
+
+    # A sampled token that is one of the kept ids must count once, so its own term counts only where it is outside.
     inserted = (sampled - largest).masked_fill(~outside, -torch.inf).exp()
     total = inserted.index_add(0, rows, (scaled - largest[rows]).exp())
     return largest, total.log(), outside
@@ -183,8 +191,7 @@ def _log_sum(
 
 def _minus_p_log_p(log_p: Tensor) -> Tensor:
     """−p log p, and 0 at p = 0."""
-    gone = log_p == -torch.inf
-    return -(log_p.exp() * log_p.masked_fill(gone, 0.0))
+    return -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0))
 
 
 def _at(scaled: Tensor, token_ids: Tensor) -> Tensor:

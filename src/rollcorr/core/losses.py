@@ -1,8 +1,8 @@
 """Per-token policy losses, and the terms that hold the policy near a reference.
 
-Three policies: μ sampled the tokens, π_old is the trainer's policy when the batch arrived, π_θ is the policy being
-trained. A loss here is a tensor of per-token values, 0 outside the loss mask, for `rollcorr.core.aggregation` to add
-up; beside it come mergeable statistics. `rollcorr.correction.losses` decides which policy plays which part.
+There are three policies: μ sampled the tokens, π_old is the trainer's policy when the batch arrived, π_θ is the policy
+being trained. A loss here is a tensor of per-token values, 0 outside the loss mask, which `rollcorr.core.aggregation`
+adds up. Mergeable statistics come with it. `rollcorr.correction.losses` decides which policy plays which part.
 
 Masked values are never read: they are replaced before any arithmetic, so NaN or ±inf there changes nothing, forward
 or backward. Arithmetic is in float32 at least.
@@ -16,12 +16,12 @@ from torch import Tensor
 from rollcorr.core.boundary import check_floating, check_tensors
 from rollcorr.core.divergence import k1, k2, k3
 from rollcorr.core.layout import check_layout, expand
-from rollcorr.core.ratios import token_log_ratio
+from rollcorr.core.ratios import at_least_float32, token_log_ratio
 from rollcorr.core.statistics import Statistics, moments_of
 
 LOG_RATIO_BOUND = 20.0
-"""Largest |log r| that enters exp(), nats. Only a token with A < 0 and r > e²⁰ without the dual clip notices: its
-gradient, which no optimizer survives, is 0."""
+"""Largest |log r| that enters exp(), nats. It changes only tokens with A < 0 and r > e²⁰ without the dual clip: their
+gradient, which no optimizer would survive, becomes 0."""
 
 
 def ppo_clip_loss(
@@ -38,8 +38,8 @@ def ppo_clip_loss(
 ) -> tuple[Tensor, Statistics]:
     """−w · min(r A, clip(r, 1 − clip_low, 1 + clip_high) A) with r = π_θ / π_old; for A < 0 at most −w · c A.
 
-    Decoupled PPO: the ratio carries the drift since the batch arrived, the weight w = π_old / μ the mismatch of the
-    sampler. The clip reads r alone.
+    Decoupled PPO: the ratio carries the drift since the batch arrived, and the weight w = π_old / μ the mismatch of the
+    sampler. The clip looks at r alone.
 
     Args:
         log_prob: log π_θ of the sampled tokens, nats. (B, T), or (N,) when packed. Carries the gradient.
@@ -47,9 +47,9 @@ def ppo_clip_loss(
         advantages: per token, same shape; or per sequence, (B,), in the padded layout.
         loss_mask: tokens in the loss, same shape; read as ≠ 0.
         clip_low: how far r may fall before the clip binds, in [0, 1].
-        clip_high: how far it may rise, ≥ 0.
-        clip_c: dual clip, a ratio > 1: the loss of a token with A < 0 stops at −c A. None: off.
-        weights: importance weights, same shape; detached here. None: 1. A token of weight 0 adds nothing.
+        clip_high: how far r may rise before the clip binds, ≥ 0.
+        clip_c: dual clip, a ratio > 1: the loss of a token with A < 0 stops at −c A. None: no dual clip.
+        weights: importance weights, same shape; detached here. None: all are 1. A token of weight 0 adds nothing.
         cu_seqlens: (B + 1,) token offsets, only when packed.
 
     Returns:
@@ -66,6 +66,7 @@ def ppo_clip_loss(
     check_layout(log_prob=log_prob, old_log_prob=old_log_prob, loss_mask=loss_mask, cu_seqlens=cu_seqlens)
     check_floating(log_prob=log_prob, old_log_prob=old_log_prob)
     check_tensors(log_prob=log_prob, advantages=advantages, weights=weights)
+
     advantages = _per_token(advantages, log_prob, cu_seqlens)
     mask = loss_mask != 0
     weights, active = _weights_and_active(weights, log_prob, mask & (old_log_prob != -torch.inf))
@@ -73,12 +74,17 @@ def ppo_clip_loss(
     log_ratio = token_log_ratio(log_prob, old_log_prob.detach(), active)
     ratio = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
     advantages = advantages.detach().to(ratio.dtype).masked_fill(~active, 0.0)
+
+    # The larger of the two losses: a clip that would lower the loss does not bind.
     loss = torch.maximum(-ratio * advantages, -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+
+    # For A < 0 a growing ratio is never clipped above, so one token could dominate the batch without a ceiling.
     negative = advantages < 0
-    dual = torch.zeros_like(negative)
+    stopped = torch.zeros_like(negative)
     if clip_c is not None:
-        dual = negative & (loss > -clip_c * advantages)
-        loss = torch.where(dual, -clip_c * advantages, loss)
+        ceiling = -clip_c * advantages
+        stopped = negative & (loss > ceiling)
+        loss = torch.where(stopped, ceiling, loss)
 
     statistics = _policy_statistics(
         mask,
@@ -86,7 +92,7 @@ def ppo_clip_loss(
         old_log_prob,
         clip_fraction_high=(ratio > 1 + clip_high) & (advantages > 0),
         clip_fraction_low=(ratio < 1 - clip_low) & negative,
-        clip_fraction_dual=dual,
+        clip_fraction_dual=stopped,
     )
     return loss if weights is None else weights * loss, statistics
 
@@ -100,7 +106,7 @@ def reinforce_loss(
     behavior_log_prob: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Statistics]:
-    """−sg(w) · log π_θ · A: the policy gradient, importance weighted, without a clip.
+    """−sg(w) · log π_θ · A: the policy gradient with importance weights and without a clip.
 
     Args:
         log_prob: log π_θ of the sampled tokens, nats. (B, T), or (N,) when packed. Carries the gradient. A token to
@@ -108,7 +114,7 @@ def reinforce_loss(
         advantages: per token, same shape; or per sequence, (B,), in the padded layout.
         loss_mask: tokens in the loss, same shape; read as ≠ 0.
         weights: importance weights π_θ / μ, same shape; detached here (a gradient through w would add a second
-            policy-gradient term). None: 1. A token of weight 0 adds nothing.
+            policy-gradient term). None: all are 1. A token of weight 0 adds nothing.
         behavior_log_prob: log μ, same shape, for the `policy_kl` statistic alone. None: the statistic is empty.
         cu_seqlens: (B + 1,) token offsets, only when packed.
 
@@ -124,13 +130,15 @@ def reinforce_loss(
     check_layout(log_prob=log_prob, loss_mask=loss_mask, cu_seqlens=cu_seqlens)
     check_tensors(log_prob=log_prob, advantages=advantages, weights=weights, behavior_log_prob=behavior_log_prob)
     check_floating(log_prob=log_prob, behavior_log_prob=behavior_log_prob)
+
     advantages = _per_token(advantages, log_prob, cu_seqlens)
     mask = loss_mask != 0
     weights, active = _weights_and_active(weights, log_prob, mask & (log_prob != -torch.inf))
 
-    log_prob_of_active = _widened(log_prob).masked_fill(~active, 0.0)
+    log_prob_of_active = at_least_float32(log_prob).masked_fill(~active, 0.0)
     loss = -log_prob_of_active * advantages.detach().to(log_prob_of_active.dtype).masked_fill(~active, 0.0)
     loss = loss if weights is None else weights * loss
+
     if behavior_log_prob is None:
         return loss, _policy_statistics(torch.zeros_like(mask), log_prob, log_prob)
     check_layout(log_prob=log_prob, behavior_log_prob=behavior_log_prob, cu_seqlens=cu_seqlens)
@@ -138,10 +146,10 @@ def reinforce_loss(
 
 
 def neutral_log_probs(log_prob: Tensor, old_log_prob: Tensor) -> tuple[Tensor, Tensor]:
-    """Both policies with missing log-probs made neutral, as `nonfinite="neutral"` asks: a loss over them is finite.
+    """Both log-probs, with missing values replaced as `nonfinite="neutral"` asks, so that a loss over them is finite.
 
-    Where log π_old is missing it becomes sg(log π_θ): r = π_θ / sg(π_θ) is 1, its gradient that of log π_θ, so the
-    token gives −w A ∇log π_θ. Where log π_θ is missing there is no gradient to take: both become −inf, which adds
+    Where log π_old is missing it becomes sg(log π_θ). Then r = π_θ / sg(π_θ) is 1, its gradient is that of log π_θ, and
+    the token gives −w A ∇log π_θ. Where log π_θ is missing there is no gradient to take: both become −inf, which adds
     nothing.
 
     Args:
@@ -160,7 +168,7 @@ def neutral_log_probs(log_prob: Tensor, old_log_prob: Tensor) -> tuple[Tensor, T
 def reference_kl_k1(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """log π_θ − log π_ref per token, an estimate of KL(π_θ‖π_ref): unbiased, signed.
 
-    Its gradient is ∇log π_θ, whose expectation is 0: it measures, but as a loss it pulls nowhere. k3 is the default.
+    Its gradient is ∇log π_θ, whose expectation is 0, so it measures the KL but does not lower it. k3 is the default.
 
     Args:
         log_prob: log π_θ, nats. Any shape. Carries the gradient.
@@ -205,12 +213,12 @@ def _reference_log_ratio(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor) -
 
 
 def _policy_statistics(mask: Tensor, log_prob: Tensor, old_log_prob: Tensor, **indicators: Tensor) -> Statistics:
-    """Moments of log π_old − log π_θ, never clamped, and of each indicator, over the mask."""
+    """The moments over the mask of log π_old − log π_θ (never clamped) and of each indicator."""
     log_prob, old_log_prob = log_prob.detach(), old_log_prob.detach()
     finite = mask & log_prob.isfinite() & old_log_prob.isfinite()
     moments = {"policy_kl": moments_of(-token_log_ratio(log_prob, old_log_prob, finite), finite)}
     moments |= {name: moments_of(indicator, mask) for name, indicator in indicators.items()}
-    return Statistics.of(sums={}, moments=moments, extremes={})
+    return Statistics.of(moments=moments)
 
 
 def _weights_and_active(weights: Tensor | None, log_prob: Tensor, mask: Tensor) -> tuple[Tensor | None, Tensor]:
@@ -222,7 +230,9 @@ def _weights_and_active(weights: Tensor | None, log_prob: Tensor, mask: Tensor) 
             f"log_prob {tuple(log_prob.shape)} and weights {tuple(weights.shape)} differ; "
             "weights are one per token (a sequence-level weight is repeated)"
         )
-    weights = _widened(weights.detach())
+
+    # 0 · NaN is NaN. A token of weight 0 is therefore taken out, like one outside the mask.
+    weights = at_least_float32(weights.detach())
     active = mask & (weights != 0)
     return weights.masked_fill(~active, 0.0), active
 
@@ -232,11 +242,13 @@ def _per_token(advantages: Tensor, log_prob: Tensor, cu_seqlens: Tensor | None) 
         return advantages
     if cu_seqlens is None and advantages.shape == log_prob.shape[:1]:
         return expand(advantages, log_prob)
-    mend = "(B, T) per token or (B,) per sequence"
-    if cu_seqlens is not None:  # (B,) and (N,) could be confused when B = N, so only one of them is accepted
-        mend = "(N,) per token; rollcorr.core.layout.expand(advantages, log_prob, cu_seqlens=cu_seqlens) spreads (B,)"
+
+    # Packed, (B,) and (N,) could not be told apart when B = N, so only (N,) is accepted.
+    fix = "(B, T) per token or (B,) per sequence"
+    if cu_seqlens is not None:
+        fix = "(N,) per token; rollcorr.core.layout.expand(advantages, log_prob, cu_seqlens=cu_seqlens) spreads (B,)"
     raise ValueError(
-        f"advantages {tuple(advantages.shape)} do not fit log_prob {tuple(log_prob.shape)}: expected {mend}; "
+        f"advantages {tuple(advantages.shape)} do not fit log_prob {tuple(log_prob.shape)}: expected {fix}; "
         "nothing is broadcast"
     )
 
@@ -248,7 +260,3 @@ def _check_clip(clip_low: float, clip_high: float, clip_c: float | None) -> None
         raise ValueError(f"clip_high must be finite and ≥ 0, got {clip_high}")
     if clip_c is not None and not 1 < clip_c < float("inf"):
         raise ValueError(f"clip_c must be finite and > 1, or None for no dual clip; got {clip_c}")
-
-
-def _widened(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -151,7 +151,7 @@ METRICS: dict[str, Metric] = _table(
         "ratio",
         "sequences",
         "max_R |q_i − 1|",
-        farthest("sequence_weight", centre=1.0),
+        farthest("sequence_weight", center=1.0),
         IS_GUIDE,
     ),
     (

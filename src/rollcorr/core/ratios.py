@@ -19,13 +19,18 @@ class TokenClasses(NamedTuple):
 
     Attributes:
         measured: both log-probs are finite, so d is.
-        zero_probability: log π = −inf with a finite log μ: ρ = 0, a fact and not an accident.
-        missing: anything else: NaN, an infinite rollout log-prob, +inf from the trainer.
+        zero_probability: log π = −inf with a finite log μ, so ρ = 0. That is a fact, not an accident.
+        missing: every other token: NaN, an infinite rollout log-prob, +inf from the trainer.
     """
 
     measured: Tensor
     zero_probability: Tensor
     missing: Tensor
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """x in float32, or in its own dtype where that is wider. Half types are for storage, not for arithmetic."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def classify_tokens(train_log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor) -> TokenClasses:
@@ -48,9 +53,8 @@ def token_log_ratio(train_log_prob: Tensor, rollout_log_prob: Tensor, measured: 
     The inputs are widened before the subtraction: in bfloat16 one unit in the last place of a log-prob near −5 is
     0.03, which is larger than the mismatch to be measured.
     """
-    dtype = torch.promote_types(torch.promote_types(train_log_prob.dtype, rollout_log_prob.dtype), torch.float32)
-    train = train_log_prob.to(dtype).masked_fill(~measured, 0.0)
-    return train - rollout_log_prob.to(dtype).masked_fill(~measured, 0.0)
+    train, rollout = (at_least_float32(x).masked_fill(~measured, 0.0) for x in (train_log_prob, rollout_log_prob))
+    return train - rollout
 
 
 def sequence_log_ratio(log_ratio: Tensor, mask: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:

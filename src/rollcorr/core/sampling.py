@@ -5,7 +5,8 @@ Logits are (…, V), in any float dtype; a support is bool of that shape. The fi
 does not depend on how a sort orders equals; engines that break ties keep one of them.
 
 Recomputed supports are fragile: another engine's logits differ a little, tokens at the boundary fall in or out, and a
-sampled token may lie outside. `with_sampled` takes it back in and tells. Recorded sets (`KeptSets`) have none such.
+sampled token may lie outside. `with_sampled` adds such a token and says where. Recorded sets (`KeptSets`) do not have
+this problem.
 
 No function reads a value, except those that say so.
 """
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.core.boundary import check_tensors
-from rollcorr.core.widening import at_least_float32
+from rollcorr.core.ratios import at_least_float32
 
 Filter = Callable[[Tensor], Tensor]
 """From logits (…, V), −inf where already removed, to the bool support of what stays."""
@@ -70,7 +71,7 @@ def min_p_support(logits: Tensor, min_p: float) -> Tensor:
 
 
 def sequential_support(logits: Tensor, filters: Sequence[Filter]) -> Tensor:
-    """Each filter looks at what the one before it left, renormalised (transformers, vLLM, llama.cpp). (…, V) bool."""
+    """Each filter sees what the filter before it left, renormalized (transformers, vLLM, llama.cpp). (…, V) bool."""
     support = logits > -torch.inf
     for keep in filters:
         support = keep(logits.masked_fill(~support, -torch.inf))
@@ -78,7 +79,7 @@ def sequential_support(logits: Tensor, filters: Sequence[Filter]) -> Tensor:
 
 
 def joint_support(logits: Tensor, filters: Sequence[Filter]) -> Tensor:
-    """Every filter looks at the same un-renormalised softmax; a token must pass all (SGLang). (…, V) bool."""
+    """Every filter sees the same whole softmax, and a token must pass all of them (SGLang). (…, V) bool."""
     support = logits > -torch.inf
     for keep in filters:
         support = support & keep(logits)
@@ -86,9 +87,9 @@ def joint_support(logits: Tensor, filters: Sequence[Filter]) -> Tensor:
 
 
 def with_sampled(support: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The support with each sampled token in it, and where it was not: (…, V) and (…) bool.
+    """The support with every sampled token added, and where one was outside before: (…, V) and (…) bool.
 
-    Without this the trainer gives a token that the engine did sample the probability 0, and its loss is infinite.
+    Without this the trainer gives probability 0 to a token that the engine did sample, and its loss is infinite.
     """
     index = token_ids.long().unsqueeze(-1)
     outside = ~support.gather(-1, index).squeeze(-1)
@@ -127,7 +128,7 @@ class KeptSets:
 
     @classmethod
     def of(cls, sets: Sequence[Sequence[int]], *, device: torch.device | str | None = None) -> KeptSets:
-        """From one list of ids a token."""
+        """From one list of ids per token."""
         sizes = torch.tensor([0, *map(len, sets)], dtype=torch.int64, device=device)
         ids = torch.tensor([token for kept in sets for token in kept], dtype=torch.int32, device=device)
         return cls(ids, sizes.cumsum(0))
@@ -137,7 +138,7 @@ class KeptSets:
         return KeptSets(self.ids.to(device, non_blocking=True), self.offsets.to(device, non_blocking=True))
 
     def padded(self, mask: Tensor) -> KeptSets:
-        """Sets of a packed batch laid out over a padded one: tokens where `mask` is false keep nothing.
+        """The sets of a packed batch in the layout of a padded one: tokens where `mask` is false keep nothing.
 
         Args:
             mask: (B, T) bool with as many true entries as there are sets.
@@ -148,7 +149,7 @@ class KeptSets:
         return KeptSets(self.ids, _offsets(sizes[packed].masked_fill(~flat, 0)))
 
     def select(self, rows: Tensor) -> KeptSets:
-        """The sets of some tokens, in the order given by (n,) int64 positions. The result's size is data: it syncs."""
+        """The sets of some tokens, in the order of the (n,) int64 positions `rows`. It syncs: sizes are data."""
         sizes = self.offsets.diff()[rows]
         offsets = _offsets(sizes)
         first = torch.repeat_interleave(self.offsets[rows] - offsets[:-1], sizes)
@@ -156,7 +157,7 @@ class KeptSets:
 
 
 def concatenate_kept_sets(parts: Sequence[KeptSets]) -> KeptSets:
-    """One batch after the other.
+    """The sets of several batches, one batch after the other.
 
     Raises:
         ValueError: there is nothing to concatenate.
@@ -174,7 +175,7 @@ def kept_sets_of_support(support: Tensor) -> KeptSets:
 
 
 def check_kept_sets(kept: KeptSets, tokens: int, vocabulary: int) -> None:
-    """Check the values of kept sets: how many tokens, offsets that never fall, ids inside the vocabulary, none twice.
+    """Check the number of tokens, that offsets never fall, that ids are inside the vocabulary, and that none is twice.
 
     Reads values (a device sync): for loaders and on request, not for the step path.
 
@@ -183,6 +184,7 @@ def check_kept_sets(kept: KeptSets, tokens: int, vocabulary: int) -> None:
     """
     if len(kept) != tokens:
         raise ValueError(f"kept sets are of {len(kept)} tokens, the batch has {tokens}; give offsets for every token")
+
     offsets, entries = kept.offsets.cpu(), kept.ids.numel()
     if offsets[0] != 0 or offsets[-1] != entries:
         ends = f"from {int(offsets[0])} to {int(offsets[-1])}"
@@ -190,12 +192,15 @@ def check_kept_sets(kept: KeptSets, tokens: int, vocabulary: int) -> None:
     falls = offsets.diff() < 0
     if falls.any():
         raise ValueError(f"kept offsets fall at token {int(falls.int().argmax())}; they must never fall")
+
     ids = kept.ids.cpu().long()
     token = torch.bucketize(torch.arange(entries, device="cpu"), offsets[1:], right=True)
     wrong = (ids < 0) | (ids >= vocabulary)
     if wrong.any():
         first = int(wrong.int().argmax())
         raise ValueError(f"kept id {int(ids[first])} of token {int(token[first])} is outside 0 … {vocabulary - 1}")
+
+    # Sorted by token and id, equal neighbors are an id that one token lists twice.
     key, _ = (token * vocabulary + ids).sort()
     twice = key[1:] == key[:-1]
     if twice.any():

@@ -1,6 +1,6 @@
-"""Mergeable statistics: what a batch says about itself, as numbers that add up exactly.
+"""Mergeable statistics: numbers about a batch that add up exactly.
 
-Five kinds of row, on the device of the data, in float64:
+There are five kinds of row, on the device of the data, in float64:
 
     sums        Σ x                     merged by addition
     moments     (n, mean, M2)           merged by Chan's update; M2 = Σ (x − mean)²
@@ -49,9 +49,9 @@ def merge_moments(parts: Tensor) -> Tensor:
     """
     count, mean, m2 = parts.unbind(-1)
     total = count.sum(0)
-    centre = (count * mean).sum(0) / total.clamp(min=1)
-    spread = m2.sum(0) + (count * (mean - centre).square()).sum(0)
-    return torch.stack([total, centre, spread], dim=-1)
+    center = (count * mean).sum(0) / total.clamp(min=1)
+    spread = m2.sum(0) + (count * (mean - center).square()).sum(0)
+    return torch.stack([total, center, spread], dim=-1)
 
 
 def merge_extremes(parts: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ _KINDS = {
 
 @dataclass(frozen=True, eq=False)
 class Statistics:
-    """Named rows that live on one device and merge exactly. Made by `of`.
+    """Named rows that live on one device and merge exactly. `of` makes them.
 
     Attributes:
         names: kind of row → the names of its rows.
@@ -119,7 +119,7 @@ class Statistics:
         )
 
     def without(self, *left_out: str) -> Statistics:
-        """The same rows but these; names that are not there are passed over."""
+        """All rows except these. Names that are not there are ignored."""
         kept = {kind: [i for i, name in enumerate(self.names[kind]) if name not in left_out] for kind in _KINDS}
         return Statistics(
             {kind: tuple(self.names[kind][i] for i in kept[kind]) for kind in _KINDS},
@@ -130,7 +130,7 @@ class Statistics:
         )
 
     def pack(self) -> Tensor:
-        """All rows as one float64 vector: what travels between ranks, or to the host, in one transfer."""
+        """All rows as one float64 vector, which travels between ranks or to the host in one transfer."""
         return torch.cat([rows.flatten() for rows in self.rows.values()])
 
     def unpack(self, vector: Tensor) -> Statistics:
@@ -176,7 +176,7 @@ class Statistics:
 
 
 def merge_statistics(parts: Iterable[Statistics]) -> Statistics:
-    """Merge any number of statistics; those of one sequence of parts are always the same to the last bit.
+    """Merge any number of statistics. The same parts in the same order give the same bits.
 
     Raises:
         ValueError: there is nothing to merge, or rows differ.
@@ -228,7 +228,7 @@ class Extremes:
 
 @dataclass(frozen=True)
 class HostStatistics:
-    """The rows of a `Statistics` as Python numbers: what the finalisers of the metric registry read."""
+    """The rows of a `Statistics` as Python numbers, from which the metric registry makes metrics."""
 
     sums: Mapping[str, float]
     moments: Mapping[str, Moments]
@@ -243,7 +243,7 @@ class HostStatistics:
 
 
 def moments_of(values: Tensor, mask: Tensor) -> Tensor:
-    """(n, mean, M2) of the values where mask is true: two passes, so a large mean cancels nothing.
+    """(n, mean, M2) of the values where mask is true, in two passes, so that a large mean cancels no digits.
 
     Args:
         values: any shape, finite where `mask` is true. Masked values are never read.

@@ -1,7 +1,7 @@
 """The worst of a sample: its entries farthest from 0, with where they came from, merged exactly.
 
-An entry is (value, sequence, at). The order is total: by |value|, then by sequence, then by `at`, so the worst of a
-whole are the same entries however it was cut.
+An entry is (value, sequence, at). The order is total: by |value|, then by sequence, then by `at`. So the worst entries
+of a batch are the same, however it was cut.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def top_indices(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         Their indices, (min(TOP, N),) int64, and whether each one exists, bool.
     """
+    # The bits of a float ≥ 0 rise with its value, so that one integer sorts by value first and by position second.
     magnitude = values.masked_fill(~mask, 0.0).float().abs()
     behind = _INDEX - torch.arange(values.numel(), device=values.device)
     key = (magnitude.view(torch.int32).to(torch.int64) << 32).add_(behind).masked_fill_(~mask, -1)
@@ -42,7 +43,7 @@ def top_entries(values: Tensor, sequence: Tensor, at: Tensor, exists: Tensor) ->
     Args:
         values: (K,) with K up to TOP; stored with the precision of float32, in which they are compared.
         sequence: (K,) index of the sequence.
-        at: (K,) what else is to be known of the entry, e.g. its position.
+        at: (K,) one more fact about the entry, e.g. its position.
         exists: (K,) bool.
     """
     rows = torch.stack([values.float().to(torch.float64), sequence.to(torch.float64), at.to(torch.float64)], dim=-1)
@@ -55,6 +56,8 @@ def merge_tops(parts: Tensor) -> Tensor:
     """Merge entries over the first dimension: (P, …, TOP, 3) → (…, TOP, 3)."""
     rows = parts.movedim(0, -3).flatten(-3, -2)
     value, sequence, at = rows.unbind(-1)
+
+    # Three stable sorts, the least significant key first. Rows of entries that do not exist come last.
     rank = value.abs().masked_fill(sequence < 0, -1.0)
     order = at.argsort(dim=-1, stable=True)
     order = order.gather(-1, sequence.gather(-1, order).argsort(dim=-1, stable=True))
@@ -63,7 +66,7 @@ def merge_tops(parts: Tensor) -> Tensor:
 
 
 class Entry(NamedTuple):
-    """One entry on the host: a value, the sequence's index, and what else is known of it."""
+    """One entry on the host: a value, the sequence's index, and one more fact, e.g. the position."""
 
     value: float
     sequence: int
@@ -106,7 +109,7 @@ class WorstSequence:
 
     @property
     def mean_log_ratio(self) -> float:
-        """G_i = S_i / c_i, nats a token."""
+        """G_i = S_i / c_i, nats per token."""
         return self.log_ratio / self.tokens
 
 
@@ -119,6 +122,6 @@ class Worst:
 
 
 def worst_of(tops: Mapping[str, tuple[Entry, ...]]) -> Worst:
-    """The rows `tokens` and `sequences` of host statistics as objects; what was not collected is empty."""
+    """The rows `tokens` and `sequences` of host statistics as objects. A row that was not collected is empty."""
     tokens, sequences = tops.get("tokens", ()), tops.get("sequences", ())
     return Worst(tuple(WorstToken(*entry) for entry in tokens), tuple(WorstSequence(*entry) for entry in sequences))

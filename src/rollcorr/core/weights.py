@@ -1,7 +1,7 @@
 """Importance weights: how much a rollout token or sequence counts in the trainer's loss.
 
-The safety bound acts on the log weight before `exp`, so nothing overflows and a weight is monotone in its log.
-Weights carry no gradient: they scale the loss and are not part of it.
+The safety bound acts on the log weight before `exp`, so nothing overflows, and a larger log weight never gives a
+smaller weight. Weights carry no gradient: they scale the loss and are not part of it.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from rollcorr.core.bounds import ratio_inside
+from rollcorr.core.ratios import at_least_float32
 
 
 def bounded_weights(log_weight: Tensor, *, safety_bound: float = 20.0) -> Tensor:
-    """w = exp(clamp(ℓ, ±bound)): the raw weight, kept inside float range.
+    """w = exp(clamp(ℓ, ±bound)): the raw weight, kept inside the range of floats.
 
     Args:
         log_weight: ℓ, nats. Any shape: per token or per sequence. ℓ = −inf is probability zero, not an underflow.
@@ -24,8 +25,9 @@ def bounded_weights(log_weight: Tensor, *, safety_bound: float = 20.0) -> Tensor
     Returns:
         Weights in {0} ∪ [e^−bound, e^bound], same shape, at least float32, no gradient. NaN in gives NaN out.
     """
-    log_weight = _widened(log_weight)
-    return log_weight.clamp(-safety_bound, safety_bound).exp().masked_fill(log_weight == -torch.inf, 0.0)
+    log_weight = at_least_float32(log_weight.detach())
+    bounded = log_weight.clamp(-safety_bound, safety_bound)
+    return bounded.exp().masked_fill(log_weight == -torch.inf, 0.0)
 
 
 def truncated_weights(log_weight: Tensor, *, upper: float, safety_bound: float = 20.0) -> Tensor:
@@ -65,8 +67,11 @@ def masked_weights(log_weight: Tensor, *, lower: float, upper: float, safety_bou
     _check_bound("upper", upper)
     if lower > upper:
         raise ValueError(f"lower must not exceed upper, got {lower} > {upper}")
-    bounded = _widened(log_weight).clamp(-safety_bound, safety_bound)
+
+    bounded = at_least_float32(log_weight.detach()).clamp(-safety_bound, safety_bound)
     kept = ratio_inside(bounded, lower=lower, upper=upper) & (log_weight != -torch.inf)
+
+    # NaN is inside no band, but it must stay visible: a weight of 0 would hide a missing log-prob.
     return bounded.exp().masked_fill(~kept & ~bounded.isnan(), 0.0)
 
 
@@ -74,10 +79,6 @@ def normalization_factor(weight_sum: Tensor, count: Tensor) -> Tensor:
     """Σ w / n: what weights are divided by so that their batch mean is 1; 1 where it would be 0."""
     mean = weight_sum / count.clamp(min=1)
     return torch.where(mean > 0, mean, torch.ones_like(mean))
-
-
-def _widened(x: Tensor) -> Tensor:
-    return x.detach().to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _check_bound(name: str, value: float) -> None:

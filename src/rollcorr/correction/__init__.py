@@ -1,14 +1,9 @@
 """The correction of a batch, the losses, and what they are divided by."""
 
-from rollcorr.correction.denominators import aggregate, aggregation_mode, normalizer_counts
+from rollcorr.correction.denominators import aggregate, aggregation_mode, count_denominators, loss_denominators
 from rollcorr.correction.losses import PolicyLogProbs, PolicyLossOutput, loss_metrics, policy_loss
 from rollcorr.correction.micro_batches import BypassGradients
-from rollcorr.correction.process_groups import (
-    gather_statistics,
-    global_denominators,
-    sum_denominators,
-    sum_gradients,
-)
+from rollcorr.correction.process_groups import gather_statistics, sum_gradients
 from rollcorr.correction.rollout_correction import Correction, Detail, check_mask, correct
 from rollcorr.correction.scoring import actor_entropy, actor_log_prob, linear_actor_log_prob
 
@@ -24,12 +19,11 @@ __all__ = [
     "aggregation_mode",
     "check_mask",
     "correct",
+    "count_denominators",
     "gather_statistics",
-    "global_denominators",
     "linear_actor_log_prob",
+    "loss_denominators",
     "loss_metrics",
-    "normalizer_counts",
     "policy_loss",
-    "sum_denominators",
     "sum_gradients",
 ]

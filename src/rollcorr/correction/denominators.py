@@ -1,29 +1,145 @@
-"""Which aggregation a configuration means, and what its denominators count."""
+"""What a loss is divided by: the numbers of one optimizer step, over all of its micro-batches and ranks.
+
+A normalizer says what is counted. Sequence i has c_i response tokens, k_i of them kept, and W_i is the sum of the
+weights that the loss applies to its kept tokens:
+
+    kept        tokens = Σ k_i    sequences = #{i: k_i > 0}    count_denominators(loss_mask)
+    original    tokens = Σ c_i    sequences = #{i: c_i > 0}    count_denominators(response_mask)
+    weights     tokens = Σ W_i    sequences = Σ W_i / k_i      count_denominators(loss_mask, weights=weights)
+
+`loss_denominators` takes the normalizer's name and makes one of these three calls. `Correction.denominators` gives the
+same numbers where one correction is one optimizer step. docs/losses.md says which aggregation mode uses which number.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from rollcorr.config import LossAggMode, LossConfig, Normalizer, RolloutCorrectionConfig
 from rollcorr.core.aggregation import (
     Denominators,
+    denominators_of_lengths,
     seq_mean_token_mean,
     seq_mean_token_sum,
     seq_mean_token_sum_norm,
     token_mean,
     token_sum,
 )
-from rollcorr.core.layout import check_layout
-from rollcorr.correction.process_groups import global_denominators
+from rollcorr.core.layout import check_layout, sequence_sum, token_count
+from rollcorr.correction.process_groups import sum_over
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+def count_denominators(
+    mask: Tensor,
+    *,
+    weights: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    group: ProcessGroup | None = None,
+    context_group: ProcessGroup | None = None,
+) -> Denominators:
+    """The number of tokens in a mask and of sequences with such a token, or their weights: 0-d float64 tensors.
+
+    With groups the numbers are those of all ranks. Every sequence counts once, however many ranks hold a slice of it.
+
+    Args:
+        mask: this rank's tokens of the whole optimizer step: the loss mask for "kept" and "weights", the response mask
+            for "original". (B, T), or (N,) when packed; read as ≠ 0.
+        weights: the weights that the loss applies, for the normalizer "weights". Same shape; never read outside the
+            mask. None: tokens and sequences are counted.
+        cu_seqlens: (B + 1,) token offsets, only when packed.
+        group: the data-parallel group.
+        context_group: ranks that hold other slices of the same sequences.
+
+    Raises:
+        TypeError: an argument is no tensor.
+        ValueError: shapes or devices differ or do not fit the layout.
+    """
+    check_layout(cu_seqlens=cu_seqlens, mask=mask, **({} if weights is None else {"weights": weights}))
+
+    # Slices of a sequence are joined first: whether it has a token, and its mean weight, are facts of the whole.
+    lengths = sequence_lengths(mask, cu_seqlens=cu_seqlens, context_group=context_group)
+    weight_sums = None
+    if weights is not None:
+        weight_sums = sequence_sum(weights.detach().double(), mask != 0, cu_seqlens=cu_seqlens)
+        weight_sums = sum_over(weight_sums, context_group)
+
+    return sum_denominators(denominators_of_lengths(lengths, weight_sums), group)
+
+
+def loss_denominators(
+    normalizer: Normalizer,
+    loss_mask: Tensor,
+    response_mask: Tensor,
+    weights: Tensor | None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    group: ProcessGroup | None = None,
+    context_group: ProcessGroup | None = None,
+) -> Denominators:
+    """What a normalizer counts of a loss, by `count_denominators`.
+
+    Args:
+        normalizer: "kept", "original" or "weights".
+        loss_mask: tokens in the loss. (B, T), or (N,) when packed.
+        response_mask: tokens that the policy sampled, same shape.
+        weights: the weights that the loss applies. None (all are 1) makes "weights" the same as "kept".
+        cu_seqlens: (B + 1,) token offsets, only when packed.
+        group: the data-parallel group.
+        context_group: ranks that hold other slices of the same sequences.
+
+    Raises:
+        TypeError: an argument is no tensor.
+        ValueError: shapes or devices differ or do not fit the layout.
+    """
+    check_layout(cu_seqlens=cu_seqlens, loss_mask=loss_mask, response_mask=response_mask)
+    counted = response_mask if normalizer == "original" else loss_mask
+    counted_weights = weights if normalizer == "weights" else None
+    return count_denominators(
+        counted, weights=counted_weights, cu_seqlens=cu_seqlens, group=group, context_group=context_group
+    )
+
+
+def sum_denominators(
+    own: Denominators, group: ProcessGroup | None, *, device: torch.device | None = None
+) -> Denominators:
+    """The sum of all ranks' denominators, with the same bits on each rank: 0-d float64 tensors.
+
+    Args:
+        own: this rank's, e.g. the sum over its micro-batches. A rank without data gives 0 and 0.
+        group: the process group. None: this process is alone.
+        device: where the group communicates. None: where the amounts are.
+    """
+    amounts = [_double(amount).to(device=device) for amount in (own.tokens, own.sequences)]
+    return Denominators(*sum_over(torch.stack(amounts), group))
+
+
+def sequence_lengths(
+    mask: Tensor, *, cu_seqlens: Tensor | None = None, context_group: ProcessGroup | None = None
+) -> Tensor:
+    """Tokens of each whole sequence where mask is not 0: (B,) float64. Arguments are as in `count_denominators`."""
+    check_layout(mask=mask, cu_seqlens=cu_seqlens)
+    return sum_over(token_count(mask != 0, cu_seqlens=cu_seqlens).double(), context_group)
+
+
+def rescaling(original: Tensor | float, kept: Tensor | float) -> Tensor:
+    """original / kept: what turns a loss over the original count into one over the kept count. 0 if nothing was kept.
+
+    Returns:
+        0-d float64, where `kept` is.
+    """
+    kept = _double(kept)
+    original = _double(original).to(kept.device)
+    return torch.where(kept > 0, original / kept.clamp(min=1e-300), 0.0)
+
+
 def aggregation_mode(config: RolloutCorrectionConfig | None, loss: LossConfig) -> LossAggMode:
-    """The mode asked for; by default token-mean for PPO, and for REINFORCE the Σ_t that its theorem means."""
+    """The mode that was asked for. The default is token-mean for PPO, and for REINFORCE the Σ_t of its theorem."""
     reinforce = config is not None and config.loss_type == "reinforce"
     return loss.loss_agg_mode or ("seq-mean-token-sum" if reinforce else "token-mean")
 
@@ -38,15 +154,15 @@ def aggregate(
     scale: float | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """One number from per-token losses, by the function of `rollcorr.core.aggregation` that `mode` names.
+    """Per-token losses become one number, by the function of `rollcorr.core.aggregation` that `mode` names.
 
     Args:
         per_token: (B, T), or (N,) when packed. Never read outside `mask`.
         mask: tokens in the loss, same shape.
         mode: "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean" or "seq-mean-token-sum-norm".
-        denominators: of the whole optimizer step; None counts `mask`.
-        lengths: (B,), what seq-mean-token-mean divides rows by; None for the lengths of `mask`.
-        scale: the constant of seq-mean-token-sum-norm, tokens.
+        denominators: of the whole optimizer step. None: `mask` is counted.
+        lengths: what seq-mean-token-mean divides each row by, (B,). None: the lengths of `mask`.
+        scale: the constant of seq-mean-token-sum-norm, in tokens.
         cu_seqlens: (B + 1,) token offsets, only when packed.
 
     Raises:
@@ -69,33 +185,7 @@ def aggregate(
     return seq_mean_token_sum_norm(per_token, mask, denominators, scale=scale, cu_seqlens=cu_seqlens)
 
 
-def normalizer_counts(
-    normalizer: Normalizer,
-    loss_mask: Tensor,
-    response_mask: Tensor,
-    weights: Tensor | None,
-    *,
-    cu_seqlens: Tensor | None = None,
-    context_group: ProcessGroup | None = None,
-) -> Denominators:
-    """What these tokens add to the denominators: their number kept, their number sampled, or their kept weight.
-
-    Args:
-        normalizer: "kept", "original" or "weights".
-        loss_mask: tokens in the loss. (B, T), or (N,) when packed.
-        response_mask: tokens that the policy sampled, same shape.
-        weights: what the loss applies; None (all 1) makes "weights" the same as "kept".
-        cu_seqlens: (B + 1,) token offsets, only when packed.
-        context_group: ranks that hold other tokens of the same sequences; these counts are then those of all.
-
-    Raises:
-        TypeError: an argument is no tensor.
-        ValueError: shapes or devices differ or do not fit the layout.
-    """
-    check_layout(cu_seqlens=cu_seqlens, loss_mask=loss_mask, response_mask=response_mask)
-    return global_denominators(
-        response_mask if normalizer == "original" else loss_mask,
-        weights=weights if normalizer == "weights" else None,
-        cu_seqlens=cu_seqlens,
-        context_group=context_group,
-    )
+def _double(amount: Tensor | float) -> Tensor:
+    # Without a device, as_tensor would move even a tensor to torch's default device.
+    device = amount.device if isinstance(amount, Tensor) else "cpu"
+    return torch.as_tensor(amount, dtype=torch.float64, device=device)

@@ -4,8 +4,8 @@
     bypass, ppo_clip    −min(r A, clip(r) A)       r = π_θ / μ; no weights, r is the importance ratio already
     bypass, reinforce   −sg(w) · log π_θ · A       w and mask from π_θ / μ, in every call
 
-The formulas are in `rollcorr.core.losses` and `rollcorr.core.aggregation`; the choice between them, and every check
-that a choice makes sense, is here.
+The formulas are in `rollcorr.core.losses` and `rollcorr.core.aggregation`. This file chooses between them, and checks
+that the choice makes sense. `rollcorr.correction.denominators` counts what the sum is divided by.
 """
 
 from __future__ import annotations
@@ -31,8 +31,13 @@ from rollcorr.core.losses import (
     reinforce_loss,
 )
 from rollcorr.core.statistics import Statistics, moments_of
-from rollcorr.correction.denominators import aggregate, aggregation_mode, normalizer_counts
-from rollcorr.correction.process_groups import sequence_counts
+from rollcorr.correction.denominators import (
+    aggregate,
+    aggregation_mode,
+    count_denominators,
+    loss_denominators,
+    sequence_lengths,
+)
 from rollcorr.correction.rollout_correction import Correction, correct
 
 if TYPE_CHECKING:
@@ -51,7 +56,7 @@ class PolicyLogProbs:
         rollout_log_prob: log μ, as the sampler reported it. Required in bypass mode.
         ref_log_prob: log π_ref, for the KL penalty; over the whole vocabulary.
         full_log_prob: log π_θ over the whole vocabulary, for the KL penalty, where `log_prob` is over a truncated one;
-            carries a gradient. None: `log_prob` is.
+            carries a gradient. If None, `log_prob` already covers the whole vocabulary.
 
     Raises:
         TypeError: one is no tensor.
@@ -82,10 +87,10 @@ class PolicyLossOutput:
         loss: 0-d: `policy_gradient`, plus `regularization` when there is one. What `backward` is called on.
         policy_gradient: 0-d, the part that weights and rejection act on.
         regularization: 0-d, kl_coef · KL − entropy_coef · entropy; None when both coefficients are 0.
-        counts: what this call adds to the denominators of the configuration's normaliser; 0-d tensors.
+        counts: what this call adds to the denominators of the configuration's normalizer; 0-d tensors.
         loss_mask: the tokens in the policy gradient, bool.
         statistics: mergeable; `loss_metrics` reads them.
-        correction: the one applied; in bypass mode the one computed here, against π_θ. None: no correction.
+        correction: the one that was applied. In bypass mode it was computed here, against π_θ. None: no correction.
     """
 
     loss: Tensor
@@ -114,18 +119,18 @@ def policy_loss(
     """Σ per-token loss / denominator + kl_coef · KL(π_θ‖π_ref) − entropy_coef · H(π_θ).
 
     Args:
-        policies: the log-probs; which of them are needed depends on the mode.
-        advantages: per token, in the shape of `log_prob`; or (B,), one a sequence, in the padded layout.
+        policies: the log-probs. The mode decides which of them are needed.
+        advantages: per token, in the shape of `log_prob`; or per sequence, (B,), in the padded layout.
         response_mask: tokens that the policy sampled, same shape; read as ≠ 0.
-        config: which correction, and in which mode; a preset's name or a dictionary will do. None: plain PPO.
+        config: which correction, and in which mode: a configuration, a preset's name or a dictionary. None: plain PPO.
         loss: clip constants, aggregation and coefficients. None: the defaults.
-        correction: decoupled mode: what `correct(old, rollout, …)` gave for these rows, once per batch. Bypass mode
-            computes its own, because it depends on π_θ.
+        correction: in decoupled mode, what `correct(old, rollout, …)` returned for these rows, once per batch. Bypass
+            mode computes its own, because it depends on π_θ.
         denominators: of the policy gradient, over every micro-batch and rank of the optimizer step. None: this call
-            is the whole step, and what the configuration's normaliser counts is counted here. In bypass mode the kept
-            count is known after the last micro-batch only: `BypassGradients` is for a step of several.
+            is the whole step, and `loss_denominators` counts here. In bypass mode the kept count is known only after
+            the last micro-batch: use `BypassGradients` for a step of several.
         original_denominators: those of the response mask, for the KL and entropy terms, which cover rejected tokens
-            too. Needed only beside `denominators` that count something else.
+            too. They are needed only beside `denominators` that count something else.
         entropy: H(π_θ(·|s_t)) per token, nats, same shape; with its graph when entropy_coef is not 0.
         cu_seqlens: (B + 1,) token offsets, only when packed.
         context_group: ranks that hold other tokens of the same sequences. The losses of the ranks then add up to that
@@ -136,46 +141,58 @@ def policy_loss(
 
     Raises:
         TypeError: an argument is no tensor.
-        ValueError: shapes or devices differ; a policy that the mode needs is missing; the behaviour ratio π/μ would be
+        ValueError: shapes or devices differ; a policy that the mode needs is missing; the behavior ratio π/μ would be
             applied twice or not at all; a coefficient is set without its tensor; the correction is of other tokens.
     """
     loss = loss or LossConfig()
-    settings = None if config is None else resolve(config)
+    settings = resolve(config)
+    normalizer: Normalizer = "kept" if settings is None else settings.normalizer
+    mode = aggregation_mode(settings, loss)
+
     check_layout(log_prob=policies.log_prob, response_mask=response_mask, cu_seqlens=cu_seqlens)
     check_tensors(log_prob=policies.log_prob, advantages=advantages, entropy=entropy)
     check_floating(entropy=entropy)
-    batch = _Batch(policies, advantages, response_mask != 0, cu_seqlens, context_group)
-    if settings is not None and settings.bypass_mode:
-        token = _bypass(batch, settings, loss, correction, whole_step=denominators is None)
-    else:
-        token = _decoupled(batch, settings, loss, correction)
+    inputs = _LossInputs(policies, advantages, response_mask != 0, cu_seqlens, context_group)
 
-    mode = aggregation_mode(settings, loss)
-    normalizer: Normalizer = "kept" if settings is None else settings.normalizer
-    counts = normalizer_counts(
-        normalizer, token.loss_mask, batch.mask, token.weights, cu_seqlens=cu_seqlens, context_group=context_group
+    # One loss per token: which policies form the ratio, and which tokens and weights stay in the loss.
+    if settings is not None and settings.bypass_mode:
+        token = _bypass(inputs, settings, loss, correction, whole_step=denominators is None)
+    else:
+        token = _decoupled(inputs, settings, loss, correction)
+
+    # The policy gradient is divided by the numbers of the whole step. What this call adds to them is returned.
+    counts = loss_denominators(
+        normalizer, token.loss_mask, inputs.mask, token.weights, cu_seqlens=cu_seqlens, context_group=context_group
     )
+    divides_rows_by = inputs.mask if normalizer == "original" else token.loss_mask
     policy_gradient = aggregate(
         token.per_token,
         token.loss_mask,
         mode,
         counts if denominators is None else denominators,
-        lengths=_lengths(batch, batch.mask if normalizer == "original" else token.loss_mask, mode),
+        lengths=_lengths(inputs, divides_rows_by, mode),
         scale=loss.loss_scale_factor,
         cu_seqlens=cu_seqlens,
     )
+
+    # KL and entropy hold for rejected tokens too, so they are divided by the counts of the response mask.
     if original_denominators is None and (token.divides_by_original or normalizer == "original"):
         original_denominators = denominators
     elif original_denominators is None and denominators is not None and (loss.kl_coef or loss.entropy_coef):
         raise ValueError(
-            f"the KL and entropy terms average over all response tokens, and denominators count {normalizer!r} ones; "
+            f"the KL and entropy terms average over all response tokens, but denominators count {normalizer!r} ones; "
             "pass original_denominators too"
         )
-    regularization, rows = _regularization(batch, loss, mode, entropy, original_denominators)
-    total = policy_gradient if regularization is None else policy_gradient + regularization
-    statistics = token.statistics | rows
+    regularization, regularization_rows = _regularization(inputs, loss, mode, entropy, original_denominators)
+
     return PolicyLossOutput(
-        total, policy_gradient, regularization, counts, token.loss_mask, statistics, token.correction
+        loss=policy_gradient if regularization is None else policy_gradient + regularization,
+        policy_gradient=policy_gradient,
+        regularization=regularization,
+        counts=counts,
+        loss_mask=token.loss_mask,
+        statistics=token.statistics | regularization_rows,
+        correction=token.correction,
     )
 
 
@@ -184,7 +201,7 @@ def loss_metrics(statistics: Statistics, *, prefix: str = "actor/") -> dict[str,
     return {prefix + name: moments.mean for name, moments in statistics.read().moments.items()}
 
 
-class _Batch(NamedTuple):
+class _LossInputs(NamedTuple):
     policies: PolicyLogProbs
     advantages: Tensor
     mask: Tensor
@@ -199,81 +216,91 @@ class _TokenLoss(NamedTuple):
     weights: Tensor | None
     correction: Correction | None
     divides_by_original: bool
-    """The caller's denominators count the response mask, whatever the normaliser."""
+    """Whether the caller's denominators count the response mask, whatever the normalizer says."""
 
 
 def _decoupled(
-    batch: _Batch, config: RolloutCorrectionConfig | None, loss: LossConfig, correction: Correction | None
+    inputs: _LossInputs, config: RolloutCorrectionConfig | None, loss: LossConfig, correction: Correction | None
 ) -> _TokenLoss:
-    old_log_prob = batch.policies.old_log_prob
+    old_log_prob = inputs.policies.old_log_prob
     if old_log_prob is None:
         raise ValueError("decoupled mode needs old_log_prob, the trainer's policy when the batch arrived")
-    if old_log_prob is batch.policies.rollout_log_prob:
+    if old_log_prob is inputs.policies.rollout_log_prob:
         raise ValueError(
             "old_log_prob and rollout_log_prob are one tensor, so π_old/μ = 1 and the correction would do nothing: "
             "recompute old_log_prob, or set bypass_mode=True"
         )
-    if correction is None:
-        if config is not None and _changes_loss(config):
-            raise ValueError(
-                "config asks for weights or rejection, but no correction was given: compute "
-                "correct(old_log_prob, rollout_log_prob, response_mask, config) once per batch and pass it"
-            )
-        weights, loss_mask = None, batch.mask
-    else:
+
+    if correction is not None:
         if correction.config != config:
             raise ValueError(f"correction was computed with {correction.config}, not with config={config}")
-        _check_belongs(correction, batch)
+        _check_belongs(correction, inputs)
         weights, loss_mask = correction.loss_weights, correction.loss_mask
-    log_prob = batch.policies.log_prob
-    if config is not None and config.nonfinite == "neutral":  # the ratio of the loss, as the weight
+    elif config is not None and _changes_loss(config):
+        raise ValueError(
+            "config asks for weights or rejection, but no correction was given: compute "
+            "correct(old_log_prob, rollout_log_prob, response_mask, config) once per batch and pass it"
+        )
+    else:
+        weights, loss_mask = None, inputs.mask
+
+    # A token that "neutral" keeps without its log-prob has the ratio 1 here, as it has the weight 1.
+    log_prob = inputs.policies.log_prob
+    if config is not None and config.nonfinite == "neutral":
         log_prob, old_log_prob = neutral_log_probs(log_prob, old_log_prob)
-    per_token, statistics = _ppo_clip(batch, log_prob, old_log_prob, loss_mask, loss, weights)
-    return _TokenLoss(per_token, statistics, loss_mask, weights, correction, correction is None)
+
+    per_token, statistics = _ppo_clip(inputs, log_prob, old_log_prob, loss_mask, loss, weights)
+    return _TokenLoss(per_token, statistics, loss_mask, weights, correction, divides_by_original=correction is None)
 
 
 def _bypass(
-    batch: _Batch,
+    inputs: _LossInputs,
     config: RolloutCorrectionConfig,
     loss: LossConfig,
     correction: Correction | None,
     *,
     whole_step: bool,
 ) -> _TokenLoss:
-    log_prob, rollout_log_prob = batch.policies.log_prob, _behavior_policy(batch.policies, correction)
+    log_prob, rollout_log_prob = inputs.policies.log_prob, _behavior_policy(inputs.policies, correction)
     if config.weights_reach_loss and config.rollout_is_batch_normalize and not whole_step:
         raise ValueError(
-            "rollout_is_batch_normalize in bypass mode would normalise each micro-batch or rank by itself; "
+            "rollout_is_batch_normalize in bypass mode would normalize each micro-batch or rank by itself; "
             "set normalizer='weights' instead, which divides by the weights of the whole step"
         )
+
+    # π_θ moves between micro-batches, so each call judges its tokens anew.
     correction = correct(
         log_prob.detach(),
         rollout_log_prob,
-        batch.mask,
+        inputs.mask,
         config,
-        cu_seqlens=batch.cu_seqlens,
-        context_group=batch.context_group,
+        cu_seqlens=inputs.cu_seqlens,
+        context_group=inputs.context_group,
     )
-    weights = correction.loss_weights if config.weights_reach_loss else None
-    # What is missing stays in the loss only under nonfinite="neutral". No log μ is a probability of 0.
+    weights = correction.loss_weights
+
+    # Tokens with a missing log-prob are still in the loss only under nonfinite="neutral". They get the ratio 1. A
+    # log μ of −inf counts as missing too: the token was sampled, so its probability was not 0.
     behavior = rollout_log_prob.masked_fill(~rollout_log_prob.isfinite(), torch.nan)
     log_prob, behavior = neutral_log_probs(log_prob, behavior)
+
     if config.loss_type == "reinforce":
         per_token, statistics = reinforce_loss(
             log_prob,
-            batch.advantages,
+            inputs.advantages,
             correction.loss_mask,
             weights=weights,
             behavior_log_prob=rollout_log_prob,
-            cu_seqlens=batch.cu_seqlens,
+            cu_seqlens=inputs.cu_seqlens,
         )
     else:
-        per_token, statistics = _ppo_clip(batch, log_prob, behavior, correction.loss_mask, loss, None)
-    return _TokenLoss(per_token, statistics, correction.loss_mask, weights, correction, True)
+        # The clipped ratio π_θ / μ is the importance weight already. A second weight would count it twice.
+        per_token, statistics = _ppo_clip(inputs, log_prob, behavior, correction.loss_mask, loss, None)
+    return _TokenLoss(per_token, statistics, correction.loss_mask, weights, correction, divides_by_original=True)
 
 
 def _ppo_clip(
-    batch: _Batch,
+    inputs: _LossInputs,
     log_prob: Tensor,
     old_log_prob: Tensor,
     loss_mask: Tensor,
@@ -283,65 +310,64 @@ def _ppo_clip(
     return ppo_clip_loss(
         log_prob,
         old_log_prob,
-        batch.advantages,
+        inputs.advantages,
         loss_mask,
         clip_low=loss.clip_ratio_low,
         clip_high=loss.clip_ratio_high,
         clip_c=loss.clip_ratio_c,
         weights=weights,
-        cu_seqlens=batch.cu_seqlens,
+        cu_seqlens=inputs.cu_seqlens,
     )
 
 
 def _regularization(
-    batch: _Batch, loss: LossConfig, mode: LossAggMode, entropy: Tensor | None, denominators: Denominators | None
+    inputs: _LossInputs, loss: LossConfig, mode: LossAggMode, entropy: Tensor | None, denominators: Denominators | None
 ) -> tuple[Tensor | None, Statistics]:
     """kl_coef · KL − entropy_coef · H over the response mask, and the mean of both whenever they can be measured."""
-    mask, cu_seqlens = batch.mask, batch.cu_seqlens
-    ref_log_prob = batch.policies.ref_log_prob
+    mask, cu_seqlens = inputs.mask, inputs.cu_seqlens
+    log_prob, full_log_prob = inputs.policies.log_prob, inputs.policies.full_log_prob
+    ref_log_prob = inputs.policies.ref_log_prob
     if loss.kl_coef and ref_log_prob is None:
         raise ValueError(f"kl_coef={loss.kl_coef} needs ref_log_prob, the reference policy's log-probs")
     if loss.entropy_coef and entropy is None:
         raise ValueError(f"entropy_coef={loss.entropy_coef} needs entropy, one value per token")
+
+    # A term without a coefficient is still measured, where its tensor is there.
     terms: list[tuple[str, Tensor, Tensor, float]] = []
     if ref_log_prob is not None:
-        full = batch.policies.log_prob if batch.policies.full_log_prob is None else batch.policies.full_log_prob
-        kl, measured = REFERENCE_KL[loss.kl_estimator](full, ref_log_prob, mask)
+        trained = log_prob if full_log_prob is None else full_log_prob
+        kl, measured = REFERENCE_KL[loss.kl_estimator](trained, ref_log_prob, mask)
         terms.append(("kl_ref", kl, measured, loss.kl_coef))
     if entropy is not None:
-        check_layout(log_prob=batch.policies.log_prob, entropy=entropy, cu_seqlens=cu_seqlens)
+        check_layout(log_prob=log_prob, entropy=entropy, cu_seqlens=cu_seqlens)
         terms.append(("entropy", entropy, mask & entropy.isfinite(), -loss.entropy_coef))
+    moments = {name: moments_of(values.detach(), measured) for name, values, measured, _ in terms}
+    statistics = Statistics.of(moments=moments, device=mask.device)
 
+    if not (loss.kl_coef or loss.entropy_coef):
+        return None, statistics
+
+    # Both terms average over the whole response mask, also where a value could not be measured.
+    lengths, scale = _lengths(inputs, mask, mode), loss.loss_scale_factor
+    if denominators is None:
+        denominators = count_denominators(mask, cu_seqlens=cu_seqlens, context_group=inputs.context_group)
     total = None
-    lengths = _lengths(batch, mask, mode)
-    whole = denominators or normalizer_counts(
-        "original", mask, mask, None, cu_seqlens=cu_seqlens, context_group=batch.context_group
-    )
     for _, values, measured, coefficient in terms:
         if coefficient:
-            term = coefficient * aggregate(
-                values,
-                measured,
-                mode,
-                whole,
-                lengths=lengths,
-                scale=loss.loss_scale_factor,
-                cu_seqlens=cu_seqlens,
-            )
-            total = term if total is None else total + term
-    moments = {name: moments_of(values.detach(), measured) for name, values, measured, _ in terms}
-    return total, Statistics.of(sums={}, moments=moments, extremes={}, device=mask.device)
+            mean = aggregate(values, measured, mode, denominators, lengths=lengths, scale=scale, cu_seqlens=cu_seqlens)
+            total = coefficient * mean if total is None else total + coefficient * mean
+    return total, statistics
 
 
-def _lengths(batch: _Batch, mask: Tensor, mode: LossAggMode) -> Tensor | None:
+def _lengths(inputs: _LossInputs, mask: Tensor, mode: LossAggMode) -> Tensor | None:
     """Tokens of each whole sequence in the mask, (B,), where the mode divides rows by them."""
     if mode != "seq-mean-token-mean":
         return None
-    return sequence_counts(mask, cu_seqlens=batch.cu_seqlens, context_group=batch.context_group)
+    return sequence_lengths(mask, cu_seqlens=inputs.cu_seqlens, context_group=inputs.context_group)
 
 
 def _behavior_policy(policies: PolicyLogProbs, correction: Correction | None) -> Tensor:
-    """log μ, once it is clear that nothing else plays its part or repeats it."""
+    """log μ, after checks that no other tensor plays its part or applies it again."""
     rollout_log_prob, old_log_prob = policies.rollout_log_prob, policies.old_log_prob
     if rollout_log_prob is None:
         raise ValueError("bypass mode needs rollout_log_prob, what the sampling policy gave the tokens")
@@ -352,20 +378,20 @@ def _behavior_policy(policies: PolicyLogProbs, correction: Correction | None) ->
         )
     if correction is not None:
         raise ValueError(
-            "in bypass mode the correction is against π_θ and computed here; one computed elsewhere would apply the "
-            "behaviour ratio twice, or a stale one: leave correction out"
+            "in bypass mode policy_loss computes the correction itself, against π_θ. Another one would apply the "
+            "behavior ratio twice, or an old one: leave correction out"
         )
     return rollout_log_prob
 
 
-def _check_belongs(correction: Correction, batch: _Batch) -> None:
-    """Check that a correction is of these tokens, as far as can be told without waiting for a device.
+def _check_belongs(correction: Correction, inputs: _LossInputs) -> None:
+    """Check that a correction is of these tokens, as far as that is known without waiting for a device.
 
-    Shapes, devices and layouts tell everywhere; on the CPU, masks and offsets too. A part of a correction that was cut
-    out by hand may still carry the masks of the whole batch; those are not compared.
+    Shapes, devices and layouts are compared everywhere, and on the CPU masks and offsets too. A part of a correction
+    that was cut out by hand may still carry the masks of the whole batch. Those are not compared.
     """
     advice = "; take the rows of the correction (weights, loss_mask, response_mask) with those of the batch"
-    loss_mask, mask = correction.loss_mask, batch.mask
+    loss_mask, mask = correction.loss_mask, inputs.mask
     check_tensors(response_mask=mask, **{"correction.loss_mask": loss_mask, "correction.weights": correction.weights})
     for name, tensor in (("loss_mask", loss_mask), ("weights", correction.weights)):
         if tensor is not None and tensor.shape != mask.shape:
@@ -374,8 +400,10 @@ def _check_belongs(correction: Correction, batch: _Batch) -> None:
 
     given = correction.response_mask
     whole = given is not None and given.shape == mask.shape and given.device == mask.device
-    if whole and not _same_sequences(correction.cu_seqlens, batch.cu_seqlens):
+    if whole and not _same_sequences(correction.cu_seqlens, inputs.cu_seqlens):
         raise ValueError(f"correction has other cu_seqlens than the loss, so it is of other sequences{advice}")
+
+    # From here on values are read.
     if not in_host_memory(loss_mask, mask):
         return
     outside = int((loss_mask & ~mask).sum())
@@ -390,7 +418,7 @@ def _check_belongs(correction: Correction, batch: _Batch) -> None:
 
 
 def _same_sequences(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether two layouts are the same, as far as can be told without waiting for a device."""
+    """Whether two layouts are the same, as far as that is known without waiting for a device."""
     if one is None or other is None or one is other:
         return one is other
     if one.shape != other.shape:

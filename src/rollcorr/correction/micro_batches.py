@@ -1,4 +1,4 @@
-"""Bypass mode over micro-batches: what is kept is known at the end, so the policy gradient is rescaled there, once."""
+"""Bypass mode over micro-batches: what is kept is known only at the end, so the policy gradient is rescaled there."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from rollcorr.config import LossConfig, RolloutCorrectionConfig
 from rollcorr.config.conversion import resolve
 from rollcorr.core.aggregation import Denominators
-from rollcorr.correction.denominators import aggregation_mode
+from rollcorr.correction.denominators import aggregation_mode, count_denominators, rescaling, sum_denominators
 from rollcorr.correction.losses import PolicyLogProbs, PolicyLossOutput, policy_loss
-from rollcorr.correction.process_groups import check_groups, global_denominators, sum_denominators
+from rollcorr.correction.process_groups import check_groups
 from rollcorr.correction.split_gradients import SplitGradients
 
 if TYPE_CHECKING:
@@ -25,13 +25,13 @@ class BypassGradients(SplitGradients):
 
     In bypass mode rejection depends on π_θ, so the kept count is known only after the last micro-batch of the last
     rank. Micro-batches are therefore divided by the original counts, and the sum of their policy gradients is rescaled
-    once, before clipping. KL and entropy do not depend on the kept count: their gradients are held apart meanwhile, at
-    the price of a second backward pass (through the same graph) and a second set of gradients, and only when there are
-    such terms.
+    once, before clipping. KL and entropy do not depend on the kept count, so their gradients are held apart until
+    then. Only when there are such terms, this costs a second backward pass (through the same graph) and a second set
+    of gradients.
 
-    After `finish`, `.grad` is the gradient of the whole step on every rank (FSDP2: the rank's shard of it): a sum over
-    ranks that nobody has to multiply or to reduce any more. `model` may be a plain module, DDP or FSDP2, with or
-    without `no_sync()` inside the block. docs/distributed.md says what is refused.
+    After `finish`, `.grad` is the gradient of the whole step on every rank (FSDP2: the rank's shard of it). It is a sum
+    over ranks, and needs no further factor or reduction. `model` may be a plain module, DDP or FSDP2, with or without
+    `no_sync()` inside the block. docs/distributed.md says what is refused.
 
     Example:
         ```
@@ -47,9 +47,9 @@ class BypassGradients(SplitGradients):
 
     Args:
         model: the module that forward passes go through: the DDP or FSDP2 wrapper, not what it wraps.
-        config: the correction, in bypass mode; a preset's name or a dictionary will do.
+        config: the correction, in bypass mode: a configuration, a preset's name or a dictionary.
         response_mask: this rank's tokens of the whole optimizer step, (B, T), or (N,) when packed. They are counted
-            over the ranks here, so every rank makes a step, also one without a token.
+            over the ranks here, so every rank must construct a step, even one without tokens.
         loss: clip constants, aggregation and coefficients. None: the defaults.
         group: data-parallel ranks. None: this process is alone.
         context_group: ranks that hold other slices of the same sequences.
@@ -72,6 +72,7 @@ class BypassGradients(SplitGradients):
         cu_seqlens: Tensor | None = None,
     ) -> None:
         super().__init__(model, group=group, context_group=context_group)
+        check_groups(group, context_group)
         settings = resolve(config)
         if settings is None or not settings.bypass_mode:
             raise ValueError(
@@ -79,8 +80,7 @@ class BypassGradients(SplitGradients):
                 "policy_loss(…, denominators=…), or set bypass_mode=True"
             )
         self.config, self.loss = settings, loss or LossConfig()
-        check_groups(group, context_group)
-        self.original = global_denominators(
+        self.original = count_denominators(
             response_mask, cu_seqlens=cu_seqlens, group=group, context_group=context_group
         )
         self.counts = Denominators(0.0, 0.0)
@@ -95,7 +95,7 @@ class BypassGradients(SplitGradients):
         entropy: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> PolicyLossOutput:
-        """The loss of a micro-batch over the original counts of the step: `rollcorr.correction.losses.policy_loss`."""
+        """The loss of a micro-batch, divided by the original counts of the step. See `policy_loss`."""
         return policy_loss(
             policies,
             advantages,
@@ -118,7 +118,7 @@ class BypassGradients(SplitGradients):
         self.counts = self.counts + output.counts
 
     def finish(self) -> Tensor:
-        """Rescale, put the parts together, and sum over ranks. Every rank calls it, once.
+        """Rescale the policy gradient, add the other part, and sum over ranks. Every rank calls it, once.
 
         Returns:
             The factor original / kept, 0-d float64, the same on every rank; 0 when nothing was kept.
@@ -131,20 +131,8 @@ class BypassGradients(SplitGradients):
     def _factor(self, kept: Denominators) -> Tensor:
         mode = aggregation_mode(self.config, self.loss)
         if mode == "token-sum":
+            # A plain sum was divided by nothing, so there is nothing to replace.
             return torch.ones((), dtype=torch.float64, device=self._device)
         if mode == "token-mean":
             return rescaling(self.original.tokens, kept.tokens)
         return rescaling(self.original.sequences, kept.sequences)
-
-
-def rescaling(original: Tensor | float, kept: Tensor | float) -> Tensor:
-    """Original / kept, 0-d float64; 0 when nothing was kept."""
-    kept = _double(kept)
-    original = _double(original).to(kept.device)
-    return torch.where(kept > 0, original / kept.clamp(min=1e-300), 0.0)
-
-
-def _double(amount: Tensor | float) -> Tensor:
-    """A tensor where it is, a number on the host, whatever torch's default device is."""
-    device = amount.device if isinstance(amount, Tensor) else "cpu"
-    return torch.as_tensor(amount, dtype=torch.float64, device=device)

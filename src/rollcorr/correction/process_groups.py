@@ -1,10 +1,11 @@
 """Process groups: what the ranks hold together, exchanged so that every rank ends up with the same bits.
 
-Two kinds of group. The ranks of a *data-parallel* group hold different sequences: they share statistics, once, after
-the correction. The ranks of a *context* group hold different tokens of the same sequences: they share per-sequence
-sums, once, before anything is decided. docs/distributed.md says who sends what.
+There are two kinds of group. The ranks of a *data-parallel* group hold different sequences. They share statistics,
+once, after the correction. The ranks of a *context* group hold different tokens of the same sequences. They share
+per-sequence sums, once, before anything is decided. docs/distributed.md says who sends what.
 
-Everything is gathered and then added in rank order, so that no rank's sums depend on the order of arrival.
+Everything is gathered and then added in rank order, so that no sum depends on the order of arrival.
+`rollcorr.correction.denominators` counts what a loss is divided by, over these groups.
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from rollcorr.core.aggregation import Denominators
-from rollcorr.core.layout import check_layout, sequence_ids, sequence_sum, token_count
+from rollcorr.core.layout import sequence_ids
 from rollcorr.core.statistics import Statistics, merge_statistics
 from rollcorr.kernels.correction import Reduction
 from rollcorr.kernels.correction.torch.table import BlockRows, SequenceTable
@@ -38,12 +38,12 @@ def gather_statistics(statistics: Statistics, group: ProcessGroup | None) -> Sta
 
 
 def context_reduction(group: ProcessGroup | None) -> Reduction | None:
-    """What makes the table and the rows of a slice those of whole sequences: one all-gather over a context group.
+    """A function that makes a slice's table and rows those of whole sequences, by one all-gather.
 
-    The vector holds a float64 for each column and sequence (8 to 25 columns), and the rows of the batch.
+    Each rank sends a float64 for each column and sequence (8 to 25 columns), and the rows of the batch.
 
     Args:
-        group: ranks that hold slices of the same B sequences, in the same order; None: nothing is to be done.
+        group: ranks that hold slices of the same B sequences, in the same order. None: there is nothing to do.
     """
     if group is None:
         return None
@@ -51,6 +51,8 @@ def context_reduction(group: ProcessGroup | None) -> Reduction | None:
     def reduce(table: SequenceTable, rows: BlockRows) -> None:
         columns = table.pack()
         statistics = rows.statistics(columns.device)
+
+        # Both travel in one vector: an exchange costs more than its bytes.
         parts = _gather(torch.cat([columns.flatten(), statistics.pack()]), group)
         table.merge(parts[:, : columns.numel()].unflatten(1, columns.shape))
         rows.replace(merge_statistics(statistics.unpack(part[columns.numel() :]) for part in parts))
@@ -59,7 +61,7 @@ def context_reduction(group: ProcessGroup | None) -> Reduction | None:
 
 
 def check_groups(group: ProcessGroup | None, context_group: ProcessGroup | None) -> None:
-    """Check that no rank would be counted twice: two groups share no rank but the own one.
+    """Check that no rank would count twice: the two groups may share no rank but this one.
 
     Raises:
         ValueError: names the ranks that are in both.
@@ -102,98 +104,47 @@ def gather_slices(*tensors: Tensor, cu_seqlens: Tensor | None, group: ProcessGro
         sequences, ids = shape[0], torch.arange(shape[0], device=device).unsqueeze(-1).expand(shape)
     else:
         sequences, ids = cu_seqlens.numel() - 1, sequence_ids(tensors[0], cu_seqlens=cu_seqlens)
+
+    # Ranks may hold different numbers of tokens, and an all-gather needs equal ones: pad, gather, and cut again.
     sizes = [int(n) for n in _gather(torch.tensor([ids.numel()], device=device), group).flatten().tolist()]
     rows = torch.stack([x.flatten().double() for x in (*tensors, ids)])
     padded = torch.nn.functional.pad(rows, (0, max(sizes) - ids.numel()))
     parts = _gather(padded.flatten(), group).unflatten(1, padded.shape)
     whole = torch.cat([part[:, :n] for part, n in zip(parts, sizes, strict=True)], dim=1)
+
+    # A stable sort by sequence puts the slices of each sequence together, in rank order.
     order = whole[-1].argsort(stable=True)
     counts = torch.bincount(whole[-1].long(), minlength=sequences)
+
     first = sum(sizes[: torch.distributed.get_rank(group)])
     return Slices(
-        tuple(row.to(x.dtype) for row, x in zip(whole[:, order], tensors, strict=False)),
-        torch.cat([counts.new_zeros(1), counts.cumsum(0)]),
-        order.argsort()[first : first + ids.numel()].view(shape),
+        tensors=tuple(row.to(x.dtype) for row, x in zip(whole[:, order], tensors, strict=False)),
+        cu_seqlens=torch.cat([counts.new_zeros(1), counts.cumsum(0)]),
+        own=order.argsort()[first : first + ids.numel()].view(shape),
     )
 
 
-def global_denominators(
-    mask: Tensor,
-    *,
-    weights: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    group: ProcessGroup | None = None,
-    context_group: ProcessGroup | None = None,
-) -> Denominators:
-    """What the loss sums of a whole optimizer step are divided by, over every rank: 0-d float64 tensors.
-
-    As `count_denominators`, or with weights as `weight_denominators`, with every sequence counted once, however many
-    ranks hold a slice of it.
-
-    Args:
-        mask: this rank's tokens of the whole optimizer step: the loss mask for "kept" and "weights", the response mask
-            for "original". (B, T), or (N,) when packed; read as ≠ 0.
-        weights: what the loss applies, for the normaliser "weights". Same shape; never read outside the mask.
-        cu_seqlens: (B + 1,) token offsets, only when packed.
-        group: the data-parallel group.
-        context_group: ranks that hold other slices of the same sequences.
-
-    Raises:
-        TypeError: an argument is no tensor.
-        ValueError: shapes or devices differ or do not fit the layout.
-    """
-    check_layout(cu_seqlens=cu_seqlens, mask=mask, **({} if weights is None else {"weights": weights}))
-    count = sequence_counts(mask, cu_seqlens=cu_seqlens, context_group=context_group)
-    if weights is None:
-        amounts = torch.stack([count.sum(), (count > 0).sum().double()])
-    else:
-        total = sequence_sum(weights.detach().double(), mask != 0, cu_seqlens=cu_seqlens)
-        total = sum_over(total, context_group)
-        amounts = torch.stack([total.sum(), (total / count.clamp(min=1)).sum()])
-    return Denominators(*sum_over(amounts, group))
-
-
-def sequence_counts(
-    mask: Tensor, *, cu_seqlens: Tensor | None = None, context_group: ProcessGroup | None = None
-) -> Tensor:
-    """Tokens of each whole sequence where mask is not 0: (B,) float64. Arguments as in `global_denominators`."""
-    check_layout(mask=mask, cu_seqlens=cu_seqlens)
-    return sum_over(token_count(mask != 0, cu_seqlens=cu_seqlens).double(), context_group)
-
-
 def sum_over(values: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Σ over the ranks of a group, the same bits on each; None returns the values as they are."""
+    """Σ over the ranks of a group, with the same bits on each. None returns the values as they are."""
     return values if group is None else _gather(values, group).sum(0)
-
-
-def sum_denominators(denominators: Denominators, group: ProcessGroup | None, *, device: torch.device) -> Denominators:
-    """Denominators summed over the ranks of a group: 0-d float64 tensors. A rank without data gives 0 and 0.
-
-    Args:
-        denominators: this rank's, e.g. the counts of its micro-batches.
-        group: the process group; None returns them as they are, as tensors.
-        device: where the group communicates.
-    """
-    amounts = [
-        torch.as_tensor(x, dtype=torch.float64, device=device) for x in (denominators.tokens, denominators.sequences)
-    ]
-    return Denominators(*sum_over(torch.stack(amounts), group))
 
 
 def sum_gradients(parameters: Iterable[Tensor], group: ProcessGroup | None) -> None:
     """Sum `.grad` over the ranks of a group, in place: an all-reduce for each dtype and 64 MiB.
 
-    With global denominators the ranks' losses add up, so their gradients are added, not averaged. A missing gradient
-    counts as 0; one that is missing on every rank stays so, as an optimizer treats it differently. That is asked
-    first, in an all-reduce that waits for the device.
+    With the denominators of the whole step the ranks' losses add up, so their gradients are added, not averaged. A
+    missing gradient counts as 0. One that is missing on every rank stays missing, because an optimizer treats it
+    differently. One all-reduce finds these first, and waits for the device.
 
     Args:
         parameters: the same ones on every rank.
-        group: the process group; None leaves everything as it is.
+        group: the process group. None leaves everything as it is.
     """
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
     if group is None or not parameters:
         return
+
+    # Every rank must take part in the same all-reduces, so ranks agree first on which gradients there are.
     present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32, device="cpu")
     present = present.to(parameters[0].device)
     torch.distributed.all_reduce(present, group=group)
@@ -202,6 +153,7 @@ def sum_gradients(parameters: Iterable[Tensor], group: ProcessGroup | None) -> N
         if ranks:
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             by_dtype.setdefault(parameter.dtype, []).append(local_part(parameter.grad))
+
     for gradients in by_dtype.values():
         for bucket in _buckets(gradients):
             flat = torch.cat([gradient.flatten() for gradient in bucket])
@@ -211,13 +163,13 @@ def sum_gradients(parameters: Iterable[Tensor], group: ProcessGroup | None) -> N
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The tensor itself, or of a DTensor the part that lies on this rank; both share their memory."""
+    """The tensor itself, or a DTensor's part on this rank. The result shares its memory."""
     with torch.no_grad():
         return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _buckets(tensors: list[Tensor], limit: int = 2**26) -> Iterator[list[Tensor]]:
-    """Tensors in turn, in lists of `limit` bytes, or of one tensor that is larger: what is copied at a time."""
+    """The tensors in order, in lists of at most `limit` bytes each, or of one larger tensor."""
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:

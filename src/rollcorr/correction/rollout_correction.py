@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.conversion import resolve
 from rollcorr.config.thresholds import check_token_criteria
 from rollcorr.core import metric_registry as registry
@@ -34,8 +35,6 @@ from rollcorr.kernels.correction.torch.table import BlockRows
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from rollcorr.config import RolloutCorrectionConfig
-
 
 @dataclass(frozen=True, eq=False)
 class Correction:
@@ -46,10 +45,10 @@ class Correction:
             without importance sampling.
         loss_mask: the tokens that stay in the loss, bool, in the inputs' shape.
         sequence_kept: (B,) bool: the sequence still has a token in the loss, or never had one. For group baselines.
-        statistics: mergeable rows on the device; over the whole groups that were named. None without any correction.
-        config: what was asked for; None for no correction at all.
-        response_mask: the mask that was given, so that a loss can tell a correction of other tokens; None: unknown.
-        cu_seqlens: the offsets that were given; None when padded.
+        statistics: mergeable rows on the device, over all ranks of the groups. None without any correction.
+        config: what was asked for. None: no correction at all.
+        response_mask: the mask that was given, so that a loss can refuse a correction of other tokens. None: unknown.
+        cu_seqlens: the offsets that were given. None when padded.
     """
 
     weights: Tensor | None
@@ -68,7 +67,7 @@ class Correction:
     def metrics(self, *, prefix: str = registry.PREFIX) -> dict[str, float]:
         """Every metric of the registry that the configuration collects: one device-to-host transfer for all.
 
-        The batch of an empty sample reports its counts as 0, and 0 for whatever cannot be measured.
+        An empty batch reports 0 for its counts, and 0 for everything that cannot be measured.
         """
         return {} if self.statistics is None else registry.finalize(self.statistics.read(), prefix=prefix)
 
@@ -84,27 +83,30 @@ class Correction:
         return worst_of(tops)
 
     def denominators(self, normalizer: Literal["kept", "original", "weights"] | None = None) -> Denominators:
-        """What the loss sums are divided by, over the whole group: token and sequence count, or weight sum.
+        """What the loss is divided by, over all ranks of the groups, when this correction is one optimizer step.
+
+        The numbers are those of `rollcorr.correction.loss_denominators`, read from the statistics.
 
         Args:
             normalizer: "kept" counts what stays in the loss, "original" what the response mask held, "weights" sums the
-                applied weights of what stays; where no weights reach the loss, each counts as 1. Default: the
-                configuration's.
+                applied weights of what stays. Where no weights reach the loss, each counts as 1. None: the
+                configuration's normalizer.
 
         Raises:
             ValueError: no correction was asked for, so there are no statistics to count from.
         """
         if self.statistics is None or self.config is None:
             raise ValueError("without a correction there are no counts; take the denominators from the response mask")
+        row = self.statistics.sum
         normalizer = normalizer or self.config.normalizer
         if normalizer == "original":
-            return Denominators(self.statistics.sum("tokens"), self.statistics.sum("sequences"))
+            return Denominators(row("tokens"), row("sequences"))
         if normalizer == "kept" or self.loss_weights is None:
-            return Denominators(self.statistics.sum("tokens_kept"), self.statistics.sum("sequences_kept"))
+            return Denominators(row("tokens_kept"), row("sequences_kept"))
+
+        # The statistics hold the weights before batch normalization, and the loss applies those after it.
         factor = _factor(self.statistics) if self.config.rollout_is_batch_normalize else 1.0
-        return Denominators(
-            self.statistics.sum("kept_weight") / factor, self.statistics.sum("kept_sequence_weight") / factor
-        )
+        return Denominators(row("kept_weight") / factor, row("kept_sequence_weight") / factor)
 
 
 def correct(
@@ -133,18 +135,18 @@ def correct(
         config: a configuration, a preset's name, or a dictionary of any of the three generations.
         cu_seqlens: first token of each sequence, then N: (B + 1,) integers, only when packed. Checked on the CPU; on a
             GPU wrong values give wrong sums, but never touch memory beyond the data.
-        group: data-parallel process group: batch normalisation, counts and statistics are then those of the group.
+        group: data-parallel process group: batch normalization, counts and statistics are then those of the group.
         context_group: ranks that hold other tokens of the same B sequences, in the same order, in any split; slices may
             be empty. Decisions, weights and statistics are then those of the whole sequences, on every rank.
-        detail: collect quantiles and the worst tokens and sequences as well, in a second read of the batch; a `Detail`
+        detail: also collect quantiles and the worst tokens and sequences, in a second read of the batch. A `Detail`
             says how they are named across ranks and shards.
         out: (weights, loss_mask) buffers to write to, contiguous, float32 and bool in the inputs' shape; weights None
             without importance sampling. On the CPU, fresh memory costs more than the arithmetic: reuse them.
-        impl: which kernel; "auto" takes the fastest that is proven here: "cpu" (compiled C), else
-            "blocked" (torch).
+        impl: which kernel. "auto" takes the fastest that is proven here: "cpu" (compiled C), else "blocked" (torch).
 
     Returns:
-        A `Correction`. Data never raises: an empty or wholly rejected batch gives masks of the right shape.
+        A `Correction`. An empty or wholly rejected batch gives masks of the right shape: no value causes an error,
+        unless `nonfinite="raise"` asks for one.
 
     Raises:
         TypeError: a log-prob, the mask or `cu_seqlens` is no tensor.
@@ -165,28 +167,51 @@ def correct(
         response_mask=response_mask,
     )
     check_floating(train_log_prob=train_log_prob, rollout_log_prob=rollout_log_prob)
-    resolved = resolve(config)
+    resolved = config if isinstance(config, RolloutCorrectionConfig) else resolve(config)
     if out is not None:
-        inputs = {"train_log_prob": train_log_prob, "rollout_log_prob": rollout_log_prob}
-        check_out(out, resolved, **inputs, response_mask=response_mask)
+        log_probs = {"train_log_prob": train_log_prob, "rollout_log_prob": rollout_log_prob}
+        check_out(out, resolved, **log_probs, response_mask=response_mask)
     if resolved is None:
         return _nothing(response_mask, cu_seqlens, out)
-    check_token_criteria(resolved.criteria)
-    check_groups(group, context_group)
+    if resolved.has_step_criteria:
+        check_token_criteria(resolved.criteria)
+    if group is not None and context_group is not None:
+        check_groups(group, context_group)
+
     with torch.no_grad():
-        offsets = None if cu_seqlens is None else bounded_offsets(cu_seqlens, response_mask.numel())
-        log_probs = plain(train_log_prob.detach()), plain(rollout_log_prob.detach())
-        batch = _Batch(*log_probs, plain(response_mask.detach()), offsets, context_group)
-        output = _kernel(batch, resolved, out, impl)
-        own = output.statistics
+        inputs = _CorrectionInputs(
+            plain(train_log_prob.detach()),
+            plain(rollout_log_prob.detach()),
+            plain(response_mask.detach()),
+            None if cu_seqlens is None else bounded_offsets(cu_seqlens, response_mask.numel()),
+            context_group,
+        )
+
+        # Decisions about a sequence are those of all its slices: the kernel exchanges them over the context group.
+        output = _kernel(inputs, resolved, out, impl)
+        statistics = output.statistics
         if detail:
-            own = own | _detail(batch, output.weights, resolved, detail if isinstance(detail, Detail) else Detail())
-        statistics = gather_statistics(own, group)
+            named = detail if isinstance(detail, Detail) else Detail()
+            statistics = statistics | _detail(inputs, output.weights, resolved, named)
+
+        # What other sequences say is merged afterwards. It changes no decision, only the mean of the weights.
+        if group is not None:
+            statistics = gather_statistics(statistics, group)
         if resolved.nonfinite == "raise":
             _raise_on_nonfinite(statistics)
-        weights = _normalized(output, statistics, resolved)
-    kept = output.loss_mask, output.sequence_kept
-    return Correction(weights, *kept, statistics, resolved, response_mask=response_mask, cu_seqlens=cu_seqlens)
+        weights = output.weights
+        if weights is not None and resolved.rollout_is_batch_normalize:
+            weights = weights.div_(_factor(statistics).to(weights.dtype))
+
+    return Correction(
+        weights,
+        output.loss_mask,
+        output.sequence_kept,
+        statistics,
+        resolved,
+        response_mask=response_mask,
+        cu_seqlens=cu_seqlens,
+    )
 
 
 def check_mask(response_mask: Tensor) -> None:
@@ -202,7 +227,7 @@ def check_mask(response_mask: Tensor) -> None:
         raise ValueError(f"response_mask must hold 0 and 1, got {wrong[0].item()} among {wrong.numel()} other values")
 
 
-class _Batch(NamedTuple):
+class _CorrectionInputs(NamedTuple):
     train: Tensor
     rollout: Tensor
     mask: Tensor
@@ -223,26 +248,34 @@ def _nothing(response_mask: Tensor, cu_seqlens: Tensor | None, out: Out | None) 
     return Correction(None, loss_mask, kept, None, None, response_mask=response_mask, cu_seqlens=cu_seqlens)
 
 
-def _kernel(batch: _Batch, config: RolloutCorrectionConfig, out: Out | None, impl: Implementation) -> CorrectionOutput:
-    """Run the kernel; the reference wants its sequences whole, the others their sums."""
-    train, rollout, mask, cu_seqlens, context_group = batch
-    if context_group is None or impl != "reference":
+def _kernel(
+    inputs: _CorrectionInputs, config: RolloutCorrectionConfig, out: Out | None, impl: Implementation
+) -> CorrectionOutput:
+    """Run the kernel. Over a context group the reference needs whole sequences, and the others exchange their sums."""
+    train, rollout, mask, cu_seqlens, context_group = inputs
+    if context_group is None:
+        return correction_kernel(train, rollout, mask, config, cu_seqlens=cu_seqlens, out=out, impl=impl)
+    if impl != "reference":
         reduce = context_reduction(context_group)
         return correction_kernel(train, rollout, mask, config, cu_seqlens=cu_seqlens, reduce=reduce, out=out, impl=impl)
-    whole = gather_slices(train, rollout, batch.valid, cu_seqlens=cu_seqlens, group=context_group)
+
+    whole = gather_slices(train, rollout, inputs.valid, cu_seqlens=cu_seqlens, group=context_group)
     train, rollout, mask = whole.tensors
     output = correction_kernel(train, rollout, mask, config, cu_seqlens=whole.cu_seqlens, impl=impl)
     weights = None if output.weights is None else output.weights[whole.own]
     return copied_to(out, output._replace(weights=weights, loss_mask=output.loss_mask[whole.own]))
 
 
-def _detail(batch: _Batch, weights: Tensor | None, config: RolloutCorrectionConfig, detail: Detail) -> Statistics:
-    """Quantiles and the worst, over the context group."""
-    train, rollout, _, cu_seqlens, context_group = batch
+def _detail(
+    inputs: _CorrectionInputs, weights: Tensor | None, config: RolloutCorrectionConfig, detail: Detail
+) -> Statistics:
+    """Quantiles and the worst tokens and sequences, over the context group."""
+    train, rollout, _, cu_seqlens, context_group = inputs
     if detail.position_ids is not None:
         check_layout(train_log_prob=train, position_ids=detail.position_ids, cu_seqlens=cu_seqlens)
+
     neutral = config.nonfinite == "neutral"
-    tokens, table = token_detail(train, rollout, batch.valid, weights, detail, neutral=neutral, cu_seqlens=cu_seqlens)
+    tokens, table = token_detail(train, rollout, inputs.valid, weights, detail, neutral=neutral, cu_seqlens=cu_seqlens)
     reduce = context_reduction(context_group)
     if reduce is not None:
         tokens = gather_statistics(tokens, context_group)
@@ -250,13 +283,8 @@ def _detail(batch: _Batch, weights: Tensor | None, config: RolloutCorrectionConf
     return tokens | sequence_detail(table, detail)
 
 
-def _normalized(output: CorrectionOutput, statistics: Statistics, config: RolloutCorrectionConfig) -> Tensor | None:
-    if output.weights is None or not config.rollout_is_batch_normalize:
-        return output.weights
-    return output.weights.div_(_factor(statistics).to(output.weights.dtype))
-
-
 def _factor(statistics: Statistics) -> Tensor:
+    """What batch normalization divides the weights by: their mean."""
     return normalization_factor(statistics.sum("norm_weight"), statistics.sum("norm_units"))
 
 

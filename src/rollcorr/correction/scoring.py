@@ -1,4 +1,4 @@
-"""The trainer's side: token log-probs from logits or hidden states, as a `SamplingSpec` says they are to be taken."""
+"""The trainer's side: token log-probs from logits or hidden states, as a `SamplingSpec` describes them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from rollcorr.core.logprobs import (
     token_entropy,
     token_log_prob,
 )
+from rollcorr.core.ratios import at_least_float32
 from rollcorr.core.sampling import (
     Filter,
     KeptSets,
@@ -105,10 +106,10 @@ def linear_actor_log_prob(
 
 
 def actor_entropy(logits: Tensor, token_ids: Tensor, spec: SamplingSpec, *, kept: KeptSets | None = None) -> Tensor:
-    """Entropy of the distribution that `actor_log_prob` gives the log-probs of: over its support. (…), nats.
+    """Entropy over the support that `actor_log_prob` uses. (…), nats.
 
-    With support "kept_mass" no set is known, and it is that of the whole softmax. Arguments and raises are those of
-    `actor_log_prob`.
+    With support "kept_mass" no set is known, so this is the entropy of the whole softmax. Arguments and raises are
+    those of `actor_log_prob`.
     """
     _check_no_penalties(spec)
     if not restricts(spec) or spec.support == "kept_mass":
@@ -120,15 +121,15 @@ def actor_entropy(logits: Tensor, token_ids: Tensor, spec: SamplingSpec, *, kept
 
 
 def restricts(spec: SamplingSpec) -> bool:
-    """Whether a spec's log-probs are of a softmax over less than the vocabulary."""
+    """Whether a spec's log-probs come from a softmax over less than the vocabulary."""
     return spec.logprobs == "processed" and spec.truncates
 
 
 def recomputed_support(logits: Tensor, spec: SamplingSpec) -> Tensor:
     """The support of a spec's temperature, top-k, top-p and min-p, in its engine's order: (…, V) bool.
 
-    An engine that is not known, or whose order is not, is taken to do as transformers does. The sampled token may be
-    outside: see `rollcorr.core.sampling`.
+    An engine that is not known, or whose order is not known, is assumed to work as transformers does. The sampled token
+    may be outside: see `rollcorr.core.sampling`.
     """
     engine = spec.engine_sampling
     order = engine.order or ("temperature", "top_k", "top_p", "min_p")
@@ -139,9 +140,12 @@ def recomputed_support(logits: Tensor, spec: SamplingSpec) -> Tensor:
         filters["top_p"] = partial(top_p_support, top_p=spec.top_p)
     if spec.min_p > 0:
         filters["min_p"] = partial(min_p_support, min_p=spec.min_p)
+
+    # The temperature changes top-p and min-p only where the engine divides by it first.
     ordered = [name for name in order if name in filters or name == "temperature"]
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    scaled = wide / spec.temperature if ordered[0] == "temperature" else wide
+    scaled = at_least_float32(logits)
+    if ordered[0] == "temperature":
+        scaled = scaled / spec.temperature
     chosen = [filters[name] for name in ordered if name in filters]
     return joint_support(scaled, chosen) if engine.joint else sequential_support(scaled, chosen)
 

@@ -2,14 +2,14 @@
 
     .grad = Σ over ranks and micro-batches of  factor · ∇ policy_gradient + ∇ regularization
 
-Two parts take two backward passes through one graph, and gradients of their own. A wrapper that exchanges gradients
-inside a backward pass must not do so in its own way meanwhile:
+Two parts need two backward passes through one graph, and two sets of gradients. Some wrappers exchange gradients inside
+a backward pass. In the meantime they must not do so in their own way:
 
     plain module    gradients stay on the rank; `finish` sums them over the groups, once
-    DDP             the same: the reducer is off within the block, as in `no_sync()`. On, it would exchange the first
-                    backward pass and miss the second
-    FSDP2           every backward pass reduces its own part into the sharded `.grad`, also where
-                    `set_requires_gradient_sync(False)` was asked for; `finish` turns FSDP's mean into the sum
+    DDP             the same: the reducer is off within the block, as in `no_sync()`. Otherwise it would exchange the
+                    gradients of the first backward pass and miss those of the second
+    FSDP2           every backward pass reduces its own part into the sharded `.grad`, even where
+                    `set_requires_gradient_sync(False)` was called; `finish` turns FSDP's mean into the sum
 
 docs/distributed.md has the table of what users may do, and what is refused.
 """
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 
 class SplitGradients:
-    """The gradients of one optimizer step, its policy gradient held apart until `finish` knows what scales it.
+    """The gradients of one optimizer step. The policy gradient is held apart until `finish` knows its factor.
 
-    What subclasses add: where the factor comes from. Gradients that are there before are refused: whether they were
-    summed over ranks already, nobody can tell. What other losses leave in `.grad` within the block is not scaled; under
-    DDP and without a wrapper it is summed over the ranks with the rest.
+    Subclasses say where the factor comes from. Gradients that were there before the block are refused, because they may
+    or may not be summed over ranks already. Gradients of other losses within the block are not scaled. Under DDP and
+    without a wrapper they are summed over the ranks with the rest.
 
     Args:
         model: the module that forward passes go through: the DDP or FSDP2 wrapper, not what it wraps.
@@ -60,10 +60,13 @@ class SplitGradients:
     def __enter__(self) -> Self:
         if self._state != "new":
             raise RuntimeError(f"{type(self).__name__} is for one optimizer step: make another for the next")
+
         ranks = math.prod(g.size() for g in (self.group, self.context_group) if g is not None)
         self._ddp, self._fsdp = _wrappers(self.model)
         for module in self._ddp:
             _check_ddp(module, ranks)
+
+        # FSDP2 divides by its ranks, and the sum over ranks is wanted: each parameter knows what to multiply by.
         averaged = _averaged(self._fsdp, ranks)
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._averaged = [averaged.get(parameter, 1.0) for parameter in self.parameters]
@@ -73,6 +76,7 @@ class SplitGradients:
                 "there are gradients already, and they may or may not be summed over ranks: call "
                 "optimizer.zero_grad(set_to_none=True) before the step"
             )
+
         self._policy: list[Tensor | None] = [None] * len(self.parameters)
         for module in self._ddp:
             self._open.enter_context(module.no_sync())
@@ -97,6 +101,8 @@ class SplitGradients:
                 "the forward pass ran with DDP's reducer armed, so ranks would keep different gradients: run the "
                 "forward passes inside the block too, through the wrapper that the step was given"
             )
+
+        # The first pass writes into the gradients that are held apart, the second into the parameters' own.
         self._reduce_each_pass()
         self._swap()
         try:
@@ -108,7 +114,7 @@ class SplitGradients:
             regularization.backward()
 
     def _finish(self, factor: Tensor) -> None:
-        """Scale, join, and sum over ranks what no wrapper summed."""
+        """Scale the policy gradient, add the other part, and sum over ranks what no wrapper has summed."""
         for i, parameter in enumerate(self.parameters):
             policy, averaged = self._policy[i], self._averaged[i]
             if parameter.grad is not None and averaged != 1:
@@ -119,13 +125,14 @@ class SplitGradients:
             part.mul_(factor.to(part.device) * averaged)
             parameter.grad = policy if parameter.grad is None else parameter.grad.add_(policy)
         self._policy, self._state = [], "finished"
+
         for group in (self.context_group, self.group):
             sum_gradients(self._own, group)
 
     def _check_open(self, call: str) -> None:
         if self._state != "open":
             raise RuntimeError(
-                f"{call} belongs inside `with {type(self).__name__}(…) as step:`, before finish() and once a step"
+                f"{call} belongs inside `with {type(self).__name__}(…) as step:`, before finish() and once per step"
             )
 
     def _swap(self) -> None:
@@ -133,7 +140,7 @@ class SplitGradients:
             parameter.grad, self._policy[i] = self._policy[i], parameter.grad
 
     def _reduce_each_pass(self) -> None:
-        """What FSDP2 accumulates unreduced lies in one buffer, where the parts could not be told apart."""
+        """Let FSDP2 reduce in every pass. Unreduced, both parts would be added in one buffer for good."""
         for module in self._fsdp:
             module.set_requires_gradient_sync(True, recurse=False)
             module.set_requires_all_reduce(True, recurse=False)
@@ -157,6 +164,7 @@ def _wrappers(model: nn.Module) -> tuple[list[Any], list[Any]]:
             "FullyShardedDataParallel reduces gradients in ways that cannot be held apart: wrap the model with "
             "torch.distributed.fsdp.fully_shard"
         )
+
     ddp = [module for module in modules if isinstance(module, DistributedDataParallel)]
     return ddp, [module for module in modules if isinstance(module, FSDPModule)]
 
@@ -171,11 +179,12 @@ def _check_ddp(module: Any, ranks: int) -> None:  # noqa: ANN401 - DDP's attribu
 def _averaged(modules: list[Any], ranks: int) -> dict[Tensor, float]:
     """The parameters whose gradients FSDP2 reduces, and what it divides the sum over ranks by.
 
-    FSDP2 does not tell; its parameter groups do (under one of two names, by version of torch).
+    FSDP2 has no public name for this number. Its parameter groups hold it, and their name depends on torch's version.
     """
     found: dict[Tensor, float] = {}
     for module in modules:
-        module.reshard()  # after a forward pass alone, parameters() of a root would be the gathered ones
+        # After a forward pass without a backward pass, parameters() of a root would be the gathered ones.
+        module.reshard()
         for group in _parameter_groups(module):
             divisor = getattr(group, "gradient_divide_factor", None)
             mesh = group.mesh_info

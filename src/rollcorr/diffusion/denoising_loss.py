@@ -20,7 +20,7 @@ from rollcorr.core.aggregation import Denominators
 from rollcorr.core.diffusion_losses import flow_dppo_loss, flow_grpo_loss, grpo_guard_loss
 from rollcorr.core.losses import neutral_log_probs, reinforce_loss
 from rollcorr.core.statistics import Statistics, moments_of
-from rollcorr.correction.denominators import aggregate, normalizer_counts
+from rollcorr.correction.denominators import aggregate, loss_denominators
 from rollcorr.correction.losses import PolicyLossOutput
 from rollcorr.correction.rollout_correction import Correction
 from rollcorr.diffusion.actor_config import DiffusionActorConfig
@@ -69,7 +69,7 @@ def diffusion_loss(
 
     # Within an optimizer step, sums are divided by all of its steps: how many are kept is known at its end only.
     keep = parts.keep
-    counts = normalizer_counts(config.denominator, keep, torch.ones_like(keep), parts.weights)
+    counts = loss_denominators(config.denominator, keep, torch.ones_like(keep), parts.weights)
     if total_steps is None:
         whole, divisor = Denominators(keep.numel(), keep.shape[0]), counts
     else:

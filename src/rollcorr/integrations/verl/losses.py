@@ -16,7 +16,6 @@ from torch import Tensor
 
 from rollcorr.core.aggregation import (
     Denominators,
-    count_denominators,
     seq_mean_token_mean,
     seq_mean_token_sum,
     seq_mean_token_sum_norm,
@@ -25,6 +24,7 @@ from rollcorr.core.aggregation import (
 )
 from rollcorr.core.losses import ppo_clip_loss, reinforce_loss
 from rollcorr.core.statistics import Statistics
+from rollcorr.correction.denominators import count_denominators
 from rollcorr.integrations.verl import parity
 from rollcorr.integrations.verl.bypass import warn_if_not_for_bypass, warn_if_vanilla_in_bypass
 from rollcorr.integrations.verl.calls import ClipLossCall, Config, ParityLossCall, PolicyLossCall, called_as

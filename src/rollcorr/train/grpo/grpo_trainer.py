@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from rollcorr.core.aggregation import Denominators, count_denominators
+from rollcorr.core.aggregation import Denominators
 from rollcorr.core.metric_registry import finalize
 from rollcorr.core.statistics import Statistics, merge_statistics
-from rollcorr.correction.denominators import normalizer_counts
+from rollcorr.correction.denominators import count_denominators, loss_denominators
 from rollcorr.correction.losses import PolicyLogProbs, PolicyLossOutput, policy_loss
 from rollcorr.correction.micro_batches import BypassGradients
 from rollcorr.correction.process_groups import gather_statistics, sum_gradients, sum_over
@@ -293,7 +293,7 @@ class GrpoTrainer:
         if self.correction_config is None or correction is None:
             return count_denominators(mask)
         weights = None if correction.loss_weights is None else correction.loss_weights[rows]
-        return normalizer_counts(self.correction_config.normalizer, correction.loss_mask[rows], mask, weights)
+        return loss_denominators(self.correction_config.normalizer, correction.loss_mask[rows], mask, weights)
 
     def _loss(
         self,
