@@ -263,7 +263,7 @@ class Operations(TorchDispatchMode):
 
 @pytest.mark.parametrize("config", [STANDARD, everything(), configuration()])
 def test_torch_is_asked_to_do_little_whatever_the_configuration(config):
-    """The blocked kernel dispatches 400 to 1,500 operations on the same batch, and verl 308 to 1,218."""
+    """The torch kernel dispatches 400 to 1,500 operations on the same batch, and verl 308 to 1,218."""
     batch = noisy(4, 600, 0.2)
     correct(*batch, config, impl="cpu")
     with Operations() as operations:
@@ -276,8 +276,8 @@ def test_auto_takes_the_compiled_kernel_where_it_applies(monkeypatch):
     cpu = correction_kernel(*batch, STANDARD, impl="cpu")
     assert torch.equal(correction_kernel(*batch, STANDARD).statistics.pack(), cpu.statistics.pack())
     wide = batch[0].double(), *batch[1:]
-    blocked = correction_kernel(*wide, STANDARD, impl="blocked")
-    assert torch.equal(correction_kernel(*wide, STANDARD).statistics.pack(), blocked.statistics.pack())
+    eager = correction_kernel(*wide, STANDARD, impl="torch")
+    assert torch.equal(correction_kernel(*wide, STANDARD).statistics.pack(), eager.statistics.pack())
 
 
 @pytest.mark.parametrize(

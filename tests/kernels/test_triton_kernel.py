@@ -23,7 +23,7 @@ from rollcorr.correction import correct
 from rollcorr.kernels import correction as kernels
 from rollcorr.kernels.correction import CorrectionOutput, correction_kernel
 from rollcorr.kernels.correction.reference import reference_correction
-from rollcorr.kernels.correction.torch.blocks import blocked_correction
+from rollcorr.kernels.correction.torch.blocks import torch_correction
 from rollcorr.kernels.correction.triton import status, triton_correction, why_not
 
 pytest.importorskip("triton", reason="Triton is not installed; `make test-triton` installs it")
@@ -201,7 +201,7 @@ def test_rows_are_those_of_every_other_kernel():
     batch = batch_of(2, 20)
     for level in LEVELS:
         config = every_criterion(rollout_is=level, rollout_is_batch_normalize=level is not None)
-        merged = run(*batch, config).statistics.merge(blocked_correction(*batch, config).statistics)
+        merged = run(*batch, config).statistics.merge(torch_correction(*batch, config).statistics)
         assert merged.read().sums["tokens"] == 2 * batch[2].sum()
 
 
@@ -299,7 +299,7 @@ def test_an_empty_batch_and_strided_inputs_are_taken():
 def test_what_the_kernels_cannot_take_is_said_and_left_to_others(monkeypatch):
     train, rollout, mask = batch_of(2, 5)
     large = configuration(safety_bound=50.0)
-    with pytest.raises(ValueError, match=r"safety_bound is 50, .*use impl='auto' or 'blocked'"):
+    with pytest.raises(ValueError, match=r"safety_bound is 50, .*use impl='auto' or 'torch'"):
         correction_kernel(train, rollout, mask, large, impl="triton")
     assert "cuda" in why_not(train.to("meta"), rollout, mask, large).lower() or DEVICE == "cpu"
     monkeypatch.setattr(kernels.triton, "status", lambda: "Triton is not installed")

@@ -141,7 +141,7 @@ def correct(
         out: (weights, loss_mask) buffers to write to, contiguous, float32 and bool in the inputs' shape; weights None
             without importance sampling. On the CPU, fresh memory costs more than the arithmetic: reuse them.
         impl: which kernel; "auto" takes the fastest that is proven here: "cpu" (compiled C), else
-            "blocked" (torch).
+            "torch" (torch).
 
     Returns:
         A `Correction`. Data never raises: an empty or wholly rejected batch gives masks of the right shape.

@@ -12,13 +12,13 @@ from rollcorr.kernels.correction import triton
 from rollcorr.kernels.correction.cpu import cpu_correction, status, why_not
 from rollcorr.kernels.correction.output import CorrectionOutput, Out, copied_to
 from rollcorr.kernels.correction.reference import reference_correction
-from rollcorr.kernels.correction.torch.blocks import blocked_correction
+from rollcorr.kernels.correction.torch.blocks import torch_correction
 from rollcorr.kernels.correction.torch.table import Reduction
 
 if TYPE_CHECKING:
     from rollcorr.config import RolloutCorrectionConfig
 
-Implementation = Literal["auto", "reference", "blocked", "cpu", "triton"]
+Implementation = Literal["auto", "reference", "torch", "cpu", "triton"]
 
 
 def correction_kernel(
@@ -41,7 +41,7 @@ def correction_kernel(
         config: what to compute.
         cu_seqlens: (B + 1,) token offsets, only when packed.
         reduce: merges in the other parts of the sequences, when this call has a part of each; before anything is
-            decided. For "blocked" alone: the others need their sequences whole.
+            decided. For "torch" alone: the others need their sequences whole.
         out: buffers for the weights and the loss mask, which `check_out` has seen; None for fresh ones.
         impl: "auto" takes the fastest implementation that runs here and takes this batch.
 
@@ -71,7 +71,7 @@ def correction_kernel(
     batch = train_log_prob, rollout_log_prob, mask if mask.dtype == torch.bool else truth(mask)
     if impl == "reference":
         return copied_to(out, reference_correction(*batch, config, cu_seqlens=cu_seqlens))
-    return blocked_correction(*batch, config, cu_seqlens=cu_seqlens, reduce=reduce, out=out)
+    return torch_correction(*batch, config, cu_seqlens=cu_seqlens, reduce=reduce, out=out)
 
 
 def implementations() -> dict[str, tuple[bool, str]]:
@@ -80,7 +80,7 @@ def implementations() -> dict[str, tuple[bool, str]]:
     no_triton = triton.status()
     return {
         "reference": (True, "every device: the specification"),
-        "blocked": (True, "every device: eager torch in blocks"),
+        "torch": (True, "every device: eager torch in blocks"),
         "cpu": (level is not None, f"CPU, float32 and bfloat16: compiled C, {level}" if level else reason),
         "triton": (no_triton is None, no_triton or "CUDA and ROCm, on request: three launches"),
     }
@@ -88,4 +88,4 @@ def implementations() -> dict[str, tuple[bool, str]]:
 
 def _fastest(train: Tensor, rollout: Tensor, mask: Tensor, config: RolloutCorrectionConfig) -> Implementation:
     # "triton" is tested interpreted and compiled, but has not run on a device yet: it must be asked for.
-    return "cpu" if why_not(train, rollout, mask, config) is None else "blocked"
+    return "cpu" if why_not(train, rollout, mask, config) is None else "torch"

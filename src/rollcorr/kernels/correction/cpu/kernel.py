@@ -15,7 +15,7 @@ from rollcorr.core.statistics import STATISTICS_DTYPE, Statistics
 from rollcorr.kernels.correction.cpu.job import LOG_PROB_TYPES, MASK_TYPES, job_of
 from rollcorr.kernels.correction.cpu.library import Library, library, status
 from rollcorr.kernels.correction.output import CorrectionOutput, Out, outputs
-from rollcorr.kernels.correction.torch.blocks import blocked_correction
+from rollcorr.kernels.correction.torch.blocks import torch_correction
 
 if TYPE_CHECKING:
     from rollcorr.config import RolloutCorrectionConfig
@@ -65,7 +65,7 @@ def cpu_correction(
     lib = library(level)
     reason = why_not(train_log_prob, rollout_log_prob, mask, config)
     if reason is not None:
-        raise ValueError(f"impl='cpu' cannot take this batch: {reason}; use impl='auto' or 'blocked'")
+        raise ValueError(f"impl='cpu' cannot take this batch: {reason}; use impl='auto' or 'torch'")
     if mask.dtype not in MASK_TYPES or not _rows_are_contiguous(mask):
         mask = (mask != 0).contiguous()
     weights, loss_mask = outputs(mask, config, out)
@@ -114,7 +114,7 @@ def _statistics(rows: Tensor, config: RolloutCorrectionConfig, level: str) -> St
 def _layout(config: RolloutCorrectionConfig, level: str) -> tuple[Statistics, Tensor]:
     """Statistics without values, which the torch twin gives for no data, and where each value is among the rows."""
     nothing = torch.zeros(0, 0, device="cpu")
-    template = blocked_correction(nothing, nothing, nothing.bool(), config).statistics
+    template = torch_correction(nothing, nothing, nothing.bool(), config).statistics
     lib, criteria = library(level), tuple(criterion.name for criterion in config.criteria)
     named = [(kind, name) for kind, names in template.names.items() for name in names]
     places = [place for kind, name in named for place in lib.places(kind, name, criteria)]

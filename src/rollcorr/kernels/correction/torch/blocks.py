@@ -35,7 +35,7 @@ Piece = tuple[Block, Tensor, Tensor, Tensor, "Tensor | None", Tensor]
 """A block with its part of the log-probs, the mask, the weights and the loss mask."""
 
 
-def blocked_correction(
+def torch_correction(
     train_log_prob: Tensor,
     rollout_log_prob: Tensor,
     mask: Tensor,

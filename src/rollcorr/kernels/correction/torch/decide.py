@@ -1,4 +1,4 @@
-"""From per-sequence sums to decisions and statistics: the second step of the blocked correction."""
+"""From per-sequence sums to decisions and statistics: the second step of the correction in torch."""
 
 from __future__ import annotations
 

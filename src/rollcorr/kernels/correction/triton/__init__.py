@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rollcorr.core.boundary import why_no_address, why_no_kernel
 from rollcorr.kernels.correction.output import CorrectionOutput, Out
-from rollcorr.kernels.correction.torch.blocks import blocked_correction
+from rollcorr.kernels.correction.torch.blocks import torch_correction
 
 if TYPE_CHECKING:
     from rollcorr.config import RolloutCorrectionConfig
@@ -97,12 +97,12 @@ def triton_correction(
         ValueError: the batch is not one that the kernels take (`why_not`).
     """
     if (missing := status()) is not None:
-        raise ImportError(f"impl='triton' cannot run here: {missing}; or use impl='auto' or 'blocked'")
+        raise ImportError(f"impl='triton' cannot run here: {missing}; or use impl='auto' or 'torch'")
     reason = why_not(train_log_prob, rollout_log_prob, mask, config)
     if reason is not None:
-        raise ValueError(f"impl='triton' cannot take this batch: {reason}; use impl='auto' or 'blocked'")
+        raise ValueError(f"impl='triton' cannot take this batch: {reason}; use impl='auto' or 'torch'")
     if mask.numel() == 0:
-        return blocked_correction(train_log_prob, rollout_log_prob, mask != 0, config, cu_seqlens=cu_seqlens, out=out)
+        return torch_correction(train_log_prob, rollout_log_prob, mask != 0, config, cu_seqlens=cu_seqlens, out=out)
     from rollcorr.kernels.correction.triton.launch import launch_correction
 
     return launch_correction(

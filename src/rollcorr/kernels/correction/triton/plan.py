@@ -15,7 +15,7 @@ from rollcorr.core.bounds import divergence_bound, log_band
 from rollcorr.core.divergence import CAP
 from rollcorr.core.statistics import Statistics
 from rollcorr.kernels.correction.band import exceedance_band
-from rollcorr.kernels.correction.torch.blocks import blocked_correction
+from rollcorr.kernels.correction.torch.blocks import torch_correction
 
 if TYPE_CHECKING:
     from rollcorr.config import Criterion, RolloutCorrectionConfig
@@ -87,7 +87,7 @@ def empty_rows(config: RolloutCorrectionConfig) -> Statistics:
     """The rows of a configuration, without values: the torch twin is asked on the meta device."""
     with torch.device("meta"):
         nothing, mask = torch.zeros(1, 1, device="cpu"), torch.zeros(1, 1, dtype=torch.bool, device="cpu")
-        return blocked_correction(nothing, nothing, mask, config).statistics
+        return torch_correction(nothing, nothing, mask, config).statistics
 
 
 @lru_cache(maxsize=64)
