@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rollcorr.config.thresholds import CRITERIA as CRITERIA
 from rollcorr.core.finalizers import Finalizer, farthest, highest, lowest, mean, share, std
 from rollcorr.core.health_ranges import CRITERION_RANGES
 from rollcorr.core.metric_type import MATHS, Metric
@@ -15,7 +16,7 @@ def criterion_metrics(criterion: str) -> dict[str, Metric]:
     """
     row = f"rs/{criterion}"
     token_scope = criterion.startswith(("token_", "step_"))
-    unit, count = ("tokens", "tokens_counted") if token_scope else ("sequences", "sequences_compared")
+    unit, count = ("tokens", "tokens_counted") if token_scope else ("sequences", "sequences_counted")
     sequence_row = f"{row}/seq" if token_scope else row
     if token_scope:
         seq_high, seq_low = f"{row}/seq_high", f"{row}/seq_low"
@@ -61,14 +62,14 @@ def criterion_metrics(criterion: str) -> dict[str, Metric]:
             "share",
             "sequences",
             "share of R above the upper bound",
-            share(seq_high, "sequences_compared"),
+            share(seq_high, "sequences_counted"),
         ),
         (
             "seq_fraction_low",
             "share",
             "sequences",
             "share of R below the lower bound",
-            share(seq_low, "sequences_compared"),
+            share(seq_low, "sequences_counted"),
         ),
     ]
     return {
@@ -83,11 +84,3 @@ def criterion_metrics(criterion: str) -> dict[str, Metric]:
         )
         for suffix, unit_of_value, sample, formula, finalizer in parts
     }
-
-
-CRITERIA: tuple[str, ...] = (
-    *(f"{scope}_{kind}" for scope in ("token", "seq_sum", "seq_mean") for kind in ("k1", "k2", "k3")),
-    "seq_max_k2",
-    "seq_max_k3",
-)
-"""The eleven rejection criteria. seq_max_k1 does not exist: a maximum of a signed estimate means nothing."""

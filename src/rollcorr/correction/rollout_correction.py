@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.config.conversion import resolve
-from rollcorr.config.thresholds import check_token_criteria
+from rollcorr.config.correction_options import RolloutCorrectionConfig
 from rollcorr.core import metric_registry as registry
 from rollcorr.core.aggregation import Denominators
 from rollcorr.core.boundary import check_floating, plain, truth
@@ -33,8 +33,6 @@ from rollcorr.kernels.correction.torch.table import BlockRows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-    from rollcorr.config import RolloutCorrectionConfig
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,13 +163,12 @@ def correct(
         response_mask=response_mask,
     )
     check_floating(train_log_prob=train_log_prob, rollout_log_prob=rollout_log_prob)
-    resolved = resolve(config)
+    resolved = config if isinstance(config, RolloutCorrectionConfig) else resolve(config)
     if out is not None:
         inputs = {"train_log_prob": train_log_prob, "rollout_log_prob": rollout_log_prob}
         check_out(out, resolved, **inputs, response_mask=response_mask)
     if resolved is None:
         return _nothing(response_mask, cu_seqlens, out)
-    check_token_criteria(resolved.criteria)
     check_groups(group, context_group)
     with torch.no_grad():
         offsets = None if cu_seqlens is None else bounded_offsets(cu_seqlens, response_mask.numel())

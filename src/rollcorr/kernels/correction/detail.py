@@ -64,7 +64,8 @@ def token_detail(
             table.add(torch.stack([x.double() for x in (d, classes.zero_probability, compared)]), block)
             histograms = {"log_ratio": histogram_of(d, classes.measured)}
             if weights is not None:
-                histograms["weight"] = histogram_of(weights[at], valid if neutral else compared)
+                counted = valid if neutral else compared
+                histograms["weight"] = histogram_of(weights[at], counted)
             d.masked_fill_(classes.zero_probability, -torch.inf)
             worst = _worst_tokens(d, compared, block, detail, cu_seqlens)
             parts.append(Statistics.of(histograms=histograms, tops={"tokens": worst}))

@@ -10,8 +10,10 @@ from torch import Tensor
 from rollcorr.core.boundary import is_jit_tracing, is_transformed, truth
 from rollcorr.kernels.correction import triton
 from rollcorr.kernels.correction.cpu import cpu_correction, status, why_not
+from rollcorr.kernels.correction.cpu.library import library
 from rollcorr.kernels.correction.output import CorrectionOutput, Out, copied_to
 from rollcorr.kernels.correction.reference import reference_correction
+from rollcorr.kernels.correction.rows import rows_of
 from rollcorr.kernels.correction.torch.blocks import torch_correction
 from rollcorr.kernels.correction.torch.table import Reduction
 
@@ -32,7 +34,7 @@ def correction_kernel(
     out: Out | None = None,
     impl: Implementation = "auto",
 ) -> CorrectionOutput:
-    """Weights before normalisation, loss mask, keep flags and statistics of one batch.
+    """Weights before normalization, loss mask, keep flags and statistics of one batch.
 
     Args:
         train_log_prob: log π, nats. (B, T), or (N,) when packed; any floating dtype.
@@ -46,13 +48,15 @@ def correction_kernel(
         impl: "auto" takes the fastest implementation that runs here and takes this batch.
 
     Raises:
-        ValueError: `impl` is not one of those above, or does not take this batch.
+        ValueError: `impl` is not one of those above, does not take this batch, or lacks a row of the configuration; or
+            a criterion is for denoising steps only.
         ImportError: `impl="cpu"`, and the library was not built; `impl="triton"`, and Triton or a GPU is missing.
     """
     if impl not in get_args(Implementation):
         raise ValueError(f"impl must be one of {', '.join(map(repr, get_args(Implementation)))}, got {impl!r}")
     if impl in ("reference", "cpu", "triton") and reduce is not None:
         raise ValueError(f"impl={impl!r} needs whole sequences: gather them first, or use impl='auto'")
+    rows_of(config)  # what the list of rows refuses, every implementation would
     tensors = {"train_log_prob": train_log_prob, "rollout_log_prob": rollout_log_prob, "response_mask": mask}
     transformed = next((name for name, tensor in tensors.items() if is_transformed(tensor)), None)
     if impl == "auto" and reduce is None:
@@ -76,12 +80,16 @@ def correction_kernel(
 
 def implementations() -> dict[str, tuple[bool, str]]:
     """Every implementation of the correction, with whether it can be used here, and where or why not."""
-    level, reason = status()
+    level, no_library = status()
+    lacks = library().abilities.note if level else ""
     no_triton = triton.status()
     return {
         "reference": (True, "every device: the specification"),
         "torch": (True, "every device: eager torch in blocks"),
-        "cpu": (level is not None, f"CPU, float32 and bfloat16: compiled C, {level}" if level else reason),
+        "cpu": (
+            level is not None and not lacks,
+            lacks or no_library or f"CPU, float32 and bfloat16: compiled C, {level}",
+        ),
         "triton": (no_triton is None, no_triton or "CUDA and ROCm, on request: three launches"),
     }
 

@@ -74,10 +74,14 @@ def torch_correction(
         reduce(table, rows)
     _derive(table, config)
     decision = decide(table, rows, config)
-    for block in blocks if cu_seqlens is not None else [Block(slice(None), None)]:  # packed: ids of a block at a time
+
+    # What was decided for sequences is multiplied into what the blocks wrote. Packed: the ids of one block at a time.
+    for block in blocks if cu_seqlens is not None else [Block(slice(None), None)]:
         _spread(decision.sequence_kept, loss_mask, block)
         if weights is not None and decision.sequence_weight is not None:
             _spread(decision.sequence_weight.float(), weights, block)
+
+    # Group baselines leave out a sequence that rejection emptied, but not one that came empty.
     kept = (decision.sequence_kept & (table["kept"] > 0)) | (table["valid"] == 0)
     return CorrectionOutput(weights, loss_mask, kept, decision.statistics)
 
@@ -133,7 +137,6 @@ def _spread(per_sequence: Tensor, out: Tensor, block: Block) -> None:
 
 def _derive(table: SequenceTable, config: RolloutCorrectionConfig) -> None:
     """Columns that follow from the summed ones."""
-    table["zero"] = table["compared"] - table["measured"]
     table["missing"] = table["valid"] - table["compared"]
     table["counted"] = table["valid"] if config.nonfinite == "neutral" else table["compared"]
     table["k3"] = (table["expm1"] - table["capped"]).clamp(min=0.0)  # Σ (e^d − 1 − d); rounding may leave −1e-17
@@ -142,9 +145,11 @@ def _derive(table: SequenceTable, config: RolloutCorrectionConfig) -> None:
         table[name] = table[name].masked_fill(table["measured"] == 0, nothing)
     if config.rollout_is == "token" and config.is_mode == "none":
         table["raw"] = table["weight"]
+
+    # Without token-level criteria only missing tokens can be rejected one by one, and the blocks count nothing.
     if not any(criterion.scope == "token" for criterion in config.criteria):
-        rejecting = config.nonfinite in ("reject_token", "raise")
-        table["once"] = table["missing"] if rejecting else torch.zeros_like(table["missing"])
-        table["kept"] = table["valid"] - table["once"]
+        rejects_missing = config.nonfinite in ("reject_token", "raise")
+        table["rejected_once"] = table["missing"] if rejects_missing else torch.zeros_like(table["missing"])
+        table["kept"] = table["valid"] - table["rejected_once"]
         if config.rollout_is == "token":
             table["kept_weight"] = table["weight"]

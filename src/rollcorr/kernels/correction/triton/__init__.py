@@ -21,6 +21,7 @@ from torch import Tensor
 from rollcorr.core.boundary import why_no_address, why_no_kernel
 from rollcorr.kernels.correction.output import CorrectionOutput, Out
 from rollcorr.kernels.correction.torch.blocks import torch_correction
+from rollcorr.kernels.correction.triton.plan import abilities
 
 if TYPE_CHECKING:
     from rollcorr.config import RolloutCorrectionConfig
@@ -50,7 +51,7 @@ def why_not(train: Tensor, rollout: Tensor, mask: Tensor, config: RolloutCorrect
         return f"response_mask is {mask.dtype}"
     if config.safety_bound > LARGEST_SAFETY_BOUND:
         return f"safety_bound is {config.safety_bound:g}, and they hold weights up to e^{LARGEST_SAFETY_BOUND:g}"
-    return status()
+    return abilities().why_not(config) or status()
 
 
 @lru_cache(maxsize=1)

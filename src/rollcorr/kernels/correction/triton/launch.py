@@ -11,8 +11,9 @@ from torch import Tensor
 from rollcorr.core.layout import sequence_count
 from rollcorr.core.statistics import STATISTICS_DTYPE
 from rollcorr.kernels.correction.output import CorrectionOutput, Out, outputs
+from rollcorr.kernels.correction.rows import empty_statistics
 from rollcorr.kernels.correction.triton.final_pass import ROWS, finish
-from rollcorr.kernels.correction.triton.plan import empty_rows, limits_of, plan_of
+from rollcorr.kernels.correction.triton.plan import limits_of, plan_of
 from rollcorr.kernels.correction.triton.sequence_pass import decide_sequences
 from rollcorr.kernels.correction.triton.token_pass import BLOCK, read_tokens
 
@@ -87,7 +88,7 @@ def launch_correction(
             launch.kernel[(launch.programs,)](
                 **launch.arguments, **launch.constants, num_warps=launch.warps, enable_fp_fusion=True
             )
-    statistics = empty_rows(config).unpack(buffers.rows)
+    statistics = empty_statistics(config, "meta").unpack(buffers.rows)
     return CorrectionOutput(buffers.weights, buffers.loss_mask, buffers.sequence_kept, statistics)
 
 
