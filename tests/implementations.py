@@ -26,6 +26,7 @@ import torch
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.kernels.correction import cpu, triton
 from rollcorr.kernels.correction import dispatch as kernels
+from rollcorr.kernels.correction.call import Batch
 
 IMPLEMENTATIONS: list[str] = [name for name, (usable, _) in kernels.implementations().items() if usable]
 """Those that run here. Triton needs a GPU, or its interpreter (`make test-triton`)."""
@@ -95,20 +96,20 @@ def under_test(name: str) -> Iterator[Runs]:
     runs = Runs(name)
     fastest, original = kernels._fastest, kernels.torch_correction
 
-    def chosen(train: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor, config: RolloutCorrectionConfig) -> str:
-        reason = refusal(name, train, rollout, mask, config)
+    def chosen(batch: Batch, config: RolloutCorrectionConfig) -> str:
+        reason = refusal(name, batch, config)
         if reason is None:
             runs.own += 1
             return name
         runs.others[reason] += 1
         return "torch"
 
-    def noted(*batch: torch.Tensor, reduce=None, **options):
+    def noted(batch: Batch, config: RolloutCorrectionConfig, *, reduce=None, **options):
         if reduce is not None and name != "torch":
             runs.others["slices of sequences are merged by torch alone"] += 1
         elif reduce is not None:
             runs.own += 1
-        return original(*batch, reduce=reduce, **options)
+        return original(batch, config, reduce=reduce, **options)
 
     kernels._fastest, kernels.torch_correction = chosen, noted
     _current.append(runs)
@@ -119,12 +120,10 @@ def under_test(name: str) -> Iterator[Runs]:
         kernels._fastest, kernels.torch_correction = fastest, original
 
 
-def refusal(
-    name: str, train: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor, config: RolloutCorrectionConfig
-) -> str | None:
+def refusal(name: str, batch: Batch, config: RolloutCorrectionConfig) -> str | None:
     """Why an implementation does not take a batch; None where it does."""
     if name == "cpu":
-        return cpu.why_not(train, rollout, mask, config)
+        return cpu.why_not(batch, config)
     if name == "triton":
-        return triton.why_not(train, rollout, mask, config)
+        return triton.why_not(batch, config)
     return None

@@ -16,8 +16,8 @@ from omegaconf import OmegaConf
 
 from rollcorr.config import InertOptionWarning
 from rollcorr.integrations import verl
-from rollcorr.integrations.verl import v2025_11 as verl_2025_11
 from rollcorr.integrations.verl import TensorBatch
+from rollcorr.integrations.verl import v2025_11 as verl_2025_11
 
 HELPER = "verl.trainer.ppo.rollout_corr_helper"
 

@@ -6,15 +6,13 @@ import math
 
 import pytest
 import torch
-from correction_cases import assert_same, batches, configuration, configurations
+from correction_cases import assert_same, batches, configuration, configurations, reference_correction, torch_correction
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rollcorr.core.layout import pack
 from rollcorr.core.metric_registry import CRITERIA, finalize
 from rollcorr.kernels.correction import correction_kernel
-from rollcorr.kernels.correction.reference import reference_correction
-from rollcorr.kernels.correction.torch.blocks import torch_correction
 
 
 @given(batch=batches(), config=configurations(), block=st.sampled_from([1, 20, 1000]))

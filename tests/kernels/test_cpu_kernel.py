@@ -7,7 +7,16 @@ import shutil
 
 import pytest
 import torch
-from correction_cases import SPECIAL, assert_same, batches, configuration, configurations, everything
+from correction_cases import (
+    SPECIAL,
+    assert_same,
+    batches,
+    configuration,
+    configurations,
+    cpu_correction,
+    everything,
+    reference_correction,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,10 +25,10 @@ from rollcorr import correct
 from rollcorr.core.layout import pack
 from rollcorr.core.metric_registry import finalize
 from rollcorr.kernels.correction import correction_kernel, implementations
-from rollcorr.kernels.correction.cpu import LEVELS, cpu_correction, why_not
+from rollcorr.kernels.correction.call import Batch
+from rollcorr.kernels.correction.cpu import LEVELS, why_not
 from rollcorr.kernels.correction.cpu.job import accepted_log_ratios
 from rollcorr.kernels.correction.cpu.library import FOLDER, Library, load
-from rollcorr.kernels.correction.reference import reference_correction
 
 USABLE = [level for level in LEVELS if isinstance(load(FOLDER, level), Library)]
 CLOSE = {"rel": 1e-5, "abs": 1e-5}
@@ -308,7 +317,7 @@ def test_tensors_that_hold_no_memory_are_left_to_torch():
         pass
 
     x = torch.zeros(2, 3)
-    assert "is a Wrapped" in why_not(x.as_subclass(Wrapped), x, x, STANDARD)
+    assert "is a Wrapped" in why_not(Batch(x.as_subclass(Wrapped), x, x), STANDARD)
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,13 @@ import math
 import pytest
 import torch
 from context_slices import Slice, reduced
-from correction_cases import configuration
+from correction_cases import configuration, torch_correction
 from implementations import IMPLEMENTATIONS
 from torch import Tensor
 
 from rollcorr.core.layout import pack
 from rollcorr.core.metric_registry import finalize
 from rollcorr.kernels.correction import CorrectionOutput, correction_kernel
-from rollcorr.kernels.correction.torch.blocks import torch_correction
 
 # Triton's interpreter computes with numpy, which reports infinities that a selection afterwards drops.
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from rollcorr.config.thresholds import CRITERIA as CRITERIA
-from rollcorr.core.finalizers import Finalizer, farthest, highest, lowest, mean, share, std
+from rollcorr.config import thresholds
+from rollcorr.core.finalizers import farthest, highest, lowest, mean, share, std
 from rollcorr.core.health_ranges import CRITERION_RANGES
-from rollcorr.core.metric_type import MATHS, Metric
+from rollcorr.core.metric_type import MATHS, Line, Metric, R, V, metric_table
+
+CRITERIA: tuple[str, ...] = tuple(thresholds.CRITERIA)
+"""The rejection criteria. seq_max_k1 does not exist: a maximum of a signed estimate means nothing."""
 
 
 def criterion_metrics(criterion: str) -> dict[str, Metric]:
@@ -16,71 +19,65 @@ def criterion_metrics(criterion: str) -> dict[str, Metric]:
     """
     row = f"rs/{criterion}"
     token_scope = criterion.startswith(("token_", "step_"))
-    unit, count = ("tokens", "tokens_counted") if token_scope else ("sequences", "sequences_counted")
+    unit, count = (V, "tokens_counted") if token_scope else (R, "sequences_counted")
     sequence_row = f"{row}/seq" if token_scope else row
     if token_scope:
         seq_high, seq_low = f"{row}/seq_high", f"{row}/seq_low"
     else:
         seq_high, seq_low = f"{row}/high", f"{row}/low"
     value = criterion if not token_scope else f"{criterion} averaged over the sequence"
-    parts: list[tuple[str, str, str, str, Finalizer]] = [
-        ("mean", "nats", unit, f"mean({criterion})", mean(row)),
-        ("std", "nats", unit, f"std({criterion})", std(row)),
-        ("min", "nats", unit, f"min({criterion})", lowest(row)),
-        ("max", "nats", unit, f"max({criterion})", highest(row)),
-        ("fraction_high", "share", unit, "share above the upper bound", share(f"{row}/high", count)),
-        ("fraction_low", "share", unit, "share below the lower bound", share(f"{row}/low", count)),
-        ("masked_fraction", "share", "tokens", "tokens it rejects / |V|", share(f"{row}/tokens", "tokens")),
+    lines: list[Line] = [
+        ("mean", "nats", unit, f"mean({criterion})", mean(row), MATHS),
+        ("std", "nats", unit, f"std({criterion})", std(row), MATHS),
+        ("min", "nats", unit, f"min({criterion})", lowest(row), MATHS),
+        ("max", "nats", unit, f"max({criterion})", highest(row), MATHS),
+        ("fraction_high", "share", unit, "share above the upper bound", share(f"{row}/high", count), MATHS),
+        ("fraction_low", "share", unit, "share below the lower bound", share(f"{row}/low", count), MATHS),
+        ("masked_fraction", "share", V, "tokens it rejects / |V|", share(f"{row}/tokens", V), MATHS),
         (
             "seq_masked_fraction",
             "share",
-            "sequences",
+            R,
             "sequences with a token it rejects / |R|",
-            share(f"{row}/sequences", "sequences"),
+            share(f"{row}/sequences", R),
+            MATHS,
         ),
         (
             "alone_fraction",
             "share",
-            "tokens",
+            V,
             "tokens that it rejects and nothing else does / |V|",
-            share(f"{row}/tokens_alone", "tokens"),
+            share(f"{row}/tokens_alone", V),
+            MATHS,
         ),
         (
             "seq_alone_fraction",
             "share",
-            "sequences",
+            R,
             "sequences that it touches and nothing else does / |R|",
-            share(f"{row}/sequences_alone", "sequences"),
+            share(f"{row}/sequences_alone", R),
+            MATHS,
         ),
-        ("seq_mean", "nats", "sequences", f"mean_R({value})", mean(sequence_row)),
-        ("seq_std", "nats", "sequences", f"std_R({value})", std(sequence_row)),
-        ("seq_min", "nats", "sequences", f"min_R({value})", lowest(sequence_row)),
-        ("seq_max", "nats", "sequences", f"max_R({value})", highest(sequence_row)),
-        ("seq_max_deviation", "nats", "sequences", f"max_R |{value}|", farthest(sequence_row)),
+        ("seq_mean", "nats", R, f"mean_R({value})", mean(sequence_row), MATHS),
+        ("seq_std", "nats", R, f"std_R({value})", std(sequence_row), MATHS),
+        ("seq_min", "nats", R, f"min_R({value})", lowest(sequence_row), MATHS),
+        ("seq_max", "nats", R, f"max_R({value})", highest(sequence_row), MATHS),
+        ("seq_max_deviation", "nats", R, f"max_R |{value}|", farthest(sequence_row), MATHS),
         (
             "seq_fraction_high",
             "share",
-            "sequences",
+            R,
             "share of R above the upper bound",
             share(seq_high, "sequences_counted"),
+            MATHS,
         ),
         (
             "seq_fraction_low",
             "share",
-            "sequences",
+            R,
             "share of R below the lower bound",
             share(seq_low, "sequences_counted"),
+            MATHS,
         ),
     ]
-    return {
-        f"rollout_rs_{criterion}_{suffix}": Metric(
-            name=f"rollout_rs_{criterion}_{suffix}",
-            unit=unit_of_value,
-            sample=sample,
-            formula=formula,
-            finalizer=finalizer,
-            source=MATHS,
-            healthy=CRITERION_RANGES.get(suffix),
-        )
-        for suffix, unit_of_value, sample, formula, finalizer in parts
-    }
+    return metric_table(lines, CRITERION_RANGES, prefix=f"rollout_rs_{criterion}_")

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from rollcorr.core.boundary import is_jit_tracing, is_transformed, truth
 from rollcorr.kernels.correction import triton
+from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, copied_to
 from rollcorr.kernels.correction.cpu import cpu_correction, status, why_not
 from rollcorr.kernels.correction.cpu.library import library
-from rollcorr.kernels.correction.output import CorrectionOutput, Out, copied_to
 from rollcorr.kernels.correction.reference import reference_correction
 from rollcorr.kernels.correction.rows import rows_of
 from rollcorr.kernels.correction.torch.blocks import torch_correction
@@ -57,25 +57,28 @@ def correction_kernel(
     if impl in ("reference", "cpu", "triton") and reduce is not None:
         raise ValueError(f"impl={impl!r} needs whole sequences: gather them first, or use impl='auto'")
     rows_of(config)  # what the list of rows refuses, every implementation would
-    tensors = {"train_log_prob": train_log_prob, "rollout_log_prob": rollout_log_prob, "response_mask": mask}
-    transformed = next((name for name, tensor in tensors.items() if is_transformed(tensor)), None)
+
+    batch = Batch(train_log_prob, rollout_log_prob, mask, cu_seqlens)
+    transformed = next((name for name, tensor in batch.named if is_transformed(tensor)), None)
     if impl == "auto" and reduce is None:
         # Only the reference writes into no buffer, which a transform or a trace would have to know of.
         functional = transformed is not None or is_jit_tracing()
-        impl = "reference" if functional else _fastest(train_log_prob, rollout_log_prob, mask, config)
+        impl = "reference" if functional else _fastest(batch, config)
     if impl == "cpu":
-        return cpu_correction(train_log_prob, rollout_log_prob, mask, config, cu_seqlens=cu_seqlens, out=out)
+        return cpu_correction(batch, config, out=out)
     if impl == "triton":
-        return triton.triton_correction(train_log_prob, rollout_log_prob, mask, config, cu_seqlens=cu_seqlens, out=out)
+        return triton.triton_correction(batch, config, out=out)
+
     if impl != "reference" and transformed is not None:
         raise ValueError(
             f"impl={impl!r} cannot take this batch: {transformed} is inside a transform of torch.func, where it has no "
             "memory; use impl='reference', and no context_group"
         )
-    batch = train_log_prob, rollout_log_prob, mask if mask.dtype == torch.bool else truth(mask)
+    if mask.dtype != torch.bool:
+        batch = batch._replace(mask=truth(mask))
     if impl == "reference":
-        return copied_to(out, reference_correction(*batch, config, cu_seqlens=cu_seqlens))
-    return torch_correction(*batch, config, cu_seqlens=cu_seqlens, reduce=reduce, out=out)
+        return copied_to(out, reference_correction(batch, config))
+    return torch_correction(batch, config, reduce=reduce, out=out)
 
 
 def implementations() -> dict[str, tuple[bool, str]]:
@@ -94,6 +97,6 @@ def implementations() -> dict[str, tuple[bool, str]]:
     }
 
 
-def _fastest(train: Tensor, rollout: Tensor, mask: Tensor, config: RolloutCorrectionConfig) -> Implementation:
+def _fastest(batch: Batch, config: RolloutCorrectionConfig) -> Implementation:
     # "triton" is tested interpreted and compiled, but has not run on a device yet: it must be asked for.
-    return "cpu" if why_not(train, rollout, mask, config) is None else "torch"
+    return "cpu" if why_not(batch, config) is None else "torch"

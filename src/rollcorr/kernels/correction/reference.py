@@ -11,14 +11,14 @@ from rollcorr.core import divergence, layout, ratios, rejection, weights
 from rollcorr.core.bounds import exceeds, ratio_above, ratio_below
 from rollcorr.core.statistics import extremes_of
 from rollcorr.kernels.correction.band import exceedance_band
-from rollcorr.kernels.correction.output import CorrectionOutput
+from rollcorr.kernels.correction.call import Batch, CorrectionOutput
 from rollcorr.kernels.correction.rows import Computed, Sequences
 
 if TYPE_CHECKING:
     from rollcorr.config import Criterion, RolloutCorrectionConfig
 
 
-class _Batch(NamedTuple):
+class _Tokens(NamedTuple):
     """The inputs in float64, with what every step below needs."""
 
     train: Tensor
@@ -46,16 +46,9 @@ class _Batch(NamedTuple):
         return self.counts(self.counted) > 0
 
 
-def reference_correction(
-    train_log_prob: Tensor,
-    rollout_log_prob: Tensor,
-    mask: Tensor,
-    config: RolloutCorrectionConfig,
-    *,
-    cu_seqlens: Tensor | None = None,
-) -> CorrectionOutput:
+def reference_correction(inputs: Batch, config: RolloutCorrectionConfig) -> CorrectionOutput:
     """As `rollcorr.kernels.correction.correction_kernel`."""
-    batch = _prepare(train_log_prob, rollout_log_prob, mask, config, cu_seqlens)
+    batch = _prepare(inputs, config)
     rows = Computed({}, {}, {})
     _compare(batch, config, rows)
 
@@ -64,23 +57,22 @@ def reference_correction(
     token_weights = None if config.rollout_is is None else _weigh(batch, config, loss_mask, rows).float()
 
     # Group baselines leave out a sequence that rejection emptied, but not one that came empty.
-    sequence_kept = (batch.counts(loss_mask) > 0) | (batch.counts(mask) == 0)
+    sequence_kept = (batch.counts(loss_mask) > 0) | (batch.counts(batch.valid) == 0)
     return CorrectionOutput(token_weights, loss_mask, sequence_kept, rows.statistics(config, "reference"))
 
 
-def _prepare(
-    train: Tensor, rollout: Tensor, mask: Tensor, config: RolloutCorrectionConfig, cu_seqlens: Tensor | None
-) -> _Batch:
+def _prepare(inputs: Batch, config: RolloutCorrectionConfig) -> _Tokens:
+    train, rollout, mask, cu_seqlens = inputs
     measured, zero_probability, missing = ratios.classify_tokens(train, rollout, mask)
     compared = measured | zero_probability
     counted = mask if config.nonfinite == "neutral" else compared
 
     log_ratio = ratios.token_log_ratio(train.double(), rollout.double(), measured)
     log_ratio = log_ratio.masked_fill(zero_probability, -torch.inf)
-    return _Batch(train.double(), rollout.double(), mask, missing, counted, compared, measured, log_ratio, cu_seqlens)
+    return _Tokens(train.double(), rollout.double(), mask, missing, counted, compared, measured, log_ratio, cu_seqlens)
 
 
-def _compare(batch: _Batch, config: RolloutCorrectionConfig, rows: Computed) -> None:
+def _compare(batch: _Tokens, config: RolloutCorrectionConfig, rows: Computed) -> None:
     """How far apart the policies are, whatever is done about it."""
     d, sums, measured, compared = batch.log_ratio, rows.sums, batch.measured, batch.compared
     sequences = Sequences(
@@ -109,7 +101,7 @@ def _compare(batch: _Batch, config: RolloutCorrectionConfig, rows: Computed) -> 
     rows.extremes["safety_bound"] = torch.full_like(rows.extremes["log_ratio"], config.safety_bound)
 
 
-def _weigh(batch: _Batch, config: RolloutCorrectionConfig, loss_mask: Tensor, rows: Computed) -> Tensor:
+def _weigh(batch: _Tokens, config: RolloutCorrectionConfig, loss_mask: Tensor, rows: Computed) -> Tensor:
     """The importance weights, 0 where nothing is counted, and their statistics."""
     count, has_counted = batch.counts(batch.counted), batch.has_counted
     log_product = ratios.sequence_log_ratio(batch.log_ratio, batch.counted, cu_seqlens=batch.cu_seqlens)
@@ -177,7 +169,7 @@ def _applied_weights(log_weight: Tensor, config: RolloutCorrectionConfig) -> Ten
     return weights.bounded_weights(log_weight, safety_bound=bound)
 
 
-def _reject(batch: _Batch, config: RolloutCorrectionConfig, rows: Computed) -> Tensor:
+def _reject(batch: _Tokens, config: RolloutCorrectionConfig, rows: Computed) -> Tensor:
     """The loss mask: the response mask, less what each rejector takes out of it."""
     sums = rows.sums
 
@@ -217,7 +209,7 @@ def _reject(batch: _Batch, config: RolloutCorrectionConfig, rows: Computed) -> T
     return loss_mask
 
 
-def _criterion(batch: _Batch, criterion: Criterion, rows: Computed) -> Tensor:
+def _criterion(batch: _Tokens, criterion: Criterion, rows: Computed) -> Tensor:
     """The tokens that one criterion rejects, and the statistics of its divergence."""
     row, has_counted = f"rs/{criterion.name}", batch.has_counted
     estimate = divergence.ESTIMATES[criterion.kind](batch.log_ratio)
@@ -239,7 +231,7 @@ def _criterion(batch: _Batch, criterion: Criterion, rows: Computed) -> Tensor:
     return rejected if criterion.scope == "token" else batch.valid & batch.expand(rejected)
 
 
-def _statistic(batch: _Batch, criterion: Criterion, estimate: Tensor) -> Tensor:
+def _statistic(batch: _Tokens, criterion: Criterion, estimate: Tensor) -> Tensor:
     """A criterion's divergence for each sequence, (B,); a token criterion's averaged over the sequence."""
     if criterion.scope == "seq_max":
         largest = layout.sequence_max(estimate, batch.counted, cu_seqlens=batch.cu_seqlens)

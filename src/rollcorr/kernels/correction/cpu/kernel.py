@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rollcorr.core.boundary import why_no_address, why_no_kernel
-from rollcorr.core.layout import check_cu_seqlens, sequence_count
+from rollcorr.core.layout import check_cu_seqlens
 from rollcorr.core.statistics import STATISTICS_DTYPE, Statistics
+from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, outputs, why_no_addresses
 from rollcorr.kernels.correction.cpu.job import LOG_PROB_TYPES, MASK_TYPES, MAX_CRITERIA, Job, thresholds_of
 from rollcorr.kernels.correction.cpu.library import Library, library, status
-from rollcorr.kernels.correction.output import CorrectionOutput, Out, outputs
 from rollcorr.kernels.correction.rows import empty_statistics
 
 if TYPE_CHECKING:
@@ -29,16 +28,14 @@ TASK_TOKENS = 1 << 15
 _LARGE = 4 << 20  # bytes, from which large pages pay
 
 
-def why_not(train: Tensor, rollout: Tensor, mask: Tensor, config: RolloutCorrectionConfig) -> str | None:
+def why_not(batch: Batch, config: RolloutCorrectionConfig) -> str | None:
     """Why the compiled kernel cannot take this batch, or None when it can."""
-    if (tracing := why_no_kernel()) is not None:
-        return tracing
-    for name, tensor in (("train_log_prob", train), ("rollout_log_prob", rollout), ("response_mask", mask)):
-        if (hidden := why_no_address(tensor)) is not None:
-            return f"{name} is {hidden}"
+    if (hidden := why_no_addresses(batch)) is not None:
+        return hidden
+    for name, tensor in batch.named:
         if tensor.device.type != "cpu":
             return f"{name} is on {tensor.device}"
-    for name, tensor in (("train_log_prob", train), ("rollout_log_prob", rollout)):
+    for name, tensor in batch.named[:2]:
         if tensor.dtype not in LOG_PROB_TYPES:
             return f"{name} is {tensor.dtype}, and it reads float32 and bfloat16"
         if not _rows_are_contiguous(tensor):
@@ -58,14 +55,7 @@ def _why_incomplete(config: RolloutCorrectionConfig) -> str | None:
 
 
 def cpu_correction(
-    train_log_prob: Tensor,
-    rollout_log_prob: Tensor,
-    mask: Tensor,
-    config: RolloutCorrectionConfig,
-    *,
-    cu_seqlens: Tensor | None = None,
-    out: Out | None = None,
-    level: str | None = None,
+    batch: Batch, config: RolloutCorrectionConfig, *, out: Out | None = None, level: str | None = None
 ) -> CorrectionOutput:
     """As `rollcorr.kernels.correction.correction_kernel`; the mask may hold numbers; `level` names an instruction set.
 
@@ -74,16 +64,18 @@ def cpu_correction(
         ImportError: the library was not built, or does not run here.
     """
     lib = library(level)
-    reason = why_not(train_log_prob, rollout_log_prob, mask, config)
+    reason = why_not(batch, config)
     if reason is not None:
         raise ValueError(f"impl='cpu' cannot take this batch: {reason}; use impl='auto' or 'torch'")
-    if mask.dtype not in MASK_TYPES or not _rows_are_contiguous(mask):
-        mask = (mask != 0).contiguous()
-    weights, loss_mask = outputs(mask, config, out)
+    if batch.mask.dtype not in MASK_TYPES or not _rows_are_contiguous(batch.mask):
+        batch = batch._replace(mask=(batch.mask != 0).contiguous())
+
+    weights, loss_mask = outputs(batch.mask, config, out)
     if out is None:
         _ask_for_large_pages(lib, weights, loss_mask)
-    job = _job(train_log_prob, rollout_log_prob, mask, config, cu_seqlens)
-    offsets = None if cu_seqlens is None else _offsets(cu_seqlens, mask.numel(), lib)
+    job = _job(batch, config)
+    offsets = None if batch.cu_seqlens is None else _offsets(batch.cu_seqlens, batch.mask.numel(), lib)
+
     # On the CPU, whatever `torch.set_default_device` says: C writes to their addresses.
     kept = torch.empty(job.sequences, dtype=torch.bool, device="cpu")
     rows = torch.empty(job.tasks, lib.row_numbers, dtype=STATISTICS_DTYPE, device="cpu")
@@ -93,21 +85,19 @@ def cpu_correction(
     return CorrectionOutput(weights, loss_mask, kept, _statistics(rows[0], config, lib.level))
 
 
-def _job(
-    train: Tensor, rollout: Tensor, mask: Tensor, config: RolloutCorrectionConfig, cu_seqlens: Tensor | None
-) -> Job:
+def _job(batch: Batch, config: RolloutCorrectionConfig) -> Job:
     """A job without its outputs and offsets. It holds addresses: the tensors must outlive it."""
     job = Job.from_buffer_copy(thresholds_of(config))
     for name, tensor, types in (
-        ("train", train, LOG_PROB_TYPES),
-        ("rollout", rollout, LOG_PROB_TYPES),
-        ("mask", mask, MASK_TYPES),
+        ("train", batch.train, LOG_PROB_TYPES),
+        ("rollout", batch.rollout, LOG_PROB_TYPES),
+        ("mask", batch.mask, MASK_TYPES),
     ):
         setattr(job, name, tensor.data_ptr())
         setattr(job, f"{name}_type", types[tensor.dtype])
         setattr(job, f"{name}_stride", tensor.stride(0))
-    job.sequences, job.length = sequence_count(mask, cu_seqlens=cu_seqlens), mask.shape[-1]
-    job.sequences_per_task = max(1, TASK_TOKENS * job.sequences // max(1, mask.numel()))
+    job.sequences, job.length = batch.sequences, batch.mask.shape[-1]
+    job.sequences_per_task = max(1, TASK_TOKENS * job.sequences // max(1, batch.mask.numel()))
     job.tasks = max(1, -(-job.sequences // job.sequences_per_task))
     job.threads = torch.get_num_threads()
     return job

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from rollcorr.core.layout import sequence_count
-from rollcorr.kernels.correction.output import CorrectionOutput, Out, outputs
+from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, outputs
 from rollcorr.kernels.correction.torch.decide import decide
 from rollcorr.kernels.correction.torch.table import Block, BlockRows, Reduction, SequenceTable
 from rollcorr.kernels.correction.torch.tokens import TokenPass
@@ -36,27 +35,24 @@ Piece = tuple[Block, Tensor, Tensor, Tensor, "Tensor | None", Tensor]
 
 
 def torch_correction(
-    train_log_prob: Tensor,
-    rollout_log_prob: Tensor,
-    mask: Tensor,
+    batch: Batch,
     config: RolloutCorrectionConfig,
     *,
-    cu_seqlens: Tensor | None = None,
     reduce: Reduction | None = None,
     out: Out | None = None,
     block_tokens: int | None = None,
 ) -> CorrectionOutput:
     """As `rollcorr.kernels.correction.correction_kernel`; `block_tokens` sets a block's size."""
-    weights, loss_mask = outputs(mask, config, out)
-    blocks = list(token_blocks(mask, cu_seqlens, block_tokens))
+    weights, loss_mask = outputs(batch.mask, config, out)
+    blocks = list(token_blocks(batch.mask, batch.cu_seqlens, block_tokens))
 
     step = max(1, blocks[0].at.stop)
     pieces = list(
         zip(
             blocks,
-            train_log_prob.split(step),
-            rollout_log_prob.split(step),
-            mask.split(step),
+            batch.train.split(step),
+            batch.rollout.split(step),
+            batch.mask.split(step),
             [None] * len(blocks) if weights is None else weights.split(step),
             loss_mask.split(step),
             strict=True,
@@ -64,19 +60,19 @@ def torch_correction(
     )
 
     def read(share: list[Piece]) -> TokenPass:
-        tokens = TokenPass(config, sequence_count(mask, cu_seqlens=cu_seqlens), mask.device)
+        tokens = TokenPass(config, batch.sequences, batch.mask.device)
         for piece in share:
             tokens.read(*piece)
         return tokens
 
-    table, rows = _joined(in_threads(read, pieces, threads_for(mask)))
+    table, rows = _joined(in_threads(read, pieces, threads_for(batch.mask)))
     if reduce is not None:
         reduce(table, rows)
     _derive(table, config)
     decision = decide(table, rows, config)
 
     # What was decided for sequences is multiplied into what the blocks wrote. Packed: the ids of one block at a time.
-    for block in blocks if cu_seqlens is not None else [Block(slice(None), None)]:
+    for block in blocks if batch.cu_seqlens is not None else [Block(slice(None), None)]:
         _spread(decision.sequence_kept, loss_mask, block)
         if weights is not None and decision.sequence_weight is not None:
             _spread(decision.sequence_weight.float(), weights, block)

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rollcorr.core.layout import sequence_count
 from rollcorr.core.statistics import STATISTICS_DTYPE
-from rollcorr.kernels.correction.output import CorrectionOutput, Out, outputs
+from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, outputs
 from rollcorr.kernels.correction.rows import empty_statistics
 from rollcorr.kernels.correction.triton.final_pass import ROWS, finish
 from rollcorr.kernels.correction.triton.plan import limits_of, plan_of
@@ -60,31 +59,21 @@ class Buffers(NamedTuple):
 
 
 def launch_correction(
-    train_log_prob: Tensor,
-    rollout_log_prob: Tensor,
-    mask: Tensor,
-    config: RolloutCorrectionConfig,
-    *,
-    cu_seqlens: Tensor | None,
-    out: Out | None = None,
-    splits: int | None = None,
+    batch: Batch, config: RolloutCorrectionConfig, *, out: Out | None = None, splits: int | None = None
 ) -> CorrectionOutput:
     """As `rollcorr.kernels.correction.correction_kernel`, for a batch that holds at least one token.
 
     Args:
-        train_log_prob: (B, T), or (N,) when packed.
-        rollout_log_prob: same shape.
-        mask: same shape.
+        batch: what to correct.
         config: what to compute.
-        cu_seqlens: (B + 1,), only when packed.
         out: buffers for weights and loss mask.
         splits: programs for each sequence; a power of two, at most 64. None chooses by shape.
     """
-    B = sequence_count(mask, cu_seqlens=cu_seqlens)
-    splits = splits or choose_splits(mask.numel(), B)
-    buffers = make_buffers(mask, B, splits, config, out)
+    mask = batch.mask
+    splits = splits or choose_splits(mask.numel(), batch.sequences)
+    buffers = make_buffers(mask, batch.sequences, splits, config, out)
     with torch.cuda.device(mask.device) if mask.device.type == "cuda" else nullcontext():
-        for launch in launches((train_log_prob, rollout_log_prob, mask), cu_seqlens, buffers, splits, config):
+        for launch in launches(batch, buffers, splits, config):
             launch.kernel[(launch.programs,)](
                 **launch.arguments, **launch.constants, num_warps=launch.warps, enable_fp_fusion=True
             )
@@ -127,22 +116,16 @@ def make_buffers(
     )
 
 
-def launches(
-    inputs: tuple[Tensor, Tensor, Tensor],
-    cu_seqlens: Tensor | None,
-    buffers: Buffers,
-    splits: int,
-    config: RolloutCorrectionConfig,
-) -> list[Launch]:
+def launches(batch: Batch, buffers: Buffers, splits: int, config: RolloutCorrectionConfig) -> list[Launch]:
     """The three launches, in order. Reads shapes only, so it also serves to compile without a GPU."""
     plan, limits = plan_of(config), limits_of(config)
-    train, rollout, mask = (_as_bytes(x.contiguous()) for x in inputs)
+    train, rollout, mask = (_as_bytes(x.contiguous()) for _, x in batch.named)
     loss_mask, sequence_kept = _as_bytes(buffers.loss_mask), _as_bytes(buffers.sequence_kept)
     sequences, T = buffers.alive.numel(), mask.shape[-1]
-    packed = cu_seqlens is not None
+    packed = batch.cu_seqlens is not None
     # A pointer that a kernel does not use must still be one.
     shared = {
-        "cu_seqlens": buffers.alive if cu_seqlens is None else cu_seqlens.contiguous(),
+        "cu_seqlens": buffers.alive if batch.cu_seqlens is None else batch.cu_seqlens.contiguous(),
         "weights": buffers.sequence_weight if buffers.weights is None else buffers.weights,
         "loss_mask": loss_mask,
         "T": T,
