@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from rollcorr.kernels.correction.triton.final_pass import ROWS, finish
 from rollcorr.kernels.correction.triton.plan import limits_of, plan_of
 from rollcorr.kernels.correction.triton.sequence_pass import decide_sequences
 from rollcorr.kernels.correction.triton.token_pass import BLOCK, read_tokens
+from rollcorr.kernels.gpu_launch import Launch
 
 if TYPE_CHECKING:
     from rollcorr.config import RolloutCorrectionConfig
@@ -25,24 +25,6 @@ PROGRAMS = 2048
 MOST_SPLITS = 64
 ALIGNMENT = 16
 """Tokens: a row of which this divides the length starts where vector loads and stores can."""
-
-
-class Launch(NamedTuple):
-    """One kernel launch.
-
-    Attributes:
-        kernel: the Triton function.
-        programs: size of the grid.
-        arguments: what it is given at run time, by name.
-        constants: what it is compiled for, by name.
-        warps: warps of a program. A lane of the token pass is then a thread on either vendor's hardware.
-    """
-
-    kernel: Any
-    programs: int
-    arguments: dict[str, Any]
-    constants: dict[str, Any]
-    warps: int
 
 
 class Buffers(NamedTuple):
@@ -72,11 +54,8 @@ def launch_correction(
     mask = batch.mask
     splits = splits or choose_splits(mask.numel(), batch.sequences)
     buffers = make_buffers(mask, batch.sequences, splits, config, out)
-    with torch.cuda.device(mask.device) if mask.device.type == "cuda" else nullcontext():
-        for launch in launches(batch, buffers, splits, config):
-            launch.kernel[(launch.programs,)](
-                **launch.arguments, **launch.constants, num_warps=launch.warps, enable_fp_fusion=True
-            )
+    for launch in launches(batch, buffers, splits, config):
+        launch.run(enable_fp_fusion=True)
     statistics = empty_statistics(config, "meta").unpack(buffers.rows)
     return CorrectionOutput(buffers.weights, buffers.loss_mask, buffers.sequence_kept, statistics)
 
@@ -134,32 +113,18 @@ def launches(batch: Batch, buffers: Buffers, splits: int, config: RolloutCorrect
     layout = {"PLAN": plan, "PACKED": packed, "ALIGN": ALIGNMENT if packed else _alignment(T)}
     shares, sets = sequences * splits, buffers.row_sets.shape[0]
     decided = {"sequence_weight": buffers.sequence_weight, "alive": buffers.alive}
+    mergers = -(-len(plan.sums) // ROWS.value)
+    read = {"train": train, "rollout": rollout, "mask": mask, "tokens": mask.numel()}
+    left = {"table": buffers.table, "limits": limits}
+    written = {"all_rows": buffers.row_sets, "sequence_kept": sequence_kept, "sequences": sequences}
+    merged = {"all_rows": buffers.row_sets, "merged": buffers.rows, "sets": sets}
+    of_sequences = {"PLAN": plan, "SEQUENCES": sequences_for_each(splits), "SPLITS": splits}
+
+    # A lane of the token pass is a thread on either vendor's hardware with four warps.
     return [
-        Launch(
-            read_tokens,
-            shares,
-            shared
-            | {"train": train, "rollout": rollout, "mask": mask, "table": buffers.table, "limits": limits}
-            | {"tokens": mask.numel()},
-            layout,
-            4,
-        ),
-        Launch(
-            decide_sequences,
-            sets,
-            decided
-            | {"table": buffers.table, "all_rows": buffers.row_sets, "sequence_kept": sequence_kept}
-            | {"limits": limits, "sequences": sequences},
-            {"PLAN": plan, "SEQUENCES": sequences_for_each(splits), "SPLITS": splits},
-            1,
-        ),
-        Launch(
-            finish,
-            -(-len(plan.sums) // ROWS.value) + (shares if plan.spreads else 0),
-            shared | decided | {"all_rows": buffers.row_sets, "merged": buffers.rows, "sets": sets},
-            layout,
-            4,
-        ),
+        Launch(read_tokens, (shares,), shared | read | left, layout),
+        Launch(decide_sequences, (sets,), decided | left | written, of_sequences, warps=1),
+        Launch(finish, (mergers + (shares if plan.spreads else 0),), shared | decided | merged, layout),
     ]
 
 
