@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from rollcorr.config import thresholds
+from rollcorr.core import criterion_metrics
 from rollcorr.kernels.correction.cpu import status
 
 ROOT = Path(__file__).parents[1]
@@ -153,6 +155,10 @@ for name, impl in ((name, impl) for name in ("seq_mean", "seq_max", "token") for
     else:
         without_libraries(source)
     run(code, source)
+
+
+def test_criteria_have_metrics():
+    assert tuple(thresholds.CRITERIA) == criterion_metrics.CRITERIA
 
 
 @with_and_without_the_c_kernel

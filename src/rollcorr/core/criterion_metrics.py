@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from rollcorr.config import thresholds
 from rollcorr.core.finalizers import farthest, highest, lowest, mean, share, std
 from rollcorr.core.health_ranges import CRITERION_RANGES
 from rollcorr.core.metric_type import MATHS, Line, Metric, R, V, metric_table
 
-CRITERIA: tuple[str, ...] = tuple(thresholds.CRITERIA)
-"""The rejection criteria. seq_max_k1 does not exist: a maximum of a signed estimate means nothing."""
+CRITERIA: tuple[str, ...] = (
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "seq_sum_k1",
+    "seq_sum_k2",
+    "seq_sum_k3",
+    "seq_mean_k1",
+    "seq_mean_k2",
+    "seq_mean_k3",
+    "seq_max_k2",
+    "seq_max_k3",
+)
+"""The rejection criteria, as in `rollcorr.config`, which needs no torch. No seq_max_k1: a signed maximum means nothing."""
 
 
 def criterion_metrics(criterion: str) -> dict[str, Metric]:
@@ -80,4 +91,4 @@ def criterion_metrics(criterion: str) -> dict[str, Metric]:
             MATHS,
         ),
     ]
-    return metric_table(lines, CRITERION_RANGES, prefix=f"rollout_rs_{criterion}_")
+    return metric_table(CRITERION_RANGES, *lines, prefix=f"rollout_rs_{criterion}_")

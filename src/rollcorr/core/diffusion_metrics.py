@@ -6,7 +6,7 @@ import dataclasses
 
 from rollcorr.core.criterion_metrics import criterion_metrics
 from rollcorr.core.finalizers import Finalizer, complement_share, highest, mean
-from rollcorr.core.metric_type import OWN, Line, Metric, metric_table
+from rollcorr.core.metric_type import OWN, Metric, metric_table
 from rollcorr.core.statistics import HostStatistics
 
 BY_TIMESTEP = "abs_log_ratio_per_dimension/t_"
@@ -18,7 +18,8 @@ def _of_steps(finalizer: Finalizer) -> Finalizer:
     return dataclasses.replace(finalizer, rows=(*finalizer.rows, "moments:log_ratio_per_dimension"))
 
 
-_LINES: tuple[Line, ...] = (
+DIFFUSION_METRICS: dict[str, Metric] = metric_table(
+    {},
     ("kl_per_dimension", "nats", "steps", "−mean(J / D)", mean("log_ratio_per_dimension", scale=-1.0), OWN),
     ("kl_joint", "nats", "steps", "−mean(J), estimates KL(μ‖π)", mean("joint_log_ratio", scale=-1.0), OWN),
     ("k3_kl_joint", "nats", "steps", "mean(expm1(J) − J), J up to +20", mean("joint_k3"), OWN),
@@ -50,7 +51,6 @@ _LINES: tuple[Line, ...] = (
     ),
 )
 
-DIFFUSION_METRICS: dict[str, Metric] = metric_table(_LINES, {})
 STEP_KL_METRICS: dict[str, Metric] = criterion_metrics("step_kl")
 
 

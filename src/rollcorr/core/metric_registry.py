@@ -30,7 +30,7 @@ from rollcorr.core.finalizers import (
     viable_length,
 )
 from rollcorr.core.health_ranges import RANGES
-from rollcorr.core.metric_type import IS_GUIDE, MATHS, OWN, PRAXIS, Line, Metric, R, V, metric_table
+from rollcorr.core.metric_type import IS_GUIDE, MATHS, OWN, PRAXIS, Metric, R, V, metric_table
 from rollcorr.core.statistics import HostStatistics
 
 __all__ = ["CRITERIA", "METRICS", "PREFIX", "Metric", "criterion_metrics", "finalize", "metric"]
@@ -38,7 +38,8 @@ __all__ = ["CRITERIA", "METRICS", "PREFIX", "Metric", "criterion_metrics", "fina
 PREFIX = "rollout_corr/"
 
 
-_LINES: tuple[Line, ...] = (
+METRICS: dict[str, Metric] = metric_table(
+    RANGES,
     # How much was seen.
     ("token_count", "tokens", "batch", "n = |V|", total("tokens"), OWN),
     ("sequence_count", "sequences", "batch", "|R|", total("sequences"), OWN),
@@ -214,8 +215,6 @@ _LINES: tuple[Line, ...] = (
     ("rollout_is_p50", "ratio", V, "median of w", quantile_of("weight", 0.5), OWN),
     ("rollout_is_p99", "ratio", V, "0.99 quantile of w", quantile_of("weight", 0.99), OWN),
 )
-
-METRICS: dict[str, Metric] = metric_table(_LINES, RANGES)
 
 _CRITERION_METRICS = {name: found for criterion in CRITERIA for name, found in criterion_metrics(criterion).items()}
 _REGISTRY = METRICS | _CRITERION_METRICS | STEP_KL_METRICS | DIFFUSION_METRICS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rollcorr.core.finalizers import Finalizer
@@ -44,12 +44,12 @@ Line = tuple[str, str, str, str, Finalizer, str]
 """A line of a table of metrics: name, unit, sample, formula, finalizer, source."""
 
 
-def metric_table(lines: Iterable[Line], ranges: Mapping[str, HealthyRange], *, prefix: str = "") -> dict[str, Metric]:
+def metric_table(ranges: Mapping[str, HealthyRange], *lines: Line, prefix: str = "") -> dict[str, Metric]:
     """The metrics of a table, by name.
 
     Args:
-        lines: the table.
         ranges: healthy ranges, by the name on the line.
+        lines: the table.
         prefix: goes before every name.
     """
     return {prefix + line[0]: Metric(prefix + line[0], *line[1:], healthy=ranges.get(line[0])) for line in lines}
