@@ -58,7 +58,7 @@ make docs                                # write this page from it
 The configuration is token weights truncated at 2 and the criterion `seq_mean_k3` at 0.01, with every metric on the
 host unless a row says otherwise; verl's helper computes its 43. Log-probs are float32 and the mask is bool.
 Responses have 1,024 to 8,192 tokens of 8,192 ("padded", 9/16 of the places hold a token), the same tokens packed,
-or all 8,192 ("dense"). All contenders take turns in one process, so that what disturbs one disturbs its neighbours.
+or all 8,192 ("dense"). All contenders take turns in one process, so that what disturbs one disturbs its neighbors.
 `min` is the least of {_runs(result["seconds"])} runs, ratios are of minima, and CPU is the time of all threads
 together, the least of the runs too: others on the machine disturb it less.
 

@@ -19,7 +19,7 @@ CRITERIA: tuple[str, ...] = (
     "seq_max_k2",
     "seq_max_k3",
 )
-"""The rejection criteria, as in `rollcorr.config`, which needs no torch. No seq_max_k1: a signed maximum means nothing."""
+"""The rejection criteria, those of `rollcorr.config`. No seq_max_k1: a maximum of a signed estimate means nothing."""
 
 
 def criterion_metrics(criterion: str) -> dict[str, Metric]:

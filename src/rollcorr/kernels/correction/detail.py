@@ -47,7 +47,7 @@ def token_detail(
         train_log_prob: log π, nats. (B, T), or (N,) when packed; any floating dtype.
         rollout_log_prob: log μ, nats. Same shape.
         mask: bool, true on response tokens. Same shape.
-        weights: applied weights before normalisation, same shape; None without.
+        weights: applied weights before normalization, same shape; None without.
         detail: how tokens are named.
         neutral: missing tokens have weights too.
         cu_seqlens: (B + 1,) token offsets, only when packed.
