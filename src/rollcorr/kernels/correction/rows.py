@@ -59,6 +59,11 @@ class Sequences:
         return self.counted > 0
 
     @cached_property
+    def has_measured(self) -> Tensor:
+        """Whether the sequence has a measured token: it then has a perplexity under both policies."""
+        return self.measured > 0
+
+    @cached_property
     def zero(self) -> Tensor:
         """How many tokens have probability zero: compared, but not measured."""
         return self.compared - self.measured
@@ -98,7 +103,7 @@ class Sequences:
 
     @cached_property
     def _unmeasured(self) -> Tensor:
-        return self.measured == 0
+        return ~self.has_measured
 
 
 class Row(NamedTuple):
@@ -164,7 +169,7 @@ ROWS: tuple[Row, ...] = (
     Row("tokens_measured", "sums", "measured tokens", _always, lambda s: s.measured.sum()),
     Row("tokens_compared", "sums", "compared tokens", _always, lambda s: s.compared.sum()),
     Row("tokens_counted", "sums", "counted tokens", _always, lambda s: s.counted.sum()),
-    Row("sequences_measured", "sums", "sequences with a measured token", _always, lambda s: (s.measured > 0).sum()),
+    Row("sequences_measured", "sums", "sequences with a measured token", _always, lambda s: s.has_measured.sum()),
     Row("sequences_counted", "sums", "sequences with a counted token", _always, lambda s: s.has_counted.sum()),
     # How far apart the policies are, token by token.
     Row("log_ratio", "moments", "d of measured tokens", _always),
@@ -183,7 +188,7 @@ ROWS: tuple[Row, ...] = (
     Row("rollout_log_ppl", "sums", "Σ −mean log μ", _always, lambda s: s.sum_measured(s.rollout_log_ppl)),
     Row("rollout_ppl", "sums", "Σ exp(−mean log μ)", _always, lambda s: s.sum_measured(s.rollout_log_ppl.exp())),
     Row("log_ppl_diff", "sums", "Σ −G_i", _always, lambda s: s.sum_measured(s.log_ppl_diff)),
-    Row("log_ppl_diff", "extremes", "−G_i", _always, lambda s: extremes_of(s.log_ppl_diff, s.measured > 0)),
+    Row("log_ppl_diff", "extremes", "−G_i", _always, lambda s: extremes_of(s.log_ppl_diff, s.has_measured)),
     Row("log_ppl_abs_diff", "sums", "Σ |G_i|", _always, lambda s: s.sum_measured(s.log_ppl_diff.abs())),
     Row("ppl_ratio", "sums", "Σ exp(−G_i)", _always, lambda s: s.sum_measured(s.log_ppl_diff.exp())),
     Row("chi2_seq", "sums", "Σ expm1(2 Ŝ_i)", _always, lambda s: s.sum_counted(divergence.chi_squared(s.log_product))),
