@@ -147,9 +147,9 @@ def contenders(arguments: argparse.Namespace, rows: int, layout: str, length: in
         f"{fast}, metrics only": lambda: corrected("disabled", impl=fast).metrics(),
         f"{fast}, eleven criteria, out=": lambda: corrected(every, out=out, impl=fast).metrics(),
         f"{fast}, histograms and the worst, out=": lambda: corrected(config, out=out, impl=fast, detail=True).metrics(),
-        "blocked, out=": lambda: corrected(config, out=out, impl="blocked").metrics(),
-        "blocked, fresh outputs": lambda: corrected(config, impl="blocked").metrics(),
-        "blocked, eleven criteria, out=": lambda: corrected(every, out=out, impl="blocked").metrics(),
+        "torch, out=": lambda: corrected(config, out=out, impl="torch").metrics(),
+        "torch, fresh outputs": lambda: corrected(config, impl="torch").metrics(),
+        "torch, eleven criteria, out=": lambda: corrected(every, out=out, impl="torch").metrics(),
     }
 
 

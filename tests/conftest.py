@@ -42,8 +42,8 @@ settings.register_profile("rollcorr", max_examples=40, derandomize=True, **PATIE
 settings.register_profile("slow", max_examples=10_000, derandomize=False, **PATIENT)
 settings.load_profile("rollcorr")
 
-RAN_ON_BLOCKED = "ran on blocked"
-"""Property of a test: why "blocked" ran where the test's id names another implementation."""
+RAN_ON_TORCH = "ran on torch"
+"""Property of a test: why "torch" ran where the test's id names another implementation."""
 
 if "triton" in IMPLEMENTATIONS:
     # The interpreter computes with numpy, which reports infinities that a selection afterwards drops.
@@ -73,7 +73,7 @@ def implementation(request: pytest.FixtureRequest) -> Iterator[Runs]:
         yield runs
     assert runs.own or runs.others, "this test calls no correction, so it need not run once per implementation"
     for reason in runs.others:
-        request.node.user_properties.append((RAN_ON_BLOCKED, f"{runs.name}: {reason}"))
+        request.node.user_properties.append((RAN_ON_TORCH, f"{runs.name}: {reason}"))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -82,8 +82,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     # pytest files the reports of successful teardowns under no category.
     for report in terminalreporter.stats.get("", []):
         for key, value in report.user_properties if report.when == "teardown" else ():
-            instead[value] += key == RAN_ON_BLOCKED
+            instead[value] += key == RAN_ON_TORCH
     if instead:
         terminalreporter.section("implementations")
     for reason, tests in sorted(instead.items()):
-        terminalreporter.line(f"{tests} tests ran on 'blocked' and not on {reason}")
+        terminalreporter.line(f"{tests} tests ran on 'torch' and not on {reason}")

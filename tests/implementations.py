@@ -10,7 +10,7 @@ Three ways to run a test once per implementation:
     with under_test(impl): …                  the same as the first, inside a hypothesis test
 
 Where the named implementation does not take a case, for instance float64 log-probs on "cpu", or slices of sequences,
-"blocked" runs it. Every such run is counted, and pytest's summary says which implementation ran instead, and why.
+"torch" runs it. Every such run is counted, and pytest's summary says which implementation ran instead, and why.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.kernels.correction import cpu, triton
 from rollcorr.kernels.correction import dispatch as kernels
+from rollcorr.kernels.correction.call import Batch
 
 IMPLEMENTATIONS: list[str] = [name for name, (usable, _) in kernels.implementations().items() if usable]
 """Those that run here. Triton needs a GPU, or its interpreter (`make test-triton`)."""
@@ -54,7 +55,7 @@ class Takes:
 
 TAKES = {
     "reference": Takes(),
-    "blocked": Takes(),
+    "torch": Takes(),
     "cpu": Takes(dtypes=(torch.float32, torch.bfloat16), largest_bound=40.0, adds_in_float32=True),
     "triton": Takes(largest_bound=40.0, largest_log_ratio=1e16, adds_in_float32=True),
 }
@@ -93,38 +94,36 @@ def last_digits(name: str | None = None) -> float:
 def under_test(name: str) -> Iterator[Runs]:
     """Make `impl="auto"` mean this implementation wherever it takes the batch, and note where it does not."""
     runs = Runs(name)
-    fastest, blocked = kernels._fastest, kernels.blocked_correction
+    fastest, original = kernels._fastest, kernels.torch_correction
 
-    def chosen(train: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor, config: RolloutCorrectionConfig) -> str:
-        reason = refusal(name, train, rollout, mask, config)
+    def chosen(batch: Batch, config: RolloutCorrectionConfig) -> str:
+        reason = refusal(name, batch, config)
         if reason is None:
             runs.own += 1
             return name
         runs.others[reason] += 1
-        return "blocked"
+        return "torch"
 
-    def noted(*batch: torch.Tensor, reduce=None, **options):
-        if reduce is not None and name != "blocked":
-            runs.others["slices of sequences are merged by blocked alone"] += 1
+    def noted(batch: Batch, config: RolloutCorrectionConfig, *, reduce=None, **options):
+        if reduce is not None and name != "torch":
+            runs.others["slices of sequences are merged by torch alone"] += 1
         elif reduce is not None:
             runs.own += 1
-        return blocked(*batch, reduce=reduce, **options)
+        return original(batch, config, reduce=reduce, **options)
 
-    kernels._fastest, kernels.blocked_correction = chosen, noted
+    kernels._fastest, kernels.torch_correction = chosen, noted
     _current.append(runs)
     try:
         yield runs
     finally:
         _current.pop()
-        kernels._fastest, kernels.blocked_correction = fastest, blocked
+        kernels._fastest, kernels.torch_correction = fastest, original
 
 
-def refusal(
-    name: str, train: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor, config: RolloutCorrectionConfig
-) -> str | None:
+def refusal(name: str, batch: Batch, config: RolloutCorrectionConfig) -> str | None:
     """Why an implementation does not take a batch; None where it does."""
     if name == "cpu":
-        return cpu.why_not(train, rollout, mask, config)
+        return cpu.why_not(batch, config)
     if name == "triton":
-        return triton.why_not(train, rollout, mask, config)
+        return triton.why_not(batch, config)
     return None

@@ -202,12 +202,12 @@ def test_13_no_metric_depends_on_the_number_of_shards(impl, shards):
     assert merged == pytest.approx(expected, rel=last_digits(impl), abs=last_digits(impl))
 
 
-@pytest.mark.parametrize("impl", ["blocked"])
+@pytest.mark.parametrize("impl", ["torch"])
 @pytest.mark.parametrize("ranks", range(1, 9))
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("split", ["zig-zag", "contiguous"])
 def test_14_cut_sequences_are_decided_and_measured_as_whole_ones(impl, split, packed, ranks):
-    """Slices are merged by 'blocked' alone: the other implementations need whole sequences, and say so.
+    """Slices are merged by 'torch' alone: the other implementations need whole sequences, and say so.
 
     As ring attention deals them: 2 k chunks, of which rank r holds chunks r and 2 k − 1 − r; or k chunks."""
     whole = batch_of(B=6, T=300)

@@ -19,16 +19,16 @@ MEANING = {
     "cpu, metrics only": "the preset `disabled`: no weights",
     "cpu, eleven criteria, out=": "every rejection criterion at once",
     "cpu, histograms and the worst, out=": "`detail=True`: a second read, in eager torch",
-    "blocked, out=": "eager torch alone",
-    "blocked, fresh outputs": "the same into fresh memory",
-    "blocked, eleven criteria, out=": "every rejection criterion at once",
+    "torch, out=": "eager torch alone",
+    "torch, fresh outputs": "the same into fresh memory",
+    "torch, eleven criteria, out=": "every rejection criterion at once",
 }
 TARGETS = (  # (contender, compared with, at least or at most, limit)
     ("cpu, out=", VERL, "at least", 100.0),
     ("cpu, fresh outputs", VERL, "at least", 50.0),
     ("cpu, out=", COPY, "at most", 1.6),
     ("cpu, eleven criteria, out=", COPY, "at most", 2.3),
-    ("blocked, out=", VERL, "at least", 12.0),
+    ("torch, out=", VERL, "at least", 12.0),
 )
 
 Table = Callable[[Sequence[str], Iterable[Sequence[object]]], str]
@@ -58,7 +58,7 @@ make docs                                # write this page from it
 The configuration is token weights truncated at 2 and the criterion `seq_mean_k3` at 0.01, with every metric on the
 host unless a row says otherwise; verl's helper computes its 43. Log-probs are float32 and the mask is bool.
 Responses have 1,024 to 8,192 tokens of 8,192 ("padded", 9/16 of the places hold a token), the same tokens packed,
-or all 8,192 ("dense"). All contenders take turns in one process, so that what disturbs one disturbs its neighbours.
+or all 8,192 ("dense"). All contenders take turns in one process, so that what disturbs one disturbs its neighbors.
 `min` is the least of {_runs(result["seconds"])} runs, ratios are of minima, and CPU is the time of all threads
 together, the least of the runs too: others on the machine disturb it less.
 
@@ -107,7 +107,7 @@ float32 vectors, sums over blocks in float64, `expm1` and k3 from one series wit
 comparisons of d. AVX-512, AVX2 or the compiler's own vectors, chosen when it runs; the last is what arm64 gets, and
 `make test-arm` compiles it. It has been run on x86-64 only.
 
-*Torch alone* (`impl="blocked"`): the same sums in float64, {_block()} tokens at a time. Masks are float64 too,
+*Torch alone* (`impl="torch"`): the same sums in float64, {_block()} tokens at a time. Masks are float64 too,
 because eager torch compares into numbers and sums them several times as fast as bool; all per-sequence sums of a
 block are one operation; packed sums are `segment_reduce`. Each thread takes whole blocks.
 

@@ -11,7 +11,24 @@ from hypothesis import strategies as st
 
 from rollcorr.config import InertOptionWarning, RolloutCorrectionConfig
 from rollcorr.core.metric_registry import CRITERIA, finalize
-from rollcorr.kernels.correction import CorrectionOutput
+from rollcorr.kernels.correction import CorrectionOutput, cpu, reference, triton
+from rollcorr.kernels.correction.call import Batch
+from rollcorr.kernels.correction.torch import blocks
+
+
+def positional(kernel):
+    """An implementation that takes a batch as three tensors, as `correction_kernel` does."""
+
+    def call(train, rollout, mask, config, *, cu_seqlens=None, **options) -> CorrectionOutput:
+        return kernel(Batch(train, rollout, mask, cu_seqlens), config, **options)
+
+    return call
+
+
+reference_correction = positional(reference.reference_correction)
+torch_correction = positional(blocks.torch_correction)
+cpu_correction = positional(cpu.cpu_correction)
+triton_correction = positional(triton.triton_correction)
 
 SPECIAL = [math.nan, math.inf, -math.inf]
 

@@ -1,4 +1,4 @@
-/* Runs the compiled correction on batches of every shape and kind under the address and undefined-behaviour sanitizers.
+/* Runs the compiled correction on batches of every shape and kind under the address and undefined-behavior sanitizers.
    Buffers are as small as they may be, so a read or a write beyond them is caught; numbers are compared in Python. */
 
 #include "correction.c"

@@ -21,7 +21,7 @@ _SPEC.loader.exec_module(counting)
 T = 2048
 OUTPUTS = 5  # bytes a token: a float32 weight, a bool
 STANDARD = configuration(rollout_is="token", rollout_rs="seq_mean_k3", rollout_rs_threshold=0.01)
-IMPLEMENTATIONS = [name for name in ("reference", "blocked", "cpu") if implementations()[name][0]]
+IMPLEMENTATIONS = [name for name in ("reference", "torch", "cpu") if implementations()[name][0]]
 
 
 @pytest.fixture(autouse=True)
@@ -70,9 +70,9 @@ def counted(blocks: int, config, impl: str, *, packed: bool = False, device: str
     [(STANDARD, 350, 62, 1002), (everything(), 1020, 117, 2070), (configuration(), 175, 47, 775)],
     ids=["standard", "everything", "metrics only"],
 )
-def test_the_blocked_kernel_asks_for_few_operations_on_each_block(config, fixed, each_block, bytes_each_token):
+def test_the_torch_kernel_asks_for_few_operations_on_each_block(config, fixed, each_block, bytes_each_token):
     """Its bytes are those of float64 buffers that stay in cache; memory sees 9 in and 5 out."""
-    few, many = counted(2, config, "blocked"), counted(4, config, "blocked")
+    few, many = counted(2, config, "torch"), counted(4, config, "torch")
     assert (many.operations - few.operations) / 2 <= each_block
     assert few.operations - 2 * each_block <= fixed
     assert many.bytes_moved / batch(4)[0].numel() <= bytes_each_token
@@ -97,7 +97,7 @@ def test_a_correction_waits_for_nothing(config, impl, packed):
     assert (counts.waits, counts.transfers) == (0, 0)
 
 
-@pytest.mark.parametrize("impl", ["reference", "blocked"])
+@pytest.mark.parametrize("impl", ["reference", "torch"])
 def test_metrics_are_one_transfer_and_nothing_is_read_before_it(impl):
     """Tensors without values: reading one is an error, and the first to be read is the vector of all rows."""
     correction = correct(*batch(1, device="meta"), STANDARD, impl=impl)
@@ -118,8 +118,8 @@ def test_memory_grows_by_the_outputs_and_a_twentieth(impl, config, packed):
 
 
 @pytest.mark.parametrize(("config", "bytes_each_token"), [(STANDARD, 97), (configuration(), 81)])
-def test_the_blocked_kernel_works_in_buffers_of_one_block(config, bytes_each_token):
-    counts = counted(4, config, "blocked")
+def test_the_torch_kernel_works_in_buffers_of_one_block(config, bytes_each_token):
+    counts = counted(4, config, "torch")
     outputs = OUTPUTS if config.rollout_is else 1
     assert counts.peak_bytes - outputs * 4 * CPU_BLOCK <= bytes_each_token * CPU_BLOCK
 

@@ -1,4 +1,4 @@
-"""The blocked kernel equals the reference: weights, masks and every metric, on whatever the data holds."""
+"""The torch kernel equals the reference: weights, masks and every metric, on whatever the data holds."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ import math
 
 import pytest
 import torch
-from correction_cases import assert_same, batches, configuration, configurations
+from correction_cases import assert_same, batches, configuration, configurations, reference_correction, torch_correction
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rollcorr.core.layout import pack
 from rollcorr.core.metric_registry import CRITERIA, finalize
 from rollcorr.kernels.correction import correction_kernel
-from rollcorr.kernels.correction.reference import reference_correction
-from rollcorr.kernels.correction.torch.blocks import blocked_correction
 
 
 @given(batch=batches(), config=configurations(), block=st.sampled_from([1, 20, 1000]))
 def test_blocks_of_any_size_give_the_reference(batch, config, block):
     expected = reference_correction(*batch, config)
-    assert_same(blocked_correction(*batch, config, block_tokens=block), expected)
+    assert_same(torch_correction(*batch, config, block_tokens=block), expected)
 
 
 @pytest.fixture
@@ -45,10 +43,10 @@ def test_threads_share_blocks_without_changing_a_number(seed):
         rollout_token_veto_threshold=0.05,
     )
     expected = reference_correction(train, rollout, mask, config)
-    assert_same(blocked_correction(train, rollout, mask, config, block_tokens=11), expected)
+    assert_same(torch_correction(train, rollout, mask, config, block_tokens=11), expected)
     cu_seqlens = torch.arange(8) * 11
     packed = (x.flatten() for x in (train, rollout, mask))
-    actual = blocked_correction(*packed, config, cu_seqlens=cu_seqlens, block_tokens=5)
+    actual = torch_correction(*packed, config, cu_seqlens=cu_seqlens, block_tokens=5)
     assert_same(actual, expected, torch.ones_like(mask))
 
 
@@ -59,22 +57,22 @@ def test_packed_equals_padded(batch, config, lengths):
     rows = torch.arange(T).expand(B, T) < torch.tensor(lengths)[:B, None]
     expected = reference_correction(train, rollout, mask & rows, config)
     (packed_train, cu_seqlens), (packed_rollout, _), (packed_mask, _) = (pack(x, rows) for x in batch)
-    for kernel in (reference_correction, blocked_correction):
+    for kernel in (reference_correction, torch_correction):
         assert_same(kernel(packed_train, packed_rollout, packed_mask, config, cu_seqlens=cu_seqlens), expected, rows)
 
 
 @given(batch=batches(), config=configurations())
 def test_metrics_are_finite_numbers_whatever_the_data_holds(batch, config):
-    for name, value in finalize(blocked_correction(*batch, config).statistics.read()).items():
+    for name, value in finalize(torch_correction(*batch, config).statistics.read()).items():
         assert math.isfinite(value) or name.endswith("max_viable_length"), name
 
 
 @given(batch=batches(), config=configurations(), parts=st.integers(1, 8))
 def test_statistics_of_shards_merge_to_those_of_the_whole(batch, config, parts):
     """Also when shards are empty: k-way splits of up to six sequences."""
-    whole = blocked_correction(*batch, config).statistics
+    whole = torch_correction(*batch, config).statistics
     shards = zip(*(tensor.tensor_split(parts) for tensor in batch), strict=True)
-    merged, *rest = [blocked_correction(*shard, config).statistics for shard in shards]
+    merged, *rest = [torch_correction(*shard, config).statistics for shard in shards]
     for statistics in rest:
         merged = merged.merge(statistics)
     a, b = finalize(merged.read()), finalize(whole.read())
@@ -82,7 +80,7 @@ def test_statistics_of_shards_merge_to_those_of_the_whole(batch, config, parts):
         assert a[name] == pytest.approx(b[name], rel=1e-9, abs=1e-9), name
 
 
-@pytest.mark.parametrize("impl", ["reference", "blocked"])
+@pytest.mark.parametrize("impl", ["reference", "torch"])
 @pytest.mark.parametrize("rollout_is", [None, "token", "sequence", "geometric"])
 def test_no_kernel_reads_a_value(impl, rollout_is):
     """Meta tensors have shapes and no values: a read, which is a wait on a GPU, raises here."""
@@ -101,7 +99,7 @@ def test_no_kernel_reads_a_value(impl, rollout_is):
 
 def test_an_unknown_implementation_is_an_error_that_lists_the_known():
     empty = torch.zeros(1, 0)
-    with pytest.raises(ValueError, match="'blocked', 'cpu', 'triton', got 'turbo'"):
+    with pytest.raises(ValueError, match="'torch', 'cpu', 'triton', got 'turbo'"):
         correction_kernel(empty, empty, empty.bool(), configuration(), impl="turbo")
 
 
@@ -109,12 +107,12 @@ def test_an_unknown_implementation_is_an_error_that_lists_the_known():
 def test_more_elements_than_a_float32_counter_holds():
     """2²⁵ elements: quantile-like calls and float32 counts stop at 2²⁴."""
     train = torch.zeros(1 << 5, 1 << 20)
-    statistics = blocked_correction(train, train, torch.ones(train.shape, dtype=torch.bool), configuration()).statistics
+    statistics = torch_correction(train, train, torch.ones(train.shape, dtype=torch.bool), configuration()).statistics
     assert finalize(statistics.read())["rollout_corr/token_count"] == 2**25
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("impl", ["reference", "blocked"])
+@pytest.mark.parametrize("impl", ["reference", "torch"])
 def test_inputs_are_left_as_they_are(impl, dtype):
     """`x.double()` is x itself when x is float64, so an in-place step after it would write to the caller's tensor."""
     train, rollout, mask = (

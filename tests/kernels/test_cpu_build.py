@@ -137,7 +137,7 @@ def test_python_and_c_agree_on_numbers():
 
 @needs_compiler
 def test_no_batch_makes_it_read_or_write_out_of_bounds(tmp_path):
-    """Under the address and undefined-behaviour sanitizers, at the widest vectors that run here."""
+    """Under the address and undefined-behavior sanitizers, at the widest vectors that run here."""
     flags = {"avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"], "avx2": ["-mavx2", "-mfma"]}
     sanitize = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     program = tmp_path / "sanitize"

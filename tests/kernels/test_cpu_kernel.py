@@ -6,7 +6,16 @@ import math
 
 import pytest
 import torch
-from correction_cases import SPECIAL, assert_same, batches, configuration, configurations, everything
+from correction_cases import (
+    SPECIAL,
+    assert_same,
+    batches,
+    configuration,
+    configurations,
+    cpu_correction,
+    everything,
+    reference_correction,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,10 +24,10 @@ from rollcorr import correct
 from rollcorr.core.layout import pack
 from rollcorr.core.metric_registry import finalize
 from rollcorr.kernels.correction import correction_kernel, implementations
-from rollcorr.kernels.correction.cpu import LEVELS, cpu_correction, why_not
+from rollcorr.kernels.correction.call import Batch
+from rollcorr.kernels.correction.cpu import LEVELS, why_not
 from rollcorr.kernels.correction.cpu.job import accepted_log_ratios
 from rollcorr.kernels.correction.cpu.library import FOLDER, Library, load
-from rollcorr.kernels.correction.reference import reference_correction
 
 USABLE = [level for level in LEVELS if isinstance(load(FOLDER, level), Library)]
 CLOSE = {"rel": 1e-5, "abs": 1e-5}
@@ -257,7 +266,7 @@ class Operations(TorchDispatchMode):
 
 @pytest.mark.parametrize("config", [STANDARD, everything(), configuration()])
 def test_torch_is_asked_to_do_little_whatever_the_configuration(config):
-    """The blocked kernel dispatches 400 to 1,500 operations on the same batch, and verl 308 to 1,218."""
+    """The torch kernel dispatches 400 to 1,500 operations on the same batch, and verl 308 to 1,218."""
     batch = noisy(4, 600, 0.2)
     correct(*batch, config, impl="cpu")
     with Operations() as operations:
@@ -270,8 +279,8 @@ def test_auto_takes_the_compiled_kernel_where_it_applies(monkeypatch):
     cpu = correction_kernel(*batch, STANDARD, impl="cpu")
     assert torch.equal(correction_kernel(*batch, STANDARD).statistics.pack(), cpu.statistics.pack())
     wide = batch[0].double(), *batch[1:]
-    blocked = correction_kernel(*wide, STANDARD, impl="blocked")
-    assert torch.equal(correction_kernel(*wide, STANDARD).statistics.pack(), blocked.statistics.pack())
+    eager = correction_kernel(*wide, STANDARD, impl="torch")
+    assert torch.equal(correction_kernel(*wide, STANDARD).statistics.pack(), eager.statistics.pack())
 
 
 @pytest.mark.parametrize(
@@ -302,7 +311,7 @@ def test_tensors_that_hold_no_memory_are_left_to_torch():
         pass
 
     x = torch.zeros(2, 3)
-    assert "is a Wrapped" in why_not(x.as_subclass(Wrapped), x, x, STANDARD)
+    assert "is a Wrapped" in why_not(Batch(x.as_subclass(Wrapped), x, x), STANDARD)
 
 
 @pytest.mark.parametrize(

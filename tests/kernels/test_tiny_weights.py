@@ -10,14 +10,13 @@ import math
 import pytest
 import torch
 from context_slices import Slice, reduced
-from correction_cases import configuration
+from correction_cases import configuration, torch_correction
 from implementations import IMPLEMENTATIONS
 from torch import Tensor
 
 from rollcorr.core.layout import pack
 from rollcorr.core.metric_registry import finalize
 from rollcorr.kernels.correction import CorrectionOutput, correction_kernel
-from rollcorr.kernels.correction.torch.blocks import blocked_correction
 
 # Triton's interpreter computes with numpy, which reports infinities that a selection afterwards drops.
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
@@ -137,7 +136,7 @@ def test_a_common_log_ratio_cancels_nothing_of_its_spread(impl):
     d = -19 + 1e-5 * torch.randn(3, 700, generator=torch.Generator().manual_seed(0))
     _, metrics = corrected(d, impl, rollout_rs="token_k2", rollout_rs_threshold=1e3)
     assert metrics["log_ratio_std"] == pytest.approx(moments(d.double())[1], rel=2e-5)
-    if impl in ("reference", "blocked"):  # the others keep k2 in float32, which has no digits for this spread
+    if impl in ("reference", "torch"):  # the others keep k2 in float32, which has no digits for this spread
         half_squares = d.double().square() / 2
         assert metrics["rollout_rs_token_k2_std"] == pytest.approx(moments(half_squares)[1], rel=2e-5)
 
@@ -162,13 +161,13 @@ def test_slices_threads_and_small_blocks_leave_the_spread_of_tiny_weights():
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        outputs = [blocked_correction(*batch, config, block_tokens=40)]
+        outputs = [torch_correction(*batch, config, block_tokens=40)]
     finally:
         torch.set_num_threads(before)
     outputs += reduced([Slice(*(x[:, at] for x in batch), None) for at in (slice(0, 7), slice(7, 40))], config)
     cu_seqlens = torch.arange(7) * 40
     flat = tuple(x.flatten() for x in batch)
-    outputs.append(blocked_correction(*flat, config, cu_seqlens=cu_seqlens, block_tokens=23))
+    outputs.append(torch_correction(*flat, config, cu_seqlens=cu_seqlens, block_tokens=23))
 
     for output in outputs:
         metrics = metrics_of(output)

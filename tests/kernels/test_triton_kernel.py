@@ -12,7 +12,14 @@ import os
 
 import pytest
 import torch
-from correction_cases import batches, configuration, configurations
+from correction_cases import (
+    batches,
+    configuration,
+    configurations,
+    reference_correction,
+    torch_correction,
+    triton_correction,
+)
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,9 +29,8 @@ from rollcorr.core.metric_registry import CRITERIA, finalize
 from rollcorr.correction import correct
 from rollcorr.kernels import correction as kernels
 from rollcorr.kernels.correction import CorrectionOutput, correction_kernel
-from rollcorr.kernels.correction.reference import reference_correction
-from rollcorr.kernels.correction.torch.blocks import blocked_correction
-from rollcorr.kernels.correction.triton import status, triton_correction, why_not
+from rollcorr.kernels.correction.call import Batch
+from rollcorr.kernels.correction.triton import status, why_not
 
 pytest.importorskip("triton", reason="Triton is not installed; `make test-triton` installs it")
 if status() is not None:
@@ -201,7 +207,7 @@ def test_rows_are_those_of_every_other_kernel():
     batch = batch_of(2, 20)
     for level in LEVELS:
         config = every_criterion(rollout_is=level, rollout_is_batch_normalize=level is not None)
-        merged = run(*batch, config).statistics.merge(blocked_correction(*batch, config).statistics)
+        merged = run(*batch, config).statistics.merge(torch_correction(*batch, config).statistics)
         assert merged.read().sums["tokens"] == 2 * batch[2].sum()
 
 
@@ -258,7 +264,7 @@ def test_three_launches_and_no_wait(level, packed, mask_type, monkeypatch):
         cu_seqlens = torch.arange(9) * 4096 if packed else None
     inputs = [x.flatten() if packed else x for x in (train, train, mask)]
     with _Recorder() as recorder:
-        output = launch.launch_correction(*inputs, config, cu_seqlens=cu_seqlens)
+        output = launch.launch_correction(Batch(*inputs, cu_seqlens), config)
     assert [len(counter.grids) for counter in counters.values()] == [1, 1, 1]
     assert recorder.operations <= {"empty", "view", "detach", "split_with_sizes"}
     assert output.loss_mask.device.type == "meta"
@@ -299,9 +305,9 @@ def test_an_empty_batch_and_strided_inputs_are_taken():
 def test_what_the_kernels_cannot_take_is_said_and_left_to_others(monkeypatch):
     train, rollout, mask = batch_of(2, 5)
     large = configuration(safety_bound=50.0)
-    with pytest.raises(ValueError, match=r"safety_bound is 50, .*use impl='auto' or 'blocked'"):
+    with pytest.raises(ValueError, match=r"safety_bound is 50, .*use impl='auto' or 'torch'"):
         correction_kernel(train, rollout, mask, large, impl="triton")
-    assert "cuda" in why_not(train.to("meta"), rollout, mask, large).lower() or DEVICE == "cpu"
+    assert "cuda" in why_not(Batch(train.to("meta"), rollout, mask), large).lower() or DEVICE == "cpu"
     monkeypatch.setattr(kernels.triton, "status", lambda: "Triton is not installed")
     with pytest.raises(ImportError, match="impl='triton' cannot run here: Triton is not installed"):
         correction_kernel(train, rollout, mask, configuration(), impl="triton")

@@ -23,6 +23,7 @@ from triton.compiler import ASTSource, CompiledKernel
 
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.core.metric_registry import CRITERIA
+from rollcorr.kernels.correction.call import Batch
 from rollcorr.kernels.correction.triton import launch
 
 TYPES = {
@@ -74,7 +75,7 @@ def launches(
         cu_seqlens = torch.empty(B + 1, dtype=torch.int32) if packed else None
     splits = launch.choose_splits(B * T, B)
     buffers = launch.make_buffers(valid, B, splits, config)
-    return launch.launches((log_prob, log_prob, valid), cu_seqlens, buffers, splits, config)
+    return launch.launches(Batch(log_prob, log_prob, valid, cu_seqlens), buffers, splits, config)
 
 
 def compiled(one: launch.Launch, target: GPUTarget) -> CompiledKernel:

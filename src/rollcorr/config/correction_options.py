@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 from rollcorr.config.checks import check_bool, check_choice, check_number, warn_inert
 from rollcorr.config.presets import preset_fields, with_named_presets
 from rollcorr.config.thresholds import (
-    STEP_CRITERIA,
     Criterion,
     Threshold,
     canonical_rejection,
@@ -145,11 +144,6 @@ class RolloutCorrectionConfig:
     def criteria(self) -> tuple[Criterion, ...]:
         """The rejection criteria, typed, in the order written; empty without `rollout_rs`."""
         return () if self.rollout_rs is None else parse_rejection(self.rollout_rs, self.rollout_rs_threshold)
-
-    @cached_property
-    def has_step_criteria(self) -> bool:
-        """Whether a criterion needs the means of denoising steps, which log-probs alone do not give."""
-        return any(criterion.name in STEP_CRITERIA for criterion in self.criteria)
 
     @cached_property
     def is_lower(self) -> float | None:

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Literal
+from typing import Literal, get_args
 
 from rollcorr.config.checks import check_choice, check_number, nearest
 
@@ -74,8 +74,8 @@ class Criterion:
     upper: float | None = None
 
     def __post_init__(self) -> None:
-        check_choice("scope", self.scope, ("token", "seq_sum", "seq_mean", "seq_max", "step"))
-        check_choice("kind", self.kind, ("k1", "k2", "k3", "kl"))
+        check_choice("scope", self.scope, get_args(Scope))
+        check_choice("kind", self.kind, get_args(Kind))
         if self.name not in _EVERY:
             raise ValueError(f"{self.name} does not exist: seq_max takes k2 or k3, and step takes kl alone")
 

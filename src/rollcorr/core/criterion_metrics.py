@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
-from rollcorr.core.finalizers import Finalizer, farthest, highest, lowest, mean, share, std
+from rollcorr.core.finalizers import farthest, highest, lowest, mean, share, std
 from rollcorr.core.health_ranges import CRITERION_RANGES
-from rollcorr.core.metric_type import MATHS, Metric
+from rollcorr.core.metric_type import MATHS, Line, Metric, R, V, metric_table
+
+CRITERIA: tuple[str, ...] = (
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "seq_sum_k1",
+    "seq_sum_k2",
+    "seq_sum_k3",
+    "seq_mean_k1",
+    "seq_mean_k2",
+    "seq_mean_k3",
+    "seq_max_k2",
+    "seq_max_k3",
+)
+"""The rejection criteria, those of `rollcorr.config`. No seq_max_k1: a maximum of a signed estimate means nothing."""
 
 
 def criterion_metrics(criterion: str) -> dict[str, Metric]:
@@ -15,79 +30,65 @@ def criterion_metrics(criterion: str) -> dict[str, Metric]:
     """
     row = f"rs/{criterion}"
     token_scope = criterion.startswith(("token_", "step_"))
-    unit, count = ("tokens", "tokens_counted") if token_scope else ("sequences", "sequences_compared")
+    unit, count = (V, "tokens_counted") if token_scope else (R, "sequences_counted")
     sequence_row = f"{row}/seq" if token_scope else row
     if token_scope:
         seq_high, seq_low = f"{row}/seq_high", f"{row}/seq_low"
     else:
         seq_high, seq_low = f"{row}/high", f"{row}/low"
     value = criterion if not token_scope else f"{criterion} averaged over the sequence"
-    parts: list[tuple[str, str, str, str, Finalizer]] = [
-        ("mean", "nats", unit, f"mean({criterion})", mean(row)),
-        ("std", "nats", unit, f"std({criterion})", std(row)),
-        ("min", "nats", unit, f"min({criterion})", lowest(row)),
-        ("max", "nats", unit, f"max({criterion})", highest(row)),
-        ("fraction_high", "share", unit, "share above the upper bound", share(f"{row}/high", count)),
-        ("fraction_low", "share", unit, "share below the lower bound", share(f"{row}/low", count)),
-        ("masked_fraction", "share", "tokens", "tokens it rejects / |V|", share(f"{row}/tokens", "tokens")),
+    lines: list[Line] = [
+        ("mean", "nats", unit, f"mean({criterion})", mean(row), MATHS),
+        ("std", "nats", unit, f"std({criterion})", std(row), MATHS),
+        ("min", "nats", unit, f"min({criterion})", lowest(row), MATHS),
+        ("max", "nats", unit, f"max({criterion})", highest(row), MATHS),
+        ("fraction_high", "share", unit, "share above the upper bound", share(f"{row}/high", count), MATHS),
+        ("fraction_low", "share", unit, "share below the lower bound", share(f"{row}/low", count), MATHS),
+        ("masked_fraction", "share", V, "tokens it rejects / |V|", share(f"{row}/tokens", V), MATHS),
         (
             "seq_masked_fraction",
             "share",
-            "sequences",
+            R,
             "sequences with a token it rejects / |R|",
-            share(f"{row}/sequences", "sequences"),
+            share(f"{row}/sequences", R),
+            MATHS,
         ),
         (
             "alone_fraction",
             "share",
-            "tokens",
+            V,
             "tokens that it rejects and nothing else does / |V|",
-            share(f"{row}/tokens_alone", "tokens"),
+            share(f"{row}/tokens_alone", V),
+            MATHS,
         ),
         (
             "seq_alone_fraction",
             "share",
-            "sequences",
+            R,
             "sequences that it touches and nothing else does / |R|",
-            share(f"{row}/sequences_alone", "sequences"),
+            share(f"{row}/sequences_alone", R),
+            MATHS,
         ),
-        ("seq_mean", "nats", "sequences", f"mean_R({value})", mean(sequence_row)),
-        ("seq_std", "nats", "sequences", f"std_R({value})", std(sequence_row)),
-        ("seq_min", "nats", "sequences", f"min_R({value})", lowest(sequence_row)),
-        ("seq_max", "nats", "sequences", f"max_R({value})", highest(sequence_row)),
-        ("seq_max_deviation", "nats", "sequences", f"max_R |{value}|", farthest(sequence_row)),
+        ("seq_mean", "nats", R, f"mean_R({value})", mean(sequence_row), MATHS),
+        ("seq_std", "nats", R, f"std_R({value})", std(sequence_row), MATHS),
+        ("seq_min", "nats", R, f"min_R({value})", lowest(sequence_row), MATHS),
+        ("seq_max", "nats", R, f"max_R({value})", highest(sequence_row), MATHS),
+        ("seq_max_deviation", "nats", R, f"max_R |{value}|", farthest(sequence_row), MATHS),
         (
             "seq_fraction_high",
             "share",
-            "sequences",
+            R,
             "share of R above the upper bound",
-            share(seq_high, "sequences_compared"),
+            share(seq_high, "sequences_counted"),
+            MATHS,
         ),
         (
             "seq_fraction_low",
             "share",
-            "sequences",
+            R,
             "share of R below the lower bound",
-            share(seq_low, "sequences_compared"),
+            share(seq_low, "sequences_counted"),
+            MATHS,
         ),
     ]
-    return {
-        f"rollout_rs_{criterion}_{suffix}": Metric(
-            name=f"rollout_rs_{criterion}_{suffix}",
-            unit=unit_of_value,
-            sample=sample,
-            formula=formula,
-            finalizer=finalizer,
-            source=MATHS,
-            healthy=CRITERION_RANGES.get(suffix),
-        )
-        for suffix, unit_of_value, sample, formula, finalizer in parts
-    }
-
-
-CRITERIA: tuple[str, ...] = (
-    *(f"{scope}_{kind}" for scope in ("token", "seq_sum", "seq_mean") for kind in ("k1", "k2", "k3")),
-    "seq_max_k2",
-    "seq_max_k3",
-)
-"""The eleven rejection criteria. seq_max_k1 does not exist: a maximum of a signed estimate means nothing."""
+    return metric_table(CRITERION_RANGES, *lines, prefix=f"rollout_rs_{criterion}_")

@@ -6,7 +6,7 @@ import dataclasses
 
 from rollcorr.core.criterion_metrics import criterion_metrics
 from rollcorr.core.finalizers import Finalizer, complement_share, highest, mean
-from rollcorr.core.metric_type import OWN, Metric
+from rollcorr.core.metric_type import OWN, Metric, metric_table
 from rollcorr.core.statistics import HostStatistics
 
 BY_TIMESTEP = "abs_log_ratio_per_dimension/t_"
@@ -18,25 +18,20 @@ def _of_steps(finalizer: Finalizer) -> Finalizer:
     return dataclasses.replace(finalizer, rows=(*finalizer.rows, "moments:log_ratio_per_dimension"))
 
 
-def _table(*rows: tuple[str, str, str, str, Finalizer]) -> dict[str, Metric]:
-    return {
-        name: Metric(name=name, unit=unit, sample=sample, formula=formula, finalizer=finalizer, source=OWN)
-        for name, unit, sample, formula, finalizer in rows
-    }
-
-
-DIFFUSION_METRICS: dict[str, Metric] = _table(
-    ("kl_per_dimension", "nats", "steps", "−mean(J / D)", mean("log_ratio_per_dimension", scale=-1.0)),
-    ("kl_joint", "nats", "steps", "−mean(J), estimates KL(μ‖π)", mean("joint_log_ratio", scale=-1.0)),
-    ("k3_kl_joint", "nats", "steps", "mean(expm1(J) − J), J up to +20", mean("joint_k3")),
-    ("exact_kl_mean", "nats", "steps", "mean of Σ_D (m − m_μ)² / 2s²", mean("exact_kl")),
-    ("exact_kl_max", "nats", "steps", "max of Σ_D (m − m_μ)² / 2s²", highest("exact_kl")),
+DIFFUSION_METRICS: dict[str, Metric] = metric_table(
+    {},
+    ("kl_per_dimension", "nats", "steps", "−mean(J / D)", mean("log_ratio_per_dimension", scale=-1.0), OWN),
+    ("kl_joint", "nats", "steps", "−mean(J), estimates KL(μ‖π)", mean("joint_log_ratio", scale=-1.0), OWN),
+    ("k3_kl_joint", "nats", "steps", "mean(expm1(J) − J), J up to +20", mean("joint_k3"), OWN),
+    ("exact_kl_mean", "nats", "steps", "mean of Σ_D (m − m_μ)² / 2s²", mean("exact_kl"), OWN),
+    ("exact_kl_max", "nats", "steps", "max of Σ_D (m − m_μ)² / 2s²", highest("exact_kl"), OWN),
     (
         "rejected_ratio",
         "share",
         "steps",
         "rollout_rs_masked_fraction by another name",
         _of_steps(complement_share("tokens_kept", "tokens")),
+        OWN,
     ),
     (
         "zeroed_fraction_positive",
@@ -44,6 +39,7 @@ DIFFUSION_METRICS: dict[str, Metric] = _table(
         "kept steps, A > 0",
         "share whose gradient the clip or mask zeroes",
         mean("zeroed_fraction_positive"),
+        OWN,
     ),
     (
         "zeroed_fraction_negative",
@@ -51,9 +47,9 @@ DIFFUSION_METRICS: dict[str, Metric] = _table(
         "kept steps, A < 0",
         "share whose gradient the clip or mask zeroes",
         mean("zeroed_fraction_negative"),
+        OWN,
     ),
 )
-
 
 STEP_KL_METRICS: dict[str, Metric] = criterion_metrics("step_kl")
 

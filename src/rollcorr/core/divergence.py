@@ -7,6 +7,7 @@ Source: Schulman (2020), "Approximating KL Divergence".
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -40,6 +41,14 @@ def k3(log_ratio: Tensor) -> Tensor:
     for coefficient in _INVERSE_FACTORIALS[1:]:
         series = series * small + coefficient
     return torch.where(capped.abs() < _SERIES_RADIUS, series * small.square(), torch.expm1(capped) - capped)
+
+
+ESTIMATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": k1,
+    "k2": k2,
+    "k3": k3,
+}
+"""What a rejection criterion can bound, by the name of its kind. All but k1 are convex, and 0 at d = 0."""
 
 
 def chi_squared(log_ratio: Tensor) -> Tensor:

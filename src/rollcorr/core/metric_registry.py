@@ -1,4 +1,4 @@
-"""The metric registry: every metric's name, unit, sample, formula, finaliser, healthy range and source.
+"""The metric registry: every metric's name, unit, sample, formula, finalizer, healthy range and source.
 
 This is the one table that the code, the health check, the plots' guide lines and docs/metrics.md read. A metric appears
 in a result when the rows that it needs were collected, which the configuration decides.
@@ -30,7 +30,7 @@ from rollcorr.core.finalizers import (
     viable_length,
 )
 from rollcorr.core.health_ranges import RANGES
-from rollcorr.core.metric_type import IS_GUIDE, MATHS, OWN, PRAXIS, Metric
+from rollcorr.core.metric_type import IS_GUIDE, MATHS, OWN, PRAXIS, Metric, R, V, metric_table
 from rollcorr.core.statistics import HostStatistics
 
 __all__ = ["CRITERIA", "METRICS", "PREFIX", "Metric", "criterion_metrics", "finalize", "metric"]
@@ -38,83 +38,48 @@ __all__ = ["CRITERIA", "METRICS", "PREFIX", "Metric", "criterion_metrics", "fina
 PREFIX = "rollout_corr/"
 
 
-def _table(*rows: tuple[str, str, str, str, Finalizer, str]) -> dict[str, Metric]:
-    return {
-        name: Metric(
-            name=name,
-            unit=unit,
-            sample=sample,
-            formula=formula,
-            finalizer=finalizer,
-            source=source,
-            healthy=RANGES.get(name),
-        )
-        for name, unit, sample, formula, finalizer, source in rows
-    }
-
-
-METRICS: dict[str, Metric] = _table(
+METRICS: dict[str, Metric] = metric_table(
+    RANGES,
     # How much was seen.
     ("token_count", "tokens", "batch", "n = |V|", total("tokens"), OWN),
     ("sequence_count", "sequences", "batch", "|R|", total("sequences"), OWN),
     ("nonfinite_count", "tokens", "batch", "missing log-probs on V", total("nonfinite"), OWN),
     ("zero_probability_count", "tokens", "batch", "log π = −inf on V", total("zero_probability"), OWN),
     # How far apart the policies are.
-    ("training_ppl", "1", "sequences", "sm(exp(−mean_i log π))", share("train_ppl", "sequences_measured"), MATHS),
-    (
-        "training_log_ppl",
-        "nats",
-        "sequences",
-        "sm(−mean_i log π)",
-        share("train_log_ppl", "sequences_measured"),
-        MATHS,
-    ),
-    ("rollout_ppl", "1", "sequences", "sm(exp(−mean_i log μ))", share("rollout_ppl", "sequences_measured"), MATHS),
-    (
-        "rollout_log_ppl",
-        "nats",
-        "sequences",
-        "sm(−mean_i log μ)",
-        share("rollout_log_ppl", "sequences_measured"),
-        MATHS,
-    ),
-    ("kl", "nats", "tokens", "tm(−d), estimates KL(μ‖π)", mean("log_ratio", scale=-1.0), MATHS),
-    ("k3_kl", "nats", "tokens", "tm(expm1(d) − d), estimates KL(μ‖π)", share("k3", "tokens_measured"), MATHS),
-    ("log_ppl_diff", "nats", "sequences", "sm(−G_i)", share("log_ppl_diff", "sequences_measured"), MATHS),
-    ("log_ppl_abs_diff", "nats", "sequences", "sm(|G_i|)", share("log_ppl_abs_diff", "sequences_measured"), MATHS),
-    ("log_ppl_diff_max", "nats", "sequences", "max_R(−G_i)", highest("log_ppl_diff"), MATHS),
-    ("log_ppl_diff_min", "nats", "sequences", "min_R(−G_i)", lowest("log_ppl_diff"), MATHS),
-    ("ppl_ratio", "ratio", "sequences", "sm(exp(−G_i))", share("ppl_ratio", "sequences_measured"), MATHS),
-    (
-        "ppl_ratio_geo",
-        "ratio",
-        "sequences",
-        "exp(sm(−G_i))",
-        exp_share("log_ppl_diff", "sequences_measured"),
-        IS_GUIDE,
-    ),
-    ("chi2_token", "1", "tokens", "tm(expm1(2 d̂))", share("chi2_token", "tokens_compared"), MATHS),
-    ("chi2_seq", "1", "sequences", "sm(expm1(2 Ŝ_i))", share("chi2_seq", "sequences_compared"), MATHS),
-    ("capped_fraction", "share", "tokens", "share of V with |d| > 20", share("capped", "tokens_compared"), OWN),
+    ("training_ppl", "1", R, "sm(exp(−mean_i log π))", share("train_ppl", "sequences_measured"), MATHS),
+    ("training_log_ppl", "nats", R, "sm(−mean_i log π)", share("train_log_ppl", "sequences_measured"), MATHS),
+    ("rollout_ppl", "1", R, "sm(exp(−mean_i log μ))", share("rollout_ppl", "sequences_measured"), MATHS),
+    ("rollout_log_ppl", "nats", R, "sm(−mean_i log μ)", share("rollout_log_ppl", "sequences_measured"), MATHS),
+    ("kl", "nats", V, "tm(−d), estimates KL(μ‖π)", mean("log_ratio", scale=-1.0), MATHS),
+    ("k3_kl", "nats", V, "tm(expm1(d) − d), estimates KL(μ‖π)", share("k3", "tokens_measured"), MATHS),
+    ("log_ppl_diff", "nats", R, "sm(−G_i)", share("log_ppl_diff", "sequences_measured"), MATHS),
+    ("log_ppl_abs_diff", "nats", R, "sm(|G_i|)", share("log_ppl_abs_diff", "sequences_measured"), MATHS),
+    ("log_ppl_diff_max", "nats", R, "max_R(−G_i)", highest("log_ppl_diff"), MATHS),
+    ("log_ppl_diff_min", "nats", R, "min_R(−G_i)", lowest("log_ppl_diff"), MATHS),
+    ("ppl_ratio", "ratio", R, "sm(exp(−G_i))", share("ppl_ratio", "sequences_measured"), MATHS),
+    ("ppl_ratio_geo", "ratio", R, "exp(sm(−G_i))", exp_share("log_ppl_diff", "sequences_measured"), IS_GUIDE),
+    ("chi2_token", "1", V, "tm(expm1(2 d̂))", share("chi2_token", "tokens_compared"), MATHS),
+    ("chi2_seq", "1", R, "sm(expm1(2 Ŝ_i))", share("chi2_seq", "sequences_counted"), MATHS),
+    ("capped_fraction", "share", V, "share of V with |d| > 20", share("capped", "tokens_compared"), OWN),
     (
         "chi2_seq_capped_fraction",
         "share",
-        "sequences",
+        R,
         "share of R with |S_i| > 20",
-        share("capped_sequences", "sequences_compared"),
+        share("capped_sequences", "sequences_counted"),
         OWN,
     ),
-    ("log_ratio_mean", "nats", "tokens", "tm(d)", mean("log_ratio"), OWN),
-    ("log_ratio_std", "nats", "tokens", "std_V(d)", std("log_ratio"), OWN),
-    ("log_ratio_abs_mean", "nats", "tokens", "tm(|d|)", share("abs_log_ratio", "tokens_measured"), OWN),
-    ("log_ratio_min", "nats", "tokens", "min_V(d)", lowest("log_ratio"), OWN),
-    ("log_ratio_max", "nats", "tokens", "max_V(d)", highest("log_ratio"), OWN),
-    ("prob_diff_abs_mean", "probability", "tokens", "tm(|π − μ|)", share("prob_diff_abs", "tokens_compared"), OWN),
-    ("prob_diff_abs_max", "probability", "tokens", "max_V(|π − μ|)", highest("prob_diff_abs"), OWN),
+    ("log_ratio_mean", "nats", V, "tm(d)", mean("log_ratio"), OWN),
+    ("log_ratio_std", "nats", V, "std_V(d)", std("log_ratio"), OWN),
+    ("log_ratio_abs_mean", "nats", V, "tm(|d|)", share("abs_log_ratio", "tokens_measured"), OWN),
+    ("log_ratio_min", "nats", V, "min_V(d)", lowest("log_ratio"), OWN),
+    ("log_ratio_max", "nats", V, "max_V(d)", highest("log_ratio"), OWN),
+    ("prob_diff_abs_mean", "probability", V, "tm(|π − μ|)", share("prob_diff_abs", "tokens_compared"), OWN),
+    ("prob_diff_abs_max", "probability", V, "max_V(|π − μ|)", highest("prob_diff_abs"), OWN),
     (
         "ratio_outside_10pct",
         "share",
-        "tokens",
+        V,
         "share of V with ρ outside [0.9, 1.1]",
         share("ratio_outside_10pct", "tokens_compared"),
         OWN,
@@ -122,16 +87,16 @@ METRICS: dict[str, Metric] = _table(
     ("t_times_kl", "nats", "batch", "mean c_i · kl", length_times_kl(), PRAXIS),
     ("max_viable_length", "tokens", "batch", "safety_bound / kl; inf if kl ≤ 0", viable_length(), PRAXIS),
     # The importance weights.
-    ("rollout_is_mean", "ratio", "tokens", "mean_V(w), applied weights", mean("weight"), IS_GUIDE),
-    ("rollout_is_std", "ratio", "tokens", "std_V(w)", std("weight"), IS_GUIDE),
-    ("rollout_is_min", "ratio", "tokens", "min_V(w)", lowest("weight"), IS_GUIDE),
-    ("rollout_is_max", "ratio", "tokens", "max_V(w)", highest("weight"), IS_GUIDE),
-    ("rollout_is_raw_mean", "ratio", "tokens", "mean_V(exp ℓ̂), before truncation", mean("weight_raw"), OWN),
-    ("rollout_is_raw_std", "ratio", "tokens", "std_V(exp ℓ̂)", std("weight_raw"), OWN),
-    ("rollout_is_raw_min", "ratio", "tokens", "min_V(exp ℓ̂)", lowest("weight_raw"), OWN),
-    ("rollout_is_raw_max", "ratio", "tokens", "max_V(exp ℓ̂)", highest("weight_raw"), OWN),
-    ("rollout_is_log_min", "nats", "sequences", "min_R(ℓ), never clamped", lowest("log_weight"), OWN),
-    ("rollout_is_log_max", "nats", "sequences", "max_R(ℓ), never clamped", highest("log_weight"), OWN),
+    ("rollout_is_mean", "ratio", V, "mean_V(w), applied weights", mean("weight"), IS_GUIDE),
+    ("rollout_is_std", "ratio", V, "std_V(w)", std("weight"), IS_GUIDE),
+    ("rollout_is_min", "ratio", V, "min_V(w)", lowest("weight"), IS_GUIDE),
+    ("rollout_is_max", "ratio", V, "max_V(w)", highest("weight"), IS_GUIDE),
+    ("rollout_is_raw_mean", "ratio", V, "mean_V(exp ℓ̂), before truncation", mean("weight_raw"), OWN),
+    ("rollout_is_raw_std", "ratio", V, "std_V(exp ℓ̂)", std("weight_raw"), OWN),
+    ("rollout_is_raw_min", "ratio", V, "min_V(exp ℓ̂)", lowest("weight_raw"), OWN),
+    ("rollout_is_raw_max", "ratio", V, "max_V(exp ℓ̂)", highest("weight_raw"), OWN),
+    ("rollout_is_log_min", "nats", R, "min_R(ℓ), never clamped", lowest("log_weight"), OWN),
+    ("rollout_is_log_max", "nats", R, "max_R(ℓ), never clamped", highest("log_weight"), OWN),
     ("rollout_is_ratio_fraction_high", "share", "unit", "share with exp ℓ > C", share("is_high", "units"), IS_GUIDE),
     ("rollout_is_ratio_fraction_low", "share", "unit", "share with exp ℓ < lo", share("is_low", "units"), IS_GUIDE),
     (
@@ -142,40 +107,33 @@ METRICS: dict[str, Metric] = _table(
         effective_sample_size("unit_weight"),
         "Kish (1965)",
     ),
-    ("rollout_is_seq_mean", "ratio", "sequences", "mean_R(q_i), q_i = mean_i(w)", mean("sequence_weight"), IS_GUIDE),
-    ("rollout_is_seq_std", "ratio", "sequences", "std_R(q_i)", std("sequence_weight"), IS_GUIDE),
-    ("rollout_is_seq_min", "ratio", "sequences", "min_R(q_i)", lowest("sequence_weight"), IS_GUIDE),
-    ("rollout_is_seq_max", "ratio", "sequences", "max_R(q_i)", highest("sequence_weight"), IS_GUIDE),
-    (
-        "rollout_is_seq_max_deviation",
-        "ratio",
-        "sequences",
-        "max_R |q_i − 1|",
-        farthest("sequence_weight", center=1.0),
-        IS_GUIDE,
-    ),
+    ("rollout_is_seq_mean", "ratio", R, "mean_R(q_i), q_i = mean_i(w)", mean("sequence_weight"), IS_GUIDE),
+    ("rollout_is_seq_std", "ratio", R, "std_R(q_i)", std("sequence_weight"), IS_GUIDE),
+    ("rollout_is_seq_min", "ratio", R, "min_R(q_i)", lowest("sequence_weight"), IS_GUIDE),
+    ("rollout_is_seq_max", "ratio", R, "max_R(q_i)", highest("sequence_weight"), IS_GUIDE),
+    ("rollout_is_seq_max_deviation", "ratio", R, "max_R |q_i − 1|", farthest("sequence_weight", center=1.0), IS_GUIDE),
     (
         "rollout_is_seq_fraction_high",
         "share",
-        "sequences",
+        R,
         "share of R with raw q_i > C",
-        share("is_seq_high", "sequences_compared"),
+        share("is_seq_high", "sequences_counted"),
         IS_GUIDE,
     ),
     (
         "rollout_is_seq_fraction_low",
         "share",
-        "sequences",
+        R,
         "share of R with raw q_i < lo",
-        share("is_seq_low", "sequences_compared"),
+        share("is_seq_low", "sequences_counted"),
         IS_GUIDE,
     ),
     (
         "rollout_is_low_weight_fraction",
         "share",
-        "sequences",
+        R,
         "share of R with exp(S_i) < 1/C",
-        share("is_low_weight", "sequences_compared"),
+        share("is_low_weight", "sequences_counted"),
         PRAXIS,
     ),
     ("saturated_low_fraction", "share", "unit", "share with ℓ < −safety_bound", share("saturated_low", "units"), OWN),
@@ -183,7 +141,7 @@ METRICS: dict[str, Metric] = _table(
     (
         "rollout_is_oob_ratio",
         "share",
-        "tokens",
+        V,
         "share of V to which IcePop gives weight 0, at every level",
         share("is_outside", "tokens_counted"),
         MATHS,
@@ -197,18 +155,11 @@ METRICS: dict[str, Metric] = _table(
         MATHS,
     ),
     # Rejection.
-    (
-        "rollout_rs_masked_fraction",
-        "share",
-        "tokens",
-        "rejected / |V|",
-        complement_share("tokens_kept", "tokens"),
-        MATHS,
-    ),
+    ("rollout_rs_masked_fraction", "share", V, "rejected / |V|", complement_share("tokens_kept", "tokens"), MATHS),
     (
         "rollout_rs_seq_masked_fraction",
         "share",
-        "sequences",
+        R,
         "sequences with a rejected token / |R|",
         share("sequences_touched", "sequences"),
         MATHS,
@@ -216,7 +167,7 @@ METRICS: dict[str, Metric] = _table(
     (
         "rollout_rs_seq_dropped_fraction",
         "share",
-        "sequences",
+        R,
         "sequences without a kept token / |R|",
         complement_share("sequences_kept", "sequences"),
         OWN,
@@ -224,7 +175,7 @@ METRICS: dict[str, Metric] = _table(
     (
         "rollout_rs_overlap_fraction",
         "share",
-        "tokens",
+        V,
         "tokens that several criteria, the veto included, reject / |V|",
         share("rejected_by_several", "tokens"),
         OWN,
@@ -232,7 +183,7 @@ METRICS: dict[str, Metric] = _table(
     (
         "rollout_rs_seq_overlap_fraction",
         "share",
-        "sequences",
+        R,
         "sequences that several criteria, the veto included, touch / |R|",
         share("sequences_rejected_by_several", "sequences"),
         OWN,
@@ -240,7 +191,7 @@ METRICS: dict[str, Metric] = _table(
     (
         "rollout_is_veto_fraction",
         "share",
-        "sequences",
+        R,
         "sequences with a token ρ < τ / |R|",
         share("vetoed_sequences", "sequences"),
         IS_GUIDE,
@@ -248,30 +199,22 @@ METRICS: dict[str, Metric] = _table(
     (
         "rollout_is_catastrophic_token_fraction",
         "share",
-        "tokens",
+        V,
         "tokens with ρ < τ / |V|",
         share("catastrophic_tokens", "tokens"),
         IS_GUIDE,
     ),
     # Quantiles, where detail was asked for.
-    ("log_ratio_abs_p50", "nats", "tokens", "median of |d|", quantile_of("log_ratio", 0.5, absolute=True), OWN),
-    ("log_ratio_abs_p99", "nats", "tokens", "0.99 quantile of |d|", quantile_of("log_ratio", 0.99, absolute=True), OWN),
-    (
-        "log_ratio_abs_p999",
-        "nats",
-        "tokens",
-        "0.999 quantile of |d|",
-        quantile_of("log_ratio", 0.999, absolute=True),
-        OWN,
-    ),
-    ("seq_log_ratio_p01", "nats", "sequences", "0.01 quantile of S_i", quantile_of("sequence_log_ratio", 0.01), OWN),
-    ("seq_log_ratio_p50", "nats", "sequences", "median of S_i", quantile_of("sequence_log_ratio", 0.5), OWN),
-    ("seq_log_ratio_p99", "nats", "sequences", "0.99 quantile of S_i", quantile_of("sequence_log_ratio", 0.99), OWN),
-    ("rollout_is_p01", "ratio", "tokens", "0.01 quantile of w, applied weights", quantile_of("weight", 0.01), OWN),
-    ("rollout_is_p50", "ratio", "tokens", "median of w", quantile_of("weight", 0.5), OWN),
-    ("rollout_is_p99", "ratio", "tokens", "0.99 quantile of w", quantile_of("weight", 0.99), OWN),
+    ("log_ratio_abs_p50", "nats", V, "median of |d|", quantile_of("log_ratio", 0.5, absolute=True), OWN),
+    ("log_ratio_abs_p99", "nats", V, "0.99 quantile of |d|", quantile_of("log_ratio", 0.99, absolute=True), OWN),
+    ("log_ratio_abs_p999", "nats", V, "0.999 quantile of |d|", quantile_of("log_ratio", 0.999, absolute=True), OWN),
+    ("seq_log_ratio_p01", "nats", R, "0.01 quantile of S_i", quantile_of("sequence_log_ratio", 0.01), OWN),
+    ("seq_log_ratio_p50", "nats", R, "median of S_i", quantile_of("sequence_log_ratio", 0.5), OWN),
+    ("seq_log_ratio_p99", "nats", R, "0.99 quantile of S_i", quantile_of("sequence_log_ratio", 0.99), OWN),
+    ("rollout_is_p01", "ratio", V, "0.01 quantile of w, applied weights", quantile_of("weight", 0.01), OWN),
+    ("rollout_is_p50", "ratio", V, "median of w", quantile_of("weight", 0.5), OWN),
+    ("rollout_is_p99", "ratio", V, "0.99 quantile of w", quantile_of("weight", 0.99), OWN),
 )
-
 
 _CRITERION_METRICS = {name: found for criterion in CRITERIA for name, found in criterion_metrics(criterion).items()}
 _REGISTRY = METRICS | _CRITERION_METRICS | STEP_KL_METRICS | DIFFUSION_METRICS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rollcorr.core.finalizers import Finalizer
@@ -12,8 +13,11 @@ IS_GUIDE = "rollout importance sampling guide (2025-10)"
 PRAXIS = "Fang & Khazi (2025), Mismatch Praxis"
 OWN = "rollcorr"
 
+# What is averaged over, by the symbols of docs/notation.md: valid tokens, and sequences with one.
+V, R = "tokens", "sequences"
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True)
 class Metric:
     """One metric of the registry.
 
@@ -34,3 +38,18 @@ class Metric:
     finalizer: Finalizer
     source: str
     healthy: HealthyRange | None = None
+
+
+Line = tuple[str, str, str, str, Finalizer, str]
+"""A line of a table of metrics: name, unit, sample, formula, finalizer, source."""
+
+
+def metric_table(ranges: Mapping[str, HealthyRange], *lines: Line, prefix: str = "") -> dict[str, Metric]:
+    """The metrics of a table, by name.
+
+    Args:
+        ranges: healthy ranges, by the name on the line.
+        lines: the table.
+        prefix: goes before every name.
+    """
+    return {prefix + line[0]: Metric(prefix + line[0], *line[1:], healthy=ranges.get(line[0])) for line in lines}

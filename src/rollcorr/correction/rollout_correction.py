@@ -11,7 +11,6 @@ from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.conversion import resolve
-from rollcorr.config.thresholds import check_token_criteria
 from rollcorr.core import metric_registry as registry
 from rollcorr.core.aggregation import Denominators
 from rollcorr.core.boundary import check_floating, plain, truth
@@ -142,7 +141,7 @@ def correct(
             says how they are named across ranks and shards.
         out: (weights, loss_mask) buffers to write to, contiguous, float32 and bool in the inputs' shape; weights None
             without importance sampling. On the CPU, fresh memory costs more than the arithmetic: reuse them.
-        impl: which kernel. "auto" takes the fastest that is proven here: "cpu" (compiled C), else "blocked" (torch).
+        impl: which kernel. "auto" takes the fastest that is proven here: "cpu" (compiled C), else "torch".
 
     Returns:
         A `Correction`. An empty or wholly rejected batch gives masks of the right shape: no value causes an error,
@@ -173,8 +172,6 @@ def correct(
         check_out(out, resolved, **log_probs, response_mask=response_mask)
     if resolved is None:
         return _nothing(response_mask, cu_seqlens, out)
-    if resolved.has_step_criteria:
-        check_token_criteria(resolved.criteria)
     if group is not None and context_group is not None:
         check_groups(group, context_group)
 

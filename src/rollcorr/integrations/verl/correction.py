@@ -251,7 +251,7 @@ def _weight_statistics(
         "units": unit.sum(),
         "is_high": (unit & ratio_above(log_weight, high)).sum(),
         "is_low": (unit & ratio_below(log_weight, low)).sum(),
-        "sequences_compared": nonempty.sum(),
+        "sequences_counted": nonempty.sum(),
         "is_seq_high": (nonempty & ratio_above(log_mean_raw, high)).sum(),
         "is_seq_low": (nonempty & ratio_below(log_mean_raw, low)).sum(),
     }

@@ -47,7 +47,7 @@ def token_detail(
         train_log_prob: log π, nats. (B, T), or (N,) when packed; any floating dtype.
         rollout_log_prob: log μ, nats. Same shape.
         mask: bool, true on response tokens. Same shape.
-        weights: applied weights before normalisation, same shape; None without.
+        weights: applied weights before normalization, same shape; None without.
         detail: how tokens are named.
         neutral: missing tokens have weights too.
         cu_seqlens: (B + 1,) token offsets, only when packed.
@@ -64,7 +64,8 @@ def token_detail(
             table.add(torch.stack([x.double() for x in (d, classes.zero_probability, compared)]), block)
             histograms = {"log_ratio": histogram_of(d, classes.measured)}
             if weights is not None:
-                histograms["weight"] = histogram_of(weights[at], valid if neutral else compared)
+                counted = valid if neutral else compared
+                histograms["weight"] = histogram_of(weights[at], counted)
             d.masked_fill_(classes.zero_probability, -torch.inf)
             worst = _worst_tokens(d, compared, block, detail, cu_seqlens)
             parts.append(Statistics.of(histograms=histograms, tops={"tokens": worst}))

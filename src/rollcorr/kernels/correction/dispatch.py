@@ -9,16 +9,18 @@ from torch import Tensor
 
 from rollcorr.core.boundary import is_jit_tracing, is_transformed, truth
 from rollcorr.kernels.correction import triton
+from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, copied_to
 from rollcorr.kernels.correction.cpu import cpu_correction, status, why_not
-from rollcorr.kernels.correction.output import CorrectionOutput, Out, copied_to
+from rollcorr.kernels.correction.cpu.library import library
 from rollcorr.kernels.correction.reference import reference_correction
-from rollcorr.kernels.correction.torch.blocks import blocked_correction
+from rollcorr.kernels.correction.rows import rows_of
+from rollcorr.kernels.correction.torch.blocks import torch_correction
 from rollcorr.kernels.correction.torch.table import Reduction
 
 if TYPE_CHECKING:
     from rollcorr.config import RolloutCorrectionConfig
 
-Implementation = Literal["auto", "reference", "blocked", "cpu", "triton"]
+Implementation = Literal["auto", "reference", "torch", "cpu", "triton"]
 
 
 def correction_kernel(
@@ -32,7 +34,7 @@ def correction_kernel(
     out: Out | None = None,
     impl: Implementation = "auto",
 ) -> CorrectionOutput:
-    """Weights before normalisation, loss mask, keep flags and statistics of one batch.
+    """Weights before normalization, loss mask, keep flags and statistics of one batch.
 
     Args:
         train_log_prob: log π, nats. (B, T), or (N,) when packed; any floating dtype.
@@ -41,51 +43,60 @@ def correction_kernel(
         config: what to compute.
         cu_seqlens: (B + 1,) token offsets, only when packed.
         reduce: merges in the other parts of the sequences, when this call has a part of each; before anything is
-            decided. For "blocked" alone: the others need their sequences whole.
+            decided. For "torch" alone: the others need their sequences whole.
         out: buffers for the weights and the loss mask, which `check_out` has seen; None for fresh ones.
         impl: "auto" takes the fastest implementation that runs here and takes this batch.
 
     Raises:
-        ValueError: `impl` is not one of those above, or does not take this batch.
+        ValueError: `impl` is not one of those above, does not take this batch, or lacks a row of the configuration; or
+            a criterion is for denoising steps only.
         ImportError: `impl="cpu"`, and the library was not built; `impl="triton"`, and Triton or a GPU is missing.
     """
     if impl not in get_args(Implementation):
         raise ValueError(f"impl must be one of {', '.join(map(repr, get_args(Implementation)))}, got {impl!r}")
     if impl in ("reference", "cpu", "triton") and reduce is not None:
         raise ValueError(f"impl={impl!r} needs whole sequences: gather them first, or use impl='auto'")
-    tensors = {"train_log_prob": train_log_prob, "rollout_log_prob": rollout_log_prob, "response_mask": mask}
-    transformed = next((name for name, tensor in tensors.items() if is_transformed(tensor)), None)
+    rows_of(config)  # what the list of rows refuses, every implementation would
+
+    batch = Batch(train_log_prob, rollout_log_prob, mask, cu_seqlens)
+    transformed = next((name for name, tensor in batch.named if is_transformed(tensor)), None)
     if impl == "auto" and reduce is None:
         # Only the reference writes into no buffer, which a transform or a trace would have to know of.
         functional = transformed is not None or is_jit_tracing()
-        impl = "reference" if functional else _fastest(train_log_prob, rollout_log_prob, mask, config)
+        impl = "reference" if functional else _fastest(batch, config)
     if impl == "cpu":
-        return cpu_correction(train_log_prob, rollout_log_prob, mask, config, cu_seqlens=cu_seqlens, out=out)
+        return cpu_correction(batch, config, out=out)
     if impl == "triton":
-        return triton.triton_correction(train_log_prob, rollout_log_prob, mask, config, cu_seqlens=cu_seqlens, out=out)
+        return triton.triton_correction(batch, config, out=out)
+
     if impl != "reference" and transformed is not None:
         raise ValueError(
             f"impl={impl!r} cannot take this batch: {transformed} is inside a transform of torch.func, where it has no "
             "memory; use impl='reference', and no context_group"
         )
-    batch = train_log_prob, rollout_log_prob, mask if mask.dtype == torch.bool else truth(mask)
+    if mask.dtype != torch.bool:
+        batch = batch._replace(mask=truth(mask))
     if impl == "reference":
-        return copied_to(out, reference_correction(*batch, config, cu_seqlens=cu_seqlens))
-    return blocked_correction(*batch, config, cu_seqlens=cu_seqlens, reduce=reduce, out=out)
+        return copied_to(out, reference_correction(batch, config))
+    return torch_correction(batch, config, reduce=reduce, out=out)
 
 
 def implementations() -> dict[str, tuple[bool, str]]:
     """Every implementation of the correction, with whether it can be used here, and where or why not."""
-    level, reason = status()
+    level, no_library = status()
+    lacks = library().abilities.note if level else ""
     no_triton = triton.status()
     return {
         "reference": (True, "every device: the specification"),
-        "blocked": (True, "every device: eager torch in blocks"),
-        "cpu": (level is not None, f"CPU, float32 and bfloat16: compiled C, {level}" if level else reason),
+        "torch": (True, "every device: eager torch in blocks"),
+        "cpu": (
+            level is not None and not lacks,
+            lacks or no_library or f"CPU, float32 and bfloat16: compiled C, {level}",
+        ),
         "triton": (no_triton is None, no_triton or "CUDA and ROCm, on request: three launches"),
     }
 
 
-def _fastest(train: Tensor, rollout: Tensor, mask: Tensor, config: RolloutCorrectionConfig) -> Implementation:
+def _fastest(batch: Batch, config: RolloutCorrectionConfig) -> Implementation:
     # "triton" is tested interpreted and compiled, but has not run on a device yet: it must be asked for.
-    return "cpu" if why_not(train, rollout, mask, config) is None else "blocked"
+    return "cpu" if why_not(batch, config) is None else "torch"

@@ -9,24 +9,25 @@ from torch import Tensor
 
 from rollcorr.core import divergence, layout, ratios, rejection, weights
 from rollcorr.core.bounds import exceeds, ratio_above, ratio_below
-from rollcorr.core.statistics import Statistics, extremes_of, moments_of
+from rollcorr.core.statistics import extremes_of
 from rollcorr.kernels.correction.band import exceedance_band
-from rollcorr.kernels.correction.output import CorrectionOutput
+from rollcorr.kernels.correction.call import Batch, CorrectionOutput
+from rollcorr.kernels.correction.rows import Computed, Sequences
 
 if TYPE_CHECKING:
     from rollcorr.config import Criterion, RolloutCorrectionConfig
 
-Rows = dict[str, Tensor]
 
-
-class _Batch(NamedTuple):
+class _Tokens(NamedTuple):
     """The inputs in float64, with what every step below needs."""
 
     train: Tensor
     rollout: Tensor
-    mask: Tensor
-    classes: ratios.TokenClasses
-    counted: Tensor  # tokens that take part in weights and criteria
+    valid: Tensor
+    missing: Tensor
+    counted: Tensor
+    compared: Tensor
+    measured: Tensor
     log_ratio: Tensor  # d; −inf at probability zero, 0 where nothing is measured
     cu_seqlens: Tensor | None
 
@@ -37,143 +38,120 @@ class _Batch(NamedTuple):
         return layout.token_count(mask, cu_seqlens=self.cu_seqlens)
 
     def expand(self, per_sequence: Tensor) -> Tensor:
-        return layout.expand(per_sequence, self.mask, cu_seqlens=self.cu_seqlens)
+        return layout.expand(per_sequence, self.valid, cu_seqlens=self.cu_seqlens)
 
     @property
-    def nonempty(self) -> Tensor:
+    def has_counted(self) -> Tensor:
+        """The sequences that take part in weights and criteria."""
         return self.counts(self.counted) > 0
 
 
-class _Rows(NamedTuple):
-    sums: Rows
-    moments: Rows
-    extremes: Rows
-
-    def sample(self, name: str, values: Tensor, mask: Tensor) -> None:
-        """Describe a sample by its moments and extremes, over its finite values."""
-        mask = mask & values.isfinite()
-        self.moments[name] = moments_of(values, mask)
-        self.extremes[name] = extremes_of(values, mask)
-
-
-def reference_correction(
-    train_log_prob: Tensor,
-    rollout_log_prob: Tensor,
-    mask: Tensor,
-    config: RolloutCorrectionConfig,
-    *,
-    cu_seqlens: Tensor | None = None,
-) -> CorrectionOutput:
+def reference_correction(inputs: Batch, config: RolloutCorrectionConfig) -> CorrectionOutput:
     """As `rollcorr.kernels.correction.correction_kernel`."""
-    batch = _prepare(train_log_prob, rollout_log_prob, mask, config, cu_seqlens)
-    rows = _Rows({}, {}, {})
-    _mismatch(batch, rows)
-    rows.extremes["safety_bound"] = torch.full((2,), config.safety_bound, dtype=torch.float64, device=mask.device)
+    batch = _prepare(inputs, config)
+    rows = Computed({}, {}, {})
+    _compare(batch, config, rows)
+
+    # Rejection does not look at weights, nor weights at rejection; only the denominators need both.
     loss_mask = _reject(batch, config, rows)
-    token_weights = _weigh(batch, config, loss_mask, rows) if config.rollout_is is not None else None
-    statistics = Statistics.of(sums=rows.sums, moments=rows.moments, extremes=rows.extremes, device=mask.device)
-    kept = (batch.counts(loss_mask) > 0) | (batch.counts(mask) == 0)
-    return CorrectionOutput(None if token_weights is None else token_weights.float(), loss_mask, kept, statistics)
+    token_weights = None if config.rollout_is is None else _weigh(batch, config, loss_mask, rows).float()
+
+    # Group baselines leave out a sequence that rejection emptied, but not one that came empty.
+    sequence_kept = (batch.counts(loss_mask) > 0) | (batch.counts(batch.valid) == 0)
+    return CorrectionOutput(token_weights, loss_mask, sequence_kept, rows.statistics(config, "reference"))
 
 
-def _prepare(
-    train: Tensor, rollout: Tensor, mask: Tensor, config: RolloutCorrectionConfig, cu_seqlens: Tensor | None
-) -> _Batch:
-    classes = ratios.classify_tokens(train, rollout, mask)
-    log_ratio = ratios.token_log_ratio(train.double(), rollout.double(), classes.measured)
-    log_ratio = log_ratio.masked_fill(classes.zero_probability, -torch.inf)
-    counted = mask if config.nonfinite == "neutral" else classes.measured | classes.zero_probability
-    return _Batch(train.double(), rollout.double(), mask, classes, counted, log_ratio, cu_seqlens)
+def _prepare(inputs: Batch, config: RolloutCorrectionConfig) -> _Tokens:
+    train, rollout, mask, cu_seqlens = inputs
+    measured, zero_probability, missing = ratios.classify_tokens(train, rollout, mask)
+    compared = measured | zero_probability
+    counted = mask if config.nonfinite == "neutral" else compared
+
+    log_ratio = ratios.token_log_ratio(train.double(), rollout.double(), measured)
+    log_ratio = log_ratio.masked_fill(zero_probability, -torch.inf)
+    return _Tokens(train.double(), rollout.double(), mask, missing, counted, compared, measured, log_ratio, cu_seqlens)
 
 
-def _mismatch(batch: _Batch, rows: _Rows) -> None:
+def _compare(batch: _Tokens, config: RolloutCorrectionConfig, rows: Computed) -> None:
     """How far apart the policies are, whatever is done about it."""
-    measured, zero, missing = batch.classes
-    compared = measured | zero
-    d, sums = batch.log_ratio, rows.sums
-    sums["tokens"] = batch.mask.sum()
-    sums["sequences"] = (batch.counts(batch.mask) > 0).sum()
-    sums["nonfinite"] = missing.sum()
-    sums["zero_probability"] = zero.sum()
-    sums["tokens_measured"] = measured.sum()
-    sums["tokens_compared"] = compared.sum()
-    sums["tokens_counted"] = batch.counted.sum()
-    sums["k3"] = _masked_sum(divergence.k3(d), measured)
+    d, sums, measured, compared = batch.log_ratio, rows.sums, batch.measured, batch.compared
+    sequences = Sequences(
+        valid=batch.counts(batch.valid),
+        counted=batch.counts(batch.counted),
+        compared=batch.counts(compared),
+        measured=batch.counts(measured),
+        log_ratio=batch.sum(d, measured),
+        train=batch.sum(batch.train, measured),
+        rollout=batch.sum(batch.rollout, measured),
+    )
+    rows.add_sequences(sequences, config)
+
+    # ρ = 0 is a ratio like any other in χ² and in shares, but it has no logarithm to average.
+    rows.sample("log_ratio", d, measured)
     sums["abs_log_ratio"] = _masked_sum(d.abs(), measured)
+    sums["k3"] = _masked_sum(divergence.k3(d), measured)
     sums["chi2_token"] = _masked_sum(divergence.chi_squared(d), compared)
     sums["capped"] = (measured & (d.abs() > divergence.CAP)).sum()
     sums["ratio_outside_10pct"] = (compared & ~rejection.within_ratio_band(d, lower=0.9, upper=1.1)).sum()
-    rows.sample("log_ratio", d, measured)
+
     difference = divergence.probability_difference(batch.train, batch.rollout)
     sums["prob_diff_abs"] = _masked_sum(difference, compared)
-    ends = extremes_of(difference, compared)
-    rows.extremes["prob_diff_abs"] = torch.stack([ends[0].clamp(max=0.0), ends[1]])  # no metric reads its minimum
-
-    count = batch.counts(measured)
-    seen = count > 0
-    train_log_ppl = -batch.sum(batch.train, measured) / count.clamp(min=1)
-    rollout_log_ppl = -batch.sum(batch.rollout, measured) / count.clamp(min=1)
-    log_ppl_diff = -batch.sum(d, measured) / count.clamp(min=1)
-    sums["sequences_measured"] = seen.sum()
-    sums["train_log_ppl"] = _masked_sum(train_log_ppl, seen)
-    sums["train_ppl"] = _masked_sum(train_log_ppl.exp(), seen)
-    sums["rollout_log_ppl"] = _masked_sum(rollout_log_ppl, seen)
-    sums["rollout_ppl"] = _masked_sum(rollout_log_ppl.exp(), seen)
-    sums["log_ppl_diff"] = _masked_sum(log_ppl_diff, seen)
-    sums["log_ppl_abs_diff"] = _masked_sum(log_ppl_diff.abs(), seen)
-    sums["ppl_ratio"] = _masked_sum(log_ppl_diff.exp(), seen)
-    rows.extremes["log_ppl_diff"] = extremes_of(log_ppl_diff, seen)
-
-    sequence = batch.sum(d, batch.counted)
-    sums["sequences_compared"] = batch.nonempty.sum()
-    sums["chi2_seq"] = _masked_sum(divergence.chi_squared(sequence), batch.nonempty)
-    sums["capped_sequences"] = (batch.nonempty & sequence.isfinite() & (sequence.abs() > divergence.CAP)).sum()
+    smallest, largest = extremes_of(difference, compared)
+    rows.extremes["prob_diff_abs"] = torch.stack([smallest.clamp(max=0.0), largest])  # no metric reads its minimum
+    rows.extremes["safety_bound"] = torch.full_like(rows.extremes["log_ratio"], config.safety_bound)
 
 
-def _weigh(batch: _Batch, config: RolloutCorrectionConfig, loss_mask: Tensor, rows: _Rows) -> Tensor:
+def _weigh(batch: _Tokens, config: RolloutCorrectionConfig, loss_mask: Tensor, rows: Computed) -> Tensor:
     """The importance weights, 0 where nothing is counted, and their statistics."""
-    sequence = ratios.sequence_log_ratio(batch.log_ratio, batch.counted, cu_seqlens=batch.cu_seqlens)
-    count = batch.counts(batch.counted)
+    count, has_counted = batch.counts(batch.counted), batch.has_counted
+    log_product = ratios.sequence_log_ratio(batch.log_ratio, batch.counted, cu_seqlens=batch.cu_seqlens)
     token_level = config.rollout_is == "token"
-    if token_level:
-        level, unit = batch.log_ratio, batch.counted
-    else:
-        level = sequence if config.rollout_is == "sequence" else sequence / count.clamp(min=1)
-        unit = batch.nonempty
-        rows.extremes["log_weight"] = extremes_of(level, unit & level.isfinite())
-    raw = weights.bounded_weights(level, safety_bound=config.safety_bound)
-    applied = _applied_weights(level, config)
-    sums = rows.sums
-    sums["units"] = unit.sum()
-    sums["saturated_low"] = (unit & level.isfinite() & (level < -config.safety_bound)).sum()
-    sums["saturated_high"] = (unit & (level > config.safety_bound)).sum()
 
+    # Sums come first; only then is ℓ clamped, and the weight bounded.
+    if token_level:
+        log_weight, units = batch.log_ratio, batch.counted
+    else:
+        log_weight = log_product if config.rollout_is == "sequence" else log_product / count.clamp(min=1)
+        units = has_counted
+        rows.extremes["log_weight"] = extremes_of(log_weight, units & log_weight.isfinite())
+    raw = weights.bounded_weights(log_weight, safety_bound=config.safety_bound)
+    applied = _applied_weights(log_weight, config)
+
+    sums = rows.sums
+    sums["units"] = units.sum()
+    sums["saturated_low"] = (units & log_weight.isfinite() & (log_weight < -config.safety_bound)).sum()
+    sums["saturated_high"] = (units & (log_weight > config.safety_bound)).sum()
+
+    # Whatever the level, the loss has one weight per token.
     token_raw, token_weight = (raw, applied) if token_level else (batch.expand(raw), batch.expand(applied))
     token_weight = token_weight.masked_fill(~batch.counted, 0.0)
     mean_raw = batch.sum(token_raw, batch.counted) / count.clamp(min=1)
     mean_weight = batch.sum(token_weight, batch.counted) / count.clamp(min=1)
     rows.sample("weight", token_weight, batch.counted)
     rows.sample("weight_raw", token_raw, batch.counted)
-    rows.sample("sequence_weight", mean_weight, batch.nonempty)
+    rows.sample("sequence_weight", mean_weight, has_counted)
     rows.moments["unit_weight"] = rows.moments["weight" if token_level else "sequence_weight"]
+
+    # How many are beyond a bound is counted before it acts.
     lower, upper = exceedance_band(config)
     if upper is not None or lower is not None:
-        high, low = ratio_above(level, upper), ratio_below(level, lower)
-        sums["is_high"], sums["is_low"] = (unit & high).sum(), (unit & low).sum()
-        sequence_level = mean_raw.log()
-        sums["is_seq_high"] = (batch.nonempty & ratio_above(sequence_level, upper)).sum()
-        sums["is_seq_low"] = (batch.nonempty & ratio_below(sequence_level, lower)).sum()
+        sums["is_high"] = (units & ratio_above(log_weight, upper)).sum()
+        sums["is_low"] = (units & ratio_below(log_weight, lower)).sum()
+        sums["is_seq_high"] = (has_counted & ratio_above(mean_raw.log(), upper)).sum()
+        sums["is_seq_low"] = (has_counted & ratio_below(mean_raw.log(), lower)).sum()
     if config.is_upper is not None:
-        sums["is_low_weight"] = (batch.nonempty & ratio_below(sequence, 1 / config.is_upper)).sum()
+        sums["is_low_weight"] = (has_counted & ratio_below(log_product, 1 / config.is_upper)).sum()
     if config.is_mode == "icepop":
         sums["is_outside"] = (batch.counted & (token_weight == 0)).sum()
 
     kept_count = batch.counts(loss_mask)
-    kept_sum = batch.sum(token_weight, loss_mask)
-    sums["kept_weight"] = kept_sum.sum()
-    sums["kept_sequence_weight"] = (kept_sum / kept_count.clamp(min=1)).sum()
+    kept_weight = batch.sum(token_weight, loss_mask)
+    sums["kept_weight"] = kept_weight.sum()
+    sums["kept_sequence_weight"] = (kept_weight / kept_count.clamp(min=1)).sum()
+
+    # The mean that batch normalization divides by: over units, or over what rejection left of them.
     if config.rollout_is_batch_normalize:
-        normalized = unit
+        normalized = units
         if config.batch_normalize_over == "kept":
             normalized = loss_mask if token_level else kept_count > 0
         sums["norm_weight"] = _masked_sum(applied, normalized)
@@ -181,76 +159,85 @@ def _weigh(batch: _Batch, config: RolloutCorrectionConfig, loss_mask: Tensor, ro
     return token_weight
 
 
-def _applied_weights(level: Tensor, config: RolloutCorrectionConfig) -> Tensor:
+def _applied_weights(log_weight: Tensor, config: RolloutCorrectionConfig) -> Tensor:
     bound = config.safety_bound
     if config.is_mode == "icepop":
         lower, upper = config.is_lower or 0.0, config.is_upper or 0.0
-        return weights.masked_weights(level, lower=lower, upper=upper, safety_bound=bound)
+        return weights.masked_weights(log_weight, lower=lower, upper=upper, safety_bound=bound)
     if config.is_upper is not None:
-        return weights.truncated_weights(level, upper=config.is_upper, safety_bound=bound)
-    return weights.bounded_weights(level, safety_bound=bound)
+        return weights.truncated_weights(log_weight, upper=config.is_upper, safety_bound=bound)
+    return weights.bounded_weights(log_weight, safety_bound=bound)
 
 
-def _reject(batch: _Batch, config: RolloutCorrectionConfig, rows: _Rows) -> Tensor:
+def _reject(batch: _Tokens, config: RolloutCorrectionConfig, rows: Computed) -> Tensor:
     """The loss mask: the response mask, less what each rejector takes out of it."""
-    rejected = {criterion.name: _criterion(batch, criterion, rows) for criterion in config.criteria}
-    if config.rollout_token_veto_threshold is not None:
-        catastrophic = batch.counted & rejection.catastrophic_tokens(
-            batch.log_ratio, threshold=config.rollout_token_veto_threshold
-        )
-        vetoed = batch.counts(catastrophic) > 0
-        rows.sums["catastrophic_tokens"], rows.sums["vetoed_sequences"] = catastrophic.sum(), vetoed.sum()
-        rejected["veto"] = batch.mask & batch.expand(vetoed)
-    if config.nonfinite == "reject_sequence":
-        rejected["nonfinite"] = batch.mask & batch.expand(batch.counts(batch.classes.missing) > 0)
-    elif config.nonfinite != "neutral":
-        rejected["nonfinite"] = batch.classes.missing
+    sums = rows.sums
 
-    rejectors = torch.zeros_like(batch.mask, dtype=torch.int64)
-    touching = torch.zeros_like(batch.counts(batch.mask))
-    for mask in rejected.values():
-        rejectors = rejectors + mask
-        touching = touching + (batch.counts(mask) > 0)
+    # Every rejector looks at the response mask alone, so their order never matters.
+    rejected = {criterion.name: _criterion(batch, criterion, rows) for criterion in config.criteria}
+    threshold = config.rollout_token_veto_threshold
+    if threshold is not None:
+        catastrophic = batch.counted & rejection.catastrophic_tokens(batch.log_ratio, threshold=threshold)
+        vetoed = batch.counts(catastrophic) > 0
+        sums["catastrophic_tokens"], sums["vetoed_sequences"] = catastrophic.sum(), vetoed.sum()
+        rejected["veto"] = batch.valid & batch.expand(vetoed)
+    if config.nonfinite == "reject_sequence":
+        rejected["nonfinite"] = batch.valid & batch.expand(batch.counts(batch.missing) > 0)
+    elif config.nonfinite != "neutral":
+        rejected["nonfinite"] = batch.missing
+
+    # A token stays if no rejector takes it.
+    rejectors_of_token = torch.zeros_like(batch.valid, dtype=torch.int64)
+    rejectors_of_sequence = torch.zeros_like(batch.counts(batch.valid))
+    for taken in rejected.values():
+        rejectors_of_token = rejectors_of_token + taken
+        rejectors_of_sequence = rejectors_of_sequence + (batch.counts(taken) > 0)
+    loss_mask = batch.valid & (rejectors_of_token == 0)
+    sums["tokens_kept"] = loss_mask.sum()
+    sums["sequences_kept"] = (batch.counts(loss_mask) > 0).sum()
+    sums["sequences_touched"] = (rejectors_of_sequence > 0).sum()
+
+    # What rejectors take together shows those that only repeat each other.
+    sums["rejected_by_several"] = (rejectors_of_token > 1).sum()
+    sums["sequences_rejected_by_several"] = (rejectors_of_sequence > 1).sum()
     for criterion in config.criteria:
-        mask, row = rejected[criterion.name], f"rs/{criterion.name}"
-        rows.sums[f"{row}/tokens"] = mask.sum()
-        rows.sums[f"{row}/sequences"] = (batch.counts(mask) > 0).sum()
-        rows.sums[f"{row}/tokens_alone"] = (mask & (rejectors == 1)).sum()
-        rows.sums[f"{row}/sequences_alone"] = ((batch.counts(mask) > 0) & (touching == 1)).sum()
-    loss_mask = batch.mask & (rejectors == 0)
-    rows.sums["tokens_kept"] = loss_mask.sum()
-    rows.sums["sequences_kept"] = (batch.counts(loss_mask) > 0).sum()
-    rows.sums["sequences_touched"] = (touching > 0).sum()
-    rows.sums["rejected_by_several"] = (rejectors > 1).sum()
-    rows.sums["sequences_rejected_by_several"] = (touching > 1).sum()
+        taken, row = rejected[criterion.name], f"rs/{criterion.name}"
+        touched = batch.counts(taken) > 0
+        sums[f"{row}/tokens"], sums[f"{row}/sequences"] = taken.sum(), touched.sum()
+        sums[f"{row}/tokens_alone"] = (taken & (rejectors_of_token == 1)).sum()
+        sums[f"{row}/sequences_alone"] = (touched & (rejectors_of_sequence == 1)).sum()
     return loss_mask
 
 
-def _criterion(batch: _Batch, criterion: Criterion, rows: _Rows) -> Tensor:
+def _criterion(batch: _Tokens, criterion: Criterion, rows: Computed) -> Tensor:
     """The tokens that one criterion rejects, and the statistics of its divergence."""
-    d, counted, row = batch.log_ratio, batch.counted, f"rs/{criterion.name}"
-    estimate = {"k1": divergence.k1, "k2": divergence.k2, "k3": divergence.k3}[criterion.kind](d)
-    token_scope = criterion.scope == "token"
-    count = batch.counts(counted).clamp(min=1)
-    if token_scope:
-        value, unit = estimate, counted
-        rows.sample(row, value, unit & ~batch.classes.missing)
-        mean = batch.sum(estimate, counted) / count
-        rows.sample(f"{row}/seq", mean, batch.nonempty)
-        seq_high, seq_low = _outside(mean, criterion)
-        rows.sums[f"{row}/seq_high"] = (batch.nonempty & seq_high).sum()
-        rows.sums[f"{row}/seq_low"] = (batch.nonempty & seq_low).sum()
-    else:
-        unit = batch.nonempty
-        if criterion.scope == "seq_max":
-            value = layout.sequence_max(estimate, counted, cu_seqlens=batch.cu_seqlens).masked_fill(~unit, 0.0)
-        else:
-            value = batch.sum(estimate, counted) / (count if criterion.scope == "seq_mean" else 1)
-        rows.sample(row, value, unit)
+    row, has_counted = f"rs/{criterion.name}", batch.has_counted
+    estimate = divergence.ESTIMATES[criterion.kind](batch.log_ratio)
+    value = _statistic(batch, criterion, estimate)
+
+    # A token criterion is described twice: for tokens, and by its mean over each sequence, which decides nothing.
+    units = described = has_counted
+    if criterion.scope == "token":
+        rows.sample(f"{row}/seq", value, has_counted)
+        seq_high, seq_low = _outside(value, criterion)
+        rows.sums[f"{row}/seq_high"] = (has_counted & seq_high).sum()
+        rows.sums[f"{row}/seq_low"] = (has_counted & seq_low).sum()
+        value, units, described = estimate, batch.counted, batch.counted & ~batch.missing
+
+    rows.sample(row, value, described)
     high, low = _outside(value, criterion)
-    rows.sums[f"{row}/high"], rows.sums[f"{row}/low"] = (unit & high).sum(), (unit & low).sum()
-    rejected = unit & (high | low)
-    return rejected if token_scope else batch.mask & batch.expand(rejected)
+    rows.sums[f"{row}/high"], rows.sums[f"{row}/low"] = (units & high).sum(), (units & low).sum()
+    rejected = units & (high | low)
+    return rejected if criterion.scope == "token" else batch.valid & batch.expand(rejected)
+
+
+def _statistic(batch: _Tokens, criterion: Criterion, estimate: Tensor) -> Tensor:
+    """A criterion's divergence for each sequence, (B,); a token criterion's averaged over the sequence."""
+    if criterion.scope == "seq_max":
+        largest = layout.sequence_max(estimate, batch.counted, cu_seqlens=batch.cu_seqlens)
+        return largest.masked_fill(~batch.has_counted, 0.0)
+    total = batch.sum(estimate, batch.counted)
+    return total if criterion.scope == "seq_sum" else total / batch.counts(batch.counted).clamp(min=1)
 
 
 def _outside(value: Tensor, criterion: Criterion) -> tuple[Tensor, Tensor]:

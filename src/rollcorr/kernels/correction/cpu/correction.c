@@ -161,8 +161,8 @@ static void pass_sequence(Block *block, int64_t i, Rows *rows) {
     Derived derived = derive(job, &s);
     const int32_t *of = job->token_criterion;
     if (of[K1] < 0 && of[K2] < 0 && of[K3] < 0) { /* nothing but missing tokens is rejected one by one */
-        s.once = job->nonfinite == REJECT_TOKEN ? derived.missing : 0;
-        s.kept = s.valid - s.once;
+        s.rejected_once = job->nonfinite == REJECT_TOKEN ? derived.missing : 0;
+        s.kept = s.valid - s.rejected_once;
         s.kept_weight = s.weight;
     }
     describe_sequence(&s, &derived, rows);

@@ -7,17 +7,17 @@
 #include <stdint.h>
 #include <string.h>
 
-#define ABI 2 /* raise with every change of what a field or a name means; library.py compares it, and sizes */
+#define ABI 3 /* raise with every change of what a field or a name means; library.py compares it, and sizes */
 #define MAX_CRITERIA 11
 #define CAP 20.0 /* nats; largest d in k3 and chi², as rollcorr.core.divergence.CAP */
 
-/* --- Rows: what `Statistics` holds, under the same names. Python reads the names, so their order lives here alone. -- */
+/* --- Rows. THE list is rows.py, which says what each row is. Python reads these names, so any order will do. --------- */
 
 #define SUMS(X)                                                                                                    \
     X(tokens) X(sequences) X(nonfinite) X(zero_probability) X(tokens_measured) X(tokens_compared)                  \
     X(tokens_counted) X(k3) X(abs_log_ratio) X(capped) X(chi2_token) X(ratio_outside_10pct) X(prob_diff_abs)       \
     X(sequences_measured) X(train_log_ppl) X(train_ppl) X(rollout_log_ppl) X(rollout_ppl) X(log_ppl_diff)          \
-    X(log_ppl_abs_diff) X(ppl_ratio) X(sequences_compared) X(chi2_seq) X(capped_sequences) X(tokens_kept)          \
+    X(log_ppl_abs_diff) X(ppl_ratio) X(sequences_counted) X(chi2_seq) X(capped_sequences) X(tokens_kept)          \
     X(sequences_kept) X(sequences_touched) X(rejected_by_several) X(sequences_rejected_by_several)                 \
     X(catastrophic_tokens) X(vetoed_sequences) X(units) X(saturated_low) X(saturated_high) X(is_high) X(is_low)    \
     X(is_seq_high) X(is_seq_low) X(is_low_weight) X(is_outside) X(kept_weight) X(kept_sequence_weight)             \

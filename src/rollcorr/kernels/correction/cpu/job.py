@@ -9,25 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from rollcorr.core.bounds import divergence_bound, log_band
-from rollcorr.core.layout import sequence_count
 from rollcorr.kernels.correction.band import exceedance_band, zeroing_band
 
 if TYPE_CHECKING:
     from rollcorr.config import Criterion as CriterionConfig
     from rollcorr.config import RolloutCorrectionConfig
 
-TASK_TOKENS = 1 << 15
-"""Tokens that a thread takes at a time. Fixed, so that results do not depend on the number of threads."""
-
 MAX_CRITERIA = 11
 LOG_PROB_TYPES = {torch.float32: 0, torch.bfloat16: 1}
 MASK_TYPES = {torch.bool: 0, torch.uint8: 0, torch.int8: 0, torch.int32: 1, torch.int64: 2, torch.float32: 3}
 
-_SCOPES = ("token", "seq_sum", "seq_mean", "seq_max")
-_KINDS = ("k1", "k2", "k3")
+SCOPES = ("token", "seq_sum", "seq_mean", "seq_max")
+KINDS = ("k1", "k2", "k3")
 _LEVELS = (None, "token", "sequence", "geometric")
 _MODES = ("none", "truncate", "icepop")
 _NONFINITE = {"reject_token": 0, "raise": 0, "reject_sequence": 1, "neutral": 2}
@@ -68,7 +63,7 @@ class Job(ctypes.Structure):
         *_fields(ctypes.c_int32, "train_type rollout_type mask_type level mode nonfinite normalization"),
         *_fields(ctypes.c_int32, "needs_k2 vetoing banded_below criteria_count"),
         ("criteria", Criterion * MAX_CRITERIA),
-        ("token_criterion", ctypes.c_int32 * len(_KINDS)),
+        ("token_criterion", ctypes.c_int32 * len(KINDS)),
         *_fields(ctypes.c_float, "cap floor ceiling"),
         *_fields(Band, "band veto ten_percent weighted untouched accepted"),
         *_fields(WideBand, "wide_band wide_weighted low_weight"),
@@ -76,28 +71,8 @@ class Job(ctypes.Structure):
     ]
 
 
-def job_of(
-    train: Tensor, rollout: Tensor, mask: Tensor, config: RolloutCorrectionConfig, cu_seqlens: Tensor | None
-) -> Job:
-    """A job without its outputs and offsets. It holds addresses: the tensors must outlive it."""
-    job = Job.from_buffer_copy(_thresholds(config))
-    for name, tensor, types in (
-        ("train", train, LOG_PROB_TYPES),
-        ("rollout", rollout, LOG_PROB_TYPES),
-        ("mask", mask, MASK_TYPES),
-    ):
-        setattr(job, name, tensor.data_ptr())
-        setattr(job, f"{name}_type", types[tensor.dtype])
-        setattr(job, f"{name}_stride", tensor.stride(0))
-    job.sequences, job.length = sequence_count(mask, cu_seqlens=cu_seqlens), mask.shape[-1]
-    job.sequences_per_task = max(1, TASK_TOKENS * job.sequences // max(1, mask.numel()))
-    job.tasks = max(1, -(-job.sequences // job.sequences_per_task))
-    job.threads = torch.get_num_threads()
-    return job
-
-
 @lru_cache(maxsize=64)
-def _thresholds(config: RolloutCorrectionConfig) -> bytes:
+def thresholds_of(config: RolloutCorrectionConfig) -> bytes:
     """The fields that follow from the configuration alone, as the bytes of a job."""
     bound, veto = config.safety_bound, config.rollout_token_veto_threshold
     cap = config.is_upper if config.is_mode == "truncate" and config.is_upper is not None else math.inf
@@ -129,7 +104,7 @@ def _thresholds(config: RolloutCorrectionConfig) -> bytes:
     for i, criterion in enumerate(config.criteria):
         job.criteria[i], band = _criterion(criterion)
         if criterion.scope == "token":
-            job.token_criterion[_KINDS.index(criterion.kind)] = i
+            job.token_criterion[KINDS.index(criterion.kind)] = i
             accepted = (max(accepted[0], band[0]), min(accepted[1], band[1]))
     job.accepted = _rounded(accepted)
     return bytes(job)
@@ -142,7 +117,7 @@ def _criterion(criterion: CriterionConfig) -> tuple[Criterion, tuple[float, floa
     else:
         bounds = (-math.inf, divergence_bound(criterion.upper))
         tokens = accepted_log_ratios(criterion.kind, bounds[1])
-    scope, kind = _SCOPES.index(criterion.scope), _KINDS.index(criterion.kind)
+    scope, kind = SCOPES.index(criterion.scope), KINDS.index(criterion.kind)
     return Criterion(scope, kind, WideBand(*bounds), _rounded(tokens)), tokens
 
 

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rollcorr.core.boundary import why_no_address, why_no_kernel
 from rollcorr.core.layout import check_cu_seqlens
 from rollcorr.core.statistics import STATISTICS_DTYPE, Statistics
-from rollcorr.kernels.correction.cpu.job import LOG_PROB_TYPES, MASK_TYPES, job_of
+from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, outputs, why_no_addresses
+from rollcorr.kernels.correction.cpu.job import LOG_PROB_TYPES, MASK_TYPES, MAX_CRITERIA, Job, thresholds_of
 from rollcorr.kernels.correction.cpu.library import Library, library, status
-from rollcorr.kernels.correction.output import CorrectionOutput, Out, outputs
-from rollcorr.kernels.correction.torch.blocks import blocked_correction
+from rollcorr.kernels.correction.rows import empty_statistics
 
 if TYPE_CHECKING:
     from rollcorr.config import RolloutCorrectionConfig
@@ -23,19 +22,20 @@ if TYPE_CHECKING:
 LARGEST_SAFETY_BOUND = 40.0
 """Nats; squares of weights are summed in float32, which ends at e^88."""
 
+TASK_TOKENS = 1 << 15
+"""Tokens that a thread takes at a time. Fixed, so that results do not depend on the number of threads."""
+
 _LARGE = 4 << 20  # bytes, from which large pages pay
 
 
-def why_not(train: Tensor, rollout: Tensor, mask: Tensor, config: RolloutCorrectionConfig) -> str | None:
+def why_not(batch: Batch, config: RolloutCorrectionConfig) -> str | None:
     """Why the compiled kernel cannot take this batch, or None when it can."""
-    if (tracing := why_no_kernel()) is not None:
-        return tracing
-    for name, tensor in (("train_log_prob", train), ("rollout_log_prob", rollout), ("response_mask", mask)):
-        if (hidden := why_no_address(tensor)) is not None:
-            return f"{name} is {hidden}"
+    if (hidden := why_no_addresses(batch)) is not None:
+        return hidden
+    for name, tensor in batch.named:
         if tensor.device.type != "cpu":
             return f"{name} is on {tensor.device}"
-    for name, tensor in (("train_log_prob", train), ("rollout_log_prob", rollout)):
+    for name, tensor in batch.named[:2]:
         if tensor.dtype not in LOG_PROB_TYPES:
             return f"{name} is {tensor.dtype}, and it reads float32 and bfloat16"
         if not _rows_are_contiguous(tensor):
@@ -43,18 +43,19 @@ def why_not(train: Tensor, rollout: Tensor, mask: Tensor, config: RolloutCorrect
     if config.safety_bound > LARGEST_SAFETY_BOUND:
         limit = f"the squares of weights up to e^{LARGEST_SAFETY_BOUND:g}"
         return f"safety_bound is {config.safety_bound:g}, and it sums {limit}"
-    return status()[1] or None
+    return status()[1] or _why_incomplete(config)
+
+
+@lru_cache(maxsize=64)
+def _why_incomplete(config: RolloutCorrectionConfig) -> str | None:
+    """Why the library that runs here cannot compute what a configuration has, or None when it can."""
+    if len(config.criteria) > MAX_CRITERIA:
+        return f"rollout_rs names {len(config.criteria)} criteria, and it has room for {MAX_CRITERIA}"
+    return library().abilities.why_not(config)
 
 
 def cpu_correction(
-    train_log_prob: Tensor,
-    rollout_log_prob: Tensor,
-    mask: Tensor,
-    config: RolloutCorrectionConfig,
-    *,
-    cu_seqlens: Tensor | None = None,
-    out: Out | None = None,
-    level: str | None = None,
+    batch: Batch, config: RolloutCorrectionConfig, *, out: Out | None = None, level: str | None = None
 ) -> CorrectionOutput:
     """As `rollcorr.kernels.correction.correction_kernel`; the mask may hold numbers; `level` names an instruction set.
 
@@ -63,16 +64,18 @@ def cpu_correction(
         ImportError: the library was not built, or does not run here.
     """
     lib = library(level)
-    reason = why_not(train_log_prob, rollout_log_prob, mask, config)
+    reason = why_not(batch, config)
     if reason is not None:
-        raise ValueError(f"impl='cpu' cannot take this batch: {reason}; use impl='auto' or 'blocked'")
-    if mask.dtype not in MASK_TYPES or not _rows_are_contiguous(mask):
-        mask = (mask != 0).contiguous()
-    weights, loss_mask = outputs(mask, config, out)
+        raise ValueError(f"impl='cpu' cannot take this batch: {reason}; use impl='auto' or 'torch'")
+    if batch.mask.dtype not in MASK_TYPES or not _rows_are_contiguous(batch.mask):
+        batch = batch._replace(mask=(batch.mask != 0).contiguous())
+
+    weights, loss_mask = outputs(batch.mask, config, out)
     if out is None:
         _ask_for_large_pages(lib, weights, loss_mask)
-    job = job_of(train_log_prob, rollout_log_prob, mask, config, cu_seqlens)
-    offsets = None if cu_seqlens is None else _offsets(cu_seqlens, mask.numel(), lib)
+    job = _job(batch, config)
+    offsets = None if batch.cu_seqlens is None else _offsets(batch.cu_seqlens, batch.mask.numel(), lib)
+
     # On the CPU, whatever `torch.set_default_device` says: C writes to their addresses.
     kept = torch.empty(job.sequences, dtype=torch.bool, device="cpu")
     rows = torch.empty(job.tasks, lib.row_numbers, dtype=STATISTICS_DTYPE, device="cpu")
@@ -80,6 +83,24 @@ def cpu_correction(
     job.sequence_kept, job.rows = _address(kept), _address(rows)
     lib.functions.rollcorr_correct(ctypes.byref(job))
     return CorrectionOutput(weights, loss_mask, kept, _statistics(rows[0], config, lib.level))
+
+
+def _job(batch: Batch, config: RolloutCorrectionConfig) -> Job:
+    """A job without its outputs and offsets. It holds addresses: the tensors must outlive it."""
+    job = Job.from_buffer_copy(thresholds_of(config))
+    for name, tensor, types in (
+        ("train", batch.train, LOG_PROB_TYPES),
+        ("rollout", batch.rollout, LOG_PROB_TYPES),
+        ("mask", batch.mask, MASK_TYPES),
+    ):
+        setattr(job, name, tensor.data_ptr())
+        setattr(job, f"{name}_type", types[tensor.dtype])
+        setattr(job, f"{name}_stride", tensor.stride(0))
+    job.sequences, job.length = batch.sequences, batch.mask.shape[-1]
+    job.sequences_per_task = max(1, TASK_TOKENS * job.sequences // max(1, batch.mask.numel()))
+    job.tasks = max(1, -(-job.sequences // job.sequences_per_task))
+    job.threads = torch.get_num_threads()
+    return job
 
 
 def _rows_are_contiguous(tensor: Tensor) -> bool:
@@ -112,9 +133,8 @@ def _statistics(rows: Tensor, config: RolloutCorrectionConfig, level: str) -> St
 
 @lru_cache(maxsize=64)
 def _layout(config: RolloutCorrectionConfig, level: str) -> tuple[Statistics, Tensor]:
-    """Statistics without values, which the torch twin gives for no data, and where each value is among the rows."""
-    nothing = torch.zeros(0, 0, device="cpu")
-    template = blocked_correction(nothing, nothing, nothing.bool(), config).statistics
+    """The rows of a configuration without values, and where each value is among the rows of the library."""
+    template = empty_statistics(config, "cpu")
     lib, criteria = library(level), tuple(criterion.name for criterion in config.criteria)
     named = [(kind, name) for kind, names in template.names.items() for name in names]
     places = [place for kind, name in named for place in lib.places(kind, name, criteria)]

@@ -7,14 +7,15 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from rollcorr.kernels.correction.cpu.job import MAX_CRITERIA, Job
+from rollcorr.kernels.correction.cpu.job import KINDS, MAX_CRITERIA, SCOPES, Job
+from rollcorr.kernels.correction.rows import Abilities, missing_rows
 
 LEVELS = ("avx512", "avx2", "portable")
 """Instruction sets that it is compiled for, the fastest first."""
 
 FOLDER = Path(__file__).parent
 NOT_BUILT = "not_built.txt"
-ABI = 2
+ABI = 3
 
 
 class Library(NamedTuple):
@@ -23,23 +24,20 @@ class Library(NamedTuple):
     level: str
     functions: ctypes.CDLL
     names: dict[str, tuple[str, ...]]  # sums, criterion_sums, moments, extremes
-
-    @property
-    def row_numbers(self) -> int:
-        """Numbers in one set of rows."""
-        return int(self.functions.rollcorr_rows_size()) // 8
+    row_numbers: int  # in one set of rows
+    abilities: Abilities
 
     def places(self, kind: str, name: str, criteria: tuple[str, ...]) -> range:
         """Where a row is among the numbers of a set: `kind` is sums, moments or extremes."""
         size = {"sums": 1, "moments": 3, "extremes": 2}[kind]
         samples = len(self.names["criterion_sums"]) if kind == "sums" else 2
-        own = self.names[kind]
-        if name in own:
-            place = own.index(name)
+        batch_rows = self.names[kind]
+        if name in batch_rows:
+            place = batch_rows.index(name)
         else:
             _, criterion, *what = name.split("/")  # rs/{criterion}, rs/{criterion}/seq, rs/{criterion}/{sum}
             sample = self.names["criterion_sums"].index(what[0]) if kind == "sums" else len(what)
-            place = len(own) + criteria.index(criterion) * samples + sample
+            place = len(batch_rows) + criteria.index(criterion) * samples + sample
         start = self._start(kind) + size * place
         return range(start, start + size)
 
@@ -49,6 +47,7 @@ class Library(NamedTuple):
         return {"sums": 0, "moments": sums, "extremes": sums + moments}[kind]
 
 
+@cache
 def library(level: str | None = None) -> Library:
     """The library of an instruction set, or of the fastest one that runs here.
 
@@ -97,7 +96,20 @@ def load(folder: Path, level: str) -> Library | str:
     functions.rollcorr_correct.argtypes = [ctypes.POINTER(Job)]
     functions.rollcorr_correct.restype = functions.rollcorr_large_pages.restype = None
     kinds = ("sums", "criterion_sums", "moments", "extremes")
-    return Library(level, functions, {kind: _names(functions, kind) for kind in kinds})
+    names = {kind: _names(functions, kind) for kind in kinds}
+    abilities = Abilities(missing_rows(_row_names(names)), KINDS, SCOPES)
+    return Library(level, functions, names, int(functions.rollcorr_rows_size()) // 8, abilities)
+
+
+def _row_names(names: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """What the library computes, under the names that the list of rows has."""
+    of_criterion = tuple(f"rs/{{criterion}}/{name}" for name in names["criterion_sums"])
+    samples = "rs/{criterion}", "rs/{criterion}/seq"
+    return {
+        "sums": names["sums"] + of_criterion,
+        "moments": names["moments"] + samples,
+        "extremes": names["extremes"] + samples,
+    }
 
 
 def _names(functions: ctypes.CDLL, kind: str) -> tuple[str, ...]:

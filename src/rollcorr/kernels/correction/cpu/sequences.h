@@ -6,7 +6,8 @@
 #include "job.h"
 
 typedef struct { /* sums over one sequence; counts are whole numbers */
-    double valid, measured, zero, log_ratio, train, rollout, k2, k3, raw_weight, weight, kept_weight, kept, once;
+    double valid, measured, zero, log_ratio, train, rollout, k2, k3, raw_weight, weight;
+    double kept_weight, kept, rejected_once; /* by token-level rejectors: kept by all of them, taken by one */
     double catastrophic;
     double rejected[KINDS], alone[KINDS]; /* by token-level criteria */
     Extremes range;                       /* of d */
@@ -14,7 +15,7 @@ typedef struct { /* sums over one sequence; counts are whole numbers */
 
 typedef struct {
     double missing, counted, product; /* S_i; −inf with a token of probability zero */
-    int nonempty;                     /* has a counted token */
+    int has_counted;                     /* has a counted token */
 } Derived;
 
 static inline double at_least_one(double count) { return count > 1 ? count : 1; }
@@ -59,8 +60,8 @@ static void describe_sequence(const Sequence *s, const Derived *derived, Rows *r
         sums[SUM_ppl_ratio] += exp(difference);
         add_extremes(&rows->extremes[EXTREMES_log_ppl_diff], difference, difference);
     }
-    if (derived->nonempty) {
-        sums[SUM_sequences_compared] += 1;
+    if (derived->has_counted) {
+        sums[SUM_sequences_counted] += 1;
         sums[SUM_chi2_seq] += expm1(2 * clamp(derived->product, CAP));
         sums[SUM_capped_sequences] += isfinite(derived->product) && fabs(s->log_ratio) > CAP;
     }
@@ -85,7 +86,7 @@ static double statistic(const Criterion *criterion, const Sequence *s, const Der
 
 /* Describe a criterion's statistic; returns whether the sequence is beyond its bound. */
 static int judge_sequence(const Criterion *criterion, int index, const Sequence *s, const Derived *derived, Rows *rows) {
-    if (!derived->nonempty) return 0;
+    if (!derived->has_counted) return 0;
     double value = statistic(criterion, s, derived), *sums = rows->criterion_sums[index];
     int high = value > criterion->bounds.upper, low = 0, sample = criterion->scope == SCOPE_TOKEN ? OF_SEQUENCES : OF_UNIT;
     if (criterion->kind == K1) {
@@ -118,11 +119,11 @@ static int reject_sequence(const Job *job, const Sequence *s, const Derived *der
     if (job->nonfinite == REJECT_TOKEN) touching += derived->missing > 0;
     touching += rejectors;
     int kept = rejectors == 0;
-    double several = s->valid - s->kept - s->once; /* tokens that more than one token-level rejector takes */
+    double taken_again = s->valid - s->kept - s->rejected_once; /* by more than one token-level rejector */
     sums[SUM_tokens_kept] += kept ? s->kept : 0;
     sums[SUM_sequences_kept] += kept && s->kept > 0;
     sums[SUM_sequences_touched] += touching > 0;
-    sums[SUM_rejected_by_several] += kept ? several : rejectors == 1 ? s->once + several : s->valid;
+    sums[SUM_rejected_by_several] += kept ? taken_again : rejectors == 1 ? s->rejected_once + taken_again : s->valid;
     sums[SUM_sequences_rejected_by_several] += touching > 1;
     for (int c = 0; c < job->criteria_count; c++) {
         const Criterion *criterion = &job->criteria[c];
@@ -143,7 +144,7 @@ static double weigh_sequence(const Job *job, double level, const Derived *derive
     double bound = job->bound, raw = level == -INFINITY ? 0 : exp(clamp(level, bound));
     double weight = job->mode == TRUNCATE ? fmin(raw, (double)job->cap) : raw, *sums = rows->sums;
     if (job->mode == ICEPOP && (level < job->wide_weighted.lower || level > job->wide_weighted.upper)) weight = 0;
-    if (!derived->nonempty) return weight;
+    if (!derived->has_counted) return weight;
     sums[SUM_units] += 1;
     sums[SUM_saturated_low] += isfinite(level) && level < -bound;
     sums[SUM_saturated_high] += level > bound;
@@ -174,7 +175,7 @@ static double weigh(const Job *job, const Sequence *s, const Derived *derived, i
     }
     sums[SUM_kept_weight] += kept_weight;
     sums[SUM_kept_sequence_weight] += kept_weight / at_least_one(s->kept);
-    if (!derived->nonempty) return weight;
+    if (!derived->has_counted) return weight;
     add_value(&rows->moments[MOMENTS_sequence_weight], &rows->extremes[EXTREMES_sequence_weight], mean_weight);
     sums[SUM_is_seq_high] += level > job->wide_band.upper;
     sums[SUM_is_seq_low] += level < job->wide_band.lower;

@@ -133,17 +133,17 @@ typedef struct {
 /* Σ x and Σ (x − mean)² over a mask, n values in all, from a rough Σ x: deviations from the rough mean are small, so
    float32 sums of them are good to the last digit, and what they say about the mean is put right. */
 INLINE Sample sample_as(const Block *block, const vf *x, const vi *mask, double n, double rough, const int plain) {
-    const float centre = (float)(rough / n);
+    const float center = (float)(rough / n);
     const vi every = (vi){0} - 1;
     vf sum = {0}, squares = {0};
     EACH_VECTOR(v, block) {
         vi present = plain ? every : mask[v];
-        vf deviation = where(present, x[v] - centre);
+        vf deviation = where(present, x[v] - center);
         sum += deviation;
         squares += deviation * deviation;
     }
     double shift = total(sum), m2 = total(squares) - shift * shift / n;
-    return (Sample){n * (double)centre + shift, m2 > 0 ? m2 : 0};
+    return (Sample){n * (double)center + shift, m2 > 0 ? m2 : 0};
 }
 
 static Sample sample(const Block *block, const vf *x, const vi *mask, double n, double rough) {
@@ -461,7 +461,7 @@ static void judge(Block *block, const vf *weights, Sequence *s, Rows *rows) {
     const Job *job = block->job;
     const vi every = (vi){0} - 1, nothing = {0};
     vi used[KINDS], rejected_count[KINDS] = {{0}}, alone_count[KINDS] = {{0}}, high_count[KINDS] = {{0}};
-    vi low_count[KINDS] = {{0}}, kept_count = {0}, once_count = {0}, zero_is_low = {0};
+    vi low_count[KINDS] = {{0}}, kept_count = {0}, rejected_once_count = {0}, zero_is_low = {0};
     vi rejecting = job->nonfinite == REJECT_TOKEN ? every : nothing;
     vf kept_weight = {0};
     Band bands[KINDS] = {{0, 0}};
@@ -491,10 +491,10 @@ static void judge(Block *block, const vf *weights, Sequence *s, Rows *rows) {
             low_count[kind] += low;
             rejected_count[kind] += rejected[kind];
         }
-        vi once = rejectors == -1, kept = (rejectors == 0) & valid;
-        for (int kind = 0; kind < KINDS; kind++) alone_count[kind] += rejected[kind] & once;
+        vi rejected_once = rejectors == -1, kept = (rejectors == 0) & valid;
+        for (int kind = 0; kind < KINDS; kind++) alone_count[kind] += rejected[kind] & rejected_once;
         kept_count += kept;
-        once_count += once;
+        rejected_once_count += rejected_once;
         if (weights) kept_weight += where(kept, weights[v]);
         block->kept[v] = kept;
     }
@@ -507,7 +507,7 @@ static void judge(Block *block, const vf *weights, Sequence *s, Rows *rows) {
         s->alone[kind] += count(alone_count[kind]);
     }
     s->kept += count(kept_count);
-    s->once += count(once_count);
+    s->rejected_once += count(rejected_once_count);
     s->kept_weight += total(kept_weight);
 }
 

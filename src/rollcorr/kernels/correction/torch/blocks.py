@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from rollcorr.core.layout import sequence_count
-from rollcorr.kernels.correction.output import CorrectionOutput, Out, outputs
+from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, outputs
 from rollcorr.kernels.correction.torch.decide import decide
 from rollcorr.kernels.correction.torch.table import Block, BlockRows, Reduction, SequenceTable
 from rollcorr.kernels.correction.torch.tokens import TokenPass
@@ -35,28 +34,25 @@ Piece = tuple[Block, Tensor, Tensor, Tensor, "Tensor | None", Tensor]
 """A block with its part of the log-probs, the mask, the weights and the loss mask."""
 
 
-def blocked_correction(
-    train_log_prob: Tensor,
-    rollout_log_prob: Tensor,
-    mask: Tensor,
+def torch_correction(
+    batch: Batch,
     config: RolloutCorrectionConfig,
     *,
-    cu_seqlens: Tensor | None = None,
     reduce: Reduction | None = None,
     out: Out | None = None,
     block_tokens: int | None = None,
 ) -> CorrectionOutput:
     """As `rollcorr.kernels.correction.correction_kernel`; `block_tokens` sets a block's size."""
-    weights, loss_mask = outputs(mask, config, out)
-    blocks = list(token_blocks(mask, cu_seqlens, block_tokens))
+    weights, loss_mask = outputs(batch.mask, config, out)
+    blocks = list(token_blocks(batch.mask, batch.cu_seqlens, block_tokens))
 
     step = max(1, blocks[0].at.stop)
     pieces = list(
         zip(
             blocks,
-            train_log_prob.split(step),
-            rollout_log_prob.split(step),
-            mask.split(step),
+            batch.train.split(step),
+            batch.rollout.split(step),
+            batch.mask.split(step),
             [None] * len(blocks) if weights is None else weights.split(step),
             loss_mask.split(step),
             strict=True,
@@ -64,20 +60,24 @@ def blocked_correction(
     )
 
     def read(share: list[Piece]) -> TokenPass:
-        tokens = TokenPass(config, sequence_count(mask, cu_seqlens=cu_seqlens), mask.device)
+        tokens = TokenPass(config, batch.sequences, batch.mask.device)
         for piece in share:
             tokens.read(*piece)
         return tokens
 
-    table, rows = _joined(in_threads(read, pieces, threads_for(mask)))
+    table, rows = _joined(in_threads(read, pieces, threads_for(batch.mask)))
     if reduce is not None:
         reduce(table, rows)
     _derive(table, config)
     decision = decide(table, rows, config)
-    for block in blocks if cu_seqlens is not None else [Block(slice(None), None)]:  # packed: ids of a block at a time
+
+    # What was decided for sequences is multiplied into what the blocks wrote. Packed: the ids of one block at a time.
+    for block in blocks if batch.cu_seqlens is not None else [Block(slice(None), None)]:
         _spread(decision.sequence_kept, loss_mask, block)
         if weights is not None and decision.sequence_weight is not None:
             _spread(decision.sequence_weight.float(), weights, block)
+
+    # Group baselines leave out a sequence that rejection emptied, but not one that came empty.
     kept = (decision.sequence_kept & (table["kept"] > 0)) | (table["valid"] == 0)
     return CorrectionOutput(weights, loss_mask, kept, decision.statistics)
 
@@ -133,7 +133,6 @@ def _spread(per_sequence: Tensor, out: Tensor, block: Block) -> None:
 
 def _derive(table: SequenceTable, config: RolloutCorrectionConfig) -> None:
     """Columns that follow from the summed ones."""
-    table["zero"] = table["compared"] - table["measured"]
     table["missing"] = table["valid"] - table["compared"]
     table["counted"] = table["valid"] if config.nonfinite == "neutral" else table["compared"]
     table["k3"] = (table["expm1"] - table["capped"]).clamp(min=0.0)  # Σ (e^d − 1 − d); rounding may leave −1e-17
@@ -142,9 +141,11 @@ def _derive(table: SequenceTable, config: RolloutCorrectionConfig) -> None:
         table[name] = table[name].masked_fill(table["measured"] == 0, nothing)
     if config.rollout_is == "token" and config.is_mode == "none":
         table["raw"] = table["weight"]
+
+    # Without token-level criteria only missing tokens can be rejected one by one, and the blocks count nothing.
     if not any(criterion.scope == "token" for criterion in config.criteria):
-        rejecting = config.nonfinite in ("reject_token", "raise")
-        table["once"] = table["missing"] if rejecting else torch.zeros_like(table["missing"])
-        table["kept"] = table["valid"] - table["once"]
+        rejects_missing = config.nonfinite in ("reject_token", "raise")
+        table["rejected_once"] = table["missing"] if rejects_missing else torch.zeros_like(table["missing"])
+        table["kept"] = table["valid"] - table["rejected_once"]
         if config.rollout_is == "token":
             table["kept_weight"] = table["weight"]

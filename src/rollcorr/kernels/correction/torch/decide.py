@@ -1,4 +1,7 @@
-"""From per-sequence sums to decisions and statistics: the second step of the blocked correction."""
+"""From per-sequence sums to decisions and statistics: the second step of the correction in torch.
+
+docs/correction.md says what is decided and why; the functions here follow it in the same order.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,10 @@ from torch import Tensor
 
 from rollcorr.core import divergence
 from rollcorr.core.bounds import exceeds, ratio_above, ratio_below
-from rollcorr.core.statistics import Statistics, extremes_of, moments_of
+from rollcorr.core.statistics import Statistics, extremes_of
 from rollcorr.core.weights import bounded_weights, masked_weights, truncated_weights
 from rollcorr.kernels.correction.band import exceedance_band
+from rollcorr.kernels.correction.rows import Computed, Sequences
 from rollcorr.kernels.correction.torch.table import BlockRows, SequenceTable
 
 if TYPE_CHECKING:
@@ -22,7 +26,7 @@ class Decision(NamedTuple):
     """What is decided for whole sequences.
 
     Attributes:
-        sequence_kept: (B,) bool: no sequence-level criterion rejects it.
+        sequence_kept: (B,) bool: no sequence-level rejector takes it.
         sequence_weight: (B,) float64 weight of every token, at sequence and geometric level; None otherwise.
         statistics: the batch's rows.
     """
@@ -33,272 +37,305 @@ class Decision(NamedTuple):
 
 
 class _State(NamedTuple):
+    """What was read of the tokens, and the rows of statistics so far."""
+
     table: SequenceTable
-    rows: BlockRows
+    sequences: Sequences
+    blocks: BlockRows
     config: RolloutCorrectionConfig
-    sums: dict[str, Tensor]
-    moments: dict[str, Tensor]
-    extremes: dict[str, Tensor]
+    rows: Computed
 
-    @property
-    def nonempty(self) -> Tensor:
-        return self.table["counted"] > 0
+    def mean_counted(self, sums: Tensor) -> Tensor:
+        """Per-sequence sums over counted tokens, divided by their number."""
+        return sums / self.sequences.counted.clamp(min=1)
 
-    @property
-    def log_product(self) -> Tensor:
-        """S_i; −inf for a sequence with a token of probability zero."""
-        return self.table["log_ratio"].masked_fill(self.table["zero"] > 0, -torch.inf)
-
-    def average(self, sums: Tensor) -> Tensor:
-        return sums / self.table["counted"].clamp(min=1)
+    def number_of(self, sequences: Tensor) -> Tensor:
+        """How many of these sequences have a counted token, 0-d."""
+        return sequences.logical_and(self.sequences.has_counted).sum()
 
     def sample(self, name: str, values: Tensor) -> None:
-        """Describe a per-sequence value over R, where it is finite."""
-        mask = self.nonempty & values.isfinite()
-        self.moments[name], self.extremes[name] = moments_of(values, mask), extremes_of(values, mask)
+        """Describe a per-sequence value over the sequences with a counted token, where it is finite."""
+        self.rows.sample(name, values, self.sequences.has_counted)
 
 
-def decide(table: SequenceTable, rows: BlockRows, config: RolloutCorrectionConfig) -> Decision:
+def decide(table: SequenceTable, blocks: BlockRows, config: RolloutCorrectionConfig) -> Decision:
     """Weigh and reject sequences, and finish every row of statistics."""
-    state = _State(table, rows, config, {}, {}, {})
-    _mismatch(state)
-    state.extremes["safety_bound"] = torch.full_like(state.extremes["log_ratio"], config.safety_bound)
+    sequences = Sequences(
+        valid=table["valid"],
+        counted=table["counted"],
+        compared=table["compared"],
+        measured=table["measured"],
+        log_ratio=table["log_ratio"],
+        train=table["train"],
+        rollout=table["rollout"],
+    )
+    state = _State(table, sequences, blocks, config, Computed({}, {}, {}))
+    _compare(state)
+
+    # Rejection does not look at weights, nor weights at rejection; only the denominators need both.
     kept = _reject(state)
     weight = _weigh(state, kept) if config.rollout_is is not None else None
-    statistics = Statistics.of(sums=state.sums, moments=state.moments, extremes=state.extremes)
-    return Decision(kept, weight, statistics)
+    return Decision(kept, weight, state.rows.statistics(config, "torch"))
 
 
-def _mismatch(state: _State) -> None:
-    table, rows, sums = state.table, state.rows, state.sums
-    zero = table["zero"].sum()
-    sums["tokens"] = table["valid"].sum()
-    sums["sequences"] = (table["valid"] > 0).sum()
-    sums["nonfinite"] = table["missing"].sum()
-    sums["zero_probability"] = zero
-    sums["tokens_measured"] = table["measured"].sum()
-    sums["tokens_compared"] = table["compared"].sum()
-    sums["tokens_counted"] = table["counted"].sum()
+def _compare(state: _State) -> None:
+    """How far apart the policies are, whatever is done about it."""
+    table, blocks, (sums, moments, extremes) = state.table, state.blocks, state.rows
+    state.rows.add_sequences(state.sequences, state.config)
+    zero = sums["zero_probability"]
+
+    moments["log_ratio"] = blocks.merged_moments("log_ratio")
+    extremes["log_ratio"] = torch.stack([_amin(table["log_ratio_min"]), -_amin(-table["log_ratio_max"])])
+    sums["abs_log_ratio"] = blocks.sum("abs_log_ratio")
     sums["k3"] = table["k3"].sum()
-    sums["abs_log_ratio"] = rows.sum("abs_log_ratio")
-    sums["capped"] = rows.sum("capped_low") + rows.sum("capped_high")
-    # ρ² − 1 = (ρ − 1)² + 2 (ρ − 1), and −1 at probability zero.
-    sums["chi2_token"] = rows.sum("expm1_squares") + 2.0 * table["expm1"].sum() - zero
-    sums["ratio_outside_10pct"] = rows.sum("ratio_above_10pct") + rows.sum("ratio_below_10pct") + zero
-    state.moments["log_ratio"] = rows.merged_moments("log_ratio")
-    state.extremes["log_ratio"] = torch.stack([_amin(table["log_ratio_min"]), -_amin(-table["log_ratio_max"])])
-    sums["prob_diff_abs"] = rows.sum("prob_diff_abs")
-    state.extremes["prob_diff_abs"] = _unless_empty(
-        rows.merged_extremes("prob_diff_abs", zero.device), sums["tokens_compared"]
-    )
+    sums["capped"] = blocks.sum("capped_low") + blocks.sum("capped_high")
 
-    count = table["measured"].clamp(min=1)
-    seen = table["measured"] > 0
-    # Each has its own sum: a log-prob at the end of the float range leaves no digits of the other policy in d.
-    train_log_ppl, rollout_log_ppl = -table["train"] / count, -table["rollout"] / count
-    log_ppl_diff = -table["log_ratio"] / count
-    sums["sequences_measured"] = seen.sum()
-    for name, values in (
-        ("train_log_ppl", train_log_ppl),
-        ("train_ppl", train_log_ppl.exp()),
-        ("rollout_log_ppl", rollout_log_ppl),
-        ("rollout_ppl", rollout_log_ppl.exp()),
-        ("log_ppl_diff", log_ppl_diff),
-        ("log_ppl_abs_diff", log_ppl_diff.abs()),
-        ("ppl_ratio", log_ppl_diff.exp()),
-    ):
-        sums[name] = values.masked_fill(~seen, 0.0).sum()
-    state.extremes["log_ppl_diff"] = extremes_of(log_ppl_diff, seen)
-    product = state.log_product
-    sums["sequences_compared"] = state.nonempty.sum()
-    sums["chi2_seq"] = divergence.chi_squared(product).masked_fill(~state.nonempty, 0.0).sum()
-    sums["capped_sequences"] = (table["log_ratio"].abs() > divergence.CAP).logical_and_(product.isfinite()).sum()
+    # ρ² − 1 = (ρ − 1)² + 2 (ρ − 1). The blocks saw measured tokens; each one of probability zero adds −1.
+    sums["chi2_token"] = blocks.sum("expm1_squares") + 2.0 * table["expm1"].sum() - zero
+    sums["ratio_outside_10pct"] = blocks.sum("ratio_above_10pct") + blocks.sum("ratio_below_10pct") + zero
+
+    sums["prob_diff_abs"] = blocks.sum("prob_diff_abs")
+    differences = blocks.merged_extremes("prob_diff_abs", zero.device)
+    extremes["prob_diff_abs"] = _unless_empty(differences, sums["tokens_compared"])
+    extremes["safety_bound"] = torch.full_like(extremes["log_ratio"], state.config.safety_bound)
+
+
+# --- Weights ----------------------------------------------------------------------------------------------------------
 
 
 def _weigh(state: _State, kept: Tensor) -> Tensor | None:
     """Sequence weights (None at token level) and the statistics of the weights at every level."""
-    table, rows, config, sums = state.table, state.rows, state.config, state.sums
-    lower, upper = exceedance_band(config)
-    bounded = lower is not None or upper is not None
-    product, weight = state.log_product, None
+    table, config, rows, sums = state.table, state.config, state.rows, state.rows.sums
+    log_product = state.sequences.log_product
+
     if config.rollout_is == "token":
-        mean_weight = state.average(table["weight"])
-        sequence_level = state.average(table["raw"]).log()
-        kept_weight = table["kept_weight"].masked_fill(~kept, 0.0)
-        _token_rows(state, bounded)
+        weight = None
+        mean_weight = state.mean_counted(table["weight"])
+        log_mean_raw = state.mean_counted(table["raw"]).log()
+        kept_weight = table["kept_weight"]
+        _describe_token_weights(state)
     else:
-        level = product if config.rollout_is == "sequence" else state.average(product)
-        weight, mean_weight, sequence_level = _sequence_weights(state, level, bounded)
-        kept_weight = (weight * table["kept"]).masked_fill(~kept, 0.0)
+        log_weight = log_product if config.rollout_is == "sequence" else state.mean_counted(log_product)
+        raw = bounded_weights(log_weight, safety_bound=config.safety_bound)
+        weight, log_mean_raw = _bound(raw, log_weight, config), raw.log()
+        mean_weight = weight.masked_fill(~state.sequences.has_counted, 0.0)
+        kept_weight = weight * table["kept"]
+        _describe_sequence_weights(state, log_weight, raw, weight)
+
     state.sample("sequence_weight", mean_weight)
-    state.moments["unit_weight"] = state.moments["weight" if config.rollout_is == "token" else "sequence_weight"]
-    if bounded:
-        sums["is_seq_high"] = ratio_above(sequence_level, upper).logical_and_(state.nonempty).sum()
-        sums["is_seq_low"] = ratio_below(sequence_level, lower).logical_and_(state.nonempty).sum()
+    rows.moments["unit_weight"] = rows.moments["weight" if weight is None else "sequence_weight"]
+
+    # How many sequences are beyond a bound is counted before it acts.
+    lower, upper = exceedance_band(config)
+    if lower is not None or upper is not None:
+        sums["is_seq_high"] = state.number_of(ratio_above(log_mean_raw, upper))
+        sums["is_seq_low"] = state.number_of(ratio_below(log_mean_raw, lower))
     if config.is_upper is not None:
-        sums["is_low_weight"] = ratio_below(product, 1 / config.is_upper).logical_and_(state.nonempty).sum()
-    if config.is_mode == "icepop":  # tokens whose weight is 0, at every level
-        inside = rows.sum("is_inside") if weight is None else (table["counted"] * (weight > 0)).sum()
+        sums["is_low_weight"] = state.number_of(ratio_below(log_product, 1 / config.is_upper))
+    if config.is_mode == "icepop":
+        inside = state.blocks.sum("is_inside") if weight is None else (table["counted"] * (weight > 0)).sum()
         sums["is_outside"] = sums["tokens_counted"] - inside
+
+    kept_weight = kept_weight.masked_fill(~kept, 0.0)
     sums["kept_weight"] = kept_weight.sum()
     sums["kept_sequence_weight"] = (kept_weight / table["kept"].clamp(min=1)).sum()
     if config.rollout_is_batch_normalize:
-        _normalization_rows(state, kept)
+        _describe_normalization(state)
     return weight
 
 
-def _token_rows(state: _State, bounded: bool) -> None:
+def _bound(raw: Tensor, log_weight: Tensor, config: RolloutCorrectionConfig) -> Tensor:
+    """The weights of whole sequences inside the bounds that the threshold sets."""
+    bound = config.safety_bound
+    if config.is_mode == "icepop":
+        lower, upper = config.is_lower or 0.0, config.is_upper or 0.0
+        return masked_weights(log_weight, lower=lower, upper=upper, safety_bound=bound)
+    if config.is_upper is not None:
+        return truncated_weights(log_weight, upper=config.is_upper, safety_bound=bound)
+    return raw
+
+
+def _describe_token_weights(state: _State) -> None:
     """Finish the rows of token-level weights that the blocks began."""
-    rows, sums, zero = state.rows, state.sums, state.sums["zero_probability"]
-    sums["units"] = state.table["counted"].sum()
-    saturated = "capped" if state.config.safety_bound == divergence.CAP else "saturated"
-    sums["saturated_low"], sums["saturated_high"] = rows.sum(f"{saturated}_low"), rows.sum(f"{saturated}_high")
-    if bounded:
-        sums["is_high"] = rows.sum("is_high")
-        sums["is_low"] = rows.sum("is_low") + (zero if exceedance_band(state.config)[0] is not None else 0)
-    state.moments["weight"] = rows.merged_moments("weight")
-    state.moments["weight_raw"] = (
-        state.moments["weight"] if state.config.is_mode == "none" else rows.merged_moments("weight_raw")
-    )
-    raw = weight = _raw_extremes(state)
-    if state.config.is_mode == "icepop":
-        weight = rows.merged_extremes("weight", zero.device)
-    elif state.config.is_mode == "truncate":
-        weight = raw.clamp(max=state.config.is_upper)
-    state.extremes["weight_raw"] = _unless_empty(raw, sums["units"])
-    state.extremes["weight"] = _unless_empty(weight, sums["units"])
+    blocks, config, (sums, moments, extremes) = state.blocks, state.config, state.rows
+    lower, upper = exceedance_band(config)
+    sums["units"] = sums["tokens_counted"]
+
+    # Up to the cap of k3 and χ², the blocks have counted already what lies beyond the safety bound.
+    counter = "capped" if config.safety_bound == divergence.CAP else "saturated"
+    sums["saturated_low"], sums["saturated_high"] = blocks.sum(f"{counter}_low"), blocks.sum(f"{counter}_high")
+    if lower is not None or upper is not None:
+        sums["is_high"], sums["is_low"] = blocks.sum("is_high"), blocks.sum("is_low")
+        if lower is not None:
+            sums["is_low"] = sums["is_low"] + sums["zero_probability"]
+
+    raw = applied = _raw_extremes(state)
+    moments["weight"] = moments["weight_raw"] = blocks.merged_moments("weight")
+    if config.is_mode != "none":
+        moments["weight_raw"] = blocks.merged_moments("weight_raw")
+    if config.is_mode == "icepop":
+        applied = blocks.merged_extremes("weight", raw.device)
+    elif config.is_mode == "truncate":
+        applied = raw.clamp(max=config.is_upper)
+    extremes["weight_raw"] = _unless_empty(raw, sums["units"])
+    extremes["weight"] = _unless_empty(applied, sums["units"])
 
 
 def _raw_extremes(state: _State) -> Tensor:
     """(min, max) of exp(clamp(d)) from those of d, as it is monotone; zero and neutral tokens join with 0 and 1."""
-    low, high = bounded_weights(state.extremes["log_ratio"], safety_bound=state.config.safety_bound).unbind()
-    measured, zero = state.sums["tokens_measured"] > 0, state.sums["zero_probability"] > 0
-    neutral = state.sums["units"] > state.sums["tokens_compared"]
-    low, high = torch.where(measured, low, torch.inf), torch.where(measured, high, -torch.inf)
-    for joins, value in ((zero, 0.0), (neutral, 1.0)):
+    sums, _, extremes = state.rows
+    low, high = bounded_weights(extremes["log_ratio"], safety_bound=state.config.safety_bound).unbind()
+    has_measured, has_zero = sums["tokens_measured"] > 0, sums["zero_probability"] > 0
+    has_neutral = sums["units"] > sums["tokens_compared"]
+
+    low, high = torch.where(has_measured, low, torch.inf), torch.where(has_measured, high, -torch.inf)
+    for joins, value in ((has_zero, 0.0), (has_neutral, 1.0)):
         low, high = torch.where(joins, low.clamp(max=value), low), torch.where(joins, high.clamp(min=value), high)
     return torch.stack([low, high])
 
 
-def _sequence_weights(state: _State, level: Tensor, bounded: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights of whole sequences, 0 for empty ones in the second, and the log of the raw weight."""
-    config, sums, bound = state.config, state.sums, state.config.safety_bound
-    unit, finite = state.nonempty, level.isfinite()
-    raw = bounded_weights(level, safety_bound=bound)
-    if config.is_mode == "icepop":
-        lower, upper = config.is_lower or 0.0, config.is_upper or 0.0
-        weight = masked_weights(level, lower=lower, upper=upper, safety_bound=bound)
-    elif config.is_upper is not None:
-        weight = truncated_weights(level, upper=config.is_upper, safety_bound=bound)
-    else:
-        weight = raw
-    sums["units"] = unit.sum()
-    sums["saturated_low"] = (unit & finite & (level < -bound)).sum()
-    sums["saturated_high"] = (unit & (level > bound)).sum()
-    if bounded:
-        low, high = exceedance_band(config)
-        sums["is_high"] = ratio_above(level, high).logical_and_(unit).sum()
-        sums["is_low"] = ratio_below(level, low).logical_and_(unit).sum()
-    state.extremes["log_weight"] = extremes_of(level, unit & finite)
+def _describe_sequence_weights(state: _State, log_weight: Tensor, raw: Tensor, weight: Tensor) -> None:
+    """The rows of weights that a whole sequence shares: units are sequences, weights are counted once per token."""
+    (sums, moments, extremes), has_counted, bound = state.rows, state.sequences.has_counted, state.config.safety_bound
+    finite = has_counted & log_weight.isfinite()
+    lower, upper = exceedance_band(state.config)
+
+    sums["units"] = sums["sequences_counted"]
+    sums["saturated_low"] = (finite & (log_weight < -bound)).sum()
+    sums["saturated_high"] = state.number_of(log_weight > bound)
+    if lower is not None or upper is not None:
+        sums["is_high"] = state.number_of(ratio_above(log_weight, upper))
+        sums["is_low"] = state.number_of(ratio_below(log_weight, lower))
+
+    extremes["log_weight"] = extremes_of(log_weight, finite)
     for name, values in (("weight", weight), ("weight_raw", raw)):
-        state.moments[name] = _repeated_moments(values, state.table["counted"])
-        state.extremes[name] = extremes_of(values, unit)
-    return weight, weight.masked_fill(~unit, 0.0), raw.log()
+        moments[name] = _repeated_moments(values, state.table["counted"])
+        extremes[name] = extremes_of(values, has_counted)
 
 
-def _normalization_rows(state: _State, kept: Tensor) -> None:
-    """Sum and count of the weights whose mean the batch is normalised by."""
-    sums, config = state.sums, state.config
+def _describe_normalization(state: _State) -> None:
+    """Sum and count of the weights whose mean the batch is normalized by: over units, or over what is left of them."""
+    config, (sums, moments, _) = state.config, state.rows
     if config.batch_normalize_over == "valid":
-        n, mean, _ = state.moments["unit_weight"]
-        sums["norm_weight"], sums["norm_units"] = n * mean, n
+        count, mean, _ = moments["unit_weight"]
+        sums["norm_weight"], sums["norm_units"] = count * mean, count
     elif config.rollout_is == "token":
         sums["norm_weight"], sums["norm_units"] = sums["kept_weight"], sums["tokens_kept"]
     else:
         sums["norm_weight"], sums["norm_units"] = sums["kept_sequence_weight"], sums["sequences_kept"]
 
 
+# --- Rejection --------------------------------------------------------------------------------------------------------
+
+
 def _reject(state: _State) -> Tensor:
     """Which sequences every sequence-level rejector keeps, and the rows of all rejectors."""
-    table, config, sums = state.table, state.config, state.sums
-    token_rejections = {c.name: table[f"{c.name}/rejected"] for c in config.criteria if c.scope == "token"}
-    rejected = {c.name: _criterion(state, c) for c in config.criteria}
-    by_sequence = {name: mask for name, mask in rejected.items() if name not in token_rejections}
-    if config.rollout_token_veto_threshold is not None:
-        by_sequence["veto"] = table["catastrophic"] > 0
-        sums["catastrophic_tokens"], sums["vetoed_sequences"] = table["catastrophic"].sum(), by_sequence["veto"].sum()
-    if config.nonfinite == "reject_sequence":
-        by_sequence["nonfinite"] = table["missing"] > 0
-    elif config.nonfinite != "neutral":
-        token_rejections["nonfinite"] = table["missing"]
+    table, config, sums = state.table, state.config, state.rows.sums
 
+    # Every rejector looks at the response mask alone, so their order never matters. Some take single tokens, and the
+    # blocks have counted those; the others take whole sequences.
+    tokens_taken: dict[str, Tensor] = {}
+    sequences_taken: dict[str, Tensor] = {}
+    for criterion in config.criteria:
+        beyond = _criterion(state, criterion)
+        if criterion.scope == "token":
+            tokens_taken[criterion.name] = table[f"{criterion.name}/rejected"]
+        else:
+            sequences_taken[criterion.name] = beyond
+    if config.rollout_token_veto_threshold is not None:
+        vetoed = sequences_taken["veto"] = table["catastrophic"] > 0
+        sums["catastrophic_tokens"], sums["vetoed_sequences"] = table["catastrophic"].sum(), vetoed.sum()
+    if config.nonfinite == "reject_sequence":
+        sequences_taken["nonfinite"] = table["missing"] > 0
+    elif config.nonfinite != "neutral":
+        tokens_taken["nonfinite"] = table["missing"]
+
+    # A sequence stays if no sequence-level rejector takes it; its tokens stay if no token-level one takes them either.
     rejectors = torch.zeros_like(table["valid"])
-    for mask in by_sequence.values():
-        rejectors = rejectors + mask
+    for taken in sequences_taken.values():
+        rejectors = rejectors + taken
+    sequence_kept = rejectors == 0
+    tokens_kept = table["kept"]  # by every token-level rejector
+    sums["tokens_kept"] = tokens_kept.masked_fill(~sequence_kept, 0.0).sum()
+    sums["sequences_kept"] = (sequence_kept & (tokens_kept > 0)).sum()
+
     touching = rejectors
-    for count in token_rejections.values():
+    for count in tokens_taken.values():
         touching = touching + (count > 0)
-    kept = rejectors == 0
-    never, once = table["kept"], table["once"]
-    several = table["valid"] - never - once
-    sums["tokens_kept"] = never.masked_fill(~kept, 0.0).sum()
-    sums["sequences_kept"] = (kept & (never > 0)).sum()
     sums["sequences_touched"] = (touching > 0).sum()
-    crowded = torch.where(kept, several, torch.where(rejectors == 1, once + several, table["valid"]))
-    sums["rejected_by_several"] = crowded.sum()
     sums["sequences_rejected_by_several"] = (touching > 1).sum()
+    sums["rejected_by_several"] = _taken_by_several(table, rejectors).sum()
+
+    # What a criterion takes alone says what would be kept without it.
     for criterion in config.criteria:
         name, row = criterion.name, f"rs/{criterion.name}"
-        if name in token_rejections:
-            touched, tokens = token_rejections[name] > 0, token_rejections[name]
-            alone = table[f"{name}/alone"].masked_fill(~kept, 0.0)
+        if criterion.scope == "token":
+            tokens = tokens_taken[name]
+            touched = tokens > 0
+            alone = table[f"{name}/alone"].masked_fill(~sequence_kept, 0.0)
         else:
-            touched, tokens = by_sequence[name], table["valid"].masked_fill(~by_sequence[name], 0.0)
-            alone = never.masked_fill(~(touched & (rejectors == 1)), 0.0)
+            touched = sequences_taken[name]
+            tokens = table["valid"].masked_fill(~touched, 0.0)
+            alone = tokens_kept.masked_fill(~(touched & (rejectors == 1)), 0.0)
         sums[f"{row}/tokens"], sums[f"{row}/sequences"] = tokens.sum(), touched.sum()
         sums[f"{row}/tokens_alone"], sums[f"{row}/sequences_alone"] = alone.sum(), (touched & (touching == 1)).sum()
-    return kept
+    return sequence_kept
+
+
+def _taken_by_several(table: SequenceTable, rejectors: Tensor) -> Tensor:
+    """How many tokens of each sequence several rejectors take, where `rejectors` of them take the whole sequence."""
+    taken_once = table["rejected_once"]  # by token-level rejectors
+    taken_again = table["valid"] - table["kept"] - taken_once
+    beside_one = torch.where(rejectors == 1, taken_once + taken_again, table["valid"])
+    return torch.where(rejectors == 0, taken_again, beside_one)
 
 
 def _criterion(state: _State, criterion: Criterion) -> Tensor:
     """Describe one criterion and return the sequences whose statistic is beyond its bound."""
-    table, rows, sums, row = state.table, state.rows, state.sums, f"rs/{criterion.name}"
+    row, blocks, (sums, moments, extremes) = f"rs/{criterion.name}", state.blocks, state.rows
     value = _statistic(state, criterion)
+    has_counted = state.sequences.has_counted
     if criterion.kind == "k1":
         high, low = ratio_above(-value, criterion.upper), ratio_below(-value, criterion.lower)
     else:
         high, low = exceeds(value, criterion.upper), torch.zeros_like(value, dtype=torch.bool)
-    high, low = high & state.nonempty, low & state.nonempty
+    high, low = high & has_counted, low & has_counted
+
     if criterion.scope != "token":
         state.sample(row, value)
         sums[f"{row}/high"], sums[f"{row}/low"] = high.sum(), low.sum()
         return high | low
+
+    # A token criterion is described twice: for tokens, and by its mean over each sequence, which decides nothing.
     state.sample(f"{row}/seq", value)
     sums[f"{row}/seq_high"], sums[f"{row}/seq_low"] = high.sum(), low.sum()
-    sums[f"{row}/high"], sums[f"{row}/low"] = rows.sum(f"{row}/high"), rows.sum(f"{row}/low")
+    sums[f"{row}/high"], sums[f"{row}/low"] = blocks.sum(f"{row}/high"), blocks.sum(f"{row}/low")
     if criterion.kind == "k1":
-        count, mean, m2 = state.moments["log_ratio"]
-        state.moments[row] = torch.stack([count, -mean, m2])
-        state.extremes[row] = -state.extremes["log_ratio"].flip(0)
+        count, mean, m2 = moments["log_ratio"]
+        moments[row] = torch.stack([count, -mean, m2])
+        extremes[row] = -extremes["log_ratio"].flip(0)
     else:
-        state.moments[row] = rows.merged_moments(row)
-        state.extremes[row] = _unless_empty(rows.merged_extremes(row, value.device), sums["tokens_measured"])
-    return table[f"{criterion.name}/rejected"] > 0
+        moments[row] = blocks.merged_moments(row)
+        extremes[row] = _unless_empty(blocks.merged_extremes(row, value.device), sums["tokens_measured"])
+    return high | low
 
 
 def _statistic(state: _State, criterion: Criterion) -> Tensor:
     """A criterion's divergence for each sequence, (B,); a token criterion's averaged over the sequence."""
-    table = state.table
+    table, zero = state.table, state.sequences.zero
     if criterion.scope == "seq_max":
-        # k2 and k3 are convex with their minimum at 0, so their maximum lies at one end of the range of d.
-        estimate = divergence.k2 if criterion.kind == "k2" else divergence.k3
+        # The divergences are convex with their minimum at 0, so their maximum lies at one end of the range of d.
+        estimate = divergence.ESTIMATES[criterion.kind]
         ends = [table[f"log_ratio_{end}"].masked_fill(table["measured"] == 0, 0.0) for end in ("min", "max")]
         value = torch.maximum(estimate(ends[0]), estimate(ends[1]))
     else:
         value = -table["log_ratio"] if criterion.kind == "k1" else table[criterion.kind]
         if criterion.scope != "seq_sum":
-            value = state.average(value)
-    return value.masked_fill(table["zero"] > 0, torch.inf)
+            value = state.mean_counted(value)
+    return value.masked_fill(zero > 0, torch.inf)
+
+
+# --- Small sums -------------------------------------------------------------------------------------------------------
 
 
 def _repeated_moments(values: Tensor, counts: Tensor) -> Tensor:

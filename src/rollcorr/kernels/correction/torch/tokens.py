@@ -7,7 +7,7 @@ multiplied away, so nothing that stood there is seen.
 
 On a block that stays in cache an operation takes about as long to ask for as to do. So a block asks for few: whatever
 is summed over sequences lies in one buffer and is summed at once. The sums of the block follow from those, and spreads
-are then taken around the block's own means: a fixed centre would cancel what lies far from it, such as weights of e⁻²⁰
+are then taken around the block's own means: a fixed center would cancel what lies far from it, such as weights of e⁻²⁰
 described by their distance from 1.
 """
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.core.bounds import divergence_bound, log_band
-from rollcorr.core.divergence import CAP
+from rollcorr.core.divergence import CAP, ESTIMATES
 from rollcorr.kernels.correction.band import exceedance_band, zeroing_band
 from rollcorr.kernels.correction.torch.table import Block, BlockRows, SequenceTable
 
@@ -35,21 +35,31 @@ _FAR = 1e300  # beyond every value: stands in a minimum or maximum for tokens th
 def columns_of(config: RolloutCorrectionConfig) -> tuple[str, ...]:
     """What is summed over each sequence, by name.
 
-    valid, compared (log-ratio or probability zero) and measured (log-ratio) count tokens. log_ratio is d, capped
-    min(d, 20), expm1 that of d within ±20, k2 d²/2; train and rollout are log π and log μ of measured tokens. weight is
-    the applied weight of counted tokens, raw the one before truncation, where the two can differ.
+    valid, compared and measured count tokens (docs/notation.md). log_ratio is d, capped min(d, 20), expm1 that of d
+    within ±20, k2 d²/2; train and rollout are log π and log μ of measured tokens. weight is the applied weight of
+    counted tokens, raw the one before truncation, where the two can differ. kept counts the tokens that every
+    token-level rejector keeps, rejected_once those that exactly one takes.
     """
     names = ["valid", "compared", "measured", "log_ratio", "capped", "expm1"]
     judging = [criterion.name for criterion in config.criteria if criterion.scope == "token"]
     if config.rollout_is == "token":
-        names += ["weight"] + ["raw"] * (config.is_mode != "none") + ["kept_weight"] * bool(judging)
-    if any(criterion.kind == "k2" and criterion.scope != "seq_max" for criterion in config.criteria):
-        names.append("k2")
+        names.append("weight")
+        if config.is_mode != "none":
+            names.append("raw")
+        if judging:
+            names.append("kept_weight")
+    names += _kinds_to_sum(config)
     if config.rollout_token_veto_threshold is not None:
         names.append("catastrophic")
     if judging:
-        names += ["kept", "once", *(f"{name}/{what}" for name in judging for what in ("rejected", "alone"))]
+        names += ["kept", "rejected_once", *(f"{name}/{what}" for name in judging for what in ("rejected", "alone"))]
     return (*names, "train", "rollout")
+
+
+def _kinds_to_sum(config: RolloutCorrectionConfig) -> list[str]:
+    """The divergences that need a column of their own: k1 and k3 follow from others, a maximum from the range of d."""
+    kinds = {criterion.kind: None for criterion in config.criteria if criterion.scope != "seq_max"}
+    return [kind for kind in kinds if kind not in ("k1", "k3")]
 
 
 class _Scratch:
@@ -90,12 +100,12 @@ class TokenPass:
         self.table, self.rows = SequenceTable(names, sequences, device), BlockRows()
         self._config, self._scratch, self._columns = config, _Scratch(names, device), names
         self._judging = [criterion for criterion in config.criteria if criterion.scope == "token"]
-        self._summing_k2 = "k2" in names
+        self._kinds = _kinds_to_sum(config)
         self._ten_percent, self._band = log_band(0.9, 1.1), log_band(*exceedance_band(config))
         self._kept_band = zeroing_band(config)
         self._nothing = torch.zeros((), dtype=torch.float64, device=device)
         neutral = config.nonfinite == "neutral"
-        self._counted = "valid" if neutral else "compared"  # takes part in weights and criteria
+        self._counted = "valid" if neutral else "compared"
         self._positive = "positive" if neutral else "measured"  # counted, and not of probability zero
         self._samples = self._described_samples()
 
@@ -118,18 +128,21 @@ class TokenPass:
         scratch.shaped("train").copy_(train)
         scratch.shaped("rollout").copy_(rollout)
         valid, pi, mu = scratch("valid"), scratch("train"), scratch("rollout")
+
         # log π + |log μ| is finite where both are, −inf for log π = −inf over a finite log μ, and inf or NaN otherwise.
         order = torch.abs(mu, out=scratch("log_ratio")).add_(pi)
         compared = torch.lt(order, torch.inf, out=scratch("compared")).mul_(valid)
         measured = torch.gt(order, -torch.inf, out=scratch("measured")).mul_(compared)
+        if self._positive == "positive":
+            torch.sub(valid, compared, out=scratch("positive")).add_(measured)
+
+        # Probabilities are compared where log π is −inf too; a log-ratio needs both to be finite.
         scratch.log_probs.nan_to_num_(0.0, 0.0, NEVER).mul_(compared)  # a compared rollout's is finite
         self._compare_probabilities()
         scratch.log_probs.mul_(measured)
         d = torch.sub(pi, mu, out=order)
         capped = torch.clamp(d, max=CAP, out=scratch("capped"))
         torch.clamp(capped, min=-CAP, out=scratch("expm1")).expm1_()
-        if self._positive == "positive":
-            torch.sub(valid, compared, out=scratch("positive")).add_(measured)
 
     def _compare_probabilities(self) -> None:
         """|π − μ| of compared tokens."""
@@ -151,6 +164,8 @@ class TokenPass:
         low, high = self._ten_percent
         rows.add("ratio_above_10pct", torch.gt(d, high, out=work).sum())
         rows.add("ratio_below_10pct", torch.lt(d, low, out=work).sum())
+
+        # Unmeasured tokens, whose d is 0, are moved out of the way of the smallest and of the largest.
         outside = torch.eq(scratch("measured"), 0.0, out=scratch("spare"))
         torch.add(d, outside, alpha=_FAR, out=work)
         self.table.extreme("log_ratio_min", scratch.shaped("work"), block)
@@ -163,10 +178,13 @@ class TokenPass:
         if config.rollout_is != "token":
             out.copy_(scratch.shaped(self._counted))  # the sequence's weight is multiplied in at the end
             return
+
+        # How many are beyond a bound is counted before it acts.
         d, positive, work = scratch("log_ratio"), scratch(self._positive), scratch("work")
         low, high = self._band
         rows.add("is_high", torch.dot(torch.gt(d, high, out=work), positive))
         rows.add("is_low", torch.dot(torch.lt(d, low, out=work), positive))  # probability zero is added later
+
         weight = scratch("weight")
         raw = weight if config.is_mode == "none" else scratch("raw")
         if bound == CAP:
@@ -176,6 +194,7 @@ class TokenPass:
             rows.add("saturated_low", torch.lt(d, -bound, out=work).sum())
             torch.clamp(d, -bound, bound, out=raw).exp_()
         raw.mul_(positive)
+
         if config.is_mode == "truncate":
             torch.clamp(raw, max=config.is_upper, out=weight)
         elif config.is_mode == "icepop":
@@ -213,31 +232,45 @@ class TokenPass:
     def _reject(self, loss_mask: Tensor) -> None:
         """Token-level rejections, and what sequence-level ones need of every token."""
         config, scratch = self._config, self._scratch
-        rejecting_missing = config.nonfinite in ("reject_token", "raise")
-        if self._summing_k2:
-            torch.square(scratch("log_ratio"), out=scratch("k2")).mul_(0.5)
+        for kind in self._kinds:
+            self._estimate(kind)
         if config.rollout_token_veto_threshold is not None:
             low, _ = log_band(config.rollout_token_veto_threshold, None)
             below = torch.lt(scratch("log_ratio"), low, out=scratch("catastrophic"))
             below.mul_(scratch(self._positive)).add_(self._zero())
+
+        # Every rejector looks at the response mask alone, and a token stays if none of them takes it.
+        rejects_missing = config.nonfinite in ("reject_token", "raise")
         if not self._judging:
-            loss_mask.copy_(scratch.shaped("compared" if rejecting_missing else "valid"))
+            loss_mask.copy_(scratch.shaped("compared" if rejects_missing else "valid"))
             return
         rejectors = torch.sub(scratch("valid"), scratch("compared"), out=scratch("rejectors"))
-        if not rejecting_missing:
+        if not rejects_missing:
             rejectors.zero_()
         for criterion in self._judging:
             rejectors.add_(self._judge(criterion))
-        once = torch.eq(rejectors, 1.0, out=scratch("once"))
         kept = torch.eq(rejectors, 0.0, out=scratch("kept")).mul_(scratch("valid"))
-        for criterion in self._judging:
-            torch.mul(scratch(f"{criterion.name}/rejected"), once, out=scratch(f"{criterion.name}/alone"))
-        if config.rollout_is == "token":
-            torch.mul(scratch("weight"), kept, out=scratch("kept_weight"))
         loss_mask.copy_(scratch.shaped("kept"))
 
+        rejected_once = torch.eq(rejectors, 1.0, out=scratch("rejected_once"))
+        for criterion in self._judging:
+            rejected = scratch(f"{criterion.name}/rejected")
+            torch.mul(rejected, rejected_once, out=scratch(f"{criterion.name}/alone"))
+        if config.rollout_is == "token":
+            torch.mul(scratch("weight"), kept, out=scratch("kept_weight"))
+
+    def _estimate(self, kind: str) -> None:
+        """A divergence of every token; 0 where nothing is measured, as d is 0 there."""
+        d, values = self._scratch("log_ratio"), self._scratch(kind)
+        if kind == "k2":
+            torch.square(d, out=values).mul_(0.5)
+        elif kind == "k3":
+            torch.sub(self._scratch("expm1"), self._scratch("capped"), out=values)
+        else:
+            values.copy_(ESTIMATES[kind](d))
+
     def _judge(self, criterion: Criterion) -> Tensor:
-        """The tokens that a token-level criterion rejects; its own counts, squares and extremes on the way."""
+        """The tokens that a token-level criterion rejects; its counts, squares and extremes on the way."""
         scratch, rows, row = self._scratch, self.rows, f"rs/{criterion.name}"
         d, rejected = scratch("log_ratio"), scratch(f"{criterion.name}/rejected")
         if criterion.kind == "k1":
@@ -249,9 +282,11 @@ class TokenPass:
             above = torch.gt(d, high, out=scratch("work")).mul_(positive)
             rows.add(f"{row}/high", above.sum())
             return rejected.add_(above)
-        values = scratch(criterion.kind)
+
+        # A divergence has one bound, and probability zero is beyond it: its k2 and k3 are infinite.
         if criterion.kind == "k3":
-            torch.sub(scratch("expm1"), scratch("capped"), out=values)
+            self._estimate("k3")
+        values = scratch(criterion.kind)
         rows.extremes(row, *self._ends(values, "measured"))
         torch.gt(values, divergence_bound(criterion.upper), out=rejected).add_(self._zero())
         rows.add(f"{row}/high", rejected.sum())

@@ -16,11 +16,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
-from rollcorr.core.boundary import why_no_address, why_no_kernel
-from rollcorr.kernels.correction.output import CorrectionOutput, Out
-from rollcorr.kernels.correction.torch.blocks import blocked_correction
+from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, why_no_addresses
+from rollcorr.kernels.correction.torch.blocks import torch_correction
+from rollcorr.kernels.correction.triton.plan import abilities
 
 if TYPE_CHECKING:
     from rollcorr.config import RolloutCorrectionConfig
@@ -32,25 +31,23 @@ OLDEST_TRITON = (3, 4)
 """Kernels take tuples and plain dataclasses."""
 
 
-def why_not(train: Tensor, rollout: Tensor, mask: Tensor, config: RolloutCorrectionConfig) -> str | None:
+def why_not(batch: Batch, config: RolloutCorrectionConfig) -> str | None:
     """Why the Triton kernels cannot take this batch, or None when they can."""
-    if (tracing := why_no_kernel()) is not None:
-        return tracing
-    for name, tensor in (("train_log_prob", train), ("rollout_log_prob", rollout), ("response_mask", mask)):
-        if (hidden := why_no_address(tensor)) is not None:
-            return f"{name} is {hidden}"
+    if (hidden := why_no_addresses(batch)) is not None:
+        return hidden
+    for name, tensor in batch.named:
         if tensor.device.type != "cuda" and not interpreted():
             return f"{name} is on {tensor.device}, and they run on CUDA and ROCm devices"
-        if tensor.device != train.device:
-            return f"{name} is on {tensor.device}, train_log_prob on {train.device}"
-    for name, tensor in (("train_log_prob", train), ("rollout_log_prob", rollout)):
+        if tensor.device != batch.train.device:
+            return f"{name} is on {tensor.device}, train_log_prob on {batch.train.device}"
+    for name, tensor in batch.named[:2]:
         if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
             return f"{name} is {tensor.dtype}, and they read bfloat16, float16, float32 and float64"
-    if mask.is_complex():
-        return f"response_mask is {mask.dtype}"
+    if batch.mask.is_complex():
+        return f"response_mask is {batch.mask.dtype}"
     if config.safety_bound > LARGEST_SAFETY_BOUND:
         return f"safety_bound is {config.safety_bound:g}, and they hold weights up to e^{LARGEST_SAFETY_BOUND:g}"
-    return status()
+    return abilities().why_not(config) or status()
 
 
 @lru_cache(maxsize=1)
@@ -69,14 +66,7 @@ def status() -> str | None:
 
 
 def triton_correction(
-    train_log_prob: Tensor,
-    rollout_log_prob: Tensor,
-    mask: Tensor,
-    config: RolloutCorrectionConfig,
-    *,
-    cu_seqlens: Tensor | None = None,
-    out: Out | None = None,
-    splits: int | None = None,
+    batch: Batch, config: RolloutCorrectionConfig, *, out: Out | None = None, splits: int | None = None
 ) -> CorrectionOutput:
     """As `rollcorr.kernels.correction.correction_kernel`; the mask may hold numbers.
 
@@ -84,11 +74,8 @@ def triton_correction(
     Log-ratios beyond ±1e16 count as that. With `TRITON_INTERPRET=1` in the environment tensors may be on the CPU.
 
     Args:
-        train_log_prob: log π, nats. (B, T), or (N,) when packed.
-        rollout_log_prob: log μ, nats. Same shape.
-        mask: non-zero on response tokens. Same shape; any dtype.
+        batch: what to correct; the mask may be of any dtype.
         config: what to compute.
-        cu_seqlens: (B + 1,) token offsets, only when packed.
         out: buffers for the weights and the loss mask.
         splits: programs that share a sequence: a power of two, at most 64. None chooses by shape.
 
@@ -97,17 +84,15 @@ def triton_correction(
         ValueError: the batch is not one that the kernels take (`why_not`).
     """
     if (missing := status()) is not None:
-        raise ImportError(f"impl='triton' cannot run here: {missing}; or use impl='auto' or 'blocked'")
-    reason = why_not(train_log_prob, rollout_log_prob, mask, config)
+        raise ImportError(f"impl='triton' cannot run here: {missing}; or use impl='auto' or 'torch'")
+    reason = why_not(batch, config)
     if reason is not None:
-        raise ValueError(f"impl='triton' cannot take this batch: {reason}; use impl='auto' or 'blocked'")
-    if mask.numel() == 0:
-        return blocked_correction(train_log_prob, rollout_log_prob, mask != 0, config, cu_seqlens=cu_seqlens, out=out)
+        raise ValueError(f"impl='triton' cannot take this batch: {reason}; use impl='auto' or 'torch'")
+    if batch.mask.numel() == 0:
+        return torch_correction(batch._replace(mask=batch.mask != 0), config, out=out)
     from rollcorr.kernels.correction.triton.launch import launch_correction
 
-    return launch_correction(
-        train_log_prob, rollout_log_prob, mask, config, cu_seqlens=cu_seqlens, out=out, splits=splits
-    )
+    return launch_correction(batch, config, out=out, splits=splits)
 
 
 def interpreted() -> bool:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rollcorr.core.layout import sequence_count
 from rollcorr.core.statistics import STATISTICS_DTYPE
-from rollcorr.kernels.correction.output import CorrectionOutput, Out, outputs
+from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, outputs
+from rollcorr.kernels.correction.rows import empty_statistics
 from rollcorr.kernels.correction.triton.final_pass import ROWS, finish
-from rollcorr.kernels.correction.triton.plan import empty_rows, limits_of, plan_of
+from rollcorr.kernels.correction.triton.plan import limits_of, plan_of
 from rollcorr.kernels.correction.triton.sequence_pass import decide_sequences
 from rollcorr.kernels.correction.triton.token_pass import BLOCK, read_tokens
+from rollcorr.kernels.gpu_launch import Launch
 
 if TYPE_CHECKING:
     from rollcorr.config import RolloutCorrectionConfig
@@ -25,24 +25,6 @@ PROGRAMS = 2048
 MOST_SPLITS = 64
 ALIGNMENT = 16
 """Tokens: a row of which this divides the length starts where vector loads and stores can."""
-
-
-class Launch(NamedTuple):
-    """One kernel launch.
-
-    Attributes:
-        kernel: the Triton function.
-        programs: size of the grid.
-        arguments: what it is given at run time, by name.
-        constants: what it is compiled for, by name.
-        warps: warps of a program. A lane of the token pass is then a thread on either vendor's hardware.
-    """
-
-    kernel: Any
-    programs: int
-    arguments: dict[str, Any]
-    constants: dict[str, Any]
-    warps: int
 
 
 class Buffers(NamedTuple):
@@ -59,35 +41,22 @@ class Buffers(NamedTuple):
 
 
 def launch_correction(
-    train_log_prob: Tensor,
-    rollout_log_prob: Tensor,
-    mask: Tensor,
-    config: RolloutCorrectionConfig,
-    *,
-    cu_seqlens: Tensor | None,
-    out: Out | None = None,
-    splits: int | None = None,
+    batch: Batch, config: RolloutCorrectionConfig, *, out: Out | None = None, splits: int | None = None
 ) -> CorrectionOutput:
     """As `rollcorr.kernels.correction.correction_kernel`, for a batch that holds at least one token.
 
     Args:
-        train_log_prob: (B, T), or (N,) when packed.
-        rollout_log_prob: same shape.
-        mask: same shape.
+        batch: what to correct.
         config: what to compute.
-        cu_seqlens: (B + 1,), only when packed.
         out: buffers for weights and loss mask.
         splits: programs for each sequence; a power of two, at most 64. None chooses by shape.
     """
-    B = sequence_count(mask, cu_seqlens=cu_seqlens)
-    splits = splits or choose_splits(mask.numel(), B)
-    buffers = make_buffers(mask, B, splits, config, out)
-    with torch.cuda.device(mask.device) if mask.device.type == "cuda" else nullcontext():
-        for launch in launches((train_log_prob, rollout_log_prob, mask), cu_seqlens, buffers, splits, config):
-            launch.kernel[(launch.programs,)](
-                **launch.arguments, **launch.constants, num_warps=launch.warps, enable_fp_fusion=True
-            )
-    statistics = empty_rows(config).unpack(buffers.rows)
+    mask = batch.mask
+    splits = splits or choose_splits(mask.numel(), batch.sequences)
+    buffers = make_buffers(mask, batch.sequences, splits, config, out)
+    for launch in launches(batch, buffers, splits, config):
+        launch.run(enable_fp_fusion=True)
+    statistics = empty_statistics(config, "meta").unpack(buffers.rows)
     return CorrectionOutput(buffers.weights, buffers.loss_mask, buffers.sequence_kept, statistics)
 
 
@@ -126,22 +95,16 @@ def make_buffers(
     )
 
 
-def launches(
-    inputs: tuple[Tensor, Tensor, Tensor],
-    cu_seqlens: Tensor | None,
-    buffers: Buffers,
-    splits: int,
-    config: RolloutCorrectionConfig,
-) -> list[Launch]:
+def launches(batch: Batch, buffers: Buffers, splits: int, config: RolloutCorrectionConfig) -> list[Launch]:
     """The three launches, in order. Reads shapes only, so it also serves to compile without a GPU."""
     plan, limits = plan_of(config), limits_of(config)
-    train, rollout, mask = (_as_bytes(x.contiguous()) for x in inputs)
+    train, rollout, mask = (_as_bytes(x.contiguous()) for _, x in batch.named)
     loss_mask, sequence_kept = _as_bytes(buffers.loss_mask), _as_bytes(buffers.sequence_kept)
     sequences, T = buffers.alive.numel(), mask.shape[-1]
-    packed = cu_seqlens is not None
+    packed = batch.cu_seqlens is not None
     # A pointer that a kernel does not use must still be one.
     shared = {
-        "cu_seqlens": buffers.alive if cu_seqlens is None else cu_seqlens.contiguous(),
+        "cu_seqlens": buffers.alive if batch.cu_seqlens is None else batch.cu_seqlens.contiguous(),
         "weights": buffers.sequence_weight if buffers.weights is None else buffers.weights,
         "loss_mask": loss_mask,
         "T": T,
@@ -150,32 +113,18 @@ def launches(
     layout = {"PLAN": plan, "PACKED": packed, "ALIGN": ALIGNMENT if packed else _alignment(T)}
     shares, sets = sequences * splits, buffers.row_sets.shape[0]
     decided = {"sequence_weight": buffers.sequence_weight, "alive": buffers.alive}
+    mergers = -(-len(plan.sums) // ROWS.value)
+    read = {"train": train, "rollout": rollout, "mask": mask, "tokens": mask.numel()}
+    left = {"table": buffers.table, "limits": limits}
+    written = {"all_rows": buffers.row_sets, "sequence_kept": sequence_kept, "sequences": sequences}
+    merged = {"all_rows": buffers.row_sets, "merged": buffers.rows, "sets": sets}
+    of_sequences = {"PLAN": plan, "SEQUENCES": sequences_for_each(splits), "SPLITS": splits}
+
+    # A lane of the token pass is a thread on either vendor's hardware with four warps.
     return [
-        Launch(
-            read_tokens,
-            shares,
-            shared
-            | {"train": train, "rollout": rollout, "mask": mask, "table": buffers.table, "limits": limits}
-            | {"tokens": mask.numel()},
-            layout,
-            4,
-        ),
-        Launch(
-            decide_sequences,
-            sets,
-            decided
-            | {"table": buffers.table, "all_rows": buffers.row_sets, "sequence_kept": sequence_kept}
-            | {"limits": limits, "sequences": sequences},
-            {"PLAN": plan, "SEQUENCES": sequences_for_each(splits), "SPLITS": splits},
-            1,
-        ),
-        Launch(
-            finish,
-            -(-len(plan.sums) // ROWS.value) + (shares if plan.spreads else 0),
-            shared | decided | {"all_rows": buffers.row_sets, "merged": buffers.rows, "sets": sets},
-            layout,
-            4,
-        ),
+        Launch(read_tokens, (shares,), shared | read | left, layout),
+        Launch(decide_sequences, (sets,), decided | left | written, of_sequences, warps=1),
+        Launch(finish, (mergers + (shares if plan.spreads else 0),), shared | decided | merged, layout),
     ]
 
 

@@ -1,21 +1,20 @@
-"""What the Triton kernels specialise on: a configuration as constants, and where each number is kept.
+"""What the Triton kernels specialize on: a configuration as constants, and where each number is kept.
 
 Kernels address columns, rows and limits by name. Names become indices when a kernel is compiled.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING
-
-import torch
 
 from rollcorr.core.bounds import divergence_bound, log_band
 from rollcorr.core.divergence import CAP
-from rollcorr.core.statistics import Statistics
 from rollcorr.kernels.correction.band import exceedance_band
-from rollcorr.kernels.correction.torch.blocks import blocked_correction
+from rollcorr.kernels.correction.rows import CRITERION_ROWS, Abilities, empty_statistics, missing_rows
 
 if TYPE_CHECKING:
     from rollcorr.config import Criterion, RolloutCorrectionConfig
@@ -82,18 +81,22 @@ class Plan:
         return self.rejects_sequences or self.level in ("sequence", "geometric")
 
 
-@lru_cache(maxsize=64)
-def empty_rows(config: RolloutCorrectionConfig) -> Statistics:
-    """The rows of a configuration, without values: the torch twin is asked on the meta device."""
-    with torch.device("meta"):
-        nothing, mask = torch.zeros(1, 1, device="cpu"), torch.zeros(1, 1, dtype=torch.bool, device="cpu")
-        return blocked_correction(nothing, nothing, mask, config).statistics
+@cache
+def abilities() -> Abilities:
+    """What the kernels compute. Their rows are those that the source of the sequence pass names."""
+    source = Path(__file__).with_name("sequence_pass.py").read_text(encoding="utf-8")
+    # A criterion's rows have no names there: it writes all of them, in the order of the list.
+    computed = {
+        kind: {*re.findall(rf'PLAN\.{kind}\["(\w+)"\]', source), *(r.name for r in CRITERION_ROWS if r.kind == kind)}
+        for kind in ("sums", "moments", "extremes")
+    }
+    return Abilities(missing_rows(computed), ("k1", "k2", "k3"), ("token", "seq_sum", "seq_mean", "seq_max"))
 
 
 @lru_cache(maxsize=64)
 def plan_of(config: RolloutCorrectionConfig) -> Plan:
     """The constants for a configuration."""
-    names = empty_rows(config).names
+    names = empty_statistics(config, "meta").names
     sums, moments, extremes = Slots(names["sums"]), Slots(names["moments"]), Slots(names["extremes"])
     lower, upper = exceedance_band(config)
     normalize = config.batch_normalize_over if config.rollout_is_batch_normalize else "none"
@@ -169,7 +172,7 @@ def _columns(config: RolloutCorrectionConfig) -> tuple[str, ...]:
         names += ["is_low", "is_high", "outside_band", "saturated_low", "saturated_high", "counted"]
         names += ["raw_mean", "raw_m2", "weight_mean", "weight_m2", "weight_min", "weight_max", "kept_weight"]
     token_kinds = [c.kind for c in config.criteria if c.scope == "token"]
-    names += ["kept", "once"] if token_kinds else []
+    names += ["kept", "rejected_once"] if token_kinds else []
     for kind in token_kinds:
         names += [f"{kind}_low", f"{kind}_high", f"{kind}_alone"]
         names += [f"{kind}_mean", f"{kind}_m2", f"{kind}_min", f"{kind}_max"]

@@ -93,8 +93,8 @@ def put_range(rows, SLOT: tl.constexpr, values, mask, PLAN: tl.constexpr):
 
 
 @triton.jit
-def put_sample(rows, MOMENTS: tl.constexpr, EXTREMES: tl.constexpr, values, nonempty, PLAN: tl.constexpr):
+def put_sample(rows, MOMENTS: tl.constexpr, EXTREMES: tl.constexpr, values, has_counted, PLAN: tl.constexpr):
     """Describe a per-sequence value, where it is finite."""
-    mask = nonempty & (tl.abs(values) < INFINITY)
+    mask = has_counted & (tl.abs(values) < INFINITY)
     put_moments(rows, MOMENTS, values, mask.to(tl.float64), PLAN)
     put_range(rows, EXTREMES, values, mask, PLAN)

@@ -63,7 +63,7 @@ def _mismatch(rows, cells, there, valid, measured, zero, log_ratio, low, high, l
 
 
 @triton.jit
-def _perplexities(rows, train, rollout, measured, log_ratio, product, nonempty, PLAN: tl.constexpr):
+def _perplexities(rows, train, rollout, measured, log_ratio, product, has_counted, PLAN: tl.constexpr):
     """Perplexities of both policies, and what is made of sums over sequences."""
     count, seen = tl.maximum(measured, 1.0), measured > 0
     train_log, rollout_log, difference = -train / count, -rollout / count, -log_ratio / count
@@ -76,10 +76,10 @@ def _perplexities(rows, train, rollout, measured, log_ratio, product, nonempty, 
     put(rows, PLAN.sums["log_ppl_abs_diff"], tl.where(seen, tl.abs(difference), 0.0))
     put(rows, PLAN.sums["ppl_ratio"], tl.where(seen, tl.exp(difference), 0.0))
     put_range(rows, PLAN.extremes["log_ppl_diff"], difference, seen, PLAN)
-    put(rows, PLAN.sums["sequences_compared"], nonempty)
+    put(rows, PLAN.sums["sequences_counted"], has_counted)
     clamped = tl.minimum(tl.maximum(product, -CAP), CAP)
     em1 = k3_of(clamped) + clamped
-    put(rows, PLAN.sums["chi2_seq"], tl.where(nonempty, em1 * (em1 + 2.0), 0.0))
+    put(rows, PLAN.sums["chi2_seq"], tl.where(has_counted, em1 * (em1 + 2.0), 0.0))
     put(rows, PLAN.sums["capped_sequences"], (tl.abs(log_ratio) > CAP) & (product > -INFINITY))
 
 
@@ -113,12 +113,12 @@ def _criterion(
     """Describe a criterion; return the tokens that a token criterion rejects, or whether it rejects the sequence."""
     C: tl.constexpr = PLAN.criteria[WHICH]
     value = _statistic(cells, there, counted, zero, measured, log_ratio, low, high, WHICH, PLAN)
-    nonempty = counted > 0
+    has_counted = counted > 0
     if C.kind == "k1":
-        above, below = nonempty & (-value > limits[C.limit + 1]), nonempty & (-value < limits[C.limit])
+        above, below = has_counted & (-value > limits[C.limit + 1]), has_counted & (-value < limits[C.limit])
     else:
-        above, below = nonempty & (value > limits[C.limit + 1]), nonempty & (value != value)
-    put_sample(rows, C.moments, C.extremes, value, nonempty, PLAN)
+        above, below = has_counted & (value > limits[C.limit + 1]), has_counted & (value != value)
+    put_sample(rows, C.moments, C.extremes, value, has_counted, PLAN)
     put(rows, C.statistic_sums, above)
     put(rows, C.statistic_sums + 1, below)
     touched = above | below
@@ -151,8 +151,8 @@ def _token_rows(rows, cells, there, low, high, WHICH: tl.constexpr, PLAN: tl.con
 
 @triton.jit
 def _reject(
-    rows, cells, there, valid, counted, missing, zero, measured, log_ratio, low, high, never, once, limits,
-    PLAN: tl.constexpr,
+    rows, cells, there, valid, counted, missing, zero, measured, log_ratio, low, high, tokens_kept, rejected_once,
+    limits, PLAN: tl.constexpr,
 ):  # fmt: skip
     """Which sequences every sequence-level rejector keeps, and the rows of all rejectors."""
     touched = valid.to(tl.int32) * 0  # a bit for each criterion
@@ -176,12 +176,12 @@ def _reject(
     if PLAN.nonfinite == "reject_sequence":
         rejectors += (missing > 0).to(tl.int32)
     kept = rejectors == 0
-    several = valid - never - once
-    crowded = tl.where(kept, several, tl.where(rejectors == 1, once + several, valid))
-    put(rows, PLAN.sums["tokens_kept"], tl.where(kept, never, 0.0))
-    put(rows, PLAN.sums["sequences_kept"], kept & (never > 0))
+    taken_again = valid - tokens_kept - rejected_once
+    taken_by_several = tl.where(kept, taken_again, tl.where(rejectors == 1, rejected_once + taken_again, valid))
+    put(rows, PLAN.sums["tokens_kept"], tl.where(kept, tokens_kept, 0.0))
+    put(rows, PLAN.sums["sequences_kept"], kept & (tokens_kept > 0))
     put(rows, PLAN.sums["sequences_touched"], touching > 0)
-    put(rows, PLAN.sums["rejected_by_several"], crowded)
+    put(rows, PLAN.sums["rejected_by_several"], taken_by_several)
     put(rows, PLAN.sums["sequences_rejected_by_several"], touching > 1)
     for i in tl.static_range(len(PLAN.criteria)):
         hit = ((touched >> i) & 1) == 1
@@ -193,7 +193,7 @@ def _reject(
             alone = tl.where(kept, alone, 0.0)
         else:
             tokens = tl.where(hit, valid, 0.0)
-            alone = tl.where(hit & (rejectors == 1), never, 0.0)
+            alone = tl.where(hit & (rejectors == 1), tokens_kept, 0.0)
         put(rows, PLAN.criteria[i].rejection_sums, tokens)
         put(rows, PLAN.criteria[i].rejection_sums + 1, hit)
         put(rows, PLAN.criteria[i].rejection_sums + 2, alone)
@@ -202,11 +202,11 @@ def _reject(
 
 
 @triton.jit
-def _sequence_weights(rows, level, counted, nonempty, limits, PLAN: tl.constexpr):
+def _sequence_weights(rows, level, counted, has_counted, limits, PLAN: tl.constexpr):
     """Weights of whole sequences, and their rows. An empty sequence weighs 1."""
     bound = limits[PLAN.limits["safety_bound"]]
     low, high = limits[PLAN.limits["band_low"]], limits[PLAN.limits["band_high"]]
-    finite = nonempty & (level > -INFINITY)
+    finite = has_counted & (level > -INFINITY)
     bounded = tl.minimum(tl.maximum(level, -bound), bound)
     raw = tl.where(level > -INFINITY, tl.exp(bounded), 0.0)
     weight = raw
@@ -214,19 +214,19 @@ def _sequence_weights(rows, level, counted, nonempty, limits, PLAN: tl.constexpr
         weight = tl.minimum(raw, limits[PLAN.limits["ceiling"]])
     if PLAN.mode == "icepop":
         weight = tl.where((bounded >= low) & (bounded <= high), raw, 0.0)
-    put(rows, PLAN.sums["units"], nonempty)
+    put(rows, PLAN.sums["units"], has_counted)
     put(rows, PLAN.sums["saturated_low"], finite & (level < -bound))
-    put(rows, PLAN.sums["saturated_high"], nonempty & (level > bound))
+    put(rows, PLAN.sums["saturated_high"], has_counted & (level > bound))
     if PLAN.banded:
-        put(rows, PLAN.sums["is_high"], nonempty & (level > high))
-        put(rows, PLAN.sums["is_low"], nonempty & (level < low))
+        put(rows, PLAN.sums["is_high"], has_counted & (level > high))
+        put(rows, PLAN.sums["is_low"], has_counted & (level < low))
     if PLAN.mode == "icepop":
         put(rows, PLAN.sums["is_outside"], tl.where(weight == 0.0, counted, 0.0))
     put_range(rows, PLAN.extremes["log_weight"], level, finite, PLAN)
     put_moments(rows, PLAN.moments["weight"], weight, counted, PLAN)
     put_moments(rows, PLAN.moments["weight_raw"], raw, counted, PLAN)
-    put_range(rows, PLAN.extremes["weight"], weight, nonempty, PLAN)
-    put_range(rows, PLAN.extremes["weight_raw"], raw, nonempty, PLAN)
+    put_range(rows, PLAN.extremes["weight"], weight, has_counted, PLAN)
+    put_range(rows, PLAN.extremes["weight_raw"], raw, has_counted, PLAN)
     return weight
 
 
@@ -275,13 +275,13 @@ def _token_weights(rows, cells, there, counted, zero, compared, low, high, limit
 
 @triton.jit
 def _weight_rows(
-    rows, mean_weight, sequence_level, product, kept_weight, never, kept, counted, limits, PLAN: tl.constexpr
+    rows, mean_weight, sequence_level, product, kept_weight, tokens_kept, kept, counted, limits, PLAN: tl.constexpr
 ):
     """The rows that weights of every level have."""
-    nonempty = counted > 0
-    put_sample(rows, PLAN.moments["sequence_weight"], PLAN.extremes["sequence_weight"], mean_weight, nonempty, PLAN)
+    has_counted = counted > 0
+    put_sample(rows, PLAN.moments["sequence_weight"], PLAN.extremes["sequence_weight"], mean_weight, has_counted, PLAN)
     if PLAN.level != "token":
-        finite = nonempty & (tl.abs(mean_weight) < INFINITY)
+        finite = has_counted & (tl.abs(mean_weight) < INFINITY)
         put_moments(rows, PLAN.moments["unit_weight"], mean_weight, finite.to(tl.float64), PLAN)
     if PLAN.level != "token":
         # The log of the raw weight: after the safety bound, and still −inf at probability zero.
@@ -289,25 +289,25 @@ def _weight_rows(
         bounded = tl.minimum(tl.maximum(sequence_level, -bound), bound)
         sequence_level = tl.where(sequence_level > -INFINITY, bounded, sequence_level)
     if PLAN.banded:
-        put(rows, PLAN.sums["is_seq_high"], nonempty & (sequence_level > limits[PLAN.limits["band_high"]]))
-        put(rows, PLAN.sums["is_seq_low"], nonempty & (sequence_level < limits[PLAN.limits["band_low"]]))
+        put(rows, PLAN.sums["is_seq_high"], has_counted & (sequence_level > limits[PLAN.limits["band_high"]]))
+        put(rows, PLAN.sums["is_seq_low"], has_counted & (sequence_level < limits[PLAN.limits["band_low"]]))
     if PLAN.mode != "none":
-        put(rows, PLAN.sums["is_low_weight"], nonempty & (product < limits[PLAN.limits["low_weight"]]))
-    kept_share = kept_weight / tl.maximum(never, 1.0)
+        put(rows, PLAN.sums["is_low_weight"], has_counted & (product < limits[PLAN.limits["low_weight"]]))
+    kept_share = kept_weight / tl.maximum(tokens_kept, 1.0)
     put(rows, PLAN.sums["kept_weight"], kept_weight)
     put(rows, PLAN.sums["kept_sequence_weight"], kept_share)
-    units = kept & (never > 0)
+    units = kept & (tokens_kept > 0)
     if PLAN.normalize == "valid":
         if PLAN.level == "token":
-            put(rows, PLAN.sums["norm_weight"], counted * tl.where(nonempty, mean_weight, 0.0))
+            put(rows, PLAN.sums["norm_weight"], counted * tl.where(has_counted, mean_weight, 0.0))
             put(rows, PLAN.sums["norm_units"], counted)
         else:
-            put(rows, PLAN.sums["norm_weight"], tl.where(nonempty, mean_weight, 0.0))
-            put(rows, PLAN.sums["norm_units"], nonempty)
+            put(rows, PLAN.sums["norm_weight"], tl.where(has_counted, mean_weight, 0.0))
+            put(rows, PLAN.sums["norm_units"], has_counted)
     if PLAN.normalize == "kept":
         if PLAN.level == "token":
             put(rows, PLAN.sums["norm_weight"], kept_weight)
-            put(rows, PLAN.sums["norm_units"], tl.where(kept, never, 0.0))
+            put(rows, PLAN.sums["norm_units"], tl.where(kept, tokens_kept, 0.0))
         else:
             put(rows, PLAN.sums["norm_weight"], kept_share)
             put(rows, PLAN.sums["norm_units"], units)
@@ -330,7 +330,7 @@ def decide_sequences(
     zero = column(cells, there, PLAN.columns["zero"])
     missing = valid - measured - zero
     counted = valid if PLAN.nonfinite == "neutral" else measured + zero
-    nonempty = counted > 0
+    has_counted = counted > 0
     log_ratio = product_sum(cells, there, N, PLAN.columns["log_ratio_mean"])
     low = lowest(cells, there, PLAN.columns["log_ratio_min"])
     high = highest(cells, there, PLAN.columns["log_ratio_max"])
@@ -338,15 +338,15 @@ def decide_sequences(
     train = column(cells, there, PLAN.columns["train"]) / SHRINK
     rollout = column(cells, there, PLAN.columns["rollout"]) / SHRINK
     _mismatch(rows, cells, there, valid, measured, zero, log_ratio, low, high, limits, PLAN)
-    _perplexities(rows, train, rollout, measured, log_ratio, product, nonempty, PLAN)
+    _perplexities(rows, train, rollout, measured, log_ratio, product, has_counted, PLAN)
     if PLAN.token_criteria:
-        never = column(cells, there, PLAN.columns["kept"])
-        once = column(cells, there, PLAN.columns["once"])
+        tokens_kept = column(cells, there, PLAN.columns["kept"])
+        rejected_once = column(cells, there, PLAN.columns["rejected_once"])
     else:
-        once = missing if PLAN.nonfinite == "reject_token" else missing * 0.0
-        never = valid - once
+        rejected_once = missing if PLAN.nonfinite == "reject_token" else missing * 0.0
+        tokens_kept = valid - rejected_once
     kept = _reject(
-        rows, cells, there, valid, counted, missing, zero, measured, log_ratio, low, high, never, once,
+        rows, cells, there, valid, counted, missing, zero, measured, log_ratio, low, high, tokens_kept, rejected_once,
         limits, PLAN,
     )  # fmt: skip
     if PLAN.level == "token":
@@ -362,13 +362,13 @@ def decide_sequences(
             kept_weight = column(cells, there, PLAN.columns["kept_weight"])
         kept_weight = tl.where(kept, kept_weight, 0.0)
         level = tl.where(raw > 0, tl.log(raw / average), -INFINITY)
-        _weight_rows(rows, total / average, level, product, kept_weight, never, kept, counted, limits, PLAN)
+        _weight_rows(rows, total / average, level, product, kept_weight, tokens_kept, kept, counted, limits, PLAN)
     elif PLAN.level != "none":
         level = product if PLAN.level == "sequence" else product / tl.maximum(counted, 1.0)
-        weight = _sequence_weights(rows, level, counted, nonempty, limits, PLAN)
+        weight = _sequence_weights(rows, level, counted, has_counted, limits, PLAN)
         tl.store(sequence_weight + sequence, weight.to(tl.float32), mask=exists)
-        kept_weight = tl.where(kept, weight * never, 0.0)
-        used = tl.where(nonempty, weight, 0.0)
-        _weight_rows(rows, used, level, product, kept_weight, never, kept, counted, limits, PLAN)
+        kept_weight = tl.where(kept, weight * tokens_kept, 0.0)
+        used = tl.where(has_counted, weight, 0.0)
+        _weight_rows(rows, used, level, product, kept_weight, tokens_kept, kept, counted, limits, PLAN)
     tl.store(alive + sequence, kept.to(tl.uint8), mask=exists)
-    tl.store(sequence_kept + sequence, ((kept & (never > 0)) | (valid == 0)).to(tl.uint8), mask=exists)
+    tl.store(sequence_kept + sequence, ((kept & (tokens_kept > 0)) | (valid == 0)).to(tl.uint8), mask=exists)

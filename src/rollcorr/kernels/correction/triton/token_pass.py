@@ -155,8 +155,8 @@ def _weigh(state, limits, counted, positive, d, lost, scale, rest, PLAN: tl.cons
 @triton.jit
 def _kinds(limits, measured, zero, counted, d, k3, PLAN: tl.constexpr):
     """For every token criterion: which tokens are below and above its bounds. Unused ones are never true."""
-    never = counted & (d != d)
-    k1_low, k1_high, k2_high, k3_high = never, never, never, never
+    no_token = counted & (d != d)
+    k1_low, k1_high, k2_high, k3_high = no_token, no_token, no_token, no_token
     positive = counted & ~zero
     for i in tl.static_range(len(PLAN.criteria)):
         if PLAN.criteria[i].scope == "token":
@@ -196,9 +196,9 @@ def _reject(state, limits, valid, measured, zero, counted, d, k3, weight, PLAN: 
     rejectors = (k1_low | k1_high).to(tl.int32) + k2_high.to(tl.int32) + k3_high.to(tl.int32)
     if PLAN.nonfinite == "reject_token":
         rejectors += (valid & ~measured & ~zero).to(tl.int32)
-    kept, once = valid & (rejectors == 0), rejectors == 1
+    kept, rejected_once = valid & (rejectors == 0), rejectors == 1
     bounds += _bytes(k1_low, k1_high, k2_high, k3_high)
-    alone += _bytes((k1_low | k1_high) & once, k2_high & once, k3_high & once, once)
+    alone += _bytes((k1_low | k1_high) & rejected_once, k2_high & rejected_once, k3_high & rejected_once, rejected_once)
     keeps += tl.sum(kept.to(tl.int32), axis=1)
     if PLAN.level == "token":
         kept_weight += tl.sum(tl.where(kept, weight, 0.0), axis=1)
@@ -315,7 +315,7 @@ def _add_rejections(cell, again, counts, state, PLAN: tl.constexpr):
     """Add a chunk's lanes to the columns of token criteria; before `measured` is added to."""
     bounds, alone, keeps, k2s, k3s, kept_weight = state
     add_lanes(cell, again, PLAN.columns["kept"], keeps)
-    add_count(cell, again, PLAN.columns["once"], alone, 3)
+    add_count(cell, again, PLAN.columns["rejected_once"], alone, 3)
     if PLAN.level == "token":
         add_lanes(cell, again, PLAN.columns["kept_weight"], kept_weight)
     for i in tl.static_range(len(PLAN.criteria)):

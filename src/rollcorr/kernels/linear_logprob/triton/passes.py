@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rollcorr.core.layout import sequence_ids
+from rollcorr.kernels.gpu_launch import Launch
 from rollcorr.kernels.linear_logprob.dense import Running, Upstream
 from rollcorr.kernels.linear_logprob.kept import Membership
 from rollcorr.kernels.linear_logprob.problem import Context, LogSums, Problem
 from rollcorr.kernels.linear_logprob.products import HeadGradient
 from rollcorr.kernels.linear_logprob.triton import chunk, sets
-
-
-class Launch(NamedTuple):
-    """One kernel launch.
-
-    Attributes:
-        kernel: the Triton function.
-        grid: programs in each dimension.
-        arguments: what it is given at run time, by name.
-        constants: what it is compiled for, by name.
-        warps: warps of a program.
-    """
-
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: dict[str, Any]
-    constants: dict[str, Any]
-    warps: int = 4
 
 
 class TritonEpilogue:
@@ -43,14 +25,14 @@ class TritonEpilogue:
         self, logits: Tensor, local_ids: Tensor, temperature: float | Tensor, measured: Tensor | None, running: Running
     ) -> None:
         """A program takes a row."""
-        run(absorb_launch(logits, local_ids, temperature, measured, running))
+        absorb_launch(logits, local_ids, temperature, measured, running).run()
 
     def to_gradient(
         self, logits: Tensor, local_ids: Tensor, temperature: float | Tensor, upstream: Upstream, dtype: torch.dtype
     ) -> Tensor:
         """A program takes a block of a row."""
         gradient = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
-        run(to_gradient_launch(logits, gradient, local_ids, temperature, upstream))
+        to_gradient_launch(logits, gradient, local_ids, temperature, upstream).run()
         return gradient
 
 
@@ -167,15 +149,6 @@ def add_rows_launch(rows: Tensor, tokens: Tensor, changes: Tensor, hidden: Tenso
     return Launch(sets.add_rows, (rows.numel(), -(-d // sets.WIDTH.value)), arguments | sizes, {})
 
 
-def run(launch: Launch) -> None:
-    """Launch a kernel on the device of its arguments; one without programs does nothing."""
-    if 0 in launch.grid:
-        return
-    device = next(x.device for x in launch.arguments.values() if isinstance(x, Tensor))
-    with _on(device):
-        launch.kernel[launch.grid](**launch.arguments, **launch.constants, num_warps=launch.warps)
-
-
 class _KeptSets(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -184,7 +157,7 @@ class _KeptSets(torch.autograd.Function):
         hidden, weight = hidden.contiguous(), weight.contiguous()
         places = make_places(problem, member)
         sums = tuple(places.z.new_empty(len(hidden)) for _ in range(4))
-        run(sum_sets_launch(places, hidden, weight, bias, sums))
+        sum_sets_launch(places, hidden, weight, bias, sums).run()
         largest, log_sum, _, entropy = sums
         ctx.places, ctx.problem = places, problem
         ctx.save_for_backward(hidden, weight, bias, largest + log_sum, entropy)
@@ -204,7 +177,7 @@ class _KeptSets(torch.autograd.Function):
         }
         changes, of_hidden = torch.zeros_like(places.z), torch.empty_like(hidden)
         upstream |= {"log_total": log_total, "entropy": entropy, "changes": changes}
-        run(weigh_sets_launch(places, weight, upstream, of_hidden))
+        weigh_sets_launch(places, weight, upstream, of_hidden).run()
         of_weight = HeadGradient(
             weight, wanted=ctx.needs_input_grad[1], accumulate_into=ctx.problem.accumulate_into, sparse=True
         )
@@ -212,7 +185,7 @@ class _KeptSets(torch.autograd.Function):
             rows = places.rows.masked_fill(changes == 0, -1)
             order = rows.argsort(stable=True)
             tokens = _tokens_of(ctx.problem)[order]
-            run(add_rows_launch(rows[order], tokens, changes[order], hidden, of_weight.total))
+            add_rows_launch(rows[order], tokens, changes[order], hidden, of_weight.total).run()
         of_bias = None
         if bias is not None and ctx.needs_input_grad[2]:  # places without an entry add 0 to row 0
             of_bias = torch.zeros_like(bias, dtype=changes.dtype)
@@ -240,7 +213,3 @@ def _each(temperature: float | Tensor, logits: Tensor) -> Tensor:
     if isinstance(temperature, Tensor):
         return temperature.to(logits.dtype)
     return logits.new_full((len(logits),), temperature)
-
-
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

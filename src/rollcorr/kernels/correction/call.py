@@ -1,4 +1,4 @@
-"""What a correction kernel returns, and where it writes."""
+"""One call of a correction kernel: what it takes, what it returns, and where it writes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from rollcorr.core.boundary import check_tensors, in_host_memory
+from rollcorr.core.boundary import check_tensors, in_host_memory, why_no_address, why_no_kernel
+from rollcorr.core.layout import sequence_count
 from rollcorr.core.statistics import Statistics
 
 if TYPE_CHECKING:
@@ -17,8 +18,42 @@ Out = tuple["Tensor | None", Tensor]
 """Buffers for the weights (None where there are none) and the loss mask."""
 
 
+class Batch(NamedTuple):
+    """What a kernel corrects: whole sequences, (B, T) when padded, (N,) when packed.
+
+    Attributes:
+        train: log π, nats.
+        rollout: log μ, nats. Same shape.
+        mask: non-zero on response tokens. Same shape; bool for `reference` and `torch`.
+        cu_seqlens: (B + 1,) token offsets, only when packed.
+    """
+
+    train: Tensor
+    rollout: Tensor
+    mask: Tensor
+    cu_seqlens: Tensor | None = None
+
+    @property
+    def named(self) -> tuple[tuple[str, Tensor], ...]:
+        """The tensors under the names that errors give them."""
+        return ("train_log_prob", self.train), ("rollout_log_prob", self.rollout), ("response_mask", self.mask)
+
+    @property
+    def sequences(self) -> int:
+        """B."""
+        return sequence_count(self.mask, cu_seqlens=self.cu_seqlens)
+
+
+def why_no_addresses(batch: Batch) -> str | None:
+    """Why a kernel that reads memory by its address must not have this batch, or None when it may."""
+    if (tracing := why_no_kernel()) is not None:
+        return tracing
+    hidden = ((name, why_no_address(tensor)) for name, tensor in batch.named)
+    return next((f"{name} is {reason}" for name, reason in hidden if reason is not None), None)
+
+
 class CorrectionOutput(NamedTuple):
-    """One batch, corrected; weights are not normalised yet.
+    """One batch, corrected; weights are not normalized yet.
 
     Attributes:
         weights: float32, 0 outside the mask, in the inputs' shape; None without importance sampling.

@@ -1,0 +1,350 @@
+"""THE list of statistics: every row that a correction leaves, its kind, when it is there, and what it is.
+
+A row has one home, here. Its metric reads it by name (`rollcorr.core.metric_registry`). A row that follows from the
+sums of whole sequences has its formula here too (`of`), and `reference` and `torch` both take it from here. The other
+rows are computed by each implementation:
+
+    reference, torch    a row that is missing, or that is not on the list, is an error that names it
+    cpu                 the library says which rows it has; they are compared with the list when it is loaded
+    triton              the rows that its kernels write are read from their source, and compared in the same way
+
+Where `cpu` or `triton` lacks a row of the configuration, "auto" passes it over and `rollcorr info` says so.
+
+valid, counted, compared and measured tokens are defined on docs/notation.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rollcorr.config.thresholds import check_token_criteria
+from rollcorr.core import divergence
+from rollcorr.core.statistics import Statistics, extremes_of, moments_of
+from rollcorr.kernels.correction.band import exceedance_band
+
+if TYPE_CHECKING:
+    from rollcorr.config import Criterion, RolloutCorrectionConfig
+
+Values = dict[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """Sums over the tokens of each sequence, (B,): what the rows of whole sequences follow from.
+
+    Attributes:
+        valid, counted, compared, measured: how many of its tokens are.
+        log_ratio: Σ d over measured tokens, nats.
+        train: Σ log π over measured tokens, nats.
+        rollout: Σ log μ over measured tokens, nats.
+    """
+
+    valid: Tensor
+    counted: Tensor
+    compared: Tensor
+    measured: Tensor
+    log_ratio: Tensor
+    train: Tensor
+    rollout: Tensor
+
+    @cached_property
+    def has_counted(self) -> Tensor:
+        """Whether the sequence has a counted token: it then has a weight and a statistic for every criterion."""
+        return self.counted > 0
+
+    @cached_property
+    def has_measured(self) -> Tensor:
+        """Whether the sequence has a measured token: it then has a perplexity under both policies."""
+        return self.measured > 0
+
+    @cached_property
+    def zero(self) -> Tensor:
+        """How many tokens have probability zero: compared, but not measured."""
+        return self.compared - self.measured
+
+    @cached_property
+    def log_product(self) -> Tensor:
+        """S_i; −inf for a sequence with a token of probability zero."""
+        return self.log_ratio.masked_fill(self.zero > 0, -torch.inf)
+
+    # Each policy has its own sum: a log-prob at the end of the float range leaves no digits of the other one in d.
+    @cached_property
+    def train_log_ppl(self) -> Tensor:
+        """−mean log π over measured tokens."""
+        return -self.train / self._at_least_one_measured
+
+    @cached_property
+    def rollout_log_ppl(self) -> Tensor:
+        """−mean log μ over measured tokens."""
+        return -self.rollout / self._at_least_one_measured
+
+    @cached_property
+    def log_ppl_diff(self) -> Tensor:
+        """−G_i over measured tokens."""
+        return -self.log_ratio / self._at_least_one_measured
+
+    def sum_measured(self, values: Tensor) -> Tensor:
+        """Σ over the sequences with a measured token."""
+        return values.masked_fill(self._unmeasured, 0.0).sum()
+
+    def sum_counted(self, values: Tensor) -> Tensor:
+        """Σ over the sequences with a counted token."""
+        return values.masked_fill(~self.has_counted, 0.0).sum()
+
+    @cached_property
+    def _at_least_one_measured(self) -> Tensor:
+        return self.measured.clamp(min=1)
+
+    @cached_property
+    def _unmeasured(self) -> Tensor:
+        return ~self.has_measured
+
+
+class Row(NamedTuple):
+    """One row of statistics.
+
+    Attributes:
+        name: as in `Statistics`. A criterion's rows are listed once, with {criterion} for its name.
+        kind: "sums", "moments" or "extremes".
+        what: what it is, in one line.
+        when: whether a configuration has it; of a criterion's rows, whether a criterion has it.
+        of: the row from the sums of whole sequences; None where each implementation computes it.
+    """
+
+    name: str
+    kind: Literal["sums", "moments", "extremes"]
+    what: str
+    when: Callable[[Any], bool]
+    of: Callable[[Sequences], Tensor] | None = None
+
+
+def _always(_: object) -> bool:
+    return True
+
+
+def _weighs(config: RolloutCorrectionConfig) -> bool:
+    return config.rollout_is is not None
+
+
+def _weighs_sequences(config: RolloutCorrectionConfig) -> bool:
+    return config.rollout_is in ("sequence", "geometric")
+
+
+def _bands_weights(config: RolloutCorrectionConfig) -> bool:
+    return _weighs(config) and exceedance_band(config) != (None, None)
+
+
+def _has_ceiling(config: RolloutCorrectionConfig) -> bool:
+    return _weighs(config) and config.is_upper is not None
+
+
+def _is_icepop(config: RolloutCorrectionConfig) -> bool:
+    return _weighs(config) and config.is_mode == "icepop"
+
+
+def _normalizes(config: RolloutCorrectionConfig) -> bool:
+    return _weighs(config) and config.rollout_is_batch_normalize
+
+
+def _vetoes(config: RolloutCorrectionConfig) -> bool:
+    return config.rollout_token_veto_threshold is not None
+
+
+def _judges_tokens(criterion: Criterion) -> bool:
+    return criterion.scope == "token"
+
+
+ROWS: tuple[Row, ...] = (
+    # How much was seen.
+    Row("tokens", "sums", "valid tokens", _always, lambda s: s.valid.sum()),
+    Row("sequences", "sums", "sequences with a valid token", _always, lambda s: (s.valid > 0).sum()),
+    Row("nonfinite", "sums", "missing tokens: valid, not compared", _always, lambda s: (s.valid - s.compared).sum()),
+    Row("zero_probability", "sums", "tokens of probability zero", _always, lambda s: s.zero.sum()),
+    Row("tokens_measured", "sums", "measured tokens", _always, lambda s: s.measured.sum()),
+    Row("tokens_compared", "sums", "compared tokens", _always, lambda s: s.compared.sum()),
+    Row("tokens_counted", "sums", "counted tokens", _always, lambda s: s.counted.sum()),
+    Row("sequences_measured", "sums", "sequences with a measured token", _always, lambda s: s.has_measured.sum()),
+    Row("sequences_counted", "sums", "sequences with a counted token", _always, lambda s: s.has_counted.sum()),
+    # How far apart the policies are, token by token.
+    Row("log_ratio", "moments", "d of measured tokens", _always),
+    Row("log_ratio", "extremes", "d of measured tokens", _always),
+    Row("abs_log_ratio", "sums", "Σ |d| of measured tokens", _always),
+    Row("k3", "sums", "Σ k3 of measured tokens", _always),
+    Row("chi2_token", "sums", "Σ (ρ² − 1) of compared tokens, d within ±20", _always),
+    Row("capped", "sums", "measured tokens with |d| > 20", _always),
+    Row("ratio_outside_10pct", "sums", "compared tokens with ρ outside [0.9, 1.1]", _always),
+    Row("prob_diff_abs", "sums", "Σ |π − μ| of compared tokens", _always),
+    Row("prob_diff_abs", "extremes", "0 and the largest |π − μ| of compared tokens", _always),
+    Row("safety_bound", "extremes", "the safety bound, nats; it travels so that it merges to itself", _always),
+    # The same, sequence by sequence: means over measured tokens.
+    Row("train_log_ppl", "sums", "Σ −mean log π", _always, lambda s: s.sum_measured(s.train_log_ppl)),
+    Row("train_ppl", "sums", "Σ exp(−mean log π)", _always, lambda s: s.sum_measured(s.train_log_ppl.exp())),
+    Row("rollout_log_ppl", "sums", "Σ −mean log μ", _always, lambda s: s.sum_measured(s.rollout_log_ppl)),
+    Row("rollout_ppl", "sums", "Σ exp(−mean log μ)", _always, lambda s: s.sum_measured(s.rollout_log_ppl.exp())),
+    Row("log_ppl_diff", "sums", "Σ −G_i", _always, lambda s: s.sum_measured(s.log_ppl_diff)),
+    Row("log_ppl_diff", "extremes", "−G_i", _always, lambda s: extremes_of(s.log_ppl_diff, s.has_measured)),
+    Row("log_ppl_abs_diff", "sums", "Σ |G_i|", _always, lambda s: s.sum_measured(s.log_ppl_diff.abs())),
+    Row("ppl_ratio", "sums", "Σ exp(−G_i)", _always, lambda s: s.sum_measured(s.log_ppl_diff.exp())),
+    Row("chi2_seq", "sums", "Σ expm1(2 Ŝ_i)", _always, lambda s: s.sum_counted(divergence.chi_squared(s.log_product))),
+    Row("capped_sequences", "sums", "sequences with a finite |S_i| > 20", _always, lambda s: _capped(s).sum()),
+    # Rejection.
+    Row("tokens_kept", "sums", "tokens of the loss mask", _always),
+    Row("sequences_kept", "sums", "sequences with a token in the loss mask", _always),
+    Row("sequences_touched", "sums", "sequences that a rejector takes a token of", _always),
+    Row("rejected_by_several", "sums", "tokens that several rejectors take", _always),
+    Row("sequences_rejected_by_several", "sums", "sequences that several rejectors touch", _always),
+    Row("catastrophic_tokens", "sums", "counted tokens with ρ < τ", _vetoes),
+    Row("vetoed_sequences", "sums", "sequences with such a token", _vetoes),
+    # The weights. A unit is a counted token, or a sequence with one: what the level gives one weight to.
+    Row("units", "sums", "units", _weighs),
+    Row("saturated_low", "sums", "units with a finite ℓ < −safety_bound", _weighs),
+    Row("saturated_high", "sums", "units with ℓ > safety_bound", _weighs),
+    Row("is_high", "sums", "units with exp ℓ above the band", _bands_weights),
+    Row("is_low", "sums", "units with exp ℓ below the band", _bands_weights),
+    Row("is_seq_high", "sums", "sequences whose mean raw weight is above the band", _bands_weights),
+    Row("is_seq_low", "sums", "sequences whose mean raw weight is below the band", _bands_weights),
+    Row("is_low_weight", "sums", "sequences with exp(S_i) < 1/C", _has_ceiling),
+    Row("is_outside", "sums", "counted tokens to which IcePop gives weight 0", _is_icepop),
+    Row("weight", "moments", "applied weights of counted tokens", _weighs),
+    Row("weight", "extremes", "applied weights of counted tokens", _weighs),
+    Row("weight_raw", "moments", "weights of counted tokens before truncation", _weighs),
+    Row("weight_raw", "extremes", "weights of counted tokens before truncation", _weighs),
+    Row("sequence_weight", "moments", "q_i, where finite", _weighs),
+    Row("sequence_weight", "extremes", "q_i, where finite", _weighs),
+    Row("unit_weight", "moments", "weights of units", _weighs),
+    Row("log_weight", "extremes", "ℓ of sequences, where finite", _weighs_sequences),
+    Row("kept_weight", "sums", "Σ w of the loss mask", _weighs),
+    Row("kept_sequence_weight", "sums", "Σ over sequences of the mean w of their loss mask", _weighs),
+    Row("norm_weight", "sums", "Σ w of what the batch mean is taken over", _normalizes),
+    Row("norm_units", "sums", "how many they are", _normalizes),
+)
+
+# The kernels of `triton` count on this order within a kind.
+CRITERION_ROWS: tuple[Row, ...] = (
+    Row("rs/{criterion}/seq_high", "sums", "sequences whose mean is above the bound", _judges_tokens),
+    Row("rs/{criterion}/seq_low", "sums", "sequences whose mean is below the bound", _judges_tokens),
+    Row("rs/{criterion}/high", "sums", "tokens or sequences above the bound", _always),
+    Row("rs/{criterion}/low", "sums", "tokens or sequences below the bound", _always),
+    Row("rs/{criterion}/tokens", "sums", "tokens that it rejects", _always),
+    Row("rs/{criterion}/sequences", "sums", "sequences that it rejects a token of", _always),
+    Row("rs/{criterion}/tokens_alone", "sums", "tokens that it alone rejects", _always),
+    Row("rs/{criterion}/sequences_alone", "sums", "sequences that it alone touches", _always),
+    Row("rs/{criterion}/seq", "moments", "its mean over each sequence, where finite", _judges_tokens),
+    Row("rs/{criterion}/seq", "extremes", "its mean over each sequence, where finite", _judges_tokens),
+    Row("rs/{criterion}", "moments", "its value for tokens or sequences, where finite", _always),
+    Row("rs/{criterion}", "extremes", "its value for tokens or sequences, where finite", _always),
+)
+
+_SHAPES: dict[str, tuple[int, ...]] = {"sums": (), "moments": (3,), "extremes": (2,)}
+
+
+def _capped(s: Sequences) -> Tensor:
+    return (s.log_ratio.abs() > divergence.CAP) & s.log_product.isfinite()
+
+
+@lru_cache(maxsize=64)
+def rows_of(config: RolloutCorrectionConfig) -> tuple[Row, ...]:
+    """The rows of a configuration, in order, with the names of its criteria filled in.
+
+    Raises:
+        ValueError: a criterion is for denoising steps only.
+    """
+    check_token_criteria(config.criteria)
+    named = [
+        row._replace(name=row.name.format(criterion=criterion.name))
+        for criterion in config.criteria
+        for row in CRITERION_ROWS
+        if row.when(criterion)
+    ]
+    return (*(row for row in ROWS if row.when(config)), *named)
+
+
+@lru_cache(maxsize=64)
+def empty_statistics(config: RolloutCorrectionConfig, device: torch.device | str) -> Statistics:
+    """The rows of a configuration, all 0: what a vector of values is unpacked into."""
+    rows = Computed({}, {}, {})
+    for row in rows_of(config):
+        getattr(rows, row.kind)[row.name] = torch.zeros(_SHAPES[row.kind], device=device)
+    return rows.statistics(config, "")
+
+
+class Computed(NamedTuple):
+    """The rows that an implementation fills, by kind; it ends with all that the list has for its configuration."""
+
+    sums: Values
+    moments: Values
+    extremes: Values
+
+    def sample(self, name: str, values: Tensor, mask: Tensor) -> None:
+        """Describe a sample by its moments and extremes, over its finite values."""
+        mask = mask & values.isfinite()
+        self.moments[name], self.extremes[name] = moments_of(values, mask), extremes_of(values, mask)
+
+    def add_sequences(self, sequences: Sequences, config: RolloutCorrectionConfig) -> None:
+        """Fill every row that follows from the sums of whole sequences."""
+        for row in rows_of(config):
+            if row.of is not None:
+                getattr(self, row.kind)[row.name] = row.of(sequences)
+
+    def statistics(self, config: RolloutCorrectionConfig, implementation: str) -> Statistics:
+        """The rows in the order of the list.
+
+        Raises:
+            ValueError: a row of the list was not computed, or one that is not on the list was.
+        """
+        ordered: dict[str, Values] = {kind: {} for kind in _SHAPES}
+        for row in rows_of(config):
+            values = getattr(self, row.kind)
+            if row.name not in values:
+                raise ValueError(f"impl={implementation!r} cannot take this batch: {_lacks(row)}; compute it there")
+            ordered[row.kind][row.name] = values[row.name]
+        unlisted = [name for kind in _SHAPES for name in getattr(self, kind) if name not in ordered[kind]]
+        if unlisted:
+            raise ValueError(f"impl={implementation!r} computes {unlisted}, which kernels/correction/rows.py lacks")
+        return Statistics.of(sums=ordered["sums"], moments=ordered["moments"], extremes=ordered["extremes"])
+
+
+class Abilities(NamedTuple):
+    """What a kernel with its own copy of the decisions computes.
+
+    Attributes:
+        missing: rows of the list that it lacks.
+        kinds: divergences that it knows.
+        scopes: what it can apply a criterion to.
+    """
+
+    missing: tuple[Row, ...]
+    kinds: tuple[str, ...]
+    scopes: tuple[str, ...]
+
+    @property
+    def note(self) -> str:
+        """The rows that are missing, in words; empty when there are none."""
+        return "; ".join(_lacks(row) for row in self.missing)
+
+    def why_not(self, config: RolloutCorrectionConfig) -> str | None:
+        """Why the kernel cannot compute everything that a configuration has, or None when it can."""
+        for criterion in config.criteria:
+            if criterion.kind not in self.kinds or criterion.scope not in self.scopes:
+                return f"it does not know the criterion {criterion.name!r}"
+        for row in self.missing:
+            subjects = config.criteria if row in CRITERION_ROWS else (config,)
+            if any(row.when(subject) for subject in subjects):
+                return _lacks(row)
+        return None
+
+
+def missing_rows(computed: Mapping[str, Iterable[str]]) -> tuple[Row, ...]:
+    """The rows of the list that are not among these: kind → names, with {criterion} for the name of a criterion."""
+    names = {kind: frozenset(of_kind) for kind, of_kind in computed.items()}
+    return tuple(row for row in (*ROWS, *CRITERION_ROWS) if row.name not in names[row.kind])
+
+
+def _lacks(row: Row) -> str:
+    return f"it does not compute the row {row.name!r} ({row.kind}: {row.what})"

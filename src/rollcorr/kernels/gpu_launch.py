@@ -1,0 +1,35 @@
+"""One launch of a Triton kernel, as data: it can be run on a device, or compiled where there is none."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Launch(NamedTuple):
+    """One kernel launch.
+
+    Attributes:
+        kernel: the Triton function.
+        grid: programs in each dimension.
+        arguments: what it is given at run time, by name.
+        constants: what it is compiled for, by name.
+        warps: warps of a program.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    constants: dict[str, Any]
+    warps: int = 4
+
+    def run(self, **options: Any) -> None:  # noqa: ANN401 (Triton's own options)
+        """Launch the kernel on the device of its arguments; one without programs does nothing."""
+        if 0 in self.grid:
+            return
+        device = next(x.device for x in self.arguments.values() if isinstance(x, Tensor))
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            self.kernel[self.grid](**self.arguments, **self.constants, num_warps=self.warps, **options)

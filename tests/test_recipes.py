@@ -1,0 +1,174 @@
+"""The recipes of CONTRIBUTING.md, carried out on a copy of the package: what they say is all that has to be done.
+
+A block marked `recipe=NAME` holds lines under headers that say where they go:
+
+    # FILE, in TABLE          at the end of the table or function TABLE
+    # FILE, above NAME        in front of the definition of NAME
+    # FILE, instead of NAME   in place of the line that defines NAME
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollcorr.config import thresholds
+from rollcorr.core import criterion_metrics
+from rollcorr.kernels.correction.cpu import status
+
+ROOT = Path(__file__).parents[1]
+CPU = Path("rollcorr/kernels/correction/cpu")
+COMPILER = shutil.which("gcc")
+BLOCK = re.compile(r"^```(python|c) recipe=(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+HEADER = re.compile(r"^(?:#|//) ([\w/.]+), (in|above|instead of) (\w+)\n", re.MULTILINE)
+
+BATCH = """
+import torch
+from rollcorr import RolloutCorrectionConfig, correct
+from rollcorr.kernels.correction import implementations
+
+d = torch.tensor([[0.5, -0.1, 0.0], [-2.0, 0.0, 0.0]])
+rollout, mask = torch.full((2, 3), -3.0), torch.tensor([[1, 1, 1], [1, 1, 0]])
+
+def metrics(config, impl="auto"):
+    return correct(rollout + d, rollout, mask, config, impl=impl).metrics(prefix="")
+
+def refusal(config):
+    try:
+        correct(rollout + d, rollout, mask, config, impl="cpu")
+    except ValueError as error:
+        return str(error)
+"""
+
+
+def recipe(name: str, language: str = "python") -> list[tuple[str, str, str, str]]:
+    """The edits of a recipe: file, how, the name that says where, and the lines."""
+    blocks = BLOCK.findall((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    (text,) = [body for found, of, body in blocks if (found, of) == (language, name)]
+    parts = HEADER.split(text)
+    assert not parts[0], "lines without a header"
+    return list(zip(parts[1::4], parts[2::4], parts[3::4], parts[4::4], strict=True))
+
+
+def apply(edits: list[tuple[str, str, str, str]], source: Path) -> None:
+    for name, how, place, lines in edits:
+        path = source / "rollcorr" / name
+        text = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        (start,) = [i for i, line in enumerate(text) if re.match(rf"(#define |static \w+ )?{place}\b(\(| =|:)", line)]
+        end = start
+        if how == "instead of":
+            del text[start]
+        elif how == "in":
+            # A macro goes on from line to line; a table or a function ends with a bracket of its own line.
+            macro = text[start].endswith("\\\n")
+            end = start + 1 if macro else next(i for i in range(start, len(text)) if text[i] in (")\n", "}\n"))
+        path.write_text("".join((*text[:end], lines, *text[end:])), encoding="utf-8")
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    """A copy of the package, with the libraries that were built here."""
+    copy = tmp_path / "src"
+    shutil.copytree(ROOT / "src", copy, ignore=shutil.ignore_patterns("__pycache__"))
+    return copy
+
+
+def run(code: str, source: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(source)}
+    done = subprocess.run(
+        [sys.executable, "-c", BATCH + code], env=environment, cwd=source, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def without_libraries(source: Path) -> None:
+    for library in (source / CPU).glob("*.so"):
+        library.unlink()
+
+
+with_and_without_the_c_kernel = pytest.mark.parametrize(
+    "built",
+    [pytest.param(True, marks=pytest.mark.skipif(status()[0] is None, reason="the C kernel was not built")), False],
+    ids=["built", "not built"],
+)
+
+METRIC = """
+for impl in ("auto", "torch", "reference"):
+    assert metrics("decoupled_token_is", impl)["long_fraction"] == 0.5
+"""
+
+
+@with_and_without_the_c_kernel
+def test_the_recipe_for_a_metric(source, built):
+    edits = recipe("metric")
+    assert len({name for name, *_ in edits}) <= 3
+    apply(edits, source)
+    if not built:
+        without_libraries(source)
+        run(METRIC, source)
+        return
+    run(
+        METRIC
+        + """
+usable, note = implementations()["cpu"]
+assert not usable and "the row 'long_sequences'" in note, note
+said = refusal("decoupled_token_is")
+assert "does not compute the row 'long_sequences'" in said and "use impl='auto' or 'torch'" in said, said
+""",
+        source,
+    )
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no gcc")
+def test_the_recipe_for_a_metric_of_the_compiled_kernel(source):
+    apply(recipe("metric"), source)
+    apply(recipe("metric", "c"), source)
+    without_libraries(source)
+    folder = source / CPU
+    flags = ["-std=gnu11", "-O1", "-fvisibility=hidden", "-pthread", "-shared", "-fPIC"]
+    command = [COMPILER, *flags, folder / "correction.c", "-o", folder / "correction_portable.so", "-lm"]
+    subprocess.run(command, check=True)
+    run(METRIC + 'assert metrics("decoupled_token_is", "cpu")["long_fraction"] == 0.5', source)
+
+
+@with_and_without_the_c_kernel
+def test_the_recipe_for_a_criterion(source, built):
+    """By hand: the means of |d| are 0.2 and 1, the maxima 0.5 and 2."""
+    apply(recipe("criterion"), source)
+    code = """
+for name, impl in ((name, impl) for name in ("seq_mean", "seq_max", "token") for impl in ("auto", "reference")):
+    config = RolloutCorrectionConfig(rollout_rs=f"{name}_magnitude", rollout_rs_threshold=0.9)
+    found = metrics(config, impl)
+    assert found["rollout_rs_seq_masked_fraction"] == 0.5, name
+    assert found["rollout_rs_masked_fraction"] == (0.2 if name == "token" else 0.4), name
+    value = {"seq_mean": 0.6, "seq_max": 1.25, "token": 2.6 / 5}[name]
+    assert abs(found[f"rollout_rs_{name}_magnitude_mean"] - value) < 1e-6, name
+"""
+    if built:
+        code += "assert \"does not know the criterion 'token_magnitude'\" in refusal(config)\n"
+    else:
+        without_libraries(source)
+    run(code, source)
+
+
+def test_criteria_have_metrics():
+    assert tuple(thresholds.CRITERIA) == criterion_metrics.CRITERIA
+
+
+@with_and_without_the_c_kernel
+def test_the_recipe_for_a_preset(source, built):
+    apply(recipe("preset"), source)
+    if not built:
+        without_libraries(source)
+    code = """
+assert metrics("decoupled_seq_mean_k2_rs")["rollout_rs_masked_fraction"] == 0
+narrow = RolloutCorrectionConfig.decoupled_seq_mean_k2_rs(rs_threshold=0.9)
+assert metrics(narrow)["rollout_rs_masked_fraction"] == 0.4
+"""
+    run(code, source)
