@@ -25,7 +25,7 @@ from rollcorr.kernels.correction.cpu import status
 ROOT = Path(__file__).parents[1]
 CPU = Path("rollcorr/kernels/correction/cpu")
 COMPILER = shutil.which("gcc")
-BLOCK = re.compile(r"^```(python|c) recipe=(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```(py|c) recipe=(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 HEADER = re.compile(r"^(?:#|//) ([\w/.]+), (in|above|instead of) (\w+)\n", re.MULTILINE)
 
 BATCH = """
@@ -47,7 +47,7 @@ def refusal(config):
 """
 
 
-def recipe(name: str, language: str = "python") -> list[tuple[str, str, str, str]]:
+def recipe(name: str, language: str = "py") -> list[tuple[str, str, str, str]]:
     """The edits of a recipe: file, how, the name that says where, and the lines."""
     blocks = BLOCK.findall((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
     (text,) = [body for found, of, body in blocks if (found, of) == (language, name)]
