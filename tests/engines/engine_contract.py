@@ -15,8 +15,7 @@ from rollcorr.config import SamplingSpec
 from rollcorr.core.sampling import check_kept_sets
 from rollcorr.correction.scoring import actor_log_prob
 from rollcorr.engines.base import WeightSyncError
-from rollcorr.engines.probe import vocabulary_size
-from rollcorr.engines.response_scoring import score_responses
+from rollcorr.engines.response_scoring import score_responses, vocabulary_size
 
 PROMPTS = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]]
 NEW_TOKENS = 12

@@ -179,6 +179,11 @@ class SamplingSpec:
             check_integer("policy_version", self.policy_version, at_least=0)
 
     @property
+    def restricts(self) -> bool:
+        """Whether the log-probs come from a softmax over less than the vocabulary."""
+        return self.logprobs == "processed" and self.truncates
+
+    @property
     def truncates(self) -> bool:
         """Whether top-k, top-p or min-p is on."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
@@ -235,9 +240,9 @@ class Comparison(HasFindings):
     @property
     def verdict(self) -> Verdict:
         """Whether they are the "same", the same up to an "approximate" `reason`, or "different" and not comparable."""
-        if self.errors:
-            return "different"
-        return "approximate" if self.findings else "same"
+        if not self.findings:
+            return "same"
+        return "different" if self.errors else "approximate"
 
     @property
     def reason(self) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from rollcorr.core.criterion_metrics import CRITERIA, criterion_metrics
-from rollcorr.core.diffusion_metrics import DIFFUSION_METRICS, STEP_KL_METRICS, by_timestep
+from rollcorr.core.diffusion_metrics import BY_TIMESTEP, DIFFUSION_METRICS, STEP_KL_METRICS, by_timestep
 from rollcorr.core.finalizers import (
     Finalizer,
     complement_share,
@@ -237,7 +237,11 @@ def finalize(statistics: HostStatistics, *, prefix: str = PREFIX) -> dict[str, f
     """Every metric whose rows the statistics have, prefixed, in the registry's order."""
     computable = _computable(statistics.row_names)
     found = {name: finalizer.compute(statistics) for name, finalizer in computable}
-    return {f"{prefix}{name}": value for name, value in (found | by_timestep(statistics)).items()}
+
+    # Diffusion alone has one row for each timestep that occurred.
+    if any(name.startswith(BY_TIMESTEP) for name in statistics.moments):
+        found |= by_timestep(statistics)
+    return {f"{prefix}{name}": value for name, value in found.items()}
 
 
 @lru_cache(maxsize=64)

@@ -189,7 +189,13 @@ def merge_statistics(parts: Iterable[Statistics]) -> Statistics:
         if part.names != names:
             differing = sorted({name for kind in _KINDS for name in set(part.names[kind]) ^ set(names[kind])})
             raise ValueError(f"only statistics with the same rows merge; these rows are on one side only: {differing}")
-    return Statistics(names, {kind: _KINDS[kind].merge(torch.stack([p.rows[kind] for p in parts])) for kind in _KINDS})
+
+    # Histograms and the worst entries exist on request only. A kind without rows has nothing to merge.
+    merged = {
+        kind: _KINDS[kind].merge(torch.stack([part.rows[kind] for part in parts])) if names[kind] else rows
+        for kind, rows in parts[0].rows.items()
+    }
+    return Statistics(names, merged)
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,7 @@ def policy_loss(
             applied twice or not at all; a coefficient is set without its tensor; the correction is of other tokens.
     """
     loss = loss or LossConfig()
-    settings = resolve(config)
+    settings = config if isinstance(config, RolloutCorrectionConfig) else resolve(config)
     normalizer: Normalizer = "kept" if settings is None else settings.normalizer
     mode = aggregation_mode(settings, loss)
 

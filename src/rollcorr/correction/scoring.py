@@ -57,7 +57,7 @@ def actor_log_prob(
             need the tokens before: apply them to the logits and take them out of the spec.
     """
     _check_no_penalties(spec)
-    if not restricts(spec):
+    if not spec.restricts:
         return _whole(token_log_prob(logits, token_ids, temperature=_temperature(spec)))
     if spec.support == "replayed":
         return kept_log_prob(logits, token_ids, _needed(kept), temperature=spec.temperature)
@@ -93,7 +93,7 @@ def linear_actor_log_prob(
         ValueError: as in `actor_log_prob`; or the support is to be recomputed, which needs logits.
     """
     _check_no_penalties(spec)
-    if not restricts(spec):
+    if not spec.restricts:
         return linear_log_prob(hidden, weight, token_ids, temperature=_temperature(spec), **options)
     if spec.support == "replayed":
         sets = _needed(kept)
@@ -112,17 +112,12 @@ def actor_entropy(logits: Tensor, token_ids: Tensor, spec: SamplingSpec, *, kept
     those of `actor_log_prob`.
     """
     _check_no_penalties(spec)
-    if not restricts(spec) or spec.support == "kept_mass":
+    if not spec.restricts or spec.support == "kept_mass":
         return token_entropy(logits, temperature=_temperature(spec))
     if spec.support == "replayed":
         return kept_entropy(logits, token_ids, _needed(kept), temperature=spec.temperature)
     support, _ = with_sampled(recomputed_support(logits, spec), token_ids)
     return token_entropy(logits.masked_fill(~support, -torch.inf), temperature=spec.temperature)
-
-
-def restricts(spec: SamplingSpec) -> bool:
-    """Whether a spec's log-probs come from a softmax over less than the vocabulary."""
-    return spec.logprobs == "processed" and spec.truncates
 
 
 def recomputed_support(logits: Tensor, spec: SamplingSpec) -> Tensor:

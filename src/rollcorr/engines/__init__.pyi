@@ -10,13 +10,13 @@ from .completions import rollout_from_completions as rollout_from_completions
 from .ctranslate2 import CTranslate2Engine as CTranslate2Engine
 from .fused_scoring import score_responses_fused as score_responses_fused
 from .generation_settings import GenerationSettings as GenerationSettings
-from .probe import make_probe as make_probe
-from .probe import score_probe as score_probe
 from .remote_engine import RemoteEngine as RemoteEngine
 from .remote_engine import RemoteOptions as RemoteOptions
 from .remote_engine import ServerOptions as ServerOptions
 from .response_scoring import ResponseScores as ResponseScores
+from .response_scoring import make_probe as make_probe
 from .response_scoring import response_logits as response_logits
+from .response_scoring import score_probe as score_probe
 from .response_scoring import score_responses as score_responses
 from .sglang import SglangEngine as SglangEngine
 from .sglang import SglangOptions as SglangOptions

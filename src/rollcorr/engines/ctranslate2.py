@@ -34,7 +34,7 @@ from rollcorr.engines.base import (
 )
 from rollcorr.engines.completions import Completion, rollout_from_completions
 from rollcorr.engines.generation_settings import GenerationSettings, refuse_settings
-from rollcorr.engines.probe import make_probe, score_probe, vocabulary_size
+from rollcorr.engines.response_scoring import make_probe, score_probe, vocabulary_size
 from rollcorr.engines.token_batch import TokenBatch, check_prompts
 
 ComputeType = Literal["int8", "int16", "float32"]

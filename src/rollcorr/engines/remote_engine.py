@@ -23,7 +23,7 @@ from rollcorr.config.checks import check_choice, check_integer, check_number
 from rollcorr.engines.base import Engine, EngineAnswerError, EngineError, Rollout, WeightSyncError, check_weight_sync
 from rollcorr.engines.completions import Completion, check_log_prob, rollout_from_completions
 from rollcorr.engines.generation_settings import GenerationSettings
-from rollcorr.engines.probe import make_probe, score_probe, vocabulary_size
+from rollcorr.engines.response_scoring import make_probe, score_probe, vocabulary_size
 from rollcorr.engines.token_batch import TokenBatch, check_prompts
 from rollcorr.engines.transport.checkpoint_folder import read_policy, read_weights, write_checkpoint
 from rollcorr.engines.transport.http import JsonClient

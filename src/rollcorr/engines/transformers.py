@@ -19,8 +19,7 @@ from rollcorr.engines.base import Engine, Rollout, check_weight_sync
 from rollcorr.engines.completions import rollout_from_completions
 from rollcorr.engines.continuous_batching import check_continuous_batching, generate_continuously
 from rollcorr.engines.generation_settings import GenerationSettings, refuse_settings
-from rollcorr.engines.probe import make_probe, score_probe
-from rollcorr.engines.response_scoring import score_responses
+from rollcorr.engines.response_scoring import make_probe, score_probe, score_responses
 from rollcorr.engines.token_batch import TokenBatch, pad_prompts
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from rollcorr.config.sampling_spec import SamplingSpec
 from rollcorr.core.logprobs import token_log_prob
 from rollcorr.core.sampling import KeptSets
 from rollcorr.core.statistics import Statistics, moments_of
-from rollcorr.correction.scoring import actor_entropy, actor_log_prob, restricts
+from rollcorr.correction.scoring import actor_entropy, actor_log_prob
 from rollcorr.engines.base import EngineAnswerError, Rollout
 from rollcorr.engines.response_scoring import response_logits, score_responses
 
@@ -78,12 +78,12 @@ class Actor:
         Raises:
             EngineAnswerError: the spec needs kept sets or their mass, and the engine did not give them.
         """
-        if restricts(spec) and spec.support == "replayed":
+        if spec.restricts and spec.support == "replayed":
             if rollout.kept is None:
                 raise EngineAnswerError(_MISSING.format("replay", "sets", spec.engine))
             return cls(spec, kept=rollout.kept.to("cpu").padded(rollout.tokens.response_mask.cpu()))
 
-        if restricts(spec) and spec.support == "kept_mass":
+        if spec.restricts and spec.support == "kept_mass":
             if rollout.log_kept_mass is None:
                 raise EngineAnswerError(_MISSING.format("kept_mass", "mass", spec.engine))
             return cls(spec, log_kept_mass=rollout.log_kept_mass)
@@ -115,7 +115,7 @@ class Actor:
         device = rollout.tokens.response_ids.device
         here = rows.to(device, non_blocking=True)
         tokens = rollout.tokens.select(here)
-        if not restricts(self.spec):
+        if not self.spec.restricts:
             temperature = self.spec.temperature
             return ActorScores(
                 *score_responses(model, tokens, temperature=temperature, entropy_gradient=entropy_gradient)
