@@ -93,6 +93,17 @@ def test_files_of_neighboring_layers_have_names_of_their_own():
         seen[layer(unit(path)), path.stem] = path
 
 
+def test_no_two_classes_share_a_name():
+    """The verl adapters are exempt: they carry verl's own names."""
+    homes: dict[str, Path] = {}
+    for path in FILES:
+        if "verl" in path.parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                assert homes.setdefault(node.name, path) == path, f"{node.name}: {path} and {homes[node.name]}"
+
+
 @pytest.mark.parametrize("path", [f for f in FILES if unit(f) == "core"], ids=lambda f: f.name)
 def test_core_knows_torch_and_the_standard_library_only(path):
     allowed = {"lazy_loader", "torch", "rollcorr"} | set(sys.stdlib_module_names)

@@ -14,8 +14,7 @@ from rollcorr.core.bounds import divergence_bound, log_band
 from rollcorr.kernels.correction.band import exceedance_band, zeroing_band
 
 if TYPE_CHECKING:
-    from rollcorr.config import Criterion as CriterionConfig
-    from rollcorr.config import RolloutCorrectionConfig
+    from rollcorr.config import Criterion, RolloutCorrectionConfig
 
 MAX_CRITERIA = 11
 LOG_PROB_TYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -47,7 +46,7 @@ class WideBand(ctypes.Structure):
     _fields_ = _fields(ctypes.c_double, "lower upper")
 
 
-class Criterion(ctypes.Structure):
+class CriterionFields(ctypes.Structure):
     """A criterion: its statistic, the bounds on it, and at token level the d that it accepts."""
 
     _fields_ = [*_fields(ctypes.c_int32, "scope kind"), ("bounds", WideBand), ("tokens", Band)]
@@ -62,7 +61,7 @@ class Job(ctypes.Structure):
         *_fields(ctypes.c_int64, "train_stride rollout_stride mask_stride"),
         *_fields(ctypes.c_int32, "train_type rollout_type mask_type level mode nonfinite normalization"),
         *_fields(ctypes.c_int32, "needs_k2 vetoing banded_below criteria_count"),
-        ("criteria", Criterion * MAX_CRITERIA),
+        ("criteria", CriterionFields * MAX_CRITERIA),
         ("token_criterion", ctypes.c_int32 * len(KINDS)),
         *_fields(ctypes.c_float, "cap floor ceiling"),
         *_fields(Band, "band veto ten_percent weighted untouched accepted"),
@@ -110,7 +109,7 @@ def thresholds_of(config: RolloutCorrectionConfig) -> bytes:
     return bytes(job)
 
 
-def _criterion(criterion: CriterionConfig) -> tuple[Criterion, tuple[float, float]]:
+def _criterion(criterion: Criterion) -> tuple[CriterionFields, tuple[float, float]]:
     """A criterion as C reads it, and the d that it accepts of a token."""
     if criterion.kind == "k1":
         bounds = tokens = log_band(criterion.lower, criterion.upper)
@@ -118,7 +117,7 @@ def _criterion(criterion: CriterionConfig) -> tuple[Criterion, tuple[float, floa
         bounds = (-math.inf, divergence_bound(criterion.upper))
         tokens = accepted_log_ratios(criterion.kind, bounds[1])
     scope, kind = SCOPES.index(criterion.scope), KINDS.index(criterion.kind)
-    return Criterion(scope, kind, WideBand(*bounds), _rounded(tokens)), tokens
+    return CriterionFields(scope, kind, WideBand(*bounds), _rounded(tokens)), tokens
 
 
 def accepted_log_ratios(kind: str, upper: float) -> tuple[float, float]:
