@@ -63,7 +63,7 @@ Name = TypeVar("Name", bound=Hashable)
 def interleaved(
     contenders: Mapping[Name, Callable[[], object]], rounds: int, *, synchronize: Callable[[], object] | None = None
 ) -> dict[Name, list[Run]]:
-    """Every contender, round by round, short ones ten times: whatever disturbs one disturbs its neighbours too."""
+    """Every contender, round by round, short ones ten times: whatever disturbs one disturbs its neighbors too."""
     times: dict[Name, list[Run]] = {name: [] for name in contenders}
     for round_number in range(rounds + 1):  # the first round warms up
         for name, run in contenders.items():

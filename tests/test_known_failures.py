@@ -292,7 +292,7 @@ def test_20_alternating_differences_show_in_the_absolute_metrics():
 
 
 @per_implementation
-def test_22_the_behaviour_ratio_is_applied_once_in_bypass():
+def test_22_the_behavior_ratio_is_applied_once_in_bypass():
     theta, mu, mask = torch.full((1, 1), math.log(0.3)), torch.full((1, 1), math.log(0.27)), torch.ones(1, 1)
     with pytest.warns(InertOptionWarning, match="rollout_is"):
         config = RolloutCorrectionConfig(rollout_is="token", bypass_mode=True)

@@ -141,11 +141,11 @@ beyond are `capped_fraction` and `chi2_seq_capped_fraction`. Nothing else here i
 ## Importance weights
 
 There when `rollout_is` is set, also with `apply_is=False` and in bypass PPO, where they change no loss. ℓ is d, S_i
-or G_i by level, ℓ̂ the same clamped to ± `safety_bound`. They describe the weights before batch normalisation. C and
+or G_i by level, ℓ̂ the same clamped to ± `safety_bound`. They describe the weights before batch normalization. C and
 lo are the ceiling and 1/C when truncating, the ends of the band for IcePop, and without a threshold the band of the
 level's k1 criterion; without that too, the shares beyond them are absent. `rollout_is_log_min` and
 `rollout_is_log_max` need a sequence or geometric level, `rollout_is_low_weight_fraction` a threshold,
-`rollout_is_oob_ratio` a band, `rollout_is_batch_norm_factor` batch normalisation.
+`rollout_is_oob_ratio` a band, `rollout_is_batch_norm_factor` batch normalization.
 
 {_metric_table(weights)}
 

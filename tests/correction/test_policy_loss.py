@@ -109,7 +109,7 @@ def test_the_kl_penalty_takes_the_log_probs_over_the_whole_vocabulary():
 
 
 @per_implementation
-def test_bypass_ppo_clip_never_applies_the_behaviour_ratio_twice():
+def test_bypass_ppo_clip_never_applies_the_behavior_ratio_twice():
     policies, advantages, mask, _ = random_batch(0)
     plain = policy_loss(bypass_only(policies), advantages, mask, config="bypass_ppo_clip")
     with pytest.warns(InertOptionWarning, match="rollout_is='sequence' does not weight the loss in bypass mode"):
