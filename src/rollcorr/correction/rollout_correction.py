@@ -191,8 +191,8 @@ def correct(
         output = _kernel(inputs, resolved, out, impl)
         statistics = output.statistics
         if detail:
-            named = detail if isinstance(detail, Detail) else Detail()
-            statistics = statistics | _detail(inputs, output.weights, resolved, named)
+            names = detail if isinstance(detail, Detail) else Detail()
+            statistics = statistics | _detail(inputs, output.weights, resolved, names)
 
         # What other sequences say is merged afterwards. It changes no decision, only the mean of the weights.
         if group is not None:
@@ -253,10 +253,8 @@ def _kernel(
 ) -> CorrectionOutput:
     """Run the kernel. Over a context group the reference needs whole sequences, and the others exchange their sums."""
     train, rollout, mask, cu_seqlens, context_group = inputs
-    if context_group is None:
-        return correction_kernel(train, rollout, mask, config, cu_seqlens=cu_seqlens, out=out, impl=impl)
-    if impl != "reference":
-        reduce = context_reduction(context_group)
+    if context_group is None or impl != "reference":
+        reduce = None if context_group is None else context_reduction(context_group)
         return correction_kernel(train, rollout, mask, config, cu_seqlens=cu_seqlens, reduce=reduce, out=out, impl=impl)
 
     whole = gather_slices(train, rollout, inputs.valid, cu_seqlens=cu_seqlens, group=context_group)
