@@ -15,9 +15,9 @@ from boundary_cases import DECOUPLED, ENTRIES, IMPLEMENTATIONS, B, T, arguments,
 
 from rollcorr import correct, merge_statistics
 from rollcorr.config import LossConfig, RolloutCorrectionConfig
-from rollcorr.correction.denominators import count_denominators
 from rollcorr.core.metric_registry import CRITERIA, finalize
 from rollcorr.core.sampling import KeptSets, check_kept_sets, kept_sets_of_support
+from rollcorr.correction.denominators import count_denominators
 from rollcorr.correction.losses import PolicyLogProbs, loss_metrics, policy_loss
 from rollcorr.correction.micro_batches import BypassGradients
 from rollcorr.kernels.correction.cpu import kernel

@@ -16,8 +16,8 @@ from rollcorr import Detail, LossConfig, PolicyLogProbs, RolloutCorrectionConfig
 from rollcorr.config import InertOptionWarning
 from rollcorr.core.metric_registry import finalize
 from rollcorr.core.statistics import merge_statistics
-from rollcorr.correction.losses import loss_metrics, policy_loss
 from rollcorr.correction.denominators import count_denominators
+from rollcorr.correction.losses import loss_metrics, policy_loss
 from rollcorr.correction.micro_batches import BypassGradients
 from rollcorr.correction.process_groups import gather_statistics, sum_gradients, sum_over
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rollcorr.correction.losses import PolicyLossOutput
 from rollcorr.correction.denominators import rescaling
+from rollcorr.correction.losses import PolicyLossOutput
 from rollcorr.correction.process_groups import sum_over
 from rollcorr.correction.split_gradients import SplitGradients
 from rollcorr.diffusion.options import DiffusionActorConfig
