@@ -136,6 +136,7 @@ class RolloutCorrectionConfig:
             >>> RolloutCorrectionConfig.preset("decoupled_token_is", threshold=5.0).rollout_is_threshold
             5.0
         """
+        # A name alone always means the same configuration, so it is made and checked once.
         if arguments:
             return cls(**preset_fields(name, arguments))
         resolved: Self = _resolved_preset(cast("Any", cls), name)

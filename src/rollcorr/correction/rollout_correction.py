@@ -160,6 +160,7 @@ def correct(
         >>> correct(train, rollout, torch.tensor([[1, 1, 0]]), "decoupled_token_is").weights
         tensor([[1.6487, 1.0000, 0.0000]])
     """
+    # Kernels take addresses and offsets without checks of their own, so everything is checked first.
     check_layout(
         cu_seqlens=cu_seqlens,
         train_log_prob=train_log_prob,
@@ -173,6 +174,8 @@ def correct(
         check_out(out, resolved, **log_probs, response_mask=response_mask)
     if resolved is None:
         return _nothing(response_mask, cu_seqlens, out)
+
+    # Log-probs alone must decide every criterion, and no rank may count twice.
     if resolved.has_step_criteria:
         check_token_criteria(resolved.criteria)
     if group is not None and context_group is not None:
@@ -199,6 +202,8 @@ def correct(
             statistics = gather_statistics(statistics, group)
         if resolved.nonfinite == "raise":
             _raise_on_nonfinite(statistics)
+
+        # The mean weight is that of the group, so it is known only now. No weight has left this function yet.
         weights = output.weights
         if weights is not None and resolved.rollout_is_batch_normalize:
             weights = weights.div_(_factor(statistics).to(weights.dtype))
@@ -257,6 +262,7 @@ def _kernel(
         reduce = None if context_group is None else context_reduction(context_group)
         return correction_kernel(train, rollout, mask, config, cu_seqlens=cu_seqlens, reduce=reduce, out=out, impl=impl)
 
+    # The specification stays free of exchanges: it gets whole sequences, and each rank keeps its own tokens.
     whole = gather_slices(train, rollout, inputs.valid, cu_seqlens=cu_seqlens, group=context_group)
     train, rollout, mask = whole.tensors
     output = correction_kernel(train, rollout, mask, config, cu_seqlens=whole.cu_seqlens, impl=impl)
@@ -272,6 +278,7 @@ def _detail(
     if detail.position_ids is not None:
         check_layout(train_log_prob=train, position_ids=detail.position_ids, cu_seqlens=cu_seqlens)
 
+    # Tokens can be merged as they are. Sequences must be joined first, because their sums decide who is worst.
     neutral = config.nonfinite == "neutral"
     tokens, table = token_detail(train, rollout, inputs.valid, weights, detail, neutral=neutral, cu_seqlens=cu_seqlens)
     reduce = context_reduction(context_group)
