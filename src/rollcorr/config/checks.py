@@ -76,8 +76,8 @@ def check_number(
     limits = ((">=", at_least, operator.ge), (">", above, operator.gt), ("<=", at_most, operator.le))
     given = [(word, limit, holds) for word, limit, holds in limits if limit is not None]
     if not (math.isfinite(number) and all(holds(number, limit) for _, limit, holds in given)):
-        asked = ["finite", *(f"{word} {limit:g}" for word, limit, _ in given)]
-        raise ValueError(f"{option} must be {' and '.join(asked)}; got {value!r}")
+        words = ("finite", *(f"{word} {limit:g}" for word, limit, _ in given))
+        raise ValueError(f"{option} must be {' and '.join(words)}; got {value!r}")
     return number
 
 

@@ -135,6 +135,7 @@ class RolloutCorrectionConfig:
             >>> RolloutCorrectionConfig.preset("decoupled_token_is", threshold=5.0).rollout_is_threshold
             5.0
         """
+        # A name alone always means the same configuration, so it is made and checked once.
         if arguments:
             return cls(**preset_fields(name, arguments))
         resolved: Self = _resolved_preset(cast("Any", cls), name)
@@ -199,47 +200,54 @@ class RolloutCorrectionConfig:
 
     def _inert_options(self) -> list[tuple[str, str]]:
         """Each option that is set but can have no effect beside the others, with the reason and the fix."""
-        inert: list[tuple[str, str]] = []
-
-        # Weights: are there any, and do they reach the loss?
+        computed, applied = self.rollout_is is not None, self.weights_reach_loss
         without_is = "has no effect without rollout_is; set rollout_is, or leave this out"
-        if self.rollout_is is None:
-            if self.rollout_is_threshold != 2.0:
-                inert.append(("rollout_is_threshold", without_is))
-            if not self.apply_is:
-                inert.append(("apply_is", without_is))
-        elif self.apply_is and not self.weights_reach_loss:
-            inert.append(
+        cases = [
+            # Weights: are any computed, and do they reach the loss?
+            (not computed and self.rollout_is_threshold != 2.0, "rollout_is_threshold", without_is),
+            (not computed and not self.apply_is, "apply_is", without_is),
+            (
+                computed and self.apply_is and not applied,
+                "rollout_is",
+                "does not weight the loss in bypass mode with loss_type='ppo_clip', whose ratio holds the "
+                "correction already: weights are metrics only. Write apply_is=False, or loss_type='reinforce'",
+            ),
+            (
+                not applied and self.rollout_is_batch_normalize,
+                "rollout_is_batch_normalize",
+                "has no effect on the loss, because no weights are applied to it; leave it out",
+            ),
+            (
+                not applied and self.normalizer == "weights",
+                "normalizer",
+                "is the same as 'kept', because no weights are applied to the loss",
+            ),
+            (
+                self.batch_normalize_over != "valid" and not self.rollout_is_batch_normalize,
+                "batch_normalize_over",
+                "has no effect without rollout_is_batch_normalize",
+            ),
+            (
+                self.is_upper is not None and math.log(self.is_upper) > self.safety_bound,
+                "rollout_is_threshold",
+                f"is never reached: safety_bound={self.safety_bound:g} ends weights below",
+            ),
+            # Rejection: are there criteria, and can each of them reject anything?
+            (
+                self.rollout_rs is None and self.rollout_rs_threshold is not None,
+                "rollout_rs_threshold",
+                "has no effect without rollout_rs; set rollout_rs, or leave this out",
+            ),
+            *(
                 (
-                    "rollout_is",
-                    "does not weight the loss in bypass mode with loss_type='ppo_clip', whose ratio holds the "
-                    "correction already: weights are metrics only. Write apply_is=False, or loss_type='reinforce'",
+                    criterion.lower is None and criterion.upper is None,
+                    "rollout_rs_threshold",
+                    f"leaves both sides of {criterion.name} open: it rejects nothing",
                 )
-            )
-        if not self.weights_reach_loss:
-            if self.rollout_is_batch_normalize:
-                unweighted = "has no effect on the loss, because no weights are applied to it; leave it out"
-                inert.append(("rollout_is_batch_normalize", unweighted))
-            if self.normalizer == "weights":
-                inert.append(("normalizer", "is the same as 'kept', because no weights are applied to the loss"))
-        if self.batch_normalize_over != "valid" and not self.rollout_is_batch_normalize:
-            inert.append(("batch_normalize_over", "has no effect without rollout_is_batch_normalize"))
-        if self.is_upper is not None and math.log(self.is_upper) > self.safety_bound:
-            inert.append(
-                ("rollout_is_threshold", f"is never reached: safety_bound={self.safety_bound:g} ends weights below")
-            )
-
-        # Rejection: are there criteria, and can each of them reject anything?
-        if self.rollout_rs is None and self.rollout_rs_threshold is not None:
-            inert.append(
-                ("rollout_rs_threshold", "has no effect without rollout_rs; set rollout_rs, or leave this out")
-            )
-        for criterion in self.criteria:
-            if criterion.lower is None and criterion.upper is None:
-                inert.append(
-                    ("rollout_rs_threshold", f"leaves both sides of {criterion.name} open: it rejects nothing")
-                )
-        return inert
+                for criterion in self.criteria
+            ),
+        ]
+        return [(option, reason) for inert, option, reason in cases if inert]
 
 
 @lru_cache(maxsize=256)

@@ -163,6 +163,7 @@ def _masked(loss: Tensor, mask: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 def _inverse(amount: Tensor | float, like: Tensor) -> Tensor | float:
     """1 / amount, or 0 when there is nothing to divide by."""
+    # A tensor of more than one number would broadcast, and silently give a loss per row.
     if isinstance(amount, Tensor):
         check_shape("a denominator", amount, (), "a number or a 0-d tensor")
         return _inverse_tensor(amount, like)

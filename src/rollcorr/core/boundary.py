@@ -1,9 +1,10 @@
 """The boundary: what may enter as a tensor, checked once before any kernel is chosen.
 
-A compiled kernel takes an address, a GPU kernel takes offsets on trust, and torch broadcasts. So every entry point asks
-here first, through `rollcorr.core.layout.check_layout` where there is a layout. What cannot be used is refused in one
-sentence that names the argument, what it is, and what to give instead. Nothing here reads a value on a device; values
-are looked at only where they lie in plain memory of the host (`in_host_memory`), which waits for nothing.
+A compiled kernel takes an address, a GPU kernel does not check offsets, and torch broadcasts. So every entry point
+calls these checks first, through `rollcorr.core.layout.check_layout` where there is a layout. A tensor that cannot be
+used is refused in one sentence that names the argument, what it is, and what to give instead. Nothing here reads a
+value on a device. Values are read only where they lie in plain memory of the host (`in_host_memory`), which waits for
+nothing.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ _TRACED = ("FakeTensor", "FunctionalTensor")  # torch's own, which stand for pla
 def check_tensors(**tensors: object) -> None:
     """Check that the named arguments are dense real tensors with their memory in place, all on one device.
 
-    Subclasses that only add methods are fine, as is what `torch.func`, `torch.compile` and `FakeTensorMode` make of a
-    tensor. An argument that is None is not looked at.
+    Subclasses that only add methods are allowed, and so are the tensors of `torch.func`, `torch.compile` and
+    `FakeTensorMode`. An argument that is None is not checked.
 
     Raises:
         TypeError: an argument is no tensor.
-        ValueError: it is sparse, nested, distributed, or of a dtype that nobody computes with; its memory was freed; or
-            two arguments are on different devices.
+        ValueError: it is sparse, nested, distributed, or of an unusable dtype; its memory was freed; or two arguments
+            are on different devices.
     """
     first: tuple[str, torch.device] | None = None
     compiling = torch.compiler.is_compiling()
@@ -45,9 +46,12 @@ def check_tensors(**tensors: object) -> None:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type_name(tensor)}; give torch.as_tensor({name})")
         _check_kind(name, tensor)
+
+        # While torch.compile traces, no tensor has memory, and all of them are fake.
         if not compiling:
             _check_fake(name, tensor, fake_mode)
             _check_memory(name, tensor)
+
         if first is None:
             first = name, tensor.device
         elif tensor.device != first[1]:
@@ -63,7 +67,7 @@ def type_name(value: object) -> str:
 
 
 def check_floating(**tensors: Tensor | None) -> None:
-    """Check that the named tensors are bfloat16, float16, float32 or float64. None is not looked at.
+    """Check that the named tensors are bfloat16, float16, float32 or float64. None is not checked.
 
     Raises:
         ValueError: names the first that is not.
@@ -77,7 +81,7 @@ def check_floating(**tensors: Tensor | None) -> None:
 
 
 def check_integers(**tensors: Tensor | None) -> None:
-    """Check that the named tensors hold integers. None is not looked at.
+    """Check that the named tensors hold integers. None is not checked.
 
     Raises:
         ValueError: names the first that does not.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class HealthyRange:
     """What a healthy run shows.
 
@@ -21,11 +21,11 @@ class HealthyRange:
     """
 
     ideal: str
-    ideal_low: float | None = None
-    ideal_high: float | None = None
-    warn_below: float | None = None
-    warn_above: float | None = None
-    absolute: bool = False
+    ideal_low: float | None
+    ideal_high: float | None
+    warn_below: float | None
+    warn_above: float | None
+    absolute: bool
     reason: str
     fix: str
 
@@ -137,22 +137,8 @@ _ADVICE = {
 # Metrics whose limits hold on both sides of 0.
 _BY_SIZE = {"kl"}
 
-
-def _range(metric: str) -> HealthyRange:
-    ideal, ideal_low, ideal_high, warn_below, warn_above = _LIMITS[metric]
-    reason, fix = _ADVICE[metric]
-    return HealthyRange(
-        ideal=ideal,
-        ideal_low=ideal_low,
-        ideal_high=ideal_high,
-        warn_below=warn_below,
-        warn_above=warn_above,
-        absolute=metric in _BY_SIZE,
-        reason=reason,
-        fix=fix,
-    )
-
-
-RANGES: dict[str, HealthyRange] = {metric: _range(metric) for metric in _LIMITS}
+RANGES: dict[str, HealthyRange] = {
+    metric: HealthyRange(*limits, metric in _BY_SIZE, *_ADVICE[metric]) for metric, limits in _LIMITS.items()
+}
 
 CRITERION_RANGES: dict[str, HealthyRange] = {"masked_fraction": RANGES["rollout_rs_masked_fraction"]}

@@ -1,8 +1,8 @@
 """Histograms with fixed bins: counts that add up exactly, and quantiles with a stated error.
 
-A bin holds the values whose float32 sign, exponent and first five bits of mantissa agree: 32 bins an octave for |x|
-from 2⁻²⁴ to 2²⁰, one around 0 for what is smaller, and one at either end for what is larger. No logarithm is taken,
-so every device puts a value into the same bin, and there is no limit on the number of values.
+A bin holds the values whose float32 sign, exponent and first five bits of mantissa agree. There are 32 bins per octave
+for |x| from 2⁻²⁴ to 2²⁰, one around 0 for smaller values, and one at either end for larger values. No logarithm is
+taken, so every device puts a value into the same bin, and there is no limit on the number of values.
 
 A quantile is off by at most 1/65 of itself (`RELATIVE_ERROR`), or by 2⁻²⁴ near 0.
 """
@@ -38,6 +38,8 @@ def histogram_of(values: Tensor, mask: Tensor) -> Tensor:
         mask: bool, same shape.
     """
     seen = values.masked_fill(~mask, 0.0).float().flatten()
+
+    # The upper bits of a float32, exponent and start of the mantissa, number the bins of its magnitude.
     bits = seen.abs().view(torch.int32) >> (23 - _MANTISSA_BITS)
     magnitude = bits.sub_(_FIRST).clamp_(0, _SIDE)
     index = magnitude.mul_(seen.sign().to(torch.int32)).add_(_SIDE)
@@ -66,12 +68,16 @@ def quantile(counts: Sequence[float], q: float, *, absolute: bool = False) -> fl
     """
     if not 0 <= q <= 1:
         raise ValueError(f"q must be in [0, 1], got {q}")
+
+    # For |x|, each negative bin is added to its mirror image.
     first = -_SIDE
     if absolute:
         below, above = counts[:_SIDE], counts[_SIDE + 1 :]
         counts, first = [counts[_SIDE], *(a + b for a, b in zip(reversed(below), above, strict=True))], 0
+
+    # The factor undoes rounding, so that 0.99 · 100 is the 99th of 100.
     reached = list(accumulate(counts))
-    rank = max(1.0, math.ceil(q * reached[-1] * (1 - 1e-15)))  # so that 0.99 · 100 is the 99th of 100
+    rank = max(1.0, math.ceil(q * reached[-1] * (1 - 1e-15)))
     return next((_representative(first + i) for i, total in enumerate(reached) if total >= rank), 0.0)
 
 

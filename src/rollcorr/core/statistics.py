@@ -49,6 +49,8 @@ def merge_moments(parts: Tensor) -> Tensor:
     """
     count, mean, m2 = parts.unbind(-1)
     total = count.sum(0)
+
+    # What each part's mean is away from the common one was not in its M2.
     center = (count * mean).sum(0) / total.clamp(min=1)
     spread = m2.sum(0) + (count * (mean - center).square()).sum(0)
     return torch.stack([total, center, spread], dim=-1)
@@ -94,6 +96,8 @@ class Statistics:
     ) -> Statistics:
         """Stack named rows: 0-d sums, and what `moments_of`, `extremes_of`, `histogram_of`, `top_entries` return."""
         given = dict(zip(_KINDS, (sums, moments, extremes, histograms, tops), strict=True))
+
+        # Only where there is no row at all, the caller must say which device the empty tables are on.
         device = next((row.device for rows in given.values() for row in rows.values()), device)
         return cls(
             {kind: tuple(rows) for kind, rows in given.items()},
@@ -113,6 +117,7 @@ class Statistics:
         shared = {name for kind in _KINDS for name in set(self.names[kind]) & set(other.names[kind])}
         if shared:
             raise ValueError(f"rows appear on both sides: {sorted(shared)}")
+
         return Statistics(
             {kind: self.names[kind] + other.names[kind] for kind in _KINDS},
             {kind: torch.cat([self.rows[kind], other.rows[kind]]) for kind in _KINDS},
@@ -141,6 +146,7 @@ class Statistics:
 
     def read(self) -> HostStatistics:
         """Bring every row to the host in one transfer."""
+        # Each transfer waits for the device, so all rows travel together.
         host = self.unpack(self.pack().to("cpu"))
         rows = {kind: dict(zip(host.names[kind], host.rows[kind].tolist(), strict=True)) for kind in _KINDS}
         return HostStatistics(
@@ -184,6 +190,7 @@ def merge_statistics(parts: Iterable[Statistics]) -> Statistics:
     parts = list(parts)
     if not parts:
         raise ValueError("nothing to merge: give at least one Statistics")
+
     names = parts[0].names
     for part in parts:
         if part.names != names:
@@ -261,6 +268,8 @@ def moments_of(values: Tensor, mask: Tensor) -> Tensor:
     values = values.to(STATISTICS_DTYPE)
     count = mask.sum(dtype=STATISTICS_DTYPE)
     mean = values.masked_fill(~mask, 0.0).sum() / count.clamp(min=1)
+
+    # Deviations are taken from the mean itself: Σ x² − n mean² would cancel for a mean far from 0.
     m2 = (values - mean).masked_fill_(~mask, 0.0).pow_(2).sum()
     return torch.stack([count, mean, m2])
 

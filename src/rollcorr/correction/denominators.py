@@ -135,6 +135,8 @@ def rescaling(original: Tensor | float, kept: Tensor | float) -> Tensor:
     """
     kept = _double(kept)
     original = _double(original).to(kept.device)
+
+    # Without a kept token the policy gradient is 0 already, and 0 times a finite factor stays 0.
     return torch.where(kept > 0, original / kept.clamp(min=1e-300), 0.0)
 
 
@@ -178,6 +180,8 @@ def aggregate(
         return seq_mean_token_mean(per_token, mask, denominators, lengths=lengths, cu_seqlens=cu_seqlens)
     if mode != "seq-mean-token-sum-norm":
         raise ValueError(f"unknown loss_agg_mode {mode!r}")
+
+    # The padded length would be a bad default: more padding would make the gradient smaller.
     if scale is None:
         raise ValueError(
             "seq-mean-token-sum-norm divides by a constant: set loss_scale_factor, e.g. to the longest response allowed"

@@ -236,7 +236,9 @@ def _decoupled(
             raise ValueError(f"correction was computed with {correction.config}, not with config={config}")
         _check_belongs(correction, inputs)
         weights, loss_mask = correction.loss_weights, correction.loss_mask
-    elif config is not None and _changes_loss(config):
+    elif config is not None and (
+        config.weights_reach_loss or config.criteria or config.rollout_token_veto_threshold is not None
+    ):
         raise ValueError(
             "config asks for weights or rejection, but no correction was given: compute "
             "correct(old_log_prob, rollout_log_prob, response_mask, config) once per batch and pass it"
@@ -424,7 +426,3 @@ def _same_sequences(one: Tensor | None, other: Tensor | None) -> bool:
     if one.shape != other.shape:
         return False
     return not in_host_memory(one, other) or torch.equal(one.to(torch.int64), other.to(torch.int64))
-
-
-def _changes_loss(config: RolloutCorrectionConfig) -> bool:
-    return config.weights_reach_loss or bool(config.criteria) or config.rollout_token_veto_threshold is not None

@@ -80,6 +80,8 @@ class BypassGradients(SplitGradients):
                 "policy_loss(…, denominators=…), or set bypass_mode=True"
             )
         self.config, self.loss = settings, loss or LossConfig()
+
+        # The response mask is known before the first forward pass, and so are its counts. The kept counts follow.
         self.original = count_denominators(
             response_mask, cu_seqlens=cu_seqlens, group=group, context_group=context_group
         )
@@ -124,6 +126,8 @@ class BypassGradients(SplitGradients):
             The factor original / kept, 0-d float64, the same on every rank; 0 when nothing was kept.
         """
         self._check_open("finish()")
+
+        # The counts of a context group are those of whole sequences already: only the data-parallel ranks add up.
         factor = self._factor(sum_denominators(self.counts, self.group, device=self._device))
         self._finish(factor)
         return factor

@@ -159,6 +159,7 @@ def correct(
         >>> correct(train, rollout, torch.tensor([[1, 1, 0]]), "decoupled_token_is").weights
         tensor([[1.6487, 1.0000, 0.0000]])
     """
+    # Kernels take addresses and offsets without checks of their own, so everything is checked first.
     check_layout(
         cu_seqlens=cu_seqlens,
         train_log_prob=train_log_prob,
@@ -172,6 +173,8 @@ def correct(
         check_out(out, resolved, **log_probs, response_mask=response_mask)
     if resolved is None:
         return _nothing(response_mask, cu_seqlens, out)
+
+    # No rank may count twice.
     if group is not None and context_group is not None:
         check_groups(group, context_group)
 
@@ -188,14 +191,16 @@ def correct(
         output = _kernel(inputs, resolved, out, impl)
         statistics = output.statistics
         if detail:
-            named = detail if isinstance(detail, Detail) else Detail()
-            statistics = statistics | _detail(inputs, output.weights, resolved, named)
+            names = detail if isinstance(detail, Detail) else Detail()
+            statistics = statistics | _detail(inputs, output.weights, resolved, names)
 
         # What other sequences say is merged afterwards. It changes no decision, only the mean of the weights.
         if group is not None:
             statistics = gather_statistics(statistics, group)
         if resolved.nonfinite == "raise":
             _raise_on_nonfinite(statistics)
+
+        # The mean weight is that of the group, so it is known only now. No weight has left this function yet.
         weights = output.weights
         if weights is not None and resolved.rollout_is_batch_normalize:
             weights = weights.div_(_factor(statistics).to(weights.dtype))
@@ -250,12 +255,11 @@ def _kernel(
 ) -> CorrectionOutput:
     """Run the kernel. Over a context group the reference needs whole sequences, and the others exchange their sums."""
     train, rollout, mask, cu_seqlens, context_group = inputs
-    if context_group is None:
-        return correction_kernel(train, rollout, mask, config, cu_seqlens=cu_seqlens, out=out, impl=impl)
-    if impl != "reference":
-        reduce = context_reduction(context_group)
+    if context_group is None or impl != "reference":
+        reduce = None if context_group is None else context_reduction(context_group)
         return correction_kernel(train, rollout, mask, config, cu_seqlens=cu_seqlens, reduce=reduce, out=out, impl=impl)
 
+    # The specification stays free of exchanges: it gets whole sequences, and each rank keeps its own tokens.
     whole = gather_slices(train, rollout, inputs.valid, cu_seqlens=cu_seqlens, group=context_group)
     train, rollout, mask = whole.tensors
     output = correction_kernel(train, rollout, mask, config, cu_seqlens=whole.cu_seqlens, impl=impl)
@@ -271,6 +275,7 @@ def _detail(
     if detail.position_ids is not None:
         check_layout(train_log_prob=train, position_ids=detail.position_ids, cu_seqlens=cu_seqlens)
 
+    # Tokens can be merged as they are. Sequences must be joined first, because their sums decide who is worst.
     neutral = config.nonfinite == "neutral"
     tokens, table = token_detail(train, rollout, inputs.valid, weights, detail, neutral=neutral, cu_seqlens=cu_seqlens)
     reduce = context_reduction(context_group)

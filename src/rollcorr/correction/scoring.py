@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,11 @@ from rollcorr.core.sampling import (
 )
 from rollcorr.kernels.linear_logprob import LinearLogProb, linear_log_prob
 
+Recorded = TypeVar("Recorded", KeptSets, Tensor)
+
+_NO_SETS = "support='replayed' needs the engine's kept sets; record them, or use 'recomputed'"
+_NO_MASS = "support='kept_mass' needs log_kept_mass, the log of the engine's kept mass at each token"
+
 
 def actor_log_prob(
     logits: Tensor,
@@ -44,13 +49,13 @@ def actor_log_prob(
     Args:
         logits: the trainer's, (…, V), before any transform.
         token_ids: the sampled tokens, (…).
-        spec: what the log-probs are to be, for instance `rollout.for_actor("replay")`. Its temperature divides; its
-            `support` decides how a truncation gets in.
-        kept: the engine's sets; needed to replay a truncation.
-        log_kept_mass: log S of the engine's sets, (…); needed for support "kept_mass", and subtracted.
+        spec: what the log-probs should be, for instance `rollout.for_actor("replay")`. The logits are divided by its
+            temperature. Its `support` says how a truncation is repeated.
+        kept: the engine's sets. They are needed to replay a truncation.
+        log_kept_mass: log S of the engine's sets, (…). It is needed for support "kept_mass", and subtracted.
 
     Returns:
-        Log-probs, nats, and which tokens lay outside the support and were taken in (none without one).
+        Log-probs, nats, and which tokens lay outside the support and were added to it (none without a support).
 
     Raises:
         ValueError: shapes do not fit, what the support needs is missing, or the spec has penalties or biases, which
@@ -60,10 +65,10 @@ def actor_log_prob(
     if not spec.restricts:
         return _whole(token_log_prob(logits, token_ids, temperature=_temperature(spec)))
     if spec.support == "replayed":
-        return kept_log_prob(logits, token_ids, _needed(kept), temperature=spec.temperature)
+        return kept_log_prob(logits, token_ids, _required(kept, _NO_SETS), temperature=spec.temperature)
     if spec.support == "kept_mass":
         whole = token_log_prob(logits, token_ids, temperature=spec.temperature)
-        return _whole(whole - _needed_mass(log_kept_mass).to(whole.dtype))
+        return _whole(whole - _required(log_kept_mass, _NO_MASS).to(whole.dtype))
     support = recomputed_support(logits, spec)
     return supported_log_prob(logits, token_ids, support, temperature=spec.temperature)
 
@@ -84,22 +89,22 @@ def linear_actor_log_prob(
         hidden: the hidden states that predict the tokens, (…, d).
         weight: of the output head, (V, d).
         token_ids: the sampled tokens, (…).
-        spec: what the log-probs are to be.
+        spec: what the log-probs should be.
         kept: as in `actor_log_prob`.
         log_kept_mass: as in `actor_log_prob`.
         options: others of `rollcorr.kernels.linear_logprob.linear_log_prob`, such as `bias` and `accumulate_into`.
 
     Raises:
-        ValueError: as in `actor_log_prob`; or the support is to be recomputed, which needs logits.
+        ValueError: as in `actor_log_prob`; or the support must be recomputed, which needs logits.
     """
     _check_no_penalties(spec)
     if not spec.restricts:
         return linear_log_prob(hidden, weight, token_ids, temperature=_temperature(spec), **options)
     if spec.support == "replayed":
-        sets = _needed(kept)
+        sets = _required(kept, _NO_SETS)
         return linear_log_prob(hidden, weight, token_ids, temperature=spec.temperature, kept=sets, **options)
     if spec.support == "kept_mass":
-        mass = _needed_mass(log_kept_mass)
+        mass = _required(log_kept_mass, _NO_MASS)
         whole = linear_log_prob(hidden, weight, token_ids, temperature=spec.temperature, **options)
         return whole._replace(log_prob=whole.log_prob - mass.to(whole.log_prob.dtype))
     raise ValueError(f"support={spec.support!r} needs logits: use actor_log_prob, or replay the engine's kept sets")
@@ -115,7 +120,7 @@ def actor_entropy(logits: Tensor, token_ids: Tensor, spec: SamplingSpec, *, kept
     if not spec.restricts or spec.support == "kept_mass":
         return token_entropy(logits, temperature=_temperature(spec))
     if spec.support == "replayed":
-        return kept_entropy(logits, token_ids, _needed(kept), temperature=spec.temperature)
+        return kept_entropy(logits, token_ids, _required(kept, _NO_SETS), temperature=spec.temperature)
     support, _ = with_sampled(recomputed_support(logits, spec), token_ids)
     return token_entropy(logits.masked_fill(~support, -torch.inf), temperature=spec.temperature)
 
@@ -149,16 +154,10 @@ def _temperature(spec: SamplingSpec) -> float:
     return 1.0 if spec.logprobs == "raw" else spec.temperature
 
 
-def _needed(kept: KeptSets | None) -> KeptSets:
-    if kept is None:
-        raise ValueError("support='replayed' needs the engine's kept sets; record them, or use 'recomputed'")
-    return kept
-
-
-def _needed_mass(log_kept_mass: Tensor | None) -> Tensor:
-    if log_kept_mass is None:
-        raise ValueError("support='kept_mass' needs log_kept_mass, the log of the engine's kept mass at each token")
-    return log_kept_mass
+def _required(recorded: Recorded | None, missing: str) -> Recorded:
+    if recorded is None:
+        raise ValueError(missing)
+    return recorded
 
 
 def _whole(log_prob: Tensor) -> SupportedLogProb:

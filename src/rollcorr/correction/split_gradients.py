@@ -88,6 +88,8 @@ class SplitGradients:
     ) -> None:
         unfinished, self._state = self._state == "open", "done"
         self._open.close()
+
+        # An error of the block itself says more than this one would.
         if unfinished:
             self._policy = []
             if error is None:
@@ -115,6 +117,7 @@ class SplitGradients:
 
     def _finish(self, factor: Tensor) -> None:
         """Scale the policy gradient, add the other part, and sum over ranks what no wrapper has summed."""
+        # FSDP2 has divided both parts by its ranks. The factor belongs to the policy gradient alone.
         for i, parameter in enumerate(self.parameters):
             policy, averaged = self._policy[i], self._averaged[i]
             if parameter.grad is not None and averaged != 1:
@@ -126,6 +129,7 @@ class SplitGradients:
             parameter.grad = policy if parameter.grad is None else parameter.grad.add_(policy)
         self._policy, self._state = [], "finished"
 
+        # What FSDP2 reduced is a sum over all ranks already.
         for group in (self.context_group, self.group):
             sum_gradients(self._own, group)
 
@@ -153,6 +157,7 @@ def _wrappers(model: nn.Module) -> tuple[list[Any], list[Any]]:
     Raises:
         ValueError: there is one of FSDP1.
     """
+    # Without a process group there can be no wrapper.
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return [], []
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
