@@ -240,11 +240,11 @@ def _range_table() -> str:
     """One row a metric that has a healthy range."""
     template = {name.replace(CRITERIA[0], "CRITERION"): row for name, row in criterion_metrics(CRITERIA[0]).items()}
     rows = [
-        (f"`{name}`", row.healthy.ideal, _limits(row.healthy), row.healthy.reason, row.healthy.fix)
+        (f"`{name}`", row.healthy.ideal, _limits(row.healthy), row.healthy.reason, row.healthy.remedy)
         for name, row in (METRICS | template).items()
         if row.healthy
     ]
-    return _table(("metric", "ideal", "warns", "reason", "fix"), rows)
+    return _table(("metric", "ideal", "warns", "reason", "remedy"), rows)
 
 
 def _limits(healthy: HealthyRange) -> str | None:
