@@ -186,7 +186,7 @@ class RolloutCorrectionConfig:
         _ = self.criteria
 
     def _inert_options(self) -> list[tuple[str, str]]:
-        """Each option that is set but can have no effect beside the others, with the reason and the mend."""
+        """Each option that is set but can have no effect beside the others, with the reason and the fix."""
         inert: list[tuple[str, str]] = []
         without_is = "has no effect without rollout_is; set rollout_is, or leave this out"
         if self.rollout_is is None:
