@@ -240,7 +240,7 @@ def _range_table() -> str:
     """One row a metric that has a healthy range."""
     template = {name.replace(CRITERIA[0], "CRITERION"): row for name, row in criterion_metrics(CRITERIA[0]).items()}
     rows = [
-        (f"`{name}`", row.healthy.ideal, _limits(row.healthy), row.healthy.reason, row.healthy.remedy)
+        (f"`{name}`", row.healthy.ideal, _limits(row.healthy), row.healthy.reason, row.healthy.fix)
         for name, row in (METRICS | template).items()
         if row.healthy
     ]
