@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from rollcorr.config import RolloutCorrectionConfig
-from rollcorr.core.statistics import merge_statistics
+from rollcorr.core.mergeable_statistics import merge_statistics
 from rollcorr.kernels.correction import CorrectionOutput, correction_kernel
 from rollcorr.kernels.correction.torch.table import BlockRows, SequenceTable
 

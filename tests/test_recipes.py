@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from rollcorr.config import thresholds
+from rollcorr.config import criteria
 from rollcorr.core import criterion_metrics
 from rollcorr.kernels.correction.cpu import status
 
@@ -158,7 +158,7 @@ for name, impl in ((name, impl) for name in ("seq_mean", "seq_max", "token") for
 
 
 def test_criteria_have_metrics():
-    assert tuple(thresholds.CRITERIA) == criterion_metrics.CRITERIA
+    assert tuple(criteria.CRITERIA) == criterion_metrics.CRITERIA
 
 
 @with_and_without_the_c_kernel

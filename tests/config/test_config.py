@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollcorr.config import Criterion, InertOptionWarning, LossConfig, RolloutCorrectionConfig, SamplingSpec
-from rollcorr.config.thresholds import CRITERIA, join_band
+from rollcorr.config.criteria import CRITERIA, join_band
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "golden.json").read_text(encoding="utf-8"))
 

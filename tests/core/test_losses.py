@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollcorr.core.losses import ppo_clip_loss, reference_kl_k1, reference_kl_k2, reference_kl_k3, reinforce_loss
-from rollcorr.core.statistics import merge_statistics
+from rollcorr.core.mergeable_statistics import merge_statistics
 
 NAN, INF = math.nan, math.inf
 CLIP = {"clip_low": 0.2, "clip_high": 0.28, "clip_c": 3.0}

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rollcorr.core.rejection import catastrophic_tokens, within_divergence, within_ratio_band
+from rollcorr.core.bounds import catastrophic_tokens, within_divergence, within_ratio_band
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollcorr import correct
 from rollcorr.config import InertOptionWarning, RolloutCorrectionConfig
-from rollcorr.core.statistics import Statistics
+from rollcorr.core.mergeable_statistics import Statistics
 from rollcorr.correction import check_mask
 
 HALF = math.log(0.5)

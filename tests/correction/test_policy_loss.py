@@ -12,7 +12,7 @@ from implementations import per_implementation
 
 from rollcorr.config import InertOptionWarning, LossConfig, RolloutCorrectionConfig
 from rollcorr.core.aggregation import Denominators
-from rollcorr.core.statistics import merge_statistics
+from rollcorr.core.mergeable_statistics import merge_statistics
 from rollcorr.correction import correct
 from rollcorr.correction.denominators import aggregate, count_denominators, loss_denominators
 from rollcorr.correction.losses import PolicyLogProbs, loss_metrics, policy_loss

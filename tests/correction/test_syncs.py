@@ -10,8 +10,8 @@ import torch
 
 from rollcorr import correct
 from rollcorr.config import LOSS_AGG_MODES, InertOptionWarning, LossConfig, RolloutCorrectionConfig
+from rollcorr.core.mergeable_statistics import merge_statistics
 from rollcorr.core.metric_registry import CRITERIA
-from rollcorr.core.statistics import merge_statistics
 from rollcorr.correction.denominators import count_denominators
 from rollcorr.correction.losses import PolicyLogProbs, policy_loss
 from rollcorr.correction.micro_batches import BypassGradients

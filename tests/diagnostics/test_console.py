@@ -6,7 +6,7 @@ import math
 
 from rich.console import Console
 
-from rollcorr.diagnostics.health.verdict import health
+from rollcorr.diagnostics.health.health_check import health
 from rollcorr.diagnostics.report.console import row_progress, show_health, to_json
 
 SICK = {"token_count": 100.0, "kl": 0.5, "chi2_token": math.inf, "ppl_ratio": 1.6}

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from rollcorr.core.metric_registry import METRICS, PREFIX
-from rollcorr.diagnostics.health.verdict import health, limit_in_words
+from rollcorr.diagnostics.health.health_check import health, limit_in_words
 
 HEALTHY = {
     "token_count": 4000.0,

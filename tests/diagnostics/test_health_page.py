@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rollcorr.core.health_ranges import RANGES
 from rollcorr.core.metric_registry import METRICS
+from rollcorr.diagnostics.health.health_check import limit_in_words
 from rollcorr.diagnostics.health.rules import RULES
-from rollcorr.diagnostics.health.verdict import limit_in_words
 
 DOCS = Path(__file__).parents[2] / "docs"
 HEALTH = (DOCS / "health.md").read_text(encoding="utf-8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rollcorr.config import InertOptionWarning, RolloutCorrectionConfig
-from rollcorr.config.thresholds import STEP_CRITERIA, without_criterion
+from rollcorr.config.criteria import STEP_CRITERIA, without_criterion
 from rollcorr.diffusion import DiffusionActorConfig
 
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from rollcorr import Detail, LossConfig, PolicyLogProbs, RolloutCorrectionConfig, correct
 from rollcorr.config import InertOptionWarning
+from rollcorr.core.mergeable_statistics import merge_statistics
 from rollcorr.core.metric_registry import finalize
-from rollcorr.core.statistics import merge_statistics
 from rollcorr.correction.denominators import count_denominators
 from rollcorr.correction.losses import loss_metrics, policy_loss
 from rollcorr.correction.micro_batches import BypassGradients

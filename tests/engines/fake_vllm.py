@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rollcorr.core.sampling import min_p_support, sequential_support, top_k_support, top_p_support
-from rollcorr.engines.vllm.weight_transfer import WeightReloader
+from rollcorr.engines.vllm.weight_receiver import WeightReloader
 
 __version__ = "0.32.0+fake"
 

@@ -141,7 +141,7 @@ def test_no_restart_is_made_when_none_is_allowed(micro_policy):
 
 
 def test_the_old_head_of_a_tied_model_is_caught_at_the_start(micro_policy, monkeypatch):
-    monkeypatch.setattr("rollcorr.engines.vllm.weight_transfer.repack_output_head", lambda model: None)
+    monkeypatch.setattr("rollcorr.engines.vllm.weight_receiver.repack_output_head", lambda model: None)
     with pytest.raises(WeightSyncError, match=r"weight sync incomplete.*check tied and renamed ones"):
         make_engine(micro_policy, dtype="bfloat16")
 
@@ -182,7 +182,7 @@ def test_a_load_that_fails_half_way_leaves_an_engine_that_samples_nothing(micro_
 
 def test_an_update_by_restart_starts_from_the_weights(micro_policy, monkeypatch):
     monkeypatch.setattr(
-        "rollcorr.engines.vllm.weight_transfer.repack_output_head", lambda model: None
+        "rollcorr.engines.vllm.weight_receiver.repack_output_head", lambda model: None
     )  # nothing to repack
     engine = make_engine(micro_policy, update="restart")
     change(micro_policy)

@@ -253,7 +253,7 @@ def server(tmp_path_factory):
     folder, policy = tmp_path_factory.mktemp("served"), small_policy()
     policy.model.save_pretrained(folder)
     policy.tokenizer.save_pretrained(folder)
-    extension = ["--worker-extension-cls", "rollcorr.engines.vllm.weight_transfer.WeightReloader"]
+    extension = ["--worker-extension-cls", "rollcorr.engines.vllm.weight_receiver.WeightReloader"]
     options = ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "64", "--enable-scale-out", *extension]
     with running_server(folder, *options, env={"VLLM_SERVER_DEV_MODE": "1"}) as url:
         yield url

@@ -27,7 +27,7 @@ pytest.importorskip("triton", reason="Triton is not installed; `make test-triton
 if status() is not None:
     pytest.skip(str(status()), allow_module_level=True)
 
-from rollcorr.kernels.linear_logprob.triton import passes
+from rollcorr.kernels.linear_logprob.triton import launches
 
 # The interpreter computes with numpy, which reports infinities that a selection afterwards drops.
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
@@ -143,7 +143,7 @@ def test_a_slice_of_the_head_gives_the_sums_of_its_rows(first):
         case.hidden, weight, case.token_ids, bias, 0.7, None, case.kept, True, False, None, object(), first, None
     )
     member = membership(case.kept, case.token_ids, None)
-    actual, expected = passes.triton_kept_sums(problem, member), kept_sums(problem, member)
+    actual, expected = launches.triton_kept_sums(problem, member), kept_sums(problem, member)
     assert expected.largest.isinf().any()
     for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one[member.working], other[member.working])
@@ -151,7 +151,7 @@ def test_a_slice_of_the_head_gives_the_sums_of_its_rows(first):
     common |= {"first_id": first, "chunk": 3}
     parts = (
         dense_sums(case.hidden, weight, case.token_ids, epilogue=epilogue, **common)
-        for epilogue in (passes.TritonEpilogue(), TorchEpilogue())
+        for epilogue in (launches.TritonEpilogue(), TorchEpilogue())
     )
     for one, other in zip(*parts, strict=True):
         torch.testing.assert_close(one, other)
@@ -173,7 +173,7 @@ def test_kept_sets_take_three_launches_and_no_wait(entropy, monkeypatch):
     """On meta tensors a read of a value would raise."""
     counters = {name: _Counter() for name in ("sum_sets", "weigh_sets", "add_rows")}
     for name, counter in counters.items():
-        monkeypatch.setattr(passes.sets, name, counter)
+        monkeypatch.setattr(launches.sets, name, counter)
     with torch.device("meta"):
         hidden, weight, bias = (torch.zeros(s, requires_grad=True) for s in ((6, 256), (50, 256), (50,)))
         ids, kept = torch.zeros(6, dtype=torch.int64), KeptSets(torch.zeros(30, dtype=torch.int32), torch.arange(7))

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from rollcorr.core.statistics import Statistics
+from rollcorr.core.mergeable_statistics import Statistics
 from rollcorr.train.grpo import grpo_trainer as grpo
 from rollcorr.train.grpo.policy import make_tiny_policy
 from rollcorr.train.grpo.tasks import Reward

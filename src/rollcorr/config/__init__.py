@@ -15,11 +15,11 @@ from rollcorr.config.correction_options import (
     Normalizer,
     RolloutCorrectionConfig,
 )
+from rollcorr.config.criteria import CRITERIA, Criterion, Threshold
 from rollcorr.config.finding import Finding, Severity
 from rollcorr.config.loss_options import LOSS_AGG_MODES, LossAggMode, LossConfig
 from rollcorr.config.presets import PRESETS, Preset
 from rollcorr.config.sampling_spec import Comparison, IncompatibleSamplingError, SamplingSpec, check_compatible
-from rollcorr.config.thresholds import CRITERIA, Criterion, Threshold
 from rollcorr.config.yaml_text import dump_yaml, load_yaml
 
 __all__ = [

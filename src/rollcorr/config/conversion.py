@@ -13,6 +13,7 @@ from typing import Any
 
 from rollcorr.config.checks import check_bool, check_choice, nearest
 from rollcorr.config.correction_options import RolloutCorrectionConfig
+from rollcorr.config.criteria import CRITERIA, STEP_CRITERIA
 from rollcorr.config.generations import (
     CONVERTERS,
     KEYS,
@@ -25,7 +26,6 @@ from rollcorr.config.generations import (
     shown,
 )
 from rollcorr.config.sampling_spec import SamplingSpec
-from rollcorr.config.thresholds import CRITERIA, STEP_CRITERIA
 
 __all__ = ["Conversion", "FieldReport", "Schema", "config_section", "convert", "converted_document", "resolve"]
 

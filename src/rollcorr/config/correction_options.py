@@ -17,8 +17,7 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from rollcorr.config.checks import check_bool, check_choice, check_number, warn_inert
-from rollcorr.config.presets import preset_fields, with_named_presets
-from rollcorr.config.thresholds import (
+from rollcorr.config.criteria import (
     Criterion,
     Threshold,
     canonical_rejection,
@@ -26,6 +25,7 @@ from rollcorr.config.thresholds import (
     parse_rejection,
     threshold_texts,
 )
+from rollcorr.config.presets import preset_fields, with_named_presets
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from rollcorr.config.checks import check_bool, check_choice, check_number
 from rollcorr.config.correction_options import RolloutCorrectionConfig
-from rollcorr.config.thresholds import join_band
+from rollcorr.config.criteria import join_band
 
 Schema = Literal["2025-10", "2025-11", "newest"]
 SCHEMAS: tuple[Schema, ...] = ("2025-10", "2025-11", "newest")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from rollcorr.config.checks import nearest
-from rollcorr.config.thresholds import join_band
+from rollcorr.config.criteria import join_band
 
 VERL = "verl 0.9.1"
 

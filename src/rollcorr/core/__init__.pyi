@@ -20,6 +20,8 @@ from .losses import reference_kl_k1 as reference_kl_k1
 from .losses import reference_kl_k2 as reference_kl_k2
 from .losses import reference_kl_k3 as reference_kl_k3
 from .losses import reinforce_loss as reinforce_loss
+from .mergeable_statistics import Statistics as Statistics
+from .mergeable_statistics import merge_statistics as merge_statistics
 from .metric_registry import METRICS as METRICS
 from .metric_registry import finalize as finalize
 from .metric_registry import metric as metric
@@ -27,5 +29,3 @@ from .sampling import KeptSets as KeptSets
 from .sampling import check_kept_sets as check_kept_sets
 from .sampling import concatenate_kept_sets as concatenate_kept_sets
 from .sampling import kept_sets_of_support as kept_sets_of_support
-from .statistics import Statistics as Statistics
-from .statistics import merge_statistics as merge_statistics

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from rollcorr.core.losses import LOG_RATIO_BOUND
+from rollcorr.core.mergeable_statistics import Statistics, moments_of
 from rollcorr.core.ratios import token_log_ratio
-from rollcorr.core.statistics import Statistics, moments_of
 
 
 def flow_grpo_loss(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rollcorr.core.histograms import quantile
-from rollcorr.core.statistics import HostStatistics
+from rollcorr.core.mergeable_statistics import HostStatistics
 
 
 @dataclass(frozen=True)

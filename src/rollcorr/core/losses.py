@@ -16,8 +16,8 @@ from torch import Tensor
 from rollcorr.core.boundary import check_floating, check_tensors
 from rollcorr.core.divergence import k1, k2, k3
 from rollcorr.core.layout import check_layout, expand
+from rollcorr.core.mergeable_statistics import Statistics, moments_of
 from rollcorr.core.ratios import at_least_float32, token_log_ratio
-from rollcorr.core.statistics import Statistics, moments_of
 
 LOG_RATIO_BOUND = 20.0
 """Largest |log r| that enters exp(), nats. It changes only tokens with A < 0 and r > e²⁰ without the dual clip: their

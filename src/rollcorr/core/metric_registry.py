@@ -30,8 +30,8 @@ from rollcorr.core.finalizers import (
     viable_length,
 )
 from rollcorr.core.health_ranges import RANGES
+from rollcorr.core.mergeable_statistics import HostStatistics
 from rollcorr.core.metric_type import IS_GUIDE, MATHS, OWN, PRAXIS, Metric, R, V, metric_table
-from rollcorr.core.statistics import HostStatistics
 
 __all__ = ["CRITERIA", "METRICS", "PREFIX", "Metric", "criterion_metrics", "finalize", "metric"]
 

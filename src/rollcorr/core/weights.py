@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from rollcorr.core.bounds import ratio_inside
+from rollcorr.core.bounds import within_ratio_band
 from rollcorr.core.ratios import at_least_float32
 
 
@@ -69,7 +69,7 @@ def masked_weights(log_weight: Tensor, *, lower: float, upper: float, safety_bou
         raise ValueError(f"lower must not exceed upper, got {lower} > {upper}")
 
     bounded = at_least_float32(log_weight.detach()).clamp(-safety_bound, safety_bound)
-    kept = ratio_inside(bounded, lower=lower, upper=upper) & (log_weight != -torch.inf)
+    kept = within_ratio_band(bounded, lower=lower, upper=upper) & (log_weight != -torch.inf)
 
     # NaN is inside no band, but it must stay visible: a weight of 0 would hide a missing log-prob.
     return bounded.exp().masked_fill(~kept & ~bounded.isnan(), 0.0)

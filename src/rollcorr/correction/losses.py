@@ -30,7 +30,7 @@ from rollcorr.core.losses import (
     reference_kl_k3,
     reinforce_loss,
 )
-from rollcorr.core.statistics import Statistics, moments_of
+from rollcorr.core.mergeable_statistics import Statistics, moments_of
 from rollcorr.correction.denominators import (
     aggregate,
     aggregation_mode,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.core.layout import sequence_ids
-from rollcorr.core.statistics import Statistics, merge_statistics
+from rollcorr.core.mergeable_statistics import Statistics, merge_statistics
 from rollcorr.kernels.correction import Reduction
 from rollcorr.kernels.correction.torch.table import BlockRows, SequenceTable
 

@@ -15,7 +15,7 @@ from rollcorr.core import metric_registry as registry
 from rollcorr.core.aggregation import Denominators
 from rollcorr.core.boundary import check_floating, plain, truth
 from rollcorr.core.layout import bounded_offsets, check_layout, sequence_count
-from rollcorr.core.statistics import Statistics
+from rollcorr.core.mergeable_statistics import Statistics
 from rollcorr.core.tops import Worst, worst_of
 from rollcorr.core.weights import normalization_factor
 from rollcorr.correction.process_groups import check_groups, context_reduction, gather_slices, gather_statistics

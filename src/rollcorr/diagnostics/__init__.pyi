@@ -1,5 +1,5 @@
-from .health.verdict import Finding as Finding
-from .health.verdict import HealthReport as HealthReport
+from .health.health_check import Finding as Finding
+from .health.health_check import HealthReport as HealthReport
 from .installation import Installation as Installation
 from .installation import inspect_installation as inspect_installation
 from .log_check.check import CheckResult as CheckResult

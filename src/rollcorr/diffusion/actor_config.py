@@ -12,7 +12,7 @@ from typing import Any, Literal
 from rollcorr.config import InertOptionWarning, Normalizer, RolloutCorrectionConfig
 from rollcorr.config.checks import check_choice, check_number
 from rollcorr.config.conversion import resolve
-from rollcorr.config.thresholds import without_criterion
+from rollcorr.config.criteria import without_criterion
 from rollcorr.core.diffusion import Reduction, power_of
 
 LossMode = Literal["flow_grpo", "grpo_guard", "flow_dppo"]

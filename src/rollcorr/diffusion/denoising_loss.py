@@ -19,7 +19,7 @@ from torch import Tensor
 from rollcorr.core.aggregation import Denominators
 from rollcorr.core.diffusion_losses import flow_dppo_loss, flow_grpo_loss, grpo_guard_loss
 from rollcorr.core.losses import neutral_log_probs, reinforce_loss
-from rollcorr.core.statistics import Statistics, moments_of
+from rollcorr.core.mergeable_statistics import Statistics, moments_of
 from rollcorr.correction.denominators import aggregate, loss_denominators
 from rollcorr.correction.losses import PolicyLossOutput
 from rollcorr.correction.rollout_correction import Correction

@@ -25,8 +25,8 @@ from rollcorr.engines.completions import Completion, check_log_prob, rollout_fro
 from rollcorr.engines.generation_settings import GenerationSettings
 from rollcorr.engines.response_scoring import make_probe, score_probe, vocabulary_size
 from rollcorr.engines.token_batch import TokenBatch, check_prompts
-from rollcorr.engines.transport.checkpoint_folder import read_policy, read_weights, write_checkpoint
 from rollcorr.engines.transport.http import JsonClient
+from rollcorr.engines.transport.weight_folder import read_policy, read_weights, write_checkpoint
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 

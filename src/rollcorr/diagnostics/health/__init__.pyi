@@ -1,4 +1,4 @@
-from .verdict import Finding as Finding
-from .verdict import HealthReport as HealthReport
-from .verdict import health as health
-from .verdict import healthy_range as healthy_range
+from .health_check import Finding as Finding
+from .health_check import HealthReport as HealthReport
+from .health_check import health as health
+from .health_check import healthy_range as healthy_range

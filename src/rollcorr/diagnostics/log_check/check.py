@@ -17,7 +17,7 @@ from rollcorr.config.finding import Finding
 from rollcorr.config.yaml_text import load_yaml
 from rollcorr.core.metric_registry import finalize
 from rollcorr.diagnostics.health.evidence import bare_metrics
-from rollcorr.diagnostics.health.verdict import HealthReport, health
+from rollcorr.diagnostics.health.health_check import HealthReport, health
 from rollcorr.diagnostics.log_check.shard_readers import read_shards
 from rollcorr.diagnostics.log_check.tally import COLUMNS, KEPT_COLUMNS, Measurement, Part, Tally, merge_parts
 from rollcorr.diagnostics.provenance.provenance_findings import NOT_COMPARABLE, Provenance

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from rollcorr.config.finding import Finding
-from rollcorr.diagnostics.health.verdict import HealthReport
+from rollcorr.diagnostics.health.health_check import HealthReport
 from rollcorr.diagnostics.numbers import HEADLINES, format_number
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rollcorr.config.yaml_text import dump_yaml
 from rollcorr.core.metric_registry import PREFIX, metric
 from rollcorr.diagnostics.health.evidence import Metrics, bare_metrics, history_of
-from rollcorr.diagnostics.health.verdict import HealthReport, health, healthy_range
+from rollcorr.diagnostics.health.health_check import HealthReport, health, healthy_range
 from rollcorr.diagnostics.numbers import HEADLINES, format_number
 from rollcorr.run_directory.stored_run import Run
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rollcorr.diagnostics.health.verdict import healthy_range
+from rollcorr.diagnostics.health.health_check import healthy_range
 
 try:
     from matplotlib.axes import Axes

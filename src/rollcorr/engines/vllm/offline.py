@@ -28,7 +28,7 @@ from rollcorr.engines.generation_settings import GenerationSettings
 from rollcorr.engines.remote_engine import RemoteOptions
 from rollcorr.engines.transport.pipes import WorkerProcess
 from rollcorr.engines.vllm.vllm_base import VllmBase
-from rollcorr.engines.vllm.weight_transfer import WORKER_EXTENSION
+from rollcorr.engines.vllm.weight_receiver import WORKER_EXTENSION
 
 # Arguments of `vllm.LLM` that the engine sets itself.
 OWN_ARGUMENTS = (

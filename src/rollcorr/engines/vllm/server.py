@@ -22,7 +22,7 @@ from rollcorr.engines.generation_settings import GenerationSettings
 from rollcorr.engines.remote_engine import ServerOptions
 from rollcorr.engines.vllm.answers import choice_of_text, prompt_log_probs
 from rollcorr.engines.vllm.vllm_base import VllmBase
-from rollcorr.engines.vllm.weight_transfer import WORKER_EXTENSION
+from rollcorr.engines.vllm.weight_receiver import WORKER_EXTENSION
 
 GENERATE = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"

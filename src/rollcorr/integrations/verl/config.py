@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rollcorr.config import InertOptionWarning
 from rollcorr.config import RolloutCorrectionConfig as CheckedConfig
 from rollcorr.config.checks import nearest
-from rollcorr.config.thresholds import CRITERIA, Threshold
+from rollcorr.config.criteria import CRITERIA, Threshold
 from rollcorr.integrations.verl.presets import with_verl_presets
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from rollcorr.core.aggregation import (
     token_sum,
 )
 from rollcorr.core.losses import ppo_clip_loss, reinforce_loss
-from rollcorr.core.statistics import Statistics
+from rollcorr.core.mergeable_statistics import Statistics
 from rollcorr.correction.denominators import count_denominators
 from rollcorr.integrations.verl import parity
 from rollcorr.integrations.verl.bypass import warn_if_not_for_bypass, warn_if_vanilla_in_bypass

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rollcorr.config.thresholds import check_token_criteria
+from rollcorr.config.criteria import check_token_criteria
 from rollcorr.core.layout import check_layout, sequence_max, sequence_sum
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rollcorr.core.boundary import check_tensors, in_host_memory, why_no_address, why_no_kernel
 from rollcorr.core.layout import sequence_count
-from rollcorr.core.statistics import Statistics
+from rollcorr.core.mergeable_statistics import Statistics
 
 if TYPE_CHECKING:
     from rollcorr.config import RolloutCorrectionConfig

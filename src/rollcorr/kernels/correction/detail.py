@@ -9,8 +9,8 @@ from torch import Tensor
 
 from rollcorr.core.histograms import histogram_of
 from rollcorr.core.layout import sequence_count
+from rollcorr.core.mergeable_statistics import Statistics, merge_statistics
 from rollcorr.core.ratios import classify_tokens, token_log_ratio
-from rollcorr.core.statistics import Statistics, merge_statistics
 from rollcorr.core.tops import top_entries, top_indices
 from rollcorr.kernels.correction.torch.blocks import in_threads, threads_for, token_blocks
 from rollcorr.kernels.correction.torch.table import Block, SequenceTable

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from rollcorr.core import divergence, layout, ratios, rejection, weights
-from rollcorr.core.bounds import exceeds, ratio_above, ratio_below
-from rollcorr.core.statistics import extremes_of
+from rollcorr.core import divergence, layout, ratios, weights
+from rollcorr.core.bounds import catastrophic_tokens, ratio_above, ratio_below, within_ratio_band
+from rollcorr.core.mergeable_statistics import extremes_of
 from rollcorr.kernels.correction.band import exceedance_band
 from rollcorr.kernels.correction.call import Batch, CorrectionOutput
+from rollcorr.kernels.correction.rejection import beyond_bounds
 from rollcorr.kernels.correction.rows import Computed, Sequences
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def _compare(batch: _Tokens, config: RolloutCorrectionConfig, rows: Computed) ->
     sums["k3"] = _masked_sum(divergence.k3(d), measured)
     sums["chi2_token"] = _masked_sum(divergence.chi_squared(d), compared)
     sums["capped"] = (measured & (d.abs() > divergence.CAP)).sum()
-    sums["ratio_outside_10pct"] = (compared & ~rejection.within_ratio_band(d, lower=0.9, upper=1.1)).sum()
+    sums["ratio_outside_10pct"] = (compared & ~within_ratio_band(d, lower=0.9, upper=1.1)).sum()
 
     difference = divergence.probability_difference(batch.train, batch.rollout)
     sums["prob_diff_abs"] = _masked_sum(difference, compared)
@@ -177,7 +178,7 @@ def _reject(batch: _Tokens, config: RolloutCorrectionConfig, rows: Computed) -> 
     rejected = {criterion.name: _criterion(batch, criterion, rows) for criterion in config.criteria}
     threshold = config.rollout_token_veto_threshold
     if threshold is not None:
-        catastrophic = batch.counted & rejection.catastrophic_tokens(batch.log_ratio, threshold=threshold)
+        catastrophic = batch.counted & catastrophic_tokens(batch.log_ratio, threshold=threshold)
         vetoed = batch.counts(catastrophic) > 0
         sums["catastrophic_tokens"], sums["vetoed_sequences"] = catastrophic.sum(), vetoed.sum()
         rejected["veto"] = batch.valid & batch.expand(vetoed)
@@ -219,13 +220,13 @@ def _criterion(batch: _Tokens, criterion: Criterion, rows: Computed) -> Tensor:
     units = described = has_counted
     if criterion.scope == "token":
         rows.sample(f"{row}/seq", value, has_counted)
-        seq_high, seq_low = _outside(value, criterion)
+        seq_high, seq_low = beyond_bounds(value, criterion)
         rows.sums[f"{row}/seq_high"] = (has_counted & seq_high).sum()
         rows.sums[f"{row}/seq_low"] = (has_counted & seq_low).sum()
         value, units, described = estimate, batch.counted, batch.counted & ~batch.missing
 
     rows.sample(row, value, described)
-    high, low = _outside(value, criterion)
+    high, low = beyond_bounds(value, criterion)
     rows.sums[f"{row}/high"], rows.sums[f"{row}/low"] = (units & high).sum(), (units & low).sum()
     rejected = units & (high | low)
     return rejected if criterion.scope == "token" else batch.valid & batch.expand(rejected)
@@ -238,13 +239,6 @@ def _statistic(batch: _Tokens, criterion: Criterion, estimate: Tensor) -> Tensor
         return largest.masked_fill(~batch.has_counted, 0.0)
     total = batch.sum(estimate, batch.counted)
     return total if criterion.scope == "seq_sum" else total / batch.counts(batch.counted).clamp(min=1)
-
-
-def _outside(value: Tensor, criterion: Criterion) -> tuple[Tensor, Tensor]:
-    """Where the statistic is beyond the upper and the lower bound; for k1 the bounds are on ρ = exp(−value)."""
-    if criterion.kind == "k1":
-        return ratio_above(-value, criterion.upper), ratio_below(-value, criterion.lower)
-    return exceeds(value, criterion.upper), torch.zeros_like(value, dtype=torch.bool)
 
 
 def _masked_sum(values: Tensor, mask: Tensor) -> Tensor:

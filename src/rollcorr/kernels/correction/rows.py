@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from rollcorr.config.thresholds import check_token_criteria
+from rollcorr.config.criteria import check_token_criteria
 from rollcorr.core import divergence
-from rollcorr.core.statistics import Statistics, extremes_of, moments_of
+from rollcorr.core.mergeable_statistics import Statistics, extremes_of, moments_of
 from rollcorr.kernels.correction.band import exceedance_band
 
 if TYPE_CHECKING:

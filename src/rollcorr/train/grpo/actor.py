@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from rollcorr.config.sampling_spec import SamplingSpec
 from rollcorr.core.logprobs import token_log_prob
+from rollcorr.core.mergeable_statistics import Statistics, moments_of
 from rollcorr.core.sampling import KeptSets
-from rollcorr.core.statistics import Statistics, moments_of
 from rollcorr.correction.scoring import actor_entropy, actor_log_prob
 from rollcorr.engines.base import EngineAnswerError, Rollout
 from rollcorr.engines.response_scoring import response_logits, score_responses

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from rollcorr.core.aggregation import Denominators
+from rollcorr.core.mergeable_statistics import Statistics, merge_statistics
 from rollcorr.core.metric_registry import finalize
-from rollcorr.core.statistics import Statistics, merge_statistics
 from rollcorr.correction.denominators import count_denominators, loss_denominators
 from rollcorr.correction.losses import PolicyLogProbs, PolicyLossOutput, policy_loss
 from rollcorr.correction.micro_batches import BypassGradients

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rollcorr.engines.transport.checkpoint_folder import without_progress_bars
+from rollcorr.engines.transport.weight_folder import without_progress_bars
 from rollcorr.train.steps import derived_seed
 
 ASSETS = Path(__file__).parents[1] / "assets"

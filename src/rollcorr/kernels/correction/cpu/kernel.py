@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.core.layout import check_cu_seqlens
-from rollcorr.core.statistics import STATISTICS_DTYPE, Statistics
+from rollcorr.core.mergeable_statistics import STATISTICS_DTYPE, Statistics
 from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, outputs, why_no_addresses
 from rollcorr.kernels.correction.cpu.job import LOG_PROB_TYPES, MASK_TYPES, MAX_CRITERIA, Job, thresholds_of
 from rollcorr.kernels.correction.cpu.library import Library, library, status

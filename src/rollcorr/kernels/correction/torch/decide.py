@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from rollcorr.core import divergence
-from rollcorr.core.bounds import exceeds, ratio_above, ratio_below
-from rollcorr.core.statistics import Statistics, extremes_of
+from rollcorr.core.bounds import ratio_above, ratio_below
+from rollcorr.core.mergeable_statistics import Statistics, extremes_of
 from rollcorr.core.weights import bounded_weights, masked_weights, truncated_weights
 from rollcorr.kernels.correction.band import exceedance_band
+from rollcorr.kernels.correction.rejection import beyond_bounds
 from rollcorr.kernels.correction.rows import Computed, Sequences
 from rollcorr.kernels.correction.torch.table import BlockRows, SequenceTable
 
@@ -295,11 +296,7 @@ def _criterion(state: _State, criterion: Criterion) -> Tensor:
     row, blocks, (sums, moments, extremes) = f"rs/{criterion.name}", state.blocks, state.rows
     value = _statistic(state, criterion)
     has_counted = state.sequences.has_counted
-    if criterion.kind == "k1":
-        high, low = ratio_above(-value, criterion.upper), ratio_below(-value, criterion.lower)
-    else:
-        high, low = exceeds(value, criterion.upper), torch.zeros_like(value, dtype=torch.bool)
-    high, low = high & has_counted, low & has_counted
+    high, low = (side & has_counted for side in beyond_bounds(value, criterion))
 
     if criterion.scope != "token":
         state.sample(row, value)

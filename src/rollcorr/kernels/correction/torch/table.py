@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rollcorr.core.statistics import STATISTICS_DTYPE, Statistics, merge_extremes, merge_moments
+from rollcorr.core.mergeable_statistics import STATISTICS_DTYPE, Statistics, merge_extremes, merge_moments
 
 
 class Block(NamedTuple):

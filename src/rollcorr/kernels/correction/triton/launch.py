@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from rollcorr.core.statistics import STATISTICS_DTYPE
+from rollcorr.core.mergeable_statistics import STATISTICS_DTYPE
 from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, outputs
 from rollcorr.kernels.correction.rows import empty_statistics
 from rollcorr.kernels.correction.triton.final_pass import ROWS, finish

@@ -54,6 +54,6 @@ def triton_log_prob(problem: Problem) -> LinearLogProb:
         raise ImportError(f"impl='triton' cannot run here: {missing}; or use impl='auto' or 'torch'")
     if (reason := why_not(problem)) is not None:
         raise ValueError(f"impl='triton' cannot take these tensors: {reason}; use impl='auto' or 'torch'")
-    from rollcorr.kernels.linear_logprob.triton.passes import TritonEpilogue, triton_kept_sums
+    from rollcorr.kernels.linear_logprob.triton.launches import TritonEpilogue, triton_kept_sums
 
     return composed_log_prob(problem, Operations(TritonEpilogue(), triton_kept_sums))

@@ -15,7 +15,7 @@ from rollcorr.kernels.linear_logprob.dense import Running, Upstream
 from rollcorr.kernels.linear_logprob.kept import Membership
 from rollcorr.kernels.linear_logprob.problem import Context, LogSums, Problem
 from rollcorr.kernels.linear_logprob.products import HeadGradient
-from rollcorr.kernels.linear_logprob.triton import chunk, sets
+from rollcorr.kernels.linear_logprob.triton import dense_kernel, kept_kernel
 
 
 class TritonEpilogue:
@@ -56,7 +56,7 @@ def absorb_launch(
         "weighted": running.total if running.weighted is None else running.weighted,
         "columns": logits.shape[1],
     }
-    return Launch(chunk.absorb, (len(logits),), arguments, {"MEASURE": running.weighted is not None})
+    return Launch(dense_kernel.absorb, (len(logits),), arguments, {"MEASURE": running.weighted is not None})
 
 
 def to_gradient_launch(
@@ -80,8 +80,8 @@ def to_gradient_launch(
         "of_entropy": of_entropy,
         "columns": columns,
     }
-    grid = N, -(-columns // chunk.BLOCK.value)
-    return Launch(chunk.to_gradient, grid, arguments, {"MEASURED": upstream.entropies is not None})
+    grid = N, -(-columns // dense_kernel.BLOCK.value)
+    return Launch(dense_kernel.to_gradient, grid, arguments, {"MEASURED": upstream.entropies is not None})
 
 
 def triton_kept_sums(problem: Problem, member: Membership) -> LogSums:
@@ -131,14 +131,16 @@ def sum_sets_launch(
     named = dict(zip(("largest", "log_sum", "target", "entropy"), sums, strict=True))
     own = {"hidden": hidden, "weight": weight, "bias": weight if bias is None else bias, "V": len(weight)}
     arguments = places.arguments | own | named | {"rows": places.rows, "z": places.z}
-    return Launch(sets.sum_sets, (len(hidden),), arguments, {"BIASED": bias is not None})
+    return Launch(kept_kernel.sum_sets, (len(hidden),), arguments, {"BIASED": bias is not None})
 
 
 def weigh_sets_launch(places: Places, weight: Tensor, upstream: dict[str, Tensor], of_hidden: Tensor) -> Launch:
     """Reads shapes only."""
     arguments = places.arguments | upstream | {"weight": weight, "rows": places.rows, "z": places.z}
     N, d = of_hidden.shape
-    return Launch(sets.weigh_sets, (N, -(-d // sets.WIDTH.value)), arguments | {"of_hidden": of_hidden}, {})
+    return Launch(
+        kept_kernel.weigh_sets, (N, -(-d // kept_kernel.WIDTH.value)), arguments | {"of_hidden": of_hidden}, {}
+    )
 
 
 def add_rows_launch(rows: Tensor, tokens: Tensor, changes: Tensor, hidden: Tensor, gradient: Tensor) -> Launch:
@@ -146,7 +148,7 @@ def add_rows_launch(rows: Tensor, tokens: Tensor, changes: Tensor, hidden: Tenso
     d = hidden.shape[1]
     arguments = {"sorted_rows": rows, "tokens": tokens, "changes": changes, "hidden": hidden, "gradient": gradient}
     sizes = {"places": rows.numel(), "d": d}
-    return Launch(sets.add_rows, (rows.numel(), -(-d // sets.WIDTH.value)), arguments | sizes, {})
+    return Launch(kept_kernel.add_rows, (rows.numel(), -(-d // kept_kernel.WIDTH.value)), arguments | sizes, {})
 
 
 class _KeptSets(torch.autograd.Function):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # What vLLM is told to mix into its workers.
-WORKER_EXTENSION = "rollcorr.engines.vllm.weight_transfer.WeightReloader"
+WORKER_EXTENSION = "rollcorr.engines.vllm.weight_receiver.WeightReloader"
 
 
 class WeightReloader:

@@ -1,0 +1,125 @@
+"""Which implementation of the log-probs runs: the one that is asked for, or the fastest that takes the call."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from rollcorr.core.boundary import plain
+from rollcorr.core.sampling import KeptSets
+from rollcorr.kernels.linear_logprob.arguments import (
+    check_choice_of_tokens,
+    check_options,
+    check_temperature,
+    check_tensors,
+    flat,
+    wide_temperature,
+)
+from rollcorr.kernels.linear_logprob.compose import Operations, composed_log_prob
+from rollcorr.kernels.linear_logprob.dense import TorchEpilogue
+from rollcorr.kernels.linear_logprob.full_logits import reference_log_prob
+from rollcorr.kernels.linear_logprob.kept import kept_sums
+from rollcorr.kernels.linear_logprob.problem import LinearLogProb, Problem
+from rollcorr.kernels.linear_logprob.triton import triton_log_prob
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Implementation = Literal["auto", "reference", "torch", "triton"]
+
+
+def linear_log_prob(
+    hidden: Tensor,
+    weight: Tensor,
+    token_ids: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+    kept: KeptSets | None = None,
+    entropy: bool | Tensor = False,
+    log_kept_mass: bool | Tensor = False,
+    accumulate_into: Tensor | None = None,
+    vocab_group: ProcessGroup | None = None,
+    first_id: int = 0,
+    chunk: int | None = None,
+    impl: Implementation = "auto",
+) -> LinearLogProb:
+    """log p(a) = z_a − log Σ_j exp(z_j) with z_j = (h · W_j + b_j) / τ, j over the vocabulary or over a kept set.
+
+    Differentiable in hidden states, weight and bias. Sums are float32, or float64 if an operand is; half-precision
+    logits are never rounded before the softmax. Autocast has no effect here.
+
+    Args:
+        hidden: h, the hidden states that predict the tokens, (…, d), any float dtype.
+        weight: W, the output head's, (V, d). One that does not require a gradient gets none. It must be whole in
+            memory: of a sharded head give the gathered tensor.
+        token_ids: a, (…), integers in 0 … V − 1.
+        bias: b, (V,).
+        temperature: τ > 0, a number or one for each token, (…). A head's own factor on the logits belongs in here.
+        mask: (…) bool; tokens where it is false are dropped first, and get log-prob 0.
+        kept: the sets K that the engine sampled from, in the order of `token_ids.flatten()`: j runs over K ∪ {a}, only
+            these rows of the head are read, and only they get a gradient. None: the whole vocabulary.
+        entropy: whether to return it too, or for which tokens, (…) bool. It is differentiable.
+        log_kept_mass: the same for log Σ_{j ∈ K} p_j, which needs the whole vocabulary for those tokens.
+        accumulate_into: (V, d) that the weight's gradient is added to, for instance `weight.grad`; autograd then gets
+            none for the weight. With kept sets this spares a gradient of the head's size.
+        vocab_group: ranks that hold slices of the head and of the bias, in any order; all hold the same tokens and
+            compute the same loss. The gradient of the hidden states comes out summed over them.
+        first_id: the id of the first row of this rank's slice.
+        chunk: vocabulary entries whose logits are live at once. None: 8 MB of them, or 256 MB on a GPU.
+        impl: "auto" is "torch" everywhere: the Triton kernels are tested interpreted and compiled, but have not run on
+            a device yet, and must be asked for.
+
+    Returns:
+        Log-probs and what else was asked for, in the shape of `token_ids`.
+
+    Raises:
+        TypeError: an operand is no tensor.
+        ValueError: shapes or devices do not fit, a dtype is wrong, a number is out of range, or `impl` is unknown or
+            does not take these arguments.
+        ImportError: `impl="triton"`, and Triton or a GPU is missing.
+
+    Example:
+        >>> head = torch.tensor([[0.0], [1.0], [2.0]])
+        >>> linear_log_prob(torch.tensor([[1.0]]), head, torch.tensor([2])).log_prob
+        tensor([-0.4076])
+    """
+    if impl not in get_args(Implementation):
+        raise ValueError(f"impl must be one of {', '.join(map(repr, get_args(Implementation)))}, got {impl!r}")
+    check_tensors(hidden, weight, token_ids, bias, accumulate_into, impl)
+    for name, value in (("mask", mask), ("entropy", entropy), ("log_kept_mass", log_kept_mass)):
+        check_choice_of_tokens(name, value, token_ids)
+    check_temperature(temperature, token_ids)
+    check_options(token_ids, kept, log_kept_mass, vocab_group, first_id, chunk, impl)
+    problem = Problem(
+        hidden=plain(hidden).reshape(-1, hidden.shape[-1]),
+        weight=plain(weight),
+        token_ids=token_ids.flatten().long(),
+        bias=bias,
+        temperature=wide_temperature(hidden, weight, temperature),
+        mask=None if mask is None else mask.flatten(),
+        kept=kept,
+        entropy=flat(entropy),
+        log_kept_mass=flat(log_kept_mass),
+        accumulate_into=accumulate_into,
+        group=vocab_group,
+        first_id=first_id,
+        chunk=chunk,
+    )
+    with _without_autocast(hidden.device):
+        if impl == "reference":
+            result = reference_log_prob(problem)
+        elif impl == "triton":
+            result = triton_log_prob(problem)
+        else:
+            result = composed_log_prob(problem, Operations(TorchEpilogue(), kept_sums))
+    return result.view(token_ids.shape)
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    known = torch.amp.is_autocast_available(device.type)
+    return torch.autocast(device.type, enabled=False) if known else nullcontext()

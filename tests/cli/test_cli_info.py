@@ -1,0 +1,24 @@
+"""`rollcorr info`, and the command as a module. tests/diagnostics/test_installation.py has what it reports."""
+
+import json
+import subprocess
+import sys
+
+from typer.testing import CliRunner
+
+import rollcorr
+from rollcorr.cli import app
+
+
+def test_json_names_the_version_and_every_kernel():
+    result = CliRunner().invoke(app, ["info", "--json"])
+    assert result.exit_code == 0
+    told = json.loads(result.output)
+    assert told["versions"]["rollcorr"] == rollcorr.__version__
+    assert [kernel["name"] for kernel in told["kernels"]] == ["reference", "torch", "cpu", "triton"]
+
+
+def test_the_package_and_its_command_line_run_as_modules():
+    for module in ("rollcorr", "rollcorr.cli"):
+        done = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True, check=True)
+        assert "convert-config" in done.stdout

@@ -1,0 +1,27 @@
+"""`rollcorr train`: what it says without training. tests/train/test_run.py trains through it."""
+
+from typer.testing import CliRunner
+
+from rollcorr.cli import app
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app, ["train", *arguments], env={"COLUMNS": "200"})
+
+
+def test_help_says_how_to_start_and_how_to_continue():
+    result = run("--help")
+    assert result.exit_code == 0
+    assert "resume=true" in result.output
+
+
+def test_an_unknown_option_is_answered_with_the_nearest_and_exit_code_2():
+    result = run("optim.lrr=1e-4")
+    assert result.exit_code == 2
+    assert "did you mean 'optim.lr'" in result.output
+
+
+def test_two_configuration_files_are_refused():
+    result = run("a.yaml", "b.yaml")
+    assert result.exit_code == 2
+    assert "a.yaml, b.yaml" in result.output
