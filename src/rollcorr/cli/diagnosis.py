@@ -67,6 +67,7 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
 ) -> None:
     """Judge rollout logs without a training run. Exit codes: 0 healthy, 1 findings, 2 bad input, 130 interrupted."""
+    # Imported here, so that `--help` and the other commands do not load torch and Arrow for it.
     from rich.console import Console
 
     from rollcorr.diagnostics.log_check import check_logs, choose_config
@@ -76,28 +77,44 @@ def check(
 
     page = None
     with exit_on(BadInputError, RolloutLogError):
-        chosen = choose_config(preset=preset, file=config)
+        correction_config = choose_config(preset=preset, file=config)
         with row_progress() as on_rows:
             result = check_logs(
-                logs, chosen, train_column=train_column, diffusion=diffusion, workers=workers, ray=ray, on_rows=on_rows
+                logs,
+                correction_config,
+                train_column=train_column,
+                diffusion=diffusion,
+                workers=workers,
+                ray=ray,
+                on_rows=on_rows,
             )
+
+        # Imported only for a page: its figures need matplotlib, and the verdict does not.
         if output is not None:
             from rollcorr.diagnostics.report import check_report, write_report
 
             page = write_report(check_report(result), output)
-    subject = f"{result.rows:,} sequences in {len(result.files)} file{'s' * (len(result.files) != 1)}"
+
     if as_json:
-        more = {"rows": result.rows, "files": result.files, "train_column": result.train_column}
-        typer.echo(
-            to_json(
-                result.health, **more, interrupted=result.interrupted, report=page and str(page), remarks=result.remarks
-            )
+        verdict = to_json(
+            result.health,
+            rows=result.rows,
+            files=result.files,
+            train_column=result.train_column,
+            interrupted=result.interrupted,
+            report=None if page is None else str(page),
+            remarks=result.remarks,
         )
+        typer.echo(verdict)
     else:
+        plural = "" if len(result.files) == 1 else "s"
+        subject = f"{result.rows:,} sequences in {len(result.files)} file{plural}"
         console = Console(highlight=False)
         show_health(console, result.health, subject=subject, remarks=result.remarks)
         if page is not None:
             console.print(f"\nreport: {page}", soft_wrap=True)
+
+    # The verdict on part of a log is shown, but a script must not take it for that on the whole (130 is 128 + SIGINT).
     if result.interrupted:
         raise typer.Exit(130)
     raise typer.Exit(0 if result.health.healthy else 1)

@@ -101,8 +101,10 @@ class RolloutCorrectionConfig:
     batch_normalize_over: NormalizedUnits = "valid"
 
     def __post_init__(self) -> None:
+        # First each field by itself: choices, switches, numbers. Only `rollout_is` may be None.
         for option, choices in _CHOICES.items():
-            check_choice(option, getattr(self, option), get_args(choices), optional=option == "rollout_is")
+            may_be_none = option == "rollout_is"
+            check_choice(option, getattr(self, option), get_args(choices), optional=may_be_none)
         for option in ("rollout_is_batch_normalize", "bypass_mode", "apply_is"):
             check_bool(option, getattr(self, option))
 
@@ -111,8 +113,11 @@ class RolloutCorrectionConfig:
         if self.rollout_token_veto_threshold is not None:
             veto = check_number("rollout_token_veto_threshold", self.rollout_token_veto_threshold, above=0)
             self._set("rollout_token_veto_threshold", veto)
+
+        # Thresholds come as numbers or texts, and those of rejection belong to the criteria in `rollout_rs`.
         self._parse_thresholds()
 
+        # Then the fields beside each other: one combination is an error, others leave an option without effect.
         if self.loss_type == "reinforce" and not self.bypass_mode:
             raise ValueError(
                 "loss_type='reinforce' needs bypass_mode=True: without bypass the loss is PPO with π_old; "
@@ -178,6 +183,7 @@ class RolloutCorrectionConfig:
         return parse_is_threshold(self.rollout_is_threshold)
 
     def _set(self, option: str, value: object) -> None:
+        """Write the checked form of a field during construction, past the frozen dataclass."""
         object.__setattr__(self, option, value)
 
     def _parse_thresholds(self) -> None:

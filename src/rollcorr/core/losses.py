@@ -135,12 +135,17 @@ def reinforce_loss(
     mask = loss_mask != 0
     weights, active = _weights_and_active(weights, log_prob, mask & (log_prob != -torch.inf))
 
-    log_prob_of_active = at_least_float32(log_prob).masked_fill(~active, 0.0)
-    loss = -log_prob_of_active * advantages.detach().to(log_prob_of_active.dtype).masked_fill(~active, 0.0)
-    loss = loss if weights is None else weights * loss
+    # Both factors become 0 on tokens that add nothing: with one alone, 0 · NaN would still be NaN.
+    active_log_prob = at_least_float32(log_prob).masked_fill(~active, 0.0)
+    advantages = advantages.detach().to(active_log_prob.dtype).masked_fill(~active, 0.0)
+    loss = -active_log_prob * advantages
+    if weights is not None:
+        loss = weights * loss
 
+    # Without μ the statistic is there all the same, over no token: what it would compare does not matter.
     if behavior_log_prob is None:
-        return loss, _policy_statistics(torch.zeros_like(mask), log_prob, log_prob)
+        nowhere = torch.zeros_like(mask)
+        return loss, _policy_statistics(nowhere, log_prob, log_prob)
     check_layout(log_prob=log_prob, behavior_log_prob=behavior_log_prob, cu_seqlens=cu_seqlens)
     return loss, _policy_statistics(mask, log_prob, behavior_log_prob)
 

@@ -130,14 +130,20 @@ def versions_of_spans(spans: Any, tokens: int, row: int, *, initial: int | None)
         spans: in order, covering the response.
         tokens: length of the response.
         row: the row in the batch, for errors.
-        initial: policy version of the weights that the engine was started with, if it is known.
+        initial: policy version of the weights that the engine was started with (label "default"), if it is known.
+
+    Returns:
+        One version per token.
 
     Raises:
         EngineAnswerError: a field is missing, the spans do not cover the response, or a label is no policy version.
     """
     try:
-        starts, ends = [span["start"] for span in spans], [span["end"] for span in spans]
+        starts = [span["start"] for span in spans]
+        ends = [span["end"] for span in spans]
         labels = [span["version"] for span in spans]
+
+        # The first span starts at 0, each other one where the one before it ended, and the last ends the response.
         edges = [0, *ends]
         covered = starts == edges[:-1] and edges[-1] == tokens and edges == sorted(edges)
     except (KeyError, TypeError) as error:
@@ -145,8 +151,10 @@ def versions_of_spans(spans: Any, tokens: int, row: int, *, initial: int | None)
     if not covered:
         raise EngineAnswerError(f"row {row}: weight_versions {spans!r} do not cover its {tokens} tokens")
 
-    versions = [_version_of_weights(label, row, initial=initial) for label in labels]
-    return [version for (start, end), version in zip(pairwise(edges), versions, strict=True) for _ in range(start, end)]
+    versions: list[int] = []
+    for (start, end), label in zip(pairwise(edges), labels, strict=True):
+        versions += [_version_of_weights(label, row, initial=initial)] * (end - start)
+    return versions
 
 
 def check_log_prob(value: object, where: str) -> float:

@@ -184,25 +184,31 @@ class RolloutBatch:
         return torch.from_numpy(values)
 
     def padded(self, column: str, *, length: int | None = None, fill: float = 0) -> Tensor:
-        """A token column in the padded layout: (B, T), right-padded with `fill`.
+        """A token column, or `prompt_ids`, in the padded layout: (B, T), right-padded with `fill`.
 
         Args:
             column: a token column, or `prompt_ids`.
-            length: T; None is the longest row of the batch.
+            length: T. None: the length of the longest row in the batch.
             fill: the value at padding.
 
         Raises:
-            ValueError: `length` is shorter than a row.
-            RolloutLogError: as `packed`.
+            ValueError: `length` is shorter than a row, or the column is neither a token column nor `prompt_ids`.
+            RolloutLogError: as `packed`; for `prompt_ids`, as `ragged`.
         """
+        # Prompts have lengths of their own; every other column has those of the responses.
         if column == "prompt_ids":
             packed, lengths = self.ragged(column)
         else:
             packed, lengths = self.packed(column), self.lengths
+
         longest = int(lengths.max()) if len(self) else 0
-        if length is not None and length < longest:
+        if length is None:
+            length = longest
+        elif length < longest:
             raise ValueError(f"length {length} is shorter than the longest row, {longest} tokens")
-        inside = torch.arange(longest if length is None else length, device="cpu") < lengths[:, None]
+
+        # Read row by row, the places that are not padding take the packed values in their order.
+        inside = torch.arange(length, device="cpu") < lengths[:, None]
         return packed.new_full(inside.shape, fill).masked_scatter_(inside, packed)
 
     def ragged(self, column: str) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,17 @@ def log_error(
     row: int | None = None,
     column: str | None = None,
 ) -> RolloutLogError:
-    """An error with one finding: what is wrong, how to fix it, and in which file, row and column."""
+    """An error with one finding: what is wrong, how to fix it, and where, as far as that is known.
+
+    Args:
+        code: the finding's kind, for programs.
+        title: what is wrong, in a few words.
+        fix: what to change.
+        file: a path or text; kept as text.
+        row: counted from 0 within the file. None: the error is not about one row.
+        column: the column of the rollout log.
+    """
+    # A finding may stand for many rows: it has the first one and their number. This one stands for one row, if any.
     finding = Finding(
         code=code,
         title=title,

@@ -142,29 +142,31 @@ def fit(
     betas: tuple[float, float] = (0.9, 0.999),
     after_step: Callable[[int, float], bool | None],
 ) -> float:
-    """Supervised training in place, before any reinforcement.
+    """Supervised training in place, before any reinforcement: AdamW with gradients clipped to norm 1.
 
-    The learning rate rises over the first `rise` steps and falls along a cosine to 0 at `steps`.
+    The learning rate is the product of three: `learning_rate`, a linear rise from near 0 to 1 over the first `rise`
+    steps, and a cosine that falls from 1 at the first step to 0 at `steps`.
 
     Args:
-        model: what is trained.
-        loss_of_step: the loss of step 0, 1, …
+        model: what is trained; left in evaluation mode.
+        loss_of_step: gives the loss of step 0, 1, …
         steps: number of AdamW steps at most.
-        learning_rate: its peak.
-        rise: steps until the peak.
+        learning_rate: its peak, which the cosine keeps slightly below this.
+        rise: steps of the linear rise, at least 1.
         betas: of AdamW.
         after_step: called with the number of steps done and the loss; true ends the training.
 
     Returns:
-        The last loss; NaN without a step.
+        The last loss; NaN if there was no step.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=betas, weight_decay=0.01)
-    value = math.nan
+    last_loss = math.nan
     model.train()
     for step in range(steps):
-        rate = min(1.0, (step + 1) / rise) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
+        risen = min(1.0, (step + 1) / rise)
+        cosine = 0.5 + 0.5 * math.cos(math.pi * step / steps)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate * rate
+            group["lr"] = learning_rate * (risen * cosine)
 
         loss = loss_of_step(step)
         loss.backward()
@@ -172,11 +174,13 @@ def fit(
         optimizer.step()
         optimizer.zero_grad()
 
-        value = float(loss.detach())
-        if after_step(step + 1, value):
+        # This waits for the device: `after_step` decides on the host whether to go on.
+        last_loss = float(loss.detach())
+        if after_step(step + 1, last_loss):
             break
+
     model.eval()
-    return value
+    return last_loss
 
 
 def own_rows(rows: Tensor, group: ProcessGroup | None) -> Tensor:

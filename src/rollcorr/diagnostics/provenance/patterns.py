@@ -35,7 +35,7 @@ ONE_SIDED = 0.75
 EXPONENT = 0.05
 """Smallest |β − 1| that is called a temperature: an honest mismatch can look like less."""
 FEW = 20
-"""Fewer unlikely tokens decide nothing."""
+"""Fewer tokens of a crowd, likely or unlikely ones, decide nothing."""
 CERTAIN_SHARE = 0.01
 """Share of tokens with probability 1 on one side only, above which it was truncated."""
 MASS_LOST = 0.01
@@ -59,12 +59,28 @@ class Judgment:
 
 
 def find_temperature(train: Tensor, rollout: Tensor, judged: Judgment, *, truncated: bool) -> list[Finding]:
-    """Another temperature on one side, and whether the rollout's log-probs are those of its sampler."""
-    sharper = crowds(train, rollout)
-    rollout_is_sharper = sharper.share_up >= 0.5
-    seen = sharper if rollout_is_sharper else crowds(rollout, train)
+    """Find another temperature on one side, and then whether the tokens follow the rollout's log-probs.
 
-    # Where hardly any token is likely there are no crowds to compare; the slope between the two sides is left.
+    A temperature that is found is written into `judged`, and a reason why none can be found as well.
+
+    Args:
+        train: log π of the valid tokens.
+        rollout: log μ.
+        judged: what is known about the pair so far.
+        truncated: one side was found to be truncated. Then only unlikely tokens can show a temperature, and lost mass
+            moves the mean ratio, so that nothing is said about the sampler.
+
+    Returns:
+        No finding, "tempered" alone, or "tempered" and one of "raw" and "processed".
+    """
+    # The sharper side, of the lower temperature, is higher on likely tokens. `crowds` wants it second.
+    seen = crowds(train, rollout)
+    rollout_is_sharper = seen.share_up >= 0.5
+    if not rollout_is_sharper:
+        seen = crowds(rollout, train)
+
+    # Where hardly any token is likely there are no crowds to compare; what is left is the slope of one side against
+    # the other.
     if seen.likely < FEW and not truncated:
         line = slope(train, rollout)
         if abs(line.exponent - 1) >= EXPONENT and line.z >= Z:
@@ -75,12 +91,15 @@ def find_temperature(train: Tensor, rollout: Tensor, judged: Judgment, *, trunca
         judged.unknown.append("the temperature: no token leaves a choice")
         return []
 
-    # A truncation lifts likely tokens as well; only unlikely ones that fell speak for a temperature beside it.
+    # A sign test: by chance the share is 1/2, with a standard error of 1 / (2 √likely).
     z = (2 * seen.share_up - 1) * seen.likely**0.5
+
+    # A truncation lifts likely tokens as well; only unlikely ones that fell speak for a temperature beside it.
     unlikely_fell = seen.unlikely >= FEW and seen.unlikely_p80 >= 1 + EXPONENT
     if not _is_temperature(seen) or z < Z - 0.5 or (truncated and not unlikely_fell):
         return []
 
+    # The sharper side is the other one to the power β > 1, so its temperature is 1/β of the other's.
     exponent = seen.unlikely_p80 if truncated else seen.exponent
     ratio = 1 / exponent if rollout_is_sharper else exponent
     evidence = {
@@ -91,6 +110,8 @@ def find_temperature(train: Tensor, rollout: Tensor, judged: Judgment, *, trunca
     }
     bound = "at most " if rollout_is_sharper and (truncated or seen.unlikely < FEW) else ""
     reason = f"the rollout's temperature is {bound}{format_number(ratio)} times the trainer's"
+
+    # The first finding is the temperature itself, the second the sampler.
     findings = _tempered(train, rollout, judged, ratio, z, reason, evidence)
     return findings[:1] if truncated else findings
 

@@ -41,37 +41,52 @@ def token_detail(
     neutral: bool,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Statistics, SequenceTable]:
-    """Histograms of d and of the weights, and the worst tokens; and the table that `sequence_detail` reads.
+    """Read every token once for what is shown in detail: histograms of d and of the weights, and the worst tokens.
 
     Args:
         train_log_prob: log π, nats. (B, T), or (N,) when packed; any floating dtype.
         rollout_log_prob: log μ, nats. Same shape.
         mask: bool, true on response tokens. Same shape.
-        weights: applied weights before normalization, same shape; None without.
+        weights: applied weights before normalization, same shape; None if there are none.
         detail: how tokens are named.
-        neutral: missing tokens have weights too.
+        neutral: `nonfinite="neutral"` holds, so missing tokens have weights too.
         cu_seqlens: (B + 1,) token offsets, only when packed.
-    """
-    sequences, threads = sequence_count(mask, cu_seqlens=cu_seqlens), threads_for(mask)
 
-    def read(share: list[Block]) -> tuple[Statistics, SequenceTable]:
-        table, parts = SequenceTable(("log_ratio", "zero", "compared"), sequences, mask.device), []
-        for block in share:
-            at, valid = block.at, mask[block.at]
+    Returns:
+        The histograms and the worst tokens, and the per-sequence table that `sequence_detail` reads.
+    """
+    sequences = sequence_count(mask, cu_seqlens=cu_seqlens)
+
+    def read_share(blocks: list[Block]) -> tuple[Statistics, SequenceTable]:
+        """What one thread makes of its share of the blocks."""
+        table = SequenceTable(("log_ratio", "zero", "compared"), sequences, mask.device)
+        per_block = []
+        for block in blocks:
+            at = block.at
+            valid = mask[at]
             classes = classify_tokens(train_log_prob[at], rollout_log_prob[at], valid)
-            d = token_log_ratio(train_log_prob[at], rollout_log_prob[at], classes.measured)
             compared = classes.measured | classes.zero_probability
-            table.add(torch.stack([x.double() for x in (d, classes.zero_probability, compared)]), block)
+            d = token_log_ratio(train_log_prob[at], rollout_log_prob[at], classes.measured)
+
+            # One row for each column of the table, in the same order.
+            columns = (d, classes.zero_probability, compared)
+            table.add(torch.stack([column.double() for column in columns]), block)
+
             histograms = {"log_ratio": histogram_of(d, classes.measured)}
             if weights is not None:
                 counted = valid if neutral else compared
                 histograms["weight"] = histogram_of(weights[at], counted)
+
+            # A token of probability zero is among the worst, as −∞. Up to here its d was 0, and the column `zero`
+            # counted it.
             d.masked_fill_(classes.zero_probability, -torch.inf)
             worst = _worst_tokens(d, compared, block, detail, cu_seqlens)
-            parts.append(Statistics.of(histograms=histograms, tops={"tokens": worst}))
-        return merge_statistics(parts), table
+            per_block.append(Statistics.of(histograms=histograms, tops={"tokens": worst}))
+        return merge_statistics(per_block), table
 
-    passes = in_threads(read, list(token_blocks(mask, cu_seqlens)), threads)
+    passes = in_threads(read_share, list(token_blocks(mask, cu_seqlens)), threads_for(mask))
+
+    # Each thread filled a table of all sequences from its own blocks; together they are whole.
     statistics, tables = zip(*passes, strict=True)
     for table in tables[1:]:
         tables[0].join(table)

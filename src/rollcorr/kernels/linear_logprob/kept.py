@@ -60,15 +60,15 @@ def kept_sums(problem: Problem, member: Membership) -> LogSums:
     z = ragged_logits(hidden, problem.weight, problem.bias, entries, problem.accumulate_into)
     z = z / _of_entries(at_rows(problem.temperature, None if every else tokens), entries)
     n = tokens.numel()
-    largest = z.new_full((n,), -torch.inf).scatter_reduce(0, entries.rows, z.detach(), "amax")
-    total = z.new_zeros(n).index_add(0, entries.rows, (z - largest[entries.rows]).exp())
+    largest = z.new_full((n,), -torch.inf).scatter_reduce(0, entries.hidden_rows, z.detach(), "amax")
+    total = z.new_zeros(n).index_add(0, entries.hidden_rows, (z - largest[entries.hidden_rows]).exp())
     log_sum = total.log()
-    target = z.new_zeros(n).index_put((entries.rows[entries.is_sampled],), z[entries.is_sampled])
+    target = z.new_zeros(n).index_put((entries.hidden_rows[entries.is_sampled],), z[entries.is_sampled])
     entropy = None
     if problem.entropy is not False:
-        log_p = z - (largest + log_sum)[entries.rows]
+        log_p = z - (largest + log_sum)[entries.hidden_rows]
         gone = log_p == -torch.inf
-        entropy = z.new_zeros(n).index_add(0, entries.rows, -log_p.exp() * log_p.masked_fill(gone, 0.0))
+        entropy = z.new_zeros(n).index_add(0, entries.hidden_rows, -log_p.exp() * log_p.masked_fill(gone, 0.0))
     if every:
         return LogSums(largest, log_sum, target, entropy)
     nothing = z.new_zeros(member.working.shape)
@@ -84,14 +84,14 @@ class Entries:
     """Ragged (token, id) pairs, ordered by token.
 
     Attributes:
-        ids: rows of the head, (m,) int64.
-        rows: the token of each, (m,) int64.
+        ids: the row of the head's weight of each, (m,) int64.
+        hidden_rows: the token of each, as a row of the hidden states, (m,) int64.
         offsets: where each token's entries begin, and their number, (n + 1,) int64.
         is_sampled: whether the entry is the sampled token, (m,) bool.
     """
 
     ids: Tensor
-    rows: Tensor
+    hidden_rows: Tensor
     offsets: Tensor
     is_sampled: Tensor
 
@@ -122,7 +122,7 @@ class _RaggedDot(torch.autograd.Function):
         wide = wide_type(hidden, weight)
         table, ids = _table(weight, entries.ids, wide)
         return torch.ops.aten._embedding_bag_per_sample_weights_backward(
-            hidden.to(wide), table, ids, entries.offsets[:-1], entries.rows, 0
+            hidden.to(wide), table, ids, entries.offsets[:-1], entries.hidden_rows, 0
         )
 
     @staticmethod
@@ -143,20 +143,43 @@ class _RaggedDot(torch.autograd.Function):
 
 
 def _add_head_gradient(of_weight: HeadGradient, hidden: Tensor, entries: Entries, gradient: Tensor) -> None:
-    """Rows Σ_{e: id(e) = v} g_e h_{t(e)}, a block of ids at a time."""
+    """Add Σ_{e: id(e) = v} g_e h_{t(e)} to row v of the head's gradient, for each id v that occurs.
+
+    Args:
+        of_weight: the gradient to add to, (V, d).
+        hidden: h, (n, d).
+        entries: m pairs of a token t(e) and an id id(e).
+        gradient: g, the gradient of the entries' logits, (m,).
+    """
+    # Sorted by id, the entries of one head row are neighbors: a bag whose sum is that row's gradient.
     order = entries.ids.argsort(stable=True)
-    ids, counts = entries.ids[order].unique_consecutive(return_counts=True)
-    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    rows, gradient = entries.rows[order], gradient[order]
-    if ids.device.type == "cpu":  # blocks stay in the cache; elsewhere their bounds would have to be waited for
-        bounds = offsets[ROWS_AT_ONCE:-1:ROWS_AT_ONCE]
-        blocks = zip(ids.split(ROWS_AT_ONCE), counts.split(ROWS_AT_ONCE), strict=True)
-        parts = zip(blocks, rows.tensor_split(bounds), gradient.tensor_split(bounds), strict=True)
-        for (some, sizes), part_rows, part_gradient in parts:
-            starts = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
-            of_weight.add_rows(some, _bags(hidden, part_rows, starts, part_gradient))
+    ids, bag_sizes = entries.ids[order].unique_consecutive(return_counts=True)
+    hidden_rows, gradient = entries.hidden_rows[order], gradient[order]
+    offsets = _offsets(bag_sizes)
+
+    # Cutting entries into blocks reads the offsets on the host. A GPU would have to wait, so it makes all rows at once.
+    if ids.device.type != "cpu":
+        of_weight.add_rows(ids, _bags(hidden, hidden_rows, offsets, gradient))
         return
-    of_weight.add_rows(ids, _bags(hidden, rows, offsets, gradient))
+
+    # On the CPU the new rows are made and added a block at a time, so that they stay in the cache. A block ends where
+    # the next one begins; the last offset is the end of all.
+    cuts = offsets[ROWS_AT_ONCE:-1:ROWS_AT_ONCE]
+    blocks = zip(
+        ids.split(ROWS_AT_ONCE),
+        bag_sizes.split(ROWS_AT_ONCE),
+        hidden_rows.tensor_split(cuts),
+        gradient.tensor_split(cuts),
+        strict=True,
+    )
+    for block_ids, block_sizes, block_rows, block_gradient in blocks:
+        new_rows = _bags(hidden, block_rows, _offsets(block_sizes), block_gradient)
+        of_weight.add_rows(block_ids, new_rows)
+
+
+def _offsets(sizes: Tensor) -> Tensor:
+    """Where each of consecutive parts begins, then the end of the last: one more than there are sizes."""
+    return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
 
 
 def _bags(table: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
@@ -173,7 +196,7 @@ def _table(weight: Tensor, ids: Tensor, wide: torch.dtype) -> tuple[Tensor, Tens
 
 
 def _of_entries(temperature: float | Tensor, entries: Entries) -> float | Tensor:
-    return temperature[entries.rows] if isinstance(temperature, Tensor) else temperature
+    return temperature[entries.hidden_rows] if isinstance(temperature, Tensor) else temperature
 
 
 def _entries(problem: Problem, member: Membership, tokens: Tensor) -> Entries:
@@ -192,4 +215,4 @@ def _entries(problem: Problem, member: Membership, tokens: Tensor) -> Entries:
         own = (local >= 0) & (local < problem.weight.shape[0])
         ids, rows, is_sampled = local[own], rows[own], is_sampled[own]
     counts = torch.bincount(rows, minlength=tokens.numel())
-    return Entries(ids, rows, torch.cat([counts.new_zeros(1), counts.cumsum(0)]), is_sampled)
+    return Entries(ids, rows, _offsets(counts), is_sampled)
