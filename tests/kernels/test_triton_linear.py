@@ -173,7 +173,7 @@ def test_kept_sets_take_three_launches_and_no_wait(entropy, monkeypatch):
     """On meta tensors a read of a value would raise."""
     counters = {name: _Counter() for name in ("sum_sets", "weigh_sets", "add_rows")}
     for name, counter in counters.items():
-        monkeypatch.setattr(launches.sets, name, counter)
+        monkeypatch.setattr(launches.kept_kernel, name, counter)
     with torch.device("meta"):
         hidden, weight, bias = (torch.zeros(s, requires_grad=True) for s in ((6, 256), (50, 256), (50,)))
         ids, kept = torch.zeros(6, dtype=torch.int64), KeptSets(torch.zeros(30, dtype=torch.int32), torch.arange(7))

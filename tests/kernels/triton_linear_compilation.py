@@ -17,28 +17,28 @@ from rollcorr.core.sampling import KeptSets
 from rollcorr.kernels.linear_logprob.dense import Running, Upstream
 from rollcorr.kernels.linear_logprob.kept import membership
 from rollcorr.kernels.linear_logprob.problem import Problem
-from rollcorr.kernels.linear_logprob.triton import launches
+from rollcorr.kernels.linear_logprob.triton import launches as passes
 
 N, D, V, K, CHUNK = 8192, 4096, 151_936, 20, 8192
 
 
-def launches(dtype: torch.dtype, *, entropy: bool, biased: bool) -> Iterator[launches.Launch]:
+def launches(dtype: torch.dtype, *, entropy: bool, biased: bool) -> Iterator[passes.Launch]:
     """All launches for a batch on the meta device."""
     logits, gradient = torch.empty(N, CHUNK), torch.empty(N, CHUNK, dtype=dtype)
     ids, each, some = torch.empty(N, dtype=torch.int64), torch.empty(N), torch.empty(N // 8, dtype=torch.int64)
     running = Running(each, each, each, each[: N // 8] if entropy else None)
-    yield launches.absorb_launch(logits, ids, 0.7, some if entropy else None, running)
+    yield passes.absorb_launch(logits, ids, 0.7, some if entropy else None, running)
     upstream = Upstream(each, each, each, (some, each[: N // 8], each[: N // 8]) if entropy else None)
-    yield launches.to_gradient_launch(logits, gradient, ids, 0.7, upstream)
+    yield passes.to_gradient_launch(logits, gradient, ids, 0.7, upstream)
     hidden, weight = torch.empty(N, D, dtype=dtype), torch.empty(V, D, dtype=dtype)
     kept = KeptSets(torch.empty(N * K, dtype=torch.int32), torch.empty(N + 1, dtype=torch.int64))
     problem = Problem(hidden, weight, ids, None, 0.7, None, kept, entropy, False, None, None, 0, None)
-    places = launches.make_places(problem, membership(kept, ids, None))
+    places = passes.make_places(problem, membership(kept, ids, None))
     bias = torch.empty(V, dtype=dtype) if biased else None
-    yield launches.sum_sets_launch(places, hidden, weight, bias, (each,) * 4)
+    yield passes.sum_sets_launch(places, hidden, weight, bias, (each,) * 4)
     names = ("of_sum", "of_target", "of_entropy", "log_total", "entropy", "changes")
-    yield launches.weigh_sets_launch(places, weight, dict.fromkeys(names, each), hidden)
-    yield launches.add_rows_launch(places.rows, places.rows, places.z, hidden, weight)
+    yield passes.weigh_sets_launch(places, weight, dict.fromkeys(names, each), hidden)
+    yield passes.add_rows_launch(places.rows, places.rows, places.z, hidden, weight)
 
 
 def main(target: str) -> None:
