@@ -10,10 +10,10 @@ from torch import Tensor
 from rollcorr.core import divergence, layout, ratios, weights
 from rollcorr.core.bounds import catastrophic_tokens, ratio_above, ratio_below, within_ratio_band
 from rollcorr.core.mergeable_statistics import extremes_of
-from rollcorr.kernels.correction.band import exceedance_band
 from rollcorr.kernels.correction.call import Batch, CorrectionOutput
 from rollcorr.kernels.correction.rejection import beyond_bounds
 from rollcorr.kernels.correction.rows import Computed, Sequences
+from rollcorr.kernels.correction.weight_bands import exceedance_band
 
 if TYPE_CHECKING:
     from rollcorr.config import Criterion, RolloutCorrectionConfig

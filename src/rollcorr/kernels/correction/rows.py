@@ -26,7 +26,7 @@ from torch import Tensor
 from rollcorr.config.criteria import check_token_criteria
 from rollcorr.core import divergence
 from rollcorr.core.mergeable_statistics import Statistics, extremes_of, moments_of
-from rollcorr.kernels.correction.band import exceedance_band
+from rollcorr.kernels.correction.weight_bands import exceedance_band
 
 if TYPE_CHECKING:
     from rollcorr.config import Criterion, RolloutCorrectionConfig

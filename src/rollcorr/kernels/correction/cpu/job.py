@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from rollcorr.core.bounds import divergence_bound, log_band
-from rollcorr.kernels.correction.band import exceedance_band, zeroing_band
+from rollcorr.kernels.correction.weight_bands import exceedance_band, zeroing_band
 
 if TYPE_CHECKING:
     from rollcorr.config import Criterion, RolloutCorrectionConfig

@@ -14,10 +14,10 @@ from rollcorr.core import divergence
 from rollcorr.core.bounds import ratio_above, ratio_below
 from rollcorr.core.mergeable_statistics import Statistics, extremes_of
 from rollcorr.core.weights import bounded_weights, masked_weights, truncated_weights
-from rollcorr.kernels.correction.band import exceedance_band
 from rollcorr.kernels.correction.rejection import beyond_bounds
 from rollcorr.kernels.correction.rows import Computed, Sequences
 from rollcorr.kernels.correction.torch.table import BlockRows, SequenceTable
+from rollcorr.kernels.correction.weight_bands import exceedance_band
 
 if TYPE_CHECKING:
     from rollcorr.config import Criterion, RolloutCorrectionConfig

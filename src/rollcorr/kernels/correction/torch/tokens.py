@@ -20,8 +20,8 @@ from torch import Tensor
 
 from rollcorr.core.bounds import divergence_bound, log_band
 from rollcorr.core.divergence import CAP, ESTIMATES
-from rollcorr.kernels.correction.band import exceedance_band, zeroing_band
 from rollcorr.kernels.correction.torch.table import Block, BlockRows, SequenceTable
+from rollcorr.kernels.correction.weight_bands import exceedance_band, zeroing_band
 
 if TYPE_CHECKING:
     from rollcorr.config import Criterion, RolloutCorrectionConfig

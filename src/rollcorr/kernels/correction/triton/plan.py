@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from rollcorr.core.bounds import divergence_bound, log_band
 from rollcorr.core.divergence import CAP
-from rollcorr.kernels.correction.band import exceedance_band
 from rollcorr.kernels.correction.rows import CRITERION_ROWS, Abilities, empty_statistics, missing_rows
+from rollcorr.kernels.correction.weight_bands import exceedance_band
 
 if TYPE_CHECKING:
     from rollcorr.config import Criterion, RolloutCorrectionConfig
