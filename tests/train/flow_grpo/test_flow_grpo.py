@@ -26,11 +26,13 @@ def metric(metrics, name):
 
 @pytest.mark.parametrize("mode", ["algorithm.rollout_correction={}", BYPASS], ids=["decoupled", "bypass"])
 @pytest.mark.parametrize("window", ["shared", "per_sample"])
-def test_the_same_model_in_the_same_precision_has_a_log_ratio_of_exactly_0(flow_trainer, mode, window):
+def test_the_same_model_in_the_same_precision_has_a_log_ratio_of_0_up_to_rounding(flow_trainer, mode, window):
     metrics = flow_trainer("rollout.dtype=float32", f"rollout.sde_window={window}", mode).step(1).metrics
-    assert metric(metrics, "log_ratio_max") == metric(metrics, "log_ratio_min") == 0
-    assert metric(metrics, "exact_kl_max") == 0
-    assert metrics["actor/ratio"] == 1
+    # The order of additions differs between processors and memory addresses, so 0 means 0 up to rounding here.
+    assert metric(metrics, "log_ratio_max") == pytest.approx(0, abs=1e-6)
+    assert metric(metrics, "log_ratio_min") == pytest.approx(0, abs=1e-6)
+    assert metric(metrics, "exact_kl_max") == pytest.approx(0, abs=1e-12)
+    assert metrics["actor/ratio"] == pytest.approx(1, abs=1e-6)
 
 
 def test_lower_precision_shows_as_a_mismatch_that_grows_with_the_rounding(flow_trainer):
@@ -142,7 +144,7 @@ def test_the_divergence_from_the_reference_grows_from_zero(flow_trainer):
     reference = copy.deepcopy(flow_trainer().policy.transformer)
     trainer = flow_trainer("algorithm.loss.kl_coef=0.1", reference=reference)
     first, second = (trainer.step(step).metrics["actor/kl_ref"] for step in (1, 2))
-    assert first == 0
+    assert first == pytest.approx(0, abs=1e-12)
     assert second > 1e-8
 
 
@@ -153,21 +155,21 @@ def test_adapters_are_trained_alone_and_the_model_below_them_is_the_reference(fl
     first, second = (trainer.step(step).metrics["actor/kl_ref"] for step in (1, 2))
     moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
     assert moved == {name for name in before if "lora_" in name}
-    assert first == 0  # fresh adapters add nothing
-    assert second > 0
+    assert first == pytest.approx(0, abs=1e-12)  # fresh adapters add nothing
+    assert second > 1e-10
 
 
 def test_the_copy_lags_on_purpose(flow_trainer):
     trainer = flow_trainer("rollout.refresh_every=3", "rollout.dtype=float32")
     metrics = [trainer.step(step).metrics for step in range(1, 6)]
     assert [m["engine/staleness"] for m in metrics] == [0, 1, 2, 0, 1]
-    assert [metric(m, "exact_kl_mean") > 0 for m in metrics] == [False, True, True, False, True]
+    assert [metric(m, "exact_kl_mean") > 1e-12 for m in metrics] == [False, True, True, False, True]
 
 
 def test_guidance_runs_the_empty_prompt_too(flow_trainer):
     plain, guided = (flow_trainer(f"rollout.guidance_scale={g}", "rollout.dtype=float32").step(1) for g in (1, 3))
     assert not torch.equal(plain.batch.images, guided.batch.images)
-    assert metric(guided.metrics, "log_ratio_max") == 0
+    assert metric(guided.metrics, "log_ratio_max") == pytest.approx(0, abs=1e-6)
 
 
 def test_a_step_repeats_itself_from_the_same_state(flow_trainer, weights):
