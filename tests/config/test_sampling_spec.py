@@ -229,14 +229,14 @@ def test_a_trainer_must_not_truncate_what_was_sampled_whole():
         check_compatible(dataclasses.replace(whole, top_p=0.8), truncated)
 
 
-def test_the_mend_is_the_engines_own():
-    for engine, mend in (
+def test_the_fix_is_the_engines_own():
+    for engine, fix in (
         ("vllm", "processed_logprobs"),
         ("sglang", "return_sampling_mask"),
         (None, "processed log-probs"),
     ):
         rollout = SamplingSpec(temperature=0.7, engine=engine)
-        assert mend in compare(rollout, rollout.for_actor("full")).fix
+        assert fix in compare(rollout, rollout.for_actor("full")).fix
     trainer = SamplingSpec(temperature=0.7, logprobs="processed")
     assert compare(SamplingSpec(), trainer).fix == "divide the trainer's logits by 1"
 

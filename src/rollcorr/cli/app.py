@@ -16,11 +16,6 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def _root() -> None:
-    """Keep a command group even while there is a single command."""
-
-
 @contextmanager
 def exit_on(*bad_input: type[Exception]) -> Iterator[None]:
     """Print on stderr what is wrong with the input, a file or a missing extra, and exit with code 2."""
