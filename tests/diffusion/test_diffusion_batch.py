@@ -51,11 +51,11 @@ def test_the_same_model_is_left_alone():
     """Log-ratio 0 up to the order of additions, which differs between processors; weight 1, nothing rejected."""
     batch = with_old(make_batch(Denoiser()), Denoiser())
     result, metrics = applied(batch, actor(**BAND))
-    torch.testing.assert_close(batch["old_log_probs"], batch["rollout_log_probs"], rtol=0, atol=1e-12)
+    torch.testing.assert_close(batch["old_log_probs"], batch["rollout_log_probs"], rtol=0, atol=1e-9)
     torch.testing.assert_close(result["rollout_is_weights"], torch.ones_like(result["rollout_is_weights"]))
     assert result["rollout_keep_mask"].all()
     for name in ("kl", "k3_kl", "kl_joint", "k3_kl_joint", "exact_kl_max", "rejected_ratio", "log_ppl_abs_diff"):
-        assert metrics[f"rollout_corr/{name}"] == pytest.approx(0.0, abs=1e-12), name
+        assert metrics[f"rollout_corr/{name}"] == pytest.approx(0.0, abs=1e-9), name
 
 
 def test_weights_and_mask_are_those_of_correct_on_the_joint_log_probs():

@@ -31,7 +31,7 @@ def test_the_same_model_in_the_same_precision_has_a_log_ratio_of_0_up_to_roundin
     # The order of additions differs between processors and memory addresses, so 0 means 0 up to rounding here.
     assert metric(metrics, "log_ratio_max") == pytest.approx(0, abs=1e-6)
     assert metric(metrics, "log_ratio_min") == pytest.approx(0, abs=1e-6)
-    assert metric(metrics, "exact_kl_max") == pytest.approx(0, abs=1e-12)
+    assert metric(metrics, "exact_kl_max") == pytest.approx(0, abs=1e-8)
     assert metrics["actor/ratio"] == pytest.approx(1, abs=1e-6)
 
 
@@ -144,8 +144,8 @@ def test_the_divergence_from_the_reference_grows_from_zero(flow_trainer):
     reference = copy.deepcopy(flow_trainer().policy.transformer)
     trainer = flow_trainer("algorithm.loss.kl_coef=0.1", reference=reference)
     first, second = (trainer.step(step).metrics["actor/kl_ref"] for step in (1, 2))
-    assert first == pytest.approx(0, abs=1e-12)
     assert second > 1e-8
+    assert 0 <= first < 1e-3 * second
 
 
 def test_adapters_are_trained_alone_and_the_model_below_them_is_the_reference(flow_trainer):
@@ -155,15 +155,15 @@ def test_adapters_are_trained_alone_and_the_model_below_them_is_the_reference(fl
     first, second = (trainer.step(step).metrics["actor/kl_ref"] for step in (1, 2))
     moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
     assert moved == {name for name in before if "lora_" in name}
-    assert first == pytest.approx(0, abs=1e-12)  # fresh adapters add nothing
-    assert second > 1e-10
+    assert 0 <= first < 1e-3 * second  # fresh adapters add nothing
 
 
 def test_the_copy_lags_on_purpose(flow_trainer):
     trainer = flow_trainer("rollout.refresh_every=3", "rollout.dtype=float32")
     metrics = [trainer.step(step).metrics for step in range(1, 6)]
     assert [m["engine/staleness"] for m in metrics] == [0, 1, 2, 0, 1]
-    assert [metric(m, "exact_kl_mean") > 1e-12 for m in metrics] == [False, True, True, False, True]
+    same, lagging = ([metric(metrics[i], "exact_kl_mean") for i in steps] for steps in ((0, 3), (1, 2, 4)))
+    assert max(same) < 1e-3 * min(lagging)
 
 
 def test_guidance_runs_the_empty_prompt_too(flow_trainer):
