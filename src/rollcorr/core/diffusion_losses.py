@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rollcorr.core.losses import LOG_RATIO_BOUND
 from rollcorr.core.mergeable_statistics import Statistics, moments_of
-from rollcorr.core.ratios import token_log_ratio
+from rollcorr.core.ratios import at_least_float32, token_log_ratio
 
 
 def flow_grpo_loss(
@@ -192,7 +192,7 @@ def _prepare(
     # either: 0 · NaN would be NaN.
     active = (keep != 0) & (old_log_prob != -torch.inf)
     if weights is not None:
-        weights = weights.detach().to(torch.promote_types(weights.dtype, torch.float32))
+        weights = at_least_float32(weights.detach())
         active = active & (weights != 0)
         weights = weights.masked_fill(~active, 0.0)
 
