@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollcorr.core.histograms import BINS, RELATIVE_ERROR, histogram_of, merge_histograms, quantile
+from rollcorr.core.histograms import BINS, RELATIVE_ERROR, histogram_of, quantile
+from rollcorr.core.mergeable_statistics import merge_sums
 
 SMALLEST = 2.0**-24
 finite = st.floats(-(2.0**19), 2.0**19, width=32)
@@ -57,7 +58,7 @@ def test_the_ends_of_a_quantile():
 def test_histograms_of_parts_add_up(values, cuts):
     values = torch.tensor(values, dtype=torch.float32)
     parts = [histogram_of(part, torch.ones_like(part, dtype=torch.bool)) for part in values.tensor_split(sorted(cuts))]
-    assert merge_histograms(torch.stack(parts)).tolist() == of(values.tolist())
+    assert merge_sums(torch.stack(parts)).tolist() == of(values.tolist())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

@@ -19,9 +19,9 @@ class InertOptionWarning(UserWarning):
     """An option was set that can have no effect beside the other options."""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
     """A hint that names the closest known spelling (" Did you mean 'rollout_is'?"), or nothing."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 

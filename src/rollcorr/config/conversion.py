@@ -6,7 +6,6 @@ callers that only want a configuration. The field-by-field rules are in `rollcor
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -82,22 +81,19 @@ def convert(raw: Mapping[str, Any], *, schema: Schema | None = None) -> Conversi
     """
     check_choice("schema", schema, SCHEMAS, optional=True)
     options, flat, rollout = _locate(raw)
-    config: RolloutCorrectionConfig | None
-    if options is None or isinstance(options, str):
-        schema = schema or "newest"
-        config = None if options is None else RolloutCorrectionConfig.preset(options)
-        draft = Draft({})
-        if options is None:
-            draft.notes.append(f"There is no {SECTION} section: no correction.")
-        else:
-            draft.report.append(FieldReport(SECTION, options, f"preset {options}", "a text names a preset"))
+    config: RolloutCorrectionConfig | None = None
+    if options is None:
+        draft = Draft({}, notes=[f"There is no {SECTION} section: no correction."])
+    elif isinstance(options, str):
+        config = RolloutCorrectionConfig.preset(options)
+        draft = Draft({}, report=[FieldReport(SECTION, options, f"preset {options}", "a text names a preset")])
     else:
         _check_keys(options, schema)
         schema = schema or _detect(options, flat)
         config, draft = CONVERTERS[schema](options)
 
     sampling = None if rollout is None else _read_rollout(rollout, config, draft)
-    return Conversion(config, schema, tuple(draft.report), sampling, tuple(draft.notes))
+    return Conversion(config, schema or "newest", tuple(draft.report), sampling, tuple(draft.notes))
 
 
 def resolve(config: RolloutCorrectionConfig | str | Mapping[str, Any] | None) -> RolloutCorrectionConfig | None:
@@ -221,8 +217,7 @@ def _check_keys(options: Mapping[str, Any], schema: Schema | None) -> None:
             continue
         if key in _ALL_KEYS:
             raise ValueError(f"option {key!r} belongs to {' and '.join(_owners(key))}, not to {schema}")
-        listed = ", ".join(known)
-        raise ValueError(f"unknown option {key!r}; known are {listed}.{nearest(str(key), known)}")
+        raise ValueError(f"unknown option {key!r}; known are {', '.join(known)}.{nearest(str(key), known)}")
 
 
 def _read_rollout(rollout: Mapping[str, Any], config: RolloutCorrectionConfig | None, draft: Draft) -> SamplingSpec:
@@ -301,7 +296,6 @@ def _check_mapping(name: str, value: object) -> None:
 def _check_spelling(name: str, section: Mapping[str, Any], known: Iterable[str]) -> None:
     """A section may hold keys that are not ours, but none that is one of ours misspelt."""
     for key in section:
-        if key not in known:
-            close = difflib.get_close_matches(str(key), list(known), n=1, cutoff=0.88)
-            if close:
-                raise ValueError(f"unknown key {key!r} in {name}. Did you mean {close[0]!r}?")
+        hint = nearest(str(key), known, cutoff=0.88)
+        if key not in known and hint:
+            raise ValueError(f"unknown key {key!r} in {name}.{hint}")

@@ -103,13 +103,13 @@ class RolloutCorrectionConfig:
     def __post_init__(self) -> None:
         # First each field by itself: choices, switches, numbers. Only `rollout_is` may be None.
         for option, choices in _CHOICES.items():
-            may_be_none = option == "rollout_is"
-            check_choice(option, getattr(self, option), get_args(choices), optional=may_be_none)
+            check_choice(option, getattr(self, option), get_args(choices), optional=option == "rollout_is")
         for option in ("rollout_is_batch_normalize", "bypass_mode", "apply_is"):
             check_bool(option, getattr(self, option))
 
-        bound = check_number("safety_bound", self.safety_bound, above=0, at_most=LARGEST_SAFETY_BOUND)
-        self._set("safety_bound", bound)
+        self._set(
+            "safety_bound", check_number("safety_bound", self.safety_bound, above=0, at_most=LARGEST_SAFETY_BOUND)
+        )
         if self.rollout_token_veto_threshold is not None:
             veto = check_number("rollout_token_veto_threshold", self.rollout_token_veto_threshold, above=0)
             self._set("rollout_token_veto_threshold", veto)
@@ -143,8 +143,7 @@ class RolloutCorrectionConfig:
         # A name alone always means the same configuration, so it is made and checked once.
         if arguments:
             return cls(**preset_fields(name, arguments))
-        resolved: Self = _resolved_preset(cast("Any", cls), name)
-        return resolved
+        return cast("Self", _resolved_preset(cast("Any", cls), name))
 
     @cached_property
     def criteria(self) -> tuple[Criterion, ...]:
@@ -193,9 +192,8 @@ class RolloutCorrectionConfig:
             self._set("rollout_is_threshold", ceiling)
 
         threshold = self.rollout_rs_threshold
-        if threshold is not None:
-            texts = threshold_texts(threshold)
-            threshold = threshold if isinstance(threshold, str) else float(texts[0])
+        if threshold is not None and not isinstance(threshold, str):
+            threshold = float(threshold_texts(threshold)[0])
         if self.rollout_rs is not None:
             names, threshold = canonical_rejection(self.rollout_rs, threshold)
             self._set("rollout_rs", names)

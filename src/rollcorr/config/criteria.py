@@ -164,11 +164,8 @@ def canonical_rejection(names: str | Sequence[str], threshold: Threshold | None)
     if threshold is None or len(kept) == len(listed):
         return ",".join(kept), threshold
 
-    # Something was written twice. Its threshold goes with it, unless one threshold is shared by all.
-    texts = threshold_texts(threshold)
-    if len(texts) > 1:
-        threshold = ",".join(texts[listed.index(name)] for name in kept)
-    return ",".join(kept), threshold
+    # Something was written twice. Its threshold goes with it.
+    return _restricted(listed, threshold, kept)
 
 
 def criterion_names(names: str | Sequence[str]) -> list[str]:
@@ -218,13 +215,17 @@ def without_criterion(names: str, threshold: Threshold, left_out: str) -> tuple[
     Raises:
         TypeError, ValueError: as `parse_rejection`.
     """
-    listed, texts = criterion_names(names), threshold_texts(threshold)
-    kept = [i for i, name in enumerate(listed) if name != left_out]
-    if not kept:
-        return None, None
+    listed = criterion_names(names)
+    kept = [name for name in listed if name != left_out]
+    return _restricted(listed, threshold, kept) if kept else (None, None)
+
+
+def _restricted(listed: list[str], threshold: Threshold, kept: Iterable[str]) -> tuple[str, Threshold]:
+    """Some of the criteria listed, with their thresholds; one threshold that all share stays as it is."""
+    texts = threshold_texts(threshold)
     if len(texts) > 1:
-        threshold = ",".join(texts[i] for i in kept)
-    return ",".join(listed[i] for i in kept), threshold
+        threshold = ",".join(texts[listed.index(name)] for name in kept)
+    return ",".join(kept), threshold
 
 
 def threshold_texts(threshold: Threshold) -> list[str]:

@@ -175,14 +175,12 @@ def from_2025_11(old: Mapping[str, Any]) -> tuple[RolloutCorrectionConfig, Draft
         draft.notes.append("rollout_is is missing: read as null, as in verl's YAML (its Python class said 'sequence').")
 
     # The weights.
-    if level is not None and threshold is None:
-        reason = "without rollout_is_threshold this generation computed no weights"
-        draft.put("rollout_is", level, {"rollout_is": None}, reason)
-    else:
-        draft.put("rollout_is", level, {"rollout_is": level}, "unchanged")
-    if draft.fields["rollout_is"] is not None:
-        new = {"rollout_is_threshold": threshold}
-        draft.put("rollout_is_threshold", threshold, new, "unchanged: the ceiling on weights")
+    computed = None if threshold is None else level
+    reason = "unchanged" if computed == level else "without rollout_is_threshold this generation computed no weights"
+    draft.put("rollout_is", level, {"rollout_is": computed}, reason)
+    if computed is not None:
+        reason = "unchanged: the ceiling on weights"
+        draft.put("rollout_is_threshold", threshold, {"rollout_is_threshold": threshold}, reason)
     elif old.get("rollout_rs") is None or old.get("rollout_rs_threshold") is not None:
         draft.drop("rollout_is_threshold", "there are no weights to bound without rollout_is")
 

@@ -72,8 +72,7 @@ def token_mean(
         ValueError: shapes or devices differ or do not fit the layout, or the loss is not floating-point.
     """
     masked = _masked(loss, mask, cu_seqlens)
-    if denominators is None:
-        denominators = denominators_of_lengths(token_count(mask != 0, cu_seqlens=cu_seqlens))
+    denominators = denominators or denominators_of_lengths(token_count(mask != 0, cu_seqlens=cu_seqlens))
     return masked.sum() * _inverse(denominators.tokens, masked)
 
 
@@ -90,8 +89,7 @@ def seq_mean_token_sum(
     Arguments, Returns and Raises are as in `token_mean`.
     """
     masked = _masked(loss, mask, cu_seqlens)
-    if denominators is None:
-        denominators = denominators_of_lengths(token_count(mask != 0, cu_seqlens=cu_seqlens))
+    denominators = denominators or denominators_of_lengths(token_count(mask != 0, cu_seqlens=cu_seqlens))
     return masked.sum() * _inverse(denominators.sequences, masked)
 
 
@@ -123,8 +121,7 @@ def seq_mean_token_mean(
     """
     masked = _masked(loss, mask, cu_seqlens)
     kept_lengths = token_count(mask != 0, cu_seqlens=cu_seqlens)
-    if denominators is None:
-        denominators = denominators_of_lengths(kept_lengths)
+    denominators = denominators or denominators_of_lengths(kept_lengths)
 
     lengths = kept_lengths if lengths is None else lengths
     check_tensors(loss=loss, lengths=lengths)

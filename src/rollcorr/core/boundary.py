@@ -101,6 +101,16 @@ def check_shape(name: str, tensor: Tensor, shape: torch.Size | tuple[int, ...], 
         raise ValueError(f"{name} {tuple(tensor.shape)} must be {meaning}, {tuple(shape)}; nothing is broadcast")
 
 
+def check_positive(name: str, value: float) -> None:
+    """Check that a number is finite and above 0.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{name} must be finite and > 0, got {value}")
+
+
 def is_transformed(tensor: Tensor) -> bool:
     """Whether a transform of `torch.func` (vmap, grad, jvp, functionalize) holds this tensor: it has no memory."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rollcorr.core.boundary import check_positive
 from rollcorr.core.losses import LOG_RATIO_BOUND
 from rollcorr.core.mergeable_statistics import Statistics, moments_of
 from rollcorr.core.ratios import at_least_float32, token_log_ratio
@@ -137,7 +138,7 @@ def flow_dppo_loss(
 
     Source: Flow-DPPO (2026), arXiv:2606.11025.
     """
-    _check_above_0("kl_threshold", kl_threshold)
+    check_positive("kl_threshold", kl_threshold)
     steps = _prepare(log_prob, old_log_prob, advantages, keep, weights)
     with torch.no_grad():
         divergence = _mean_kl(mean, old_mean, _kept("std", std, steps), steps)
@@ -203,7 +204,7 @@ def _prepare(
 
 def _clipped(steps: _Steps, log_ratio: Tensor, clip_ratio: float) -> tuple[Tensor, Statistics]:
     """−w · min(r A, clip(r) A) of each step with r = exp(log_ratio), and its statistics."""
-    _check_above_0("clip_ratio", clip_ratio)
+    check_positive("clip_ratio", clip_ratio)
     ratio = _ratio(log_ratio)
     bounded = ratio.clamp(1 - clip_ratio, 1 + clip_ratio)
     loss = torch.maximum(-ratio * steps.advantages, -bounded * steps.advantages)
@@ -247,8 +248,3 @@ def _kept(name: str, values: Tensor, steps: _Steps) -> Tensor:
 
 def _ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
-
-
-def _check_above_0(name: str, value: float) -> None:
-    if not 0 < value < float("inf"):
-        raise ValueError(f"{name} must be finite and > 0, got {value}")

@@ -24,10 +24,6 @@ class Finalizer:
     compute: Callable[[HostStatistics], float]
     description: str
 
-    def available(self, rows: frozenset[str]) -> bool:
-        """Whether those are all the rows that this finalizer reads."""
-        return rows.issuperset(self.rows)
-
 
 def total(name: str) -> Finalizer:
     """The sum itself."""

@@ -47,11 +47,6 @@ def histogram_of(values: Tensor, mask: Tensor) -> Tensor:
     return counts.scatter_add_(0, index.to(torch.int64), mask.flatten().to(torch.float64))
 
 
-def merge_histograms(parts: Tensor) -> Tensor:
-    """Merge histograms over the first dimension: (P, …, BINS) → (…, BINS)."""
-    return parts.sum(0)
-
-
 def quantile(counts: Sequence[float], q: float, *, absolute: bool = False) -> float:
     """The smallest value with a share q of the sample at or below it, up to `RELATIVE_ERROR`.
 

@@ -87,6 +87,11 @@ def bounded_offsets(cu_seqlens: Tensor, tokens: int) -> Tensor:
     return torch.cat([torch.zeros_like(ends), inner, torch.full_like(ends, tokens)])[: cu_seqlens.numel()]
 
 
+def offsets_of(lengths: Tensor) -> Tensor:
+    """Where each of consecutive parts begins, then the end of the last, as in `cu_seqlens`: (B,) → (B + 1,)."""
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+
 def sequence_count(tokens: Tensor, *, cu_seqlens: Tensor | None = None) -> int:
     """B, the number of sequences."""
     return tokens.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
@@ -148,7 +153,7 @@ def expand(per_sequence: Tensor, like: Tensor, *, cu_seqlens: Tensor | None = No
 def pack(padded: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """(B, T) → ((N,), cu_seqlens): keep the true entries, row by row. The number kept is data: this one syncs."""
     counts = mask.sum(dim=-1)
-    return padded[mask], torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    return padded[mask], offsets_of(counts)
 
 
 def unpack(packed: Tensor, mask: Tensor, *, fill: float = 0.0) -> Tensor:

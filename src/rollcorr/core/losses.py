@@ -10,6 +10,8 @@ or backward. Arithmetic is in float32 at least.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -144,8 +146,7 @@ def reinforce_loss(
 
     # Without μ the statistic is there all the same, over no token: what it would compare does not matter.
     if behavior_log_prob is None:
-        nowhere = torch.zeros_like(mask)
-        return loss, _policy_statistics(nowhere, log_prob, log_prob)
+        return loss, _policy_statistics(torch.zeros_like(mask), log_prob, log_prob)
     check_layout(log_prob=log_prob, behavior_log_prob=behavior_log_prob, cu_seqlens=cu_seqlens)
     return loss, _policy_statistics(mask, log_prob, behavior_log_prob)
 
@@ -183,8 +184,7 @@ def reference_kl_k1(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor) -> tup
     Returns:
         The estimate per token, and the mask of the tokens where both log-probs are finite; 0 elsewhere.
     """
-    log_ratio, measured = _reference_log_ratio(log_prob, ref_log_prob, mask)
-    return k1(log_ratio), measured
+    return _reference_kl(k1, log_prob, ref_log_prob, mask)
 
 
 def reference_kl_k2(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -192,8 +192,7 @@ def reference_kl_k2(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor) -> tup
 
     Arguments and Returns are as in `reference_kl_k1`.
     """
-    log_ratio, measured = _reference_log_ratio(log_prob, ref_log_prob, mask)
-    return k2(log_ratio), measured
+    return _reference_kl(k2, log_prob, ref_log_prob, mask)
 
 
 def reference_kl_k3(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -203,18 +202,19 @@ def reference_kl_k3(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor) -> tup
 
     Source: Schulman (2020), "Approximating KL Divergence"; Shao et al. (2024), arXiv:2402.03300, eq. 4.
     """
-    log_ratio, measured = _reference_log_ratio(log_prob, ref_log_prob, mask)
-    return k3(log_ratio), measured
+    return _reference_kl(k3, log_prob, ref_log_prob, mask)
 
 
-def _reference_log_ratio(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def _reference_kl(
+    estimate: Callable[[Tensor], Tensor], log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor]:
     check_tensors(log_prob=log_prob, ref_log_prob=ref_log_prob, mask=mask)
     check_floating(log_prob=log_prob, ref_log_prob=ref_log_prob)
     for name, tensor in (("ref_log_prob", ref_log_prob), ("mask", mask)):
         if tensor.shape != log_prob.shape:
             raise ValueError(f"log_prob {tuple(log_prob.shape)} and {name} {tuple(tensor.shape)} differ")
     measured = (mask != 0) & log_prob.isfinite() & ref_log_prob.isfinite()
-    return -token_log_ratio(log_prob, ref_log_prob.detach(), measured), measured
+    return estimate(-token_log_ratio(log_prob, ref_log_prob.detach(), measured)), measured
 
 
 def _policy_statistics(mask: Tensor, log_prob: Tensor, old_log_prob: Tensor, **indicators: Tensor) -> Statistics:

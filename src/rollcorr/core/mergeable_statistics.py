@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rollcorr.core.histograms import BINS, merge_histograms
+from rollcorr.core.histograms import BINS
 from rollcorr.core.tops import TOP, Entry, host_entries, merge_tops
 
 STATISTICS_DTYPE = torch.float64
@@ -36,7 +36,8 @@ class _Kind(NamedTuple):
     merge: Callable[[Tensor], Tensor]  # (P, R, *shape) → (R, *shape)
 
 
-def _added(parts: Tensor) -> Tensor:
+def merge_sums(parts: Tensor) -> Tensor:
+    """Merge sums, or histograms, over the first dimension."""
     return parts.sum(0)
 
 
@@ -62,10 +63,10 @@ def merge_extremes(parts: Tensor) -> Tensor:
 
 
 _KINDS = {
-    "sums": _Kind((), _added),
+    "sums": _Kind((), merge_sums),
     "moments": _Kind((3,), merge_moments),
     "extremes": _Kind((2,), merge_extremes),
-    "histograms": _Kind((BINS,), merge_histograms),
+    "histograms": _Kind((BINS,), merge_sums),
     "tops": _Kind((TOP, 3), merge_tops),
 }
 

@@ -226,17 +226,15 @@ def metric(name: str) -> Metric:
     Raises:
         KeyError: there is no such metric.
     """
-    bare = name.removeprefix(PREFIX)
-    found = _REGISTRY.get(bare)
-    if found is None:
-        raise KeyError(f"no metric is called {name!r}; docs/metrics.md lists them all")
-    return found
+    try:
+        return _REGISTRY[name.removeprefix(PREFIX)]
+    except KeyError:
+        raise KeyError(f"no metric is called {name!r}; docs/metrics.md lists them all") from None
 
 
 def finalize(statistics: HostStatistics, *, prefix: str = PREFIX) -> dict[str, float]:
     """Every metric whose rows the statistics have, prefixed, in the registry's order."""
-    computable = _computable(statistics.row_names)
-    found = {name: finalizer.compute(statistics) for name, finalizer in computable}
+    found = {name: finalizer.compute(statistics) for name, finalizer in _computable(statistics.row_names)}
 
     # Diffusion alone has one row for each timestep that occurred.
     if any(name.startswith(BY_TIMESTEP) for name in statistics.moments):
@@ -247,4 +245,4 @@ def finalize(statistics: HostStatistics, *, prefix: str = PREFIX) -> dict[str, f
 @lru_cache(maxsize=64)
 def _computable(rows: frozenset[str]) -> tuple[tuple[str, Finalizer], ...]:
     """The metrics that these rows suffice for, in the registry's order; the same at every step of a run."""
-    return tuple((name, found.finalizer) for name, found in _REGISTRY.items() if found.finalizer.available(rows))
+    return tuple((name, found.finalizer) for name, found in _REGISTRY.items() if rows.issuperset(found.finalizer.rows))

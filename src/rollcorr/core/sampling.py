@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.core.boundary import check_tensors
+from rollcorr.core.layout import offsets_of
 from rollcorr.core.ratios import at_least_float32
 
 Filter = Callable[[Tensor], Tensor]
@@ -146,12 +147,12 @@ class KeptSets:
         flat = mask.flatten()
         sizes = torch.cat([self.offsets.diff(), self.offsets.new_zeros(1)])
         packed = (flat.cumsum(0) - 1).clamp(0, len(self))
-        return KeptSets(self.ids, _offsets(sizes[packed].masked_fill(~flat, 0)))
+        return KeptSets(self.ids, offsets_of(sizes[packed].masked_fill(~flat, 0)))
 
     def select(self, rows: Tensor) -> KeptSets:
         """The sets of some tokens, in the order of the (n,) int64 positions `rows`. It syncs: sizes are data."""
         sizes = self.offsets.diff()[rows]
-        offsets = _offsets(sizes)
+        offsets = offsets_of(sizes)
         first = torch.repeat_interleave(self.offsets[rows] - offsets[:-1], sizes)
         return KeptSets(self.ids[first + torch.arange(first.numel(), device=first.device)], offsets)
 
@@ -165,13 +166,13 @@ def concatenate_kept_sets(parts: Sequence[KeptSets]) -> KeptSets:
     if not parts:
         raise ValueError("nothing to concatenate: give at least one KeptSets")
     sizes = torch.cat([part.offsets.diff() for part in parts])
-    return KeptSets(torch.cat([part.ids for part in parts]), _offsets(sizes))
+    return KeptSets(torch.cat([part.ids for part in parts]), offsets_of(sizes))
 
 
 def kept_sets_of_support(support: Tensor) -> KeptSets:
     """The true entries of a dense (…, V) support, such as transformers' finite scores. It syncs: sizes are data."""
     rows = support.reshape(-1, support.shape[-1])
-    return KeptSets(torch.where(rows)[1].to(torch.int32), _offsets(rows.sum(-1)))
+    return KeptSets(torch.where(rows)[1].to(torch.int32), offsets_of(rows.sum(-1)))
 
 
 def check_kept_sets(kept: KeptSets, tokens: int, vocabulary: int) -> None:
@@ -206,7 +207,3 @@ def check_kept_sets(kept: KeptSets, tokens: int, vocabulary: int) -> None:
     if twice.any():
         first = int(key[int(twice.int().argmax())])
         raise ValueError(f"kept id {first % vocabulary} of token {first // vocabulary} is listed twice")
-
-
-def _offsets(sizes: Tensor) -> Tensor:
-    return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])

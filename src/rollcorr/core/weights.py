@@ -6,11 +6,10 @@ smaller weight. Weights carry no gradient: they scale the loss and are not part 
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
+from rollcorr.core.boundary import check_positive
 from rollcorr.core.bounds import within_ratio_band
 from rollcorr.core.ratios import at_least_float32
 
@@ -45,7 +44,7 @@ def truncated_weights(log_weight: Tensor, *, upper: float, safety_bound: float =
 
     Source: Ionides (2008), "Truncated Importance Sampling", J. Comput. Graph. Stat. 17(2).
     """
-    _check_bound("upper", upper)
+    check_positive("upper", upper)
     return bounded_weights(log_weight, safety_bound=safety_bound).clamp(max=upper)
 
 
@@ -63,8 +62,8 @@ def masked_weights(log_weight: Tensor, *, lower: float, upper: float, safety_bou
 
     Source: Ling Team (2025), "Every Step Evolves", arXiv:2510.18855.
     """
-    _check_bound("lower", lower)
-    _check_bound("upper", upper)
+    check_positive("lower", lower)
+    check_positive("upper", upper)
     if lower > upper:
         raise ValueError(f"lower must not exceed upper, got {lower} > {upper}")
 
@@ -79,8 +78,3 @@ def normalization_factor(weight_sum: Tensor, count: Tensor) -> Tensor:
     """Σ w / n: what weights are divided by so that their batch mean is 1; 1 where it would be 0."""
     mean = weight_sum / count.clamp(min=1)
     return torch.where(mean > 0, mean, torch.ones_like(mean))
-
-
-def _check_bound(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{name} must be finite and > 0, got {value}")

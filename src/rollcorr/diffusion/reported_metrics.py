@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rollcorr.config import InertOptionWarning
+from rollcorr.config import Criterion, InertOptionWarning
 from rollcorr.core.mergeable_statistics import HostStatistics, Statistics, merge_statistics
 from rollcorr.core.metric_registry import PREFIX, finalize
 from rollcorr.correction.losses import PolicyLossOutput, loss_metrics
@@ -16,8 +16,6 @@ from rollcorr.diffusion.actor_config import DiffusionActorConfig
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-    from rollcorr.config import Criterion
 
 BYPASS_PREFIX = f"actor/{PREFIX}"
 ROUNDING = 1e-9

@@ -6,10 +6,9 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
-if TYPE_CHECKING:
-    from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.config import RolloutCorrectionConfig
 
 RECENT_STEPS = 10
 """Steps at the end of a series that decide its verdict."""

@@ -12,18 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.finding import Finding, HasFindings
 from rollcorr.core.health_ranges import HealthyRange
 from rollcorr.core.metric_registry import metric
 from rollcorr.diagnostics.health.evidence import Evidence, Metrics, bare_metrics, history_of, recent_medians
 from rollcorr.diagnostics.health.rules import RULES
 from rollcorr.diagnostics.numbers import label
-
-if TYPE_CHECKING:
-    from rollcorr.config import RolloutCorrectionConfig
-
 
 __all__ = ["Finding", "HealthReport", "health", "healthy_range", "limit_in_words"]
 

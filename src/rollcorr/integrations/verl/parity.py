@@ -16,16 +16,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from rollcorr.config import Criterion, RolloutCorrectionConfig
 from rollcorr.config.criteria import check_token_criteria
 from rollcorr.core.layout import check_layout, sequence_max, sequence_sum
-
-if TYPE_CHECKING:
-    from rollcorr.config import Criterion, RolloutCorrectionConfig
 
 SAFETY_BOUND = 20.0
 EPSILON = 1e-8

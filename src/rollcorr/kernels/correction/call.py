@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.core.boundary import check_tensors, in_host_memory, why_no_address, why_no_kernel
 from rollcorr.core.layout import sequence_count
 from rollcorr.core.mergeable_statistics import Statistics
-
-if TYPE_CHECKING:
-    from rollcorr.config import RolloutCorrectionConfig
 
 Out = tuple["Tensor | None", Tensor]
 """Buffers for the weights (None where there are none) and the loss mask."""

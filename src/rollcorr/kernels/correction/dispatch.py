@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.core.boundary import is_jit_tracing, is_transformed, truth
 from rollcorr.kernels.correction import triton
 from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, copied_to
 from rollcorr.kernels.correction.cpu import cpu_correction, status, why_not
 from rollcorr.kernels.correction.cpu.library import library
 from rollcorr.kernels.correction.reference import reference_correction
-from rollcorr.kernels.correction.rows import rows_of
+from rollcorr.kernels.correction.rows import MissingRowError, rows_of
 from rollcorr.kernels.correction.torch.blocks import torch_correction
 from rollcorr.kernels.correction.torch.table import Reduction
-
-if TYPE_CHECKING:
-    from rollcorr.config import RolloutCorrectionConfig
 
 Implementation = Literal["auto", "reference", "torch", "cpu", "triton"]
 
@@ -60,7 +58,8 @@ def correction_kernel(
 
     batch = Batch(train_log_prob, rollout_log_prob, mask, cu_seqlens)
     transformed = next((name for name, tensor in batch.named if is_transformed(tensor)), None)
-    if impl == "auto" and reduce is None:
+    chosen_here = impl == "auto" and reduce is None
+    if chosen_here:
         # Only the reference writes into no buffer, which a transform or a trace would have to know of.
         functional = transformed is not None or is_jit_tracing()
         impl = "reference" if functional else _fastest(batch, config)
@@ -76,9 +75,14 @@ def correction_kernel(
         )
     if mask.dtype != torch.bool:
         batch = batch._replace(mask=truth(mask))
-    if impl == "reference":
-        return copied_to(out, reference_correction(batch, config))
-    return torch_correction(batch, config, reduce=reduce, out=out)
+    if impl != "reference":
+        try:
+            return torch_correction(batch, config, reduce=reduce, out=out)
+        except MissingRowError:
+            # The reference may have the row. Who asked for torch, or gave a part of the sequences, must know.
+            if not chosen_here:
+                raise
+    return copied_to(out, reference_correction(batch, config))
 
 
 def implementations() -> dict[str, tuple[bool, str]]:

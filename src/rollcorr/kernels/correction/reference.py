@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from rollcorr.config import Criterion, RolloutCorrectionConfig
 from rollcorr.core import divergence, layout, ratios, weights
 from rollcorr.core.bounds import catastrophic_tokens, ratio_above, ratio_below, within_ratio_band
 from rollcorr.core.mergeable_statistics import extremes_of
+from rollcorr.kernels.correction.bands import applied_weights, beyond_bounds, exceedance_band
 from rollcorr.kernels.correction.call import Batch, CorrectionOutput
-from rollcorr.kernels.correction.rejection import beyond_bounds
 from rollcorr.kernels.correction.rows import Computed, Sequences
-from rollcorr.kernels.correction.weight_bands import exceedance_band
-
-if TYPE_CHECKING:
-    from rollcorr.config import Criterion, RolloutCorrectionConfig
 
 
 class _Tokens(NamedTuple):
@@ -116,7 +113,7 @@ def _weigh(batch: _Tokens, config: RolloutCorrectionConfig, loss_mask: Tensor, r
         units = has_counted
         rows.extremes["log_weight"] = extremes_of(log_weight, units & log_weight.isfinite())
     raw = weights.bounded_weights(log_weight, safety_bound=config.safety_bound)
-    applied = _applied_weights(log_weight, config)
+    applied = applied_weights(raw, log_weight, config)
 
     sums = rows.sums
     sums["units"] = units.sum()
@@ -158,16 +155,6 @@ def _weigh(batch: _Tokens, config: RolloutCorrectionConfig, loss_mask: Tensor, r
         sums["norm_weight"] = _masked_sum(applied, normalized)
         sums["norm_units"] = normalized.sum()
     return token_weight
-
-
-def _applied_weights(log_weight: Tensor, config: RolloutCorrectionConfig) -> Tensor:
-    bound = config.safety_bound
-    if config.is_mode == "icepop":
-        lower, upper = config.is_lower or 0.0, config.is_upper or 0.0
-        return weights.masked_weights(log_weight, lower=lower, upper=upper, safety_bound=bound)
-    if config.is_upper is not None:
-        return weights.truncated_weights(log_weight, upper=config.is_upper, safety_bound=bound)
-    return weights.bounded_weights(log_weight, safety_bound=bound)
 
 
 def _reject(batch: _Tokens, config: RolloutCorrectionConfig, rows: Computed) -> Tensor:

@@ -18,18 +18,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.criteria import check_token_criteria
 from rollcorr.core import divergence
 from rollcorr.core.mergeable_statistics import Statistics, extremes_of, moments_of
-from rollcorr.kernels.correction.weight_bands import exceedance_band
-
-if TYPE_CHECKING:
-    from rollcorr.config import Criterion, RolloutCorrectionConfig
+from rollcorr.kernels.correction.bands import exceedance_band
 
 Values = dict[str, Tensor]
 
@@ -113,135 +111,121 @@ class Row(NamedTuple):
         name: as in `Statistics`. A criterion's rows are listed once, with {criterion} for its name.
         kind: "sums", "moments" or "extremes".
         what: what it is, in one line.
-        when: whether a configuration has it; of a criterion's rows, whether a criterion has it.
+        when: the condition under which a configuration has it (`_conditions`); of a criterion's rows, "always" or the
+            scope of the criteria that have it.
         of: the row from the sums of whole sequences; None where each implementation computes it.
     """
 
     name: str
     kind: Literal["sums", "moments", "extremes"]
     what: str
-    when: Callable[[Any], bool]
+    when: str
     of: Callable[[Sequences], Tensor] | None = None
 
 
-def _always(_: object) -> bool:
-    return True
-
-
-def _weighs(config: RolloutCorrectionConfig) -> bool:
-    return config.rollout_is is not None
-
-
-def _weighs_sequences(config: RolloutCorrectionConfig) -> bool:
-    return config.rollout_is in ("sequence", "geometric")
-
-
-def _bands_weights(config: RolloutCorrectionConfig) -> bool:
-    return _weighs(config) and exceedance_band(config) != (None, None)
-
-
-def _has_ceiling(config: RolloutCorrectionConfig) -> bool:
-    return _weighs(config) and config.is_upper is not None
-
-
-def _is_icepop(config: RolloutCorrectionConfig) -> bool:
-    return _weighs(config) and config.is_mode == "icepop"
-
-
-def _normalizes(config: RolloutCorrectionConfig) -> bool:
-    return _weighs(config) and config.rollout_is_batch_normalize
-
-
-def _vetoes(config: RolloutCorrectionConfig) -> bool:
-    return config.rollout_token_veto_threshold is not None
-
-
-def _judges_tokens(criterion: Criterion) -> bool:
-    return criterion.scope == "token"
+@lru_cache(maxsize=64)
+def _conditions(config: RolloutCorrectionConfig) -> frozenset[str]:
+    """The conditions of `ROWS` that hold for a configuration."""
+    weighs = config.rollout_is is not None
+    held = {
+        "always": True,
+        "weights": weighs,
+        "sequence weights": weighs and config.rollout_is != "token",
+        "weight band": weighs and exceedance_band(config) != (None, None),
+        "weight ceiling": weighs and config.is_upper is not None,
+        "icepop": weighs and config.is_mode == "icepop",
+        "batch normalization": weighs and config.rollout_is_batch_normalize,
+        "veto": config.rollout_token_veto_threshold is not None,
+    }
+    return frozenset(condition for condition, holds in held.items() if holds)
 
 
 ROWS: tuple[Row, ...] = (
     # How much was seen.
-    Row("tokens", "sums", "valid tokens", _always, lambda s: s.valid.sum()),
-    Row("sequences", "sums", "sequences with a valid token", _always, lambda s: (s.valid > 0).sum()),
-    Row("nonfinite", "sums", "missing tokens: valid, not compared", _always, lambda s: (s.valid - s.compared).sum()),
-    Row("zero_probability", "sums", "tokens of probability zero", _always, lambda s: s.zero.sum()),
-    Row("tokens_measured", "sums", "measured tokens", _always, lambda s: s.measured.sum()),
-    Row("tokens_compared", "sums", "compared tokens", _always, lambda s: s.compared.sum()),
-    Row("tokens_counted", "sums", "counted tokens", _always, lambda s: s.counted.sum()),
-    Row("sequences_measured", "sums", "sequences with a measured token", _always, lambda s: s.has_measured.sum()),
-    Row("sequences_counted", "sums", "sequences with a counted token", _always, lambda s: s.has_counted.sum()),
+    Row("tokens", "sums", "valid tokens", "always", lambda s: s.valid.sum()),
+    Row("sequences", "sums", "sequences with a valid token", "always", lambda s: (s.valid > 0).sum()),
+    Row("nonfinite", "sums", "missing tokens: valid, not compared", "always", lambda s: (s.valid - s.compared).sum()),
+    Row("zero_probability", "sums", "tokens of probability zero", "always", lambda s: s.zero.sum()),
+    Row("tokens_measured", "sums", "measured tokens", "always", lambda s: s.measured.sum()),
+    Row("tokens_compared", "sums", "compared tokens", "always", lambda s: s.compared.sum()),
+    Row("tokens_counted", "sums", "counted tokens", "always", lambda s: s.counted.sum()),
+    Row("sequences_measured", "sums", "sequences with a measured token", "always", lambda s: s.has_measured.sum()),
+    Row("sequences_counted", "sums", "sequences with a counted token", "always", lambda s: s.has_counted.sum()),
     # How far apart the policies are, token by token.
-    Row("log_ratio", "moments", "d of measured tokens", _always),
-    Row("log_ratio", "extremes", "d of measured tokens", _always),
-    Row("abs_log_ratio", "sums", "Σ |d| of measured tokens", _always),
-    Row("k3", "sums", "Σ k3 of measured tokens", _always),
-    Row("chi2_token", "sums", "Σ (ρ² − 1) of compared tokens, d within ±20", _always),
-    Row("capped", "sums", "measured tokens with |d| > 20", _always),
-    Row("ratio_outside_10pct", "sums", "compared tokens with ρ outside [0.9, 1.1]", _always),
-    Row("prob_diff_abs", "sums", "Σ |π − μ| of compared tokens", _always),
-    Row("prob_diff_abs", "extremes", "0 and the largest |π − μ| of compared tokens", _always),
-    Row("safety_bound", "extremes", "the safety bound, nats; it travels so that it merges to itself", _always),
+    Row("log_ratio", "moments", "d of measured tokens", "always"),
+    Row("log_ratio", "extremes", "d of measured tokens", "always"),
+    Row("abs_log_ratio", "sums", "Σ |d| of measured tokens", "always"),
+    Row("k3", "sums", "Σ k3 of measured tokens", "always"),
+    Row("chi2_token", "sums", "Σ (ρ² − 1) of compared tokens, d within ±20", "always"),
+    Row("capped", "sums", "measured tokens with |d| > 20", "always"),
+    Row("ratio_outside_10pct", "sums", "compared tokens with ρ outside [0.9, 1.1]", "always"),
+    Row("prob_diff_abs", "sums", "Σ |π − μ| of compared tokens", "always"),
+    Row("prob_diff_abs", "extremes", "0 and the largest |π − μ| of compared tokens", "always"),
+    Row("safety_bound", "extremes", "the safety bound, nats; it travels so that it merges to itself", "always"),
     # The same, sequence by sequence: means over measured tokens.
-    Row("train_log_ppl", "sums", "Σ −mean log π", _always, lambda s: s.sum_measured(s.train_log_ppl)),
-    Row("train_ppl", "sums", "Σ exp(−mean log π)", _always, lambda s: s.sum_measured(s.train_log_ppl.exp())),
-    Row("rollout_log_ppl", "sums", "Σ −mean log μ", _always, lambda s: s.sum_measured(s.rollout_log_ppl)),
-    Row("rollout_ppl", "sums", "Σ exp(−mean log μ)", _always, lambda s: s.sum_measured(s.rollout_log_ppl.exp())),
-    Row("log_ppl_diff", "sums", "Σ −G_i", _always, lambda s: s.sum_measured(s.log_ppl_diff)),
-    Row("log_ppl_diff", "extremes", "−G_i", _always, lambda s: extremes_of(s.log_ppl_diff, s.has_measured)),
-    Row("log_ppl_abs_diff", "sums", "Σ |G_i|", _always, lambda s: s.sum_measured(s.log_ppl_diff.abs())),
-    Row("ppl_ratio", "sums", "Σ exp(−G_i)", _always, lambda s: s.sum_measured(s.log_ppl_diff.exp())),
-    Row("chi2_seq", "sums", "Σ expm1(2 Ŝ_i)", _always, lambda s: s.sum_counted(divergence.chi_squared(s.log_product))),
-    Row("capped_sequences", "sums", "sequences with a finite |S_i| > 20", _always, lambda s: _capped(s).sum()),
+    Row("train_log_ppl", "sums", "Σ −mean log π", "always", lambda s: s.sum_measured(s.train_log_ppl)),
+    Row("train_ppl", "sums", "Σ exp(−mean log π)", "always", lambda s: s.sum_measured(s.train_log_ppl.exp())),
+    Row("rollout_log_ppl", "sums", "Σ −mean log μ", "always", lambda s: s.sum_measured(s.rollout_log_ppl)),
+    Row("rollout_ppl", "sums", "Σ exp(−mean log μ)", "always", lambda s: s.sum_measured(s.rollout_log_ppl.exp())),
+    Row("log_ppl_diff", "sums", "Σ −G_i", "always", lambda s: s.sum_measured(s.log_ppl_diff)),
+    Row("log_ppl_diff", "extremes", "−G_i", "always", lambda s: extremes_of(s.log_ppl_diff, s.has_measured)),
+    Row("log_ppl_abs_diff", "sums", "Σ |G_i|", "always", lambda s: s.sum_measured(s.log_ppl_diff.abs())),
+    Row("ppl_ratio", "sums", "Σ exp(−G_i)", "always", lambda s: s.sum_measured(s.log_ppl_diff.exp())),
+    Row("chi2_seq", "sums", "Σ expm1(2 Ŝ_i)", "always", lambda s: s.sum_counted(divergence.chi_squared(s.log_product))),
+    Row("capped_sequences", "sums", "sequences with a finite |S_i| > 20", "always", lambda s: _capped(s).sum()),
     # Rejection.
-    Row("tokens_kept", "sums", "tokens of the loss mask", _always),
-    Row("sequences_kept", "sums", "sequences with a token in the loss mask", _always),
-    Row("sequences_touched", "sums", "sequences that a rejector takes a token of", _always),
-    Row("rejected_by_several", "sums", "tokens that several rejectors take", _always),
-    Row("sequences_rejected_by_several", "sums", "sequences that several rejectors touch", _always),
-    Row("catastrophic_tokens", "sums", "counted tokens with ρ < τ", _vetoes),
-    Row("vetoed_sequences", "sums", "sequences with such a token", _vetoes),
+    Row("tokens_kept", "sums", "tokens of the loss mask", "always"),
+    Row("sequences_kept", "sums", "sequences with a token in the loss mask", "always"),
+    Row("sequences_touched", "sums", "sequences that a rejector takes a token of", "always"),
+    Row("rejected_by_several", "sums", "tokens that several rejectors take", "always"),
+    Row("sequences_rejected_by_several", "sums", "sequences that several rejectors touch", "always"),
+    Row("catastrophic_tokens", "sums", "counted tokens with ρ < τ", "veto"),
+    Row("vetoed_sequences", "sums", "sequences with such a token", "veto"),
     # The weights. A unit is a counted token, or a sequence with one: what the level gives one weight to.
-    Row("units", "sums", "units", _weighs),
-    Row("saturated_low", "sums", "units with a finite ℓ < −safety_bound", _weighs),
-    Row("saturated_high", "sums", "units with ℓ > safety_bound", _weighs),
-    Row("is_high", "sums", "units with exp ℓ above the band", _bands_weights),
-    Row("is_low", "sums", "units with exp ℓ below the band", _bands_weights),
-    Row("is_seq_high", "sums", "sequences whose mean raw weight is above the band", _bands_weights),
-    Row("is_seq_low", "sums", "sequences whose mean raw weight is below the band", _bands_weights),
-    Row("is_low_weight", "sums", "sequences with exp(S_i) < 1/C", _has_ceiling),
-    Row("is_outside", "sums", "counted tokens to which IcePop gives weight 0", _is_icepop),
-    Row("weight", "moments", "applied weights of counted tokens", _weighs),
-    Row("weight", "extremes", "applied weights of counted tokens", _weighs),
-    Row("weight_raw", "moments", "weights of counted tokens before truncation", _weighs),
-    Row("weight_raw", "extremes", "weights of counted tokens before truncation", _weighs),
-    Row("sequence_weight", "moments", "q_i, where finite", _weighs),
-    Row("sequence_weight", "extremes", "q_i, where finite", _weighs),
-    Row("unit_weight", "moments", "weights of units", _weighs),
-    Row("log_weight", "extremes", "ℓ of sequences, where finite", _weighs_sequences),
-    Row("kept_weight", "sums", "Σ w of the loss mask", _weighs),
-    Row("kept_sequence_weight", "sums", "Σ over sequences of the mean w of their loss mask", _weighs),
-    Row("norm_weight", "sums", "Σ w of what the batch mean is taken over", _normalizes),
-    Row("norm_units", "sums", "how many they are", _normalizes),
+    Row("units", "sums", "units", "weights"),
+    Row("saturated_low", "sums", "units with a finite ℓ < −safety_bound", "weights"),
+    Row("saturated_high", "sums", "units with ℓ > safety_bound", "weights"),
+    Row("is_high", "sums", "units with exp ℓ above the band", "weight band"),
+    Row("is_low", "sums", "units with exp ℓ below the band", "weight band"),
+    Row("is_seq_high", "sums", "sequences whose mean raw weight is above the band", "weight band"),
+    Row("is_seq_low", "sums", "sequences whose mean raw weight is below the band", "weight band"),
+    Row("is_low_weight", "sums", "sequences with exp(S_i) < 1/C", "weight ceiling"),
+    Row("is_outside", "sums", "counted tokens to which IcePop gives weight 0", "icepop"),
+    Row("weight", "moments", "applied weights of counted tokens", "weights"),
+    Row("weight", "extremes", "applied weights of counted tokens", "weights"),
+    Row("weight_raw", "moments", "weights of counted tokens before truncation", "weights"),
+    Row("weight_raw", "extremes", "weights of counted tokens before truncation", "weights"),
+    Row("sequence_weight", "moments", "q_i, where finite", "weights"),
+    Row("sequence_weight", "extremes", "q_i, where finite", "weights"),
+    Row("unit_weight", "moments", "weights of units", "weights"),
+    Row("log_weight", "extremes", "ℓ of sequences, where finite", "sequence weights"),
+    Row("kept_weight", "sums", "Σ w of the loss mask", "weights"),
+    Row("kept_sequence_weight", "sums", "Σ over sequences of the mean w of their loss mask", "weights"),
+    Row("norm_weight", "sums", "Σ w of what the batch mean is taken over", "batch normalization"),
+    Row("norm_units", "sums", "how many they are", "batch normalization"),
 )
 
 # The kernels of `triton` count on this order within a kind.
 CRITERION_ROWS: tuple[Row, ...] = (
-    Row("rs/{criterion}/seq_high", "sums", "sequences whose mean is above the bound", _judges_tokens),
-    Row("rs/{criterion}/seq_low", "sums", "sequences whose mean is below the bound", _judges_tokens),
-    Row("rs/{criterion}/high", "sums", "tokens or sequences above the bound", _always),
-    Row("rs/{criterion}/low", "sums", "tokens or sequences below the bound", _always),
-    Row("rs/{criterion}/tokens", "sums", "tokens that it rejects", _always),
-    Row("rs/{criterion}/sequences", "sums", "sequences that it rejects a token of", _always),
-    Row("rs/{criterion}/tokens_alone", "sums", "tokens that it alone rejects", _always),
-    Row("rs/{criterion}/sequences_alone", "sums", "sequences that it alone touches", _always),
-    Row("rs/{criterion}/seq", "moments", "its mean over each sequence, where finite", _judges_tokens),
-    Row("rs/{criterion}/seq", "extremes", "its mean over each sequence, where finite", _judges_tokens),
-    Row("rs/{criterion}", "moments", "its value for tokens or sequences, where finite", _always),
-    Row("rs/{criterion}", "extremes", "its value for tokens or sequences, where finite", _always),
+    Row("rs/{criterion}/seq_high", "sums", "sequences whose mean is above the bound", "token"),
+    Row("rs/{criterion}/seq_low", "sums", "sequences whose mean is below the bound", "token"),
+    Row("rs/{criterion}/high", "sums", "tokens or sequences above the bound", "always"),
+    Row("rs/{criterion}/low", "sums", "tokens or sequences below the bound", "always"),
+    Row("rs/{criterion}/tokens", "sums", "tokens that it rejects", "always"),
+    Row("rs/{criterion}/sequences", "sums", "sequences that it rejects a token of", "always"),
+    Row("rs/{criterion}/tokens_alone", "sums", "tokens that it alone rejects", "always"),
+    Row("rs/{criterion}/sequences_alone", "sums", "sequences that it alone touches", "always"),
+    Row("rs/{criterion}/seq", "moments", "its mean over each sequence, where finite", "token"),
+    Row("rs/{criterion}/seq", "extremes", "its mean over each sequence, where finite", "token"),
+    Row("rs/{criterion}", "moments", "its value for tokens or sequences, where finite", "always"),
+    Row("rs/{criterion}", "extremes", "its value for tokens or sequences, where finite", "always"),
 )
 
 _SHAPES: dict[str, tuple[int, ...]] = {"sums": (), "moments": (3,), "extremes": (2,)}
+
+
+class MissingRowError(ValueError):
+    """An implementation does not compute a row of the list."""
 
 
 def _capped(s: Sequences) -> Tensor:
@@ -260,9 +244,9 @@ def rows_of(config: RolloutCorrectionConfig) -> tuple[Row, ...]:
         row._replace(name=row.name.format(criterion=criterion.name))
         for criterion in config.criteria
         for row in CRITERION_ROWS
-        if row.when(criterion)
+        if row.when in ("always", criterion.scope)
     ]
-    return (*(row for row in ROWS if row.when(config)), *named)
+    return (*(row for row in ROWS if row.when in _conditions(config)), *named)
 
 
 @lru_cache(maxsize=64)
@@ -302,7 +286,9 @@ class Computed(NamedTuple):
         for row in rows_of(config):
             values = getattr(self, row.kind)
             if row.name not in values:
-                raise ValueError(f"impl={implementation!r} cannot take this batch: {_lacks(row)}; compute it there")
+                raise MissingRowError(
+                    f"impl={implementation!r} cannot take this batch: {_lacks(row)}; compute it there"
+                )
             ordered[row.kind][row.name] = values[row.name]
         unlisted = [name for kind in _SHAPES for name in getattr(self, kind) if name not in ordered[kind]]
         if unlisted:
@@ -333,9 +319,9 @@ class Abilities(NamedTuple):
         for criterion in config.criteria:
             if criterion.kind not in self.kinds or criterion.scope not in self.scopes:
                 return f"it does not know the criterion {criterion.name!r}"
+        of_criteria = {condition for criterion in config.criteria for condition in ("always", criterion.scope)}
         for row in self.missing:
-            subjects = config.criteria if row in CRITERION_ROWS else (config,)
-            if any(row.when(subject) for subject in subjects):
+            if row.when in (of_criteria if row in CRITERION_ROWS else _conditions(config)):
                 return _lacks(row)
         return None
 

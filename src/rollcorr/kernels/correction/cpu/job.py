@@ -5,16 +5,14 @@ from __future__ import annotations
 import ctypes
 import math
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
+from rollcorr.config import Criterion, RolloutCorrectionConfig
 from rollcorr.core.bounds import divergence_bound, log_band
-from rollcorr.kernels.correction.weight_bands import exceedance_band, zeroing_band
-
-if TYPE_CHECKING:
-    from rollcorr.config import Criterion, RolloutCorrectionConfig
+from rollcorr.kernels.correction.bands import exceedance_band, zeroing_band
 
 MAX_CRITERIA = 11
 LOG_PROB_TYPES = {torch.float32: 0, torch.bfloat16: 1}

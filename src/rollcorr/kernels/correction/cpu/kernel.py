@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import ctypes
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.core.layout import check_cu_seqlens
 from rollcorr.core.mergeable_statistics import STATISTICS_DTYPE, Statistics
 from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, outputs, why_no_addresses
 from rollcorr.kernels.correction.cpu.job import LOG_PROB_TYPES, MASK_TYPES, MAX_CRITERIA, Job, thresholds_of
 from rollcorr.kernels.correction.cpu.library import Library, library, status
 from rollcorr.kernels.correction.rows import empty_statistics
-
-if TYPE_CHECKING:
-    from rollcorr.config import RolloutCorrectionConfig
 
 LARGEST_SAFETY_BOUND = 40.0
 """Nats; squares of weights are summed in float32, which ends at e^88."""

@@ -10,18 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, outputs
 from rollcorr.kernels.correction.torch.decide import decide
 from rollcorr.kernels.correction.torch.table import Block, BlockRows, Reduction, SequenceTable
 from rollcorr.kernels.correction.torch.tokens import TokenPass
-
-if TYPE_CHECKING:
-    from rollcorr.config import RolloutCorrectionConfig
 
 CPU_BLOCK = 1 << 15
 """Tokens in a block on the CPU: its buffers stay in cache, and torch runs no operation on it in threads of its own."""

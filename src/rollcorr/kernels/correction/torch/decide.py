@@ -5,22 +5,19 @@ docs/correction.md says what is decided and why; the functions here follow it in
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from rollcorr.config import Criterion, RolloutCorrectionConfig
 from rollcorr.core import divergence
 from rollcorr.core.bounds import ratio_above, ratio_below
 from rollcorr.core.mergeable_statistics import Statistics, extremes_of
-from rollcorr.core.weights import bounded_weights, masked_weights, truncated_weights
-from rollcorr.kernels.correction.rejection import beyond_bounds
+from rollcorr.core.weights import bounded_weights
+from rollcorr.kernels.correction.bands import applied_weights, beyond_bounds, exceedance_band
 from rollcorr.kernels.correction.rows import Computed, Sequences
 from rollcorr.kernels.correction.torch.table import BlockRows, SequenceTable
-from rollcorr.kernels.correction.weight_bands import exceedance_band
-
-if TYPE_CHECKING:
-    from rollcorr.config import Criterion, RolloutCorrectionConfig
 
 
 class Decision(NamedTuple):
@@ -118,7 +115,7 @@ def _weigh(state: _State, kept: Tensor) -> Tensor | None:
     else:
         log_weight = log_product if config.rollout_is == "sequence" else state.mean_counted(log_product)
         raw = bounded_weights(log_weight, safety_bound=config.safety_bound)
-        weight, log_mean_raw = _bound(raw, log_weight, config), raw.log()
+        weight, log_mean_raw = applied_weights(raw, log_weight, config), raw.log()
         mean_weight = weight.masked_fill(~state.sequences.has_counted, 0.0)
         kept_weight = weight * table["kept"]
         _describe_sequence_weights(state, log_weight, raw, weight)
@@ -143,17 +140,6 @@ def _weigh(state: _State, kept: Tensor) -> Tensor | None:
     if config.rollout_is_batch_normalize:
         _describe_normalization(state)
     return weight
-
-
-def _bound(raw: Tensor, log_weight: Tensor, config: RolloutCorrectionConfig) -> Tensor:
-    """The weights of whole sequences inside the bounds that the threshold sets."""
-    bound = config.safety_bound
-    if config.is_mode == "icepop":
-        lower, upper = config.is_lower or 0.0, config.is_upper or 0.0
-        return masked_weights(log_weight, lower=lower, upper=upper, safety_bound=bound)
-    if config.is_upper is not None:
-        return truncated_weights(log_weight, upper=config.is_upper, safety_bound=bound)
-    return raw
 
 
 def _describe_token_weights(state: _State) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -116,64 +116,57 @@ class BlockRows:
     """Batch-wide rows: one entry for each block, merged at the end."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, list[Tensor]] = {}
-        self._moments: dict[str, list[tuple[Tensor, ...]]] = {}
-        self._extremes: dict[str, list[tuple[Tensor, ...]]] = {}
+        # Kind of row → name → what each block gave: a number for a sum, the numbers of moments or of extremes.
+        self._rows: dict[str, dict[str, list[Any]]] = {"sums": {}, "moments": {}, "extremes": {}}
 
     def add(self, name: str, value: Tensor) -> None:
         """Add a 0-d value to a sum."""
-        self._sums.setdefault(name, []).append(value)
+        self._rows["sums"].setdefault(name, []).append(value)
 
     def moments(self, name: str, count: Tensor, mean: Tensor, m2: Tensor) -> None:
         """Add the 0-d moments of a block."""
-        self._moments.setdefault(name, []).append((count, mean, m2))
+        self._rows["moments"].setdefault(name, []).append((count, mean, m2))
 
     def extremes(self, name: str, smallest: Tensor, largest: Tensor) -> None:
         """Add the 0-d extremes of a block."""
-        self._extremes.setdefault(name, []).append((smallest, largest))
+        self._rows["extremes"].setdefault(name, []).append((smallest, largest))
 
     def join(self, other: BlockRows) -> None:
         """Append the entries of a pass over later blocks."""
-        for name, values in other._sums.items():
-            self._sums.setdefault(name, []).extend(values)
-        for name, parts in other._moments.items():
-            self._moments.setdefault(name, []).extend(parts)
-        for name, ends in other._extremes.items():
-            self._extremes.setdefault(name, []).extend(ends)
+        for kind, rows in other._rows.items():
+            for name, entries in rows.items():
+                self._rows[kind].setdefault(name, []).extend(entries)
 
     def statistics(self, device: torch.device) -> Statistics:
         """Every row, finished."""
         return Statistics.of(
-            sums={name: self.sum(name) for name in self._sums},
-            moments={name: self.merged_moments(name) for name in self._moments},
-            extremes={name: self.merged_extremes(name, device) for name in self._extremes},
+            sums={name: self.sum(name) for name in self._rows["sums"]},
+            moments={name: self.merged_moments(name) for name in self._rows["moments"]},
+            extremes={name: self.merged_extremes(name, device) for name in self._rows["extremes"]},
             device=device,
         )
 
     def replace(self, statistics: Statistics) -> None:
         """Replace every row by a finished one, for instance of several parts merged."""
-        names = statistics.names
-        self._sums = {name: [row] for name, row in zip(names["sums"], statistics.sums, strict=True)}
-        self._moments = {name: [row.unbind()] for name, row in zip(names["moments"], statistics.moments, strict=True)}
-        self._extremes = {
-            name: [row.unbind()] for name, row in zip(names["extremes"], statistics.extremes, strict=True)
-        }
+        for kind in self._rows:
+            rows = zip(statistics.names[kind], statistics.rows[kind], strict=True)
+            self._rows[kind] = {name: [row if kind == "sums" else row.unbind()] for name, row in rows}
 
     def sum(self, name: str) -> Tensor:
         """The finished sum, 0-d float64."""
-        return torch.stack(self._sums[name]).sum(dtype=STATISTICS_DTYPE)
+        return torch.stack(self._rows["sums"][name]).sum(dtype=STATISTICS_DTYPE)
 
     def merged_moments(self, name: str) -> Tensor:
         """The finished moments, (3,) float64."""
         return merge_moments(
-            torch.stack([torch.stack(part) for part in zip(*self._moments[name], strict=True)], dim=-1)
+            torch.stack([torch.stack(part) for part in zip(*self._rows["moments"][name], strict=True)], dim=-1)
         )
 
     def merged_extremes(self, name: str, device: torch.device) -> Tensor:
         """The finished extremes, (2,) float64."""
-        if name not in self._extremes:
+        if name not in self._rows["extremes"]:
             return torch.tensor([torch.inf, -torch.inf], dtype=STATISTICS_DTYPE, device=device)
-        ends = [torch.stack(part) for part in zip(*self._extremes[name], strict=True)]
+        ends = [torch.stack(part) for part in zip(*self._rows["extremes"][name], strict=True)]
         return merge_extremes(torch.stack(ends, dim=-1))
 
 

@@ -13,18 +13,14 @@ described by their distance from 1.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from rollcorr.config import Criterion, RolloutCorrectionConfig
 from rollcorr.core.bounds import divergence_bound, log_band
 from rollcorr.core.divergence import CAP, ESTIMATES
+from rollcorr.kernels.correction.bands import exceedance_band, zeroing_band
 from rollcorr.kernels.correction.torch.table import Block, BlockRows, SequenceTable
-from rollcorr.kernels.correction.weight_bands import exceedance_band, zeroing_band
-
-if TYPE_CHECKING:
-    from rollcorr.config import Criterion, RolloutCorrectionConfig
 
 NEVER = -1000.0
 """Nats: stands for log π = −inf. Its exponential is 0 too, and sums of it stay finite."""

@@ -13,16 +13,13 @@ from __future__ import annotations
 import importlib.util
 import os
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 
+from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, why_no_addresses
 from rollcorr.kernels.correction.torch.blocks import torch_correction
 from rollcorr.kernels.correction.triton.plan import abilities
-
-if TYPE_CHECKING:
-    from rollcorr.config import RolloutCorrectionConfig
 
 LARGEST_SAFETY_BOUND = 40.0
 """Nats; squares of weights are summed in float32, which ends at e^88."""

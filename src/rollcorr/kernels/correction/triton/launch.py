@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.core.mergeable_statistics import STATISTICS_DTYPE
 from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, outputs
 from rollcorr.kernels.correction.rows import empty_statistics
@@ -15,9 +16,6 @@ from rollcorr.kernels.correction.triton.plan import limits_of, plan_of
 from rollcorr.kernels.correction.triton.sequence_pass import decide_sequences
 from rollcorr.kernels.correction.triton.token_pass import BLOCK, read_tokens
 from rollcorr.kernels.gpu_launch import Launch
-
-if TYPE_CHECKING:
-    from rollcorr.config import RolloutCorrectionConfig
 
 PROGRAMS = 2048
 """Programs that the token pass aims at: sequences are split until there are as many, or a share is eight blocks."""

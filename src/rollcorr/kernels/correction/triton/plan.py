@@ -9,15 +9,12 @@ import re
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from rollcorr.config import Criterion, RolloutCorrectionConfig
 from rollcorr.core.bounds import divergence_bound, log_band
 from rollcorr.core.divergence import CAP
+from rollcorr.kernels.correction.bands import exceedance_band
 from rollcorr.kernels.correction.rows import CRITERION_ROWS, Abilities, empty_statistics, missing_rows
-from rollcorr.kernels.correction.weight_bands import exceedance_band
-
-if TYPE_CHECKING:
-    from rollcorr.config import Criterion, RolloutCorrectionConfig
 
 
 @dataclass(frozen=True)
