@@ -239,8 +239,7 @@ def _older_mode(draft: Draft) -> None:
         draft.put("bypass_old_logprob_for_rollout", bypass, {"bypass_mode": bypass}, "renamed")
     if "loss_type" not in old:
         reason = "the pure loss is REINFORCE: −sg(w) log π_θ A" if pure else "the PPO loss"
-        new = {"loss_type": "reinforce" if pure else "ppo_clip"}
-        draft.put("use_pure_rollout_correction", pure, new, reason)
+        draft.put("use_pure_rollout_correction", pure, {"loss_type": "reinforce" if pure else "ppo_clip"}, reason)
 
     # In bypass mode the PPO ratio is π_θ / μ, so a weight beside it would correct twice.
     if not draft.fields["bypass_mode"] or draft.fields["loss_type"] == "reinforce":

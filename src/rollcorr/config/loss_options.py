@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from rollcorr.config.checks import InertOptionWarning, check_choice, check_number
+from rollcorr.config.checks import check_choice, check_number, warn_inert
 
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
@@ -56,12 +55,11 @@ class LossConfig:
         if self.loss_scale_factor is not None:
             check_number("loss_scale_factor", self.loss_scale_factor, above=0)
             if self.loss_agg_mode != "seq-mean-token-sum-norm":
-                warnings.warn(
-                    f"loss_scale_factor={self.loss_scale_factor!r} has no effect with "
-                    f"loss_agg_mode={self.loss_agg_mode!r}; it divides in 'seq-mean-token-sum-norm' only",
-                    InertOptionWarning,
-                    stacklevel=3,
+                reason = (
+                    f"has no effect with loss_agg_mode={self.loss_agg_mode!r}; it divides in "
+                    "'seq-mean-token-sum-norm' only"
                 )
+                warn_inert(self, [("loss_scale_factor", reason)])
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values."""

@@ -292,8 +292,7 @@ def compare(rollout: SamplingSpec, trainer: SamplingSpec) -> Comparison:
 
 
 def _different(code: str, reason: str, fix: str) -> Finding:
-    title = "these log-probs are not comparable"
-    return Finding(code=code, title=title, reason=reason, fix=fix, severity="error")
+    return Finding(code=code, title="these log-probs are not comparable", reason=reason, fix=fix, severity="error")
 
 
 def _approximate(code: str, reason: str, fix: str) -> Finding:

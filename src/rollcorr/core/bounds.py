@@ -44,16 +44,6 @@ def exceeds(divergence: Tensor, upper: float | None) -> Tensor:
     return divergence > divergence_bound(upper)
 
 
-def within_divergence(divergence: Tensor, *, upper: float | None) -> Tensor:
-    """Keep iff divergence ≤ upper: the k2 and k3 criteria over a token, or a sequence's sum, mean or maximum.
-
-    Args:
-        divergence: k2 or k3, nats. Any shape; +inf (probability zero) is rejected by every finite bound.
-        upper: largest divergence kept, nats.
-    """
-    return ~exceeds(divergence, upper)
-
-
 def catastrophic_tokens(log_ratio: Tensor, *, threshold: float) -> Tensor:
     """True where ρ_t < threshold, strictly, on the unclamped ratio: one such token vetoes its sequence.
 

@@ -206,8 +206,7 @@ def _clipped(steps: _Steps, log_ratio: Tensor, clip_ratio: float) -> tuple[Tenso
     """−w · min(r A, clip(r) A) of each step with r = exp(log_ratio), and its statistics."""
     check_positive("clip_ratio", clip_ratio)
     ratio = _ratio(log_ratio)
-    bounded = ratio.clamp(1 - clip_ratio, 1 + clip_ratio)
-    loss = torch.maximum(-ratio * steps.advantages, -bounded * steps.advantages)
+    loss = torch.maximum(-ratio * steps.advantages, -ratio.clamp(1 - clip_ratio, 1 + clip_ratio) * steps.advantages)
 
     # The clip zeroes the gradient on one side of A only; what leads back into the range stays.
     high, low = ratio > 1 + clip_ratio, ratio < 1 - clip_ratio

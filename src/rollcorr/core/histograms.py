@@ -40,8 +40,7 @@ def histogram_of(values: Tensor, mask: Tensor) -> Tensor:
     seen = values.masked_fill(~mask, 0.0).float().flatten()
 
     # The upper bits of a float32, exponent and start of the mantissa, number the bins of its magnitude.
-    bits = seen.abs().view(torch.int32) >> (23 - _MANTISSA_BITS)
-    magnitude = bits.sub_(_FIRST).clamp_(0, _SIDE)
+    magnitude = (seen.abs().view(torch.int32) >> (23 - _MANTISSA_BITS)).sub_(_FIRST).clamp_(0, _SIDE)
     index = magnitude.mul_(seen.sign().to(torch.int32)).add_(_SIDE)
     counts = torch.zeros(BINS, dtype=torch.float64, device=values.device)
     return counts.scatter_add_(0, index.to(torch.int64), mask.flatten().to(torch.float64))

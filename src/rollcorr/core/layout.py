@@ -114,8 +114,7 @@ def sequence_sum(values: Tensor, mask: Tensor, *, cu_seqlens: Tensor | None = No
     valid = values.masked_fill(~mask, 0)
     if cu_seqlens is None:
         return valid.sum(dim=-1)
-    out = valid.new_zeros(cu_seqlens.numel() - 1)
-    return out.index_add(0, sequence_ids(values, cu_seqlens=cu_seqlens), valid)
+    return valid.new_zeros(cu_seqlens.numel() - 1).index_add(0, sequence_ids(values, cu_seqlens=cu_seqlens), valid)
 
 
 def sequence_mean(values: Tensor, mask: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:

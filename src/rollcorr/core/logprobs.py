@@ -116,9 +116,8 @@ def token_entropy(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
     Raises:
         ValueError: the temperature is not above 0.
     """
-    _check_temperature(temperature)
-    log_p = (at_least_float32(logits) / temperature).log_softmax(-1)
-    return _minus_p_log_p(log_p).sum(-1)
+    check_temperature(temperature)
+    return minus_p_log_p((at_least_float32(logits) / temperature).log_softmax(-1)).sum(-1)
 
 
 def kept_entropy(logits: Tensor, token_ids: Tensor, kept: KeptSets, *, temperature: float = 1.0) -> Tensor:
@@ -132,8 +131,7 @@ def kept_entropy(logits: Tensor, token_ids: Tensor, kept: KeptSets, *, temperatu
     # The sampled token's own term is added only where it is not one of the kept ids already.
     member = (scaled - largest[rows]) - log_sum[rows]
     alone = ((sampled - largest) - log_sum).masked_fill(~outside, -torch.inf)
-    entropy = _minus_p_log_p(alone).index_add(0, rows, _minus_p_log_p(member))
-    return entropy.view(token_ids.shape)
+    return minus_p_log_p(alone).index_add(0, rows, minus_p_log_p(member)).view(token_ids.shape)
 
 
 def kept_mass_log_ratio(log_ratio: Tensor, log_kept_mass: Tensor) -> Tensor:
@@ -189,7 +187,7 @@ def _log_sum(
     return largest, total.log(), outside
 
 
-def _minus_p_log_p(log_p: Tensor) -> Tensor:
+def minus_p_log_p(log_p: Tensor) -> Tensor:
     """−p log p, and 0 at p = 0."""
     return -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0))
 
@@ -201,9 +199,14 @@ def _at(scaled: Tensor, token_ids: Tensor) -> Tensor:
 def _check(logits: Tensor, token_ids: Tensor, temperature: float) -> None:
     if logits.shape[:-1] != token_ids.shape:
         raise ValueError(f"logits {tuple(logits.shape)} must be token_ids {tuple(token_ids.shape)} with V added")
-    _check_temperature(temperature)
+    check_temperature(temperature)
 
 
-def _check_temperature(temperature: float) -> None:
+def check_temperature(temperature: float) -> None:
+    """Check that a temperature is finite and above 0.
+
+    Raises:
+        ValueError: it is not.
+    """
     if not (math.isfinite(temperature) and temperature > 0):
         raise ValueError(f"temperature must be finite and > 0, got {temperature}; greedy decoding has no log-probs")

@@ -11,8 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rollcorr.core.layout import sequence_sum, token_count
-
 
 class TokenClasses(NamedTuple):
     """A partition of the valid tokens by what their two log-probs allow. Each is bool, in the shape of the inputs.
@@ -55,28 +53,3 @@ def token_log_ratio(train_log_prob: Tensor, rollout_log_prob: Tensor, measured: 
     """
     train, rollout = (at_least_float32(x).masked_fill(~measured, 0.0) for x in (train_log_prob, rollout_log_prob))
     return train - rollout
-
-
-def sequence_log_ratio(log_ratio: Tensor, mask: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
-    """S_i = Σ_t d_t, the log of the product of a sequence's ratios.
-
-    Args:
-        log_ratio: d per token, nats. (B, T), or (N,) when packed.
-        mask: bool, same shape. Masked values are never read.
-        cu_seqlens: (B + 1,) token offsets, only when packed.
-
-    Returns:
-        (B,), nats. A sequence without a valid token gives 0, the log of weight 1.
-
-    Source: Precup, Sutton & Singh (2000), per-trajectory importance sampling.
-    """
-    return sequence_sum(log_ratio, mask, cu_seqlens=cu_seqlens)
-
-
-def geometric_log_ratio(log_ratio: Tensor, mask: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
-    """G_i = S_i / c_i, the log of the geometric mean of a sequence's ratios: (B,), nats; 0 when it is empty.
-
-    Source: Liu, Li et al. (2025), "When Speed Kills Stability"; it does not grow with length, as S_i does.
-    """
-    count = token_count(mask, cu_seqlens=cu_seqlens).to(log_ratio.dtype)
-    return sequence_log_ratio(log_ratio, mask, cu_seqlens=cu_seqlens) / count.clamp(min=1)

@@ -25,8 +25,7 @@ def bounded_weights(log_weight: Tensor, *, safety_bound: float = 20.0) -> Tensor
         Weights in {0} ∪ [e^−bound, e^bound], same shape, at least float32, no gradient. NaN in gives NaN out.
     """
     log_weight = at_least_float32(log_weight.detach())
-    bounded = log_weight.clamp(-safety_bound, safety_bound)
-    return bounded.exp().masked_fill(log_weight == -torch.inf, 0.0)
+    return log_weight.clamp(-safety_bound, safety_bound).exp().masked_fill(log_weight == -torch.inf, 0.0)
 
 
 def truncated_weights(log_weight: Tensor, *, upper: float, safety_bound: float = 20.0) -> Tensor:

@@ -89,8 +89,7 @@ def show_installation(console: Console, installation: Installation) -> None:
     table.add_row("machine", f"{installation.machine}, {installation.threads} threads")
     table.add_row("accelerator", escape(installation.accelerator or "none"))
     console.print(table)
-    rows = [(kernel.name, kernel.usable, kernel.note) for kernel in installation.kernels]
-    _show(console, "correction kernels", rows)
+    _show(console, "correction kernels", [(kernel.name, kernel.usable, kernel.note) for kernel in installation.kernels])
     extras = [
         (extra.name, not extra.missing, f"missing: {', '.join(extra.missing)}" if extra.missing else "installed")
         for extra in installation.extras

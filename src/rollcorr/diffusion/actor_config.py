@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from rollcorr.config import InertOptionWarning, Normalizer, RolloutCorrectionConfig
-from rollcorr.config.checks import check_choice, check_number
-from rollcorr.config.conversion import resolve
+from rollcorr.config import InertOptionWarning, Normalizer, RolloutCorrectionConfig, resolve
+from rollcorr.config.checks import check_choice, check_number, warn_inert
 from rollcorr.config.criteria import without_criterion
 from rollcorr.core.diffusion import Reduction, power_of
 
@@ -76,9 +75,7 @@ class DiffusionActorConfig:
                 "KL rejects; set batch_normalize_over='valid', or rs_denominator='weights'"
             )
 
-        for option, reason in self._inert_options():
-            # Frames: here, the generated __init__, its caller.
-            warnings.warn(f"{option}={getattr(self, option)!r} {reason}", InertOptionWarning, stacklevel=3)
+        warn_inert(self, self._inert_options())
 
     @property
     def correction(self) -> RolloutCorrectionConfig | None:
@@ -124,8 +121,7 @@ class DiffusionActorConfig:
         changed = {name for name, default in defaults.items() if getattr(self, name) != default}
 
         # Which loss reads an option of the clip.
-        reinforce = self.correction is not None and self.correction.loss_type == "reinforce"
-        if reinforce:
+        if self.correction is not None and self.correction.loss_type == "reinforce":
             no_ratio = "has no effect with loss_type='reinforce', which has no ratio to clip"
             inert += [(name, no_ratio) for name in ("loss_mode", "clip_ratio", "kl_mask_threshold") if name in changed]
         elif self.loss_mode == "flow_dppo" and "clip_ratio" in changed:

@@ -191,8 +191,7 @@ def pinned_at_threshold(evidence: Evidence) -> Finding | None:
     # A float32 weight truncated at the threshold may lie a rounding error below it.
     threshold = config.is_upper * (1 - 1e-5)
     first = _first_steps(evidence, name)
-    pinned = sum(value >= threshold for value in first)
-    if not first or pinned < PINNED_SHARE * len(first):
+    if not first or sum(value >= threshold for value in first) < PINNED_SHARE * len(first):
         return None
     return Finding(
         code="pinned_at_threshold",
@@ -233,8 +232,7 @@ def length_dependence(evidence: Evidence) -> Finding | None:
         widths.append(math.log(config.is_upper))
 
     # Past the safety bound `horizon` says more.
-    drift = abs(evidence.get("t_times_kl"))
-    if not widths or not drift > min(widths) or horizon(evidence) is not None:
+    if not widths or not abs(evidence.get("t_times_kl")) > min(widths) or horizon(evidence) is not None:
         return None
     return Finding(
         code="length_dependence",

@@ -11,17 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rollcorr.config import RolloutCorrectionConfig
-from rollcorr.config.conversion import resolve
-from rollcorr.config.finding import Finding
-from rollcorr.config.yaml_text import load_yaml
+from rollcorr.config import Finding, RolloutCorrectionConfig, load_yaml, resolve
 from rollcorr.core.metric_registry import finalize
 from rollcorr.diagnostics.health.evidence import bare_metrics
 from rollcorr.diagnostics.health.health_check import HealthReport, health
 from rollcorr.diagnostics.log_check.shard_readers import read_shards
 from rollcorr.diagnostics.log_check.tally import COLUMNS, KEPT_COLUMNS, Measurement, Part, Tally, merge_parts
 from rollcorr.diagnostics.provenance.provenance_findings import NOT_COMPARABLE, Provenance
-from rollcorr.rollout_log import RolloutBatch, Shard, log_files, log_shards, read_shard
+from rollcorr.rollout_log import RolloutBatch, log_files, log_shards, read_shard
 from rollcorr.run_directory.stored_run import BadInputError
 
 DIAGNOSIS = RolloutCorrectionConfig(
@@ -134,7 +131,8 @@ def check_logs(
     total, tally = sum(shard.rows for shard in shards), Tally()
     column, kept = train_column or "", False
     try:
-        head = _first_batch(shards, batch_size)
+        first = read_shard(shards[0], columns=COLUMNS + KEPT_COLUMNS, batch_size=batch_size) if shards else iter(())
+        head = next(first, None)
         column = column or _train_column(head, config)
         kept = head is not None and head.has("kept_offsets")
         measurement = Measurement(config=config, train_column=column, batch_size=batch_size, kept=kept)
@@ -171,12 +169,6 @@ def check_logs(
         remarks=tuple(remarks),
         interrupted=tally.interrupted,
     )
-
-
-def _first_batch(shards: Sequence[Shard], batch_size: int) -> RolloutBatch | None:
-    if not shards:
-        return None
-    return next(read_shard(shards[0], columns=COLUMNS + KEPT_COLUMNS, batch_size=batch_size), None)
 
 
 def _train_column(batch: RolloutBatch | None, config: RolloutCorrectionConfig) -> str:

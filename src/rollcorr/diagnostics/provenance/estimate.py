@@ -212,5 +212,4 @@ def _flat(log_prob: Tensor) -> Tensor:
 def _sequences(tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     if cu_seqlens is not None:
         return sequence_ids(tokens, cu_seqlens=cu_seqlens).cpu()
-    rows = torch.arange(tokens.shape[0], device="cpu").unsqueeze(-1)
-    return rows.expand(tokens.shape).flatten()
+    return torch.arange(tokens.shape[0], device="cpu").unsqueeze(-1).expand(tokens.shape).flatten()

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollcorr.config import InertOptionWarning
+from rollcorr.config.checks import check_choice
 from rollcorr.integrations.verl.batch import Batch, new_keys_allowed
 from rollcorr.integrations.verl.config import RolloutCorrectionConfig
 
@@ -97,21 +98,7 @@ def take_rollout_log_probs(batch: Batch, *, option: str) -> None:
 
 def tell_actor(policy_loss_config: Any, loss_mode: str, correction: Mapping[str, Any] | None) -> None:  # noqa: ANN401
     """Name the loss and its correction in the actor's configuration, and warn if the actor was built without them."""
-    _warn_if_set_too_late(policy_loss_config, loss_mode)
-    _write(policy_loss_config, loss_mode, correction)
-
-
-def _write(policy_loss: Any, loss_mode: str, correction: Mapping[str, Any] | None) -> None:  # noqa: ANN401
-    with new_keys_allowed(policy_loss):
-        policy_loss["rollout_correction"] = correction
-        policy_loss["loss_mode"] = loss_mode
-
-
-def _warn_if_set_too_late(policy_loss_config: Any, loss_mode: str) -> None:  # noqa: ANN401
-    """Say that a running trainer sets the loss of an actor that was built without it.
-
-    Only verl's own trainers hold an OmegaConf node, of which their actors have a copy. A dictionary may be shared.
-    """
+    # Only verl's own trainers hold an OmegaConf node, of which their actors have a copy. A dictionary may be shared.
     is_copied = type(policy_loss_config).__module__.startswith("omegaconf")
     if is_copied and policy_loss_config.get("loss_mode", "vanilla") != loss_mode:
         _warn(
@@ -119,6 +106,13 @@ def _warn_if_set_too_late(policy_loss_config: Any, loss_mode: str) -> None:  # n
             f"verl's trainer asks for {loss_mode!r} only now, so rollout_correction does not act in this run. "
             f"{_fix(loss_mode)}"
         )
+    _write(policy_loss_config, loss_mode, correction)
+
+
+def _write(policy_loss: Any, loss_mode: str, correction: Mapping[str, Any] | None) -> None:  # noqa: ANN401
+    with new_keys_allowed(policy_loss):
+        policy_loss["rollout_correction"] = correction
+        policy_loss["loss_mode"] = loss_mode
 
 
 def warn_if_vanilla_in_bypass(actor: Any) -> None:  # noqa: ANN401 (verl's ActorConfig, or an object like it)
@@ -164,26 +158,34 @@ def _warn_without_effect(settings: RolloutCorrectionConfig, reason: str) -> None
 
 def _warn_of_inert_options(settings: RolloutCorrectionConfig) -> None:
     """Warn of each option of the correction that can have no effect beside the others, in verl's terms."""
-    if settings.loss_type not in ("ppo_clip", "reinforce"):
-        raise ValueError(f"loss_type must be 'ppo_clip' or 'reinforce', got {settings.loss_type!r}")
-    if settings.loss_type == "reinforce" and not settings.bypass_mode:
-        _warn("loss_type='reinforce' has no effect without bypass mode; set bypass_mode=True, or loss_type='ppo_clip'")
+    check_choice("loss_type", settings.loss_type, ("ppo_clip", "reinforce"))
 
     # In bypass mode the ratio of ppo_clip is π_θ / μ, so it holds the correction already.
     measured_only = settings.bypass_mode and settings.loss_type == "ppo_clip"
-    if settings.rollout_is is not None and measured_only:
-        _warn(
+    cases = [
+        (
+            settings.loss_type == "reinforce" and not settings.bypass_mode,
+            "loss_type='reinforce' has no effect without bypass mode; set bypass_mode=True, or loss_type='ppo_clip'",
+        ),
+        (
+            settings.rollout_is is not None and measured_only,
             f"rollout_is={settings.rollout_is!r} does not weight the loss in bypass mode with loss_type='ppo_clip', "
             "whose ratio holds the correction already: weights are metrics only. Set rollout_is=None, or "
-            "loss_type='reinforce'"
-        )
-    if settings.rollout_is_batch_normalize and (settings.rollout_is is None or measured_only):
-        _warn("rollout_is_batch_normalize=True has no effect on the loss, because no weights are applied to it")
-    if settings.rollout_rs is None and settings.rollout_rs_threshold is not None:
-        _warn(
+            "loss_type='reinforce'",
+        ),
+        (
+            settings.rollout_is_batch_normalize and (settings.rollout_is is None or measured_only),
+            "rollout_is_batch_normalize=True has no effect on the loss, because no weights are applied to it",
+        ),
+        (
+            settings.rollout_rs is None and settings.rollout_rs_threshold is not None,
             f"rollout_rs_threshold={settings.rollout_rs_threshold!r} has no effect without rollout_rs; set rollout_rs, "
-            "or leave this out"
-        )
+            "or leave this out",
+        ),
+    ]
+    for inert, message in cases:
+        if inert:
+            _warn(message)
 
 
 def _check_that_both_agree(settings: RolloutCorrectionConfig, of_actor: Mapping[str, Any] | None) -> None:
@@ -194,15 +196,13 @@ def _check_that_both_agree(settings: RolloutCorrectionConfig, of_actor: Mapping[
     """
     if of_actor is None:
         return
-    actor_settings = RolloutCorrectionConfig.read(of_actor)
-    differing = [name for name in settings if settings[name] != actor_settings[name]]
-    if differing:
-        name = differing[0]
-        raise ValueError(
-            f"algorithm.rollout_correction.{name} is {settings[name]!r}, but "
-            f"actor_rollout_ref.actor.policy_loss.rollout_correction.{name} is {actor_settings[name]!r}. Leave the "
-            "second out, or write rollout_correction: ${algorithm.rollout_correction}"
-        )
+    for name, theirs in RolloutCorrectionConfig.read(of_actor).items():
+        if settings[name] != theirs:
+            raise ValueError(
+                f"algorithm.rollout_correction.{name} is {settings[name]!r}, but "
+                f"actor_rollout_ref.actor.policy_loss.rollout_correction.{name} is {theirs!r}. Leave the second out, "
+                "or write rollout_correction: ${algorithm.rollout_correction}"
+            )
 
 
 def _fix(loss_mode: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollcorr.config.checks import check_choice
 from rollcorr.core.aggregation import (
     Denominators,
     seq_mean_token_mean,
@@ -86,11 +87,7 @@ def agg_loss(
         "seq-mean-token-mean": seq_mean_token_mean,
         "seq-mean-token-sum-norm": partial(seq_mean_token_sum_norm, scale=scale),
     }
-    if loss_agg_mode not in aggregations:
-        raise ValueError(
-            f"loss_agg_mode must be 'token-mean', 'token-sum', 'seq-mean-token-sum', 'seq-mean-token-mean' or "
-            f"'seq-mean-token-sum-norm', got {loss_agg_mode!r}"
-        )
+    check_choice("loss_agg_mode", loss_agg_mode, aggregations)
     return aggregations[loss_agg_mode](loss_mat, loss_mask, denominators) * dp_size
 
 
@@ -263,8 +260,7 @@ def _bypass_settings(call: ParityLossCall) -> RolloutCorrectionConfig:
     correction = actor_correction(call.config, writer="wire_bypass_mode")
     warn_if_not_for_bypass(correction)
     settings = RolloutCorrectionConfig.read(correction, verl_parity=call.verl_parity)
-    if settings.loss_type not in ("ppo_clip", "reinforce"):
-        raise ValueError(f"loss_type must be 'ppo_clip' or 'reinforce', got {settings.loss_type!r}")
+    check_choice("loss_type", settings.loss_type, ("ppo_clip", "reinforce"))
     return settings
 
 

@@ -96,8 +96,7 @@ def check_tokens(mask: Tensor) -> None:
 
 def token_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Σ_V values / (|V| + 1e-8). `values` may be (B, 1): each sequence then counts once per token."""
-    spread = values.expand(mask.shape)
-    return spread.masked_fill(mask == 0, 0).sum() / (mask.sum() + EPSILON)
+    return values.expand(mask.shape).masked_fill(mask == 0, 0).sum() / (mask.sum() + EPSILON)
 
 
 def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
@@ -239,8 +238,7 @@ def metrics_of_given_weights(
         ValueError: a batch without a token.
     """
     check_tokens(response_mask)
-    metrics = weight_metrics(applied, raw, log_weight, widened_mask(response_mask), band)
-    return prefixed("rollout_is_", metrics)
+    return prefixed("rollout_is_", weight_metrics(applied, raw, log_weight, widened_mask(response_mask), band))
 
 
 def importance_weights(
@@ -293,8 +291,7 @@ def rejection(log_ratio: Tensor, mask: Tensor, criteria: tuple[Criterion, ...]) 
         statistic = _statistic(log_ratio, mask, criterion)
         lower, upper = _bounds(criterion)
         keep = (statistic >= lower) & (statistic <= upper)
-        own = _criterion_metrics(criterion, statistic, keep, mask)
-        metrics |= prefixed(f"rollout_rs_{criterion.name}_", own)
+        metrics |= prefixed(f"rollout_rs_{criterion.name}_", _criterion_metrics(criterion, statistic, keep, mask))
         kept = kept & keep
 
     metrics["rollout_rs_masked_fraction"] = share(~kept, mask)

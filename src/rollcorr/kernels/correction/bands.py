@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.config import Criterion, RolloutCorrectionConfig
-from rollcorr.core.bounds import exceeds, log_band, ratio_above, ratio_below
+from rollcorr.core.bounds import divergence_bound, exceeds, log_band, ratio_above, ratio_below
 from rollcorr.core.weights import masked_weights, truncated_weights
 
 _MATCHING_SCOPE = {"token": "token", "sequence": "seq_sum", "geometric": "seq_mean"}
@@ -46,6 +46,13 @@ def zeroing_band(config: RolloutCorrectionConfig) -> tuple[float, float]:
     if low > bound or high < -bound:
         return math.inf, -math.inf
     return (low if low > -bound else -math.inf), (high if high < bound else math.inf)
+
+
+def accepted_band(criterion: Criterion) -> tuple[float, float]:
+    """What a criterion accepts, ends included, nats: log-ratios (k1) or divergences (k2, k3)."""
+    if criterion.kind == "k1":
+        return log_band(criterion.lower, criterion.upper)
+    return -math.inf, divergence_bound(criterion.upper)
 
 
 def applied_weights(raw: Tensor, log_weight: Tensor, config: RolloutCorrectionConfig) -> Tensor:

@@ -94,12 +94,11 @@ def check_out(out: Out, config: RolloutCorrectionConfig | None, **inputs: Tensor
             if needed
             else "out has a weights buffer, but rollout_is=None computes no weights; give out=(None, loss_mask)"
         )
-    for name, buffer in (("out weights", weights), ("out loss_mask", loss_mask)):
-        check_tensors(**{name: buffer})
     name, like = next(iter(inputs.items()))
     for buffer, kind, dtype in ((weights, "weights", torch.float32), (loss_mask, "loss_mask", torch.bool)):
         if buffer is None:
             continue
+        check_tensors(**{f"out {kind}": buffer})
         for what, got, needs in (
             ("dtype", buffer.dtype, dtype),
             (f"the shape of {name},", tuple(buffer.shape), tuple(like.shape)),

@@ -74,8 +74,7 @@ def token_detail(
 
             histograms = {"log_ratio": histogram_of(d, classes.measured)}
             if weights is not None:
-                counted = valid if neutral else compared
-                histograms["weight"] = histogram_of(weights[at], counted)
+                histograms["weight"] = histogram_of(weights[at], valid if neutral else compared)
 
             # A token of probability zero is among the worst, as −∞. Up to here its d was 0, and the column `zero`
             # counted it.

@@ -102,7 +102,7 @@ def _compare(batch: _Tokens, config: RolloutCorrectionConfig, rows: Computed) ->
 def _weigh(batch: _Tokens, config: RolloutCorrectionConfig, loss_mask: Tensor, rows: Computed) -> Tensor:
     """The importance weights, 0 where nothing is counted, and their statistics."""
     count, has_counted = batch.counts(batch.counted), batch.has_counted
-    log_product = ratios.sequence_log_ratio(batch.log_ratio, batch.counted, cu_seqlens=batch.cu_seqlens)
+    log_product = batch.sum(batch.log_ratio, batch.counted)
     token_level = config.rollout_is == "token"
 
     # Sums come first; only then is ℓ clamped, and the weight bounded.

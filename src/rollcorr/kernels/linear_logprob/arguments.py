@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from numbers import Real
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from rollcorr.core.boundary import check_floating, check_integers, is_transformed, plain, type_name
 from rollcorr.core.boundary import check_tensors as check_kinds
+from rollcorr.core.logprobs import check_temperature as check_scalar_temperature
 from rollcorr.core.sampling import KeptSets
 from rollcorr.kernels.linear_logprob.problem import wide_type
 
@@ -73,8 +73,7 @@ def check_temperature(temperature: float | Tensor, token_ids: Tensor) -> None:
         if isinstance(temperature, bool) or not isinstance(temperature, Real):
             kind = type_name(temperature)
             raise TypeError(f"temperature must be a number or a tensor, got {kind}; give torch.as_tensor(temperature)")
-        if not (math.isfinite(temperature) and temperature > 0):
-            raise ValueError(f"temperature must be finite and > 0, got {temperature}; greedy decoding has no log-probs")
+        check_scalar_temperature(temperature)
         return
     check_kinds(token_ids=token_ids, temperature=temperature)
     if temperature.shape != token_ids.shape:

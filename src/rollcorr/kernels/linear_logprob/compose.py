@@ -60,8 +60,7 @@ def _whole(problem: Problem, operations: Operations) -> LinearLogProb:
     place = rows if place is None else place
     if entropy is not None and place is not None:
         entropy = entropy.new_full((N,), torch.nan).index_copy(0, place, entropy)
-    outside = torch.zeros_like(problem.token_ids, dtype=torch.bool)
-    return LinearLogProb(log_prob, outside, entropy, None)
+    return LinearLogProb(log_prob, torch.zeros_like(problem.token_ids, dtype=torch.bool), entropy, None)
 
 
 def _dense(

@@ -72,7 +72,8 @@ class TorchEpilogue:
     ) -> None:
         """See `Epilogue`."""
         _divide(logits, temperature)
-        running.target = torch.where(*_at_targets(logits, local_ids), running.target)
+        inside, place = _inside(local_ids, logits.shape[-1])
+        running.target = torch.where(inside, logits.gather(1, place).squeeze(-1), running.target)
         largest = torch.maximum(running.largest, logits.amax(-1))
         anchor = largest.masked_fill(largest == -torch.inf, 0.0)
         shift = (running.largest - anchor).clamp(min=UNDERFLOW)
@@ -272,9 +273,3 @@ def _divide(logits: Tensor, temperature: float | Tensor) -> None:
 def _inside(local_ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Which tokens' ids are in a chunk, (n,), and a place in it for each, (n, 1)."""
     return (local_ids >= 0) & (local_ids < size), local_ids.clamp(0, size - 1).unsqueeze(-1)
-
-
-def _at_targets(logits: Tensor, local_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Which tokens' ids are in the chunk, and the logits there."""
-    inside, place = _inside(local_ids, logits.shape[-1])
-    return inside, logits.gather(1, place).squeeze(-1)

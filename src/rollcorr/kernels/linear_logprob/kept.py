@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding_bag
 
-from rollcorr.core.layout import sequence_ids
+from rollcorr.core.layout import offsets_of, sequence_ids
+from rollcorr.core.logprobs import minus_p_log_p
 from rollcorr.core.sampling import KeptSets
 from rollcorr.kernels.linear_logprob.problem import Context, LogSums, Problem, at_rows, wide_type
 from rollcorr.kernels.linear_logprob.products import HeadGradient
@@ -58,7 +59,7 @@ def kept_sums(problem: Problem, member: Membership) -> LogSums:
     hidden = problem.hidden if every else problem.hidden[tokens]
     entries = _entries(problem, member, tokens)
     z = ragged_logits(hidden, problem.weight, problem.bias, entries, problem.accumulate_into)
-    z = z / _of_entries(at_rows(problem.temperature, None if every else tokens), entries)
+    z = z / at_rows(at_rows(problem.temperature, None if every else tokens), entries.hidden_rows)
     n = tokens.numel()
     largest = z.new_full((n,), -torch.inf).scatter_reduce(0, entries.hidden_rows, z.detach(), "amax")
     total = z.new_zeros(n).index_add(0, entries.hidden_rows, (z - largest[entries.hidden_rows]).exp())
@@ -67,8 +68,7 @@ def kept_sums(problem: Problem, member: Membership) -> LogSums:
     entropy = None
     if problem.entropy is not False:
         log_p = z - (largest + log_sum)[entries.hidden_rows]
-        gone = log_p == -torch.inf
-        entropy = z.new_zeros(n).index_add(0, entries.hidden_rows, -log_p.exp() * log_p.masked_fill(gone, 0.0))
+        entropy = z.new_zeros(n).index_add(0, entries.hidden_rows, minus_p_log_p(log_p))
     if every:
         return LogSums(largest, log_sum, target, entropy)
     nothing = z.new_zeros(member.working.shape)
@@ -155,7 +155,7 @@ def _add_head_gradient(of_weight: HeadGradient, hidden: Tensor, entries: Entries
     order = entries.ids.argsort(stable=True)
     ids, bag_sizes = entries.ids[order].unique_consecutive(return_counts=True)
     hidden_rows, gradient = entries.hidden_rows[order], gradient[order]
-    offsets = _offsets(bag_sizes)
+    offsets = offsets_of(bag_sizes)
 
     # Cutting entries into blocks reads the offsets on the host. A GPU would have to wait, so it makes all rows at once.
     if ids.device.type != "cpu":
@@ -173,13 +173,7 @@ def _add_head_gradient(of_weight: HeadGradient, hidden: Tensor, entries: Entries
         strict=True,
     )
     for block_ids, block_sizes, block_rows, block_gradient in blocks:
-        new_rows = _bags(hidden, block_rows, _offsets(block_sizes), block_gradient)
-        of_weight.add_rows(block_ids, new_rows)
-
-
-def _offsets(sizes: Tensor) -> Tensor:
-    """Where each of consecutive parts begins, then the end of the last: one more than there are sizes."""
-    return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+        of_weight.add_rows(block_ids, _bags(hidden, block_rows, offsets_of(block_sizes), block_gradient))
 
 
 def _bags(table: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
@@ -193,10 +187,6 @@ def _table(weight: Tensor, ids: Tensor, wide: torch.dtype) -> tuple[Tensor, Tens
         return weight.detach(), ids
     unique, index = ids.unique(return_inverse=True)
     return weight.detach()[unique].to(wide), index
-
-
-def _of_entries(temperature: float | Tensor, entries: Entries) -> float | Tensor:
-    return temperature[entries.hidden_rows] if isinstance(temperature, Tensor) else temperature
 
 
 def _entries(problem: Problem, member: Membership, tokens: Tensor) -> Entries:
@@ -214,5 +204,4 @@ def _entries(problem: Problem, member: Membership, tokens: Tensor) -> Entries:
         local = ids - problem.first_id
         own = (local >= 0) & (local < problem.weight.shape[0])
         ids, rows, is_sampled = local[own], rows[own], is_sampled[own]
-    counts = torch.bincount(rows, minlength=tokens.numel())
-    return Entries(ids, rows, _offsets(counts), is_sampled)
+    return Entries(ids, rows, offsets_of(torch.bincount(rows, minlength=tokens.numel())), is_sampled)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -110,7 +110,8 @@ def linear_log_prob(
         first_id=first_id,
         chunk=chunk,
     )
-    with _without_autocast(hidden.device):
+    device = hidden.device.type
+    with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
         if impl == "reference":
             result = reference_log_prob(problem)
         elif impl == "triton":
@@ -118,8 +119,3 @@ def linear_log_prob(
         else:
             result = composed_log_prob(problem, Operations(TorchEpilogue(), kept_sums))
     return result.view(token_ids.shape)
-
-
-def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    known = torch.amp.is_autocast_available(device.type)
-    return torch.autocast(device.type, enabled=False) if known else nullcontext()

@@ -114,8 +114,7 @@ def wide_type(hidden: Tensor, weight: Tensor) -> torch.dtype:
 def chunk_size(tokens: int, vocabulary: int, device: torch.device, chunk: int | None) -> int:
     """Vocabulary entries to take at once for N tokens, when the caller does not say."""
     if chunk is None:
-        entries = CHUNK_ENTRIES.get(device.type, CHUNK_ENTRIES["cuda"])
-        chunk = max(SMALLEST_CHUNK, entries // max(tokens, 1))
+        chunk = max(SMALLEST_CHUNK, CHUNK_ENTRIES.get(device.type, CHUNK_ENTRIES["cuda"]) // max(tokens, 1))
     return max(1, min(chunk, vocabulary))
 
 

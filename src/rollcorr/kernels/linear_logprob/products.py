@@ -15,7 +15,8 @@ def operand_type(hidden: Tensor, weight: Tensor, wide: torch.dtype) -> torch.dty
     """
     if hidden.dtype != weight.dtype or hidden.dtype == wide or hidden.device.type != "cuda":
         return wide
-    return hidden.dtype if _has_wide_products() else wide
+    has_wide_products = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
+    return hidden.dtype if has_wide_products else wide
 
 
 def multiply(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
@@ -63,8 +64,3 @@ class HeadGradient:
     def result(self) -> Tensor | None:
         """What autograd gets."""
         return self.total if self.fresh else None
-
-
-def _has_wide_products() -> bool:
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    return version >= (2, 8)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from rollcorr.config import Level
+from rollcorr.config import Level, convert
 from rollcorr.config import RolloutCorrectionConfig as CheckedConfig
-from rollcorr.config.conversion import convert
 from rollcorr.integrations.verl.config import RawConfig
 
 BAND_LEVELS: dict[str, Level] = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric"}

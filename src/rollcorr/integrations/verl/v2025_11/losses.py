@@ -33,8 +33,7 @@ def compute_policy_loss_vanilla(call: PolicyLossCall) -> FourTensors:
     Raises:
         ValueError: no config, a clip constant outside its range, or shapes that differ.
     """
-    constants = clip_constants(checked_actor(call.config))
-    per_token, statistics = clipped(call, constants, weights=call.rollout_is_weights)
+    per_token, statistics = clipped(call, clip_constants(checked_actor(call.config)), weights=call.rollout_is_weights)
     return four_tensors(older_agg_loss(per_token, call.response_mask, call.loss_agg_mode), statistics)
 
 
@@ -96,8 +95,7 @@ def compute_policy_loss_rollout_correction_wrapper(call: PolicyLossCall) -> Four
         TypeError: an option of the wrong type.
         ValueError: no correction in the config, an option outside its limits, or shapes that differ.
     """
-    correction = actor_correction(call.config, writer="maybe_apply_rollout_correction")
-    settings = RolloutCorrectionConfig.read(correction)
+    settings = RolloutCorrectionConfig.read(actor_correction(call.config, writer="maybe_apply_rollout_correction"))
 
     # The trainer has acted on the operating mode already; the loss reads the correction alone.
     alone = dataclasses.replace(settings, bypass_old_logprob_for_rollout=False, use_pure_rollout_correction=False)

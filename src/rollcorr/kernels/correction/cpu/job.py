@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from rollcorr.config import Criterion, RolloutCorrectionConfig
-from rollcorr.core.bounds import divergence_bound, log_band
-from rollcorr.kernels.correction.bands import exceedance_band, zeroing_band
+from rollcorr.core.bounds import log_band
+from rollcorr.kernels.correction.bands import accepted_band, exceedance_band, zeroing_band
 
 MAX_CRITERIA = 11
 LOG_PROB_TYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -109,11 +109,8 @@ def thresholds_of(config: RolloutCorrectionConfig) -> bytes:
 
 def _criterion(criterion: Criterion) -> tuple[CriterionFields, tuple[float, float]]:
     """A criterion as C reads it, and the d that it accepts of a token."""
-    if criterion.kind == "k1":
-        bounds = tokens = log_band(criterion.lower, criterion.upper)
-    else:
-        bounds = (-math.inf, divergence_bound(criterion.upper))
-        tokens = accepted_log_ratios(criterion.kind, bounds[1])
+    bounds = accepted_band(criterion)
+    tokens = bounds if criterion.kind == "k1" else accepted_log_ratios(criterion.kind, bounds[1])
     scope, kind = SCOPES.index(criterion.scope), KINDS.index(criterion.kind)
     return CriterionFields(scope, kind, WideBand(*bounds), _rounded(tokens)), tokens
 

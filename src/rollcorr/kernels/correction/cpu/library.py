@@ -95,8 +95,7 @@ def load(folder: Path, level: str) -> Library | str:
     functions.rollcorr_large_pages.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     functions.rollcorr_correct.argtypes = [ctypes.POINTER(Job)]
     functions.rollcorr_correct.restype = functions.rollcorr_large_pages.restype = None
-    kinds = ("sums", "criterion_sums", "moments", "extremes")
-    names = {kind: _names(functions, kind) for kind in kinds}
+    names = {kind: _names(functions, kind) for kind in ("sums", "criterion_sums", "moments", "extremes")}
     abilities = Abilities(missing_rows(_row_names(names)), KINDS, SCOPES)
     return Library(level, functions, names, int(functions.rollcorr_rows_size()) // 8, abilities)
 

@@ -281,8 +281,7 @@ def _criterion(state: _State, criterion: Criterion) -> Tensor:
     """Describe one criterion and return the sequences whose statistic is beyond its bound."""
     row, blocks, (sums, moments, extremes) = f"rs/{criterion.name}", state.blocks, state.rows
     value = _statistic(state, criterion)
-    has_counted = state.sequences.has_counted
-    high, low = (side & has_counted for side in beyond_bounds(value, criterion))
+    high, low = (side & state.sequences.has_counted for side in beyond_bounds(value, criterion))
 
     if criterion.scope != "token":
         state.sample(row, value)

@@ -36,20 +36,20 @@ def columns_of(config: RolloutCorrectionConfig) -> tuple[str, ...]:
     counted tokens, raw the one before truncation, where the two can differ. kept counts the tokens that every
     token-level rejector keeps, rejected_once those that exactly one takes.
     """
-    names = ["valid", "compared", "measured", "log_ratio", "capped", "expm1"]
+    weighs = config.rollout_is == "token"
     judging = [criterion.name for criterion in config.criteria if criterion.scope == "token"]
-    if config.rollout_is == "token":
-        names.append("weight")
-        if config.is_mode != "none":
-            names.append("raw")
-        if judging:
-            names.append("kept_weight")
-    names += _kinds_to_sum(config)
-    if config.rollout_token_veto_threshold is not None:
-        names.append("catastrophic")
-    if judging:
-        names += ["kept", "rejected_once", *(f"{name}/{what}" for name in judging for what in ("rejected", "alone"))]
-    return (*names, "train", "rollout")
+    needed = {
+        **dict.fromkeys(("valid", "compared", "measured", "log_ratio", "capped", "expm1"), True),
+        "weight": weighs,
+        "raw": weighs and config.is_mode != "none",
+        "kept_weight": weighs and bool(judging),
+        **dict.fromkeys(_kinds_to_sum(config), True),
+        "catastrophic": config.rollout_token_veto_threshold is not None,
+        **dict.fromkeys(("kept", "rejected_once"), bool(judging)),
+        **{f"{name}/{what}": True for name in judging for what in ("rejected", "alone")},
+        **dict.fromkeys(("train", "rollout"), True),
+    }
+    return tuple(name for name, is_needed in needed.items() if is_needed)
 
 
 def _kinds_to_sum(config: RolloutCorrectionConfig) -> list[str]:
@@ -250,8 +250,7 @@ class TokenPass:
 
         rejected_once = torch.eq(rejectors, 1.0, out=scratch("rejected_once"))
         for criterion in self._judging:
-            rejected = scratch(f"{criterion.name}/rejected")
-            torch.mul(rejected, rejected_once, out=scratch(f"{criterion.name}/alone"))
+            torch.mul(scratch(f"{criterion.name}/rejected"), rejected_once, out=scratch(f"{criterion.name}/alone"))
         if config.rollout_is == "token":
             torch.mul(scratch("weight"), kept, out=scratch("kept_weight"))
 

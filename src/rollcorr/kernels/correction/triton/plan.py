@@ -11,10 +11,23 @@ from functools import cache, lru_cache
 from pathlib import Path
 
 from rollcorr.config import Criterion, RolloutCorrectionConfig
-from rollcorr.core.bounds import divergence_bound, log_band
+from rollcorr.core.bounds import log_band
 from rollcorr.core.divergence import CAP
-from rollcorr.kernels.correction.bands import exceedance_band
+from rollcorr.kernels.correction.bands import accepted_band, exceedance_band
 from rollcorr.kernels.correction.rows import CRITERION_ROWS, Abilities, empty_statistics, missing_rows
+
+# Columns that every configuration has, those of token-level weights, and those of each kind of token criterion. The
+# token pass counts on neighbors. `train` and `rollout` are stored times `SHRINK`.
+_COLUMNS = (
+    *("valid", "measured", "zero", "outside", "capped_low", "capped_high"),
+    *("log_ratio_mean", "log_ratio_m2", "log_ratio_min", "log_ratio_max"),
+    *("train", "rollout", "abs_log_ratio", "k3", "chi2", "difference", "difference_max", "k2", "catastrophic"),
+)
+_WEIGHT_COLUMNS = (
+    *("is_low", "is_high", "outside_band", "saturated_low", "saturated_high", "counted"),
+    *("raw_mean", "raw_m2", "weight_mean", "weight_m2", "weight_min", "weight_max", "kept_weight"),
+)
+_KIND_COLUMNS = ("low", "high", "alone", "mean", "m2", "min", "max")
 
 
 @dataclass(frozen=True)
@@ -125,13 +138,8 @@ def plan_of(config: RolloutCorrectionConfig) -> Plan:
 
 def limits_of(config: RolloutCorrectionConfig) -> tuple[float, ...]:
     """The thresholds as the kernels compare them: log-ratios for ratios, and the hair that makes bounds inclusive."""
-    limits = list(_fixed_limits(config).values())
-    for criterion in config.criteria:
-        if criterion.kind == "k1":
-            limits.extend(log_band(criterion.lower, criterion.upper))
-        else:
-            limits.extend((float("-inf"), divergence_bound(criterion.upper)))
-    return tuple(limits)
+    of_criteria = (limit for criterion in config.criteria for limit in accepted_band(criterion))
+    return (*_fixed_limits(config).values(), *of_criteria)
 
 
 def _fixed_limits(config: RolloutCorrectionConfig) -> dict[str, float]:
@@ -161,16 +169,8 @@ def _criterion_plan(c: Criterion, limit: int, sums: Slots, moments: Slots, extre
 
 def _columns(config: RolloutCorrectionConfig) -> tuple[str, ...]:
     """What the token pass leaves for each sequence and split, float64."""
-    names = ["valid", "measured", "zero", "outside", "capped_low", "capped_high"]
-    names += ["log_ratio_mean", "log_ratio_m2", "log_ratio_min", "log_ratio_max"]
-    names += ["train", "rollout", "abs_log_ratio"]  # the first two times `SHRINK`
-    names += ["k3", "chi2", "difference", "difference_max", "k2", "catastrophic"]
-    if config.rollout_is == "token":
-        names += ["is_low", "is_high", "outside_band", "saturated_low", "saturated_high", "counted"]
-        names += ["raw_mean", "raw_m2", "weight_mean", "weight_m2", "weight_min", "weight_max", "kept_weight"]
+    of_weights = _WEIGHT_COLUMNS if config.rollout_is == "token" else ()
     token_kinds = [c.kind for c in config.criteria if c.scope == "token"]
-    names += ["kept", "rejected_once"] if token_kinds else []
-    for kind in token_kinds:
-        names += [f"{kind}_low", f"{kind}_high", f"{kind}_alone"]
-        names += [f"{kind}_mean", f"{kind}_m2", f"{kind}_min", f"{kind}_max"]
-    return tuple(names)
+    of_rejection = ("kept", "rejected_once") if token_kinds else ()
+    of_kinds = (f"{kind}_{what}" for kind in token_kinds for what in _KIND_COLUMNS)
+    return (*_COLUMNS, *of_weights, *of_rejection, *of_kinds)

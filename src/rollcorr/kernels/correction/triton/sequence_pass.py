@@ -241,13 +241,10 @@ def _token_weights(rows, cells, there, counted, zero, compared, low, high, limit
     LOW: tl.constexpr = PLAN.columns["saturated_low" if PLAN.own_bound else "capped_low"]
     put(rows, PLAN.sums["saturated_low"], column(cells, there, LOW))
     put(rows, PLAN.sums["saturated_high"], column(cells, there, LOW + 1))
-    is_high = column(cells, there, PLAN.columns["is_high"])
-    is_low = column(cells, there, PLAN.columns["is_low"])
-    if PLAN.banded_below:
-        is_low += zero
     if PLAN.banded:
-        put(rows, PLAN.sums["is_high"], is_high)
-        put(rows, PLAN.sums["is_low"], is_low)
+        is_low = column(cells, there, PLAN.columns["is_low"])
+        put(rows, PLAN.sums["is_high"], column(cells, there, PLAN.columns["is_high"]))
+        put(rows, PLAN.sums["is_low"], is_low + zero if PLAN.banded_below else is_low)
     if PLAN.mode == "icepop":
         put(rows, PLAN.sums["is_outside"], column(cells, there, PLAN.columns["outside_band"]))
     put_token_moments(rows, PLAN.moments["weight"], cells, there, N, WEIGHT, 1.0, PLAN)
@@ -283,7 +280,7 @@ def _weight_rows(
     if PLAN.level != "token":
         finite = has_counted & (tl.abs(mean_weight) < INFINITY)
         put_moments(rows, PLAN.moments["unit_weight"], mean_weight, finite.to(tl.float64), PLAN)
-    if PLAN.level != "token":
+
         # The log of the raw weight: after the safety bound, and still −inf at probability zero.
         bound = limits[PLAN.limits["safety_bound"]]
         bounded = tl.minimum(tl.maximum(sequence_level, -bound), bound)
@@ -296,21 +293,17 @@ def _weight_rows(
     kept_share = kept_weight / tl.maximum(tokens_kept, 1.0)
     put(rows, PLAN.sums["kept_weight"], kept_weight)
     put(rows, PLAN.sums["kept_sequence_weight"], kept_share)
-    units = kept & (tokens_kept > 0)
-    if PLAN.normalize == "valid":
-        if PLAN.level == "token":
-            put(rows, PLAN.sums["norm_weight"], counted * tl.where(has_counted, mean_weight, 0.0))
-            put(rows, PLAN.sums["norm_units"], counted)
-        else:
-            put(rows, PLAN.sums["norm_weight"], tl.where(has_counted, mean_weight, 0.0))
-            put(rows, PLAN.sums["norm_units"], has_counted)
-    if PLAN.normalize == "kept":
-        if PLAN.level == "token":
-            put(rows, PLAN.sums["norm_weight"], kept_weight)
-            put(rows, PLAN.sums["norm_units"], tl.where(kept, tokens_kept, 0.0))
-        else:
-            put(rows, PLAN.sums["norm_weight"], kept_share)
-            put(rows, PLAN.sums["norm_units"], units)
+    # Σ w and how many, over valid and over kept units: tokens, or sequences that have one.
+    valid_weight = tl.where(has_counted, mean_weight, 0.0)
+    if PLAN.level == "token":
+        valid_weight, valid_units = counted * valid_weight, counted
+        units_weight, units = kept_weight, tl.where(kept, tokens_kept, 0.0)
+    else:
+        valid_units = has_counted
+        units_weight, units = kept_share, kept & (tokens_kept > 0)
+    if PLAN.normalize != "none":
+        put(rows, PLAN.sums["norm_weight"], valid_weight if PLAN.normalize == "valid" else units_weight)
+        put(rows, PLAN.sums["norm_units"], valid_units if PLAN.normalize == "valid" else units)
 
 
 @triton.jit
@@ -353,13 +346,9 @@ def decide_sequences(
         _token_weights(rows, cells, there, counted, zero, measured + zero, low, high, limits, PLAN)
         N_COUNTED: tl.constexpr = PLAN.columns["counted"]
         raw = product_sum(cells, there, N_COUNTED, PLAN.columns["raw_mean"])
-        total = raw
-        if PLAN.mode != "none":
-            total = product_sum(cells, there, N_COUNTED, PLAN.columns["weight_mean"])
+        total = product_sum(cells, there, N_COUNTED, PLAN.columns["weight_mean"]) if PLAN.mode != "none" else raw
         average = tl.maximum(counted, 1.0)
-        kept_weight = total
-        if PLAN.token_criteria:
-            kept_weight = column(cells, there, PLAN.columns["kept_weight"])
+        kept_weight = column(cells, there, PLAN.columns["kept_weight"]) if PLAN.token_criteria else total
         kept_weight = tl.where(kept, kept_weight, 0.0)
         level = tl.where(raw > 0, tl.log(raw / average), -INFINITY)
         _weight_rows(rows, total / average, level, product, kept_weight, tokens_kept, kept, counted, limits, PLAN)

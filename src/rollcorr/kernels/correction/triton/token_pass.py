@@ -81,15 +81,8 @@ def _beyond(d, lost, low, high):
 def _mismatch(state, pi, mu, measured, d, lost, rho_1, k3, PLAN: tl.constexpr):
     """Add a block to what is collected whatever is done about it; `rho_1` is ρ − 1."""
     total, shift, first, second, low, high, train, rollout, absolute, k3s, chi2, difference, largest, k2 = state
-    high_here = tl.max(tl.where(measured, d, float("-inf")), axis=1)
-    shift = tl.where(shift == float("-inf"), high_here, shift)  # a lane's first value: a common mean cancels nothing
-    started = shift > float("-inf")
-    own = tl.where(started, shift, 0.0)[:, None]
-    filled = tl.where(measured, d, own)
-    first, second = add_deviations(first, second, filled - own)
+    shift, first, second, low, high = _described((shift, first, second, low, high), d, measured)
     total += tl.sum(d.to(tl.float64), axis=1) + tl.sum(lost, axis=1)  # it is exponentiated
-    low = tl.where(started, tl.minimum(low, tl.min(filled, axis=1)), low)
-    high = tl.maximum(high, high_here)
     train += tl.sum(tl.where(measured, pi * SHRINK, 0.0), axis=1)
     rollout += tl.sum(tl.where(measured, mu * SHRINK, 0.0), axis=1)
     absolute += tl.sum(tl.abs(d), axis=1)
@@ -176,10 +169,10 @@ def _kinds(limits, measured, zero, counted, d, k3, PLAN: tl.constexpr):
 
 @triton.jit
 def _described(state, values, measured):
-    """Moments and extremes of a token criterion's divergence, with a block added."""
+    """Moments and extremes of a value of measured tokens, with a block added."""
     shift, first, second, low, high = state
     high_here = tl.max(tl.where(measured, values, float("-inf")), axis=1)
-    shift = tl.where(shift == float("-inf"), high_here, shift)
+    shift = tl.where(shift == float("-inf"), high_here, shift)  # a lane's first value: a common mean cancels nothing
     started = shift > float("-inf")
     own = tl.where(started, shift, 0.0)[:, None]
     filled = tl.where(measured, values, own)
@@ -273,12 +266,9 @@ def _add_mismatch(cell, again, counts, state, PLAN: tl.constexpr):
     add_count(cell, again, PLAN.columns["capped_low"], counts[1], 0)
     add_count(cell, again, PLAN.columns["capped_high"], counts[1], 1)
     add_extremes(cell, again, PLAN.columns["log_ratio_min"], low, high)
-    add_lanes(cell, again, PLAN.columns["train"], train)
-    add_lanes(cell, again, PLAN.columns["rollout"], rollout)
-    add_lanes(cell, again, PLAN.columns["abs_log_ratio"], absolute)
-    add_lanes(cell, again, PLAN.columns["k3"], k3s)
-    add_lanes(cell, again, PLAN.columns["chi2"], chi2)
-    add_lanes(cell, again, PLAN.columns["difference"], difference)
+    lanes = (train, rollout, absolute, k3s, chi2, difference)
+    for i in tl.static_range(6):
+        add_lanes(cell, again, PLAN.columns["train"] + i, lanes[i])
     place = cell + PLAN.columns["difference_max"]
     tl.store(place, tl.maximum(tl.load(place, mask=again, other=0.0), tl.max(largest, axis=0).to(tl.float64)))
     if PLAN.k2:
