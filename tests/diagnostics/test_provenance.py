@@ -279,6 +279,36 @@ def test_the_bound_behind_the_crowds_holds_with_equality_for_two_tokens():
     assert seen.share_up == 1.0
 
 
+def of_logits(*logits):
+    return torch.nn.functional.logsigmoid(torch.tensor(logits, dtype=torch.float64))
+
+
+def test_a_few_unlikely_tokens_are_no_crowd():
+    """200 likely tokens show 1.5 and one unlikely token shows 4: it must not move where the crowds meet."""
+    base = torch.linspace(1.6, 4.0, 200).tolist()
+    other = [1.5 * x for x in base]
+    seen = crowds(of_logits(*base, -2.0), of_logits(*other, -8.0))
+    assert seen.unlikely == 1
+    assert seen.exponent == crowds(of_logits(*base), of_logits(*other)).exponent == pytest.approx(1.5, rel=1e-6)
+
+
+@pytest.mark.parametrize(("sharper", "words"), [("rollout", "at least 0.6"), ("trainer", "at most 1.5")])
+def test_likely_tokens_alone_bound_the_temperature_from_the_side_that_is_said(sharper, words):
+    """A power β lifts the logit of a likely token by β or more, so β is at most what shows; 1/β is at least 1 over it.
+
+    Three tokens: the sampled one with p, the others with half of the rest each. At β = 1.5 the logit of the first is
+    1.5 logit(p) + (1.5 − 1) log 2, so the exponent that shows is above 1.5.
+    """
+    p = torch.linspace(0.62, 0.99, 400, dtype=torch.float64)
+    flat = p.log()
+    sharp = 1.5 * flat - torch.log(p**1.5 + 2 * ((1 - p) / 2) ** 1.5)
+    train, rollout = (flat, sharp) if sharper == "rollout" else (sharp, flat)
+    found = estimate_provenance(train.unsqueeze(0), rollout.unsqueeze(0))
+    assert crowds(flat, sharp).exponent > 1.5
+    assert found.temperature_ratio < 1 / 1.5 if sharper == "rollout" else found.temperature_ratio > 1.5
+    assert f"the rollout's temperature is {words}" in found.finding("tempered").reason
+
+
 def test_the_spread_ignores_what_mass_was_lost():
     train = -torch.rand(50, dtype=torch.float64) - 0.5
     assert spread(train + 0.1, train) == pytest.approx(0.0, abs=1e-12)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from correction_cases import configuration, everything
 
-from rollcorr.kernels.correction import correction_kernel, implementations
+from rollcorr.kernels.correction import correction_kernel, dispatch, implementations
 from rollcorr.kernels.correction.cpu import kernel, status
 from rollcorr.kernels.correction.cpu.library import library
 from rollcorr.kernels.correction.rows import CRITERION_ROWS, ROWS, Abilities, Computed, missing_rows, rows_of
@@ -74,6 +74,23 @@ def test_a_compiled_kernel_that_lacks_a_row_says_which(monkeypatch):
     assert not usable
     assert "'vetoed_sequences'" in note
     kernel._why_incomplete.cache_clear()
+
+
+def test_auto_takes_the_reference_where_torch_lacks_a_row_and_torch_by_name_says_which(monkeypatch):
+    def lacking(*args: object, **options: object) -> None:
+        Computed({}, {}, {}).statistics(configuration(), "torch")
+
+    monkeypatch.setattr(dispatch, "torch_correction", lacking)
+    monkeypatch.setattr(dispatch, "_fastest", lambda batch, config: "torch")
+    whole = correction_kernel(*batch(), configuration(), impl="reference")
+    assert correction_kernel(*batch(), configuration()).statistics.sum("tokens") == whole.statistics.sum("tokens") == 6
+    out = None, torch.zeros(2, 3, dtype=torch.bool)
+    assert correction_kernel(*batch(), configuration(), out=out).loss_mask is out[1]
+    assert out[1].all()
+    with pytest.raises(ValueError, match="impl='torch' cannot take this batch: it does not compute the row 'tokens'"):
+        correction_kernel(*batch(), configuration(), impl="torch")
+    with pytest.raises(ValueError, match="does not compute the row 'tokens'"):
+        correction_kernel(*batch(), configuration(), reduce=lambda table, rows: None)
 
 
 def test_a_row_that_is_not_computed_or_not_listed_is_an_error_that_names_it():

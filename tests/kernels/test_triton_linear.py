@@ -188,8 +188,11 @@ def test_kept_sets_take_three_launches_and_no_wait(entropy, monkeypatch):
 def test_what_the_kernels_cannot_take_is_said(monkeypatch):
     case = make_case(0)
     arguments = case.hidden, case.weight, case.token_ids
-    with pytest.raises(ValueError, match=r"cannot take these tensors: weight is on meta, hidden on .*'torch'"):
+    with pytest.raises(ValueError, match=r"hidden is on .* and weight is on meta; move them to one device"):
         linear_log_prob(case.hidden, case.weight.to("meta"), case.token_ids, impl="triton")
+    transposed = torch.zeros_like(case.weight.t().contiguous()).t()
+    with pytest.raises(ValueError, match=r"cannot take these tensors: accumulate_into is not contiguous; .*'torch'"):
+        linear_log_prob(case.hidden.requires_grad_(), *arguments[1:], accumulate_into=transposed, impl="triton")
     monkeypatch.setattr("rollcorr.kernels.linear_logprob.triton.status", lambda: "Triton is not installed")
     with pytest.raises(ImportError, match="impl='triton' cannot run here: Triton is not installed"):
         linear_log_prob(*arguments, impl="triton")

@@ -9,10 +9,9 @@ criteria and bounds. Nothing here imports torch.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
@@ -175,7 +174,7 @@ class RolloutCorrectionConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values; `RolloutCorrectionConfig(**config.to_dict())` equals the original."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @cached_property
     def _is_band(self) -> tuple[float | None, float | None]:

@@ -10,9 +10,8 @@ mapping and decides the generation; docs/migration.md shows examples.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from rollcorr.config.checks import check_bool, check_choice, check_number
@@ -43,7 +42,7 @@ KEYS: dict[Schema, tuple[str, ...]] = {
         "bypass_old_logprob_for_rollout",
         "use_pure_rollout_correction",
     ),
-    "newest": tuple(field.name for field in dataclasses.fields(RolloutCorrectionConfig)),
+    "newest": tuple(field.name for field in fields(RolloutCorrectionConfig)),
 }
 
 # Names that verl 0.7 already wrote beside the rejection options of 2025-11; read when that schema is asked for.

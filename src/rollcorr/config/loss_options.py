@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from rollcorr.config.checks import check_choice, check_number, warn_inert
@@ -63,4 +62,4 @@ class LossConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values."""
-        return dataclasses.asdict(self)
+        return asdict(self)

@@ -7,10 +7,9 @@ returns the log-probs of what it sampled. Nothing here imports torch. docs/sampl
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from rollcorr.config.checks import check_choice, check_integer, check_number
@@ -224,7 +223,7 @@ class SamplingSpec:
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values."""
-        return dataclasses.asdict(self)
+        return asdict(self)
 
 
 @dataclass(frozen=True)

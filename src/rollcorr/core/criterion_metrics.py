@@ -6,21 +6,6 @@ from rollcorr.core.finalizers import farthest, highest, lowest, mean, share, std
 from rollcorr.core.health_ranges import CRITERION_RANGES
 from rollcorr.core.metric_type import MATHS, Line, Metric, R, V, metric_table
 
-CRITERIA: tuple[str, ...] = (
-    "token_k1",
-    "token_k2",
-    "token_k3",
-    "seq_sum_k1",
-    "seq_sum_k2",
-    "seq_sum_k3",
-    "seq_mean_k1",
-    "seq_mean_k2",
-    "seq_mean_k3",
-    "seq_max_k2",
-    "seq_max_k3",
-)
-"""The rejection criteria, those of `rollcorr.config`. No seq_max_k1: a maximum of a signed estimate means nothing."""
-
 
 def criterion_metrics(criterion: str) -> dict[str, Metric]:
     """The metrics of one rejection criterion, e.g. `seq_mean_k3`; the same names for each (spec: one set of keys).
@@ -32,10 +17,7 @@ def criterion_metrics(criterion: str) -> dict[str, Metric]:
     token_scope = criterion.startswith(("token_", "step_"))
     unit, count = (V, "tokens_counted") if token_scope else (R, "sequences_counted")
     sequence_row = f"{row}/seq" if token_scope else row
-    if token_scope:
-        seq_high, seq_low = f"{row}/seq_high", f"{row}/seq_low"
-    else:
-        seq_high, seq_low = f"{row}/high", f"{row}/low"
+    sequence_side = f"{row}/seq_" if token_scope else f"{row}/"
     value = criterion if not token_scope else f"{criterion} averaged over the sequence"
     lines: list[Line] = [
         ("mean", "nats", unit, f"mean({criterion})", mean(row), MATHS),
@@ -79,7 +61,7 @@ def criterion_metrics(criterion: str) -> dict[str, Metric]:
             "share",
             R,
             "share of R above the upper bound",
-            share(seq_high, "sequences_counted"),
+            share(f"{sequence_side}high", "sequences_counted"),
             MATHS,
         ),
         (
@@ -87,7 +69,7 @@ def criterion_metrics(criterion: str) -> dict[str, Metric]:
             "share",
             R,
             "share of R below the lower bound",
-            share(seq_low, "sequences_counted"),
+            share(f"{sequence_side}low", "sequences_counted"),
             MATHS,
         ),
     ]

@@ -127,9 +127,7 @@ def sequence_max(values: Tensor, mask: Tensor, *, cu_seqlens: Tensor | None = No
     """Largest value of each sequence where mask is true: (B,). An empty sequence gives −inf."""
     valid = values.masked_fill(~mask, -torch.inf)
     if cu_seqlens is None:
-        if valid.shape[-1] == 0:
-            return valid.new_full((valid.shape[0],), -torch.inf)
-        return valid.amax(dim=-1)
+        return valid.amax(dim=-1) if valid.shape[-1] else valid.new_full((valid.shape[0],), -torch.inf)
     out = valid.new_full((cu_seqlens.numel() - 1,), -torch.inf)
     return out.scatter_reduce(0, sequence_ids(values, cu_seqlens=cu_seqlens), valid, "amax")
 

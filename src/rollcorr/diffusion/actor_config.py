@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -112,12 +111,12 @@ class DiffusionActorConfig:
         names, threshold = without_criterion(str(config.rollout_rs), config.rollout_rs_threshold or "", STEP_KL)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", InertOptionWarning)
-            return dataclasses.replace(config, rollout_rs=names, rollout_rs_threshold=threshold)
+            return replace(config, rollout_rs=names, rollout_rs_threshold=threshold)
 
     def _inert_options(self) -> list[tuple[str, str]]:
         """Options that were changed and can have no effect beside the others, and why."""
         inert: list[tuple[str, str]] = []
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        defaults = {field.name: field.default for field in fields(self)}
         changed = {name for name, default in defaults.items() if getattr(self, name) != default}
 
         # Which loss reads an option of the clip.

@@ -156,13 +156,8 @@ def _rows(pair: StepPair, log_ratio: Tensor, finite: Tensor, schedule: Sequence[
         limit = SAME_TIMESTEP * max(map(abs, values), default=0.0)
         for value in values:
             at = finite & ((pair.timesteps.double() - value).abs() <= limit)
-            moments[timestep_row(value)] = moments_of(log_ratio.abs(), at)
+            moments[f"{BY_TIMESTEP}{value:g}"] = moments_of(log_ratio.abs(), at)
     return Statistics.of(moments=moments, extremes=extremes)
-
-
-def timestep_row(value: float) -> str:
-    """The row of |Δ log p| at one timestep value."""
-    return f"{BY_TIMESTEP}{value:g}"
 
 
 def _recounted(correction: Correction, keep: Tensor) -> Statistics:

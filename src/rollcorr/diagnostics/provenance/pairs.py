@@ -26,6 +26,8 @@ CERTAIN = -1e-5
 """Log-prob above which a side says "probability 1"."""
 UNCERTAIN = -1e-3
 """Log-prob below which a side says that there was a choice."""
+FEW = 20
+"""Fewer tokens of a crowd, likely or unlikely ones, decide nothing."""
 MOST_TOKENS, MOST_LOGITS = 2048, 1 << 26
 """What a fit to logits looks at, at most."""
 
@@ -37,9 +39,10 @@ class Crowds(NamedTuple):
         likely: number of tokens that `base` calls likely.
         unlikely: number that it calls unlikely.
         share_up: share of the likely tokens on which `other` is higher.
-        exponent: β of other ∝ base^β, where the crowds meet; an upper bound if none is unlikely, else NaN.
+        exponent: β of other ∝ base^β, where the crowds meet; an upper bound, from the likely tokens alone, where fewer
+            than `FEW` are unlikely; NaN where no likely token is far enough from p = ½.
         violations: share of each crowd on the wrong side of β: near 0 for a temperature, 0.5 for noise.
-        unlikely_p80: 80 % quantile of the ratio of logits on unlikely tokens: a lower bound on β; NaN without any.
+        unlikely_p80: 80 % quantile of the ratio of logits on unlikely tokens: a lower bound on β; NaN with few.
     """
 
     likely: int
@@ -59,8 +62,9 @@ def crowds(base: Tensor, other: Tensor) -> Crowds:
     share_up = float((y > x)[likely].double().mean()) if likely.any() else 0.5
     if not len(high):
         return Crowds(int(likely.sum()), len(low), share_up, torch.nan, torch.nan, torch.nan)
-    if not len(low):
-        return Crowds(int(likely.sum()), 0, share_up, float(high.quantile(0.1)), 0.1, torch.nan)
+    # One or two tokens are no crowd: where the others stand would then say nothing about β.
+    if len(low) < FEW:
+        return Crowds(int(likely.sum()), len(low), share_up, float(high.quantile(0.1)), 0.1, torch.nan)
     beta = torch.logspace(-0.7, 0.7, 701, dtype=torch.float64, device=x.device)
     above, below = 1 - torch.searchsorted(low, beta) / len(low), torch.searchsorted(high, beta) / len(high)
     left, right = beta[above > below], beta[above < below]  # the difference falls; between them may be a gap

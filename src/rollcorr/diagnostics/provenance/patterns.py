@@ -18,6 +18,7 @@ from rollcorr.config.sampling_spec import JSON_MINUS_INFINITY
 from rollcorr.diagnostics.numbers import format_number
 from rollcorr.diagnostics.provenance.pairs import (
     CERTAIN,
+    FEW,
     Crowds,
     certain_share,
     correlation,
@@ -34,8 +35,6 @@ ONE_SIDED = 0.75
 """Share of likely tokens that must be higher on one side before a temperature is believed."""
 EXPONENT = 0.05
 """Smallest |β − 1| that is called a temperature: an honest mismatch can look like less."""
-FEW = 20
-"""Fewer tokens of a crowd, likely or unlikely ones, decide nothing."""
 CERTAIN_SHARE = 0.01
 """Share of tokens with probability 1 on one side only, above which it was truncated."""
 MASS_LOST = 0.01
@@ -96,7 +95,7 @@ def find_temperature(train: Tensor, rollout: Tensor, judged: Judgment, *, trunca
 
     # A truncation lifts likely tokens as well; only unlikely ones that fell speak for a temperature beside it.
     unlikely_fell = seen.unlikely >= FEW and seen.unlikely_p80 >= 1 + EXPONENT
-    if not _is_temperature(seen) or z < Z - 0.5 or (truncated and not unlikely_fell):
+    if not _is_temperature(seen) or z < Z or (truncated and not unlikely_fell):
         return []
 
     # The sharper side is the other one to the power β > 1, so its temperature is 1/β of the other's.
@@ -108,7 +107,11 @@ def find_temperature(train: Tensor, rollout: Tensor, judged: Judgment, *, trunca
         "likely_tokens": float(seen.likely),
         "unlikely_tokens": float(seen.unlikely),
     }
-    bound = "at most " if rollout_is_sharper and (truncated or seen.unlikely < FEW) else ""
+
+    # One crowd alone bounds β from one side: unlikely tokens from below, likely ones from above.
+    bound = ""
+    if truncated or seen.unlikely < FEW:
+        bound = "at most " if truncated == rollout_is_sharper else "at least "
     reason = f"the rollout's temperature is {bound}{format_number(ratio)} times the trainer's"
 
     # The first finding is the temperature itself, the second the sampler.

@@ -10,7 +10,6 @@ Importing this package does not import Triton.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from rollcorr.kernels.correction.triton import interpreted, status
 from rollcorr.kernels.linear_logprob.compose import Operations, composed_log_prob
@@ -23,21 +22,10 @@ def why_not(problem: Problem) -> str | None:
     """Why the Triton kernels cannot take this, or None when they can."""
     if torch.compiler.is_compiling():
         return "torch.compile is tracing"
-    tensors: dict[str, Tensor | None] = {
-        "hidden": problem.hidden,
-        "weight": problem.weight,
-        "bias": problem.bias,
-        "token_ids": problem.token_ids,
-        "accumulate_into": problem.accumulate_into,
-        "kept": None if problem.kept is None else problem.kept.ids,
-    }
-    for name, tensor in tensors.items():
-        if tensor is None:
-            continue
-        if tensor.device.type != "cuda" and not interpreted():
-            return f"{name} is on {tensor.device}, and they run on CUDA and ROCm devices"
-        if tensor.device != problem.hidden.device:
-            return f"{name} is on {tensor.device}, hidden on {problem.hidden.device}"
+    if (
+        problem.hidden.device.type != "cuda" and not interpreted()
+    ):  # `check_tensors` has found all of them on one device
+        return f"hidden is on {problem.hidden.device}, and they run on CUDA and ROCm devices"
     if problem.accumulate_into is not None and not problem.accumulate_into.is_contiguous():
         return "accumulate_into is not contiguous"
     return status()
