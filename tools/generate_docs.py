@@ -238,7 +238,8 @@ def _wrapped(names: Iterable[str]) -> str:
 
 def _range_table() -> str:
     """One row a metric that has a healthy range."""
-    template = {name.replace(CRITERIA[0], "CRITERION"): row for name, row in criterion_metrics(CRITERIA[0]).items()}
+    example = next(iter(CRITERIA))
+    template = {name.replace(example, "CRITERION"): row for name, row in criterion_metrics(example).items()}
     rows = [
         (f"`{name}`", row.healthy.ideal, _limits(row.healthy), row.healthy.reason, row.healthy.fix)
         for name, row in (METRICS | template).items()
