@@ -238,8 +238,7 @@ def _wrapped(names: Iterable[str]) -> str:
 
 def _range_table() -> str:
     """One row a metric that has a healthy range."""
-    example = next(iter(CRITERIA))
-    template = {name.replace(example, "CRITERION"): row for name, row in criterion_metrics(example).items()}
+    template = {name.replace(CRITERIA[0], "CRITERION"): row for name, row in criterion_metrics(CRITERIA[0]).items()}
     rows = [
         (f"`{name}`", row.healthy.ideal, _limits(row.healthy), row.healthy.reason, row.healthy.fix)
         for name, row in (METRICS | template).items()

@@ -6,6 +6,21 @@ from rollcorr.core.finalizers import farthest, highest, lowest, mean, share, std
 from rollcorr.core.health_ranges import CRITERION_RANGES
 from rollcorr.core.metric_type import MATHS, Line, Metric, R, V, metric_table
 
+CRITERIA: tuple[str, ...] = (
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "seq_sum_k1",
+    "seq_sum_k2",
+    "seq_sum_k3",
+    "seq_mean_k1",
+    "seq_mean_k2",
+    "seq_mean_k3",
+    "seq_max_k2",
+    "seq_max_k3",
+)
+"""The rejection criteria, those of `rollcorr.config`. No seq_max_k1: a maximum of a signed estimate means nothing."""
+
 
 def criterion_metrics(criterion: str) -> dict[str, Metric]:
     """The metrics of one rejection criterion, e.g. `seq_mean_k3`; the same names for each (spec: one set of keys).

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from rollcorr.config import CRITERIA
-from rollcorr.core.criterion_metrics import criterion_metrics
+from rollcorr.core.criterion_metrics import CRITERIA, criterion_metrics
 from rollcorr.core.diffusion_metrics import BY_TIMESTEP, DIFFUSION_METRICS, STEP_KL_METRICS, by_timestep
 from rollcorr.core.finalizers import (
     Finalizer,
