@@ -18,7 +18,7 @@ from rollcorr.diagnostics.health.health_check import HealthReport, health
 from rollcorr.diagnostics.log_check.shard_readers import read_shards
 from rollcorr.diagnostics.log_check.tally import COLUMNS, KEPT_COLUMNS, Measurement, Part, Tally, merge_parts
 from rollcorr.diagnostics.provenance.provenance_findings import NOT_COMPARABLE, Provenance
-from rollcorr.rollout_log import RolloutBatch, log_files, log_shards, read_shard
+from rollcorr.rollout_log import RolloutBatch, Shard, log_files, log_shards, read_shard
 from rollcorr.run_directory.stored_run import BadInputError
 
 DIAGNOSIS = RolloutCorrectionConfig(
@@ -131,8 +131,7 @@ def check_logs(
     total, tally = sum(shard.rows for shard in shards), Tally()
     column, kept = train_column or "", False
     try:
-        first = read_shard(shards[0], columns=COLUMNS + KEPT_COLUMNS, batch_size=batch_size) if shards else iter(())
-        head = next(first, None)
+        head = _first_batch(shards, batch_size)
         column = column or _train_column(head, config)
         kept = head is not None and head.has("kept_offsets")
         measurement = Measurement(config=config, train_column=column, batch_size=batch_size, kept=kept)
@@ -169,6 +168,13 @@ def check_logs(
         remarks=tuple(remarks),
         interrupted=tally.interrupted,
     )
+
+
+def _first_batch(shards: Sequence[Shard], batch_size: int) -> RolloutBatch | None:
+    """The first batch of a log. The reader ends here, so that no part of the file stays in memory."""
+    if not shards:
+        return None
+    return next(read_shard(shards[0], columns=COLUMNS + KEPT_COLUMNS, batch_size=batch_size), None)
 
 
 def _train_column(batch: RolloutBatch | None, config: RolloutCorrectionConfig) -> str:
