@@ -1,13 +1,17 @@
 """`rollcorr info`, and the command as a module. tests/diagnostics/test_installation.py has what it reports."""
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 from typer.testing import CliRunner
 
 import rollcorr
 from rollcorr.cli import app
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_json_names_the_version_and_every_kernel():
@@ -22,3 +26,10 @@ def test_the_package_and_its_command_line_run_as_modules():
     for module in ("rollcorr", "rollcorr.cli"):
         done = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True, check=True)
         assert "convert-config" in done.stdout
+
+
+def test_the_version_is_written_once():
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"{rollcorr.__version__}\n")
+    assert re.search(r"(?m)^version = \"", (ROOT / "pyproject.toml").read_text(encoding="utf-8")) is None
+    assert f"version: {rollcorr.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")

@@ -4,16 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Annotated
 
 import typer
 
-app = typer.Typer(
-    name="rollcorr",
-    help="Rollout correction for reinforcement learning: measure, correct and explain the gap between the policy that "
-    "sampled and the policy that trains.",
-    no_args_is_help=True,
-    pretty_exceptions_show_locals=False,
-)
+import rollcorr
+
+app = typer.Typer(name="rollcorr", no_args_is_help=True, pretty_exceptions_show_locals=False)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(rollcorr.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version, and stop.")
+    ] = False,
+) -> None:
+    """Rollout correction for reinforcement learning.
+
+    Measure, correct and explain the gap between the policy that sampled and the policy that trains.
+    """
 
 
 @contextmanager
