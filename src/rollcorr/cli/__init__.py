@@ -1,7 +1,9 @@
 """The command line: one command per job, heavy imports only inside the command that needs them."""
 
 import io
+import signal
 import sys
+from types import FrameType
 
 from rollcorr.cli.app import app
 from rollcorr.cli.configuration import convert_config
@@ -19,4 +21,15 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+
+    # A scheduler's signal must end the programs that a command has started, and remove its temporary folders.
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)  # Windows has no SIGHUP
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _end_cleanly)
     app()
+
+
+def _end_cleanly(number: int, frame: FrameType | None) -> None:
+    """End the process as an error would, so that everything is closed on the way."""
+    raise SystemExit(128 + number)
