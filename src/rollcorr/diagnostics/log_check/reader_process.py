@@ -68,7 +68,7 @@ def serve(pipe: Connection, *, parent: int | None, threads: int) -> None:
         try:
             answer = Answer(number, measurement.of_shard(shard, on_rows), None)
         except Exception as error:  # the parent raises whatever it is
-            answer = Answer(number, None, error)
+            answer = Answer(number, None, _portable(error))
         _send(pipe, answer)
 
 
@@ -89,6 +89,15 @@ def _send(pipe: Connection, message: object) -> None:
         pipe.send_bytes(pickle.dumps(message))
     except OSError:  # the parent is gone
         os._exit(0)
+
+
+def _portable(error: Exception) -> Exception:
+    """The error, or one that says the same where it cannot be sent."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def _end_with(parent: int) -> None:
