@@ -3,6 +3,7 @@
 import io
 import signal
 import sys
+import traceback
 from types import FrameType
 
 from rollcorr.cli.app import app
@@ -10,6 +11,7 @@ from rollcorr.cli.configuration import convert_config
 from rollcorr.cli.diagnosis import check, report
 from rollcorr.cli.installation import info
 from rollcorr.cli.training import train
+from rollcorr.config.secrets import redact_text
 
 __all__ = ["app", "check", "convert_config", "info", "main", "report", "train"]
 
@@ -27,7 +29,20 @@ def main() -> None:
         number = getattr(signal, name, None)  # Windows has no SIGHUP
         if number is not None and signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, _end_cleanly)
-    app()
+    try:
+        app()
+    except Exception as error:
+        _raise_without_secrets(error)
+
+
+def _raise_without_secrets(error: Exception) -> None:
+    """Let an unexpected error pass, or print its traceback with the secrets hidden and exit with code 1."""
+    text = "".join(traceback.format_exception(error))
+    hidden = redact_text(text)
+    if hidden == text:
+        raise error
+    sys.stderr.write(hidden)
+    raise SystemExit(1)
 
 
 def _end_cleanly(number: int, frame: FrameType | None) -> None:

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 import typer
 
+from rollcorr.config.secrets import redact_text
+
 app = typer.Typer(
     name="rollcorr",
     help="Rollout correction for reinforcement learning: measure, correct and explain the gap between the policy that "
@@ -23,5 +25,5 @@ def exit_on(*bad_input: type[Exception]) -> Iterator[None]:
     try:
         yield
     except expected as error:
-        typer.echo(f"error: {error}", err=True)
+        typer.echo(f"error: {redact_text(str(error))}", err=True)
         raise typer.Exit(2) from error

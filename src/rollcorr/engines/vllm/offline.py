@@ -20,6 +20,7 @@ from typing import Any, Literal
 from torch import nn
 
 from rollcorr.config.checks import check_choice, check_integer, check_number
+from rollcorr.config.secrets import redact
 from rollcorr.engines.base import EngineAnswerError, EngineUnavailableError
 from rollcorr.engines.generation_settings import GenerationSettings
 from rollcorr.engines.remote_engine import RemoteOptions
@@ -64,7 +65,7 @@ class VllmOptions(RemoteOptions):
 
     python: str = sys.executable
     engine_args: Mapping[str, Any] = field(default_factory=dict)
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
     update: Literal["reload", "restart"] = "reload"
     timeout: float = 1800.0
     start_timeout: float = 900.0
@@ -75,6 +76,7 @@ class VllmOptions(RemoteOptions):
         own = sorted(set(self.engine_args) & set(OWN_ARGUMENTS))
         if own:
             raise ValueError(f"engine_args {own} are set by the engine itself; leave them out")
+        redact({"engine_args": self.engine_args, "env": self.env})  # vLLM prints its arguments when it fails
         check_choice("update", self.update, ("reload", "restart"))
         check_number("timeout", self.timeout, above=0)
         check_number("start_timeout", self.start_timeout, above=0)
