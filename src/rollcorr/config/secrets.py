@@ -49,7 +49,7 @@ _HEADER = re.compile(
 )
 _NAME = re.compile(r"(?P<name>[A-Za-z_][\w.-]*)(?P<sign>\\?[\"']?\s*[:=]\s*)")
 _VALUE = re.compile(
-    r"\\?\"(?:[^\"\\]|\\.)*\"|'[^']*'|(?:(?:Bearer|Basic|Token)\s+)?(?:\$\{[^}]*\}|[^\s&,;\"'<>()\[\]{}])+"
+    r"\\\".*?\\\"|\"(?:[^\"\\]|\\.)*\"|'[^']*'|(?:(?:Bearer|Basic|Token)\s+)?(?:\$\{[^}]*\}|[^\s&,;\"'<>()\[\]{}])+"
 )
 _BEARER = re.compile(r"\b(?P<before>[Bb]earer\s+)(?P<value>[A-Za-z0-9._~+/=-]{6,})")
 _BASIC = re.compile(r"\b(?P<before>[Bb]asic\s+)(?P<value>(?=[a-z]*[A-Z0-9+/=])[A-Za-z0-9+/]{6,}={0,2})")
@@ -243,7 +243,7 @@ def _redact(value: Any, name: str, path: str, places: list[str], *, inside_secre
 def _redact_variable(variable: object, path: str, places: list[str]) -> object:
     """The name of an environment variable; a secret that stands there by mistake is hidden."""
     name = str(variable)
-    if re.fullmatch(r"[A-Z_][A-Z0-9_]*", name) or name in os.environ:
+    if name == HIDDEN or re.fullmatch(r"[A-Z_][A-Z0-9_]*", name) or name in os.environ:
         return variable
     remember(name)
     places.append(path)
@@ -264,9 +264,11 @@ def _hide_user(match: re.Match[str], learn: Learn) -> str:
     rest = match["rest"]
     authority = re.split(r"[/?#]", REFERENCE.sub(lambda found: "r" * len(found[0]), rest), maxsplit=1)[0]
 
-    # A "/" within the password ends the authority too early: then what looks like a port is no number.
-    end = rest.rfind("@", 0, len(authority))
-    if end < 0 and ":" in authority and not authority.rpartition(":")[2].isdigit():
+    # A "/" within the password ends the authority too early. In an option every "@" counts, for the password's sake; a
+    # text may speak of `http://host:80/path@version`.
+    end, in_option = rest.rfind("@", 0, len(authority)), learn is remember
+    is_cut_off = ":" in authority and (in_option or (end < 0 and not authority.rpartition(":")[2].isdigit()))
+    if is_cut_off or (in_option and end >= 0):
         end = rest.rfind("@")
     if end < 0:
         return match[0]
@@ -364,7 +366,8 @@ def _resolve(value: Any, name: str, *, in_headers: bool = False) -> Any:  # noqa
 def _environment(variable: str, option: str) -> str:
     value = os.environ.get(variable)
     if value is None:
-        raise ValueError(f"{option}: the environment variable {redact(variable)} is not set; set it, then start again")
+        shown = _redact_variable(variable, option, [])
+        raise ValueError(f"the environment variable {shown} is not set, and {option} needs it; set it and start again")
     return value
 
 

@@ -27,6 +27,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rollcorr.config.secrets import redact
 from rollcorr.engines.base import EngineAnswerError, EngineUnavailableError
 from rollcorr.engines.transport import guard
 
@@ -60,6 +61,7 @@ class WorkerProcess:
         folder: Path | None = None,
     ) -> None:
         self.name = name
+        redact(dict(env or {}))  # a program that fails may print them
         self._guarded = _start(command, {**os.environ, **(env or {})}, name=name, folder=folder)
         self._process = self._guarded.process
 
