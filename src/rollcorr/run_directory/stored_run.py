@@ -11,7 +11,7 @@ from typing import Any
 
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.conversion import resolve
-from rollcorr.config.secrets import redact, redact_text
+from rollcorr.config.secrets import redact, redact_text, secret_places
 from rollcorr.config.yaml_text import dump_yaml, load_yaml
 from rollcorr.run_directory.directory import STEP_PREFIX, RunDirectory, step_of
 
@@ -148,7 +148,10 @@ def _read_lines(path: Path) -> tuple[list[dict[str, Any]], int | None]:
 
 def _leads_out(path: Path, run: Path) -> bool:
     """Whether a file of a run, or a folder that it is in, is a symbolic link to somewhere else."""
-    return not path.resolve().is_relative_to(run.resolve())
+    try:
+        return not path.resolve().is_relative_to(run.resolve())
+    except (OSError, RuntimeError):  # links in a circle lead nowhere
+        return True
 
 
 def _read_config(path: Path, run: Path) -> tuple[RolloutCorrectionConfig | None, str, list[str]]:
@@ -162,9 +165,10 @@ def _read_config(path: Path, run: Path) -> tuple[RolloutCorrectionConfig | None,
         document = load_yaml(text)
 
         # Text that has no secret stays as it was written, with its comments.
-        redacted = redact(document)
-        text = redact_text(text) if redacted == document else dump_yaml(redacted)
-        return resolve(document), text, []
+        places = secret_places(document)
+        text = dump_yaml(redact(document)) if places else redact_text(text)
+        remarks = [f"{path.name} itself holds secrets, in {', '.join(places)}: do not share it"] if places else []
+        return resolve(document), text, remarks
     except (ValueError, TypeError) as error:
         reason = redact_text(str(error))
         remark = f"{path.name} could not be interpreted ({reason}); rules about thresholds were left out"
