@@ -43,18 +43,18 @@ _WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z0-9]+(?![a-z])")
 _SCHEME = re.compile(r"(?i)^(?:bearer|basic|token|digest|apikey)\s+")
 
 # An address up to a space or a quote; the rest is taken apart by hand, for a password may hold any sign.
-_ADDRESS = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)(?P<rest>[^\s\"'<>`]+)")
+_ADDRESS = re.compile(r"(?<![\w+.-])(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)(?P<rest>[^\s\"'<>`]+)")
 _HEADER = re.compile(
     r"(?i)(?P<before>\b(?:proxy-)?(?:authorization|(?:set-)?cookie)\\?[\"']?\s*[:=]\s*\\?[\"']?)(?P<value>[^\"'\r\n]+)"
 )
-_NAME = re.compile(r"(?P<name>[A-Za-z_][\w.-]*)(?P<sign>\\?[\"']?\s*[:=]\s*)")
+_NAME = re.compile(r"(?<![\w.-])(?P<name>[\w.-]+)(?P<sign>\\?[\"']?\s*[:=]\s*)")
 _VALUE = re.compile(
     r"\\\".*?\\\"|\"(?:[^\"\\]|\\.)*\"|'[^']*'|(?:(?:Bearer|Basic|Token)\s+)?(?:\$\{[^}]*\}|[^\s&,;\"'<>()\[\]{}])+"
 )
 _BEARER = re.compile(r"\b(?P<before>[Bb]earer\s+)(?P<value>[A-Za-z0-9._~+/=-]{6,})")
 _BASIC = re.compile(r"\b(?P<before>[Bb]asic\s+)(?P<value>(?=[a-z]*[A-Z0-9+/=])[A-Za-z0-9+/]{6,}={0,2})")
 _SHAPED = re.compile(
-    r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|AKIA[A-Z0-9]{16}"
+    r"(?<![\w-])(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|AKIA[A-Z0-9]{16}"
     r"|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
 )
 
@@ -297,6 +297,8 @@ def _hide_assigned(text: str, learn: Learn) -> str:
         # The next search begins at the value, which may hold names itself: `http://host?token=…`.
         shown.append(text[position : named.end()])
         position = named.end()
+        if not is_secret_name(named["name"].rpartition(".")[2]):
+            continue
         found = _VALUE.match(text, position)
         if found is None:
             continue
@@ -309,13 +311,13 @@ def _hide_assigned(text: str, learn: Learn) -> str:
 
 
 def _is_assigned_secret(named: re.Match[str], value: str) -> bool:
-    name = named["name"].rpartition(".")[2]
-    if not is_secret_name(name) or _only_references(value):
+    if _only_references(value):
         return False
 
     # In this library a token is mostly what a model samples: "token=17", "key: value" are ordinary words.
     is_number = re.fullmatch(r"[-+.\d]+|True|False|None|null", value) is not None
-    return not (name.lower() in _AT_THE_END and (":" in named["sign"] or is_number))
+    is_ordinary = named["name"].rpartition(".")[2].strip("-").lower() in _AT_THE_END
+    return not (is_ordinary and (":" in named["sign"] or is_number))
 
 
 def _hide_shaped(match: re.Match[str], learn: Learn) -> str:

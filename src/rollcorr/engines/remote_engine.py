@@ -79,7 +79,7 @@ class ServerOptions(RemoteOptions):
         headers_env: header name → environment variable that holds its value; read when the engine is built.
     """
 
-    url: str
+    url: str = field(repr=False)  # it may hold a password
     folder: str | Path | None = None
     timeout: float = 1800.0
     retries: int = 3

@@ -64,7 +64,7 @@ class VllmOptions(RemoteOptions):
     """
 
     python: str = sys.executable
-    engine_args: Mapping[str, Any] = field(default_factory=dict)
+    engine_args: Mapping[str, Any] = field(default_factory=dict, repr=False)
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     update: Literal["reload", "restart"] = "reload"
     timeout: float = 1800.0
