@@ -17,6 +17,8 @@ import torch
 from hypothesis import HealthCheck, settings
 from implementations import IMPLEMENTATIONS, Runs, under_test
 
+from rollcorr.config import secrets
+
 # What a terminal, a shell profile, a CI runner or a cluster's launcher sets changes what Rich, Typer and torch print or
 # do. Typer reads some of it when a test imports it; the programs that tests start inherit the rest.
 DISPLAY = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE", "PY_COLORS", "TERMINAL_WIDTH")
@@ -50,6 +52,12 @@ if "triton" in IMPLEMENTATIONS:
     np.seterr(all="ignore")
 
 GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.fixture(autouse=True)
+def nothing_hidden(monkeypatch) -> None:
+    """What one test hides as a secret must not be hidden in the messages of another."""
+    monkeypatch.setattr(secrets, "_hidden_values", set())
 
 
 @pytest.fixture(scope="session")

@@ -83,3 +83,20 @@ def test_an_output_that_cannot_be_written_gives_exit_code_2(run, tmp_path):
     result = invoke(run(), "-o", tmp_path / "file" / "folder")
     assert result.exit_code == 2
     assert "Not a directory" in result.stderr
+
+
+def test_no_link_in_a_run_makes_the_report_write_somewhere_else(run, tmp_path):
+    path, mine = run(), tmp_path / "mine"
+    mine.write_text("precious")
+    (path / "report").mkdir()
+    (path / "report" / "report.html").symlink_to(mine)
+    (path / "report" / "mean_weight.png").symlink_to(mine)
+    assert invoke(path).exit_code == 0
+    assert mine.read_text() == "precious"
+    assert "<html" in (path / "report" / "report.html").read_text(encoding="utf-8")
+
+    (path / "report").rename(tmp_path / "elsewhere")
+    (path / "report").symlink_to(tmp_path / "elsewhere")
+    result = invoke(path)
+    assert result.exit_code == 2
+    assert "report is a symbolic link; name a folder for the report with --output" in result.output

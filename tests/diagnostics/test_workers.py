@@ -5,18 +5,23 @@ import functools
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
+import textwrap
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import eventually, is_gone
 
 from rollcorr.config.sampling_spec import SamplingSpec
 from rollcorr.core.metric_registry import finalize
 from rollcorr.diagnostics.log_check import check as module
 from rollcorr.diagnostics.log_check.check import DIAGNOSIS, check_logs
+from rollcorr.diagnostics.log_check.reader_process import _portable
 from rollcorr.diagnostics.log_check.tally import Measurement, Tally, merge_parts
 from rollcorr.diagnostics.provenance import pair_sample
 from rollcorr.rollout_log import RolloutBatch, RolloutLogError, RolloutLogWriter, log_shards
@@ -141,6 +146,62 @@ def test_a_killed_worker_is_an_error_with_a_fix(logs, small_shards):
     with pytest.raises(ChildProcessError, match=r"one of 2 workers died without an answer.*use fewer"):
         check_logs(logs, workers=2, on_rows=kill)
     assert not multiprocessing.active_children()
+
+
+PARENT = """
+    import functools, multiprocessing, sys, time
+    from multiprocessing import resource_tracker
+    from rollcorr.diagnostics.log_check import check as module
+    from rollcorr.rollout_log import log_shards
+
+    def on_rows(rows, total):
+        if rows or "starting" in sys.argv:
+            pids = [child.pid for child in multiprocessing.active_children()]
+            print(*pids, resource_tracker._resource_tracker._pid, flush=True)
+            time.sleep(600)
+
+    if __name__ == "__main__":
+        module.log_shards = functools.partial(log_shards, tokens=1)
+        module.check_logs([sys.argv[1]], workers=2, on_rows=on_rows)
+"""
+
+
+def semaphores_of(pid):
+    """The named semaphores that a process has in its memory, where the system tells."""
+    maps = Path(f"/proc/{pid}/maps")
+    lines = maps.read_text(encoding="utf-8").splitlines() if maps.exists() else []
+    return [line for line in lines if "/sem." in line]
+
+
+@pytest.mark.parametrize(("moment", "kill"), [("reading", os.kill), ("starting", os.killpg)], ids=["one", "all"])
+def test_a_killed_check_leaves_no_process_and_has_no_semaphore(tmp_path, moment, kill):
+    log = write(tmp_path / "log.parquet", groups=20)
+    script = tmp_path / "parent.py"
+    script.write_text(textwrap.dedent(PARENT), encoding="utf-8")
+    command = [sys.executable, str(script), str(log), moment]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    parent.stdout.close()
+    assert len(pids) == 3  # two readers, and what Python itself starts beside them
+    assert not any(map(is_gone, pids))
+    assert [semaphores_of(pid) for pid in (parent.pid, *pids)] == [[]] * 4
+
+    kill(parent.pid, signal.SIGKILL)
+    assert parent.wait() == -signal.SIGKILL
+    assert eventually(lambda: all(map(is_gone, pids)))
+
+
+class Stubborn(Exception):  # noqa: N818 (it is only sent)
+    """An error that cannot be made again from its arguments."""
+
+    def __init__(self, first, second):
+        super().__init__(f"{first} and {second}")
+
+
+def test_an_error_that_cannot_be_sent_is_told_in_words():
+    assert repr(_portable(Stubborn("one", "two"))) == repr(RuntimeError("Stubborn: one and two"))
+    error = ValueError("as it is")
+    assert _portable(error) is error
 
 
 def test_what_is_wrong_with_the_log_is_said_as_by_one_process(tmp_path, small_shards):

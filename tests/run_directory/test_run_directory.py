@@ -88,3 +88,73 @@ def test_a_run_is_read_without_torch_and_without_the_trainers():
     code = f"import sys; from rollcorr.run_directory import {names}; print({heavy})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+STEPS = '{"step": 1}\n'
+OLD = """\
+# rollout.engine_options.password=b3fore
+rollout:
+  engine_options: {url: 'http://me:b3fore@host', headers: {Authorization: Bearer b3fore}}
+rollout_correction: null
+"""
+
+
+def test_an_older_configuration_is_shown_without_its_secrets_and_that_is_said(tmp_path):
+    read = read_run(run(tmp_path, STEPS, OLD))
+    assert "b3fore" not in read.config_text
+    assert "http://***@host" in read.config_text
+    (remark,) = read.remarks
+    assert "config.yaml itself holds secrets, in rollout.engine_options.url, rollout.engine_options.headers.A" in remark
+
+
+@pytest.mark.parametrize("spoiled", ["rollout_correction: {rollout_is: nonsense}", "password: b3fore: x", "- a\n- b"])
+def test_a_configuration_that_cannot_be_read_is_shown_without_its_secrets_too(tmp_path, spoiled):
+    read = read_run(run(tmp_path, STEPS, OLD.replace("rollout_correction: null", spoiled)))
+    assert "b3fore" not in read.config_text
+    assert "b3fore" not in str(read.remarks)
+    assert "could not be interpreted" in read.remarks[-1]
+
+
+def test_no_link_is_followed_out_of_the_run_and_what_was_left_out_is_said(tmp_path):
+    path, outside = tmp_path / "run", tmp_path / "outside"
+    for folder in (path / "images", outside):
+        folder.mkdir(parents=True)
+    (path / "metrics.jsonl").write_text(STEPS)
+    for name in ("config.yaml", "before.png"):
+        (outside / name).write_text("recipe: private")
+    (path / "config.yaml").symlink_to(outside / "config.yaml")
+    (path / "images" / "before.png").symlink_to(outside / "before.png")
+    (path / "images" / "after.png").symlink_to("after.png")
+
+    read = read_run(path)
+    assert (read.config_text, read.pictures) == ("", ())
+    assert read.remarks == (
+        "images/before.png is a symbolic link out of the run directory and was left out",
+        "images/after.png is a symbolic link out of the run directory and was left out",
+        "config.yaml is a symbolic link out of the run directory and was left out; so were rules about thresholds",
+    )
+
+    # A folder that leads out is no better than a file.
+    for picture in (path / "images").iterdir():
+        picture.unlink()
+    (path / "images").rmdir()
+    (path / "images").symlink_to(outside)
+    assert read_run(path).pictures == ()
+    assert "images/before.png is a symbolic link out" in str(read_run(path).remarks)
+
+    (path / "metrics.jsonl").rename(outside / "metrics.jsonl")
+    (path / "metrics.jsonl").symlink_to(outside / "metrics.jsonl")
+    with pytest.raises(BadInputError, match=r"metrics\.jsonl is a symbolic link out .* copy the file into it"):
+        read_run(path)
+
+
+def test_links_within_a_run_and_to_a_run_are_followed(tmp_path):
+    path = tmp_path / "runs" / "first"
+    (path / "images").mkdir(parents=True)
+    (path / "images" / "before.png").write_bytes(b"png")
+    (path / "images" / "after.png").symlink_to("before.png")
+    run(path, STEPS, "rollout_correction: null")
+    (tmp_path / "latest").symlink_to(path)
+    read = read_run(tmp_path / "latest")
+    assert read.remarks == ()
+    assert [title for title, _ in read.pictures] == ["Before training", "After training"]

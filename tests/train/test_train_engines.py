@@ -1,8 +1,11 @@
 """The engine that a configuration names, with the options it takes."""
 
+import dataclasses
 import importlib
 import inspect
+import tempfile
 from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
@@ -10,7 +13,10 @@ import pytest
 import torch
 
 from rollcorr.config.sampling_spec import IncompatibleSamplingError
+from rollcorr.config.secrets import secret_places
 from rollcorr.engines import TransformersEngine, VllmOptions
+from rollcorr.engines.transport import owned_folders
+from rollcorr.train import load_config, train
 from rollcorr.train.grpo.engine_choice import CLASSES, make_engine
 from rollcorr.train.grpo.grpo_config import RolloutConfig
 from rollcorr.train.grpo.grpo_recipe import GrpoRecipe
@@ -98,3 +104,25 @@ def test_options_of_an_engine_that_has_a_class_for_them_reach_it(micro_config, m
     assert engine.settings.max_new_tokens == micro_config().rollout.max_new_tokens
     with pytest.raises(ValueError, match=r"engine_options\.restart is no option of the engine 'vllm'; did you mean"):
         make_engine(micro_config("rollout.engine=vllm", "rollout.engine_options.restart=3"), micro_policy)
+
+
+def test_options_take_values_from_the_environment_where_the_engine_is_built(micro_config, micro_policy, monkeypatch):
+    monkeypatch.setitem(CLASSES, "vllm", f"{__name__}:WithOptions")
+    monkeypatch.setenv("TOKEN_OF_MINE", "t0ken-value")
+    config = micro_config("rollout.engine=vllm", "rollout.engine_options.env={HF_TOKEN: '${env:TOKEN_OF_MINE}'}")
+    engine = make_engine(config, micro_policy)
+    assert engine.options.env == {"HF_TOKEN": "t0ken-value"}
+    assert "HF_TOKEN: ${env:TOKEN_OF_MINE}" in config.to_yaml()
+    assert "t0ken-value" not in config.to_yaml() + repr(engine.options) + repr(config)
+
+
+def test_the_next_run_removes_what_a_killed_one_left_in_the_temporary_directory(micro_config, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left = Path(tempfile.mkdtemp(prefix=f"rollcorr-vllm_{owned_folders._host()}_1_"))
+    train(micro_config("steps=1"))
+    assert not left.exists()
+
+
+def test_no_option_of_a_run_by_itself_looks_like_a_secret(micro_config):
+    for config in (micro_config(), load_config(None, ["recipe=flow_grpo"])):
+        assert secret_places(dataclasses.asdict(config)) == []

@@ -1,13 +1,17 @@
 """The command line: one command per job, heavy imports only inside the command that needs them."""
 
 import io
+import signal
 import sys
+import traceback
+from types import FrameType
 
 from rollcorr.cli.app import app
 from rollcorr.cli.configuration import convert_config
 from rollcorr.cli.diagnosis import check, report
 from rollcorr.cli.installation import info
 from rollcorr.cli.training import train
+from rollcorr.config.secrets import redact_text
 
 __all__ = ["app", "check", "convert_config", "info", "main", "report", "train"]
 
@@ -19,4 +23,28 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    app()
+
+    # A scheduler's signal must end the programs that a command has started, and remove its temporary folders.
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)  # Windows has no SIGHUP
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _end_cleanly)
+    try:
+        app()
+    except Exception as error:
+        _raise_without_secrets(error)
+
+
+def _raise_without_secrets(error: Exception) -> None:
+    """Let an unexpected error pass, or print its traceback with the secrets hidden and exit with code 1."""
+    text = "".join(traceback.format_exception(error))
+    hidden = redact_text(text)
+    if hidden == text:
+        raise error
+    sys.stderr.write(hidden)
+    raise SystemExit(1)
+
+
+def _end_cleanly(number: int, frame: FrameType | None) -> None:
+    """End the process as an error would, so that everything is closed on the way."""
+    raise SystemExit(128 + number)

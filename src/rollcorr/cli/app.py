@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 import rollcorr
+from rollcorr.config.secrets import redact_text
 
 app = typer.Typer(name="rollcorr", no_args_is_help=True, pretty_exceptions_show_locals=False)
 
@@ -38,5 +39,5 @@ def exit_on(*bad_input: type[Exception]) -> Iterator[None]:
     try:
         yield
     except expected as error:
-        typer.echo(f"error: {error}", err=True)
+        typer.echo(f"error: {redact_text(str(error))}", err=True)
         raise typer.Exit(2) from error

@@ -48,6 +48,7 @@ def convert_config(
     from rich.console import Console
 
     from rollcorr.config.conversion import convert, converted_document
+    from rollcorr.config.secrets import redact_text
     from rollcorr.config.yaml_text import dump_yaml, load_yaml
 
     console = Console(stderr=True)
@@ -60,7 +61,7 @@ def convert_config(
         if output is not None:
             output.write_text(text, encoding="utf-8")
     except (OSError, TypeError, ValueError) as error:
-        console.print(f"{old}: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        console.print(redact_text(f"{old}: {error}"), style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from error
     if output is None:
         typer.echo(text, nl=False)

@@ -30,6 +30,10 @@ def report(
 
     with exit_on(BadInputError):
         data = run_report(read_run(run), diffusion=diffusion)
+
+        # A run may be a stranger's: a link in it must not make this command write somewhere else.
+        if output is None and (run / "report").is_symlink():
+            raise BadInputError(f"{run / 'report'} is a symbolic link; name a folder for the report with --output")
         page = write_report(data, output or run / "report")
     if as_json:
         typer.echo(to_json(data.health, report=str(page), remarks=data.remarks))

@@ -9,12 +9,19 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from rollcorr.config import SamplingSpec
+from rollcorr.config.secrets import redact_text
 from rollcorr.core.sampling import KeptSets
 from rollcorr.engines.token_batch import TokenBatch
 
 
 class EngineError(RuntimeError):
-    """An engine failed. No part of its answer may be used."""
+    """An engine failed. No part of its answer may be used.
+
+    Secrets in the message are hidden: engines quote addresses, and servers what they were sent.
+    """
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(redact_text(message))
 
 
 class EngineUnavailableError(EngineError):

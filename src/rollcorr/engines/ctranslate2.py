@@ -12,7 +12,6 @@ import contextlib
 import copy
 import dataclasses
 import gc
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -36,6 +35,7 @@ from rollcorr.engines.completions import Completion, rollout_from_completions
 from rollcorr.engines.generation_settings import GenerationSettings, refuse_settings
 from rollcorr.engines.response_scoring import make_probe, score_probe, vocabulary_size
 from rollcorr.engines.token_batch import TokenBatch, check_prompts
+from rollcorr.engines.transport.owned_folders import OwnedFolder
 
 ComputeType = Literal["int8", "int16", "float32"]
 COMPUTE_TYPES = ("int8", "int16", "float32")
@@ -344,9 +344,9 @@ def _converted(model: Any, eos_token_id: int, vocabulary: int) -> dict[str, byte
         def load_tokenizer(self, *_: object, **__: object) -> Any:  # noqa: ANN401
             return names
 
-    with tempfile.TemporaryDirectory() as directory, _short_collections():
+    with OwnedFolder("ctranslate2") as directory, _short_collections():
         model.config.save_pretrained(directory)
-        output = Path(InProcess(directory).convert(str(Path(directory) / "converted")))
+        output = Path(InProcess(str(directory)).convert(str(directory / "converted")))
         return {path.name: path.read_bytes() for path in output.iterdir()}
 
 

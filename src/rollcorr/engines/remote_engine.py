@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from rollcorr.config.checks import check_choice, check_integer, check_number
+from rollcorr.config.secrets import header_values
 from rollcorr.engines.base import Engine, EngineAnswerError, EngineError, Rollout, WeightSyncError, check_weight_sync
 from rollcorr.engines.completions import Completion, check_log_prob, rollout_from_completions
 from rollcorr.engines.generation_settings import GenerationSettings
@@ -75,14 +76,16 @@ class ServerOptions(RemoteOptions):
         retries: how often a failed request is sent again.
         concurrency: how many requests are under way at a time.
         headers: sent with each request, such as an API key.
+        headers_env: header name → environment variable that holds its value; read when the engine is built.
     """
 
-    url: str
+    url: str = field(repr=False)  # it may hold a password
     folder: str | Path | None = None
     timeout: float = 1800.0
     retries: int = 3
     concurrency: int = 64
-    headers: Mapping[str, str] | None = None
+    headers: Mapping[str, str] | None = field(default=None, repr=False)
+    headers_env: Mapping[str, str] | None = None
 
     def client(self) -> JsonClient:
         """A client of the server.
@@ -90,14 +93,14 @@ class ServerOptions(RemoteOptions):
         Raises:
             ImportError: httpx is not installed.
             TypeError: a number is of the wrong type.
-            ValueError: a number is out of range, or `url` is no HTTP address.
+            ValueError: a number is out of range, `url` is no HTTP address, or a variable of `headers_env` is not set.
         """
         return JsonClient(
             self.url,
             timeout=self.timeout,
             retries=self.retries,
             concurrency=self.concurrency,
-            headers=self.headers,
+            headers=header_values(self.headers, self.headers_env),
         )
 
 

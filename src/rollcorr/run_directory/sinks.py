@@ -22,6 +22,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from rollcorr.config.secrets import redact_text
 from rollcorr.run_directory.directory import RunDirectory
 
 RECENT_STEPS = 8
@@ -148,8 +149,8 @@ class ConsoleProgress:
             self._console.print(f"step {step}/{self._steps}  {values}", highlight=False, soft_wrap=True)
 
     def say(self, message: str) -> None:
-        """Show a line above the progress bar."""
-        self._console.print(message, highlight=False, markup=False, soft_wrap=True)
+        """Show a line above the progress bar, without secrets."""
+        self._console.print(redact_text(message), highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
         """Leave the newest steps on the screen."""

@@ -11,11 +11,15 @@ from typing import Any
 
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.conversion import resolve
-from rollcorr.config.yaml_text import load_yaml
+from rollcorr.config.secrets import redact, redact_text, secret_places
+from rollcorr.config.yaml_text import dump_yaml, load_yaml
 from rollcorr.run_directory.directory import STEP_PREFIX, RunDirectory, step_of
 
 PICTURES = {"before": "Before training", "after": "After training"}
 """Pictures that a run may leave, by `RunDirectory.picture`, and what they show."""
+
+
+LINK_LEFT_OUT = "is a symbolic link out of the run directory and was left out"
 
 
 class BadInputError(ValueError):
@@ -30,7 +34,7 @@ class Run:
         path: its directory.
         series: one dictionary of metrics per step, in order of steps; a step repeated after a resume counts once.
         config: the rollout correction of config.yaml; None when there is none.
-        config_text: config.yaml as it stands.
+        config_text: config.yaml, without secrets.
         remarks: what the reader should know, for example that the last line was cut off.
         diffusion: it trained a diffusion model, by the recipe in config.yaml.
         pictures: (heading, PNG file) of what it drew.
@@ -48,13 +52,19 @@ class Run:
 def read_run(path: Path) -> Run:
     """Read a run directory. A cut-off last line, which a killed run leaves, is left out, and a remark says so.
 
+    A symbolic link out of the directory is not followed, so that a stranger's run shows no file of its reader's. A
+    remark says what was left out.
+
     Raises:
-        BadInputError: there is no such directory, no metrics.jsonl, no whole line in it, or a broken one in its middle.
+        BadInputError: there is no such directory, no metrics.jsonl, no whole line in it, or a broken one in its middle,
+            or it is a link out of the directory.
     """
     directory, remarks = RunDirectory(path), []
     if not path.is_dir():
         raise BadInputError(f"{path} is not a run directory; give the folder that holds {directory.metrics.name}")
 
+    if _leads_out(directory.metrics, path):
+        raise BadInputError(f"{directory.metrics} is a symbolic link out of the run directory; copy the file into it")
     steps, cut_off = _read_lines(directory.metrics)
     if not steps:
         raise BadInputError(f"{directory.metrics} has no whole line; let the run finish at least one step")
@@ -74,8 +84,10 @@ def read_run(path: Path) -> Run:
         some = "1 step was" if repeated == 1 else f"{repeated} steps were"
         remarks.append(f"{some} logged twice (a resumed run); the later one counts")
 
-    config, config_text, config_remarks = _read_config(directory.config)
+    config, config_text, config_remarks = _read_config(directory.config, path)
     drawn = [(heading, directory.picture(when)) for when, heading in PICTURES.items()]
+    strange = [file for _, file in drawn if _leads_out(file, path)]
+    remarks += [f"{file.relative_to(path)} {LINK_LEFT_OUT}" for file in strange]
     return Run(
         path=path,
         series=tuple({**by_step[step], "step": step} for step in sorted(by_step)),
@@ -83,7 +95,7 @@ def read_run(path: Path) -> Run:
         config_text=config_text,
         remarks=(*remarks, *config_remarks),
         diffusion=re.search(r"^recipe: flow_grpo\b", config_text, re.MULTILINE) is not None,
-        pictures=tuple((heading, file) for heading, file in drawn if file.is_file()),
+        pictures=tuple((heading, file) for heading, file in drawn if file not in strange and file.is_file()),
     )
 
 
@@ -134,12 +146,30 @@ def _read_lines(path: Path) -> tuple[list[dict[str, Any]], int | None]:
     return rows, None
 
 
-def _read_config(path: Path) -> tuple[RolloutCorrectionConfig | None, str, list[str]]:
+def _leads_out(path: Path, run: Path) -> bool:
+    """Whether a file of a run, or a folder that it is in, is a symbolic link to somewhere else."""
+    try:
+        return not path.resolve().is_relative_to(run.resolve())
+    except (OSError, RuntimeError):  # links in a circle lead nowhere
+        return True
+
+
+def _read_config(path: Path, run: Path) -> tuple[RolloutCorrectionConfig | None, str, list[str]]:
     """The correction's configuration. What cannot be read is a remark, because the metrics can be judged without it."""
+    if _leads_out(path, run):
+        return None, "", [f"{path.name} {LINK_LEFT_OUT}; so were rules about thresholds"]
     if not path.exists():
         return None, "", [f"there is no {path.name}; rules about thresholds were left out"]
     text = path.read_text(encoding="utf-8")
     try:
-        return resolve(load_yaml(text)), text, []
+        document = load_yaml(text)
+
+        # Text that has no secret stays as it was written, with its comments.
+        places = secret_places(document)
+        text = dump_yaml(redact(document)) if places else redact_text(text)
+        remarks = [f"{path.name} itself holds secrets, in {', '.join(places)}: do not share it"] if places else []
+        return resolve(document), text, remarks
     except (ValueError, TypeError) as error:
-        return None, text, [f"{path.name} could not be interpreted ({error}); rules about thresholds were left out"]
+        reason = redact_text(str(error))
+        remark = f"{path.name} could not be interpreted ({reason}); rules about thresholds were left out"
+        return None, redact_text(text), [remark]

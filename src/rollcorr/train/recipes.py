@@ -6,6 +6,7 @@ flow_grpo    a diffusion model: rollcorr.train.flow_grpo.flow_grpo_trainer
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 
 from rich.console import Console
 
+from rollcorr.config.secrets import advice, secret_places
+from rollcorr.engines.transport.owned_folders import remove_abandoned_folders
 from rollcorr.run_directory.sinks import Sink
 from rollcorr.train.config_file import read_config, recipe_of
 from rollcorr.train.loop import Recipe, Summary, run_recipe
@@ -49,6 +52,11 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
 
 def train(config: RunConfig, *, console: Console | None = None, sinks: Sequence[Sink] = ()) -> Summary:
     """Train as the configuration says; see `rollcorr.train.loop.run_recipe` for arguments and errors."""
+    console = console or Console()
+    places = secret_places(dataclasses.asdict(config))
+    if places:
+        console.print(advice(places), highlight=False, markup=False, soft_wrap=True)
+    remove_abandoned_folders()
     return run_recipe(_recipe_class(config.recipe), config, console=console, sinks=sinks)
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.conversion import resolve
+from rollcorr.config.secrets import redact
 from rollcorr.config.yaml_text import dump_yaml
 
 
@@ -127,13 +128,13 @@ class RunConfig:
         at_least("", self, seed=0, steps=1, threads=1)
 
     def to_yaml(self) -> str:
-        """The effective configuration: every option, and the correction, if there is one, spelled out."""
+        """The effective configuration: every option, the correction spelled out, and `***` for each secret."""
         values = dataclasses.asdict(self)
         algorithm = getattr(self, "algorithm", None)
         if isinstance(algorithm, AlgorithmConfig):
             correction = algorithm.correction
             values["algorithm"]["rollout_correction"] = None if correction is None else correction.to_dict()
-        return dump_yaml(_plain(values))
+        return dump_yaml(redact(_plain(values)))
 
 
 def at_least(section: str, config: object, **lowest: int) -> None:

@@ -15,20 +15,18 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TypeVar, cast
 
 import torch
 
+from rollcorr.diagnostics.log_check.reader_process import Answer, serve
 from rollcorr.diagnostics.log_check.tally import Measurement, Tally
 from rollcorr.rollout_log import Shard
-
-if TYPE_CHECKING:
-    from multiprocessing.sharedctypes import Synchronized
-    from multiprocessing.synchronize import Event
 
 OnRows = Callable[[int], None]
 T = TypeVar("T")
@@ -37,6 +35,10 @@ AHEAD = 4
 """Shards handed out per reader."""
 POLL = 0.1
 """Seconds between two looks at what other processes have read."""
+TASKS = 2
+"""Shards that one process has at a time: one that it reads, and the next, so that it never waits."""
+END_SECONDS = 10.0
+"""How long a process may take to end after its pipe, before it is killed."""
 
 
 def read_shards(
@@ -76,39 +78,25 @@ def read_in_processes(
     Raises:
         ChildProcessError: a worker was killed.
     """
-    context = multiprocessing.get_context("spawn")  # a fork would copy torch's threads in the middle of something
-    shared = _Shared(context.Value("q", 0), context.Event())
-    # Together the workers use as many threads as this process would.
-    threads = max(1, torch.get_num_threads() // workers)
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=(shared, threads))
-    told = 0  # rows that `on_rows` has been called with
+    pool = _Pool(workers)
 
-    def poll(future: Future[bytes]) -> Tally | None:
-        nonlocal told
-        wait([future], timeout=POLL)
-        read = shared.rows.value
-        on_rows(read - told)
-        told = read
-        return pickle.loads(future.result()) if future.done() else None
+    def poll(number: int) -> Tally | None:
+        on_rows(pool.receive())
+        return pool.take(number)
 
     try:
-        with _on_interrupt(shared.stop.set) as listen:
+        with _on_interrupt(pool.stop) as listen:
+            # Processes that are started now ignore Ctrl-C for good.
+            pool.start()
             yield from _in_order(
                 shards,
-                lambda shard: pool.submit(_read, shard, measurement),
+                lambda shard: pool.submit(shard, measurement),
                 poll,
                 ahead=AHEAD * workers,
                 started=listen,
             )
-    except BrokenProcessPool as error:
-        message = (
-            f"one of {workers} workers died without an answer. Either it was killed, perhaps because memory ran out "
-            '(use fewer workers), or the script that starts them lacks `if __name__ == "__main__":`'
-        )
-        raise ChildProcessError(message) from error
     finally:
-        shared.stop.set()
-        pool.shutdown(cancel_futures=True)
+        pool.close()
 
 
 def read_on_ray(measurement: Measurement, shards: Sequence[Shard], on_rows: OnRows, *, address: str) -> Iterator[Tally]:
@@ -164,34 +152,112 @@ def read_on_ray(measurement: Measurement, shards: Sequence[Shard], on_rows: OnRo
                 ray.cancel(reference)
 
 
-class _Shared(NamedTuple):
-    """What a worker process and its parent share: rows read by all of them, and whether to stop."""
+class _Pool:
+    """Processes that read shards, each at the other end of a pipe.
 
-    rows: Synchronized[int]
-    stop: Event
+    A pool of the standard library would need semaphores, which have names in the system and stay there when all its
+    processes are killed.
 
+    Args:
+        size: how many processes.
+    """
 
-_parent: _Shared | None = None
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._readers: dict[Connection, BaseProcess] = {}
+        self._under_way: dict[Connection, int] = {}
+        self._waiting: deque[tuple[int, Shard, Measurement]] = deque()
+        self._answers: dict[int, Answer] = {}
+        self._submitted = 0
+        self._stopped = threading.Event()
+        self._told_to_stop = False
 
+    def start(self) -> None:
+        """Start the processes."""
+        context = multiprocessing.get_context("spawn")  # a fork would copy torch's threads in the middle of something
+        # Together the readers use as many threads as this process would.
+        threads = max(1, torch.get_num_threads() // self._size)
+        parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
+        for _ in range(self._size):
+            here, there = context.Pipe()
+            reader = context.Process(target=serve, args=(there,), kwargs={"parent": parent, "threads": threads})
+            reader.daemon = True  # also ended when this process ends in order
+            self._readers[here], self._under_way[here] = reader, 0
+            try:
+                reader.start()
+            finally:
+                there.close()  # or this process would never see the end of the pipe
 
-def _start(shared: _Shared, threads: int) -> None:
-    global _parent
-    _parent = shared
-    torch.set_num_threads(threads)
+    def submit(self, shard: Shard, measurement: Measurement) -> int:
+        """Hand out a shard; returns its number."""
+        self._submitted += 1
+        self._waiting.append((self._submitted, shard, measurement))
+        return self._submitted
 
+    def stop(self) -> None:
+        """Let every reader hand in what it has read; safe in a signal handler."""
+        self._stopped.set()
 
-def _read(shard: Shard, measurement: Measurement) -> bytes:
-    """A shard's tally, pickled here: the pool's own pickling would send tensors as shared files."""
-    shared = _parent
-    assert shared is not None
+    def receive(self) -> int:
+        """Give the readers work, and wait a moment for answers; returns the rows that were read meanwhile.
 
-    def on_rows(rows: int) -> None:
-        with shared.rows.get_lock():
-            shared.rows.value += rows
-        if shared.stop.is_set():
-            raise KeyboardInterrupt
+        Raises:
+            ChildProcessError: a reader is gone.
+        """
+        if self._stopped.is_set() and not self._told_to_stop:
+            self._told_to_stop = True
+            for pipe in self._readers:
+                self._send(pipe, None)
+        for pipe, under_way in self._under_way.items():
+            for _ in range(min(TASKS - under_way, len(self._waiting))):
+                self._send(pipe, self._waiting.popleft())
+                self._under_way[pipe] += 1
 
-    return pickle.dumps(measurement.of_shard(shard, on_rows))
+        rows = 0
+        for pipe in cast("list[Connection]", connection.wait(list(self._readers), timeout=POLL)):
+            try:
+                message = pickle.loads(pipe.recv_bytes())
+            except (EOFError, OSError) as error:
+                raise self._lost() from error
+            if isinstance(message, int):
+                rows += message
+            else:
+                self._answers[message.number] = message
+                self._under_way[pipe] -= 1
+        return rows
+
+    def take(self, number: int) -> Tally | None:
+        """What came of a shard, if it has been read; raises what its reader raised."""
+        answer = self._answers.pop(number, None)
+        if answer is None:
+            return None
+        if answer.error is not None:
+            raise answer.error
+        tally: Tally = answer.tally
+        return tally
+
+    def close(self) -> None:
+        """End the readers: each ends with its pipe, or is killed."""
+        for pipe in self._readers:
+            pipe.close()
+        for reader in self._readers.values():
+            if reader.pid is not None:  # it was started
+                reader.join(END_SECONDS)
+                reader.kill()
+                reader.join()
+                reader.close()
+
+    def _send(self, pipe: Connection, message: object) -> None:
+        try:
+            pipe.send_bytes(pickle.dumps(message))
+        except OSError as error:
+            raise self._lost() from error
+
+    def _lost(self) -> ChildProcessError:
+        return ChildProcessError(
+            f"one of {self._size} workers died without an answer. Either it was killed, perhaps because memory ran out "
+            '(use fewer workers), or the script that starts them lacks `if __name__ == "__main__":`'
+        )
 
 
 def _read_on_node(shard: Shard, measurement: Measurement) -> Tally:

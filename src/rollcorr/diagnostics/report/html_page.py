@@ -91,7 +91,10 @@ def check_report(result: CheckResult) -> ReportData:
 
 
 def write_report(data: ReportData, directory: Path) -> Path:
-    """Write report.html and one PNG per figure into a directory; return the path of the page."""
+    """Write report.html and one PNG per figure into a directory; return the path of the page.
+
+    A symbolic link in the place of a file is replaced and not followed.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     series = series_by_name(data.series)
 
@@ -99,14 +102,20 @@ def write_report(data: ReportData, directory: Path) -> Path:
     figures = []
     for panel in (*PANELS, *(panel for panel in STEP_PANELS if panel.curves.keys() & series.keys()), REWARD):
         light, dark = (to_png(draw(panel, series, theme)) for theme in (LIGHT, DARK))
-        (directory / f"{panel.name}.png").write_bytes(light)
+        _write(directory / f"{panel.name}.png", light)
         figures.append(
             {"panel": panel, "light": _base64(light), "dark": _base64(dark), "caption": caption(panel, series)}
         )
 
     page = directory / HTML_FILE
-    page.write_text(render(data, figures), encoding="utf-8")
+    _write(page, render(data, figures).encode())
     return page
+
+
+def _write(path: Path, content: bytes) -> None:
+    if path.is_symlink():
+        path.unlink()
+    path.write_bytes(content)
 
 
 def render(data: ReportData, figures: Sequence[Mapping[str, Any]]) -> str:

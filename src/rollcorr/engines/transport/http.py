@@ -18,6 +18,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any
 
 from rollcorr.config.checks import check_integer, check_number
+from rollcorr.config.secrets import hide_in_log, read_address
 from rollcorr.engines.base import EngineAnswerError, EngineUnavailableError
 
 # How many characters of a server's text an error shows.
@@ -30,7 +31,8 @@ class JsonClient:
     Proxies of the environment are not used: an engine runs on a machine of your own.
 
     Args:
-        url: where the server is, for instance "http://localhost:30000".
+        url: where the server is, for instance "http://localhost:30000". A user and password in it, and a query such as
+            `?api_key=…`, are sent with each request and appear in no error.
         timeout: seconds to wait for a connection, and for the next byte. A server may be silent until a response is
             complete, so allow for the longest one.
         retries: how often a failed request is sent again.
@@ -54,8 +56,7 @@ class JsonClient:
         concurrency: int = 64,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"url must begin with http:// or https://, got {url!r}")
+        address = read_address(url)
         check_number("timeout", timeout, above=0)
         check_integer("retries", retries, at_least=0)
         check_number("backoff", backoff, at_least=0)
@@ -65,7 +66,7 @@ class JsonClient:
         except ImportError as error:
             raise ImportError("engines behind HTTP need httpx: pip install 'rollcorr[http]'") from error
 
-        self.url = url.rstrip("/")
+        self.url = address.url.rstrip("/")
         self.timeout = timeout
         self.retries = retries
         self.backoff = backoff
@@ -75,9 +76,13 @@ class JsonClient:
             base_url=self.url,
             timeout=timeout,
             headers=dict(headers or {}),
+            auth=address.auth,
             limits=httpx.Limits(max_connections=concurrency),
             trust_env=False,
         )
+        hide_in_log("httpx")
+        if address.query:  # a client's own parameters would replace those of a path
+            self._client.event_hooks["request"] = [lambda request: _add_query(request, address.query)]
         self._close = weakref.finalize(self, self._client.close)  # a client that nobody closes leaves no socket behind
 
     def __enter__(self) -> JsonClient:
@@ -156,3 +161,7 @@ class JsonClient:
             f"{method} {self.url}{path} failed {attempt + 1} times, at last with {reason}; check that the engine lives "
             f"and that the timeout, {self.timeout:g} s, allows for its longest response"
         ) from cause
+
+
+def _add_query(request: Any, query: Mapping[str, str]) -> None:  # noqa: ANN401 (httpx.Request)
+    request.url = request.url.copy_merge_params(query)

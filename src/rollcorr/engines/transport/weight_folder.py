@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from rollcorr.engines.transport.owned_folders import OwnedFolder
 
 WEIGHTS = "*.safetensors*"
 
@@ -46,9 +47,9 @@ def read_policy(folder: Path, weights: Mapping[str, torch.Tensor]) -> Any:  # no
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
 
-    with tempfile.TemporaryDirectory(prefix="rollcorr-weights-") as other, without_progress_bars():
+    with OwnedFolder("weights") as other, without_progress_bars():
         shutil.copy(folder / "config.json", other)
-        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, Path(other) / "model.safetensors")
+        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, other / "model.safetensors")
         return AutoModelForCausalLM.from_pretrained(other, local_files_only=True, dtype=torch.float32)
 
 

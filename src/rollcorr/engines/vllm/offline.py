@@ -11,10 +11,7 @@ nats. Later the same fault might hide below the noise floor.
 from __future__ import annotations
 
 import dataclasses
-import shutil
 import sys
-import tempfile
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,9 +20,11 @@ from typing import Any, Literal
 from torch import nn
 
 from rollcorr.config.checks import check_choice, check_integer, check_number
+from rollcorr.config.secrets import redact
 from rollcorr.engines.base import EngineAnswerError, EngineUnavailableError
 from rollcorr.engines.generation_settings import GenerationSettings
 from rollcorr.engines.remote_engine import RemoteOptions
+from rollcorr.engines.transport.owned_folders import OwnedFolder
 from rollcorr.engines.transport.pipes import WorkerProcess
 from rollcorr.engines.vllm.vllm_base import VllmBase
 from rollcorr.engines.vllm.weight_receiver import WORKER_EXTENSION
@@ -65,8 +64,8 @@ class VllmOptions(RemoteOptions):
     """
 
     python: str = sys.executable
-    engine_args: Mapping[str, Any] = field(default_factory=dict)
-    env: Mapping[str, str] = field(default_factory=dict)
+    engine_args: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
     update: Literal["reload", "restart"] = "reload"
     timeout: float = 1800.0
     start_timeout: float = 900.0
@@ -77,6 +76,7 @@ class VllmOptions(RemoteOptions):
         own = sorted(set(self.engine_args) & set(OWN_ARGUMENTS))
         if own:
             raise ValueError(f"engine_args {own} are set by the engine itself; leave them out")
+        redact({"engine_args": self.engine_args, "env": self.env})  # vLLM prints its arguments when it fails
         check_choice("update", self.update, ("reload", "restart"))
         check_number("timeout", self.timeout, above=0)
         check_number("start_timeout", self.start_timeout, above=0)
@@ -112,8 +112,7 @@ class VllmEngine(VllmBase):
         masked = bool(options.engine_args.get("return_sampling_mask"))
         super().__init__(model, settings, options, version=version, sampling_mask=masked)
 
-        self._checkpoint = Path(tempfile.mkdtemp(prefix="rollcorr-vllm-"))
-        self._remove = weakref.finalize(self, shutil.rmtree, self._checkpoint, ignore_errors=True)
+        self._checkpoint = OwnedFolder("vllm")
         self._worker: WorkerProcess | None = None
         self.update_weights(model, version=version)
 
@@ -127,7 +126,7 @@ class VllmEngine(VllmBase):
         """End vLLM and remove the folder with its weights. This also happens when the engine is collected."""
         self._unusable = "it was closed"
         self._abandon()
-        self._remove()
+        self._checkpoint.close()
 
     def restart(self) -> None:
         """Start vLLM again with the weights that sample now, and verify them.
@@ -145,7 +144,7 @@ class VllmEngine(VllmBase):
 
     @property
     def _folder(self) -> Path:
-        return self._checkpoint
+        return self._checkpoint.path
 
     def _choices(self, prompts: list[list[int]], seeds: list[int]) -> list[Any]:
         question = {"prompts": prompts, "parameters": self._parameters, "seeds": seeds}
@@ -177,12 +176,12 @@ class VllmEngine(VllmBase):
     def _start(self, version: int) -> None:
         options = self.options
         command = [options.python, "-m", "rollcorr.engines.vllm.worker_program"]
-        self._worker = WorkerProcess(command, env=options.env, name="vLLM worker")
+        self._worker = WorkerProcess(command, env=options.env, name="vLLM worker", folder=self._folder)
 
         arguments = {
             "disable_log_stats": True,
             **options.engine_args,
-            "model": str(self._checkpoint),
+            "model": str(self._folder),
             "skip_tokenizer_init": True,
             "generation_config": "vllm",
             "dtype": options.dtype,

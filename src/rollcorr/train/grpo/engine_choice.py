@@ -10,6 +10,7 @@ from typing import Any, get_type_hints
 
 import torch
 
+from rollcorr.config.secrets import header_values, resolve_references
 from rollcorr.engines import Engine, GenerationSettings
 from rollcorr.train.grpo.grpo_config import GrpoConfig, RolloutConfig
 from rollcorr.train.grpo.policy import Policy
@@ -35,7 +36,7 @@ def make_engine(config: GrpoConfig, policy: Policy, *, version: int = 0) -> Engi
 
     Raises:
         ValueError: `rollout.engine_options` has an option that the engine does not know or lacks one that it needs, or
-            the engine refuses a value.
+            the engine refuses a value, or an environment variable is not set.
         ImportError: the engine's package is missing; names the extra.
         EngineError: the engine did not start.
     """
@@ -65,11 +66,23 @@ def make_engine(config: GrpoConfig, policy: Policy, *, version: int = 0) -> Engi
     options = {name: known[name] for name in known if name not in {*given, "model", "settings", "version"}}
     _check_options(rollout.engine, rollout.engine_options, options)
 
-    given |= rollout.engine_options
+    given |= engine_options(config)
     if options_class is not None:
         given = {"options": options_class(**given)}
     engine: Engine = engine_class(policy.model, settings, version=version, **given)
     return engine
+
+
+def engine_options(config: GrpoConfig) -> dict[str, Any]:
+    """`rollout.engine_options` with the environment's values.
+
+    Raises:
+        ValueError: a variable is not set; the message names it and the option.
+    """
+    options: dict[str, Any] = resolve_references(config.rollout.engine_options, "rollout.engine_options")
+    if options.get("headers_env"):
+        header_values(options.get("headers"), options["headers_env"])
+    return options
 
 
 def _check_options(engine: str, options: Mapping[str, Any], known: Mapping[str, inspect.Parameter]) -> None:

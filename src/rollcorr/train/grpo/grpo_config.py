@@ -80,7 +80,8 @@ class RolloutConfig:
 
     Attributes:
         engine: which engine samples.
-        engine_options: options of that engine alone, as its class takes them.
+        engine_options: options of that engine alone, as its class takes them. `${env:NAME}` in a text stands for an
+            environment variable, which is read when the engine is built.
         prompts_per_step: problems per step.
         group_size: responses to each problem.
         max_new_tokens: longest response.
@@ -91,7 +92,7 @@ class RolloutConfig:
     """
 
     engine: Literal["transformers", "ctranslate2", "vllm", "vllm_server", "sglang"] = "transformers"
-    engine_options: dict[str, Any] = field(default_factory=dict)
+    engine_options: dict[str, Any] = field(default_factory=dict, repr=False)
     prompts_per_step: int = 16
     group_size: int = 8
     max_new_tokens: int = 48

@@ -11,7 +11,7 @@ from torch import nn
 from rollcorr.run_directory.directory import RunDirectory
 from rollcorr.run_directory.sinks import ProgressColumn
 from rollcorr.train.checkpoint import Checkpoint
-from rollcorr.train.grpo.engine_choice import make_engine
+from rollcorr.train.grpo.engine_choice import engine_options, make_engine
 from rollcorr.train.grpo.grpo_config import GrpoConfig, TaskConfig
 from rollcorr.train.grpo.grpo_trainer import GrpoTrainer, StepResult
 from rollcorr.train.grpo.policy import Policy, load_policy, save_policy
@@ -48,6 +48,7 @@ class GrpoRecipe(Recipe):
     @classmethod
     def build(cls, config: GrpoConfig, directory: RunDirectory, checkpoint: Checkpoint | None) -> GrpoRecipe:
         """Load the policy (and warm it up, at the start of a run), then start the engine."""
+        engine_options(config)  # a variable that is not set must not be noticed after the warm-up
         task = make_task(config.task)
         if checkpoint is None:
             policy = load_policy(config.model.path, config=config.model.config, seed=config.seed)
