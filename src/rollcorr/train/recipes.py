@@ -15,6 +15,7 @@ from rich.console import Console
 
 from rollcorr.run_directory.sinks import Sink
 from rollcorr.train.config_file import read_config, recipe_of
+from rollcorr.train.devices import check_device
 from rollcorr.train.loop import Recipe, Summary, run_recipe
 from rollcorr.train.run_config import RunConfig
 
@@ -48,7 +49,12 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
 
 
 def train(config: RunConfig, *, console: Console | None = None, sinks: Sequence[Sink] = ()) -> Summary:
-    """Train as the configuration says; see `rollcorr.train.loop.run_recipe` for arguments and errors."""
+    """Train as the configuration says; see `rollcorr.train.loop.run_recipe` for arguments and errors.
+
+    Raises:
+        ValueError: also when there is no such device here.
+    """
+    check_device(config.device)
     return run_recipe(_recipe_class(config.recipe), config, console=console, sinks=sinks)
 
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.config.checks import in_one_line
 from rollcorr.config.conversion import resolve
 from rollcorr.config.finding import Finding
-from rollcorr.config.yaml_text import load_yaml
+from rollcorr.config.yaml_text import read_yaml
 from rollcorr.core.metric_registry import finalize
 from rollcorr.diagnostics.health.evidence import bare_metrics
 from rollcorr.diagnostics.health.health_check import HealthReport, health
@@ -48,9 +49,9 @@ def choose_config(*, preset: str | None = None, file: Path | None = None) -> Rol
     if preset is None and file is None:
         return DIAGNOSIS
     try:
-        config = resolve(preset if file is None else load_yaml(file.read_text(encoding="utf-8")))
+        config = resolve(preset if file is None else read_yaml(file))
     except (ValueError, TypeError) as error:
-        raise BadInputError(f"{file or '--preset'}: {error}") from error
+        raise BadInputError(f"{file or '--preset'}: {in_one_line(error)}") from error
     if config is None:
         raise BadInputError(f"{file}: no rollout correction there, so nothing to measure; try --preset disabled")
     return config
