@@ -25,7 +25,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
-def in_one_line(error: Exception, *, characters: int = 1500) -> str:
+def in_one_line(error: object, *, characters: int = 1500) -> str:
     """The text of an error in one line of some length. An error about a stranger's file may quote any part of it."""
     text = " ".join(str(error).split())
     if len(text) <= characters:

@@ -22,7 +22,7 @@ from rollcorr.diagnostics.health.health_check import HealthReport, health
 from rollcorr.diagnostics.log_check.shard_readers import read_shards
 from rollcorr.diagnostics.log_check.tally import COLUMNS, KEPT_COLUMNS, Measurement, Part, Tally, merge_parts
 from rollcorr.diagnostics.provenance.provenance_findings import NOT_COMPARABLE, Provenance
-from rollcorr.rollout_log import RolloutBatch, Shard, log_files, log_shards, read_shard
+from rollcorr.rollout_log import FileLimits, RolloutBatch, Shard, log_files, log_shards, read_shard
 from rollcorr.run_directory.stored_run import BadInputError
 
 DIAGNOSIS = RolloutCorrectionConfig(
@@ -95,6 +95,7 @@ def check_logs(
     batch_size: int = 256,
     workers: int = 1,
     ray: str | None = None,
+    file_limits: FileLimits | None = None,
     on_rows: Callable[[int, int], None] | None = None,
 ) -> CheckResult:
     """Judge rollout logs, Parquet or JSONL, without a training run.
@@ -110,6 +111,7 @@ def check_logs(
             `if __name__ == "__main__":`.
         ray: instead, the address of a Ray cluster whose nodes read: "auto", "local" or "ray://host:port". They need
             this package, and the files under the same names.
+        file_limits: what a file may hold; None for the defaults.
         on_rows: called now and then with the rows read since the last call, and the rows of the whole log.
 
     Returns:
@@ -131,7 +133,7 @@ def check_logs(
     if config.nonfinite == "raise":
         config = replace(config, nonfinite="reject_token")
 
-    shards = log_shards([str(path) for path in paths])
+    shards = log_shards([str(path) for path in paths], file_limits=file_limits)
     total, tally = sum(shard.rows for shard in shards), Tally()
     column, kept = train_column or "", False
     try:
