@@ -32,7 +32,7 @@ class FileLimits:
     row_tokens: int = 1 << 21
     row_kept_ids: int = 1 << 23
     line_bytes: int = 1 << 24
-    page_bytes: int = 1 << 28
+    page_bytes: int = 1 << 27
     footer_bytes: int = 1 << 24
 
     def __post_init__(self) -> None:

@@ -33,6 +33,8 @@ _READ_BUFFER = 1 << 16
 _KEPT_IDS_PER_TOKEN = 8
 # Values of all columns together that are read at once. Arrow takes up to 14 bytes for each while it decodes.
 _BATCH_VALUES = 1 << 24
+# Bytes of text that the rows read at once may have, if each repeats the largest page of texts.
+_BATCH_TEXT = 1 << 26
 # Columns of the file that the columns of the schema may consist of. This library's files have 31.
 _MOST_LEAVES = 256
 _WIDEST_VALUE = 16
@@ -202,7 +204,7 @@ class _Plan:
         largest_text = 0
         for group in piece:
             largest_text = max(largest_text, self._check_pages(group))
-        rows = max(1, min(rows, self._limits.page_bytes // max(largest_text, 1)))
+        rows = max(1, min(rows, _BATCH_TEXT // max(largest_text, 1)))
 
         # Where all rows together can be decoded at once, their lengths need not be known before.
         if sum(self._list_values(group) for group in piece) > _BATCH_VALUES:
@@ -223,7 +225,7 @@ class _Plan:
             if leaf.max_repetition_level == 0 and chunk.values != rows:
                 title = f"{column} has {chunk.values:,} values in row group {group} of {rows:,} rows"
                 raise DamagedParquetError(title)
-            size = max((page.size for page in pages_of(self._pages, chunk)), default=0)
+            size = max((max(page.size, page.stored) for page in pages_of(self._pages, chunk)), default=0)
             largest += size
             if leaf.physical_type == "BYTE_ARRAY":
                 largest_text += size

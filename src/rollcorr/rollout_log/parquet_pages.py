@@ -287,7 +287,7 @@ def _parse_header(thrift: _Thrift, position: int) -> Page:
         kind=kind,
         values=values,
         stored=stored,
-        size=max(size, stored),
+        size=size,
         body=position + thrift.position,
         levels=levels,
         level_encoding=level_encoding,
