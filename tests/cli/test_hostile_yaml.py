@@ -1,6 +1,8 @@
 """YAML files of strangers: whatever is in them, a command ends with exit code 2 and one line, or does its work."""
 
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -294,3 +296,11 @@ def test_a_flipped_bit_gives_one_line_or_a_configuration(tmp_path):
             assert len(message.splitlines()) == 1
             assert len(message) < 2000
     assert 60 < refused < 120
+
+
+def test_the_command_runs_as_a_module(tmp_path):
+    path = document(tmp_path, "steps: &a [*a]")
+    program = [sys.executable, "-m", "rollcorr.cli", "convert-config", str(path)]
+    ended = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "stands for a block that contains it" in ended.stderr
