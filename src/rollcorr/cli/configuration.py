@@ -47,21 +47,24 @@ def convert_config(
 
     from rich.console import Console
 
+    from rollcorr.config.checks import in_one_line
     from rollcorr.config.conversion import convert, converted_document
     from rollcorr.config.secrets import redact_text
-    from rollcorr.config.yaml_text import dump_yaml, load_yaml
+    from rollcorr.config.yaml_text import dump_yaml, read_yaml
 
     console = Console(stderr=True)
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            raw = load_yaml(old.read_text(encoding="utf-8"))
+            raw = read_yaml(old)
             conversion = convert(raw, schema=cast("Schema | None", schema))
         text = dump_yaml(converted_document(raw, conversion))
         if output is not None:
             output.write_text(text, encoding="utf-8")
     except (OSError, TypeError, ValueError) as error:
-        console.print(redact_text(f"{old}: {error}"), style="red", markup=False, highlight=False, soft_wrap=True)
+        console.print(
+            redact_text(f"{old}: {in_one_line(error)}"), style="red", markup=False, highlight=False, soft_wrap=True
+        )
         raise typer.Exit(2) from error
     if output is None:
         typer.echo(text, nl=False)

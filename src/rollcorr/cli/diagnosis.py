@@ -68,6 +68,10 @@ def check(
         str | None,
         typer.Option(metavar="ADDRESS", help="Read on this Ray cluster instead: auto, local or ray://host:port."),
     ] = None,
+    limit: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=NUMBER", help="Raise a limit on what a file may hold, for a file that you trust."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
 ) -> None:
     """Judge rollout logs without a training run. Exit codes: 0 healthy, 1 findings, 2 bad input, 130 interrupted."""
@@ -76,11 +80,15 @@ def check(
 
     from rollcorr.diagnostics.log_check import check_logs, choose_config
     from rollcorr.diagnostics.report.console import row_progress, show_health, to_json
-    from rollcorr.rollout_log import RolloutLogError
+    from rollcorr.rollout_log import FileLimits, RolloutLogError
     from rollcorr.run_directory.stored_run import BadInputError
 
     page = None
     with exit_on(BadInputError, RolloutLogError):
+        try:
+            file_limits = FileLimits.from_texts(limit or [])
+        except ValueError as error:
+            raise BadInputError(str(error)) from error
         correction_config = choose_config(preset=preset, file=config)
         with row_progress() as on_rows:
             result = check_logs(
@@ -90,6 +98,7 @@ def check(
                 diffusion=diffusion,
                 workers=workers,
                 ray=ray,
+                file_limits=file_limits,
                 on_rows=on_rows,
             )
 

@@ -41,6 +41,7 @@ def train(
     from rich.console import Console
     from rich.markup import escape
 
+    from rollcorr.config.checks import in_one_line
     from rollcorr.config.secrets import redact_text
     from rollcorr.engines.base import EngineError
     from rollcorr.train import recipes
@@ -53,7 +54,9 @@ def train(
         config = recipes.load_config(files[0] if files else None, [text for text in given if "=" in text])
         summary = recipes.train(config)
     except (EngineError, ValueError, TypeError, OSError, ImportError) as error:
-        message = f"[bold red]rollcorr train:[/] {escape(redact_text(str(error)))}"
+        # What an engine says may be a whole page of its own; what a file says may be anything.
+        reason = str(error) if isinstance(error, EngineError) else in_one_line(error)
+        message = f"[bold red]rollcorr train:[/] {escape(redact_text(reason))}"
         Console(stderr=True).print(message, highlight=False, soft_wrap=True)
         raise typer.Exit(3 if isinstance(error, EngineError) else 2) from error
     if summary.failure is not None:

@@ -25,6 +25,15 @@ def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
+def in_one_line(error: object, *, characters: int = 1500) -> str:
+    """The text of an error in one line of some length. An error about a stranger's file may quote any part of it."""
+    text = " ".join(str(error).split())
+    if len(text) <= characters:
+        return text
+    half = characters // 2
+    return f"{text[:half]} … {text[-half:]}"
+
+
 def warn_inert(config: object, inert: Iterable[tuple[str, str]]) -> None:
     """Warn, from a dataclass's `__post_init__`, of each (option, reason) that can have no effect."""
     for option, reason in inert:
@@ -70,7 +79,10 @@ def check_number(
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{option} must be a number; got {value!r} of type {type(value).__name__}")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond the largest double
+        raise ValueError(f"{option} must be finite; got an integer of more than 300 digits") from None
 
     # NaN satisfies no limit, and an option without limits must still be finite.
     limits = ((">=", at_least, operator.ge), (">", above, operator.gt), ("<=", at_most, operator.le))

@@ -2,31 +2,112 @@
 
 YAML 1.1 drops underscores from numbers, so an unquoted band `0.5_2` would arrive as 0.52, and it reads `1e-4` as a
 text. Here a threshold with an underscore stays a text, `1e-4` is a number, and a key written twice is an error.
+
+The text may come from a stranger. It is read within limits: bytes, depth, and the number of values that aliases stand
+for. Whatever is wrong with it is a ValueError of one line.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
 
+MAX_BYTES = 1 << 20
+"""Bytes that a YAML file may have."""
+MAX_VALUES = 20_000
+"""Values that a document may have once its aliases are written out; a long text counts once per 100 characters."""
+MAX_DEPTH = 64
+"""Levels of lists and mappings inside each other."""
+MAX_INTEGER = 1000
+"""Characters of an integer."""
+
 _TEXT_KEYS = {"rollout_is_threshold", "rollout_rs_threshold"}
 _TEXT = "tag:yaml.org,2002:str"
+_INTEGER = "tag:yaml.org,2002:int"
+_MERGE = "tag:yaml.org,2002:merge"
+
+
+class _LimitError(yaml.MarkedYAMLError):
+    """The document is YAML, but larger or deeper than what is read."""
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader, with thresholds kept as written."""
+    """The safe loader, with limits, and with thresholds kept as written."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._open = 0
+        self._composed = 0
+        self._written_out: dict[yaml.Node, tuple[int, int]] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """The next node, or the one that an alias stands for, if the document stays within its limits."""
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        mark = event.start_mark
+        is_alias = isinstance(event, yaml.AliasEvent)
+
+        # Composing recurses, and every reader of the document does. So the depth is limited on the way down.
+        self._open += 1
+        self._composed += 1
+        self._check(self._composed, self._open, mark)
+        node = super().compose_node(parent, index)
+        self._open -= 1
+        if node is None:
+            return None
+
+        # PyYAML shares what an alias stands for. Whoever walks, copies or prints the document writes it out.
+        if not is_alias:
+            self._written_out[node] = self._size_of(node)
+        elif node not in self._written_out:
+            raise _LimitError(None, None, f"alias *{event.anchor} stands for a block that contains it", mark)
+        self._check(*self._written_out[node], mark)
+        return node
+
+    def _size_of(self, node: yaml.Node) -> tuple[int, int]:
+        """Values and depth of a node whose parts are composed."""
+        if isinstance(node, yaml.ScalarNode):
+            return 1 + len(node.value) // 100, 0
+        parts = node.value
+        if isinstance(node, yaml.MappingNode):
+            parts = [part for pair in node.value for part in pair]
+        sizes = [self._written_out[part] for part in parts]
+        return 1 + sum(values for values, _ in sizes), 1 + max((depth for _, depth in sizes), default=0)
+
+    def _check(self, values: int, depth: int, mark: yaml.Mark) -> None:
+        if values > MAX_VALUES:
+            message = f"{values:,} values, with aliases written out; the limit is {MAX_VALUES:,}. Use fewer aliases"
+            raise _LimitError(None, None, message, mark)
+        if depth > MAX_DEPTH:
+            message = f"nested {depth} levels deep; the limit is {MAX_DEPTH}. Flatten the document"
+            raise _LimitError(None, None, message, mark)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:  # noqa: ANN401
+        """The value of a node. A text that does not fit its tag is an error with its line."""
+        if node.tag == _INTEGER and len(node.value) > MAX_INTEGER:
+            message = f"an integer of {len(node.value):,} characters; the limit is {MAX_INTEGER:,}"
+            raise _LimitError(None, None, message, node.start_mark)
+        try:
+            return super().construct_object(node, deep)
+        except yaml.YAMLError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            shown = repr(node.value)[:60]
+            message = f"{shown} is no {node.tag.rpartition(':')[2]}"
+            raise yaml.constructor.ConstructorError(None, None, message, node.start_mark) from error
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """A mapping without a key twice, with thresholds kept as written."""
         seen: set[str] = set()
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 continue
-            if key.value in seen and key.value != "<<":
+            if key.value in seen and key.tag != _MERGE:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"key {key.value!r} is written twice", key.start_mark
+                    None, None, f"key {key.value[:60]!r} is written twice", key.start_mark
                 )
             seen.add(key.value)
             if key.value in _TEXT_KEYS and isinstance(value, yaml.ScalarNode) and "_" in value.value:
@@ -43,14 +124,58 @@ def load_yaml(text: str) -> Any:  # noqa: ANN401 - a document may hold any plain
     """Read one YAML document into plain values.
 
     Raises:
-        ValueError: the text is not a YAML document, or a mapping has a key twice; the line is named.
+        ValueError: the text is not a YAML document, a mapping has a key twice, or the document exceeds a limit
+            (`MAX_VALUES`, `MAX_DEPTH`, `MAX_INTEGER`). The message is one line and names the place.
     """
     try:
         return yaml.load(text, Loader=_Loader)
+    except _LimitError as error:
+        raise ValueError(_in_one_line(error)) from error
     except yaml.YAMLError as error:
-        raise ValueError(f"not a YAML document: {error}") from error
+        raise ValueError(f"not a YAML document: {_in_one_line(error)}") from error
+
+
+def read_yaml_text(path: Path) -> str:
+    """The text of a YAML file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is longer than `MAX_BYTES`, or not UTF-8. The message does not name the file.
+    """
+    # Not all of a huge file, nor of a device without an end.
+    with path.open("rb") as file:
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"more than {MAX_BYTES:,} bytes, the limit of a YAML file; is it a configuration?")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        found = f"line {line}: byte {content[error.start]:#04x} is not UTF-8"
+        raise ValueError(f"{found}; save the file as UTF-8") from error
+
+
+def read_yaml(path: Path) -> Any:  # noqa: ANN401 - a document may hold any plain value
+    """The document of a YAML file, as plain values.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: as `read_yaml_text` and `load_yaml`.
+    """
+    return load_yaml(read_yaml_text(path))
 
 
 def dump_yaml(document: Mapping[str, Any]) -> str:
     """Write plain values as YAML, in the order given; texts that YAML would read as numbers are quoted."""
     return yaml.safe_dump(dict(document), sort_keys=False, allow_unicode=True, width=120)
+
+
+def _in_one_line(error: yaml.YAMLError) -> str:
+    """What PyYAML says, with the place in front."""
+    if isinstance(error, yaml.MarkedYAMLError):
+        mark = error.problem_mark or error.context_mark
+        place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+        return place + " ".join(str(error.problem or error.context).split())
+    if isinstance(error, yaml.reader.ReaderError):
+        return f"character {error.position + 1} is U+{error.character:04X}: {error.reason}"
+    return " ".join(str(error).split())

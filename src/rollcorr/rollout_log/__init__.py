@@ -2,6 +2,7 @@
 
 from rollcorr.rollout_log.batch import RolloutBatch
 from rollcorr.rollout_log.errors import RolloutLogError
+from rollcorr.rollout_log.file_limits import FileLimits
 from rollcorr.rollout_log.jsonl import JsonlSource
 from rollcorr.rollout_log.parquet import ParquetSource
 from rollcorr.rollout_log.reader import SHARD_TOKENS, count_rows, log_files, log_shards, read_rollout_log, read_shard
@@ -18,6 +19,7 @@ __all__ = [
     "TOKEN_COLUMNS",
     "BatchLimits",
     "Column",
+    "FileLimits",
     "JsonlSource",
     "LogSource",
     "ParquetSource",

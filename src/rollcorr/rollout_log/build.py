@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollcorr.config.checks import in_one_line
 from rollcorr.core.sampling import KeptSets
 from rollcorr.rollout_log.arrow import pa
 from rollcorr.rollout_log.errors import log_error
@@ -181,16 +182,16 @@ def _objects_array(name: str, values: list[Any], *, file: str | None = None, fir
     found_here = "int" in COLUMNS[name].type or "bool" in COLUMNS[name].type
     try:
         return pa.array(values, None if found_here else arrow_type(name))
-    except (pa.ArrowException, TypeError, OverflowError) as error:
+    except (pa.ArrowException, TypeError, OverflowError, UnicodeEncodeError) as error:
         row = next((row for row, value in enumerate(values) if not _fits(name, value)), 0)
         fix = f"expected {COLUMNS[name].type}"
-        raise log_error("type", str(error), fix=fix, file=file, row=first_row + row, column=name) from error
+        raise log_error("type", in_one_line(error), fix=fix, file=file, row=first_row + row, column=name) from error
 
 
 def _fits(name: str, value: object) -> bool:
     try:
         pa.array([value], arrow_type(name))
-    except (pa.ArrowException, TypeError, OverflowError):
+    except (pa.ArrowException, TypeError, OverflowError, UnicodeEncodeError):
         return False
     return True
 

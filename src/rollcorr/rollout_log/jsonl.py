@@ -8,24 +8,36 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rollcorr.config.json_text import load_json, openings
 from rollcorr.rollout_log.arrow import pa
 from rollcorr.rollout_log.batch import RolloutBatch
 from rollcorr.rollout_log.build import records_of_rows
 from rollcorr.rollout_log.errors import log_error
+from rollcorr.rollout_log.file_limits import FileLimits, limit_error
 from rollcorr.rollout_log.schema import COLUMNS, SCHEMA_VERSION, check_version
 from rollcorr.rollout_log.source import BatchLimits, Shard
 
 VERSION_FIELD = "schema_version"
+# Bytes of text that take as much memory as an empty list or object, when both are Python objects.
+_OPENING_BYTES = 32
 
 
 class JsonlSource:
-    """Files of JSON lines, plain or compressed. A subclass reads a foreign dump by overriding `row`."""
+    """Files of JSON lines, plain or compressed. A subclass reads a foreign dump by overriding `row`.
+
+    Args:
+        limits: what a file may hold.
+    """
 
     endings: tuple[str, ...] = (".jsonl", ".jsonl.gz")
+
+    def __init__(self, limits: FileLimits | None = None) -> None:
+        self.limits = limits or FileLimits()
 
     def row(self, value: Mapping[str, Any], *, file: str, row: int) -> Mapping[str, Any]:
         """The columns that one JSON object stands for; fields that are no columns are passed over."""
@@ -34,7 +46,7 @@ class JsonlSource:
 
     def shards(self, path: Path, *, tokens: int) -> Iterator[Shard]:
         """The whole file: lines cannot be found without reading all before them."""
-        rows = sum(1 for _ in _lines(path))
+        rows = sum(1 for _ in _lines(path, self.limits))
         if rows:
             yield Shard(file=str(path), source=self, rows=rows)
 
@@ -45,15 +57,16 @@ class JsonlSource:
         wanted, first_row = list(COLUMNS) if columns is None else columns, 0
         for rows in self._batches(path, limits):
             records = records_of_rows(rows, columns=wanted, file=str(path), first_row=first_row)
+            self.limits.check_row_lengths(records, file=path, first_row=first_row)
             yield RolloutBatch(records, str(path), first_row)
             first_row += len(rows)
 
     def _batches(self, path: Path, limits: BatchLimits) -> Iterator[list[Mapping[str, Any]]]:
         rows: list[Mapping[str, Any]] = []
         text_bytes = 0
-        for index, (number, line) in enumerate(_lines(path)):
+        for index, (number, line) in enumerate(_lines(path, self.limits)):
             rows.append(self.row(_parse(line, path, row=index, number=number), file=str(path), row=index))
-            text_bytes += len(line)
+            text_bytes += len(line) + _OPENING_BYTES * openings(line)
             if len(rows) == limits.rows or text_bytes >= limits.text_bytes:
                 yield rows
                 rows, text_bytes = [], 0
@@ -71,25 +84,31 @@ def to_lines(batch: RolloutBatch) -> Iterator[str]:
         yield "{" + ", ".join([head, *fields]) + "}\n"
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def _lines(path: Path, limits: FileLimits) -> Iterator[tuple[int, bytes]]:
     """The lines that are not blank, each with its number, which counts all of them."""
-    number = 0
+    number = rows = 0
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
-            for number, line in enumerate(stream, start=1):
+            while line := stream.readline(limits.line_bytes + 1):
+                number += 1
+                if len(line) > limits.line_bytes:
+                    found = f"line {number} has more than {limits.line_bytes:,} bytes"
+                    raise limit_error("line_bytes", found, limits.line_bytes, file=path, row=rows)
                 if not line.isspace():
+                    rows += 1
+                    limits.check_rows(rows, file=path)
                     yield number, line
-    except (EOFError, OSError) as error:
+    except (EOFError, OSError, zlib.error) as error:
         title = f"line {number + 1} cannot be read: {error}"
         raise log_error("unreadable", title, fix="was it cut off while it was copied?", file=path) from error
 
 
 def _parse(line: bytes, path: Path, *, row: int, number: int) -> dict[str, Any]:
     try:
-        value = json.loads(line)
+        value = load_json(line)
     except ValueError as error:
-        fix = "correct or delete it"
-        raise log_error("json", f"line {number} is not JSON: {error}", fix=fix, file=path, row=row) from error
+        title = f"line {number} is not JSON: {error}"
+        raise log_error("json", title, fix="correct or delete it", file=path, row=row) from error
     if not isinstance(value, dict):
         title = f"line {number} is a JSON {type(value).__name__}, not an object"
         raise log_error("json", title, file=path, row=row)

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
+import numpy as np
+
+from rollcorr.config.checks import in_one_line
 from rollcorr.rollout_log.arrow import pa, pq
 from rollcorr.rollout_log.batch import RolloutBatch
 from rollcorr.rollout_log.errors import log_error
+from rollcorr.rollout_log.file_limits import FileLimits, limit_error
+from rollcorr.rollout_log.parquet_pages import (
+    DamagedParquetError,
+    Footer,
+    FooterSizeError,
+    pages_of,
+    read_footer,
+    row_starts,
+)
 from rollcorr.rollout_log.schema import COLUMNS, TOKEN_COLUMNS, VERSION_KEY, check_version, conform
 from rollcorr.rollout_log.source import BatchLimits, Shard
 
@@ -16,17 +31,31 @@ from rollcorr.rollout_log.source import BatchLimits, Shard
 _READ_BUFFER = 1 << 16
 # Ids of kept sets that take about as much memory as a token with its log-probs, when both are looked at.
 _KEPT_IDS_PER_TOKEN = 8
+# Values of all columns together that are read at once. Arrow takes up to 14 bytes for each while it decodes.
+_BATCH_VALUES = 1 << 24
+# Bytes of text that the rows read at once may have, if each repeats the largest page of texts.
+_BATCH_TEXT = 1 << 26
+# Columns of the file that the columns of the schema may consist of. This library's files have 31.
+_MOST_LEAVES = 256
+_WIDEST_VALUE = 16
 
 
 class ParquetSource:
-    """Parquet files: this library's, and those of others that use the names of the schema."""
+    """Parquet files: this library's, and those of others that use the names of the schema.
+
+    Args:
+        limits: what a file may hold.
+    """
 
     endings: tuple[str, ...] = (".parquet",)
 
+    def __init__(self, limits: FileLimits | None = None) -> None:
+        self.limits = limits or FileLimits()
+
     def shards(self, path: Path, *, tokens: int) -> Iterator[Shard]:
         """As many row groups as make up `tokens`, one at least; from the footer."""
-        with _open(path) as file:
-            sizes = [_size(file.metadata.row_group(group)) for group in range(file.metadata.num_row_groups)]
+        with self._open(path) as opened:
+            sizes = [_size(opened, group) for group in range(len(opened.footer.rows))]
 
         first_row = start = 0
         while start < len(sizes):
@@ -56,32 +85,186 @@ class ParquetSource:
             groups, first_row = list(range(*shard.row_groups)), shard.first_row
             rows = min(rows, max(1, limits.tokens // max(shard.row_tokens, 1)))
 
-        with _open(path) as file:
+        with self._open(path) as opened:
+            file = opened.file
             wanted = COLUMNS if columns is None else columns
             names = [name for name in file.schema_arrow.names if name in wanted]
             if not names:
                 title = f"none of the columns {', '.join(wanted)}; it has {file.schema_arrow.names}"
                 raise log_error("missing", title, file=path)
-            for records in file.iter_batches(batch_size=rows, columns=names, row_groups=groups):
-                yield RolloutBatch(conform(records, file=str(path), first_row=first_row), str(path), first_row)
-                first_row += len(records)
 
+            plan = _Plan(path, opened, names, self.limits)
+            for piece in plan.pieces(range(len(opened.footer.rows)) if groups is None else groups):
+                size = plan.batch_rows(piece, rows)
+                for records in file.iter_batches(batch_size=size, columns=names, row_groups=piece):
+                    whole = conform(records, file=str(path), first_row=first_row)
+                    self.limits.check_row_lengths(whole, file=path, first_row=first_row)
+                    yield RolloutBatch(whole, str(path), first_row)
+                    first_row += len(records)
 
-@contextmanager
-def _open(path: Path) -> Iterator[pq.ParquetFile]:
-    """An open Parquet file of a version that can be read. What Arrow says of a damaged file is told with its name."""
-    try:
-        with pq.ParquetFile(path, buffer_size=_READ_BUFFER, pre_buffer=False) as file:
-            check_version((file.metadata.metadata or {}).get(VERSION_KEY.encode()), file=str(path))
-            yield file
-    except (pa.ArrowException, OSError) as error:
+    @contextmanager
+    def _open(self, path: Path) -> Iterator[_Opened]:
+        """An open Parquet file of a version that can be read. What is wrong with it is told with its name."""
         fix = "copy or write it again; the writer of this library leaves whole files only"
-        raise log_error("unreadable", f"not a whole Parquet file: {error}", fix=fix, file=path) from error
+        most = self.limits.footer_bytes
+        try:
+            with path.open("rb", buffering=0) as pages:
+                state = os.fstat(pages.fileno())
+                footer = _footer(str(path), state.st_size, state.st_mtime_ns, most)
+                self.limits.check_rows(sum(footer.rows), file=path)
+                with pq.ParquetFile(
+                    path, buffer_size=_READ_BUFFER, pre_buffer=False, page_checksum_verification=True
+                ) as file:
+                    check_version((file.metadata.metadata or {}).get(VERSION_KEY.encode()), file=str(path))
+                    if (len(file.schema), file.metadata.num_rows) != (footer.leaves, sum(footer.rows)):
+                        raise DamagedParquetError("the footer contradicts itself")
+                    yield _Opened(file, pages, footer)
+        except FooterSizeError as error:
+            raise limit_error("footer_bytes", f"a footer of {error.args[0]:,} bytes", most, file=path) from error
+        except (
+            pa.ArrowException,
+            OSError,
+            DamagedParquetError,
+            UnicodeDecodeError,
+            IndexError,
+            OverflowError,
+        ) as error:
+            title = f"not a whole Parquet file: {in_one_line(error)}"
+            raise log_error("unreadable", title, fix=fix, file=path) from error
 
 
-def _size(group: pq.RowGroupMetaData) -> tuple[int, int]:
+class _Opened(NamedTuple):
+    """An open file: as Arrow reads it, as bytes, and what its footer says."""
+
+    file: pq.ParquetFile
+    pages: BinaryIO
+    footer: Footer
+
+
+@lru_cache(maxsize=2)
+def _footer(path: str, size: int, changed: int, most_bytes: int) -> Footer:
+    """The footer of a file, read once for all of its shards as long as the file does not change."""
+    with Path(path).open("rb", buffering=0) as file:
+        return read_footer(file, most_bytes=most_bytes)
+
+
+class _Plan:
+    """How many rows of a file may be read at once, from the headers of its pages.
+
+    Args:
+        path: the file, for messages.
+        opened: the same, open.
+        names: the columns that are read.
+        limits: what the file may hold.
+
+    Raises:
+        RolloutLogError: a column has a form that no column of the schema can have.
+    """
+
+    def __init__(self, path: Path, opened: _Opened, names: Sequence[str], limits: FileLimits) -> None:
+        file, self._pages, self._footer = opened
+        self._path, self._limits = path, limits
+        leaves = [(index, file.schema.column(index)) for index in range(len(file.schema))]
+        self._leaves = [
+            (index, leaf, leaf.path.split(".")[0]) for index, leaf in leaves if leaf.path.split(".")[0] in names
+        ]
+        if len(self._leaves) > _MOST_LEAVES:
+            title = f"its columns consist of {len(self._leaves):,} parts; the limit is {_MOST_LEAVES}"
+            raise log_error("type", title, fix="keep to the columns of the schema", file=path)
+        for _, leaf, column in self._leaves:
+            nested = leaf.max_repetition_level > 1
+            of_texts = leaf.max_repetition_level == 1 and leaf.physical_type == "BYTE_ARRAY"
+            wide = leaf.physical_type == "FIXED_LEN_BYTE_ARRAY" and leaf.length > _WIDEST_VALUE
+            if nested or of_texts or wide:
+                found = file.schema_arrow.field(column).type
+                title = f"{in_one_line(str(found))} cannot be read as {COLUMNS[column].type}"
+                raise log_error("type", title, file=path, column=column)
+
+    def pieces(self, groups: Iterable[int]) -> Iterator[list[int]]:
+        """Consecutive row groups that are read together: as many as can be decoded at once, one at least."""
+        piece: list[int] = []
+        held = 0
+        for group in groups:
+            values = self._list_values(group)
+            if piece and held + values > _BATCH_VALUES:
+                yield piece
+                piece, held = [], 0
+            piece.append(group)
+            held += values
+        if piece:
+            yield piece
+
+    def batch_rows(self, piece: Sequence[int], rows: int) -> int:
+        """Most rows of a batch of these row groups: `rows`, or fewer where they are long.
+
+        Raises:
+            RolloutLogError: a row, or a page, exceeds its limit.
+            DamagedParquetError: the headers of the pages contradict the footer.
+        """
+        largest_text = 0
+        for group in piece:
+            largest_text = max(largest_text, self._check_pages(group))
+        rows = max(1, min(rows, _BATCH_TEXT // max(largest_text, 1)))
+
+        # Where all rows together can be decoded at once, their lengths need not be known before.
+        if sum(self._list_values(group) for group in piece) > _BATCH_VALUES:
+            for group in piece:
+                rows = self._rows_that_fit(group, rows)
+        return rows
+
+    def _list_values(self, group: int) -> int:
+        chunks = self._footer.groups[group]
+        return sum(chunks[index].values for index, leaf, _ in self._leaves if leaf.max_repetition_level)
+
+    def _check_pages(self, group: int) -> int:
+        """Check the pages of a row group; returns the bytes of the largest texts that a row of it may have."""
+        chunks, rows = self._footer.groups[group], self._footer.rows[group]
+        largest, largest_text = 0, 0
+        for index, leaf, column in self._leaves:
+            chunk = chunks[index]
+            if leaf.max_repetition_level == 0 and chunk.values != rows:
+                title = f"{column} has {chunk.values:,} values in row group {group} of {rows:,} rows"
+                raise DamagedParquetError(title)
+            size = max((max(page.size, page.stored) for page in pages_of(self._pages, chunk)), default=0)
+            largest += size
+            if leaf.physical_type == "BYTE_ARRAY":
+                largest_text += size
+        if largest > self._limits.page_bytes:
+            found = f"the pages of row group {group} decompress to {largest:,} bytes at once"
+            raise limit_error("page_bytes", found, self._limits.page_bytes, file=self._path)
+        return largest_text
+
+    def _rows_that_fit(self, group: int, rows: int) -> int:
+        """At most `rows`, so many that no batch of a row group has too many values.
+
+        Raises:
+            RolloutLogError: a row has too many of them.
+        """
+        chunks, group_rows = self._footer.groups[group], self._footer.rows[group]
+        if not group_rows:
+            return rows
+        before = sum(self._footer.rows[:group])
+        values = np.zeros(group_rows, np.int64)
+        for index, leaf, column in self._leaves:
+            if leaf.max_repetition_level:
+                chunk = chunks[index]
+                starts = row_starts(self._pages, chunk, rows=group_rows)
+                lengths = np.diff(starts, append=chunk.values)
+                name, limit = self._limits.of_row(column)
+                if lengths.max() > limit:
+                    row = int(lengths.argmax())
+                    found = f"{int(lengths[row]):,} values in one row"
+                    raise limit_error(name, found, limit, file=self._path, row=before + row, column=column)
+                values += lengths
+
+        while rows > 1 and np.add.reduceat(values, np.arange(0, len(values), rows)).max() > _BATCH_VALUES:
+            rows = max(1, rows // 2)
+        return rows
+
+
+def _size(opened: _Opened, group: int) -> tuple[int, int]:
     """Rows of a row group, and its tokens or what kept sets cost in tokens. Empty and null lists count as 1."""
-    columns = [group.column(i) for i in range(group.num_columns)]
-    values = {column.path_in_schema.split(".")[0]: column.num_values for column in columns}
+    schema, chunks = opened.file.schema, opened.footer.groups[group]
+    values = {schema.column(index).path.split(".")[0]: chunk.values for index, chunk in enumerate(chunks)}
     tokens = max((values[name] for name in TOKEN_COLUMNS if name in values), default=0)
-    return group.num_rows, max(tokens, values.get("kept_ids", 0) // _KEPT_IDS_PER_TOKEN)
+    return opened.footer.rows[group], max(tokens, values.get("kept_ids", 0) // _KEPT_IDS_PER_TOKEN)

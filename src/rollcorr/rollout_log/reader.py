@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rollcorr.rollout_log.batch import RolloutBatch
 from rollcorr.rollout_log.errors import log_error
+from rollcorr.rollout_log.file_limits import FileLimits
 from rollcorr.rollout_log.jsonl import JsonlSource
 from rollcorr.rollout_log.parquet import ParquetSource
 from rollcorr.rollout_log.schema import with_mask
@@ -28,7 +29,12 @@ SHARD_TOKENS = 1 << 20
 
 
 def read_rollout_log(
-    paths: Paths, *, columns: Iterable[str] | None = None, batch_size: int = 256, source: LogSource | None = None
+    paths: Paths,
+    *,
+    columns: Iterable[str] | None = None,
+    batch_size: int = 256,
+    source: LogSource | None = None,
+    file_limits: FileLimits | None = None,
 ) -> Iterator[RolloutBatch]:
     """The rows of one or many logs, batch by batch; a batch never spans two files.
 
@@ -37,6 +43,7 @@ def read_rollout_log(
         columns: the columns to read; None is all. `response_mask` is always read along with a token column.
         batch_size: most rows of a batch: what is in memory at once.
         source: the format of the files. None tells it by their endings.
+        file_limits: what a file may hold; None for the defaults. A `source` has its own.
 
     Raises:
         ValueError: an unknown column, or a batch size below 1.
@@ -47,24 +54,36 @@ def read_rollout_log(
     wanted, limits = None if columns is None else with_mask(columns), BatchLimits(rows=batch_size)
     # The files are found now, not at the first batch, so a wrong path fails where it was written.
     files = log_files(paths, source=source)
-    return (batch for file in files for batch in (source or source_of(file)).read(file, columns=wanted, limits=limits))
+    sources = sources_with(file_limits) if source is None else (source,)
+    return (
+        batch
+        for file in files
+        for batch in (source or source_of(file, sources)).read(file, columns=wanted, limits=limits)
+    )
 
 
-def log_shards(paths: Paths, *, tokens: int = SHARD_TOKENS, source: LogSource | None = None) -> list[Shard]:
+def log_shards(
+    paths: Paths,
+    *,
+    tokens: int = SHARD_TOKENS,
+    source: LogSource | None = None,
+    file_limits: FileLimits | None = None,
+) -> list[Shard]:
     """The shards of one or many logs, in the order of their rows: pieces that can be read apart.
 
     Where the cuts are depends on the log alone, never on who reads it. So sums over shards, merged in their order, are
     the same for any number of readers. A shard of a Parquet file is as many row groups as make up `tokens`, one at
     least, known from the footers. A JSONL file is one shard. A shard never spans two files, and files without rows
-    have none.
+    have none. A shard takes the `file_limits` along.
 
     Raises:
         RolloutLogError: no log there, or a file that is damaged or has a newer schema.
     """
     shards: list[Shard] = []
     before = 0
+    sources = sources_with(file_limits) if source is None else (source,)
     for file in log_files(paths, source=source):
-        of_file = list((source or source_of(file)).shards(file, tokens=tokens))
+        of_file = list((source or source_of(file, sources)).shards(file, tokens=tokens))
         shards += [replace(shard, before=before + shard.first_row) for shard in of_file]
         before += sum(shard.rows for shard in of_file)
     return shards
@@ -117,6 +136,11 @@ def log_files(paths: Paths, *, source: LogSource | None = None) -> list[Path]:
             raise log_error("missing", f"no rollout log here; looked for {_endings(sources)}", file=path)
         found.update(dict.fromkeys(files))
     return list(found)
+
+
+def sources_with(file_limits: FileLimits | None) -> tuple[LogSource, ...]:
+    """The formats of this library with some limits; None for the defaults."""
+    return SOURCES if file_limits is None else (ParquetSource(file_limits), JsonlSource(file_limits))
 
 
 def source_of(path: Path, sources: Sequence[LogSource] = SOURCES) -> LogSource:

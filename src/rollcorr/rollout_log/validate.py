@@ -14,6 +14,7 @@ from rollcorr.config.sampling_spec import JSON_MINUS_INFINITY
 from rollcorr.rollout_log.arrow import pa
 from rollcorr.rollout_log.batch import LENGTH_FIX, RolloutBatch
 from rollcorr.rollout_log.errors import RolloutLogError
+from rollcorr.rollout_log.file_limits import FileLimits
 from rollcorr.rollout_log.reader import Paths, log_files, read_rollout_log
 from rollcorr.rollout_log.schema import TOKEN_COLUMNS, arrow_type, check_columns, ragged
 
@@ -57,7 +58,11 @@ class ValidationReport(HasFindings):
 
 
 def validate_rollout_log(
-    paths: Paths, *, required: Sequence[Sequence[str]] = CHECK_COLUMNS, batch_size: int = 256
+    paths: Paths,
+    *,
+    required: Sequence[Sequence[str]] = CHECK_COLUMNS,
+    batch_size: int = 256,
+    file_limits: FileLimits | None = None,
 ) -> ValidationReport:
     """Read logs from end to end and collect what is wrong, without raising for it.
 
@@ -71,6 +76,7 @@ def validate_rollout_log(
         required: groups of columns; of each group one must be recorded in each file. The default is what measuring
             the mismatch needs. `()` asks for nothing.
         batch_size: most rows in memory at once.
+        file_limits: what a file may hold; None for the defaults.
 
     Raises:
         ValueError: `required` names an unknown column.
@@ -86,7 +92,7 @@ def validate_rollout_log(
         recorded: set[str] = set()
         rows = 0
         try:
-            for batch in read_rollout_log(file, batch_size=batch_size):
+            for batch in read_rollout_log(file, batch_size=batch_size, file_limits=file_limits):
                 rows += len(batch)
                 recorded |= {name for name in batch.columns if batch.has(name)}
                 found = merge_findings([*found, *validate_batch(batch)])

@@ -11,6 +11,7 @@ from types import TracebackType
 
 from rollcorr.rollout_log.arrow import pa, pq
 from rollcorr.rollout_log.batch import RolloutBatch
+from rollcorr.rollout_log.file_limits import FileLimits
 from rollcorr.rollout_log.jsonl import to_lines
 from rollcorr.rollout_log.reader import Paths, read_rollout_log, source_of
 from rollcorr.rollout_log.schema import COLUMNS, arrow_schema
@@ -107,17 +108,23 @@ class RolloutLogWriter:
 
 
 def convert_log(
-    source: Paths, target: str | os.PathLike[str], *, batch_size: int = 256, overwrite: bool = False
+    source: Paths,
+    target: str | os.PathLike[str],
+    *,
+    batch_size: int = 256,
+    overwrite: bool = False,
+    file_limits: FileLimits | None = None,
 ) -> int:
     """Write the rows of one or many logs as one file of the form that its ending says; returns the number of rows.
 
-    Nothing is left when the source cannot be read to its end.
+    Nothing is left when the source cannot be read to its end. `file_limits` is what a file may hold; None for the
+    defaults.
 
     Raises:
         FileExistsError: the target exists and `overwrite` is false.
         RolloutLogError: as `read_rollout_log`.
     """
-    batches = read_rollout_log(source, batch_size=batch_size)
+    batches = read_rollout_log(source, batch_size=batch_size, file_limits=file_limits)
     writer = RolloutLogWriter(target, overwrite=overwrite)
     try:
         for batch in batches:
@@ -136,7 +143,14 @@ class _ParquetSink:
         # Token columns hardly repeat: a dictionary costs time, and could merge bit patterns of NaN.
         flat = [column.name for column in COLUMNS.values() if column.type in ("int64", "string")]
         self._writer = pq.ParquetWriter(
-            path, self._schema, compression="zstd", compression_level=1, use_dictionary=flat, write_statistics=flat
+            path,
+            self._schema,
+            compression="zstd",
+            compression_level=1,
+            use_dictionary=flat,
+            write_statistics=flat,
+            # Without a checksum, a flipped bit in a log-prob is another log-prob.
+            write_page_checksum=True,
         )
 
     def write(self, batch: RolloutBatch) -> None:

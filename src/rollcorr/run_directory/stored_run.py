@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.config.checks import in_one_line
 from rollcorr.config.conversion import resolve
+from rollcorr.config.json_text import load_json, openings
 from rollcorr.config.secrets import redact, redact_text, secret_places
-from rollcorr.config.yaml_text import dump_yaml, load_yaml
+from rollcorr.config.yaml_text import dump_yaml, load_yaml, read_yaml_text
 from rollcorr.run_directory.directory import STEP_PREFIX, RunDirectory, step_of
 
 PICTURES = {"before": "Before training", "after": "After training"}
 """Pictures that a run may leave, by `RunDirectory.picture`, and what they show."""
+MAX_LINE_BYTES = 1 << 20
+"""Bytes of one line of metrics.jsonl: a run writes a few thousand."""
+MAX_METRICS_BYTES = 1 << 27
+"""Bytes of a metrics.jsonl."""
+MAX_METRICS = 1 << 22
+"""Numbers of a metrics.jsonl: 40,000 steps with 100 metrics. They are all in memory at once."""
 
 
 LINK_LEFT_OUT = "is a symbolic link out of the run directory and was left out"
@@ -76,8 +85,9 @@ def read_run(path: Path) -> Run:
     by_step: dict[int, Mapping[str, Any]] = {}
     for index, metrics in enumerate(steps, start=1):
         step = metrics.get("step", index)
-        if not isinstance(step, int):
-            raise BadInputError(f"{directory.metrics}: step {step!r} is not a whole number; correct the line")
+        if not isinstance(step, int) or isinstance(step, bool):
+            shown = reprlib.repr(step)
+            raise BadInputError(f"{directory.metrics}: step {shown} is not a whole number; correct the line")
         by_step[step] = metrics
     repeated = len(steps) - len(by_step)
     if repeated:
@@ -125,24 +135,32 @@ def drop_later_steps(directory: RunDirectory, step: int) -> None:
 
 def _read_lines(path: Path) -> tuple[list[dict[str, Any]], int | None]:
     """The whole lines of a metrics.jsonl, and the number of a cut-off last line, if there is one."""
+    rows: list[dict[str, Any]] = []
+    names: dict[str, str] = {}
+    size = values = 0
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        with path.open("rb") as file:
+            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
+                size += len(line)
+                values += line.count(b",") + openings(line)
+                _check_size(path, number, line=len(line), whole=size, values=values)
+                if not line.strip():
+                    continue
+
+                # A line and its end are written at once, so only a line without an end was cut off by a crash.
+                try:
+                    row = load_json(line)
+                except ValueError as error:
+                    if not line.endswith(b"\n"):
+                        return rows, number
+                    message = f"{path}:{number}: not JSON ({error}); repair or remove the line"
+                    raise BadInputError(message) from error
+                if not isinstance(row, dict):
+                    kind = type(row).__name__
+                    raise BadInputError(f"{path}:{number}: expected a JSON object, got {kind}; remove the line")
+                rows.append(_checked(row, f"{path}:{number}", names))
     except OSError as error:
         raise BadInputError(f"{path}: {error.strerror}; a run writes it, one JSON object per step") from error
-
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
-    rows: list[dict[str, Any]] = []
-    for number, line in lines:
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            # A line and its end are written at once, so only a line without an end was cut off by a crash.
-            if number == lines[-1][0] and not text.endswith("\n"):
-                return rows, number
-            raise BadInputError(f"{path}:{number}: not JSON ({error}); repair or remove the line") from error
-        if not isinstance(row, dict):
-            raise BadInputError(f"{path}:{number}: expected a JSON object, got {type(row).__name__}; remove the line")
-        rows.append(row)
     return rows, None
 
 
@@ -154,14 +172,35 @@ def _leads_out(path: Path, run: Path) -> bool:
         return True
 
 
+def _check_size(path: Path, number: int, *, line: int, whole: int, values: int) -> None:
+    """Stop before a line, or the file, is larger than what a run writes."""
+    if line > MAX_LINE_BYTES:
+        message = f"{path}:{number}: the line has more than {MAX_LINE_BYTES:,} bytes, the limit; remove it"
+        raise BadInputError(message)
+    for found, limit, what in ((whole, MAX_METRICS_BYTES, "bytes"), (values, MAX_METRICS, "numbers")):
+        if found > limit:
+            message = f"{path}: more than {limit:,} {what}, the limit; thin it out, for example to every tenth line"
+            raise BadInputError(message)
+
+
+def _checked(row: dict[str, Any], place: str, names: dict[str, str]) -> dict[str, Any]:
+    """A line whose numbers a double can hold. The lines share the texts of their names, most of what they take."""
+    for name, value in row.items():
+        if isinstance(value, int) and value.bit_length() > 63:
+            shown = reprlib.repr(name)
+            raise BadInputError(f"{place}: {shown} is an integer of more than 63 bits; repair or remove the line")
+    return {names.setdefault(name, name): value for name, value in row.items()}
+
+
 def _read_config(path: Path, run: Path) -> tuple[RolloutCorrectionConfig | None, str, list[str]]:
     """The correction's configuration. What cannot be read is a remark, because the metrics can be judged without it."""
     if _leads_out(path, run):
         return None, "", [f"{path.name} {LINK_LEFT_OUT}; so were rules about thresholds"]
     if not path.exists():
         return None, "", [f"there is no {path.name}; rules about thresholds were left out"]
-    text = path.read_text(encoding="utf-8")
+    text = ""
     try:
+        text = read_yaml_text(path)
         document = load_yaml(text)
 
         # Text that has no secret stays as it was written, with its comments.
@@ -169,7 +208,7 @@ def _read_config(path: Path, run: Path) -> tuple[RolloutCorrectionConfig | None,
         text = dump_yaml(redact(document)) if places else redact_text(text)
         remarks = [f"{path.name} itself holds secrets, in {', '.join(places)}: do not share it"] if places else []
         return resolve(document), text, remarks
-    except (ValueError, TypeError) as error:
-        reason = redact_text(str(error))
-        remark = f"{path.name} could not be interpreted ({reason}); rules about thresholds were left out"
+    except (OSError, ValueError, TypeError) as error:
+        why = redact_text(in_one_line(error))
+        remark = f"{path.name} could not be interpreted ({why}); rules about thresholds were left out"
         return None, redact_text(text), [remark]

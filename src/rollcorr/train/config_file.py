@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
+import re
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from rollcorr.config.conversion import resolve
-from rollcorr.config.yaml_text import load_yaml
+from rollcorr.config.yaml_text import load_yaml, read_yaml
 from rollcorr.train.run_config import RunConfig
 
 CORRECTION_KEY = "algorithm.rollout_correction"
-FREE_FORM = (CORRECTION_KEY, "model.config", "rollout.engine_options")
+ENGINE_OPTIONS_KEY = "rollout.engine_options"
+FREE_FORM = (CORRECTION_KEY, "model.config", ENGINE_OPTIONS_KEY)
 
 
 Config = TypeVar("Config", bound=RunConfig)
@@ -46,13 +50,17 @@ def read_config(path: str | Path | None, overrides: Sequence[str], config_class:
     for layer in layers:
         _check_names(layer, config_class)
 
-    # OmegaConf merges blocks and checks types; a correction may also be a name or null, so it goes around OmegaConf.
+    # OmegaConf merges blocks and checks types. A correction may also be a name or null, so it goes around OmegaConf.
+    # So do the options of an engine: what OmegaConf would fill in there is not its business.
     correction = merge_corrections(layers)
+    engine_options = _merge_engine_options(layers)
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(config_class), *(_without_correction(layer) for layer in layers))
+        merged = OmegaConf.merge(OmegaConf.structured(config_class), *(_without_detours(layer) for layer in layers))
         values: Any = OmegaConf.to_container(merged)
         if "algorithm" in values:
             values["algorithm"]["rollout_correction"] = correction
+        if engine_options is not None:
+            values["rollout"]["engine_options"] = engine_options
         config: Config = _build(config_class, values)
     except OmegaConfBaseException as error:
         where = f"{error.full_key}: " if error.full_key else ""
@@ -103,38 +111,73 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"configuration {str(path)!r} does not exist")
     try:
-        values = load_yaml(path.read_text(encoding="utf-8")) or {}
+        values = read_yaml(path)
+        if values is None:
+            return {}
+        if not isinstance(values, dict):
+            raise ValueError(f"expected a block of options, got {type(values).__name__}")
+        _check_values(values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path}: expected a block of options, got {type(values).__name__}")
     return values
 
 
 def _parse_override(text: str) -> dict[str, Any]:
     name, separator, value = text.partition("=")
     parts = name.removeprefix("+").split(".")
-    if not separator or not all(parts):
-        raise ValueError(f"override {text!r} is not of the form dotted.name=value")
+    if not separator or not all(re.fullmatch(r"[\w-]+", part) for part in parts):
+        raise ValueError(f"override {reprlib.repr(text)} is not of the form dotted.name=value")
 
     # The last part stays a key, so that YAML reads the value as it would in a file: thresholds keep their underscore.
     try:
-        parsed: dict[str, Any] = load_yaml(f"{parts[-1]}: {value}")
+        document = load_yaml(f"{parts[-1]}: {value}")
+        if len(document) != 1:
+            raise ValueError("it sets more than one option; write one override for each")
+        (parsed,) = document.values()
+        for part in reversed(parts):
+            parsed = {part: parsed}
+        _check_values(parsed)
     except ValueError as error:
-        raise ValueError(f"override {text!r}: {error}") from error
+        raise ValueError(f"override {reprlib.repr(text)}: {error}") from error
+    return dict(parsed)
 
-    for part in reversed(parts[:-1]):
-        parsed = {part: parsed}
-    return parsed
+
+def _check_values(layer: Mapping[str, Any]) -> None:
+    """Check that every value is one that an option can have: given, finite, and written out."""
+    for name, value in _all_values(layer, ""):
+        if isinstance(value, str):
+            if value == "???":
+                raise ValueError(f"{name} is ???, which means that it is still to be given; give it: {name}=VALUE")
+            if "${" in value and not name.startswith(f"{ENGINE_OPTIONS_KEY}."):
+                shown = reprlib.repr(value)
+                raise ValueError(f"{name} is {shown}, but nothing is filled in for ${{…}} here; write the value itself")
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name} must be a finite number, got {value}")
+        elif isinstance(value, int) and value.bit_length() > 63:
+            raise ValueError(f"{name} must be below 2^63, got an integer of {value.bit_length()} bits")
+        elif value is not None and not isinstance(value, int | float):
+            raise ValueError(f"{name} must be text, a number, true, false, null, a list or a block, got {value!r}")
+
+
+def _all_values(value: object, name: str) -> Iterator[tuple[str, Any]]:
+    """Dotted names and values of everything in a layer, also within lists and free-form blocks."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _all_values(item, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _all_values(item, f"{name}[{index}]")
+    else:
+        yield name, value
 
 
 def _check_names(layer: Mapping[str, Any], config_class: type) -> None:
     known = dict(_known_names(config_class))
     for name, value in _leaves(layer):
         if name in known and known[name] is not None and not isinstance(value, Mapping):
-            raise ValueError(f"{name} is a block of options, got {value!r}; set {name}.<option> instead")
+            raise ValueError(f"{name} is a block of options, got {reprlib.repr(value)}; set {name}.<option> instead")
         if name not in known:
-            raise ValueError(f"unknown option {name!r}{_suggestion(name, list(known))}")
+            raise ValueError(f"unknown option {reprlib.repr(name)}{_suggestion(name, list(known))}")
 
 
 def _leaves(layer: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -176,9 +219,38 @@ def _suggestion(name: str, known: list[str]) -> str:
     return f"; options of {section or 'a run'}: {', '.join(siblings)}" if siblings else ""
 
 
-def _without_correction(layer: Mapping[str, Any]) -> dict[str, Any]:
-    algorithm = {key: value for key, value in (layer.get("algorithm") or {}).items() if key != "rollout_correction"}
-    return {**layer, "algorithm": algorithm} if "algorithm" in layer else dict(layer)
+def _merge_engine_options(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The final `rollout.engine_options`: each layer adds to it. None: no layer gives them."""
+    merged: dict[str, Any] | None = None
+    for layer in layers:
+        rollout = layer.get("rollout") or {}
+        if "engine_options" in rollout:
+            given = rollout["engine_options"]
+            if not isinstance(given, Mapping):
+                raise ValueError(f"{ENGINE_OPTIONS_KEY} is a block of options, got {reprlib.repr(given)}")
+            merged = _merge_blocks(merged or {}, given)
+    return merged
+
+
+def _merge_blocks(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Two blocks of options: the second one wins, and blocks inside them are merged."""
+    merged = dict(below)
+    for key, value in above.items():
+        under = merged.get(key)
+        if isinstance(value, Mapping) and isinstance(under, Mapping):
+            value = _merge_blocks(under, value)
+        merged[key] = value
+    return merged
+
+
+def _without_detours(layer: Mapping[str, Any]) -> dict[str, Any]:
+    """A layer without what goes around OmegaConf."""
+    kept = dict(layer)
+    for name in (CORRECTION_KEY, ENGINE_OPTIONS_KEY):
+        block, _, option = name.partition(".")
+        if block in kept:
+            kept[block] = {key: value for key, value in (kept[block] or {}).items() if key != option}
+    return kept
 
 
 def _build(cls: type, values: Mapping[str, Any]) -> Any:  # noqa: ANN401

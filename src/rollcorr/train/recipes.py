@@ -18,6 +18,7 @@ from rollcorr.config.secrets import advice, secret_places
 from rollcorr.engines.transport.owned_folders import remove_abandoned_folders
 from rollcorr.run_directory.sinks import Sink
 from rollcorr.train.config_file import read_config, recipe_of
+from rollcorr.train.devices import check_device
 from rollcorr.train.loop import Recipe, Summary, run_recipe
 from rollcorr.train.run_config import RunConfig
 
@@ -51,7 +52,12 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
 
 
 def train(config: RunConfig, *, console: Console | None = None, sinks: Sequence[Sink] = ()) -> Summary:
-    """Train as the configuration says; see `rollcorr.train.loop.run_recipe` for arguments and errors."""
+    """Train as the configuration says; see `rollcorr.train.loop.run_recipe` for arguments and errors.
+
+    Raises:
+        ValueError: also when there is no such device here.
+    """
+    check_device(config.device)
     console = console or Console()
     places = secret_places(dataclasses.asdict(config))
     if places:

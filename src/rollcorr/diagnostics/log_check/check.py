@@ -11,14 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rollcorr.config import Finding, RolloutCorrectionConfig, load_yaml, resolve
+from rollcorr.config import Finding, RolloutCorrectionConfig, resolve
+from rollcorr.config.checks import in_one_line
+from rollcorr.config.yaml_text import read_yaml
 from rollcorr.core.metric_registry import finalize
 from rollcorr.diagnostics.health.evidence import bare_metrics
 from rollcorr.diagnostics.health.health_check import HealthReport, health
 from rollcorr.diagnostics.log_check.shard_readers import read_shards
 from rollcorr.diagnostics.log_check.tally import COLUMNS, KEPT_COLUMNS, Measurement, Part, Tally, merge_parts
 from rollcorr.diagnostics.provenance.provenance_findings import NOT_COMPARABLE, Provenance
-from rollcorr.rollout_log import RolloutBatch, Shard, log_files, log_shards, read_shard
+from rollcorr.rollout_log import FileLimits, RolloutBatch, Shard, log_files, log_shards, read_shard
 from rollcorr.run_directory.stored_run import BadInputError
 
 DIAGNOSIS = RolloutCorrectionConfig(
@@ -45,9 +47,9 @@ def choose_config(*, preset: str | None = None, file: Path | None = None) -> Rol
     if preset is None and file is None:
         return DIAGNOSIS
     try:
-        config = resolve(preset if file is None else load_yaml(file.read_text(encoding="utf-8")))
+        config = resolve(preset if file is None else read_yaml(file))
     except (ValueError, TypeError) as error:
-        raise BadInputError(f"{file or '--preset'}: {error}") from error
+        raise BadInputError(f"{file or '--preset'}: {in_one_line(error)}") from error
     if config is None:
         raise BadInputError(f"{file}: no rollout correction there, so nothing to measure; try --preset disabled")
     return config
@@ -91,6 +93,7 @@ def check_logs(
     batch_size: int = 256,
     workers: int = 1,
     ray: str | None = None,
+    file_limits: FileLimits | None = None,
     on_rows: Callable[[int, int], None] | None = None,
 ) -> CheckResult:
     """Judge rollout logs, Parquet or JSONL, without a training run.
@@ -106,6 +109,7 @@ def check_logs(
             `if __name__ == "__main__":`.
         ray: instead, the address of a Ray cluster whose nodes read: "auto", "local" or "ray://host:port". They need
             this package, and the files under the same names.
+        file_limits: what a file may hold; None for the defaults.
         on_rows: called now and then with the rows read since the last call, and the rows of the whole log.
 
     Returns:
@@ -127,7 +131,7 @@ def check_logs(
     if config.nonfinite == "raise":
         config = replace(config, nonfinite="reject_token")
 
-    shards = log_shards([str(path) for path in paths])
+    shards = log_shards([str(path) for path in paths], file_limits=file_limits)
     total, tally = sum(shard.rows for shard in shards), Tally()
     column, kept = train_column or "", False
     try:

@@ -1,0 +1,430 @@
+"""What the pages of a Parquet file decode to, found out before Arrow decodes them.
+
+A row group says how many values it has, but nothing makes it tell the truth. Each page has a header with its number of
+values and its size when decompressed. Arrow believes these, so they decide how much memory it takes. They are read here
+first: a few bytes per page. What a page cannot show is how its values are divided among rows. Only where a row group is
+so large that this matters, the repetition levels are decoded too; runs of equal levels are never written out.
+
+The format: https://github.com/apache/parquet-format (page headers in Thrift's compact protocol, levels as hybrids of
+runs and packed bits).
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+
+from rollcorr.rollout_log.arrow import pa
+
+MAGIC = (b"PAR1", b"PARE")
+DATA_PAGE, INDEX_PAGE, DICTIONARY_PAGE, DATA_PAGE_V2 = range(4)
+RLE = 3
+MAX_THRIFT_DEPTH = 16
+MOST_CHUNKS = 1 << 19
+"""Column chunks of a file. A chunk takes three bytes of a footer at least, and 700 when Arrow has read it."""
+UNCOMPRESSED = 0
+CODECS = {1: "snappy", 2: "gzip", 4: "brotli", 5: "lz4_raw", 6: "zstd", 7: "lz4_raw"}
+
+_LIST, _STRUCT = 9, 12
+_CHUNK_NUMBERS = (4, 5, 7, 9, 11)
+_HEADER_BYTES = (1 << 9, 1 << 16, 1 << 20)
+"""How much is read to find a page's header: statistics may make it long, but hardly ever do."""
+
+
+class DamagedParquetError(ValueError):
+    """The bytes contradict each other, or the format."""
+
+
+class FooterSizeError(Exception):
+    """A footer that is too long; the argument is its size in bytes."""
+
+
+class Chunk(NamedTuple):
+    """The values of one column in one row group.
+
+    Attributes:
+        codec: how its pages are compressed, a key of `CODECS` or UNCOMPRESSED.
+        values: how many, as the footer says; null ones and empty lists included.
+        start: where its first page begins in the file.
+        end: where its last page ends.
+    """
+
+    codec: int
+    values: int
+    start: int
+    end: int
+
+
+class Footer(NamedTuple):
+    """What a footer says about the row groups.
+
+    pyarrow's own view of a column chunk ends the whole process where the chunk's statistics contradict the schema: an
+    exception of C++ that nothing catches. So the footer is read here.
+
+    Attributes:
+        leaves: columns that hold values.
+        rows: rows of each row group.
+        groups: the chunks of each row group, one for each leaf.
+    """
+
+    leaves: int
+    rows: tuple[int, ...]
+    groups: tuple[tuple[Chunk, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """A page of a column chunk, from its header.
+
+    Attributes:
+        kind: DATA_PAGE, DICTIONARY_PAGE or DATA_PAGE_V2.
+        values: how many, null ones and empty lists included.
+        stored: bytes in the file, after the header.
+        size: bytes when decompressed.
+        body: where its bytes start in the file.
+        levels: bytes of its repetition levels, which are not compressed; version 2 alone.
+        level_encoding: how the repetition levels are written.
+    """
+
+    kind: int
+    values: int
+    stored: int
+    size: int
+    body: int
+    levels: int = 0
+    level_encoding: int = RLE
+
+
+def read_footer(file: BinaryIO, *, most_bytes: int) -> Footer:
+    """The footer of an open Parquet file.
+
+    Raises:
+        FooterSizeError: it is longer than `most_bytes`.
+        DamagedParquetError: it contradicts itself, or there is none.
+    """
+    end = file.seek(0, os.SEEK_END)
+    tail = _read(file, max(end - 8, 0), 8)
+    if len(tail) < 8 or tail[4:] not in MAGIC:
+        raise DamagedParquetError(f"it has {end} bytes and does not end in PAR1")
+    size = int(struct.unpack("<I", tail[:4])[0])
+    if size > most_bytes:
+        raise FooterSizeError(size)
+    if size > end - 8:
+        raise DamagedParquetError(f"it has {end} bytes, and its footer {size:,}")
+    try:
+        return _parse_footer(_Thrift(_read(file, end - 8 - size, size)))
+    except IndexError:
+        raise DamagedParquetError("the footer is cut off") from None
+
+
+def _parse_footer(thrift: _Thrift) -> Footer:
+    leaves = chunks = 0
+    rows: list[int] = []
+    groups: list[tuple[Chunk, ...]] = []
+    for number, kind in thrift.fields():
+        if number == 2 and kind == _LIST:  # the schema
+            leaves = sum(_parse_schema_element(thrift) for _ in range(thrift.list_header()[1]))
+        elif number == 4 and kind == _LIST:
+            for _ in range(thrift.list_header()[1]):
+                group_rows, group = _parse_group(thrift, leaves)
+                rows.append(group_rows)
+                groups.append(group)
+                chunks += leaves
+                if chunks > MOST_CHUNKS:
+                    raise DamagedParquetError(f"more than {MOST_CHUNKS:,} column chunks; write larger row groups")
+        else:
+            thrift.skip(kind)
+    return Footer(leaves=leaves, rows=tuple(rows), groups=tuple(groups))
+
+
+def _parse_schema_element(thrift: _Thrift) -> int:
+    """1 for a column that holds values, 0 for one that holds other columns."""
+    children = 0
+    for number, kind in thrift.fields():
+        if number == 5:
+            children = thrift.integer()
+        else:
+            thrift.skip(kind)
+    return int(children == 0)
+
+
+def _parse_group(thrift: _Thrift, leaves: int) -> tuple[int, tuple[Chunk, ...]]:
+    """Rows and column chunks of a row group."""
+    rows = -1
+    chunks: tuple[Chunk, ...] = ()
+    for number, kind in thrift.fields():
+        if number == 1 and kind == _LIST:
+            count = thrift.list_header()[1]
+            if count != leaves:
+                raise DamagedParquetError(f"a row group has {count:,} columns, the schema {leaves:,}")
+            chunks = tuple(_parse_chunk(thrift) for _ in range(count))
+        elif number == 3:
+            rows = thrift.integer()
+        else:
+            thrift.skip(kind)
+    if rows < 0 or len(chunks) != leaves:
+        raise DamagedParquetError("a row group lacks its columns or its number of rows")
+    return rows, chunks
+
+
+def _parse_chunk(thrift: _Thrift) -> Chunk:
+    numbers: dict[int, int] = {}
+    for number, kind in thrift.fields():
+        if number == 1:
+            raise DamagedParquetError("a column lies in another file")
+        if number == 3 and kind == _STRUCT:
+            for field, field_kind in thrift.fields():
+                if field in _CHUNK_NUMBERS and field_kind in (5, 6):
+                    numbers[field] = thrift.integer()
+                else:
+                    thrift.skip(field_kind)
+        else:
+            thrift.skip(kind)
+
+    codec, values, stored, start = (numbers.get(number, -1) for number in (4, 5, 7, 9))
+    if min(values, stored, start) < 0:
+        raise DamagedParquetError("a column chunk lacks its place or its number of values")
+    dictionary = numbers.get(11, 0)
+    if 0 < dictionary < start:
+        start = dictionary
+    return Chunk(codec, values, start, start + stored)
+
+
+def pages_of(file: BinaryIO, chunk: Chunk) -> Iterator[Page]:
+    """The pages of a column chunk that Arrow would read, in order.
+
+    Raises:
+        DamagedParquetError: the headers contradict each other or the chunk.
+    """
+    position, left = chunk.start, chunk.values
+    while left > 0:
+        if position >= chunk.end:
+            raise DamagedParquetError(f"the pages of a column chunk lack {left:,} of its {chunk.values:,} values")
+        page = _read_header(file, position)
+        if page.kind in (DATA_PAGE, DATA_PAGE_V2):
+            left -= page.values
+        if left < 0:
+            claimed = f"its row group says {chunk.values:,}"
+            raise DamagedParquetError(f"the pages of a column chunk have {-left:,} values more than {claimed}")
+        yield page
+        position = page.body + page.stored
+
+
+def row_starts(file: BinaryIO, chunk: Chunk, *, rows: int) -> np.ndarray:
+    """Where each row of a column of lists begins, counted in values: (rows,) int64.
+
+    Raises:
+        DamagedParquetError: the levels cannot be decoded, or are not those of so many rows.
+    """
+    parts: list[np.ndarray] = []
+    before = found = 0
+    for page in pages_of(file, chunk):
+        if page.kind == DICTIONARY_PAGE:
+            continue
+        for zeros in _zeros(_repetition_levels(file, chunk, page), page.values, most=rows):
+            found += len(zeros)
+            if found > rows:
+                raise DamagedParquetError(f"a column has more rows than the {rows:,} of its row group")
+            parts.append(before + zeros)
+        before += page.values
+    starts = np.concatenate([np.zeros(0, np.int64), *parts])
+    if len(starts) != rows or (rows and starts[0] != 0):
+        raise DamagedParquetError(f"a column has {len(starts):,} rows, its row group {rows:,}")
+    return starts
+
+
+def _read(file: BinaryIO, position: int, size: int) -> bytes:
+    """Bytes of a file; fewer at its end."""
+    file.seek(position)
+    return file.read(size)
+
+
+def _read_header(file: BinaryIO, position: int) -> Page:
+    """The header of the page at a position."""
+    for size in _HEADER_BYTES:
+        content = _read(file, position, size)
+        thrift = _Thrift(content)
+        try:
+            return _parse_header(thrift, position)
+        except IndexError:
+            if len(content) < size:
+                break
+    raise DamagedParquetError(f"the header of the page at byte {position} has no end")
+
+
+def _parse_header(thrift: _Thrift, position: int) -> Page:
+    numbers: dict[int, int] = {}  # kind, size, and bytes in the file
+    values = levels = 0
+    level_encoding = RLE
+    for number, field_kind in thrift.fields():
+        if number in (1, 2, 3):
+            numbers[number] = thrift.integer()
+        elif number in (5, 7, 8) and field_kind == _STRUCT:
+            # The data header (5), the dictionary's (7) and that of version 2 (8) all begin with the number of values.
+            for field, kind_of_field in thrift.fields():
+                if field == 1:
+                    values = thrift.integer()
+                elif number == 5 and field == 4:
+                    level_encoding = thrift.integer()
+                elif number == 8 and field == 6:
+                    levels = thrift.integer()
+                else:
+                    thrift.skip(kind_of_field)
+        else:
+            thrift.skip(field_kind)
+
+    kind, size, stored = (numbers.get(number, -1) for number in (1, 2, 3))
+    if kind not in (DATA_PAGE, INDEX_PAGE, DICTIONARY_PAGE, DATA_PAGE_V2) or min(size, stored, values, levels) < 0:
+        raise DamagedParquetError(f"there is no page at byte {position}")
+    if kind == DICTIONARY_PAGE and values > size:
+        raise DamagedParquetError(f"the dictionary at byte {position} has {values:,} values in {size:,} bytes")
+    return Page(
+        kind=kind,
+        values=values,
+        stored=stored,
+        size=size,
+        body=position + thrift.position,
+        levels=levels,
+        level_encoding=level_encoding,
+    )
+
+
+def _repetition_levels(file: BinaryIO, chunk: Chunk, page: Page) -> bytes:
+    """The encoded repetition levels of a page."""
+    body = _read(file, page.body, page.stored)
+    if len(body) < page.stored:
+        raise DamagedParquetError(f"the page at byte {page.body} is cut off")
+    if page.kind == DATA_PAGE_V2:
+        return body[: page.levels]
+    if page.level_encoding != RLE:
+        raise DamagedParquetError("repetition levels in the encoding that was given up in 2013")
+
+    if chunk.codec != UNCOMPRESSED:
+        codec = CODECS.get(chunk.codec)
+        if codec is None:
+            raise DamagedParquetError("row groups of this size cannot be checked in this compression; use zstd")
+        body = pa.decompress(body, page.size, codec=codec, asbytes=True)
+    length = int.from_bytes(body[:4], "little")
+    return bytes(body[4 : 4 + length])
+
+
+def _zeros(levels: bytes, count: int, *, most: int) -> Iterator[np.ndarray]:
+    """Where levels of one bit are zero, run by run. A run of ones costs the same at any length; zeros are `most`."""
+    thrift = _Thrift(levels)
+    first = 0
+    while first < count:
+        try:
+            head = thrift.varint()
+            packed = head & 1
+            level = 0 if packed else thrift.byte()
+        except IndexError:
+            raise DamagedParquetError(f"the levels of a page end after {first:,} of {count:,} values") from None
+
+        if packed:
+            bits = np.unpackbits(np.frombuffer(thrift.take(head >> 1), np.uint8), bitorder="little")
+            length = min(len(bits), count - first)
+            zeros = np.flatnonzero(bits[:length] == 0)
+        else:
+            length = min(head >> 1, count - first)
+            zeros = np.zeros(0, np.int64) if level else np.arange(min(length, most + 1))
+        if length == 0:
+            raise DamagedParquetError("a run of no levels")
+        yield first + zeros
+        first += length
+
+
+class _Thrift:
+    """Thrift's compact protocol. Reading past the end is an IndexError.
+
+    Args:
+        content: the bytes.
+    """
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+        self.position = 0
+
+    def byte(self) -> int:
+        value = self._content[self.position]
+        self.position += 1
+        return value
+
+    def take(self, count: int) -> bytes:
+        """The next bytes; fewer at the end."""
+        start = self.position
+        self.position += count
+        return self._content[start : start + count]
+
+    def varint(self) -> int:
+        value = shift = 0
+        while True:
+            byte = self.byte()
+            value |= (byte & 127) << shift
+            if byte < 128:
+                return value
+            shift += 7
+            if shift > 63:
+                raise DamagedParquetError("an integer of more than 64 bits")
+
+    def integer(self) -> int:
+        """A signed integer of any width."""
+        value = self.varint()
+        return (value >> 1) ^ -(value & 1)
+
+    def fields(self) -> Iterator[tuple[int, int]]:
+        """Number and type of each field of a struct. The caller reads or skips its value before it goes on."""
+        number = 0
+        while True:
+            head = self.byte()
+            if head == 0:
+                return
+            number = number + (head >> 4) if head >> 4 else self.integer()
+            yield number, head & 15
+
+    def list_header(self) -> tuple[int, int]:
+        """Type and number of the elements of a list."""
+        head = self.byte()
+        count = head >> 4
+        return head & 15, self.varint() if count == 15 else count
+
+    def skip(self, kind: int, depth: int = 0) -> None:
+        """Pass over a value."""
+        if depth > MAX_THRIFT_DEPTH:
+            raise DamagedParquetError(f"structures more than {MAX_THRIFT_DEPTH} deep")
+        if kind in (1, 2):  # a flag is in the type
+            return
+        if kind == 3:
+            self.byte()
+        elif kind in (4, 5, 6):
+            self.varint()
+        elif kind == 7:
+            self.position += 8
+        elif kind == 8:
+            length = self.varint()
+            self.position += length
+        elif kind in (9, 10):
+            element, count = self.list_header()
+            for _ in range(count):
+                # In a list, a flag takes a byte.
+                if element in (1, 2):
+                    self.byte()
+                else:
+                    self.skip(element, depth + 1)
+        elif kind == _STRUCT:
+            for _, field_kind in self.fields():
+                self.skip(field_kind, depth + 1)
+        else:
+            raise DamagedParquetError(f"a value of the unknown type {kind}")
+
+
+def _skip_list(thrift: _Thrift) -> int:
+    """Pass over a list, and say how many elements it has."""
+    element, count = thrift.list_header()
+    for _ in range(count):
+        thrift.skip(element)
+    return count
