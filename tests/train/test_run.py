@@ -147,7 +147,7 @@ def test_a_resumed_run_says_what_was_changed(micro_config, tmp_path, console):
 
 def test_the_newest_checkpoints_are_kept_and_a_policy_loads_from_each(micro_config, tmp_path, console):
     train(micro_config("steps=4", "checkpoint.every=1", "checkpoint.keep=2"), console=console)
-    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("*step_*"))
     assert names == ["step_000003", "step_000004"]
     reloaded = micro_config(
         f"run_dir={tmp_path / 'next'}",
@@ -172,14 +172,6 @@ def test_a_crash_while_saving_leaves_the_checkpoint_before(micro_config, tmp_pat
     after = outcome(tmp_path / "run")
     assert latest_checkpoint(tmp_path / "run" / "checkpoints").name == "step_000001"
     torch.testing.assert_close(after[0], before[0], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("file", ["state.json", "optimizer.pt", "engine.safetensors"])
-def test_a_broken_checkpoint_is_named(micro_config, tmp_path, console, file):
-    train(micro_config("steps=1"), console=console)
-    (tmp_path / "run" / "checkpoints" / "step_000001" / file).write_bytes(b"{")
-    with pytest.raises(ValueError, match=r"step_000001' cannot be read .*delete it"):
-        train(micro_config("resume=true"), console=console)
 
 
 def test_rollout_logs_are_valid_and_hold_what_the_step_saw(micro_config, tmp_path, console):

@@ -63,6 +63,21 @@ def step_name(step: int) -> str:
     return f"{STEP_PREFIX}{step:06d}"
 
 
-def step_of(path: Path) -> int:
-    """The step that a file or folder belongs to."""
-    return int(path.stem.removeprefix(STEP_PREFIX))
+def step_of(path: Path) -> int | None:
+    """The step that a file or folder belongs to; None if its name is not that of a step."""
+    digits = path.name.partition(".")[0].removeprefix(STEP_PREFIX)
+    if not (digits.isascii() and digits.isdigit()):
+        return None
+    step = int(digits)
+    return step if path.name.partition(".")[0] == step_name(step) else None
+
+
+def paths_by_step(folder: Path, suffix: str = "") -> dict[int, Path]:
+    """What a folder holds for each step, in the order of the steps as numbers; other names are passed over.
+
+    Args:
+        folder: need not exist.
+        suffix: what follows the step's name, for example ".parquet".
+    """
+    found = {path: step_of(path) for path in folder.glob(f"{STEP_PREFIX}*") if path.name == f"{path.stem}{suffix}"}
+    return dict(sorted((step, path) for path, step in found.items() if step is not None))

@@ -12,7 +12,7 @@ from typing import Any
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.conversion import resolve
 from rollcorr.config.yaml_text import load_yaml
-from rollcorr.run_directory.directory import STEP_PREFIX, RunDirectory, step_of
+from rollcorr.run_directory.directory import RunDirectory, paths_by_step
 
 PICTURES = {"before": "Before training", "after": "After training"}
 """Pictures that a run may leave, by `RunDirectory.picture`, and what they show."""
@@ -106,8 +106,8 @@ def drop_later_steps(directory: RunDirectory, step: int) -> None:
         partial.write_text("".join(kept), encoding="utf-8")
         partial.replace(directory.metrics)
 
-    for log in directory.rollouts.glob(f"{STEP_PREFIX}*.parquet"):
-        if step_of(log) > step:
+    for later, log in paths_by_step(directory.rollouts, ".parquet").items():
+        if later > step:
             log.unlink()
 
 
