@@ -31,16 +31,21 @@ def write_text_durably(path: Path, text: str) -> None:
     Raises:
         OSError: the disk is full or cannot be written; the old file is as it was.
     """
+    write_bytes_durably(path, text.encode())
+
+
+def write_bytes_durably(path: Path, content: bytes) -> None:
+    """The same for bytes."""
     partial = partial_path(path)
     try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with partial.open("wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)
-        raise disk_error(error, path, needed=len(text.encode())) from error
+        raise disk_error(error, path, needed=len(content)) from error
     except BaseException:
         partial.unlink(missing_ok=True)
         raise

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -23,6 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from rollcorr.run_directory.directory import RunDirectory
+from rollcorr.run_directory.durable_files import flush_to_disk
 
 RECENT_STEPS = 8
 """Steps that a terminal shows."""
@@ -32,7 +35,7 @@ LINE_EVERY = 10
 
 
 class Sink(Protocol):
-    """Something that records metrics."""
+    """Something that records metrics. A sink may also have `flush()`, which is called before each checkpoint."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a step; they may hold NaN and infinity."""
@@ -54,20 +57,26 @@ class ProgressColumn(NamedTuple):
 
 
 class JsonLines:
-    """`metrics.jsonl`: one JSON object per step, on disk at once. A number that is not finite is null.
+    """`metrics.jsonl`: one JSON object per step, in the file at once. A number that is not finite is null.
 
     Args:
         path: the file; new lines are added to those that it has.
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+        # Without a buffer, a line that could not be written is not tried again when the file is closed.
+        self._file = path.open("ab", buffering=0)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add a line."""
         line = {"step": step} | {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
+        rest = memoryview(json.dumps(line, allow_nan=False).encode() + b"\n")
+        while rest:
+            rest = rest[self._file.write(rest) :]
+
+    def flush(self) -> None:
+        """Wait until every line is on the disk."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file."""
@@ -79,7 +88,7 @@ class TensorBoard:
 
     Args:
         directory: the run's directory.
-        start: steps that are done already; events of later ones are hidden.
+        start: steps that are done already; events of later ones, which a killed run left, are hidden.
 
     Raises:
         ImportError: TensorBoard is missing; the message names the extra.
@@ -90,12 +99,21 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ImportError("events need pip install 'rollcorr[train]', or set log.tensorboard=false") from error
-        self._writer = SummaryWriter(str(directory.tensorboard), purge_step=start + 1 if start else None)
+        self._folder = directory.tensorboard
+        self._writer = SummaryWriter(
+            str(self._folder), purge_step=start + 1 if any(self._folder.glob("events.*")) else None
+        )
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add one event per metric."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
+
+    def flush(self) -> None:
+        """Wait until every event is on the disk."""
+        self._writer.flush()
+        for path in self._folder.glob("events.*"):
+            flush_to_disk(path)
 
     def close(self) -> None:
         """Write what is still in memory."""
@@ -108,6 +126,8 @@ OPTIONAL_SINKS: dict[str, Callable[[RunDirectory, int], Sink]] = {"tensorboard":
 
 class ConsoleProgress:
     """A progress bar over the newest steps in a terminal; elsewhere a line every tenth step.
+
+    A terminal or pipe that is gone is no reason to stop: what cannot be shown is left out.
 
     Args:
         console: where to show.
@@ -145,16 +165,19 @@ class ConsoleProgress:
         is_due = step % LINE_EVERY == 0 or step in (self._start + 1, self._steps)
         if is_due and not self._console.is_terminal:
             values = "  ".join(f"{column.heading} {column.text(metrics)}" for column in self._columns)
-            self._console.print(f"step {step}/{self._steps}  {values}", highlight=False, soft_wrap=True)
+            with suppress(OSError):
+                self._console.print(f"step {step}/{self._steps}  {values}", highlight=False, soft_wrap=True)
 
     def say(self, message: str) -> None:
         """Show a line above the progress bar."""
-        self._console.print(message, highlight=False, markup=False, soft_wrap=True)
+        with suppress(OSError):
+            self._console.print(message, highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
         """Leave the newest steps on the screen."""
         if self._console.is_terminal:
-            self._live.stop()
+            with suppress(OSError):
+                self._live.stop()
 
     def _render(self) -> Group:
         table = Table("step", *(column.heading for column in self._columns), box=None, padding=(0, 2, 0, 0))
@@ -179,6 +202,13 @@ class Sinks:
         """Record the metrics of a step everywhere."""
         for sink in self._sinks:
             sink.write(step, metrics)
+
+    def flush(self) -> None:
+        """Wait until what was recorded is on the disk, where a sink has one."""
+        for sink in self._sinks:
+            flush = getattr(sink, "flush", None)
+            if flush is not None:
+                flush()
 
     def close(self) -> None:
         """Close all, the last one first."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from typing import Any
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.conversion import resolve
 from rollcorr.config.yaml_text import load_yaml
-from rollcorr.run_directory.directory import RunDirectory, paths_by_step
+from rollcorr.run_directory.directory import STEP_PREFIX, RunDirectory, paths_by_step
+from rollcorr.run_directory.durable_files import partial_path, write_text_durably
 
 PICTURES = {"before": "Before training", "after": "After training"}
 """Pictures that a run may leave, by `RunDirectory.picture`, and what they show."""
@@ -96,19 +98,42 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return _read_lines(path)[0]
 
 
-def drop_later_steps(directory: RunDirectory, step: int) -> None:
-    """Forget what a run logged after `step`, because a resumed run computes it again."""
-    if directory.metrics.is_file():
-        kept = [json.dumps(row) + "\n" for row in read_metrics(directory.metrics) if row["step"] <= step]
+def drop_later_steps(directory: RunDirectory, step: int) -> list[int]:
+    """Forget what a run logged after `step`, because a resumed run computes it again.
 
-        # Written beside the old file and renamed, so that a crash here loses nothing.
-        partial = directory.metrics.with_suffix(".partial")
-        partial.write_text("".join(kept), encoding="utf-8")
-        partial.replace(directory.metrics)
+    Half-written files of a killed run go too. Nothing else does: files of other names are not the run's.
 
+    Returns:
+        The steps up to `step` whose line in metrics.jsonl is lost or damaged.
+    """
+    for path in (*directory.written, *map(directory.picture, PICTURES)):
+        if not partial_path(path).is_dir():
+            partial_path(path).unlink(missing_ok=True)
+    for log in directory.rollouts.glob(f".{STEP_PREFIX}*.parquet.tmp-*"):
+        log.unlink()
     for later, log in paths_by_step(directory.rollouts, ".parquet").items():
         if later > step:
             log.unlink()
+
+    if not directory.metrics.is_file():
+        return list(range(1, step + 1))
+    text = directory.metrics.read_text(encoding="utf-8", errors="replace")
+    rows = _whole_rows(text)
+    kept = "".join(line for number, line in rows if number <= step)
+    if kept != text:
+        write_text_durably(directory.metrics, kept)
+    return sorted(set(range(1, step + 1)) - {number for number, _ in rows})
+
+
+def _whole_rows(text: str) -> list[tuple[int, str]]:
+    """(step, line) of each whole line of a metrics.jsonl."""
+    rows = []
+    for line in text.splitlines(keepends=True):
+        # A line and its end are written at once, so a line without an end was cut off.
+        with suppress(ValueError, TypeError, KeyError, RecursionError):
+            if line.endswith("\n"):
+                rows.append((int(json.loads(line)["step"]), line))
+    return rows
 
 
 def _read_lines(path: Path) -> tuple[list[dict[str, Any]], int | None]:
