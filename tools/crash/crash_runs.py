@@ -3,9 +3,9 @@
     python tools/crash/crash_runs.py --jobs 2               every kill point of every run, 100 random times, full disks
     python tools/crash/crash_runs.py --points 8 --times 2   a sample
 
-A kill point is just before a call that opens for writing, writes, flushes, renames, deletes or makes something under the
-run directory; and, for a write, half-way through it. A run that was killed there must, when the same command is given
-again, end with what an uninterrupted run ends with, to the last bit: metrics (apart from `perf/`), rollout logs,
+A kill point is just before a call that opens for writing, writes, flushes, renames, deletes or makes something under
+the run directory; and, for a write, half-way through it. A run that was killed there must, when the same command is
+given again, end with what an uninterrupted run ends with, to the last bit: metrics (apart from `perf/`), rollout logs,
 weights, moments, and every other file. Each run is a child forked from a process that has imported everything.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import gc
 import hashlib
 import importlib
 import json
@@ -29,10 +30,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")  # the default one starts a thread
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from file_events import NO_LIMIT, Ended, FileEvents
 
 RUN = "run"
-SHORT = ("steps=3", "checkpoint.every=1", "checkpoint.keep=2", "log.evaluate=2", "rollout.refresh_every=2", "threads=1")
+SHORT = ("steps=2", "checkpoint.every=1", "checkpoint.keep=2", "log.evaluate=2", "rollout.refresh_every=2", "threads=1")
 GRPO = (
     "recipe=grpo",
     "model.path=null",
@@ -61,6 +65,18 @@ RUNS: Mapping[str, tuple[str, ...]] = {
     "flow_grpo_lora": (*FLOW_GRPO, "model.lora.rank=2", *SHORT),
 }
 """Each with a stale engine, a reference policy or adapters, evaluations, rollout logs, pictures and events."""
+
+MODULES = (
+    "rollcorr.cli", "rollcorr.train.recipes", "rollcorr.train.grpo.grpo_recipe", "rollcorr.engines.transformers",
+    "rollcorr.rollout_log", "transformers.models.qwen3.modeling_qwen3", "transformers.generation.utils",
+    "transformers.models.auto.modeling_auto", "tokenizers", "torch.utils.tensorboard", "pyarrow.parquet",
+    "pyarrow.compute", "safetensors.torch", "omegaconf", "typer._adapters", "dateutil.relativedelta", "numpy.ma",
+)  # fmt: skip
+DIFFUSION_MODULES = (
+    "rollcorr.train.flow_grpo.flow_grpo_recipe", "diffusers.models.transformers.transformer_sd3",
+    "diffusers.schedulers.scheduling_flow_match_euler_discrete", "peft", "PIL.PngImagePlugin",
+)  # fmt: skip
+"""What the runs import, partly inside functions."""
 
 FULL_DISK_LEVELS = 10
 SECONDS_AT_MOST = 300
@@ -142,6 +158,7 @@ class Laboratory:
         """The command, in a child: `rollcorr train …` in a folder of its own, with its output in a file."""
         from rollcorr.cli import main
 
+        atexit._clear()  # what the parent does at its end is not for its children
         os.chdir(place)
         output = os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for descriptor in (1, 2):
@@ -170,8 +187,11 @@ def _outcome(run: Path) -> Iterator[tuple[str, str]]:
         name = path.relative_to(run).as_posix()
         if path.is_dir():
             yield f"{name}/", ""
-        elif name.startswith("tensorboard/") or path.name in ("manifest.json", "run.json", "run.lock"):
-            continue  # its names and times differ by nature; a manifest holds the name of the run
+        elif name.startswith("tensorboard/") or path.name in ("manifest.json", "run.json"):
+            continue  # events have times; the identity of a run is drawn
+        elif path.name == "history.json":
+            history = json.loads(path.read_text(encoding="utf-8"))
+            yield name, json.dumps({key: value for key, value in history.items() if key != "run"})
         elif path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
@@ -200,13 +220,14 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, str]]:  # noqa: ANN40
         for key, part in value.items():
             yield from _tensors(f"{name}:{key}", part)
     elif torch.is_tensor(value):
-        yield name, f"{value.dtype} {tuple(value.shape)} " + _digest(value.contiguous().view(-1).view(torch.uint8))
+        content = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        yield name, f"{value.dtype} {tuple(value.shape)} {_digest(content)}"
     else:
         yield name, repr(value)
 
 
-def _digest(content: Any) -> str:  # noqa: ANN401 (bytes or a tensor of bytes)
-    return hashlib.sha256(content if isinstance(content, bytes) else bytes(content.tolist())).hexdigest()[:16]
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def faults_of(laboratory: Laboratory, name: str, point: Point, expected: Mapping[str, str]) -> list[str]:
@@ -325,26 +346,24 @@ def in_parallel(jobs: int, count: int, call: Callable[[int], list[str]]) -> list
     return [found.get(str(i), ["the worker died"]) for i in range(count)]
 
 
-def warm_up(names: Sequence[str], folder: Path, events: FileEvents) -> None:
+def warm_up(names: Sequence[str]) -> None:
     """Import what the runs import, so that their forked children find it.
 
     Nothing is computed here: a process that has started threads cannot be forked.
     """
-    imported = folder / "imported.txt"
+    for module in MODULES + (DIFFUSION_MODULES if any("flow" in name for name in names) else ()):
+        importlib.import_module(module)
+
+    # Tables that these libraries make once.
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    from rollcorr.train.recipes import load_config
+
     for name in names:
-        laboratory = Laboratory(RUNS[name], folder / "warm", events)
-        child = os.fork()
-        if child == 0:
-            laboratory._train(laboratory._place(name))
-            imported.write_text("\n".join(list(sys.modules)), encoding="utf-8")
-            os._exit(0)
-        os.waitpid(child, 0)
-        for module in imported.read_text(encoding="utf-8").split():
-            try:
-                importlib.import_module(module)
-            except Exception:  # noqa: S112 (made while running, or an alias)
-                continue
-    shutil.rmtree(folder / "warm")
+        load_config(None, RUNS[name])
+    get_checkpoint_conversion_mapping("qwen3")
+    gc.collect()
+    gc.freeze()
 
 
 def make_the_small_models(folder: Path) -> None:
@@ -379,16 +398,16 @@ def main() -> int:
     options = parser.parse_args()
 
     start = time.monotonic()
-    with tempfile.TemporaryDirectory() as temporary:
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # where flushing costs nothing
+    with tempfile.TemporaryDirectory(dir=memory) as temporary:
         folder = (options.folder or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         events = FileEvents(folder)
-        make_the_small_models(folder)
         for name in RUNS:
             if name.startswith("flow_grpo"):
                 RUNS[name] = (*RUNS[name], f"model.path={folder / 'model'}")
-        warm_up(options.runs, folder, events)
-        print(f"warm after {time.monotonic() - start:.0f} s, {len(os.listdir('/proc/self/task'))} threads", flush=True)
+        warm_up(options.runs)
+        make_the_small_models(folder)
 
         counts = [
             examine(

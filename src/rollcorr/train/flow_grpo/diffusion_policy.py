@@ -146,6 +146,7 @@ def load_policy(
 
     transformer = getattr(diffusers, class_name).from_pretrained(part["transformer"])
     nn.Module.float(transformer)
+    transformer.register_to_config(_name_or_path="")  # saved again, it must not depend on where it was loaded from
     lora = lora or LoraSettings()
     _add_adapters(transformer, lora, directory, seed)
     vae = _load_vae(base, encoder_dtype, device)
