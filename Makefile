@@ -1,6 +1,6 @@
 .DEFAULT_GOAL := help
 .PHONY: help install demo demo-seeds demo-diffusion demo-diffusion-seeds
-.PHONY: test test-anywhere test-slow test-oracle test-triton test-arm test-ray test-verl test-vllm
+.PHONY: test test-anywhere test-slow test-crash test-oracle test-triton test-arm test-ray test-verl test-vllm
 .PHONY: check docs bench clean
 
 PYTHON ?= python3
@@ -68,6 +68,9 @@ test-anywhere: $(STAMP) ## Run the tests as a background job without a terminal,
 
 test-slow: $(STAMP) ## Fuzz the numbers with 10,000 examples of each property (half an hour)
 	$(BIN)/python -m pytest tests/correction/test_numeric_fuzzing.py --hypothesis-profile=slow
+
+test-crash: $(STAMP) ## Kill runs at every file event and at random times, fill their disk, and compare (half an hour)
+	$(BIN)/python tools/crash/crash_runs.py --jobs 2 $(ARGS)
 
 test-oracle: $(STAMP) ## Hold each implementation against float64: 200 random batches for each of ten seeds (5 minutes)
 	ROLLCORR_ORACLE_SEEDS=10 $(BIN)/python -m pytest tests/correction/test_oracle.py --numprocesses 2

@@ -17,6 +17,7 @@ import gc
 import hashlib
 import importlib
 import json
+import math
 import os
 import random
 import shutil
@@ -24,6 +25,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -80,6 +82,9 @@ DIFFUSION_MODULES = (
 
 FULL_DISK_LEVELS = 10
 SECONDS_AT_MOST = 300
+
+CANNOT_RUN_HERE = 77
+"""Exit code where no child can be followed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,8 +176,6 @@ class Laboratory:
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else 1
         except BaseException:
-            import traceback
-
             traceback.print_exc()
             code = 99
         atexit._run_exitfuncs()
@@ -268,9 +271,9 @@ def kill_points(log: Path) -> list[Point]:
 
 
 def examine(
-    name: str, folder: Path, events: FileEvents, *, jobs: int, points: int | None, times: int, levels: int
+    name: str, folder: Path, events: FileEvents, *, jobs: int, points: int | None, times: int, levels: int, until: float
 ) -> tuple[int, int]:
-    """All of one configuration; returns how many runs were tried and how many failed."""
+    """All of one configuration, in random order; returns how many runs were tried and how many failed."""
     start = time.monotonic()
     laboratory = Laboratory(RUNS[name], folder / name, events)
     log = folder / f"{name}.events"
@@ -291,18 +294,19 @@ def examine(
     generator = random.Random(0)
     chosen = possible if points is None else spread(possible, points)
     chosen += [Point(delays=tuple(_delays(generator, seconds))) for _ in range(times)]
-    chosen += [Point(disk=recorded.peak * level // levels) for level in range(levels)]
-    found = in_parallel(jobs, len(chosen), lambda i: _try(laboratory, f"{i}", chosen[i], expected))
-
-    failed = [(point, faults) for point, faults in zip(chosen, found, strict=True) if faults]
+    chosen += [Point(disk=recorded.peak * (2 * level + 1) // (2 * levels)) for level in range(levels)]
+    generator.shuffle(chosen)
+    found = in_parallel(jobs, len(chosen), lambda i: _try(laboratory, f"{i}", chosen[i], expected), until=until)
+    failed = [(chosen[i], faults) for i, faults in found.items() if faults]
     lines = log.read_text(encoding="utf-8").splitlines()
     for point, faults in failed[:20]:
         at = f" ({lines[point.event - 1]})" if point.event else ""
         print(f"{name}: {point}{at}: {'; '.join(faults)}")
-    print(
-        f"{name}: {len(chosen) - len(failed)} of {len(chosen)} passed in {time.monotonic() - start:.0f} s", flush=True
-    )
-    return len(chosen), len(failed)
+
+    left_out = f"; {len(chosen) - len(found)} were left out for want of time" if len(found) < len(chosen) else ""
+    taken = time.monotonic() - start
+    print(f"{name}: {len(found) - len(failed)} of {len(found)} passed in {taken:.0f} s{left_out}", flush=True)
+    return len(found), len(failed)
 
 
 def spread(points: list[Point], count: int) -> list[Point]:
@@ -324,26 +328,31 @@ def _try(laboratory: Laboratory, name: str, point: Point, expected: Mapping[str,
     return faults
 
 
-def in_parallel(jobs: int, count: int, call: Callable[[int], list[str]]) -> list[list[str]]:
-    """`[call(0), …, call(count − 1)]`, in so many forked processes."""
+def in_parallel(jobs: int, count: int, call: Callable[[int], list[str]], *, until: float) -> dict[int, list[str]]:
+    """`{i: call(i)}` for i below `count`, in so many forked processes; none is begun after a time of the clock."""
     with tempfile.TemporaryDirectory() as place:
         children = []
         for worker in range(jobs):
             child = os.fork()
             if child == 0:
-                results = {}
+                code = 1
                 try:
-                    results = {i: call(i) for i in range(worker, count, jobs)}
+                    with Path(place, str(worker)).open("w", encoding="utf-8") as file:
+                        for i in range(worker, count, jobs):
+                            if time.monotonic() < until:
+                                file.write(json.dumps({i: call(i)}) + "\n")
+                    code = 0
+                except BaseException:
+                    traceback.print_exc()
                 finally:
-                    Path(place, str(worker)).write_text(json.dumps(results), encoding="utf-8")
-                    os._exit(0)
+                    os._exit(code)
             children.append(child)
-        for child in children:
-            os.waitpid(child, 0)
-        found = {}
-        for worker in range(jobs):
-            found |= json.loads(Path(place, str(worker)).read_text(encoding="utf-8"))
-    return [found.get(str(i), ["the worker died"]) for i in range(count)]
+
+        ended = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        if any(ended):
+            raise RuntimeError(f"a process that makes the runs ended with {max(map(abs, ended))}")
+        lines = [line for file in Path(place).iterdir() for line in file.read_text(encoding="utf-8").splitlines()]
+    return {int(i): faults for line in lines for i, faults in json.loads(line).items()}
 
 
 def warm_up(names: Sequence[str]) -> None:
@@ -387,13 +396,14 @@ def make_the_small_models(folder: Path) -> None:
 
 
 def main() -> int:
-    """Read the options, examine every run; 1 if anything failed."""
+    """Read the options, examine every run; 1 if anything failed, 77 where this cannot run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", nargs="*", choices=RUNS, default=list(RUNS), help="which runs")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--points", type=int, help="kill points of each run, evenly spread; all without it")
     parser.add_argument("--times", type=int, default=100, help="runs killed at random times")
     parser.add_argument("--levels", type=int, default=FULL_DISK_LEVELS, help="disks of different sizes")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after so long, for each kind")
     parser.add_argument("--folder", type=Path, help="keep the failed runs here")
     options = parser.parse_args()
 
@@ -402,7 +412,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=memory) as temporary:
         folder = (options.folder or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        events = FileEvents(folder)
+        try:
+            events = FileEvents(folder)
+            events.run(lambda: 0, folder)
+        except OSError as error:
+            print(error)
+            return CANNOT_RUN_HERE
         for name in RUNS:
             if name.startswith("flow_grpo"):
                 RUNS[name] = (*RUNS[name], f"model.path={folder / 'model'}")
@@ -412,7 +427,7 @@ def main() -> int:
         counts = [
             examine(
                 name, folder, events, jobs=options.jobs, points=options.points, times=options.times,
-                levels=options.levels,
+                levels=options.levels, until=time.monotonic() + 60 * options.minutes,
             )
             for name in options.runs
         ]  # fmt: skip
