@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from test_recipe import NumberConfig, NumberRecipe
 
-from rollcorr.run_directory import read_metrics
+from rollcorr.run_directory import read_metrics, read_run
 from rollcorr.run_directory import sinks as sinks_module
 from rollcorr.train import checkpoint as checkpoint_module
 from rollcorr.train import latest_checkpoint, load_config, read_config, run_recipe
@@ -249,6 +249,10 @@ def test_changes_and_their_hashes_are_kept_in_the_checkpoint_and_beside_it(numbe
         (4, ["steps", "target"]),
     ]
     assert len({history["sha256"], *(entry["sha256"] for entry in history["entries"])}) == 3
+    assert read_run(tmp_path / "run").remarks[-2:] == (
+        "options changed after step 2: steps: 2 → 4; target: 3.0 → 2.0",
+        "options changed after step 4: steps: 4 → 5; target: 2.0 → 3.0",
+    )
 
 
 def test_a_start_that_was_cut_short_takes_new_options(number, tmp_path):
