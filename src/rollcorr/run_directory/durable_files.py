@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 PARTIAL_SUFFIX = ".partial"
@@ -138,6 +141,43 @@ def flush_to_disk(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@contextmanager
+def written_whole(partial: Path, *, needed: int) -> Iterator[None]:
+    """Remove a folder whose content cannot be written, and say why if it was the disk.
+
+    Args:
+        partial: the folder; its files are written inside the `with`.
+        needed: their bytes, as far as they are known.
+
+    Raises:
+        OSError: the disk is full or cannot be written, whatever error a library made of it.
+    """
+    try:
+        yield
+    except BaseException as error:
+        newest = max(partial.rglob("*"), key=lambda path: path.lstat().st_mtime_ns, default=partial)
+        shutil.rmtree(partial, ignore_errors=True)
+        cause = disk_failure(error)
+        if cause is None:
+            raise
+        raise disk_error(cause, newest, needed=needed) from error
+
+
+def disk_failure(error: BaseException) -> OSError | None:
+    """The error of the disk behind an error of a library; None if there is none."""
+    if isinstance(error, OSError):
+        return error if error.errno is not None else None
+
+    # What is written in Rust, as safetensors and tokenizers are, tells the number in words.
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    if number is not None:
+        return OSError(int(number[1]), os.strerror(int(number[1])))
+
+    # torch closes its archive after a failed write, and reports that it is cut; the first error is behind that one.
+    behind = error.__context__ if isinstance(error, RuntimeError) else None
+    return behind if isinstance(behind, OSError) and behind.errno is not None else None
 
 
 def disk_error(error: OSError, path: Path, *, needed: int) -> OSError:

@@ -13,11 +13,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import socket
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -25,7 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from rollcorr.run_directory.directory import RunDirectory
-from rollcorr.run_directory.durable_files import flush_to_disk
+from rollcorr.run_directory.durable_files import disk_error, make_folder_durably
 
 RECENT_STEPS = 8
 """Steps that a terminal shows."""
@@ -65,14 +67,19 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         # Without a buffer, a line that could not be written is not tried again when the file is closed.
+        self._path = path
         self._file = path.open("ab", buffering=0)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add a line."""
         line = {"step": step} | {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        rest = memoryview(json.dumps(line, allow_nan=False).encode() + b"\n")
-        while rest:
-            rest = rest[self._file.write(rest) :]
+        text = json.dumps(line, allow_nan=False).encode() + b"\n"
+        rest = memoryview(text)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            raise disk_error(error, self._path, needed=len(text)) from error
 
     def flush(self) -> None:
         """Wait until every line is on the disk."""
@@ -84,7 +91,7 @@ class JsonLines:
 
 
 class TensorBoard:
-    """TensorBoard events.
+    """TensorBoard events. A start of a run adds a file; nothing is written from another thread.
 
     Args:
         directory: the run's directory.
@@ -96,28 +103,48 @@ class TensorBoard:
 
     def __init__(self, directory: RunDirectory, start: int = 0) -> None:
         try:
-            from torch.utils.tensorboard import SummaryWriter
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+            from tensorboard.summary.writer.record_writer import RecordWriter
+            from torch.utils.tensorboard.summary import scalar
         except ImportError as error:
             raise ImportError("events need pip install 'rollcorr[train]', or set log.tensorboard=false") from error
-        self._folder = directory.tensorboard
-        self._writer = SummaryWriter(
-            str(self._folder), purge_step=start + 1 if any(self._folder.glob("events.*")) else None
-        )
+        self._event, self._scalar = Event, scalar
+
+        folder = directory.tensorboard
+        make_folder_durably(folder)
+        is_first = not any(folder.glob("events.*"))
+        self._path = folder / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
+        self._file = self._path.open("xb")
+        self._records = RecordWriter(self._file)
+
+        first = [Event(wall_time=time.time(), file_version="brain.Event:2")]
+        if not is_first:
+            hides_later = SessionLog(status=SessionLog.START)
+            first.append(Event(wall_time=time.time(), step=start + 1, session_log=hides_later))
+        self._add(first)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add one event per metric."""
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+        now = time.time()
+        self._add([self._event(wall_time=now, step=step, summary=self._scalar(*item)) for item in metrics.items()])
 
     def flush(self) -> None:
         """Wait until every event is on the disk."""
-        self._writer.flush()
-        for path in self._folder.glob("events.*"):
-            flush_to_disk(path)
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Write what is still in memory."""
-        self._writer.close()
+        """Close the file."""
+        with suppress(OSError):  # what is still in memory could not be written before, and that was reported
+            self._file.close()
+
+    def _add(self, events: Sequence[Any]) -> None:
+        texts = [event.SerializeToString() for event in events]
+        try:
+            for text in texts:
+                self._records.write(text)
+            self._file.flush()
+        except OSError as error:
+            raise disk_error(error, self._path, needed=sum(map(len, texts))) from error
 
 
 OPTIONAL_SINKS: dict[str, Callable[[RunDirectory, int], Sink]] = {"tensorboard": TensorBoard}

@@ -17,13 +17,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import pickle
-import re
 import secrets
-import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -35,13 +31,13 @@ from rollcorr.run_directory.directory import STEP_PREFIX, paths_by_step, step_na
 from rollcorr.run_directory.durable_files import (
     SET_ASIDE_SUFFIX,
     delete_folder_durably,
-    disk_error,
     make_folder_durably,
     partial_path,
     place_folder_durably,
     remove_partial,
     restore_set_aside,
     write_text_durably,
+    written_whole,
 )
 
 MANIFEST = "manifest.json"
@@ -130,7 +126,7 @@ def save_checkpoint(
 
     final = directory / step_name(state.step)
     partial = partial_path(final)
-    with _written_whole(partial, needed=_size_to_expect(directory, optimizer, engine_weights or {})):
+    with written_whole(partial, needed=_size_to_expect(directory, optimizer, engine_weights or {})):
         _write_files(partial, save_policy, optimizer, state, records or {}, engine_weights)
         _write_manifest(partial, run, state.step)
         place_folder_durably(partial, final)
@@ -271,35 +267,6 @@ def _write_files(
             raise ValueError(f"a record's name must be a plain file name, got {name!r}")
         (partial / RECORDS).mkdir(exist_ok=True)
         (partial / RECORDS / name).write_bytes(text.encode())  # bytes, so that no platform changes the line ends
-
-
-@contextmanager
-def _written_whole(partial: Path, *, needed: int) -> Iterator[None]:
-    """Remove a folder that cannot be written, and say why if it was the disk."""
-    try:
-        yield
-    except BaseException as error:
-        newest = max(partial.rglob("*"), key=lambda path: path.lstat().st_mtime_ns, default=partial)
-        shutil.rmtree(partial, ignore_errors=True)
-        cause = _disk_failure(error)
-        if cause is None:
-            raise
-        raise disk_error(cause, newest, needed=needed) from error
-
-
-def _disk_failure(error: BaseException) -> OSError | None:
-    """The error of the disk behind an error of a library; None if there is none."""
-    from safetensors import SafetensorError
-
-    # safetensors tells the error number in words.
-    if isinstance(error, SafetensorError):
-        number = re.search(r"os error (\d+)", str(error))
-        return None if number is None else OSError(int(number[1]), os.strerror(int(number[1])))
-
-    # torch closes its archive after a failed write, and reports that it is cut; the first error is behind that one.
-    is_torch = isinstance(error, RuntimeError)
-    behind = error.__context__ if is_torch else error
-    return behind if isinstance(behind, OSError) and behind.errno is not None else None
 
 
 def _size_to_expect(directory: Path, optimizer: torch.optim.Optimizer, engine_weights: Mapping[str, Tensor]) -> int:

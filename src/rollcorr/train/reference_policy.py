@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from rollcorr.run_directory.durable_files import partial_path, place_folder_durably
+from rollcorr.run_directory.durable_files import partial_path, place_folder_durably, written_whole
 from rollcorr.train.checkpoint import Checkpoint
 
 REFERENCE_RECORD = "reference.json"
@@ -30,9 +30,10 @@ def keep_reference(folder: Path, save_policy: Callable[[Path], object]) -> str:
     """
     partial = partial_path(folder)
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    save_policy(partial)
-    place_folder_durably(partial, folder)
+    with written_whole(partial, needed=0):
+        partial.mkdir()
+        save_policy(partial)
+        place_folder_durably(partial, folder)
     return json.dumps({"sha256": folder_sha256(folder)}) + "\n"
 
 
