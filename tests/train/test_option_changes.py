@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from rich.console import Console
@@ -100,8 +98,7 @@ def test_a_value_that_json_writes_differently_is_no_change(value):
 
 
 @pytest.fixture
-def console(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
+def console(tmp_path):
     with (tmp_path / "console.txt").open("w", encoding="utf-8") as file:
         yield Console(file=file, width=300)
 

@@ -23,9 +23,8 @@ SHORT = ("steps=6", "checkpoint.every=2", "log.tensorboard=false", "log.evaluate
 
 
 @pytest.fixture
-def number(tmp_path, monkeypatch):
-    """Run the recipe that fits a number; returns its summary and what it said. No power is cut here, so fsync rests."""
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
+def number(tmp_path):
+    """Run the recipe that fits a number; returns its summary and what it said."""
 
     def run(*overrides, run_dir=tmp_path / "run", recipe=NumberRecipe):
         config = read_config(None, [f"run_dir={run_dir}", *SHORT, *overrides], NumberConfig)
@@ -336,6 +335,13 @@ def test_the_deadline_saves_and_the_same_command_goes_on(number, tmp_path, whole
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
     number("stop_after_minutes=600")
     assert outcome(tmp_path / "run") == whole
+
+
+def test_the_deadline_arrives_by_itself(number):
+    """The timer of the system, whatever the run is doing then."""
+    summary, told = number("steps=1000000000", "checkpoint.every=0", "stop_after_minutes=0.002")
+    assert summary.interrupted
+    assert f"stopped by stop_after_minutes after step {summary.step} of 1000000000" in told
 
 
 def test_a_deadline_that_is_over_stops_without_any_signal(number, monkeypatch):
