@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from rich.console import Console
@@ -33,7 +31,7 @@ FREE = [
     ("grpo", "optim.weight_decay=0.1"),
     ("grpo", "optim.lr=1e-5"),
     ("grpo", "algorithm.rollout_correction=bypass_pg_is"),
-    ("grpo", "rollout.sampling.temperature=0.5"),
+    ("grpo", "rollout.group_size=4"),
     ("grpo", "rollout.engine_options={a: 1}"),
     ("grpo", "task.bonus_length=3"),
     ("grpo", "log.evaluate=5"),
@@ -82,16 +80,15 @@ def test_an_option_that_is_newer_than_the_checkpoint_had_its_default():
 
 
 def test_every_rule_is_about_an_option_that_exists_and_says_why_it_refuses():
-    names = {
-        name for config in CONFIGS.values() for name in (*compared_options(config()), *config.__dataclass_fields__)
-    }
+    configs = [config() for config in CONFIGS.values()]
+    names = {name for config in configs for name in (*compared_options(config), *vars(config))}
     for rule in OPTION_RULES:
         assert any(name == rule.name or name.startswith(f"{rule.name}.") for name in names), rule.name
         assert (rule.kind == "fixed") == bool(rule.reason), rule.name
     assert rule_of("optimism").kind == "free"
 
 
-@pytest.mark.parametrize("value", ["{5: 1.0}", "{a: .nan}", "{a: .inf}"])
+@pytest.mark.parametrize("value", ["{a: {5: 1.0}}", "{a: .nan}", "{a: .inf}"])
 def test_a_value_that_json_writes_differently_is_no_change(value):
     config = read_config(None, [f"rollout.engine_options={value}"], GrpoConfig)
     assert find_changes(compared_options(config), config) == []
@@ -101,8 +98,7 @@ def test_a_value_that_json_writes_differently_is_no_change(value):
 
 
 @pytest.fixture
-def console(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
+def console(tmp_path):
     with (tmp_path / "console.txt").open("w", encoding="utf-8") as file:
         yield Console(file=file, width=300)
 

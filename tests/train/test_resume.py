@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from test_recipe import NumberConfig, NumberRecipe
 
-from rollcorr.run_directory import read_metrics
+from rollcorr.run_directory import read_metrics, read_run
 from rollcorr.run_directory import sinks as sinks_module
 from rollcorr.train import checkpoint as checkpoint_module
 from rollcorr.train import latest_checkpoint, load_config, read_config, run_recipe
@@ -23,9 +23,8 @@ SHORT = ("steps=6", "checkpoint.every=2", "log.tensorboard=false", "log.evaluate
 
 
 @pytest.fixture
-def number(tmp_path, monkeypatch):
-    """Run the recipe that fits a number; returns its summary and what it said. No power is cut here, so fsync rests."""
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
+def number(tmp_path):
+    """Run the recipe that fits a number; returns its summary and what it said."""
 
     def run(*overrides, run_dir=tmp_path / "run", recipe=NumberRecipe):
         config = read_config(None, [f"run_dir={run_dir}", *SHORT, *overrides], NumberConfig)
@@ -249,6 +248,10 @@ def test_changes_and_their_hashes_are_kept_in_the_checkpoint_and_beside_it(numbe
         (4, ["steps", "target"]),
     ]
     assert len({history["sha256"], *(entry["sha256"] for entry in history["entries"])}) == 3
+    assert read_run(tmp_path / "run").remarks[-2:] == (
+        "options changed after step 2: steps: 2 → 4; target: 3.0 → 2.0",
+        "options changed after step 4: steps: 4 → 5; target: 2.0 → 3.0",
+    )
 
 
 def test_a_start_that_was_cut_short_takes_new_options(number, tmp_path):
@@ -332,6 +335,13 @@ def test_the_deadline_saves_and_the_same_command_goes_on(number, tmp_path, whole
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
     number("stop_after_minutes=600")
     assert outcome(tmp_path / "run") == whole
+
+
+def test_the_deadline_arrives_by_itself(number):
+    """The timer of the system, whatever the run is doing then."""
+    summary, told = number("steps=1000000000", "checkpoint.every=0", "stop_after_minutes=0.002")
+    assert summary.interrupted
+    assert f"stopped by stop_after_minutes after step {summary.step} of 1000000000" in told
 
 
 def test_a_deadline_that_is_over_stops_without_any_signal(number, monkeypatch):

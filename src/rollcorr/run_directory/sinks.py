@@ -182,7 +182,8 @@ class ConsoleProgress:
         self._bar = self._progress.add_task("train", total=steps, completed=start)
         self._live = Live(console=console, refresh_per_second=4, get_renderable=self._render, transient=False)
         if console.is_terminal:
-            self._live.start()
+            with suppress(OSError):
+                self._live.start()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a step."""

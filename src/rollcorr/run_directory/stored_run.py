@@ -83,7 +83,7 @@ def read_run(path: Path) -> Run:
         series=tuple({**by_step[step], "step": step} for step in sorted(by_step)),
         config=config,
         config_text=config_text,
-        remarks=(*remarks, *config_remarks),
+        remarks=(*remarks, *config_remarks, *_changes(directory.history)),
         diffusion=re.search(r"^recipe: flow_grpo\b", config_text, re.MULTILINE) is not None,
         pictures=tuple((heading, file) for heading, file in drawn if file.is_file()),
     )
@@ -157,6 +157,20 @@ def _read_lines(path: Path) -> tuple[list[dict[str, Any]], int | None]:
             raise BadInputError(f"{path}:{number}: expected a JSON object, got {type(row).__name__}; remove the line")
         rows.append(row)
     return rows, None
+
+
+def _changes(path: Path) -> list[str]:
+    """The changes of options in a history.json, a remark for each time; none if it cannot be read."""
+    if path.is_symlink():
+        return []
+    try:
+        return [
+            f"options changed after step {entry['after_step']}: "
+            + "; ".join(f"{change['name']}: {change['old']!r} → {change['new']!r}" for change in entry["changes"])
+            for entry in json.loads(path.read_text(encoding="utf-8"))["entries"]
+        ]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return []
 
 
 def _read_config(path: Path) -> tuple[RolloutCorrectionConfig | None, str, list[str]]:
