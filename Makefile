@@ -1,7 +1,7 @@
 .DEFAULT_GOAL := help
 .PHONY: help install demo demo-seeds demo-diffusion demo-diffusion-seeds
-.PHONY: test test-anywhere test-slow test-oracle test-triton test-arm test-ray test-verl test-vllm
-.PHONY: test-hostile check docs bench clean
+.PHONY: test test-anywhere test-slow test-crash test-hostile test-oracle test-triton test-arm test-ray test-verl test-vllm
+.PHONY: check docs bench clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -68,6 +68,9 @@ test-anywhere: $(STAMP) ## Run the tests as a background job without a terminal,
 
 test-slow: $(STAMP) ## Fuzz the numbers with 10,000 examples of each property (half an hour)
 	$(BIN)/python -m pytest tests/correction/test_numeric_fuzzing.py --hypothesis-profile=slow
+
+test-crash: $(STAMP) ## Kill runs at every file event and at random times, fill their disk, and compare (half an hour)
+	$(BIN)/python tools/crash/crash_runs.py --jobs 2 $(ARGS)
 
 test-hostile: $(STAMP) ## Read 4,000 Parquet files with flipped bits (5 minutes); `make test` reads 150
 	ROLLCORR_FLIP_SEEDS=4000 $(BIN)/python -m pytest tests/rollout_log/test_hostile_logs.py -k parquet

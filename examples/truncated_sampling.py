@@ -12,7 +12,6 @@ Runs that are finished already are only read. Writes the curves and what came ou
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import statistics
 import sys
@@ -60,11 +59,9 @@ def run(arm: str, seed: int, root: Path, overrides: Sequence[str], console: Cons
     """Train one arm with one seed, from where it stopped if it did, and read what came out."""
     run_dir = root / arm / f"seed_{seed}"
     config = load_config(DEMO, [*SETTINGS, *ARMS[arm], *overrides, f"seed={seed}", f"run_dir={run_dir}"])
-    done = json.loads((run_dir / "summary.json").read_text("utf-8")) if (run_dir / "summary.json").is_file() else None
-    if done is None or done["interrupted"]:
-        console.print(f"{arm}, seed {seed}")
-        if train(dataclasses.replace(config, resume=done is not None), console=console).interrupted:
-            sys.exit(130)
+    console.print(f"{arm}, seed {seed}")
+    if train(config, console=console).interrupted:
+        sys.exit(130)
     rows = read_metrics(run_dir / "metrics.jsonl")
     curves = {name: [row[metric] for row in rows] for name, metric in CURVES.items()}
     summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))

@@ -12,7 +12,8 @@ def run(*arguments: str):
 def test_help_says_how_to_start_and_how_to_continue():
     result = run("--help")
     assert result.exit_code == 0
-    assert "resume=true" in result.output
+    assert "The same command starts a run, continues it" in result.output
+    assert "SIGTERM" in result.output
 
 
 def test_an_unknown_option_is_answered_with_the_nearest_and_exit_code_2():

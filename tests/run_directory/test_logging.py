@@ -1,7 +1,10 @@
 """The record of a run: flushed line by line, strict JSON, readable after a crash."""
 
+import errno
+import io
 import json
 import math
+import resource
 from contextlib import closing
 
 import pytest
@@ -13,6 +16,7 @@ from rollcorr.run_directory import (
     ProgressColumn,
     RunDirectory,
     Sinks,
+    TensorBoard,
     drop_later_steps,
     read_metrics,
 )
@@ -69,3 +73,114 @@ def test_a_half_written_last_line_is_passed_over_and_any_other_is_named(tmp_path
     path.write_text('{"st\n{"step": 2}\n')
     with pytest.raises(ValueError, match=r"metrics.jsonl:1: not JSON"):
         read_metrics(path)
+
+
+def test_only_what_a_killed_run_left_is_removed(tmp_path):
+    directory = RunDirectory(tmp_path)
+    for folder in (directory.rollouts, directory.images):
+        folder.mkdir()
+    mine = [directory.rollout_log(step) for step in (1, 2, 1_000_000)]
+    mine += [directory.rollouts / ".step_000001.parquet.tmp-12-abcd", directory.images / ".before.png.partial"]
+    mine += [tmp_path / ".config.yaml.partial", tmp_path / ".history.json.partial"]
+    others = [directory.rollouts / "step_two.parquet", directory.rollouts / "step_000003.txt", tmp_path / ".a.partial"]
+    for path in (*mine, *others):
+        path.touch()
+    drop_later_steps(directory, 1)
+    assert {path for path in tmp_path.rglob("*") if path.is_file()} == {directory.rollout_log(1), *others}
+
+
+def test_lines_before_the_step_stay_to_the_letter_and_lost_ones_are_told(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1, "a": 1e-05}\n{"step": 2, \x00\xff\n{"step":3,"a":null}\n{"step": 4}\n{"step": 5}')
+    assert drop_later_steps(RunDirectory(tmp_path), 3) == [2]
+    assert path.read_bytes() == b'{"step": 1, "a": 1e-05}\n{"step":3,"a":null}\n'
+    path.unlink()
+    assert drop_later_steps(RunDirectory(tmp_path), 2) == [1, 2]
+
+
+def test_a_line_that_could_not_be_written_is_not_written_later(tmp_path, monkeypatch):
+    """A buffer would write the line of a step that is not in any checkpoint when the file is closed."""
+
+    class Full:
+        def __init__(self, file):
+            self.file = file
+
+        def write(self, line):
+            if len(line) > 10:
+                return self.file.write(line[:10])
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        def close(self):
+            self.file.close()
+
+    lines = JsonLines(tmp_path / "metrics.jsonl")
+    lines.write(1, {})
+    monkeypatch.setattr(lines, "_file", Full(lines._file))
+    with pytest.raises(OSError, match="No space left"):
+        lines.write(2, {"a": 1.0})
+    lines.close()
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1}]
+    drop_later_steps(RunDirectory(tmp_path), 1)
+    assert (tmp_path / "metrics.jsonl").read_text(encoding="utf-8") == '{"step": 1}\n'
+
+
+def test_a_console_that_is_gone_stops_nothing(tmp_path):
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise OSError(errno.EIO, "Input/output error")
+
+    for options in ({}, {"force_terminal": True}):
+        progress = ConsoleProgress(Console(file=Gone(), **options), COLUMNS, steps=2)
+        progress.say("a message")
+        progress.write(1, METRICS)
+        progress.close()
+
+
+def test_events_of_steps_that_are_computed_again_are_hidden(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    directory = RunDirectory(tmp_path)
+    for start, steps in ((0, {1: 1.0, 2: 2.0}), (0, {1: 3.0, 2: 4.0, 3: 5.0}), (1, {2: 6.0, 3: 7.0})):
+        with closing(TensorBoard(directory, start)) as events:
+            for step, value in steps.items():
+                events.write(step, {"a": value})
+            events.flush()
+    read = EventAccumulator(str(directory.tensorboard))
+    read.Reload()
+    assert [(event.step, event.value) for event in read.Scalars("a")] == [(1, 3.0), (2, 6.0), (3, 7.0)]
+
+
+def scalars(directory):
+    """What TensorBoard shows: the newest value of each step."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(directory.tensorboard))
+    events.Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_tensorboard_shows_the_steps_and_hides_those_that_are_computed_again(tmp_path):
+    directory = RunDirectory(tmp_path)
+    first = TensorBoard(directory)
+    for step in (1, 2, 3):
+        first.write(step, {"loss": step / 2, "reward/mean": float(step)})
+    first.close()
+    second = TensorBoard(directory, start=1)
+    second.write(2, {"loss": 8.0})
+    second.flush()
+    second.close()
+    assert scalars(directory) == {"loss": [(1, 0.5), (2, 8.0)], "reward/mean": [(1, 1.0)]}
+
+
+@pytest.mark.parametrize("make", [lambda directory: JsonLines(directory.metrics), TensorBoard])
+def test_a_full_disk_is_reported_with_the_file_and_its_bytes(tmp_path, make):
+    sink = make(RunDirectory(tmp_path))
+    sink.write(1, {"loss": 1.0})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (150, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"(metrics.jsonl|events\S+) was not written \(File too large\): \d+ bytes"):
+            sink.write(2, {f"loss {number}": 1.0 for number in range(20)})
+        sink.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

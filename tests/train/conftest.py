@@ -1,5 +1,7 @@
 """A policy small enough to train inside a test, and a reward that random weights can earn."""
 
+import os
+
 import pytest
 
 from rollcorr.train import load_config
@@ -31,6 +33,12 @@ MICRO_RUN = (
     "log.rollouts=false",
     "log.evaluate=0",
 )
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch):
+    """No test of this process cuts the power, so nothing waits until a busy disk has written."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
 @pytest.fixture

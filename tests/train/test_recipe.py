@@ -86,7 +86,7 @@ def test_a_recipe_trains_is_interrupted_resumes_and_equals_an_uninterrupted_run(
     stopped = run(parted)
     assert (stopped.step, stopped.interrupted) == (4, True)
     monkeypatch.undo()
-    run(parted, "resume=true")
+    run(parted)
 
     assert read_metrics(parted / "metrics.jsonl") == read_metrics(whole / "metrics.jsonl")
     numbers = [torch.load(latest_checkpoint(path / "checkpoints") / "number.pt")["0"] for path in (whole, parted)]

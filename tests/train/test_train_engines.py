@@ -60,7 +60,7 @@ def test_a_server_without_an_address_is_asked_for_one(micro_config, micro_policy
 
 def test_an_engine_with_a_process_is_let_go_even_after_a_failure():
     def recipe(engine):
-        return GrpoRecipe(SimpleNamespace(engine=engine), directory=None)
+        return GrpoRecipe(SimpleNamespace(engine=engine, reference=None), directory=None)
 
     closed = []
     with pytest.raises(RuntimeError, match="lost"), closing(recipe(SimpleNamespace(close=lambda: closed.append(1)))):

@@ -24,8 +24,11 @@ def train(
     recipe=grpo         a language model; this is the default
     recipe=flow_grpo    a diffusion model
 
-    To start a run:     rollcorr train CONFIG.yaml steps=50 optim.lr=1e-4
-    To continue a run:  rollcorr train RUN/config.yaml resume=true
+    rollcorr train CONFIG.yaml steps=50 optim.lr=1e-4
+
+    The same command starts a run, continues it after whatever ended it, or reports that it is finished.
+    Options that a checkpoint fixes, such as the model, cannot change within a run; the others can.
+    Only one process can run in a directory at a time.
 
     These files list all options:
     rollcorr/train/run_config.py                    for every recipe
@@ -34,9 +37,11 @@ def train(
 
     Exit codes:
     0      The last step is done.
-    2      An option, a file or a checkpoint is wrong.
+    1      The disk failed, or the weights are not finite. The last sound checkpoint stays.
+    2      The command was refused: an option, a file or a checkpoint is wrong, or another process runs there.
     3      The engine failed. The run was saved.
-    130    Ctrl-C stopped the run. The run was saved.
+    130    Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 or stop_after_minutes stopped the run. It was saved.
+           The same command continues it.
     """
     from rich.console import Console
     from rich.markup import escape
@@ -44,6 +49,7 @@ def train(
     from rollcorr.config.checks import in_one_line
     from rollcorr.config.secrets import redact_text
     from rollcorr.engines.base import EngineError
+    from rollcorr.run_directory.run_lock import RunInUseError
     from rollcorr.train import recipes
 
     given = arguments or []
@@ -53,13 +59,29 @@ def train(
             raise ValueError(f"one configuration file at most, got {', '.join(files)}; write a change as name=value")
         config = recipes.load_config(files[0] if files else None, [text for text in given if "=" in text])
         summary = recipes.train(config)
-    except (EngineError, ValueError, TypeError, OSError, ImportError) as error:
+    except KeyboardInterrupt as error:
+        Console(stderr=True).print("stopped at once: the same command continues after the last checkpoint")
+        raise typer.Exit(130) from error
+    except (EngineError, RunInUseError, ValueError, TypeError, OSError, ImportError) as error:
         # What an engine says may be a whole page of its own; what a file says may be anything.
         reason = str(error) if isinstance(error, EngineError) else in_one_line(error)
         message = f"[bold red]rollcorr train:[/] {escape(redact_text(reason))}"
         Console(stderr=True).print(message, highlight=False, soft_wrap=True)
-        raise typer.Exit(3 if isinstance(error, EngineError) else 2) from error
+        raise typer.Exit(_exit_code(error)) from error
+
     if summary.failure is not None:
-        raise typer.Exit(3)
+        raise typer.Exit(3 if summary.engine_failed else 1)
     if summary.interrupted:
         raise typer.Exit(130)
+
+
+def _exit_code(error: Exception) -> int:
+    """The exit code of a run that ended with an error."""
+    from rollcorr.engines.base import EngineError
+
+    if isinstance(error, EngineError):
+        return 3
+
+    # A path that is wrong is a wrong option; what is left is the disk.
+    wrong_path = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
+    return 1 if isinstance(error, OSError) and not isinstance(error, wrong_path) else 2

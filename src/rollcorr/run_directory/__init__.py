@@ -1,6 +1,7 @@
 """What a run leaves behind, written and read: configuration, metrics, checkpoints, events.
 
     directory      the names of everything in a run's directory
+    run_lock       one process at a time
     sinks          where the metrics of a step go: metrics.jsonl, TensorBoard, the console, your own
     stored_run     reading a run, and forgetting the steps that a resumed run computes again
 

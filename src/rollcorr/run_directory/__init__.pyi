@@ -1,6 +1,10 @@
 # What a run's directory holds.
 from .directory import RunDirectory as RunDirectory
 
+# One process at a time.
+from .run_lock import RunInUseError as RunInUseError
+from .run_lock import RunLock as RunLock
+
 # Where the metrics of a step go.
 from .sinks import ConsoleProgress as ConsoleProgress
 from .sinks import JsonLines as JsonLines

@@ -1,13 +1,14 @@
 """The names of everything that a run leaves behind.
 
-    RUN/config.yaml               the effective configuration
+    RUN/run.lock                  who runs here now; see `rollcorr.run_directory.run_lock`
+    RUN/history.json              which run this is, its first options and later changes of them
+    RUN/config.yaml               the effective configuration; the checkpoints have it too
     RUN/metrics.jsonl             one JSON object per step, flushed at once; a number that is not finite is null
     RUN/rollouts/                 one Parquet file per step
     RUN/tensorboard/              the same metrics as events
     RUN/checkpoints/              see `rollcorr.train.checkpoint`
     RUN/reference/                the policy that the run started from, where a KL penalty needs it
     RUN/images/                   pictures that the policy drew before and after the training
-    RUN/evaluation_before.json    the quality before the first step, for a resumed run
     RUN/summary.json              the quality before and after, written at the end
 
 Every file is whole after a crash, except for the last line of `metrics.jsonl`, which readers leave out.
@@ -17,41 +18,57 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rollcorr.run_directory.durable_files import flush_to_disk
+
 STEP_PREFIX = "step_"
 
 
 class RunDirectory:
-    """A run's directory. Nothing is made or read here.
+    """A run's directory. Nothing in it is made or read here.
 
     Args:
         path: the directory.
 
     Attributes:
         path: the directory.
+        history: which run this is, and how its options changed.
         config: the effective configuration.
         metrics: one JSON object per step.
         rollouts: folder of the rollout logs.
         tensorboard: folder of the TensorBoard events.
         checkpoints: folder of the checkpoints.
         reference: folder of the reference policy.
-        evaluation_before: the quality before the first step.
+        images: folder of the pictures.
         summary: the quality before and after.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.history = path / "history.json"
         self.config = path / "config.yaml"
         self.metrics = path / "metrics.jsonl"
         self.rollouts = path / "rollouts"
         self.tensorboard = path / "tensorboard"
         self.checkpoints = path / "checkpoints"
         self.reference = path / "reference"
-        self.evaluation_before = path / "evaluation_before.json"
+        self.images = path / "images"
         self.summary = path / "summary.json"
+
+    @property
+    def written(self) -> tuple[Path, ...]:
+        """Every file and folder above that a run writes, besides its lock."""
+        texts = (self.history, self.config, self.metrics, self.summary)
+        return (*texts, self.rollouts, self.tensorboard, self.checkpoints, self.reference, self.images)
+
+    def flush_logs(self) -> None:
+        """Wait until the names of all logs are on the disk; their content is, when its writer has been flushed."""
+        for folder in (self.rollouts, self.tensorboard, self.images, self.path):
+            if folder.is_dir():
+                flush_to_disk(folder)
 
     def picture(self, when: str) -> Path:
         """What the policy drew "before" or "after" the training, PNG."""
-        return self.path / "images" / f"{when}.png"
+        return self.images / f"{when}.png"
 
     def rollout_log(self, step: int) -> Path:
         """The rollout log of a step, Parquet."""
@@ -63,6 +80,21 @@ def step_name(step: int) -> str:
     return f"{STEP_PREFIX}{step:06d}"
 
 
-def step_of(path: Path) -> int:
-    """The step that a file or folder belongs to."""
-    return int(path.stem.removeprefix(STEP_PREFIX))
+def step_of(path: Path) -> int | None:
+    """The step that a file or folder belongs to; None if its name is not that of a step."""
+    digits = path.name.partition(".")[0].removeprefix(STEP_PREFIX)
+    if not (digits.isascii() and digits.isdigit()):
+        return None
+    step = int(digits)
+    return step if path.name.partition(".")[0] == step_name(step) else None
+
+
+def paths_by_step(folder: Path, suffix: str = "") -> dict[int, Path]:
+    """What a folder holds for each step, in the order of the steps as numbers; other names are passed over.
+
+    Args:
+        folder: need not exist.
+        suffix: what follows the step's name, for example ".parquet".
+    """
+    found = {path: step_of(path) for path in folder.glob(f"{STEP_PREFIX}*") if path.name == f"{path.stem}{suffix}"}
+    return dict(sorted((step, path) for path, step in found.items() if step is not None))

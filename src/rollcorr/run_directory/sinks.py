@@ -12,10 +12,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import socket
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -24,6 +28,7 @@ from rich.table import Table
 
 from rollcorr.config.secrets import redact_text
 from rollcorr.run_directory.directory import RunDirectory
+from rollcorr.run_directory.durable_files import disk_error, make_folder_durably
 
 RECENT_STEPS = 8
 """Steps that a terminal shows."""
@@ -33,7 +38,7 @@ LINE_EVERY = 10
 
 
 class Sink(Protocol):
-    """Something that records metrics."""
+    """Something that records metrics. A sink may also have `flush()`, which is called before each checkpoint."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a step; they may hold NaN and infinity."""
@@ -55,20 +60,31 @@ class ProgressColumn(NamedTuple):
 
 
 class JsonLines:
-    """`metrics.jsonl`: one JSON object per step, on disk at once. A number that is not finite is null.
+    """`metrics.jsonl`: one JSON object per step, in the file at once. A number that is not finite is null.
 
     Args:
         path: the file; new lines are added to those that it has.
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+        # Without a buffer, a line that could not be written is not tried again when the file is closed.
+        self._path = path
+        self._file = path.open("ab", buffering=0)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add a line."""
         line = {"step": step} | {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
+        text = json.dumps(line, allow_nan=False).encode() + b"\n"
+        rest = memoryview(text)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            raise disk_error(error, self._path, needed=len(text)) from error
+
+    def flush(self) -> None:
+        """Wait until every line is on the disk."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file."""
@@ -76,11 +92,11 @@ class JsonLines:
 
 
 class TensorBoard:
-    """TensorBoard events.
+    """TensorBoard events. A start of a run adds a file; nothing is written from another thread.
 
     Args:
         directory: the run's directory.
-        start: steps that are done already; events of later ones are hidden.
+        start: steps that are done already; events of later ones, which a killed run left, are hidden.
 
     Raises:
         ImportError: TensorBoard is missing; the message names the extra.
@@ -88,19 +104,48 @@ class TensorBoard:
 
     def __init__(self, directory: RunDirectory, start: int = 0) -> None:
         try:
-            from torch.utils.tensorboard import SummaryWriter
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+            from tensorboard.summary.writer.record_writer import RecordWriter
+            from torch.utils.tensorboard.summary import scalar
         except ImportError as error:
             raise ImportError("events need pip install 'rollcorr[train]', or set log.tensorboard=false") from error
-        self._writer = SummaryWriter(str(directory.tensorboard), purge_step=start + 1 if start else None)
+        self._event, self._scalar = Event, scalar
+
+        folder = directory.tensorboard
+        make_folder_durably(folder)
+        is_first = not any(folder.glob("events.*"))
+        self._path = folder / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
+        self._file = self._path.open("xb")
+        self._records = RecordWriter(self._file)
+
+        first = [Event(wall_time=time.time(), file_version="brain.Event:2")]
+        if not is_first:
+            hides_later = SessionLog(status=SessionLog.START)
+            first.append(Event(wall_time=time.time(), step=start + 1, session_log=hides_later))
+        self._add(first)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add one event per metric."""
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+        now = time.time()
+        self._add([self._event(wall_time=now, step=step, summary=self._scalar(*item)) for item in metrics.items()])
+
+    def flush(self) -> None:
+        """Wait until every event is on the disk."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Write what is still in memory."""
-        self._writer.close()
+        """Close the file."""
+        with suppress(OSError):  # what is still in memory could not be written before, and that was reported
+            self._file.close()
+
+    def _add(self, events: Sequence[Any]) -> None:
+        texts = [event.SerializeToString() for event in events]
+        try:
+            for text in texts:
+                self._records.write(text)
+            self._file.flush()
+        except OSError as error:
+            raise disk_error(error, self._path, needed=sum(map(len, texts))) from error
 
 
 OPTIONAL_SINKS: dict[str, Callable[[RunDirectory, int], Sink]] = {"tensorboard": TensorBoard}
@@ -109,6 +154,8 @@ OPTIONAL_SINKS: dict[str, Callable[[RunDirectory, int], Sink]] = {"tensorboard":
 
 class ConsoleProgress:
     """A progress bar over the newest steps in a terminal; elsewhere a line every tenth step.
+
+    A terminal or pipe that is gone is no reason to stop: what cannot be shown is left out.
 
     Args:
         console: where to show.
@@ -136,7 +183,8 @@ class ConsoleProgress:
         self._bar = self._progress.add_task("train", total=steps, completed=start)
         self._live = Live(console=console, refresh_per_second=4, get_renderable=self._render, transient=False)
         if console.is_terminal:
-            self._live.start()
+            with suppress(OSError):
+                self._live.start()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a step."""
@@ -146,16 +194,19 @@ class ConsoleProgress:
         is_due = step % LINE_EVERY == 0 or step in (self._start + 1, self._steps)
         if is_due and not self._console.is_terminal:
             values = "  ".join(f"{column.heading} {column.text(metrics)}" for column in self._columns)
-            self._console.print(f"step {step}/{self._steps}  {values}", highlight=False, soft_wrap=True)
+            with suppress(OSError):
+                self._console.print(f"step {step}/{self._steps}  {values}", highlight=False, soft_wrap=True)
 
     def say(self, message: str) -> None:
         """Show a line above the progress bar, without secrets."""
-        self._console.print(redact_text(message), highlight=False, markup=False, soft_wrap=True)
+        with suppress(OSError):
+            self._console.print(redact_text(message), highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
         """Leave the newest steps on the screen."""
         if self._console.is_terminal:
-            self._live.stop()
+            with suppress(OSError):
+                self._live.stop()
 
     def _render(self) -> Group:
         table = Table("step", *(column.heading for column in self._columns), box=None, padding=(0, 2, 0, 0))
@@ -180,6 +231,13 @@ class Sinks:
         """Record the metrics of a step everywhere."""
         for sink in self._sinks:
             sink.write(step, metrics)
+
+    def flush(self) -> None:
+        """Wait until what was recorded is on the disk, where a sink has one."""
+        for sink in self._sinks:
+            flush = getattr(sink, "flush", None)
+            if flush is not None:
+                flush()
 
     def close(self) -> None:
         """Close all, the last one first."""

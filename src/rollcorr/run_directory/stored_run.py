@@ -6,6 +6,7 @@ import json
 import re
 import reprlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from rollcorr.config.conversion import resolve
 from rollcorr.config.json_text import load_json, openings
 from rollcorr.config.secrets import redact, redact_text, secret_places
 from rollcorr.config.yaml_text import dump_yaml, load_yaml, read_yaml_text
-from rollcorr.run_directory.directory import STEP_PREFIX, RunDirectory, step_of
+from rollcorr.run_directory.directory import STEP_PREFIX, RunDirectory, paths_by_step
+from rollcorr.run_directory.durable_files import partial_path, write_text_durably
 
 PICTURES = {"before": "Before training", "after": "After training"}
 """Pictures that a run may leave, by `RunDirectory.picture`, and what they show."""
@@ -103,7 +105,7 @@ def read_run(path: Path) -> Run:
         series=tuple({**by_step[step], "step": step} for step in sorted(by_step)),
         config=config,
         config_text=config_text,
-        remarks=(*remarks, *config_remarks),
+        remarks=(*remarks, *config_remarks, *_changes(directory.history, path)),
         diffusion=re.search(r"^recipe: flow_grpo\b", config_text, re.MULTILINE) is not None,
         pictures=tuple((heading, file) for heading, file in drawn if file not in strange and file.is_file()),
     )
@@ -118,19 +120,42 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return _read_lines(path)[0]
 
 
-def drop_later_steps(directory: RunDirectory, step: int) -> None:
-    """Forget what a run logged after `step`, because a resumed run computes it again."""
-    if directory.metrics.is_file():
-        kept = [json.dumps(row) + "\n" for row in read_metrics(directory.metrics) if row["step"] <= step]
+def drop_later_steps(directory: RunDirectory, step: int) -> list[int]:
+    """Forget what a run logged after `step`, because a resumed run computes it again.
 
-        # Written beside the old file and renamed, so that a crash here loses nothing.
-        partial = directory.metrics.with_suffix(".partial")
-        partial.write_text("".join(kept), encoding="utf-8")
-        partial.replace(directory.metrics)
+    Half-written files of a killed run go too. Nothing else does: files of other names are not the run's.
 
-    for log in directory.rollouts.glob(f"{STEP_PREFIX}*.parquet"):
-        if step_of(log) > step:
+    Returns:
+        The steps up to `step` whose line in metrics.jsonl is lost or damaged.
+    """
+    for path in (*directory.written, *map(directory.picture, PICTURES)):
+        if not partial_path(path).is_dir():
+            partial_path(path).unlink(missing_ok=True)
+    for log in directory.rollouts.glob(f".{STEP_PREFIX}*.parquet.tmp-*"):
+        log.unlink()
+    for later, log in paths_by_step(directory.rollouts, ".parquet").items():
+        if later > step:
             log.unlink()
+
+    if not directory.metrics.is_file():
+        return list(range(1, step + 1))
+    text = directory.metrics.read_text(encoding="utf-8", errors="replace")
+    rows = _whole_rows(text)
+    kept = "".join(line for number, line in rows if number <= step)
+    if kept != text:
+        write_text_durably(directory.metrics, kept)
+    return sorted(set(range(1, step + 1)) - {number for number, _ in rows})
+
+
+def _whole_rows(text: str) -> list[tuple[int, str]]:
+    """(step, line) of each whole line of a metrics.jsonl."""
+    rows = []
+    for line in text.splitlines(keepends=True):
+        # A line and its end are written at once, so a line without an end was cut off.
+        with suppress(ValueError, TypeError, KeyError, RecursionError):
+            if line.endswith("\n"):
+                rows.append((int(json.loads(line)["step"]), line))
+    return rows
 
 
 def _read_lines(path: Path) -> tuple[list[dict[str, Any]], int | None]:
@@ -190,6 +215,24 @@ def _checked(row: dict[str, Any], place: str, names: dict[str, str]) -> dict[str
             shown = reprlib.repr(name)
             raise BadInputError(f"{place}: {shown} is an integer of more than 63 bits; repair or remove the line")
     return {names.setdefault(name, name): value for name, value in row.items()}
+
+
+def _changes(path: Path, run: Path) -> list[str]:
+    """The changes of options in a history.json, a remark for each time; none if it cannot be read."""
+    if _leads_out(path, run):
+        return [f"{path.name} {LINK_LEFT_OUT}"]
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_LINE_BYTES)  # what is longer is cut, and then no JSON
+        return [
+            redact_text(
+                f"options changed after step {entry['after_step']}: "
+                + "; ".join(f"{change['name']}: {change['old']!r} → {change['new']!r}" for change in entry["changes"])
+            )
+            for entry in load_json(content)["entries"]
+        ]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return []
 
 
 def _read_config(path: Path, run: Path) -> tuple[RolloutCorrectionConfig | None, str, list[str]]:

@@ -1,27 +1,65 @@
-"""Checkpoints: everything that the next step depends on, written so that a killed run leaves whole ones only.
+"""Checkpoints: everything that the next step depends on, written so that a crash leaves sound ones only.
 
+    RUN/checkpoints/run.json                         which run this is
     RUN/checkpoints/step_000050/
         config.json, model.safetensors, tokenizer…   the policy, as its recipe writes it; `model.path` may point here
         optimizer.pt                                 AdamW's moments
         engine.safetensors                           the engine's weights, when they lag behind the policy's
         state.json                                   step, engine version, skipped optimizer steps
+        records/                                     small texts, such as the configuration
+        manifest.json                                the run, the step, and bytes and SHA-256 of every file
 
+A checkpoint is sound when its manifest is, and when every file in the manifest is there and has that SHA-256.
 No random state is stored: every draw is a function of (seed, purpose, step), see `rollcorr.train.steps`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pickle
-import shutil
+import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rollcorr.run_directory.directory import STEP_PREFIX, step_name
+from rollcorr.run_directory.directory import STEP_PREFIX, paths_by_step, step_name
+from rollcorr.run_directory.durable_files import (
+    SET_ASIDE_SUFFIX,
+    delete_folder_durably,
+    make_folder_durably,
+    partial_path,
+    place_folder_durably,
+    remove_partial,
+    restore_set_aside,
+    write_text_durably,
+    written_whole,
+)
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+OPTIMIZER = "optimizer.pt"
+ENGINE = "engine.safetensors"
+RECORDS = "records"
+RUN_IDENTITY = "run.json"
+
+LARGEST_MANIFEST = 16 * 2**20
+"""Bytes; a manifest has about 100 for each file."""
+
+BLOCK = 2**20
+"""Bytes hashed at a time."""
+
+
+class NonFiniteWeightsError(ValueError):
+    """Weights or optimizer state hold NaN or infinity, so they were not saved; the message says where."""
+
+
+class DamagedCheckpointError(ValueError):
+    """A checkpoint cannot be used; the message names the file and what is wrong with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +85,7 @@ class Checkpoint:
     state: TrainState
     optimizer: dict[str, object]
     engine_weights: Mapping[str, Tensor] | None
+    records: Mapping[str, str] = field(default_factory=dict)
 
 
 def save_checkpoint(
@@ -55,69 +94,309 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer,
     state: TrainState,
     *,
+    records: Mapping[str, str] | None = None,
     engine_weights: Mapping[str, Tensor] | None = None,
     keep: int = 2,
 ) -> Path:
-    """Write `directory/step_NNNNNN` under another name, rename it, then delete all but the newest `keep`.
+    """Write `directory/step_NNNNNN` under a hidden name, flush it to the disk, rename it, then delete older ones.
+
+    Whatever interrupts this, the checkpoints that were sound stay so. Only the newest `keep` up to this step stay, and
+    none of a later step: a run that saves here did not go on from those, because they were damaged.
 
     Args:
-        directory: RUN/checkpoints; made when missing.
+        directory: RUN/checkpoints; made when missing. One process at a time may write there.
         save_policy: writes model and tokenizer into a directory.
-        optimizer: its state is stored.
+        optimizer: its state is stored, and its parameters are checked.
         state: where the run is.
+        records: small texts to store, by file name.
         engine_weights: the engine's weights, if they are not the policy's.
         keep: newest checkpoints to keep, at least 1.
 
     Returns:
         The checkpoint's directory.
+
+    Raises:
+        NonFiniteWeightsError: a weight or a moment is NaN or infinite; nothing was written.
+        OSError: the disk is full or cannot be written; the message names the file, the bytes needed and free.
     """
-    from safetensors.torch import save_file
+    check_finite(optimizer, engine_weights or {})
+    make_folder_durably(directory)
+    tidy_up(directory)
+    run = _run_identity(directory)
 
     final = directory / step_name(state.step)
-    partial = directory / f".{final.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    partial = partial_path(final)
+    with written_whole(partial, needed=_size_to_expect(directory, optimizer, engine_weights or {})):
+        _write_files(partial, save_policy, optimizer, state, records or {}, engine_weights)
+        _write_manifest(partial, run, state.step)
+        place_folder_durably(partial, final)
 
-    save_policy(partial)
-    torch.save(optimizer.state_dict(), partial / "optimizer.pt")
-    if engine_weights is not None:
-        save_file(dict(engine_weights), partial / "engine.safetensors")
-    (partial / "state.json").write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")
-
-    # A rename is all or nothing, so a killed run leaves whole checkpoints only.
-    shutil.rmtree(final, ignore_errors=True)
-    partial.rename(final)
-    for old in _checkpoints(directory)[:-keep]:
-        shutil.rmtree(old)
+    # The new one is on the disk, so the others may go.
+    steps = paths_by_step(directory)
+    kept = [step for step in steps if step <= state.step][-keep:]
+    for step, path in steps.items():
+        if step not in kept and path.is_dir():
+            delete_folder_durably(path)
     return final
 
 
+def has_checkpoints(directory: Path) -> bool:
+    """Whether a directory holds a checkpoint, sound or damaged."""
+    set_aside = directory.glob(f".{STEP_PREFIX}*{SET_ASIDE_SUFFIX}")
+    return any(path.is_dir() for path in (*paths_by_step(directory).values(), *set_aside))
+
+
 def latest_checkpoint(directory: Path) -> Path | None:
-    """The newest whole checkpoint in a directory, or None."""
-    found = _checkpoints(directory)
-    return found[-1] if found else None
+    """The newest sound checkpoint in a directory, or None. Nothing is changed there."""
+    for path in reversed(paths_by_step(directory).values()):
+        try:
+            _verify(path)
+        except DamagedCheckpointError:
+            continue
+        return path
+    return None
+
+
+def newest_sound_checkpoint(directory: Path, *, device: str = "cpu") -> tuple[Checkpoint | None, list[str]]:
+    """Read the newest checkpoint that is whole, after removing what a killed process left half-written.
+
+    Args:
+        directory: RUN/checkpoints. No other process may write there meanwhile.
+        device: where tensors go.
+
+    Returns:
+        The checkpoint, None if there is none, and one line for each newer one that is damaged.
+    """
+    if directory.is_dir():
+        tidy_up(directory)
+    damaged: list[str] = []
+    for path in reversed(paths_by_step(directory).values()):
+        try:
+            return load_checkpoint(path, device=device), damaged
+        except DamagedCheckpointError as error:
+            damaged.append(str(error))
+    return None, damaged
 
 
 def load_checkpoint(path: Path, *, device: str = "cpu") -> Checkpoint:
-    """Read a checkpoint.
+    """Read a checkpoint, after comparing every file with the manifest.
 
     Raises:
-        ValueError: a file is missing or broken; the message names it.
+        DamagedCheckpointError: a file is missing, empty, cut, altered or of another checkpoint; the message names it.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    files = _verify(path)
+
+    # The files are as they were written; what fails here was written by another version of this program.
+    name = STATE
     try:
-        state = TrainState(**json.loads((path / "state.json").read_text(encoding="utf-8")))
-        optimizer = torch.load(path / "optimizer.pt", map_location=device, weights_only=True)
-        engine = path / "engine.safetensors"
-        return Checkpoint(path, state, optimizer, load_file(engine, device=device) if engine.is_file() else None)
+        state = TrainState(**json.loads((path / name).read_text(encoding="utf-8")))
+        name = OPTIMIZER
+        optimizer = torch.load(path / name, map_location=device, weights_only=True)
+        name = ENGINE
+        engine = load_file(path / name, device=device) if name in files else None
+        name = RECORDS
+        records = {
+            PurePosixPath(file).name: (path / file).read_text(encoding="utf-8")
+            for file in files
+            if file.startswith(f"{RECORDS}/")
+        }
     except (OSError, ValueError, TypeError, RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
         reason = str(error).partition("\n")[0]
-        raise ValueError(
-            f"checkpoint {str(path)!r} cannot be read ({reason}): delete it to resume from an earlier one"
-        ) from error
+        raise _damaged(path, name, f"cannot be read ({reason})") from error
+    return Checkpoint(path, state, optimizer, engine, records)
 
 
-def _checkpoints(directory: Path) -> list[Path]:
-    return sorted(path for path in directory.glob(f"{STEP_PREFIX}*") if (path / "state.json").is_file())
+def check_finite(optimizer: torch.optim.Optimizer, engine_weights: Mapping[str, Tensor]) -> None:
+    """Check everything trained, the optimizer's moments and the engine's weights for NaN and infinity.
+
+    Raises:
+        NonFiniteWeightsError: there is one; the message says in which tensor, and how many.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    tensors = {f"trained tensor {number}": tensor.detach() for number, tensor in enumerate(parameters)}
+    for number, parameter in enumerate(parameters):
+        moments = optimizer.state.get(parameter, {})
+        tensors |= {f"{key} of tensor {number}": value for key, value in moments.items() if torch.is_tensor(value)}
+    tensors |= {f"{name} of the engine": value for name, value in engine_weights.items()}
+
+    # One flag per tensor and one transfer: a transfer for each tensor would wait for the device as many times.
+    named = [(name, _wide_enough(tensor)) for name, tensor in tensors.items() if tensor.is_floating_point()]
+    if not named:
+        return
+    finite = torch.stack([tensor.isfinite().all().cpu() for _, tensor in named]).tolist()
+    bad = [(name, tensor) for (name, tensor), is_finite in zip(named, finite, strict=True) if not is_finite]
+    if bad:
+        name, tensor = bad[0]
+        count = int((~tensor.isfinite()).sum())
+        others = f", and {len(bad) - 1} more tensors are broken" if len(bad) > 1 else ""
+        raise NonFiniteWeightsError(
+            f"{name} {tuple(tensor.shape)} has {count} values of {tensor.numel()} that are NaN or infinite{others}: "
+            "nothing was saved and the last checkpoint stays; lower optim.lr or optim.max_grad_norm and go on from it"
+        )
+
+
+def tidy_up(directory: Path) -> None:
+    """Remove what a killed process was writing or deleting, and put back what it had set aside."""
+    restore_set_aside(directory)
+    remove_partial(directory)
+
+
+def _write_files(
+    partial: Path,
+    save_policy: Callable[[Path], object],
+    optimizer: torch.optim.Optimizer,
+    state: TrainState,
+    records: Mapping[str, str],
+    engine_weights: Mapping[str, Tensor] | None,
+) -> None:
+    from safetensors.torch import save_file
+
+    partial.mkdir()
+    save_policy(partial)
+    with (partial / OPTIMIZER).open("wb") as file:  # opened here, because torch's own files hide why a write failed
+        torch.save(optimizer.state_dict(), file)
+    if engine_weights is not None:
+        save_file(dict(engine_weights), partial / ENGINE)
+    (partial / STATE).write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")
+
+    for name, text in records.items():
+        if PurePosixPath(name).name != name or name in ("", ".", ".."):
+            raise ValueError(f"a record's name must be a plain file name, got {name!r}")
+        (partial / RECORDS).mkdir(exist_ok=True)
+        (partial / RECORDS / name).write_bytes(text.encode())  # bytes, so that no platform changes the line ends
+
+
+def _size_to_expect(directory: Path, optimizer: torch.optim.Optimizer, engine_weights: Mapping[str, Tensor]) -> int:
+    """Bytes of a checkpoint: as many as the newest one, but at least weights, two moments and the engine's weights."""
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    at_least = sum(3 * tensor.nbytes for tensor in trained) + sum(tensor.nbytes for tensor in engine_weights.values())
+    for path in reversed(paths_by_step(directory).values()):
+        try:
+            return max(at_least, sum(entry["bytes"] for entry in _read_manifest(path)["files"].values()))
+        except DamagedCheckpointError:
+            continue
+    return at_least
+
+
+def _run_identity(directory: Path) -> str:
+    """What tells this run's checkpoints from another's: made once, then read."""
+    path = directory / RUN_IDENTITY
+    known = _known_identity(directory)
+    if known is not None:
+        return known
+
+    # Without a readable file, the newest checkpoint knows.
+    for checkpoint in reversed(paths_by_step(directory).values()):
+        try:
+            known = str(_read_manifest(checkpoint)["run"])
+        except DamagedCheckpointError:
+            continue
+        break
+    known = known or secrets.token_hex(16)
+    write_text_durably(path, json.dumps({"run": known}) + "\n")
+    return known
+
+
+def _known_identity(directory: Path) -> str | None:
+    """The run's identity from its file; None if there is no such file or it is garbled."""
+    try:
+        run = json.loads((directory / RUN_IDENTITY).read_text(encoding="utf-8"))["run"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return run if isinstance(run, str) else None
+
+
+def _write_manifest(folder: Path, run: str, step: int) -> None:
+    files = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    (folder / MANIFEST).write_bytes(_manifest_text({"run": run, "step": step, "files": files}))
+
+
+def _manifest_text(content: Mapping[str, Any]) -> bytes:
+    """A manifest as it is written: with a SHA-256 of its own content, and in one form only."""
+    content = {name: content[name] for name in ("run", "step", "files")}
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return (json.dumps(content | {"sha256": digest}, indent=2) + "\n").encode()
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint, checked against itself and the name of its folder.
+
+    Raises:
+        DamagedCheckpointError: it is missing or altered, or says another step.
+    """
+    file = path / MANIFEST
+    try:
+        if file.stat().st_size > LARGEST_MANIFEST:
+            raise _damaged(path, MANIFEST, f"has more than {LARGEST_MANIFEST:,} bytes")
+        text = file.read_bytes()
+    except FileNotFoundError as error:
+        raise _damaged(path, MANIFEST, "is missing") from error
+    except OSError as error:
+        raise _damaged(path, MANIFEST, f"cannot be read ({error.strerror})") from error
+    if not text:
+        raise _damaged(path, MANIFEST, "is empty")
+
+    # A bit that was flipped anywhere, even in a space, gives another text.
+    try:
+        manifest = json.loads(text)
+        sound = _manifest_text(manifest) == text
+        step = manifest["step"]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise _damaged(path, MANIFEST, "is cut or altered") from error
+    if not sound:
+        raise _damaged(path, MANIFEST, "is cut or altered")
+    if step_name(step) != path.name:
+        raise _damaged(path, MANIFEST, f"is of another checkpoint (step {step})")
+    return dict(manifest)
+
+
+def _verify(path: Path) -> set[str]:
+    """Compare every file of a checkpoint with its manifest; returns their names.
+
+    Raises:
+        DamagedCheckpointError: one differs; the message names it.
+    """
+    manifest = _read_manifest(path)
+    run = _known_identity(path.parent)
+    if run not in (None, manifest["run"]):
+        raise _damaged(path, MANIFEST, f"is of another run than {path.parent / RUN_IDENTITY} says")
+
+    for name, entry in manifest["files"].items():
+        file = path / name
+        try:
+            size = file.stat().st_size
+            digest = _sha256(file) if size == entry["bytes"] else None
+        except FileNotFoundError as error:
+            raise _damaged(path, name, "is missing") from error
+        except OSError as error:
+            raise _damaged(path, name, f"cannot be read ({error.strerror})") from error
+
+        if size == 0 and entry["bytes"]:
+            raise _damaged(path, name, f"is empty, it had {entry['bytes']:,} bytes")
+        if size < entry["bytes"]:
+            raise _damaged(path, name, f"is cut to {size:,} of {entry['bytes']:,} bytes, or of another checkpoint")
+        if digest != entry["sha256"]:
+            raise _damaged(path, name, "is altered or of another checkpoint: its SHA-256 is not that of the manifest")
+    return set(manifest["files"])
+
+
+def _damaged(path: Path, name: str, what: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(f"checkpoint {str(path)!r} cannot be used: {name} {what}")
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _wide_enough(tensor: Tensor) -> Tensor:
+    """The tensor in a type that knows `isfinite`: those of one byte do not."""
+    return tensor.float() if tensor.element_size() == 1 else tensor

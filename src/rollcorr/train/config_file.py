@@ -18,7 +18,8 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 from rollcorr.config.conversion import resolve
 from rollcorr.config.yaml_text import load_yaml, read_yaml
-from rollcorr.train.run_config import RunConfig
+from rollcorr.run_directory.directory import RunDirectory
+from rollcorr.train.run_config import END_OF_CONFIG, RunConfig
 
 CORRECTION_KEY = "algorithm.rollout_correction"
 ENGINE_OPTIONS_KEY = "rollout.engine_options"
@@ -79,15 +80,35 @@ def recipe_of(path: str | Path | None = None, overrides: Sequence[str] = ()) -> 
     return str(named[-1]) if named else None
 
 
-def changed_options(before: RunConfig, after: RunConfig) -> list[str]:
-    """`name: old → new` for each option that differs and can change the outcome of a run."""
-    old, new = (dict(_leaves(load_yaml(config.to_yaml()))) for config in (before, after))
-    harmless = ("run_dir", "resume", "steps", "log.", "checkpoint.")
-    return [
-        f"{name}: {old.get(name)!r} → {value!r}"
-        for name, value in new.items()
-        if old.get(name) != value and not name.startswith(harmless)
-    ]
+def option_values(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a configuration by dotted name; a block that its owner defines, such as `model.config`, is one."""
+    return dict(_leaves(document))
+
+
+def check_stored_config(path: Path, config: RunConfig, *, names_run_dir: bool) -> None:
+    """Check RUN/config.yaml when it is given as the configuration: a damaged one would train another experiment.
+
+    Args:
+        path: the file that was read.
+        config: what was read, with the overrides.
+        names_run_dir: an override says where to run, so that this starts another run.
+
+    Raises:
+        ValueError: the file is cut off, or names another directory than its own.
+    """
+    directory = RunDirectory(path.parent)
+    if path.name != directory.config.name or not directory.history.is_file():
+        return
+    if not path.read_text(encoding="utf-8").rstrip().endswith(END_OF_CONFIG):
+        raise ValueError(
+            f"{path} is damaged: it does not end with {END_OF_CONFIG!r}. Repeat the command that started the run, and "
+            "the file is written again"
+        )
+    if not names_run_dir and Path(config.run_dir).resolve() != path.parent.resolve():
+        raise ValueError(
+            f"{path} names run_dir {config.run_dir!r}, which is not its own directory: add run_dir={path.parent} to go "
+            "on there, or start it in the directory where the run was started"
+        )
 
 
 def merge_corrections(layers: Iterable[Mapping[str, Any]]) -> Any:  # noqa: ANN401 (name, block or None)

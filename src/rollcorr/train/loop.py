@@ -1,34 +1,55 @@
-"""The run loop: start or resume, train, save, stop on Ctrl-C, and say what came out.
+"""The run loop: start, continue or report a run; train, save, stop when asked, and say what came out.
 
-`run_recipe` serves every recipe. What differs between two kinds of training is behind `Recipe`.
+`run_recipe` serves every recipe. What differs between two kinds of training is behind `Recipe`. In the order of a run:
+
+    lock        one process at a time, `rollcorr.run_directory.run_lock`
+    begin       what the directory holds, and whether this configuration may go on in it, `rollcorr.train.resume`
+    build       the recipe: load, warm up, start the engine
+    step 0      evaluation, reference policy, first checkpoint
+    train       steps and checkpoints
+    end         last checkpoint, evaluation, summary.json
+
+A process that is killed anywhere leaves a directory in which the same command goes on, with the same outcome. For that,
+nothing of step 0 counts before its checkpoint, and no checkpoint before the logs of its steps are on the disk.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import signal
-import threading
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, ClassVar, Protocol
 
 import torch
 from rich.console import Console
 from torch import nn
 
+from rollcorr.config.secrets import redact_text
 from rollcorr.engines.base import EngineError
 from rollcorr.run_directory.directory import RunDirectory
+from rollcorr.run_directory.durable_files import restore_set_aside, write_text_durably
+from rollcorr.run_directory.run_lock import RunLock
 from rollcorr.run_directory.sinks import OPTIONAL_SINKS, ConsoleProgress, JsonLines, ProgressColumn, Sink, Sinks
 from rollcorr.run_directory.stored_run import drop_later_steps
-from rollcorr.train.checkpoint import Checkpoint, TrainState, latest_checkpoint, load_checkpoint, save_checkpoint
-from rollcorr.train.config_file import changed_options, read_config
+from rollcorr.train.checkpoint import Checkpoint, NonFiniteWeightsError, TrainState, save_checkpoint
+from rollcorr.train.reference_policy import REFERENCE_RECORD, keep_reference
+from rollcorr.train.resume import Beginning, find_beginning, finished_summary
 from rollcorr.train.run_config import RunConfig
+from rollcorr.train.run_messages import beginning_lines, end_lines
 from rollcorr.train.steps import SamplingCopy
+from rollcorr.train.stop_requests import StopNow, StopRequests
 
 Evaluation = Mapping[str, float]
+
+EVALUATION_RECORD = "evaluation_before.json"
+"""Record of a checkpoint: the quality before the first step, if it was measured."""
+
+ENGINE_OPTIONS = ("rollout.engine", "rollout.dtype", "rollout.fp8_scale")
+"""Options under which stored weights of an engine cannot be taken over, once they change."""
 
 
 class Trainer(Protocol):
@@ -56,19 +77,22 @@ class Recipe(Protocol):
         config_class: its configuration.
         columns: the metrics that the console shows.
         evaluation_text: how an evaluation reads, with its names in braces.
+        keeps_reference: later starts need the policy that the run started from, in RUN/reference.
         trainer: what the loop saves and restores.
     """
 
     config_class: ClassVar[type[RunConfig]]
     columns: Sequence[ProgressColumn] = ()
     evaluation_text: ClassVar[str] = ""
+    keeps_reference: bool = False
     trainer: Trainer
 
     @classmethod
     def build(cls, config: Any, directory: RunDirectory, checkpoint: Checkpoint | None) -> Recipe:  # noqa: ANN401
         """Make the trainer, from the configuration's policy or from that in `checkpoint.path`.
 
-        The loop restores the rest of a checkpoint: the optimizer, and an engine that lags behind.
+        The loop restores the rest of a checkpoint: the optimizer, and an engine that lags behind. A request to stop
+        leaves this method at once, and so a killed process may, so it writes nothing into the run's directory.
         """
 
     def step(self, step: int) -> Mapping[str, float]:
@@ -81,7 +105,10 @@ class Recipe(Protocol):
         """Write the policy into a folder from which `build` reads it."""
 
     def evaluate(self, when: str) -> Evaluation | None:
-        """Measure the policy "before" or "after" the training; the engine has its weights. None: not measured."""
+        """Measure the policy "before" or "after" the training; the engine has its weights. None: not measured.
+
+        A request to stop leaves this method at once, and the next start repeats it, so it must give the same again.
+        """
         return None
 
     def write_extras(self, step: int) -> None:
@@ -99,9 +126,10 @@ class Summary:
 
     Attributes:
         run_dir: where everything is.
-        step: completed training steps.
-        interrupted: it was stopped before its last step.
-        failure: why the engine failed, if that stopped the run; else None.
+        step: completed training steps that are saved.
+        interrupted: it was stopped before its end.
+        failure: what stopped the run, if the engine or the disk failed or weights are not finite; else None.
+        engine_failed: that was the engine.
         skipped_steps: optimizer steps left out: a loss or gradient was not finite, or nothing was kept.
         before: quality before the first training step; None if it was not measured.
         after: quality after the last one; None if it was not measured.
@@ -110,20 +138,25 @@ class Summary:
     run_dir: Path
     step: int
     interrupted: bool
-    failure: str | None
-    skipped_steps: int
-    before: Evaluation | None
-    after: Evaluation | None
+    failure: str | None = None
+    engine_failed: bool = False
+    skipped_steps: int = 0
+    before: Evaluation | None = None
+    after: Evaluation | None = None
 
 
 def run_recipe(
     recipe_class: type[Recipe], config: RunConfig, *, console: Console | None = None, sinks: Sequence[Sink] = ()
 ) -> Summary:
-    """Train from the start, or from the newest checkpoint when `config.resume`.
+    """Start a run, continue it, or report that it is finished: whatever its directory calls for, see `config.resume`.
 
-    Ctrl-C (or SIGTERM) finishes the step, saves, and returns; a second one stops at once. An engine that fails in a
-    step costs that step: nothing is trained on it, the run saves and returns, and `Summary.failure` says why. A resumed
-    run equals an uninterrupted one, on the CPU to the last bit.
+    The same call can be repeated until it reports a finished run. A resumed run equals an uninterrupted one, on the CPU
+    to the last bit.
+
+    Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 and `config.stop_after_minutes` finish the step, save, and return; a warm-up or an
+    evaluation they leave at once, to be repeated. A second Ctrl-C stops at once. An engine that fails in a step costs
+    that step: nothing is trained on it, the run saves and returns, and `Summary.failure` says why. It also says why
+    a checkpoint or a log could not be written; the last sound checkpoint stays.
 
     Args:
         recipe_class: what to train.
@@ -132,185 +165,270 @@ def run_recipe(
         sinks: where the metrics go besides what `config.log` names; closed at the end.
 
     Raises:
-        FileExistsError: the directory holds a run already and `resume` is false.
-        FileNotFoundError: there is nothing to resume from, or a model or data file does not exist.
-        ValueError: a model, checkpoint or data file cannot be read.
+        RunInUseError: another process runs in the directory.
+        FileExistsError: the directory holds something else than this run, or a run although `resume` is false.
+        FileNotFoundError: `resume` is true and there is no checkpoint, or a model or data file does not exist.
+        ValueError: an option changed that a checkpoint fixes, no checkpoint is sound, a model or data file cannot be
+            read, or a launcher started several processes.
         ImportError: an extra is missing; the message names it.
         EngineError: the engine failed before the first step, or after the last.
+        OSError: the directory cannot be written.
     """
+    _refuse_several_processes()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    console, directory = console or Console(), RunDirectory(Path(config.run_dir))
 
-    # Nothing is written before the recipe is built: a wrong option must not leave a directory behind.
-    directory = RunDirectory(Path(config.run_dir))
-    checkpoint, changes = _find_checkpoint(config, directory)
-    recipe = recipe_class.build(config, directory, checkpoint)
-    start = 0 if checkpoint is None else _restore(recipe.trainer, checkpoint)
-    directory.path.mkdir(parents=True, exist_ok=True)
-    directory.config.write_text(config.to_yaml(), encoding="utf-8")
-    drop_later_steps(directory, start)
+    def say(message: str) -> None:
+        with suppress(OSError):  # the terminal is gone
+            console.print(redact_text(message), highlight=False, markup=False, soft_wrap=True)
 
-    # The file is first: when a step is shown, it is on disk.
-    opened: list[Sink] = [JsonLines(directory.metrics), *sinks]
-    opened += [make(directory, start) for name, make in OPTIONAL_SINKS.items() if getattr(config.log, name)]
-    progress = ConsoleProgress(console or Console(), recipe.columns, steps=config.steps, start=start)
-    with (
-        closing(recipe),
-        closing(Sinks([*opened, progress])) as log,
-        _interruption(progress.say) as stop_requested,
-    ):
-        for change in changes:
-            progress.say(f"changed since this run began: {change}")
-        run = _Run(recipe, config, directory, log, progress.say)
-        before = run.measure_before(is_new=checkpoint is None)
-        step, failure = run.train(start, stop_requested)
+    with RunLock(directory.path), StopRequests(say, minutes=config.stop_after_minutes) as stop:
+        beginning = find_beginning(config, directory)
+        done = finished_summary(directory, step=beginning.step, steps=config.steps)
+        for line in beginning_lines(beginning, config, is_finished=done is not None):
+            say(line)
+        if done is not None:
+            known = {option.name: done[option.name] for option in dataclasses.fields(Summary) if option.name in done}
+            return Summary(**known | {"run_dir": directory.path})
 
-        if step > start or checkpoint is None:
-            progress.say(f"saved {run.save(step)}")
-        interrupted = step < config.steps
-        if interrupted:
-            command = f"rollcorr train {directory.config} resume=true"
-            progress.say(f"stopped after step {step} of {config.steps}; go on with: {command}")
-        after = None if interrupted else run.measure("after", step)
+        # Nothing but the lock is written before the recipe is built: a wrong option leaves no directory behind.
+        try:
+            with stop.at_once():
+                recipe = recipe_class.build(config, directory, beginning.checkpoint)
+        except StopNow:
+            for line in end_lines(config, saved=beginning.saved, failure=None, stopped_by=stop.reason):
+                say(line)
+            return Summary(run_dir=directory.path, step=beginning.step, interrupted=True)
 
-    summary = Summary(
-        run_dir=directory.path,
-        step=step,
-        interrupted=interrupted,
-        failure=failure,
-        skipped_steps=recipe.trainer.skipped_steps,
-        before=before,
-        after=after,
-    )
-    text = json.dumps(asdict(summary) | {"run_dir": str(directory.path)}, indent=2)
-    directory.summary.write_text(text + "\n", encoding="utf-8")
-    return summary
+        with closing(recipe):
+            return _Run(recipe, config, directory, beginning, stop).run(console, sinks)
 
 
-@dataclass(frozen=True, eq=False)
+class _CannotSaveError(Exception):
+    """A log or a checkpoint could not be written; the message says why."""
+
+
 class _Run:
-    """A recipe between its first and its last step."""
+    """A recipe between its beginning and its end.
 
-    recipe: Recipe
-    config: RunConfig
-    directory: RunDirectory
-    log: Sinks
-    say: Callable[[str], None]
+    Attributes:
+        step: completed steps.
+        saved: step of the newest sound checkpoint; None if there is none.
+        failure: what stopped the run, if something failed.
+        engine_failed: that was the engine.
+        before: quality before the first step.
+        after: quality after the last one.
+    """
 
-    def train(self, step: int, stop_requested: Callable[[], bool]) -> tuple[int, str | None]:
-        """Train from a step on; returns the last completed step, and what the engine died of, if it did."""
-        last, every = self.config.steps, self.config.checkpoint.every
-        while step < last and not stop_requested():
+    def __init__(
+        self, recipe: Recipe, config: RunConfig, directory: RunDirectory, beginning: Beginning, stop: StopRequests
+    ) -> None:
+        self.recipe = recipe
+        self.config = config
+        self.directory = directory
+        self.beginning = beginning
+        self.stop = stop
+        self.step = beginning.step
+        self.saved = beginning.saved
+        self.failure: str | None = None
+        self.engine_failed = False
+        self.before: Evaluation | None = None
+        self.after: Evaluation | None = None
+
+        # Small texts that every checkpoint of this run has.
+        kept = {} if beginning.checkpoint is None else beginning.checkpoint.records
+        self.records = {name: kept[name] for name in (EVALUATION_RECORD, REFERENCE_RECORD) if name in kept}
+        self.records[directory.config.name] = dataclasses.replace(config, resume="auto").to_yaml()
+        self.records[directory.history.name] = beginning.history.to_json()
+
+    def run(self, console: Console, sinks: Sequence[Sink]) -> Summary:
+        """Train to the end, or until something stops it."""
+        lost = self._prepare_directory()
+
+        # The file is first: when a step is shown, it is in the file.
+        opened: list[Sink] = [JsonLines(self.directory.metrics), *sinks]
+        opened += [
+            make(self.directory, self.step) for name, make in OPTIONAL_SINKS.items() if getattr(self.config.log, name)
+        ]
+        progress = ConsoleProgress(console, self.recipe.columns, steps=self.config.steps, start=self.step)
+        self.say = progress.say
+        with closing(Sinks([*opened, progress])) as self.log:
+            if lost:
+                progress.say(f"{self.directory.metrics} has no line of {len(lost)} steps; the first is step {lost[0]}")
+            is_done = False
             try:
-                metrics = self.recipe.step(step + 1)
+                if self.beginning.checkpoint is None:
+                    self._begin()
+                else:
+                    _restore(self.recipe.trainer, self.beginning, self.say)
+                    self.before = _evaluation_before(self.records)
+                is_done = self._train() and self._finish()
+            except StopNow:  # from an evaluation, which the next start repeats
+                pass
+            except _CannotSaveError as error:
+                self.failure = str(error)
+
+            summary = self._summary(interrupted=not is_done)
+            stopped_by = None if is_done else self.stop.reason
+            for line in end_lines(self.config, saved=self.saved, failure=self.failure, stopped_by=stopped_by):
+                progress.say(line)
+        return summary
+
+    def _prepare_directory(self) -> list[int]:
+        """Say which run this is, and remove what a killed process left; returns the steps whose metrics are lost."""
+        # First of all files: a directory with a history is one of a run, and the rest in it may be written again.
+        write_text_durably(self.directory.history, self.records[self.directory.history.name])
+        write_text_durably(self.directory.config, self.records[self.directory.config.name])
+        restore_set_aside(self.directory.path)
+        return drop_later_steps(self.directory, self.step)
+
+    def _begin(self) -> None:
+        """Everything before the first step; it counts with the checkpoint at its end, and is repeated without it."""
+        self.before = self._measure("before")
+        if self.before is not None:
+            self.records[EVALUATION_RECORD] = json.dumps(self.before) + "\n"
+        with _saving("the start"):
+            if self.recipe.keeps_reference:
+                self.records[REFERENCE_RECORD] = keep_reference(self.directory.reference, self.recipe.save_policy)
+        self._save()
+
+    def _train(self) -> bool:
+        """Train to the last step, and save; False if something stopped it before."""
+        last, every = self.config.steps, self.config.checkpoint.every
+        while self.step < last and self.stop.reason is None:
+            try:
+                metrics = self.recipe.step(self.step + 1)
             except EngineError as error:  # raised while sampling, so nothing of this step has reached the weights
-                failure = f"step {step + 1} was not trained on, the engine failed: {error}"
-                self.say(failure)
-                return step, failure
+                self.failure = f"step {self.step + 1} was not trained on, the engine failed: {error}"
+                self.engine_failed = True
+                break
 
-            step += 1
-            self.log.write(step, metrics)
-            self.recipe.write_extras(step)
-            if every and step % every == 0 and step < last:
-                self.save(step)
-        return step, None
+            self.step += 1
+            with _saving(f"the log of step {self.step}"):
+                self.log.write(self.step, metrics)
+                self.recipe.write_extras(self.step)
+            if every and self.step % every == 0 and self.step < last:
+                self._save()
 
-    def save(self, step: int) -> Path:
-        """Write a checkpoint of everything that the next step depends on."""
+        if self.step != self.saved:
+            self.say(f"saved {self._save()}")
+        return self.step >= last
+
+    def _finish(self) -> bool:
+        """Measure what the training has made of the policy."""
+        self.after = self._measure("after")
+        return True
+
+    def _save(self) -> Path:
+        """Write a checkpoint of everything that the next step depends on, after the logs of the steps before."""
         trainer = self.recipe.trainer
-        version, weights = step, None
+        version, weights = self.step, None
 
         # Weights are stored only for an engine that lags behind: any other gets the policy's.
-        if trainer.engine is not None and trainer.engine.weight_version != step:
+        if trainer.engine is not None and trainer.engine.weight_version != self.step:
             version = trainer.engine.weight_version
             try:
                 weights = trainer.engine.export_weights()
             except EngineError as error:
-                self.say(f"the engine's weights, version {version}, are lost ({error}); it goes on with version {step}")
-                version = step
+                self.say(
+                    f"the engine's weights, version {version}, are lost ({error}); it goes on with version {self.step}"
+                )
+                version = self.step
 
-        return save_checkpoint(
-            self.directory.checkpoints,
-            self.recipe.save_policy,
-            trainer.optimizer,
-            TrainState(step=step, engine_version=version, skipped_steps=trainer.skipped_steps),
-            engine_weights=weights,
-            keep=self.config.checkpoint.keep,
-        )
+        with _saving(f"step {self.step}"):
+            self.log.flush()
+            self.directory.flush_logs()
+            path = save_checkpoint(
+                self.directory.checkpoints,
+                self.recipe.save_policy,
+                trainer.optimizer,
+                TrainState(step=self.step, engine_version=version, skipped_steps=trainer.skipped_steps),
+                records=self.records,
+                engine_weights=weights,
+                keep=self.config.checkpoint.keep,
+            )
+        self.saved = self.step
+        return path
 
-    def measure_before(self, *, is_new: bool) -> Evaluation | None:
-        """The quality before the first step; a resumed run remembers it."""
-        path = self.directory.evaluation_before
-        if not is_new:
-            return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-        evaluation = self.measure("before", 0)
-        if evaluation is not None:
-            path.write_text(json.dumps(evaluation) + "\n", encoding="utf-8")
-        return evaluation
-
-    def measure(self, when: str, step: int) -> Evaluation | None:
-        """The quality of the policy as it is after a step."""
+    def _measure(self, when: str) -> Evaluation | None:
+        """The quality of the policy as it is now."""
         trainer = self.recipe.trainer
         if not self.config.log.evaluate:
             return None
-        if trainer.engine is not None and trainer.engine.weight_version != step:
-            trainer.engine.update_weights(trainer.model, version=step)
-        evaluation = self.recipe.evaluate(when)
+        with self.stop.at_once(), _saving(f"the evaluation {when} the training"):
+            if trainer.engine is not None and trainer.engine.weight_version != self.step:
+                trainer.engine.update_weights(trainer.model, version=self.step)
+            evaluation = self.recipe.evaluate(when)
         if evaluation is not None:
             self.say(f"{when} training: {self.recipe.evaluation_text.format(**evaluation)}")
         return evaluation
 
+    def _summary(self, *, interrupted: bool) -> Summary:
+        """What the run came to, on the disk too, where a finished run is known by it."""
+        summary = Summary(
+            run_dir=self.directory.path,
+            step=self.saved or 0,
+            interrupted=interrupted,
+            failure=self.failure,
+            engine_failed=self.engine_failed,
+            skipped_steps=self.recipe.trainer.skipped_steps,
+            before=self.before,
+            after=self.after,
+        )
+        text = json.dumps(asdict(summary) | {"run_dir": str(self.directory.path)}, indent=2)
+        try:
+            write_text_durably(self.directory.summary, text + "\n")
+        except OSError as error:
+            self.failure = self.failure or str(error)
+            summary = dataclasses.replace(summary, interrupted=True, failure=self.failure)
+        return summary
 
-def _find_checkpoint(config: RunConfig, directory: RunDirectory) -> tuple[Checkpoint | None, list[str]]:
-    """What to resume from, and which options changed since then; refuses to mix two runs.
+
+def _refuse_several_processes() -> None:
+    """Each process of a launcher would train the same run, and write over the others' record.
 
     Raises:
-        FileExistsError: the directory holds a run already and `resume` is false.
-        FileNotFoundError: there is nothing to resume from.
-        ValueError: the checkpoint cannot be read.
+        ValueError: a launcher such as torchrun started more than one.
     """
-    newest, place = latest_checkpoint(directory.checkpoints), f"run_dir {str(directory.path)!r}"
-    if config.resume and newest is None:
-        raise FileNotFoundError(f"{place} has no checkpoint to resume from: leave out resume=true")
-    if not config.resume and (newest is not None or directory.metrics.is_file()):
-        way = "add resume=true to go on with it" if newest is not None else "delete it (it has no checkpoint)"
-        raise FileExistsError(f"{place} holds a run already: {way}, or choose another run_dir")
-    if newest is None:
-        return None, []
-
-    saved = directory.config
-    changes = changed_options(read_config(saved, (), type(config)), config) if saved.is_file() else []
-    return load_checkpoint(newest, device=config.device), changes
-
-
-def _restore(trainer: Trainer, checkpoint: Checkpoint) -> int:
-    """Everything in a checkpoint but the policy; returns its step."""
-    trainer.optimizer.load_state_dict(checkpoint.optimizer)
-    trainer.skipped_steps = checkpoint.state.skipped_steps
-    if trainer.engine is not None and checkpoint.engine_weights is not None:
-        trainer.engine.import_weights(checkpoint.engine_weights, version=checkpoint.state.engine_version)
-    return checkpoint.state.step
+    world = os.environ.get("WORLD_SIZE", "1")
+    if world.isdigit() and int(world) > 1:
+        raise ValueError(
+            f"WORLD_SIZE={world}: a run is one process on one device, so start it without torchrun, or with "
+            "--nproc_per_node 1"
+        )
 
 
 @contextmanager
-def _interruption(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
-    """Turn the first Ctrl-C or SIGTERM into a request to stop after the step; the second acts as usual."""
-    requested = False
-    previous: dict[int, Any] = {}
-
-    def request(number: int, frame: FrameType | None) -> None:
-        nonlocal requested
-        requested = True
-        for signal_number, handler in previous.items():
-            # A background job starts with Ctrl-C ignored; asked twice, it stops at once all the same.
-            ignores_ctrl_c = signal_number == signal.SIGINT and handler == signal.SIG_IGN
-            signal.signal(signal_number, signal.default_int_handler if ignores_ctrl_c else handler)
-        say("stopping after this step (once more to stop at once, losing it)")
-
-    if threading.current_thread() is threading.main_thread():  # Python delivers signals there only
-        previous = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
+def _saving(what: str) -> Iterator[None]:
+    """Turn an error of the disk, or weights that must not be saved, into the end of the run."""
     try:
-        yield lambda: requested
-    finally:
-        for signal_number, handler in previous.items():
-            signal.signal(signal_number, handler)
+        yield
+    except (OSError, NonFiniteWeightsError) as error:
+        raise _CannotSaveError(f"{what} could not be saved: {error}") from error
+
+
+def _evaluation_before(records: Mapping[str, str]) -> Evaluation | None:
+    text = records.get(EVALUATION_RECORD)
+    return None if text is None else json.loads(text)
+
+
+def _restore(trainer: Trainer, beginning: Beginning, say: Callable[[str], None]) -> None:
+    """Everything in a checkpoint but the policy; options that changed take effect."""
+    checkpoint = beginning.checkpoint
+    assert checkpoint is not None
+
+    # An optimizer's stored state has its options too, such as the weight decay. Those of the configuration count.
+    options = [{name: group[name] for name in group if name != "params"} for group in trainer.optimizer.param_groups]
+    trainer.optimizer.load_state_dict(checkpoint.optimizer)
+    for group, wanted in zip(trainer.optimizer.param_groups, options, strict=True):
+        group.update(wanted)
+    trainer.skipped_steps = checkpoint.state.skipped_steps
+
+    if trainer.engine is None or checkpoint.engine_weights is None:
+        return
+    if any(change.name.startswith(ENGINE_OPTIONS) for change in beginning.changes):
+        version = trainer.engine.weight_version
+        say(f"the engine starts with the policy's weights, version {version}, because its options changed")
+        return
+    trainer.engine.import_weights(checkpoint.engine_weights, version=checkpoint.state.engine_version)

@@ -17,7 +17,7 @@ from rich.console import Console
 from rollcorr.config.secrets import advice, secret_places
 from rollcorr.engines.transport.owned_folders import remove_abandoned_folders
 from rollcorr.run_directory.sinks import Sink
-from rollcorr.train.config_file import read_config, recipe_of
+from rollcorr.train.config_file import check_stored_config, read_config, recipe_of
 from rollcorr.train.devices import check_device
 from rollcorr.train.loop import Recipe, Summary, run_recipe
 from rollcorr.train.run_config import RunConfig
@@ -44,11 +44,15 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: the recipe or a name is unknown (the nearest one is suggested), a value is wrong, or an override has
-            no `=`.
+        ValueError: the recipe or a name is unknown (the nearest one is suggested), a value is wrong, an override has
+            no `=`, or the file is the config.yaml of a run and damaged.
     """
     name = recipe_of(path, overrides) or next(iter(RECIPES))
-    return read_config(path, overrides, _recipe_class(name).config_class)
+    config = read_config(path, overrides, _recipe_class(name).config_class)
+    if path is not None:
+        names_run_dir = any(text.startswith("run_dir=") for text in overrides)
+        check_stored_config(Path(path), config, names_run_dir=names_run_dir)
+    return config
 
 
 def train(config: RunConfig, *, console: Console | None = None, sinks: Sequence[Sink] = ()) -> Summary:

@@ -16,6 +16,9 @@ from rollcorr.config.conversion import resolve
 from rollcorr.config.secrets import redact
 from rollcorr.config.yaml_text import dump_yaml
 
+END_OF_CONFIG = "# end of the configuration"
+"""The last line of a configuration that this package writes."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
@@ -104,8 +107,10 @@ class RunConfig:
 
     Attributes:
         recipe: names this kind of run; `rollcorr.train.recipes` lists all.
-        run_dir: directory of the run; must not hold one already unless `resume`.
-        resume: go on from the newest checkpoint in `run_dir`.
+        run_dir: directory of the run; one process at a time runs there.
+        resume: "auto" starts a run, continues it, or reports that it is finished; true only continues; false only
+            starts.
+        stop_after_minutes: save and exit after so many minutes; the same command continues. null for no limit.
         seed: decides the order of the data, all noise and shuffles.
         steps: training steps in total.
         device: where the policy trains and samples, for example "cpu" or "cuda".
@@ -116,7 +121,8 @@ class RunConfig:
 
     recipe: str
     run_dir: str
-    resume: bool = False
+    resume: Literal["auto", True, False] = "auto"
+    stop_after_minutes: float | None = None
     seed: int = 0
     steps: int = 100
     device: str = "cpu"
@@ -126,15 +132,22 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         at_least("", self, seed=0, steps=1, threads=1)
+        if self.resume not in ("auto", True, False):
+            raise ValueError(f"resume must be auto, true or false, got {self.resume!r}")
+        if self.stop_after_minutes is not None:
+            above_zero("", self, "stop_after_minutes")
 
     def to_yaml(self) -> str:
-        """The effective configuration: every option, the correction spelled out, and `***` for each secret."""
+        """The effective configuration: every option, the correction spelled out, and `***` for each secret.
+
+        The last line is a comment. A file without it was cut off.
+        """
         values = dataclasses.asdict(self)
         algorithm = getattr(self, "algorithm", None)
         if isinstance(algorithm, AlgorithmConfig):
             correction = algorithm.correction
             values["algorithm"]["rollout_correction"] = None if correction is None else correction.to_dict()
-        return dump_yaml(redact(_plain(values)))
+        return f"{dump_yaml(redact(_plain(values)))}{END_OF_CONFIG}\n"
 
 
 def at_least(section: str, config: object, **lowest: int) -> None:
@@ -150,7 +163,7 @@ def above_zero(section: str, config: object, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         if not value > 0:
-            raise ValueError(f"{section}.{name} must be > 0, got {value}")
+            raise ValueError(f"{section}.{name} must be > 0, got {value}".removeprefix("."))
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401

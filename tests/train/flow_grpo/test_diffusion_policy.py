@@ -109,6 +109,25 @@ def test_saved_adapters_load_exactly(micro_model, tmp_path):
         load_policy(tmp_path / "saved", lora=LoraSettings(rank=4, target_modules=("to_q", "ff.net.2")))
 
 
+def test_adapters_on_a_trained_transformer_find_it_again(micro_model, tmp_path):
+    trained = load_policy(micro_model)
+    with torch.no_grad():
+        trained.transformer.proj_out.bias.add_(1)
+    save_policy(trained, tmp_path / "trained")
+
+    adapted = load_policy(tmp_path / "trained", lora=LoraSettings(rank=2))
+    save_policy(adapted, tmp_path / "adapted")
+    again = load_policy(tmp_path / "adapted", lora=LoraSettings(rank=2))
+    assert torch.equal(again.transformer.proj_out.bias, trained.transformer.proj_out.bias)
+    save_policy(again, tmp_path / "twice")
+    twice = load_policy(tmp_path / "twice", lora=LoraSettings(rank=2))
+    assert torch.equal(twice.transformer.proj_out.bias, trained.transformer.proj_out.bias)
+
+    shutil.rmtree(tmp_path / "trained")
+    with pytest.raises(FileNotFoundError, match=r"trained/transformer does not exist, and the adapters of .* sit on"):
+        load_policy(tmp_path / "twice", lora=LoraSettings(rank=2))
+
+
 def test_fresh_adapters_depend_on_the_seed_alone_and_leave_the_global_generator(micro_model):
     state = torch.get_rng_state()
     first, second, other = (load_policy(micro_model, lora=LoraSettings(rank=2), seed=seed) for seed in (1, 1, 2))

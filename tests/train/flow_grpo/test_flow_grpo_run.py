@@ -41,16 +41,35 @@ def assert_same(got, expected):
         ["rollout.dtype=fp8", "rollout.refresh_every=2", "optim.mini_batch_size=6", "rollout.sde_window=per_sample"],
         ["algorithm.rollout_correction={bypass_mode: true}", "algorithm.loss.kl_coef=0.1", "optim.ppo_epochs=2"],
         ["model.lora.rank=2", "algorithm.loss.kl_coef=0.1", "algorithm.loss.loss_mode=grpo_guard"],
+        ["model.lora.rank=2", "rollout.dtype=fp8", "rollout.refresh_every=2"],
     ],
-    ids=["decoupled, stale fp8 copy", "bypass, reference KL", "adapters, GRPO-Guard"],
+    ids=["decoupled, stale fp8 copy", "bypass, reference KL", "adapters, GRPO-Guard", "adapters, stale fp8 copy"],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(flow_config, tmp_path, console, overrides):
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     train(flow_config(f"run_dir={whole}", "steps=5", *overrides), console=console)
     train(flow_config(f"run_dir={parted}", "steps=3", *overrides), console=console)
     torch.rand(3)  # whatever else happens in the process
-    train(load_config(parted / "config.yaml", ["resume=true", "steps=5"]), console=console)
+    train(load_config(parted / "config.yaml", ["steps=5"]), console=console)
     assert_same(outcome(parted), outcome(whole))
+
+
+def test_a_checkpoint_of_adapters_holds_no_other_weights(flow_config, tmp_path, console):
+    """The policy, its moments and the lagging copy: each holds what is trained, and nothing that is frozen."""
+    train(flow_config("steps=1", "model.lora.rank=2", "rollout.refresh_every=2"), console=console)
+    path = latest_checkpoint(tmp_path / "run" / "checkpoints")
+    adapters = load_file(path / "lora" / "pytorch_lora_weights.safetensors")
+    copied = load_file(path / "engine.safetensors")
+    moments = torch.load(path / "optimizer.pt", weights_only=True)["state"]
+    assert len(adapters) == len(copied) == len(moments) > 0
+    assert all("lora_" in name for name in (*adapters, *copied))
+    assert not (path / "transformer").exists()
+
+
+def test_the_copy_refuses_weights_of_other_adapters(flow_trainer):
+    weights = flow_trainer("model.lora.rank=2").engine.export_weights()
+    with pytest.raises(ValueError, match=r"do not fit model\.lora: .* set model\.lora as it was"):
+        flow_trainer().engine.import_weights(weights, version=1)
 
 
 def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(flow_config, tmp_path, console, monkeypatch):
@@ -68,7 +87,7 @@ def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(flow_config, tmp_p
     assert signal.getsignal(signal.SIGINT) == handler
     console.file.flush()
     told = (tmp_path / "console.txt").read_text(encoding="utf-8")
-    assert f"go on with: rollcorr train {tmp_path / 'run' / 'config.yaml'} resume=true" in told
+    assert "stopped by SIGINT after step 2 of 4\nthe same command continues after step 2\n" in told
 
 
 def test_a_run_leaves_pictures_and_a_report_that_shows_them(flow_run, tmp_path):
@@ -91,8 +110,8 @@ def test_a_run_leaves_pictures_and_a_report_that_shows_them(flow_run, tmp_path):
     assert {"exact_kl.png", "zeroed.png", "reward.png"} <= {path.name for path in (run / "report").iterdir()}
 
     again = runner.invoke(app, ["train", *arguments])
-    assert again.exit_code == 2
-    assert "add resume=true" in again.output
+    assert again.exit_code == 0
+    assert "finished: step 2 of 2 is done" in again.output
 
 
 def test_the_recipe_says_which_trainer_reads_the_options(tmp_path):

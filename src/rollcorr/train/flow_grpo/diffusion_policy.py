@@ -64,6 +64,7 @@ class DiffusionPolicy:
         decoder: the VAE; None when latents are pictures.
         size: height and width in latent pixels.
         base: the directory that frozen parts come from.
+        origin: the folder that the transformer was read from, or that the adapters sit on.
         lora: the adapters' settings; rank 0 without.
     """
 
@@ -74,6 +75,7 @@ class DiffusionPolicy:
     decoder: nn.Module | None
     size: tuple[int, int]
     base: Path
+    origin: Path
     lora: LoraSettings
 
     @property
@@ -144,6 +146,7 @@ def load_policy(
 
     transformer = getattr(diffusers, class_name).from_pretrained(part["transformer"])
     nn.Module.float(transformer)
+    transformer.register_to_config(_name_or_path="")  # saved again, it must not depend on where it was loaded from
     lora = lora or LoraSettings()
     _add_adapters(transformer, lora, directory, seed)
     vae = _load_vae(base, encoder_dtype, device)
@@ -156,6 +159,7 @@ def load_policy(
         decoder=vae,
         size=_latent_size(transformer.config, vae, height, width),
         base=base,
+        origin=part["transformer"],
         lora=lora,
     )
 
@@ -163,11 +167,14 @@ def load_policy(
 def save_policy(policy: DiffusionPolicy, directory: Path) -> None:
     """Write what was trained, and where the rest is; `load_policy` reads the result."""
     directory.mkdir(parents=True, exist_ok=True)
+    note = {"path": str(policy.base.resolve())}
     if policy.lora.rank:
         _save_adapters(policy.transformer, directory / "lora" / ADAPTER_FILE)
+        # Adapters may sit on a transformer that was trained before, and is not that of the base.
+        note["transformer"] = str(policy.origin.resolve())
     else:
         policy.transformer.save_pretrained(directory / "transformer")
-    text = json.dumps({"path": str(policy.base.resolve())}, indent=2)
+    text = json.dumps(note, indent=2)
     (directory / "base.json").write_text(text + "\n", encoding="utf-8")
 
 
@@ -290,15 +297,31 @@ def _downsampling(config: Mapping[str, Any]) -> int:
 
 def _base_of(directory: Path) -> Path:
     """Where frozen parts are: the directory itself, or what its base.json names."""
-    note = directory / "base.json"
-    return Path(json.loads(note.read_text(encoding="utf-8"))["path"]) if note.is_file() else directory
+    return Path(_note_of(directory).get("path", directory))
+
+
+def _note_of(directory: Path) -> dict[str, str]:
+    """What a checkpoint's base.json says; empty in a directory of diffusers."""
+    file = directory / "base.json"
+    note: dict[str, str] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return note
 
 
 def _part(directory: Path, base: Path, name: str) -> Path:
-    found = next((place / name for place in (directory, base) if (place / name).is_dir()), None)
-    if found is None:
+    """The folder of a part: in the directory, where its base.json says, or in the base."""
+    own, noted = directory / name, _note_of(directory).get(name)
+    if own.is_dir():
+        return own
+
+    # Adapters belong on the transformer that they were trained on, and on no other.
+    if noted is not None:
+        if not Path(noted).is_dir():
+            raise FileNotFoundError(f"{noted} does not exist, and the adapters of {directory} sit on it; put it back")
+        return Path(noted)
+
+    if not (base / name).is_dir():
         raise FileNotFoundError(f"{base} has no folder {name!r}; give the directory of a diffusers pipeline")
-    return found
+    return base / name
 
 
 def _class_name(path: Path) -> str:

@@ -22,6 +22,7 @@ from rollcorr.train.flow_grpo.prompts import PromptSource, read_prompts
 from rollcorr.train.flow_grpo.rewards import make_reward
 from rollcorr.train.flow_grpo.shapes import PROMPTS
 from rollcorr.train.loop import Evaluation, Recipe
+from rollcorr.train.reference_policy import check_reference
 from rollcorr.train.steps import HELD_OUT
 
 
@@ -39,6 +40,7 @@ class FlowGrpoRecipe(Recipe):
     def __init__(self, trainer: FlowGrpoTrainer, directory: RunDirectory) -> None:
         self.trainer: FlowGrpoTrainer = trainer
         self.directory = directory
+        self.keeps_reference = trainer.reference is not None
         # Bypass mode measures the mismatch in the loss, and has its metrics under another prefix.
         mismatch = "actor/rollout_corr" if trainer.actor.bypass_mode else "rollout_corr"
         self.columns = (
@@ -57,7 +59,7 @@ class FlowGrpoRecipe(Recipe):
         reward = make_reward(config.reward.name, color_name=config.reward.color, function=config.reward.function)
         source = make_prompts(config)
         policy = make_policy(config, config.model.path if checkpoint is None else checkpoint.path)
-        reference = _reference(config, directory, policy, is_new=checkpoint is None)
+        reference = _reference(config, directory, policy, checkpoint)
         trainer = FlowGrpoTrainer(config, policy, source, reward, reference=reference)
         trainer.engine.weight_version = 0 if checkpoint is None else checkpoint.state.step
         return cls(trainer, directory)
@@ -120,14 +122,14 @@ def make_policy(config: FlowGrpoConfig, path: str | Path) -> DiffusionPolicy:
 
 
 def _reference(
-    config: FlowGrpoConfig, directory: RunDirectory, policy: DiffusionPolicy, *, is_new: bool
+    config: FlowGrpoConfig, directory: RunDirectory, policy: DiffusionPolicy, checkpoint: Checkpoint | None
 ) -> nn.Module | None:
-    """The transformer that the run started from, kept beside its checkpoints; adapters have it below them."""
+    """The transformer that the run started from, when a KL penalty asks for it; adapters have it below them."""
     if config.algorithm.loss.kl_coef == 0 or config.model.lora.rank:
         return None
-    if is_new:
-        save_policy(policy, directory.reference)
+    if checkpoint is None:
         reference: nn.Module = copy.deepcopy(policy.transformer)
     else:
+        check_reference(directory.reference, checkpoint)
         reference = make_policy(config, directory.reference).transformer
     return reference.eval().requires_grad_(False)

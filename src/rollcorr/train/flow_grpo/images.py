@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import math
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from rollcorr.run_directory.durable_files import make_folder_durably, write_bytes_durably
 
 GAP = 2
 LEAST = 64
@@ -44,9 +47,15 @@ def image_grid(images: Tensor, *, columns: int | None = None) -> Tensor:
 
 
 def save_grid(images: Tensor, path: Path, *, columns: int | None = None) -> None:
-    """Write a grid of pictures as PNG; the folder is made when missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    to_pil(image_grid(images, columns=columns)).save(path)
+    """Write a grid of pictures as PNG, whole or not at all; the folder is made when missing.
+
+    Raises:
+        OSError: the disk is full or cannot be written.
+    """
+    file = io.BytesIO()
+    to_pil(image_grid(images, columns=columns)).save(file, format="PNG")
+    make_folder_durably(path.parent)
+    write_bytes_durably(path, file.getvalue())
 
 
 def _columns(count: int) -> int:

@@ -63,12 +63,24 @@ class RolloutModel:
         self.weight_version = version
 
     def export_weights(self) -> Mapping[str, Tensor]:
-        """The copy's weights, for a checkpoint."""
-        return {name: value.detach().cpu().contiguous() for name, value in self.module.state_dict().items()}
+        """The copy's weights, for a checkpoint: with adapters those alone, because nothing else ever changes."""
+        weights = self.module.state_dict()
+        adapters = {name: value for name, value in weights.items() if "lora_" in name}
+        return {name: value.detach().cpu().contiguous() for name, value in (adapters or weights).items()}
 
     def import_weights(self, weights: Mapping[str, Tensor], *, version: int) -> None:
-        """Weights from a checkpoint, rounded already."""
-        self.module.load_state_dict(dict(weights))
+        """Weights from a checkpoint, rounded already; those that it leaves out are as the copy was made.
+
+        Raises:
+            ValueError: they are not those that `export_weights` returns.
+        """
+        different = sorted(weights.keys() ^ self.export_weights().keys())
+        if different:
+            raise ValueError(
+                f"the engine's weights do not fit model.lora: {different[0]} and {len(different) - 1} more are on one "
+                "side only; set model.lora as it was when they were saved"
+            )
+        self.module.load_state_dict(dict(weights), strict=False)
         self.weight_version = version
 
 

@@ -18,6 +18,7 @@ from rollcorr.train.grpo.policy import Policy, load_policy, save_policy
 from rollcorr.train.grpo.tasks import ArithmeticTask, Gsm8kTask, Task
 from rollcorr.train.grpo.warmup import evaluate, warm_up
 from rollcorr.train.loop import Evaluation, Recipe
+from rollcorr.train.reference_policy import check_reference
 
 
 class GrpoRecipe(Recipe):
@@ -44,6 +45,7 @@ class GrpoRecipe(Recipe):
         self.trainer: GrpoTrainer = trainer
         self.directory = directory
         self.newest: StepResult | None = None
+        self.keeps_reference = trainer.reference is not None
 
     @classmethod
     def build(cls, config: GrpoConfig, directory: RunDirectory, checkpoint: Checkpoint | None) -> GrpoRecipe:
@@ -65,7 +67,7 @@ class GrpoRecipe(Recipe):
                 learning_rate=config.warm_up.lr,
                 seed=config.seed,
             )
-        reference = _reference(config, directory, policy, is_new=checkpoint is None)
+        reference = _reference(config, directory, policy, checkpoint)
         engine = make_engine(config, policy, version=0 if checkpoint is None else checkpoint.state.step)
         return cls(GrpoTrainer(config, policy, engine, task, reference=reference), directory)
 
@@ -111,14 +113,16 @@ def make_task(config: TaskConfig) -> Task:
     return ArithmeticTask(max_operand=config.max_operand)
 
 
-def _reference(config: GrpoConfig, directory: RunDirectory, policy: Policy, *, is_new: bool) -> nn.Module | None:
-    """The policy that the run started from, kept beside its checkpoints when a KL penalty asks for it."""
+def _reference(
+    config: GrpoConfig, directory: RunDirectory, policy: Policy, checkpoint: Checkpoint | None
+) -> nn.Module | None:
+    """The policy that the run started from, when a KL penalty asks for it."""
     if config.algorithm.loss.kl_coef == 0:
         return None
-    if is_new:
-        save_policy(policy, directory.reference)
+    if checkpoint is None:
         model = copy.deepcopy(policy.model)
     else:
+        check_reference(directory.reference, checkpoint)
         model = load_policy(str(directory.reference)).model.to(config.device)
     reference: nn.Module = model.eval().requires_grad_(False)
     return reference

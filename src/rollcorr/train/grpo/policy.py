@@ -139,7 +139,12 @@ def _from_directory(directory: Path) -> Policy:
 
     with without_progress_bars():
         model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True).float()
-    return Policy(model, AutoTokenizer.from_pretrained(directory, local_files_only=True))
+    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+
+    # How it was loaded does not belong to it: saved again, it must be the same file.
+    for name in ("is_local", "local_files_only"):
+        tokenizer.init_kwargs.pop(name, None)
+    return Policy(model, tokenizer)
 
 
 def _initialize(config: Any, seed: int) -> nn.Module:  # noqa: ANN401

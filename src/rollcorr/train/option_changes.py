@@ -1,0 +1,133 @@
+"""Which options may change when a run goes on, and what changed.
+
+The rule: a checkpoint fixes an option if its weights, its moments or its place in the data came about under the old
+value, so that the new one could not take effect or would give wrong numbers. Such a change is refused. Every other
+option acts on coming steps alone: a change of it takes effect and goes into the history.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from rollcorr.config.yaml_text import load_yaml
+from rollcorr.train.config_file import option_values
+from rollcorr.train.run_config import RunConfig
+
+
+class OptionRule(NamedTuple):
+    """What becomes of a change: of the option with this name, or of all in the block of this name.
+
+    Attributes:
+        name: option or block.
+        kind: "fixed" is refused, "free" takes effect, "command" says how one command runs and is not compared.
+        reason: why a fixed one is.
+    """
+
+    name: str
+    kind: Literal["fixed", "free", "command"]
+    reason: str = ""
+
+
+OPTION_RULES = (
+    OptionRule("run_dir", "command"),
+    OptionRule("resume", "command"),
+    OptionRule("stop_after_minutes", "command"),
+    OptionRule("recipe", "fixed", "the weights are those of another kind of model"),
+    OptionRule("seed", "fixed", "the order of the data and all noise follow from it"),
+    OptionRule("model.gradient_checkpointing", "free"),
+    OptionRule("model.encoder_dtype", "free"),
+    OptionRule("model", "fixed", "the weights in the checkpoint are those of this model"),
+    OptionRule("warm_up", "fixed", "the warm-up was before the first step"),
+    OptionRule("task.bonus_length", "free"),
+    OptionRule("task", "fixed", "the checkpoint has a place in this data"),
+    OptionRule("prompts", "fixed", "the checkpoint has a place in this data"),
+    OptionRule("optim.betas", "fixed", "Adam's moments are averages with these decays"),
+)
+"""The first rule whose name fits holds; an option that none fits is free."""
+
+
+@dataclass(frozen=True)
+class OptionChange:
+    """An option that differs between two configurations.
+
+    Attributes:
+        name: dotted name.
+        old: its value before.
+        new: its value now.
+    """
+
+    name: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.old!r} → {self.new!r}"
+
+    @property
+    def rule(self) -> OptionRule:
+        """What becomes of it."""
+        return rule_of(self.name)
+
+
+def rule_of(name: str) -> OptionRule:
+    """The rule for an option."""
+    return next(
+        (rule for rule in OPTION_RULES if name == rule.name or name.startswith(f"{rule.name}.")),
+        OptionRule(name, "free"),
+    )
+
+
+def compared_options(config: RunConfig) -> dict[str, Any]:
+    """The value of every option that says what is trained and how, by dotted name, as config.yaml has it."""
+    return options_of(load_yaml(config.to_yaml()))
+
+
+def options_of(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The same from a configuration that was read, in the form that JSON keeps."""
+    values = {name: value for name, value in option_values(document).items() if rule_of(name).kind != "command"}
+    plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
+    return plain
+
+
+def options_sha256(options: Mapping[str, Any]) -> str:
+    """SHA-256 of `compared_options`, in hexadecimal."""
+    return hashlib.sha256(_text(options).encode()).hexdigest()
+
+
+def find_changes(old: Mapping[str, Any], config: RunConfig) -> list[OptionChange]:
+    """The options of a configuration that differ from older ones.
+
+    Args:
+        old: `compared_options` of then. An option that it lacks had its default, for it did not exist yet.
+        config: the configuration of now.
+    """
+    new = compared_options(config)
+    config_class: Any = type(config)  # a recipe's, whose options all have defaults
+    defaults = {} if old.keys() >= new.keys() else compared_options(config_class())
+    names = [*new, *(name for name in old if name not in new)]
+    changes = [OptionChange(name, old.get(name, defaults.get(name)), new.get(name)) for name in names]
+    return [change for change in changes if _text(change.old) != _text(change.new)]
+
+
+def refuse_fixed(changes: Sequence[OptionChange], run_dir: str) -> None:
+    """Refuse changes of what a checkpoint fixes.
+
+    Raises:
+        ValueError: there is one; the message has old and new values, the reason and the ways out.
+    """
+    fixed = [change for change in changes if change.rule.kind == "fixed"]
+    if fixed:
+        named = "; ".join(f"{change} ({change.rule.reason})" for change in fixed)
+        raise ValueError(
+            f"run_dir {run_dir!r} holds a run with other options, which cannot change within a run: {named}. Take the "
+            "old values to go on with it, or choose another run_dir to start a new run"
+        )
+
+
+def _text(value: Any) -> str:  # noqa: ANN401
+    """A value in one form only, so that NaN equals itself."""
+    return json.dumps(value, sort_keys=True)

@@ -1,0 +1,73 @@
+"""RUN/reference: the policy that a run started from, for its KL penalty; written once, whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from rollcorr.run_directory.durable_files import partial_path, place_folder_durably, written_whole
+from rollcorr.train.checkpoint import Checkpoint
+
+REFERENCE_RECORD = "reference.json"
+"""Record of a checkpoint: SHA-256 of the reference policy, if the run keeps one."""
+
+
+def keep_reference(folder: Path, save_policy: Callable[[Path], object]) -> str:
+    """Write the reference policy, and replace one that a start that was cut short left.
+
+    Args:
+        folder: RUN/reference.
+        save_policy: writes the policy into a directory.
+
+    Returns:
+        The record for the checkpoints.
+
+    Raises:
+        OSError: the disk is full or cannot be written.
+    """
+    partial = partial_path(folder)
+    shutil.rmtree(partial, ignore_errors=True)
+    with written_whole(partial, needed=0):
+        partial.mkdir()
+        save_policy(partial)
+        place_folder_durably(partial, folder)
+    return json.dumps({"sha256": folder_sha256(folder)}) + "\n"
+
+
+def check_reference(folder: Path, checkpoint: Checkpoint) -> None:
+    """Check that a reference policy is there, and the one that the run started from.
+
+    Raises:
+        ValueError: the run began without one, or it is missing, or one of its files was changed.
+    """
+    record = checkpoint.records.get(REFERENCE_RECORD)
+    if record is None:
+        raise ValueError(
+            "algorithm.loss.kl_coef needs the policy that the run started from, which this run did not keep, because "
+            "it began with kl_coef=0: set it to 0 again, or start another run"
+        )
+    if not folder.is_dir():
+        raise ValueError(
+            f"{folder} is missing: algorithm.loss.kl_coef needs the policy that the run started from; put the folder "
+            "back, or set kl_coef to 0"
+        )
+    if folder_sha256(folder) != json.loads(record)["sha256"]:
+        raise ValueError(
+            f"{folder} is not the policy that the run started from: a file in it was changed, lost or added; put the "
+            "folder back as it was, or set algorithm.loss.kl_coef to 0"
+        )
+
+
+def folder_sha256(folder: Path) -> str:
+    """SHA-256 over the names and the contents of all files in a folder, in hexadecimal."""
+    whole = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        with path.open("rb") as file:
+            content = hashlib.sha256()
+            while block := file.read(2**20):
+                content.update(block)
+        whole.update(f"{path.relative_to(folder).as_posix()}\0{content.hexdigest()}\n".encode())
+    return whole.hexdigest()

@@ -1,0 +1,169 @@
+"""Where a run begins: what its directory holds, and whether this configuration may go on in it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rollcorr.config.yaml_text import load_yaml
+from rollcorr.run_directory.directory import RunDirectory
+from rollcorr.run_directory.stored_run import BadInputError, read_metrics
+from rollcorr.train.checkpoint import Checkpoint, has_checkpoints, newest_sound_checkpoint
+from rollcorr.train.option_changes import OptionChange, compared_options, find_changes, options_of, refuse_fixed
+from rollcorr.train.run_config import RunConfig
+from rollcorr.train.run_history import RunHistory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beginning:
+    """Where a run begins.
+
+    Attributes:
+        checkpoint: what it continues from; None for a run from the start.
+        history: which run it is, with the changes below.
+        changes: options that differ from those of the checkpoint, or of a start that was cut short.
+        damaged: one line for each checkpoint that was passed over.
+    """
+
+    checkpoint: Checkpoint | None
+    history: RunHistory
+    changes: list[OptionChange]
+    damaged: list[str]
+
+    @property
+    def step(self) -> int:
+        """Completed steps."""
+        return 0 if self.checkpoint is None else self.checkpoint.state.step
+
+    @property
+    def saved(self) -> int | None:
+        """Step of the newest sound checkpoint; None if there is none."""
+        return None if self.checkpoint is None else self.checkpoint.state.step
+
+
+def find_beginning(config: RunConfig, directory: RunDirectory) -> Beginning:
+    """Decide where a run begins. Nothing is written, except that half-written checkpoints are removed.
+
+    Raises:
+        FileExistsError: `resume` is false and the directory holds a run, or it holds files of something else.
+        FileNotFoundError: `resume` is true and there is no checkpoint.
+        ValueError: no checkpoint is sound, or what the run fixes was changed, or files of two runs are mixed.
+    """
+    place = f"run_dir {str(directory.path)!r}"
+    stored = _stored_history(directory)
+    if not has_checkpoints(directory.checkpoints):
+        return _from_the_start(config, directory, stored)
+    if config.resume is False:
+        raise FileExistsError(
+            f"{place} holds a run already: leave out resume=false to go on with it, or choose another run_dir"
+        )
+
+    checkpoint, damaged = newest_sound_checkpoint(directory.checkpoints, device=config.device)
+    if checkpoint is None:
+        raise ValueError(f"{place} has no sound checkpoint to go on from: {'; '.join(damaged)}")
+    history = _history_of(checkpoint, directory)
+    if stored is not None and stored.run != history.run:
+        raise ValueError(
+            f"{checkpoint.path} belongs to run {history.run}, and {directory.history} to run {stored.run}: move the "
+            "one that does not belong there to another directory"
+        )
+
+    changes = find_changes(history.options, config)
+    refuse_fixed(changes, str(directory.path))
+    return Beginning(
+        checkpoint=checkpoint,
+        history=history.changed(changes, after_step=checkpoint.state.step),
+        changes=changes,
+        damaged=damaged,
+    )
+
+
+def finished_summary(directory: RunDirectory, *, step: int, steps: int) -> dict[str, Any] | None:
+    """summary.json, if it says that all steps are done and the run ended there; else None.
+
+    Args:
+        directory: the run's directory.
+        step: of the newest checkpoint.
+        steps: that the run shall have.
+    """
+    if step < steps:
+        return None
+    try:
+        summary = json.loads(directory.summary.read_text(encoding="utf-8"))
+        is_finished = summary["step"] == step and not summary["interrupted"] and summary["failure"] is None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return summary if is_finished else None
+
+
+def _from_the_start(config: RunConfig, directory: RunDirectory, stored: RunHistory | None) -> Beginning:
+    """A run without checkpoints: a new one, or one whose start was cut short. Files of anything else are refused."""
+    place = f"run_dir {str(directory.path)!r}"
+    if config.resume is True:
+        raise FileNotFoundError(f"{place} has no checkpoint to resume from: leave out resume=true to start a run")
+
+    # A run has a checkpoint before it logs a step, so these are lost checkpoints, and not a start that was cut short.
+    if directory.metrics.is_file() and _has_rows(directory.metrics):
+        raise FileExistsError(
+            f"{place} holds a run without checkpoints: {directory.metrics} has steps of it. Choose another run_dir, or "
+            "move the directory away"
+        )
+    if stored is None:
+        strangers = [path.name for path in directory.written if path.exists() and not _says(path, directory, config)]
+        if strangers:
+            raise FileExistsError(
+                f"{place} holds files that are not of a run and would be written over: {', '.join(strangers)}. Choose "
+                "another run_dir, or move them away"
+            )
+        history = RunHistory.begin(compared_options(config))
+        return Beginning(checkpoint=None, history=history, changes=[], damaged=[])
+
+    if config.resume is False:
+        raise FileExistsError(
+            f"{place} holds the start of a run: leave out resume=false to start it again, or choose another run_dir"
+        )
+    changes = find_changes(stored.options, config)
+    refuse_fixed(changes, str(directory.path))
+    # No step was trained under the old options, so the run begins with the new ones.
+    history = replace(RunHistory.begin(compared_options(config)), run=stored.run)
+    return Beginning(checkpoint=None, history=history, changes=changes, damaged=[])
+
+
+def _stored_history(directory: RunDirectory) -> RunHistory | None:
+    """RUN/history.json; None if it is missing or damaged, for the checkpoints have it too."""
+    try:
+        return RunHistory.from_json(directory.history.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _history_of(checkpoint: Checkpoint, directory: RunDirectory) -> RunHistory:
+    try:
+        return RunHistory.from_json(checkpoint.records[directory.history.name])
+    except (KeyError, ValueError) as error:
+        reason = "is missing" if isinstance(error, KeyError) else f"cannot be used: {error}"
+        raise ValueError(
+            f"{checkpoint.path} has no configuration to compare with, its {directory.history.name} {reason}. Start "
+            f"another run from its policy with model.path={checkpoint.path}"
+        ) from error
+
+
+def _has_rows(metrics: Path) -> bool:
+    """Whether a metrics.jsonl has anything but a line that was cut off."""
+    try:
+        return bool(read_metrics(metrics))
+    except BadInputError:
+        return True
+
+
+def _says(path: Path, directory: RunDirectory, config: RunConfig) -> bool:
+    """Whether a file is a config.yaml with just these options, which would be written again as it is."""
+    if path != directory.config:
+        return False
+    try:
+        options = options_of(load_yaml(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, AttributeError):
+        return False
+    return options == compared_options(config)

@@ -1,0 +1,101 @@
+"""Requests to stop a run: Ctrl-C, signals of a scheduler, and a deadline.
+
+A request is answered where nothing is lost: after a training step and its checkpoint, or at once in a phase that is
+repeated at the next start anyway (loading, warm-up, evaluation).
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType, TracebackType
+from typing import Any
+
+REQUESTS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
+"""Signals that ask to stop, where the system has them."""
+
+
+class StopNow(KeyboardInterrupt):
+    """Leaves a phase that may be interrupted. Libraries treat it as Ctrl-C, so they do not swallow it."""
+
+
+class StopRequests:
+    """Listens for requests: `with StopRequests(say, minutes=30) as stop: …`.
+
+    The first request finishes the step and saves. After it, Ctrl-C stops at once; other signals change nothing,
+    because schedulers send several kinds before they kill. A signal that was ignored (`nohup`) stays so, except for
+    Ctrl-C.
+
+    Args:
+        say: told when a request arrives.
+        minutes: the deadline, counted from entering; None for none.
+    """
+
+    def __init__(self, say: Callable[[str], None], *, minutes: float | None = None) -> None:
+        self._say = say
+        self._seconds = None if minutes is None else 60 * minutes
+        self._deadline = float("inf")
+        self._reason: str | None = None
+        self._raises = False
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequests:
+        if self._seconds is not None:
+            self._deadline = time.monotonic() + self._seconds
+
+        # Python delivers signals to the main thread only. Elsewhere the deadline is looked at between the steps.
+        if threading.current_thread() is threading.main_thread():
+            for name in REQUESTS:
+                number = getattr(signal, name, None)
+                is_ignored = number is not None and signal.getsignal(number) == signal.SIG_IGN
+                if number is not None and (number == signal.SIGINT or not is_ignored):
+                    self._previous[number] = signal.signal(number, self._request)
+            if self._seconds is not None and hasattr(signal, "setitimer"):
+                self._previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._request)
+                signal.setitimer(signal.ITIMER_REAL, self._seconds)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if signal.SIGALRM in self._previous:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    @property
+    def reason(self) -> str | None:
+        """What asked to stop, for example "SIGTERM"; None if nothing did."""
+        if self._reason is None and time.monotonic() >= self._deadline:
+            self._reason = "stop_after_minutes"
+        return self._reason
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """A phase that a request leaves at once, through `StopNow`. Nothing in it may be lost for good."""
+        self._raises = True
+        try:
+            if self.reason is not None:
+                raise StopNow(self.reason)
+            yield
+        finally:
+            self._raises = False
+
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        if self._reason is not None:
+            return
+        self._reason = "stop_after_minutes" if number == signal.SIGALRM else signal.Signals(number).name
+        if signal.SIGINT in self._previous:
+            # A background job starts with Ctrl-C ignored; asked twice, it stops at once all the same.
+            before = self._previous[signal.SIGINT]
+            signal.signal(signal.SIGINT, signal.default_int_handler if before == signal.SIG_IGN else before)
+
+        # A terminal that is gone, or that was being written to, must not keep the run from saving.
+        if not self._raises:
+            with suppress(OSError, RuntimeError):
+                self._say(f"{self._reason}: stopping after this step (Ctrl-C stops at once and loses the step)")
+        if self._raises:
+            raise StopNow(self._reason)
