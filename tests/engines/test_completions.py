@@ -160,7 +160,7 @@ def test_version_spans_that_say_too_little_are_refused(spans, message):
 def test_the_label_of_the_first_weights_says_that_an_engine_was_restarted_once_it_was_given_others():
     spans = [{"version": "default", "start": 0, "end": 2}]
     assert versions_of_spans(spans, 2, 0, initial=5) == [5, 5]
-    with pytest.raises(EngineRestartedError, match="row 0 is of weights 'default'.*was restarted"):
+    with pytest.raises(EngineRestartedError, match=r"row 0 is of weights 'default'.*was restarted"):
         versions_of_spans(spans, 2, 0, initial=None)
 
 

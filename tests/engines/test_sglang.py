@@ -424,7 +424,7 @@ class TestSglangOnAPretendedServer(EngineContract, KeptSetContract):
     def test_a_server_that_loses_its_weights_over_and_over_is_an_error(self, engine, policy):
         engine.update_weights(policy.model, version=2)
         self.pretended.mislabels, self.pretended.label = True, "default"
-        with pytest.raises(WeightSyncError, match="weight sync incomplete.*was restarted"):
+        with pytest.raises(WeightSyncError, match=r"weight sync incomplete.*was restarted"):
             engine.generate(PROMPTS, seed=0)
         with pytest.raises(EngineError, match="may not be used"):
             engine.generate(PROMPTS, seed=0)

@@ -284,7 +284,7 @@ def test_versions_that_change_within_a_response_are_told_by_token(micro_policy, 
 @pytest.mark.parametrize("label", ["default", "7"])
 def test_weights_that_a_worker_was_not_given_are_refused(micro_policy, monkeypatch, label):
     use_in_process(monkeypatch, faulty(set_field("weight_versions", [{"version": label, "start": 0, "end": 12}])))
-    with pytest.raises(EngineAnswerError, match="was restarted since|of version 7 by vLLM's own account"):
+    with pytest.raises(EngineAnswerError, match=r"was restarted since|of version 7 by vLLM's own account"):
         make_engine(micro_policy).generate(PROMPTS, seed=0)
 
 

@@ -8,6 +8,7 @@ that is too short, None, NaN, or −9999.0 in place of −inf. An adapter turns 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -218,7 +219,7 @@ def check_log_prob(value: object, where: str) -> float:
     try:
         number = float(value)
     except OverflowError:
-        number = math.inf if value > 0 else -math.inf
+        number = -math.inf if operator.lt(value, 0) else math.inf
     if not math.isfinite(number) or number <= JSON_MINUS_INFINITY:
         raise EngineAnswerError(
             f"{where} is {number:g}: a sampled token has a finite log-prob above {JSON_MINUS_INFINITY}"
@@ -278,7 +279,7 @@ def _token_id(value: Any, where: str, vocabulary_size: int | None) -> int:  # no
 
 
 def _version(value: Any, where: str) -> int:  # noqa: ANN401 (whatever the engine sent)
-    if not isinstance(value, Integral) or isinstance(value, bool) or not 0 <= value <= LARGEST_INTEGER:
+    if not isinstance(value, Integral) or isinstance(value, bool) or not 0 <= int(value) <= LARGEST_INTEGER:
         raise EngineAnswerError(f"{where} is {brief(value)}; a policy version is an integer from 0 up")
     return int(value)
 

@@ -174,8 +174,8 @@ class RemoteEngine(Engine, abc.ABC):
         # given another.
         self._given = [version]
         self._initial_version: int | None = version
-        self._client: JsonClient | None = None  # of a server; None for other engines
-        self._faults_at_proof = 0  # the client's faults when the weights were last known to be right
+        self._server: JsonClient | None = None  # how a server is reached; None for other engines
+        self._faults_at_proof = 0  # the server's faults when the weights were last known to be right
 
     @abc.abstractmethod
     def _complete(self, prompts: list[list[int]], seeds: list[int]) -> list[Completion]:
@@ -293,7 +293,7 @@ class RemoteEngine(Engine, abc.ABC):
     @property
     def _faults(self) -> int:
         """How often the server failed to answer so far. Whenever this grows, it may have been restarted."""
-        return 0 if self._client is None else self._client.faults
+        return 0 if self._server is None else self._server.faults
 
     def _from_given_weights(self, ask: Callable[[], tuple[Answer, bool]]) -> Answer:
         """An answer from the weights that this engine was given; a server that lost them gets them again, once.
@@ -307,7 +307,7 @@ class RemoteEngine(Engine, abc.ABC):
                 was_away = self._faults != self._faults_at_proof
                 if was_away:
                     self._meet_again()
-                if was_away or not (names_weights or self._client is None):
+                if was_away or not (names_weights or self._server is None):
                     self._verify(self._expected)
                 self._faults_at_proof = self._faults
                 return answer

@@ -88,7 +88,7 @@ class SglangEngine(RemoteEngine):
         self.sampling = dataclasses.replace(self.sampling, engine_version=options.engine_version)
         tells_kept = settings.sampling.logprobs == "processed" and settings.sampling.truncates
         per_token = 2 + settings.sampling.top_k if tells_kept else 1
-        self._client = options.client(expected_bytes=expected_bytes(settings.max_new_tokens, per_token))
+        self._client = self._server = options.client(expected_bytes=expected_bytes(settings.max_new_tokens, per_token))
         self._hand_over(model, options.folder, version)
 
     @property

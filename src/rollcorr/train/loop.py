@@ -20,6 +20,7 @@ from rich.console import Console
 from torch import nn
 
 from rollcorr.engines.base import EngineError
+from rollcorr.engines.transport.waiting import while_waiting
 from rollcorr.run_directory.directory import RunDirectory
 from rollcorr.run_directory.sinks import OPTIONAL_SINKS, ConsoleProgress, JsonLines, ProgressColumn, Sink, Sinks
 from rollcorr.run_directory.stored_run import drop_later_steps
@@ -158,6 +159,7 @@ def run_recipe(
         closing(recipe),
         closing(Sinks([*opened, progress])) as log,
         _interruption(progress.say) as stop_requested,
+        while_waiting(say=progress.say, stop_requested=stop_requested),
     ):
         for change in changes:
             progress.say(f"changed since this run began: {change}")

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 # How many characters of a server's text an error shows.
 SHOWN = 500
 
-# A list or mapping of JSON takes up to 250 bytes in Python and 2 in the text. One per 16 bytes of the limit is more than
-# answers of engines have, and bounds the memory.
+# A list or mapping of JSON takes up to 250 bytes in Python and 2 in the text. One per 16 bytes of the limit is more
+# than answers of engines have, and bounds the memory.
 BYTES_PER_CONTAINER = 16
 
 # zlib's code for a gzip header.
@@ -73,8 +73,8 @@ def read_body(
         if only_start:
             return bytearray()
         raise EngineAnswerError(
-            f"{where} was answered in Content-Encoding {printable(encoding)!r}; only gzip was offered: turn compression "
-            "off on the server or the proxy before it"
+            f"{where} was answered in Content-Encoding {printable(encoding)!r}, and only gzip was offered: turn "
+            "compression off on the server, or on the proxy before it"
         )
     announced = response.headers.get("content-length", "0")
     if not only_start and announced.isdigit() and int(announced[:20]) > limit:

@@ -43,7 +43,7 @@ class _Request(NamedTuple):
     body: object
 
 
-class _PassingFault(Exception):
+class _PassingError(Exception):
     """What may be otherwise the next time.
 
     Args:
@@ -78,8 +78,8 @@ class _Batch:
             raise EngineUnavailableError("the batch was given up")  # in a thread that nobody listens to any more
         if self.seconds_left <= 0:
             raise EngineUnavailableError(
-                f"{self.absence.place} did not finish the batch within deadline_minutes, {self._minutes:g}; nothing of it "
-                "is used. Ask for less at a time, or raise deadline_minutes"
+                f"{self.absence.place} did not finish the batch within deadline_minutes, {self._minutes:g}; nothing of "
+                "it is used. Ask for less at a time, or raise deadline_minutes"
             )
 
 
@@ -238,7 +238,7 @@ class JsonClient:
                 answer = self._exchange(request, batch, where)
                 batch.absence.end()
                 return answer
-            except _PassingFault as passing:
+            except _PassingError as passing:
                 fault, cause = passing, passing.__cause__
             tries += 1
             self.faults += 1
@@ -275,7 +275,7 @@ class JsonClient:
         """Send a request once.
 
         Raises:
-            _PassingFault: it may be sent again.
+            _PassingError: it may be sent again.
             EngineAnswerError: it would fail again.
         """
         limit = self.max_answer_bytes
@@ -293,19 +293,19 @@ class JsonClient:
                 )
         except self._broken as error:
             reason = f"{type(error).__name__} ({printable(str(error))})".replace(" ()", "")
-            raise _PassingFault(reason, is_away=isinstance(error, self._not_connected)) from error
+            raise _PassingError(reason, is_away=isinstance(error, self._not_connected)) from error
         if not refused:
             return parse_json(body, limit=limit, where=where)
 
         text = printable(body.decode("utf-8", "replace"))
         if status in AWAY or status >= 500:
             retry_after = waiting.retry_after_seconds(headers.get("retry-after"))
-            raise _PassingFault(f"HTTP {status}: {text}", is_away=status in AWAY, retry_after=retry_after)
+            raise _PassingError(f"HTTP {status}: {text}", is_away=status in AWAY, retry_after=retry_after)
         batch.absence.end()
         if 300 <= status < 400:
             raise EngineAnswerError(
-                f"{where} was answered with a redirect, HTTP {status}, to {_origin(headers.get('location'))}. Redirects "
-                "are not followed, because a key in the headers would go there too: set url to where the server is"
+                f"{where} was answered with a redirect, HTTP {status}, to {_origin(headers.get('location'))}. Redirects"
+                " are not followed, because a key in the headers would go there too: set url to where the server is"
             )
         raise EngineAnswerError(f"{where} was refused, HTTP {status}: {text}")
 

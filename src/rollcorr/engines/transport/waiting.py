@@ -113,8 +113,8 @@ class Absence:
                 self._next_line, self._was_told = monotonic() + LATER_LINES, True
         if is_due:
             say(
-                f"the engine at {self.place} has been away for {_minutes(self.seconds)} ({self._reason}); waiting up to "
-                f"{_minutes(self.budget)}, the option wait_minutes. Ctrl-C ends the wait"
+                f"the engine at {self.place} has been away for {_minutes(self.seconds)} ({self._reason}); waiting up "
+                f"to {_minutes(self.budget)}, the option wait_minutes. Ctrl-C ends the wait"
             )
 
     def pause(self, seconds: float, has_ended: Callable[[], bool]) -> bool:

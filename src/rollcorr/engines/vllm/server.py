@@ -76,7 +76,7 @@ class VllmServerEngine(VllmBase):
     ) -> None:
         super().__init__(model, settings, options, version=version, sampling_mask=options.sampling_mask)
         per_token = 2 * (1 + self._parameters["logprobs"])
-        self._client = options.client(expected_bytes=expected_bytes(settings.max_new_tokens, per_token))
+        self._client = self._server = options.client(expected_bytes=expected_bytes(settings.max_new_tokens, per_token))
         self._meet(options.served_model)
         self._check_log_probs()
         self._hand_over(model, options.folder, version)
