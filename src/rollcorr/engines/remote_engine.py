@@ -228,14 +228,15 @@ class RemoteEngine(Engine, abc.ABC):
             check_versions(completions, self._given[older:], self.title)
             return completions, all(completion.versions is not None for completion in completions)
 
-        return rollout_from_completions(
-            rows,
-            self._from_given_weights(sample),
-            sampling=sampling,
-            pad_token_id=self.settings.pad_token_id,
-            vocabulary_size=self.vocabulary_size,
-            device=self.device,
-        )
+        with self._saying_where():
+            return rollout_from_completions(
+                rows,
+                self._from_given_weights(sample),
+                sampling=sampling,
+                pad_token_id=self.settings.pad_token_id,
+                vocabulary_size=self.vocabulary_size,
+                device=self.device,
+            )
 
     def score(self, tokens: TokenBatch) -> Tensor:
         """Log-probs of response tokens at the sampling temperature, over the whole vocabulary, (B, T) float32.
@@ -243,7 +244,8 @@ class RemoteEngine(Engine, abc.ABC):
         Raises: as `generate`.
         """
         self._require_weights()
-        return self._from_given_weights(lambda: (self._score(tokens, self.sampling.temperature), False))
+        with self._saying_where():
+            return self._from_given_weights(lambda: (self._score(tokens, self.sampling.temperature), False))
 
     def update_weights(self, model: nn.Module, *, version: int) -> None:
         """Take over the weights of `model`, rounded to this engine's dtype, and verify them on the probe.
@@ -323,6 +325,16 @@ class RemoteEngine(Engine, abc.ABC):
                 self._meet_again()
                 self._load_and_verify(self.weight_version, self._expected)
         raise AssertionError("the second round returns or raises")
+
+    @contextlib.contextmanager
+    def _saying_where(self) -> Iterator[None]:
+        """What is wrong with an answer is said with the server that gave it."""
+        try:
+            yield
+        except EngineAnswerError as error:
+            if self._server is None or self._server.place in str(error):
+                raise
+            raise type(error)(f"{error}. This is the answer of {self.title} at {self._server.place}") from error
 
     def _takes_weights(self) -> bool:
         try:
