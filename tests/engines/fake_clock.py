@@ -20,6 +20,6 @@ class FakeClock:
             self.now += seconds
             due = [alarm for alarm in self.alarms if alarm[0] <= self.now]
             self.alarms = [alarm for alarm in self.alarms if alarm[0] > self.now]
-        for _, action in due:
-            action()
+            for _, action in due:  # no second passes for any thread meanwhile
+                action()
         time.sleep(0)

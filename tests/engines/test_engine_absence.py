@@ -2,6 +2,8 @@
 
 import copy
 import json
+import signal
+import time
 
 import fake_vllm
 import pytest
@@ -15,6 +17,7 @@ from test_vllm_server import start_llm
 from vllm_doubles import serving as serving_vllm
 
 from rollcorr.engines.base import EngineAnswerError, EngineError
+from rollcorr.engines.transport import waiting
 from rollcorr.train import load_config, train
 from rollcorr.train.grpo import grpo_trainer
 from rollcorr.train.grpo.policy import save_policy
@@ -146,6 +149,22 @@ def test_a_run_whose_server_stays_away_saves_and_says_why(tmp_path, clock, low_b
     assert "all of wait_minutes" in summary.failure
     assert mortal.lives[0][1].url in summary.failure
     assert "saved" in shown
+
+
+def test_ctrl_c_while_the_server_is_away_ends_the_wait_and_saves_the_run(tmp_path, clock, low_byte_reward):
+    mortal = Mortal(make_micro_policy().model, clock, dies_at=ROWS + 1, away=900.0)
+
+    def ctrl_c():
+        signal.raise_signal(signal.SIGINT)
+        while not waiting.stop_requested():  # until the main thread has heard of it
+            time.sleep(0.01)
+
+    clock.alarms.append((100.0, ctrl_c))
+    summary, metrics, shown = run(tmp_path, "stopped", mortal)
+    assert (summary.step, len(metrics), summary.interrupted) == (1, 1, True)
+    assert 100 <= clock.now < 110
+    assert "saved" in shown
+    assert "asked to stop before the engine was back" in shown
 
 
 @pytest.mark.parametrize("api", ["/inference/v1/generate", "/v1/completions"])

@@ -146,7 +146,7 @@ def test_what_a_retry_after_header_means(header, seconds):
 
 def test_what_a_server_breaks_over_is_not_sent_for_half_an_hour(clock):
     """A broken connection or an HTTP 500 may be the fault of this very request."""
-    with serving(busy(500)) as server, JsonClient(server.url, retries=3) as client:
+    with serving(busy(500, "86400")) as server, JsonClient(server.url, retries=3) as client:
         with pytest.raises(EngineUnavailableError, match="failed 4 times, at last with HTTP 500: busy"):
             client.post("/", None)
         assert len(server.requests) == 4

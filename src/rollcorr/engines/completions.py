@@ -195,9 +195,12 @@ def check_versions(completions: Sequence[Completion], allowed: Sequence[int], ti
     Raises:
         EngineAnswerError: names the row, the token, and both versions.
     """
+    known = set(allowed)
     for row, completion in enumerate(completions):
-        for token, version in enumerate(completion.versions or ()):
-            if version not in allowed:
+        if completion.versions is None or known.issuperset(completion.versions):
+            continue
+        for token, version in enumerate(completion.versions):
+            if version not in known:
                 given = ", ".join(map(str, dict.fromkeys(allowed)))
                 raise EngineAnswerError(
                     f"token {token} of row {row} is of version {version} by {title}'s own account, and it was given "

@@ -299,8 +299,9 @@ class JsonClient:
 
         text = printable(body.decode("utf-8", "replace"))
         if status in AWAY or status >= 500:
-            retry_after = waiting.retry_after_seconds(headers.get("retry-after"))
-            raise _PassingError(f"HTTP {status}: {text}", is_away=status in AWAY, retry_after=retry_after)
+            is_away = status in AWAY
+            retry_after = waiting.retry_after_seconds(headers.get("retry-after")) if is_away else 0.0
+            raise _PassingError(f"HTTP {status}: {text}", is_away=is_away, retry_after=retry_after)
         batch.absence.end()
         if 300 <= status < 400:
             raise EngineAnswerError(
