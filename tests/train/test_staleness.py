@@ -26,7 +26,7 @@ def rollout(*, spec=None, versions=None, mask=MASK):
 
 
 def test_staleness_by_hand_from_the_version_behind_each_token():
-    """At step 6 the policy is at version 5. Four tokens are of 3, 4, 5 and 5; what lies outside the mask never counts."""
+    """At step 6 the policy is at version 5. The tokens are of 3, 4, 5, 5; what is outside the mask never counts."""
     assert token_staleness(rollout(spec=5, versions=[[3, 4, 5], [5, 0, 99]]), 6) == ((2 + 1 + 0 + 0) / 4, 2)
 
 
