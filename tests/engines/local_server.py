@@ -11,8 +11,8 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, answer):
-        super().__init__(("127.0.0.1", 0), Handler)
+    def __init__(self, answer, port=0):
+        super().__init__(("127.0.0.1", port), Handler)
         self.answer = answer
         self.requests = []
         self.lock = threading.Lock()
@@ -51,9 +51,9 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(answer):
-    """A running server."""
-    server = Server(answer)
+def serving(answer, *, port=0):
+    """A running server; on any free port, or on one that was free a moment ago."""
+    server = Server(answer, port)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.005})
     thread.start()
     try:

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollcorr.config import SamplingSpec
-from rollcorr.engines.base import EngineAnswerError
-from rollcorr.engines.completions import Completion, rollout_from_completions, versions_of_spans
+from rollcorr.engines.base import EngineAnswerError, EngineRestartedError
+from rollcorr.engines.completions import Completion, check_versions, rollout_from_completions, versions_of_spans
 
 NAN, INF = math.nan, math.inf
 PROMPTS = [[1, 2], [3], [4, 5, 6]]
@@ -89,6 +89,16 @@ def test_a_batch_of_empty_responses_keeps_one_column():
         ({"log_probs": [-0.5, 0.01]}, r"log_probs\[1\] of row 1 is 0.01, a log-prob is at most 0"),
         ({"log_probs": [-0.5, "-1.0"]}, r"log_probs\[1\] of row 1 is '-1.0', no number"),
         ({"log_probs": [-0.5, False]}, r"log_probs\[1\] of row 1 is False, no number"),
+        ({"log_probs": [-0.5, -(10**400)]}, r"log_probs\[1\] of row 1 is -inf"),
+        ({"log_probs": -0.5}, "log_probs of row 1 is -0.5, no list"),
+        ({"log_probs": "ab"}, "log_probs of row 1 is 'ab', no list"),
+        ({"log_probs": {0: -0.5, 1: -1.0}}, "log_probs of row 1 is {0: -0.5, 1: -1.0}, no list"),
+        ({"token_ids": None}, "token_ids of row 1 is None, no list"),
+        ({"token_ids": "78"}, "token_ids of row 1 is '78', no list"),
+        ({"token_ids": [7, 10**30]}, "token 1 of row 1 is 1000000000.*outside the vocabulary"),
+        ({"kept": 5}, "kept of row 1 is 5, no list"),
+        ({"kept": [[7], 8]}, r"kept\[1\] of row 1 is 8, no list"),
+        ({"versions": [3, 2**63]}, r"versions\[1\] of row 1 is 9223372036854775808"),
         ({"token_ids": [7, -1]}, "token 1 of row 1 is -1, outside the vocabulary"),
         ({"token_ids": [7, 10]}, "token 1 of row 1 is 10, outside the vocabulary 0 … 9"),
         ({"token_ids": [7, 8.0]}, "token 1 of row 1 is 8.0, no token id"),
@@ -127,7 +137,17 @@ def test_an_empty_prompt_is_the_callers_fault():
     ("spans", "message"),
     [
         ([{"version": "1", "start": 0}], r"row 4: weight_versions is \["),
-        ([{"version": "1", "start": 0, "end": None}], "do not cover its 3 tokens"),
+        ([{"version": "1", "start": 0, "end": 2.0}], r"weight_versions is .*'end': 2\.0"),
+        ([{"version": "1", "start": 0, "end": None}], "no list of spans with a version, a start and an end"),
+        ([{"version": "1", "start": False, "end": 3}], "no list of spans"),
+        ([{"version": "1", "start": 0, "end": "3"}], "no list of spans"),
+        ({"version": "1", "start": 0, "end": 3}, "no list of spans"),
+        (["1"], "no list of spans"),
+        (3, "weight_versions is 3"),
+        ([{"version": 1, "start": 0, "end": 3}], "of weights 1, which is no policy version"),
+        ([{"version": "٣", "start": 0, "end": 3}], "which is no policy version"),
+        ([{"version": "9" * 5000, "start": 0, "end": 3}], "which is no policy version"),
+        ([{"version": "1", "start": 0, "end": 5}, {"version": "1", "start": 5, "end": 3}], "do not cover its 3 tokens"),
         ([{"version": "1", "start": 0, "end": 2}], "do not cover its 3 tokens"),
         ([{"version": "1", "start": 0, "end": 1}, {"version": "2", "start": 2, "end": 3}], "do not cover its 3 tokens"),
     ],
@@ -135,6 +155,21 @@ def test_an_empty_prompt_is_the_callers_fault():
 def test_version_spans_that_say_too_little_are_refused(spans, message):
     with pytest.raises(EngineAnswerError, match=message):
         versions_of_spans(spans, 3, 4, initial=0)
+
+
+def test_the_label_of_the_first_weights_says_that_an_engine_was_restarted_once_it_was_given_others():
+    spans = [{"version": "default", "start": 0, "end": 2}]
+    assert versions_of_spans(spans, 2, 0, initial=5) == [5, 5]
+    with pytest.raises(EngineRestartedError, match=r"row 0 is of weights 'default'.*was restarted"):
+        versions_of_spans(spans, 2, 0, initial=None)
+
+
+def test_a_version_that_the_engine_was_not_given_is_named_with_its_token():
+    answers = [good(versions=[3, 3]), good(versions=[3, 7]), good()]
+    check_versions(answers[:1], [3], "vLLM")
+    check_versions(answers, [3, 7], "vLLM")
+    with pytest.raises(EngineAnswerError, match=r"token 1 of row 1 is of version 7 by vLLM's own .* given version 3:"):
+        check_versions(answers, [3], "vLLM")
 
 
 def test_version_spans_give_a_version_to_each_token():

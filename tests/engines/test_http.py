@@ -90,7 +90,7 @@ def test_a_dead_engine_is_unavailable():
     with client_of(echo) as (client, _):
         url = client.url
     with (
-        JsonClient(url, retries=1, backoff=0.001) as client,
+        JsonClient(url, wait_minutes=0) as client,
         pytest.raises(EngineUnavailableError, match="ConnectError"),
     ):
         client.get("/health")
@@ -161,6 +161,13 @@ def test_a_key_is_sent_and_not_shown():
         ({"backoff": -1.0}, "backoff must be"),
         ({"concurrency": 0}, "concurrency must be"),
         ({"url": "localhost:30000"}, "url must begin with http"),
+        ({"url": "http://"}, "and name a host"),
+        ({"url": "http://host:99999"}, "and name a host"),
+        ({"wait_minutes": -1.0}, "wait_minutes must be"),
+        ({"wait_minutes": float("inf")}, "wait_minutes must be"),
+        ({"deadline_minutes": 0.0}, "deadline_minutes must be"),
+        ({"max_answer_bytes": 0}, "max_answer_bytes must be"),
+        ({"headers": {"Authorization": "Bearer s3cret\n"}}, "the header 'Authorization' has a character"),
     ],
 )
 def test_bad_settings_are_refused(options, message):

@@ -197,23 +197,30 @@ def test_kept_sets_hold_what_was_sampled_and_their_mass_is_the_difference_of_two
     assert check_compatible(rollout.sampling, rollout.sampling.for_actor("kept_mass")).verdict == "approximate"
 
 
-def test_spans_of_weight_versions_reach_their_tokens():
-    def updated_at_5(answer):
-        spans = [{"version": "default", "start": 0, "end": 5}, {"version": "4", "start": 5, "end": 12}]
-        answer["meta_info"]["weight_versions"] = spans
-        return answer
+def labelled(label):
+    """The whole response from the weights of one label, and no spans."""
 
-    versions = generate("raw", updated_at_5, version=3)[0].policy_versions
-    assert versions.tolist() == [[3] * 12, [3] * 5 + [4] * 7]
-
-
-def test_one_label_serves_where_there_are_no_spans():
-    def older(answer):
+    def change(answer):
         del answer["meta_info"]["weight_versions"]
-        answer["meta_info"]["weight_version"] = "2"
+        answer["meta_info"]["weight_version"] = label
         return answer
 
-    assert generate("raw", older)[0].policy_versions.tolist() == [[0] * 12, [2] * 12]
+    return change
+
+
+@pytest.mark.parametrize("label", ["default", "3"])
+def test_one_label_serves_where_there_are_no_spans(label):
+    rollout, _ = generate("raw", labelled(label), version=3)
+    assert (rollout.policy_versions, rollout.sampling.policy_version) == (None, 3)
+
+
+@pytest.mark.parametrize("version", ["7", "2"])
+def test_an_answer_of_weights_that_the_server_was_not_given_is_refused(version):
+    with pytest.raises(EngineAnswerError, match=f"token 0 of row 1 is of version {version} by SGLang's own account"):
+        generate("raw", labelled(version), version=3)
+    half = [{"version": "3", "start": 0, "end": 5}, {"version": version, "start": 5, "end": 12}]
+    with pytest.raises(EngineAnswerError, match=f"token 5 of row 1 is of version {version}"):
+        generate("raw", meta(weight_versions=half), version=3)
 
 
 def test_an_end_token_that_output_ids_leave_out_is_kept_with_its_log_prob():
@@ -395,12 +402,53 @@ class TestSglangOnAPretendedServer(EngineContract, KeptSetContract):
         with pytest.raises(WeightSyncError, match="SGLang says that it has weights '0', it was given '1'"):
             engine.update_weights(policy.model, version=1)
 
-    def test_a_restarted_server_shows_as_the_version_it_was_started_with(self, engine, policy):
+    def test_a_restarted_server_gets_its_weights_again(self, engine, policy):
+        first = copy.deepcopy(self.pretended.model)
+        change(policy)
         engine.update_weights(policy.model, version=2)
-        assert engine.generate(PROMPTS, seed=0).policy_versions is None
-        self.pretended.label = "default"
-        rollout = engine.generate(PROMPTS, seed=0)
-        assert (rollout.policy_versions[rollout.tokens.response_mask] == 0).all()
+        before = engine.generate(PROMPTS, seed=0)
+
+        def restart():
+            self.pretended.model, self.pretended.label = copy.deepcopy(first), "default"
+            self.running.requests.clear()
+
+        restart()
+        after = engine.generate(PROMPTS, seed=0)
+        assert torch.equal(after.tokens.response_ids, before.tokens.response_ids)
+        assert (after.policy_versions, after.sampling.policy_version) == (None, 2)
+        assert [path for path, _ in self.running.requests].count("/update_weights_from_disk") == 1
+
+        restart()
+        assert torch.equal(engine.score(before.tokens), engine.score(after.tokens))
+
+    def test_a_server_that_loses_its_weights_over_and_over_is_an_error(self, engine, policy):
+        engine.update_weights(policy.model, version=2)
+        self.pretended.mislabels, self.pretended.label = True, "default"
+        with pytest.raises(WeightSyncError, match=r"weight sync incomplete.*was restarted"):
+            engine.generate(PROMPTS, seed=0)
+        with pytest.raises(EngineError, match="may not be used"):
+            engine.generate(PROMPTS, seed=0)
+
+    def test_spans_of_weight_versions_reach_their_tokens(self, engine, policy):
+        """Another thread updates the weights while a response is under way."""
+        sample = self.pretended.generate
+
+        def updated_at_5(body):
+            if not body["sampling_params"]["max_new_tokens"]:
+                return sample(body)
+            self.pretended.generate = sample
+            answer = sample(body)
+            end = len(answer["output_ids"])
+            spans = [{"version": "0", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": end}]
+            answer["meta_info"]["weight_versions"] = spans
+            engine.update_weights(policy.model, version=4)
+            return answer
+
+        self.pretended.generate = updated_at_5
+        rollout = engine.generate([[1, 2, 3]], seed=0)
+        length = int(rollout.tokens.response_mask.sum())
+        assert rollout.policy_versions.tolist() == [[0] + [4] * (length - 1)]
+        assert (rollout.sampling.policy_version, engine.weight_version) == (0, 4)
 
     def test_scores_of_other_tokens_or_no_scores_are_refused(self, engine):
         tokens = engine.generate(PROMPTS, seed=0).tokens

@@ -263,11 +263,29 @@ def test_no_part_of_a_faulty_answer_is_used(micro_policy, monkeypatch, change_an
 
 
 def test_versions_that_change_within_a_response_are_told_by_token(micro_policy, monkeypatch):
-    spans = [{"version": "default", "start": 0, "end": 5}, {"version": "3", "start": 5, "end": 12}]
-    use_in_process(monkeypatch, faulty(set_field("weight_versions", spans)))
-    versions = make_engine(micro_policy).generate(PROMPTS, seed=0).policy_versions
-    assert versions[0].tolist() == [0] * 5 + [3] * 7
-    assert (versions[1:] == 0).all()
+    """Another thread updates the weights while the responses are under way."""
+    spans = [{"version": "0", "start": 0, "end": 5}, {"version": "3", "start": 5, "end": 12}]
+    updates = []
+    set_spans = set_field("weight_versions", spans)
+
+    def updated_meanwhile(rows):
+        set_spans(rows)
+        updates.append(3)
+        engine.update_weights(micro_policy.model, version=3)
+
+    use_in_process(monkeypatch, faulty(updated_meanwhile))
+    engine = make_engine(micro_policy)
+    rollout = engine.generate(PROMPTS, seed=0)
+    assert rollout.policy_versions[0].tolist() == [0] * 5 + [3] * 7
+    assert (rollout.policy_versions[1:] == 0).all()
+    assert (updates, rollout.sampling.policy_version, engine.weight_version) == ([3], 0, 3)
+
+
+@pytest.mark.parametrize("label", ["default", "7"])
+def test_weights_that_a_worker_was_not_given_are_refused(micro_policy, monkeypatch, label):
+    use_in_process(monkeypatch, faulty(set_field("weight_versions", [{"version": label, "start": 0, "end": 12}])))
+    with pytest.raises(EngineAnswerError, match=r"was restarted since|of version 7 by vLLM's own account"):
+        make_engine(micro_policy).generate(PROMPTS, seed=0)
 
 
 def test_a_mask_that_vllm_returns_itself_is_taken(micro_policy, monkeypatch):

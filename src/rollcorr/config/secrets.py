@@ -160,16 +160,19 @@ def read_address(url: str) -> Address:
     """Take an HTTP address apart, so that its user, password and query are sent but not shown.
 
     Raises:
+        TypeError: it is no text.
         ValueError: it is no HTTP address.
     """
-    shown = redact(url, "url")
+    if not isinstance(url, str):
+        raise TypeError(f"url must be a text such as 'http://localhost:8000', got one of type {type(url).__name__}")
     try:
         parts = urlsplit(url)
-        _ = parts.port
+        is_usable = parts.hostname is not None and parts.port != 0 and url.startswith(("http://", "https://"))
     except ValueError:
-        raise ValueError(f"url {redact_text(shown)!r} is no address; write http://host:port") from None
-    if parts.scheme not in ("http", "https") or not url.startswith(("http://", "https://")):
-        raise ValueError(f"url must begin with http:// or https://, got {redact_text(shown)!r}")
+        is_usable = False
+    if not is_usable:
+        shown = redact_text(redact(url, "url"))
+        raise ValueError(f"url must begin with http:// or https:// and name a host, got {shown!r}")
 
     user_part, _, host = parts.netloc.rpartition("@")
     user, _, password = user_part.partition(":")

@@ -25,11 +25,15 @@ class EngineError(RuntimeError):
 
 
 class EngineUnavailableError(EngineError):
-    """The engine died, cannot be reached, or did not answer in time, and retries did not help."""
+    """The engine died, cannot be reached, or did not answer in time, and neither waits nor retries helped."""
 
 
 class EngineAnswerError(EngineError):
     """The engine refused, or its answer lacks something: a list is too short, or a log-prob is NaN, None or −9999."""
+
+
+class EngineRestartedError(EngineAnswerError):
+    """The engine was started again: it samples from the weights that it began with, not from those it was given."""
 
 
 class WeightSyncError(EngineError):

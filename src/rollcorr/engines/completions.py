@@ -8,7 +8,8 @@ that is too short, None, NaN, or −9999.0 in place of −inf. An adapter turns 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from numbers import Integral, Real
@@ -19,8 +20,9 @@ import torch
 from rollcorr.config import SamplingSpec
 from rollcorr.config.sampling_spec import JSON_MINUS_INFINITY
 from rollcorr.core.sampling import KeptSets
-from rollcorr.engines.base import EngineAnswerError, Rollout
+from rollcorr.engines.base import EngineAnswerError, EngineRestartedError, Rollout
 from rollcorr.engines.token_batch import TokenBatch, pad_prompts
+from rollcorr.engines.transport.answer_body import brief
 
 # Log-probs up to this many nats above 0 count as rounding and become 0. A normalizer summed in bfloat16 is off by more,
 # which is an error.
@@ -28,6 +30,9 @@ ROUNDING = 1e-4
 
 # What vLLM and SGLang call the weights that they were started with.
 INITIAL_WEIGHTS = "default"
+
+# The largest token id or version that a tensor holds.
+LARGEST_INTEGER = 2**63 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +97,8 @@ def rollout_from_completions(
         raise EngineAnswerError(f"the engine answered {len(completions)} of {len(prompts)} prompts; none is used")
 
     # The tokens come first: every other list must be as long as they are.
+    for row, completion in enumerate(completions):
+        _check_sequence(completion.token_ids, f"token_ids of row {row}")
     responses = [
         [_token_id(token, f"token {t} of row {row}", vocabulary_size) for t, token in enumerate(completion.token_ids)]
         for row, completion in enumerate(completions)
@@ -130,31 +137,76 @@ def versions_of_spans(spans: Any, tokens: int, row: int, *, initial: int | None)
         spans: in order, covering the response.
         tokens: length of the response.
         row: the row in the batch, for errors.
-        initial: policy version of the weights that the engine was started with (label "default"), if it is known.
+        initial: policy version of the weights that the engine was started with (label "default"). None if it was given
+            others since: the label then says that it was restarted.
 
     Returns:
         One version per token.
 
     Raises:
-        EngineAnswerError: a field is missing, the spans do not cover the response, or a label is no policy version.
+        EngineRestartedError: a token is of the weights that the engine was started with, and it was given others.
+        EngineAnswerError: a field is missing or of another type, the spans do not cover the response, or a label is no
+            policy version.
     """
-    try:
-        starts = [span["start"] for span in spans]
-        ends = [span["end"] for span in spans]
-        labels = [span["version"] for span in spans]
+    if not isinstance(spans, list) or not all(_is_span(span) for span in spans):
+        raise EngineAnswerError(
+            f"row {row}: weight_versions is {brief(spans)}, no list of spans with a version, a start and an end"
+        )
 
-        # The first span starts at 0, each other one where the one before it ended, and the last ends the response.
-        edges = [0, *ends]
-        covered = starts == edges[:-1] and edges[-1] == tokens and edges == sorted(edges)
-    except (KeyError, TypeError) as error:
-        raise EngineAnswerError(f"row {row}: weight_versions is {spans!r}") from error
-    if not covered:
-        raise EngineAnswerError(f"row {row}: weight_versions {spans!r} do not cover its {tokens} tokens")
+    # The first span starts at 0, each other one where the one before it ended, and the last ends the response.
+    starts, edges = [span["start"] for span in spans], [0, *(span["end"] for span in spans)]
+    if starts != edges[:-1] or edges[-1] != tokens or edges != sorted(edges):
+        raise EngineAnswerError(f"row {row}: weight_versions {brief(spans)} do not cover its {tokens} tokens")
 
     versions: list[int] = []
-    for (start, end), label in zip(pairwise(edges), labels, strict=True):
-        versions += [_version_of_weights(label, row, initial=initial)] * (end - start)
+    for (start, end), span in zip(pairwise(edges), spans, strict=True):
+        versions += [version_of_weights(span["version"], row, initial=initial)] * (end - start)
     return versions
+
+
+def version_of_weights(label: object, row: int, *, initial: int | None) -> int:
+    """The policy version in the label that an engine gives to its weights.
+
+    Args and Raises: as `versions_of_spans`.
+    """
+    if label == INITIAL_WEIGHTS:
+        if initial is not None:
+            return initial
+        raise EngineRestartedError(
+            f"row {row} is of weights {label!r}, those that the engine was started with: it was restarted since it was "
+            "given others. Call update_weights"
+        )
+    if not (isinstance(label, str) and label.isascii() and label.isdecimal() and int(label[:20]) <= LARGEST_INTEGER):
+        raise EngineAnswerError(
+            f"row {row} is of weights {brief(label)}, which is no policy version; update the weights through this "
+            "engine only, or label them with the version's number"
+        )
+    return int(label[:20])
+
+
+def check_versions(completions: Sequence[Completion], allowed: Sequence[int], title: str) -> None:
+    """Require that every token was sampled from weights that the engine was given.
+
+    Args:
+        completions: answers, whose `versions` are None where the engine does not report them.
+        allowed: the versions that it held while it sampled.
+        title: the engine, for the error.
+
+    Raises:
+        EngineAnswerError: names the row, the token, and both versions.
+    """
+    known = set(allowed)
+    for row, completion in enumerate(completions):
+        if completion.versions is None or known.issuperset(completion.versions):
+            continue
+        for token, version in enumerate(completion.versions):
+            if version not in known:
+                given = ", ".join(map(str, dict.fromkeys(allowed)))
+                raise EngineAnswerError(
+                    f"token {token} of row {row} is of version {version} by {title}'s own account, and it was given "
+                    f"version {given}: someone else updates its weights, or one of several servers behind the address "
+                    "missed an update. Give each run a server of its own"
+                )
 
 
 def check_log_prob(value: object, where: str) -> float:
@@ -164,9 +216,13 @@ def check_log_prob(value: object, where: str) -> float:
         EngineAnswerError: the value is None, NaN, infinite, −9999, above 0, or no number; `where` names it.
     """
     if not isinstance(value, Real) or isinstance(value, bool):
-        raise EngineAnswerError(f"{where} is {value!r}, no number: the engine did not score this token")
+        raise EngineAnswerError(f"{where} is {brief(value)}, no number: the engine did not score this token")
 
-    number = float(value)
+    # An integer of JSON may be too large for a float.
+    try:
+        number = float(value)
+    except OverflowError:
+        number = -math.inf if operator.lt(value, 0) else math.inf
     if not math.isfinite(number) or number <= JSON_MINUS_INFINITY:
         raise EngineAnswerError(
             f"{where} is {number:g}: a sampled token has a finite log-prob above {JSON_MINUS_INFINITY}"
@@ -178,16 +234,11 @@ def check_log_prob(value: object, where: str) -> float:
     return min(number, 0.0)
 
 
-def _version_of_weights(label: object, row: int, *, initial: int | None) -> int:
-    """The policy version in the label that an engine gives to its weights."""
-    if label == INITIAL_WEIGHTS and initial is not None:
-        return initial
-    if not str(label).isdecimal():
-        raise EngineAnswerError(
-            f"row {row} is of weights {label!r}, which is no policy version; update the weights through this engine "
-            "only, or label them with the version's number"
-        )
-    return int(str(label))
+def _is_span(span: object) -> bool:
+    """Whether it has a version of any kind, and a start and an end that are integers; JSON's true is none."""
+    return (
+        isinstance(span, dict) and "version" in span and all(type(span.get(edge)) is int for edge in ("start", "end"))
+    )
 
 
 def _column(completions: Sequence[Completion], name: str, checked: Callable[[Any, str], Any]) -> list[list[Any]] | None:
@@ -202,6 +253,7 @@ def _column(completions: Sequence[Completion], name: str, checked: Callable[[Any
         return None
 
     for row, (completion, values) in enumerate(zip(completions, rows, strict=True)):
+        _check_sequence(values, f"{name} of row {row}")
         if len(values) != len(completion.token_ids):
             raise EngineAnswerError(
                 f"row {row} has {len(values)} {name} for {len(completion.token_ids)} tokens; one per token is needed"
@@ -212,19 +264,26 @@ def _column(completions: Sequence[Completion], name: str, checked: Callable[[Any
     ]
 
 
+def _check_sequence(values: object, where: str) -> None:
+    """Refuse what is no list: a text and a mapping have a length too, and a number has none."""
+    if isinstance(values, (str, bytes, Mapping)) or not (hasattr(values, "__len__") and hasattr(values, "__getitem__")):
+        raise EngineAnswerError(f"{where} is {brief(values)}, no list")
+
+
 def _token_id(value: Any, where: str, vocabulary_size: int | None) -> int:  # noqa: ANN401 (whatever the engine sent)
     if not isinstance(value, Integral) or isinstance(value, bool):
-        raise EngineAnswerError(f"{where} is {value!r}, no token id")
+        raise EngineAnswerError(f"{where} is {brief(value)}, no token id")
     token = int(value)
-    if token < 0 or (vocabulary_size is not None and token >= vocabulary_size):
-        last = "" if vocabulary_size is None else f" {vocabulary_size - 1}"
-        raise EngineAnswerError(f"{where} is {token}, outside the vocabulary 0 …{last}")
+    largest = LARGEST_INTEGER if vocabulary_size is None else vocabulary_size - 1
+    if not 0 <= token <= largest:
+        last = "" if vocabulary_size is None else f" {largest}"
+        raise EngineAnswerError(f"{where} is {brief(token)}, outside the vocabulary 0 …{last}")
     return token
 
 
 def _version(value: Any, where: str) -> int:  # noqa: ANN401 (whatever the engine sent)
-    if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < 0:
-        raise EngineAnswerError(f"{where} is {value!r}; a policy version is an integer from 0 up")
+    if not isinstance(value, Integral) or isinstance(value, bool) or not 0 <= int(value) <= LARGEST_INTEGER:
+        raise EngineAnswerError(f"{where} is {brief(value)}; a policy version is an integer from 0 up")
     return int(value)
 
 
@@ -232,6 +291,7 @@ def _kept_sets(
     completions: Sequence[Completion], vocabulary_size: int | None, device: torch.device | str
 ) -> KeptSets | None:
     def checked(ids: Any, where: str) -> list[int]:  # noqa: ANN401 (whatever the engine sent)
+        _check_sequence(ids, where)
         if not ids:
             raise EngineAnswerError(f"{where} is empty: a token was drawn from nothing")
         found = [_token_id(token, f"an id in {where}", vocabulary_size) for token in ids]

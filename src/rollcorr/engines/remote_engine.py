@@ -3,6 +3,10 @@
 A weight update goes through a checkpoint in a folder that the engine reads. A probe follows each update: a fixed batch
 that engine and policy score, at temperature 1, over the whole vocabulary. Unless they agree to the noise floor, the
 engine answers nothing more until an update has succeeded as a whole.
+
+A server may be restarted while a run goes on, and then has lost its weights. Its answers name the weights that they are
+from; where they do not, and after every absence, the probe is scored once more. A server that lost the weights gets
+them again, and the batch is asked for again.
 """
 
 from __future__ import annotations
@@ -11,29 +15,43 @@ import abc
 import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from rollcorr.config.checks import check_choice, check_integer, check_number
 from rollcorr.config.secrets import header_values
-from rollcorr.engines.base import Engine, EngineAnswerError, EngineError, Rollout, WeightSyncError, check_weight_sync
-from rollcorr.engines.completions import Completion, check_log_prob, rollout_from_completions
+from rollcorr.engines.base import (
+    Engine,
+    EngineAnswerError,
+    EngineError,
+    EngineRestartedError,
+    Rollout,
+    WeightSyncError,
+    check_weight_sync,
+)
+from rollcorr.engines.completions import Completion, check_log_prob, check_versions, rollout_from_completions
 from rollcorr.engines.generation_settings import GenerationSettings
 from rollcorr.engines.response_scoring import make_probe, score_probe, vocabulary_size
 from rollcorr.engines.token_batch import TokenBatch, check_prompts
-from rollcorr.engines.transport.http import JsonClient
+from rollcorr.engines.transport import waiting
+from rollcorr.engines.transport.http import MAX_ANSWER_BYTES, JsonClient
 from rollcorr.engines.transport.weight_folder import read_policy, read_weights, write_checkpoint
 
 Dtype = Literal["bfloat16", "float16", "float32"]
+Answer = TypeVar("Answer")
 
 # Largest difference, nats, between log-probs of an engine and of transformers in the same precision. It is smaller, in
 # proportion, for a policy whose log-probs spread by less than 1 nat: its logits are small, and so is their rounding.
 NOISE_FLOOR: Mapping[str, float] = {"bfloat16": 0.5, "float16": 0.1, "float32": 5e-4}
+
+
+# What one token and its log-prob take in JSON at most, with their names.
+BYTES_PER_LOG_PROB = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,33 +90,50 @@ class ServerOptions(RemoteOptions):
         url: where the server is, for instance "http://localhost:8000".
         folder: where weights for the server are written, at a path that the server reads too. None if the server has
             the policy's weights already and they never change.
+        wait_minutes: how long the server may be away before the run gives up: no connection, HTTP 408, 425, 429, 502,
+            503 or 504. 0 for no wait.
+        deadline_minutes: how long one batch of requests may take, with all its waits and retries.
         timeout: seconds without a byte of an answer. A server may be silent until a response is complete.
-        retries: how often a failed request is sent again.
+        retries: how often a request is sent again after a broken connection, a silence, or another HTTP 5xx.
+        max_answer_megabytes: how long one answer may be, unpacked. None for 32, or more where `max_new_tokens` with its
+            log-probs needs more.
         concurrency: how many requests are under way at a time.
-        headers: sent with each request, such as an API key.
+        headers: sent with each request, such as an API key. They go to no other server: redirects are not followed.
         headers_env: header name → environment variable that holds its value; read when the engine is built.
     """
 
     url: str = field(repr=False)  # it may hold a password
     folder: str | Path | None = None
+    wait_minutes: float = 30.0
+    deadline_minutes: float = 120.0
     timeout: float = 1800.0
     retries: int = 3
+    max_answer_megabytes: float | None = None
     concurrency: int = 64
     headers: Mapping[str, str] | None = field(default=None, repr=False)
     headers_env: Mapping[str, str] | None = None
 
-    def client(self) -> JsonClient:
+    def client(self, *, expected_bytes: int = 0) -> JsonClient:
         """A client of the server.
+
+        Args:
+            expected_bytes: what the longest answer may have, where `max_answer_megabytes` does not say it.
 
         Raises:
             ImportError: httpx is not installed.
-            TypeError: a number is of the wrong type.
+            TypeError: a value is of the wrong type.
             ValueError: a number is out of range, `url` is no HTTP address, or a variable of `headers_env` is not set.
         """
+        longest = max(MAX_ANSWER_BYTES, expected_bytes)
+        if self.max_answer_megabytes is not None:
+            longest = int(1e6 * check_number("max_answer_megabytes", self.max_answer_megabytes, at_least=0.001))
         return JsonClient(
             self.url,
             timeout=self.timeout,
             retries=self.retries,
+            wait_minutes=self.wait_minutes,
+            deadline_minutes=self.deadline_minutes,
+            max_answer_bytes=longest,
             concurrency=self.concurrency,
             headers=header_values(self.headers, self.headers_env),
         )
@@ -138,6 +173,13 @@ class RemoteEngine(Engine, abc.ABC):
         self._expected = torch.empty(0, device="cpu")  # what the weights that sample give to the probe
         self._unusable: str | None = "it holds no verified weights yet"
 
+        # The versions that the engine was given, one after the other. "default" means the first one only until it was
+        # given another.
+        self._given = [version]
+        self._initial_version: int | None = version
+        self._server: JsonClient | None = None  # how a server is reached; None for other engines
+        self._faults_at_proof = 0  # the server's faults when the weights were last known to be right
+
     @abc.abstractmethod
     def _complete(self, prompts: list[list[int]], seeds: list[int]) -> list[Completion]:
         """One completion per prompt."""
@@ -155,6 +197,9 @@ class RemoteEngine(Engine, abc.ABC):
     def _folder(self) -> Path:
         """The checkpoint of the weights that sample."""
 
+    def _meet_again(self) -> None:
+        """Learn anew what an engine that was away may have changed."""
+
     def _abandon(self) -> None:
         """Make sure that weights that may be mixed sample nothing, here or for others."""
 
@@ -167,8 +212,9 @@ class RemoteEngine(Engine, abc.ABC):
 
         Raises:
             ValueError: a prompt is empty, has an id outside the vocabulary, or leaves no room for `max_new_tokens`.
-            EngineUnavailableError: the engine died, or did not answer in time, and retries did not help.
-            EngineAnswerError: something is missing or no log-prob.
+            EngineUnavailableError: the engine died, or did not answer in time, and neither waits nor retries helped.
+            EngineAnswerError: something is missing or no log-prob, or a token is of weights that the engine was not
+                given.
             EngineError: the last weight update failed, or the engine was closed.
         """
         self._require_weights()
@@ -176,14 +222,24 @@ class RemoteEngine(Engine, abc.ABC):
         check_prompts(rows, vocabulary_size=self.vocabulary_size)
         self._check_room(rows)
 
-        return rollout_from_completions(
-            rows,
-            self._complete(rows, [row_seed(seed, row) for row in range(len(rows))]),
-            sampling=self.sampling,
-            pad_token_id=self.settings.pad_token_id,
-            vocabulary_size=self.vocabulary_size,
-            device=self.device,
-        )
+        # Another thread may update the weights meanwhile: from here on, its versions are right as well.
+        sampling, older = self.sampling, len(self._given) - 1
+        seeds = [row_seed(seed, row) for row in range(len(rows))]
+
+        def sample() -> tuple[list[Completion], bool]:
+            completions = self._complete(rows, seeds)
+            check_versions(completions, self._given[older:], self.title)
+            return completions, all(completion.versions is not None for completion in completions)
+
+        with self._saying_where():
+            return rollout_from_completions(
+                rows,
+                self._from_given_weights(sample),
+                sampling=sampling,
+                pad_token_id=self.settings.pad_token_id,
+                vocabulary_size=self.vocabulary_size,
+                device=self.device,
+            )
 
     def score(self, tokens: TokenBatch) -> Tensor:
         """Log-probs of response tokens at the sampling temperature, over the whole vocabulary, (B, T) float32.
@@ -191,7 +247,8 @@ class RemoteEngine(Engine, abc.ABC):
         Raises: as `generate`.
         """
         self._require_weights()
-        return self._score(tokens, self.sampling.temperature)
+        with self._saying_where():
+            return self._from_given_weights(lambda: (self._score(tokens, self.sampling.temperature), False))
 
     def update_weights(self, model: nn.Module, *, version: int) -> None:
         """Take over the weights of `model`, rounded to this engine's dtype, and verify them on the probe.
@@ -207,8 +264,9 @@ class RemoteEngine(Engine, abc.ABC):
 
         with self._whole_or_unusable():
             write_checkpoint(model, folder, dtype=self.options.torch_dtype)
-            self._load(version)
-            self._verify(expected)
+            self._given.append(version)
+            self._initial_version = None
+            self._load_and_verify(version, expected)
 
         self._expected = expected
         self.sampling = dataclasses.replace(self.sampling, policy_version=version)
@@ -235,6 +293,70 @@ class RemoteEngine(Engine, abc.ABC):
         self._expected = self._score_policy(model)
         with self._whole_or_unusable():
             self._verify(self._expected)
+        self._faults_at_proof = self._faults
+
+    @property
+    def _faults(self) -> int:
+        """How often the server failed to answer so far. Whenever this grows, it may have been restarted."""
+        return 0 if self._server is None else self._server.faults
+
+    def _from_given_weights(self, ask: Callable[[], tuple[Answer, bool]]) -> Answer:
+        """An answer from the weights that this engine was given; a server that lost them gets them again, once.
+
+        Args:
+            ask: gives the answer, and whether it names its weights.
+        """
+        for may_repair in (True, False):
+            try:
+                answer, names_weights = ask()
+                was_away = self._faults != self._faults_at_proof
+                if was_away:
+                    self._meet_again()
+                if was_away or not (names_weights or self._server is None):
+                    self._verify(self._expected)
+                self._faults_at_proof = self._faults
+                return answer
+            except (EngineRestartedError, WeightSyncError) as error:
+                if not (may_repair and self._takes_weights()):
+                    raise
+                reason = error
+            waiting.say(
+                f"{self.title} lost the weights of version {self.weight_version} ({reason}); they are sent again, and "
+                "the batch is asked for again"
+            )
+            with self._whole_or_unusable():
+                self._meet_again()
+                self._load_and_verify(self.weight_version, self._expected)
+        raise AssertionError("the second round returns or raises")
+
+    @contextlib.contextmanager
+    def _saying_where(self) -> Iterator[None]:
+        """What is wrong with an answer is said with the server that gave it."""
+        try:
+            yield
+        except EngineAnswerError as error:
+            if self._server is None or self._server.url in str(error):
+                raise
+            raise type(error)(f"{error}. This is the answer of {self.title} at {self._server.url}") from error
+
+    def _takes_weights(self) -> bool:
+        try:
+            return self._folder is not None
+        except EngineError:
+            return False
+
+    def _load_and_verify(self, version: int, expected: Tensor) -> None:
+        """Load the checkpoint in the folder; again, if the server was away meanwhile and may have lost it at once."""
+        for is_last in (False, True):
+            faults = self._faults
+            try:
+                self._load(version)
+                self._verify(expected)
+                break
+            except (EngineAnswerError, WeightSyncError):
+                if is_last or self._faults == faults:
+                    raise
+        self._faults_at_proof = self._faults
 
     def _score_policy(self, model: nn.Module) -> Tensor:
         """The probe as the policy scores it in this engine's precision."""
@@ -303,6 +425,16 @@ class RemoteEngine(Engine, abc.ABC):
                 f"a prompt of {longest} tokens and max_new_tokens {new} need more than {self.title}'s max_model_len "
                 f"{self.max_model_len}: raise max_model_len, or shorten one of them"
             )
+
+
+def expected_bytes(tokens: int, log_probs_per_token: int) -> int:
+    """What an answer with so many log-probs may have, with room to spare.
+
+    Example:
+        >>> expected_bytes(8192, 44)
+        92274688
+    """
+    return BYTES_PER_LOG_PROB * tokens * log_probs_per_token
 
 
 def row_seed(seed: int, row: int) -> int:

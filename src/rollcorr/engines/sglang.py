@@ -25,8 +25,9 @@ from rollcorr.config import SamplingSpec
 from rollcorr.engines.base import EngineError, WeightSyncError
 from rollcorr.engines.completions import Completion
 from rollcorr.engines.generation_settings import GenerationSettings, settings_in_use
-from rollcorr.engines.remote_engine import RemoteEngine, ServerOptions
+from rollcorr.engines.remote_engine import RemoteEngine, ServerOptions, expected_bytes
 from rollcorr.engines.sglang_answer import read_completion, read_scores
+from rollcorr.engines.transport.answer_body import brief
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +86,9 @@ class SglangEngine(RemoteEngine):
         _check_sampling(settings.sampling)
         super().__init__(model, settings, options, version=version)
         self.sampling = dataclasses.replace(self.sampling, engine_version=options.engine_version)
-        self._client = options.client()
-        self._first_version = version
-        self._label: str | None = None  # what the server calls the weights that it was given last
+        tells_kept = settings.sampling.logprobs == "processed" and settings.sampling.truncates
+        per_token = 2 + settings.sampling.top_k if tells_kept else 1
+        self._client = self._server = options.client(expected_bytes=expected_bytes(settings.max_new_tokens, per_token))
         self._hand_over(model, options.folder, version)
 
     @property
@@ -112,7 +113,7 @@ class SglangEngine(RemoteEngine):
 
         raw = _full_is_raw(self.sampling)
         return [
-            read_completion(answer, row, masked=masked, raw=raw, first_version=self._first_version)
+            read_completion(answer, row, masked=masked, raw=raw, initial=self._initial_version)
             for row, answer in enumerate(self._client.post_all("/generate", bodies))
         ]
 
@@ -129,7 +130,7 @@ class SglangEngine(RemoteEngine):
         ]
         answers = self._client.post_all("/generate", bodies)
         return [
-            read_scores(answer, number, row, label=self._label)
+            read_scores(answer, number, row, version=self._given[-1], initial=self._initial_version)
             for number, (answer, row) in enumerate(zip(answers, rows, strict=True))
         ]
 
@@ -137,8 +138,7 @@ class SglangEngine(RemoteEngine):
         body = {"model_path": str(self._folder), "weight_version": str(version), "flush_cache": True}
         answer = self._client.post("/update_weights_from_disk", body)
         if not (isinstance(answer, dict) and answer.get("success") is True):
-            raise WeightSyncError(f"weight sync incomplete, SGLang did not load version {version}: {answer}")
-        self._label = str(version)
+            raise WeightSyncError(f"weight sync incomplete, SGLang did not load version {version}: {brief(answer)}")
 
 
 def _sampling_parameters(settings: GenerationSettings) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from torch import nn
 
 from rollcorr.config.secrets import redact_text
 from rollcorr.engines.base import EngineError
+from rollcorr.engines.transport.waiting import while_waiting
 from rollcorr.run_directory.directory import RunDirectory
 from rollcorr.run_directory.durable_files import restore_set_aside, write_text_durably
 from rollcorr.run_directory.run_lock import RunLock
@@ -253,7 +254,10 @@ class _Run:
         ]
         progress = ConsoleProgress(console, self.recipe.columns, steps=self.config.steps, start=self.step)
         self.say = progress.say
-        with closing(Sinks([*opened, progress])) as self.log:
+        with (
+            closing(Sinks([*opened, progress])) as self.log,
+            while_waiting(say=progress.say, stop_requested=lambda: self.stop.reason is not None),
+        ):
             if lost:
                 progress.say(f"{self.directory.metrics} has no line of {len(lost)} steps; the first is step {lost[0]}")
             is_done = False

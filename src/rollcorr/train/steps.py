@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rollcorr.core.advantages import dr_grpo_advantages, grpo_advantages, rloo_advantages
+from rollcorr.engines.base import EngineAnswerError, Rollout
 from rollcorr.train.run_config import OptimConfig
 
 if TYPE_CHECKING:
@@ -106,6 +107,40 @@ def refresh_weights(copy: SamplingCopy, model: nn.Module, step: int, *, every: i
     if version % every == 0 and copy.weight_version != version:
         copy.update_weights(model, version=version)
     return version - copy.weight_version
+
+
+def token_staleness(rollout: Rollout, step: int) -> tuple[float, int]:
+    """How many versions older than the policy of a step the weights behind its response tokens were.
+
+    Where the engine reports a version per token, those count; else the one version of the rollout's `SamplingSpec`.
+
+    Args:
+        rollout: what was sampled.
+        step: the training step; its policy has version `step` − 1.
+
+    Returns:
+        Mean and maximum over response tokens; 0 without a token. NaN and 0 if no version is known.
+
+    Raises:
+        EngineAnswerError: a token is of a version that the policy has not reached.
+    """
+    newest, tokens = step - 1, int(rollout.tokens.response_mask.sum())
+    if rollout.policy_versions is not None:
+        versions = rollout.policy_versions[rollout.tokens.response_mask].cpu()
+    elif rollout.sampling.policy_version is not None:
+        versions = torch.full((tokens,), rollout.sampling.policy_version, device="cpu")
+    else:
+        return math.nan, 0
+    if not len(versions):
+        return 0.0, 0
+
+    ages = newest - versions
+    if int(ages.min()) < 0:
+        raise EngineAnswerError(
+            f"step {step} was sampled by version {int(versions.max())}, and the policy is at version {newest}: the "
+            "engine serves another run as well, or names its weights wrongly. Give each run an engine of its own"
+        )
+    return float(ages.double().mean()), int(ages.max())
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> torch.optim.AdamW:

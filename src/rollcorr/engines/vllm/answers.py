@@ -15,6 +15,7 @@ from rollcorr.config.sampling_spec import JSON_MINUS_INFINITY
 from rollcorr.engines.base import EngineAnswerError
 from rollcorr.engines.completions import Completion, versions_of_spans
 from rollcorr.engines.generation_settings import GenerationSettings
+from rollcorr.engines.transport.answer_body import brief
 
 # vLLM raises lower temperatures to this one.
 LOWEST_TEMPERATURE = 0.01
@@ -98,46 +99,64 @@ def log_probs_for(top_k: int, vocabulary_size: int) -> int:
     return min(vocabulary_size, top_k + top_k // 2 + 12)
 
 
-def completion(choice: Any, *, row: int, sampling: SamplingSpec) -> Completion:  # noqa: ANN401 (whatever vLLM sent)
+def completion(
+    choice: Any,  # noqa: ANN401 (whatever vLLM sent)
+    *,
+    row: int,
+    sampling: SamplingSpec,
+    initial: int | None,
+) -> Completion:
     """One response, with its kept sets if `sampling` truncates and its log-probs are processed.
 
     Args:
         choice: a choice as `/inference/v1/generate` sends it.
         row: which prompt it answers, for errors.
-        sampling: how it was drawn, and by which policy version.
+        sampling: how it was drawn.
+        initial: as in `versions_of_spans`.
 
     Raises:
+        EngineRestartedError: vLLM lost the weights that it was given.
         EngineAnswerError: the response was cut off, something is missing, or the probabilities of a kept set do not sum
             to 1.
     """
     try:
         tokens, content = choice["token_ids"], (choice.get("logprobs") or {}).get("content") or []
+        if not all(isinstance(values, list) for values in (tokens, content)):
+            raise TypeError("token_ids and the content of logprobs must be lists")
         reason = choice["finish_reason"]
         if reason not in ("stop", "length"):
-            raise EngineAnswerError(f"row {row} ended with {reason!r}, not with an end token or at its full length")
+            raise EngineAnswerError(
+                f"row {row} ended with {brief(reason)}, not with an end token or at its full length"
+            )
 
         # A list of log-probs that is too short is named later, by the checks of a batch.
-        ids = [entry["token_id"] for entry in content]
+        ids = [_integer(entry["token_id"]) for entry in content]
         log_probs = [entry["logprob"] for entry in content]
         if ids != list(tokens[: len(ids)]):
-            raise EngineAnswerError(f"row {row} has log-probs of the tokens {ids}, its tokens are {tokens}")
+            raise EngineAnswerError(
+                f"row {row} has log-probs of the tokens {brief(ids)}, its tokens are {brief(tokens)}"
+            )
 
         kept = None
         if tells_kept(sampling):
             kept = choice.get("sampling_mask") or [
                 _finite(entry["top_logprobs"], f"token {t} of row {row}", sampling) for t, entry in enumerate(content)
             ]
+
+        # An older release leaves the versions out, or an empty list in their place.
         spans = choice.get("weight_versions")
+        if spans == [] and tokens:
+            spans = None
         return Completion(
             token_ids=tokens,
             log_probs=log_probs,
             kept=kept,
             raw_log_probs=log_probs if sampling.logprobs == "raw" else None,
-            versions=versions_of_spans(spans, len(tokens), row, initial=sampling.policy_version) if spans else None,
+            versions=None if spans is None else versions_of_spans(spans, len(tokens), row, initial=initial),
         )
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise EngineAnswerError(
-            f"row {row} is no answer of vLLM ({type(error).__name__}: {error}): {str(choice)[:300]}"
+            f"row {row} is no answer of vLLM ({type(error).__name__}: {error}): {brief(choice)}"
         ) from error
 
 
@@ -168,21 +187,23 @@ def choice_of_text(choice: Any) -> dict[str, Any]:  # noqa: ANN401 (whatever vLL
         }
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise EngineAnswerError(
-            f"no choice of vLLM's /v1/completions ({type(error).__name__}: {error}): {str(choice)[:300]}"
+            f"no choice of vLLM's /v1/completions ({type(error).__name__}: {error}): {brief(choice)}"
         ) from error
 
 
-def prompt_log_probs(found: Any, row: Sequence[int]) -> list[float]:  # noqa: ANN401 (whatever vLLM sent)
+def prompt_log_probs(found: Any, row: Sequence[int]) -> list[Any]:  # noqa: ANN401 (whatever vLLM sent)
     """The log-probs of a prompt's tokens after its first, from `prompt_logprobs`: one mapping per token, by its id.
+
+    The values are not checked here.
 
     Raises:
         EngineAnswerError: they are not of this prompt.
     """
     try:
-        return [float(by_id[str(token)]["logprob"]) for token, by_id in zip(row[1:], found[1:], strict=True)]
+        return [by_id[str(token)]["logprob"] for token, by_id in zip(row[1:], found[1:], strict=True)]
     except (KeyError, TypeError, ValueError) as error:
         raise EngineAnswerError(
-            f"prompt_logprobs are not those of the prompt ({type(error).__name__}: {error}): {str(found)[:300]}"
+            f"prompt_logprobs are not those of the prompt ({type(error).__name__}: {error}): {brief(found)}"
         ) from error
 
 
@@ -192,6 +213,13 @@ def _named(name: str) -> int:
     if head != "token_id":
         raise ValueError(f"{name!r} is a text, not token_id:N")
     return int(number)
+
+
+def _integer(value: Any) -> int:  # noqa: ANN401 (whatever vLLM sent)
+    """A token id, or TypeError: a list or a mapping in its place may be too deep to compare."""
+    if type(value) is not int:
+        raise TypeError(f"{brief(value)} is no token id")
+    return value
 
 
 def _finite(entries: Sequence[Mapping[str, Any]], where: str, sampling: SamplingSpec) -> list[int]:

@@ -57,4 +57,7 @@ class VllmBase(RemoteEngine):
 
     def _complete(self, prompts: list[list[int]], seeds: list[int]) -> list[Completion]:
         choices = self._choices(prompts, seeds)
-        return [completion(choice, row=row, sampling=self.sampling) for row, choice in enumerate(choices)]
+        return [
+            completion(choice, row=row, sampling=self.sampling, initial=self._initial_version)
+            for row, choice in enumerate(choices)
+        ]

@@ -44,6 +44,7 @@ from rollcorr.train.steps import (
     own_rows,
     refresh_weights,
     set_learning_rate,
+    token_staleness,
 )
 
 if TYPE_CHECKING:
@@ -128,8 +129,11 @@ class GrpoTrainer:
         """Run training step `step` (1, 2, …): a function of the weights, the optimizer and (seed, step)."""
         clock = Clock()
         with clock("rollout"):
-            staleness = refresh_weights(self.engine, self.model, step, every=self.config.rollout.refresh_every)
+            refresh_weights(self.engine, self.model, step, every=self.config.rollout.refresh_every)
             batch = self._sample(step)
+
+            # The rollout's own versions, not the engine's: weights may change within a response.
+            staleness, oldest = token_staleness(batch.rollout, step)
         with clock("old_log_prob"):
             batch = self._add_old_log_prob(batch)
         with clock("correction"):
@@ -147,7 +151,8 @@ class GrpoTrainer:
             **{f"sampling/{name}": host.moments[name].mean for name in SAMPLING_METRICS if name in host.moments},
             "actor/skipped_steps": float(self.skipped_steps),
             "response/length_mean": tokens / len(batch.rewards),
-            "engine/staleness": float(staleness),
+            "engine/staleness": staleness,
+            "engine/staleness_max": float(oldest),
             **(finalize(host) if self.correction_config is not None else {}),
             "perf/tokens_per_second": tokens / clock.total,
             **clock.metrics(),

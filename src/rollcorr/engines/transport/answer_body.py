@@ -1,0 +1,129 @@
+"""Read the body of an answer and no more than was agreed: bytes are counted as they come and as they unpack."""
+
+from __future__ import annotations
+
+import json
+import reprlib
+import zlib
+from collections.abc import Callable
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from rollcorr.engines.base import EngineAnswerError
+
+if TYPE_CHECKING:
+    import httpx
+
+# How many characters of a server's text an error shows.
+SHOWN = 500
+
+# A list or mapping of JSON takes up to 250 bytes in Python and 2 in the text. One per 16 bytes of the limit is more
+# than answers of engines have, and bounds the memory.
+BYTES_PER_CONTAINER = 16
+
+# zlib's code for a gzip header.
+_GZIP = 16 + zlib.MAX_WBITS
+
+
+class _Brief(reprlib.Repr):
+    """Shortens, and keeps the order of a mapping."""
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        if level <= 0:
+            return "{...}"
+        pieces = [f"{self.repr1(k, level - 1)}: {self.repr1(v, level - 1)}" for k, v in islice(x.items(), self.maxdict)]
+        return "{" + ", ".join(pieces + ["..."] * (len(x) > self.maxdict)) + "}"
+
+
+_brief = _Brief()
+_brief.maxlevel, _brief.maxstring, _brief.maxother, _brief.maxlong = 4, 300, 300, 40
+_brief.maxlist = _brief.maxdict = _brief.maxtuple = 12
+
+
+def brief(value: object) -> str:
+    """A value of an answer as text for an error: never long, however large or deep the value is."""
+    return _brief.repr(value)[: 2 * SHOWN]
+
+
+def printable(text: str) -> str:
+    """The beginning of a server's text, without the characters that move a terminal's cursor."""
+    return "".join(c if c.isprintable() else " " for c in text[:SHOWN]).strip()
+
+
+def read_body(
+    response: httpx.Response, *, limit: int, between: Callable[[], None], where: str, only_start: bool = False
+) -> bytearray:
+    """The unpacked body of a streamed answer.
+
+    httpx unpacks a whole piece at a time, and repeatedly where several encodings are named: a megabyte of gzip becomes
+    gigabytes. So the raw bytes are read here, and zlib is told how much it may give.
+
+    Args:
+        response: not read yet.
+        limit: bytes that the body may have, packed or unpacked.
+        between: called before each piece; raises to end the reading.
+        where: names the request in errors.
+        only_start: return what can be read of the first `limit` bytes and refuse nothing: enough for an error's text.
+
+    Raises:
+        EngineAnswerError: the body is longer, or packed in another way than gzip, or cannot be unpacked.
+    """
+    encoding = response.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("identity", "gzip", ""):
+        if only_start:
+            return bytearray()
+        raise EngineAnswerError(
+            f"{where} was answered in Content-Encoding {printable(encoding)!r}, and only gzip was offered: turn "
+            "compression off on the server, or on the proxy before it"
+        )
+    announced = response.headers.get("content-length", "0")
+    if not only_start and announced.isdigit() and int(announced[:20]) > limit:
+        raise _too_long(where, limit)
+
+    unpacker = zlib.decompressobj(_GZIP) if encoding == "gzip" else None
+    body, received = bytearray(), 0
+    for piece in response.iter_raw():
+        between()
+        received += len(piece)
+        if unpacker is None:
+            body += piece
+        else:
+            try:
+                body += unpacker.decompress(piece, limit + 1 - len(body))
+            except zlib.error as error:
+                if only_start:
+                    break
+                raise EngineAnswerError(f"{where} was answered with a body that is no gzip: {error}") from error
+
+        if len(body) > limit or received > limit:
+            if only_start:
+                break
+            raise _too_long(where, limit)
+
+    if unpacker is not None and not unpacker.eof and not only_start:
+        raise EngineAnswerError(f"{where} was answered with gzip that ends too early")
+    return body[:limit]
+
+
+def parse_json(body: bytearray, *, limit: int, where: str) -> Any:  # noqa: ANN401 (any JSON)
+    """The value that a body holds.
+
+    Raises:
+        EngineAnswerError: it is no JSON, is nested too deeply, or has too many lists and mappings for the memory.
+    """
+    if body.count(b"[") + body.count(b"{") > limit // BYTES_PER_CONTAINER:
+        raise _too_long(where, limit)
+    try:
+        return json.loads(body)
+    except RecursionError:
+        raise EngineAnswerError(f"{where} was answered with JSON that is nested too deeply") from None
+    except ValueError as error:
+        text = printable(body[:SHOWN].decode("utf-8", "replace"))
+        raise EngineAnswerError(f"{where} did not answer in JSON ({printable(str(error))}): {text!r}") from error
+
+
+def _too_long(where: str, limit: int) -> EngineAnswerError:
+    return EngineAnswerError(
+        f"{where} was answered with more than {limit / 1e6:g} MB, unpacked, or with more lists and mappings than that "
+        "holds; nothing of it is used. If answers of this length are right, raise max_answer_megabytes"
+    )
