@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from rollcorr.config.checks import check_integer, check_number
-from rollcorr.config.secrets import hide_in_log, read_address
+from rollcorr.config.secrets import read_address
 from rollcorr.engines.base import EngineAnswerError, EngineError, EngineUnavailableError
 from rollcorr.engines.transport import waiting
 from rollcorr.engines.transport.answer_body import SHOWN, parse_json, printable, read_body
