@@ -1,3 +1,5 @@
+from .estimators import every_estimator as every_estimator
+from .estimators import threshold_sweep as threshold_sweep
 from .gradient_errors import Estimate as Estimate
 from .gradient_errors import GradientError as GradientError
 from .gradient_errors import GradientSums as GradientSums
@@ -19,8 +21,18 @@ from .mismatches import KINDS as KINDS
 from .mismatches import PolicyPair as PolicyPair
 from .mismatches import make_pair as make_pair
 from .mismatches import pair_at_kl as pair_at_kl
+from .orders import ORDER_CHECKS as ORDER_CHECKS
+from .orders import FittedSlope as FittedSlope
+from .orders import fit_slope as fit_slope
+from .orders import growth_of_chi2 as growth_of_chi2
+from .orders import independent_pair as independent_pair
+from .orders import longest_viable_length as longest_viable_length
 from .sequence_rows import SequenceRows as SequenceRows
 from .sequence_rows import every_count as every_count
 from .sequence_rows import every_sequence as every_sequence
 from .sequence_rows import exact_rows as exact_rows
 from .sequence_rows import sample_rows as sample_rows
+from .studies import Cell as Cell
+from .studies import laboratory_cells as laboratory_cells
+from .studies import measure as measure
+from .studies import run_cell as run_cell

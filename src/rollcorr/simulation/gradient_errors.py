@@ -51,7 +51,7 @@ class GradientError:
         bias: |E[ĝ] − ∇J| / |∇J|.
         deviation: √(tr Cov ĝ) / |∇J|.
         mse: E|ĝ − ∇J|² / |∇J|².
-        direction: √(1 − (E[ĝ] · ∇J)² / (|∇J|² E|ĝ|²)), in [0, 1]: what is left of √MSE with the best step size. It ranks
+        direction: √(1 − (E[ĝ] · ∇J)² / (|∇J|² E|ĝ|²)), in [0, 1]: √MSE with the best step size. It ranks
             estimators whatever their scale: 0 is ∇J times a constant, 1 is noise, or no gradient at all.
         ess: (E κ)² / E κ² over the valid tokens, κ = 0 where rejected or clipped; 1 where all count alike.
         kept: share of valid tokens in the loss.
