@@ -32,7 +32,11 @@ from .sequence_rows import every_count as every_count
 from .sequence_rows import every_sequence as every_sequence
 from .sequence_rows import exact_rows as exact_rows
 from .sequence_rows import sample_rows as sample_rows
+from .simulation_file import SimulationFile as SimulationFile
+from .simulation_file import read_simulation_file as read_simulation_file
 from .studies import Cell as Cell
 from .studies import laboratory_cells as laboratory_cells
 from .studies import measure as measure
 from .studies import run_cell as run_cell
+from .study_run import StudyResult as StudyResult
+from .study_run import run_cells as run_cells

@@ -203,7 +203,7 @@ def orders(index: int) -> list[ResultRow]:
     check = ORDER_CHECKS[index]
     x, y = check.points()
     fit = fit_slope(x, y)
-    shared = {"estimator": check.estimator, "quantity": check.quantity, "pair": check.pair}
+    shared: ResultRow = {"estimator": check.estimator, "quantity": check.quantity, "pair": check.pair}
     shared |= {"published": check.published, "slope": fit.slope, "error": fit.error, "attained": check.attained}
     return [shared | {"x": a, "y": b} for a, b in zip(x, y, strict=True)]
 
@@ -280,16 +280,6 @@ def batch(length: int, kl: float, batch_size: int, batches: int, seed: int) -> l
                 | _of_batches(gradients, pair)
             )
     return found
-
-
-def estimators(
-    pair: PolicyPair, chosen: Estimators, batch_sizes: tuple[int, ...], samples: int, seed: int
-) -> list[ResultRow]:
-    """A user's pair: exact where the sums fit, else sampled."""
-    rows = exact_rows(pair)
-    if rows is None:
-        rows = sample_rows(pair, samples, torch.Generator(device="cpu").manual_seed(seed))
-    return measure(rows, chosen, batch_sizes, kind=pair.kind, severity=pair.severity)
 
 
 STUDIES: Mapping[str, Callable[..., list[ResultRow]]] = {

@@ -1,0 +1,59 @@
+"""Which estimator is best in which regime: the order by direction error, averaged over the kinds of mismatch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rollcorr.simulation.studies import ResultRow
+
+UNCORRECTABLE = "tempered, raw"
+"""The log-probs of this kind hide the mismatch, so every estimator does the same; it has no say in the order."""
+
+
+class RankedEstimator(NamedTuple):
+    """One estimator of a ranking.
+
+    Attributes:
+        estimator: its name.
+        direction: mean direction error over the kinds (and regimes) that were given.
+        error: standard error of the mean, from those of the kinds.
+        behind: how much larger its mean is than the best one's.
+        tied: at most two of its standard errors behind the best. All share their samples, so this is a wide limit.
+    """
+
+    estimator: str
+    direction: float
+    error: float
+    behind: float
+    tied: bool
+
+
+def ranked_estimators(
+    rows: Sequence[ResultRow], batch_size: int, *, regime: float | None = None
+) -> list[RankedEstimator]:
+    """From best to worst.
+
+    Args:
+        rows: of the study "regimes".
+        batch_size: whose numbers count.
+        regime: T × KL; None: all of them together.
+    """
+    chosen = [
+        row
+        for row in rows
+        if row["batch_size"] == batch_size and row["kind"] != UNCORRECTABLE and regime in (None, row["regime"])
+    ]
+    values: dict[str, list[tuple[float, float]]] = {}
+    for row in chosen:
+        values.setdefault(row["estimator"], []).append((row["direction"], row["direction_error"]))
+
+    means = {name: sum(value for value, _ in found) / len(found) for name, found in values.items()}
+    errors = {name: math.sqrt(sum(error**2 for _, error in found)) / len(found) for name, found in values.items()}
+    best = min(means.values(), default=0.0)
+    order = sorted(means, key=lambda name: means[name])
+    return [
+        RankedEstimator(name, means[name], errors[name], means[name] - best, means[name] - best <= 2 * errors[name])
+        for name in order
+    ]
