@@ -21,6 +21,7 @@ from .mismatches import KINDS as KINDS
 from .mismatches import PolicyPair as PolicyPair
 from .mismatches import make_pair as make_pair
 from .mismatches import pair_at_kl as pair_at_kl
+from .mismatches import with_mismatch as with_mismatch
 from .orders import ORDER_CHECKS as ORDER_CHECKS
 from .orders import FittedSlope as FittedSlope
 from .orders import fit_slope as fit_slope

@@ -33,6 +33,17 @@ _WEIGHTS: Mapping[str, tuple[str, Threshold | None]] = {
     "sequence_truncated_4": ("sequence", 4.0),
 }
 
+# Scope, and whether the bound is one on a ratio → thresholds that go from all rejected to none at T × KL = 1.
+_THRESHOLDS: Mapping[tuple[str, bool], tuple[float, ...]] = {
+    ("token", True): (1.02, 1.05, 1.1, 1.2, 1.5, 2.0, 4.0),
+    ("token", False): (1e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 1.0),
+    ("seq_sum", True): (1.2, 1.5, 2.0, 4.0, 10.0, 30.0, 100.0),
+    ("seq_sum", False): (0.1, 0.3, 0.6, 1.0, 1.5, 3.0, 10.0),
+    ("seq_mean", True): (1.002, 1.005, 1.01, 1.015, 1.02, 1.03, 1.1),
+    ("seq_mean", False): (1e-3, 3e-3, 0.005, 0.008, 0.01, 0.03, 0.1),
+    ("seq_max", False): (0.01, 0.03, 0.1, 0.2, 0.5, 1.0, 4.0),
+}
+
 Estimators = dict[str, RolloutCorrectionConfig | None]
 
 
@@ -54,19 +65,17 @@ def threshold_sweep() -> dict[str, Estimators]:
     for level in ("token", "sequence", "geometric"):
         families[f"{level} ceiling"] = {
             f"{ceiling:g}": RolloutCorrectionConfig(rollout_is=level, rollout_is_threshold=ceiling)  # type: ignore[arg-type]
-            for ceiling in (1.05, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0, 100.0)
+            for ceiling in (1.02, 1.1, 1.5, 2.0, 4.0, 10.0, 100.0)
         }
     for level in ("token", "sequence"):
         families[f"{level} icepop"] = {
             f"{band:g}": RolloutCorrectionConfig(rollout_is=level, rollout_is_threshold=f"{1 / band:.6f}_{band}")  # type: ignore[arg-type]
-            for band in (1.05, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0)
+            for band in (1.1, 1.5, 2.0, 4.0, 10.0, 30.0)
         }
     for name in CRITERIA:
-        ratio = name.endswith("k1")
-        thresholds = (1.001, 1.01, 1.05, 1.2, 1.5, 2.0, 4.0) if ratio else (1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
         families[name] = {
             f"{threshold:g}": RolloutCorrectionConfig(rollout_rs=name, rollout_rs_threshold=threshold)
-            for threshold in thresholds
+            for threshold in _THRESHOLDS[name.rpartition("_")[0], name.endswith("k1")]
         }
     families["veto"] = {
         f"{threshold:g}": RolloutCorrectionConfig(rollout_token_veto_threshold=threshold)

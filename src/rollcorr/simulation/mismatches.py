@@ -164,63 +164,58 @@ class Kind:
 
     Attributes:
         description: in one line.
-        logits: rollout logits from (trainer, rule, length, severity, generator).
-        largest: the greatest severity that `pair_at_kl` tries; "vocabulary" is V.
+        logits: rollout logits from a pair's trainer, a severity and a generator for noise.
+        largest: the greatest severity that `pair_at_kl` tries.
         whole: severities are whole numbers.
     """
 
     description: str
-    logits: Callable[[MarkovPolicy, RewardRule, int, float, torch.Generator], Tensor]
+    logits: Callable[[PolicyPair, float, torch.Generator], Tensor]
     largest: float
     whole: bool = False
 
 
-def _noise(policy: MarkovPolicy, rule: RewardRule, length: int, severity: float, generator: torch.Generator) -> Tensor:
-    shape = policy.logits.shape
-    return policy.logits + severity * torch.randn(shape, dtype=torch.float64, generator=generator, device="cpu")
+def _noise(pair: PolicyPair, severity: float, generator: torch.Generator) -> Tensor:
+    logits = pair.trainer.logits
+    return logits + severity * torch.randn(logits.shape, dtype=torch.float64, generator=generator, device="cpu")
 
 
-def _heavy_tailed(
-    policy: MarkovPolicy, rule: RewardRule, length: int, severity: float, generator: torch.Generator
-) -> Tensor:
+def _heavy_tailed(pair: PolicyPair, severity: float, generator: torch.Generator) -> Tensor:
     # t with 2 degrees of freedom is normal / √(χ²/2), and χ² with 2 is 2 · exponential.
-    normal = torch.randn(policy.logits.shape, dtype=torch.float64, generator=generator, device="cpu")
-    uniform = torch.rand(policy.logits.shape, dtype=torch.float64, generator=generator, device="cpu")
-    return policy.logits + severity * normal / (-torch.log1p(-uniform)).clamp(min=1e-12).sqrt()
+    logits = pair.trainer.logits
+    normal = torch.randn(logits.shape, dtype=torch.float64, generator=generator, device="cpu")
+    uniform = torch.rand(logits.shape, dtype=torch.float64, generator=generator, device="cpu")
+    return logits + severity * normal / (-torch.log1p(-uniform)).clamp(min=1e-12).sqrt()
 
 
-def _tempered(
-    policy: MarkovPolicy, rule: RewardRule, length: int, severity: float, generator: torch.Generator
-) -> Tensor:
+def _tempered(pair: PolicyPair, severity: float, generator: torch.Generator) -> Tensor:
     if severity >= 1:
         raise ValueError(f"severity of tempered must be < 1 (it is 1 − temperature); got {severity:g}")
-    return policy.logits / (1 - severity)
+    return pair.trainer.logits / (1 - severity)
 
 
-def _truncated(
-    policy: MarkovPolicy, rule: RewardRule, length: int, severity: float, generator: torch.Generator
-) -> Tensor:
+def _truncated(pair: PolicyPair, severity: float, generator: torch.Generator) -> Tensor:
     if not 0 <= severity < 1:
         raise ValueError(f"severity of truncated must be in [0, 1) (it is 1 − top_p); got {severity:g}")
-    return policy.logits.masked_fill(~top_p_support(policy.logits, 1 - severity), -torch.inf)
+    logits = pair.trainer.logits
+    return logits.masked_fill(~top_p_support(logits, 1 - severity), -torch.inf)
 
 
-def _top_k(policy: MarkovPolicy, rule: RewardRule, length: int, severity: float, generator: torch.Generator) -> Tensor:
-    kept = policy.vocabulary - round(severity)
-    if not 1 <= kept <= policy.vocabulary:
-        raise ValueError(f"severity of top_k must be in 0 … V − 1 = {policy.vocabulary - 1}; got {severity:g}")
-    return policy.logits.masked_fill(~top_k_support(policy.logits, kept), -torch.inf)
+def _top_k(pair: PolicyPair, severity: float, generator: torch.Generator) -> Tensor:
+    logits, vocabulary = pair.trainer.logits, pair.trainer.vocabulary
+    kept = vocabulary - round(severity)
+    if not 1 <= kept <= vocabulary:
+        raise ValueError(f"severity of top_k must be in 0 … V − 1 = {vocabulary - 1}; got {severity:g}")
+    return logits.masked_fill(~top_k_support(logits, kept), -torch.inf)
 
 
-def _stale(policy: MarkovPolicy, rule: RewardRule, length: int, severity: float, generator: torch.Generator) -> Tensor:
-    gradient = exact_gradient(policy, rule, length)
-    return policy.logits - severity * gradient / gradient.abs().max().clamp(min=1e-300)
+def _stale(pair: PolicyPair, severity: float, generator: torch.Generator) -> Tensor:
+    return pair.trainer.logits - severity * pair.gradient / pair.gradient.abs().max().clamp(min=1e-300)
 
 
-def _quantized(
-    policy: MarkovPolicy, rule: RewardRule, length: int, severity: float, generator: torch.Generator
-) -> Tensor:
-    return policy.logits.clone() if severity == 0 else (policy.logits / severity).round() * severity
+def _quantized(pair: PolicyPair, severity: float, generator: torch.Generator) -> Tensor:
+    logits = pair.trainer.logits
+    return logits.clone() if severity == 0 else (logits / severity).round() * severity
 
 
 KINDS: Mapping[str, Kind] = {
@@ -285,10 +280,26 @@ def make_pair(
         points = torch.randn(trainer.logits.shape, dtype=torch.float64, generator=generator, device="cpu")
         rule = RewardRule(points)
 
-    # The noise has a generator of its own, so that one seed is one noise at every severity.
-    noise = torch.Generator(device="cpu").manual_seed(seed + 2)
-    logits = KINDS[kind].logits(trainer, rule, length, severity, noise)
-    return PolicyPair(trainer, trainer.with_logits(logits), rule, length, kind=kind, severity=severity, reports=reports)
+    alike = PolicyPair(trainer, trainer, rule, length, reports=reports)
+    return with_mismatch(alike, kind, severity, seed=seed + 2)
+
+
+def with_mismatch(pair: PolicyPair, kind: str, severity: float, *, seed: int = 0) -> PolicyPair:
+    """The same trainer and reward, with a rollout policy that differs in another way.
+
+    Args:
+        pair: whose trainer it is; its rollout policy is not read.
+        kind: a name of `KINDS`.
+        severity: how far; 0 is no mismatch.
+        seed: of the noise. One seed is one noise at every severity.
+
+    Raises:
+        ValueError: the kind is unknown, or its severity outside its limits.
+    """
+    check_choice("kind", kind, KINDS)
+    noise = torch.Generator(device="cpu").manual_seed(seed)
+    rollout = pair.trainer.with_logits(KINDS[kind].logits(pair, severity, noise))
+    return replace(pair, rollout=rollout, kind=kind, severity=severity)
 
 
 def pair_at_kl(kind: str, kl: float, **options: object) -> PolicyPair:
@@ -307,14 +318,18 @@ def pair_at_kl(kind: str, kl: float, **options: object) -> PolicyPair:
     check_choice("kind", kind, KINDS)
     target = check_number("kl", kl, above=0)
 
-    def made(severity: float) -> PolicyPair:
-        return make_pair(kind, severity, **options)  # type: ignore[arg-type]
+    # One pair for all severities: its exact gradient is found once.
+    alike = make_pair(kind, 0.0, **options)  # type: ignore[arg-type]
+    seed = int(options.get("seed", 0)) + 2  # type: ignore[call-overload]
 
-    vocabulary = int(options.get("vocabulary", 8))  # type: ignore[call-overload]
+    def made(severity: float) -> PolicyPair:
+        return with_mismatch(alike, kind, severity, seed=seed)
+
+    def distance(pair: PolicyPair) -> float:
+        return abs(math.log(max(pair.kl, 1e-300) / target))
+
     if KINDS[kind].whole:
-        return min(
-            (made(k) for k in range(1, vocabulary)), key=lambda pair: abs(math.log(max(pair.kl, 1e-300) / target))
-        )
+        return min((made(k) for k in range(1, alike.trainer.vocabulary)), key=distance)
 
     low, high = 0.0, KINDS[kind].largest
     if made(high).kl < target:
@@ -324,4 +339,4 @@ def pair_at_kl(kind: str, kl: float, **options: object) -> PolicyPair:
         low, high = (middle, high) if made(middle).kl < target else (low, middle)
 
     # On a step, the side that is nearer on a log scale.
-    return min((made(low), made(high)), key=lambda pair: abs(math.log(max(pair.kl, 1e-300) / target)))
+    return min((made(low), made(high)), key=distance)

@@ -11,6 +11,8 @@ from rollcorr.simulation.studies import ResultRow
 UNCORRECTABLE = "tempered, raw"
 """The log-probs of this kind hide the mismatch, so every estimator does the same; it has no say in the order."""
 
+LEAST_SEQUENCES = 30
+
 
 class RankedEstimator(NamedTuple):
     """One estimator of a ranking.
@@ -20,6 +22,8 @@ class RankedEstimator(NamedTuple):
         direction: mean direction error over the kinds (and regimes) that were given.
         error: standard error of the mean, from those of the kinds.
         behind: how much larger its mean is than the best one's.
+        resolved: every mean rests on 30 effective sequences or more. Where one does not, rare sequences of large
+            weight decide, most of them were not drawn, and the truth is worse than the number.
         tied: at most two of its standard errors behind the best. All share their samples, so this is a wide limit.
     """
 
@@ -27,6 +31,7 @@ class RankedEstimator(NamedTuple):
     direction: float
     error: float
     behind: float
+    resolved: bool
     tied: bool
 
 
@@ -46,7 +51,11 @@ def ranked_estimators(
         if row["batch_size"] == batch_size and row["kind"] != UNCORRECTABLE and regime in (None, row["regime"])
     ]
     values: dict[str, list[tuple[float, float]]] = {}
+    unresolved: set[str] = set()
     for row in chosen:
+        # What rejects everything is known, however few sequences were kept.
+        if row["ess"] * row["sequences"] < LEAST_SEQUENCES and row["kept"] > 0 and not row["exact"]:
+            unresolved.add(row["estimator"])
         values.setdefault(row["estimator"], []).append((row["direction"], row["direction_error"]))
 
     means = {name: sum(value for value, _ in found) / len(found) for name, found in values.items()}
@@ -54,6 +63,13 @@ def ranked_estimators(
     best = min(means.values(), default=0.0)
     order = sorted(means, key=lambda name: means[name])
     return [
-        RankedEstimator(name, means[name], errors[name], means[name] - best, means[name] - best <= 2 * errors[name])
+        RankedEstimator(
+            estimator=name,
+            direction=means[name],
+            error=errors[name],
+            behind=means[name] - best,
+            resolved=name not in unresolved,
+            tied=means[name] - best <= 2 * errors[name],
+        )
         for name in order
     ]

@@ -6,7 +6,7 @@ A row is a flat dictionary; the rows of a study become one CSV file.
     agreement    sampled against exact, for every kind and estimator
     regimes      every estimator at T × KL = 0.1, 1, 10, 30, for every kind of mismatch; sampled
     length, kl   every estimator against one of them, the other fixed; exact
-    threshold    every weight and criterion against its threshold; exact
+    threshold    every weight and criterion against its threshold at T × KL = 1; sampled
     orders       the slopes of the published orders; exact
     growth       log E[ρ²] beside T log(1 + χ̄²)
     clamp        what happens to sequence weights at T_max = 20 / KL; sampled
@@ -30,6 +30,7 @@ from rollcorr.correction import correct
 from rollcorr.simulation.estimators import Estimators, every_estimator, threshold_sweep
 from rollcorr.simulation.gradient_errors import (
     GradientError,
+    GradientSums,
     gradient_error,
     gradient_sums,
     random_rejection,
@@ -81,13 +82,14 @@ def laboratory_cells(*, quick: bool = False) -> list[Cell]:
         for level in (REGIMES[1:2] if quick else REGIMES)
         for kind in (*kinds, "tempered, raw")
     ]
-    lengths = (2, 8) if quick else (2, 4, 8, 16, 32, 64, 128)
+    lengths = (2, 8) if quick else (2, 4, 8, 16, 32, 64)
     divergences = (0.01, 0.1) if quick else (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
     fixed = 8 if quick else 32
     for kind in exact_kinds:
         cells += [Cell("length", {"kind": kind, "length": T, "kl": 0.01}) for T in lengths]
         cells += [Cell("kl", {"kind": kind, "length": fixed, "kl": value}) for value in divergences]
-        cells += [Cell("threshold", {"kind": kind, "length": fixed, "kl": 0.03})]
+        settings = {"kind": kind, "t_times_kl": 1.0, "length": length, "samples": samples, "seed": 5}
+        cells += [Cell("threshold", settings)]
     cells += [Cell("batch", {"length": 16, "kl": 0.03, "batch_size": 64, "batches": 30 if quick else 200, "seed": 2})]
     cells += [Cell("orders", {"index": index}) for index in (range(2) if quick else range(len(ORDER_CHECKS)))]
     cells += [Cell("growth", {"length": T}) for T in ((10, 100) if quick else (10, 30, 100, 300, 1000))]
@@ -118,14 +120,22 @@ def measure(
         **labels: written in front of each row.
     """
     pair = rows.pair
-    facts = {"T": pair.length, "kl": pair.kl, "t_times_kl": pair.sequence_kl, "chi2": pair.chi2}
+    facts = {"T": pair.length, "kl": pair.kl, "t_times_kl": pair.sequence_kl, "chi2": pair.chi2, "sequences": len(rows)}
     found: list[ResultRow] = []
+
+    # Many filters stand on the same weights, so what they are compared with is measured once.
+    unfiltered: dict[RolloutCorrectionConfig | None, GradientSums] = {}
+
+    def measured(config: RolloutCorrectionConfig | None) -> GradientSums:
+        if config not in unfiltered:
+            unfiltered[config] = gradient_sums(rows, config)
+        return unfiltered[config]
+
     for name, config in estimators.items():
-        sums = gradient_sums(rows, config)
         unit = None if config is None else rejected_unit(config)
-        control = None
+        sums, control = (measured(config) if unit is None else gradient_sums(rows, config)), None
         if config is not None and unit is not None:
-            control = random_rejection(sums, gradient_sums(rows, without_rejection(config)), rows, unit=unit)
+            control = random_rejection(sums, measured(without_rejection(config)), rows, unit=unit)
         for batch_size in batch_sizes:
             error = gradient_error(sums, pair.gradient, batch_size)
             row = {**labels, **facts, "estimator": name, **_columns(error)}
@@ -176,10 +186,7 @@ def agreement(kind: str, draws: int, seed: int) -> list[ResultRow]:
 
 def regimes(kind: str, t_times_kl: float, length: int, samples: int, seed: int) -> list[ResultRow]:
     """Every estimator on sampled sequences of a Markov policy with 16 tokens, at one T × KL."""
-    name, _, raw = kind.partition(", ")
-    options: dict[str, Any] = {"vocabulary": 16, "length": length, "spread": 2.0, "seed": seed}
-    pair = pair_at_kl(name, t_times_kl / length, **options, reports="raw" if raw else "sampled")
-    rows = sample_rows(pair, samples, torch.Generator(device="cpu").manual_seed(seed))
+    rows = _sampled(kind, t_times_kl, length, samples, seed)
     return measure(rows, every_estimator(), (64, 1024), kind=kind, regime=t_times_kl)
 
 
@@ -188,9 +195,9 @@ def swept(kind: str, length: int, kl: float) -> list[ResultRow]:
     return measure(_exact(kind, length, kl), every_estimator(), BATCH_SIZES, kind=kind)
 
 
-def threshold(kind: str, length: int, kl: float) -> list[ResultRow]:
-    """Each family of weights and each criterion, from strict to open."""
-    rows = _exact(kind, length, kl)
+def threshold(kind: str, t_times_kl: float, length: int, samples: int, seed: int) -> list[ResultRow]:
+    """Each family of weights and each criterion, from strict to open, on the sequences of `regimes`."""
+    rows = _sampled(kind, t_times_kl, length, samples, seed)
     found = []
     for family, estimators in threshold_sweep().items():
         measured = measure(rows, estimators, (64, 1024), kind=kind, family=family)
@@ -210,9 +217,12 @@ def orders(index: int) -> list[ResultRow]:
 
 def growth(length: int) -> list[ResultRow]:
     """(1 + χ̄²)^T beside the exact second moment, and beside what a batch of 1,024 sees of it."""
-    state_dependent = make_pair("noise", 0.1, vocabulary=8, length=length, seed=1)
+    state_dependent = pair_at_kl("stale", 0.01, vocabulary=8, length=300, seed=2).with_length(length)
     found = []
-    for name, pair in (("one state, χ̄² = 0.01", coin_with_chi2(0.01, length)), ("8 states, noise", state_dependent)):
+    for name, pair in (
+        ("one state, χ̄² = 0.01", coin_with_chi2(0.01, length)),
+        ("8 states, one update behind", state_dependent),
+    ):
         law = growth_of_chi2(pair)
         rows = sample_rows(pair, 1024, torch.Generator(device="cpu").manual_seed(length))
         metrics = correct(rows.train_log_prob, rows.rollout_log_prob, rows.mask, "decoupled_seq_is").metrics(prefix="")
@@ -296,8 +306,17 @@ STUDIES: Mapping[str, Callable[..., list[ResultRow]]] = {
 """Name → the function that a cell of that study calls."""
 
 
+def _sampled(kind: str, t_times_kl: float, length: int, samples: int, seed: int) -> SequenceRows:
+    """Sequences of a Markov policy with 16 tokens; the reward is a mean over tokens."""
+    name, _, raw = kind.partition(", ")
+    options: dict[str, Any] = {"vocabulary": 16, "length": length, "spread": 2.0, "seed": seed}
+    pair = pair_at_kl(name, t_times_kl / length, **options, reports="raw" if raw else "sampled")
+    return sample_rows(pair, samples, torch.Generator(device="cpu").manual_seed(seed))
+
+
 def _exact(kind: str, length: int, kl: float) -> SequenceRows:
-    options: dict[str, Any] = {"vocabulary": 3, "states": 1, "length": length, "spread": 1.0, "seed": 7}
+    """Every sequence of three independent tokens; about half of the rollouts succeed."""
+    options: dict[str, Any] = {"vocabulary": 3, "states": 1, "length": length, "spread": 1.0, "seed": 2}
     rows = exact_rows(pair_at_kl(kind, kl, **options, outcome=True))
     assert rows is not None
     return rows
@@ -312,13 +331,15 @@ def _columns(error: GradientError) -> ResultRow:
 
 
 def _of_batches(gradients: torch.Tensor, pair: PolicyPair) -> ResultRow:
-    """Relative bias and deviation of the rows of `gradients`, with the noise of their mean taken out."""
+    """Direction error, relative bias and deviation of the rows of `gradients`, with the noise of their mean taken out."""
     count, truth = len(gradients), pair.gradient.flatten()
     scale = float(truth.square().sum())
     mean = gradients.mean(0)
     variance = float((gradients - mean).square().sum() / (count - 1))
     squared_bias = max(float((mean - truth).square().sum()) - variance / count, 0.0)
+    aligned = float(mean @ truth) ** 2 / (scale * float(gradients.square().sum(-1).mean()))
     return {
+        "direction": math.sqrt(max(1 - aligned, 0.0)),
         "bias": math.sqrt(squared_bias / scale),
         "bias_error": math.sqrt(variance / count / scale),
         "deviation": math.sqrt(variance / scale),
