@@ -1,4 +1,7 @@
-"""docs/laboratory.md: the frame in laboratory_frame.md, with tables from the results that `rollcorr simulate --output experiments/laboratory` has written."""
+"""docs/laboratory.md: the frame in laboratory_frame.md, with tables from experiments/laboratory.
+
+`rollcorr simulate --output experiments/laboratory` writes those results.
+"""
 
 from __future__ import annotations
 
@@ -93,8 +96,8 @@ def _agreement() -> str:
     worst = max(rows, key=lambda row: row["largest_z"])
     entries = sum(int(row["entries"]) for row in rows)
     return (
-        f"{len(rows)} means of gradients,\n{entries:,} entries. The largest deviation is {worst['largest_z']:.2f} exact "
-        f"standard errors ({worst['kind']}, `{worst['estimator']}`); the limit, 4 corrected\nfor the number of "
+        f"{len(rows)} means of gradients,\n{entries:,} entries. The largest deviation is {worst['largest_z']:.2f} "
+        f"exact standard errors ({worst['kind']}, `{worst['estimator']}`); the limit, 4 corrected\nfor the number of "
         f"comparisons, is {min(row['limit'] for row in rows):.2f}."
     )
 

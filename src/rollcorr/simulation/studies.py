@@ -83,7 +83,7 @@ def laboratory_cells(*, quick: bool = False) -> list[Cell]:
         for kind in (*kinds, "tempered, raw")
     ]
     lengths = (2, 8) if quick else (2, 4, 8, 16, 32, 64)
-    divergences = (0.01, 0.1) if quick else (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
+    divergences = (0.01, 0.1) if quick else (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 0.6)
     fixed = 8 if quick else 32
     for kind in exact_kinds:
         cells += [Cell("length", {"kind": kind, "length": T, "kl": 0.01}) for T in lengths]
@@ -331,7 +331,7 @@ def _columns(error: GradientError) -> ResultRow:
 
 
 def _of_batches(gradients: torch.Tensor, pair: PolicyPair) -> ResultRow:
-    """Direction error, relative bias and deviation of the rows of `gradients`, with the noise of their mean taken out."""
+    """Direction error, relative bias and deviation of `gradients`, with the noise of their mean taken out."""
     count, truth = len(gradients), pair.gradient.flatten()
     scale = float(truth.square().sum())
     mean = gradients.mean(0)
