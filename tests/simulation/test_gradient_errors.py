@@ -19,6 +19,7 @@ from rollcorr.simulation import (
     gradient_sums,
     loss_coefficients,
     make_pair,
+    mixed_rows,
     random_rejection,
     rejected_unit,
     sample_rows,
@@ -206,3 +207,29 @@ def test_what_depends_on_the_whole_batch_is_refused():
     sums = gradient_sums(rows, None)
     with pytest.raises(ValueError, match="unit must be 'sequence' or 'token'; got 'word'"):
         random_rejection(sums, sums, rows, unit="word")
+
+
+def test_a_filter_gains_over_its_control_where_a_worker_is_broken_and_not_where_all_sequences_are_honest():
+    """Five percent of the sequences come from a policy that knows nothing; exact, with every sequence of both."""
+    pair = make_pair("noise", 0.2, vocabulary=4, length=6, spread=3.0)
+    broken = replace(pair, rollout=pair.trainer.with_logits(torch.zeros_like(pair.trainer.logits)))
+    honest = every_sequence(pair)
+    mixture = mixed_rows(honest, every_sequence(broken), 0.05)
+    assert float(mixture.probability.sum()) == pytest.approx(1)
+    config = RolloutCorrectionConfig(rollout_rs="seq_mean_k1", rollout_rs_threshold="0.75_inf")
+
+    gains = []
+    for rows in (honest, mixture):
+        filtered = gradient_sums(rows, config)
+        control = random_rejection(filtered, gradient_sums(rows, without_rejection(config)), rows, unit="sequence")
+        found, random = (gradient_error(sums, pair.gradient, 4096) for sums in (filtered, control))
+        gains.append(random.direction.value - found.direction.value)
+    assert gains[0] < 0.002
+    assert gains[1] > 0.1
+
+    with pytest.raises(ValueError, match="share must be in"):
+        mixed_rows(honest, honest, 1.5)
+    sampled = sample_rows(pair, 100, torch.Generator().manual_seed(0))
+    with pytest.raises(ValueError, match="both must be exact or both sampled"):
+        mixed_rows(honest, sampled, 0.1)
+    assert len(mixed_rows(sampled, sampled, 0.25)) == 100

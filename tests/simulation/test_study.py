@@ -19,7 +19,7 @@ from rollcorr.simulation import (
 )
 from rollcorr.simulation.ranking import ranked_estimators
 from rollcorr.simulation.simulation_file import run_file_cell
-from rollcorr.simulation.studies import STUDIES
+from rollcorr.simulation.studies import APART, STUDIES
 from rollcorr.simulation.study_run import cell_key
 
 RESULTS = Path(__file__).parents[2] / "experiments" / "laboratory"
@@ -50,7 +50,7 @@ def test_the_whole_study_has_every_kind_regime_and_study():
     cells = laboratory_cells()
     assert {cell.study for cell in cells} == {cell.study for cell in laboratory_cells(quick=True)} == set(STUDIES)
     regimes = {(c.settings["kind"], c.settings["t_times_kl"]) for c in cells if c.study == "regimes"}
-    assert regimes == {(kind, level) for kind in (*KINDS, "tempered, raw") for level in (0.1, 1.0, 10.0, 30.0)}
+    assert regimes == {(kind, level) for kind in (*KINDS, *APART) for level in (0.1, 1.0, 10.0, 30.0)}
     assert len({cell_key(cell) for cell in cells}) == len(cells)
 
 

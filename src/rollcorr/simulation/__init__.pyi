@@ -32,6 +32,7 @@ from .sequence_rows import SequenceRows as SequenceRows
 from .sequence_rows import every_count as every_count
 from .sequence_rows import every_sequence as every_sequence
 from .sequence_rows import exact_rows as exact_rows
+from .sequence_rows import mixed_rows as mixed_rows
 from .sequence_rows import sample_rows as sample_rows
 from .simulation_file import SimulationFile as SimulationFile
 from .simulation_file import read_simulation_file as read_simulation_file

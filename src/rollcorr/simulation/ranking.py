@@ -1,4 +1,7 @@
-"""Which estimator is best in which regime: the order by direction error, averaged over the kinds of mismatch."""
+"""Which estimator is best in which regime: the order by direction error, averaged over the kinds of mismatch.
+
+The kinds of `APART` have no say: raw log-probs make all estimators alike, and broken sequences are a fault to be found.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,10 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rollcorr.simulation.studies import ResultRow
-
-UNCORRECTABLE = "tempered, raw"
-"""The log-probs of this kind hide the mismatch, so every estimator does the same; it has no say in the order."""
+from rollcorr.simulation.studies import APART, ResultRow
 
 LEAST_SEQUENCES = 30
+"""Fewer effective sequences than this decide no ranking."""
 
 
 class RankedEstimator(NamedTuple):
@@ -48,7 +49,7 @@ def ranked_estimators(
     chosen = [
         row
         for row in rows
-        if row["batch_size"] == batch_size and row["kind"] != UNCORRECTABLE and regime in (None, row["regime"])
+        if row["batch_size"] == batch_size and row["kind"] not in APART and regime in (None, row["regime"])
     ]
     values: dict[str, list[tuple[float, float]]] = {}
     unresolved: set[str] = set()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,8 +62,7 @@ class SequenceRows:
 
     def part(self, start: int, stop: int) -> SequenceRows:
         """Rows start … stop − 1. The probabilities keep their values, so they no longer sum to 1."""
-        names = ("tokens", "states", "train_log_prob", "rollout_log_prob", "mask", "rewards", "probability")
-        return replace(self, **{name: getattr(self, name)[start:stop] for name in names})
+        return replace(self, **{name: getattr(self, name)[start:stop] for name in _TENSORS})
 
     def score_sums(self, coefficients: Tensor) -> Tensor:
         """Σ_t c_t ∇_θ log π(y_t | s_t) of each row. (n, S, V) float64.
@@ -88,6 +88,9 @@ class SequenceRows:
         return table[self.states, self.tokens]
 
 
+_TENSORS = ("tokens", "states", "train_log_prob", "rollout_log_prob", "mask", "rewards", "probability")
+
+
 def sample_rows(pair: PolicyPair, count: int, generator: torch.Generator) -> SequenceRows:
     """`count` sequences drawn from μ.
 
@@ -107,6 +110,41 @@ def sample_rows(pair: PolicyPair, count: int, generator: torch.Generator) -> Seq
         state = pair.rollout.next_state[state, tokens[:, t]]
     probability = torch.full((count,), 1 / count, dtype=torch.float64, device="cpu")
     return _rows(pair, tokens, probability, exact=False)
+
+
+def mixed_rows(rows: SequenceRows, others: SequenceRows, share: float) -> SequenceRows:
+    """Rows of a sampler that is `others`' for a share of its sequences: a mixture of two rollout policies.
+
+    Each sequence reports the log-probs of the policy that sampled it, as when some workers are broken or stale.
+
+    Args:
+        rows: of the usual sampler; its pair is the mixture's, so its baseline stays.
+        others: of the other sampler, with the same trainer; sampled if `rows` are.
+        share: of sequences that the other one samples, in [0, 1].
+
+    Raises:
+        ValueError: the trainers differ, one is exact and the other sampled, or `share` is outside [0, 1].
+    """
+    if not torch.equal(rows.pair.trainer.logits, others.pair.trainer.logits) or rows.exact != others.exact:
+        raise ValueError("both parts of a mixture need the same trainer, and both must be exact or both sampled")
+    if not 0 <= share <= 1:
+        raise ValueError(f"share must be in [0, 1]; got {share:g}")
+    if not rows.exact:
+        # A sample of the mixture: its first sequences become the other sampler's, so that all count the same.
+        count = round(share * len(rows))
+        if count > len(others):
+            raise ValueError(f"a share of {share:g} needs {count} sequences of the other sampler; got {len(others)}")
+        rows, others = rows.part(count, len(rows)), others.part(0, count)
+        total = len(rows) + len(others)
+        weights = torch.full((total,), 1 / total, dtype=torch.float64, device="cpu")
+    else:
+        weights = torch.cat([rows.probability * (1 - share), others.probability * share])
+    joined: dict[str, Any] = {name: torch.cat([getattr(rows, name), getattr(others, name)]) for name in _TENSORS}
+    mixture = replace(rows, **(joined | {"probability": weights}))
+
+    # A jackknife divides rows by their place, so both parts are spread over all places.
+    places = torch.randperm(len(mixture), generator=torch.Generator(device="cpu").manual_seed(0), device="cpu")
+    return replace(mixture, **{name: getattr(mixture, name)[places] for name in _TENSORS})
 
 
 def exact_rows(pair: PolicyPair) -> SequenceRows | None:
@@ -195,8 +233,7 @@ def _rows(pair: PolicyPair, tokens: Tensor, probability: Tensor, *, exact: bool)
 def _sampled_at_all(rows: SequenceRows) -> SequenceRows:
     """Without the rows of probability 0: their log μ is −inf, and no sampler reports that."""
     possible = rows.probability > 0
-    names = ("tokens", "states", "train_log_prob", "rollout_log_prob", "mask", "rewards", "probability")
-    return replace(rows, **{name: getattr(rows, name)[possible] for name in names})
+    return replace(rows, **{name: getattr(rows, name)[possible] for name in _TENSORS})
 
 
 def _count_vectors(pair: PolicyPair) -> int:

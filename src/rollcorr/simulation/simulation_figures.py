@@ -128,7 +128,7 @@ def draw_thresholds(rows: Rows) -> Figure:
         13.0, 2.1 * math.ceil(len(families) / columns), math.ceil(len(families) / columns), columns
     )
     for axes, family in zip(panels, families, strict=False):
-        for color, kind in zip(LIGHT.curves, kinds, strict=False):
+        for color, kind in zip(COLORS[1:], kinds, strict=False):
             found = [r for r in rows if (r["family"], r["kind"], r["batch_size"]) == (family, kind, batch_size)]
             x = [row["threshold"] for row in found]
             axes.plot(x, [row["direction"] for row in found], color=color, linewidth=1.4, label=kind)

@@ -46,11 +46,15 @@ from rollcorr.simulation.orders import (
     growth_of_chi2,
     longest_viable_length,
 )
-from rollcorr.simulation.sequence_rows import SequenceRows, every_sequence, exact_rows, sample_rows
+from rollcorr.simulation.sequence_rows import SequenceRows, every_sequence, exact_rows, mixed_rows, sample_rows
 
 ResultRow = dict[str, Any]
 REGIMES = (0.1, 1.0, 10.0, 30.0)
 BATCH_SIZES = (16, 64, 256, 1024, 4096)
+APART = ("tempered, raw", "noise, garbage")
+"""Kinds that are no mismatch of two policies alone: raw log-probs that hide it, and a share of broken sequences."""
+GARBAGE = 0.05
+"""Share of the sequences that a broken worker samples, in the kind "noise, garbage"."""
 PUBLISHED_LENGTHS = {
     0.0006: 33_000, 0.001: 20_000, 0.002: 10_000, 0.005: 4_000, 0.01: 2_000, 0.02: 1_000, 0.05: 400,
 }  # fmt: skip
@@ -80,7 +84,7 @@ def laboratory_cells(*, quick: bool = False) -> list[Cell]:
     cells += [
         Cell("regimes", {"kind": kind, "t_times_kl": level, "length": length, "samples": samples, "seed": 5})
         for level in (REGIMES[1:2] if quick else REGIMES)
-        for kind in (*kinds, "tempered, raw")
+        for kind in (*kinds, *APART)
     ]
     lengths = (2, 8) if quick else (2, 4, 8, 16, 32, 64)
     divergences = (0.01, 0.1) if quick else (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 0.6)
@@ -88,6 +92,7 @@ def laboratory_cells(*, quick: bool = False) -> list[Cell]:
     for kind in exact_kinds:
         cells += [Cell("length", {"kind": kind, "length": T, "kl": 0.01}) for T in lengths]
         cells += [Cell("kl", {"kind": kind, "length": fixed, "kl": value}) for value in divergences]
+    for kind in (*exact_kinds, "noise, garbage"):
         settings = {"kind": kind, "t_times_kl": 1.0, "length": length, "samples": samples, "seed": 5}
         cells += [Cell("threshold", settings)]
     cells += [Cell("batch", {"length": 16, "kl": 0.03, "batch_size": 64, "batches": 30 if quick else 200, "seed": 2})]
@@ -308,10 +313,17 @@ STUDIES: Mapping[str, Callable[..., list[ResultRow]]] = {
 
 def _sampled(kind: str, t_times_kl: float, length: int, samples: int, seed: int) -> SequenceRows:
     """Sequences of a Markov policy with 16 tokens; the reward is a mean over tokens."""
-    name, _, raw = kind.partition(", ")
+    name, _, extra = kind.partition(", ")
     options: dict[str, Any] = {"vocabulary": 16, "length": length, "spread": 2.0, "seed": seed}
-    pair = pair_at_kl(name, t_times_kl / length, **options, reports="raw" if raw else "sampled")
-    return sample_rows(pair, samples, torch.Generator(device="cpu").manual_seed(seed))
+    pair = pair_at_kl(name, t_times_kl / length, **options, reports="raw" if extra == "raw" else "sampled")
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    rows = sample_rows(pair, samples, generator)
+    if extra != "garbage":
+        return rows
+
+    # A broken worker samples every token alike.
+    broken = dataclasses.replace(pair, rollout=pair.trainer.with_logits(torch.zeros_like(pair.trainer.logits)))
+    return mixed_rows(rows, sample_rows(broken, samples, generator), GARBAGE)
 
 
 def _exact(kind: str, length: int, kl: float) -> SequenceRows:
