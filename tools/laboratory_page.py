@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -43,6 +44,7 @@ def laboratory_page(generated: str, table: Table) -> str:
         "agreement": _agreement(),
         "ranking": _ranking(table),
         "gains": _gains(table),
+        "winners": _winners(table),
         "orders": _orders(table),
         "growth": _growth(table),
         "growth_example": _growth_example(),
@@ -135,6 +137,25 @@ def _gains(table: Table) -> str:
             cells.append(f"{gain:+.3f} ± {error:.3f} ({1 - row['kept']:.0%} at {row['threshold']:g})")
         lines.append((f"`{family}`", candidates[0]["unit"], *cells))
     return table(("criterion", "rejects", *(f"{kind}: gain (rejected, threshold)" for kind in kinds)), lines)
+
+
+def _winners(table: Table) -> str:
+    """Filters of the regimes that beat their control by more than two standard errors, and how many lose to it."""
+    lines: dict[tuple[str, ...], list[str]] = {}
+    lost = 0
+    for row in _read("regimes"):
+        # Whoever rejects nothing or all is his own control.
+        if not row["unit"] or row["batch_size"] != 1024 or not 0.02 < row["kept"] < 0.999:
+            continue
+        gain = row["random_direction"] - row["direction"]
+        error = math.hypot(row["direction_error"], row["random_direction_error"])
+        lost += gain < -2 * error
+        if gain > 2 * error:
+            cells = (f"{row['regime']:g}", row["kind"], f"{1 - row['kept']:.0%}", f"{gain:+.3f} ± {error:.3f}")
+            lines.setdefault(cells, []).append(f"`{row['estimator']}`")
+    rows = [(*cells[:2], ", ".join(names), *cells[2:]) for cells, names in lines.items()]
+    shown = table(("T × KL", "kind", "estimator", "rejected", "gain in direction error"), rows)
+    return f"{sum(map(len, lines.values()))} gain, and {lost} lose by as much:\n\n{shown}"
 
 
 def _orders(table: Table) -> str:

@@ -14,6 +14,7 @@ try:
     from matplotlib.axes import Axes
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
 except ImportError as error:
     raise ImportError(
         "figures need matplotlib: pip install 'rollcorr[report]', or write --no-figures for the tables alone"
@@ -188,6 +189,15 @@ def _figure(width: float, height: float, rows: int, columns: int) -> tuple[Figur
 
 
 def _style(axes: Axes, title: str, label: str) -> None:
+    # Between powers of ten, labels of minor ticks would run into each other.
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    if axes.get_xscale() == "log":
+        axes.xaxis.set_major_locator(LogLocator(numticks=6))
+        low, high = axes.get_xlim()
+        if high / low < 10:
+            axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
+            axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.set_title(title, fontsize=8.5, loc="left", color=LIGHT.ink)
     axes.set_xlabel(label, fontsize=8, color=LIGHT.ink)
     axes.tick_params(colors=LIGHT.ink, labelsize=7)
