@@ -103,6 +103,7 @@ def test_the_committed_results_are_those_of_this_code():
     assert facts["cells"] == facts["cells_of_the_study"] == len(laboratory_cells())
     assert facts["cpu_seconds"] < 600
     assert facts["command"].startswith("rollcorr simulate")
+    assert facts["seeds"]["agreement"] == [11]
     for study, settings in (
         ("length", {"kind": "noise", "length": 4, "kl": 0.01}),
         ("orders", {"index": 1}),

@@ -95,6 +95,9 @@ def draw_sweep(rows: Rows, column: str, label: str) -> Figure:
         if name in ("bias", "deviation"):
             axes.set_yscale("symlog", linthresh=0.01)
         _style(axes, title, label)
+        if column == "T":
+            lengths = sorted({int(row["T"]) for row in rows})
+            axes.set_xticks(lengths, [str(length) for length in lengths])
     _legend(figure, panels[0])
     return figure
 

@@ -103,7 +103,7 @@ def run_cells(
     result = StudyResult(
         by_study, len(finished), len(cells), reused, sum(seconds for *_, seconds in finished), interrupted
     )
-    facts = _facts(command, result, time.perf_counter() - start)
+    facts = _facts(command, result, time.perf_counter() - start) | {"seeds": _seeds(cells)}
     write_text_durably(folder / "run.json", json.dumps(facts, ensure_ascii=False, indent=2) + "\n")
     return result
 
@@ -149,6 +149,15 @@ def _facts(command: str, result: StudyResult, wall_seconds: float) -> dict[str, 
         "python": platform.python_version(),
         "processor": processor_name(),
     }
+
+
+def _seeds(cells: Sequence[Cell]) -> dict[str, list[int]]:
+    """Study → the seeds of its draws. Those of the policies are fixed in the studies themselves."""
+    seeds: dict[str, set[int]] = {}
+    for cell in cells:
+        if "seed" in cell.settings:
+            seeds.setdefault(cell.study, set()).add(cell.settings["seed"])
+    return {study: sorted(found) for study, found in seeds.items()}
 
 
 def processor_name() -> str:
