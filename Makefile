@@ -1,7 +1,7 @@
 .DEFAULT_GOAL := help
 .PHONY: help install demo demo-seeds demo-diffusion demo-diffusion-seeds
 .PHONY: test test-anywhere test-slow test-crash test-hostile test-oracle test-triton test-arm test-ray test-verl test-vllm
-.PHONY: check docs bench clean
+.PHONY: check docs bench laboratory clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -108,6 +108,11 @@ docs: $(STAMP) ## Write the generated pages
 
 bench: $(STAMP) ## Time the correction against verl 0.9.1, installed in an environment of its own
 	$(BIN)/python benchmarks/correction.py $(ARGS)
+
+laboratory: $(STAMP) ## Measure every correction where the exact gradient is known, then write the page (under 10 minutes)
+	rm -rf experiments/laboratory/cells
+	OMP_NUM_THREADS=1 $(BIN)/rollcorr simulate --output experiments/laboratory
+	$(BIN)/python tools/generate_docs.py
 
 clean: ## Remove what was built and run
 	rm -rf $(VENV) $(VLLM_VENV) $(VERL_VENV) build dist *.egg-info runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -21,7 +21,7 @@ LAYERS = [
     {"kernels", "rollout_log", "run_directory"},
     {"correction"},
     {"diffusion"},
-    {"diagnostics", "engines"},
+    {"diagnostics", "engines", "simulation"},
     {"integrations", "train"},
     {"cli"},
 ]

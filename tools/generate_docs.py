@@ -18,6 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools")]
 
+from laboratory_page import laboratory_page  # noqa: E402
 from performance_page import performance_page  # noqa: E402
 
 from rollcorr.config import RolloutCorrectionConfig  # noqa: E402
@@ -260,6 +261,7 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 PAGES: dict[str, Callable[[], str]] = {
+    "docs/laboratory.md": lambda: laboratory_page(GENERATED, _table),
     "docs/metrics.md": metrics_page,
     "docs/performance.md": lambda: performance_page(GENERATED, _table),
     "docs/presets.md": presets_page,

@@ -1,0 +1,123 @@
+"""`rollcorr simulate`: measure estimators where the exact answer is known."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rollcorr.cli.app import app, exit_on
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from rollcorr.simulation import Cell, StudyResult
+
+
+@app.command()
+def simulate(
+    file: Annotated[
+        Path | None, typer.Argument(metavar="[FILE.yaml]", help="Your own study. Without it, the built-in one runs.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where results are kept. [default: runs/simulate/NAME]")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A subset of the built-in study, in half a minute.")] = False,
+    figures: Annotated[bool, typer.Option(help="Draw the figures of the built-in study (needs matplotlib).")] = True,
+) -> None:
+    """Measure how wrong each correction is, where the exact gradient is known.
+
+    The policies are tables over a few tokens, so the on-policy gradient is a sum over every sequence.
+    Each estimator runs through the same `correct` and `policy_loss` that a trainer calls.
+    You read its bias, its variance, and what a filter gains over rejecting as many sequences at random.
+
+    A file of ten lines describes your own pair of policies or your own configuration:
+
+        pair: {kind: tempered, severity: 0.3, vocabulary: 8}
+        length: [16, 64]
+        estimators:
+          - none
+          - decoupled_token_is
+          - {name: mine, rollout_is: sequence, rollout_is_threshold: 4.0}
+        batch_sizes: [64, 1024]
+
+    Kinds and severity: noise (σ of the logits), heavy_tailed (the same with Student t), tempered (1 − temperature),
+    truncated (1 − top_p), top_k (tokens left out), stale (size of the missing update), quantized (grid of the logits).
+    Write kl: 0.01 in place of severity to ask for a KL per token.
+
+    Ctrl-C keeps what is finished. The same command goes on from there.
+
+    Exit codes: 0 done, 2 bad input, 130 interrupted (what is finished is written).
+    """
+    from rich.console import Console
+
+    from rollcorr.simulation import laboratory_cells, read_simulation_file, run_cells
+    from rollcorr.simulation.simulation_file import run_file_cell
+    from rollcorr.simulation.studies import run_cell
+
+    console = Console(highlight=False)
+    name = "laboratory" if file is None else file.stem
+    folder = output or Path("runs") / "simulate" / name
+    with exit_on(TypeError, ValueError):
+        if file is None:
+            cells, run = laboratory_cells(quick=quick), run_cell
+        elif quick:
+            raise ValueError("--quick is a subset of the built-in study; for less work, lower samples in the file")
+        else:
+            cells, run = read_simulation_file(file).cells(), run_file_cell
+        command = " ".join(["rollcorr simulate", *sys.argv[2:]])
+        with _cell_progress() as on_cell:
+            result = run_cells(cells, folder, command=command, run=run, on_cell=on_cell)
+        if file is None and figures and not result.interrupted:
+            from rollcorr.simulation.simulation_figures import write_figures
+
+            write_figures(result.rows, folder)
+
+    _show(console, result, folder)
+    if result.interrupted:
+        raise typer.Exit(130)
+
+
+@contextmanager
+def _cell_progress() -> Iterator[Callable[[Cell, int, int], None]]:
+    """A progress bar over cells on stderr; nothing when stderr is not a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description:<12}"), BarColumn(), MofNCompleteColumn(), TextColumn("cells,"))
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task("starting", total=None)
+        yield lambda cell, number, total: progress.update(task, description=cell.study, completed=number, total=total)
+
+
+def _show(console: Console, result: StudyResult, folder: Path) -> None:
+    """The estimators of a file from best to worst, and where everything is."""
+    from rich.table import Table
+
+    for length in sorted({row["T"] for row in result.rows.get("estimators", [])}):
+        rows = [row for row in result.rows["estimators"] if row["T"] == length]
+        rows = [row for row in rows if row["batch_size"] == max(row["batch_size"] for row in rows)]
+        method = "exact" if rows[0]["exact"] else "sampled"
+        title = f"T = {length}, T × KL = {rows[0]['t_times_kl']:.3g}, batches of {rows[0]['batch_size']}, {method}"
+        table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+        table.add_column("estimator", no_wrap=True)
+        for column in ("direction error", "at random", "bias", "deviation", "ESS", "kept"):
+            table.add_column(column, justify="right")
+        for row in sorted(rows, key=lambda row: row["direction"]):
+            numbers = (row[name] for name in ("direction", "random_direction", "bias", "deviation", "ess", "kept"))
+            table.add_row(row["estimator"], *("" if value == "" else f"{value:.3f}" for value in numbers))
+        console.print(table)
+
+    state = "interrupted; the same command goes on from here" if result.interrupted else "done"
+    console.print(
+        f"{state}: {result.done} of {result.total} cells ({result.reused} from an earlier run), "
+        f"{result.cpu_seconds:.1f} CPU seconds\nresults: {folder}",
+        soft_wrap=True,
+    )

@@ -1,0 +1,17 @@
+"""The laboratory: small policies with a known mismatch, their exact gradient, and what each correction does to it.
+
+    markov_policies      policies as tables, rewards, and exact expectations by dynamic programming
+    mismatches           pairs of trainer and rollout policy, by kind and severity or at a given KL
+    sequence_rows        sequences as rows: sampled, or every one with its exact probability
+    loss_coefficients    what the package's own correction and loss multiply each score with
+    gradient_errors      bias, variance, MSE and ESS of an estimator, and its matched random rejection
+    orders               fitted slopes, the growth of χ², the longest viable length
+    studies, study_run   the cells of the built-in study, and running cells with resumption
+    simulation_file      a user's own study in YAML
+
+Names are imported on first use; `__init__.pyi` lists them.
+"""
+
+import lazy_loader as _lazy
+
+__getattr__, __dir__, __all__ = _lazy.attach_stub(__name__, __file__)

@@ -1,0 +1,94 @@
+"""The estimators that a study measures: every preset, weight and criterion, by name, each configuration once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rollcorr.config import CRITERIA, PRESETS, RolloutCorrectionConfig, Threshold
+
+NONE = "none"
+"""Plain PPO on the rollouts: no weights, no rejection."""
+
+RECOMMENDED: Mapping[str, Threshold] = {
+    "token_k1": "0.5_2.0",
+    "token_k2": 2.0,
+    "token_k3": 0.1,
+    "seq_sum_k1": "0.5_2.0",
+    "seq_sum_k2": 2.5,
+    "seq_sum_k3": 0.1,
+    "seq_mean_k1": "0.999_1.001",
+    "seq_mean_k2": 2.0,
+    "seq_mean_k3": 0.01,
+    "seq_max_k2": 2.0,
+    "seq_max_k3": 0.1,
+}
+"""A threshold to begin with for each criterion, as in docs/choosing.md."""
+
+_WEIGHTS: Mapping[str, tuple[str, Threshold | None]] = {
+    "token_untruncated": ("token", None),
+    "sequence_untruncated": ("sequence", None),
+    "sequence_icepop": ("sequence", "0.5_5.0"),
+    "geometric_truncated": ("geometric", 2.0),
+    "geometric_untruncated": ("geometric", None),
+    "sequence_truncated_4": ("sequence", 4.0),
+}
+
+# Scope, and whether the bound is one on a ratio → thresholds that go from all rejected to none at T × KL = 1.
+_THRESHOLDS: Mapping[tuple[str, bool], tuple[float, ...]] = {
+    ("token", True): (1.02, 1.05, 1.1, 1.2, 1.5, 2.0, 4.0),
+    ("token", False): (1e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 1.0),
+    ("seq_sum", True): (1.2, 1.5, 2.0, 4.0, 10.0, 30.0, 100.0),
+    ("seq_sum", False): (0.1, 0.3, 0.6, 1.0, 1.5, 3.0, 10.0),
+    ("seq_mean", True): (1.002, 1.005, 1.01, 1.015, 1.02, 1.03, 1.1),
+    ("seq_mean", False): (1e-3, 3e-3, 0.005, 0.008, 0.01, 0.03, 0.1),
+    ("seq_max", False): (0.01, 0.03, 0.1, 0.2, 0.5, 1.0, 4.0),
+}
+
+Estimators = dict[str, RolloutCorrectionConfig | None]
+
+
+def every_estimator() -> Estimators:
+    """Each preset, then weights and criteria that no preset has. A configuration with two names keeps the first."""
+    named: Estimators = {NONE: None}
+    for name in PRESETS:
+        named[name] = RolloutCorrectionConfig.preset(name)
+    for name, (level, threshold) in _WEIGHTS.items():
+        named[name] = RolloutCorrectionConfig(rollout_is=level, rollout_is_threshold=threshold)  # type: ignore[arg-type]
+    for name in CRITERIA:
+        named[name] = RolloutCorrectionConfig(rollout_rs=name, rollout_rs_threshold=RECOMMENDED[name])
+    return _once(named)
+
+
+def threshold_sweep() -> dict[str, Estimators]:
+    """A family → the same setting at each threshold, from strict to open."""
+    families: dict[str, Estimators] = {}
+    for level in ("token", "sequence", "geometric"):
+        families[f"{level} ceiling"] = {
+            f"{ceiling:g}": RolloutCorrectionConfig(rollout_is=level, rollout_is_threshold=ceiling)  # type: ignore[arg-type]
+            for ceiling in (1.02, 1.1, 1.5, 2.0, 4.0, 10.0, 100.0)
+        }
+    for level in ("token", "sequence"):
+        families[f"{level} icepop"] = {
+            f"{band:g}": RolloutCorrectionConfig(rollout_is=level, rollout_is_threshold=f"{1 / band:.6f}_{band}")  # type: ignore[arg-type]
+            for band in (1.1, 1.5, 2.0, 4.0, 10.0, 30.0)
+        }
+    for name in CRITERIA:
+        families[name] = {
+            f"{threshold:g}": RolloutCorrectionConfig(rollout_rs=name, rollout_rs_threshold=threshold)
+            for threshold in _THRESHOLDS[name.rpartition("_")[0], name.endswith("k1")]
+        }
+    families["veto"] = {
+        f"{threshold:g}": RolloutCorrectionConfig(rollout_token_veto_threshold=threshold)
+        for threshold in (0.9, 0.7, 0.5, 0.3, 0.1, 0.01)
+    }
+    return families
+
+
+def _once(named: Estimators) -> Estimators:
+    seen: set[object] = set()
+    kept: Estimators = {}
+    for name, config in named.items():
+        if config not in seen:
+            seen.add(config)
+            kept[name] = config
+    return kept

@@ -1,0 +1,297 @@
+"""How wrong an estimator of the gradient is: bias, variance, MSE and ESS against the exact gradient.
+
+The estimator of a batch of B sequences is Σ_i f_i / K: f_i = Σ_t κ_it A_i ∇log π(y_it) with κ from the package's loss,
+and K the number of sequences with a token in the loss (normalizer "kept") or B ("original"). Sequences are
+independent, so with p = P(kept), q₀ = (1 − p)^B, m = E[f | kept] and Σ = tr Cov[f | kept]
+
+    mean        (1 − q₀) m
+    variance    Σ E[1{K > 0} / K] + q₀ (1 − q₀) |m|²        K ~ Binomial(B, p)
+    bias        |mean − ∇J|
+    MSE         bias² + variance
+
+for every batch size B from one set of sums. Over exact rows these are the estimator's own numbers. Over sampled rows
+they are estimates: the noise of m is taken out of bias², and a jackknife over groups gives the standard errors.
+
+Variance and MSE are sums over the S · V entries of the gradient. Divided by |∇J|² they are relative: an estimator that
+always says 0 has a relative MSE of 1.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.simulation.loss_coefficients import loss_coefficients
+from rollcorr.simulation.sequence_rows import SequenceRows
+
+GROUPS = 20
+"""Sampled rows are divided into this many groups for the jackknife."""
+CHUNK = 2_000_000
+"""Rows are measured in parts of about this many tokens, or entries of gradients, so that memory stays small."""
+
+
+class Estimate(NamedTuple):
+    """A number and its standard error; 0 where it is exact."""
+
+    value: float
+    error: float
+
+
+@dataclass(frozen=True)
+class GradientError:
+    """How wrong one estimator is with batches of one size. Each number is an `Estimate`.
+
+    Attributes:
+        batch_size: B, sequences.
+        bias: |E[ĝ] − ∇J| / |∇J|.
+        deviation: √(tr Cov ĝ) / |∇J|.
+        mse: E|ĝ − ∇J|² / |∇J|².
+        direction: √(1 − (E[ĝ] · ∇J)² / (|∇J|² E|ĝ|²)), in [0, 1]: √MSE with the best step size. It ranks
+            estimators whatever their scale: 0 is ∇J times a constant, 1 is noise, or no gradient at all.
+        ess: (E κ)² / E κ² over the valid tokens, κ = 0 where rejected or clipped; 1 where all count alike.
+        kept: share of valid tokens in the loss.
+        kept_sequences: share of sequences with a token in the loss.
+        exact: no sampling was needed.
+    """
+
+    batch_size: int
+    bias: Estimate
+    deviation: Estimate
+    mse: Estimate
+    direction: Estimate
+    ess: Estimate
+    kept: Estimate
+    kept_sequences: Estimate
+    exact: bool
+
+
+@dataclass(frozen=True, eq=False)
+class GradientSums:
+    """Sums of f over rows, a row of each tensor per group: all that any of the numbers needs.
+
+    Attributes:
+        weight: Σ p, (G,).
+        kept_weight: Σ p over rows with a token in the loss, (G,).
+        first: Σ p f, (G, S · V).
+        second: Σ p f², entry by entry, (G, S · V).
+        token_second: Σ p Σ_t |κ_t A ∇log π_t|², (G,): what random rejection of tokens adds.
+        factors: Σ p Σ_t κ, and of κ², (G, 2), over the tokens whose A is not 0.
+        tokens: Σ p of such tokens, of valid tokens, and of tokens in the loss, (G, 3).
+        rows: sampled rows; None where the rows were exact.
+        by_original: the estimator divides by B.
+    """
+
+    weight: Tensor
+    kept_weight: Tensor
+    first: Tensor
+    second: Tensor
+    token_second: Tensor
+    factors: Tensor
+    tokens: Tensor
+    rows: int | None
+    by_original: bool
+
+    def without(self, group: int) -> GradientSums:
+        """The sums of all other groups, for the jackknife."""
+        others = torch.arange(len(self.weight), device=self.weight.device) != group
+        kept = {name: getattr(self, name)[others] for name in _SUMS}
+        rows = None if self.rows is None else self.rows - self.rows // len(self.weight)
+        return replace(self, **kept, rows=rows)
+
+
+_SUMS = ("weight", "kept_weight", "first", "second", "token_second", "factors", "tokens")
+
+
+def gradient_sums(rows: SequenceRows, config: RolloutCorrectionConfig | None) -> GradientSums:
+    """Measure every row once.
+
+    Args:
+        rows: sampled or exact rows, whole (their probabilities sum to 1).
+        config: the correction; None: none.
+
+    Raises:
+        ValueError: one row's gradient depends on the others (batch normalization, the normalizer "weights"). Such an
+            estimator is no mean over rows: measure batches, with `batch_gradient`.
+    """
+    if config is not None and (config.normalizer == "weights" or config.rollout_is_batch_normalize):
+        raise ValueError(
+            f"normalizer={config.normalizer!r} with rollout_is_batch_normalize={config.rollout_is_batch_normalize} "
+            "divides by weights of the whole batch; measure it with batch_gradient"
+        )
+    groups = 1 if rows.exact else min(GROUPS, len(rows))
+    size = rows.pair.trainer.logits.numel()
+    device = rows.tokens.device
+    sums = {name: torch.zeros(groups, dtype=torch.float64, device=device) for name in _SUMS}
+    for name, width in (("first", size), ("second", size), ("factors", 2), ("tokens", 3)):
+        sums[name] = torch.zeros(groups, width, dtype=torch.float64, device=device)
+
+    step = max(1, CHUNK // max(rows.tokens.shape[1], size))
+    for start in range(0, len(rows), step):
+        part = rows.part(start, start + step)
+        group = torch.arange(start, start + len(part), device=device) * groups // len(rows)
+        for name, amount in _row_amounts(part, config).items():
+            scaled = amount * part.probability.view(-1, *[1] * (amount.dim() - 1))
+            sums[name].index_add_(0, group, scaled)
+    by_original = config is not None and config.normalizer == "original"
+    return GradientSums(**sums, rows=None if rows.exact else len(rows), by_original=by_original)
+
+
+def gradient_error(sums: GradientSums, truth: Tensor, batch_size: int) -> GradientError:
+    """The numbers of one estimator at one batch size.
+
+    Args:
+        sums: of its rows.
+        truth: the exact gradient, (S, V).
+        batch_size: B, at least 1.
+    """
+    value = _numbers(sums, truth, batch_size)
+    if sums.rows is None:
+        errors = dict.fromkeys(value, 0.0)
+    else:
+        # Delete-one-group jackknife: each number's own variability, whatever function of the sums it is.
+        groups = len(sums.weight)
+        left_out = [_numbers(sums.without(group), truth, batch_size) for group in range(groups)]
+        errors = {name: _jackknife([numbers[name] for numbers in left_out]) for name in value}
+    estimates = {name: Estimate(value[name], errors[name]) for name in value}
+    return GradientError(batch_size=batch_size, exact=sums.rows is None, **estimates)
+
+
+def random_rejection(
+    filtered: GradientSums, unfiltered: GradientSums, rows: SequenceRows, *, unit: str
+) -> GradientSums:
+    """The sums of an estimator that rejects as many units as a filter does, chosen at random.
+
+    With the same weights, units are kept with probability r, independent of the data; r is the filter's kept share. No
+    draw is needed: E[f] = r f, and tokens chosen one by one add r (1 − r) Σ_t |κ_t A ∇log π_t|² to E|f|².
+
+    Args:
+        filtered: of the filter.
+        unfiltered: of the same configuration without its criteria and veto.
+        rows: what both were measured on.
+        unit: "sequence" or "token": what the filter rejects.
+
+    Raises:
+        ValueError: another unit.
+    """
+    if unit == "sequence":
+        kept = filtered.kept_weight.sum() / filtered.weight.sum()
+        scaled = {name: getattr(unfiltered, name) * kept for name in _SUMS if name != "weight"}
+
+        # Valid tokens stay valid when they are rejected.
+        scaled["tokens"] = torch.cat([unfiltered.tokens[:, :2], kept * unfiltered.tokens[:, 2:]], 1)
+        return replace(unfiltered, **scaled)
+    if unit != "token":
+        raise ValueError(f"unit must be 'sequence' or 'token'; got {unit!r}")
+
+    kept = filtered.tokens[:, 2].sum() / filtered.tokens[:, 1].sum()
+    lengths = rows.mask.sum(-1)
+    some_kept = float(rows.probability @ (1 - (1 - kept) ** lengths))
+
+    # `second` holds entries, and the added variance is known in sum: it is spread evenly, which no number here sees.
+    spread = (kept * (1 - kept) * unfiltered.token_second)[:, None] / unfiltered.second.shape[1]
+    return replace(
+        unfiltered,
+        kept_weight=unfiltered.weight * some_kept,
+        first=kept * unfiltered.first,
+        second=kept.square() * unfiltered.second + spread,
+        factors=kept * unfiltered.factors,
+        tokens=torch.cat([unfiltered.tokens[:, :2], kept * unfiltered.tokens[:, 2:]], 1),
+    )
+
+
+def without_rejection(config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
+    """The same weights and loss, with no criterion and no veto."""
+    return replace(config, rollout_rs=None, rollout_rs_threshold=None, rollout_token_veto_threshold=None)
+
+
+def rejected_unit(config: RolloutCorrectionConfig) -> str | None:
+    """What a configuration rejects: "token" if any criterion judges tokens, else "sequence"; None: nothing."""
+    if any(criterion.scope == "token" for criterion in config.criteria):
+        return "token"
+    return "sequence" if config.criteria or config.rollout_token_veto_threshold is not None else None
+
+
+def inverse_kept(batch_size: int, kept: float) -> float:
+    """E[1{K > 0} / K] for K ~ Binomial(B, p)."""
+    if kept >= 1:
+        return 1 / batch_size
+    if kept <= 0:
+        return 0.0
+    count = torch.arange(1, batch_size + 1, dtype=torch.float64, device="cpu")
+    log_choose = math.lgamma(batch_size + 1) - torch.lgamma(count + 1) - torch.lgamma(batch_size - count + 1)
+    log_probability = log_choose + count * math.log(kept) + (batch_size - count) * math.log1p(-kept)
+    return float((log_probability.exp() / count).sum())
+
+
+def _row_amounts(rows: SequenceRows, config: RolloutCorrectionConfig | None) -> dict[str, Tensor]:
+    """What each row adds to each sum."""
+    coefficients, loss_mask = loss_coefficients(rows, config)
+    gradient = rows.score_sums(coefficients).flatten(1)
+
+    # κ is what the loss multiplied A with. Where A is 0 it cannot be read back.
+    advantages = rows.advantages
+    readable = rows.mask & (advantages.abs() > 1e-12)[:, None]
+    divisor = torch.where(advantages.abs() > 1e-12, advantages, 1.0)
+    kappa = (coefficients / divisor[:, None]).masked_fill(~readable, 0.0)
+
+    token_second = (coefficients.square() * rows.score_squares()).masked_fill(~rows.mask, 0.0).sum(-1)
+    counted = [readable.sum(-1), rows.mask.sum(-1), loss_mask.sum(-1)]
+    return {
+        "weight": torch.ones_like(rows.rewards),
+        "kept_weight": loss_mask.any(-1).double(),
+        "first": gradient,
+        "second": gradient.square(),
+        "token_second": token_second,
+        "factors": torch.stack([kappa.sum(-1), kappa.square().sum(-1)], 1),
+        "tokens": torch.stack(counted, 1).double(),
+    }
+
+
+def _numbers(sums: GradientSums, truth: Tensor, batch_size: int) -> dict[str, float]:
+    weight, kept_weight = float(sums.weight.sum()), float(sums.kept_weight.sum())
+    first, second = sums.first.sum(0), float(sums.second.sum())
+    truth = truth.flatten()
+    scale = float(truth.square().sum())
+
+    # A fixed denominator is the case in which every row counts as kept.
+    divisor = weight if sums.by_original else kept_weight
+    p = 1.0 if sums.by_original else kept_weight / weight
+    if divisor == 0:
+        mean, spread, noise = torch.zeros_like(truth), 0.0, 0.0
+        none_kept, inverse = 1.0, 0.0
+    else:
+        mean = first / divisor
+        spread = max(second / divisor - float(mean.square().sum()), 0.0)
+        noise = 0.0 if sums.rows is None else spread / (sums.rows * p)
+        none_kept, inverse = (1 - p) ** batch_size, inverse_kept(batch_size, p)
+
+    expected = (1 - none_kept) * mean
+    squared_bias = max(float((expected - truth).square().sum()) - noise, 0.0)
+    variance = spread * inverse + none_kept * (1 - none_kept) * float(mean.square().sum())
+
+    # E|ĝ|², without the noise that a sampled mean adds to its own square.
+    mean_square = max(float(expected.square().sum()) - noise, 0.0) + variance
+    aligned = float(expected @ truth) ** 2 / (scale * mean_square) if mean_square else 0.0
+
+    factor, factor_square = sums.factors.sum(0).tolist()
+    readable, valid, in_loss = sums.tokens.sum(0).tolist()
+    return {
+        "bias": math.sqrt(squared_bias / scale),
+        "deviation": math.sqrt(variance / scale),
+        "mse": (squared_bias + variance) / scale,
+        "direction": math.sqrt(max(1 - aligned, 0.0)),
+        "ess": factor**2 / (readable * factor_square) if factor_square else 0.0,
+        "kept": in_loss / valid,
+        "kept_sequences": kept_weight / weight,
+    }
+
+
+def _jackknife(values: list[float]) -> float:
+    """√((G − 1)/G Σ (x_g − x̄)²) of the numbers with one group left out."""
+    center = sum(values) / len(values)
+    return math.sqrt((len(values) - 1) / len(values) * sum((value - center) ** 2 for value in values))

@@ -1,0 +1,232 @@
+"""Policies as tables: next-token probabilities that depend on a small state, so that sums over all sequences are exact.
+
+A policy has S states and V tokens. In state s it samples token a with probability p(a | s) = softmax(logits[s])[a], and
+moves to `next_state[s, a]`. A sequence starts in state 0, and ends after T tokens or with the end token. Sums over
+the V^T sequences are then T steps over S states, in float64: J(θ), its gradient, KL(μ‖π) and χ² are exact at any
+length.
+
+Symbols (docs/notation.md): π trainer policy, μ rollout policy, d = log π − log μ, ρ = exp d. θ is the trainer's (S, V)
+table of logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class MarkovPolicy:
+    """p(a | s) = softmax(logits[s])[a], and the state after token a is next_state[s, a].
+
+    Attributes:
+        logits: (S, V) float64, nats. −inf is probability 0, as after top-p.
+        next_state: (S, V) int64, in 0 … S − 1.
+        end_token: the token that ends a sequence; None: every sequence has full length.
+
+    Raises:
+        ValueError: the shapes differ, a state is outside 0 … S − 1, or a row of logits has NaN, +inf or only −inf.
+    """
+
+    logits: Tensor
+    next_state: Tensor
+    end_token: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.logits.dim() != 2 or self.logits.shape != self.next_state.shape:
+            raise ValueError(
+                f"logits {tuple(self.logits.shape)} and next_state {tuple(self.next_state.shape)} must both be (S, V)"
+            )
+        if self.logits.dtype != torch.float64 or self.next_state.dtype != torch.int64:
+            raise ValueError(
+                f"logits must be float64 and next_state int64; got {self.logits.dtype} and {self.next_state.dtype}"
+            )
+        table = self.logits.detach()
+        if not table.logsumexp(-1).isfinite().all() or table.isnan().any():
+            raise ValueError("every row of logits needs a finite largest value; got NaN, inf, or a row of −inf")
+        if self.next_state.min() < 0 or self.next_state.max() >= self.states:
+            raise ValueError(f"next_state must be in 0 … {self.states - 1}; got {int(self.next_state.max())}")
+        if self.end_token is not None and not 0 <= self.end_token < self.vocabulary:
+            raise ValueError(f"end_token must be in 0 … {self.vocabulary - 1}; got {self.end_token}")
+
+    @classmethod
+    def random(
+        cls, vocabulary: int, *, states: int | None = None, spread: float = 1.5, seed: int = 0, end: bool = False
+    ) -> MarkovPolicy:
+        """Logits from a normal distribution; the state is the last token, modulo the number of states.
+
+        Args:
+            vocabulary: V.
+            states: S, from 1 (tokens are independent) to V. None: V.
+            spread: standard deviation of the logits, nats. 1.5 gives a few likely tokens per state.
+            seed: of the logits.
+            end: make the last token end the sequence.
+
+        Raises:
+            ValueError: V is below 2, or S is outside 1 … V.
+        """
+        states = vocabulary if states is None else states
+        if vocabulary < 2 or not 1 <= states <= vocabulary:
+            raise ValueError(f"vocabulary must be >= 2 and states in 1 … vocabulary; got {vocabulary} and {states}")
+        generator = torch.Generator(device="cpu").manual_seed(seed)
+        logits = spread * torch.randn(states, vocabulary, dtype=torch.float64, generator=generator, device="cpu")
+        next_state = (torch.arange(vocabulary, device="cpu") % states).expand(states, vocabulary).contiguous()
+        return cls(logits, next_state, vocabulary - 1 if end else None)
+
+    @property
+    def states(self) -> int:
+        """S."""
+        return self.logits.shape[0]
+
+    @property
+    def vocabulary(self) -> int:
+        """V."""
+        return self.logits.shape[1]
+
+    @cached_property
+    def log_probs(self) -> Tensor:
+        """log p(a | s), (S, V), nats."""
+        return self.logits.log_softmax(-1)
+
+    def with_logits(self, logits: Tensor) -> MarkovPolicy:
+        """The same states with other logits."""
+        return MarkovPolicy(logits, self.next_state, self.end_token)
+
+    def continues(self) -> Tensor:
+        """(V,) bool: the sequence goes on after this token."""
+        going_on = torch.ones(self.vocabulary, dtype=torch.bool, device=self.logits.device)
+        if self.end_token is not None:
+            going_on[self.end_token] = False
+        return going_on
+
+
+@dataclass(frozen=True, eq=False)
+class RewardRule:
+    """R = Σ_t points[s_t, a_t] / T; or with a goal, R = 1 if Σ_t points ≥ goal, else 0.
+
+    The mean is dense: every token adds its share. The goal is an outcome: only the whole sequence decides.
+
+    Attributes:
+        points: (S, V) float64. With a goal they are whole numbers, so that the exact sum over totals is finite.
+        goal: the least total that succeeds. None: the mean.
+
+    Raises:
+        ValueError: there is a goal, and a point is no whole number.
+    """
+
+    points: Tensor
+    goal: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.goal is not None and not torch.equal(self.points, self.points.round()):
+            raise ValueError(f"with goal={self.goal:g} every point must be a whole number; round them, or leave it out")
+
+    def of_totals(self, totals: Tensor, length: int) -> Tensor:
+        """The reward of sequences from their totals Σ_t points; `length` is T, also where a sequence ends earlier."""
+        if self.goal is None:
+            return totals / length
+        return (totals >= self.goal).to(totals.dtype)
+
+
+def expected_reward(policy: MarkovPolicy, rule: RewardRule, length: int) -> Tensor:
+    """J = Σ_y p(y) R(y) over every sequence y, by dynamic programming. 0-d float64, differentiable in the logits."""
+    step = _StepTable.of(policy)
+    if rule.goal is None:
+        reached = step.start
+        total = reached.new_zeros(())
+        for _ in range(length):
+            flow = reached[:, None] * step.probabilities
+            total = total + (flow * rule.points).sum()
+            reached = step.move(flow)
+        return total / length
+    return _probability_of_goal(step, rule.points.long(), rule.goal, length)
+
+
+def exact_gradient(policy: MarkovPolicy, rule: RewardRule, length: int) -> Tensor:
+    """∇_θ J = Σ_y π(y) R(y) Σ_t ∇log π(y_t | s_t), summed over every sequence. (S, V) float64.
+
+    The sum is the derivative of `expected_reward`, so it costs T · S · V operations and not V^T.
+    """
+    logits = policy.logits.detach().clone().requires_grad_()
+    value = expected_reward(policy.with_logits(logits), rule, length)
+    (gradient,) = torch.autograd.grad(value, logits)
+    return gradient
+
+
+def state_visits(policy: MarkovPolicy, length: int) -> Tensor:
+    """n(s) = Σ_t P(s_t = s, not ended): expected tokens that are sampled in each state. (S,) float64."""
+    step = _StepTable.of(policy)
+    reached, visits = step.start, torch.zeros_like(step.start)
+    for _ in range(length):
+        visits = visits + reached
+        reached = step.move(reached[:, None] * step.probabilities)
+    return visits
+
+
+def expected_product(policy: MarkovPolicy, log_factors: Tensor, length: int) -> Tensor:
+    """log E[Π_t exp log_factors[s_t, a_t]] over sequences of the policy. 0-d float64.
+
+    With log_factors = 2 d under μ this is log E_μ[ρ(y)²] = log(1 + χ²(π‖μ)).
+    """
+    step = _StepTable.of(policy)
+    factors = step.probabilities * log_factors.exp().masked_fill(step.probabilities == 0, 0.0)
+    reached, ended, log_scale = step.start, step.start.new_zeros(()), step.start.new_zeros(())
+    for _ in range(length):
+        flow = reached[:, None] * factors
+        ended = ended + flow[:, ~step.going_on].sum()
+        reached = step.move(flow)
+
+        # Products of many ratios leave float64's range, so the scale is kept in log space.
+        scale = torch.maximum(reached.sum(), ended).clamp(min=1e-300)
+        reached, ended, log_scale = reached / scale, ended / scale, log_scale + scale.log()
+    return log_scale + (reached.sum() + ended).log()
+
+
+@dataclass(frozen=True, eq=False)
+class _StepTable:
+    """One token: the probabilities, and where each (state, token) leads."""
+
+    start: Tensor
+    probabilities: Tensor
+    next_state: Tensor
+    going_on: Tensor
+
+    @classmethod
+    def of(cls, policy: MarkovPolicy) -> _StepTable:
+        start = policy.logits.detach().new_zeros(policy.states)
+        start[0] = 1.0
+        return cls(start, policy.logits.softmax(-1), policy.next_state, policy.continues())
+
+    def move(self, flow: Tensor) -> Tensor:
+        """(S, V) mass on tokens → (S,) mass on the states after them; what ends is gone."""
+        alive = flow * self.going_on
+        return torch.zeros_like(self.start).index_add(0, self.next_state.flatten(), alive.flatten())
+
+
+def _probability_of_goal(step: _StepTable, points: Tensor, goal: float, length: int) -> Tensor:
+    """P(total ≥ goal): the mass of each (state, total so far) moves one token at a time."""
+    states = len(step.start)
+    lowest, highest = int(points.min()), int(points.max())
+    width = length * (highest - lowest) + 1
+    totals = torch.arange(width, device=points.device)
+
+    # Totals are stored above the lowest that is possible after as many tokens, so they only rise.
+    rises = (points - lowest)[:, :, None] + totals
+    target = step.next_state[:, :, None] * width + rises.clamp(max=width - 1)
+    reached = step.start[:, None] * (totals == 0)
+    successes = step.start.new_zeros(())
+    for t in range(length):
+        flow = reached[:, None, :] * step.probabilities[:, :, None]
+
+        # A sequence that ends here keeps its total. It is above t + 1 tokens' lowest.
+        ended_total = rises + (t + 1) * lowest
+        ended = flow * ~step.going_on[:, None] * (ended_total >= goal)
+        successes = successes + ended.sum()
+
+        alive = flow * step.going_on[:, None]
+        reached = reached.new_zeros(states * width).index_add(0, target.flatten(), alive.flatten())
+        reached = reached.view(states, width)
+    return successes + (reached * (totals + length * lowest >= goal)).sum()

@@ -1,0 +1,302 @@
+"""The published orders of bias and variance, as slopes on exact numbers, and the constants behind better ones.
+
+Fang and Khazi (2025, "Mismatch Praxis: Rollout Settings and IS Corrections",
+https://www.llmdata.com/blog/mismatch-praxis/, Table 1) list, after Liu, Li et al. (2025, "When Speed Kills Stability",
+https://richardli.xyz/rl-collapse):
+
+    token weights, min(ρ_t, C)            bias O(T² Δ)             variance O(T² (1 + χ̄²))
+    sequence weights, untruncated         bias 0                   variance O((1 + χ̄²)^T)
+    sequence weights, min(Π ρ_t, C)       bias O(T (1 + χ²) / C)   variance O(T² C²)
+
+All are upper bounds. A slope is the exponent of a power law between exact numbers at the ends of a stated range, by
+least squares on logarithms. An order is attained where some pair of policies has its slope.
+
+Scores are martingale differences: E_π[∇log π(y_t) | prefix] = 0, so E_π|Σ_t ∇log π(y_t)|² ≤ T F, F being the largest
+E|∇log π|² of a state. With |A| ≤ a this gives orders that are lower by one power of T, and by one of C:
+
+    E_μ|Σ_t ρ_t A ∇log π_t|²          = a² Σ_t E_μ[ρ_t² |∇log π_t|²]                          token, untruncated, A = ±a
+    E_μ[min(ρ, C)² |A Σ_t ∇log π|²]   ≤ a² C E_μ[ρ |Σ_t ∇log π|²] = a² C E_π|Σ_t ∇log π|² ≤ a² C T F
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.simulation.gradient_errors import gradient_error, gradient_sums
+from rollcorr.simulation.markov_policies import MarkovPolicy, RewardRule
+from rollcorr.simulation.mismatches import PolicyPair
+from rollcorr.simulation.sequence_rows import every_count
+
+
+@dataclass(frozen=True)
+class FittedSlope:
+    """The exponent of y ∝ x^slope over a range.
+
+    Attributes:
+        slope: by least squares of log y on log x.
+        error: its standard error from the residuals; on exact numbers it measures curvature alone.
+        low: the smallest x.
+        high: the largest x.
+        points: how many.
+    """
+
+    slope: float
+    error: float
+    low: float
+    high: float
+    points: int
+
+
+def fit_slope(x: Sequence[float], y: Sequence[float]) -> FittedSlope:
+    """Fit log y = a + slope · log x.
+
+    Raises:
+        ValueError: fewer than three points, lengths that differ, or a value that is not above 0.
+    """
+    if len(x) != len(y) or len(x) < 3:
+        raise ValueError(f"a slope needs at least 3 pairs; got {len(x)} and {len(y)} values")
+    if min(*x, *y) <= 0:
+        raise ValueError(f"a power law needs values above 0; got {min(*x, *y)}")
+    log_x, log_y = [math.log(v) for v in x], [math.log(v) for v in y]
+    center_x, center_y = sum(log_x) / len(x), sum(log_y) / len(x)
+    square = sum((v - center_x) ** 2 for v in log_x)
+    slope = sum((v - center_x) * (w - center_y) for v, w in zip(log_x, log_y, strict=True)) / square
+    residuals = [w - center_y - slope * (v - center_x) for v, w in zip(log_x, log_y, strict=True)]
+    error = math.sqrt(sum(r * r for r in residuals) / (len(x) - 2) / square)
+    return FittedSlope(slope, error, min(x), max(x), len(x))
+
+
+@dataclass(frozen=True)
+class OrderCheck:
+    """One entry of the table: what is published, and how it is measured.
+
+    Attributes:
+        estimator: token, sequence or truncated sequence weights.
+        quantity: "bias" or "variance", with what it is a function of.
+        published: the exponent of the published order.
+        pair: in words, the policies whose numbers are fitted.
+        attained: whether the published exponent is expected of this pair; False: a lower one is proved.
+        points: x and y of the fit.
+    """
+
+    estimator: str
+    quantity: str
+    published: float
+    pair: str
+    attained: bool
+    points: Callable[[], tuple[list[float], list[float]]]
+
+
+def independent_pair(
+    train: Iterable[float], rollout: Iterable[float], points: Iterable[float], length: int, goal: float | None = None
+) -> PolicyPair:
+    """Independent tokens (S = 1) from probabilities, which are normalized."""
+    pi, mu = (torch.tensor([list(values)], dtype=torch.float64, device="cpu") for values in (train, rollout))
+    table = torch.tensor([list(points)], dtype=torch.float64, device="cpu")
+    trainer = MarkovPolicy(pi.log(), torch.zeros_like(pi, dtype=torch.int64))
+    return PolicyPair(trainer, trainer.with_logits(mu.log()), RewardRule(table, goal), length)
+
+
+def one_mistake(mistake: float, extra: float, length: int) -> PolicyPair:
+    """π errs with probability p at every token, μ with p + Δ; the reward is 1 without a mistake.
+
+    Every earlier and later token decides the reward, so token weights miss T − 1 others at each of T tokens: this
+    attains the bias T² Δ while T (p + Δ) is small.
+    """
+    worse = mistake + extra
+    return independent_pair((1 - mistake, mistake), (1 - worse, worse), (0, -1), length, goal=0)
+
+
+def coin(second: float, length: int) -> PolicyPair:
+    """π is a fair coin, μ gives the second side another probability; reward 1 for at least half of the first side."""
+    return independent_pair((0.5, 0.5), (1 - second, second), (1, 0), length, goal=math.ceil(length / 2))
+
+
+def pareto_ratios(index: float, octaves: int, length: int = 1) -> PolicyPair:
+    """Ratios ρ = 2^i with μ-probability ∝ 2^(−index · i): P_μ(ρ > x) falls like x^−index.
+
+    Index 2 attains the truncation bias 1 / C, index 1 the second moment E[min(ρ, C)²] ∝ C.
+    """
+    mu = [2.0 ** (-index * i) for i in range(octaves)]
+    pi = [2.0**i * probability for i, probability in enumerate(mu)]
+    return independent_pair(pi, mu, [float(i % 2) for i in range(octaves)], length)
+
+
+def rare_jump(length: int, *, jumps: float = 0.05, size: float = 20.0) -> PolicyPair:
+    """A third token that π takes `size` times as often as μ, `jumps` per sequence under μ at any length.
+
+    So χ² of whole sequences does not depend on T, and the bias of truncation is a function of T alone.
+    """
+    rare = jumps / length
+    train = (0.5 - size * rare / 2, 0.5 - size * rare / 2, size * rare)
+    rollout = (0.5 - rare / 2, 0.5 - rare / 2, rare)
+    return independent_pair(train, rollout, (1, 0, 0), length, goal=math.ceil(length / 2))
+
+
+def _configuration(level: str, ceiling: float | None) -> RolloutCorrectionConfig:
+    return RolloutCorrectionConfig(rollout_is=level, rollout_is_threshold=ceiling, safety_bound=80.0)  # type: ignore[arg-type]
+
+
+def absolute_error(pair: PolicyPair, level: str, ceiling: float | None) -> tuple[float, float]:
+    """|bias| and variance of one sequence's gradient, not divided by |∇J|: exact."""
+    sums = gradient_sums(every_count(pair), _configuration(level, ceiling))
+    error = gradient_error(sums, pair.gradient, 1)
+    scale = float(pair.gradient.norm())
+    return error.bias.value * scale, (error.deviation.value * scale) ** 2
+
+
+@lru_cache(maxsize=8)
+def _jump_error(length: int) -> tuple[float, float]:
+    """Two orders are fitted to the same numbers."""
+    return absolute_error(rare_jump(length), "sequence", 2.0)
+
+
+_LENGTHS = (8, 16, 32, 64, 128, 256)
+_CEILINGS = (2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
+_MISTAKE = 1e-4
+
+
+def _over(
+    values: Sequence[float], measured: Callable[[float], tuple[float, float]], which: int, x: Callable[[float], float]
+) -> tuple[list[float], list[float]]:
+    return [x(value) for value in values], [measured(value)[which] for value in values]
+
+
+def _same(value: float) -> float:
+    return value
+
+
+ORDER_CHECKS: tuple[OrderCheck, ...] = (
+    OrderCheck(
+        "token",
+        "bias, of T",
+        2.0,
+        "one mistake, Δ = 1e-4",
+        True,
+        lambda: _over(_LENGTHS, lambda T: absolute_error(one_mistake(_MISTAKE, 1e-4, int(T)), "token", 2.0), 0, _same),
+    ),
+    OrderCheck(
+        "token",
+        "bias, of Δ",
+        1.0,
+        "one mistake, T = 32",
+        True,
+        lambda: _over(
+            (1e-5, 3e-5, 1e-4, 3e-4), lambda d: absolute_error(one_mistake(_MISTAKE, d, 32), "token", 2.0), 0, _same
+        ),
+    ),
+    OrderCheck(
+        "token",
+        "variance, of T",
+        2.0,
+        "coin, μ = 0.3, untruncated",
+        False,
+        lambda: _over(_LENGTHS, lambda T: absolute_error(_level_coin(0.3, int(T)), "token", None), 1, _same),
+    ),
+    OrderCheck(
+        "token",
+        "variance, of T, where truncation is active",
+        2.0,
+        "coin, μ = 0.3, C = 1",
+        True,
+        lambda: _over((64, 128, 256, 512), lambda T: absolute_error(_level_coin(0.3, int(T)), "token", 1.0), 1, _same),
+    ),
+    OrderCheck(
+        "token",
+        "variance, of 1 + χ̄²",
+        1.0,
+        "coin, T = 64, A = 1",
+        True,
+        lambda: _over(
+            (0.4, 0.3, 0.2, 0.1, 0.05, 0.02),
+            lambda q: absolute_error(_always_rewarded(q, 64), "token", None),
+            1,
+            lambda q: 1 + coin(q, 1).chi2,
+        ),
+    ),
+    OrderCheck(
+        "sequence, truncated",
+        "bias, of C",
+        -1.0,
+        "Pareto ratios of index 2, T = 1",
+        True,
+        lambda: _over(_CEILINGS, lambda c: absolute_error(pareto_ratios(2.0, 40), "sequence", c), 0, _same),
+    ),
+    OrderCheck(
+        "sequence, truncated",
+        "bias, of T at one χ²",
+        1.0,
+        "rare jump, C = 2",
+        False,
+        lambda: _over((8, 16, 32, 64, 128), lambda T: _jump_error(int(T)), 0, _same),
+    ),
+    OrderCheck(
+        "sequence, truncated",
+        "variance, of T",
+        2.0,
+        "rare jump, C = 2",
+        False,
+        lambda: _over((8, 16, 32, 64, 128), lambda T: _jump_error(int(T)), 1, _same),
+    ),
+    OrderCheck(
+        "sequence, truncated",
+        "variance, of C",
+        2.0,
+        "Pareto ratios of index 1, T = 1",
+        False,
+        lambda: _over(
+            (0.5, 1.0, 2.0, 4.0, 8.0, 16.0), lambda c: absolute_error(pareto_ratios(1.0, 24), "sequence", c), 1, _same
+        ),
+    ),
+)
+"""Every order of the table that is a power. (1 + χ̄²)^T is no power of T: `growth_of_chi2` has it."""
+
+
+def _level_coin(second: float, length: int) -> PolicyPair:
+    """The coin, with the goal where μ reaches it half of the time, so that the advantage stays ±1/2 at any length."""
+    return independent_pair((0.5, 0.5), (1 - second, second), (1, 0), length, goal=math.ceil((1 - second) * length))
+
+
+def _always_rewarded(second: float, length: int) -> PolicyPair:
+    """The coin with the reward 0 and the advantage 1, so that the variance is that of the weighted score alone."""
+    pair = independent_pair((0.5, 0.5), (1 - second, second), (1e-9, 0), length)
+    return PolicyPair(pair.trainer, pair.rollout, pair.rule, length, advantage_offset=1.0)
+
+
+@dataclass(frozen=True)
+class ChiSquareGrowth:
+    """E_μ[ρ(y)²] of whole sequences beside (1 + χ̄²)^T.
+
+    Attributes:
+        length: T.
+        chi2: χ̄² per token, over μ's visits.
+        exact: log E_μ[ρ(y)²], nats.
+        law: T log(1 + χ̄²), nats.
+    """
+
+    length: int
+    chi2: float
+    exact: float
+    law: float
+
+
+def growth_of_chi2(pair: PolicyPair) -> ChiSquareGrowth:
+    """Both sides of the law E_μ[ρ²] = (1 + χ̄²)^T for one pair. They agree where every state has the same χ²."""
+    return ChiSquareGrowth(pair.length, pair.chi2, pair.sequence_log_second_moment, pair.tokens * math.log1p(pair.chi2))
+
+
+def coin_with_chi2(chi2: float, length: int) -> PolicyPair:
+    """A fair coin π and the μ for which χ² per token is exactly `chi2`: 1/(4q) + 1/(4(1 − q)) = 1 + χ²."""
+    second = (1 - math.sqrt(1 - 1 / (1 + chi2))) / 2
+    return coin(second, length)
+
+
+def longest_viable_length(kl: float, clamp: float = 20.0) -> float:
+    """T_max = clamp / KL: where the mean log weight of a sequence reaches the clamp."""
+    return math.inf if kl <= 0 else clamp / kl

@@ -1,0 +1,254 @@
+"""Sequences as rows: sampled from μ, or all of them with their exact probability.
+
+Three ways give the same kind of rows, so that one measurement serves them all:
+
+    sample_rows      n draws from μ; any length
+    every_sequence   each sequence that μ can sample, V^T of them at most; any policy, short
+    every_count      one sequence for each vector of token counts, where tokens are independent (S = 1); V small, long
+
+`every_count` is exact because with one state nothing here depends on the order of tokens: not d's sum, mean or maximum,
+not the reward, not the score.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollcorr.simulation.mismatches import PolicyPair
+
+MOST_ROWS = 300_000
+"""More exact rows than this are refused: memory, and patience."""
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceRows:
+    """Rows of tokens with all that a trainer would see, and how likely μ was to sample each.
+
+    Attributes:
+        pair: where the rows come from.
+        tokens: (n, T) int64; 0 beyond the end.
+        states: (n, T) int64, the state in which each token was sampled.
+        train_log_prob: log π, (n, T) float64, nats; 0 beyond the end.
+        rollout_log_prob: log μ as the sampler reported it, same.
+        mask: (n, T) bool: the token was sampled.
+        rewards: (n,) float64.
+        probability: (n,) float64 that sum to 1: μ(y), or 1/n where sampled.
+        exact: the rows are every sequence, so sums over them are expectations.
+    """
+
+    pair: PolicyPair
+    tokens: Tensor
+    states: Tensor
+    train_log_prob: Tensor
+    rollout_log_prob: Tensor
+    mask: Tensor
+    rewards: Tensor
+    probability: Tensor
+    exact: bool
+
+    def __len__(self) -> int:
+        """n."""
+        return self.tokens.shape[0]
+
+    @property
+    def advantages(self) -> Tensor:
+        """A = R − E_μ[R] + the pair's offset, (n,). The mean is exact, so it adds no noise of its own."""
+        return self.rewards - self.pair.baseline + self.pair.advantage_offset
+
+    def part(self, start: int, stop: int) -> SequenceRows:
+        """Rows start … stop − 1. The probabilities keep their values, so they no longer sum to 1."""
+        return replace(self, **{name: getattr(self, name)[start:stop] for name in _TENSORS})
+
+    def score_sums(self, coefficients: Tensor) -> Tensor:
+        """Σ_t c_t ∇_θ log π(y_t | s_t) of each row. (n, S, V) float64.
+
+        ∇ log π(a | s) is 1 at (s, a), less π(· | s) in row s.
+
+        Args:
+            coefficients: c, (n, T). Never read outside the mask.
+        """
+        states, vocabulary = self.pair.trainer.logits.shape
+        rows = torch.arange(len(self), device=self.tokens.device)[:, None]
+        place = (rows * states + self.states) * vocabulary + self.tokens
+        amounts = coefficients.masked_fill(~self.mask, 0.0)
+        size = len(self) * states * vocabulary
+        placed = torch.bincount(place.flatten(), weights=amounts.flatten(), minlength=size)
+        placed = placed.view(len(self), states, vocabulary)
+        return placed - placed.sum(-1, keepdim=True) * self.pair.trainer.log_probs.exp()
+
+    def score_squares(self) -> Tensor:
+        """|∇_θ log π(y_t | s_t)|² = 1 − 2 π(y_t | s_t) + Σ_a π(a | s_t)², (n, T)."""
+        probabilities = self.pair.trainer.log_probs.exp()
+        table = 1 - 2 * probabilities + probabilities.square().sum(-1, keepdim=True)
+        return table[self.states, self.tokens]
+
+
+_TENSORS = ("tokens", "states", "train_log_prob", "rollout_log_prob", "mask", "rewards", "probability")
+
+
+def sample_rows(pair: PolicyPair, count: int, generator: torch.Generator) -> SequenceRows:
+    """`count` sequences drawn from μ.
+
+    Raises:
+        ValueError: `count` is below 1.
+    """
+    if count < 1:
+        raise ValueError(f"count must be >= 1; got {count}")
+    cumulative = pair.rollout.log_probs.exp().cumsum(-1)
+    tokens = torch.zeros(count, pair.length, dtype=torch.int64, device="cpu")
+    state = torch.zeros(count, dtype=torch.int64, device="cpu")
+    for t in range(pair.length):
+        # The last sum may be below 1 by rounding. Scaled by it, no draw lies beyond the last token with probability.
+        thresholds = cumulative[state]
+        draw = torch.rand(count, 1, dtype=torch.float64, generator=generator, device="cpu") * thresholds[:, -1:]
+        tokens[:, t] = (thresholds <= draw).sum(-1)
+        state = pair.rollout.next_state[state, tokens[:, t]]
+    probability = torch.full((count,), 1 / count, dtype=torch.float64, device="cpu")
+    return _rows(pair, tokens, probability, exact=False)
+
+
+def mixed_rows(rows: SequenceRows, others: SequenceRows, share: float) -> SequenceRows:
+    """Rows of a sampler that is `others`' for a share of its sequences: a mixture of two rollout policies.
+
+    Each sequence reports the log-probs of the policy that sampled it, as when some workers are broken or stale.
+
+    Args:
+        rows: of the usual sampler; its pair is the mixture's, so its baseline stays.
+        others: of the other sampler, with the same trainer; sampled if `rows` are.
+        share: of sequences that the other one samples, in [0, 1].
+
+    Raises:
+        ValueError: the trainers differ, one is exact and the other sampled, or `share` is outside [0, 1].
+    """
+    if not torch.equal(rows.pair.trainer.logits, others.pair.trainer.logits) or rows.exact != others.exact:
+        raise ValueError("both parts of a mixture need the same trainer, and both must be exact or both sampled")
+    if not 0 <= share <= 1:
+        raise ValueError(f"share must be in [0, 1]; got {share:g}")
+    if not rows.exact:
+        # A sample of the mixture: its first sequences become the other sampler's, so that all count the same.
+        count = round(share * len(rows))
+        if count > len(others):
+            raise ValueError(f"a share of {share:g} needs {count} sequences of the other sampler; got {len(others)}")
+        rows, others = rows.part(count, len(rows)), others.part(0, count)
+        total = len(rows) + len(others)
+        weights = torch.full((total,), 1 / total, dtype=torch.float64, device="cpu")
+    else:
+        weights = torch.cat([rows.probability * (1 - share), others.probability * share])
+    joined: dict[str, Any] = {name: torch.cat([getattr(rows, name), getattr(others, name)]) for name in _TENSORS}
+    mixture = replace(rows, **(joined | {"probability": weights}))
+
+    # A jackknife divides rows by their place, so both parts are spread over all places.
+    places = torch.randperm(len(mixture), generator=torch.Generator(device="cpu").manual_seed(0), device="cpu")
+    return replace(mixture, **{name: getattr(mixture, name)[places] for name in _TENSORS})
+
+
+def exact_rows(pair: PolicyPair) -> SequenceRows | None:
+    """`every_count` or `every_sequence`, whichever fits into `MOST_ROWS`; None where neither does."""
+    if pair.trainer.states == 1 and pair.trainer.end_token is None and _count_vectors(pair) <= MOST_ROWS:
+        return every_count(pair)
+    if pair.trainer.vocabulary**pair.length <= MOST_ROWS:
+        return every_sequence(pair)
+    return None
+
+
+def every_sequence(pair: PolicyPair) -> SequenceRows:
+    """Each sequence that μ can sample, with μ(y).
+
+    Raises:
+        ValueError: V^T is above `MOST_ROWS`.
+    """
+    vocabulary, length = pair.trainer.vocabulary, pair.length
+    if vocabulary**length > MOST_ROWS:
+        raise ValueError(f"{vocabulary}^{length} sequences are more than {MOST_ROWS}; shorten them, or sample")
+
+    # Row n is n written in base V. After an end token only zeros follow, so that no sequence is listed twice.
+    digits = torch.arange(vocabulary**length, device="cpu")
+    places = vocabulary ** torch.arange(length - 1, -1, -1, device="cpu")
+    tokens = (digits[:, None] // places) % vocabulary
+    going_on = pair.trainer.continues()[tokens]
+    after_end = going_on.long().cumprod(-1).roll(1, -1) == 0
+    after_end[:, 0] = False
+    tokens = tokens[~((tokens != 0) & after_end).any(-1)]
+
+    rows = _rows(pair, tokens, torch.ones(len(tokens), dtype=torch.float64, device="cpu"), exact=True)
+    log_probability = pair.rollout.log_probs[rows.states, rows.tokens].masked_fill(~rows.mask, 0.0).sum(-1)
+    return _sampled_at_all(replace(rows, probability=log_probability.exp()))
+
+
+def every_count(pair: PolicyPair) -> SequenceRows:
+    """One sequence for each vector of token counts, with the probability of all its orders together.
+
+    Raises:
+        ValueError: the policies have several states or an end token, or there are too many vectors.
+    """
+    if pair.trainer.states != 1 or pair.trainer.end_token is not None:
+        raise ValueError(
+            f"counts decide only where tokens are independent; these policies have {pair.trainer.states} states, "
+            f"end_token={pair.trainer.end_token}; use every_sequence"
+        )
+    if _count_vectors(pair) > MOST_ROWS:
+        raise ValueError(f"{_count_vectors(pair)} count vectors are more than {MOST_ROWS}; shorten, or sample")
+
+    counts = _compositions(pair.length, pair.trainer.vocabulary)
+    log_mu = pair.rollout.log_probs[0]
+    log_probability = (counts * log_mu).masked_fill(counts == 0, 0.0).sum(-1)
+    log_probability = log_probability + math.lgamma(pair.length + 1) - torch.lgamma(counts.double() + 1).sum(-1)
+
+    # The token at place t is the first whose cumulative count exceeds t.
+    position = torch.arange(pair.length, device="cpu").expand(len(counts), -1).contiguous()
+    tokens = torch.searchsorted(counts.cumsum(-1), position, right=True)
+    return _sampled_at_all(_rows(pair, tokens, log_probability.exp(), exact=True))
+
+
+def _rows(pair: PolicyPair, tokens: Tensor, probability: Tensor, *, exact: bool) -> SequenceRows:
+    """Follow the states of the tokens, and look everything else up."""
+    states, mask = torch.zeros_like(tokens), torch.zeros_like(tokens, dtype=torch.bool)
+    state, alive = torch.zeros_like(tokens[:, 0]), torch.ones_like(tokens[:, 0], dtype=torch.bool)
+    continues = pair.trainer.continues()
+    for t in range(pair.length):
+        states[:, t], mask[:, t] = state, alive
+        state = pair.trainer.next_state[state, tokens[:, t]]
+        alive = alive & continues[tokens[:, t]]
+
+    tokens = tokens.masked_fill(~mask, 0)
+    totals = pair.rule.points[states, tokens].masked_fill(~mask, 0.0).sum(-1)
+    return SequenceRows(
+        pair,
+        tokens,
+        states,
+        pair.trainer.log_probs[states, tokens].masked_fill(~mask, 0.0),
+        pair.reported_log_probs[states, tokens].masked_fill(~mask, 0.0),
+        mask,
+        pair.rule.of_totals(totals, pair.length),
+        probability,
+        exact,
+    )
+
+
+def _sampled_at_all(rows: SequenceRows) -> SequenceRows:
+    """Without the rows of probability 0: their log μ is −inf, and no sampler reports that."""
+    possible = rows.probability > 0
+    return replace(rows, **{name: getattr(rows, name)[possible] for name in _TENSORS})
+
+
+def _count_vectors(pair: PolicyPair) -> int:
+    return math.comb(pair.length + pair.trainer.vocabulary - 1, pair.trainer.vocabulary - 1)
+
+
+def _compositions(total: int, parts: int) -> Tensor:
+    """Every vector of `parts` counts ≥ 0 that sum to `total`, (n, parts) int64."""
+    heads = torch.zeros(1, 0, dtype=torch.int64, device="cpu")
+    left = torch.tensor([total], device="cpu")
+    for _ in range(parts - 1):
+        # Each head is repeated once for every count that its remainder allows.
+        choices = left + 1
+        row = torch.repeat_interleave(choices)
+        first = torch.cat([choices.new_zeros(1), choices.cumsum(0)[:-1]])
+        value = torch.arange(len(row), device="cpu") - first[row]
+        heads, left = torch.cat([heads[row], value[:, None]], 1), left[row] - value
+    return torch.cat([heads, left[:, None]], 1)

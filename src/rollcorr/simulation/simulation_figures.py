@@ -1,0 +1,214 @@
+"""The figures of the built-in study, from its rows. They need matplotlib."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from rollcorr.diagnostics.report.plots import LIGHT, to_png
+from rollcorr.simulation.ranking import ranked_estimators
+from rollcorr.simulation.studies import REGIMES, ResultRow
+
+try:
+    from matplotlib.axes import Axes
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
+except ImportError as error:
+    raise ImportError(
+        "figures need matplotlib: pip install 'rollcorr[report]', or write --no-figures for the tables alone"
+    ) from error
+
+Rows = Sequence[ResultRow]
+
+SHOWN = {
+    "none": "none",
+    "decoupled_token_is": "Token-TIS",
+    "decoupled_seq_is": "Seq-TIS",
+    "sequence_untruncated": "Seq-IS, untruncated",
+    "decoupled_seq_is_rs": "Seq-MIS",
+    "decoupled_k3_rs_token_tis": "K3-RS-Token-TIS",
+    "bypass_ppo_clip": "bypass PPO",
+}
+"""The estimators with a curve of their own."""
+COLORS = ("#1f2328", "#2563c9", "#b45309", "#f0a04b", "#7c3aed", "#15803d", "#c02626")
+
+
+def write_figures(rows: Mapping[str, Rows], folder: Path) -> list[Path]:
+    """Draw every figure whose study is there, as PNG files in a folder; their paths."""
+    drawn: dict[str, Callable[[Rows], Figure]] = {
+        "regimes": draw_regimes,
+        "length": lambda found: draw_sweep(found, "T", "length T, tokens"),
+        "kl": lambda found: draw_sweep(found, "kl", "KL per token, nats"),
+        "batch_size": draw_batch_sizes,
+        "threshold": draw_thresholds,
+        "orders": draw_orders,
+        "growth": draw_growth,
+    }
+    paths = []
+    for name, draw in drawn.items():
+        study = "length" if name == "batch_size" else name
+        if rows.get(study):
+            path = folder / f"{name}.png"
+            path.write_bytes(to_png(draw(rows[study]), dpi=110))
+            paths.append(path)
+    return paths
+
+
+def draw_regimes(rows: Rows) -> Figure:
+    """Direction error of every estimator, for every kind, a panel per regime; best on top."""
+    regimes = [regime for regime in REGIMES if any(row["regime"] == regime for row in rows)]
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    batch_size = max(row["batch_size"] for row in rows)
+    names = [entry.estimator for entry in ranked_estimators(rows, batch_size)]
+    cells = {(r["estimator"], r["regime"], r["kind"]): r["direction"] for r in rows if r["batch_size"] == batch_size}
+
+    figure, panels = _figure(3.2 + 2.0 * len(regimes), 1.6 + 0.22 * len(names), 1, len(regimes))
+    image = None
+    for axes, regime in zip(panels, regimes, strict=True):
+        values = [[cells[name, regime, kind] for kind in kinds] for name in names]
+        image = axes.imshow(values, vmin=0.0, vmax=1.0, cmap="viridis_r", aspect="auto")
+        axes.set_title(f"T × KL = {regime:g}", fontsize=9, color=LIGHT.ink)
+        axes.set_xticks(range(len(kinds)), kinds, rotation=90, fontsize=7)
+        axes.set_yticks(range(len(names)), names if axes is panels[0] else [], fontsize=7)
+        axes.tick_params(length=0, colors=LIGHT.ink)
+    if image is not None:
+        figure.colorbar(image, ax=panels, label="direction error: 0 exact, 1 noise or nothing", shrink=0.5)
+    return figure
+
+
+def draw_sweep(rows: Rows, column: str, label: str) -> Figure:
+    """Bias, deviation, direction error and ESS of the main estimators against one column."""
+    kind, batch_size = rows[0]["kind"], 256
+    figure, panels = _figure(11.4, 3.4, 1, 4)
+    quantities = (("bias", "bias / |∇J|"), ("deviation", "deviation / |∇J|"), ("direction", "direction error"))
+    for axes, (name, title) in zip(panels, (*quantities, ("ess", "effective sample size")), strict=True):
+        for color, (estimator, shown) in zip(COLORS, SHOWN.items(), strict=True):
+            points = sorted(
+                (row[column], row[name])
+                for row in rows
+                if (row["kind"], row["estimator"], row["batch_size"]) == (kind, estimator, batch_size)
+            )
+            axes.plot(*zip(*points, strict=True), color=color, linewidth=1.4, marker="o", markersize=3, label=shown)
+        axes.set_xscale("log")
+        if name in ("bias", "deviation"):
+            axes.set_yscale("symlog", linthresh=0.01)
+        _style(axes, title, label)
+        if column == "T":
+            lengths = sorted({int(row["T"]) for row in rows})
+            axes.set_xticks(lengths, [str(length) for length in lengths])
+    _legend(figure, panels[0])
+    return figure
+
+
+def draw_batch_sizes(rows: Rows) -> Figure:
+    """Root MSE against the batch size, at a short, a medium and a long length."""
+    kind = rows[0]["kind"]
+    lengths = sorted({row["T"] for row in rows})
+    chosen = sorted({lengths[0], lengths[len(lengths) // 2], lengths[-1]})
+    figure, panels = _figure(10.4, 3.4, 1, len(chosen))
+    for axes, length in zip(panels, chosen, strict=True):
+        for color, (estimator, shown) in zip(COLORS, SHOWN.items(), strict=True):
+            points = sorted(
+                (row["batch_size"], math.sqrt(row["mse"]))
+                for row in rows
+                if (row["kind"], row["estimator"], row["T"]) == (kind, estimator, length)
+            )
+            axes.plot(*zip(*points, strict=True), color=color, linewidth=1.4, marker="o", markersize=3, label=shown)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        _style(axes, f"√MSE / |∇J| at T = {length}", "batch size, sequences")
+    _legend(figure, panels[0])
+    return figure
+
+
+def draw_thresholds(rows: Rows) -> Figure:
+    """Direction error against the threshold, a panel per family; the matched random rejection is dashed."""
+    families = list(dict.fromkeys(row["family"] for row in rows))
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    batch_size, columns = 1024, 6
+    figure, panels = _figure(
+        13.0, 2.1 * math.ceil(len(families) / columns), math.ceil(len(families) / columns), columns
+    )
+    for axes, family in zip(panels, families, strict=False):
+        for color, kind in zip(COLORS[1:], kinds, strict=False):
+            found = [r for r in rows if (r["family"], r["kind"], r["batch_size"]) == (family, kind, batch_size)]
+            x = [row["threshold"] for row in found]
+            axes.plot(x, [row["direction"] for row in found], color=color, linewidth=1.4, label=kind)
+            if found[0]["unit"]:
+                axes.plot(x, [row["random_direction"] for row in found], color=color, linewidth=1.0, linestyle="--")
+        axes.set_xscale("log")
+        axes.set_ylim(0.0, 1.02)
+        _style(axes, family, "")
+    for axes in panels[len(families) :]:
+        axes.set_axis_off()
+    _legend(figure, panels[0])
+    return figure
+
+
+def draw_orders(rows: Rows) -> Figure:
+    """The points of each fitted order, with its slope and the published one."""
+    checks: dict[tuple[str, str], list[ResultRow]] = {}
+    for row in rows:
+        checks.setdefault((row["estimator"], row["quantity"]), []).append(row)
+    figure, panels = _figure(11.4, 2.6 * math.ceil(len(checks) / 3), math.ceil(len(checks) / 3), 3)
+    for axes, ((estimator, quantity), found) in zip(panels, checks.items(), strict=False):
+        x, y = [row["x"] for row in found], [row["y"] for row in found]
+        slope, published = found[0]["slope"], found[0]["published"]
+        axes.loglog(x, y, "o", color=COLORS[1], markersize=4, label=f"measured, slope {slope:.2f}")
+        axes.loglog(
+            x, [y[0] * (v / x[0]) ** published for v in x], "--", color=COLORS[6], label=f"published, {published:g}"
+        )
+        axes.legend(fontsize=7, frameon=False)
+        _style(axes, f"{estimator}: {quantity}", "")
+    for axes in panels[len(checks) :]:
+        axes.set_axis_off()
+    return figure
+
+
+def draw_growth(rows: Rows) -> Figure:
+    """χ² of whole sequences: exact, by (1 + χ̄²)^T, and as a batch of 1,024 sees it."""
+    names = list(dict.fromkeys(row["pair"] for row in rows))
+    figure, panels = _figure(10.4, 3.2, 1, len(names))
+    for axes, name in zip(panels, names, strict=True):
+        found = [row for row in rows if row["pair"] == name]
+        lengths = [row["T"] for row in found]
+        for color, column, label in (
+            (COLORS[0], "chi2_seq_exact", "exact"),
+            (COLORS[1], "chi2_seq_law", "(1 + χ̄²)^T − 1"),
+            (COLORS[6], "chi2_seq_batch_of_1024", "as a batch of 1,024 measures it"),
+        ):
+            axes.loglog(lengths, [row[column] for row in found], color=color, marker="o", markersize=3, label=label)
+        axes.legend(fontsize=7, frameon=False)
+        _style(axes, f"χ² of sequences: {name}", "length T, tokens")
+    return figure
+
+
+def _figure(width: float, height: float, rows: int, columns: int) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor=LIGHT.background)
+    FigureCanvasAgg(figure)
+    return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
+
+
+def _style(axes: Axes, title: str, label: str) -> None:
+    # Between powers of ten, labels of minor ticks would run into each other.
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    if axes.get_xscale() == "log":
+        axes.xaxis.set_major_locator(LogLocator(numticks=6))
+        low, high = axes.get_xlim()
+        if high / low < 10:
+            axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
+            axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.set_title(title, fontsize=8.5, loc="left", color=LIGHT.ink)
+    axes.set_xlabel(label, fontsize=8, color=LIGHT.ink)
+    axes.tick_params(colors=LIGHT.ink, labelsize=7)
+    axes.grid(color=LIGHT.faint, linewidth=0.5, alpha=0.6)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _legend(figure: Figure, axes: Axes) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), fontsize=7.5, frameon=False)

@@ -1,0 +1,199 @@
+"""A study of one's own in YAML: a pair of policies, the estimators, and for which lengths and batches.
+
+    pair: {kind: tempered, severity: 0.3, vocabulary: 8}     # or kl: 0.01 in place of severity
+    length: [16, 64, 256]
+    estimators:
+      - decoupled_token_is
+      - {name: mine, rollout_is: sequence, rollout_is_threshold: 4.0}
+    batch_sizes: [64, 1024]
+    samples: 4096
+    seed: 0
+
+A pair may also be given as tables: `trainer` and `rollout` are logits, `reward` the points, each a list of S lists of V
+numbers; `next_state` of the same shape is optional (the state is then the last token, or the only one), and so is
+`goal`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollcorr.config import PRESETS, RolloutCorrectionConfig, load_yaml
+from rollcorr.config.checks import check_integer, check_number, nearest
+from rollcorr.simulation.estimators import NONE, Estimators, every_estimator
+from rollcorr.simulation.markov_policies import MarkovPolicy, RewardRule
+from rollcorr.simulation.mismatches import PolicyPair, make_pair, pair_at_kl
+from rollcorr.simulation.sequence_rows import exact_rows, sample_rows
+from rollcorr.simulation.studies import Cell, ResultRow, measure
+
+_MADE = ("kind", "severity", "kl", "vocabulary", "states", "spread", "seed", "outcome", "reports", "end")
+_GIVEN = ("trainer", "rollout", "reward", "next_state", "goal")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulationFile:
+    """What a file asks for; the defaults fill what it leaves out.
+
+    Attributes:
+        pair: a kind with its options, or tables.
+        length: T, one or several.
+        estimators: names of presets or of the built-in study, or configurations as mappings. None: all of the study.
+        batch_sizes: B, sequences.
+        samples: drawn sequences, where sums over all of them do not fit.
+        seed: of the draws.
+
+    Raises:
+        TypeError, ValueError: a value is wrong; the message names it, its limit and the nearest name.
+    """
+
+    pair: Mapping[str, Any]
+    length: tuple[int, ...] = (16,)
+    estimators: tuple[object, ...] | None = None
+    batch_sizes: tuple[int, ...] = (64, 1024)
+    samples: int = 4096
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pair, Mapping):
+            raise TypeError(f"pair must be a mapping such as {{kind: noise, severity: 0.2}}; got {self.pair!r}")
+        for option in ("length", "batch_sizes"):
+            values = getattr(self, option)
+            values = tuple(values) if isinstance(values, list | tuple) else (values,)
+            if not values:
+                raise ValueError(f"{option} is an empty list; give at least one number")
+            object.__setattr__(self, option, tuple(check_integer(option, value, at_least=1) for value in values))
+        check_integer("samples", self.samples, at_least=40)
+        check_integer("seed", self.seed, at_least=0)
+
+        # Both are made once here, so that a mistake is found before the first cell and not after an hour.
+        chosen_estimators(self.estimators)
+        for length in self.length:
+            pair_of(self.pair, length)
+
+    def cells(self) -> list[Cell]:
+        """One cell for each length."""
+        shared: dict[str, Any] = {
+            "pair": dict(self.pair),
+            "chosen": None if self.estimators is None else list(self.estimators),
+        }
+        shared |= {"batch_sizes": list(self.batch_sizes), "samples": self.samples, "seed": self.seed}
+        return [Cell("estimators", {"length": length, **shared}) for length in self.length]
+
+
+def read_simulation_file(path: Path) -> SimulationFile:
+    """Read and check a file.
+
+    Raises:
+        OSError: it cannot be read.
+        TypeError, ValueError: it is no YAML, or a key or value in it is wrong.
+    """
+    document = load_yaml(path.read_text(encoding="utf-8"))
+    if not isinstance(document, Mapping):
+        raise TypeError(f"{path} must hold keys such as pair and length; got {type(document).__name__}")
+    known = [field.name for field in fields(SimulationFile)]
+    _check_keys("the file", document, known)
+    if "pair" not in document:
+        raise ValueError(f"{path} names no pair; add, for instance, pair: {{kind: noise, severity: 0.2}}")
+    return SimulationFile(**document)
+
+
+def run_file_cell(cell: Cell) -> list[ResultRow]:
+    """Measure one length of a file: exactly where the sums fit, else from samples."""
+    settings = cell.settings
+    pair = pair_of(settings["pair"], settings["length"])
+    rows = exact_rows(pair)
+    if rows is None:
+        rows = sample_rows(pair, settings["samples"], torch.Generator(device="cpu").manual_seed(settings["seed"]))
+    chosen = chosen_estimators(settings["chosen"])
+    return measure(rows, chosen, tuple(settings["batch_sizes"]), kind=pair.kind, severity=pair.severity)
+
+
+def pair_of(options: Mapping[str, Any], length: int) -> PolicyPair:
+    """The pair that a file's `pair` describes.
+
+    Raises:
+        TypeError, ValueError: a key is unknown, or a value is wrong.
+    """
+    if "kind" in options:
+        _check_keys("pair", options, _MADE)
+        given = {key: value for key, value in options.items() if key not in ("kind", "severity", "kl")}
+        if ("severity" in options) == ("kl" in options):
+            raise ValueError(f"pair needs severity or kl, one of them; got {', '.join(options)}")
+        if "kl" in options:
+            return pair_at_kl(options["kind"], options["kl"], length=length, **given)
+        return make_pair(options["kind"], options["severity"], length=length, **given)
+
+    _check_keys("pair", options, _GIVEN)
+    missing = [name for name in ("trainer", "rollout", "reward") if name not in options]
+    if missing:
+        raise ValueError(f"pair has no {' and no '.join(missing)}; give a kind, or the tables trainer, rollout, reward")
+    trainer, rollout, points = (_table(name, options[name]) for name in ("trainer", "rollout", "reward"))
+    policy = MarkovPolicy(trainer, _next_state(options.get("next_state"), trainer))
+    goal = options.get("goal")
+    rule = RewardRule(points, None if goal is None else check_number("goal", goal))
+    return PolicyPair(policy, policy.with_logits(rollout), rule, length)
+
+
+def chosen_estimators(chosen: object) -> Estimators:
+    """Names and mappings → configurations; None: every estimator of the built-in study.
+
+    Raises:
+        TypeError, ValueError: an entry is neither, a name is unknown, or a configuration is wrong.
+    """
+    known = every_estimator() | {name: RolloutCorrectionConfig.preset(name) for name in PRESETS}
+    if chosen is None:
+        return every_estimator()
+    if not isinstance(chosen, list | tuple) or not chosen:
+        raise TypeError(f"estimators must be a list of names and configurations; got {chosen!r}")
+    named: Estimators = {}
+    for entry in chosen:
+        if isinstance(entry, str):
+            if entry not in known:
+                raise ValueError(
+                    f"no estimator is named {entry!r}; names are {NONE!r}, the presets, and those of the built-in "
+                    f"study.{nearest(entry, known)}"
+                )
+            named[entry] = known[entry]
+        elif isinstance(entry, Mapping):
+            options = dict(entry)
+            name = str(options.pop("name", ", ".join(f"{key}={value}" for key, value in options.items())))
+            _check_keys(f"estimator {name!r}", options, RolloutCorrectionConfig().to_dict())
+            named[name] = RolloutCorrectionConfig(**options)
+        else:
+            raise TypeError(f"an estimator is a name or a mapping of options; got {entry!r}")
+    return named
+
+
+def _check_keys(where: str, given: Mapping[Any, Any], known: Any) -> None:  # noqa: ANN401 (any collection of names)
+    for key in given:
+        if key not in known:
+            raise ValueError(f"{where} has no option {key!r}; known are {', '.join(known)}.{nearest(str(key), known)}")
+
+
+def _table(name: str, values: object) -> Tensor:
+    """A list of lists of numbers as (S, V) float64."""
+    try:
+        table = torch.tensor(values, dtype=torch.float64, device="cpu")
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"pair.{name} must be a list of lists of numbers, all of one length; {error}") from error
+    if table.dim() != 2:
+        raise ValueError(f"pair.{name} must have states as rows and tokens as columns; got {table.dim()} dimensions")
+    return table
+
+
+def _next_state(values: object, like: Tensor) -> Tensor:
+    if values is not None:
+        return _table("next_state", values).long()
+    states, vocabulary = like.shape
+    if states not in (1, vocabulary):
+        raise ValueError(
+            f"pair.next_state is needed: {states} states and {vocabulary} tokens; without it the state is the last "
+            "token, so there are as many, or there is one state"
+        )
+    return (torch.arange(vocabulary, device="cpu") % states).expand(states, vocabulary).contiguous()

@@ -1,0 +1,359 @@
+"""The built-in study, cell by cell: what each cell measures, as a function from its settings to rows.
+
+A cell is small (seconds), named, and made from plain values, so that a run can stop between any two and go on later.
+A row is a flat dictionary; the rows of a study become one CSV file.
+
+    agreement    sampled against exact, for every kind and estimator
+    regimes      every estimator at T × KL = 0.1, 1, 10, 30, for every kind of mismatch; sampled
+    length, kl   every estimator against one of them, the other fixed; exact
+    threshold    every weight and criterion against its threshold at T × KL = 1; sampled
+    orders       the slopes of the published orders; exact
+    growth       log E[ρ²] beside T log(1 + χ̄²)
+    clamp        what happens to sequence weights at T_max = 20 / KL; sampled
+    batch        normalizers whose denominators are weights: whole batches, sampled
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any
+
+import torch
+
+from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.core import merge_statistics, metric_registry
+from rollcorr.correction import correct
+from rollcorr.simulation.estimators import Estimators, every_estimator, threshold_sweep
+from rollcorr.simulation.gradient_errors import (
+    GradientError,
+    GradientSums,
+    gradient_error,
+    gradient_sums,
+    random_rejection,
+    rejected_unit,
+    without_rejection,
+)
+from rollcorr.simulation.loss_coefficients import batch_gradient
+from rollcorr.simulation.mismatches import KINDS, PolicyPair, make_pair, pair_at_kl
+from rollcorr.simulation.orders import (
+    ORDER_CHECKS,
+    coin_with_chi2,
+    fit_slope,
+    growth_of_chi2,
+    longest_viable_length,
+)
+from rollcorr.simulation.sequence_rows import SequenceRows, every_sequence, exact_rows, mixed_rows, sample_rows
+
+ResultRow = dict[str, Any]
+REGIMES = (0.1, 1.0, 10.0, 30.0)
+BATCH_SIZES = (16, 64, 256, 1024, 4096)
+APART = ("tempered, raw", "noise, garbage")
+"""Kinds that are no mismatch of two policies alone: raw log-probs that hide it, and a share of broken sequences."""
+GARBAGE = 0.05
+"""Share of the sequences that a broken worker samples, in the kind "noise, garbage"."""
+PUBLISHED_LENGTHS = {
+    0.0006: 33_000, 0.001: 20_000, 0.002: 10_000, 0.005: 4_000, 0.01: 2_000, 0.02: 1_000, 0.05: 400,
+}  # fmt: skip
+"""KL per token → T_max: the table of Fang and Khazi (2025), https://www.llmdata.com/blog/mismatch-praxis/."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One piece of a study.
+
+    Attributes:
+        study: a name of `STUDIES`.
+        settings: plain values, all that the result depends on.
+    """
+
+    study: str
+    settings: Mapping[str, Any]
+
+
+def laboratory_cells(*, quick: bool = False) -> list[Cell]:
+    """The cells of the whole study, or with `quick` of a subset that takes the same paths in seconds."""
+    kinds = ["noise", "truncated"] if quick else list(KINDS)
+    draws, samples = (20_000, 256) if quick else (1_000_000, 2048)
+    length = 32 if quick else 128
+    exact_kinds = ["noise"] if quick else ["noise", "heavy_tailed", "stale"]
+    cells = [Cell("agreement", {"kind": kind, "draws": draws, "seed": 11}) for kind in kinds]
+    cells += [
+        Cell("regimes", {"kind": kind, "t_times_kl": level, "length": length, "samples": samples, "seed": 5})
+        for level in (REGIMES[1:2] if quick else REGIMES)
+        for kind in (*kinds, *APART)
+    ]
+    lengths = (2, 8) if quick else (2, 4, 8, 16, 32, 64)
+    divergences = (0.01, 0.1) if quick else (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 0.6)
+    fixed = 8 if quick else 32
+    for kind in exact_kinds:
+        cells += [Cell("length", {"kind": kind, "length": T, "kl": 0.01}) for T in lengths]
+        cells += [Cell("kl", {"kind": kind, "length": fixed, "kl": value}) for value in divergences]
+    for kind in (*exact_kinds, "noise, garbage"):
+        settings = {"kind": kind, "t_times_kl": 1.0, "length": length, "samples": samples, "seed": 5}
+        cells += [Cell("threshold", settings)]
+    cells += [Cell("batch", {"length": 16, "kl": 0.03, "batch_size": 64, "batches": 30 if quick else 200, "seed": 2})]
+    cells += [Cell("orders", {"index": index}) for index in (range(2) if quick else range(len(ORDER_CHECKS)))]
+    cells += [Cell("growth", {"length": T}) for T in ((10, 100) if quick else (10, 30, 100, 300, 1000))]
+    table = {0.05: 400} if quick else PUBLISHED_LENGTHS
+    return cells + [Cell("clamp", {"kl": kl, "published": T, "samples": 64, "seed": 4}) for kl, T in table.items()]
+
+
+def run_cell(cell: Cell) -> list[ResultRow]:
+    """Measure one cell: the same settings give the same rows.
+
+    Raises:
+        ValueError: no study has this name, or a setting is wrong.
+    """
+    if cell.study not in STUDIES:
+        raise ValueError(f"no study is named {cell.study!r}; known are {', '.join(STUDIES)}")
+    return STUDIES[cell.study](**cell.settings)
+
+
+def measure(
+    rows: SequenceRows, estimators: Estimators, batch_sizes: tuple[int, ...], **labels: object
+) -> list[ResultRow]:
+    """A row for each estimator and batch size, with the matched random rejection beside each filter.
+
+    Args:
+        rows: sampled or exact.
+        estimators: name → configuration; None is no correction.
+        batch_sizes: B, sequences.
+        **labels: written in front of each row.
+    """
+    pair = rows.pair
+    facts = {"T": pair.length, "kl": pair.kl, "t_times_kl": pair.sequence_kl, "chi2": pair.chi2, "sequences": len(rows)}
+    found: list[ResultRow] = []
+
+    # Many filters stand on the same weights, so what they are compared with is measured once.
+    unfiltered: dict[RolloutCorrectionConfig | None, GradientSums] = {}
+
+    def measured(config: RolloutCorrectionConfig | None) -> GradientSums:
+        if config not in unfiltered:
+            unfiltered[config] = gradient_sums(rows, config)
+        return unfiltered[config]
+
+    for name, config in estimators.items():
+        unit = None if config is None else rejected_unit(config)
+        sums, control = (measured(config) if unit is None else gradient_sums(rows, config)), None
+        if config is not None and unit is not None:
+            control = random_rejection(sums, measured(without_rejection(config)), rows, unit=unit)
+        for batch_size in batch_sizes:
+            error = gradient_error(sums, pair.gradient, batch_size)
+            row = {**labels, **facts, "estimator": name, **_columns(error)}
+            matched = None if control is None else gradient_error(control, pair.gradient, batch_size)
+            row["unit"] = unit or ""
+            for column in ("bias", "deviation", "mse", "direction"):
+                row[f"random_{column}"] = "" if matched is None else getattr(matched, column).value
+                row[f"random_{column}_error"] = "" if matched is None else getattr(matched, column).error
+            found.append(row)
+    return found
+
+
+def agreement(kind: str, draws: int, seed: int) -> list[ResultRow]:
+    """Sampled means of every entry of the gradient against exact ones, in exact standard errors."""
+    pair = make_pair(kind, 1.0 if KINDS[kind].whole else 0.3, vocabulary=4, length=5, seed=3)
+    every, sample = every_sequence(pair), sample_rows(pair, draws, torch.Generator(device="cpu").manual_seed(seed))
+
+    # Equal sequences give equal gradients, so the estimators see each sampled sequence once, with its count.
+    digits = 4 ** torch.arange(pair.length, device="cpu")
+    codes, count = torch.unique((sample.tokens * digits).sum(-1), return_counts=True)
+    place = torch.searchsorted(codes, (every.tokens * digits).sum(-1)).clamp(max=len(codes) - 1)
+    drawn = (codes[place] == (every.tokens * digits).sum(-1)) * count[place]
+    sampled = dataclasses.replace(every, probability=drawn / draws)
+
+    found: list[ResultRow] = []
+    estimators = every_estimator()
+    for name, config in estimators.items():
+        exact, seen = gradient_sums(every, config), gradient_sums(sampled, config)
+        mean = exact.first.sum(0)
+        error = ((exact.second.sum(0) - mean.square()).clamp(min=0) / draws).sqrt()
+        compared = error > 1e-9
+        deviation = ((seen.first.sum(0) - mean)[compared] / error[compared]).abs()
+        found.append(
+            {
+                "kind": kind,
+                "estimator": name,
+                "draws": int(drawn.sum()),
+                "entries": int(compared.sum()),
+                "largest_z": float(deviation.max()) if compared.any() else 0.0,
+            }
+        )
+
+    # Four standard errors for one comparison; for many, the same chance that any of them is beyond.
+    comparisons = sum(row["entries"] for row in found) * len(KINDS)
+    limit = NormalDist().inv_cdf(1 - (1 - NormalDist().cdf(4)) / comparisons)
+    return [row | {"limit": limit} for row in found]
+
+
+def regimes(kind: str, t_times_kl: float, length: int, samples: int, seed: int) -> list[ResultRow]:
+    """Every estimator on sampled sequences of a Markov policy with 16 tokens, at one T × KL."""
+    rows = _sampled(kind, t_times_kl, length, samples, seed)
+    return measure(rows, every_estimator(), (64, 1024), kind=kind, regime=t_times_kl)
+
+
+def swept(kind: str, length: int, kl: float) -> list[ResultRow]:
+    """Every estimator on every sequence of three independent tokens, with an outcome reward."""
+    return measure(_exact(kind, length, kl), every_estimator(), BATCH_SIZES, kind=kind)
+
+
+def threshold(kind: str, t_times_kl: float, length: int, samples: int, seed: int) -> list[ResultRow]:
+    """Each family of weights and each criterion, from strict to open, on the sequences of `regimes`."""
+    rows = _sampled(kind, t_times_kl, length, samples, seed)
+    found = []
+    for family, estimators in threshold_sweep().items():
+        measured = measure(rows, estimators, (64, 1024), kind=kind, family=family)
+        found += [row | {"threshold": float(row.pop("estimator"))} for row in measured]
+    return found
+
+
+def orders(index: int) -> list[ResultRow]:
+    """One published order: its fitted slope, and the points."""
+    check = ORDER_CHECKS[index]
+    x, y = check.points()
+    fit = fit_slope(x, y)
+    shared: ResultRow = {"estimator": check.estimator, "quantity": check.quantity, "pair": check.pair}
+    shared |= {"published": check.published, "slope": fit.slope, "error": fit.error, "attained": check.attained}
+    return [shared | {"x": a, "y": b} for a, b in zip(x, y, strict=True)]
+
+
+def growth(length: int) -> list[ResultRow]:
+    """(1 + χ̄²)^T beside the exact second moment, and beside what a batch of 1,024 sees of it."""
+    state_dependent = pair_at_kl("stale", 0.01, vocabulary=8, length=300, seed=2).with_length(length)
+    found = []
+    for name, pair in (
+        ("one state, χ̄² = 0.01", coin_with_chi2(0.01, length)),
+        ("8 states, one update behind", state_dependent),
+    ):
+        law = growth_of_chi2(pair)
+        rows = sample_rows(pair, 1024, torch.Generator(device="cpu").manual_seed(length))
+        metrics = correct(rows.train_log_prob, rows.rollout_log_prob, rows.mask, "decoupled_seq_is").metrics(prefix="")
+        found.append(
+            {
+                "pair": name,
+                "T": length,
+                "chi2": law.chi2,
+                "log_exact": law.exact,
+                "log_law": law.law,
+                "chi2_seq_exact": pair.sequence_chi2,
+                "chi2_seq_law": math.expm1(law.law),
+                "chi2_seq_batch_of_1024": metrics["chi2_seq"],
+            }
+        )
+    return found
+
+
+def clamp(kl: float, published: int, samples: int, seed: int) -> list[ResultRow]:
+    """Sequence weights at the longest viable length, and how much earlier their effective sample size is gone."""
+    limit = round(longest_viable_length(kl))
+    pair = pair_at_kl("noise", kl, vocabulary=8, states=1, length=1, spread=1.5, seed=seed).with_length(limit)
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+
+    # A few sequences at a time, merged exactly: a whole batch of 33,000 tokens each would fill the memory.
+    merged = []
+    for _ in range(4):
+        rows = sample_rows(pair, samples // 4, generator)
+        merged.append(correct(rows.train_log_prob, rows.rollout_log_prob, rows.mask, "decoupled_seq_is").statistics)
+    statistics = merge_statistics([part for part in merged if part is not None])
+    metrics = metric_registry.finalize(statistics.read(), prefix="")
+    growth_rate = math.log1p(pair.chi2)
+    return [
+        {
+            "kl": pair.kl,
+            "published": published,
+            "t_max": longest_viable_length(pair.kl),
+            "metric_max_viable_length": metrics["max_viable_length"],
+            "saturated_low": metrics["saturated_low_fraction"],
+            "ess_at_t_max": metrics["rollout_is_eff_sample_size"],
+            "ess_half_at": math.log(2) / growth_rate,
+            "ess_tenth_at": math.log(10) / growth_rate,
+        }
+    ]
+
+
+def batch(length: int, kl: float, batch_size: int, batches: int, seed: int) -> list[ResultRow]:
+    """Whole batches with the package's own denominators, for normalizers that divide by weights."""
+    pair = pair_at_kl("noise", kl, vocabulary=4, length=length, seed=3)
+    rows = sample_rows(pair, batch_size * batches, torch.Generator(device="cpu").manual_seed(seed))
+    found = []
+    for level in ("token", "sequence"):
+        base = RolloutCorrectionConfig(rollout_is=level)  # type: ignore[arg-type]
+        for name, change in (
+            ("kept", {}),
+            ("weights", {"normalizer": "weights"}),
+            ("batch-normalized", {"rollout_is_batch_normalize": True}),
+        ):
+            config = dataclasses.replace(base, **change)  # type: ignore[arg-type]
+            gradients = torch.stack(
+                [batch_gradient(rows.part(i * batch_size, (i + 1) * batch_size), config) for i in range(batches)]
+            ).flatten(1)
+            found.append(
+                {"level": level, "normalizer": name, "batch_size": batch_size, "T": length, "kl": pair.kl}
+                | _of_batches(gradients, pair)
+            )
+    return found
+
+
+STUDIES: Mapping[str, Callable[..., list[ResultRow]]] = {
+    "agreement": agreement,
+    "regimes": regimes,
+    "length": swept,
+    "kl": swept,
+    "threshold": threshold,
+    "batch": batch,
+    "orders": orders,
+    "growth": growth,
+    "clamp": clamp,
+}
+"""Name → the function that a cell of that study calls."""
+
+
+def _sampled(kind: str, t_times_kl: float, length: int, samples: int, seed: int) -> SequenceRows:
+    """Sequences of a Markov policy with 16 tokens; the reward is a mean over tokens."""
+    name, _, extra = kind.partition(", ")
+    options: dict[str, Any] = {"vocabulary": 16, "length": length, "spread": 2.0, "seed": seed}
+    pair = pair_at_kl(name, t_times_kl / length, **options, reports="raw" if extra == "raw" else "sampled")
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    rows = sample_rows(pair, samples, generator)
+    if extra != "garbage":
+        return rows
+
+    # A broken worker samples every token alike.
+    broken = dataclasses.replace(pair, rollout=pair.trainer.with_logits(torch.zeros_like(pair.trainer.logits)))
+    return mixed_rows(rows, sample_rows(broken, samples, generator), GARBAGE)
+
+
+def _exact(kind: str, length: int, kl: float) -> SequenceRows:
+    """Every sequence of three independent tokens; about half of the rollouts succeed."""
+    options: dict[str, Any] = {"vocabulary": 3, "states": 1, "length": length, "spread": 1.0, "seed": 2}
+    rows = exact_rows(pair_at_kl(kind, kl, **options, outcome=True))
+    assert rows is not None
+    return rows
+
+
+def _columns(error: GradientError) -> ResultRow:
+    columns: ResultRow = {"batch_size": error.batch_size}
+    for name in ("bias", "deviation", "mse", "direction", "ess", "kept", "kept_sequences"):
+        estimate = getattr(error, name)
+        columns |= {name: estimate.value, f"{name}_error": estimate.error}
+    return columns | {"exact": error.exact}
+
+
+def _of_batches(gradients: torch.Tensor, pair: PolicyPair) -> ResultRow:
+    """Direction error, relative bias and deviation of `gradients`, with the noise of their mean taken out."""
+    count, truth = len(gradients), pair.gradient.flatten()
+    scale = float(truth.square().sum())
+    mean = gradients.mean(0)
+    variance = float((gradients - mean).square().sum() / (count - 1))
+    squared_bias = max(float((mean - truth).square().sum()) - variance / count, 0.0)
+    aligned = float(mean @ truth) ** 2 / (scale * float(gradients.square().sum(-1).mean()))
+    return {
+        "direction": math.sqrt(max(1 - aligned, 0.0)),
+        "bias": math.sqrt(squared_bias / scale),
+        "bias_error": math.sqrt(variance / count / scale),
+        "deviation": math.sqrt(variance / scale),
+        "deviation_error": math.sqrt(variance / scale / 2 / (count - 1)),
+    }

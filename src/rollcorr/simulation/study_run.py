@@ -1,0 +1,171 @@
+"""Run cells one by one, keep each result at once, and write one table per study.
+
+    OUTPUT/cells/KEY.json    what a finished cell gave; a later run with the same settings takes it from there
+    OUTPUT/STUDY.csv         the rows of a study, in the order of its cells
+    OUTPUT/run.json          command, versions, processor, seconds, and how many cells are done
+
+Ctrl-C ends the run after what is finished: the tables then hold those cells, and the same command goes on from there.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rollcorr.run_directory.durable_files import write_text_durably
+from rollcorr.simulation.studies import Cell, ResultRow, run_cell
+
+FORMAT = 1
+"""Part of every key. A change of what a cell measures raises it, so that no old result is taken for a new one."""
+
+OnCell = Callable[[Cell, int, int], None]
+
+
+@dataclass(frozen=True)
+class StudyResult:
+    """What a run has.
+
+    Attributes:
+        rows: study → rows of its finished cells.
+        done: finished cells.
+        total: cells of the study.
+        reused: finished cells that an earlier run had measured.
+        cpu_seconds: of all finished cells together, also of earlier runs.
+        interrupted: Ctrl-C ended the run.
+    """
+
+    rows: dict[str, list[ResultRow]]
+    done: int
+    total: int
+    reused: int
+    cpu_seconds: float
+    interrupted: bool
+
+
+def run_cells(
+    cells: Sequence[Cell],
+    folder: Path,
+    *,
+    command: str,
+    run: Callable[[Cell], list[ResultRow]] = run_cell,
+    on_cell: OnCell | None = None,
+) -> StudyResult:
+    """Run what is not there yet, then write the tables.
+
+    Args:
+        cells: of the study.
+        folder: where results are kept; made if it is missing.
+        command: written into run.json, so that a reader can repeat the run.
+        run: measures one cell.
+        on_cell: called before each cell, with its number and how many there are.
+
+    Raises:
+        OSError: the folder cannot be written.
+        ValueError: a setting of a cell is wrong.
+    """
+    (folder / "cells").mkdir(parents=True, exist_ok=True)
+    finished: list[tuple[Cell, list[ResultRow], float]] = []
+    reused, interrupted = 0, False
+    start = time.perf_counter()
+    try:
+        for number, cell in enumerate(cells):
+            if on_cell is not None:
+                on_cell(cell, number, len(cells))
+            path = folder / "cells" / f"{cell_key(cell)}.json"
+            stored = _stored(path)
+            if stored is not None:
+                reused += 1
+                finished.append((cell, *stored))
+                continue
+            before = time.process_time()
+            rows = run(cell)
+            seconds = time.process_time() - before
+            record = {"study": cell.study, "settings": dict(cell.settings), "cpu_seconds": seconds, "rows": rows}
+            write_text_durably(path, json.dumps(record, ensure_ascii=False))
+            finished.append((cell, rows, seconds))
+    except KeyboardInterrupt:
+        interrupted = True
+
+    by_study: dict[str, list[ResultRow]] = {}
+    for cell, rows, _ in finished:
+        by_study.setdefault(cell.study, []).extend(rows)
+    for study, rows in by_study.items():
+        write_text_durably(folder / f"{study}.csv", to_csv(rows))
+    result = StudyResult(
+        by_study, len(finished), len(cells), reused, sum(seconds for *_, seconds in finished), interrupted
+    )
+    facts = _facts(command, result, time.perf_counter() - start) | {"seeds": _seeds(cells)}
+    write_text_durably(folder / "run.json", json.dumps(facts, ensure_ascii=False, indent=2) + "\n")
+    return result
+
+
+def cell_key(cell: Cell) -> str:
+    """A name for the cell's file, from all that its result depends on."""
+    text = json.dumps([FORMAT, cell.study, dict(cell.settings)], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+
+def to_csv(rows: Sequence[ResultRow]) -> str:
+    """The rows under the columns of the first; six significant digits."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: _short(value) for name, value in row.items()} for row in rows)
+    return text.getvalue()
+
+
+def _short(value: object) -> object:
+    return f"{value:.6g}" if isinstance(value, float) else value
+
+
+def _stored(path: Path) -> tuple[list[ResultRow], float] | None:
+    """Rows and seconds of a finished cell; None where there is no whole file."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return record["rows"], float(record["cpu_seconds"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _facts(command: str, result: StudyResult, wall_seconds: float) -> dict[str, object]:
+    return {
+        "command": command,
+        "cells": result.done,
+        "cells_of_the_study": result.total,
+        "cells_reused": result.reused,
+        "cpu_seconds": round(result.cpu_seconds, 1),
+        "seconds_of_the_last_run": round(wall_seconds, 1),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "processor": processor_name(),
+    }
+
+
+def _seeds(cells: Sequence[Cell]) -> dict[str, list[int]]:
+    """Study → the seeds of its draws. Those of the policies are fixed in the studies themselves."""
+    seeds: dict[str, set[int]] = {}
+    for cell in cells:
+        if "seed" in cell.settings:
+            seeds.setdefault(cell.study, set()).add(cell.settings["seed"])
+    return {study: sorted(found) for study, found in seeds.items()}
+
+
+def processor_name() -> str:
+    """The processor as the system names it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

@@ -1,0 +1,232 @@
+"""docs/laboratory.md: the frame in laboratory_frame.md, with tables from experiments/laboratory.
+
+`rollcorr simulate --output experiments/laboratory` writes those results.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollcorr.simulation import KINDS
+from rollcorr.simulation.ranking import ranked_estimators
+from rollcorr.simulation.studies import REGIMES
+
+RESULTS = Path(__file__).resolve().parents[1] / "experiments" / "laboratory"
+SEVERITY = {
+    "noise": "σ of the noise, nats",
+    "heavy_tailed": "its scale, nats",
+    "tempered": "1 − temperature",
+    "truncated": "1 − top_p",
+    "top_k": "tokens left out",
+    "stale": "largest change of a logit by the missing update, nats",
+    "quantized": "grid, nats",
+}
+
+Table = Callable[[Sequence[str], Iterable[Sequence[object]]], str]
+Rows = list[dict[str, Any]]
+
+
+def laboratory_page(generated: str, table: Table) -> str:
+    """The page; `table` writes a Markdown table from a header and rows."""
+    frame = (Path(__file__).parent / "laboratory_frame.md").read_text(encoding="utf-8")
+    facts = json.loads((RESULTS / "run.json").read_text(encoding="utf-8"))
+    parts = {
+        "generated": generated,
+        "kinds": _kinds(),
+        "kind_count": str(len(KINDS)),
+        "example": _example(),
+        "agreement": _agreement(),
+        "ranking": _ranking(table),
+        "gains": _gains(table),
+        "winners": _winners(table),
+        "orders": _orders(table),
+        "growth": _growth(table),
+        "growth_example": _growth_example(),
+        "clamp": _clamp(table),
+        "batch": _batch(table),
+        "batch_words": _batch_words(),
+        **{
+            key: str(facts[key])
+            for key in ("command", "cells", "cpu_seconds", "threads", "processor", "torch", "python")
+        },
+    }
+    return re.sub(r"<<(\w+)>>", lambda place: parts[place[1]], frame)
+
+
+def _read(study: str) -> Rows:
+    """The rows of a study, with numbers as numbers."""
+    with (RESULTS / f"{study}.csv").open(encoding="utf-8") as file:
+        return [{key: _value(text) for key, text in row.items()} for row in csv.DictReader(file)]
+
+
+def _value(text: str) -> Any:  # noqa: ANN401 (a number, a truth or a text)
+    if text in ("True", "False"):
+        return text == "True"
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _kinds() -> str:
+    return "\n".join(f"| `{name}` | {kind.description} | {SEVERITY[name]} |" for name, kind in KINDS.items())
+
+
+def _example() -> str:
+    import torch
+
+    from rollcorr import correct
+    from rollcorr.simulation import make_pair, sample_rows
+
+    pair = make_pair("tempered", 0.3, vocabulary=8, length=64)
+    rows = sample_rows(pair, 256, torch.Generator(device="cpu").manual_seed(0))
+    correction = correct(rows.train_log_prob, rows.rollout_log_prob, rows.mask, "decoupled_token_is")
+    return (
+        f"KL per token: exact {pair.kl:.4f}, measured {correction.metrics(prefix='')['kl']:.4f}\n"
+        f"the exact gradient has {pair.gradient.numel()} entries, of norm {pair.gradient.norm():.4f}"
+    )
+
+
+def _agreement() -> str:
+    rows = _read("agreement")
+    worst = max(rows, key=lambda row: row["largest_z"])
+    entries = sum(int(row["entries"]) for row in rows)
+    return (
+        f"{len(rows)} means of gradients,\n{entries:,} entries. The largest deviation is {worst['largest_z']:.2f} "
+        f"exact standard errors ({worst['kind']}, `{worst['estimator']}`); the limit, 4 corrected\nfor the number of "
+        f"comparisons, is {min(row['limit'] for row in rows):.2f}."
+    )
+
+
+def _ranking(table: Table) -> str:
+    rows = _read("regimes")
+    by_regime = {regime: {e.estimator: e for e in ranked_estimators(rows, 1024, regime=regime)} for regime in REGIMES}
+    lines: dict[tuple[str, ...], list[str]] = {}
+    for entry in ranked_estimators(rows, 1024):
+        cells = []
+        for regime in REGIMES:
+            found = by_regime[regime][entry.estimator]
+            number = f"{found.direction:.3f} ± {found.error:.3f}"
+            if found.tied:
+                number = f"**{number}**"
+            cells.append(number if found.resolved else f"{number} †")
+        lines.setdefault(tuple(cells), []).append(f"`{entry.estimator}`")
+    return table(
+        ("estimator", *(f"T × KL = {regime:g}" for regime in REGIMES)),
+        [(", ".join(names), *cells) for cells, names in lines.items()],
+    )
+
+
+def _gains(table: Table) -> str:
+    rows = [row for row in _read("threshold") if row["unit"] and row["batch_size"] == 1024]
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    lines = []
+    for family in dict.fromkeys(row["family"] for row in rows):
+        cells: list[object] = []
+        for kind in kinds:
+            candidates = [row for row in rows if (row["family"], row["kind"]) == (family, kind)]
+            row = min(candidates, key=lambda row: abs(row["kept"] - 0.8))
+            gain = row["random_direction"] - row["direction"]
+            error = max(row["direction_error"], row["random_direction_error"])
+            cells.append(f"{gain:+.3f} ± {error:.3f} ({1 - row['kept']:.0%} at {row['threshold']:g})")
+        lines.append((f"`{family}`", candidates[0]["unit"], *cells))
+    return table(("criterion", "rejects", *(f"{kind}: gain (rejected, threshold)" for kind in kinds)), lines)
+
+
+def _winners(table: Table) -> str:
+    """Filters of the regimes that beat their control by more than two standard errors, and how many lose to it."""
+    lines: dict[tuple[str, ...], list[str]] = {}
+    lost = 0
+    for row in _read("regimes"):
+        # Whoever rejects nothing or all is his own control.
+        if not row["unit"] or row["batch_size"] != 1024 or not 0.02 < row["kept"] < 0.999:
+            continue
+        gain = row["random_direction"] - row["direction"]
+        error = math.hypot(row["direction_error"], row["random_direction_error"])
+        lost += gain < -2 * error
+        if gain > 2 * error:
+            cells = (f"{row['regime']:g}", row["kind"], f"{1 - row['kept']:.0%}", f"{gain:+.3f} ± {error:.3f}")
+            lines.setdefault(cells, []).append(f"`{row['estimator']}`")
+    rows = [(*cells[:2], ", ".join(names), *cells[2:]) for cells, names in lines.items()]
+    shown = table(("T × KL", "kind", "estimator", "rejected", "gain in direction error"), rows)
+    return f"{sum(map(len, lines.values()))} gain, and {lost} lose by as much:\n\n{shown}"
+
+
+def _orders(table: Table) -> str:
+    checks: dict[tuple[str, str], Rows] = {}
+    for row in _read("orders"):
+        checks.setdefault((row["estimator"], row["quantity"]), []).append(row)
+    lines = []
+    for (estimator, quantity), found in checks.items():
+        row = found[0]
+        low, high = min(r["x"] for r in found), max(r["x"] for r in found)
+        verdict = "attained" if row["attained"] else "holds, and is not attained: a lower one is proved"
+        measured = f"{row['slope']:.2f} ± {row['error']:.2f}"
+        lines.append((estimator, quantity, row["published"], measured, f"{low:g} … {high:g}", row["pair"], verdict))
+    return table(("weights", "exponent of", "published", "measured", "range", "policies", "verdict"), lines)
+
+
+def _growth_example() -> str:
+    (row,) = [r for r in _read("growth") if r["pair"].startswith("one state") and r["T"] == 1000]
+    return f"{row['chi2_seq_exact']:,.0f}"
+
+
+def _growth(table: Table) -> str:
+    lines = [
+        (
+            row["pair"],
+            f"{row['T']:g}",
+            f"{row['chi2']:.4f}",
+            f"{row['log_exact']:.3f}",
+            f"{row['log_law']:.3f}",
+            f"{row['chi2_seq_exact']:.3g}",
+            f"{row['chi2_seq_law']:.3g}",
+            f"{row['chi2_seq_batch_of_1024']:.3g}",
+        )
+        for row in sorted(_read("growth"), key=lambda row: (row["pair"].startswith("8"), row["T"]))
+    ]
+    header = ("policies", "T", "χ̄²", "log E[ρ²]", "T log(1 + χ̄²)", "χ²_seq, exact", "by the law")
+    return table((*header, "`chi2_seq` of 1,024 samples"), lines)
+
+
+def _clamp(table: Table) -> str:
+    lines = [
+        (
+            f"{row['kl']:.4g}",
+            f"~{row['published']:,.0f}",
+            f"{row['t_max']:,.0f}",
+            f"{row['metric_max_viable_length']:,.0f}",
+            f"{row['saturated_low']:.0%}",
+            f"{row['ess_at_t_max']:.3f}",
+            f"{row['ess_half_at']:,.0f}",
+            f"{row['ess_tenth_at']:,.0f}",
+        )
+        for row in _read("clamp")
+    ]
+    header = ("KL per token", "T_max, document", "20 / KL", "`max_viable_length`, measured", "clamped low at T_max")
+    return table((*header, "ESS there, C = 2", "ESS 1/2 at T", "ESS 1/10 at T"), lines)
+
+
+def _batch_words() -> str:
+    row = _read("batch")[0]
+    return f"T = {row['T']:g}, KL = {row['kl']:.2g} per token, B = {row['batch_size']:g}, C = 2."
+
+
+def _batch(table: Table) -> str:
+    lines = [
+        (
+            row["level"],
+            row["normalizer"],
+            f"{row['bias']:.3f} ± {row['bias_error']:.3f}",
+            f"{row['deviation']:.3f} ± {row['deviation_error']:.3f}",
+            f"{row['direction']:.3f}",
+        )
+        for row in _read("batch")
+    ]
+    return table(("weights", "divided by", "bias", "deviation", "direction error"), lines)
