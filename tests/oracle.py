@@ -392,10 +392,10 @@ def capped(log_ratio: float) -> bool:
 
 
 def viable_length(kl: float, safety_bound: float, measured: list[Token]) -> float:
-    """The length at which the mean log of a sequence's weight reaches the safety bound: bound / kl; inf if kl ≤ 0."""
+    """The length at which the mean log of a sequence's weight reaches the safety bound: bound / kl, up to 1e9."""
     if not measured:
         return 0.0
-    return safety_bound / kl if kl > 0 else INF
+    return min(safety_bound / kl, 1e9) if kl > 0 else 1e9
 
 
 def weight_metrics(sequences: list[Response], settings: Settings) -> dict[str, float]:

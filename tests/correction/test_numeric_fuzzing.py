@@ -24,7 +24,7 @@ from rollcorr.correction.losses import PolicyLogProbs, policy_loss
 
 MASK_DTYPES = [torch.bool, torch.uint8, torch.int64, torch.float32, torch.bfloat16]
 
-UNBOUNDED = {"training_ppl", "rollout_ppl", "ppl_ratio", "ppl_ratio_geo", "max_viable_length"}
+UNBOUNDED = {"training_ppl", "rollout_ppl", "ppl_ratio", "ppl_ratio_geo"}
 UNBOUNDED |= {"prob_diff_abs_mean", "prob_diff_abs_max"}
 """Exponentials that are never clamped, and 1 / kl: these may be infinite, as what they measure is; but never NaN."""
 
@@ -265,7 +265,7 @@ def test_losses_and_gradients_are_finite_and_rejected_tokens_have_none(impl, dat
     loss = LossConfig(loss_agg_mode=mixed, loss_scale_factor=8.0 if mixed.endswith("norm") else None)
     bypass = config is not None and config.bypass_mode
     old = None if bypass else torch.where(valid, finite, batch.train)
-    policies = PolicyLogProbs(leaf, old, batch.rollout)
+    policies = PolicyLogProbs(log_prob=leaf, old_log_prob=old, rollout_log_prob=batch.rollout)
     with under_test(impl):
         correction = None if bypass or config is None else correct(batch.train, batch.rollout, batch.mask, config)
         output = policy_loss(policies, advantages, batch.mask, config=config, loss=loss, correction=correction)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
-from rollcorr.config.checks import check_bool, check_choice, check_number, warn_inert
+from rollcorr.config.checks import check_bool, check_choice, check_number, nearest, warn_inert
 from rollcorr.config.criteria import (
     Criterion,
     Threshold,
@@ -146,6 +146,21 @@ class RolloutCorrectionConfig:
         resolved: Self = _resolved_preset(cast("Any", cls), name)
         return resolved
 
+    def with_options(self, **options: Any) -> Self:  # noqa: ANN401
+        """The same with some fields replaced: `dataclasses.replace`, kept for the next call with the same ones.
+
+        Raises:
+            TypeError: there is no such field; the nearest is suggested. Or a value is of the wrong type.
+            ValueError: as at construction.
+
+        Example:
+            >>> RolloutCorrectionConfig(rollout_is="token").with_options(rollout_is_threshold=3.0).is_upper
+            3.0
+        """
+        fields = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+        replaced: Self = _replaced(self, tuple(sorted(fields.items())))
+        return replaced
+
     @cached_property
     def criteria(self) -> tuple[Criterion, ...]:
         """The rejection criteria, typed, in the order written; empty without `rollout_rs`."""
@@ -260,3 +275,13 @@ class RolloutCorrectionConfig:
 def _resolved_preset(cls: Any, name: str) -> Any:  # noqa: ANN401 (a class, and an instance of it)
     """A preset without arguments: the call in a training loop that names one pays for its checks once."""
     return cls(**preset_fields(name, {}))
+
+
+@lru_cache(maxsize=256)
+def _replaced(config: Any, options: tuple[tuple[str, Any], ...]) -> Any:  # noqa: ANN401 (a configuration)
+    """A configuration with some fields replaced: the call in a training loop that names some pays once."""
+    known = [field.name for field in dataclasses.fields(config)]
+    for name, _ in options:
+        if name not in known:
+            raise TypeError(f"there is no option {name!r}; known are {', '.join(known)}.{nearest(name, known)}")
+    return dataclasses.replace(config, **dict(options))
