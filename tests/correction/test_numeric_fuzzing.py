@@ -182,8 +182,9 @@ def check_weights(weights: torch.Tensor, batch: Batch, config: RolloutCorrection
         return
     ceiling = math.exp(config.safety_bound) if config.is_upper is None else config.is_upper
     assert (weights <= ceiling * (1 + 1e-5)).all()
-    if config.is_lower is not None:
-        assert ((weights == 0) | (weights >= config.is_lower * (1 - 1e-5))).all()
+    smallest = config.is_lower or config.rollout_is_floor
+    if smallest is not None:
+        assert ((weights == 0) | (weights >= smallest * (1 - 1e-5))).all()
 
 
 @each_implementation
@@ -244,7 +245,7 @@ def test_layouts_and_implementations_agree(data, config, lengths):
         ):
             certain = select(sure)
             assert torch.equal(correction.loss_mask & certain, select(whole.loss_mask) & certain)
-            if whole.weights is not None and config.batch_normalize_over == "valid" and config.is_lower is None:
+            if whole.weights is not None and config.batch_normalize_over == "valid" and config.is_mode != "icepop":
                 torch.testing.assert_close(correction.weights, select(whole.weights), rtol=1e-4, atol=1e-6)
 
 

@@ -162,12 +162,10 @@ def _weigh(batch: _Tokens, config: RolloutCorrectionConfig, loss_mask: Tensor, r
 
 def _applied_weights(log_weight: Tensor, config: RolloutCorrectionConfig) -> Tensor:
     bound = config.safety_bound
+    lower, upper = config.is_lower, config.is_upper
     if config.is_mode == "icepop":
-        lower, upper = config.is_lower or 0.0, config.is_upper or 0.0
         return weights.masked_weights(log_weight, lower=lower, upper=upper, safety_bound=bound)
-    if config.is_upper is not None:
-        return weights.truncated_weights(log_weight, upper=config.is_upper, safety_bound=bound)
-    return weights.bounded_weights(log_weight, safety_bound=bound)
+    return weights.truncated_weights(log_weight, upper=upper, lower=config.rollout_is_floor, safety_bound=bound)
 
 
 def _reject(batch: _Tokens, config: RolloutCorrectionConfig, rows: Computed) -> Tensor:

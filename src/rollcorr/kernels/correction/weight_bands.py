@@ -16,10 +16,11 @@ _MATCHING_SCOPE = {"token": "token", "sequence": "seq_sum", "geometric": "seq_me
 def exceedance_band(config: RolloutCorrectionConfig) -> tuple[float | None, float | None]:
     """(lower, upper) on the ratio: (1/C, C) when truncating, the band of IcePop, else that of the level's k1 criterion.
 
-    (None, None) when nothing bounds the weights: the shares are then absent.
+    A floor stands in place of 1/C. (None, None) when nothing bounds the weights: the shares are then absent.
     """
-    if config.is_mode == "truncate" and config.is_upper is not None:
-        return 1.0 / config.is_upper, config.is_upper
+    if config.is_mode == "truncate":
+        floor, ceiling = config.rollout_is_floor, config.is_upper
+        return (1.0 / ceiling if floor is None and ceiling is not None else floor), ceiling
     if config.is_mode == "icepop":
         return config.is_lower, config.is_upper
     for criterion in config.criteria:

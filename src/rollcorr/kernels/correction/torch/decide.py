@@ -13,7 +13,7 @@ from torch import Tensor
 from rollcorr.core import divergence
 from rollcorr.core.bounds import ratio_above, ratio_below
 from rollcorr.core.mergeable_statistics import Statistics, extremes_of
-from rollcorr.core.weights import bounded_weights, masked_weights, truncated_weights
+from rollcorr.core.weights import between, bounded_weights, masked_weights
 from rollcorr.kernels.correction.rejection import beyond_bounds
 from rollcorr.kernels.correction.rows import Computed, Sequences
 from rollcorr.kernels.correction.torch.table import BlockRows, SequenceTable
@@ -149,11 +149,8 @@ def _bound(raw: Tensor, log_weight: Tensor, config: RolloutCorrectionConfig) -> 
     """The weights of whole sequences inside the bounds that the threshold sets."""
     bound = config.safety_bound
     if config.is_mode == "icepop":
-        lower, upper = config.is_lower or 0.0, config.is_upper or 0.0
-        return masked_weights(log_weight, lower=lower, upper=upper, safety_bound=bound)
-    if config.is_upper is not None:
-        return truncated_weights(log_weight, upper=config.is_upper, safety_bound=bound)
-    return raw
+        return masked_weights(log_weight, lower=config.is_lower, upper=config.is_upper, safety_bound=bound)
+    return between(raw, config.rollout_is_floor, config.is_upper)
 
 
 def _describe_token_weights(state: _State) -> None:
@@ -177,7 +174,7 @@ def _describe_token_weights(state: _State) -> None:
     if config.is_mode == "icepop":
         applied = blocks.merged_extremes("weight", raw.device)
     elif config.is_mode == "truncate":
-        applied = raw.clamp(max=config.is_upper)
+        applied = between(raw, config.rollout_is_floor, config.is_upper)
     extremes["weight_raw"] = _unless_empty(raw, sums["units"])
     extremes["weight"] = _unless_empty(applied, sums["units"])
 
