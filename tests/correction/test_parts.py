@@ -346,6 +346,50 @@ def test_a_loss_needs_no_configuration_and_refuses_another():
         batch.loss(leaf, slice(0, 7), correction, config="decoupled_seq_is")
 
 
+# --- Groups that only one of the two calls knows ---------------------------------------------------------------------
+
+
+class Ranks:
+    """Stands for a process group that is never used: an error comes before any exchange."""
+
+    def __init__(self, size):
+        self._size = size
+
+    def size(self):
+        return self._size
+
+
+def of_ranks(ranks):
+    """A correction that was computed over groups of these sizes, as another process gets it."""
+    correction = Batch().correct(CORRECTIONS["token weights, a token band"])
+    return dataclasses.replace(correction, ranks=ranks)
+
+
+def test_a_loss_does_not_judge_slices_by_a_correction_of_whole_sequences_or_the_other_way_round():
+    batch = Batch()
+    leaf = batch.start.clone().requires_grad_()
+    with pytest.raises(ValueError, match=r"context_group has 2 ranks and the correction is of sequences on 1"):
+        batch.loss(leaf, slice(0, 7), of_ranks((1, 1)), context_group=Ranks(2))
+    with pytest.raises(
+        ValueError, match=r"sequences on 2 ranks, and their group did not travel.*pass context_group too"
+    ):
+        batch.loss(leaf, slice(0, 7), of_ranks((1, 2)))
+    with pytest.raises(ValueError, match=r"context_group has 4 ranks and the correction is of sequences on 2"):
+        batch.loss(leaf, slice(0, 7), of_ranks((1, 2)), context_group=Ranks(4))
+
+
+def test_one_rank_of_a_group_that_was_changed_by_hand_needs_denominators():
+    batch = Batch()
+    with pytest.raises(ValueError, match="over 3 ranks, and does not know what the optimizer step is divided by"):
+        batch.loss(batch.start.clone().requires_grad_(), slice(0, 7), of_ranks((3, 1)))
+
+
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)])
+def test_a_mini_batch_is_not_counted_without_the_groups(ranks):
+    with pytest.raises(ValueError, match="their groups did not travel with it"):
+        of_ranks(ranks).mini_batch(slice(0, 2))
+
+
 # --- What travels ----------------------------------------------------------------------------------------------------
 
 

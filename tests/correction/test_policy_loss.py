@@ -365,13 +365,15 @@ def test_any_split_of_a_decoupled_batch_gives_the_gradient_of_the_whole(mode, no
             part_mask,
             correction=take_correction(correction, rows),
             entropy=part_entropy,
-            denominators=whole.counts,
+            denominators=correction.denominators(),
             original_denominators=count_denominators(mask),
             **arguments,
         )
         total, parts = total + output.loss, [*parts, output.statistics]
     torch.testing.assert_close(total, whole.loss, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(torch.autograd.grad(total, leaf)[0], gradient, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(whole.counts.tokens, correction.denominators().tokens)
+    torch.testing.assert_close(whole.counts.sequences, correction.denominators().sequences)
     merged = merge_statistics(parts)
     torch.testing.assert_close(merged.moments, whole.statistics.moments, rtol=1e-12, atol=1e-12)
 

@@ -185,7 +185,7 @@ class RolloutCorrectionConfig:
 
     @cached_property
     def is_mode(self) -> IsMode:
-        """How weights are bounded: "truncate" by a ceiling or a floor, "icepop" by a band, "none" by the safety bound."""
+        """How weights are bounded: "truncate" by ceiling or floor, "icepop" by a band, "none" by the safety bound."""
         if is_weight_band(self.rollout_is_threshold):
             return "icepop"
         return "none" if self.is_upper is None and self.rollout_is_floor is None else "truncate"

@@ -283,8 +283,8 @@ def _criterion(name: str, text: str) -> Criterion:
     if len(parts) == 1:
         return _reciprocal_criterion(scope, option, text, _number(text, option, text, wanted))
 
-    lower, upper = _open_band(option, text, *parts)
-    return Criterion(scope=scope, kind=kind, lower=lower, upper=upper)
+    band = _open_band(option, text, *parts)
+    return Criterion(scope=scope, kind=kind, lower=band[0], upper=band[1])
 
 
 def _open_band(option: str, text: str, lower_text: str, upper_text: str) -> Band:

@@ -277,15 +277,15 @@ def mean_weight(statistics: Statistics) -> Tensor:
 
 
 def has_context(correction: Correction, mask: Tensor) -> bool:
-    """Whether a loss takes its denominators from the correction; False where the call holds the whole batch.
+    """Whether a correction knows what its optimizer step is divided by; False for a whole batch changed by hand.
 
     Raises:
-        ValueError: it is a part, or one rank's, and was changed by hand: what the call counts would be too little.
+        ValueError: it was changed by hand, and is a part, or one rank's: what the call counts would be too little.
     """
-    if correction.batch_shape == tuple(mask.shape) and correction.ranks == (1, 1):
-        return False
     if correction.knows_its_step:
         return True
+    if correction.batch_shape == tuple(mask.shape) and correction.ranks == (1, 1):
+        return False
     of = "a batch" if correction.batch_shape is None else f"a batch {correction.batch_shape}"
     raise ValueError(
         f"this correction {tuple(mask.shape)} was cut or changed by hand. It may be a part of {of} over "

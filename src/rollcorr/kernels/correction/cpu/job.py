@@ -100,7 +100,9 @@ def thresholds_of(config: RolloutCorrectionConfig) -> bytes:
         low_weight=log_band(None if config.is_upper is None else 1 / config.is_upper, None),
         veto=_rounded(log_band(veto, None)),
         ten_percent=_rounded(log_band(0.9, 1.1)),
-        untouched=_rounded((max(low, -bound, math.log(least) if least else -math.inf), min(high, bound, math.log(cap)))),
+        untouched=_rounded(
+            (max(low, -bound, math.log(least) if least else -math.inf), min(high, bound, math.log(cap)))
+        ),
     )
     for i, criterion in enumerate(config.criteria):
         job.criteria[i], band = _criterion(criterion)
