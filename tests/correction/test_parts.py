@@ -162,7 +162,7 @@ def test_split_gives_the_parts_that_torch_gives(seed, size, packed, mode):
     correction = batch.correct(CORRECTIONS["token weights, a token band"])
     numbers = torch.arange(7).split(size)
     parts = correction.split(size)
-    assert [len(part) for part in parts] == [len(rows) for rows in numbers]
+    assert [part.sequences for part in parts] == [len(rows) for rows in numbers]
     for part, rows in zip(parts, numbers, strict=True):
         assert torch.equal(part.weights, correction[rows].weights)
         assert torch.equal(part.loss_mask, correction[rows].loss_mask)
@@ -244,7 +244,8 @@ def test_what_names_no_sequences_is_refused(rows, error, message):
 def test_parts_may_be_empty_repeated_and_counted_from_the_end(packed):
     batch = Batch(packed=packed)
     correction = batch.correct(CORRECTIONS["token weights, a token band"])
-    assert len(correction[[]]) == len(correction[3:3]) == 0
+    assert correction[[]].sequences == correction[3:3].sequences == 0
+    assert correction[[]], "a rank without sequences has a correction too"
     assert correction[[]].loss_mask.numel() == correction[3:3].loss_mask.numel() == 0
     twice = correction[[-1, 0, -1]]
     assert torch.equal(twice.sequence_kept, correction.sequence_kept[[-1, 0, -1]])

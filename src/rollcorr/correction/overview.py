@@ -120,7 +120,7 @@ def _shape(correction: Correction) -> str:
     layout = "padded" if correction.cu_seqlens is None else "packed"
     whole = correction.batch_shape
     part = "" if whole is None or whole == shape else f", a part of {whole}"
-    return f"{len(correction)} sequences, {layout} {shape}{part}, on {correction.loss_mask.device}"
+    return f"{correction.sequences} sequences, {layout} {shape}{part}, on {correction.loss_mask.device}"
 
 
 def _what(correction: Correction) -> str:

@@ -128,8 +128,9 @@ class Correction:
         train, rollout = (None, None) if self._policies is None else (tensor() for tensor in self._policies)
         return None if train is None or rollout is None else (train, rollout)
 
-    def __len__(self) -> int:
-        """B, the number of sequences."""
+    @property
+    def sequences(self) -> int:
+        """B. There is no `len`: a correction of a rank without sequences would count as false."""
         return self.sequence_kept.shape[0]
 
     def __getitem__(self, rows: slice | Tensor | Sequence[int]) -> Correction:
@@ -145,7 +146,7 @@ class Correction:
             TypeError: `rows` is none of these, for instance a single integer, or columns too.
             ValueError: an index tensor is not 1-D, or a bool one is not (B,).
         """
-        index = _index_of(rows, len(self), self.loss_mask.device)
+        index = _index_of(rows, self.sequences, self.loss_mask.device)
         cu_seqlens, tokens = self.cu_seqlens, index
         if cu_seqlens is not None:
             from rollcorr.correction.parts import packed_tokens
@@ -174,7 +175,7 @@ class Correction:
         """
         if sequences < 1:
             raise ValueError(f"split takes the number of sequences in a part, at least 1; got {sequences}")
-        return tuple(self[start : start + sequences] for start in range(0, max(len(self), 1), sequences))
+        return tuple(self[start : start + sequences] for start in range(0, max(self.sequences, 1), sequences))
 
     def mini_batch(self, rows: slice | Tensor | Sequence[int]) -> Correction:
         """The part of some sequences as an optimizer step of its own: its denominators count these rows alone.
