@@ -69,7 +69,7 @@ def configurations(draw, *, bounds=(20.0, 1.0, 40.0), **fixed) -> RolloutCorrect
     names = draw(st.lists(st.sampled_from(CRITERIA), unique=True, max_size=4))
     fields = {
         "rollout_is": draw(st.sampled_from([None, "token", "sequence", "geometric"])),
-        "rollout_is_threshold": draw(st.sampled_from([None, 2.0, 0.5, 1e6, "0.5_2.0", "1.5_3.0"])),
+        "rollout_is_threshold": draw(st.sampled_from([None, 2.0, 0.5, 1e6, "0.5_2.0", "1.5_3.0", "0_2.0"])),
         "rollout_is_batch_normalize": draw(st.booleans()),
         "batch_normalize_over": draw(st.sampled_from(["valid", "kept"])),
         "rollout_rs": ",".join(names) or None,

@@ -229,6 +229,7 @@ def test_a_part_takes_the_denominators_of_the_batch_and_not_its_own():
     [
         (0, TypeError, "some of its sequences: give a slice"),
         ((slice(0, 1), slice(0, 2)), TypeError, "some of its sequences"),
+        ([True, False], TypeError, "some of its sequences"),
         (torch.zeros(2, 2, dtype=torch.int64), ValueError, r"rows \(2, 2\) must be 1-D"),
         (torch.ones(3, dtype=torch.bool), ValueError, r"and \(7,\) if bool"),
         (torch.zeros(2), ValueError, "rows must hold integers"),
@@ -254,6 +255,15 @@ def test_parts_may_be_empty_repeated_and_counted_from_the_end(packed):
     assert packed == (twice.cu_seqlens is not None and torch.equal(twice.cu_seqlens, cu_seqlens))
     with pytest.raises(ValueError, match="at least 1; got 0"):
         correction.split(0)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64])
+@pytest.mark.parametrize("packed", [False, True])
+def test_numbers_of_any_integer_dtype_name_sequences(packed, dtype):
+    correction = Batch(packed=packed).correct(CORRECTIONS["token weights, a token band"])
+    part = correction[torch.tensor([1, 0, 3, 1, 0, 0, 1], dtype=dtype)]
+    assert torch.equal(part.weights, correction[[1, 0, 3, 1, 0, 0, 1]].weights)
+    assert part.sequences == 7
 
 
 def test_the_part_of_a_padded_batch_is_a_view():

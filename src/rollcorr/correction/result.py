@@ -254,7 +254,7 @@ def _index_of(rows: object, sequences: int, device: torch.device) -> slice | Ten
     """What selects sequences: a slice, or a 1-D tensor on the device."""
     if isinstance(rows, slice):
         return rows
-    if isinstance(rows, list | tuple | range) and all(isinstance(row, int) for row in rows):
+    if isinstance(rows, list | tuple | range) and all(type(row) is int for row in rows):
         return torch.tensor(list(rows), dtype=torch.int64, device=device)
     if not isinstance(rows, Tensor):
         raise TypeError(
@@ -264,9 +264,12 @@ def _index_of(rows: object, sequences: int, device: torch.device) -> slice | Ten
         raise ValueError(
             f"rows {tuple(rows.shape)} must be 1-D, and ({sequences},) if bool: one entry for each sequence"
         )
-    if rows.dtype != torch.bool:
-        check_integers(rows=rows)
-    return rows.to(device)
+    if rows.dtype == torch.bool:
+        return rows.to(device)
+
+    # As an index, torch would take bytes for a mask.
+    check_integers(rows=rows)
+    return rows.to(device, torch.int64)
 
 
 def mean_weight(statistics: Statistics) -> Tensor:

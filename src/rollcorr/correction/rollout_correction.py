@@ -193,7 +193,7 @@ def _asked_for(
     """The configuration, with some of its fields replaced. None: no correction at all."""
     if config is None:
         # Whoever names a level asks for weights in the loss, and `measure` keeps its own out of it.
-        config = RolloutCorrectionConfig() if "rollout_is" in options else "measure"
+        config = "disabled" if "rollout_is" in options else "measure"
     resolved = resolve(config)
     if not options:
         return resolved
