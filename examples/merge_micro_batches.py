@@ -5,7 +5,7 @@ python examples/merge_micro_batches.py
 
 import torch
 
-from rollcorr import correct, finalize, merge_statistics
+from rollcorr import correct, merge_statistics
 
 generator = torch.Generator().manual_seed(0)
 rollout_log_prob = -torch.rand(12, 64, generator=generator)
@@ -16,7 +16,7 @@ parts = [
     correct(train_log_prob[rows], rollout_log_prob[rows], response_mask[rows], "decoupled_seq_is")
     for rows in (slice(0, 2), slice(2, 7), slice(7, 12))
 ]
-merged = finalize(merge_statistics(part.statistics for part in parts).read())
+merged = merge_statistics(part.statistics for part in parts).metrics()
 whole = correct(train_log_prob, rollout_log_prob, response_mask, "decoupled_seq_is").metrics()
 
 for name in ("kl", "chi2_seq", "rollout_is_eff_sample_size", "rollout_is_max"):

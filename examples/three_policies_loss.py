@@ -24,7 +24,7 @@ def current() -> torch.Tensor:
 print("decoupled: w from π_old/μ once per batch, PPO on π_θ/π_old")
 config = RolloutCorrectionConfig.decoupled_token_is()
 correction = correct(old_log_prob, rollout_log_prob, response_mask, config)
-policies = PolicyLogProbs(current(), old_log_prob, rollout_log_prob)
+policies = PolicyLogProbs(log_prob=current(), old_log_prob=old_log_prob, rollout_log_prob=rollout_log_prob)
 output = policy_loss(policies, advantages, response_mask, config=config, correction=correction)
 output.loss.backward()
 print(f"  loss {output.loss.item():.4f}, gradient norm {drift.grad.norm().item():.4f}")
@@ -33,7 +33,7 @@ print(f"  policy_kl {loss_metrics(output.statistics)['actor/policy_kl']:.4f}")
 print("bypass, ppo_clip: PPO on π_θ/μ, which is the importance weight itself; no old_log_prob")
 drift.grad = None
 config = RolloutCorrectionConfig.bypass_ppo_clip_k3_rs()
-policies = PolicyLogProbs(current(), rollout_log_prob=rollout_log_prob)
+policies = PolicyLogProbs(log_prob=current(), rollout_log_prob=rollout_log_prob)
 output = policy_loss(policies, advantages, response_mask, config=config)
 output.loss.backward()
 print(f"  loss {output.loss.item():.4f}, gradient norm {drift.grad.norm().item():.4f}")
@@ -45,7 +45,7 @@ config = RolloutCorrectionConfig.bypass_pg_geo_rs_seq_tis(rs_threshold="0.99_1.0
 with BypassGradients(model, config, response_mask) as step:
     for start in range(0, 8, 2):
         rows = slice(start, start + 2)
-        policies = PolicyLogProbs(current()[rows], rollout_log_prob=rollout_log_prob[rows])
+        policies = PolicyLogProbs(log_prob=current()[rows], rollout_log_prob=rollout_log_prob[rows])
         step.backward(step.policy_loss(policies, advantages[rows], response_mask[rows]))
     factor = step.finish()  # then clip the gradient and step
 kept = int(step.counts.sequences)
@@ -53,7 +53,7 @@ print(f"  {kept} of 8 sequences kept, factor {factor.item():.4f}, gradient norm 
 
 drift.grad = None
 whole = policy_loss(
-    PolicyLogProbs(current(), rollout_log_prob=rollout_log_prob), advantages, response_mask, config=config
+    PolicyLogProbs(log_prob=current(), rollout_log_prob=rollout_log_prob), advantages, response_mask, config=config
 )
 whole.loss.backward()
 print(f"  in one batch the gradient norm is {drift.grad.norm().item():.4f}")

@@ -117,12 +117,12 @@ def tensors_of(result: Any) -> list[Tensor]:
 
 
 def _plain_ppo(log_prob, old_log_prob, ref_log_prob, advantages, response_mask, entropy, **layout):
-    policies = PolicyLogProbs(log_prob, old_log_prob, ref_log_prob=ref_log_prob)
+    policies = PolicyLogProbs(log_prob=log_prob, old_log_prob=old_log_prob, ref_log_prob=ref_log_prob)
     return policy_loss(policies, advantages, response_mask, config=None, entropy=entropy, **layout)
 
 
 def _bypass(log_prob, rollout_log_prob, advantages, response_mask, **layout):
-    policies = PolicyLogProbs(log_prob, rollout_log_prob=rollout_log_prob)
+    policies = PolicyLogProbs(log_prob=log_prob, rollout_log_prob=rollout_log_prob)
     return policy_loss(policies, advantages, response_mask, config=BYPASS, **layout)
 
 

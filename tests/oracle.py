@@ -51,13 +51,15 @@ class Criterion:
 class Settings:
     """What to compute; the names of the package's configuration, its texts already read.
 
-    `lower` and `upper` bound the weights: upper alone truncates, both make the IcePop band, neither leaves the safety
-    bound alone.
+    `lower` and `upper` bound the weights: as ends of the IcePop band if `band`, either of them open if None; else
+    `upper` is a ceiling and `floor` raises small weights. Without any of them the safety bound is alone.
     """
 
     level: str | None = None  # "token", "sequence", "geometric"; None computes no weights
     lower: float | None = None
     upper: float | None = None
+    band: bool = False
+    floor: float | None = None
     normalize: bool = False
     normalize_over: str = "valid"  # or "kept"
     criteria: tuple[Criterion, ...] = ()
@@ -83,6 +85,8 @@ def settings_of(config: Any) -> Settings:
         level=config.rollout_is,
         lower=config.is_lower,
         upper=config.is_upper,
+        band="_" in str(config.rollout_is_threshold),
+        floor=config.rollout_is_floor,
         normalize=config.rollout_is_batch_normalize,
         normalize_over=config.batch_normalize_over,
         criteria=criteria,
@@ -209,13 +213,18 @@ def safe(log_weight: float, settings: Settings) -> float:
 
 
 def bounded(log_weight: float, settings: Settings) -> float:
-    """The weight: truncated, min(exp ℓ̂, C); or IcePop, exp ℓ̂ inside [lo, hi], else 0; or exp ℓ̂. ℓ̂ is clamped first."""
+    """The weight: IcePop, exp ℓ̂ inside [lo, hi], else 0; or truncated, exp ℓ̂ between floor and C. ℓ̂ is clamped first.
+
+    A ratio of 0 has the weight 0, whatever the floor.
+    """
     weight = safe(log_weight, settings)
-    if settings.upper is None:
-        return weight
-    if settings.lower is None:
-        return min(weight, settings.upper)
-    return weight if settings.lower <= weight <= settings.upper else 0.0
+    lowest = 0.0 if settings.lower is None else settings.lower
+    highest = INF if settings.upper is None else settings.upper
+    if settings.band:
+        return weight if lowest <= weight <= highest else 0.0
+    if settings.floor is not None and weight > 0:
+        weight = max(weight, settings.floor)
+    return min(weight, highest)
 
 
 def log_weight_of(token: Token, sequence: Response, settings: Settings) -> float:
@@ -392,10 +401,10 @@ def capped(log_ratio: float) -> bool:
 
 
 def viable_length(kl: float, safety_bound: float, measured: list[Token]) -> float:
-    """The length at which the mean log of a sequence's weight reaches the safety bound: bound / kl; inf if kl ≤ 0."""
+    """The length at which the mean log of a sequence's weight reaches the safety bound: bound / kl, up to 1e9."""
     if not measured:
         return 0.0
-    return safety_bound / kl if kl > 0 else INF
+    return min(safety_bound / kl, 1e9) if kl > 0 else 1e9
 
 
 def weight_metrics(sequences: list[Response], settings: Settings) -> dict[str, float]:
@@ -446,7 +455,7 @@ def weight_metrics(sequences: list[Response], settings: Settings) -> dict[str, f
     if settings.upper is not None:
         below_reciprocal = [-math.log(settings.upper) > sequence.S for sequence in counting]
         metrics["rollout_is_low_weight_fraction"] = share(below_reciprocal)
-    if settings.lower is not None:
+    if settings.band:
         # Of tokens at every level: a sequence outside the band counts all of its tokens.
         metrics["rollout_is_oob_ratio"] = share([token.weight == 0.0 for token in tokens])
     if settings.normalize:
@@ -464,9 +473,13 @@ def effective_sample_size(weights: Sequence[float]) -> float:
 
 
 def reported_band(settings: Settings) -> tuple[float | None, float | None] | None:
-    """The band that the fraction metrics report: [1/C, C]; IcePop's; else that of the level's own k1 criterion."""
+    """The band that the fraction metrics report: [1/C or floor, C]; IcePop's; else that of the level's k1 criterion."""
+    if settings.band:
+        return settings.lower, settings.upper
+    if settings.floor is not None:
+        return settings.floor, settings.upper
     if settings.upper is not None:
-        return (1 / settings.upper if settings.lower is None else settings.lower), settings.upper
+        return 1 / settings.upper, settings.upper
     own = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}[str(settings.level)]
     for criterion in settings.criteria:
         if criterion.name == own:

@@ -52,6 +52,11 @@ LAST = -3.4e38
 """Sentinel at the end of the float32 range; −inf in half precision."""
 
 
+WEIGHT_BOUNDS = [(bound, None) for bound in (None, 2.0, 2.0, 0.5, 1e6, "0.5_2.0", "1.5_3.0", "0.2_50", "0_1.7")]
+MORE_WEIGHT_BOUNDS = [("0.6_inf", None), (2.0, 0.5), (3.0, 0.01), (None, 0.7), (None, 1.6)]
+"""Thresholds with their floors; the second list for implementations that take every bound."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A batch, padded; `lengths` are those of its packed form, which leaves the columns beyond out."""
@@ -109,9 +114,11 @@ def draw_config(rng: random.Random, takes: Takes) -> RolloutCorrectionConfig:
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", InertOptionWarning)
+        threshold, floor = rng.choice(WEIGHT_BOUNDS + (MORE_WEIGHT_BOUNDS if takes.every_weight_bound else []))
         return RolloutCorrectionConfig(
             rollout_is=rng.choice([None, "token", "token", "sequence", "geometric"]),
-            rollout_is_threshold=rng.choice([None, 2.0, 2.0, 0.5, 1e6, "0.5_2.0", "1.5_3.0", "0.2_50"]),
+            rollout_is_threshold=threshold,
+            rollout_is_floor=floor,
             rollout_is_batch_normalize=rng.random() < 0.5,
             batch_normalize_over=rng.choice(["valid", "kept"]),
             rollout_rs=",".join(names) or None,
@@ -164,7 +171,7 @@ def draw_batch(rng: random.Random, takes: Takes) -> tuple[torch.Tensor, torch.Te
 def close_comparisons(rows: list[list[list[float]]], settings: oracle.Settings) -> Iterator[bool]:
     """Of every comparison that the correction makes on this batch: is it within rounding of its bound?"""
     logs = [math.log(0.9), math.log(1.1), -oracle.CAP, oracle.CAP, -settings.safety_bound, settings.safety_bound]
-    bounds = [settings.lower, settings.upper, settings.veto]
+    bounds = [settings.lower, settings.upper, settings.floor, settings.veto]
     bounds += [1 / settings.upper] if settings.upper else []
     for criterion in settings.criteria:
         bounds += [criterion.lower, criterion.upper] if criterion.kind == "k1" else []

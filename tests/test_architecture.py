@@ -19,7 +19,7 @@ LAYERS = [
     {"config"},
     {"core"},
     {"kernels", "rollout_log", "run_directory"},
-    {"correction"},
+    {"correction", "layouts"},
     {"diffusion"},
     {"diagnostics", "engines", "simulation"},
     {"integrations", "train"},

@@ -77,7 +77,7 @@ def test_02_masked_values_change_nothing_forward_or_backward(garbage):
     gradients = []
     for current in (train, spoiled[0]):
         leaf = current.clone().requires_grad_()
-        policies = PolicyLogProbs(leaf, train, rollout)
+        policies = PolicyLogProbs(log_prob=leaf, old_log_prob=train, rollout_log_prob=rollout)
         policy_loss(
             policies, torch.ones(1, 3), mask, config=TOKEN_IS, correction=correct(*spoiled, mask, TOKEN_IS)
         ).loss.backward()
@@ -120,7 +120,11 @@ def test_06_a_wholly_rejected_batch_gives_loss_and_gradient_zero():
     assert correction.sequence_kept.tolist() == [False]
     leaf = train.clone().requires_grad_()
     output = policy_loss(
-        PolicyLogProbs(leaf, train, rollout), torch.ones(1, 2), mask, config="decoupled_geo_rs", correction=correction
+        PolicyLogProbs(log_prob=leaf, old_log_prob=train, rollout_log_prob=rollout),
+        torch.ones(1, 2),
+        mask,
+        config="decoupled_geo_rs",
+        correction=correction,
     )
     output.loss.backward()
     assert output.loss.item() == 0.0
@@ -264,7 +268,8 @@ def test_18_three_distinct_policies_stay_distinct():
     mu, old, theta = (torch.full((1, 1), math.log(p)) for p in (0.2, 0.3, 0.33))
     mask = torch.ones(1, 1)
     correction = correct(old, mu, mask, TOKEN_IS)
-    output = policy_loss(PolicyLogProbs(theta, old, mu), torch.ones(1, 1), mask, config=TOKEN_IS, correction=correction)
+    policies = PolicyLogProbs(log_prob=theta, old_log_prob=old, rollout_log_prob=mu)
+    output = policy_loss(policies, torch.ones(1, 1), mask, config=TOKEN_IS, correction=correction)
     assert output.loss.item() == pytest.approx(-(0.3 / 0.2) * (0.33 / 0.3), rel=1e-6)
 
 
@@ -296,7 +301,7 @@ def test_22_the_behavior_ratio_is_applied_once_in_bypass():
     theta, mu, mask = torch.full((1, 1), math.log(0.3)), torch.full((1, 1), math.log(0.27)), torch.ones(1, 1)
     with pytest.warns(InertOptionWarning, match="rollout_is"):
         config = RolloutCorrectionConfig(rollout_is="token", bypass_mode=True)
-    output = policy_loss(PolicyLogProbs(theta, rollout_log_prob=mu), torch.ones(1, 1), mask, config=config)
+    output = policy_loss(PolicyLogProbs(log_prob=theta, rollout_log_prob=mu), torch.ones(1, 1), mask, config=config)
     assert output.loss.item() == pytest.approx(-0.3 / 0.27, rel=1e-6)
 
 
@@ -560,7 +565,7 @@ def test_50_neutral_reaches_the_loss():
     log_prob = torch.tensor([[-1.0, -2.0]], requires_grad=True)
     old, rollout, mask = torch.tensor([[NAN, -2.0]]), torch.tensor([[-1.5, -2.0]]), torch.ones(1, 2)
     output = policy_loss(
-        PolicyLogProbs(log_prob, old),
+        PolicyLogProbs(log_prob=log_prob, old_log_prob=old),
         torch.ones(1, 2),
         mask,
         config=config,

@@ -22,7 +22,7 @@ from laboratory_page import laboratory_page  # noqa: E402
 from performance_page import performance_page  # noqa: E402
 
 from rollcorr.config import RolloutCorrectionConfig  # noqa: E402
-from rollcorr.config.presets import PRESETS, VERL  # noqa: E402
+from rollcorr.config.presets import PRESETS, SHORT, VERL_2025_11, VERL_2025_12  # noqa: E402
 from rollcorr.core.diffusion_metrics import DIFFUSION_METRICS  # noqa: E402
 from rollcorr.core.health_ranges import HealthyRange  # noqa: E402
 from rollcorr.core.histograms import RELATIVE_ERROR  # noqa: E402
@@ -34,8 +34,9 @@ GENERATED = "<!-- Written by tools/generate_docs.py. Edit the table in the code,
 
 def presets_page() -> str:
     """docs/presets.md: every preset with its exact values."""
-    current = [name for name, preset in PRESETS.items() if preset.source == VERL]
-    older = [name for name in PRESETS if name not in current]
+    older = [name for name, preset in PRESETS.items() if preset.source in (VERL_2025_11, VERL_2025_12)]
+    short = [name for name, preset in PRESETS.items() if preset.source == SHORT]
+    current = [name for name in PRESETS if name not in older and name not in short]
     return f"""# Presets
 
 {GENERATED}
@@ -64,6 +65,14 @@ of responses: look at the rejected share first.
 ## Arguments
 
 {_argument_table(current)}
+
+## Short names
+
+What papers and other trainers call them. A short name takes the arguments of the preset that it stands for.
+
+{_value_table(short)}
+
+{_argument_table(short)}
 
 ## Older names
 

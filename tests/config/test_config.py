@@ -43,6 +43,7 @@ def test_defaults_measure_and_change_nothing():
         "safety_bound": 20.0,
         "normalizer": "kept",
         "batch_normalize_over": "valid",
+        "rollout_is_floor": None,
     }
     assert RolloutCorrectionConfig().criteria == ()
 
@@ -55,6 +56,9 @@ def test_defaults_measure_and_change_nothing():
         ("2.5", "truncate", None, 2.5),
         ("0.5_5.0", "icepop", 0.5, 5.0),
         (" 1e-1 _ 4 ", "icepop", 0.1, 4.0),
+        ("0_3.0", "icepop", None, 3.0),
+        ("0.0_3", "icepop", None, 3.0),
+        ("0.5_inf", "icepop", 0.5, None),
         (None, "none", None, None),
     ],
 )
@@ -153,10 +157,23 @@ def test_a_bad_rejection_says_what_it_got_and_what_was_expected(names, threshold
         ({"rollout_is_threshold": [2.0]}, TypeError, "list"),
         ({"rollout_is_threshold": ""}, ValueError, "'' is not a finite number"),
         ({"rollout_is_threshold": "nan"}, ValueError, "'nan'"),
-        ({"rollout_is_threshold": "0_2"}, ValueError, "> 0, got 0"),
+        ({"rollout_is_threshold": "0"}, ValueError, "> 0, got 0"),
+        ({"rollout_is_threshold": "-1_2"}, ValueError, "> 0, got -1"),
+        ({"rollout_is_threshold": "0_inf"}, ValueError, "open on both sides; write None"),
+        ({"rollout_is_threshold": "0.5_"}, ValueError, "'lo_inf' leave a side open"),
+        ({"rollout_is_threshold": "_2"}, ValueError, "'0_hi' and"),
+        ({"rollout_is_threshold": "2_0"}, ValueError, "> 0, got 0"),
+        ({"rollout_is": "token", "rollout_is_floor": 0}, ValueError, "> 0; got 0"),
+        ({"rollout_is": "token", "rollout_is_floor": "0.5"}, TypeError, "rollout_is_floor must be a number"),
+        ({"rollout_is": "token", "rollout_is_floor": 3.0}, ValueError, "exceeds the ceiling"),
+        (
+            {"rollout_is": "token", "rollout_is_floor": 0.5, "rollout_is_threshold": "0.5_2"},
+            ValueError,
+            "exclude each other",
+        ),
         ({"rollout_is_threshold": "2_1"}, ValueError, "swap them"),
         ({"rollout_is_threshold": "1_2_3"}, ValueError, "3 parts"),
-        ({"rollout_is_threshold": "0.5_inf"}, ValueError, "'inf' is not a finite number"),
+        ({"rollout_is_threshold": "inf"}, ValueError, "'inf' is not a finite number"),
         ({"rollout_token_veto_threshold": 0}, ValueError, "> 0; got 0"),
         ({"rollout_token_veto_threshold": "1e-4"}, TypeError, "str"),
         ({"rollout_is_batch_normalize": 1}, TypeError, "got 1 of type int"),
@@ -192,6 +209,7 @@ def test_what_verl_refuses_is_refused_except_for_what_the_specification_allows(c
         kwargs.get("rollout_is") == "geometric"
         or (kwargs.get("rollout_rs"), kwargs.get("rollout_rs_threshold")) == ("token_k1,token_k1", "0.5_2,0.5_2")
         or kwargs.get("rollout_rs") == ["token_k1"]
+        or kwargs.get("rollout_is_threshold") == "0_2"
         or ("rollout_is_threshold" in kwargs and kwargs["rollout_is_threshold"] is None)
     )
     if allowed_here:

@@ -43,13 +43,40 @@ OLDER = {
 }
 
 
+OWN = {
+    "measure": {"rollout_is": "token", "apply_is": False},
+    "tis": {"rollout_is": "token"},
+    "seq_tis": {"rollout_is": "sequence"},
+    "mis": {"rollout_is": "sequence", "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"},
+    "icepop": {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"},
+}
+SAME_AS = {
+    "tis": "decoupled_token_is",
+    "seq_tis": "decoupled_seq_is",
+    "mis": "decoupled_seq_is_rs",
+    "icepop": "decoupled_token_icepop",
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_presets_of_this_library_have_their_values(name):
+    assert RolloutCorrectionConfig.preset(name) == RolloutCorrectionConfig(**OWN[name])
+
+
+@pytest.mark.parametrize(("short", "long"), SAME_AS.items())
+def test_a_short_name_means_the_preset_that_it_stands_for(short, long):
+    assert PRESETS[short].values == PRESETS[long].values
+    assert PRESETS[short].parameters == PRESETS[long].parameters
+    assert long in PRESETS[short].description
+
+
 @pytest.mark.parametrize("name", OLDER)
 def test_older_presets_have_the_values_of_their_time(name):
     assert RolloutCorrectionConfig.preset(name) == RolloutCorrectionConfig(**OLDER[name])
 
 
 def test_every_preset_is_checked_here_by_value():
-    assert set(PRESETS) == (GOLDEN.keys() - {"<default>"}) | OLDER.keys()
+    assert set(PRESETS) == (GOLDEN.keys() - {"<default>"}) | OLDER.keys() | OWN.keys()
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -99,7 +126,10 @@ def test_the_lower_end_of_an_older_band_is_reciprocal_given_or_open():
 @pytest.mark.parametrize(
     ("name", "arguments", "error", "message"),
     [
-        ("decoupled_token_iss", {}, ValueError, "Did you mean 'decoupled_token_is'?"),
+        ("decoupled_token_iss", {}, ValueError, "the nearest are 'decoupled_token_is', "),
+        ("Seq-TIS", {}, ValueError, "the nearest are 'seq_tis', "),
+        ("k3", {}, ValueError, "'decoupled_k3_rs'"),
+        ("xyzzy", {}, ValueError, "known are decoupled_token_is, "),
         ("decoupled_token_is", {"treshold": 2.0}, TypeError, "Did you mean 'threshold'?"),
         ("disabled", {"threshold": 2.0}, TypeError, "takes no argument"),
         ("seq_is_rs", {"rs_threshold": "0.5_2.0", "rs_threshold_lower": 0.5}, ValueError, "two ends are given apart"),

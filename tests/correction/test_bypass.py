@@ -65,7 +65,7 @@ def configurations(mode, loss_type, normalizer, regularized):
 def policies_of(model, rollouts):
     inputs, tokens, rollout_log_prob, ref_log_prob, _, _ = rollouts
     log_prob, entropy = model(inputs, tokens)
-    return PolicyLogProbs(log_prob, rollout_log_prob=rollout_log_prob, ref_log_prob=ref_log_prob), entropy
+    return PolicyLogProbs(log_prob=log_prob, rollout_log_prob=rollout_log_prob, ref_log_prob=ref_log_prob), entropy
 
 
 def whole_step(rollouts, config, loss):
@@ -182,7 +182,7 @@ def test_packed_sequences_carry_their_offsets():
                 x.flatten() for x in (log_prob, entropy, rollout_log_prob[rows], ref_log_prob[rows],
                                       advantages[rows], mask[rows])
             )  # fmt: skip
-            policies = PolicyLogProbs(log_prob, rollout_log_prob=rollout, ref_log_prob=reference)
+            policies = PolicyLogProbs(log_prob=log_prob, rollout_log_prob=rollout, ref_log_prob=reference)
             cu_seqlens = offsets[: len(rows) + 1]
             step.backward(step.policy_loss(policies, advantage, valid, entropy=entropy, cu_seqlens=cu_seqlens))
         step.finish()

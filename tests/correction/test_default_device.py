@@ -126,7 +126,12 @@ def test_an_optimizer_step_is_the_same(bypass, elsewhere):
 
     def policies(log_prob):
         old = None if bypass else given["old_log_prob"]
-        return PolicyLogProbs(log_prob, old, given["rollout_log_prob"], given["ref_log_prob"])
+        return PolicyLogProbs(
+            log_prob=log_prob,
+            old_log_prob=old,
+            rollout_log_prob=given["rollout_log_prob"],
+            ref_log_prob=given["ref_log_prob"],
+        )
 
     def bypass_step():
         model = Shift()

@@ -24,7 +24,7 @@ from rollcorr.correction.losses import PolicyLogProbs, policy_loss
 
 MASK_DTYPES = [torch.bool, torch.uint8, torch.int64, torch.float32, torch.bfloat16]
 
-UNBOUNDED = {"training_ppl", "rollout_ppl", "ppl_ratio", "ppl_ratio_geo", "max_viable_length"}
+UNBOUNDED = {"training_ppl", "rollout_ppl", "ppl_ratio", "ppl_ratio_geo"}
 UNBOUNDED |= {"prob_diff_abs_mean", "prob_diff_abs_max"}
 """Exponentials that are never clamped, and 1 / kl: these may be infinite, as what they measure is; but never NaN."""
 
@@ -69,7 +69,7 @@ def configurations(draw, *, bounds=(20.0, 1.0, 40.0), **fixed) -> RolloutCorrect
     names = draw(st.lists(st.sampled_from(CRITERIA), unique=True, max_size=4))
     fields = {
         "rollout_is": draw(st.sampled_from([None, "token", "sequence", "geometric"])),
-        "rollout_is_threshold": draw(st.sampled_from([None, 2.0, 0.5, 1e6, "0.5_2.0", "1.5_3.0"])),
+        "rollout_is_threshold": draw(st.sampled_from([None, 2.0, 0.5, 1e6, "0.5_2.0", "1.5_3.0", "0_2.0"])),
         "rollout_is_batch_normalize": draw(st.booleans()),
         "batch_normalize_over": draw(st.sampled_from(["valid", "kept"])),
         "rollout_rs": ",".join(names) or None,
@@ -182,8 +182,9 @@ def check_weights(weights: torch.Tensor, batch: Batch, config: RolloutCorrection
         return
     ceiling = math.exp(config.safety_bound) if config.is_upper is None else config.is_upper
     assert (weights <= ceiling * (1 + 1e-5)).all()
-    if config.is_lower is not None:
-        assert ((weights == 0) | (weights >= config.is_lower * (1 - 1e-5))).all()
+    smallest = config.is_lower or config.rollout_is_floor
+    if smallest is not None:
+        assert ((weights == 0) | (weights >= smallest * (1 - 1e-5))).all()
 
 
 @each_implementation
@@ -244,7 +245,7 @@ def test_layouts_and_implementations_agree(data, config, lengths):
         ):
             certain = select(sure)
             assert torch.equal(correction.loss_mask & certain, select(whole.loss_mask) & certain)
-            if whole.weights is not None and config.batch_normalize_over == "valid" and config.is_lower is None:
+            if whole.weights is not None and config.batch_normalize_over == "valid" and config.is_mode != "icepop":
                 torch.testing.assert_close(correction.weights, select(whole.weights), rtol=1e-4, atol=1e-6)
 
 
@@ -265,7 +266,7 @@ def test_losses_and_gradients_are_finite_and_rejected_tokens_have_none(impl, dat
     loss = LossConfig(loss_agg_mode=mixed, loss_scale_factor=8.0 if mixed.endswith("norm") else None)
     bypass = config is not None and config.bypass_mode
     old = None if bypass else torch.where(valid, finite, batch.train)
-    policies = PolicyLogProbs(leaf, old, batch.rollout)
+    policies = PolicyLogProbs(log_prob=leaf, old_log_prob=old, rollout_log_prob=batch.rollout)
     with under_test(impl):
         correction = None if bypass or config is None else correct(batch.train, batch.rollout, batch.mask, config)
         output = policy_loss(policies, advantages, batch.mask, config=config, loss=loss, correction=correction)

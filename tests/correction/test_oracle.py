@@ -64,6 +64,10 @@ def test_the_batches_hold_what_they_are_meant_to_hold():
         config, metrics, valid = case.config, case.expected.metrics, case.mask != 0
         seen[f"level {config.rollout_is}"] += 1
         seen[f"mode {config.is_mode}"] += config.rollout_is is not None
+        seen["band open below"] += config.is_mode == "icepop" and config.is_lower is None
+        seen["band open above"] += config.is_mode == "icepop" and config.is_upper is None
+        seen["floor, no ceiling"] += config.rollout_is_floor is not None and config.is_upper is None
+        seen["floor and ceiling"] += config.rollout_is_floor is not None and config.is_upper is not None
         seen[f"nonfinite {config.nonfinite}"] += metrics["nonfinite_count"] > 0
         seen[f"over {config.batch_normalize_over}"] += "rollout_is_batch_norm_factor" in metrics
         seen["open side"] += any(c.kind == "k1" and None in (c.lower, c.upper) for c in config.criteria)
@@ -137,7 +141,7 @@ def test_the_oracle_on_what_was_decided_for_the_correction():
     assert (tiny["rollout_is_eff_sample_size"], tiny["saturated_low_fraction"]) == (1.0, 1.0)
 
     # One of two sequences is outside the band, with three of the four tokens.
-    outside = worked([[1.0, 1.0, 1.0], [0.0]], level="sequence", lower=0.5, upper=2.0).metrics
+    outside = worked([[1.0, 1.0, 1.0], [0.0]], level="sequence", lower=0.5, upper=2.0, band=True).metrics
     assert outside["rollout_is_oob_ratio"] == 0.75
 
     # The safety bound brings ρ = e³ into the band.

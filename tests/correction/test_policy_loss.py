@@ -99,13 +99,14 @@ def test_the_kl_penalty_takes_the_log_probs_over_the_whole_vocabulary():
     """One token that a truncation made certain: log π = 0 for the ratio, log 0.5 against a reference of log 0.25."""
     leaf = torch.tensor([[math.log(0.5)]], dtype=torch.float64, requires_grad=True)
     zero, one = torch.zeros(1, 1, dtype=torch.float64), torch.ones(1, 1)
-    policies = PolicyLogProbs(zero, zero.clone(), ref_log_prob=zero + math.log(0.25), full_log_prob=leaf)
+    reference = zero + math.log(0.25)
+    policies = PolicyLogProbs(log_prob=zero, old_log_prob=zero.clone(), ref_log_prob=reference, full_log_prob=leaf)
     output = policy_loss(policies, one, one, config=None, loss=LossConfig(kl_coef=3.0, kl_estimator="k1"))
     assert output.regularization.item() == pytest.approx(3 * math.log(2))
     output.loss.backward()
     assert leaf.grad.item() == pytest.approx(3.0)
     with pytest.raises(ValueError, match="full_log_prob"):
-        PolicyLogProbs(zero, full_log_prob=torch.zeros(1, 2))
+        PolicyLogProbs(log_prob=zero, full_log_prob=torch.zeros(1, 2))
 
 
 @per_implementation
@@ -332,7 +333,7 @@ def test_the_original_normalizer_divides_each_row_by_its_original_length():
     """One of three tokens and one of two are rejected: rows sum to 2 and 1, over lengths 3 and 2, over two rows."""
     rollout = torch.tensor([[-1.0, -1.0, -9.0], [-1.0, -9.0, NAN]])
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
-    policies = PolicyLogProbs(torch.full((2, 3), -1.0), rollout_log_prob=rollout)
+    policies = PolicyLogProbs(log_prob=torch.full((2, 3), -1.0), rollout_log_prob=rollout)
     expected = {"original": -(2 / 3 + 1 / 2) / 2, "kept": -1.0}
     for normalizer, value in expected.items():
         config = rejecting("ppo_clip", normalizer=normalizer)
@@ -364,13 +365,15 @@ def test_any_split_of_a_decoupled_batch_gives_the_gradient_of_the_whole(mode, no
             part_mask,
             correction=take_correction(correction, rows),
             entropy=part_entropy,
-            denominators=whole.counts,
+            denominators=correction.denominators(),
             original_denominators=count_denominators(mask),
             **arguments,
         )
         total, parts = total + output.loss, [*parts, output.statistics]
     torch.testing.assert_close(total, whole.loss, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(torch.autograd.grad(total, leaf)[0], gradient, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(whole.counts.tokens, correction.denominators().tokens)
+    torch.testing.assert_close(whole.counts.sequences, correction.denominators().sequences)
     merged = merge_statistics(parts)
     torch.testing.assert_close(merged.moments, whole.statistics.moments, rtol=1e-12, atol=1e-12)
 

@@ -59,9 +59,9 @@ def test_golden_losses_and_gradients_agree(case):
     if batch_info:
         denominators = Denominators(batch_info["batch_num_tokens"], batch_info["global_batch_size"])
     log_prob, rollout, mask = inputs["log_prob"].requires_grad_(), inputs["rollout_log_prob"], inputs["response_mask"]
-    policies, config, correction = PolicyLogProbs(log_prob, old_log_prob=rollout), None, None
+    policies, config, correction = PolicyLogProbs(log_prob=log_prob, old_log_prob=rollout), None, None
     if case["kind"] == "bypass_mode":
-        policies, config = PolicyLogProbs(log_prob, rollout_log_prob=rollout), golden_config(case)
+        policies, config = PolicyLogProbs(log_prob=log_prob, rollout_log_prob=rollout), golden_config(case)
     elif case["weights"]:
         config = RolloutCorrectionConfig.decoupled_token_is()
         correction = dataclasses.replace(correct(rollout, rollout, mask, config), weights=inputs["weights"])

@@ -76,7 +76,12 @@ def test_losses_and_their_gradients_read_nothing(mode, aggregation, packed):
     with bypass or nullcontext():
         for _ in range(2):
             current = log_prob + parameter
-            policies = PolicyLogProbs(current, None if bypass else log_prob, log_prob + 1, log_prob)
+            policies = PolicyLogProbs(
+                log_prob=current,
+                old_log_prob=None if bypass else log_prob,
+                rollout_log_prob=log_prob + 1,
+                ref_log_prob=log_prob,
+            )
             if bypass:
                 output = bypass.policy_loss(policies, log_prob, mask, entropy=-current, cu_seqlens=cu_seqlens)
                 bypass.backward(output)

@@ -497,14 +497,15 @@ def corrected(*, packed: bool = False):
     return given, correction
 
 
-def loss_of(given, correction):
+def loss_of(given, correction, **options):
     return policy_loss(
-        PolicyLogProbs(given["log_prob"], given["old_log_prob"], given["rollout_log_prob"]),
+        PolicyLogProbs(**{name: given[name] for name in ("log_prob", "old_log_prob", "rollout_log_prob")}),
         given["advantages"],
         given["response_mask"],
         config=DECOUPLED,
         correction=correction,
         cu_seqlens=given.get("cu_seqlens"),
+        **options,
     )
 
 
@@ -555,8 +556,11 @@ def test_a_correction_on_another_device_is_refused_by_both_names():
         loss_of(given, moved)
 
 
-def test_a_part_of_a_correction_that_was_cut_out_by_hand_is_taken():
+def test_a_part_of_a_correction_that_was_cut_out_by_hand_needs_denominators():
     given, correction = corrected()
     rows = torch.tensor([3, 0])
     part = dataclasses.replace(correction, weights=correction.weights[rows], loss_mask=correction.loss_mask[rows])
-    assert torch.equal(loss_of(rows_of(given, rows), part).loss_mask, correction.loss_mask[rows])
+    with pytest.raises(ValueError, match=r"cut or changed by hand.*take correction\[rows\], or pass denominators"):
+        loss_of(rows_of(given, rows), part)
+    output = loss_of(rows_of(given, rows), part, denominators=correction.denominators())
+    assert torch.equal(output.loss_mask, correction.loss_mask[rows])

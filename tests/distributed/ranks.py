@@ -16,7 +16,6 @@ from rollcorr import Detail, LossConfig, PolicyLogProbs, RolloutCorrectionConfig
 from rollcorr.config import InertOptionWarning
 from rollcorr.core.mergeable_statistics import merge_statistics
 from rollcorr.core.metric_registry import finalize
-from rollcorr.correction.denominators import count_denominators
 from rollcorr.correction.losses import loss_metrics, policy_loss
 from rollcorr.correction.micro_batches import BypassGradients
 from rollcorr.correction.process_groups import gather_statistics, sum_gradients, sum_over
@@ -175,9 +174,9 @@ class Policy(nn.Module):
 
 
 def optimizer_step(
-    data: Data, mode: str, micro_batch: int, group: Any = None, context_group: Any = None
+    data: Data, mode: str, micro_batch: int, group: Any = None, context_group: Any = None, *, mini_batch: bool = False
 ) -> dict[str, Any]:
-    """One optimizer step on this rank's data; padded, so that micro-batches are rows."""
+    """One optimizer step on this rank's data; padded, so that micro-batches are rows. `mini_batch` counts them anew."""
     fields, loss_fields = LOSSES[mode]
     settings, loss = config(fields), LossConfig(**loss_fields)
     model = Policy()
@@ -186,14 +185,13 @@ def optimizer_step(
         policy_old = model(data.features)[0] - 0.05
     rollout = data.rollout.where(data.rollout.isfinite(), policy_old)
     rollout = policy_old + (rollout - data.old.nan_to_num(neginf=-3.0)).clamp(-1, 1)
-    original = count_denominators(data.mask, group=group, context_group=context_group)
-    denominators, correction, bypass = original, None, None
+    correction, bypass = None, None
     if settings.bypass_mode:
         groups = {"group": group, "context_group": context_group}
         bypass = BypassGradients(model, settings, data.mask, loss=loss, **groups)
     else:
         correction = correct(policy_old, rollout, data.mask, settings, group=group, context_group=context_group)
-        denominators = correction.denominators()
+        step = correction.mini_batch(slice(None)) if mini_batch else None
     outputs = []
     with bypass or nullcontext():
         for rows in torch.arange(len(data.mask)).split(micro_batch):
@@ -208,23 +206,11 @@ def optimizer_step(
                 outputs.append(bypass.policy_loss(policies, data.advantages[rows], data.mask[rows], entropy=entropy))
                 bypass.backward(outputs[-1])
                 continue
-            part = dataclasses.replace(
-                correction,
-                weights=None if correction.weights is None else correction.weights[rows],
-                loss_mask=correction.loss_mask[rows],
-            )
+            # A part of the correction brings the configuration, the groups and the denominators of the step.
+            part = (step if mini_batch else correction)[rows]
             outputs.append(
                 policy_loss(
-                    policies,
-                    data.advantages[rows],
-                    data.mask[rows],
-                    config=settings,
-                    loss=loss,
-                    correction=part,
-                    denominators=denominators,
-                    original_denominators=original,
-                    entropy=entropy,
-                    context_group=context_group,
+                    policies, data.advantages[rows], data.mask[rows], loss=loss, correction=part, entropy=entropy
                 )
             )
             outputs[-1].loss.backward()
@@ -354,6 +340,8 @@ def scenarios(rank: int, pairs: list[Any], columns: list[Any]) -> Iterator[tuple
         yield ("both", name), corrected(part, fields, **both)
     for mode in LOSSES:
         yield ("both step", mode), optimizer_step(part, mode, 2, **both)
+        if not LOSSES[mode][0].get("bypass_mode"):
+            yield ("mini-batch step", mode), optimizer_step(part, mode, 2, **both, mini_batch=True)
     yield "overlap", overlap(world)
 
 

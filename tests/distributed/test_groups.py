@@ -111,6 +111,12 @@ def test_an_optimizer_step_is_the_same_for_any_ranks_slices_and_micro_batches(re
     for rank in range(SIZE):
         steps += [results[rank]["step", size, mode, micro] for size in (2, 4) for micro in MICRO_BATCHES]
         steps += [results[rank]["context step", size, mode] for size in (2, 4)] + [results[rank]["both step", mode]]
+    if not mode.startswith("bypass"):
+        # Weights that are counted anew are float32, those of the statistics float64.
+        counted_anew = [results[rank]["mini-batch step", mode] for rank in range(SIZE)]
+        for step in counted_anew:
+            torch.testing.assert_close(step["gradients"], whole["gradients"], rtol=1e-6, atol=1e-9)
+            torch.testing.assert_close(step["loss"], whole["loss"], rtol=1e-6, atol=1e-9)
     assert 0 < whole["correction"]["rollout_corr/rollout_rs_masked_fraction"] < 1
     start = torch.cat([p.detach().flatten() for p in ranks.Policy().parameters()])
     assert (whole["parameters"] - start).abs().max() > 0.05

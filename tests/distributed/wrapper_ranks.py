@@ -105,7 +105,7 @@ def make_data() -> dict[str, Tensor]:
 
 def policies_of(model: nn.Module, part: dict[str, Tensor]) -> tuple[PolicyLogProbs, Tensor]:
     log_prob, entropy = model(part["features"], part["tokens"], part["special"])
-    return PolicyLogProbs(log_prob, rollout_log_prob=part["rollout"], ref_log_prob=part["reference"]), entropy
+    return PolicyLogProbs(log_prob=log_prob, rollout_log_prob=part["rollout"], ref_log_prob=part["reference"]), entropy
 
 
 def alone(terms: str, loss_type: str) -> tuple[dict[str, Tensor | None], float]:

@@ -39,12 +39,21 @@ def configuration(**fields) -> RolloutCorrectionConfig:
         return RolloutCorrectionConfig(**fields)
 
 
+WEIGHT_BOUNDS = [(None, None), (2.0, None), (0.5, None), ("0.5_2.0", None), ("1.5_3.0", None), ("0_2.0", None)]
+"""Thresholds and floors of weights that every kernel takes."""
+
+MORE_WEIGHT_BOUNDS = [("0.7_inf", None), (2.0, 0.5), (None, 0.8), (2.0, 1.2)]
+"""Those that Triton leaves to others."""
+
+
 @st.composite
-def configurations(draw):
+def configurations(draw, bounds=(*WEIGHT_BOUNDS, *MORE_WEIGHT_BOUNDS)):
+    threshold, floor = draw(st.sampled_from(bounds))
     criteria = draw(st.lists(st.sampled_from(CRITERIA), unique=True, max_size=5))
     return configuration(
         rollout_is=draw(st.sampled_from([None, "token", "sequence", "geometric"])),
-        rollout_is_threshold=draw(st.sampled_from([None, 2.0, 0.5, "0.5_2.0", "1.5_3.0"])),
+        rollout_is_threshold=threshold,
+        rollout_is_floor=floor,
         rollout_is_batch_normalize=draw(st.booleans()),
         batch_normalize_over=draw(st.sampled_from(["valid", "kept"])),
         rollout_rs=",".join(criteria) or None,

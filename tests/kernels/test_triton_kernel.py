@@ -13,6 +13,7 @@ import os
 import pytest
 import torch
 from correction_cases import (
+    WEIGHT_BOUNDS,
     batches,
     configuration,
     configurations,
@@ -92,7 +93,7 @@ def assert_close(actual: CorrectionOutput, expected: CorrectionOutput, rows=None
 @settings(max_examples=15, phases=[Phase.explicit, Phase.reuse, Phase.generate])  # shrinking would take minutes
 @given(
     batch=batches(),
-    config=configurations(),
+    config=configurations(WEIGHT_BOUNDS),
     lengths=st.lists(st.integers(0, 17), min_size=6, max_size=6),
     mask_type=st.sampled_from([torch.bool, torch.uint8, torch.int64, torch.float32]),
     splits=st.sampled_from([1, 2]),

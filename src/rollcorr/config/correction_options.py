@@ -9,17 +9,19 @@ criteria and bounds. Nothing here imports torch.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
-from rollcorr.config.checks import check_bool, check_choice, check_number, warn_inert
+from rollcorr.config.checks import check_bool, check_choice, check_number, nearest, warn_inert
 from rollcorr.config.criteria import (
     Criterion,
     Threshold,
     canonical_rejection,
+    is_weight_band,
     parse_is_threshold,
     parse_rejection,
     threshold_texts,
@@ -58,8 +60,8 @@ class RolloutCorrectionConfig:
     Attributes:
         rollout_is: level of the importance weights: "token" ρ_t, "sequence" Π_t ρ_t, "geometric" (Π_t ρ_t)^(1/T). None
             computes no weights.
-        rollout_is_threshold: a ceiling C truncates: min(w, C). A band "lo_hi" zeroes weights outside it (IcePop). None
-            bounds the weights by `safety_bound` alone.
+        rollout_is_threshold: a ceiling C truncates: min(w, C). A band "lo_hi" zeroes weights outside it (IcePop), and
+            "0_hi" or "lo_inf" leaves a side open. None bounds the weights by `safety_bound` alone.
         rollout_is_batch_normalize: divide the weights by their mean over the batch (after truncation).
         rollout_rs: rejection criteria, in one text with commas or in a list. Each is scope_kind with scope token,
             seq_sum, seq_mean or seq_max and kind k1, k2 or k3 (there is no seq_max_k1); for diffusion also step_kl.
@@ -74,6 +76,8 @@ class RolloutCorrectionConfig:
         safety_bound: log weights are clamped to ± this many nats before exp. At most 88, where float32 ends.
         normalizer: the loss is divided by what is "kept", by all "original" tokens, or by the applied "weights".
         batch_normalize_over: the batch mean is that of all "valid" units, or of the "kept" ones.
+        rollout_is_floor: the smallest weight: max(w, floor), beside a ceiling or alone. A ratio of exactly 0 keeps the
+            weight 0. None leaves small weights as they are.
 
     Raises:
         TypeError: a value is of the wrong type (a bool is no number, a list no threshold).
@@ -98,6 +102,7 @@ class RolloutCorrectionConfig:
     safety_bound: float = 20.0
     normalizer: Normalizer = "kept"
     batch_normalize_over: NormalizedUnits = "valid"
+    rollout_is_floor: float | None = None
 
     def __post_init__(self) -> None:
         # First each field by itself: choices, switches, numbers. Only `rollout_is` may be None.
@@ -112,6 +117,8 @@ class RolloutCorrectionConfig:
         if self.rollout_token_veto_threshold is not None:
             veto = check_number("rollout_token_veto_threshold", self.rollout_token_veto_threshold, above=0)
             self._set("rollout_token_veto_threshold", veto)
+        if self.rollout_is_floor is not None:
+            self._set("rollout_is_floor", check_number("rollout_is_floor", self.rollout_is_floor, above=0))
 
         # Thresholds come as numbers or texts, and those of rejection belong to the criteria in `rollout_rs`.
         self._parse_thresholds()
@@ -122,6 +129,7 @@ class RolloutCorrectionConfig:
                 "loss_type='reinforce' needs bypass_mode=True: without bypass the loss is PPO with π_old; "
                 "set bypass_mode=True, or loss_type='ppo_clip'"
             )
+        self._check_floor()
         warn_inert(self, self._inert_options())
 
     @classmethod
@@ -144,6 +152,21 @@ class RolloutCorrectionConfig:
             return cls(**preset_fields(name, arguments))
         return cast("Self", _resolved_preset(cast("Any", cls), name))
 
+    def with_options(self, **options: Any) -> Self:  # noqa: ANN401
+        """The same with some fields replaced: `dataclasses.replace`, kept for the next call with the same ones.
+
+        Raises:
+            TypeError: there is no such field; the nearest is suggested. Or a value is of the wrong type.
+            ValueError: as at construction.
+
+        Example:
+            >>> RolloutCorrectionConfig(rollout_is="token").with_options(rollout_is_threshold=3.0).is_upper
+            3.0
+        """
+        fields = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+        replaced: Self = _replaced(self, tuple(sorted(fields.items())))
+        return replaced
+
     @cached_property
     def criteria(self) -> tuple[Criterion, ...]:
         """The rejection criteria, typed, in the order written; empty without `rollout_rs`."""
@@ -151,20 +174,20 @@ class RolloutCorrectionConfig:
 
     @cached_property
     def is_lower(self) -> float | None:
-        """Lower end of the IcePop band on weights; None in the other modes."""
+        """Lower end of the IcePop band on weights; None where it is open, and in the other modes."""
         return self._is_band[0]
 
     @cached_property
     def is_upper(self) -> float | None:
-        """Ceiling on weights (truncate), or upper end of the band (icepop); None in mode "none"."""
+        """Ceiling on weights (truncate), or upper end of the band (icepop); None where there is none."""
         return self._is_band[1]
 
     @cached_property
     def is_mode(self) -> IsMode:
-        """How weights are bounded: "truncate" by a ceiling, "icepop" by a band, "none" by the safety bound alone."""
-        if self.is_upper is None:
-            return "none"
-        return "truncate" if self.is_lower is None else "icepop"
+        """How weights are bounded: "truncate" by ceiling or floor, "icepop" by a band, "none" by the safety bound."""
+        if is_weight_band(self.rollout_is_threshold):
+            return "icepop"
+        return "none" if self.is_upper is None and self.rollout_is_floor is None else "truncate"
 
     @cached_property
     def weights_reach_loss(self) -> bool:
@@ -201,6 +224,21 @@ class RolloutCorrectionConfig:
         # Criteria that make no sense raise here, at construction, rather than at their first use.
         _ = self.criteria
 
+    def _check_floor(self) -> None:
+        """A floor raises small weights: beside a band, which zeroes them, or above the ceiling it makes no sense."""
+        floor, ceiling = self.rollout_is_floor, self.is_upper
+        if floor is None:
+            return
+        if self.is_mode == "icepop":
+            raise ValueError(
+                f"rollout_is_floor={floor!r} and the band rollout_is_threshold={self.rollout_is_threshold!r} exclude "
+                "each other: a band gives small weights 0, a floor raises them; leave one of them out"
+            )
+        if ceiling is not None and floor > ceiling:
+            raise ValueError(
+                f"rollout_is_floor={floor!r} exceeds the ceiling rollout_is_threshold={ceiling!r}; swap them"
+            )
+
     def _inert_options(self) -> list[tuple[str, str]]:
         """Each option that is set but can have no effect beside the others, with the reason and the fix."""
         computed, applied = self.rollout_is is not None, self.weights_reach_loss
@@ -208,6 +246,7 @@ class RolloutCorrectionConfig:
         cases = [
             # Weights: are any computed, and do they reach the loss?
             (not computed and self.rollout_is_threshold != 2.0, "rollout_is_threshold", without_is),
+            (not computed and self.rollout_is_floor is not None, "rollout_is_floor", without_is),
             (not computed and not self.apply_is, "apply_is", without_is),
             (
                 computed and self.apply_is and not applied,
@@ -235,6 +274,11 @@ class RolloutCorrectionConfig:
                 "rollout_is_threshold",
                 f"is never reached: safety_bound={self.safety_bound:g} ends weights below",
             ),
+            (
+                self.rollout_is_floor is not None and math.log(self.rollout_is_floor) < -self.safety_bound,
+                "rollout_is_floor",
+                f"is never reached: safety_bound={self.safety_bound:g} ends weights above",
+            ),
             # Rejection: are there criteria, and can each of them reject anything?
             (
                 self.rollout_rs is None and self.rollout_rs_threshold is not None,
@@ -257,3 +301,13 @@ class RolloutCorrectionConfig:
 def _resolved_preset(cls: Any, name: str) -> Any:  # noqa: ANN401 (a class, and an instance of it)
     """A preset without arguments: the call in a training loop that names one pays for its checks once."""
     return cls(**preset_fields(name, {}))
+
+
+@lru_cache(maxsize=256)
+def _replaced(config: Any, options: tuple[tuple[str, Any], ...]) -> Any:  # noqa: ANN401 (a configuration)
+    """A configuration with some fields replaced: the call in a training loop that names some pays once."""
+    known = [field.name for field in dataclasses.fields(config)]
+    for name, _ in options:
+        if name not in known:
+            raise TypeError(f"there is no option {name!r}; known are {', '.join(known)}.{nearest(name, known)}")
+    return dataclasses.replace(config, **dict(options))

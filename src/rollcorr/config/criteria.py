@@ -2,8 +2,8 @@
 
     number     x        k1: the ratio band [1/x, x] (so x ≥ 1); k2, k3: divergence at most x nats; weights: ceiling x
     band       lo_hi    k1: lo ≤ ρ ≤ hi; weights: 0 outside (IcePop); k2, k3 take none
-    open side  0_hi     k1 only: no lower bound
-               lo_inf   k1 only: no upper bound
+    open side  0_hi     k1 and weights: no lower bound
+               lo_inf   k1 and weights: no upper bound
     list       a,b,…    one for each criterion, in the order of the criteria; a single threshold is shared by all
 
 ρ is always train / rollout. Bounds are inclusive.
@@ -101,9 +101,11 @@ class Criterion:
 def parse_is_threshold(value: Threshold | None) -> Band:
     """Read `rollout_is_threshold`: a number C → (None, C); "lo_hi" → (lo, hi); None → (None, None).
 
+    A side of a band may be open: "0_hi" → (None, hi), "lo_inf" → (lo, None). `is_weight_band` tells "0_3" from "3".
+
     Raises:
         TypeError: the value is neither number, text nor None.
-        ValueError: a bound is not a finite number > 0, or lo > hi.
+        ValueError: a bound is not a finite number > 0, lo > hi, or both sides of a band are open.
     """
     option = "rollout_is_threshold"
     if value is None:
@@ -111,19 +113,21 @@ def parse_is_threshold(value: Threshold | None) -> Band:
     if not isinstance(value, str):
         return None, check_number(f"{option} (a ceiling on weights; None for no ceiling)", value, above=0)
 
-    parts = [
-        _number(part, option, value, "a ceiling C, or a band lo_hi such as '0.5_5.0'") for part in value.split("_")
-    ]
+    parts = value.split("_")
     if len(parts) > 2:
         raise ValueError(f"{option} {value!r} has {len(parts)} parts; give a ceiling C or a band lo_hi")
-    for part in parts:
-        if part <= 0:
-            raise ValueError(f"{option} {value!r}: bounds on weights must be finite and > 0, got {part:g}")
-
     if len(parts) == 1:
-        return None, parts[0]
-    _check_order(option, value, parts[0], parts[1])
-    return parts[0], parts[1]
+        return None, _positive(option, value, _number(value, option, value, "a ceiling C, or a band lo_hi"))
+
+    lower, upper = _open_band(option, value, *parts)
+    if lower is None and upper is None:
+        raise ValueError(f"{option} {value!r} is open on both sides; write None, which bounds weights by safety_bound")
+    return lower, upper
+
+
+def is_weight_band(value: Threshold | None) -> bool:
+    """Whether a `rollout_is_threshold` is a band, outside of which weights are 0, and no ceiling."""
+    return isinstance(value, str) and "_" in value
 
 
 def parse_rejection(names: str | Sequence[str], threshold: Threshold | None) -> tuple[Criterion, ...]:
@@ -280,16 +284,22 @@ def _criterion(name: str, text: str) -> Criterion:
     if len(parts) == 1:
         return _reciprocal_criterion(scope, option, text, _number(text, option, text, wanted))
 
-    # 0 and inf leave their side open. The other bounds must be finite and > 0.
-    lowest = _number(parts[0], option, text, wanted)
+    band = _open_band(option, text, *parts)
+    return Criterion(scope=scope, kind=kind, lower=band[0], upper=band[1])
+
+
+def _open_band(option: str, text: str, lower_text: str, upper_text: str) -> Band:
+    """The two ends of a band. 0 and inf leave their side open; other bounds must be finite and > 0."""
+    wanted = "a band lo_hi such as '0.5_2.0'; '0_hi' and 'lo_inf' leave a side open"
+    lowest = _number(lower_text, option, text, wanted)
     lower = None if lowest == 0 else _positive(option, text, lowest)
-    upper_text = parts[1].strip()
-    if upper_text.lower() == "inf":
-        return Criterion(scope=scope, kind=kind, lower=lower)
+    if upper_text.strip().lower() == "inf":
+        return lower, None
+
     upper = _positive(option, text, _number(upper_text, option, text, wanted))
     if lower is not None:
         _check_order(option, text, lower, upper)
-    return Criterion(scope=scope, kind=kind, lower=lower, upper=upper)
+    return lower, upper
 
 
 def _reciprocal_criterion(scope: Scope, option: str, text: str, upper: float) -> Criterion:

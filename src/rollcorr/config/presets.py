@@ -7,6 +7,7 @@ names (`with_named_presets`), those of the verl adapter and the page docs/preset
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -38,6 +39,8 @@ class Preset:
 
 VERL_2025_11 = "verl, November 2025"
 VERL_2025_12 = "verl, December 2025"
+OWN = "this library"
+SHORT = "papers and other trainers"
 
 # Not a field of the configuration: the lower end of the band whose upper end is `rollout_rs_threshold`.
 BAND_LOWER = "rollout_rs_threshold_lower"
@@ -219,6 +222,37 @@ _DECEMBER_2025: dict[str, _Row] = {
     ),
 }
 
+_OWN: dict[str, _Row] = {
+    "measure": (
+        "Metrics only, those of token weights included: what `correct` does when it is asked for nothing.",
+        {**_TOKEN_IS, "apply_is": False},
+        _IS,
+    ),
+}
+
+_SHORT: dict[str, _Row] = {
+    "tis": (
+        "Short name of `decoupled_token_is`.",
+        _TOKEN_IS,
+        _IS,
+    ),
+    "seq_tis": (
+        "Short name of `decoupled_seq_is`.",
+        _SEQ_IS,
+        _IS,
+    ),
+    "mis": (
+        "Short name of `decoupled_seq_is_rs`: sequences outside the band leave the loss.",
+        {**_SEQ_IS, "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"},
+        _IS_RS,
+    ),
+    "icepop": (
+        "Short name of `decoupled_token_icepop`.",
+        _TOKEN_ICEPOP,
+        _IS,
+    ),
+}
+
 
 def _presets(source: str, rows: Mapping[str, _Row]) -> dict[str, Preset]:
     return {
@@ -227,7 +261,13 @@ def _presets(source: str, rows: Mapping[str, _Row]) -> dict[str, Preset]:
     }
 
 
-PRESETS = _presets(VERL, _NEWEST) | _presets(VERL_2025_11, _NOVEMBER_2025) | _presets(VERL_2025_12, _DECEMBER_2025)
+PRESETS = (
+    _presets(VERL, _NEWEST)
+    | _presets(OWN, _OWN)
+    | _presets(SHORT, _SHORT)
+    | _presets(VERL_2025_11, _NOVEMBER_2025)
+    | _presets(VERL_2025_12, _DECEMBER_2025)
+)
 
 Config = TypeVar("Config")
 
@@ -237,10 +277,10 @@ def preset_fields(name: str, arguments: Mapping[str, object]) -> dict[str, Any]:
 
     Raises:
         TypeError: an argument that this preset does not take.
-        ValueError: no preset has this name; the nearest is suggested.
+        ValueError: no preset has this name; the nearest are suggested.
     """
     if name not in PRESETS:
-        raise ValueError(f"no preset is named {name!r}; known are {', '.join(PRESETS)}.{nearest(name, PRESETS)}")
+        raise ValueError(f"no preset is named {name!r}; {_nearest_presets(name)}")
     preset = PRESETS[name]
 
     fields: dict[str, Any] = dict(preset.values)
@@ -255,6 +295,18 @@ def preset_fields(name: str, arguments: Mapping[str, object]) -> dict[str, Any]:
     if lower is not None:
         fields["rollout_rs_threshold"] = join_band(lower, fields["rollout_rs_threshold"])
     return fields
+
+
+def _nearest_presets(name: str) -> str:
+    """What a wrong name may have meant: the names that are written like it, and those made of the same words."""
+    asked = name.lower().replace("-", "_")
+    close = difflib.get_close_matches(asked, PRESETS, n=3, cutoff=0.6)
+    words = set(asked.split("_"))
+    shared = sorted(PRESETS, key=lambda known: -len(words & set(known.split("_"))))
+    close += [known for known in shared[:3] if words & set(known.split("_"))]
+    if not close:
+        return f"known are {', '.join(PRESETS)}"
+    return f"the nearest are {', '.join(map(repr, dict.fromkeys(close)))}; docs/presets.md has all {len(PRESETS)}"
 
 
 class NamedPreset:

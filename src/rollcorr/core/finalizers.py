@@ -114,14 +114,19 @@ def length_times_kl() -> Finalizer:
     return Finalizer(("moments:log_ratio", "sums:tokens", "sums:sequences"), compute, "mean length × kl")
 
 
+LONGEST = 1e9
+"""Tokens: what `max_viable_length` says where no length is too long. JSON has no infinity."""
+
+
 def viable_length() -> Finalizer:
-    """safety_bound / KL, in tokens; inf when KL ≤ 0. The bound travels as an extreme, so that it merges to itself."""
+    """min(safety_bound / KL, 1e9), in tokens; 1e9 when KL ≤ 0. The bound travels as an extreme: it merges to itself."""
 
     def compute(s: HostStatistics) -> float:
         kl = -s.moments["log_ratio"].mean
         if not s.moments["log_ratio"].count:
             return 0.0
-        return s.extremes["safety_bound"].max / kl if kl > 0 else math.inf
+        bound = s.extremes["safety_bound"].max
+        return bound / kl if kl > bound / LONGEST else LONGEST
 
     return Finalizer(("moments:log_ratio", "extremes:safety_bound"), compute, "safety_bound / kl")
 

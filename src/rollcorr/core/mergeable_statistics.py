@@ -158,6 +158,12 @@ class Statistics:
             {name: host_entries(row) for name, row in rows["tops"].items()},
         )
 
+    def metrics(self, *, prefix: str = "rollout_corr/") -> dict[str, float]:
+        """Every metric of the registry that these rows suffice for, in one transfer; of merged statistics too."""
+        from rollcorr.core.metric_registry import finalize
+
+        return finalize(self.read(), prefix=prefix)
+
     @property
     def sums(self) -> Tensor:
         """(S,) float64."""

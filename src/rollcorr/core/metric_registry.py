@@ -85,7 +85,7 @@ METRICS: dict[str, Metric] = metric_table(
         OWN,
     ),
     ("t_times_kl", "nats", "batch", "mean c_i · kl", length_times_kl(), PRAXIS),
-    ("max_viable_length", "tokens", "batch", "safety_bound / kl; inf if kl ≤ 0", viable_length(), PRAXIS),
+    ("max_viable_length", "tokens", "batch", "safety_bound / kl, at most 1e9; 1e9 if kl ≤ 0", viable_length(), PRAXIS),
     # The importance weights.
     ("rollout_is_mean", "ratio", V, "mean_V(w), applied weights", mean("weight"), IS_GUIDE),
     ("rollout_is_std", "ratio", V, "std_V(w)", std("weight"), IS_GUIDE),

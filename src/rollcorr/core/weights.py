@@ -28,32 +28,45 @@ def bounded_weights(log_weight: Tensor, *, safety_bound: float = 20.0) -> Tensor
     return log_weight.clamp(-safety_bound, safety_bound).exp().masked_fill(log_weight == -torch.inf, 0.0)
 
 
-def truncated_weights(log_weight: Tensor, *, upper: float, safety_bound: float = 20.0) -> Tensor:
-    """w = min(exp ℓ, upper): truncated importance sampling (TIS).
+def truncated_weights(
+    log_weight: Tensor, *, upper: float | None, lower: float | None = None, safety_bound: float = 20.0
+) -> Tensor:
+    """w = min(max(exp ℓ, lower), upper): truncated importance sampling (TIS).
 
-    The ceiling bounds variance and buys a bias toward μ. Small weights are left alone.
+    The ceiling bounds variance and buys a bias toward μ. Small weights are left alone, unless there is a floor. A ratio
+    of 0 has the weight 0 in any case: its log-prob is −inf, and a loss must not read it.
 
     Args:
         log_weight: ℓ, nats. Any shape.
-        upper: C, the largest weight (a ratio, not a log). Finite and > 0.
+        upper: C, the largest weight (a ratio, not a log). Finite and > 0; None for no ceiling.
+        lower: the smallest weight of a ratio above 0. Finite and > 0; None for no floor.
         safety_bound: largest |ℓ|, nats.
 
     Raises:
-        ValueError: `upper` is not finite and positive.
+        ValueError: a bound is not finite and positive, or lower > upper.
 
     Source: Ionides (2008), "Truncated Importance Sampling", J. Comput. Graph. Stat. 17(2).
     """
-    check_positive("upper", upper)
-    return bounded_weights(log_weight, safety_bound=safety_bound).clamp(max=upper)
+    _check_bounds(lower, upper)
+    return between(bounded_weights(log_weight, safety_bound=safety_bound), lower, upper)
 
 
-def masked_weights(log_weight: Tensor, *, lower: float, upper: float, safety_bound: float = 20.0) -> Tensor:
+def between(weights: Tensor, lower: float | None, upper: float | None) -> Tensor:
+    """Weights raised to `lower` and lowered to `upper`; 0 stays 0. None leaves a side as it is. Any shape."""
+    if lower is None:
+        return weights if upper is None else weights.clamp(max=upper)
+    return torch.where(weights > 0, weights.clamp(lower, upper), weights)
+
+
+def masked_weights(
+    log_weight: Tensor, *, lower: float | None, upper: float | None, safety_bound: float = 20.0
+) -> Tensor:
     """w = exp ℓ if lower ≤ exp ℓ ≤ upper, else 0 (IcePop). The loss mask stays as it is.
 
     Args:
         log_weight: ℓ, nats. Any shape.
-        lower: smallest weight kept (a ratio).
-        upper: largest weight kept (a ratio).
+        lower: smallest weight kept (a ratio); None leaves the side open.
+        upper: largest weight kept (a ratio); None leaves the side open.
         safety_bound: largest |ℓ|, nats.
 
     Raises:
@@ -61,11 +74,7 @@ def masked_weights(log_weight: Tensor, *, lower: float, upper: float, safety_bou
 
     Source: Ling Team (2025), "Every Step Evolves", arXiv:2510.18855.
     """
-    check_positive("lower", lower)
-    check_positive("upper", upper)
-    if lower > upper:
-        raise ValueError(f"lower must not exceed upper, got {lower} > {upper}")
-
+    _check_bounds(lower, upper)
     bounded = at_least_float32(log_weight.detach()).clamp(-safety_bound, safety_bound)
     kept = within_ratio_band(bounded, lower=lower, upper=upper) & (log_weight != -torch.inf)
 
@@ -77,3 +86,11 @@ def normalization_factor(weight_sum: Tensor, count: Tensor) -> Tensor:
     """Σ w / n: what weights are divided by so that their batch mean is 1; 1 where it would be 0."""
     mean = weight_sum / count.clamp(min=1)
     return torch.where(mean > 0, mean, torch.ones_like(mean))
+
+
+def _check_bounds(lower: float | None, upper: float | None) -> None:
+    for name, value in (("lower", lower), ("upper", upper)):
+        if value is not None:
+            check_positive(name, value)
+    if lower is not None and upper is not None and lower > upper:
+        raise ValueError(f"lower must not exceed upper, got {lower} > {upper}")

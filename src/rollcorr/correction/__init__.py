@@ -4,7 +4,8 @@ from rollcorr.correction.denominators import aggregate, aggregation_mode, count_
 from rollcorr.correction.losses import PolicyLogProbs, PolicyLossOutput, loss_metrics, policy_loss
 from rollcorr.correction.micro_batches import BypassGradients
 from rollcorr.correction.process_groups import gather_statistics, sum_gradients
-from rollcorr.correction.rollout_correction import Correction, Detail, check_mask, correct
+from rollcorr.correction.result import Correction
+from rollcorr.correction.rollout_correction import Detail, check_mask, correct
 from rollcorr.correction.scoring import actor_entropy, actor_log_prob, linear_actor_log_prob
 
 __all__ = [

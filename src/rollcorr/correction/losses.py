@@ -20,7 +20,7 @@ from torch import Tensor
 from rollcorr.config import LossAggMode, LossConfig, Normalizer, RolloutCorrectionConfig
 from rollcorr.config.conversion import resolve
 from rollcorr.core.aggregation import Denominators
-from rollcorr.core.boundary import check_floating, check_tensors, in_host_memory
+from rollcorr.core.boundary import check_floating, check_tensors
 from rollcorr.core.layout import check_layout
 from rollcorr.core.losses import (
     neutral_log_probs,
@@ -38,7 +38,14 @@ from rollcorr.correction.denominators import (
     loss_denominators,
     sequence_lengths,
 )
-from rollcorr.correction.rollout_correction import Correction, correct
+from rollcorr.correction.result import (
+    Correction,
+    check_belongs,
+    check_order,
+    context_group_of,
+    has_context,
+)
+from rollcorr.correction.rollout_correction import correct
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -46,9 +53,11 @@ if TYPE_CHECKING:
 REFERENCE_KL = {"k1": reference_kl_k1, "k2": reference_kl_k2, "k3": reference_kl_k3}
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class PolicyLogProbs:
     """The log-probs of the sampled tokens under each policy, in nats; all (B, T), or all (N,) when packed.
+
+    Each is given by its name, so that none takes another's place.
 
     Attributes:
         log_prob: log π_θ, the policy being trained; carries the gradient.
@@ -60,7 +69,8 @@ class PolicyLogProbs:
 
     Raises:
         TypeError: one is no tensor.
-        ValueError: shapes or devices differ, or one is not floating-point.
+        ValueError: shapes or devices differ, or one is not floating-point; or `log_prob` has no gradient and a policy
+            that is fixed has one.
     """
 
     log_prob: Tensor
@@ -77,6 +87,14 @@ class PolicyLogProbs:
             tensor = getattr(self, name)
             if tensor is not None and tensor.shape != self.log_prob.shape:
                 raise ValueError(f"log_prob {tuple(self.log_prob.shape)} and {name} {tuple(tensor.shape)} differ")
+
+            # What a model has just computed carries a graph, and only the policy being trained is computed with one.
+            fixed = tensor is not None and name != "full_log_prob"
+            if fixed and tensor.grad_fn is not None and not self.log_prob.requires_grad:
+                raise ValueError(
+                    f"{name} carries a gradient and log_prob carries none, so they seem to be swapped: log_prob is the "
+                    f"policy being trained; give {name}.detach() if there is nothing to train"
+                )
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +125,7 @@ def policy_loss(
     advantages: Tensor,
     response_mask: Tensor,
     *,
-    config: RolloutCorrectionConfig | Mapping[str, Any] | str | None,
+    config: RolloutCorrectionConfig | Mapping[str, Any] | str | None = None,
     loss: LossConfig | None = None,
     correction: Correction | None = None,
     denominators: Denominators | None = None,
@@ -122,19 +140,22 @@ def policy_loss(
         policies: the log-probs. The mode decides which of them are needed.
         advantages: per token, in the shape of `log_prob`; or per sequence, (B,), in the padded layout.
         response_mask: tokens that the policy sampled, same shape; read as ≠ 0.
-        config: which correction, and in which mode: a configuration, a preset's name or a dictionary. None: plain PPO.
+        config: which correction, and in which mode: a configuration, a preset's name or a dictionary. None: that of
+            `correction`; without one, plain PPO.
         loss: clip constants, aggregation and coefficients. None: the defaults.
-        correction: in decoupled mode, what `correct(old, rollout, …)` returned for these rows, once per batch. Bypass
-            mode computes its own, because it depends on π_θ.
-        denominators: of the policy gradient, over every micro-batch and rank of the optimizer step. None: this call
-            is the whole step, and `loss_denominators` counts here. In bypass mode the kept count is known only after
-            the last micro-batch: use `BypassGradients` for a step of several.
+        correction: in decoupled mode, what `correct(old, rollout, …)` returned, once per batch; for a micro-batch its
+            part, `correction[rows]`. Bypass mode computes its own, because it depends on π_θ.
+        denominators: of the policy gradient, over every micro-batch and rank of the optimizer step. None: those that
+            `correction` carries, so that the losses of its parts add up. Without a correction this call is the whole
+            step, and `loss_denominators` counts here. In bypass mode the kept count is known only after the last
+            micro-batch: use `BypassGradients` for a step of several.
         original_denominators: those of the response mask, for the KL and entropy terms, which cover rejected tokens
             too. They are needed only beside `denominators` that count something else.
         entropy: H(π_θ(·|s_t)) per token, nats, same shape; with its graph when entropy_coef is not 0.
-        cu_seqlens: (B + 1,) token offsets, only when packed.
+        cu_seqlens: (B + 1,) token offsets, only when packed. None: those of `correction`.
         context_group: ranks that hold other tokens of the same sequences. The losses of the ranks then add up to that
             of whole sequences; `counts` and the correction are those of whole sequences, the statistics the rank's own.
+            None: that of `correction`.
 
     Returns:
         The loss, its parts and its statistics. With nothing to average the loss is 0 and connected to the graph.
@@ -142,10 +163,16 @@ def policy_loss(
     Raises:
         TypeError: an argument is no tensor.
         ValueError: shapes or devices differ; a policy that the mode needs is missing; the behavior ratio π/μ would be
-            applied twice or not at all; a coefficient is set without its tensor; the correction is of other tokens.
+            applied twice or not at all; a coefficient is set without its tensor; the correction is of other tokens,
+            of other ranks or of the policies in the other order, or does not know the step that it is a part of.
     """
     loss = loss or LossConfig()
+    if config is None and correction is not None:
+        config = correction.config
     settings = config if isinstance(config, RolloutCorrectionConfig) else resolve(config)
+    if correction is not None:
+        context_group = context_group_of(correction, context_group)
+        cu_seqlens = correction.cu_seqlens if cu_seqlens is None else cu_seqlens
     normalizer: Normalizer = "kept" if settings is None else settings.normalizer
     mode = aggregation_mode(settings, loss)
 
@@ -164,6 +191,9 @@ def policy_loss(
     counts = loss_denominators(
         normalizer, token.loss_mask, inputs.mask, token.weights, cu_seqlens=cu_seqlens, context_group=context_group
     )
+    if denominators is None and correction is not None and has_context(correction, inputs.mask):
+        denominators = correction.denominators(normalizer)
+        original_denominators = original_denominators or correction.denominators("original")
     divides_rows_by = inputs.mask if normalizer == "original" else token.loss_mask
     policy_gradient = aggregate(
         token.per_token,
@@ -234,7 +264,8 @@ def _decoupled(
     if correction is not None:
         if correction.config != config:
             raise ValueError(f"correction was computed with {correction.config}, not with config={config}")
-        _check_belongs(correction, inputs)
+        check_belongs(correction, inputs.mask, inputs.cu_seqlens)
+        check_order(correction, old_log_prob, inputs.policies.rollout_log_prob)
         weights, loss_mask = correction.loss_weights, correction.loss_mask
     elif config is not None and (
         config.weights_reach_loss or config.criteria or config.rollout_token_veto_threshold is not None
@@ -384,45 +415,3 @@ def _behavior_policy(policies: PolicyLogProbs, correction: Correction | None) ->
             "behavior ratio twice, or an old one: leave correction out"
         )
     return rollout_log_prob
-
-
-def _check_belongs(correction: Correction, inputs: _LossInputs) -> None:
-    """Check that a correction is of these tokens, as far as that is known without waiting for a device.
-
-    Shapes, devices and layouts are compared everywhere, and on the CPU masks and offsets too. A part of a correction
-    that was cut out by hand may still carry the masks of the whole batch. Those are not compared.
-    """
-    advice = "; take the rows of the correction (weights, loss_mask, response_mask) with those of the batch"
-    loss_mask, mask = correction.loss_mask, inputs.mask
-    check_tensors(response_mask=mask, **{"correction.loss_mask": loss_mask, "correction.weights": correction.weights})
-    for name, tensor in (("loss_mask", loss_mask), ("weights", correction.weights)):
-        if tensor is not None and tensor.shape != mask.shape:
-            shapes = f"correction.{name} {tuple(tensor.shape)} and response_mask {tuple(mask.shape)}"
-            raise ValueError(f"{shapes} differ, so the correction is of other tokens{advice}")
-
-    given = correction.response_mask
-    whole = given is not None and given.shape == mask.shape and given.device == mask.device
-    if whole and not _same_sequences(correction.cu_seqlens, inputs.cu_seqlens):
-        raise ValueError(f"correction has other cu_seqlens than the loss, so it is of other sequences{advice}")
-
-    # From here on values are read.
-    if not in_host_memory(loss_mask, mask):
-        return
-    outside = int((loss_mask & ~mask).sum())
-    if outside:
-        raise ValueError(
-            f"correction keeps {outside} tokens outside of response_mask, so it is of other tokens{advice}"
-        )
-    if whole and given is not None and in_host_memory(given):
-        others = int(((given != 0) != mask).sum())
-        if others:
-            raise ValueError(f"correction was computed with a response_mask that differs at {others} tokens{advice}")
-
-
-def _same_sequences(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether two layouts are the same, as far as that is known without waiting for a device."""
-    if one is None or other is None or one is other:
-        return one is other
-    if one.shape != other.shape:
-        return False
-    return not in_host_memory(one, other) or torch.equal(one.to(torch.int64), other.to(torch.int64))

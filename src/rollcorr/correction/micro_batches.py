@@ -38,7 +38,9 @@ class BypassGradients(SplitGradients):
         optimizer.zero_grad()
         with BypassGradients(model, config, response_mask, loss=loss_config, group=data_parallel) as step:
             for rows in micro_batches:
-                policies = PolicyLogProbs(log_prob_of(model, rows), rollout_log_prob=rollout_log_prob[rows])
+                policies = PolicyLogProbs(
+                    log_prob=log_prob_of(model, rows), rollout_log_prob=rollout_log_prob[rows]
+                )
                 output = step.policy_loss(policies, advantages[rows], response_mask[rows])
                 step.backward(output)
             step.finish()

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.conversion import resolve
-from rollcorr.core import metric_registry as registry
-from rollcorr.core.aggregation import Denominators
-from rollcorr.core.boundary import check_floating, plain, truth
+from rollcorr.core.boundary import check_floating, in_host_memory, plain, truth
 from rollcorr.core.layout import bounded_offsets, check_layout, sequence_count
 from rollcorr.core.mergeable_statistics import Statistics
-from rollcorr.core.tops import Worst, worst_of
-from rollcorr.core.weights import normalization_factor
+from rollcorr.core.ratios import classify_tokens
+from rollcorr.correction.denominators import count_denominators
 from rollcorr.correction.process_groups import check_groups, context_reduction, gather_slices, gather_statistics
+from rollcorr.correction.result import Correction, StepCounts, mean_weight, with_context
 from rollcorr.kernels.correction import (
     CorrectionOutput,
     Implementation,
@@ -35,94 +34,24 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-@dataclass(frozen=True, eq=False)
-class Correction:
-    """What to do with a batch of rollouts, and how far apart the two policies are.
-
-    Attributes:
-        weights: importance weights, float32, 0 outside the response mask, in the inputs' shape, without gradient; None
-            without importance sampling.
-        loss_mask: the tokens that stay in the loss, bool, in the inputs' shape.
-        sequence_kept: (B,) bool: the sequence still has a token in the loss, or never had one. For group baselines.
-        statistics: mergeable rows on the device, over all ranks of the groups. None without any correction.
-        config: what was asked for. None: no correction at all.
-        response_mask: the mask that was given, so that a loss can refuse a correction of other tokens. None: unknown.
-        cu_seqlens: the offsets that were given. None when padded.
-    """
-
-    weights: Tensor | None
-    loss_mask: Tensor
-    sequence_kept: Tensor
-    statistics: Statistics | None
-    config: RolloutCorrectionConfig | None
-    response_mask: Tensor | None = None
-    cu_seqlens: Tensor | None = None
-
-    @property
-    def loss_weights(self) -> Tensor | None:
-        """The weights that belong in the loss: None where they are metrics only (`weights_reach_loss`)."""
-        return self.weights if self.config is not None and self.config.weights_reach_loss else None
-
-    def metrics(self, *, prefix: str = registry.PREFIX) -> dict[str, float]:
-        """Every metric of the registry that the configuration collects: one device-to-host transfer for all.
-
-        An empty batch reports 0 for its counts, and 0 for everything that cannot be measured.
-        """
-        return {} if self.statistics is None else registry.finalize(self.statistics.read(), prefix=prefix)
-
-    def worst(self) -> Worst:
-        """The tokens and sequences with the largest |log ratio|: one device-to-host transfer.
-
-        Raises:
-            ValueError: `correct` was not asked for `detail`.
-        """
-        tops = {} if self.statistics is None else self.statistics.read().tops
-        if not tops:
-            raise ValueError("no worst tokens were collected; ask for them: correct(..., detail=True)")
-        return worst_of(tops)
-
-    def denominators(self, normalizer: Literal["kept", "original", "weights"] | None = None) -> Denominators:
-        """What the loss is divided by, over all ranks of the groups, when this correction is one optimizer step.
-
-        The numbers are those of `rollcorr.correction.loss_denominators`, read from the statistics.
-
-        Args:
-            normalizer: "kept" counts what stays in the loss, "original" what the response mask held, "weights" sums the
-                applied weights of what stays. Where no weights reach the loss, each counts as 1. None: the
-                configuration's normalizer.
-
-        Raises:
-            ValueError: no correction was asked for, so there are no statistics to count from.
-        """
-        if self.statistics is None or self.config is None:
-            raise ValueError("without a correction there are no counts; take the denominators from the response mask")
-        row = self.statistics.sum
-        normalizer = normalizer or self.config.normalizer
-        if normalizer == "original":
-            return Denominators(row("tokens"), row("sequences"))
-        if normalizer == "kept" or self.loss_weights is None:
-            return Denominators(row("tokens_kept"), row("sequences_kept"))
-
-        # The statistics hold the weights before batch normalization, and the loss applies those after it.
-        factor = _factor(self.statistics) if self.config.rollout_is_batch_normalize else 1.0
-        return Denominators(row("kept_weight") / factor, row("kept_sequence_weight") / factor)
-
-
 def correct(
     train_log_prob: Tensor,
     rollout_log_prob: Tensor,
     response_mask: Tensor,
-    config: RolloutCorrectionConfig | str | Mapping[str, Any],
+    config: RolloutCorrectionConfig | str | Mapping[str, Any] | None = None,
     *,
     cu_seqlens: Tensor | None = None,
     group: ProcessGroup | None = None,
     context_group: ProcessGroup | None = None,
     detail: Detail | bool = False,
+    fill: float = 0.0,
     out: Out | None = None,
     impl: Implementation = "auto",
+    **options: Any,  # noqa: ANN401
 ) -> Correction:
     """Weights w(π/μ), a loss mask and mergeable statistics for one batch of rollouts.
 
+    Without a configuration this measures: the mismatch, and the weights that a token-level correction would have.
     Nothing here waits for the device, unless `nonfinite="raise"` asks for it.
 
     Args:
@@ -131,7 +60,8 @@ def correct(
         rollout_log_prob: log μ, what the sampling policy gave the same tokens, nats. Same shape.
         response_mask: non-zero on tokens that the policy sampled; bool, integer or float; holes are allowed. Same
             shape. Values at masked positions are never read.
-        config: a configuration, a preset's name, or a dictionary of any of the three generations.
+        config: a configuration, a preset's name, or a dictionary of any of the three generations. None: the preset
+            `measure`, or what `options` say.
         cu_seqlens: first token of each sequence, then N: (B + 1,) integers, only when packed. Checked on the CPU; on a
             GPU wrong values give wrong sums, but never touch memory beyond the data.
         group: data-parallel process group: batch normalization, counts and statistics are then those of the group.
@@ -139,24 +69,27 @@ def correct(
             be empty. Decisions, weights and statistics are then those of the whole sequences, on every rank.
         detail: also collect quantiles and the worst tokens and sequences, in a second read of the batch. A `Detail`
             says how they are named across ranks and shards.
+        fill: what the weights hold where there is no weight: outside the response mask, and on tokens whose missing
+            log-prob is rejected. 1 is for trainers that take the logarithm of every weight.
         out: (weights, loss_mask) buffers to write to, contiguous, float32 and bool in the inputs' shape; weights None
             without importance sampling. On the CPU, fresh memory costs more than the arithmetic: reuse them.
         impl: which kernel. "auto" takes the fastest that is proven here: "cpu" (compiled C), else "torch".
+        options: fields of `RolloutCorrectionConfig` that replace those of `config`, e.g. `rollout_is="token"`.
 
     Returns:
         A `Correction`. An empty or wholly rejected batch gives masks of the right shape: no value causes an error,
         unless `nonfinite="raise"` asks for one.
 
     Raises:
-        TypeError: a log-prob, the mask or `cu_seqlens` is no tensor.
+        TypeError: a log-prob, the mask or `cu_seqlens` is no tensor, or there is no option of that name.
         ValueError: shapes or devices disagree or do not fit the layout, a log-prob is no bf16, fp16, fp32 or fp64, the
-            configuration or `out` is wrong, the groups overlap, `impl` does not take this batch, or
-            `nonfinite="raise"` met a missing log-prob.
+            mask holds log-probs, the configuration or `out` is wrong, the groups overlap, `impl` does not take this
+            batch, or `nonfinite="raise"` met a missing log-prob.
         ImportError: `impl` was not built, or what it needs is missing.
 
     Example:
         >>> train, rollout = torch.tensor([[-1.0, -2.0, 0.0]]), torch.tensor([[-1.5, -2.0, 0.0]])
-        >>> correct(train, rollout, torch.tensor([[1, 1, 0]]), "decoupled_token_is").weights
+        >>> correct(train, rollout, torch.tensor([[1, 1, 0]]), rollout_is="token").weights
         tensor([[1.6487, 1.0000, 0.0000]])
     """
     # Kernels take addresses and offsets without checks of their own, so everything is checked first.
@@ -167,53 +100,51 @@ def correct(
         response_mask=response_mask,
     )
     check_floating(train_log_prob=train_log_prob, rollout_log_prob=rollout_log_prob)
-    resolved = config if isinstance(config, RolloutCorrectionConfig) else resolve(config)
+    if response_mask.is_floating_point():
+        _check_no_log_probs(response_mask)
+    resolved = config if isinstance(config, RolloutCorrectionConfig) and not options else _asked_for(config, options)
     if out is not None:
         log_probs = {"train_log_prob": train_log_prob, "rollout_log_prob": rollout_log_prob}
         check_out(out, resolved, **log_probs, response_mask=response_mask)
-    if resolved is None:
-        return _nothing(response_mask, cu_seqlens, out)
 
     # No rank may count twice.
     if group is not None and context_group is not None:
         check_groups(group, context_group)
+    ranks = (1 if group is None else group.size(), 1 if context_group is None else context_group.size())
 
-    with torch.no_grad():
-        inputs = _CorrectionInputs(
-            plain(train_log_prob.detach()),
-            plain(rollout_log_prob.detach()),
-            plain(response_mask.detach()),
-            None if cu_seqlens is None else bounded_offsets(cu_seqlens, response_mask.numel()),
-            context_group,
-        )
+    inputs = _CorrectionInputs(
+        plain(train_log_prob.detach()),
+        plain(rollout_log_prob.detach()),
+        plain(response_mask.detach()),
+        None if cu_seqlens is None else bounded_offsets(cu_seqlens, response_mask.numel()),
+        context_group,
+    )
+    counts, statistics = StepCounts(), None
+    if resolved is None:
+        weights, loss_mask, sequence_kept = _nothing(inputs, out)
 
-        # Decisions about a sequence are those of all its slices: the kernel exchanges them over the context group.
-        output = _kernel(inputs, resolved, out, impl)
-        statistics = output.statistics
-        if detail:
-            names = detail if isinstance(detail, Detail) else Detail()
-            statistics = statistics | _detail(inputs, output.weights, resolved, names)
+        # There are no statistics to count from, and every response token stays.
+        counted = count_denominators(loss_mask, cu_seqlens=cu_seqlens, group=group, context_group=context_group)
+        counts = StepCounts(counted, counted, counted)
+    else:
+        weights, loss_mask, sequence_kept, statistics = _corrected(inputs, resolved, group, detail, out, impl)
+        if weights is not None and fill:
+            weights = weights.masked_fill_(_without_weight(inputs, resolved), fill)
 
-        # What other sequences say is merged afterwards. It changes no decision, only the mean of the weights.
-        if group is not None:
-            statistics = gather_statistics(statistics, group)
-        if resolved.nonfinite == "raise":
-            _raise_on_nonfinite(statistics)
-
-        # The mean weight is that of the group, so it is known only now. No weight has left this function yet.
-        weights = output.weights
-        if weights is not None and resolved.rollout_is_batch_normalize:
-            weights = weights.div_(_factor(statistics).to(weights.dtype))
-
-    return Correction(
+    correction = Correction(
         weights,
-        output.loss_mask,
-        output.sequence_kept,
+        loss_mask,
+        sequence_kept,
         statistics,
         resolved,
         response_mask=response_mask,
         cu_seqlens=cu_seqlens,
+        group=group,
+        context_group=context_group,
+        ranks=ranks,
+        batch_shape=tuple(response_mask.shape),
     )
+    return with_context(correction, counts, (weakref.ref(train_log_prob), weakref.ref(rollout_log_prob)))
 
 
 def check_mask(response_mask: Tensor) -> None:
@@ -242,12 +173,76 @@ class _CorrectionInputs(NamedTuple):
         return truth(self.mask)
 
 
-def _nothing(response_mask: Tensor, cu_seqlens: Tensor | None, out: Out | None) -> Correction:
+def _check_no_log_probs(response_mask: Tensor) -> None:
+    """Refuse log-probs in place of the mask. Looks at the first thousand values, where that waits for nothing.
+
+    Raises:
+        ValueError: the mask has a negative value.
+    """
+    first = response_mask.detach()[:1024] if response_mask.dim() == 1 else response_mask.detach()[:32, :32]
+    if in_host_memory(first) and bool((first < 0).any()):
+        raise ValueError(
+            f"response_mask holds {first.min().item():g}, and a mask holds 0 and 1: it may be log-probs. The order is "
+            "correct(train_log_prob, rollout_log_prob, response_mask)"
+        )
+
+
+def _asked_for(
+    config: RolloutCorrectionConfig | str | Mapping[str, Any] | None, options: Mapping[str, Any]
+) -> RolloutCorrectionConfig | None:
+    """The configuration, with some of its fields replaced. None: no correction at all."""
+    if config is None:
+        # Whoever names a level asks for weights in the loss, and `measure` keeps its own out of it.
+        config = "disabled" if "rollout_is" in options else "measure"
+    resolved = resolve(config)
+    if not options:
+        return resolved
+    if resolved is None:
+        raise ValueError(f"config={config!r} means no correction at all, so {', '.join(options)} would change nothing")
+    return resolved.with_options(**options)
+
+
+def _corrected(
+    inputs: _CorrectionInputs,
+    config: RolloutCorrectionConfig,
+    group: ProcessGroup | None,
+    detail: Detail | bool,
+    out: Out | None,
+    impl: Implementation,
+) -> CorrectionOutput:
+    """What the kernel makes of the batch, merged over the ranks, and with its weights normalized."""
+    with torch.no_grad():
+        # Decisions about a sequence are those of all its slices: the kernel exchanges them over the context group.
+        output = _kernel(inputs, config, out, impl)
+        statistics = output.statistics
+        if detail:
+            names = detail if isinstance(detail, Detail) else Detail()
+            statistics = statistics | _detail(inputs, output.weights, config, names)
+
+        # What other sequences say is merged afterwards. It changes no decision, only the mean of the weights.
+        if group is not None:
+            statistics = gather_statistics(statistics, group)
+        if config.nonfinite == "raise":
+            _raise_on_nonfinite(statistics)
+
+        # The mean weight is that of the group, so it is known only now. No weight has left this function yet.
+        weights = output.weights
+        if weights is not None and config.rollout_is_batch_normalize:
+            weights = weights.div_(mean_weight(statistics).to(weights.dtype))
+    return output._replace(weights=weights, statistics=statistics)
+
+
+def _without_weight(inputs: _CorrectionInputs, config: RolloutCorrectionConfig) -> Tensor:
+    """The tokens that have no weight: outside the response mask, or rejected because a log-prob is missing."""
+    _, _, missing = classify_tokens(inputs.train, inputs.rollout, inputs.valid)
+    return ~inputs.valid if config.nonfinite == "neutral" else ~inputs.valid | missing
+
+
+def _nothing(inputs: _CorrectionInputs, out: Out | None) -> tuple[None, Tensor, Tensor]:
     """No correction at all: the response mask is the loss mask."""
-    mask = truth(plain(response_mask.detach()))
-    kept = mask.new_ones(sequence_count(mask, cu_seqlens=cu_seqlens))
-    loss_mask = mask if out is None else out[1].copy_(mask)
-    return Correction(None, loss_mask, kept, None, None, response_mask=response_mask, cu_seqlens=cu_seqlens)
+    mask = inputs.valid
+    kept = mask.new_ones(sequence_count(mask, cu_seqlens=inputs.cu_seqlens))
+    return None, mask if out is None else out[1].copy_(mask), kept
 
 
 def _kernel(
@@ -283,11 +278,6 @@ def _detail(
         tokens = gather_statistics(tokens, context_group)
         reduce(table, BlockRows())
     return tokens | sequence_detail(table, detail)
-
-
-def _factor(statistics: Statistics) -> Tensor:
-    """What batch normalization divides the weights by: their mean."""
-    return normalization_factor(statistics.sum("norm_weight"), statistics.sum("norm_units"))
 
 
 def _raise_on_nonfinite(statistics: Statistics) -> None:

@@ -22,7 +22,7 @@ from rollcorr.core.losses import neutral_log_probs, reinforce_loss
 from rollcorr.core.mergeable_statistics import Statistics, moments_of
 from rollcorr.correction.denominators import aggregate, loss_denominators
 from rollcorr.correction.losses import PolicyLossOutput
-from rollcorr.correction.rollout_correction import Correction
+from rollcorr.correction.result import Correction
 from rollcorr.diffusion.actor_config import DiffusionActorConfig
 from rollcorr.diffusion.batch_checks import Batch, check_shapes, dimensions_of, require
 from rollcorr.diffusion.step_correction import StepPair, correct_steps, step_kl

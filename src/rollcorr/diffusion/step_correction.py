@@ -15,7 +15,8 @@ from rollcorr.core.divergence import k3
 from rollcorr.core.mergeable_statistics import Statistics, extremes_of, moments_of
 from rollcorr.core.weights import normalization_factor
 from rollcorr.correction.process_groups import gather_statistics
-from rollcorr.correction.rollout_correction import Correction, correct
+from rollcorr.correction.result import Correction
+from rollcorr.correction.rollout_correction import correct
 from rollcorr.diffusion.actor_config import STEP_KL, DiffusionActorConfig
 
 if TYPE_CHECKING:

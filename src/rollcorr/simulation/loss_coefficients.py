@@ -46,9 +46,11 @@ def loss_coefficients(rows: SequenceRows, config: RolloutCorrectionConfig | None
     log_prob = rows.train_log_prob.clone().requires_grad_()
     correction = None
     if config is not None and config.bypass_mode:
-        policies = PolicyLogProbs(log_prob, rollout_log_prob=rows.rollout_log_prob)
+        policies = PolicyLogProbs(log_prob=log_prob, rollout_log_prob=rows.rollout_log_prob)
     else:
-        policies = PolicyLogProbs(log_prob, old_log_prob=rows.train_log_prob, rollout_log_prob=rows.rollout_log_prob)
+        policies = PolicyLogProbs(
+            log_prob=log_prob, old_log_prob=rows.train_log_prob, rollout_log_prob=rows.rollout_log_prob
+        )
         if config is not None:
             correction = correct(rows.train_log_prob, rows.rollout_log_prob, rows.mask, config)
 
@@ -76,9 +78,9 @@ def batch_gradient(rows: SequenceRows, config: RolloutCorrectionConfig | None) -
     old = rows.train_log_prob
     correction = None
     if config is not None and config.bypass_mode:
-        policies = PolicyLogProbs(log_probs, rollout_log_prob=rows.rollout_log_prob)
+        policies = PolicyLogProbs(log_prob=log_probs, rollout_log_prob=rows.rollout_log_prob)
     else:
-        policies = PolicyLogProbs(log_probs, old_log_prob=old, rollout_log_prob=rows.rollout_log_prob)
+        policies = PolicyLogProbs(log_prob=log_probs, old_log_prob=old, rollout_log_prob=rows.rollout_log_prob)
         if config is not None:
             correction = correct(old, rows.rollout_log_prob, rows.mask, config)
     output = policy_loss(

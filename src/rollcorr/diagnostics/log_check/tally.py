@@ -16,7 +16,8 @@ from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.finding import Finding, merge_findings
 from rollcorr.config.sampling_spec import JSON_MINUS_INFINITY, SamplingSpec, compare
 from rollcorr.core.mergeable_statistics import Statistics, merge_statistics
-from rollcorr.correction.rollout_correction import Correction, correct
+from rollcorr.correction.result import Correction
+from rollcorr.correction.rollout_correction import correct
 from rollcorr.diagnostics.provenance.pair_sample import PairSample
 from rollcorr.rollout_log import RolloutBatch, Shard, read_shard, validate_batch
 

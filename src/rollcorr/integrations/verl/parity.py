@@ -45,6 +45,12 @@ def correct(
     weights, kept = None, mask != 0
     metrics: Metrics = {}
 
+    one_sided = config.is_mode == "icepop" and None in (config.is_lower, config.is_upper)
+    if config.rollout_is is not None and (one_sided or config.rollout_is_floor is not None):
+        raise ValueError(
+            "verl has neither a floor of weights nor a band with an open side, so there are no numbers of verl to "
+            "reproduce: leave out rollout_is_floor, close the band, or leave out verl_parity"
+        )
     if config.rollout_is is not None and config.is_upper is not None:
         bounds = config.is_lower, config.is_upper
         normalize = config.rollout_is_batch_normalize

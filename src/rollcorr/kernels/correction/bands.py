@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rollcorr.config import Criterion, RolloutCorrectionConfig
 from rollcorr.core.bounds import divergence_bound, exceeds, log_band, ratio_above, ratio_below
-from rollcorr.core.weights import masked_weights, truncated_weights
+from rollcorr.core.weights import between, masked_weights
 
 _MATCHING_SCOPE = {"token": "token", "sequence": "seq_sum", "geometric": "seq_mean"}
 
@@ -21,10 +21,11 @@ _MATCHING_SCOPE = {"token": "token", "sequence": "seq_sum", "geometric": "seq_me
 def exceedance_band(config: RolloutCorrectionConfig) -> tuple[float | None, float | None]:
     """(lower, upper) on the ratio: (1/C, C) when truncating, the band of IcePop, else that of the level's k1 criterion.
 
-    (None, None) when nothing bounds the weights: the shares are then absent.
+    A floor stands in place of 1/C. (None, None) when nothing bounds the weights: the shares are then absent.
     """
-    if config.is_mode == "truncate" and config.is_upper is not None:
-        return 1.0 / config.is_upper, config.is_upper
+    if config.is_mode == "truncate":
+        floor, ceiling = config.rollout_is_floor, config.is_upper
+        return (1.0 / ceiling if floor is None and ceiling is not None else floor), ceiling
     if config.is_mode == "icepop":
         return config.is_lower, config.is_upper
     for criterion in config.criteria:
@@ -57,11 +58,10 @@ def accepted_band(criterion: Criterion) -> tuple[float, float]:
 
 def applied_weights(raw: Tensor, log_weight: Tensor, config: RolloutCorrectionConfig) -> Tensor:
     """The weights inside the bounds that the threshold sets; without a threshold they are `raw`, the bounded ones."""
-    bound = config.safety_bound
     if config.is_mode == "icepop":
-        lower, upper = config.is_lower or 0.0, config.is_upper or 0.0
-        return masked_weights(log_weight, lower=lower, upper=upper, safety_bound=bound)
-    return raw if config.is_upper is None else truncated_weights(log_weight, upper=config.is_upper, safety_bound=bound)
+        lower, upper = config.is_lower, config.is_upper
+        return masked_weights(log_weight, lower=lower, upper=upper, safety_bound=config.safety_bound)
+    return between(raw, config.rollout_is_floor, config.is_upper)
 
 
 def beyond_bounds(statistic: Tensor, criterion: Criterion) -> tuple[Tensor, Tensor]:

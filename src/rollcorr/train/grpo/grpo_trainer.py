@@ -28,7 +28,8 @@ from rollcorr.correction.denominators import count_denominators, loss_denominato
 from rollcorr.correction.losses import PolicyLogProbs, PolicyLossOutput, policy_loss
 from rollcorr.correction.micro_batches import BypassGradients
 from rollcorr.correction.process_groups import gather_statistics, sum_gradients, sum_over
-from rollcorr.correction.rollout_correction import Correction, correct
+from rollcorr.correction.result import Correction
+from rollcorr.correction.rollout_correction import correct
 from rollcorr.engines.base import Engine, Rollout
 from rollcorr.train.grpo.actor import Actor
 from rollcorr.train.grpo.grpo_config import GrpoConfig
@@ -336,7 +337,7 @@ class GrpoTrainer:
                 mask,
                 config=self.correction_config,
                 loss=loss_config,
-                correction=None if batch.correction is None else _rows_of(batch.correction, rows),
+                correction=None if batch.correction is None else batch.correction[rows],
                 denominators=denominators,
                 original_denominators=original,
                 entropy=scores.entropy,
@@ -357,17 +358,6 @@ SAMPLING_METRICS = ("outside_fraction", "kept_mass")
 def _beside(batch: GrpoBatch, rows: Tensor) -> Tensor:
     """Row numbers on the batch's device, without waiting for it."""
     return rows.to(batch.group_ids.device, non_blocking=True)
-
-
-def _rows_of(correction: Correction, rows: Tensor) -> Correction:
-    """The part of a batch's correction that belongs to some rows; its statistics stay those of the batch."""
-    return dataclasses.replace(
-        correction,
-        weights=None if correction.weights is None else correction.weights[rows],
-        loss_mask=correction.loss_mask[rows],
-        sequence_kept=correction.sequence_kept[rows],
-        response_mask=None if correction.response_mask is None else correction.response_mask[rows],
-    )
 
 
 def _without_tokens(batch: GrpoBatch) -> GrpoBatch:

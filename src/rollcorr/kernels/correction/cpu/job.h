@@ -7,7 +7,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#define ABI 3 /* raise with every change of what a field or a name means; library.py compares it, and sizes */
+#define ABI 4 /* raise with every change of what a field or a name means; library.py compares it, and sizes */
 #define MAX_CRITERIA 11
 #define CAP 20.0 /* nats; largest d in k3 and chi², as rollcorr.core.divergence.CAP */
 
@@ -92,7 +92,7 @@ typedef struct {
     int32_t criteria_count;
     Criterion criteria[MAX_CRITERIA];
     int32_t token_criterion[KINDS]; /* index of the token-level criterion of a kind, or -1 */
-    float cap, floor, ceiling; /* largest weight or +inf; e^-b, e^b */
+    float cap, least, floor, ceiling; /* largest weight or +inf, smallest of a ratio above 0, or 0; e^-b, e^b */
     Band band, veto, ten_percent;
     Band weighted; /* outside, IcePop gives no weight */
     Band untouched, accepted; /* inside, no bound on a weight is met; no token-level criterion rejects */

@@ -61,7 +61,7 @@ class Job(ctypes.Structure):
         *_fields(ctypes.c_int32, "needs_k2 vetoing banded_below criteria_count"),
         ("criteria", CriterionFields * MAX_CRITERIA),
         ("token_criterion", ctypes.c_int32 * len(KINDS)),
-        *_fields(ctypes.c_float, "cap floor ceiling"),
+        *_fields(ctypes.c_float, "cap least floor ceiling"),
         *_fields(Band, "band veto ten_percent weighted untouched accepted"),
         *_fields(WideBand, "wide_band wide_weighted low_weight"),
         *_fields(ctypes.c_double, "bound"),
@@ -73,6 +73,7 @@ def thresholds_of(config: RolloutCorrectionConfig) -> bytes:
     """The fields that follow from the configuration alone, as the bytes of a job."""
     bound, veto = config.safety_bound, config.rollout_token_veto_threshold
     cap = config.is_upper if config.is_mode == "truncate" and config.is_upper is not None else math.inf
+    least = config.rollout_is_floor or 0.0
     low, high = log_band(*exceedance_band(config))
     accepted = (-math.inf, math.inf)
     job = Job(
@@ -86,6 +87,7 @@ def thresholds_of(config: RolloutCorrectionConfig) -> bytes:
         criteria_count=len(config.criteria),
         token_criterion=(-1, -1, -1),
         cap=cap,
+        least=least,
         floor=math.exp(-bound),
         ceiling=math.exp(bound),
         bound=bound,
@@ -96,7 +98,9 @@ def thresholds_of(config: RolloutCorrectionConfig) -> bytes:
         low_weight=log_band(None if config.is_upper is None else 1 / config.is_upper, None),
         veto=_rounded(log_band(veto, None)),
         ten_percent=_rounded(log_band(0.9, 1.1)),
-        untouched=_rounded((max(low, -bound), min(high, bound, math.log(cap)))),
+        untouched=_rounded(
+            (max(low, -bound, math.log(least) if least else -math.inf), min(high, bound, math.log(cap)))
+        ),
     )
     for i, criterion in enumerate(config.criteria):
         job.criteria[i], band = _criterion(criterion)

@@ -15,7 +15,7 @@ LEVELS = ("avx512", "avx2", "portable")
 
 FOLDER = Path(__file__).parent
 NOT_BUILT = "not_built.txt"
-ABI = 3
+ABI = 4
 
 
 class Library(NamedTuple):

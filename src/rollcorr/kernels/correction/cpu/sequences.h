@@ -139,10 +139,15 @@ static int reject_sequence(const Job *job, const Sequence *s, const Derived *der
     return kept;
 }
 
+/* A raw weight between floor and ceiling; that of a ratio of 0 stays 0. Only TRUNCATE has either. */
+static inline double between(const Job *job, double raw) {
+    return raw > 0 ? fmax(fmin(raw, (double)job->cap), (double)job->least) : raw;
+}
+
 /* The weight of a whole sequence from its log, and the rows that only such weights have. */
 static double weigh_sequence(const Job *job, double level, const Derived *derived, Rows *rows) {
     double bound = job->bound, raw = level == -INFINITY ? 0 : exp(clamp(level, bound));
-    double weight = job->mode == TRUNCATE ? fmin(raw, (double)job->cap) : raw, *sums = rows->sums;
+    double weight = between(job, raw), *sums = rows->sums;
     if (job->mode == ICEPOP && (level < job->wide_weighted.lower || level > job->wide_weighted.upper)) weight = 0;
     if (!derived->has_counted) return weight;
     sums[SUM_units] += 1;
@@ -195,8 +200,8 @@ static void finish_weight_extremes(const Job *job, Rows *rows) {
     if (sums[SUM_units] > sums[SUM_tokens_compared]) add_extremes(&raw, 1, 1);
     rows->extremes[EXTREMES_weight_raw] = raw;
     if (job->mode == ICEPOP) return;
-    double cap = sums[SUM_units] > 0 ? (double)job->cap : INFINITY;
-    rows->extremes[EXTREMES_weight] = (Extremes){fmin(raw.min, cap), fmin(raw.max, cap)};
+    if (sums[SUM_units] == 0) rows->extremes[EXTREMES_weight] = raw;
+    else rows->extremes[EXTREMES_weight] = (Extremes){between(job, raw.min), between(job, raw.max)};
 }
 
 /* Rows of the batch that follow from others. */

@@ -350,7 +350,7 @@ static double add_weights(const Block *block, Moments *moments, const vf *w, con
 /* Clamp, truncate or cut weights; their statistics. */
 INLINE void weigh_tokens_as(Block *block, Sequence *s, Rows *rows, const int icepop) {
     const Job *job = block->job;
-    const vf inf = splat(INFINITY), minus_one = splat(-1.0f), cap = splat(job->cap);
+    const vf inf = splat(INFINITY), minus_one = splat(-1.0f), cap = splat(job->cap), least_weight = splat(job->least);
     const vf floor = splat(job->floor), ceiling = splat(job->ceiling);
     vf raw_sum = {0}, raw_sum_less_one = {0}, sum = {0}, sum_less_one = {0}, least = inf, most = -inf;
     vi high = {0}, low = {0}, outside = {0};
@@ -362,8 +362,9 @@ INLINE void weigh_tokens_as(Block *block, Sequence *s, Rows *rows, const int ice
         vf raw = where(positive, smaller(larger(block->rho[v], floor), ceiling));
         vf excess = smaller(larger(block->expm1[v], floor - 1.0f), ceiling - 1.0f);
         vf raw_less_one = where(counted, choose(positive, excess, minus_one));
-        vf less_one = where(counted, choose(present, smaller(excess, cap - 1.0f), minus_one));
-        vf weight = where(present, smaller(raw, cap));
+        vf bounded = larger(smaller(excess, cap - 1.0f), least_weight - 1.0f);
+        vf less_one = where(counted, choose(present, bounded, minus_one));
+        vf weight = where(present, larger(smaller(raw, cap), least_weight));
         block->rho[v] = raw;
         block->expm1[v] = raw_less_one;
         block->less_one[v] = less_one;

@@ -14,7 +14,7 @@ from rollcorr.config import Criterion, RolloutCorrectionConfig
 from rollcorr.core import divergence
 from rollcorr.core.bounds import ratio_above, ratio_below
 from rollcorr.core.mergeable_statistics import Statistics, extremes_of
-from rollcorr.core.weights import bounded_weights
+from rollcorr.core.weights import between, bounded_weights
 from rollcorr.kernels.correction.bands import applied_weights, beyond_bounds, exceedance_band
 from rollcorr.kernels.correction.rows import Computed, Sequences
 from rollcorr.kernels.correction.torch.table import BlockRows, SequenceTable
@@ -163,7 +163,7 @@ def _describe_token_weights(state: _State) -> None:
     if config.is_mode == "icepop":
         applied = blocks.merged_extremes("weight", raw.device)
     elif config.is_mode == "truncate":
-        applied = raw.clamp(max=config.is_upper)
+        applied = between(raw, config.rollout_is_floor, config.is_upper)
     extremes["weight_raw"] = _unless_empty(raw, sums["units"])
     extremes["weight"] = _unless_empty(applied, sums["units"])
 

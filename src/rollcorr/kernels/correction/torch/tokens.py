@@ -192,7 +192,9 @@ class TokenPass:
         raw.mul_(positive)
 
         if config.is_mode == "truncate":
-            torch.clamp(raw, max=config.is_upper, out=weight)
+            torch.clamp(raw, min=config.rollout_is_floor, max=config.is_upper, out=weight)
+            if config.rollout_is_floor is not None:
+                weight.mul_(positive)  # a floor raises no weight that stands for nothing
         elif config.is_mode == "icepop":
             low, high = self._kept_band
             inside = torch.le(d, high, out=scratch("inside")).mul_(torch.ge(d, low, out=work)).mul_(positive)

@@ -44,7 +44,18 @@ def why_not(batch: Batch, config: RolloutCorrectionConfig) -> str | None:
         return f"response_mask is {batch.mask.dtype}"
     if config.safety_bound > LARGEST_SAFETY_BOUND:
         return f"safety_bound is {config.safety_bound:g}, and they hold weights up to e^{LARGEST_SAFETY_BOUND:g}"
-    return abilities().why_not(config) or status()
+    return _why_not_shape(config) or abilities().why_not(config) or status()
+
+
+def _why_not_shape(config: RolloutCorrectionConfig) -> str | None:
+    """Why the kernels cannot bound weights as a configuration says, or None when they can."""
+    if config.rollout_is is None:
+        return None
+    if config.rollout_is_floor is not None:
+        return f"rollout_is_floor is {config.rollout_is_floor:g}, and they raise no weights"
+    if config.is_mode == "icepop" and config.is_upper is None:
+        return f"rollout_is_threshold is {config.rollout_is_threshold!r}, and they need an upper end of the band"
+    return None
 
 
 @lru_cache(maxsize=1)

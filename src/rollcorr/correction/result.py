@@ -1,0 +1,393 @@
+"""What `correct` returns: weights, a loss mask and statistics, with the context that a loss needs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rollcorr.config import Normalizer, RolloutCorrectionConfig
+from rollcorr.core import metric_registry as registry
+from rollcorr.core.aggregation import Denominators
+from rollcorr.core.boundary import check_integers, check_tensors, in_host_memory
+from rollcorr.core.mergeable_statistics import Statistics
+from rollcorr.core.tops import Worst, worst_of
+from rollcorr.core.weights import normalization_factor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Correction:
+    """What to do with a batch of rollouts, and how far apart the two policies are.
+
+    It carries its context: the configuration, the mask, the groups, and what the loss is divided by. So does a part of
+    it: `correction[rows]` and `correction.split(n)` are micro-batches of one optimizer step, and
+    `correction.mini_batch(rows)` is an optimizer step of its own.
+
+    Attributes:
+        weights: importance weights, float32, in the inputs' shape, without gradient; 0 outside the response mask, or
+            the `fill` of `correct`. None without importance sampling.
+        loss_mask: the tokens that stay in the loss, bool, in the inputs' shape.
+        sequence_kept: (B,) bool: the sequence still has a token in the loss, or never had one. For group baselines.
+        statistics: mergeable rows on the device, over all ranks of the groups. A part has those of the whole batch, so
+            do not merge the parts'. None without any correction.
+        config: what was asked for. None: no correction at all.
+        response_mask: the mask that was given, so that a loss can refuse a correction of other tokens. None: unknown.
+        cu_seqlens: the offsets that were given. None when padded.
+        group: the data-parallel ranks that the statistics are of. None: this process alone.
+        context_group: the ranks that hold other tokens of the same sequences. None: the sequences are whole.
+        ranks: how many ranks the two groups have. The groups themselves stay behind when a correction is pickled.
+        batch_shape: the shape of the whole batch, of which this may be a part. None: unknown.
+    """
+
+    weights: Tensor | None
+    loss_mask: Tensor
+    sequence_kept: Tensor
+    statistics: Statistics | None
+    config: RolloutCorrectionConfig | None
+    response_mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    group: ProcessGroup | None = None
+    context_group: ProcessGroup | None = None
+    ranks: tuple[int, int] = (1, 1)
+    batch_shape: tuple[int, ...] | None = None
+
+    # `dataclasses.replace` leaves these behind. So what was changed by hand lacks its context, and a loss can tell.
+    counts: StepCounts | None = field(default=None, init=False)
+    _policies: tuple[weakref.ref[Tensor], weakref.ref[Tensor]] | None = field(default=None, init=False)
+
+    @property
+    def loss_weights(self) -> Tensor | None:
+        """The weights that belong in the loss: None where they are metrics only (`weights_reach_loss`)."""
+        return self.weights if self.config is not None and self.config.weights_reach_loss else None
+
+    def metrics(self, *, prefix: str = registry.PREFIX) -> dict[str, float]:
+        """Every metric of the registry that the configuration collects: one device-to-host transfer for all.
+
+        An empty batch reports 0 for its counts, and 0 for everything that cannot be measured.
+        """
+        return {} if self.statistics is None else registry.finalize(self.statistics.read(), prefix=prefix)
+
+    def worst(self) -> Worst:
+        """The tokens and sequences with the largest |log ratio|: one device-to-host transfer.
+
+        Raises:
+            ValueError: `correct` was not asked for `detail`.
+        """
+        tops = {} if self.statistics is None else self.statistics.read().tops
+        if not tops:
+            raise ValueError("no worst tokens were collected; ask for them: correct(..., detail=True)")
+        return worst_of(tops)
+
+    def denominators(self, normalizer: Normalizer | None = None) -> Denominators:
+        """What the loss is divided by, over all ranks of the groups: of the whole batch, or of its mini-batch.
+
+        The numbers are those of `rollcorr.correction.loss_denominators`, read from the statistics. A part of a
+        correction has those of the optimizer step that it is a part of.
+
+        Args:
+            normalizer: "kept" counts what stays in the loss, "original" what the response mask held, "weights" sums the
+                applied weights of what stays. Where no weights reach the loss, each counts as 1. None: the
+                configuration's normalizer.
+
+        Raises:
+            ValueError: there is nothing to count from: a correction without statistics was changed by hand.
+        """
+        normalizer = normalizer or ("kept" if self.config is None else self.config.normalizer)
+        own = self.counts and self.counts.of(normalizer)
+        if own is not None:
+            return own
+        if self.statistics is None:
+            raise ValueError("this correction has no statistics to count from: use count_denominators(response_mask)")
+
+        row = self.statistics.sum
+        if normalizer == "original":
+            return Denominators(row("tokens"), row("sequences"))
+        if normalizer == "kept" or self.loss_weights is None:
+            return Denominators(row("tokens_kept"), row("sequences_kept"))
+
+        # The statistics hold the weights before batch normalization, and the loss applies those after it.
+        normalized = self.config is not None and self.config.rollout_is_batch_normalize
+        factor = mean_weight(self.statistics) if normalized else 1.0
+        return Denominators(row("kept_weight") / factor, row("kept_sequence_weight") / factor)
+
+    @property
+    def knows_its_step(self) -> bool:
+        """Whether `denominators` are those of the optimizer step: False for what `dataclasses.replace` has changed."""
+        return self.counts is not None
+
+    @property
+    def policies(self) -> tuple[Tensor, Tensor] | None:
+        """log π and log μ as `correct` was given them, where the caller still has both; None elsewhere."""
+        train, rollout = (None, None) if self._policies is None else (tensor() for tensor in self._policies)
+        return None if train is None or rollout is None else (train, rollout)
+
+    @property
+    def sequences(self) -> int:
+        """B. There is no `len`: a correction of a rank without sequences would count as false."""
+        return self.sequence_kept.shape[0]
+
+    def __getitem__(self, rows: slice | Tensor | Sequence[int]) -> Correction:
+        """The part of some sequences: a micro-batch of the same optimizer step.
+
+        A padded correction waits for nothing, unless `rows` is a bool tensor on a device. Of a packed one the values of
+        `cu_seqlens` are read, which waits where they are on a device.
+
+        Args:
+            rows: a slice; the numbers of the sequences, as a 1-D integer tensor or a list; or a (B,) bool tensor.
+
+        Raises:
+            TypeError: `rows` is none of these, for instance a single integer, or columns too.
+            ValueError: an index tensor is not 1-D, or a bool one is not (B,).
+        """
+        index = _index_of(rows, self.sequences, self.loss_mask.device)
+        cu_seqlens, tokens = self.cu_seqlens, index
+        if cu_seqlens is not None:
+            from rollcorr.correction.parts import packed_tokens
+
+            tokens, cu_seqlens = packed_tokens(index, cu_seqlens)
+        part = Correction(
+            weights=None if self.weights is None else self.weights[tokens],
+            loss_mask=self.loss_mask[tokens],
+            sequence_kept=self.sequence_kept[index],
+            statistics=self.statistics,
+            config=self.config,
+            response_mask=None if self.response_mask is None else self.response_mask[tokens],
+            cu_seqlens=cu_seqlens,
+            group=self.group,
+            context_group=self.context_group,
+            ranks=self.ranks,
+            batch_shape=self.batch_shape,
+        )
+        return with_context(part, self.counts, self._policies)
+
+    def split(self, sequences: int) -> tuple[Correction, ...]:
+        """Micro-batches of so many sequences each, the last one smaller: the parts that `tensor.split` makes.
+
+        Raises:
+            ValueError: `sequences` is below 1.
+        """
+        if sequences < 1:
+            raise ValueError(f"split takes the number of sequences in a part, at least 1; got {sequences}")
+        return tuple(self[start : start + sequences] for start in range(0, max(self.sequences, 1), sequences))
+
+    def mini_batch(self, rows: slice | Tensor | Sequence[int]) -> Correction:
+        """The part of some sequences as an optimizer step of its own: its denominators count these rows alone.
+
+        For PPO with several optimizer steps on one batch: `correction.mini_batch(rows).split(n)` are the micro-batches
+        of one step. With groups this is an exchange, so every rank calls it, with rows or without.
+
+        Args:
+            rows: as in `correction[rows]`.
+
+        Raises:
+            TypeError, ValueError: as `correction[rows]`; or the response mask or the groups are missing.
+        """
+        from rollcorr.correction.parts import counts_of
+
+        part = self[rows]
+        return with_context(part, counts_of(part), self._policies)
+
+    def to(self, device: torch.device | str) -> Correction:
+        """The same correction on another device; groups, configuration and denominators go with it."""
+        from rollcorr.correction.parts import moved
+
+        return self if self.loss_mask.device == torch.device(device) else moved(self, device)
+
+    def summary(self) -> str:
+        """The numbers to look at first, each with its healthy range, and a verdict: one device-to-host transfer.
+
+        The verdict is "healthy", "unhealthy" (a number is beyond its limit) or "not judged" (nothing was measured). It
+        looks at one batch; `rollcorr.health` also judges a run, and says what to do.
+        """
+        from rollcorr.correction.overview import summary_text
+
+        return summary_text(self)
+
+    def __repr__(self) -> str:
+        """Two lines: what it is, and its numbers. On a device the numbers stay there: reading them would wait."""
+        from rollcorr.correction.overview import short_text
+
+        return short_text(self)
+
+    def _repr_html_(self) -> str:
+        """The summary as a table, for notebooks."""
+        from rollcorr.correction.overview import summary_table
+
+        return summary_table(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but what belongs to this process: its groups, and the caller's tensors."""
+        return self.__dict__ | {"group": None, "context_group": None, "_policies": None}
+
+
+class StepCounts(NamedTuple):
+    """What an optimizer step is divided by, where its statistics do not say; None where they do."""
+
+    kept: Denominators | None = None
+    original: Denominators | None = None
+    weights: Denominators | None = None
+
+    def of(self, normalizer: Normalizer) -> Denominators | None:
+        """The counts of one normalizer."""
+        return {"kept": self.kept, "original": self.original, "weights": self.weights}[normalizer]
+
+
+def with_context(
+    correction: Correction,
+    counts: StepCounts | None,
+    policies: tuple[weakref.ref[Tensor], weakref.ref[Tensor]] | None,
+) -> Correction:
+    """The correction, knowing its step and the policies that it compared."""
+    object.__setattr__(correction, "counts", counts)
+    object.__setattr__(correction, "_policies", policies)
+    return correction
+
+
+def _index_of(rows: object, sequences: int, device: torch.device) -> slice | Tensor:
+    """What selects sequences: a slice, or a 1-D tensor on the device."""
+    if isinstance(rows, slice):
+        return rows
+    if isinstance(rows, list | tuple | range) and all(type(row) is int for row in rows):
+        return torch.tensor(list(rows), dtype=torch.int64, device=device)
+    if not isinstance(rows, Tensor):
+        raise TypeError(
+            f"a part of a correction is some of its sequences: give a slice, a list or a tensor; got {rows!r}"
+        )
+    if rows.dim() != 1 or (rows.dtype == torch.bool and rows.shape[0] != sequences):
+        raise ValueError(
+            f"rows {tuple(rows.shape)} must be 1-D, and ({sequences},) if bool: one entry for each sequence"
+        )
+    if rows.dtype == torch.bool:
+        return rows.to(device)
+
+    # As an index, torch would take bytes for a mask.
+    check_integers(rows=rows)
+    return rows.to(device, torch.int64)
+
+
+def mean_weight(statistics: Statistics) -> Tensor:
+    """What batch normalization divides the weights by: their mean."""
+    return normalization_factor(statistics.sum("norm_weight"), statistics.sum("norm_units"))
+
+
+# --- What a loss checks of a correction -------------------------------------------------------------------------------
+
+
+def has_context(correction: Correction, mask: Tensor) -> bool:
+    """Whether a correction knows what its optimizer step is divided by; False for a whole batch changed by hand.
+
+    Raises:
+        ValueError: it was changed by hand, and is a part, or one rank's: what the call counts would be too little.
+    """
+    if correction.knows_its_step:
+        return True
+    if correction.batch_shape == tuple(mask.shape) and correction.ranks == (1, 1):
+        return False
+    of = "a batch" if correction.batch_shape is None else f"a batch {correction.batch_shape}"
+    raise ValueError(
+        f"this correction {tuple(mask.shape)} was cut or changed by hand. It may be a part of {of} over "
+        f"{correction.ranks[0] * correction.ranks[1]} ranks, and does not know what the optimizer step is divided by: "
+        "take correction[rows], or pass denominators"
+    )
+
+
+def context_group_of(correction: Correction, given: ProcessGroup | None) -> ProcessGroup | None:
+    """The context group that a loss exchanges over: the correction's own.
+
+    Raises:
+        ValueError: another group was given, or the correction's did not travel with it.
+    """
+    own, ranks = correction.context_group, correction.ranks[1]
+    if given is None and (own is not None or ranks == 1):
+        return own
+    if given is None:
+        raise ValueError(
+            f"the correction is of sequences on {ranks} ranks, and their group did not travel with it: pass "
+            "context_group too"
+        )
+    if given.size() != ranks:
+        raise ValueError(
+            f"context_group has {given.size()} ranks and the correction is of sequences on {ranks}: a decision about a "
+            "slice is none about its sequence; pass the same context_group to correct"
+        )
+    return given
+
+
+def check_order(correction: Correction, old_log_prob: Tensor, rollout_log_prob: Tensor | None) -> None:
+    """Check that a loss has its policies in the order that the correction had. Compares tensors, not their values.
+
+    Raises:
+        ValueError: what `correct` took as one policy is the other one here.
+    """
+    if correction.policies is None:
+        return
+    train, rollout = correction.policies
+    swapped = _is_part_of(old_log_prob, rollout) and not _is_part_of(old_log_prob, train)
+    if rollout_log_prob is not None:
+        swapped = swapped or (_is_part_of(rollout_log_prob, train) and not _is_part_of(rollout_log_prob, rollout))
+    if swapped:
+        raise ValueError(
+            "old_log_prob and rollout_log_prob are swapped, here or in correct: the order there is "
+            "correct(old_log_prob, rollout_log_prob, response_mask)"
+        )
+
+
+def check_belongs(correction: Correction, mask: Tensor, cu_seqlens: Tensor | None) -> None:
+    """Check that a correction is of these tokens, as far as that is known without waiting for a device.
+
+    Shapes, devices and layouts are compared everywhere, and on the CPU masks and offsets too. A part of a correction
+    that was cut out by hand may still carry the masks of the whole batch. Those are not compared.
+
+    Args:
+        correction: what the loss was given.
+        mask: its response mask, bool.
+        cu_seqlens: its offsets; None when padded.
+
+    Raises:
+        ValueError: a shape, a device, a mask or offsets differ.
+    """
+    advice = "; take the rows of the correction with those of the batch: correction[rows]"
+    loss_mask = correction.loss_mask
+    check_tensors(response_mask=mask, **{"correction.loss_mask": loss_mask, "correction.weights": correction.weights})
+    for name, tensor in (("loss_mask", loss_mask), ("weights", correction.weights)):
+        if tensor is not None and tensor.shape != mask.shape:
+            shapes = f"correction.{name} {tuple(tensor.shape)} and response_mask {tuple(mask.shape)}"
+            raise ValueError(f"{shapes} differ, so the correction is of other tokens{advice}")
+
+    given = correction.response_mask
+    whole = given is not None and given.shape == mask.shape and given.device == mask.device
+    if whole and not _same_sequences(correction.cu_seqlens, cu_seqlens):
+        raise ValueError(f"correction has other cu_seqlens than the loss, so it is of other sequences{advice}")
+
+    # From here on values are read.
+    if not in_host_memory(loss_mask, mask):
+        return
+    outside = int((loss_mask & ~mask).sum())
+    if outside:
+        raise ValueError(
+            f"correction keeps {outside} tokens outside of response_mask, so it is of other tokens{advice}"
+        )
+    if whole and given is not None and in_host_memory(given):
+        others = int(((given != 0) != mask).sum())
+        if others:
+            raise ValueError(f"correction was computed with a response_mask that differs at {others} tokens{advice}")
+
+
+def _is_part_of(tensor: Tensor, whole: Tensor) -> bool:
+    return tensor is whole or tensor._base is whole
+
+
+def _same_sequences(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two layouts are the same, as far as that is known without waiting for a device."""
+    if one is None or other is None or one is other:
+        return one is other
+    if one.shape != other.shape:
+        return False
+    return not in_host_memory(one, other) or torch.equal(one.to(torch.int64), other.to(torch.int64))

@@ -1,0 +1,189 @@
+"""Sequences of any length: as a list, end to end in one tensor, in one long row, or padded.
+
+The number of tokens of each sequence decides shapes. Where it is in a tensor on a device, reading it waits; each
+function that does so says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rollcorr.core.boundary import check_integers, check_shape, check_tensors
+from rollcorr.core.layout import pack, unpack
+
+
+class Packed(NamedTuple):
+    """Sequences end to end.
+
+    Attributes:
+        tensors: (N,) each, in the order in which they were given.
+        cu_seqlens: first token of each sequence, then N: (B + 1,) int64.
+    """
+
+    tensors: tuple[Tensor, ...]
+    cu_seqlens: Tensor
+
+
+def cu_seqlens_of_lengths(lengths: Sequence[int], *, device: torch.device | str = "cpu") -> Tensor:
+    """(0, l_1, l_1 + l_2, …): (B + 1,) int64.
+
+    Args:
+        lengths: tokens of each sequence, ≥ 0.
+        device: where the offsets are.
+
+    Raises:
+        ValueError: a length is below 0.
+    """
+    if any(length < 0 for length in lengths):
+        raise ValueError(f"lengths must be at least 0, got {min(lengths)}")
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int64, device=device)
+
+
+def pack_lists(*lists: Sequence[Tensor]) -> Packed:
+    """One 1-D tensor for each sequence → end to end. Waits for nothing. `unpack_list` is the inverse.
+
+    Args:
+        lists: log-probs, masks, …: B tensors each, of the same lengths in each list. B is at least 1.
+
+    Raises:
+        TypeError: an entry is no tensor.
+        ValueError: there is no list or no sequence, a tensor is not 1-D, or two lists differ in a length.
+
+    Example:
+        >>> pack_lists([torch.tensor([1.0, 2.0]), torch.tensor([3.0])])
+        Packed(tensors=(tensor([1., 2., 3.]),), cu_seqlens=tensor([0, 2, 3]))
+    """
+    if not lists or not lists[0]:
+        raise ValueError("there is no sequence to pack: give at least one list with at least one tensor")
+    for number, tensors in enumerate(lists):
+        if len(tensors) != len(lists[0]):
+            raise ValueError(f"list {number} has {len(tensors)} sequences and list 0 has {len(lists[0])}")
+        for i, tensor in enumerate(tensors):
+            check_tensors(**{f"sequence {i} of list 0": lists[0][i], f"sequence {i} of list {number}": tensor})
+            if tensor.dim() != 1 or tensor.shape != lists[0][i].shape:
+                raise ValueError(
+                    f"sequence {i} of list {number} is {tuple(tensor.shape)}, and that of list 0 "
+                    f"{tuple(lists[0][i].shape)}: both must be 1-D and of one length"
+                )
+    device = lists[0][0].device
+    offsets = cu_seqlens_of_lengths([tensor.shape[0] for tensor in lists[0]], device=device)
+    return Packed(tuple(torch.cat(list(tensors)) for tensors in lists), offsets)
+
+
+def unpack_list(packed: Tensor, cu_seqlens: Tensor | Sequence[int]) -> list[Tensor]:
+    """(N,) → a view of each sequence: what `pack_lists` was given. Reads the offsets, which waits on a device.
+
+    Args:
+        packed: sequences end to end, (N, …).
+        cu_seqlens: (B + 1,) token offsets, as a tensor or a list.
+
+    Raises:
+        ValueError: the offsets do not start at 0, fall, or do not end at N.
+    """
+    offsets = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
+    rises = all(start <= end for start, end in pairwise(offsets))
+    if not offsets or offsets[0] != 0 or offsets[-1] != packed.shape[0] or not rises:
+        raise ValueError(f"cu_seqlens must rise from 0 to {packed.shape[0]}, the number of tokens; got {offsets}")
+    return [packed[start:end] for start, end in pairwise(offsets)]
+
+
+def from_row(
+    *rows: Tensor, cu_seqlens: Tensor | Sequence[int] | None = None, position_ids: Tensor | None = None
+) -> Packed:
+    """(1, T) with offsets or position ids → (T,) with offsets. `to_row` is the inverse.
+
+    Args:
+        rows: log-probs, masks, …: (1, T) each; a dimension of features may follow.
+        cu_seqlens: (B + 1,) token offsets, as a tensor or a list.
+        position_ids: (1, T) or (T,): where in its sequence each token is, instead of `cu_seqlens`; reading them waits
+            on a device.
+
+    Raises:
+        ValueError: a row is not (1, T, …), rows differ in T, or not exactly one of the other two is given.
+    """
+    if (cu_seqlens is None) == (position_ids is None):
+        raise ValueError("give cu_seqlens or position_ids, one of them: a row alone does not say where sequences end")
+    for row in rows:
+        if row.dim() < 2 or row.shape[:2] != (1, rows[0].shape[1]):
+            raise ValueError(f"expected one row (1, {rows[0].shape[-1]}), got {tuple(row.shape)}")
+    if position_ids is not None:
+        offsets = cu_seqlens_of_positions(position_ids)
+    else:
+        offsets = torch.as_tensor(cu_seqlens, dtype=torch.int64, device=rows[0].device)
+    return Packed(tuple(row.squeeze(0) for row in rows), offsets)
+
+
+def to_row(packed: Tensor) -> Tensor:
+    """(N, …) → (1, N, …): a view."""
+    return packed.unsqueeze(0)
+
+
+def cu_seqlens_of_positions(position_ids: Tensor) -> Tensor:
+    """Offsets of sequences from position ids: a sequence begins wherever a position does not follow the one before.
+
+    Positions usually begin at 0, but need not. Padding that repeats a position becomes sequences of one token, which
+    have no token in the response mask and change no number. How many sequences there are is data, so this waits on a
+    device.
+
+    Args:
+        position_ids: (N,) or (1, N) integers.
+
+    Returns:
+        (B + 1,) int64.
+
+    Raises:
+        ValueError: the positions are no integers, or of another shape.
+    """
+    check_integers(position_ids=position_ids)
+    positions = position_ids.reshape(-1) if position_ids.dim() == 2 and position_ids.shape[0] == 1 else position_ids
+    if positions.dim() != 1:
+        raise ValueError(f"position_ids must be (N,) or (1, N), got {tuple(position_ids.shape)}")
+    first = torch.ones_like(positions, dtype=torch.bool)
+    first[1:] = positions[1:] != positions[:-1] + 1
+    starts = first.nonzero().flatten()
+    return torch.cat([starts, starts.new_full((1,), positions.shape[0])])
+
+
+def positions_of_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """Where in its sequence each token is, from 0: (N,) int64. Waits for nothing.
+
+    Args:
+        cu_seqlens: (B + 1,) token offsets.
+        tokens: N.
+    """
+    offsets = cu_seqlens.to(torch.int64)
+    place = torch.arange(tokens, device=offsets.device)
+    sequence = torch.bucketize(place, offsets[1:-1], right=True)
+    return place - offsets[sequence]
+
+
+def pack_padded(*padded: Tensor, inside: Tensor) -> Packed:
+    """(B, T) → end to end, without padding. Waits on a device. `pad_packed` is the inverse.
+
+    Args:
+        padded: log-probs, masks, …: (B, T) each.
+        inside: (B, T) bool: the tokens that are part of a sequence; a response mask has holes, an attention mask none.
+
+    Raises:
+        ValueError: a shape differs from that of `inside`.
+    """
+    for i, tensor in enumerate(padded):
+        check_shape(f"tensor {i}", tensor, inside.shape, "as inside")
+    _, offsets = pack(inside, inside)
+    return Packed(tuple(tensor[inside] for tensor in padded), offsets)
+
+
+def pad_packed(packed: Tensor, inside: Tensor, *, fill: float = 0.0) -> Tensor:
+    """(N,) → (B, T), with `fill` outside: what `pack_padded` was given.
+
+    Args:
+        packed: sequences end to end, (N,).
+        inside: (B, T) bool with N true entries.
+        fill: what stands elsewhere.
+    """
+    return unpack(packed, inside, fill=fill)

@@ -1,0 +1,227 @@
+"""What `correct` does without a configuration, with options in place of one, and where there is no weight."""
+
+import dataclasses
+import warnings
+
+import pytest
+import torch
+from implementations import per_implementation
+
+from rollcorr import RolloutCorrectionConfig, correct
+from rollcorr.config import InertOptionWarning
+
+NAN, INF = float("nan"), float("inf")
+
+
+def batch():
+    train = torch.tensor([[-1.0, -2.0, -0.5, 0.0], [-0.3, -0.1, 0.0, 0.0]])
+    rollout = torch.tensor([[-1.5, -1.0, -0.5, 9.0], [-0.2, -0.4, 9.0, 9.0]])
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
+    return train, rollout, mask
+
+
+# --- Measuring is the default ----------------------------------------------------------------------------------------
+
+
+def test_without_a_configuration_the_batch_is_measured_and_the_loss_stays_as_it_is():
+    correction = correct(*batch())
+    assert correction.config == RolloutCorrectionConfig.measure()
+    assert correction.loss_weights is None
+    assert torch.equal(correction.loss_mask, batch()[2].bool())
+    assert {"k3_kl", "rollout_is_mean", "rollout_is_eff_sample_size", "t_times_kl"} <= correction.metrics(
+        prefix=""
+    ).keys()
+
+
+def test_an_option_that_names_a_level_asks_for_weights_in_the_loss():
+    correction = correct(*batch(), rollout_is="token")
+    assert correction.config == RolloutCorrectionConfig(rollout_is="token")
+    assert torch.equal(correction.loss_weights, correction.weights)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"rollout_is": "sequence", "apply_is": False}, {"rollout_is": "sequence", "apply_is": False}),
+        (
+            {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01},
+            {"rollout_is": "token", "apply_is": False, "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01},
+        ),
+        (
+            {"rollout_rs": ["seq_mean_k3"], "rollout_rs_threshold": 0.01},
+            {"rollout_is": "token", "apply_is": False, "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01},
+        ),
+        ({"nonfinite": "neutral"}, {"rollout_is": "token", "apply_is": False, "nonfinite": "neutral"}),
+    ],
+)
+def test_other_options_leave_the_measuring_as_it_is(options, expected):
+    assert correct(*batch(), **options).config == RolloutCorrectionConfig(**expected)
+
+
+@pytest.mark.parametrize(
+    "config",
+    ["tis", {"rollout_is": "token"}, RolloutCorrectionConfig(rollout_is="token")],
+    ids=["name", "dict", "config"],
+)
+def test_options_replace_those_of_a_configuration(config):
+    found = correct(*batch(), config, rollout_is_threshold=3.0).config
+    assert found == RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=3.0)
+
+
+def test_equal_options_are_checked_once():
+    first, second = (correct(*batch(), "tis", rollout_is_threshold=3.5).config for _ in range(2))
+    assert first is second
+
+
+def test_an_unknown_option_is_answered_with_the_nearest():
+    with pytest.raises(TypeError, match=r"there is no option 'rolout_is'.*Did you mean 'rollout_is'\?"):
+        correct(*batch(), rolout_is="token")
+    with pytest.raises(ValueError, match="rollout_is must be one of"):
+        correct(*batch(), rollout_is="tokens")
+
+
+def test_a_wrong_name_is_answered_with_the_nearest_presets():
+    with pytest.raises(ValueError, match="no preset is named 'token-tis'; the nearest are 'token_tis', "):
+        correct(*batch(), "token-tis")
+
+
+def test_options_beside_a_configuration_that_means_nothing_are_refused():
+    with pytest.raises(ValueError, match="means no correction at all, so safety_bound would change nothing"):
+        correct(*batch(), {"rollout_is_threshold": None, "rollout_is": True}, safety_bound=10.0)
+
+
+def test_an_option_without_effect_still_warns():
+    with pytest.warns(InertOptionWarning, match="rollout_is_batch_normalize"):
+        correct(*batch(), "tis", apply_is=False, rollout_is_batch_normalize=True)
+
+
+# --- Open sides and floors, by hand ----------------------------------------------------------------------------------
+
+
+def weights_of(ratios, **options):
+    d = torch.tensor([ratios]).log()
+    mask = torch.ones(1, len(ratios))
+    return correct(torch.full_like(d, -2.0) + d, torch.full_like(d, -2.0), mask, rollout_is="token", **options)
+
+
+@per_implementation
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"rollout_is_threshold": "0_3.0"}, [0.1, 0.7, 2.0, 0.0, 0.0]),
+        ({"rollout_is_threshold": "0.5_inf"}, [0.0, 0.7, 2.0, 5.0, 0.0]),
+        ({"rollout_is_threshold": 3.0, "rollout_is_floor": 0.5}, [0.5, 0.7, 2.0, 3.0, 0.0]),
+        ({"rollout_is_threshold": None, "rollout_is_floor": 0.5}, [0.5, 0.7, 2.0, 5.0, 0.0]),
+        ({"rollout_is_threshold": 2.0, "rollout_is_floor": 2.0}, [2.0, 2.0, 2.0, 2.0, 0.0]),
+    ],
+    ids=["0_3", "0.5_inf", "clip to [0.5, 3]", "floor alone", "floor = ceiling"],
+)
+def test_weights_by_their_bounds(options, expected):
+    """The last ratio is 0, a fact that no floor changes."""
+    correction = weights_of([0.1, 0.7, 2.0, 5.0, 0.0], **options)
+    torch.testing.assert_close(correction.weights, torch.tensor([expected]))
+    assert correction.loss_mask.all()
+
+
+@per_implementation
+def test_the_share_below_a_floor_is_counted_before_it_acts():
+    metrics = weights_of([0.1, 0.7, 2.0, 5.0], rollout_is_threshold=3.0, rollout_is_floor=0.5).metrics(prefix="")
+    assert metrics["rollout_is_ratio_fraction_low"] == 0.25
+    assert metrics["rollout_is_ratio_fraction_high"] == 0.25
+    assert (metrics["rollout_is_min"], metrics["rollout_is_max"]) == (0.5, 3.0)
+    assert metrics["rollout_is_raw_min"] == pytest.approx(0.1)
+
+
+@per_implementation
+@pytest.mark.parametrize("level", ["sequence", "geometric"])
+def test_whole_sequences_have_the_same_bounds(level):
+    d = torch.tensor([[0.1], [0.7], [5.0]]).log()
+    zeros, mask = torch.full_like(d, -2.0), torch.ones(3, 1)
+    low, high = 0.5, 3.0
+    clipped = correct(zeros + d, zeros, mask, rollout_is=level, rollout_is_threshold=high, rollout_is_floor=low)
+    torch.testing.assert_close(clipped.weights.flatten(), torch.tensor([0.5, 0.7, 3.0]))
+    open_below = correct(zeros + d, zeros, mask, rollout_is=level, rollout_is_threshold="0_3.0")
+    torch.testing.assert_close(open_below.weights.flatten(), torch.tensor([0.1, 0.7, 0.0]))
+
+
+def test_what_triton_does_not_take_it_says():
+    from rollcorr.kernels.correction.triton import _why_not_shape
+
+    taken = [RolloutCorrectionConfig(), RolloutCorrectionConfig.tis("0_3.0"), RolloutCorrectionConfig.icepop()]
+    assert [_why_not_shape(config) for config in taken] == [None] * 3
+    with_floor = RolloutCorrectionConfig(rollout_is="token", rollout_is_floor=0.5)
+    assert _why_not_shape(with_floor) == "rollout_is_floor is 0.5, and they raise no weights"
+    assert "need an upper end of the band" in _why_not_shape(RolloutCorrectionConfig.tis("0.5_inf"))
+
+
+@pytest.mark.parametrize("options", [{"rollout_is_floor": 0.5}, {"rollout_is_threshold": "0_3.0"}])
+def test_verls_numbers_do_not_exist_for_what_verl_lacks(options):
+    from rollcorr.integrations.verl import parity
+
+    config = RolloutCorrectionConfig(rollout_is="token", **options)
+    with pytest.raises(ValueError, match="verl has neither a floor of weights nor a band with an open side"):
+        parity.correct(*batch(), config)
+
+
+# --- Where there is no weight ----------------------------------------------------------------------------------------
+
+
+@per_implementation
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("config", ["tis", "seq_tis", "icepop"])
+def test_a_fill_stands_where_there_is_no_weight_and_nowhere_else(config, packed):
+    train, rollout, mask = batch()
+    rollout[0, 1] = NAN  # missing: rejected, so it has no weight
+    options = {}
+    if packed:
+        train, rollout, mask = (tensor.flatten() for tensor in (train, rollout, mask))
+        options = {"cu_seqlens": torch.tensor([0, 4, 8])}
+    plain = correct(train, rollout, mask, config, **options)
+    filled = correct(train, rollout, mask, config, fill=1.0, **options)
+    has_weight = (mask != 0) & rollout.isfinite()
+    assert torch.equal(filled.weights[has_weight], plain.weights[has_weight])
+    assert (filled.weights[~has_weight] == 1).all()
+    assert (plain.weights[~has_weight] == 0).all()
+    assert filled.metrics() == plain.metrics()
+
+
+@per_implementation
+def test_the_logarithm_of_filled_weights_is_finite_where_nothing_has_probability_zero():
+    train, rollout, mask = batch()
+    rollout[0, 1] = NAN
+    assert correct(train, rollout, mask, "tis", fill=1.0).weights.log().isfinite().all()
+    train[0, 0] = -INF
+    assert correct(train, rollout, mask, "tis", fill=1.0).weights[0, 0] == 0
+
+
+@per_implementation
+def test_a_neutral_token_has_a_weight_and_normalization_does_not_touch_the_fill():
+    train, rollout, mask = batch()
+    rollout[0, 1] = NAN
+    config = RolloutCorrectionConfig(rollout_is="token", rollout_is_batch_normalize=True, nonfinite="neutral")
+    weights = correct(train, rollout, mask, config, fill=5.0).weights
+    assert (weights[mask == 0] == 5).all()
+    assert weights[mask != 0].mean().item() == pytest.approx(1.0)
+    assert weights[0, 1] != 5
+
+
+def test_a_fill_is_written_into_the_buffers_of_the_caller():
+    weights, loss_mask = torch.zeros(2, 4), torch.zeros(2, 4, dtype=torch.bool)
+    correction = correct(*batch(), "tis", fill=1.0, out=(weights, loss_mask))
+    assert correction.weights.data_ptr() == weights.data_ptr()
+    assert weights[0, 3] == 1
+
+
+def test_a_preset_without_weights_has_nothing_to_fill():
+    assert correct(*batch(), "decoupled_k3_rs", fill=1.0).weights is None
+
+
+# --- Configurations --------------------------------------------------------------------------------------------------
+
+
+def test_with_options_equals_a_replacement():
+    config = RolloutCorrectionConfig.decoupled_k3_rs_token_tis()
+    assert config.with_options(safety_bound=10.0) == dataclasses.replace(config, safety_bound=10.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert config.with_options() == config
