@@ -10,9 +10,9 @@ from torch import nn
 
 from rollcorr.core.logprobs import kept_log_prob
 from rollcorr.core.sampling import KeptSets
+from rollcorr.engines.base import TokenBatch
 from rollcorr.engines.fused_scoring import score_responses_fused
 from rollcorr.engines.response_scoring import response_logits, score_responses
-from rollcorr.engines.token_batch import TokenBatch
 from rollcorr.train.grpo.policy import load_policy
 
 SHAPE = {

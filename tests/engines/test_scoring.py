@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from rollcorr.engines.base import TokenBatch, pad_prompts
 from rollcorr.engines.response_scoring import score_responses
-from rollcorr.engines.token_batch import TokenBatch, pad_prompts
 from rollcorr.train.grpo.policy import make_tiny_policy
 
 

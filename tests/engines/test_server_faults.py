@@ -326,7 +326,6 @@ def test_the_limit_of_an_answer_is_an_option_and_grows_with_the_responses_that_a
 
 MEMORY = """
 import resource, sys
-from rollcorr.engines.base import EngineError
 from rollcorr.engines.transport.http import JsonClient
 with JsonClient(sys.argv[1], retries=0, wait_minutes=0) as client:
     for path in sys.argv[2:]:

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from rollcorr.config import SamplingSpec
-from rollcorr.engines.base import EngineAnswerError, Rollout
-from rollcorr.engines.token_batch import TokenBatch
+from rollcorr.engines.base import EngineAnswerError, Rollout, TokenBatch
 from rollcorr.train.steps import token_staleness
 
 MASK = torch.tensor([[True, True, True], [True, False, False]])

@@ -3,8 +3,10 @@ from .base import EngineAnswerError as EngineAnswerError
 from .base import EngineError as EngineError
 from .base import EngineUnavailableError as EngineUnavailableError
 from .base import Rollout as Rollout
+from .base import TokenBatch as TokenBatch
 from .base import WeightSyncError as WeightSyncError
 from .base import check_weight_sync as check_weight_sync
+from .base import pad_prompts as pad_prompts
 from .completions import Completion as Completion
 from .completions import rollout_from_completions as rollout_from_completions
 from .ctranslate2 import CTranslate2Engine as CTranslate2Engine
@@ -20,8 +22,6 @@ from .response_scoring import score_probe as score_probe
 from .response_scoring import score_responses as score_responses
 from .sglang import SglangEngine as SglangEngine
 from .sglang import SglangOptions as SglangOptions
-from .token_batch import TokenBatch as TokenBatch
-from .token_batch import pad_prompts as pad_prompts
 from .transformers import TransformersEngine as TransformersEngine
 from .transport.http import JsonClient as JsonClient
 from .transport.pipes import WorkerProcess as WorkerProcess

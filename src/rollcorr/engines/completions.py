@@ -20,8 +20,7 @@ import torch
 from rollcorr.config import SamplingSpec
 from rollcorr.config.sampling_spec import JSON_MINUS_INFINITY
 from rollcorr.core.sampling import KeptSets
-from rollcorr.engines.base import EngineAnswerError, EngineRestartedError, Rollout
-from rollcorr.engines.token_batch import TokenBatch, pad_prompts
+from rollcorr.engines.base import EngineAnswerError, EngineRestartedError, Rollout, TokenBatch, pad_prompts
 from rollcorr.engines.transport.answer_body import brief
 
 # Log-probs up to this many nats above 0 count as rounding and become 0. A normalizer summed in bfloat16 is off by more,

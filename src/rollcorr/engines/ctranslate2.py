@@ -29,12 +29,13 @@ from rollcorr.engines.base import (
     EngineError,
     EngineUnavailableError,
     Rollout,
+    TokenBatch,
+    check_prompts,
     check_weight_sync,
 )
 from rollcorr.engines.completions import Completion, rollout_from_completions
 from rollcorr.engines.generation_settings import GenerationSettings, refuse_settings
 from rollcorr.engines.response_scoring import make_probe, score_probe, vocabulary_size
-from rollcorr.engines.token_batch import TokenBatch, check_prompts
 from rollcorr.engines.transport.owned_folders import OwnedFolder
 
 ComputeType = Literal["int8", "int16", "float32"]

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from rollcorr.core.sampling import KeptSets
+from rollcorr.engines.base import TokenBatch
 from rollcorr.engines.response_scoring import response_logits
-from rollcorr.engines.token_batch import TokenBatch
 from rollcorr.kernels.linear_logprob import Implementation, LinearLogProb, linear_log_prob
 
 # Fields of model configurations that bend logits.

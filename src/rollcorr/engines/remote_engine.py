@@ -31,13 +31,14 @@ from rollcorr.engines.base import (
     EngineError,
     EngineRestartedError,
     Rollout,
+    TokenBatch,
     WeightSyncError,
+    check_prompts,
     check_weight_sync,
 )
 from rollcorr.engines.completions import Completion, check_log_prob, check_versions, rollout_from_completions
 from rollcorr.engines.generation_settings import GenerationSettings
 from rollcorr.engines.response_scoring import make_probe, score_probe, vocabulary_size
-from rollcorr.engines.token_batch import TokenBatch, check_prompts
 from rollcorr.engines.transport import waiting
 from rollcorr.engines.transport.http import MAX_ANSWER_BYTES, JsonClient
 from rollcorr.engines.transport.weight_folder import read_policy, read_weights, write_checkpoint

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from rollcorr.engines.token_batch import TokenBatch
+from rollcorr.engines.base import TokenBatch
 
 PROBE_SHAPE = (4, 16)
 

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from rollcorr.core.sampling import KeptSets, concatenate_kept_sets, kept_sets_of_support
-from rollcorr.engines.base import Engine, Rollout, check_weight_sync
+from rollcorr.engines.base import Engine, Rollout, TokenBatch, check_weight_sync, pad_prompts
 from rollcorr.engines.completions import rollout_from_completions
 from rollcorr.engines.continuous_batching import check_continuous_batching, generate_continuously
 from rollcorr.engines.generation_settings import GenerationSettings, refuse_settings
 from rollcorr.engines.response_scoring import make_probe, score_probe, score_responses
-from rollcorr.engines.token_batch import TokenBatch, pad_prompts
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
