@@ -105,6 +105,20 @@ def test_more_steps_continue_a_finished_run(number, tmp_path, whole):
     assert summary.before == {"number": 0}
 
 
+def test_what_a_recipe_changed_in_its_optimizer_is_continued(number, tmp_path):
+    """A schedule that moves the learning rate step by step has it in the checkpoint only."""
+
+    class Slower(NumberRecipe):
+        def step(self, step):
+            self.trainer.optimizer.param_groups[0]["lr"] *= 0.5
+            return super().step(step)
+
+    number(run_dir=tmp_path / "whole", recipe=Slower)
+    number("steps=3", recipe=Slower)
+    number(recipe=Slower)
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+
+
 def test_a_finished_run_says_that_a_change_comes_too_late(number):
     number()
     _, told = number("target=1")

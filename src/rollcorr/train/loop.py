@@ -417,11 +417,13 @@ def _restore(trainer: Trainer, beginning: Beginning, say: Callable[[str], None])
     checkpoint = beginning.checkpoint
     assert checkpoint is not None
 
-    # An optimizer's stored state has its options too, such as the weight decay. Those of the configuration count.
-    options = [{name: group[name] for name in group if name != "params"} for group in trainer.optimizer.param_groups]
+    # An optimizer's stored state has its options too, such as the weight decay: one that was changed must be set again.
+    # The others stay as they are stored, because a recipe may have moved them, as a schedule does.
+    changed = {change.name.rpartition(".")[2] for change in beginning.changes}
+    wanted = [{name: group[name] for name in group if name in changed} for group in trainer.optimizer.param_groups]
     trainer.optimizer.load_state_dict(checkpoint.optimizer)
-    for group, wanted in zip(trainer.optimizer.param_groups, options, strict=True):
-        group.update(wanted)
+    for group, options in zip(trainer.optimizer.param_groups, wanted, strict=True):
+        group.update(options)
     trainer.skipped_steps = checkpoint.state.skipped_steps
 
     if trainer.engine is None or checkpoint.engine_weights is None:
