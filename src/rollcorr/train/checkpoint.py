@@ -132,12 +132,22 @@ def save_checkpoint(
         place_folder_durably(partial, final)
 
     # The new one is on the disk, so the others may go.
-    steps = paths_by_step(directory)
-    kept = [step for step in steps if step <= state.step][-keep:]
-    for step, path in steps.items():
-        if step not in kept and path.is_dir():
+    delete_older_checkpoints(directory, state.step, keep=keep)
+    for step, path in paths_by_step(directory).items():
+        if step > state.step and path.is_dir():
             delete_folder_durably(path)
     return final
+
+
+def delete_older_checkpoints(directory: Path, step: int, *, keep: int) -> None:
+    """Keep the newest `keep` checkpoints up to a step, and those after it.
+
+    `save_checkpoint` does this too. A run that continues does it because it may have been killed in between.
+    """
+    paths = paths_by_step(directory)
+    up_to_now = [path for at, path in paths.items() if at <= step and path.is_dir()]
+    for path in up_to_now[:-keep]:
+        delete_folder_durably(path)
 
 
 def has_checkpoints(directory: Path) -> bool:
