@@ -280,6 +280,7 @@ def examine(
     points: int | None,
     times: int,
     levels: int,
+    seed: int,
     until: float,
 ) -> tuple[int, int]:
     """All of one configuration, in random order; returns how many runs were tried and how many failed."""
@@ -300,7 +301,7 @@ def examine(
     counted = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     print(f"{name}: {recorded.events} events under the run directory ({counted}); {len(possible)} kill points")
 
-    generator = random.Random(0)
+    generator = random.Random(seed)
     chosen = [point for point in possible if between[0] <= point.event <= between[1]]
     chosen = chosen if points is None else spread(chosen, points)
     chosen += [Point(delays=tuple(_delays(generator, seconds))) for _ in range(times)]
@@ -415,6 +416,7 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=100, help="runs killed at random times")
     parser.add_argument("--levels", type=int, default=FULL_DISK_LEVELS, help="disks of different sizes")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after so long, for each kind")
+    parser.add_argument("--seed", type=int, default=0, help="of the order and the random times")
     parser.add_argument("--folder", type=Path, help="keep the failed runs here")
     options = parser.parse_args()
 
@@ -438,7 +440,7 @@ def main() -> int:
         counts = [
             examine(
                 name, folder, events, jobs=options.jobs, between=tuple(options.events or (1, sys.maxsize)),
-                points=options.points, times=options.times,
+                points=options.points, times=options.times, seed=options.seed,
                 levels=options.levels, until=time.monotonic() + 60 * options.minutes,
             )
             for name in options.runs
