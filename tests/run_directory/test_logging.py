@@ -150,28 +150,6 @@ def test_events_of_steps_that_are_computed_again_are_hidden(tmp_path):
     assert [(event.step, event.value) for event in read.Scalars("a")] == [(1, 3.0), (2, 6.0), (3, 7.0)]
 
 
-def scalars(directory):
-    """What TensorBoard shows: the newest value of each step."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(directory.tensorboard))
-    events.Reload()
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-
-
-def test_tensorboard_shows_the_steps_and_hides_those_that_are_computed_again(tmp_path):
-    directory = RunDirectory(tmp_path)
-    first = TensorBoard(directory)
-    for step in (1, 2, 3):
-        first.write(step, {"loss": step / 2, "reward/mean": float(step)})
-    first.close()
-    second = TensorBoard(directory, start=1)
-    second.write(2, {"loss": 8.0})
-    second.flush()
-    second.close()
-    assert scalars(directory) == {"loss": [(1, 0.5), (2, 8.0)], "reward/mean": [(1, 1.0)]}
-
-
 @pytest.mark.parametrize("make", [lambda directory: JsonLines(directory.metrics), TensorBoard])
 def test_a_full_disk_is_reported_with_the_file_and_its_bytes(tmp_path, make):
     sink = make(RunDirectory(tmp_path))

@@ -17,6 +17,7 @@ from rollcorr.train import checkpoint as checkpoints
 from rollcorr.train.checkpoint import (
     NonFiniteWeightsError,
     TrainState,
+    delete_older_checkpoints,
     has_checkpoints,
     latest_checkpoint,
     load_checkpoint,
@@ -254,6 +255,13 @@ def test_what_a_killed_run_left_half_written_is_removed(toy):
     (toy.directory / ".run.json.partial").touch()
     assert newest_sound_checkpoint(toy.directory)[0].state.step == 1
     assert names(toy.directory) == ["run.json", "step_000001"]
+
+
+def test_a_run_that_was_killed_before_it_deleted_an_old_checkpoint_deletes_it_when_it_continues(toy):
+    for step in (1, 2, 3, 9):
+        toy.save(step, keep=9)
+    delete_older_checkpoints(toy.directory, 3, keep=2)
+    assert names(toy.directory) == ["run.json", "step_000002", "step_000003", "step_000009"]
 
 
 def test_a_half_deleted_checkpoint_is_none(toy, monkeypatch):

@@ -271,7 +271,17 @@ def kill_points(log: Path) -> list[Point]:
 
 
 def examine(
-    name: str, folder: Path, events: FileEvents, *, jobs: int, points: int | None, times: int, levels: int, until: float
+    name: str,
+    folder: Path,
+    events: FileEvents,
+    *,
+    jobs: int,
+    between: tuple[int, int],
+    points: int | None,
+    times: int,
+    levels: int,
+    seed: int,
+    until: float,
 ) -> tuple[int, int]:
     """All of one configuration, in random order; returns how many runs were tried and how many failed."""
     start = time.monotonic()
@@ -291,8 +301,9 @@ def examine(
     counted = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     print(f"{name}: {recorded.events} events under the run directory ({counted}); {len(possible)} kill points")
 
-    generator = random.Random(0)
-    chosen = possible if points is None else spread(possible, points)
+    generator = random.Random(seed)
+    chosen = [point for point in possible if between[0] <= point.event <= between[1]]
+    chosen = chosen if points is None else spread(chosen, points)
     chosen += [Point(delays=tuple(_delays(generator, seconds))) for _ in range(times)]
     chosen += [Point(disk=recorded.peak * (2 * level + 1) // (2 * levels)) for level in range(levels)]
     generator.shuffle(chosen)
@@ -401,9 +412,11 @@ def main() -> int:
     parser.add_argument("--runs", nargs="*", choices=RUNS, default=list(RUNS), help="which runs")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--points", type=int, help="kill points of each run, evenly spread; all without it")
+    parser.add_argument("--events", type=int, nargs=2, metavar=("FIRST", "LAST"), help="only the events between these")
     parser.add_argument("--times", type=int, default=100, help="runs killed at random times")
     parser.add_argument("--levels", type=int, default=FULL_DISK_LEVELS, help="disks of different sizes")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after so long, for each kind")
+    parser.add_argument("--seed", type=int, default=0, help="of the order and the random times")
     parser.add_argument("--folder", type=Path, help="keep the failed runs here")
     options = parser.parse_args()
 
@@ -426,7 +439,8 @@ def main() -> int:
 
         counts = [
             examine(
-                name, folder, events, jobs=options.jobs, points=options.points, times=options.times,
+                name, folder, events, jobs=options.jobs, between=tuple(options.events or (1, sys.maxsize)),
+                points=options.points, times=options.times, seed=options.seed,
                 levels=options.levels, until=time.monotonic() + 60 * options.minutes,
             )
             for name in options.runs

@@ -80,7 +80,7 @@ def place_folder_durably(partial: Path, final: Path) -> None:
         final.rename(set_aside)
     try:
         partial.rename(final)
-    except OSError:
+    except BaseException:
         restore_set_aside(final.parent)
         raise
     flush_to_disk(final.parent)

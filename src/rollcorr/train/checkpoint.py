@@ -132,12 +132,22 @@ def save_checkpoint(
         place_folder_durably(partial, final)
 
     # The new one is on the disk, so the others may go.
-    steps = paths_by_step(directory)
-    kept = [step for step in steps if step <= state.step][-keep:]
-    for step, path in steps.items():
-        if step not in kept and path.is_dir():
+    delete_older_checkpoints(directory, state.step, keep=keep)
+    for step, path in paths_by_step(directory).items():
+        if step > state.step and path.is_dir():
             delete_folder_durably(path)
     return final
+
+
+def delete_older_checkpoints(directory: Path, step: int, *, keep: int) -> None:
+    """Keep the newest `keep` checkpoints up to a step, and those after it.
+
+    `save_checkpoint` does this too. A run that continues does it because it may have been killed in between.
+    """
+    paths = paths_by_step(directory)
+    up_to_now = [path for at, path in paths.items() if at <= step and path.is_dir()]
+    for path in up_to_now[:-keep]:
+        delete_folder_durably(path)
 
 
 def has_checkpoints(directory: Path) -> bool:
@@ -222,18 +232,22 @@ def check_finite(optimizer: torch.optim.Optimizer, engine_weights: Mapping[str, 
         tensors |= {f"{key} of tensor {number}": value for key, value in moments.items() if torch.is_tensor(value)}
     tensors |= {f"{name} of the engine": value for name, value in engine_weights.items()}
 
-    # One flag per tensor and one transfer: a transfer for each tensor would wait for the device as many times.
-    named = [(name, _wide_enough(tensor)) for name, tensor in tensors.items() if tensor.is_floating_point()]
-    if not named:
-        return
-    finite = torch.stack([tensor.isfinite().all().cpu() for _, tensor in named]).tolist()
-    bad = [(name, tensor) for (name, tensor), is_finite in zip(named, finite, strict=True) if not is_finite]
-    if bad:
-        name, tensor = bad[0]
-        count = int((~tensor.isfinite()).sum())
-        others = f", and {len(bad) - 1} more tensors are broken" if len(bad) > 1 else ""
+    # One flag per tensor, and one transfer per device: a transfer for each tensor would wait as many times.
+    flags: dict[torch.device, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        flags.setdefault(tensor.device, {})[name] = _finite(tensor).all()
+    broken = [
+        name
+        for named in flags.values()
+        for name, is_finite in zip(named, torch.stack(list(named.values())).tolist(), strict=True)
+        if not is_finite
+    ]
+    if broken:
+        first = tensors[broken[0]]
+        count = int((~_finite(first)).sum())
+        others = f", and {len(broken) - 1} more tensors are broken" if len(broken) > 1 else ""
         raise NonFiniteWeightsError(
-            f"{name} {tuple(tensor.shape)} has {count} values of {tensor.numel()} that are NaN or infinite{others}: "
+            f"{broken[0]} {tuple(first.shape)} has {count} values of {first.numel()} that are NaN or infinite{others}: "
             "nothing was saved and the last checkpoint stays; lower optim.lr or optim.max_grad_norm and go on from it"
         )
 
@@ -397,6 +411,6 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _wide_enough(tensor: Tensor) -> Tensor:
-    """The tensor in a type that knows `isfinite`: those of one byte do not."""
-    return tensor.float() if tensor.element_size() == 1 else tensor
+def _finite(tensor: Tensor) -> Tensor:
+    """Where a tensor is finite; types of one byte do not know it themselves."""
+    return (tensor.float() if tensor.element_size() == 1 else tensor).isfinite()

@@ -36,7 +36,13 @@ from rollcorr.run_directory.durable_files import restore_set_aside, write_text_d
 from rollcorr.run_directory.run_lock import RunLock
 from rollcorr.run_directory.sinks import OPTIONAL_SINKS, ConsoleProgress, JsonLines, ProgressColumn, Sink, Sinks
 from rollcorr.run_directory.stored_run import drop_later_steps
-from rollcorr.train.checkpoint import Checkpoint, NonFiniteWeightsError, TrainState, save_checkpoint
+from rollcorr.train.checkpoint import (
+    Checkpoint,
+    NonFiniteWeightsError,
+    TrainState,
+    delete_older_checkpoints,
+    save_checkpoint,
+)
 from rollcorr.train.reference_policy import REFERENCE_RECORD, keep_reference
 from rollcorr.train.resume import Beginning, find_beginning, finished_summary
 from rollcorr.train.run_config import RunConfig
@@ -266,6 +272,7 @@ class _Run:
                     self._begin()
                 else:
                     _restore(self.recipe.trainer, self.beginning, self.say)
+                    delete_older_checkpoints(self.directory.checkpoints, self.step, keep=self.config.checkpoint.keep)
                     self.before = _evaluation_before(self.records)
                 is_done = self._train() and self._finish()
             except StopNow:  # from an evaluation, which the next start repeats
