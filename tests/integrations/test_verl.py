@@ -163,6 +163,7 @@ OURS = {
     "a list of names": ({"rollout_rs": ["token_k1"], "rollout_rs_threshold": 2.0}, None),
     "a third level": ({"rollout_is": "geometric"}, None),
     "no ceiling": ({"rollout_is": "token", "rollout_is_threshold": None}, None),
+    "a band with an open side": ({"rollout_is": "token", "rollout_is_threshold": "0_2"}, None),
     "nothing kept by IcePop": ({"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}, None),
 }
 GOLDEN_ERRORS = [case for case in golden()["errors"] if "input" not in case["kwargs"]]

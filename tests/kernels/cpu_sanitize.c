@@ -28,6 +28,7 @@ static Job job_for(int64_t sequences, int64_t tokens) {
     job.level = (int32_t)draw(4), job.mode = (int32_t)draw(3), job.nonfinite = (int32_t)draw(3);
     job.normalization = (int32_t)draw(3), job.vetoing = (int32_t)draw(2), job.needs_k2 = 1, job.banded_below = 1;
     job.cap = job.mode == TRUNCATE ? 2.0f : INFINITY, job.bound = bound;
+    job.least = job.mode == TRUNCATE && job.level != NO_WEIGHTS ? 0.5f : 0.0f;
     job.floor = expf(-bound), job.ceiling = expf(bound);
     job.band = job.untouched = job.accepted = (Band){-0.7f, 0.7f};
     job.ten_percent = (Band){-0.1f, 0.1f}, job.veto = (Band){-5.0f, INFINITY};
