@@ -263,7 +263,12 @@ def _warn_without_log_probs() -> None:
 def _start_up_line(trainer: Trainer, asked: Asked) -> str:
     """One line: whose options, which weights, what rejects, what samples, and what the loss is divided by."""
     config, loss_type = trainer._correction_config, _loss_type(trainer)
-    source = "TRL's vllm_importance_sampling_* options" if asked is None else "its own configuration"
+    if asked is not None:
+        source = "its own configuration"
+    elif _is_rloo(trainer):
+        source = "default, as RLOOTrainer has no options for it"
+    else:
+        source = "TRL's vllm_importance_sampling_* options"
     return (
         f"rollcorr corrects {type(trainer).__name__} ({loss_type}) by {source}: {_weights_text(config)}; "
         f"{_rejection_text(config)}; sampler: {_sampler_text(trainer)}; "
