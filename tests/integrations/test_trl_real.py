@@ -119,6 +119,31 @@ def test_twenty_steps_train_with_an_engine_in_the_place_of_vllm(make, tmp_path):
     assert engine.weight_version == 19
     assert all((weight != before[name]).any() for name, weight in trainer.model.named_parameters())
 
+    trainer.evaluate(trainer.train_dataset.select(range(8)))
+    assert "eval_rollout_corr/kl" in trainer.state.log_history[-1]
+
+
+def test_a_corrected_batch_is_cut_into_micro_batches_as_trl_cuts_its_own(tmp_path):
+    """Advantages of (B, T) and the mask of kept tokens go through the shuffle and the cut."""
+
+    def rollout(given, trainer):
+        ids, log_probs = completions(trainer.state.global_step)
+        prompt_ids = [trainer.processing_class(text)["input_ids"] for text in given]
+        return {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": log_probs}
+
+    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 2}
+    trainer = grpo_trainer(tmp_path, trainer_options={"rollout_func": rollout}, loss_type="dapo", **options)
+    seen, compute = [], trainer._compute_loss
+    trainer._compute_loss = lambda model, batch: (seen.append(batch), compute(model, batch))[1]
+    config = {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.6_1.6"}
+    attach(trainer, config).train()
+
+    for halves in (seen[:2], seen[2:]):
+        assert [half["advantages"].shape for half in halves] == [half["tool_mask"].shape for half in halves]
+        kept = sum((half["completion_mask"] * half["tool_mask"]).sum() for half in halves)
+        assert all(half["num_items_in_batch"] == kept for half in halves)
+    assert len(seen) == 4
+
 
 def test_the_mixin_is_a_trainer_like_any_other(tmp_path, caplog):
     class CorrectedTrainer(RolloutCorrectionMixin, GRPOTrainer):

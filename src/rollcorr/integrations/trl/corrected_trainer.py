@@ -6,7 +6,6 @@ micro-batches afterwards. So a correction at the end of that method sees the who
 
 from __future__ import annotations
 
-import functools
 import logging
 import warnings
 from collections.abc import Mapping
@@ -72,7 +71,8 @@ class RolloutCorrectionMixin:
 
     _correction_config: RolloutCorrectionConfig
     _correction_statistics: dict[str, Statistics]
-    _first_scores: Tensor | None
+    _token_log_prob: Tensor | None
+    _awaits_token_log_prob: bool
 
     def __init__(
         self,
@@ -86,16 +86,19 @@ class RolloutCorrectionMixin:
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL's batch, with the correction in it."""
-        self._first_scores = None
+        self._awaits_token_log_prob = _is_rloo(self)
         batch: dict[str, Any] = cast("Any", super())._generate_and_score_completions(inputs)
         _correct_batch(self, batch)
+        self._token_log_prob = None
         return batch
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """As TRL's. RLOO returns its old log-probs as sums, so those of tokens, its first call, are kept here."""
+        """As TRL's. RLOO puts its old log-probs into the batch as sums, so those of tokens are kept here."""
         scores = cast("Any", super())._get_per_token_logps_and_entropies(*args, **kwargs)
-        if _is_rloo(self) and self._first_scores is None:
-            self._first_scores = scores[0].detach()
+
+        # While a batch is made, the old policy is scored first, and the reference policy afterwards.
+        if self._awaits_token_log_prob:
+            self._token_log_prob, self._awaits_token_log_prob = scores[0].detach(), False
         return scores
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
@@ -134,21 +137,17 @@ def attach(trainer: Trainer, config: Asked = None, *, engine: Engine | None = No
     # A refused configuration leaves the trainer as it was.
     _checked_config(trainer, config)
     if not isinstance(trainer, RolloutCorrectionMixin):
-        trainer.__class__ = _corrected_class(type(trainer))
+        plain = type(trainer)
+        trainer.__class__ = type(f"Corrected{plain.__name__}", (RolloutCorrectionMixin, plain), {})
     _start(trainer, config, engine)
     return trainer
-
-
-@functools.cache
-def _corrected_class(trainer_class: type) -> type:
-    return type(f"Corrected{trainer_class.__name__}", (RolloutCorrectionMixin, trainer_class), {})
 
 
 def _start(trainer: Trainer, asked: Asked, engine: Engine | None) -> None:
     """Check what is asked for, put the engine in place, and say what is active."""
     trainer._correction_config = _checked_config(trainer, asked)
     trainer._correction_statistics = {}
-    trainer._first_scores = None
+    trainer._token_log_prob, trainer._awaits_token_log_prob = None, False
 
     if engine is not None:
         trainer.vllm_generation = EngineGeneration(engine, trainer)
@@ -181,7 +180,7 @@ def _correct_batch(trainer: Trainer, batch: dict[str, Any]) -> None:
 
     if "old_per_token_logps" not in batch and not _is_rloo(trainer):
         batch["old_per_token_logps"] = _old_log_prob(trainer, batch)
-    old = trainer._first_scores if _is_rloo(trainer) else batch["old_per_token_logps"]
+    old = trainer._token_log_prob if _is_rloo(trainer) else batch["old_per_token_logps"]
 
     # Outside the mask TRL's own ratio is 1 as well, and VESPO takes its log there.
     config = trainer._correction_config

@@ -55,7 +55,8 @@ def check_config(config: RolloutCorrectionConfig, loss_type: str) -> RolloutCorr
     if loss_type == "vespo" and config.weights_reach_loss and config.rollout_is != "token":
         raise ValueError(
             f"loss_type='vespo' multiplies the weights of a sequence's tokens itself; got "
-            f"rollout_is={config.rollout_is!r}. Set rollout_is='token'"
+            f"rollout_is={config.rollout_is!r}. Set rollout_is='token'; in TRL's options, "
+            "vllm_importance_sampling_mode='token_truncate'"
         )
     if loss_type != "rloo":
         return config
@@ -111,9 +112,9 @@ def write_to_grpo_batch(batch: dict[str, Any], correction: Correction, loss_type
             weights = weights.masked_fill(~correction.loss_mask, 1.0)
 
     if loss_type in COUNTED_LOSSES and (config.normalizer == "weights" or (rejects(config) and not original)):
-        count = correction.denominators().tokens
-        exact = config.normalizer == "kept"
-        batch["num_items_in_batch"] = count.to(batch["num_items_in_batch"].dtype if exact else torch.float32)
+        count = torch.as_tensor(correction.denominators().tokens, device=mask.device)
+        is_whole = config.normalizer == "kept"
+        batch["num_items_in_batch"] = count.to(batch["num_items_in_batch"].dtype if is_whole else torch.float32)
 
     if loss_type == "vespo" or multiplies:
         _give_ratio(batch, weights, loss_type, mask)

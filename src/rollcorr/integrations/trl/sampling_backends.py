@@ -110,7 +110,8 @@ class GenerationRecorder:
             return None
         padded = torch.full(like.shape, torch.nan, dtype=torch.float32, device="cpu")
         for row, tokens in zip(padded, self.last, strict=True):
-            row[: len(tokens)] = torch.tensor([torch.nan if token[0] is None else token[0] for token in tokens])
+            values = [torch.nan if token[0] is None else token[0] for token in tokens]
+            row[: len(tokens)] = torch.tensor(values, device="cpu")
         return padded.to(like.device)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 (whatever the sampler has)
