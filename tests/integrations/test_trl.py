@@ -1,5 +1,6 @@
 """The adapter beside TRL's recorded numbers, in a stand-in for its trainers. test_trl_real.py has TRL itself."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from rollcorr.config import IncompatibleSamplingError, InertOptionWarning, Rollo
 from rollcorr.correction import correct
 from rollcorr.engines import Rollout, TokenBatch
 from rollcorr.integrations.trl import EngineGeneration, RolloutCorrectionMixin, attach, config_from_trl
+from rollcorr.kernels.correction.cpu.kernel import LARGEST_SAFETY_BOUND
 
 CASES = [(case, loss_type) for case in RECORDED["cases"] for loss_type in case["losses"]]
 NAMES = [f"{case['mode']}-{case['lower']}-{case['upper']}-{loss_type}" for case, loss_type in CASES]
@@ -91,6 +93,10 @@ def test_options_of_trl_become_a_configuration(mode, upper, lower, level, thresh
     assert config.nonfinite == "neutral"
     assert config.weights_reach_loss
     assert not config.criteria
+
+
+def test_the_compiled_kernel_takes_these_configurations():
+    assert config_from_trl(StandInTrainer().args).safety_bound == LARGEST_SAFETY_BOUND
 
 
 def test_the_older_name_of_the_cap_is_read():
@@ -299,6 +305,15 @@ def test_one_line_says_what_is_active(trainer, config, parts, caplog):
     [record] = caplog.records
     assert all(part in record.getMessage() for part in parts), record.getMessage()
     assert "\n" not in record.getMessage()
+
+
+def test_the_page_shows_the_line(caplog):
+    class GRPOTrainer(StandInTrainer):
+        pass
+
+    attach(GRPOTrainer(loss_type="dapo"), "decoupled_k3_rs_token_tis")
+    page = (Path(__file__).parents[2] / "docs" / "trl.md").read_text(encoding="utf-8")
+    assert caplog.messages[0] in page.splitlines()
 
 
 def test_metrics_of_all_batches_since_the_last_log_are_merged():

@@ -14,8 +14,10 @@ from __future__ import annotations
 from typing import Any
 
 from rollcorr.config import RolloutCorrectionConfig
-from rollcorr.config.correction_options import LARGEST_SAFETY_BOUND
 from rollcorr.config.criteria import Threshold
+
+# TRL has no such bound. This is the largest one that the compiled kernel takes, far beyond any weight that is of use.
+SAFETY_BOUND = 40.0
 
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
@@ -70,6 +72,5 @@ def config_from_trl(args: Any) -> RolloutCorrectionConfig:  # noqa: ANN401 (a GR
         rollout_is_threshold=threshold,
         rollout_is_floor=lower if constraint == "truncate" else None,
         nonfinite="neutral",
-        # TRL has no such bound; this is as far as float32 goes.
-        safety_bound=LARGEST_SAFETY_BOUND,
+        safety_bound=SAFETY_BOUND,
     )
