@@ -421,3 +421,4 @@ def test_what_an_engine_cannot_do_for_this_trainer_is_refused():
     trainer.model.peft_config = {}
     with pytest.raises(ValueError, match="PEFT"):
         attach(trainer, engine=FakeEngine())
+    assert type(trainer) is StandInTrainer

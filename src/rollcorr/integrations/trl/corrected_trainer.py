@@ -82,7 +82,8 @@ class RolloutCorrectionMixin:
         **kwargs: Any,  # noqa: ANN401
     ) -> None:
         super().__init__(*args, **kwargs)
-        _start(self, rollout_correction, rollout_engine)
+        parts = _checked_config(self, rollout_correction), _generation(self, rollout_engine)
+        _start(self, *parts, follows_trl=rollout_correction is None)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL's batch, with the correction in it."""
@@ -134,23 +135,29 @@ def attach(trainer: Trainer, config: Asked = None, *, engine: Engine | None = No
             f"attach takes a GRPOTrainer or RLOOTrainer of TRL; {type(trainer).__name__} has no "
             "_generate_and_score_completions"
         )
-    # A refused configuration leaves the trainer as it was.
-    _checked_config(trainer, config)
+    # What is refused leaves the trainer as it was.
+    parts = _checked_config(trainer, config), _generation(trainer, engine)
     if not isinstance(trainer, RolloutCorrectionMixin):
         plain = type(trainer)
         trainer.__class__ = type(f"Corrected{plain.__name__}", (RolloutCorrectionMixin, plain), {})
-    _start(trainer, config, engine)
+    _start(trainer, *parts, follows_trl=config is None)
     return trainer
 
 
-def _start(trainer: Trainer, asked: Asked, engine: Engine | None) -> None:
-    """Check what is asked for, put the engine in place, and say what is active."""
-    trainer._correction_config = _checked_config(trainer, asked)
+def _generation(trainer: Trainer, engine: Engine | None) -> EngineGeneration | None:
+    return None if engine is None else EngineGeneration(engine, trainer)
+
+
+def _start(
+    trainer: Trainer, config: RolloutCorrectionConfig, generation: EngineGeneration | None, *, follows_trl: bool
+) -> None:
+    """Put the engine in place, and say what is active."""
+    trainer._correction_config = config
     trainer._correction_statistics = {}
     trainer._token_log_prob, trainer._awaits_token_log_prob = None, False
 
-    if engine is not None:
-        trainer.vllm_generation = EngineGeneration(engine, trainer)
+    if generation is not None:
+        trainer.vllm_generation = generation
         trainer.use_vllm = True
         trainer._last_loaded_step = -1  # TRL's mark of "no weights loaded yet"
 
@@ -160,7 +167,7 @@ def _start(trainer: Trainer, asked: Asked, engine: Engine | None) -> None:
         trainer.vllm_generation = GenerationRecorder(trainer.vllm_generation)
 
     if trainer.accelerator.is_main_process:
-        logger.warning("%s", _start_up_line(trainer, asked))
+        logger.warning("%s", _start_up_line(trainer, follows_trl=follows_trl))
 
 
 def _checked_config(trainer: Trainer, asked: Asked) -> RolloutCorrectionConfig:
@@ -259,10 +266,10 @@ def _warn_without_log_probs() -> None:
     )
 
 
-def _start_up_line(trainer: Trainer, asked: Asked) -> str:
+def _start_up_line(trainer: Trainer, *, follows_trl: bool) -> str:
     """One line: whose options, which weights, what rejects, what samples, and what the loss is divided by."""
     config, loss_type = trainer._correction_config, _loss_type(trainer)
-    if asked is not None:
+    if not follows_trl:
         source = "its own configuration"
     elif _is_rloo(trainer):
         source = "default, as RLOOTrainer has no options for it"
