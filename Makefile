@@ -1,7 +1,7 @@
 .DEFAULT_GOAL := help
 .PHONY: help install demo demo-seeds demo-diffusion demo-diffusion-seeds
-.PHONY: test test-anywhere test-slow test-crash test-hostile test-oracle test-triton test-arm test-ray test-verl test-vllm
-.PHONY: check docs bench laboratory clean
+.PHONY: test test-anywhere test-slow test-crash test-hostile test-oracle test-triton test-arm test-ray
+.PHONY: test-verl test-trl test-vllm check docs bench laboratory clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -11,6 +11,8 @@ VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 VERL_VENV := .venv-verl
 VERL_STAMP := $(VERL_VENV)/.installed
+TRL_VENV := .venv-trl
+TRL_STAMP := $(TRL_VENV)/.installed
 VERL_NEEDS := accelerate aiohttp cachetools cloudpickle codetiming datasets dill fastapi importlib_metadata orjson pandas peft
 VERL_NEEDS += pybind11 pylatexenc pyvers pyzmq ray torchdata TransferQueue uvicorn
 # What runs once per implementation of the correction.
@@ -38,6 +40,13 @@ $(VERL_STAMP): pyproject.toml constraints.txt
 		'hypothesis>=6.100' 'pytest>=8.0' $(VERL_NEEDS)
 	$(VERL_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps \
 		verl==0.9.1 tensordict==0.10.0 hydra-core==1.3.2 antlr4-python3-runtime==4.9.3
+	@touch $@
+
+$(TRL_STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(TRL_VENV)
+	$(TRL_VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(TRL_VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[train]' \
+		'hypothesis>=6.100' 'pytest>=8.0' trl==1.16.0
 	@touch $@
 
 install: $(STAMP) ## Create .venv with everything (torch is pinned by constraints.txt)
@@ -94,6 +103,9 @@ test-arm: $(STAMP) ## Compile the CPU kernel for arm64 (installs a cross compile
 test-verl: $(VERL_STAMP) ## Test beside verl 0.9.1 (an environment of its own); VERL_TESTS=verl/tests runs verl's own tests too
 	ROLLCORR_VERL_TESTS=$(VERL_TESTS) $(VERL_VENV)/bin/python -m pytest tests/integrations
 
+test-trl: $(TRL_STAMP) ## Test in the trainers of TRL 1.16.0 (an environment of its own)
+	$(TRL_VENV)/bin/python -m pytest tests/integrations/test_trl_real.py tests/integrations/test_trl.py
+
 test-vllm: $(VLLM_STAMP) ## Test the vLLM engine with vLLM itself on the CPU (an environment of its own, 3.7 GB)
 	$(VLLM_VENV)/bin/python -m pytest tests/engines/test_vllm_real.py -s
 
@@ -115,4 +127,4 @@ laboratory: $(STAMP) ## Measure every correction where the exact gradient is kno
 	$(BIN)/python tools/generate_docs.py
 
 clean: ## Remove what was built and run
-	rm -rf $(VENV) $(VLLM_VENV) $(VERL_VENV) build dist *.egg-info runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(VERL_VENV) $(TRL_VENV) build dist *.egg-info runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

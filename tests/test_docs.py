@@ -201,7 +201,7 @@ def test_the_metrics_page_lists_every_metric_once():
 
 def test_each_known_failure_names_tests_that_exist():
     rows = dict(re.findall(r"^\| (\d+) \|.*?\| (`.*`) \|$", PAGES["docs/known_failures.md"], re.MULTILINE))
-    assert list(rows) == [str(number) for number in range(1, 53)]
+    assert list(rows) == [str(number) for number in range(1, len(rows) + 1)]
     own = "test_known_failures.py"
     for number, cell in rows.items():
         tests = [name.rpartition("::") for name in re.findall(r"`([^`]+)`", cell)]

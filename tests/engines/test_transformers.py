@@ -1,7 +1,7 @@
 """The embedded engine: what the contract does not ask, because it is this engine's own."""
 
 import dataclasses
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
@@ -62,6 +62,19 @@ def test_only_parameters_are_rounded(micro_policy):
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert {b.dtype for b in model.buffers()} == {torch.float32}
     assert {p.dtype for p in micro_policy.model.parameters()} == {torch.float32}
+
+
+def test_a_model_whose_forward_a_trainer_replaced_is_copied_whole(micro_policy):
+    """TRL's fused head keeps the bound `forward` of the original, which a copy of that function would call."""
+    original = micro_policy.model.forward
+    micro_policy.model.forward = MethodType(lambda _, *args, **inputs: original(*args, **inputs), micro_policy.model)
+    engine = make_engine(micro_policy)
+    tokens = engine.generate(PROMPTS, seed=0).tokens
+    scores = engine.score(tokens)
+    with torch.no_grad():
+        for weight in micro_policy.model.parameters():
+            weight.mul_(1.5)
+    assert torch.equal(engine.score(tokens), scores)
 
 
 def test_a_truncated_distribution_is_renormalized_over_what_it_keeps(micro_policy):

@@ -207,8 +207,15 @@ class _Chunk(NamedTuple):
 
 
 def _low_precision_copy(model: nn.Module, dtype: torch.dtype) -> Any:  # noqa: ANN401 (a transformers model)
-    # Parameters only: `model.to(dtype)` would round the rotary frequencies too.
     twin = copy.deepcopy(model).requires_grad_(False).eval()
+
+    # Trainers put a function in the place of a module's `forward`, as TRL's fused head does. Its copy would still call
+    # the original module. Hooks of accelerate are copied rightly, and know where the weights are.
+    for module in twin.modules():
+        if not hasattr(module, "_hf_hook"):
+            vars(module).pop("forward", None)
+
+    # Parameters only: `model.to(dtype)` would round the rotary frequencies too.
     for parameter in twin.parameters():
         parameter.data = parameter.data.to(dtype)
     return twin

@@ -1,0 +1,154 @@
+"""A correction written into TRL's generation batch: the tensors that its losses read, and nothing else.
+
+    importance_sampling_ratio    the weights, where TRL multiplies by them (GRPO with vLLM) or takes their log (VESPO)
+    advantages                   A · w, (B, T), where it does not multiply; RLOO: (B,), one weight for each sequence
+    tool_mask                    the tokens in the loss (TRL's losses read completion_mask · tool_mask)
+    num_items_in_batch           what cispo, dapo and vespo divide by
+
+Symbols (docs/notation.md): B sequences, T padded completion length.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.correction import Correction
+
+# What each of TRL's losses divides by, in the words of the start-up line.
+DIVISORS = {
+    "grpo": "the kept tokens of each sequence, then all sequences",
+    "sapo": "the kept tokens of each sequence, then all sequences",
+    "bnpo": "the kept tokens of the micro-batch",
+    "dr_grpo": "a constant",
+    "luspo": "all sequences",
+    "cispo": "the kept tokens",
+    "dapo": "the kept tokens",
+    "vespo": "the kept tokens",
+    "rloo": "all sequences",
+}
+COUNTED_LOSSES = ("cispo", "dapo", "vespo")  # these read num_items_in_batch
+MASK_COUNTING_LOSSES = ("grpo", "sapo", "bnpo")  # these count the mask themselves
+
+
+def check_config(config: RolloutCorrectionConfig, loss_type: str) -> RolloutCorrectionConfig:
+    """The configuration for one of TRL's losses ("rloo" for RLOO's): what that loss can express.
+
+    RLOO has one ratio for each sequence, so a token cannot leave it: a missing log-prob rejects its sequence there.
+
+    Raises:
+        ValueError: the loss cannot do what is asked; says what to change.
+    """
+    if config.bypass_mode:
+        raise ValueError(
+            "bypass_mode=True replaces the old log-probs in the loss, which this adapter leaves to TRL; "
+            "set bypass_mode=False"
+        )
+    if config.normalizer == "weights" and loss_type not in ("cispo", "dapo"):
+        raise ValueError(
+            f"normalizer='weights' needs loss_type 'cispo' or 'dapo', which divide by a count; got {loss_type!r}. "
+            "Set normalizer='kept'"
+        )
+    if loss_type == "vespo" and config.weights_reach_loss and config.rollout_is != "token":
+        raise ValueError(
+            f"loss_type='vespo' multiplies the weights of a sequence's tokens itself; got "
+            f"rollout_is={config.rollout_is!r}. Set rollout_is='token'; in TRL's options, "
+            "vllm_importance_sampling_mode='token_truncate'"
+        )
+    if loss_type != "rloo":
+        return config
+
+    if config.weights_reach_loss and config.rollout_is == "token":
+        raise ValueError(
+            "RLOOTrainer's loss has one ratio for each sequence, so rollout_is='token' cannot weight it; "
+            "set rollout_is='sequence' or 'geometric'"
+        )
+    token_criteria = [criterion.name for criterion in config.criteria if criterion.scope == "token"]
+    if token_criteria:
+        raise ValueError(
+            f"RLOOTrainer's loss cannot leave out single tokens; got rollout_rs={token_criteria[0]!r}. "
+            "Use a criterion of a sequence, such as 'seq_max_k2'"
+        )
+    return config.with_options(nonfinite="reject_sequence") if config.nonfinite == "reject_token" else config
+
+
+def tokens_in_loss(batch: dict[str, Any]) -> Tensor:
+    """The tokens that TRL's loss reads: completion_mask · tool_mask, (B, T)."""
+    mask: Tensor = batch["completion_mask"]
+    return mask * batch["tool_mask"] if "tool_mask" in batch else mask
+
+
+def rejects(config: RolloutCorrectionConfig) -> bool:
+    """Whether anything in the configuration can take a token out of the loss."""
+    removes_missing = config.nonfinite in ("reject_token", "reject_sequence")
+    return removes_missing or bool(config.criteria) or config.rollout_token_veto_threshold is not None
+
+
+def write_to_grpo_batch(batch: dict[str, Any], correction: Correction, loss_type: str, *, multiplies: bool) -> None:
+    """Put the correction into the batch of a `GRPOTrainer`, in place.
+
+    Args:
+        batch: what `_generate_and_score_completions` returned.
+        correction: of this batch, with `fill=1`.
+        loss_type: TRL's.
+        multiplies: the trainer multiplies its loss by `importance_sampling_ratio`.
+    """
+    config, weights = _config_of(correction), correction.loss_weights
+    mask, original = tokens_in_loss(batch), config.normalizer == "original"
+
+    if rejects(config) and original and loss_type in MASK_COUNTING_LOSSES:
+        # These losses divide by the mask. So the mask keeps the rejected tokens, and they weigh nothing.
+        rejected = (mask != 0) & ~correction.loss_mask
+        ones = torch.ones_like(mask, dtype=torch.float32)
+        weights = (ones if weights is None else weights).masked_fill(rejected, 0.0)
+    elif rejects(config):
+        batch["tool_mask"] = correction.loss_mask.to(mask.dtype)
+
+        # VESPO adds up the logs of all weights without a mask: a token that left the loss leaves that sum too.
+        if weights is not None and loss_type == "vespo":
+            weights = weights.masked_fill(~correction.loss_mask, 1.0)
+
+    if loss_type in COUNTED_LOSSES and (config.normalizer == "weights" or (rejects(config) and not original)):
+        count = torch.as_tensor(correction.denominators().tokens, device=mask.device)
+        is_whole = config.normalizer == "kept"
+        batch["num_items_in_batch"] = count.to(batch["num_items_in_batch"].dtype if is_whole else torch.float32)
+
+    if loss_type == "vespo" or multiplies:
+        _give_ratio(batch, weights, loss_type, mask)
+    elif weights is not None:
+        batch["advantages"] = _per_token(batch["advantages"]) * weights
+
+
+def write_to_rloo_batch(batch: dict[str, Any], correction: Correction) -> None:
+    """Put the correction into the batch of an `RLOOTrainer`, in place: advantages alone, (B,).
+
+    The policy ratio and its clipping stay TRL's: −min(r A w, clip(r) A w) = w · −min(r A, clip(r) A), as w ≥ 0.
+    """
+    advantages, mask = batch["advantages"], tokens_in_loss(batch) != 0
+    if correction.loss_weights is not None:
+        # All tokens of a sequence have its weight; a sequence without a token has the fill.
+        first = mask.int().argmax(dim=1, keepdim=True)
+        advantages = advantages * correction.loss_weights.gather(1, first).squeeze(1)
+    batch["advantages"] = advantages.masked_fill(~correction.sequence_kept, 0.0)
+
+
+def _give_ratio(batch: dict[str, Any], weights: Tensor | None, loss_type: str, mask: Tensor) -> None:
+    """Put weights in the place of TRL's own. Without any, TRL's own must not stay."""
+    if weights is not None:
+        batch["importance_sampling_ratio"] = weights
+    elif loss_type == "vespo":
+        batch.pop("importance_sampling_ratio", None)
+    else:
+        batch["importance_sampling_ratio"] = torch.ones_like(mask[:, :1], dtype=torch.float32)
+
+
+def _per_token(advantages: Tensor) -> Tensor:
+    return advantages if advantages.dim() == 2 else advantages.unsqueeze(1)
+
+
+def _config_of(correction: Correction) -> RolloutCorrectionConfig:
+    assert correction.config is not None
+    return correction.config

@@ -1,0 +1,135 @@
+"""What stands in the place of TRL's `VLLMGeneration`: an engine of this library, or vLLM with its log-probs recorded.
+
+TRL asks its sampler for two things: `sync_weights()`, and `generate(prompts, images, num_generations, profiler)`, which
+returns prompt ids, completion ids, the log-probs of each token as a list, and the ids that these belong to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rollcorr.config import SamplingSpec, check_compatible
+from rollcorr.engines import Engine
+
+Ids = list[list[int]]
+LogProbLists = list[list[list[float | None]]]
+Generated = tuple[Ids, Ids, LogProbLists | None, list[list[list[int]]] | None]
+
+
+class EngineGeneration:
+    """An engine behind the two calls that TRL makes of vLLM.
+
+    Each rank samples for its own prompts with its own engine. Seeds are drawn from torch's global generator, which the
+    trainer seeds for each rank and saves in its checkpoints.
+
+    Args:
+        engine: any engine of `rollcorr.engines`.
+        trainer: the trainer whose policy the engine samples.
+
+    Raises:
+        ValueError: the policy has PEFT adapters, whose weights an engine cannot take.
+        IncompatibleSamplingError: the engine's log-probs are not comparable with the trainer's, which are those of the
+            whole vocabulary at the trainer's temperature.
+    """
+
+    def __init__(self, engine: Engine, trainer: Any) -> None:  # noqa: ANN401 (one of TRL's trainers)
+        if hasattr(_policy(trainer), "peft_config"):
+            raise ValueError(
+                "the policy has PEFT adapters, and an engine takes whole weights: train all weights, or use vLLM"
+            )
+        self.engine = engine
+        self._trainer = trainer
+        check_compatible(engine.sampling, SamplingSpec(temperature=trainer.temperature, logprobs="tempered"))
+
+    def sync_weights(self) -> None:
+        """Give the engine the trainer's weights, and verify that they arrived.
+
+        Raises:
+            WeightSyncError: they did not.
+        """
+        policy = _policy(self._trainer)
+        with _in_evaluation_mode(policy):
+            self.engine.update_weights(policy, version=int(self._trainer.state.global_step))
+
+    def generate(
+        self,
+        prompts: Ids,
+        images: list[Any] | None = None,
+        num_generations: int = 1,
+        profiler: AbstractContextManager[Any] | None = None,
+    ) -> Generated:
+        """Sample one completion for each prompt; TRL repeats a prompt once for each of its generations.
+
+        Raises:
+            ValueError: there are images, which the engines cannot read.
+        """
+        if images is not None and any(images):
+            raise ValueError("this engine samples from text alone; leave the images out, or use vLLM")
+        del num_generations
+
+        # The one draw per batch: a resumed run continues with the seeds that it would have had.
+        seed = int(torch.randint(2**31 - 1, (), device="cpu"))
+        with profiler or nullcontext():
+            rollout = self.engine.generate(prompts, seed=seed)
+
+        prompt_ids, completion_ids = rollout.tokens.unpadded()
+        rows = zip(rollout.rollout_log_prob, rollout.tokens.response_mask, strict=True)
+        log_probs: LogProbLists = [[[value] for value in row[mask].tolist()] for row, mask in rows]
+        return prompt_ids, completion_ids, log_probs, [[[token] for token in row] for row in completion_ids]
+
+
+class GenerationRecorder:
+    """A sampler that remembers the log-probs of its last completions, for `RLOOTrainer`, which drops them.
+
+    Args:
+        generation: TRL's `VLLMGeneration`, or an `EngineGeneration`. It is asked for the log-probs of sampled tokens.
+    """
+
+    def __init__(self, generation: Any) -> None:  # noqa: ANN401 (vLLM's class, or one like it)
+        self._generation = generation
+        self.last: LogProbLists | None = None
+
+        # vLLM returns none unless it is asked for the sampled token's: 0 more than that one.
+        if getattr(generation, "logprobs", 0) is None:
+            generation.logprobs = 0
+
+    def generate(self, *args: Any, **kwargs: Any) -> Generated:  # noqa: ANN401
+        """As the sampler's own."""
+        generated: Generated = self._generation.generate(*args, **kwargs)
+        self.last = generated[2]
+        return generated
+
+    def padded(self, like: Tensor) -> Tensor | None:
+        """The last log-probs in the shape of (B, T), float32: NaN where there is none. None if none were reported."""
+        if self.last is None:
+            return None
+        padded = torch.full(like.shape, torch.nan, dtype=torch.float32, device="cpu")
+        for row, tokens in zip(padded, self.last, strict=True):
+            values = [torch.nan if token[0] is None else token[0] for token in tokens]
+            row[: len(tokens)] = torch.tensor(values, device="cpu")
+        return padded.to(like.device)
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 (whatever the sampler has)
+        return getattr(self._generation, name)
+
+
+def _policy(trainer: Any) -> nn.Module:  # noqa: ANN401 (one of TRL's trainers)
+    policy: nn.Module = trainer.accelerator.unwrap_model(trainer.model)
+    return policy
+
+
+@contextmanager
+def _in_evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Without dropout, and afterwards as before: engine and policy must score the probe alike."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

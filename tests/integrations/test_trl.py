@@ -1,0 +1,424 @@
+"""The adapter beside TRL's recorded numbers, in a stand-in for its trainers. test_trl_real.py has TRL itself."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from trl_stand_in import (
+    RECORDED,
+    StandInRLOOTrainer,
+    StandInTrainer,
+    current_log_prob,
+    recorded_batch,
+    tensor,
+    trl_loss,
+)
+
+from rollcorr.config import IncompatibleSamplingError, InertOptionWarning, RolloutCorrectionConfig, SamplingSpec
+from rollcorr.correction import correct
+from rollcorr.engines import Rollout, TokenBatch
+from rollcorr.integrations.trl import EngineGeneration, RolloutCorrectionMixin, attach, config_from_trl
+from rollcorr.kernels.correction.cpu.kernel import LARGEST_SAFETY_BOUND
+
+CASES = [(case, loss_type) for case in RECORDED["cases"] for loss_type in case["losses"]]
+NAMES = [f"{case['mode']}-{case['lower']}-{case['upper']}-{loss_type}" for case, loss_type in CASES]
+PLAIN_IS = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=None)
+REJECTING = {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.7_1.5"}
+
+
+def options_of(case):
+    return {name: case[name] for name in ("mode", "upper", "lower")}
+
+
+def corrected(loss_type="grpo", config=None, *, batch=None, **options):
+    return attach(StandInTrainer(batch, loss_type, **options), config)._generate_and_score_completions([])
+
+
+def assert_trl(batch, case, loss_type, *, multiplies):
+    log_prob = current_log_prob()
+    loss = trl_loss(loss_type, batch, log_prob, multiplies=multiplies)
+    loss.backward()
+    expected = case["losses"][loss_type]
+    torch.testing.assert_close(loss.item(), expected["loss"], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(log_prob.grad, tensor(expected["gradient"]), rtol=1e-6, atol=1e-6)
+
+
+# --- TRL's recorded numbers -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("case", "loss_type"), CASES, ids=NAMES)
+def test_the_stand_in_has_the_losses_of_trl(case, loss_type):
+    batch = recorded_batch() | {"importance_sampling_ratio": tensor(case["ratio"])}
+    assert_trl(batch, case, loss_type, multiplies=True)
+
+
+@pytest.mark.parametrize(("case", "loss_type"), CASES, ids=NAMES)
+def test_loss_and_gradient_are_those_of_trl(case, loss_type):
+    assert_trl(corrected(loss_type, **options_of(case)), case, loss_type, multiplies=True)
+
+
+@pytest.mark.parametrize(("case", "loss_type"), CASES, ids=NAMES)
+def test_without_vllm_they_are_those_that_trl_has_with_it(case, loss_type):
+    """The case of `rollout_func`: TRL does not multiply, and has no old log-probs if the policy has not changed."""
+    batch = corrected(loss_type, batch=recorded_batch(old=False), use_vllm=False, **options_of(case))
+    assert_trl(batch, case, loss_type, multiplies=False)
+
+
+def test_the_recording_names_its_source():
+    assert RECORDED["trl"] == "1.16.0"
+    assert all(len(digest) == 64 for digest in RECORDED["sha256"].values())
+    assert len(CASES) == 4 * 3 * 7 + 2 * 3  # VESPO takes token weights alone
+
+
+# --- Options ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "upper", "lower", "level", "threshold", "floor"),
+    [
+        ("token_truncate", 3.0, None, "token", 3.0, None),
+        ("token_truncate", 2, 0.5, "token", 2.0, 0.5),
+        ("sequence_truncate", None, 0.5, "sequence", None, 0.5),
+        ("sequence_truncate", 2.0, 0.0, "sequence", 2.0, None),
+        ("token_mask", 2.0, 0.5, "token", "0.5_2.0", None),
+        ("sequence_mask", 3.0, None, "sequence", "0_3.0", None),
+        ("sequence_mask", None, 0.5, "sequence", "0.5_inf", None),
+        ("token_mask", None, None, "token", None, None),
+    ],
+)
+def test_options_of_trl_become_a_configuration(mode, upper, lower, level, threshold, floor):
+    config = config_from_trl(StandInTrainer(mode=mode, upper=upper, lower=lower).args)
+    assert (config.rollout_is, config.rollout_is_threshold, config.rollout_is_floor) == (level, threshold, floor)
+    assert config.nonfinite == "neutral"
+    assert config.weights_reach_loss
+    assert not config.criteria
+
+
+def test_the_compiled_kernel_takes_these_configurations():
+    assert config_from_trl(StandInTrainer().args).safety_bound == LARGEST_SAFETY_BOUND
+
+
+def test_the_older_name_of_the_cap_is_read():
+    args = StandInTrainer(mode="token_truncate").args
+    del args.vllm_importance_sampling_clip_max, args.vllm_importance_sampling_clip_min
+    args.vllm_importance_sampling_cap = 5.0
+    assert config_from_trl(args).rollout_is_threshold == 5.0
+
+
+def test_where_trl_corrects_nothing_this_measures():
+    for args in (StandInTrainer(correction=False).args, SimpleNamespace()):
+        config = config_from_trl(args)
+        assert config.rollout_is == "token"
+        assert not config.weights_reach_loss
+
+
+def test_an_unknown_mode_is_named():
+    with pytest.raises(ValueError, match="sequence_mask; got 'tokens'"):
+        attach(StandInTrainer(mode="tokens"))
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "config", "message"),
+    [
+        ("grpo", {"bypass_mode": True}, "set bypass_mode=False"),
+        ("grpo", {"rollout_is": "token", "normalizer": "weights"}, "got 'grpo'. Set normalizer='kept'"),
+        ("vespo", {"rollout_is": "sequence"}, "rollout_is='sequence'. Set rollout_is='token'"),
+        (None, {"rollout_is": "token"}, "set rollout_is='sequence' or 'geometric'"),
+        (None, {"rollout_rs": "token_k1", "rollout_rs_threshold": 2.0}, "rollout_rs='token_k1'"),
+    ],
+)
+def test_what_a_loss_cannot_do_is_refused_and_leaves_the_trainer_as_it_was(loss_type, config, message):
+    trainer = StandInRLOOTrainer() if loss_type is None else StandInTrainer(loss_type=loss_type)
+    before = type(trainer)
+    with pytest.raises(ValueError, match=message):
+        attach(trainer, RolloutCorrectionConfig(**config))
+    assert type(trainer) is before
+
+
+def test_something_else_is_no_trainer():
+    with pytest.raises(TypeError, match="attach takes a GRPOTrainer or RLOOTrainer of TRL; list has no"):
+        attach([])
+
+
+# --- The batch --------------------------------------------------------------------------------------------------------
+
+
+def kept_tokens(batch):
+    """By hand: ratios in the band, and a log-prob that is there."""
+    ratio = (batch["old_per_token_logps"] - batch["sampling_per_token_logps"]).exp()
+    return (batch["completion_mask"] == 1) & (ratio >= 0.7) & (ratio <= 1.5)
+
+
+def test_rejected_tokens_leave_the_mask_and_the_count():
+    before = recorded_batch()
+    batch, kept = corrected("dapo", REJECTING), kept_tokens(before)
+    assert torch.equal(batch["tool_mask"], kept.to(before["completion_mask"].dtype))
+    assert batch["num_items_in_batch"].dtype == before["num_items_in_batch"].dtype
+    assert batch["num_items_in_batch"] == kept.sum() < before["num_items_in_batch"]
+    torch.testing.assert_close(batch["completion_mask"], before["completion_mask"])  # attention reads it
+
+
+def test_a_mask_of_tools_stays_in_force():
+    before = recorded_batch()
+    before["tool_mask"] = torch.ones_like(before["completion_mask"])
+    before["tool_mask"][:, 0] = 0
+    batch = corrected("dapo", REJECTING, batch=before)
+    assert torch.equal(batch["tool_mask"] != 0, kept_tokens(before) & (before["tool_mask"] != 0))
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "vespo", "dr_grpo"])
+def test_the_original_count_keeps_its_divisor_and_its_gradient_loses_the_rejected_tokens(loss_type):
+    before, log_prob = recorded_batch(), current_log_prob()
+    batch = corrected(loss_type, REJECTING | {"normalizer": "original"})
+    trl_loss(loss_type, batch, log_prob, multiplies=True).backward()
+    rejected = (before["completion_mask"] == 1) & ~kept_tokens(before)
+    assert rejected.any()
+    assert not log_prob.grad[rejected].any()
+
+    # A loss over the kept tokens, with the original divisor.
+    kept_batch, other = corrected(loss_type, REJECTING), current_log_prob()
+    trl_loss(loss_type, kept_batch, other, multiplies=True).backward()
+    tokens, kept = before["completion_mask"] == 1, kept_tokens(before)
+    if loss_type == "grpo":
+        scale = (kept.sum(1) / tokens.sum(1))[:, None]
+    else:
+        scale = 1.0 if loss_type == "dr_grpo" else kept.sum() / tokens.sum()
+    torch.testing.assert_close(log_prob.grad, other.grad * scale, rtol=1e-5, atol=1e-7)
+
+
+def test_the_loss_can_be_divided_by_the_weights():
+    before = recorded_batch()
+    batch = corrected("dapo", REJECTING | {"normalizer": "weights"})
+    expected = batch["importance_sampling_ratio"][kept_tokens(before)].sum()
+    torch.testing.assert_close(batch["num_items_in_batch"], expected)
+
+
+def test_vespo_does_not_read_the_weight_of_a_token_that_left():
+    batch, kept = corrected("vespo", REJECTING), kept_tokens(recorded_batch())
+    assert (batch["importance_sampling_ratio"][~kept] == 1).all()
+    assert (batch["importance_sampling_ratio"][kept] != 1).any()
+
+
+def test_measuring_takes_the_weights_of_trl_out_of_the_loss():
+    before = recorded_batch() | {"importance_sampling_ratio": torch.full((8, 1), 2.0)}
+    assert (corrected("grpo", "measure", batch=before)["importance_sampling_ratio"] == 1).all()
+    assert "importance_sampling_ratio" not in corrected("vespo", "measure", batch=before)
+    assert torch.equal(corrected("grpo", "measure", use_vllm=False)["advantages"], before["advantages"])
+
+
+def test_old_log_probs_come_from_the_forward_pass_of_the_trainer_where_trl_skipped_it():
+    batch = recorded_batch(old=False) | {"pixel_values": torch.ones(8, 3)}
+    trainer = attach(StandInTrainer(batch, use_vllm=False), PLAIN_IS)
+    result = trainer._generate_and_score_completions([])
+    [(ids, mask, width, rows, inputs)] = trainer.forward_passes
+    assert (ids, mask, width, rows) == ((8, 9), (8, 9), 7, 4)
+    assert list(inputs) == ["pixel_values"]
+    assert torch.equal(result["old_per_token_logps"], recorded_batch()["old_per_token_logps"])
+
+    trainer.batch = recorded_batch()
+    trainer._generate_and_score_completions([])
+    assert len(trainer.forward_passes) == 1
+
+
+# --- RLOO -------------------------------------------------------------------------------------------------------------
+
+
+class Sampler:
+    """vLLM as RLOOTrainer sets it up: it returns no log-probs unless it is asked for the sampled token's."""
+
+    def __init__(self):
+        self.logprobs, self.syncs = None, 0
+
+    def sync_weights(self):
+        self.syncs += 1
+
+    def generate(self, prompts, images, num_generations, profiler=None):
+        batch = recorded_batch()
+        rows = zip(batch["sampling_per_token_logps"], batch["completion_mask"] != 0, strict=True)
+        lists = [[[None if value != value else value] for value in row[mask].tolist()] for row, mask in rows]
+        return prompts, None, lists if self.logprobs == 0 else None, None
+
+
+def rloo(config):
+    trainer = attach(StandInRLOOTrainer(Sampler()), config)
+    return trainer, trainer._generate_and_score_completions([])
+
+
+def test_rloo_gets_one_weight_for_each_sequence():
+    config = RolloutCorrectionConfig(rollout_is="sequence", rollout_is_threshold=1.5, nonfinite="neutral")
+    trainer, batch = rloo(config)
+    before = recorded_batch()
+    log_ratio = (before["old_per_token_logps"] - before["sampling_per_token_logps"]).nan_to_num(0.0)
+    weights = (log_ratio * before["completion_mask"]).sum(1).exp().clamp(max=1.5)
+    assert weights.unique().numel() > 2
+    torch.testing.assert_close(batch["advantages"], before["advantages"] * weights)
+    assert len(trainer.forward_passes) == 1  # TRL's own
+    trainer.vllm_generation.sync_weights()
+    assert trainer.vllm_generation.syncs == 1
+
+
+def test_a_sequence_that_rloo_rejects_has_no_advantage():
+    """One token has no log-prob, and a token cannot leave RLOO's loss."""
+    trainer, batch = rloo(RolloutCorrectionConfig(rollout_rs="seq_max_k2", rollout_rs_threshold=0.3))
+    before = recorded_batch()
+    log_ratio = before["old_per_token_logps"] - before["sampling_per_token_logps"]
+    inside = (log_ratio**2 / 2 <= 0.3) | (before["completion_mask"] == 0)
+    kept = inside.all(dim=1)
+    assert not kept[1]  # NaN
+    assert 0 < kept.sum() < 8
+    torch.testing.assert_close(batch["advantages"], before["advantages"] * kept)
+    assert trainer._correction_config.nonfinite == "reject_sequence"
+
+
+# --- What the user sees -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("trainer", "config", "parts"),
+    [
+        (
+            StandInTrainer(),
+            None,
+            ["TRL's vllm_importance_sampling_* options: sequence weights, 0 outside the band 0_3.0"],
+        ),
+        (
+            StandInTrainer(lower=0.5, mode="token_truncate"),
+            None,
+            ["token weights, at most 3, at least 0.5; no rejection"],
+        ),
+        (
+            StandInTrainer(loss_type="dapo"),
+            REJECTING,
+            ["its own configuration", "rejection by token_k1", "kept tokens"],
+        ),
+        (StandInTrainer(use_vllm=False), "measure", ["measured only", "nothing is corrected"]),
+        (
+            StandInRLOOTrainer(Sampler()),
+            None,
+            ["StandInRLOOTrainer (rloo) by default", "sampler: vLLM", "by all sequences"],
+        ),
+    ],
+)
+def test_one_line_says_what_is_active(trainer, config, parts, caplog):
+    attach(trainer, config)
+    [record] = caplog.records
+    assert all(part in record.getMessage() for part in parts), record.getMessage()
+    assert "\n" not in record.getMessage()
+
+
+def test_the_page_shows_the_line(caplog):
+    class GRPOTrainer(StandInTrainer):
+        pass
+
+    attach(GRPOTrainer(loss_type="dapo"), "decoupled_k3_rs_token_tis")
+    page = (Path(__file__).parents[2] / "docs" / "trl.md").read_text(encoding="utf-8")
+    assert caplog.messages[0] in page.splitlines()
+
+
+def test_metrics_of_all_batches_since_the_last_log_are_merged():
+    trainer = attach(StandInTrainer(), PLAIN_IS)
+    second = recorded_batch()
+    second["sampling_per_token_logps"] = second["sampling_per_token_logps"] - 0.2
+    trainer._generate_and_score_completions([])
+    trainer.batch = second
+    trainer._generate_and_score_completions([])
+    trainer.log({"loss": 1.0})
+
+    both = [torch.cat([recorded_batch()[name], second[name]]) for name in BATCH]
+    assert trainer.logged[0].pop("loss") == 1.0
+    assert trainer.logged[0] == pytest.approx(correct(*both, PLAIN_IS).metrics())
+    trainer.log({"loss": 2.0})
+    assert trainer.logged[1] == {"loss": 2.0}
+
+
+BATCH = ("old_per_token_logps", "sampling_per_token_logps", "completion_mask")
+
+
+def test_metrics_of_an_evaluation_have_names_of_their_own():
+    trainer = attach(StandInTrainer(), PLAIN_IS)
+    trainer._generate_and_score_completions([])
+    trainer.model.eval()
+    trainer._generate_and_score_completions([])
+    trainer.log({})
+    assert trainer.logged[0]
+    assert all(name.startswith("eval_rollout_corr/") for name in trainer.logged[0])
+    trainer.model.train()
+    trainer.log({})
+    assert "rollout_corr/kl" in trainer.logged[1]
+
+
+def test_a_sampler_without_log_probs_is_named_and_changes_nothing():
+    batch = recorded_batch(old=False)
+    del batch["sampling_per_token_logps"]
+    with pytest.warns(InertOptionWarning, match="'logprobs' from rollout_func"):
+        assert corrected(config="tis", batch=batch, use_vllm=False).keys() == batch.keys()
+    with pytest.warns(InertOptionWarning, match="reported no log-probs"):
+        attach(StandInRLOOTrainer())._generate_and_score_completions([])
+
+
+def test_attaching_again_replaces_the_configuration():
+    trainer = attach(attach(StandInTrainer()), "measure")
+    assert type(trainer).__name__ == "CorrectedStandInTrainer"
+    assert type(trainer).__mro__.count(RolloutCorrectionMixin) == 1
+    assert not trainer._correction_config.weights_reach_loss
+
+
+def test_the_mixin_takes_its_own_arguments_and_passes_the_others_on():
+    class Trainer(RolloutCorrectionMixin, StandInTrainer):
+        pass
+
+    trainer = Trainer(loss_type="dapo", rollout_correction="tis")
+    assert trainer.loss_type == "dapo"
+    assert trainer._correction_config == RolloutCorrectionConfig.preset("tis")
+
+
+# --- Engines ----------------------------------------------------------------------------------------------------------
+
+
+class FakeEngine:
+    """An engine that answers each prompt with its own length, and notes what it was given."""
+
+    def __init__(self, **sampling):
+        self.sampling, self.updates, self.seeds = SamplingSpec(**sampling), [], []
+
+    def update_weights(self, model, *, version):
+        self.updates.append((version, any(module.training for module in model.modules())))
+
+    def generate(self, prompts, *, seed):
+        self.seeds.append(seed)
+        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        mask = torch.arange(int(lengths.max())) < lengths[:, None]
+        tokens = TokenBatch(mask.long(), mask, 5 * mask.long(), mask)
+        return Rollout(tokens=tokens, rollout_log_prob=-0.5 * mask.float(), sampling=self.sampling)
+
+
+def test_an_engine_answers_as_vllm_does():
+    trainer, engine = StandInTrainer(use_vllm=False), FakeEngine()
+    attach(trainer, engine=engine)
+    trainer.vllm_generation.sync_weights()
+    assert trainer.use_vllm
+    assert engine.updates == [(3, False)]
+    assert trainer.model.training
+
+    torch.manual_seed(0)
+    answers = [trainer.vllm_generation.generate([[1, 1], [1]], None, 2, profiler=None) for _ in range(2)]
+    assert answers[0] == ([[1, 1], [1]], [[5, 5], [5]], [[[-0.5], [-0.5]], [[-0.5]]], [[[5], [5]], [[5]]])
+    assert engine.seeds[0] != engine.seeds[1]
+    torch.manual_seed(0)
+    trainer.vllm_generation.generate([[1]])
+    assert engine.seeds[2] == engine.seeds[0]
+
+
+def test_what_an_engine_cannot_do_for_this_trainer_is_refused():
+    with pytest.raises(IncompatibleSamplingError, match="temperature"):
+        EngineGeneration(FakeEngine(temperature=0.7, logprobs="processed"), StandInTrainer())
+    with pytest.raises(IncompatibleSamplingError, match="top_p"):
+        EngineGeneration(FakeEngine(top_p=0.9, logprobs="processed"), StandInTrainer())
+    with pytest.raises(ValueError, match="text alone"):
+        EngineGeneration(FakeEngine(), StandInTrainer()).generate([[1]], [["image"]])
+    trainer = StandInTrainer()
+    trainer.model.peft_config = {}
+    with pytest.raises(ValueError, match="PEFT"):
+        attach(trainer, engine=FakeEngine())
+    assert type(trainer) is StandInTrainer

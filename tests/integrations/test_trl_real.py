@@ -1,0 +1,177 @@
+"""The adapter in TRL's own trainers. `make test-trl` installs TRL; elsewhere recorded numbers of it are compared."""
+
+import math
+
+import pytest
+import torch
+
+from rollcorr.config import IncompatibleSamplingError, InertOptionWarning, RolloutCorrectionConfig, SamplingSpec
+from rollcorr.engines import GenerationSettings, TransformersEngine
+from rollcorr.integrations.trl import RolloutCorrectionMixin, attach
+
+pytest.importorskip("trl", reason="TRL is not installed; `make test-trl` runs these tests in an environment of its own")
+pytestmark = pytest.mark.filterwarnings("ignore", "error::rollcorr.config.InertOptionWarning")  # others' code warns
+
+from trl import GRPOTrainer  # noqa: E402
+from trl_cases import (  # noqa: E402
+    EOS,
+    LENGTH,
+    LOSSES,
+    MODES,
+    PAD,
+    completions,
+    grpo_trainer,
+    loss_and_gradient,
+    prompts,
+    replayed,
+    rloo_trainer,
+    with_options,
+)
+
+CASES = [(loss, mode) for loss in LOSSES for mode in MODES if loss != "vespo" or mode.startswith("token")]
+BOUNDS = [(3.0, None), (1.3, 0.6), (None, 0.8)]
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory):
+    return attach(replayed(grpo_trainer(tmp_path_factory.mktemp("grpo")), *completions()))
+
+
+def assert_equal(ours, theirs):
+    (loss, gradient), (their_loss, their_gradient) = ours, theirs
+    torch.testing.assert_close(loss, their_loss, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(gradient, their_gradient, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("upper", "lower"), BOUNDS)
+@pytest.mark.parametrize(("loss_type", "mode"), CASES)
+def test_loss_and_gradient_equal_those_of_trl(trainer, loss_type, mode, upper, lower):
+    with_options(trainer, mode, upper, lower)
+    trainer.loss_type = loss_type
+    attach(trainer)
+
+    own_batch = GRPOTrainer._generate_and_score_completions(trainer, prompts())
+    batch = trainer._generate_and_score_completions(prompts())
+    assert own_batch["importance_sampling_ratio"].unique().numel() > 1  # the options act on this batch
+    assert_equal(loss_and_gradient(trainer, batch), loss_and_gradient(trainer, own_batch))
+
+
+def test_with_rollout_func_the_loss_is_what_trl_computes_with_vllm(trainer, tmp_path):
+    """TRL stores the log-probs of `rollout_func` and uses them for nothing unless vLLM is on."""
+    ids, log_probs = completions()
+
+    def rollout(given, trainer):
+        prompt_ids = [trainer.processing_class(text)["input_ids"] for text in given]
+        return {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": log_probs}
+
+    without_vllm = grpo_trainer(tmp_path, trainer_options={"rollout_func": rollout})
+    plain = without_vllm._generate_and_score_completions(prompts())
+    assert "importance_sampling_ratio" not in plain
+    for loss_type, mode in [("grpo", "token_truncate"), ("dapo", "sequence_mask"), ("vespo", "token_mask")]:
+        for each in (trainer, without_vllm):
+            each.loss_type = loss_type
+            with_options(each, mode, 1.8, None)
+        expected = GRPOTrainer._generate_and_score_completions(trainer, prompts())
+        batch = attach(without_vllm)._generate_and_score_completions(prompts())
+        corrected = loss_and_gradient(without_vllm, batch)
+        assert_equal(corrected, loss_and_gradient(trainer, expected))
+        assert (corrected[0] - loss_and_gradient(without_vllm, plain)[0]).abs() > 1e-3
+
+
+def test_an_environment_mask_and_rejected_tokens_leave_the_loss_and_its_count(tmp_path):
+    ids, log_probs = completions()
+    foreign = [[0] + [1] * (len(row) - 1) for row in ids]
+
+    def rollout(given, trainer):
+        prompt_ids = [trainer.processing_class(text)["input_ids"] for text in given]
+        return {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": log_probs, "env_mask": foreign}
+
+    trainer = grpo_trainer(tmp_path, trainer_options={"rollout_func": rollout}, loss_type="dapo")
+    plain = trainer._generate_and_score_completions(prompts())
+    attach(trainer, {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.6_1.6"})
+    batch = trainer._generate_and_score_completions(prompts())
+
+    own_tokens = plain["completion_mask"] * plain["tool_mask"]
+    ratio = (batch["old_per_token_logps"] - batch["sampling_per_token_logps"]).exp()
+    kept = (own_tokens == 1) & (ratio >= 0.6) & (ratio <= 1.6)
+    torch.testing.assert_close(batch["completion_mask"] * batch["tool_mask"], kept.long())
+    assert batch["num_items_in_batch"] == kept.sum() < plain["num_items_in_batch"]
+
+
+def engine_for(trainer, **options):
+    sampling = SamplingSpec(temperature=trainer.temperature, logprobs=options.pop("logprobs", "processed"))
+    generation = GenerationSettings(sampling=sampling, max_new_tokens=LENGTH, eos_token_id=EOS, pad_token_id=PAD)
+    return TransformersEngine(trainer.model, generation, **options)
+
+
+@pytest.mark.parametrize("make", [grpo_trainer, rloo_trainer])
+def test_twenty_steps_train_with_an_engine_in_the_place_of_vllm(make, tmp_path):
+    trainer = make(tmp_path, max_steps=20)
+    before = {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
+    engine = engine_for(trainer)
+    config = RolloutCorrectionConfig(rollout_is="sequence", rollout_rs="seq_mean_k3", rollout_rs_threshold=0.05)
+    attach(trainer, config, engine=engine).train()
+
+    logs = [entry for entry in trainer.state.log_history if "rollout_corr/kl" in entry]
+    assert trainer.state.global_step == len(logs) == 20
+    assert all(math.isfinite(entry[name]) for entry in logs for name in entry)
+    assert all(0 < entry["rollout_corr/k3_kl"] < 0.05 for entry in logs)  # bfloat16 beside float32
+    assert engine.weight_version == 19
+    assert all((weight != before[name]).any() for name, weight in trainer.model.named_parameters())
+
+    trainer.evaluate(trainer.train_dataset.select(range(8)))
+    assert "eval_rollout_corr/kl" in trainer.state.log_history[-1]
+
+
+def test_a_corrected_batch_is_cut_into_micro_batches_as_trl_cuts_its_own(tmp_path):
+    """Advantages of (B, T) and the mask of kept tokens go through the shuffle and the cut."""
+
+    def rollout(given, trainer):
+        ids, log_probs = completions(trainer.state.global_step)
+        prompt_ids = [trainer.processing_class(text)["input_ids"] for text in given]
+        return {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": log_probs}
+
+    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 2}
+    trainer = grpo_trainer(tmp_path, trainer_options={"rollout_func": rollout}, loss_type="dapo", **options)
+    seen, compute = [], trainer._compute_loss
+    trainer._compute_loss = lambda model, batch: (seen.append(batch), compute(model, batch))[1]
+    config = {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.6_1.6"}
+    attach(trainer, config).train()
+
+    for halves in (seen[:2], seen[2:]):
+        assert [half["advantages"].shape for half in halves] == [half["tool_mask"].shape for half in halves]
+        kept = sum((half["completion_mask"] * half["tool_mask"]).sum() for half in halves)
+        assert all(half["num_items_in_batch"] == kept for half in halves)
+    assert len(seen) == 4
+
+
+def test_the_mixin_is_a_trainer_like_any_other(tmp_path, caplog):
+    class CorrectedTrainer(RolloutCorrectionMixin, GRPOTrainer):
+        pass
+
+    trainer = grpo_trainer(tmp_path, CorrectedTrainer, {"rollout_correction": "tis"}, max_steps=1)
+    assert "token weights, at most 2;" in caplog.text
+    assert "nothing is corrected" in caplog.text
+    with pytest.warns(InertOptionWarning, match="reported no log-probs"):
+        trainer.train()
+    assert trainer.state.global_step == 1
+
+
+def test_rloo_weights_its_sequences(tmp_path):
+    ids, log_probs = completions()
+    log_probs[1][0] = log_probs[1][1]
+    trainer = replayed(rloo_trainer(tmp_path), ids, log_probs)
+    plain = trainer._generate_and_score_completions(prompts())
+    attach(trainer, RolloutCorrectionConfig(rollout_is="sequence", rollout_is_threshold=1.5))
+    batch = trainer._generate_and_score_completions(prompts())
+    sampled = torch.tensor([sum(row) for row in log_probs])
+    expected = plain["advantages"] * (plain["old_logps"] - sampled).exp().clamp(max=1.5)
+    torch.testing.assert_close(batch["advantages"], expected, rtol=1e-5, atol=1e-6)
+    loss = trainer._compute_loss(trainer.model, batch)
+    torch.testing.assert_close(loss, -expected.mean(), rtol=1e-5, atol=1e-6)  # the policy has not moved
+
+
+def test_an_engine_whose_log_probs_are_others_is_refused(tmp_path):
+    trainer = grpo_trainer(tmp_path, temperature=0.7)
+    with pytest.raises(IncompatibleSamplingError, match="temperature"):
+        attach(trainer, engine=engine_for(trainer, logprobs="raw"))

@@ -1,0 +1,140 @@
+"""A trainer with the names, the batch and the losses of TRL's, and what TRL made of that batch.
+
+`test_trl.py` holds the losses here against the recorded ones, so that they may stand for TRL's.
+"""
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+RECORDED = json.loads((Path(__file__).parents[1] / "data" / "trl_1.16.0_losses.json").read_text(encoding="utf-8"))
+OPTIONS = SimpleNamespace(**RECORDED["options"])
+
+
+def tensor(numbers):
+    """The numbers as a tensor; None is NaN."""
+    if isinstance(numbers, list) and numbers and isinstance(numbers[0], list):
+        return torch.stack([tensor(row) for row in numbers])
+    return torch.tensor([float("nan") if number is None else number for number in numbers])
+
+
+def recorded_batch(*, old=True):
+    """TRL's generation batch, without its ratio."""
+    batch = {name: tensor(value) for name, value in RECORDED["batch"].items() if isinstance(value, list)}
+    batch["num_items_in_batch"] = torch.tensor(RECORDED["batch"]["num_items_in_batch"])
+    batch["prompt_ids"] = torch.ones(len(batch["advantages"]), 2, dtype=torch.long)
+    batch["prompt_mask"] = batch["prompt_ids"]
+    batch["completion_ids"] = batch["completion_mask"]
+    del batch["log_prob"]
+    if not old:
+        del batch["old_per_token_logps"]
+    return batch
+
+
+def current_log_prob():
+    return tensor(RECORDED["batch"]["log_prob"]).requires_grad_()
+
+
+class StandInTrainer:
+    """What the adapter sees of a `GRPOTrainer`."""
+
+    def __init__(self, batch=None, loss_type="grpo", *, use_vllm=True, **options):
+        self.batch = recorded_batch() if batch is None else batch
+        self.model = torch.nn.Linear(1, 1)
+        self.accelerator = SimpleNamespace(is_main_process=True, unwrap_model=lambda model: model)
+        self.state = SimpleNamespace(global_step=3)
+        self.temperature, self.loss_type = 1.0, loss_type
+        self.use_vllm, self.vllm_generation = use_vllm, None
+        self.vllm_importance_sampling_correction = options.get("correction", True)
+        self.args = SimpleNamespace(
+            per_device_train_batch_size=4,
+            per_device_eval_batch_size=2,
+            vllm_importance_sampling_correction=options.get("correction", True),
+            vllm_importance_sampling_mode=options.get("mode", "sequence_mask"),
+            vllm_importance_sampling_clip_max=options.get("upper", 3.0),
+            vllm_importance_sampling_clip_min=options.get("lower"),
+        )
+        self.forward_passes = []
+        self._metrics = defaultdict(list)
+        self.logged = []
+
+    def _generate_and_score_completions(self, inputs):
+        return dict(self.batch)
+
+    def _get_per_token_logps_and_entropies(self, model, ids, mask, width, batch_size=None, **inputs):
+        self.forward_passes.append((ids.shape, mask.shape, width, batch_size, inputs))
+        return tensor(RECORDED["batch"]["old_per_token_logps"]), None, None
+
+    def log(self, logs, start_time=None):
+        self.logged.append(logs)
+
+
+class StandInRLOOTrainer(StandInTrainer):
+    """What it sees of an `RLOOTrainer`: no choice of losses, sums as old log-probs, and no options of its own."""
+
+    def __init__(self, generation=None):
+        super().__init__(use_vllm=generation is not None)
+        del self.loss_type, self.vllm_importance_sampling_correction
+        self.args = SimpleNamespace(per_device_train_batch_size=4, per_device_eval_batch_size=2)
+        self.vllm_generation = generation
+
+    def _generate_and_score_completions(self, inputs):
+        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
+        batch = {name: self.batch[name] for name in names}
+        if self.use_vllm:
+            self.vllm_generation.generate([[1]], None, 4)
+        old, _, _ = self._get_per_token_logps_and_entropies(
+            self.model, batch["completion_ids"], batch["completion_mask"], 7
+        )
+        return batch | {"old_logps": (old * batch["completion_mask"]).sum(1)}
+
+
+def trl_loss(loss_type, batch, log_prob, *, multiplies):
+    """TRL 1.16.0's loss of a batch, at its default `importance_sampling_level`, with one micro-batch per step."""
+    mask = batch["completion_mask"] * batch.get("tool_mask", 1)
+    advantages = batch["advantages"]
+    advantages = advantages if advantages.dim() == 2 else advantages[:, None]
+    log_ratio = log_prob - batch["old_per_token_logps"]
+    ratio = log_ratio.exp()
+
+    if loss_type == "cispo":
+        per_token = -ratio.clamp(max=OPTIONS.epsilon_high).detach() * advantages * log_prob
+    elif loss_type == "sapo":
+        temperature = torch.where(advantages > 0, OPTIONS.sapo_temperature_pos, OPTIONS.sapo_temperature_neg)
+        per_token = -4 / temperature * torch.sigmoid(temperature * (ratio - 1)) * advantages
+    elif loss_type == "vespo":
+        per_token = -vespo_factor(batch, log_ratio.detach(), advantages, mask) * advantages * log_prob
+    else:
+        clipped = ratio.clamp(1 - OPTIONS.epsilon_low, 1 + OPTIONS.epsilon_high)
+        per_token = -torch.min(ratio * advantages, clipped * advantages)
+    if multiplies and loss_type != "vespo":
+        per_token = per_token * batch["importance_sampling_ratio"]
+
+    # What is divided by is the whole difference between most of these losses.
+    total = (per_token * mask).sum()
+    of_sequence = (per_token * mask).sum(-1)
+    return {
+        "grpo": lambda: (of_sequence / mask.sum(-1).clamp(min=1)).mean(),
+        "sapo": lambda: (of_sequence / mask.sum(-1).clamp(min=1)).mean(),
+        "bnpo": lambda: total / mask.sum(),
+        "dr_grpo": lambda: total / (len(mask) * OPTIONS.max_completion_length),
+        "luspo": lambda: of_sequence.mean(),
+        "cispo": lambda: total / batch["num_items_in_batch"],
+        "dapo": lambda: total / batch["num_items_in_batch"],
+        "vespo": lambda: total / batch["num_items_in_batch"],
+    }[loss_type]()
+
+
+def vespo_factor(batch, log_ratio, advantages, mask):
+    """φ(w) = exp(λ + k log w − λ w), w the product of all ratios of a sequence."""
+    smallest = torch.tensor(1e-8).log().item()
+    log_weight = (log_ratio.clamp(-20, 20) * mask).sum(-1, keepdim=True)
+    if "importance_sampling_ratio" in batch:
+        log_weight = log_weight + batch["importance_sampling_ratio"].log().clamp(smallest, 20).sum(-1, keepdim=True)
+    log_weight = log_weight.clamp(smallest, 20)
+    power = torch.where(advantages >= 0, OPTIONS.vespo_k_pos, OPTIONS.vespo_k_neg)
+    rate = torch.where(advantages >= 0, OPTIONS.vespo_lambda_pos, OPTIONS.vespo_lambda_neg)
+    return (rate + power * log_weight - rate * log_weight.exp()).exp()
