@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rollcorr.config import RolloutCorrectionConfig
 
 
-__all__ = ["Finding", "HealthReport", "health", "healthy_range", "limit_in_words"]
+__all__ = ["Finding", "HealthReport", "health", "healthy_range", "judge", "limit_in_words"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,12 @@ def health(
     else:
         history = history_of(metrics)
         current = recent_medians(history)
-    evidence = Evidence(current=current, history=history, config=config, diffusion=diffusion)
+    return judge(Evidence(current=current, history=history, config=config, diffusion=diffusion))
+
+
+def judge(evidence: Evidence) -> HealthReport:
+    """The rules and ranges, over evidence that is collected already: what `health` does with metrics."""
+    current, history = evidence.current, evidence.history
     findings = [finding for rule in RULES if (finding := rule(evidence)) is not None]
 
     # A rule says more about its metric than the range does. Without a valid token no range means anything.
