@@ -7,14 +7,17 @@ not sound at every crossing. `rollcorr report` judges the same metrics with the 
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import bisect_left, insort
+from collections import Counter, deque
 from collections.abc import Mapping
-from typing import NamedTuple
+from math import isnan
+from typing import Any, NamedTuple
 
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.finding import Finding
-from rollcorr.diagnostics.health.evidence import RECENT_STEPS, Evidence, bare_metrics, recent_medians
-from rollcorr.diagnostics.health.health_check import judge
+from rollcorr.core.metric_registry import PREFIX
+from rollcorr.diagnostics.health.evidence import RECENT_STEPS, Evidence, bare_metrics
+from rollcorr.diagnostics.health.health_check import is_broken, judge
 from rollcorr.diagnostics.numbers import label
 
 _Key = tuple[str, str | None]
@@ -27,15 +30,60 @@ class Changes(NamedTuple):
     passed: tuple[Finding, ...]
 
 
+class RecentSteps:
+    """The recent steps that measured a token, with the median of each metric and what was outside its range.
+
+    A step changes one entry of each sorted list, so its cost depends neither on the run nor on the other steps.
+
+    Attributes:
+        history: (step, metrics by bare name), the oldest first.
+    """
+
+    def __init__(self) -> None:
+        self.history: deque[tuple[int, dict[str, float]]] = deque()
+        self._sorted: dict[str, list[float]] = {}
+        self._broken: deque[tuple[str, ...]] = deque()
+        self._times_broken: Counter[str] = Counter()
+
+    def add(self, step: int, bare: dict[str, float]) -> None:
+        """Take a step in, and let the oldest go."""
+        if len(self.history) == RECENT_STEPS:
+            _, oldest = self.history.popleft()
+            for name, value in oldest.items():
+                values = self._sorted[name]
+                values.pop(bisect_left(values, value))
+            self._times_broken.subtract(self._broken.popleft())
+        self.history.append((step, bare))
+        for name, value in bare.items():
+            insort(self._sorted.setdefault(name, []), value)
+        broken = tuple(name for name, value in bare.items() if is_broken(name, value))
+        self._broken.append(broken)
+        self._times_broken.update(broken)
+
+    def medians(self) -> dict[str, float]:
+        """The median of each metric that was measured in these steps."""
+        return {name: _middle(values) for name, values in self._sorted.items() if values}
+
+    def broken(self) -> list[str]:
+        """The metrics that were outside their range in one of these steps; a median is so only where a value is."""
+        return [name for name, times in self._times_broken.items() if times]
+
+
+def _middle(values: list[float]) -> float:
+    """The median of sorted values, as `statistics.median`."""
+    half = len(values) // 2
+    return values[half] if len(values) % 2 else (values[half - 1] + values[half]) / 2
+
+
 class RunningJudge:
     """The verdict on a run so far.
 
     Attributes:
-        window: (step, metrics by bare name) of the recent steps that measured a token.
+        recent: the steps that it judges by.
     """
 
     def __init__(self) -> None:
-        self.window: deque[tuple[int, dict[str, float]]] = deque(maxlen=RECENT_STEPS)
+        self.recent = RecentSteps()
         self._alarms: dict[_Key, Finding] = {}
         self._absent: dict[_Key, int] = {}
 
@@ -44,23 +92,22 @@ class RunningJudge:
         """The alarms that last, the oldest first."""
         return tuple(self._alarms.values())
 
-    def remember(self, step: int, metrics: Mapping[str, float]) -> None:
+    def remember(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Take a step into the window. One that measured no token is left out, as the health check does."""
-        bare = bare_metrics(metrics)
-        if bare.get("token_count", 1.0) > 0:
-            self.window.append((step, bare))
+        self._take(step, bare_metrics(metrics))
 
     def judge(self, step: int, metrics: Mapping[str, float], config: RolloutCorrectionConfig | None) -> Changes:
         """Take a step into the window, and judge it.
 
         Args:
             step: its number.
-            metrics: of the step, finite or not.
+            metrics: of the step, as `merged_metrics` returns them.
             config: what the correction was asked for.
         """
-        self.remember(step, metrics)
-        history = list(self.window)
-        report = judge(Evidence(current=recent_medians(history), history=history, config=config))
+        # These are all numbers, and there is one prefix, so less has to be looked at than in metrics from elsewhere.
+        self._take(step, {name.removeprefix(PREFIX): value for name, value in metrics.items() if not isnan(value)})
+        evidence = Evidence(current=self.recent.medians(), history=list(self.recent.history), config=config)
+        report = judge(evidence, broken=self.recent.broken())
         found = {(finding.code, finding.metric): finding for finding in report.warnings}
 
         began = tuple(finding for key, finding in found.items() if key not in self._alarms)
@@ -74,6 +121,10 @@ class RunningJudge:
             self._alarms[key] = finding
             self._absent.pop(key, None)
         return Changes(began, tuple(passed))
+
+    def _take(self, step: int, bare: dict[str, float]) -> None:
+        if bare.get("token_count", 1.0) > 0:
+            self.recent.add(step, bare)
 
 
 def alarm_text(step: int, finding: Finding) -> str:

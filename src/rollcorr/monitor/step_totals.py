@@ -6,6 +6,7 @@ Everything stays where it is until the step ends. Then it is one float64 vector,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -19,13 +20,13 @@ from rollcorr.core.mergeable_statistics import (
     merge_statistics,
     moments_of,
 )
-from rollcorr.core.metric_registry import PREFIX, finalize
+from rollcorr.core.metric_registry import finalize, metric
+from rollcorr.diagnostics.health.evidence import bare_metrics
 
 Source = Literal["correction", "shared correction", "loss", "values", "number"]
 """Where a part comes from. A shared correction is of all ranks already; values have a distribution."""
 
 LOSS_PREFIX = "actor/"
-RESERVED = ("step",)
 
 
 class LayoutEntry(NamedTuple):
@@ -71,10 +72,12 @@ class StepTotals:
             TypeError: it is neither.
             ValueError: the name belongs to the library, or was given in this step already.
         """
-        known = name in self._numbers or ("values", name) in self._statistics
-        if name in RESERVED or name.startswith(PREFIX) or known:
-            why = "was given twice in this step" if known else "is a name of the library's own"
-            raise ValueError(f"{name!r} {why}; choose another name")
+        if _is_reserved(name):
+            raise ValueError(
+                f"{name!r} is a name of the library's own, and would be judged as such; call it train/{name}"
+            )
+        if name in self._numbers or ("values", name) in self._statistics:
+            raise ValueError(f"{name!r} was given twice in this step; choose another name")
 
         if isinstance(value, (bool, int, float)):
             self._numbers[name] = float(value)
@@ -154,6 +157,18 @@ def merged_metrics(ranks: Sequence[tuple[Layout, Tensor]], own: int) -> dict[str
         if source == "values":
             metrics |= _distribution_metrics(name, host)
     return metrics | {name: sum(values) / len(values) for name, values in numbers.items()}
+
+
+@lru_cache(maxsize=1024)
+def _is_reserved(name: str) -> bool:
+    """Whether the health check would take a metric of this name for one of the correction's."""
+    if name == "step" or next(iter(bare_metrics({name: 0.0}))) != name:
+        return True
+    try:
+        metric(name)
+    except KeyError:
+        return False
+    return True
 
 
 def _distribution(values: Tensor) -> Statistics:
