@@ -102,7 +102,9 @@ def correct(
     check_floating(train_log_prob=train_log_prob, rollout_log_prob=rollout_log_prob)
     if response_mask.is_floating_point():
         _check_no_log_probs(response_mask)
-    resolved = config if isinstance(config, RolloutCorrectionConfig) and not options else configuration_of(config, options)
+    resolved = (
+        config if isinstance(config, RolloutCorrectionConfig) and not options else configuration_of(config, options)
+    )
     if out is not None:
         log_probs = {"train_log_prob": train_log_prob, "rollout_log_prob": rollout_log_prob}
         check_out(out, resolved, **log_probs, response_mask=response_mask)

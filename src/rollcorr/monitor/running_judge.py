@@ -18,7 +18,6 @@ from rollcorr.config.finding import Finding
 from rollcorr.core.metric_registry import PREFIX
 from rollcorr.diagnostics.health.evidence import RECENT_STEPS, Evidence, bare_metrics
 from rollcorr.diagnostics.health.health_check import is_broken, judge
-from rollcorr.diagnostics.numbers import label
 
 _Key = tuple[str, str | None]
 
@@ -128,10 +127,11 @@ class RunningJudge:
 
 
 def alarm_text(step: int, finding: Finding) -> str:
-    """An alarm in one line: what is wrong, since when, why it matters, and what to change."""
-    value = "" if finding.value is None else f" is {finding.value:.4g}"
-    limit = f", healthy: {finding.limit}" if finding.limit else ""
-    measured = "" if finding.metric is None else f" ({label(finding.metric)}{value}{limit})"
+    """An alarm in one line: what is wrong, the number that shows it, why it matters, and what to change."""
+    numbers = [] if finding.value is None else [f"{finding.value:.4g}"]
+    if finding.limit:
+        numbers.append(f"healthy: {finding.limit}")
+    shown = f" ({', '.join(numbers)})" if numbers else ""
     reason = f". Cause: {finding.reason}" if finding.reason else ""
     fix = f". Fix: {finding.fix}" if finding.fix else ""
-    return f"step {step}: {finding.title}{measured}{reason}{fix}"
+    return f"step {step}: {finding.title}{shown}{reason}{fix}"
