@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from rollcorr import Monitor, PolicyLogProbs, RolloutSample, correct, health, policy_loss, read_rollout_log, read_run
 from rollcorr.core.mergeable_statistics import STATISTICS_DTYPE
+from rollcorr.diagnostics import bare_metrics
 from rollcorr.monitor import RunningJudge, rank_exchange
 
 CONFIG = {"rollout_is": "token", "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.05}
@@ -149,7 +150,7 @@ def test_the_judge_looks_at_ten_steps_however_long_the_run_is(monkeypatch):
 
     monkeypatch.setattr(running_judge, "judge", counted)
     judge = RunningJudge()
-    metrics = correct(*batch()).metrics()
+    metrics = bare_metrics(correct(*batch()).metrics())
     for step in range(1, 201):
         judge.judge(step, metrics, None)
     assert [steps for steps, _ in looked_at] == [*range(1, 11), *[10] * 190]
@@ -176,7 +177,7 @@ steps_of_runs = st.lists(
 def test_the_running_judge_finds_what_the_health_check_finds_in_the_recent_steps(series):
     judge, kept = RunningJudge(), []
     for step, metrics in enumerate(series, start=1):
-        judge.judge(step, metrics, None)
+        judge.judge(step, bare_metrics(metrics), None)
         if metrics["rollout_corr/token_count"] > 0:
             kept.append(metrics | {"step": step})
         expected = {(finding.code, finding.metric) for finding in health(kept[-10:]).warnings}

@@ -7,9 +7,10 @@ from rollcorr.cli.app import app
 from rollcorr.cli.configuration import convert_config
 from rollcorr.cli.diagnosis import check, report
 from rollcorr.cli.installation import info
+from rollcorr.cli.monitoring import compare, watch
 from rollcorr.cli.training import train
 
-__all__ = ["app", "check", "convert_config", "info", "main", "report", "train"]
+__all__ = ["app", "check", "compare", "convert_config", "info", "main", "report", "train", "watch"]
 
 
 def main() -> None:

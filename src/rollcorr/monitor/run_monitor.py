@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.finding import Finding
 from rollcorr.config.yaml_text import dump_yaml
 from rollcorr.core.mergeable_statistics import Statistics
+from rollcorr.core.metric_registry import PREFIX
 from rollcorr.correction import Correction, PolicyLossOutput, correct
 from rollcorr.correction.rollout_correction import configuration_of
 from rollcorr.diagnostics.health.evidence import RECENT_STEPS
@@ -329,9 +331,9 @@ class Monitor:
 
     def _raise_alarms(self, step: int, metrics: Mapping[str, float]) -> None:
         """Judge the step. Every rank has the same metrics, so every rank comes to the same verdict."""
-        if "rollout_corr/token_count" not in metrics:
-            return
-        changes = self._judge.judge(step, metrics, self._judged_config)
+        # Names that `bare_metrics` would shorten are the correction's alone here, and they have one prefix.
+        bare = {name.removeprefix(PREFIX): value for name, value in metrics.items() if not math.isnan(value)}
+        changes = self._judge.judge(step, bare, self._judged_config)
         if self._writes:
             for finding in changes.began:
                 logger.warning("%s", alarm_text(step, finding))

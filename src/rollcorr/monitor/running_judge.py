@@ -10,12 +10,10 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Mapping
-from math import isnan
 from typing import Any, NamedTuple
 
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.finding import Finding
-from rollcorr.core.metric_registry import PREFIX
 from rollcorr.diagnostics.health.evidence import RECENT_STEPS, Evidence, bare_metrics
 from rollcorr.diagnostics.health.health_check import is_broken, judge
 
@@ -95,16 +93,17 @@ class RunningJudge:
         """Take a step into the window. One that measured no token is left out, as the health check does."""
         self._take(step, bare_metrics(metrics))
 
-    def judge(self, step: int, metrics: Mapping[str, float], config: RolloutCorrectionConfig | None) -> Changes:
-        """Take a step into the window, and judge it.
+    def judge(self, step: int, bare: dict[str, float], config: RolloutCorrectionConfig | None) -> Changes:
+        """Take a step into the window, and judge it. A step without a correction changes nothing.
 
         Args:
             step: its number.
-            metrics: of the step, as `merged_metrics` returns them.
+            bare: its metrics by bare name, without NaN: what `bare_metrics` returns.
             config: what the correction was asked for.
         """
-        # These are all numbers, and there is one prefix, so less has to be looked at than in metrics from elsewhere.
-        self._take(step, {name.removeprefix(PREFIX): value for name, value in metrics.items() if not isnan(value)})
+        if "token_count" not in bare:
+            return Changes((), ())
+        self._take(step, bare)
         evidence = Evidence(current=self.recent.medians(), history=list(self.recent.history), config=config)
         report = judge(evidence, broken=self.recent.broken())
         found = {(finding.code, finding.metric): finding for finding in report.warnings}

@@ -117,13 +117,17 @@ class StandardOutput:
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write a line."""
-        numbers = "  ".join(f"{name} {metrics[name]:.4g}" for name in SHOWN if name in metrics)
         stream = self._stream or sys.stdout
-        stream.write(f"step {step}  {numbers}\n")
+        stream.write(step_line(step, metrics) + "\n")
         stream.flush()
 
     def close(self) -> None:
         """Nothing to do."""
+
+
+def step_line(step: int, metrics: Mapping[str, float]) -> str:
+    """A step in one line: the metrics of `SHOWN` that it has."""
+    return "  ".join([f"step {step}", *(f"{name} {metrics[name]:.4g}" for name in SHOWN if name in metrics)])
 
 
 NAMED_SINKS: dict[str, Callable[[RunDirectory, int], Sink]] = {
