@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import math
+import os
+import subprocess
 import sys
+import textwrap
 import types
 
 import pytest
@@ -150,16 +153,44 @@ def test_tensorboard_is_a_sink_of_the_monitor(tmp_path):
     assert list((tmp_path / "tensorboard").glob("events.*"))
 
 
-@pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
-def test_the_real_package_takes_a_step_offline(monkeypatch, tmp_path, name):
-    """Runs where the package is installed; the tests above run everywhere."""
-    if importlib.util.find_spec(name) is None:
-        pytest.skip(f"{name} is not installed: pip install 'rollcorr[{name}]'")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    with Monitor(tmp_path / "run", sinks=[name]) as monitor:
+def test_an_error_of_a_trackers_own_kind_leaves_nothing_open(monkeypatch, tmp_path):
+    class UsageError(Exception):
+        pass
+
+    def refuse(**options):
+        raise UsageError("no key")
+
+    stand_in(monkeypatch, "wandb", run=None, init=refuse)
+    with pytest.raises(UsageError, match="no key"):
+        Monitor(tmp_path, sinks=["wandb"])
+
+
+PROGRAM = """
+    import math, sys
+    from rollcorr import Monitor
+    with Monitor(sys.argv[1], sinks=[sys.argv[2]]) as monitor:
         monitor.step(reward=[1.0, 2.0])
         monitor.step(reward=[3.0, math.nan])
-        assert len(monitor._sinks) == 1
-    assert monitor.steps == 2
+        assert len(monitor._sinks) == 1, "it was dropped"
+"""
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
+def test_the_real_package_takes_steps_offline(tmp_path, name):
+    """Runs where the package is installed; the tests above run everywhere. A process of its own, for its threads."""
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed: pip install 'rollcorr[{name}]'")
+    own = {
+        "WANDB_MODE": "offline",
+        "WANDB_SILENT": "true",
+        "MLFLOW_TRACKING_URI": (tmp_path / "mlflow").as_uri(),
+        "MLFLOW_ALLOW_FILE_STORE": "true",
+        "TRACKIO_DIR": str(tmp_path / "trackio"),
+        "HF_HUB_OFFLINE": "1",
+    }
+    command = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(tmp_path / "run"), name]
+    done = subprocess.run(command, env={**os.environ, **own}, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()) == 2
+    if name == "wandb":
+        assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))

@@ -110,12 +110,12 @@ class Monitor:
                 check_log_can_be_written()
             if self._writes:
                 earlier = self._prepare(start, sinks)
-        except (OSError, ImportError, ValueError, TypeError) as error:
+        except Exception as error:  # trackers have errors of their own
             problem = error
-        problem, earlier = self._agreed(problem, earlier)
-        if problem is not None:
+        problem_anywhere, earlier = self._agreed(problem, earlier)
+        if problem_anywhere is not None:
             self.close()
-            raise problem
+            raise problem or problem_anywhere
         for metrics in earlier:
             self._judge.remember(metrics["step"], metrics)
         if rollouts is not None:
@@ -278,6 +278,9 @@ class Monitor:
         self, problem: Exception | None, earlier: list[dict[str, Any]]
     ) -> tuple[Exception | None, list[dict[str, Any]]]:
         """The first problem of any rank, and the steps that the writing rank has read."""
+        # An error of a package may not survive the journey; its text does.
+        if problem is not None and type(problem).__module__ != "builtins":
+            problem = RuntimeError(f"{type(problem).__name__}: {problem}")
         for group in (self._group, self._context_group):
             told = objects_of_ranks(group, (problem, earlier))
             problem = next((other for other, _ in told if other is not None), None)
