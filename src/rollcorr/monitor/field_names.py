@@ -140,7 +140,8 @@ def read_fields(
             rank=context_group.rank(),
         )
     packed = pack_lists(train, rollout, mask)
-    return BatchFields(*packed.tensors, packed.cu_seqlens, columns)
+    train, rollout, mask = packed.tensors
+    return BatchFields(train, rollout, mask, packed.cu_seqlens, columns)
 
 
 def _held_by(batch: object) -> dict[str, Any]:

@@ -204,9 +204,11 @@ class Monitor:
                 self._judged_config = measured.config
         else:
             self._totals.add_statistics("loss", measured.statistics)
-            in_bypass_mode = measured.correction is not None and measured.correction.config is not None
-            if in_bypass_mode and measured.correction.config.bypass_mode:
-                self.add(measured.correction)
+
+            # A decoupled loss only applies a correction, which `correct` has counted.
+            measured_here = measured.correction
+            if measured_here is not None and measured_here.config is not None and measured_here.config.bypass_mode:
+                self.add(measured_here)
 
     def step(self, *, reward: object | None = None, **own: object) -> dict[str, float]:
         """End a training step: merge, write, judge. With a group this is an exchange, so every rank calls it.

@@ -5,10 +5,12 @@ Everything stays where it is until the step ends. Then it is one float64 vector,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +29,14 @@ Source = Literal["correction", "shared correction", "loss", "values", "number"]
 """Where a part comes from. A shared correction is of all ranks already; values have a distribution."""
 
 LOSS_PREFIX = "actor/"
+
+_VALUE_ROWS: Mapping[str, tuple[str, ...]] = {
+    "sums": ("nonfinite",),
+    "moments": ("value",),
+    "extremes": ("value",),
+    "histograms": (),
+    "tops": (),
+}
 
 
 class LayoutEntry(NamedTuple):
@@ -94,32 +104,30 @@ class StepTotals:
 
     def pack(self) -> tuple[Layout, Tensor]:
         """Everything as one vector, on the device of the data, and what is where in it."""
-        entries: list[tuple[LayoutEntry, Tensor]] = []
-        for (source, name), parts in self._statistics.items():
-            merged = parts[0] if len(parts) == 1 else merge_statistics(parts)
+        parts: list[tuple[list[LayoutEntry], Tensor]] = []
+        for (source, name), found in self._statistics.items():
+            merged = found[0] if len(found) == 1 else merge_statistics(found)
             packed = merged.pack()
-            rows = tuple((kind, tuple(names)) for kind, names in merged.names.items())
-            entries.append((LayoutEntry(source, name, rows, packed.numel()), packed))
+            parts.append(([LayoutEntry(source, name, tuple(merged.names.items()), packed.numel())], packed))
+
+        # Plain numbers make one tensor together: an operation for each would cost more than all the rest.
+        plain = {name: value for name, value in self._numbers.items() if not isinstance(value, Tensor)}
+        if plain:
+            packed = torch.tensor(list(plain.values()), dtype=STATISTICS_DTYPE, device="cpu")
+            parts.append(([LayoutEntry("number", name, (), 1) for name in plain], packed))
         for name, value in self._numbers.items():
             if isinstance(value, Tensor):
-                entries.append((LayoutEntry("number", name, (), 1), value.reshape(1).to(STATISTICS_DTYPE)))
-        on_host = {name: value for name, value in self._numbers.items() if not isinstance(value, Tensor)}
-        if on_host:
-            numbers = torch.tensor(list(on_host.values()), dtype=STATISTICS_DTYPE, device="cpu")
-            entries += [
-                (LayoutEntry("number", name, (), 1), number)
-                for name, number in zip(on_host, numbers.split(1), strict=True)
-            ]
+                parts.append(([LayoutEntry("number", name, (), 1)], value.reshape(1).to(STATISTICS_DTYPE)))
 
         # What is on the host joins the rest in one copy.
-        device = next((part.device for _, part in entries if part.device.type != "cpu"), torch.device("cpu"))
-        there = [(entry, part) for entry, part in entries if part.device == device]
-        elsewhere = [(entry, part) for entry, part in entries if part.device != device]
+        device = next((part.device for _, part in parts if part.device.type != "cpu"), torch.device("cpu"))
+        there = [part for part in parts if part[1].device == device]
+        elsewhere = [part for part in parts if part[1].device != device]
         tensors = [part for _, part in there]
         if elsewhere:
             tensors.append(torch.cat([part.cpu() for _, part in elsewhere]).to(device))
         vector = torch.cat(tensors) if tensors else torch.zeros(0, dtype=STATISTICS_DTYPE, device=device)
-        return tuple(entry for entry, _ in [*there, *elsewhere]), vector
+        return tuple(entry for entries, _ in (*there, *elsewhere) for entry in entries), vector
 
 
 def merged_metrics(ranks: Sequence[tuple[Layout, Tensor]], own: int) -> dict[str, float]:
@@ -135,17 +143,17 @@ def merged_metrics(ranks: Sequence[tuple[Layout, Tensor]], own: int) -> dict[str
     statistics: dict[tuple[str, str], list[Statistics]] = {}
     numbers: dict[str, list[float]] = {}
     for rank, (layout, vector) in enumerate(ranks):
-        for entry, part in zip(layout, vector.split([entry.size for entry in layout]), strict=True):
+        start, values = 0, vector.tolist()
+        for entry in layout:
+            end = start + entry.size
             if entry.source == "number":
-                numbers.setdefault(entry.name, []).append(float(part))
-            elif entry.source == "shared correction":
-                # Every rank has these of all ranks: once is enough.
-                if rank == own:
-                    key = ("correction", entry.name)
-                    statistics.setdefault(key, []).append(Statistics.from_vector(dict(entry.rows), part))
-            else:
-                key = (entry.source, entry.name)
-                statistics.setdefault(key, []).append(Statistics.from_vector(dict(entry.rows), part))
+                numbers.setdefault(entry.name, []).append(values[start])
+            elif entry.source != "shared correction" or rank == own:
+                # Every rank has a shared correction of all ranks: once is enough.
+                source: str = "correction" if entry.source == "shared correction" else entry.source
+                found = Statistics.from_vector(dict(entry.rows), vector[start:end])
+                statistics.setdefault((source, entry.name), []).append(found)
+            start = end
 
     read = {key: (merge_statistics(parts) if len(parts) > 1 else parts[0]).read() for key, parts in statistics.items()}
     metrics: dict[str, float] = {}
@@ -172,14 +180,26 @@ def _is_reserved(name: str) -> bool:
 
 
 def _distribution(values: Tensor) -> Statistics:
-    """Moments and extremes of the finite values, and how many are not finite."""
+    """How many values are not finite, and the moments and extremes of the others."""
     flat = values.reshape(-1).to(STATISTICS_DTYPE)
+    if flat.device.type == "cpu":
+        return Statistics.from_vector(
+            _VALUE_ROWS, torch.tensor(_of_array(flat.numpy()), dtype=flat.dtype, device="cpu")
+        )
     finite = flat.isfinite()
-    return Statistics.of(
-        sums={"nonfinite": (~finite).sum()},
-        moments={"value": moments_of(flat, finite)},
-        extremes={"value": extremes_of(flat, finite)},
-    )
+    parts = [(~finite).sum().reshape(1).to(flat.dtype), moments_of(flat, finite), extremes_of(flat, finite)]
+    return Statistics.from_vector(_VALUE_ROWS, torch.cat(parts))
+
+
+def _of_array(values: np.ndarray) -> tuple[float, ...]:
+    """The same on the host, where each operation of torch costs more than the arithmetic: one number per entry."""
+    finite = values[np.isfinite(values)]
+    missing = float(len(values) - len(finite))
+    if not len(finite):
+        return missing, 0.0, 0.0, 0.0, math.inf, -math.inf
+    mean = finite.mean()
+    deviations = finite - mean
+    return missing, len(finite), mean, float(deviations @ deviations), finite.min(), finite.max()
 
 
 def _distribution_metrics(name: str, host: HostStatistics) -> Mapping[str, float]:
