@@ -92,6 +92,19 @@ def run_of_ranks(folder: Path, rank: int, *, over_ranks: bool) -> dict[str, Any]
         return {"metrics": found, "transfers": monitor.transfers, "tokens": tokens, "alarms": seen}
 
 
+def late_numbers(folder: Path, rank: int) -> dict[str, Any]:
+    """One rank knows more from the second step on, and again in the third: more than its vector had room for."""
+    with Monitor(folder, group=dist.group.WORLD) as monitor:
+        found, transfers = [], []
+        for step in range(1, 5):
+            own = {"lr": 0.5}
+            if rank == 2 and step >= 2:
+                own |= {f"late/{number}": [1.0, 2.0] for number in range(step if step < 4 else 3)}
+            found.append(monitor.step(**own))
+            transfers.append(monitor.transfers)
+        return {"metrics": found, "transfers": transfers}
+
+
 def empty(monitor: Monitor) -> float:
     nothing = torch.zeros(0)
     offsets = torch.zeros(1, dtype=torch.int64)
@@ -148,6 +161,7 @@ def run(rank: int, path: str) -> None:
     results = {
         "micro-batches": run_of_ranks(folder / "micro", rank, over_ranks=False),
         "over ranks": run_of_ranks(folder / "over", rank, over_ranks=True),
+        "late": late_numbers(folder / "late", rank),
         "refused": refused_on_every_rank(folder / "micro"),
         "context": context_run(folder / "context", rank),
     }

@@ -65,6 +65,17 @@ def test_micro_batches_of_any_layout_are_merged(tmp_path):
         assert parts.step() == pytest.approx(whole.step(), rel=1e-6, abs=1e-9)
 
 
+def test_quantiles_are_merged_where_detail_is_asked_for(tmp_path):
+    train, rollout, mask = batch()
+    with Monitor(tmp_path / "whole") as whole, Monitor(tmp_path / "parts") as parts:
+        whole.correct(train, rollout, mask, detail=True)
+        for rows in (slice(0, 2), slice(2, 6)):
+            parts.correct(train[rows], rollout[rows], mask[rows], detail=True)
+        metrics = parts.step()
+        assert metrics == pytest.approx(whole.step(), rel=1e-6, abs=1e-9)
+    assert metrics["rollout_corr/log_ratio_abs_p99"] > 0
+
+
 def test_losses_are_counted_and_bypass_mode_brings_its_correction(tmp_path):
     train, rollout, mask = batch()
     policies = PolicyLogProbs(log_prob=train.requires_grad_(), rollout_log_prob=rollout)

@@ -49,6 +49,16 @@ def test_a_step_is_one_transfer_and_a_new_layout_one_more(results, scenario):
     assert [results[rank][scenario]["transfers"] for rank in range(monitor_ranks.SIZE)] == [2, 2, 2]
 
 
+def test_what_one_rank_measures_later_reaches_all(results):
+    """A step in which a layout is new takes a second transfer where it needs more room; the next one does not."""
+    for result in results:
+        names = [sorted(metrics) for metrics in result["late"]["metrics"]]
+        assert names[0] == ["lr"]
+        assert [sum(name.endswith("/mean") for name in step) for step in names] == [0, 2, 3, 3]
+        assert result["late"]["metrics"][3]["late/2/mean"] == 1.5
+        assert result["late"]["transfers"] == [1, 3, 5, 6]
+
+
 def test_denominators_are_those_of_all_ranks(results):
     assert len({tuple(result["over ranks"]["tokens"]) for result in results}) == 1
     assert results[1]["over ranks"]["tokens"][0] > 0
