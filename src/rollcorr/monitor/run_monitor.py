@@ -6,6 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -99,6 +100,7 @@ class Monitor:
         self._sample = rollouts
         self._sinks: list[Sink] = []
         self._file: JsonLines | None = None
+        self._opened = ExitStack()
         self._begin_step()
 
         # One rank prepares the directory. All of them learn what it found, so that none waits for one that gave up, and
@@ -257,9 +259,8 @@ class Monitor:
         """Close the sinks. A step that has not ended is not logged."""
         for sink in reversed(self._sinks):
             sink.close()
-        if self._file is not None:
-            self._file.close()
         self._sinks, self._file = [], None
+        self._opened.close()
 
     def __enter__(self) -> Monitor:
         return self
@@ -307,6 +308,7 @@ class Monitor:
             write_text_durably(self.directory.config, dump_yaml({"rollout_correction": _plain(self.config)}))
         # The file is first: what a tracker shows is in the file.
         self._file = JsonLines(self.directory.metrics)
+        self._opened.callback(self._file.close)
         for sink in sinks:
             self._sinks.append(named_sink(sink, self.directory, self.steps) if isinstance(sink, str) else sink)
         return [metrics for metrics in earlier if metrics["step"] <= self.steps][-RECENT_STEPS:]
