@@ -66,3 +66,13 @@ def test_what_is_no_number_flag_or_text_is_refused():
 def test_a_misspelt_column_of_the_schema_is_still_refused():
     with pytest.raises(ValueError, match="'rewrd' is not a column"):
         batch(rewrd=1.0)
+
+
+def test_a_strangers_column_of_such_a_name_and_another_type_is_passed_over(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pa.table({"response_mask": [[True, True]], "x_nested": [[[1, 2]]], "x_kind": ["a"]})
+    pq.write_table(table, tmp_path / "log.parquet")
+    (part,) = read_rollout_log(tmp_path / "log.parquet")
+    assert part.columns == ("response_mask", "x_kind")

@@ -14,7 +14,15 @@ from torch import Tensor
 from rollcorr.core.sampling import KeptSets
 from rollcorr.rollout_log.arrow import pa
 from rollcorr.rollout_log.errors import log_error
-from rollcorr.rollout_log.schema import COLUMNS, arrow_type, check_columns, conform_column, list_array, own_columns
+from rollcorr.rollout_log.schema import (
+    COLUMNS,
+    arrow_type,
+    check_columns,
+    conform_column,
+    is_own_type,
+    list_array,
+    own_columns,
+)
 
 IDENTITY = ("engine", "engine_version", "policy_version")
 
@@ -195,8 +203,7 @@ def _own_array(name: str, values: list[Any], *, file: str | None = None, first_r
     """A column of the user's own: numbers, flags or texts; null where there is none."""
     try:
         array = pa.array(values)
-        kinds = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_string, pa.types.is_null)
-        problem = None if any(kind(array.type) for kind in kinds) else f"it holds {array.type}"
+        problem = None if is_own_type(array.type) else f"it holds {array.type}"
     except (pa.ArrowException, TypeError, OverflowError, UnicodeEncodeError) as error:
         problem = str(error)
     if problem is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from rollcorr.rollout_log.arrow import pa, pq
 from rollcorr.rollout_log.batch import RolloutBatch
 from rollcorr.rollout_log.errors import log_error
-from rollcorr.rollout_log.schema import COLUMNS, TOKEN_COLUMNS, VERSION_KEY, check_version, conform, own_columns
+from rollcorr.rollout_log.schema import COLUMNS, TOKEN_COLUMNS, VERSION_KEY, check_version, conform, own_fields
 from rollcorr.rollout_log.source import BatchLimits, Shard
 
 # Bytes that a column reads ahead. Without it, or with Arrow's own pre-buffering, a whole row group of any size is held.
@@ -57,7 +57,7 @@ class ParquetSource:
             rows = min(rows, max(1, limits.tokens // max(shard.row_tokens, 1)))
 
         with _open(path) as file:
-            wanted = [*COLUMNS, *own_columns(file.schema_arrow.names)] if columns is None else columns
+            wanted = [*COLUMNS, *own_fields(file.schema_arrow)] if columns is None else columns
             names = [name for name in file.schema_arrow.names if name in wanted]
             if not names:
                 title = f"none of the columns {', '.join(wanted)}; it has {file.schema_arrow.names}"

@@ -119,6 +119,17 @@ def own_columns(names: Iterable[str]) -> list[str]:
     return sorted({name for name in names if is_own(name)})
 
 
+def is_own_type(type_: pa.DataType) -> bool:
+    """Whether a column of the user's own may have this Arrow type: numbers, flags or texts."""
+    kinds = ("integer", "floating", "boolean", "string", "large_string", "null")
+    return any(getattr(pa.types, f"is_{kind}")(type_) for kind in kinds)
+
+
+def own_fields(schema: pa.Schema) -> list[str]:
+    """The user's own columns of a file or batch; what has such a name and another type is not one of them."""
+    return [name for name in own_columns(schema.names) if is_own_type(schema.field(name).type)]
+
+
 def check_columns(names: Iterable[str]) -> None:
     """Check that each name is a column of the log, or one of the user's own.
 
@@ -174,7 +185,7 @@ def conform(records: pa.RecordBatch, *, file: str | None = None, first_row: int 
     """
     names = [name for name in COLUMNS if name in records.schema.names]
     arrays = [conform_column(records.column(name), name, file=file, first_row=first_row) for name in names]
-    own = own_columns(records.schema.names)
+    own = own_fields(records.schema)
     names, arrays = [*names, *own], [*arrays, *(records.column(name) for name in own)]
     return pa.RecordBatch.from_arrays(arrays, names=names)
 
