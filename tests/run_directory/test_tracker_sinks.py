@@ -113,7 +113,7 @@ def test_every_named_sink_that_needs_a_package_has_an_extra():
 
 def test_an_unknown_sink_is_answered_with_those_that_there_are(tmp_path):
     with pytest.raises(ValueError, match="no sink is called 'wanb'; there are tensorboard, wandb"):
-        Monitor(tmp_path, sinks=["wanb"])
+        Monitor(tmp_path, sinks="wanb")
 
 
 def test_a_tracker_that_fails_is_dropped_and_the_file_has_every_step(tmp_path, caplog):

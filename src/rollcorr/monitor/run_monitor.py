@@ -83,7 +83,7 @@ class Monitor:
         group: ProcessGroup | None = None,
         context_group: ProcessGroup | None = None,
         start: int | None = None,
-        sinks: Sequence[str | Sink] = (),
+        sinks: str | Sequence[str | Sink] = (),
         on_alarm: OnAlarm | Sequence[OnAlarm] = (),
         rollouts: RolloutSample | None = None,
         **options: Any,  # noqa: ANN401
@@ -111,7 +111,7 @@ class Monitor:
             if rollouts is not None:
                 check_log_can_be_written()
             if self._writes:
-                earlier = self._prepare(start, sinks)
+                earlier = self._prepare(start, (sinks,) if isinstance(sinks, str) else sinks)
         except Exception as error:  # trackers have errors of their own
             problem = error
         problem_anywhere, earlier = self._agreed(problem, earlier)

@@ -7,9 +7,9 @@ not sound at every crossing. `rollcorr report` judges the same metrics with the 
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from statistics import median
 from typing import Any, NamedTuple
 
 from rollcorr.config import RolloutCorrectionConfig
@@ -28,48 +28,55 @@ class Changes(NamedTuple):
 
 
 class RecentSteps:
-    """The recent steps that measured a token, with the median of each metric and what was outside its range.
-
-    A step changes one entry of each sorted list, so its cost depends neither on the run nor on the other steps.
+    """The recent steps that measured a token, with the times that each metric was outside its range in them.
 
     Attributes:
         history: (step, metrics by bare name), the oldest first.
     """
 
     def __init__(self) -> None:
-        self.history: deque[tuple[int, dict[str, float]]] = deque()
-        self._sorted: dict[str, list[float]] = {}
+        self.history: deque[tuple[int, dict[str, float]]] = deque(maxlen=RECENT_STEPS)
         self._broken: deque[tuple[str, ...]] = deque()
         self._times_broken: Counter[str] = Counter()
 
     def add(self, step: int, bare: dict[str, float]) -> None:
         """Take a step in, and let the oldest go."""
-        if len(self.history) == RECENT_STEPS:
-            _, oldest = self.history.popleft()
-            for name, value in oldest.items():
-                values = self._sorted[name]
-                values.pop(bisect_left(values, value))
-            self._times_broken.subtract(self._broken.popleft())
         self.history.append((step, bare))
-        for name, value in bare.items():
-            insort(self._sorted.setdefault(name, []), value)
         broken = tuple(name for name, value in bare.items() if is_broken(name, value))
         self._broken.append(broken)
         self._times_broken.update(broken)
-
-    def medians(self) -> dict[str, float]:
-        """The median of each metric that was measured in these steps."""
-        return {name: _middle(values) for name, values in self._sorted.items() if values}
+        if len(self._broken) > RECENT_STEPS:
+            self._times_broken.subtract(self._broken.popleft())
 
     def broken(self) -> list[str]:
         """The metrics that were outside their range in one of these steps; a median is so only where a value is."""
         return [name for name, times in self._times_broken.items() if times]
 
 
-def _middle(values: list[float]) -> float:
-    """The median of sorted values, as `statistics.median`."""
-    half = len(values) // 2
-    return values[half] if len(values) % 2 else (values[half - 1] + values[half]) / 2
+class RecentMedians(Mapping[str, float]):
+    """The median of each metric over the recent steps. Each is taken when it is asked for: rules ask for a few.
+
+    Args:
+        history: (step, metrics by bare name).
+    """
+
+    def __init__(self, history: Iterable[tuple[int, Mapping[str, float]]]) -> None:
+        self._steps = [metrics for _, metrics in history]
+
+    def __getitem__(self, name: str) -> float:
+        values = [metrics[name] for metrics in self._steps if name in metrics]
+        if not values:
+            raise KeyError(name)
+        return median(values)
+
+    def __contains__(self, name: object) -> bool:
+        return any(name in metrics for metrics in self._steps)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys(name for metrics in self._steps for name in metrics))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 class RunningJudge:
@@ -104,7 +111,8 @@ class RunningJudge:
         if "token_count" not in bare:
             return Changes((), ())
         self._take(step, bare)
-        evidence = Evidence(current=self.recent.medians(), history=list(self.recent.history), config=config)
+        history = list(self.recent.history)
+        evidence = Evidence(current=RecentMedians(history), history=history, config=config)
         report = judge(evidence, broken=self.recent.broken())
         found = {(finding.code, finding.metric): finding for finding in report.warnings}
 
