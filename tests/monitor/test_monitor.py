@@ -103,6 +103,17 @@ def test_calls_of_a_step_that_measure_differently_are_refused(tmp_path):
             monitor.correct(*batch(), detail=True)
 
 
+def test_a_correction_is_counted_once_and_so_are_its_parts(tmp_path):
+    with Monitor(tmp_path, CONFIG) as monitor:
+        correction = monitor.correct(*batch())
+        for again in (correction, correction[:2]):
+            with pytest.raises(ValueError, match="was counted in this step already"):
+                monitor.add(again)
+        monitor.step()
+        monitor.add(correct(*batch(seed=1), CONFIG))
+        assert monitor.step()["rollout_corr/sequence_count"] == 6
+
+
 @pytest.mark.parametrize("name", ["kl", "rollout_corr/kl", "step", "rollout_rs_masked_fraction", "mismatch/kl"])
 def test_a_name_that_the_judge_would_misread_is_refused(tmp_path, name):
     with Monitor(tmp_path) as monitor, pytest.raises(ValueError, match=f"call it train/{name}"):
@@ -376,6 +387,25 @@ def test_one_advantage_for_each_sequence_fills_its_tokens(tmp_path):
         monitor.step()
     (part,) = read_rollout_log(tmp_path)
     assert [set(row["advantages"]) for row in part.to_rows()] == [{0.5}, {-0.5}]
+
+
+def test_without_pyarrow_a_monitor_runs_and_a_log_names_the_extra(tmp_path):
+    program = """
+        import sys
+        sys.modules["pyarrow"] = None
+        import torch
+        from rollcorr import Monitor, RolloutSample
+        with Monitor(sys.argv[1]) as monitor:
+            monitor.correct(-torch.rand(2, 3), -torch.rand(2, 3), torch.ones(2, 3))
+            monitor.step(reward=1.0)
+        try:
+            Monitor(sys.argv[1], start=1, rollouts=RolloutSample())
+        except ImportError as error:
+            print(error)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "the rollout log needs pyarrow: pip install 'rollcorr[log]'\n"
 
 
 @pytest.mark.parametrize(("option", "value"), [("every", 0), ("share", 0.0), ("share", 1.5)])

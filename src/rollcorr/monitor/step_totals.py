@@ -62,9 +62,15 @@ class StepTotals:
         """Add what a correction or a loss has measured.
 
         Raises:
-            ValueError: it has other rows than what this step has already: another configuration, or other details.
+            ValueError: it was counted in this step already, or has other rows than what this step has: another
+                configuration, or other details.
         """
         parts = self._statistics.setdefault((source, ""), [])
+        if any(part is statistics for part in parts):
+            raise ValueError(
+                "this correction was counted in this step already: `correct` counts it, and its parts have the "
+                "statistics of the whole"
+            )
         if parts and parts[0].names != statistics.names:
             rows, before = (
                 {name for names in part.names.values() for name in names} for part in (statistics, parts[0])
