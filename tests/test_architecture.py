@@ -22,10 +22,12 @@ LAYERS = [
     {"correction", "layouts"},
     {"diffusion"},
     {"diagnostics", "engines", "simulation"},
-    {"integrations", "train"},
+    {"integrations", "monitor", "train"},
     {"cli"},
 ]
-APART = [("train", "integrations"), ("integrations", "train"), ("diagnostics", "engines"), ("engines", "diagnostics")]
+TRAINING = ("train", "integrations", "monitor")
+APART = [(one, other) for one in TRAINING for other in TRAINING if one != other]
+APART += [("diagnostics", "engines"), ("engines", "diagnostics")]
 ENTRY_POINTS = {"__init__", "__main__"}  # of the package: they import whatever they open
 LIGHT = {"lazy_loader", "numpy", "rich", "torch", "typer", "yaml"} | set(sys.stdlib_module_names)
 

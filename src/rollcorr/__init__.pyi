@@ -38,6 +38,10 @@ from .diagnostics import estimate_provenance as estimate_provenance
 from .diagnostics.health import health as health
 from .kernels import linear_log_prob as linear_log_prob
 
+# Metrics, alarms and logs over a run, in any training loop.
+from .monitor import Monitor as Monitor
+from .monitor import RolloutSample as RolloutSample
+
 # Rollout logs and run directories.
 from .rollout_log import RolloutBatch as RolloutBatch
 from .rollout_log import RolloutLogWriter as RolloutLogWriter

@@ -143,3 +143,11 @@ def test_rows_are_left_out_by_name_and_the_others_stay_as_they_are():
     assert left.sum("b") == 1.0
     assert left.moment("c").tolist() == [1.0, 1.0, 0.0]
     assert rows.without("a", "b", "c").pack().numel() == 0
+
+
+def test_a_vector_is_read_where_only_the_names_of_its_rows_are_known():
+    whole = of(torch.tensor([1.0, 2.0, 6.0]))
+    again = Statistics.from_vector(whole.names, whole.pack())
+    assert again.read() == whole.read()
+    with pytest.raises(ValueError, match="these rows have 6 values, and the vector has 5"):
+        Statistics.from_vector(whole.names, whole.pack()[:5])

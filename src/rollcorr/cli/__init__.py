@@ -10,11 +10,12 @@ from rollcorr.cli.app import app
 from rollcorr.cli.configuration import convert_config
 from rollcorr.cli.diagnosis import check, report
 from rollcorr.cli.installation import info
+from rollcorr.cli.monitoring import compare, watch
 from rollcorr.cli.simulation import simulate
 from rollcorr.cli.training import train
 from rollcorr.config.secrets import redact_text
 
-__all__ = ["app", "check", "convert_config", "info", "main", "report", "simulate", "train"]
+__all__ = ["app", "check", "compare", "convert_config", "info", "main", "report", "simulate", "train", "watch"]
 
 
 def main() -> None:

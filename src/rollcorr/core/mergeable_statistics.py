@@ -15,6 +15,7 @@ give the number that one process would. Ratios, means and roots are taken once, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -145,10 +146,24 @@ class Statistics:
         values = {kind: part.view(rows.shape) for (kind, rows), part in zip(self.rows.items(), parts, strict=True)}
         return Statistics(self.names, values)
 
+    @classmethod
+    def from_vector(cls, names: Mapping[str, tuple[str, ...]], vector: Tensor) -> Statistics:
+        """The rows with these names, kind by kind, from a vector that `pack` made; for who has no such rows.
+
+        Raises:
+            ValueError: the vector has another number of values than these rows.
+        """
+        shapes = {kind: (len(names[kind]), *_KINDS[kind].shape) for kind in _KINDS}
+        sizes = [math.prod(shape) for shape in shapes.values()]
+        if sum(sizes) != vector.numel():
+            raise ValueError(f"these rows have {sum(sizes)} values, and the vector has {vector.numel()}")
+        parts = vector.split(sizes)
+        return cls(dict(names), {kind: part.view(shapes[kind]) for kind, part in zip(_KINDS, parts, strict=True)})
+
     def read(self) -> HostStatistics:
         """Bring every row to the host in one transfer."""
-        # Each transfer waits for the device, so all rows travel together.
-        host = self.unpack(self.pack().to("cpu"))
+        # Each transfer waits for the device, so all rows travel together. What is on the host stays as it is.
+        host = self if self.sums.device.type == "cpu" else self.unpack(self.pack().to("cpu"))
         rows = {kind: dict(zip(host.names[kind], host.rows[kind].tolist(), strict=True)) for kind in _KINDS}
         return HostStatistics(
             rows["sums"],

@@ -102,7 +102,9 @@ def correct(
     check_floating(train_log_prob=train_log_prob, rollout_log_prob=rollout_log_prob)
     if response_mask.is_floating_point():
         _check_no_log_probs(response_mask)
-    resolved = config if isinstance(config, RolloutCorrectionConfig) and not options else _asked_for(config, options)
+    resolved = (
+        config if isinstance(config, RolloutCorrectionConfig) and not options else configuration_of(config, options)
+    )
     if out is not None:
         log_probs = {"train_log_prob": train_log_prob, "rollout_log_prob": rollout_log_prob}
         check_out(out, resolved, **log_probs, response_mask=response_mask)
@@ -187,10 +189,14 @@ def _check_no_log_probs(response_mask: Tensor) -> None:
         )
 
 
-def _asked_for(
+def configuration_of(
     config: RolloutCorrectionConfig | str | Mapping[str, Any] | None, options: Mapping[str, Any]
 ) -> RolloutCorrectionConfig | None:
-    """The configuration, with some of its fields replaced. None: no correction at all."""
+    """What `correct` makes of its `config` and `options`: the configuration, or None for no correction at all.
+
+    Raises:
+        TypeError, ValueError: the configuration is wrong, or options would change nothing.
+    """
     if config is None:
         # Whoever names a level asks for weights in the loss, and `measure` keeps its own out of it.
         config = "disabled" if "rollout_is" in options else "measure"

@@ -1,3 +1,4 @@
+from .health.evidence import bare_metrics as bare_metrics
 from .health.health_check import Finding as Finding
 from .health.health_check import HealthReport as HealthReport
 from .installation import Installation as Installation
@@ -10,3 +11,6 @@ from .report.html_page import ReportData as ReportData
 from .report.html_page import check_report as check_report
 from .report.html_page import run_report as run_report
 from .report.html_page import write_report as write_report
+from .run_comparison import RunComparison as RunComparison
+from .run_comparison import compare_runs as compare_runs
+from .run_comparison import comparison_table as comparison_table

@@ -15,7 +15,15 @@ from rollcorr.config.checks import in_one_line
 from rollcorr.core.sampling import KeptSets
 from rollcorr.rollout_log.arrow import pa
 from rollcorr.rollout_log.errors import log_error
-from rollcorr.rollout_log.schema import COLUMNS, arrow_type, check_columns, conform_column, list_array
+from rollcorr.rollout_log.schema import (
+    COLUMNS,
+    arrow_type,
+    check_columns,
+    conform_column,
+    is_own_type,
+    list_array,
+    own_columns,
+)
 
 IDENTITY = ("engine", "engine_version", "policy_version")
 
@@ -116,6 +124,8 @@ def records(columns: Mapping[str, object], sizes: np.ndarray, *, prompt_mask: Te
     for name in (name for name in COLUMNS if name in columns):
         array = _array(name, columns[name], sizes, prompt_mask)
         arrays[name] = conform_column(array, name)
+    for name in own_columns(columns):
+        arrays[name] = _own_array(name, _one_per_row(name, columns[name], len(sizes)))
     return pa.RecordBatch.from_arrays(list(arrays.values()), names=list(arrays))
 
 
@@ -136,6 +146,8 @@ def records_of_rows(
     for name in (name for name in COLUMNS if name in found):
         array = _objects_array(name, [row.get(name) for row in rows], file=file, first_row=first_row)
         arrays[name] = conform_column(array, name, file=file, first_row=first_row)
+    for name in own_columns(found):
+        arrays[name] = _own_array(name, [row.get(name) for row in rows], file=file, first_row=first_row)
     return pa.RecordBatch.from_arrays(list(arrays.values()), names=list(arrays))
 
 
@@ -186,6 +198,19 @@ def _objects_array(name: str, values: list[Any], *, file: str | None = None, fir
         row = next((row for row, value in enumerate(values) if not _fits(name, value)), 0)
         fix = f"expected {COLUMNS[name].type}"
         raise log_error("type", in_one_line(error), fix=fix, file=file, row=first_row + row, column=name) from error
+
+
+def _own_array(name: str, values: list[Any], *, file: str | None = None, first_row: int = 0) -> pa.Array:
+    """A column of the user's own: numbers, flags or texts; null where there is none."""
+    try:
+        array = pa.array(values)
+        problem = None if is_own_type(array.type) else f"it holds {array.type}"
+    except (pa.ArrowException, TypeError, OverflowError, UnicodeEncodeError) as error:
+        problem = str(error)
+    if problem is not None:
+        fix = "a column of your own holds one number, flag or text for each sequence, all of one type"
+        raise log_error("type", problem, fix=fix, file=file, row=first_row, column=name)
+    return array
 
 
 def _fits(name: str, value: object) -> bool:

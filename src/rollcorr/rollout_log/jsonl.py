@@ -19,7 +19,7 @@ from rollcorr.rollout_log.batch import RolloutBatch
 from rollcorr.rollout_log.build import records_of_rows
 from rollcorr.rollout_log.errors import log_error
 from rollcorr.rollout_log.file_limits import FileLimits, limit_error
-from rollcorr.rollout_log.schema import COLUMNS, SCHEMA_VERSION, check_version
+from rollcorr.rollout_log.schema import COLUMNS, SCHEMA_VERSION, check_version, own_columns
 from rollcorr.rollout_log.source import BatchLimits, Shard
 
 VERSION_FIELD = "schema_version"
@@ -54,8 +54,9 @@ class JsonlSource:
         self, path: Path, *, columns: Sequence[str] | None, limits: BatchLimits, shard: Shard | None = None
     ) -> Iterator[RolloutBatch]:
         """The rows of a file; a shard is always the whole file."""
-        wanted, first_row = list(COLUMNS) if columns is None else columns, 0
+        first_row = 0
         for rows in self._batches(path, limits):
+            wanted = [*COLUMNS, *own_columns(name for row in rows for name in row)] if columns is None else columns
             records = records_of_rows(rows, columns=wanted, file=str(path), first_row=first_row)
             self.limits.check_row_lengths(records, file=path, first_row=first_row)
             yield RolloutBatch(records, str(path), first_row)

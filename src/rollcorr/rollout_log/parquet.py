@@ -24,7 +24,7 @@ from rollcorr.rollout_log.parquet_pages import (
     read_footer,
     row_starts,
 )
-from rollcorr.rollout_log.schema import COLUMNS, TOKEN_COLUMNS, VERSION_KEY, check_version, conform
+from rollcorr.rollout_log.schema import COLUMNS, TOKEN_COLUMNS, VERSION_KEY, check_version, conform, own_fields
 from rollcorr.rollout_log.source import BatchLimits, Shard
 
 # Bytes that a column reads ahead. Without it, or with Arrow's own pre-buffering, a whole row group of any size is held.
@@ -87,7 +87,7 @@ class ParquetSource:
 
         with self._open(path) as opened:
             file = opened.file
-            wanted = COLUMNS if columns is None else columns
+            wanted = [*COLUMNS, *own_fields(file.schema_arrow)] if columns is None else columns
             names = [name for name in file.schema_arrow.names if name in wanted]
             if not names:
                 title = f"none of the columns {', '.join(wanted)}; it has {file.schema_arrow.names}"

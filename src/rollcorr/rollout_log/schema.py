@@ -76,6 +76,8 @@ _COLUMNS = (
     Column("model", "string", "–", "sequence", "model that sampled"),
 )
 COLUMNS: Mapping[str, Column] = {column.name: column for column in _COLUMNS}
+OWN_PREFIX = "x_"
+"""Columns with such names are the user's own: a number, a flag or a text for each sequence. The library keeps them."""
 TOKEN_COLUMNS = tuple(column.name for column in _COLUMNS if column.per == "token")
 
 
@@ -107,16 +109,37 @@ def arrow_schema() -> pa.Schema:
     )
 
 
+def is_own(column: str) -> bool:
+    """Whether a column is the user's own."""
+    return column.startswith(OWN_PREFIX)
+
+
+def own_columns(names: Iterable[str]) -> list[str]:
+    """The user's own columns among these, in the order of their names."""
+    return sorted({name for name in names if is_own(name)})
+
+
+def is_own_type(type_: pa.DataType) -> bool:
+    """Whether a column of the user's own may have this Arrow type: numbers, flags or texts."""
+    kinds = ("integer", "floating", "boolean", "string", "large_string", "null")
+    return any(getattr(pa.types, f"is_{kind}")(type_) for kind in kinds)
+
+
+def own_fields(schema: pa.Schema) -> list[str]:
+    """The user's own columns of a file or batch; what has such a name and another type is not one of them."""
+    return [name for name in own_columns(schema.names) if is_own_type(schema.field(name).type)]
+
+
 def check_columns(names: Iterable[str]) -> None:
-    """Check that each name is a column of the log.
+    """Check that each name is a column of the log, or one of the user's own.
 
     Raises:
         ValueError: names the first that is not, and the nearest that is.
     """
     for name in names:
-        if name not in COLUMNS:
+        if name not in COLUMNS and not is_own(name):
             near = get_close_matches(name, COLUMNS, n=1)
-            fix = f"did you mean {near[0]!r}?" if near else f"columns are {', '.join(COLUMNS)}"
+            fix = f"did you mean {near[0]!r}?" if near else f"columns are {', '.join(COLUMNS)}, and your own, x_…"
             raise ValueError(f"{name!r} is not a column of the rollout log; {fix}")
 
 
@@ -152,6 +175,8 @@ def check_version(version: object, *, file: str, row: int | None = None) -> None
 def conform(records: pa.RecordBatch, *, file: str | None = None, first_row: int = 0) -> pa.RecordBatch:
     """Bring columns that others wrote to the types of the schema; columns that are not in it are left out.
 
+    The user's own columns stay as they are.
+
     float64 and float16 become float32, large or fixed-size lists become lists, integers become text in identifiers and
     flags in masks, and null inside a list of floats becomes NaN.
 
@@ -160,6 +185,8 @@ def conform(records: pa.RecordBatch, *, file: str | None = None, first_row: int 
     """
     names = [name for name in COLUMNS if name in records.schema.names]
     arrays = [conform_column(records.column(name), name, file=file, first_row=first_row) for name in names]
+    own = own_fields(records.schema)
+    names, arrays = [*names, *own], [*arrays, *(records.column(name) for name in own)]
     return pa.RecordBatch.from_arrays(arrays, names=names)
 
 

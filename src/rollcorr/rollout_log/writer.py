@@ -11,10 +11,11 @@ from types import TracebackType
 
 from rollcorr.rollout_log.arrow import pa, pq
 from rollcorr.rollout_log.batch import RolloutBatch
+from rollcorr.rollout_log.errors import log_error
 from rollcorr.rollout_log.file_limits import FileLimits
 from rollcorr.rollout_log.jsonl import to_lines
 from rollcorr.rollout_log.reader import Paths, read_rollout_log, source_of
-from rollcorr.rollout_log.schema import COLUMNS, arrow_schema
+from rollcorr.rollout_log.schema import COLUMNS, arrow_schema, own_columns
 
 
 class RolloutLogWriter:
@@ -54,7 +55,8 @@ class RolloutLogWriter:
         """Append the rows of a batch; they are in the log whole or not at all.
 
         Raises:
-            RolloutLogError: a token column is not as long as its response.
+            RolloutLogError: a token column is not as long as its response, or a column of the user's own is new in
+                this batch, or of another type.
             OSError: the disk failed; the log is dropped.
             ValueError: the writer is closed.
         """
@@ -63,6 +65,7 @@ class RolloutLogWriter:
         batch.check_lengths()
         if not len(batch):
             return
+        self._sink.check(batch)
         try:
             self._sink.write(batch)
         except Exception:  # the disk failed: what is on it cannot be finished
@@ -139,11 +142,34 @@ def convert_log(
 class _ParquetSink:
     def __init__(self, path: Path, row_group_rows: int) -> None:
         self._schema = arrow_schema()
+        self._path = path
         self._rows = row_group_rows
+        self._writer: pq.ParquetWriter | None = None
+
+    def check(self, batch: RolloutBatch) -> None:
+        """Check the user's own columns: the first batch says which there are, and of what type."""
+        if self._writer is None:
+            return
+        for name in own_columns(batch.columns):
+            given, known = (
+                batch.records.column(name).type,
+                dict(zip(self._schema.names, self._schema.types, strict=True)),
+            )
+            if known.get(name) != given:
+                title = f"{given} in this batch, and {known.get(name, 'no such column')} in the first"
+                fix = "give every batch of a file the same columns of your own, of the same types"
+                raise log_error("type", title, fix=fix, column=name)
+
+    def _opened(self, own: list[pa.Field]) -> pq.ParquetWriter:
+        """The file, which is made with the first batch."""
+        if self._writer is not None:
+            return self._writer
+        for field in own:
+            self._schema = self._schema.append(field)
         # Token columns hardly repeat: a dictionary costs time, and could merge bit patterns of NaN.
         flat = [column.name for column in COLUMNS.values() if column.type in ("int64", "string")]
         self._writer = pq.ParquetWriter(
-            path,
+            self._path,
             self._schema,
             compression="zstd",
             compression_level=1,
@@ -152,16 +178,18 @@ class _ParquetSink:
             # Without a checksum, a flipped bit in a log-prob is another log-prob.
             write_page_checksum=True,
         )
+        return self._writer
 
     def write(self, batch: RolloutBatch) -> None:
+        writer = self._opened([batch.records.schema.field(name) for name in own_columns(batch.columns)])
         arrays = [
             batch.records.column(field.name) if field.name in batch.columns else pa.nulls(len(batch), field.type)
             for field in self._schema
         ]
-        self._writer.write_table(pa.Table.from_arrays(arrays, schema=self._schema), row_group_size=self._rows)
+        writer.write_table(pa.Table.from_arrays(arrays, schema=self._schema), row_group_size=self._rows)
 
     def close(self) -> None:
-        self._writer.close()
+        self._opened([]).close()
 
 
 class _JsonlSink:
@@ -169,6 +197,9 @@ class _JsonlSink:
         self._file = path.open("xb", buffering=0)
         self._compress = compress
         self._whole = 0
+
+    def check(self, batch: RolloutBatch) -> None:
+        """Every line says what it has."""
 
     def write(self, batch: RolloutBatch) -> None:
         text = "".join(to_lines(batch)).encode()

@@ -1,6 +1,9 @@
 # What a run's directory holds.
 from .directory import RunDirectory as RunDirectory
 
+# Reading the metrics of a run that goes on.
+from .growing_metrics import GrowingMetrics as GrowingMetrics
+
 # One process at a time.
 from .run_lock import RunInUseError as RunInUseError
 from .run_lock import RunLock as RunLock
@@ -19,3 +22,8 @@ from .stored_run import Run as Run
 from .stored_run import drop_later_steps as drop_later_steps
 from .stored_run import read_metrics as read_metrics
 from .stored_run import read_run as read_run
+
+# Trackers with packages of their own.
+from .tracker_sinks import NAMED_SINKS as NAMED_SINKS
+from .tracker_sinks import named_sink as named_sink
+from .tracker_sinks import step_line as step_line

@@ -21,6 +21,7 @@ from pathlib import Path
 from rollcorr.run_directory.durable_files import flush_to_disk
 
 STEP_PREFIX = "step_"
+RANK_PREFIX = "rank_"
 
 
 class RunDirectory:
@@ -70,9 +71,10 @@ class RunDirectory:
         """What the policy drew "before" or "after" the training, PNG."""
         return self.images / f"{when}.png"
 
-    def rollout_log(self, step: int) -> Path:
-        """The rollout log of a step, Parquet."""
-        return self.rollouts / f"{step_name(step)}.parquet"
+    def rollout_log(self, step: int, rank: int = 0) -> Path:
+        """The rollout log of a step, Parquet; those of other ranks than the first have its number in their names."""
+        of_rank = f"{RANK_PREFIX}{rank:05d}_" if rank else ""
+        return self.rollouts / f"{of_rank}{step_name(step)}.parquet"
 
 
 def step_name(step: int) -> str:

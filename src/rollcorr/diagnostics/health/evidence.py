@@ -72,7 +72,7 @@ def bare_metrics(metrics: Metrics) -> dict[str, float]:
     bare = {}
     for key, value in metrics.items():
         if isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value):
-            prefix = next((p for p in _PREFIXES if key.startswith(p)), "")
+            prefix = next((p for p in _PREFIXES if key.startswith(p)), "") if key.startswith(_PREFIXES) else ""
             bare[key.removeprefix(prefix)] = float(value)
     return bare
 

@@ -10,8 +10,9 @@ longer becomes a note. Limits are exclusive: a value at its limit is healthy (T 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal
 
 from rollcorr.config import RolloutCorrectionConfig
@@ -22,7 +23,7 @@ from rollcorr.diagnostics.health.evidence import Evidence, Metrics, bare_metrics
 from rollcorr.diagnostics.health.rules import RULES
 from rollcorr.diagnostics.numbers import label
 
-__all__ = ["Finding", "HealthReport", "health", "healthy_range", "limit_in_words"]
+__all__ = ["Finding", "HealthReport", "health", "healthy_range", "is_broken", "judge", "limit_in_words"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,13 +75,26 @@ def health(
     else:
         history = history_of(metrics)
         current = recent_medians(history)
-    evidence = Evidence(current=current, history=history, config=config, diffusion=diffusion)
+    return judge(Evidence(current=current, history=history, config=config, diffusion=diffusion))
+
+
+def judge(evidence: Evidence, *, broken: Iterable[str] | None = None) -> HealthReport:
+    """The rules and ranges, over evidence that is collected already: what `health` does with metrics.
+
+    Args:
+        evidence: the numbers, and their history.
+        broken: the metrics that are outside their range, now or in the history, where the caller keeps count of them.
+            None: every metric is looked at.
+    """
+    current, history = evidence.current, evidence.history
     findings = [finding for rule in RULES if (finding := rule(evidence)) is not None]
 
     # A rule says more about its metric than the range does. Without a valid token no range means anything.
     if evidence.measured:
         explained = {finding.metric for finding in findings}
-        names = dict.fromkeys([*current, *(name for _, step in history for name in step)])
+        names = broken
+        if names is None:
+            names = dict.fromkeys([*current, *(name for _, step in history for name in step)])
         ranges = (_range_finding(name, evidence) for name in names if name not in explained)
         findings += [finding for finding in ranges if finding is not None]
 
@@ -92,6 +106,7 @@ def health(
     return HealthReport(findings=tuple(ordered), values=current, steps=len(history) if history else None)
 
 
+@lru_cache(maxsize=1024)
 def healthy_range(name: str) -> HealthyRange | None:
     """The registry's healthy range of a metric; None when it has none or is no metric of the registry."""
     try:
@@ -112,6 +127,12 @@ def limit_in_words(limits: HealthyRange) -> str:
     if low is not None:
         return f"at least {low:g}"
     return f"ideally {limits.ideal}"
+
+
+def is_broken(name: str, value: float) -> bool:
+    """Whether a value of a metric is outside its healthy range; False where the metric has none."""
+    limits = healthy_range(name)
+    return limits is not None and _breached(limits, value) is not None
 
 
 def _range_finding(name: str, evidence: Evidence) -> Finding | None:

@@ -1,0 +1,91 @@
+"""`rollcorr watch` and `rollcorr compare`: a run while it goes on, and runs side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rollcorr.cli.app import app, exit_on
+
+
+@app.command()
+def watch(
+    run: Annotated[Path, typer.Argument(help="The run directory. It need not hold metrics.jsonl yet.")],
+    every: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Show what is there, and stop.")] = False,
+) -> None:
+    """Show a run while it goes on: a line for each step, and each alarm once, with cause and fix.
+
+    Exit codes: 0 no alarm lasts (with --once), 1 an alarm lasts (with --once), 2 bad input, 130 Ctrl-C.
+    """
+    import time
+
+    from rollcorr.diagnostics import bare_metrics
+    from rollcorr.monitor import RunningJudge, alarm_text
+    from rollcorr.run_directory import BadInputError, GrowingMetrics, RunDirectory, read_run, step_line
+
+    metrics, judge, config = GrowingMetrics(RunDirectory(run).metrics), RunningJudge(), None
+    with exit_on(BadInputError):
+        if not run.is_dir():
+            raise BadInputError(f"{run} is not a run directory; give the folder that will hold metrics.jsonl")
+        while True:
+            new = metrics.new_steps()
+            if new.again:
+                typer.echo("the run went on from an earlier step")
+                judge = RunningJudge()
+            if new.steps and config is None:
+                config = read_run(run).config
+            for step in new.steps:
+                numbers = {name: value for name, value in step.items() if isinstance(value, (int, float))}
+                typer.echo(step_line(step["step"], numbers))
+                changes = judge.judge(step["step"], bare_metrics(numbers), config)
+                for finding in changes.began:
+                    typer.secho(alarm_text(step["step"], finding), fg="red")
+                for finding in changes.passed:
+                    typer.secho(f"step {step['step']}: has passed: {finding.title}", fg="green")
+            if once:
+                raise typer.Exit(1 if judge.alarms else 0)
+            try:
+                time.sleep(every)
+            except KeyboardInterrupt as error:
+                raise typer.Exit(130) from error
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories.")],
+    metric: Annotated[
+        list[str] | None, typer.Option(help="Show this metric; repeat it for several. [default: the headline metrics]")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
+) -> None:
+    """Show runs side by side: verdicts, and the medians of the last ten steps. Exit codes: 0 done, 2 bad input."""
+    import json
+    import math
+
+    from rich.console import Console
+
+    from rollcorr.diagnostics import compare_runs, comparison_table
+    from rollcorr.run_directory import BadInputError, read_run
+
+    with exit_on(BadInputError, ValueError):
+        comparison = compare_runs([read_run(run) for run in runs], metric or ())
+    if not as_json:
+        Console(highlight=False).print(comparison_table(comparison))
+        return
+    document = [
+        {
+            "run": str(run),
+            "steps": steps,
+            "verdict": report.verdict,
+            "findings": [finding.title for finding in report.warnings],
+            "metrics": {
+                name: value if value is not None and math.isfinite(value) else None
+                for name, value in ((name, values[number]) for name, values in comparison.values.items())
+            },
+        }
+        for number, (run, steps, report) in enumerate(zip(runs, comparison.steps, comparison.reports, strict=True))
+    ]
+    typer.echo(json.dumps(document, ensure_ascii=False, indent=2, allow_nan=False))

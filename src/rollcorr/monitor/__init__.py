@@ -1,0 +1,16 @@
+"""One object in anyone's training loop: metrics, alarms and logs over a run.
+
+run_monitor        `Monitor`: correct, then step
+step_totals        what one step adds up, on the device
+rank_exchange      one vector per rank and step, brought to the host in one transfer
+running_judge      the health check step by step, and when an alarm begins and passes
+rollout_sample     which rows the rollout log keeps, and how they are collected
+field_names        the names of other frameworks' batches
+"""
+
+from rollcorr.monitor.field_names import FIELD_NAMES, FieldNames, read_fields
+from rollcorr.monitor.rollout_sample import RolloutSample
+from rollcorr.monitor.run_monitor import Monitor
+from rollcorr.monitor.running_judge import RunningJudge, alarm_text
+
+__all__ = ["FIELD_NAMES", "FieldNames", "Monitor", "RolloutSample", "RunningJudge", "alarm_text", "read_fields"]

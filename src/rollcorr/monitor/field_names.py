@@ -1,0 +1,196 @@
+"""What other frameworks call the tensors of a batch: one table, read by `Monitor.correct(batch)`.
+
+A batch is anything that holds tensors by name: a mapping, a `TensorDict`, or a `DataProto` with its `batch` and
+`non_tensor_batch`. Nothing of a framework is imported. A name is looked up as it stands, and nothing is guessed:
+`log_probs` is the trainer's policy before the update in slime, and the one being trained in SkyRL's losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rollcorr.layouts import local_lists, pack_lists
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True, kw_only=True)
+class FieldNames:
+    """The names of one framework, for each tensor in the order in which they are tried.
+
+    Attributes:
+        train_log_prob: log π of the trainer before the update, nats.
+        rollout_log_prob: log μ, as the sampler reported it, nats.
+        response_mask: non-zero on sampled tokens.
+        further_masks: masks that are multiplied with it where they are there.
+        columns: column of the rollout log → name. They go into the log where they are there.
+        total_lengths: with lists that are cut over context ranks: tokens of prompt and response, for each sequence.
+        source: where these names are defined.
+    """
+
+    train_log_prob: tuple[str, ...]
+    rollout_log_prob: tuple[str, ...]
+    response_mask: tuple[str, ...]
+    further_masks: tuple[str, ...] = ()
+    columns: Mapping[str, str] = field(default_factory=dict)
+    total_lengths: str | None = None
+    source: str = ""
+
+
+FIELD_NAMES: Mapping[str, FieldNames] = {
+    "rollcorr": FieldNames(
+        train_log_prob=("old_log_prob", "train_log_prob"),
+        rollout_log_prob=("rollout_log_prob",),
+        response_mask=("response_mask",),
+        columns={name: name for name in ("response_ids", "advantages", "group_id", "sequence_id")},
+        source="the rollout log's own columns",
+    ),
+    "verl": FieldNames(
+        train_log_prob=("old_log_probs",),
+        rollout_log_prob=("rollout_log_probs",),
+        response_mask=("response_mask",),
+        columns={"response_ids": "responses", "advantages": "advantages", "group_id": "uid"},
+        source="the DataProto of verl's trainer",
+    ),
+    "trl": FieldNames(
+        train_log_prob=("old_per_token_logps",),
+        rollout_log_prob=("sampling_per_token_logps",),
+        response_mask=("completion_mask",),
+        further_masks=("tool_mask",),
+        columns={"response_ids": "completion_ids", "advantages": "advantages"},
+        source="what GRPOTrainer._generate_and_score_completions returns",
+    ),
+    "slime": FieldNames(
+        train_log_prob=("train_log_probs", "log_probs"),
+        rollout_log_prob=("rollout_log_probs",),
+        response_mask=("loss_masks",),
+        total_lengths="total_lengths",
+        source="rollout_data, and the arguments of --custom-tis-function-path",
+    ),
+    "skyrl": FieldNames(
+        train_log_prob=("action_log_probs", "old_log_probs"),
+        rollout_log_prob=("rollout_logprobs",),
+        response_mask=("loss_mask", "response_mask"),
+        columns={"advantages": "advantages"},
+        source="TrainingInputBatch, and the arguments of a policy loss",
+    ),
+}
+"""Framework → its names."""
+
+
+class BatchFields(NamedTuple):
+    """What a batch holds.
+
+    Attributes:
+        train_log_prob: (B, T), or (N,) when packed.
+        rollout_log_prob: the same shape.
+        response_mask: the same shape.
+        cu_seqlens: (B + 1,) token offsets; None when padded.
+        columns: further columns of the rollout log.
+    """
+
+    train_log_prob: Tensor
+    rollout_log_prob: Tensor
+    response_mask: Tensor
+    cu_seqlens: Tensor | None
+    columns: dict[str, object]
+
+
+def read_fields(
+    batch: object, names: str | FieldNames | None = None, *, context_group: ProcessGroup | None = None
+) -> BatchFields:
+    """The tensors of a batch that a framework made.
+
+    Args:
+        batch: a mapping, a `TensorDict` or a `DataProto`.
+        names: a framework of `FIELD_NAMES`, or names of your own. None: the framework whose names are all there.
+        context_group: with lists of cut log-probs and whole masks: the ranks that hold the other tokens.
+
+    Raises:
+        TypeError: this is no batch.
+        ValueError: no framework of that name, or fields are missing, or those of several frameworks are there.
+    """
+    held = _held_by(batch)
+    found = _names_for(held, names)
+    train, rollout, mask = (
+        _first(held, wanted) for wanted in (found.train_log_prob, found.rollout_log_prob, found.response_mask)
+    )
+    columns = {column: held[name] for column, name in found.columns.items() if held.get(name) is not None}
+    if "cu_seqlens" in held and held["cu_seqlens"] is not None:
+        return BatchFields(train, rollout, mask, torch.as_tensor(held["cu_seqlens"], device=train.device), columns)
+    if isinstance(train, Tensor):
+        for name in found.further_masks:
+            if held.get(name) is not None:
+                mask = (mask != 0) & (held[name] != 0)
+        return BatchFields(train, rollout, mask, None, columns)
+
+    # One tensor for each sequence. Masks are of whole responses, where log-probs may be a context rank's slices.
+    mask = [torch.as_tensor(one, device=train[0].device) for one in mask]
+    if context_group is not None and context_group.size() > 1 and found.total_lengths is not None:
+        (mask,) = local_lists(
+            mask,
+            total_lengths=[int(length) for length in held[found.total_lengths]],
+            ranks=context_group.size(),
+            rank=context_group.rank(),
+        )
+    packed = pack_lists(train, rollout, mask)
+    train, rollout, mask = packed.tensors
+    return BatchFields(train, rollout, mask, packed.cu_seqlens, columns)
+
+
+def _held_by(batch: object) -> dict[str, Any]:
+    """What a batch holds, by name."""
+    tensors, others = getattr(batch, "batch", None), getattr(batch, "non_tensor_batch", None)
+    if others is not None:
+        return {**({} if tensors is None else _held_by(tensors)), **dict(others)}
+    keys = getattr(batch, "keys", None)
+    if keys is None or isinstance(batch, Tensor) or not hasattr(batch, "__getitem__"):
+        raise TypeError(
+            "expected train_log_prob, rollout_log_prob and response_mask, or one batch that holds them by name; got "
+            f"{type(batch).__name__}"
+        )
+    return {str(name): batch[name] for name in keys()}
+
+
+def _names_for(held: Mapping[str, Any], names: str | FieldNames | None) -> FieldNames:
+    if isinstance(names, FieldNames):
+        found = names
+    elif names is not None:
+        if names not in FIELD_NAMES:
+            raise ValueError(f"no framework is called {names!r}; there are {', '.join(FIELD_NAMES)}")
+        found = FIELD_NAMES[names]
+    else:
+        fitting = [name for name, known in FIELD_NAMES.items() if not _missing(held, known)]
+        if len(fitting) > 1:
+            raise ValueError(
+                f"the batch has the fields of {' and of '.join(fitting)}; say which: fields={fitting[0]!r}"
+            )
+        if not fitting:
+            wanted = "; ".join(f"{name}: {', '.join(_required(known))}" for name, known in FIELD_NAMES.items())
+            raise ValueError(f"the batch has {', '.join(held)}, and no framework's fields. {wanted}")
+        found = FIELD_NAMES[fitting[0]]
+
+    missing = _missing(held, found)
+    if missing:
+        raise ValueError(f"the batch has no {', no '.join(missing)}; it has {', '.join(held)}")
+    return found
+
+
+def _required(names: FieldNames) -> list[str]:
+    return [" or ".join(wanted) for wanted in (names.train_log_prob, names.rollout_log_prob, names.response_mask)]
+
+
+def _missing(held: Mapping[str, Any], names: FieldNames) -> list[str]:
+    """What is not there, or None, as TRL's log-probs are where it computed none."""
+    wanted = (names.train_log_prob, names.rollout_log_prob, names.response_mask)
+    return [" or ".join(group) for group in wanted if all(held.get(name) is None for name in group)]
+
+
+def _first(held: Mapping[str, Any], wanted: Sequence[str]) -> Any:  # noqa: ANN401 - a tensor, or a list of them
+    return next(held[name] for name in wanted if held.get(name) is not None)

@@ -1,0 +1,218 @@
+"""Which rows the rollout log keeps, and how they are collected until their step is over.
+
+The rule depends on the step and the row alone, so that every rank and every repetition keeps the same rows:
+
+    row r of step s is kept   ⇔   s is a multiple of `every`, and u(seed, s, key of r) < share
+    u(seed, s, key)           =   the first 8 bytes of BLAKE2b("seed/s/key"), as a fraction of 2^64
+
+The key is the row's `group_id`, so that the answers to one prompt stay together; without one its `sequence_id`; without
+either "rank/number of the row in the step".
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollcorr.correction.parts import packed_tokens
+from rollcorr.correction.process_groups import gather_slices
+from rollcorr.rollout_log import TOKEN_COLUMNS, RolloutBatch, RolloutLogWriter
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSample:
+    """How much the rollout log keeps; the rule is in this file's first lines, and in docs/monitor.md.
+
+    Attributes:
+        every: a step is logged if its number is a multiple of this, at least 1.
+        share: the share of the rows, or of the groups, of such a step, above 0 and at most 1.
+        seed: another one keeps other rows.
+    """
+
+    every: int = 1
+    share: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"every must be at least 1, got {self.every}")
+        if not 0 < self.share <= 1:
+            raise ValueError(f"share must be above 0 and at most 1, got {self.share}; rollouts=None writes no log")
+
+    def takes_step(self, step: int) -> bool:
+        """Whether a step is logged at all."""
+        return step % self.every == 0
+
+    def takes_row(self, step: int, key: object) -> bool:
+        """Whether a row of such a step is logged."""
+        digest = hashlib.blake2b(f"{self.seed}/{step}/{key}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") < self.share * 2**64
+
+
+class CollectedRollouts:
+    """The rows of a step that its log will keep. They stay on their device until the log is written.
+
+    Args:
+        sample: the rule.
+        rank: data-parallel rank, for the keys of rows that have no id.
+        writes: whether this rank writes: the first of its context group.
+    """
+
+    def __init__(self, sample: RolloutSample, rank: int, *, writes: bool) -> None:
+        self._sample = sample
+        self._rank = rank
+        self._writes = writes
+        self._batches: list[tuple[list[int], Tensor, Tensor | None, dict[str, object]]] = []
+        self.seen = 0
+
+    def add(
+        self,
+        step: int,
+        response_mask: Tensor,
+        columns: Mapping[str, object],
+        *,
+        cu_seqlens: Tensor | None,
+        position_ids: Tensor | None,
+        context_group: ProcessGroup | None,
+    ) -> None:
+        """Keep the sampled rows of a micro-batch. Copies them, so that buffers can be used again.
+
+        Raises:
+            ValueError: a column has another number of rows.
+        """
+        sequences = response_mask.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        first, self.seen = self.seen, self.seen + sequences
+        if not self._sample.takes_step(step):
+            return
+        keys = self._keys(columns, sequences, first)
+        rows = [row for row, key in enumerate(keys) if self._sample.takes_row(step, key)]
+        if not rows:
+            return
+
+        index = torch.tensor(rows, dtype=torch.int64, device=response_mask.device)
+        tokens, offsets = (index, None) if cu_seqlens is None else packed_tokens(index, cu_seqlens)
+        given = dict(columns) | ({} if position_ids is None else {"position_ids": position_ids})
+        kept = {
+            name: _rows_of(name, value, rows, tokens, sequences, response_mask)
+            for name, value in given.items()
+            if value is not None
+        }
+        mask = _copy(response_mask, tokens)
+        if context_group is not None and context_group.size() > 1:
+            mask, offsets, kept = _whole_sequences(mask, offsets, kept, context_group)
+        kept.pop("position_ids", None)
+        if self._writes:
+            self._batches.append(([first + row for row in rows], mask, offsets, kept))
+
+    def write(self, path: Path, step: int, reward: object | None) -> None:
+        """Write the log of the step, if a row of it is kept.
+
+        Args:
+            path: the file; one that a killed run left is replaced.
+            step: its number.
+            reward: one for each sequence of this rank, in the order of the calls; None leaves the column out.
+
+        Raises:
+            ValueError: there are more or fewer rewards than sequences.
+            OSError: the disk is full or cannot be written.
+        """
+        rewards = None
+        if reward is not None:
+            rewards = torch.as_tensor(reward, device="cpu").detach().cpu()
+            if rewards.shape != (self.seen,):
+                raise ValueError(
+                    f"reward is {tuple(rewards.shape)}, and this step had {self.seen} sequences: give one for each, in "
+                    "the order of the calls of correct"
+                )
+        if not self._batches:
+            return
+        with RolloutLogWriter(path, overwrite=True) as log:
+            for rows, mask, offsets, columns in self._batches:
+                named = {"step": step, **columns}
+                if rewards is not None:
+                    named.setdefault("reward", rewards[rows])
+                if offsets is None:
+                    log.write(RolloutBatch.from_padded(mask, **named))  # type: ignore[arg-type]
+                else:
+                    log.write(RolloutBatch.from_packed(mask, cu_seqlens=offsets, **named))  # type: ignore[arg-type]
+
+    def _keys(self, columns: Mapping[str, object], sequences: int, first: int) -> Sequence[object]:
+        for name in ("group_id", "sequence_id"):
+            ids = columns.get(name)
+            if ids is not None:
+                listed = ids.tolist() if isinstance(ids, (Tensor, np.ndarray)) else list(ids)  # type: ignore[call-overload]
+                if len(listed) != sequences:
+                    raise ValueError(f"{name} has {len(listed)} rows, response_mask has {sequences}")
+                return listed
+        return [f"{self._rank}/{first + row}" for row in range(sequences)]
+
+
+def _rows_of(name: str, value: object, rows: list[int], tokens: slice | Tensor, sequences: int, mask: Tensor) -> object:
+    """The kept rows of a column; a value for all rows stays as it is."""
+    if name in TOKEN_COLUMNS or name == "position_ids":
+        tensor = torch.as_tensor(value, device=mask.device)
+        if tensor.shape == mask.shape:
+            return _copy(tensor, tokens)
+        if name == "advantages" and mask.dim() == 2 and tensor.shape in {(sequences,), (sequences, 1)}:
+            # TRL has one advantage for each sequence.
+            return _copy(tensor.reshape(-1, 1).expand(mask.shape), tokens)
+        raise ValueError(f"{name} {tuple(tensor.shape)} and response_mask {tuple(mask.shape)} differ")
+    if isinstance(value, (Tensor, np.ndarray, list, tuple)):
+        if len(value) != sequences:
+            raise ValueError(f"{name} has {len(value)} rows, response_mask has {sequences}")
+        if isinstance(value, Tensor):
+            return value.detach()[torch.tensor(rows, dtype=torch.int64, device=value.device)]
+        return [value[row] for row in rows]
+    return value
+
+
+def _copy(tensor: Tensor, tokens: slice | Tensor) -> Tensor:
+    part = tensor.detach()[tokens]
+    return part.clone() if isinstance(tokens, slice) else part
+
+
+def _whole_sequences(
+    mask: Tensor, offsets: Tensor | None, columns: dict[str, object], group: ProcessGroup
+) -> tuple[Tensor, Tensor | None, dict[str, object]]:
+    """Join the slices of a context group, in the order of `position_ids`, or of the ranks. Waits for the device."""
+    names = [name for name in columns if name in TOKEN_COLUMNS or name == "position_ids"]
+    tensors = [columns[name] for name in names]
+    assert all(isinstance(tensor, Tensor) for tensor in tensors)
+    whole = gather_slices(mask, *tensors, cu_seqlens=offsets, group=group)  # type: ignore[arg-type]
+    joined = dict(zip(["response_mask", *names], whole.tensors, strict=True))
+
+    if "position_ids" in joined:
+        # By sequence first, then by position: slices may be zig-zag.
+        sequence = torch.bucketize(
+            torch.arange(len(joined["response_mask"]), device=mask.device), whole.cu_seqlens[1:], right=True
+        )
+        by_position = joined["position_ids"].argsort(stable=True)
+        order = by_position[sequence[by_position].argsort(stable=True)]
+        joined = {name: tensor[order] for name, tensor in joined.items()}
+
+    # Padded rows all have the same number of tokens, and their padding is last again.
+    if offsets is None:
+        joined = {name: tensor.reshape(len(mask), -1) for name, tensor in joined.items()}
+    whole_mask = joined.pop("response_mask")
+    return whole_mask, None if offsets is None else whole.cu_seqlens, {**columns, **joined}
+
+
+def check_log_can_be_written() -> None:
+    """Find a missing extra before the first step.
+
+    Raises:
+        ImportError: pyarrow is missing; the message names the extra.
+    """
+    from rollcorr.rollout_log.arrow import pa
+
+    _ = pa.int64()

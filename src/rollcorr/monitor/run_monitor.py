@@ -1,0 +1,357 @@
+"""`Monitor`: the correction, the metrics, the alarms and the logs of a run, in a training loop of any kind."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.config.finding import Finding
+from rollcorr.config.yaml_text import dump_yaml
+from rollcorr.core.mergeable_statistics import Statistics
+from rollcorr.core.metric_registry import PREFIX
+from rollcorr.correction import Correction, PolicyLossOutput, correct
+from rollcorr.correction.rollout_correction import configuration_of
+from rollcorr.diagnostics.health.evidence import RECENT_STEPS
+from rollcorr.monitor.field_names import FieldNames, read_fields
+from rollcorr.monitor.rank_exchange import RankExchange, objects_of_ranks
+from rollcorr.monitor.rollout_sample import CollectedRollouts, RolloutSample, check_log_can_be_written
+from rollcorr.monitor.running_judge import RunningJudge, alarm_text
+from rollcorr.monitor.step_totals import StepTotals, merged_metrics
+from rollcorr.run_directory import JsonLines, RunDirectory, Sink, drop_later_steps, read_metrics
+from rollcorr.run_directory.durable_files import write_text_durably
+from rollcorr.run_directory.tracker_sinks import named_sink
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+logger = logging.getLogger("rollcorr.monitor")
+
+OnAlarm = Callable[[Finding], object]
+
+
+class Monitor:
+    """One object for a run: `correct` measures and corrects a batch, `step` ends a training step.
+
+        with Monitor("runs/first", "decoupled_token_is") as monitor:
+            for batch in batches:
+                correction = monitor.correct(old_log_prob, rollout_log_prob, response_mask)
+                ...  # the losses and the optimizer
+                monitor.step(reward=rewards, loss=loss)
+
+    A step may have one call of `correct` or many; their statistics are merged exactly, over micro-batches and ranks.
+    `step` brings everything to the host in one transfer, writes `metrics.jsonl`, and judges the recent steps. What is
+    wrong is logged by `logging.getLogger("rollcorr.monitor")` and given to `on_alarm`, once for as long as it lasts.
+
+    Args:
+        run_dir: the run's directory; `rollcorr report`, `watch` and `compare` read it.
+        config: the correction, as `rollcorr.correct` takes it. None: the preset `measure`, or what `options` say.
+        group: the data-parallel ranks. Every rank makes a Monitor, and calls `step` the same number of times.
+        context_group: the ranks that hold other tokens of the same sequences.
+        start: steps that are done already, for a run that goes on from a checkpoint. What was logged after them is
+            dropped, because those steps are computed again.
+        sinks: where metrics go besides `metrics.jsonl`: "tensorboard", "wandb", "mlflow", "trackio", "stdout", or
+            objects with `write(step, metrics)` and `close()`. They are used by the first rank alone.
+        on_alarm: called with the `Finding` of each alarm that begins, on every rank. What it raises ends the step.
+        rollouts: which rows go into the rollout log, a file for each step and rank. None writes none.
+        options: fields of `RolloutCorrectionConfig` that replace those of `config`.
+
+    Attributes:
+        steps: completed steps.
+        config: the configuration that every call of `correct` starts from.
+        directory: where the files are.
+
+    Raises:
+        FileExistsError: the directory has steps already, and `start` does not say how many of them count.
+        ImportError: a sink or the rollout log needs a package that is missing; the message names the extra.
+        ValueError, TypeError: the configuration is wrong, or there is no sink of that name.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | os.PathLike[str],
+        config: RolloutCorrectionConfig | str | Mapping[str, Any] | None = None,
+        *,
+        group: ProcessGroup | None = None,
+        context_group: ProcessGroup | None = None,
+        start: int | None = None,
+        sinks: str | Sequence[str | Sink] = (),
+        on_alarm: OnAlarm | Sequence[OnAlarm] = (),
+        rollouts: RolloutSample | None = None,
+        **options: Any,  # noqa: ANN401
+    ) -> None:
+        self.config = configuration_of(config, options)
+        self.directory = RunDirectory(Path(run_dir))
+        self.steps = start or 0
+        self._group, self._context_group = group, context_group
+        self._exchange = RankExchange(group)
+        self._writes = (context_group is None or context_group.rank() == 0) and self._exchange.rank == 0
+        self._on_alarm = (on_alarm,) if callable(on_alarm) else tuple(on_alarm)
+        self._judge = RunningJudge()
+        self._judged_config = self.config
+        self._sample = rollouts
+        self._sinks: list[Sink] = []
+        self._file: JsonLines | None = None
+        self._opened = ExitStack()
+        self._begin_step()
+
+        # One rank prepares the directory. All of them learn what it found, so that none waits for one that gave up, and
+        # all judge by the same steps.
+        problem: Exception | None = None
+        earlier: list[dict[str, Any]] = []
+        try:
+            if rollouts is not None:
+                check_log_can_be_written()
+            if self._writes:
+                earlier = self._prepare(start, (sinks,) if isinstance(sinks, str) else sinks)
+        except Exception as error:  # trackers have errors of their own
+            problem = error
+        problem_anywhere, earlier = self._agreed(problem, earlier)
+        if problem_anywhere is not None:
+            self.close()
+            raise problem or problem_anywhere
+        for metrics in earlier:
+            self._judge.remember(metrics["step"], metrics)
+        if rollouts is not None:
+            self._drop_own_logs()
+
+    def correct(
+        self,
+        train_log_prob: Tensor | object,
+        rollout_log_prob: Tensor | None = None,
+        response_mask: Tensor | None = None,
+        *,
+        fields: str | FieldNames | None = None,
+        cu_seqlens: Tensor | None = None,
+        columns: Mapping[str, object] | None = None,
+        position_ids: Tensor | None = None,
+        over_ranks: bool = True,
+        **options: Any,  # noqa: ANN401
+    ) -> Correction:
+        """`rollcorr.correct`, counted in this step.
+
+        Args:
+            train_log_prob: log π, (B, T), or (N,) with `cu_seqlens`; or a batch that holds everything by name, such as
+                a mapping, a TensorDict or a DataProto.
+            rollout_log_prob: log μ, the same shape.
+            response_mask: non-zero on sampled tokens, the same shape.
+            fields: whose names the batch has, see `rollcorr.monitor.FIELD_NAMES`. None: found by the names.
+            cu_seqlens: (B + 1,) token offsets, only when packed.
+            columns: further columns of the rollout log: those of the schema, and your own with names `x_…`, one value
+                for each sequence. Used where this step is logged.
+            position_ids: where in its response each token is; only to put a context group's slices in order in the
+                log. None: the slices are in the order of the ranks.
+            over_ranks: whether batch normalization, counts and denominators are those of all ranks, by an exchange
+                now, so that every rank must call this the same number of times. False: of this batch alone; the
+                metrics of the step are of all ranks in any case.
+            options: what `rollcorr.correct` takes besides: configuration fields, `detail`, `fill`, `out`, `impl`.
+
+        Raises:
+            TypeError, ValueError: as `rollcorr.correct`; or the calls of this step measure differently; or a batch
+                lacks a field.
+        """
+        if not isinstance(train_log_prob, Tensor):
+            found = read_fields(train_log_prob, fields, context_group=self._context_group)
+            train_log_prob, rollout_log_prob, response_mask = found[:3]
+            cu_seqlens, columns = found.cu_seqlens, {**found.columns, **(columns or {})}
+        if rollout_log_prob is None or response_mask is None:
+            raise TypeError("correct takes train_log_prob, rollout_log_prob and response_mask, or one batch")
+
+        correction = correct(
+            train_log_prob,
+            rollout_log_prob,
+            response_mask,
+            self.config,
+            cu_seqlens=cu_seqlens,
+            group=self._group if over_ranks else None,
+            context_group=self._context_group,
+            **options,
+        )
+        self.add(correction)
+        if self._rollouts is not None:
+            logged = {"rollout_log_prob": rollout_log_prob, "old_log_prob": train_log_prob, **(columns or {})}
+            self._rollouts.add(
+                self.steps + 1,
+                response_mask,
+                logged,
+                cu_seqlens=cu_seqlens,
+                position_ids=position_ids,
+                context_group=self._context_group,
+            )
+        return correction
+
+    def add(self, measured: Correction | PolicyLossOutput | Statistics) -> None:
+        """Count what was measured elsewhere: a correction, a loss, or a loss's statistics.
+
+        Of a loss this is what `rollcorr.loss_metrics` shows, as `actor/…`. In bypass mode the loss measures the
+        mismatch too, and its correction is counted with it.
+
+        Raises:
+            ValueError: it has other rows than what this step has already.
+        """
+        if isinstance(measured, Statistics):
+            self._totals.add_statistics("loss", measured)
+        elif isinstance(measured, Correction):
+            if measured.statistics is not None:
+                shared = measured.ranks[0] > 1
+                self._totals.add_statistics("shared correction" if shared else "correction", measured.statistics)
+                self._judged_config = measured.config
+        else:
+            self._totals.add_statistics("loss", measured.statistics)
+
+            # A decoupled loss only applies a correction, which `correct` has counted.
+            measured_here = measured.correction
+            if measured_here is not None and measured_here.config is not None and measured_here.config.bypass_mode:
+                self.add(measured_here)
+
+    def step(self, *, reward: object | None = None, **own: object) -> dict[str, float]:
+        """End a training step: merge, write, judge. With a group this is an exchange, so every rank calls it.
+
+        Args:
+            reward: as one of `own`. One for each sequence also goes into the rollout log.
+            own: further metrics. A number or 0-d tensor is averaged over the ranks that give it. A tensor or list has
+                a mean, a spread and extremes over all of its values on all ranks: `name/mean`, `/std`, `/min`, `/max`.
+
+        Returns:
+            The metrics of the step, the same on every rank. They may hold NaN and infinity.
+
+        Raises:
+            TypeError, ValueError: a metric is no number, or its name is taken.
+            OSError: `metrics.jsonl` or the rollout log cannot be written.
+        """
+        for name, value in {"reward": reward, **own}.items():
+            if value is not None:
+                self._totals.add_value(name, value)
+        layout, vector = self._totals.pack()
+        metrics = merged_metrics(self._exchange.read(layout, vector), self._exchange.rank)
+        step = self.steps + 1
+
+        # The log comes first: a step whose metrics can be read has its rows too.
+        if self._rollouts is not None:
+            is_one_number = isinstance(reward, (int, float)) or getattr(reward, "ndim", 1) == 0
+            rewards = None if is_one_number else reward
+            self._rollouts.write(self.directory.rollout_log(step, self._exchange.rank), step, rewards)
+        self.steps = step
+        self._write(step, metrics)
+        self._begin_step()
+        self._raise_alarms(step, metrics)
+        return metrics
+
+    @property
+    def alarms(self) -> tuple[Finding, ...]:
+        """What is wrong now, the oldest first; an alarm passes when it was absent for ten steps."""
+        return self._judge.alarms
+
+    @property
+    def transfers(self) -> int:
+        """How often a step brought something to the host, rollout logs aside: once, or twice where a layout is new."""
+        return self._exchange.transfers
+
+    def close(self) -> None:
+        """Close the sinks. A step that has not ended is not logged."""
+        for sink in reversed(self._sinks):
+            sink.close()
+        self._sinks, self._file = [], None
+        self._opened.close()
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _begin_step(self) -> None:
+        self._totals = StepTotals()
+        self._rollouts: CollectedRollouts | None = None
+        if self._sample is not None:
+            first_of_context = self._context_group is None or self._context_group.rank() == 0
+            self._rollouts = CollectedRollouts(self._sample, self._exchange.rank, writes=first_of_context)
+
+    def _agreed(
+        self, problem: Exception | None, earlier: list[dict[str, Any]]
+    ) -> tuple[Exception | None, list[dict[str, Any]]]:
+        """The first problem of any rank, and the steps that the writing rank has read."""
+        # An error of a package may not survive the journey; its text does.
+        if problem is not None and type(problem).__module__ != "builtins":
+            problem = RuntimeError(f"{type(problem).__name__}: {problem}")
+        for group in (self._group, self._context_group):
+            told = objects_of_ranks(group, (problem, earlier))
+            problem = next((other for other, _ in told if other is not None), None)
+            earlier = next((steps for _, steps in told if steps), [])
+        return problem, earlier
+
+    def _prepare(self, start: int | None, sinks: Sequence[str | Sink]) -> list[dict[str, Any]]:
+        """Make the directory, or make it that of a run which goes on after `start` steps; returns the last of these."""
+        if start is not None and start < 0:
+            raise ValueError(f"start is the number of steps that are done already, at least 0; got {start}")
+        self._opened.enter_context(RunLock(self.directory.path))
+        earlier = read_metrics(self.directory.metrics) if self.directory.metrics.exists() else []
+        if earlier and start is None:
+            raise FileExistsError(
+                f"{self.directory.path} has {len(earlier)} steps already: say how many of them count, start=N with the "
+                "step of the checkpoint, or choose another directory"
+            )
+
+        self.directory.path.mkdir(parents=True, exist_ok=True)
+        if start is not None:
+            drop_later_steps(self.directory, start)
+        if self.config is not None:
+            write_text_durably(self.directory.config, dump_yaml({"rollout_correction": _plain(self.config)}))
+        # The file is first: what a tracker shows is in the file.
+        self._file = JsonLines(self.directory.metrics)
+        self._opened.callback(self._file.close)
+        for sink in sinks:
+            self._sinks.append(named_sink(sink, self.directory, self.steps) if isinstance(sink, str) else sink)
+        return [metrics for metrics in earlier if metrics["step"] <= self.steps][-RECENT_STEPS:]
+
+    def _drop_own_logs(self) -> None:
+        """Remove the rollout logs of later steps that this rank has left; `drop_later_steps` knows the first rank's."""
+        rank = self._exchange.rank
+        if rank == 0 or not self.directory.rollouts.is_dir():
+            return
+        prefix = self.directory.rollout_log(0, rank).name.removesuffix("000000.parquet")
+        for unfinished in self.directory.rollouts.glob(f".{prefix}*.tmp-*"):
+            unfinished.unlink()
+        for log in self.directory.rollouts.glob(f"{prefix}*.parquet"):
+            if int(log.stem.rpartition("_")[2]) > self.steps:
+                log.unlink()
+
+    def _write(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._file is None:
+            return
+        self._file.write(step, metrics)
+        for sink in list(self._sinks):
+            try:
+                sink.write(step, metrics)
+            except Exception as error:  # a tracker's server must not end the training
+                logger.error("step %d: %s failed and gets no further steps: %s", step, type(sink).__name__, error)
+                self._sinks.remove(sink)
+
+    def _raise_alarms(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Judge the step. Every rank has the same metrics, so every rank comes to the same verdict."""
+        # Names that `bare_metrics` would shorten are the correction's alone here, and they have one prefix.
+        bare = {name.removeprefix(PREFIX): value for name, value in metrics.items() if not math.isnan(value)}
+        changes = self._judge.judge(step, bare, self._judged_config)
+        if self._writes:
+            for finding in changes.began:
+                logger.warning("%s", alarm_text(step, finding))
+            for finding in changes.passed:
+                logger.info("step %d: has passed: %s", step, finding.title)
+        for finding in changes.began:
+            for callback in self._on_alarm:
+                callback(finding)
+
+
+def _plain(config: RolloutCorrectionConfig) -> dict[str, Any]:
+    """The fields as YAML holds them."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in config.to_dict().items()}

@@ -1,0 +1,144 @@
+"""A run judged step by step: the health check over the recent steps, at a cost that does not grow with the run.
+
+The window is that of the health check: the last ten steps that measured a token. What it finds becomes an alarm once,
+and not again while it lasts. It has passed when it was absent for a whole window, so what hovers around a limit does
+not sound at every crossing. `rollcorr report` judges the same metrics with the whole run in view.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
+from statistics import median
+from typing import Any, NamedTuple
+
+from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.config.finding import Finding
+from rollcorr.diagnostics.health.evidence import RECENT_STEPS, Evidence, bare_metrics
+from rollcorr.diagnostics.health.health_check import is_broken, judge
+
+_Key = tuple[str, str | None]
+
+
+class Changes(NamedTuple):
+    """What a step changed: the alarms that began with it, and those that have passed."""
+
+    began: tuple[Finding, ...]
+    passed: tuple[Finding, ...]
+
+
+class RecentSteps:
+    """The recent steps that measured a token, with the times that each metric was outside its range in them.
+
+    Attributes:
+        history: (step, metrics by bare name), the oldest first.
+    """
+
+    def __init__(self) -> None:
+        self.history: deque[tuple[int, dict[str, float]]] = deque(maxlen=RECENT_STEPS)
+        self._broken: deque[tuple[str, ...]] = deque()
+        self._times_broken: Counter[str] = Counter()
+
+    def add(self, step: int, bare: dict[str, float]) -> None:
+        """Take a step in, and let the oldest go."""
+        self.history.append((step, bare))
+        broken = tuple(name for name, value in bare.items() if is_broken(name, value))
+        self._broken.append(broken)
+        self._times_broken.update(broken)
+        if len(self._broken) > RECENT_STEPS:
+            self._times_broken.subtract(self._broken.popleft())
+
+    def broken(self) -> list[str]:
+        """The metrics that were outside their range in one of these steps; a median is so only where a value is."""
+        return [name for name, times in self._times_broken.items() if times]
+
+
+class RecentMedians(Mapping[str, float]):
+    """The median of each metric over the recent steps. Each is taken when it is asked for: rules ask for a few.
+
+    Args:
+        history: (step, metrics by bare name).
+    """
+
+    def __init__(self, history: Iterable[tuple[int, Mapping[str, float]]]) -> None:
+        self._steps = [metrics for _, metrics in history]
+
+    def __getitem__(self, name: str) -> float:
+        values = [metrics[name] for metrics in self._steps if name in metrics]
+        if not values:
+            raise KeyError(name)
+        return median(values)
+
+    def __contains__(self, name: object) -> bool:
+        return any(name in metrics for metrics in self._steps)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys(name for metrics in self._steps for name in metrics))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class RunningJudge:
+    """The verdict on a run so far.
+
+    Attributes:
+        recent: the steps that it judges by.
+    """
+
+    def __init__(self) -> None:
+        self.recent = RecentSteps()
+        self._alarms: dict[_Key, Finding] = {}
+        self._absent: dict[_Key, int] = {}
+
+    @property
+    def alarms(self) -> tuple[Finding, ...]:
+        """The alarms that last, the oldest first."""
+        return tuple(self._alarms.values())
+
+    def remember(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Take a step into the window. One that measured no token is left out, as the health check does."""
+        self._take(step, bare_metrics(metrics))
+
+    def judge(self, step: int, bare: dict[str, float], config: RolloutCorrectionConfig | None) -> Changes:
+        """Take a step into the window, and judge it. A step without a correction changes nothing.
+
+        Args:
+            step: its number.
+            bare: its metrics by bare name, without NaN: what `bare_metrics` returns.
+            config: what the correction was asked for.
+        """
+        if "token_count" not in bare:
+            return Changes((), ())
+        self._take(step, bare)
+        history = list(self.recent.history)
+        evidence = Evidence(current=RecentMedians(history), history=history, config=config)
+        report = judge(evidence, broken=self.recent.broken())
+        found = {(finding.code, finding.metric): finding for finding in report.warnings}
+
+        began = tuple(finding for key, finding in found.items() if key not in self._alarms)
+        passed = []
+        for key in [key for key in self._alarms if key not in found]:
+            self._absent[key] = self._absent.get(key, 0) + 1
+            if self._absent[key] >= RECENT_STEPS:
+                passed.append(self._alarms.pop(key))
+                del self._absent[key]
+        for key, finding in found.items():
+            self._alarms[key] = finding
+            self._absent.pop(key, None)
+        return Changes(began, tuple(passed))
+
+    def _take(self, step: int, bare: dict[str, float]) -> None:
+        if bare.get("token_count", 1.0) > 0:
+            self.recent.add(step, bare)
+
+
+def alarm_text(step: int, finding: Finding) -> str:
+    """An alarm in one line: what is wrong, the number that shows it, why it matters, and what to change."""
+    numbers = [] if finding.value is None else [f"{finding.value:.4g}"]
+    if finding.limit:
+        numbers.append(f"healthy: {finding.limit}")
+    shown = f" ({', '.join(numbers)})" if numbers else ""
+    reason = f". Cause: {finding.reason}" if finding.reason else ""
+    fix = f". Fix: {finding.fix}" if finding.fix else ""
+    return f"step {step}: {finding.title}{shown}{reason}{fix}"

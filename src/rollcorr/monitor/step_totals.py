@@ -1,0 +1,221 @@
+"""What one training step adds up: statistics of corrections and losses, and the trainer's own numbers.
+
+Everything stays where it is until the step ends. Then it is one float64 vector, with a layout that says what is where.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollcorr.core.mergeable_statistics import (
+    STATISTICS_DTYPE,
+    HostStatistics,
+    Statistics,
+    extremes_of,
+    merge_statistics,
+    moments_of,
+)
+from rollcorr.core.metric_registry import finalize, metric
+from rollcorr.diagnostics.health.evidence import bare_metrics
+
+Source = Literal["correction", "shared correction", "loss", "values", "number"]
+"""Where a part comes from. A shared correction is of all ranks already; values have a distribution."""
+
+LOSS_PREFIX = "actor/"
+
+_VALUE_ROWS: Mapping[str, tuple[str, ...]] = {
+    "sums": ("nonfinite",),
+    "moments": ("value",),
+    "extremes": ("value",),
+    "histograms": (),
+    "tops": (),
+}
+
+
+class LayoutEntry(NamedTuple):
+    """A part of a rank's vector: where it comes from, what it is called, its rows by kind, and how long it is."""
+
+    source: Source
+    name: str
+    rows: tuple[tuple[str, tuple[str, ...]], ...]
+    size: int
+
+
+Layout = tuple[LayoutEntry, ...]
+
+
+class StepTotals:
+    """The sums of a step that is not over."""
+
+    def __init__(self) -> None:
+        self._statistics: dict[tuple[Source, str], list[Statistics]] = {}
+        self._numbers: dict[str, Tensor | float] = {}
+
+    def add_statistics(self, source: Source, statistics: Statistics) -> None:
+        """Add what a correction or a loss has measured.
+
+        Raises:
+            ValueError: it was counted in this step already, or has other rows than what this step has: another
+                configuration, or other details.
+        """
+        parts = self._statistics.setdefault((source, ""), [])
+        if any(part is statistics for part in parts):
+            raise ValueError(
+                "this correction was counted in this step already: `correct` counts it, and its parts have the "
+                "statistics of the whole"
+            )
+        if parts and parts[0].names != statistics.names:
+            rows, before = (
+                {name for names in part.names.values() for name in names} for part in (statistics, parts[0])
+            )
+            raise ValueError(
+                f"the micro-batches of a step must be measured alike; these rows are in some of them only: "
+                f"{sorted(rows ^ before)}. Give every call of a step the same options"
+            )
+        parts.append(statistics)
+
+    def add_value(self, name: str, value: object) -> None:
+        """Add a number, or a tensor or list of them, which then has a mean, a spread and extremes.
+
+        Raises:
+            TypeError: it is neither.
+            ValueError: the name belongs to the library, or was given in this step already.
+        """
+        if _is_reserved(name):
+            raise ValueError(
+                f"{name!r} is a name of the library's own, and would be judged as such; call it train/{name}"
+            )
+        if name in self._numbers or ("values", name) in self._statistics:
+            raise ValueError(f"{name!r} was given twice in this step; choose another name")
+
+        if isinstance(value, (bool, int, float)):
+            self._numbers[name] = float(value)
+            return
+        try:
+            numbers = value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(f"{name} must be a number, or a tensor or list of numbers; got {value!r}") from error
+        numbers = numbers.detach()
+        if numbers.dim() == 0:
+            self._numbers[name] = numbers
+        else:
+            self._statistics["values", name] = [_distribution(numbers)]
+
+    def pack(self) -> tuple[Layout, Tensor]:
+        """Everything as one vector, on the device of the data, and what is where in it."""
+        parts: list[tuple[list[LayoutEntry], Tensor]] = []
+        for (source, name), found in self._statistics.items():
+            merged = found[0] if len(found) == 1 else merge_statistics(found)
+            packed = merged.pack()
+            parts.append(([LayoutEntry(source, name, tuple(merged.names.items()), packed.numel())], packed))
+
+        # Plain numbers make one tensor together: an operation for each would cost more than all the rest.
+        plain = {name: value for name, value in self._numbers.items() if not isinstance(value, Tensor)}
+        if plain:
+            packed = torch.tensor(list(plain.values()), dtype=STATISTICS_DTYPE, device="cpu")
+            parts.append(([LayoutEntry("number", name, (), 1) for name in plain], packed))
+        for name, value in self._numbers.items():
+            if isinstance(value, Tensor):
+                parts.append(([LayoutEntry("number", name, (), 1)], value.reshape(1).to(STATISTICS_DTYPE)))
+
+        # What is on the host joins the rest in one copy.
+        device = next((part.device for _, part in parts if part.device.type != "cpu"), torch.device("cpu"))
+        there = [part for part in parts if part[1].device == device]
+        elsewhere = [part for part in parts if part[1].device != device]
+        tensors = [part for _, part in there]
+        if elsewhere:
+            tensors.append(torch.cat([part.cpu() for _, part in elsewhere]).to(device))
+        vector = torch.cat(tensors) if tensors else torch.zeros(0, dtype=STATISTICS_DTYPE, device=device)
+        return tuple(entry for entries, _ in (*there, *elsewhere) for entry in entries), vector
+
+
+def merged_metrics(ranks: Sequence[tuple[Layout, Tensor]], own: int) -> dict[str, float]:
+    """The metrics of a step over all ranks: corrections, then losses, then the trainer's own, in the order given.
+
+    Args:
+        ranks: the layout and the vector of each, on the host.
+        own: which of them is this one.
+
+    Raises:
+        ValueError: two ranks have measured differently.
+    """
+    statistics: dict[tuple[str, str], list[Statistics]] = {}
+    numbers: dict[str, list[float]] = {}
+    for rank, (layout, vector) in enumerate(ranks):
+        start, values = 0, vector.tolist()
+        for entry in layout:
+            end = start + entry.size
+            if entry.source == "number":
+                numbers.setdefault(entry.name, []).append(values[start])
+            elif entry.source != "shared correction" or rank == own:
+                # Every rank has a shared correction of all ranks: once is enough.
+                source: str = "correction" if entry.source == "shared correction" else entry.source
+                found = Statistics.from_vector(dict(entry.rows), vector[start:end])
+                statistics.setdefault((source, entry.name), []).append(found)
+            start = end
+
+    read = {key: (merge_statistics(parts) if len(parts) > 1 else parts[0]).read() for key, parts in statistics.items()}
+    metrics: dict[str, float] = {}
+    if ("correction", "") in read:
+        metrics |= finalize(read["correction", ""])
+    if ("loss", "") in read:
+        metrics |= {LOSS_PREFIX + name: moments.mean for name, moments in read["loss", ""].moments.items()}
+    for (source, name), host in read.items():
+        if source == "values":
+            metrics |= _distribution_metrics(name, host)
+    return metrics | {name: sum(values) / len(values) for name, values in numbers.items()}
+
+
+@lru_cache(maxsize=1024)
+def _is_reserved(name: str) -> bool:
+    """Whether the health check would take a metric of this name for one of the correction's."""
+    if name == "step" or next(iter(bare_metrics({name: 0.0}))) != name:
+        return True
+    try:
+        metric(name)
+    except KeyError:
+        return False
+    return True
+
+
+def _distribution(values: Tensor) -> Statistics:
+    """How many values are not finite, and the moments and extremes of the others."""
+    flat = values.reshape(-1).to(STATISTICS_DTYPE)
+    if flat.device.type == "cpu":
+        return Statistics.from_vector(
+            _VALUE_ROWS, torch.tensor(_of_array(flat.numpy()), dtype=flat.dtype, device="cpu")
+        )
+    finite = flat.isfinite()
+    parts = [(~finite).sum().reshape(1).to(flat.dtype), moments_of(flat, finite), extremes_of(flat, finite)]
+    return Statistics.from_vector(_VALUE_ROWS, torch.cat(parts))
+
+
+def _of_array(values: np.ndarray) -> tuple[float, ...]:
+    """The same on the host, where each operation of torch costs more than the arithmetic: one number per entry."""
+    finite = values[np.isfinite(values)]
+    missing = float(len(values) - len(finite))
+    if not len(finite):
+        return missing, 0.0, 0.0, 0.0, math.inf, -math.inf
+    mean = finite.mean()
+    deviations = finite - mean
+    return missing, len(finite), mean, float(deviations @ deviations), finite.min(), finite.max()
+
+
+def _distribution_metrics(name: str, host: HostStatistics) -> Mapping[str, float]:
+    moments, extremes = host.moments["value"], host.extremes["value"]
+    nothing = float("nan")
+    metrics = {
+        f"{name}/mean": moments.mean if moments.count else nothing,
+        f"{name}/std": moments.std if moments.count else nothing,
+        f"{name}/min": extremes.min if moments.count else nothing,
+        f"{name}/max": extremes.max if moments.count else nothing,
+    }
+    missing = host.sums["nonfinite"]
+    return metrics | ({f"{name}/nonfinite_count": missing} if missing else {})

@@ -1,0 +1,159 @@
+"""Sinks of trackers that have packages of their own. Each is imported when it is made, and is behind an extra.
+
+`NAMED_SINKS` lists every sink that can be chosen by its name, as in `rollcorr.Monitor(..., sinks=["wandb"])`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
+
+from rollcorr.run_directory.directory import RunDirectory
+from rollcorr.run_directory.sinks import Sink, TensorBoard
+
+SHOWN = ("reward/mean", "rollout_corr/k3_kl", "rollout_corr/rollout_is_mean", "rollout_corr/rollout_is_eff_sample_size")
+"""Metrics of a line on the standard output, where a step has them."""
+
+
+class WeightsAndBiases:
+    """Weights & Biases. A run that the program has begun already is used, and left open; otherwise one is begun here.
+
+    In a run of the program's own, the steps are its own too: the number of the step is the metric `monitor/step`.
+    Offline, with WANDB_MODE=offline, the files are in the run's directory.
+
+    Args:
+        directory: the run's directory.
+        start: steps that are done already.
+
+    Raises:
+        ImportError: the package is missing; the message names the extra.
+    """
+
+    def __init__(self, directory: RunDirectory, start: int = 0) -> None:
+        wandb = _package("wandb")
+        self._is_own = wandb.run is None
+        self._run = wandb.run or wandb.init(name=directory.path.name, dir=str(directory.path))
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log a step."""
+        if self._is_own:
+            self._run.log(dict(metrics), step=step)
+        else:
+            self._run.log({"monitor/step": step, **metrics})
+
+    def close(self) -> None:
+        """End the run, if it was begun here."""
+        if self._is_own:
+            self._run.finish()
+
+
+class MLflow:
+    """MLflow. A run that the program has begun already is used, and left open; otherwise one is begun here.
+
+    A number that is not finite is left out, because MLflow's data bases refuse some of them.
+
+    Args:
+        directory: the run's directory.
+        start: steps that are done already.
+
+    Raises:
+        ImportError: the package is missing; the message names the extra.
+    """
+
+    def __init__(self, directory: RunDirectory, start: int = 0) -> None:
+        self._mlflow = _package("mlflow")
+        self._is_own = self._mlflow.active_run() is None
+        if self._is_own:
+            self._mlflow.start_run(run_name=directory.path.name)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log a step."""
+        self._mlflow.log_metrics({name: value for name, value in metrics.items() if math.isfinite(value)}, step=step)
+
+    def close(self) -> None:
+        """End the run, if it was begun here."""
+        if self._is_own:
+            self._mlflow.end_run()
+
+
+class Trackio:
+    """Trackio: a run of its own, in the project `rollcorr`. A number that is not finite is left out.
+
+    Args:
+        directory: the run's directory.
+        start: steps that are done already.
+
+    Raises:
+        ImportError: the package is missing; the message names the extra.
+    """
+
+    def __init__(self, directory: RunDirectory, start: int = 0) -> None:
+        self._trackio = _package("trackio")
+        self._trackio.init(project="rollcorr", name=directory.path.name)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log a step."""
+        self._trackio.log({name: value for name, value in metrics.items() if math.isfinite(value)}, step=step)
+
+    def close(self) -> None:
+        """End the run."""
+        self._trackio.finish()
+
+
+class StandardOutput:
+    """One line for each step.
+
+    Args:
+        directory: the run's directory; nothing is written there.
+        start: steps that are done already.
+        stream: where the lines go. None: the standard output, as it is at each step.
+    """
+
+    def __init__(self, directory: RunDirectory, start: int = 0, *, stream: TextIO | None = None) -> None:
+        self._stream = stream
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write a line."""
+        stream = self._stream or sys.stdout
+        stream.write(step_line(step, metrics) + "\n")
+        stream.flush()
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+def step_line(step: int, metrics: Mapping[str, float]) -> str:
+    """A step in one line: the metrics of `SHOWN` that it has."""
+    return "  ".join([f"step {step}", *(f"{name} {metrics[name]:.4g}" for name in SHOWN if name in metrics)])
+
+
+NAMED_SINKS: dict[str, Callable[[RunDirectory, int], Sink]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "mlflow": MLflow,
+    "trackio": Trackio,
+    "stdout": StandardOutput,
+}
+"""Name → sink, made from the run's directory and the number of steps that are done already."""
+
+
+def named_sink(name: str, directory: RunDirectory, start: int = 0) -> Sink:
+    """The sink of a name.
+
+    Raises:
+        ValueError: there is none.
+        ImportError: its package is missing; the message names the extra.
+    """
+    if name not in NAMED_SINKS:
+        raise ValueError(f"no sink is called {name!r}; there are {', '.join(NAMED_SINKS)}, or give an object")
+    return NAMED_SINKS[name](directory, start)
+
+
+def _package(name: str) -> Any:  # noqa: ANN401 - a module without types
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(f"the sink {name!r} needs the package {name}: pip install 'rollcorr[{name}]'") from error

@@ -1,0 +1,117 @@
+"""`rollcorr watch` and `rollcorr compare`, on runs that a Monitor left."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from rollcorr import Monitor
+from rollcorr.cli import app
+from rollcorr.run_directory import BadInputError, GrowingMetrics
+
+
+def leave_run(path, noise, steps=3, start=None):
+    with Monitor(path, "decoupled_token_is", start=start) as monitor:
+        for step in range(steps):
+            generator = torch.Generator().manual_seed(step)
+            train = -torch.rand(16, 50, generator=generator)
+            rollout = train + noise * torch.randn(16, 50, generator=generator)
+            monitor.correct(train, rollout, torch.ones(16, 50, dtype=torch.bool))
+            monitor.step(reward=float(step))
+    return path
+
+
+@pytest.fixture
+def runs(tmp_path):
+    return leave_run(tmp_path / "healthy", 0.01), leave_run(tmp_path / "broken", 2.0)
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, [*map(str, arguments)], env={"COLUMNS": "200"})
+
+
+def test_watch_shows_each_step_and_each_alarm_once(runs):
+    healthy, broken = runs
+    shown = invoke("watch", healthy, "--once")
+    assert shown.exit_code == 0
+    assert [line.split("  ")[0] for line in shown.stdout.splitlines()] == ["step 1", "step 2", "step 3"]
+    shown = invoke("watch", broken, "--once")
+    assert shown.exit_code == 1
+    assert shown.stdout.count("token-level χ² is too high") == 1
+    assert "Cause: " in shown.stdout
+    assert "Fix: " in shown.stdout
+
+
+def test_watch_ends_by_ctrl_c_and_shows_steps_that_come_meanwhile(tmp_path, monkeypatch):
+    waits = []
+
+    def sleep(seconds):
+        """The run takes its steps while the command waits."""
+        waits.append(seconds)
+        if len(waits) == 1:
+            leave_run(tmp_path, 0.01, steps=2)
+        elif len(waits) == 2:
+            leave_run(tmp_path, 0.01, steps=1, start=1)
+        else:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", sleep)
+    shown = invoke("watch", tmp_path, "--every", "0.5")
+    assert shown.exit_code == 130
+    lines = [line.split("  ")[0] for line in shown.stdout.splitlines()]
+    assert lines == ["step 1", "step 2", "the run went on from an earlier step", "step 1", "step 2"]
+    assert waits == [0.5] * 3
+
+
+def test_watch_without_a_run_is_bad_input(tmp_path):
+    shown = invoke("watch", tmp_path / "nowhere", "--once")
+    assert shown.exit_code == 2
+    assert "is not a run directory" in shown.stderr
+
+
+def test_a_line_is_read_when_it_is_whole(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    metrics = GrowingMetrics(path)
+    assert metrics.new_steps() == ((), False)
+    path.write_text('{"step": 1}\n{"st')
+    assert metrics.new_steps() == (({"step": 1},), False)
+    assert metrics.new_steps() == ((), False)
+    with path.open("a") as file:
+        file.write('ep": 2}\n')
+    assert metrics.new_steps() == (({"step": 2},), False)
+    with path.open("a") as file:
+        file.write("[]\n")
+    with pytest.raises(BadInputError, match="no JSON object with a step"):
+        metrics.new_steps()
+
+
+def test_compare_puts_verdicts_and_medians_side_by_side(runs):
+    shown = invoke("compare", *runs)
+    assert shown.exit_code == 0
+    rows = {line.split("  ")[0].strip(): line.split()[-2:] for line in shown.stdout.splitlines()[1:]}
+    assert shown.stdout.splitlines()[0].split() == ["healthy", "broken"]
+    assert rows["steps"] == ["3", "3"]
+    assert rows["verdict"][-1] == "findings"
+    assert "mean weight" in rows
+
+
+def test_compare_as_json_of_chosen_metrics(runs):
+    (healthy, broken) = json.loads(invoke("compare", *runs, "--json", "--metric", "rollout_corr/kl").stdout)
+    assert (healthy["verdict"], broken["verdict"]) == ("healthy", "findings")
+    assert set(healthy["metrics"]) == {"kl"}
+    assert abs(healthy["metrics"]["kl"]) < 0.01 < abs(broken["metrics"]["kl"])
+
+
+def test_compare_names_a_metric_that_no_run_has(runs):
+    shown = invoke("compare", *runs, "--metric", "speed")
+    assert shown.exit_code == 2
+    assert "no run has the metric 'speed'" in shown.stderr
+
+
+def test_report_reads_what_a_monitor_leaves(runs):
+    pytest.importorskip("matplotlib", reason="the extra report is not installed")
+    shown = invoke("report", runs[0])
+    assert shown.exit_code == 0
+    assert shown.stdout.startswith("healthy  Run healthy: 3 steps, the last is 3")
+    assert "note:" not in shown.stdout

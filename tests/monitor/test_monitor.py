@@ -1,0 +1,414 @@
+"""One process: what a step counts, writes and judges, and what is left after a kill."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollcorr import Monitor, PolicyLogProbs, RolloutSample, correct, health, policy_loss, read_rollout_log, read_run
+from rollcorr.core.mergeable_statistics import STATISTICS_DTYPE
+from rollcorr.diagnostics import bare_metrics
+from rollcorr.monitor import RunningJudge, rank_exchange
+
+CONFIG = {"rollout_is": "token", "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.05}
+
+
+def batch(rows=6, width=5, seed=0, noise=0.02):
+    generator = torch.Generator().manual_seed(seed)
+    train = -2 * torch.rand(rows, width, generator=generator)
+    rollout = train + noise * torch.randn(rows, width, generator=generator)
+    return train, rollout, torch.rand(rows, width, generator=generator) > 0.1
+
+
+def lines_of(path):
+    """The lines of a metrics.jsonl, in strict JSON."""
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    text = path.read_text(encoding="utf-8")
+    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+
+
+# --- What a step counts -----------------------------------------------------------------------------------------------
+
+
+def test_a_step_has_the_metrics_of_its_correction_and_the_callers_own(tmp_path):
+    with Monitor(tmp_path, CONFIG) as monitor:
+        correction = monitor.correct(*batch())
+        metrics = monitor.step(reward=torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), loss=torch.tensor(0.25), lr=1e-4)
+    assert {name: metrics[name] for name in correction.metrics()} == correction.metrics()
+    assert (metrics["reward/mean"], metrics["reward/min"], metrics["reward/max"]) == (3.5, 1.0, 6.0)
+    assert metrics["reward/std"] == pytest.approx(math.sqrt(35 / 12))
+    assert (metrics["loss"], metrics["lr"]) == (0.25, 1e-4)
+
+
+def test_micro_batches_of_any_layout_are_merged(tmp_path):
+    train, rollout, mask = batch()
+    with Monitor(tmp_path / "whole", CONFIG) as whole, Monitor(tmp_path / "parts", CONFIG) as parts:
+        whole.correct(train, rollout, mask)
+        parts.correct(train[:1], rollout[:1], mask[:1])
+        offsets = torch.arange(0, 26, 5)
+        packed = (tensor[1:].flatten() for tensor in (train, rollout, mask))
+        parts.correct(*packed, cu_seqlens=offsets)
+        assert parts.step() == pytest.approx(whole.step(), rel=1e-6, abs=1e-9)
+
+
+def test_quantiles_are_merged_where_detail_is_asked_for(tmp_path):
+    train, rollout, mask = batch()
+    with Monitor(tmp_path / "whole") as whole, Monitor(tmp_path / "parts") as parts:
+        whole.correct(train, rollout, mask, detail=True)
+        for rows in (slice(0, 2), slice(2, 6)):
+            parts.correct(train[rows], rollout[rows], mask[rows], detail=True)
+        metrics = parts.step()
+        assert metrics == pytest.approx(whole.step(), rel=1e-6, abs=1e-9)
+    assert metrics["rollout_corr/log_ratio_abs_p99"] > 0
+
+
+def test_losses_are_counted_and_bypass_mode_brings_its_correction(tmp_path):
+    train, rollout, mask = batch()
+    policies = PolicyLogProbs(log_prob=train.requires_grad_(), rollout_log_prob=rollout)
+    config = {"bypass_mode": True, "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.05}
+    with Monitor(tmp_path, config) as monitor:
+        loss = policy_loss(policies, torch.ones(6, 5), mask, config=config)
+        monitor.add(loss)
+        metrics = monitor.step()
+    assert metrics["rollout_corr/token_count"] == mask.sum()
+    assert "actor/policy_kl" in metrics
+
+
+def test_the_correction_is_that_of_correct_and_the_options_go_there(tmp_path):
+    with Monitor(tmp_path, CONFIG) as monitor:
+        ours = monitor.correct(*batch(), rollout_is_threshold=1.01)
+    other = correct(*batch(), CONFIG, rollout_is_threshold=1.01)
+    assert ours.config == other.config
+    assert torch.equal(ours.weights, other.weights)
+
+
+def test_calls_of_a_step_that_measure_differently_are_refused(tmp_path):
+    with Monitor(tmp_path, CONFIG) as monitor:
+        monitor.correct(*batch())
+        with pytest.raises(ValueError, match=r"must be measured alike.*Give every call of a step the same options"):
+            monitor.correct(*batch(), detail=True)
+
+
+def test_a_correction_is_counted_once_and_so_are_its_parts(tmp_path):
+    with Monitor(tmp_path, CONFIG) as monitor:
+        correction = monitor.correct(*batch())
+        for again in (correction, correction[:2]):
+            with pytest.raises(ValueError, match="was counted in this step already"):
+                monitor.add(again)
+        monitor.step()
+        monitor.add(correct(*batch(seed=1), CONFIG))
+        assert monitor.step()["rollout_corr/sequence_count"] == 6
+
+
+@pytest.mark.parametrize("name", ["kl", "rollout_corr/kl", "step", "rollout_rs_masked_fraction", "mismatch/kl"])
+def test_a_name_that_the_judge_would_misread_is_refused(tmp_path, name):
+    with Monitor(tmp_path) as monitor, pytest.raises(ValueError, match=f"call it train/{name}"):
+        monitor.step(**{name: 0.5})
+
+
+def test_what_is_no_number_is_refused(tmp_path):
+    with Monitor(tmp_path) as monitor, pytest.raises(TypeError, match="model must be a number"):
+        monitor.step(model="small")
+
+
+def test_values_that_are_not_finite_are_counted_and_written_as_null(tmp_path):
+    with Monitor(tmp_path) as monitor:
+        monitor.step(reward=[1.0, math.nan, 3.0, math.inf], loss=math.nan, nothing=torch.zeros(0))
+    (line,) = lines_of(tmp_path / "metrics.jsonl")
+    assert (line["reward/mean"], line["reward/max"], line["reward/nonfinite_count"]) == (2.0, 3.0, 2.0)
+    assert (line["loss"], line["nothing/mean"], line["nothing/min"]) == (None, None, None)
+
+
+# --- What a step costs ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_step_is_one_transfer_whatever_it_holds(tmp_path, monkeypatch, packed):
+    """On meta tensors, which have no values, every other read raises."""
+    reads = []
+
+    def on_host(exchange, vector):
+        assert vector.is_meta
+        reads.append(vector.numel())
+        return torch.zeros(vector.numel(), dtype=STATISTICS_DTYPE)
+
+    monkeypatch.setattr(rank_exchange.RankExchange, "_to_host", on_host)
+    shape = (12,) if packed else (3, 4)
+    with torch.device("meta"):
+        log_prob, mask, reward, loss = torch.zeros(shape), torch.ones(shape).bool(), torch.zeros(3), torch.zeros(())
+        offsets = torch.arange(4) if packed else None
+    with Monitor(tmp_path, CONFIG) as monitor:
+        for step in range(1, 4):
+            for _ in range(4):
+                monitor.correct(log_prob, log_prob, mask, cu_seqlens=offsets)
+            monitor.step(reward=reward, loss=loss, lr=1e-4, lengths=[3.0, 4.0])
+            assert len(reads) == step
+    assert len(set(reads)) == 1
+
+
+def test_the_judge_looks_at_ten_steps_however_long_the_run_is(monkeypatch):
+    from rollcorr.monitor import running_judge
+
+    looked_at = []
+    real = running_judge.judge
+
+    def counted(evidence, *, broken):
+        looked_at.append((len(evidence.history), len(broken)))
+        return real(evidence, broken=broken)
+
+    monkeypatch.setattr(running_judge, "judge", counted)
+    judge = RunningJudge()
+    metrics = bare_metrics(correct(*batch()).metrics())
+    for step in range(1, 201):
+        judge.judge(step, metrics, None)
+    assert [steps for steps, _ in looked_at] == [*range(1, 11), *[10] * 190]
+    assert len({broken for _, broken in looked_at}) == 1
+
+
+steps_of_runs = st.lists(
+    st.fixed_dictionaries(
+        {
+            "rollout_corr/token_count": st.sampled_from([0.0, 10.0]),
+            "rollout_corr/kl": st.sampled_from([0.0, 1e-3, 0.2, -0.3, math.nan]),
+            "rollout_corr/rollout_is_mean": st.sampled_from([1.0, 0.2, 3.0, math.inf]),
+            "rollout_corr/nonfinite_count": st.sampled_from([0.0, 0.0, 2.0]),
+            "rollout_corr/rollout_rs_seq_masked_fraction": st.sampled_from([0.0, 0.07, 0.5]),
+        }
+    ),
+    min_size=1,
+    max_size=25,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(steps_of_runs)
+def test_the_running_judge_finds_what_the_health_check_finds_in_the_recent_steps(series):
+    judge, kept = RunningJudge(), []
+    for step, metrics in enumerate(series, start=1):
+        judge.judge(step, bare_metrics(metrics), None)
+        if metrics["rollout_corr/token_count"] > 0:
+            kept.append(metrics | {"step": step})
+        expected = {(finding.code, finding.metric) for finding in health(kept[-10:]).warnings}
+        lasting = {(finding.code, finding.metric) for finding in judge.alarms}
+        assert expected <= lasting
+        assert all(absent < 10 for absent in judge._absent.values())
+        assert lasting - expected == set(judge._absent)
+
+
+# --- Alarms -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_alarm_names_cause_and_fix_and_comes_once(tmp_path, caplog):
+    heard = []
+    caplog.set_level(logging.INFO, logger="rollcorr.monitor")
+    with Monitor(tmp_path, on_alarm=heard.append) as monitor:
+        for step in range(1, 6):
+            monitor.correct(*batch(noise=2.0, seed=step))
+            monitor.step()
+    codes = [(finding.code, finding.metric) for finding in heard]
+    assert ("out_of_range", "kl") in codes or ("out_of_range", "chi2_token") in codes
+    assert len(codes) == len(set(codes))
+    assert all(finding.reason and finding.fix and finding.first_step for finding in heard)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == len(heard)
+    assert messages[0].startswith("step 1: ")
+    assert f"Cause: {heard[0].reason}" in messages[0]
+    assert f"Fix: {heard[0].fix}" in messages[0]
+    assert {finding.metric for finding in monitor.alarms} == {finding.metric for finding in heard}
+
+
+def test_an_alarm_passes_after_a_healthy_window_and_can_come_again(tmp_path, caplog):
+    heard = []
+    caplog.set_level(logging.INFO, logger="rollcorr.monitor")
+    bad, good = batch(noise=2.0), batch(noise=0.01)
+    with Monitor(tmp_path, on_alarm=[lambda finding: heard.append(finding.metric)]) as monitor:
+        for tensors, steps in ((bad, 3), (good, 20), (bad, 12)):
+            for _ in range(steps):
+                monitor.correct(*tensors)
+                monitor.step()
+            if tensors is good:
+                assert monitor.alarms == ()
+    assert heard.count("chi2_token") == 2
+    assert any("has passed" in record.getMessage() for record in caplog.records)
+
+
+def test_what_a_callback_raises_ends_the_step(tmp_path):
+    def stop(finding):
+        raise RuntimeError(f"stopped: {finding.title}")
+
+    with Monitor(tmp_path, on_alarm=stop) as monitor:
+        monitor.correct(*batch(noise=2.0))
+        with pytest.raises(RuntimeError, match="stopped: "):
+            monitor.step()
+    assert len(lines_of(tmp_path / "metrics.jsonl")) == 1
+
+
+def test_a_step_without_a_correction_is_not_judged(tmp_path):
+    with Monitor(tmp_path) as monitor:
+        assert monitor.step(reward=1.0) == {"reward": 1.0}
+        assert monitor.alarms == ()
+
+
+# --- The run directory ------------------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_after_the_steps_that_count(tmp_path):
+    with Monitor(tmp_path, CONFIG, rollouts=RolloutSample()) as monitor:
+        for step in range(1, 5):
+            monitor.correct(*batch(seed=step))
+            monitor.step(reward=float(step))
+    with pytest.raises(FileExistsError, match="has 4 steps already: say how many of them count, start=N"):
+        Monitor(tmp_path, CONFIG)
+    with Monitor(tmp_path, CONFIG, start=2, rollouts=RolloutSample()) as monitor:
+        assert (monitor.steps, len(monitor._judge.recent.history)) == (2, 2)
+        monitor.correct(*batch(seed=9))
+        monitor.step(reward=30.0)
+    run = read_run(tmp_path)
+    assert [(metrics["step"], metrics["reward"]) for metrics in run.series] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+    assert run.remarks == ()
+    assert run.config == monitor.config
+    assert [path.name for path in sorted((tmp_path / "rollouts").iterdir())] == [
+        f"step_{step:06d}.parquet" for step in (1, 2, 3)
+    ]
+
+
+def test_metrics_that_end_anywhere_can_be_read_and_continued(tmp_path):
+    """A kill may leave any number of bytes."""
+    with Monitor(tmp_path / "whole") as monitor:
+        for step in range(1, 4):
+            monitor.correct(*batch(seed=step))
+            monitor.step()
+    text = (tmp_path / "whole" / "metrics.jsonl").read_bytes()
+    first = text.index(b"\n") + 1
+    for number, end in enumerate(range(first, len(text), 397)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_bytes(text[:end])
+        done = [metrics["step"] for metrics in read_run(folder).series]
+        assert done == list(range(1, text[:end].count(b"\n") + 1))
+        with Monitor(folder, start=1) as monitor:
+            monitor.step(reward=1.0)
+        assert [metrics["step"] for metrics in read_run(folder).series] == [1, 2]
+
+
+CHILD = """
+    import sys, torch
+    from rollcorr import Monitor, RolloutSample
+    generator = torch.Generator().manual_seed(0)
+    train = -torch.rand(64, 200, generator=generator)
+    with Monitor(sys.argv[1], rollouts=RolloutSample()) as monitor:
+        for _ in range(100_000):
+            monitor.correct(train, train + 0.01, torch.ones(64, 200, dtype=torch.bool))
+            monitor.step(reward=torch.ones(64))
+            print(monitor.steps, flush=True)
+"""
+
+
+def test_a_killed_run_can_be_read(tmp_path):
+    """Whatever the process was doing: the steps that it has reported are there, and so are their rows."""
+    command = [sys.executable, "-c", textwrap.dedent(CHILD), str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}) as child:
+        reported = [int(child.stdout.readline()) for _ in range(5)]
+        child.send_signal(signal.SIGKILL)
+    steps = [metrics["step"] for metrics in read_run(tmp_path).series]
+    assert steps[: len(reported)] == reported == [1, 2, 3, 4, 5]
+    rows = [row for part in read_rollout_log(tmp_path) for row in part.to_rows()]
+    assert {row["step"] for row in rows} >= set(steps)
+    assert all(len([row for row in rows if row["step"] == step]) == 64 for step in steps)
+
+
+# --- The rollout log --------------------------------------------------------------------------------------------------
+
+
+def run_with_log(folder, sample, steps=6, **columns):
+    with Monitor(folder, rollouts=sample) as monitor:
+        for step in range(1, steps + 1):
+            monitor.correct(*batch(rows=40), columns={"x_row": list(range(40)), **columns})
+            monitor.step(reward=torch.arange(40.0) + step)
+    return [row for part in read_rollout_log(folder) for row in part.to_rows()]
+
+
+def test_the_rule_keeps_the_same_rows_in_every_repetition_and_their_share(tmp_path):
+    sample = RolloutSample(every=2, share=0.25, seed=3)
+    rows = run_with_log(tmp_path / "one", sample)
+    assert rows == run_with_log(tmp_path / "two", sample)
+    assert {row["step"] for row in rows} == {2, 4, 6}
+    expected = [(step, row) for step in (2, 4, 6) for row in range(40) if sample.takes_row(step, f"0/{row}")]
+    assert [(row["step"], row["x_row"]) for row in rows] == expected
+    assert 0.1 < len(expected) / 120 < 0.4
+    assert all(row["reward"] == row["x_row"] + row["step"] for row in rows)
+
+
+def test_the_answers_to_one_prompt_stay_together(tmp_path):
+    rows = run_with_log(tmp_path, RolloutSample(share=0.5), group_id=[row // 8 for row in range(40)])
+    for step in range(1, 7):
+        groups = [row["group_id"] for row in rows if row["step"] == step]
+        assert all(groups.count(group) == 8 for group in set(groups))
+    assert 0 < len(rows) < 240
+
+
+def test_the_log_keeps_what_the_buffers_held_then(tmp_path):
+    train, rollout, mask = batch()
+    with Monitor(tmp_path, rollouts=RolloutSample()) as monitor:
+        monitor.correct(train, rollout, mask)
+        expected = rollout.clone()
+        rollout.zero_()
+        monitor.step()
+    (part,) = read_rollout_log(tmp_path)
+    ends = (mask * torch.arange(1, 6)).amax(1)
+    inside = torch.arange(5) < ends[:, None]
+    assert torch.equal(part.packed("rollout_log_prob"), expected[inside])
+
+
+def test_rewards_that_do_not_fit_the_rows_are_refused(tmp_path):
+    with Monitor(tmp_path, rollouts=RolloutSample()) as monitor:
+        monitor.correct(*batch())
+        with pytest.raises(ValueError, match=r"reward is \(5,\), and this step had 6 sequences"):
+            monitor.step(reward=torch.zeros(5))
+
+
+def test_one_advantage_for_each_sequence_fills_its_tokens(tmp_path):
+    with Monitor(tmp_path, rollouts=RolloutSample()) as monitor:
+        monitor.correct(*batch(rows=2), columns={"advantages": torch.tensor([0.5, -0.5])})
+        monitor.step()
+    (part,) = read_rollout_log(tmp_path)
+    assert [set(row["advantages"]) for row in part.to_rows()] == [{0.5}, {-0.5}]
+
+
+def test_without_pyarrow_a_monitor_runs_and_a_log_names_the_extra(tmp_path):
+    program = """
+        import sys
+        sys.modules["pyarrow"] = None
+        import torch
+        from rollcorr import Monitor, RolloutSample
+        with Monitor(sys.argv[1]) as monitor:
+            monitor.correct(-torch.rand(2, 3), -torch.rand(2, 3), torch.ones(2, 3))
+            monitor.step(reward=1.0)
+        try:
+            Monitor(sys.argv[1], start=1, rollouts=RolloutSample())
+        except ImportError as error:
+            print(error)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "the rollout log needs pyarrow: pip install 'rollcorr[log]'\n"
+
+
+@pytest.mark.parametrize(("option", "value"), [("every", 0), ("share", 0.0), ("share", 1.5)])
+def test_a_rule_outside_its_limits_is_refused(option, value):
+    with pytest.raises(ValueError, match=f"{option} must be"):
+        RolloutSample(**{option: value})
