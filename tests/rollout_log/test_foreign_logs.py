@@ -219,7 +219,9 @@ def hostile_pickles():
     sample = b"\x80\x02}(X\x07\x00\x00\x00samples](}("
     fields = b"X\x0f\x00\x00\x00response_lengthK\x01X\x09\x00\x00\x00loss_maskNX\x06\x00\x00\x00tokens"
     return {
-        "lists": (b"\x80\x02" + b"]" * (1 << 20) + b".", "objects in the pickle; the limit is 100,000"),
+        "tuples": (b"\x80\x02" + b"N\x85" * 21_000 + b".", "objects in the pickle; the limit is 100,000"),
+        "memo": (b"\x80\x02" + b"Nr\xff\xff\xff\x7f" * 26_000 + b".", "objects in the pickle; the limit is 100,000"),
+        "lists": (b"\x80\x02" + b"]" * 26_000 + b".", "objects in the pickle; the limit is 100,000"),
         "cut": (tokens[:-4], "unreadable|not|Error"),
         "no pickle": (b"hello", "Error"),
         "extension": (b"\x80\x02\x82\x01.", "KeyError"),

@@ -6,11 +6,12 @@ import sys
 from rollcorr.cli.app import app
 from rollcorr.cli.configuration import convert_config
 from rollcorr.cli.diagnosis import check, report
+from rollcorr.cli.explanation import explain, presets
 from rollcorr.cli.installation import info
 from rollcorr.cli.logs import import_log
 from rollcorr.cli.training import train
 
-__all__ = ["app", "check", "convert_config", "import_log", "info", "main", "report", "train"]
+__all__ = ["app", "check", "convert_config", "explain", "import_log", "info", "main", "presets", "report", "train"]
 
 
 def main() -> None:

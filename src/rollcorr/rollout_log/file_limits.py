@@ -27,7 +27,7 @@ class FileLimits:
         page_bytes: bytes that the largest pages of a row group decompress to, over all columns that are read.
         footer_bytes: bytes of the footer of a Parquet file.
         pickle_bytes: bytes of a pickle: of a `.pkl` file, or within a `.pt` file, where tensors lie beside it.
-        pickle_objects: numbers in the lists of a pickle. A text counts 4, a list or an object 7.
+        pickle_objects: numbers in the lists of a pickle. A list or an object counts 7, a text 1 and 1 per 8 bytes.
     """
 
     rows: int = 1 << 24
@@ -37,7 +37,7 @@ class FileLimits:
     page_bytes: int = 1 << 27
     footer_bytes: int = 1 << 24
     pickle_bytes: int = 1 << 27
-    pickle_objects: int = 3 << 22
+    pickle_objects: int = 1 << 23
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -16,6 +16,7 @@ class Dump:
     """One kind of file that a framework writes.
 
     Attributes:
+        name: what it is called here.
         files: where it lies, with the framework's own placeholders.
         setting: what makes the framework write it.
         form: the file format.
@@ -26,6 +27,7 @@ class Dump:
         layout: how the values of a row lie, and what is done to them.
     """
 
+    name: str
     files: str
     setting: str
     form: Literal["JSONL", "Parquet", "torch.save", "pickle"]
@@ -70,6 +72,7 @@ VERL = Framework(
     },
     dumps=(
         Dump(
+            name="generations",
             files="{rollout_data_dir}/{step}.jsonl, {validation_data_dir}/{step}.jsonl",
             setting="trainer.rollout_data_dir, trainer.validation_data_dir",
             form="JSONL",
@@ -96,6 +99,7 @@ TRL = Framework(
     },
     dumps=(
         Dump(
+            name="completions",
             files="{output_dir}/completions/completions_{step}.parquet",
             setting="log_completions=True",
             form="Parquet",
@@ -120,6 +124,7 @@ PRIME_RL = Framework(
     },
     dumps=(
         Dump(
+            name="token_exports",
             files="{output_dir}/token_exports/step_{step}/rank_{rank}.jsonl",
             setting="trainer.enable_token_export = true",
             form="JSONL",
@@ -138,6 +143,7 @@ PRIME_RL = Framework(
             "the policy did not sample (weights of neither rl nor ref_kl) are masked; there is no π_old",
         ),
         Dump(
+            name="traces",
             files="{output_dir}/rollouts/step_{step}/{train,eval}/{all,effective}/traces.jsonl",
             setting="always written",
             form="JSONL",
@@ -160,6 +166,7 @@ SLIME = Framework(
     },
     dumps=(
         Dump(
+            name="train_data",
             files="{dump_details}/train_data/{rollout_id}.pt",
             setting="--dump-details DIR, or --save-debug-train-data PATH",
             form="torch.save",
@@ -181,6 +188,7 @@ SLIME = Framework(
             "--use-rollout-logprobs and several updates per rollout, log_probs are those of the update (π_θ)",
         ),
         Dump(
+            name="rollout_data",
             files="{dump_details}/rollout_data/{rollout_id}.pt",
             setting="--dump-details DIR, or --save-debug-rollout-data PATH",
             form="torch.save",
@@ -216,6 +224,7 @@ SKYRL = Framework(
     },
     dumps=(
         Dump(
+            name="dumped_data",
             files="{export_path}/dumped_data/global_step_{step}_training_input.pkl",
             setting="trainer.dump_data_batch=true",
             form="pickle",
@@ -233,6 +242,7 @@ SKYRL = Framework(
             "response; the other columns are taken where response_mask is 1; rows that only pad the batch are left out",
         ),
         Dump(
+            name="dumped_evals",
             files="{export_path}/dumped_evals/global_step_{step}_evals/*.jsonl",
             setting="trainer.dump_eval_results=true",
             form="JSONL",

@@ -77,6 +77,10 @@ def load_pickle(data: bytes, *, limits: FileLimits, file: object) -> object:
         raise limit_error("pickle_objects", found, limits.pickle_objects, file=file) from None
     except _DAMAGE as error:
         raise DamagedPickleError(f"{type(error).__name__}: {in_one_line(error, characters=200)}") from error
+    finally:
+        # An error that is kept would keep what was read, through its traceback.
+        for held in ("stack", "metastack", "memo"):
+            getattr(reader, held, []).clear()
 
 
 class _TooManyObjectsError(Exception):
@@ -97,10 +101,19 @@ _DAMAGE = (
     struct.error,
 )
 
-# Opcodes that would need something outside the pickle, or that reserve memory before they read.
-_REFUSED = (pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER, pickle.BYTEARRAY8)
+# Opcodes that need something outside the pickle, that reserve memory before they read, or that nobody writes any more.
+_REFUSED = (
+    pickle.EXT1,
+    pickle.EXT2,
+    pickle.EXT4,
+    pickle.NEXT_BUFFER,
+    pickle.UNICODE,
+    pickle.READONLY_BUFFER,
+    pickle.BYTEARRAY8,
+)
 # What an object takes, in units of a number in a list (40 bytes). An entry of the memo counts too.
 _CONTAINER, _MEMO = 4, 3
+_TEXT_BYTES = 8
 _COSTS = {
     **dict.fromkeys((pickle.EMPTY_LIST, pickle.EMPTY_DICT, pickle.EMPTY_SET, pickle.LIST, pickle.DICT), _CONTAINER),
     **dict.fromkeys((pickle.FROZENSET, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3), _CONTAINER),
@@ -115,6 +128,7 @@ class _InertUnpickler(pickle._Unpickler):
 
     left: int = 0
     stack: list[Any]
+    read: Callable[[int], bytes]
 
     def find_class(self, module: str, name: str) -> object:
         return Name(str(module), str(name))
@@ -129,6 +143,21 @@ class _InertUnpickler(pickle._Unpickler):
     def _newobj_ex(self) -> None:
         self.stack.pop()
         self._reduce()
+
+    def _text(self) -> None:
+        (size,) = struct.unpack("<I", self.read(4))
+        self._append_text(size)
+
+    def _long_text(self) -> None:
+        (size,) = struct.unpack("<Q", self.read(8))
+        self._append_text(size)
+
+    def _append_text(self, size: int) -> None:
+        # One wide character makes four bytes of each, so a text is charged before it is decoded.
+        self.left -= size // _TEXT_BYTES
+        if self.left < 0:
+            raise _TooManyObjectsError
+        self.stack.append(str(self.read(size), "utf-8", "surrogatepass"))
 
     def _build(self) -> None:
         state = self.stack.pop()
@@ -155,6 +184,8 @@ def _dispatch() -> Iterator[tuple[int, Callable[[Any], None]]]:
         pickle.NEWOBJ[0]: _InertUnpickler._reduce,
         pickle.NEWOBJ_EX[0]: _InertUnpickler._newobj_ex,
         pickle.BUILD[0]: _InertUnpickler._build,
+        pickle.BINUNICODE[0]: _InertUnpickler._text,
+        pickle.BINUNICODE8[0]: _InertUnpickler._long_text,
     }
     costs = {code[0]: cost for code, cost in _COSTS.items()}
     refused = {code[0] for code in _REFUSED}
