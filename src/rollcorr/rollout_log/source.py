@@ -2,7 +2,8 @@
 
 Parquet, JSONL and the pickles of other frameworks are three sources (`rollcorr.rollout_log.reader.SOURCES`). They know
 the dumps in `rollcorr.rollout_log.frameworks`. Any other dump is one more class: pass it as `source=` to
-`read_rollout_log` or `log_shards`. A dump of JSON lines only needs a subclass of `JsonlSource` whose `row` renames the fields.
+`read_rollout_log` or `log_shards`. A dump of JSON lines only needs a subclass of `JsonlSource` whose `row` renames the
+fields.
 """
 
 from __future__ import annotations
