@@ -175,6 +175,31 @@ def test_a_dump_that_contradicts_its_layout_is_refused_with_the_reason(writer, c
         rows_of(path)
 
 
+@pytest.mark.parametrize(
+    ("writer", "changes", "message"),
+    [
+        (
+            dumps.write_skyrl,
+            {"rollout_logprobs": None},
+            r"rollout_logprobs is not recorded.*sampling_params\.logprobs=1",
+        ),
+        (
+            dumps.write_skyrl,
+            {"action_log_probs": None},
+            "action_log_probs is not recorded.*no training side.*reads π_old",
+        ),
+        (
+            dumps.write_slime_train,
+            {"rollout_log_probs": None},
+            r"rollout_log_probs is not recorded.*Sample\.rollout_log",
+        ),
+    ],
+)
+def test_a_column_that_a_setting_left_out_is_named_with_the_setting(writer, changes, message, tmp_path):
+    with pytest.raises(RolloutLogError, match=message):
+        check_logs([writer(tmp_path, **changes)])
+
+
 class Trap:
     """What its pickle runs, if anything does."""
 

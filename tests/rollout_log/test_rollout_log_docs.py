@@ -31,7 +31,8 @@ def framework_section(framework):
     lines.append("")
     for dump in framework.dumps:
         lacks = f" Not enough for a check: {dump.lacks}. Instead: {dump.instead}." if dump.lacks else ""
-        lines.append(f"- {dump.name}: {dump.layout}.{lacks}")
+        settings = "".join(f" For `{column}`: {setting}." for column, setting in dump.recorded_with.items())
+        lines.append(f"- {dump.name}: {dump.layout}.{lacks}{settings}")
     return "\n".join(lines)
 
 

@@ -71,9 +71,15 @@ def missing_column(columns: Sequence[str], batch: RolloutBatch, source: LogSourc
     fields = fields_of(Path(file), source)
     form = next((form for ending, form in _FORMS.items() if file.endswith(ending)), "JSONL")
     known = recognize(fields, form=form)
-    if known is not None and known[1].lacks:
+    if known is not None:
         framework, dump = known
-        return log_error("missing", f"{dump.lacks} (read at {framework.version})", fix=dump.instead, file=file)
+        whose = f"{framework.name}'s {dump.name} (read at {framework.version})"
+        if dump.lacks and not any(column in dump.fields for column in columns):
+            return log_error("missing", f"{dump.lacks} (read at {framework.version})", fix=dump.instead, file=file)
+        for column in columns:
+            if column in dump.fields:
+                fix = dump.recorded_with.get(column, "")
+                return log_error("missing", f"{dump.fields[column]} is not recorded in {whose}{so}", fix=fix, file=file)
 
     # A log of this library has every column, and null in those that are not recorded.
     recorded = [field for field in fields if field not in COLUMNS or (field in batch.columns and batch.has(field))]

@@ -24,6 +24,7 @@ class Dump:
         fields: column of the log → name in the file. What is not here is not taken from it.
         lacks: what a check of the mismatch needs and the file does not hold; empty where nothing is missing.
         instead: what to do about that.
+        recorded_with: column of the log → what makes the framework record it, where that is not always so.
         layout: how the values of a row lie, and what is done to them.
     """
 
@@ -35,6 +36,7 @@ class Dump:
     fields: Mapping[str, str] = field(default_factory=dict)
     lacks: str = ""
     instead: str = ""
+    recorded_with: Mapping[str, str] = field(default_factory=dict)
     layout: str = ""
 
 
@@ -184,6 +186,10 @@ SLIME = Framework(
                 "kept_ids": "rollout_top_p_token_ids",
                 "kept_offsets": "rollout_top_p_token_offsets",
             },
+            recorded_with={
+                "rollout_log_prob": "let the generate function fill Sample.rollout_log_probs, as slime's own does",
+                "old_log_prob": "train with a policy loss",
+            },
             layout="the last response_lengths tokens are the response; the other columns have its length. With "
             "--use-rollout-logprobs and several updates per rollout, log_probs are those of the update (π_θ)",
         ),
@@ -237,6 +243,11 @@ SKYRL = Framework(
                 "rollout_log_prob": "rollout_logprobs",
                 "old_log_prob": "action_log_probs",
                 "advantages": "advantages",
+            },
+            recorded_with={
+                "rollout_log_prob": "set generator.sampling_params.logprobs=1",
+                "old_log_prob": "use a loss or a trainer.algorithm.off_policy_correction that reads π_old: where "
+                "nothing does, SkyRL leaves out the forward pass",
             },
             layout="tensors of a batch: the last tokens of attention_mask, as many as response_mask has, are the "
             "response; the other columns are taken where response_mask is 1; rows that only pad the batch are left out",
