@@ -30,6 +30,7 @@ from rollcorr.rollout_log import (
     read_rollout_log,
     validate_rollout_log,
 )
+from rollcorr.run_directory.stored_run import BadInputError
 
 WRITERS = {
     "prime-rl": dumps.write_prime_rl,
@@ -92,7 +93,7 @@ def test_the_sampler_s_side_of_slime_is_read_and_says_where_the_other_side_is(tm
     path = dumps.write_slime_rollout(tmp_path)
     assert [row["rollout_log_prob"] for row in rows_of(path)] == dumps.ROLLOUT
     assert [row["group_id"] for row in rows_of(path)] == ["0", "0"]
-    with pytest.raises(RolloutLogError, match=r"none of the trainer.*--save-debug-train-data"):
+    with pytest.raises(BadInputError, match=r"none of the trainer.*--save-debug-train-data"):
         check_logs([path])
 
 
@@ -132,7 +133,7 @@ def test_tokens_that_prime_rl_distils_from_another_model_are_masked(tmp_path):
 def test_a_dump_without_log_probs_is_recognized_and_the_error_says_what_to_do(writer, message, tmp_path):
     path = writer(tmp_path)
     assert [row["step"] for row in rows_of(path)] == [dumps.STEP] * 2, "what it has is read"
-    with pytest.raises(RolloutLogError, match=message):
+    with pytest.raises(BadInputError, match=message):
         check_logs([path])
     with pytest.raises(RolloutLogError, match=message):
         convert_log(path, tmp_path / "log.parquet", required=["rollout_log_prob"])
@@ -149,7 +150,7 @@ def test_a_dump_without_log_probs_is_recognized_and_the_error_says_what_to_do(wr
 def test_text_dumps_of_prime_rl_and_skyrl_name_the_setting_of_the_other_dump(record, message, tmp_path):
     path = tmp_path / "traces.jsonl"
     path.write_text(json.dumps(record))
-    with pytest.raises(RolloutLogError, match=message):
+    with pytest.raises(BadInputError, match=message):
         check_logs([path])
 
 
@@ -196,7 +197,7 @@ def test_a_dump_that_contradicts_its_layout_is_refused_with_the_reason(writer, c
     ],
 )
 def test_a_column_that_a_setting_left_out_is_named_with_the_setting(writer, changes, message, tmp_path):
-    with pytest.raises(RolloutLogError, match=message):
+    with pytest.raises(BadInputError, match=message):
         check_logs([writer(tmp_path, **changes)])
 
 
@@ -359,9 +360,9 @@ def test_near_names_are_suggested(suffix, tmp_path):
     expected = (
         "no column rollout_log_prob; the file has rollout_logprobs; use --columns rollout_log_prob=rollout_logprobs$"
     )
-    with pytest.raises(RolloutLogError, match=expected):
+    with pytest.raises(BadInputError, match=expected):
         check_logs([path])
-    with pytest.raises(RolloutLogError, match=r"no column rollout_log_prob; the file has .*train_lp.*=THEIR_NAME"):
+    with pytest.raises(BadInputError, match=r"no column rollout_log_prob; the file has .*train_lp.*=THEIR_NAME"):
         check_logs([path], column_names={"log_prob": "rollout_logprobs"})
 
 

@@ -120,8 +120,8 @@ def check_logs(
         The result. After a KeyboardInterrupt it covers the rows read until then, and says so.
 
     Raises:
-        BadInputError: there is no row.
-        RolloutLogError: a log cannot be read, or lacks the log-probs of a side; the message names file, row and column.
+        BadInputError: there is no row, or the log lacks the log-probs of a side.
+        RolloutLogError: a log cannot be read; the message names file, row and column.
         ImportError: Ray is asked for and not installed.
         OSError: there is no cluster at the address, or a worker was killed.
     """
@@ -191,7 +191,7 @@ def _train_column(batch: RolloutBatch, config: RolloutCorrectionConfig, shard: S
     order = ("log_prob", "old_log_prob") if config.bypass_mode else ("old_log_prob", "log_prob")
     found = next((name for name in order if batch.has(name)), None)
     if found is None:
-        raise missing_column(order, batch, shard.source, so=", so there is no training side")
+        raise BadInputError(str(missing_column(order, batch, shard.source, so=", so there is no training side")))
     return found
 
 
@@ -199,7 +199,7 @@ def _check_recorded(batch: RolloutBatch, train_column: str, shard: Shard) -> Non
     """Both sides must be in the first batch: the rest of a log that lacks one need not be read."""
     for column in ("rollout_log_prob", train_column):
         if not batch.has(column):
-            raise missing_column([column], batch, shard.source)
+            raise BadInputError(str(missing_column([column], batch, shard.source)))
 
 
 def _log_findings(tally: Tally, provenance: Provenance, *, diffusion: bool, kept: bool) -> list[Finding]:
