@@ -39,7 +39,8 @@ def presets_page() -> str:
 
 {GENERATED}
 
-A preset is a `RolloutCorrectionConfig` with a name. `rollcorr presets` lists them, `rollcorr presets NAME` prints one as YAML. The three spellings below mean the same; a fourth is the name
+A preset is a `RolloutCorrectionConfig` with a name. `rollcorr presets` lists them, and `rollcorr presets NAME`
+prints one as YAML. The three spellings below mean the same; a fourth is the name
 alone, wherever a configuration is taken: `rollcorr.correct(..., "decoupled_token_is")`.
 
 ```python
