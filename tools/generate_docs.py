@@ -41,7 +41,8 @@ def presets_page() -> str:
 
 {GENERATED}
 
-A preset is a `RolloutCorrectionConfig` with a name. The three spellings below mean the same; a fourth is the name
+A preset is a `RolloutCorrectionConfig` with a name. `rollcorr presets` lists them, and `rollcorr presets NAME`
+prints one as YAML. The three spellings below mean the same; a fourth is the name
 alone, wherever a configuration is taken: `rollcorr.correct(..., "decoupled_token_is")`.
 
 ```python
@@ -130,7 +131,8 @@ def metrics_page() -> str:
 
 {GENERATED}
 
-`Correction.metrics()` returns these under the prefix `{PREFIX}`; `rollcorr.core.metric(name)` looks one up.
+`Correction.metrics()` returns these under the prefix `{PREFIX}`; `rollcorr.core.metric(name)` looks one up, and so does
+`rollcorr explain METRIC` on the command line.
 Symbols are those of [notation.md](notation.md): tm is the mean over V, the valid tokens, sm the mean over R, the
 sequences with at least one. "over" is the sample; "unit" stands for V or R, whichever the level of the weights
 counts; "batch" is one number for all.

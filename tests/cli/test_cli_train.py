@@ -26,3 +26,20 @@ def test_two_configuration_files_are_refused():
     result = run("a.yaml", "b.yaml")
     assert result.exit_code == 2
     assert "a.yaml, b.yaml" in result.output
+
+
+def test_without_arguments_it_explains_itself_and_trains_nothing(monkeypatch):
+    monkeypatch.setattr("rollcorr.train.recipes.train", lambda config: 1 / 0)
+    result = run()
+    assert result.exit_code == 2
+    assert "recipe=grpo" in result.output
+    assert "nothing was trained" in result.stderr
+
+
+def test_a_gpu_that_is_not_there_is_answered_in_one_line(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    result = run("device=cuda")
+    assert result.exit_code == 2
+    assert "device=cuda needs a GPU, but" in result.stderr
+    assert "write device=cpu" in result.stderr
+    assert result.stderr.count("\n") == 1

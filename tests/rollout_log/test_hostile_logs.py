@@ -248,6 +248,16 @@ def bombs(folder):
     add("lists", lists_in_list, "no training side", suffix="jsonl")
     ids = b'{"response_ids": [' + b"1," * (5 * MEGABYTE) + b"1]}\n"
     add("tokens", ids, "5,242,881 values in one row; the limit is 2,097,152", suffix="jsonl")
+    # Pickles: one byte can be a list, and one wide character makes a text wide.
+    objects = "objects in the pickle; the limit is 8,388,608"
+    add("pickled lists", b"\x80\x02" + b"]" * (3 * MEGABYTE) + b".", objects, suffix="pkl")
+    add("pickled numbers", b"\x80\x02](" + b"M\xff\x7f" * (9 * MEGABYTE) + b"e.", objects, suffix="pkl")
+    with (folder / "text.pkl").open("wb") as file:
+        file.write(b"\x80\x02X" + (100 * MEGABYTE + 4).to_bytes(4, "little"))
+        for _ in range(100):
+            file.write(b"x" * MEGABYTE)
+        file.write("\U0001f600".encode() + b".")
+    found["pickled text"] = (["check", str(folder / "text.pkl")], objects)
     with (folder / "sparse.jsonl").open("wb") as file:
         file.truncate(1 << 30)
     found["sparse"] = (["check", str(folder / "sparse.jsonl")], "line 1 has more than 16,777,216 bytes")

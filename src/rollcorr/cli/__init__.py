@@ -9,13 +9,29 @@ from types import FrameType
 from rollcorr.cli.app import app
 from rollcorr.cli.configuration import convert_config
 from rollcorr.cli.diagnosis import check, report
+from rollcorr.cli.explanation import explain, presets
 from rollcorr.cli.installation import info
+from rollcorr.cli.logs import import_log
 from rollcorr.cli.monitoring import compare, watch
 from rollcorr.cli.simulation import simulate
 from rollcorr.cli.training import train
 from rollcorr.config.secrets import redact_text
 
-__all__ = ["app", "check", "compare", "convert_config", "info", "main", "report", "simulate", "train", "watch"]
+__all__ = [
+    "app",
+    "check",
+    "compare",
+    "convert_config",
+    "explain",
+    "import_log",
+    "info",
+    "main",
+    "presets",
+    "report",
+    "simulate",
+    "train",
+    "watch",
+]
 
 
 def main() -> None:

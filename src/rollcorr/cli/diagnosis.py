@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from rollcorr.cli.app import app, exit_on
+from rollcorr.cli.logs import COLUMNS_OPTION, LIMIT_OPTION, file_options
 
 
 @app.command()
@@ -47,7 +48,8 @@ def report(
 @app.command()
 def check(
     logs: Annotated[
-        list[Path], typer.Argument(help="Rollout logs (Parquet or JSONL): files, folders or glob patterns.")
+        list[Path],
+        typer.Argument(help="Rollout logs, or dumps of other frameworks: files, folders or glob patterns."),
     ],
     preset: Annotated[str | None, typer.Option(help="Measure what this preset would do.")] = None,
     config: Annotated[
@@ -68,10 +70,8 @@ def check(
         str | None,
         typer.Option(metavar="ADDRESS", help="Read on this Ray cluster instead: auto, local or ray://host:port."),
     ] = None,
-    limit: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=NUMBER", help="Raise a limit on what a file may hold, for a file that you trust."),
-    ] = None,
+    limit: Annotated[list[str] | None, LIMIT_OPTION] = None,
+    columns: Annotated[list[str] | None, COLUMNS_OPTION] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
 ) -> None:
     """Judge rollout logs without a training run. Exit codes: 0 healthy, 1 findings, 2 bad input, 130 interrupted."""
@@ -80,15 +80,12 @@ def check(
 
     from rollcorr.diagnostics.log_check import check_logs, choose_config
     from rollcorr.diagnostics.report.console import row_progress, show_health, to_json
-    from rollcorr.rollout_log import FileLimits, RolloutLogError
+    from rollcorr.rollout_log import RolloutLogError
     from rollcorr.run_directory.stored_run import BadInputError
 
     page = None
     with exit_on(BadInputError, RolloutLogError):
-        try:
-            file_limits = FileLimits.from_texts(limit or [])
-        except ValueError as error:
-            raise BadInputError(str(error)) from error
+        file_limits, column_names = file_options(limit, columns)
         correction_config = choose_config(preset=preset, file=config)
         with row_progress() as on_rows:
             result = check_logs(
@@ -99,6 +96,7 @@ def check(
                 workers=workers,
                 ray=ray,
                 file_limits=file_limits,
+                column_names=column_names,
                 on_rows=on_rows,
             )
 

@@ -11,6 +11,7 @@ from rollcorr.cli.app import app
 
 @app.command()
 def train(
+    context: typer.Context,
     arguments: Annotated[
         list[str] | None,
         typer.Argument(metavar="[CONFIG.yaml] [dotted.name=value]…", help="A YAML file, and changes to its options."),
@@ -52,7 +53,15 @@ def train(
     from rollcorr.run_directory.run_lock import RunInUseError
     from rollcorr.train import recipes
 
-    given = arguments or []
+    # Every option has a default, so this would start a run that nobody asked for.
+    if not arguments:
+        typer.echo(context.get_help())
+        typer.echo(
+            "nothing was trained: give a file or an option. To try it on the CPU: rollcorr train steps=3", err=True
+        )
+        raise typer.Exit(2)
+
+    given = arguments
     files = [text for text in given if "=" not in text]
     try:
         if len(files) > 1:

@@ -26,7 +26,7 @@ from rollcorr.monitor.rank_exchange import RankExchange, objects_of_ranks
 from rollcorr.monitor.rollout_sample import CollectedRollouts, RolloutSample, check_log_can_be_written
 from rollcorr.monitor.running_judge import RunningJudge, alarm_text
 from rollcorr.monitor.step_totals import StepTotals, merged_metrics
-from rollcorr.run_directory import JsonLines, RunDirectory, Sink, drop_later_steps, read_metrics
+from rollcorr.run_directory import JsonLines, RunDirectory, RunLock, Sink, drop_later_steps, read_metrics
 from rollcorr.run_directory.durable_files import write_text_durably
 from rollcorr.run_directory.tracker_sinks import named_sink
 

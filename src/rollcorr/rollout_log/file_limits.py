@@ -26,6 +26,8 @@ class FileLimits:
         line_bytes: bytes of a line of JSON. How deep it may be nested is `rollcorr.config.json_text.MAX_DEPTH`.
         page_bytes: bytes that the largest pages of a row group decompress to, over all columns that are read.
         footer_bytes: bytes of the footer of a Parquet file.
+        pickle_bytes: bytes of a pickle: of a `.pkl` file, or within a `.pt` file, where tensors lie beside it.
+        pickle_objects: numbers in the lists of a pickle. A list or an object counts 7, a text 1 and 1 per 8 bytes.
     """
 
     rows: int = 1 << 24
@@ -34,6 +36,8 @@ class FileLimits:
     line_bytes: int = 1 << 24
     page_bytes: int = 1 << 27
     footer_bytes: int = 1 << 24
+    pickle_bytes: int = 1 << 27
+    pickle_objects: int = 1 << 23
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -17,8 +17,11 @@ from rollcorr.config.json_text import load_json, openings
 from rollcorr.rollout_log.arrow import pa
 from rollcorr.rollout_log.batch import RolloutBatch
 from rollcorr.rollout_log.build import records_of_rows
+from rollcorr.rollout_log.column_names import check_column_names, columns_of_fields
 from rollcorr.rollout_log.errors import log_error
 from rollcorr.rollout_log.file_limits import FileLimits, limit_error
+from rollcorr.rollout_log.foreign_rows import prime_rl_row
+from rollcorr.rollout_log.frameworks import PRIME_RL, recognize
 from rollcorr.rollout_log.schema import COLUMNS, SCHEMA_VERSION, check_version, own_columns
 from rollcorr.rollout_log.source import BatchLimits, Shard
 
@@ -28,21 +31,43 @@ _OPENING_BYTES = 32
 
 
 class JsonlSource:
-    """Files of JSON lines, plain or compressed. A subclass reads a foreign dump by overriding `row`.
+    """Files of JSON lines, plain or compressed: this library's, the dumps in `FRAMEWORKS`, and others by their names.
+
+    A subclass reads any other dump by overriding `row`.
 
     Args:
         limits: what a file may hold.
+        names: column of the log → its name in the file.
     """
 
     endings: tuple[str, ...] = (".jsonl", ".jsonl.gz")
 
-    def __init__(self, limits: FileLimits | None = None) -> None:
+    def __init__(self, limits: FileLimits | None = None, names: Mapping[str, str] | None = None) -> None:
         self.limits = limits or FileLimits()
+        self.names = dict(names or {})
+        check_column_names(self.names)
 
     def row(self, value: Mapping[str, Any], *, file: str, row: int) -> Mapping[str, Any]:
         """The columns that one JSON object stands for; fields that are no columns are passed over."""
-        check_version(value.get(VERSION_FIELD), file=file, row=row)
-        return value
+        if self.names:
+            return {column: value[field] for field, column in columns_of_fields(value, self.names).items()}
+
+        # This library's version is text. Only rows without one can be another framework's.
+        version = value.get(VERSION_FIELD)
+        known = None if isinstance(version, str) else recognize(value, form="JSONL")
+        if known is None:
+            check_version(version, file=file, row=row)
+            return value
+        framework, dump = known
+        if framework is PRIME_RL and dump.fields:
+            return prime_rl_row(value, file=file, row=row)
+        return {column: value.get(field) for column, field in dump.fields.items()}
+
+    def fields(self, path: Path) -> tuple[str, ...]:
+        """The names in the first row of a file."""
+        for number, line in _lines(path, self.limits):
+            return tuple(_parse(line, path, row=0, number=number))
+        return ()
 
     def shards(self, path: Path, *, tokens: int) -> Iterator[Shard]:
         """The whole file: lines cannot be found without reading all before them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -14,7 +14,8 @@ import numpy as np
 from rollcorr.config.checks import in_one_line
 from rollcorr.rollout_log.arrow import pa, pq
 from rollcorr.rollout_log.batch import RolloutBatch
-from rollcorr.rollout_log.errors import log_error
+from rollcorr.rollout_log.column_names import check_column_names, columns_of_fields, near_names
+from rollcorr.rollout_log.errors import RolloutLogError, log_error
 from rollcorr.rollout_log.file_limits import FileLimits, limit_error
 from rollcorr.rollout_log.parquet_pages import (
     DamagedParquetError,
@@ -41,21 +42,25 @@ _WIDEST_VALUE = 16
 
 
 class ParquetSource:
-    """Parquet files: this library's, and those of others that use the names of the schema.
+    """Parquet files: this library's, and those of others, by the names of the schema or by names of their own.
 
     Args:
         limits: what a file may hold.
+        names: column of the log → its name in the file.
     """
 
     endings: tuple[str, ...] = (".parquet",)
 
-    def __init__(self, limits: FileLimits | None = None) -> None:
+    def __init__(self, limits: FileLimits | None = None, names: Mapping[str, str] | None = None) -> None:
         self.limits = limits or FileLimits()
+        self.names = dict(names or {})
+        check_column_names(self.names)
 
     def shards(self, path: Path, *, tokens: int) -> Iterator[Shard]:
         """As many row groups as make up `tokens`, one at least; from the footer."""
         with self._open(path) as opened:
-            sizes = [_size(opened, group) for group in range(len(opened.footer.rows))]
+            columns = columns_of_fields(opened.file.schema_arrow.names, self.names)
+            sizes = [_size(opened, group, columns) for group in range(len(opened.footer.rows))]
 
         first_row = start = 0
         while start < len(sizes):
@@ -87,26 +92,47 @@ class ParquetSource:
 
         with self._open(path) as opened:
             file = opened.file
-            wanted = [*COLUMNS, *own_fields(file.schema_arrow)] if columns is None else columns
-            names = [name for name in file.schema_arrow.names if name in wanted]
+            schema = file.schema_arrow
+            own = [*own_fields(schema), *(column for column in self.names if column not in COLUMNS)]
+            wanted = [*COLUMNS, *own] if columns is None else columns
+            found = columns_of_fields(schema.names, self.names)
+            names = [name for name in schema.names if found.get(name) in wanted]
             if not names:
-                title = f"none of the columns {', '.join(wanted)}; it has {file.schema_arrow.names}"
-                raise log_error("missing", title, file=path)
+                raise self._without(wanted, path, file.schema_arrow.names)
 
-            plan = _Plan(path, opened, names, self.limits)
+            plan = _Plan(path, opened, {name: found[name] for name in names}, self.limits)
             for piece in plan.pieces(range(len(opened.footer.rows)) if groups is None else groups):
                 size = plan.batch_rows(piece, rows)
                 for records in file.iter_batches(batch_size=size, columns=names, row_groups=piece):
+                    if self.names:
+                        records = records.rename_columns([found[name] for name in records.schema.names])
                     whole = conform(records, file=str(path), first_row=first_row)
                     self.limits.check_row_lengths(whole, file=path, first_row=first_row)
                     yield RolloutBatch(whole, str(path), first_row)
                     first_row += len(records)
+
+    def fields(self, path: Path) -> tuple[str, ...]:
+        """The names of the columns of a file."""
+        with self._open(path) as opened:
+            return tuple(opened.file.schema_arrow.names)
+
+    def _without(self, wanted: Iterable[str], path: Path, fields: Sequence[str]) -> RolloutLogError:
+        """The error for a file with none of the columns: what to write, where it has names that are near."""
+        near = near_names(list(wanted), fields)
+        option = ",".join(f"{column}={field}" for column, field in near.items())
+        title = f"none of the columns {', '.join(wanted)}; it has {in_one_line(list(fields))}"
+        return log_error("missing", title, fix=f"use --columns {option}" if near else "", file=path)
 
     @contextmanager
     def _open(self, path: Path) -> Iterator[_Opened]:
         """An open Parquet file of a version that can be read. What is wrong with it is told with its name."""
         fix = "copy or write it again; the writer of this library leaves whole files only"
         most = self.limits.footer_bytes
+        # Arrow would take a dot for a field of a structure, and the pages of that are not checked.
+        for column, field in self.names.items():
+            if "." in field:
+                title = f"the name {field[:60]!r} of {column} has a dot"
+                raise log_error("columns", title, fix="rename that column of the file", file=path)
         try:
             with path.open("rb", buffering=0) as pages:
                 state = os.fstat(pages.fileno())
@@ -154,29 +180,29 @@ class _Plan:
     Args:
         path: the file, for messages.
         opened: the same, open.
-        names: the columns that are read.
+        columns: the columns that are read: name in the file → column of the log.
         limits: what the file may hold.
 
     Raises:
         RolloutLogError: a column has a form that no column of the schema can have.
     """
 
-    def __init__(self, path: Path, opened: _Opened, names: Sequence[str], limits: FileLimits) -> None:
+    def __init__(self, path: Path, opened: _Opened, columns: Mapping[str, str], limits: FileLimits) -> None:
         file, self._pages, self._footer = opened
         self._path, self._limits = path, limits
         leaves = [(index, file.schema.column(index)) for index in range(len(file.schema))]
-        self._leaves = [
-            (index, leaf, leaf.path.split(".")[0]) for index, leaf in leaves if leaf.path.split(".")[0] in names
-        ]
+        parts = [(index, leaf, _top(leaf, columns)) for index, leaf in leaves]
+        self._leaves = [(index, leaf, name) for index, leaf, name in parts if name is not None]
         if len(self._leaves) > _MOST_LEAVES:
             title = f"its columns consist of {len(self._leaves):,} parts; the limit is {_MOST_LEAVES}"
             raise log_error("type", title, fix="keep to the columns of the schema", file=path)
+        fields = {column: name for name, column in columns.items()}
         for _, leaf, column in self._leaves:
             nested = leaf.max_repetition_level > 1
             of_texts = leaf.max_repetition_level == 1 and leaf.physical_type == "BYTE_ARRAY"
             wide = leaf.physical_type == "FIXED_LEN_BYTE_ARRAY" and leaf.length > _WIDEST_VALUE
             if nested or of_texts or wide:
-                found = file.schema_arrow.field(column).type
+                found = file.schema_arrow.field(fields[column]).type
                 title = f"{in_one_line(str(found))} cannot be read as {COLUMNS[column].type}"
                 raise log_error("type", title, file=path, column=column)
 
@@ -262,9 +288,14 @@ class _Plan:
         return rows
 
 
-def _size(opened: _Opened, group: int) -> tuple[int, int]:
+def _top(leaf: pq.ColumnSchema, columns: Mapping[str, str]) -> str | None:
+    """The column of the log that a leaf belongs to."""
+    return columns.get(leaf.path.split(".")[0])
+
+
+def _size(opened: _Opened, group: int, columns: Mapping[str, str]) -> tuple[int, int]:
     """Rows of a row group, and its tokens or what kept sets cost in tokens. Empty and null lists count as 1."""
     schema, chunks = opened.file.schema, opened.footer.groups[group]
-    values = {schema.column(index).path.split(".")[0]: chunk.values for index, chunk in enumerate(chunks)}
+    values = {_top(schema.column(index), columns): chunk.values for index, chunk in enumerate(chunks)}
     tokens = max((values[name] for name in TOKEN_COLUMNS if name in values), default=0)
     return opened.footer.rows[group], max(tokens, values.get("kept_ids", 0) // _KEPT_IDS_PER_TOKEN)

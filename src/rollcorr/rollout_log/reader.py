@@ -8,7 +8,7 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,13 +17,16 @@ from rollcorr.rollout_log.errors import log_error
 from rollcorr.rollout_log.file_limits import FileLimits
 from rollcorr.rollout_log.jsonl import JsonlSource
 from rollcorr.rollout_log.parquet import ParquetSource
+from rollcorr.rollout_log.pickled import PickledSource
 from rollcorr.rollout_log.schema import with_mask
 from rollcorr.rollout_log.source import BatchLimits, LogSource, Shard
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
-SOURCES: tuple[LogSource, ...] = (ParquetSource(), JsonlSource())
+OWN_SOURCES: tuple[LogSource, ...] = (ParquetSource(), JsonlSource())
 """The formats of this library."""
+SOURCES: tuple[LogSource, ...] = (*OWN_SOURCES, PickledSource())
+"""These, and those that only others write."""
 SHARD_TOKENS = 1 << 20
 """Tokens that a shard has at least, unless its file ends: less work than that is not worth handing out."""
 
@@ -35,6 +38,7 @@ def read_rollout_log(
     batch_size: int = 256,
     source: LogSource | None = None,
     file_limits: FileLimits | None = None,
+    column_names: Mapping[str, str] | None = None,
 ) -> Iterator[RolloutBatch]:
     """The rows of one or many logs, batch by batch; a batch never spans two files.
 
@@ -44,9 +48,11 @@ def read_rollout_log(
         batch_size: most rows of a batch: what is in memory at once.
         source: the format of the files. None tells it by their endings.
         file_limits: what a file may hold; None for the defaults. A `source` has its own.
+        column_names: column of the log → its name in the files, where they are somebody else's. The dumps in
+            `FRAMEWORKS` need none. A `source` has its own.
 
     Raises:
-        ValueError: an unknown column, or a batch size below 1.
+        ValueError: an unknown column, one name for two columns, or a batch size below 1.
         RolloutLogError: no log there, a file that is damaged or has a newer schema, or a column of the wrong type.
     """
     if batch_size < 1:
@@ -54,7 +60,7 @@ def read_rollout_log(
     wanted, limits = None if columns is None else with_mask(columns), BatchLimits(rows=batch_size)
     # The files are found now, not at the first batch, so a wrong path fails where it was written.
     files = log_files(paths, source=source)
-    sources = sources_with(file_limits) if source is None else (source,)
+    sources = sources_with(file_limits, column_names) if source is None else (source,)
     return (
         batch
         for file in files
@@ -68,20 +74,21 @@ def log_shards(
     tokens: int = SHARD_TOKENS,
     source: LogSource | None = None,
     file_limits: FileLimits | None = None,
+    column_names: Mapping[str, str] | None = None,
 ) -> list[Shard]:
     """The shards of one or many logs, in the order of their rows: pieces that can be read apart.
 
     Where the cuts are depends on the log alone, never on who reads it. So sums over shards, merged in their order, are
     the same for any number of readers. A shard of a Parquet file is as many row groups as make up `tokens`, one at
-    least, known from the footers. A JSONL file is one shard. A shard never spans two files, and files without rows
-    have none. A shard takes the `file_limits` along.
+    least, known from the footers. Any other file is one shard. A shard never spans two files, and files without rows
+    have none. A shard takes the `file_limits` and the `column_names` along.
 
     Raises:
         RolloutLogError: no log there, or a file that is damaged or has a newer schema.
     """
     shards: list[Shard] = []
     before = 0
-    sources = sources_with(file_limits) if source is None else (source,)
+    sources = sources_with(file_limits, column_names) if source is None else (source,)
     for file in log_files(paths, source=source):
         of_file = list((source or source_of(file, sources)).shards(file, tokens=tokens))
         shards += [replace(shard, before=before + shard.first_row) for shard in of_file]
@@ -123,7 +130,8 @@ def log_files(paths: Paths, *, source: LogSource | None = None) -> list[Path]:
 
     Paths keep their order; the files of a directory or pattern come in natural order (step_9 before step_10). A
     directory gives the files with the endings of its source, by default .parquet, .jsonl and .jsonl.gz, or, if it is a
-    run, those of its `rollouts` folder. Hidden files, among them the unfinished ones of a writer, are passed over.
+    run, those of its `rollouts` folder. Pickles (.pt, .pkl) beside such files are passed over: they are checkpoints.
+    So are hidden files, among them the unfinished ones of a writer.
 
     Raises:
         RolloutLogError: nothing is there, or a file has another ending.
@@ -138,9 +146,17 @@ def log_files(paths: Paths, *, source: LogSource | None = None) -> list[Path]:
     return list(found)
 
 
-def sources_with(file_limits: FileLimits | None) -> tuple[LogSource, ...]:
-    """The formats of this library with some limits; None for the defaults."""
-    return SOURCES if file_limits is None else (ParquetSource(file_limits), JsonlSource(file_limits))
+def sources_with(
+    file_limits: FileLimits | None, column_names: Mapping[str, str] | None = None
+) -> tuple[LogSource, ...]:
+    """The formats with some limits, None for the defaults, and with others' names of columns.
+
+    Raises:
+        ValueError: an unknown column, or one name for two columns.
+    """
+    if file_limits is None and not column_names:
+        return SOURCES
+    return tuple(source(file_limits, column_names) for source in (ParquetSource, JsonlSource, PickledSource))
 
 
 def source_of(path: Path, sources: Sequence[LogSource] = SOURCES) -> LogSource:
@@ -171,7 +187,8 @@ def _expand(path: Path, sources: Sequence[LogSource]) -> list[Path]:
         candidates = [Path(name) for name in glob.glob(str(path), recursive=True)]
     endings = tuple(ending for source in sources for ending in source.endings)
     logs = [file for file in candidates if file.is_file() and file.name.endswith(endings) and file.name[0] != "."]
-    return sorted(logs, key=_natural)
+    not_pickled = [file for file in logs if not file.name.endswith(PickledSource.endings)]
+    return sorted(not_pickled or logs, key=_natural)
 
 
 def _natural(path: Path) -> list[tuple[int, int | str]]:

@@ -1,8 +1,9 @@
 """What a file format must offer so that its rows can be read as a rollout log.
 
-Parquet and JSONL are two sources (`rollcorr.rollout_log.reader.SOURCES`). The dump of another framework is one more
-class: pass it as `source=` to `read_rollout_log` or `log_shards`. A dump of JSON lines only needs a subclass of
-`JsonlSource` whose `row` renames the fields.
+Parquet, JSONL and the pickles of other frameworks are three sources (`rollcorr.rollout_log.reader.SOURCES`). They know
+the dumps in `rollcorr.rollout_log.frameworks`. Any other dump is one more class: pass it as `source=` to
+`read_rollout_log` or `log_shards`. A dump of JSON lines only needs a subclass of `JsonlSource` whose `row` renames the
+fields.
 """
 
 from __future__ import annotations

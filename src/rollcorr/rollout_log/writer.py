@@ -6,15 +6,17 @@ import contextlib
 import gzip
 import os
 import secrets
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
 from rollcorr.rollout_log.arrow import pa, pq
 from rollcorr.rollout_log.batch import RolloutBatch
+from rollcorr.rollout_log.column_names import missing_column
 from rollcorr.rollout_log.errors import log_error
 from rollcorr.rollout_log.file_limits import FileLimits
 from rollcorr.rollout_log.jsonl import to_lines
-from rollcorr.rollout_log.reader import Paths, read_rollout_log, source_of
+from rollcorr.rollout_log.reader import OWN_SOURCES, Paths, log_shards, read_shard, source_of
 from rollcorr.rollout_log.schema import COLUMNS, arrow_schema, own_columns
 
 
@@ -40,7 +42,7 @@ class RolloutLogWriter:
         self.path = Path(path)
         self.rows = 0
         self._overwrite = overwrite
-        source_of(self.path)  # another ending is an error, before anything is made
+        source_of(self.path, OWN_SOURCES)  # another ending is an error, before anything is made
         if self.path.exists() and not overwrite:
             raise FileExistsError(f"{self.path} exists; choose another name or pass overwrite=True")
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -117,21 +119,43 @@ def convert_log(
     batch_size: int = 256,
     overwrite: bool = False,
     file_limits: FileLimits | None = None,
+    column_names: Mapping[str, str] | None = None,
+    required: Sequence[str] = (),
+    on_rows: Callable[[int, int], None] | None = None,
 ) -> int:
     """Write the rows of one or many logs as one file of the form that its ending says; returns the number of rows.
 
-    Nothing is left when the source cannot be read to its end. `file_limits` is what a file may hold; None for the
-    defaults.
+    Nothing is left when the source cannot be read to its end, after Ctrl-C too.
+
+    Args:
+        source: as in `read_rollout_log`; the dumps in `FRAMEWORKS` as well.
+        target: .parquet, .jsonl or .jsonl.gz.
+        batch_size: most rows in memory at once.
+        overwrite: replace the target.
+        file_limits: what a file may hold; None for the defaults.
+        column_names: column of the log → its name in the files.
+        required: columns that each file must record.
+        on_rows: called with the rows since the last call, and the rows of the whole source.
 
     Raises:
         FileExistsError: the target exists and `overwrite` is false.
-        RolloutLogError: as `read_rollout_log`.
+        RolloutLogError: as `read_rollout_log`, or a file does not record a required column in its first batch.
     """
-    batches = read_rollout_log(source, batch_size=batch_size, file_limits=file_limits)
+    # Before the source is read: a target of another form, or one that exists, is an error that costs nothing.
     writer = RolloutLogWriter(target, overwrite=overwrite)
     try:
-        for batch in batches:
-            writer.write(batch)
+        shards = log_shards(source, file_limits=file_limits, column_names=column_names)
+        total, looked_at = sum(shard.rows for shard in shards), ""
+        for shard in shards:
+            for batch in read_shard(shard, columns=COLUMNS, batch_size=batch_size):
+                if shard.file != looked_at:
+                    looked_at = shard.file
+                    for column in required:
+                        if not batch.has(column):
+                            raise missing_column([column], batch, shard.source)
+                writer.write(batch)
+                if on_rows is not None:
+                    on_rows(len(batch), total)
     except BaseException:
         writer.discard()
         raise

@@ -20,7 +20,7 @@ from rollcorr.diagnostics.health.health_check import HealthReport, health
 from rollcorr.diagnostics.log_check.shard_readers import read_shards
 from rollcorr.diagnostics.log_check.tally import COLUMNS, KEPT_COLUMNS, Measurement, Part, Tally, merge_parts
 from rollcorr.diagnostics.provenance.provenance_findings import NOT_COMPARABLE, Provenance
-from rollcorr.rollout_log import FileLimits, RolloutBatch, Shard, log_files, log_shards, read_shard
+from rollcorr.rollout_log import FileLimits, RolloutBatch, Shard, log_files, log_shards, missing_column, read_shard
 from rollcorr.run_directory.stored_run import BadInputError
 
 DIAGNOSIS = RolloutCorrectionConfig(
@@ -94,9 +94,10 @@ def check_logs(
     workers: int = 1,
     ray: str | None = None,
     file_limits: FileLimits | None = None,
+    column_names: Mapping[str, str] | None = None,
     on_rows: Callable[[int, int], None] | None = None,
 ) -> CheckResult:
-    """Judge rollout logs, Parquet or JSONL, without a training run.
+    """Judge rollout logs, or the dumps of other frameworks, without a training run.
 
     Args:
         paths: files, folders (also run folders) or patterns.
@@ -110,13 +111,14 @@ def check_logs(
         ray: instead, the address of a Ray cluster whose nodes read: "auto", "local" or "ray://host:port". They need
             this package, and the files under the same names.
         file_limits: what a file may hold; None for the defaults.
+        column_names: column of the log → its name in the files, as in `read_rollout_log`.
         on_rows: called now and then with the rows read since the last call, and the rows of the whole log.
 
     Returns:
         The result. After a KeyboardInterrupt it covers the rows read until then, and says so.
 
     Raises:
-        BadInputError: there is no row, or a column that is needed is not recorded.
+        BadInputError: there is no row, or the log lacks the log-probs of a side.
         RolloutLogError: a log cannot be read; the message names file, row and column.
         ImportError: Ray is asked for and not installed.
         OSError: there is no cluster at the address, or a worker was killed.
@@ -131,12 +133,14 @@ def check_logs(
     if config.nonfinite == "raise":
         config = replace(config, nonfinite="reject_token")
 
-    shards = log_shards([str(path) for path in paths], file_limits=file_limits)
+    shards = log_shards([str(path) for path in paths], file_limits=file_limits, column_names=column_names)
     total, tally = sum(shard.rows for shard in shards), Tally()
     column, kept = train_column or "", False
     try:
         head = _first_batch(shards, batch_size)
-        column = column or _train_column(head, config)
+        if head is not None:
+            column = column or _train_column(head, config, shards[0])
+            _check_recorded(head, column, shards[0])
         kept = head is not None and head.has("kept_offsets")
         measurement = Measurement(config=config, train_column=column, batch_size=batch_size, kept=kept)
         told = (lambda rows: None) if on_rows is None else (lambda rows: on_rows(rows, total))
@@ -181,19 +185,20 @@ def _first_batch(shards: Sequence[Shard], batch_size: int) -> RolloutBatch | Non
     return next(read_shard(shards[0], columns=COLUMNS + KEPT_COLUMNS, batch_size=batch_size), None)
 
 
-def _train_column(batch: RolloutBatch | None, config: RolloutCorrectionConfig) -> str:
+def _train_column(batch: RolloutBatch, config: RolloutCorrectionConfig, shard: Shard) -> str:
     """The column that π is taken from in the whole log, from what its first batch records."""
     order = ("log_prob", "old_log_prob") if config.bypass_mode else ("old_log_prob", "log_prob")
-    if batch is None:
-        return order[0]
     found = next((name for name in order if batch.has(name)), None)
     if found is None:
-        recorded = ", ".join(name for name in batch.columns if batch.has(name)) or "none"
-        raise BadInputError(
-            f"{batch.file}, column old_log_prob: not recorded, nor is log_prob, so there is no training side; recorded "
-            f"are {recorded}. Score the tokens with the trainer and log that"
-        )
+        raise BadInputError(str(missing_column(order, batch, shard.source, so=", so there is no training side")))
     return found
+
+
+def _check_recorded(batch: RolloutBatch, train_column: str, shard: Shard) -> None:
+    """Both sides must be in the first batch: the rest of a log that lacks one need not be read."""
+    for column in ("rollout_log_prob", train_column):
+        if not batch.has(column):
+            raise BadInputError(str(missing_column([column], batch, shard.source)))
 
 
 def _log_findings(tally: Tally, provenance: Provenance, *, diffusion: bool, kept: bool) -> list[Finding]:

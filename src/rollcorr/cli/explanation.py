@@ -1,0 +1,81 @@
+"""`rollcorr explain` and `rollcorr presets`: look a metric or a preset up."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from rollcorr.cli.app import app, exit_on
+
+
+@app.command()
+def explain(
+    metrics: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="METRIC…", help="Names as they stand in a log, with or without prefix."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object for each metric, in a list.")] = False,
+) -> None:
+    """Say what a metric means: unit, formula, healthy range, and what to do outside it.
+
+    Without a name, all names are listed. Exit codes: 0 found, 2 there is no such metric.
+    """
+    import json
+
+    from rollcorr.core.metric_registry import METRICS
+    from rollcorr.diagnostics.metric_explanation import explain_metric
+
+    if not metrics:
+        typer.echo("\n".join(METRICS))
+        return
+    with exit_on(ValueError):
+        found = [explain_metric(name) for name in metrics]
+    if as_json:
+        typer.echo(json.dumps(found, ensure_ascii=False, indent=2))
+        return
+    typer.echo("\n\n".join(_aligned(explanation) for explanation in found))
+
+
+@app.command()
+def presets(
+    name: Annotated[str | None, typer.Argument(metavar="[PRESET]", help="Print this preset as YAML.")] = None,
+) -> None:
+    """List the presets, or print one as YAML that `rollcorr check --config` and a trainer read.
+
+    Exit codes: 0 found, 2 there is no such preset.
+    """
+    from rollcorr.config.presets import PRESETS, preset_fields
+    from rollcorr.config.yaml_text import dump_yaml
+
+    if name is None:
+        typer.echo(_aligned({name: preset.description for name, preset in PRESETS.items()}))
+        return
+    with exit_on(ValueError):
+        fields = preset_fields(name, {})
+    preset = PRESETS[name]
+    taken = ", ".join(preset.parameters) or "none"
+    typer.echo(f"# {preset.description}\n# arguments: {taken}; source: {preset.source}")
+    typer.echo(dump_yaml({"rollout_correction": fields or {"rollout_is": None}}), nl=False)
+
+
+def _aligned(lines: dict[str, str]) -> str:
+    """Headings and texts in two columns; a text is wrapped below itself."""
+    import shutil
+    import textwrap
+
+    width = max(map(len, lines))
+    # Where nobody looks, as in a pipe, a text stays in one line.
+    columns = shutil.get_terminal_size((0, 0)).columns if _is_terminal() else 0
+    indent = " " * (width + 2)
+    texts = []
+    for heading, text in lines.items():
+        wrapped = textwrap.wrap(text, max(columns - width - 2, 20)) if columns else [text]
+        texts.append(f"{heading:<{width}}  " + f"\n{indent}".join(wrapped))
+    return "\n".join(texts)
+
+
+def _is_terminal() -> bool:
+    import sys
+
+    return sys.stdout.isatty()

@@ -1,0 +1,293 @@
+"""What other frameworks call the columns of the rollout log, and what the files that they dump hold: one table.
+
+`FRAMEWORKS` has, for each framework, the version that was read, its tensors in a training step, and its dumps. The
+readers of foreign files, the hints in errors and the table in docs/rollout_log.md are made from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dump:
+    """One kind of file that a framework writes.
+
+    Attributes:
+        name: what it is called here.
+        files: where it lies, with the framework's own placeholders.
+        setting: what makes the framework write it.
+        form: the file format.
+        recognized_by: names that every row of such a file has, and that together no other known file has.
+        fields: column of the log → name in the file. What is not here is not taken from it.
+        lacks: what a check of the mismatch needs and the file does not hold; empty where nothing is missing.
+        instead: what to do about that.
+        recorded_with: column of the log → what makes the framework record it, where that is not always so.
+        layout: how the values of a row lie, and what is done to them.
+    """
+
+    name: str
+    files: str
+    setting: str
+    form: Literal["JSONL", "Parquet", "torch.save", "pickle"]
+    recognized_by: frozenset[str]
+    fields: Mapping[str, str] = field(default_factory=dict)
+    lacks: str = ""
+    instead: str = ""
+    recorded_with: Mapping[str, str] = field(default_factory=dict)
+    layout: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Framework:
+    """What a framework calls the columns of the log.
+
+    Attributes:
+        name: as the framework writes it.
+        version: the release or commit that was read.
+        tensors: column of the log → name of the tensor in a training step.
+        dumps: the files that it writes.
+    """
+
+    name: str
+    version: str
+    tensors: Mapping[str, str]
+    dumps: tuple[Dump, ...]
+
+
+_WRITE_IT = "write the log in the training step, with RolloutLogWriter: docs/rollout_log.md"
+
+VERL = Framework(
+    name="verl",
+    version="0.9.1",
+    tensors={
+        "prompt_ids": "prompts",
+        "response_ids": "responses",
+        "response_mask": "response_mask",
+        "rollout_log_prob": "rollout_log_probs",
+        "old_log_prob": "old_log_probs",
+        "token_rewards": "token_level_scores",
+        "advantages": "advantages",
+        "group_id": "uid",
+    },
+    dumps=(
+        Dump(
+            name="generations",
+            files="{rollout_data_dir}/{step}.jsonl, {validation_data_dir}/{step}.jsonl",
+            setting="trainer.rollout_data_dir, trainer.validation_data_dir",
+            form="JSONL",
+            recognized_by=frozenset({"input", "output", "score"}),
+            fields={"step": "step", "reward": "score", "sequence_id": "request_id"},
+            lacks="verl's dump of generations holds text and scores, and no log-prob of a token; no setting of verl "
+            "makes it write them",
+            instead=f"set actor_rollout_ref.rollout.calculate_log_probs=True, and {_WRITE_IT}",
+            layout="text; only step, score and request_id are taken",
+        ),
+    ),
+)
+
+TRL = Framework(
+    name="TRL",
+    version="1.16.0",
+    tensors={
+        "prompt_ids": "prompt_ids",
+        "response_ids": "completion_ids",
+        "response_mask": "completion_mask",
+        "rollout_log_prob": "sampling_per_token_logps",
+        "old_log_prob": "old_per_token_logps",
+        "advantages": "advantages",
+    },
+    dumps=(
+        Dump(
+            name="completions",
+            files="{output_dir}/completions/completions_{step}.parquet",
+            setting="log_completions=True",
+            form="Parquet",
+            recognized_by=frozenset({"step", "prompt", "completion", "advantage"}),
+            fields={"step": "step"},
+            lacks="TRL's table of completions holds text, rewards and one advantage per row, and no log-prob of a "
+            "token; no setting of TRL makes it write them",
+            instead=_WRITE_IT,
+            layout="text; only step is taken: the weights that sum the reward functions are not in the file",
+        ),
+    ),
+)
+
+PRIME_RL = Framework(
+    name="prime-rl",
+    version="559b447 (0.8.0)",
+    tensors={
+        "response_mask": "loss_mask",
+        "rollout_log_prob": "inference_logprobs",
+        "log_prob": "trainer_logprobs",
+        "advantages": "advantages",
+    },
+    dumps=(
+        Dump(
+            name="token_exports",
+            files="{output_dir}/token_exports/step_{step}/rank_{rank}.jsonl",
+            setting="trainer.enable_token_export = true",
+            form="JSONL",
+            recognized_by=frozenset({"token_ids", "loss_mask", "inference_logprobs", "trainer_logprobs"}),
+            fields={
+                "step": "step",
+                "sequence_id": "rank, export_sequence_idx",
+                "prompt_ids": "token_ids",
+                "response_ids": "token_ids",
+                "response_mask": "loss_mask, rl_weights, ref_kl_weights",
+                "rollout_log_prob": "inference_logprobs",
+                "log_prob": "trainer_logprobs",
+                "advantages": "advantages",
+            },
+            layout="prompt and response in one row: the response begins at the first true of loss_mask; tokens that "
+            "the policy did not sample (weights of neither rl nor ref_kl) are masked; there is no π_old",
+        ),
+        Dump(
+            name="traces",
+            files="{output_dir}/rollouts/step_{step}/{train,eval}/{all,effective}/traces.jsonl",
+            setting="always written",
+            form="JSONL",
+            recognized_by=frozenset({"traces", "env", "errors"}),
+            lacks="prime-rl's traces.jsonl holds episodes of the orchestrator, and no log-prob of the trainer",
+            instead="set trainer.enable_token_export = true, and read {output_dir}/token_exports/step_*/rank_*.jsonl",
+            layout="nothing is taken",
+        ),
+    ),
+)
+
+SLIME = Framework(
+    name="slime",
+    version="624b824 (0.3.1)",
+    tensors={
+        "response_mask": "loss_masks",
+        "rollout_log_prob": "rollout_log_probs",
+        "old_log_prob": "log_probs",
+        "advantages": "advantages",
+    },
+    dumps=(
+        Dump(
+            name="train_data",
+            files="{dump_details}/train_data/{rollout_id}.pt",
+            setting="--dump-details DIR, or --save-debug-train-data PATH",
+            form="torch.save",
+            recognized_by=frozenset({"tokens", "response_lengths", "loss_masks"}),
+            fields={
+                "step": "rollout_id",
+                "sequence_id": "sample_index",
+                "prompt_ids": "tokens",
+                "response_ids": "tokens",
+                "response_mask": "loss_masks",
+                "rollout_log_prob": "rollout_log_probs",
+                "old_log_prob": "log_probs",
+                "reward": "raw_reward",
+                "advantages": "advantages",
+                "kept_ids": "rollout_top_p_token_ids",
+                "kept_offsets": "rollout_top_p_token_offsets",
+            },
+            recorded_with={
+                "rollout_log_prob": "let the generate function fill Sample.rollout_log_probs, as slime's own does",
+                "old_log_prob": "train with a policy loss",
+            },
+            layout="the last response_lengths tokens are the response; the other columns have its length. With "
+            "--use-rollout-logprobs and several updates per rollout, log_probs are those of the update (π_θ)",
+        ),
+        Dump(
+            name="rollout_data",
+            files="{dump_details}/rollout_data/{rollout_id}.pt",
+            setting="--dump-details DIR, or --save-debug-rollout-data PATH",
+            form="torch.save",
+            recognized_by=frozenset({"tokens", "response_length", "loss_mask"}),
+            fields={
+                "step": "rollout_id",
+                "sequence_id": "index",
+                "group_id": "group_index",
+                "prompt_ids": "tokens",
+                "response_ids": "tokens",
+                "response_mask": "loss_mask",
+                "rollout_log_prob": "rollout_log_probs",
+                "reward": "reward",
+                "kept_ids": "rollout_top_p_token_ids",
+                "kept_offsets": "rollout_top_p_token_offsets",
+            },
+            lacks="slime's dump of rollouts holds the sampler's log-probs, and none of the trainer",
+            instead="use --dump-details DIR or --save-debug-train-data PATH, and read the train_data files",
+            layout="the last response_length tokens are the response; a reward that is a dictionary is not taken",
+        ),
+    ),
+)
+
+SKYRL = Framework(
+    name="SkyRL",
+    version="0.3.0",
+    tensors={
+        "response_mask": "loss_mask",
+        "rollout_log_prob": "rollout_logprobs",
+        "old_log_prob": "action_log_probs",
+        "token_rewards": "rewards",
+        "advantages": "advantages",
+    },
+    dumps=(
+        Dump(
+            name="dumped_data",
+            files="{export_path}/dumped_data/global_step_{step}_training_input.pkl",
+            setting="trainer.dump_data_batch=true",
+            form="pickle",
+            recognized_by=frozenset({"sequences", "attention_mask", "response_mask", "loss_mask"}),
+            fields={
+                "step": "{step} in the name of the file",
+                "prompt_ids": "sequences",
+                "response_ids": "sequences",
+                "response_mask": "loss_mask",
+                "rollout_log_prob": "rollout_logprobs",
+                "old_log_prob": "action_log_probs",
+                "advantages": "advantages",
+            },
+            recorded_with={
+                "rollout_log_prob": "set generator.sampling_params.logprobs=1",
+                "old_log_prob": "use a loss or a trainer.algorithm.off_policy_correction that reads π_old: where "
+                "nothing does, SkyRL leaves out the forward pass",
+            },
+            layout="tensors of a batch: the last tokens of attention_mask, as many as response_mask has, are the "
+            "response; the other columns are taken where response_mask is 1; rows that only pad the batch are left out",
+        ),
+        Dump(
+            name="dumped_evals",
+            files="{export_path}/dumped_evals/global_step_{step}_evals/*.jsonl",
+            setting="trainer.dump_eval_results=true",
+            form="JSONL",
+            recognized_by=frozenset({"input_prompt", "output_response", "score"}),
+            lacks="SkyRL's dump of an evaluation holds text and scores, and no log-prob of a token",
+            instead="set trainer.dump_data_batch=true, and read {export_path}/dumped_data/*.pkl",
+            layout="nothing is taken",
+        ),
+    ),
+)
+
+FRAMEWORKS: tuple[Framework, ...] = (VERL, TRL, PRIME_RL, SLIME, SKYRL)
+"""The frameworks whose dumps are known."""
+
+# Further spellings that are met in files of users' own.
+_OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
+    "rollout_log_prob": ("rollout_logprob", "sampling_logprobs", "sampler_logprobs", "behavior_logprobs"),
+    "old_log_prob": ("old_logprobs", "old_logprob", "prox_logp", "proximal_logprobs", "train_log_probs"),
+    "log_prob": ("logprobs", "train_logprobs"),
+    "response_mask": ("action_mask", "completion_mask"),
+    "reward": ("rewards", "score"),
+}
+
+
+def recognize(names: Collection[str], *, form: str) -> tuple[Framework, Dump] | None:
+    """The framework and dump that a file with these names comes from; None where it is none of the table."""
+    for framework in FRAMEWORKS:
+        for dump in framework.dumps:
+            if dump.form == form and all(name in names for name in dump.recognized_by):
+                return framework, dump
+    return None
+
+
+def known_names(column: str) -> tuple[str, ...]:
+    """What others call a column of the log."""
+    tensors = [framework.tensors[column] for framework in FRAMEWORKS if column in framework.tensors]
+    return tuple(dict.fromkeys([*tensors, *_OTHER_NAMES.get(column, ())]))

@@ -1,0 +1,257 @@
+"""Dumps that are pickles: slime's `.pt` files and SkyRL's `.pkl` files. They are read as data and never run."""
+
+from __future__ import annotations
+
+import math
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rollcorr.rollout_log.batch import RolloutBatch
+from rollcorr.rollout_log.build import records_of_rows
+from rollcorr.rollout_log.errors import RolloutLogError, log_error
+from rollcorr.rollout_log.file_limits import FileLimits, limit_error
+from rollcorr.rollout_log.foreign_rows import skyrl_row, slime_row
+from rollcorr.rollout_log.frameworks import SKYRL, SLIME, Dump, recognize
+from rollcorr.rollout_log.inert_pickle import Call, DamagedPickleError, load_pickle
+from rollcorr.rollout_log.schema import COLUMNS
+from rollcorr.rollout_log.source import BatchLimits, Shard
+from rollcorr.rollout_log.torch_archive import TorchArchive, check_pickle_bytes, decode, unreadable
+
+
+class PickledSource:
+    """Dumps of slime (`torch.save`) and SkyRL (`pickle`). A file is one shard.
+
+    Args:
+        limits: what a file may hold.
+        names: must be empty: what these files call their columns is known.
+    """
+
+    endings: tuple[str, ...] = (".pt", ".pkl")
+
+    def __init__(self, limits: FileLimits | None = None, names: Mapping[str, str] | None = None) -> None:
+        self.limits = limits or FileLimits()
+        self.names = dict(names or {})
+
+    def shards(self, path: Path, *, tokens: int) -> Iterator[Shard]:
+        """The whole file."""
+        rows = len(self._open(path))
+        if rows:
+            yield Shard(file=str(path), source=self, rows=rows)
+
+    def read(
+        self, path: Path, *, columns: Sequence[str] | None, limits: BatchLimits, shard: Shard | None = None
+    ) -> Iterator[RolloutBatch]:
+        """The rows of a file, as many at once as the limits of a batch allow."""
+        dump, wanted = self._open(path), list(COLUMNS) if columns is None else columns
+        rows: list[Mapping[str, Any]] = []
+        first_row = tokens = 0
+        for index in range(len(dump)):
+            try:
+                rows.append(dump.row(index))
+            except DamagedPickleError as error:
+                raise unreadable(error, path) from error
+            tokens += sum(len(value) for value in rows[-1].values() if isinstance(value, (list, np.ndarray))) // 4
+            if len(rows) == limits.rows or tokens >= limits.tokens or index + 1 == len(dump):
+                records = records_of_rows(rows, columns=wanted, file=str(path), first_row=first_row)
+                self.limits.check_row_lengths(records, file=path, first_row=first_row)
+                yield RolloutBatch(records, str(path), first_row)
+                first_row, rows, tokens = first_row + len(rows), [], 0
+
+    def fields(self, path: Path) -> tuple[str, ...]:
+        """The names that the rows of a file have."""
+        return self._open(path).fields
+
+    def _open(self, path: Path) -> PickledDump:
+        if self.names:
+            title = "other names of columns are for JSONL and Parquet; those of this dump are known"
+            raise log_error("columns", title, fix="leave out --columns", file=path)
+        try:
+            state = path.stat()
+            return _load(path, state.st_size, state.st_mtime_ns, self.limits)
+        except DamagedPickleError as error:
+            raise unreadable(error, path) from error
+
+
+class PickledDump(ABC):
+    """A file that is in memory, except for tensors that lie beside a pickle."""
+
+    fields: tuple[str, ...]
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """How many rows."""
+
+    @abstractmethod
+    def row(self, index: int) -> Mapping[str, Any]:
+        """One row of the log."""
+
+
+# Counting, looking at the first row and reading are three calls. The file is loaded once for all of them.
+@lru_cache(maxsize=1)
+def _load(path: Path, size: int, changed: int, limits: FileLimits) -> PickledDump:
+    if path.suffix == ".pt":
+        return SlimeDump(path, limits=limits)
+    check_pickle_bytes(size, file=path, limits=limits)
+    return SkyrlDump(path, load_pickle(path.read_bytes(), limits=limits, file=path), limits=limits)
+
+
+class SlimeDump(PickledDump):
+    """`{"rollout_id": …, "samples": [{…}, …]}`, written by `torch.save`; of the rollout or of the training step."""
+
+    def __init__(self, path: Path, *, limits: FileLimits) -> None:
+        self._path = str(path)
+        self._archive = TorchArchive(path, name=path, limits=limits)
+        content = self._archive.content
+        samples = content.get("samples") if isinstance(content, dict) else None
+        if not isinstance(content, dict) or not isinstance(samples, list):
+            raise _unknown(path)
+        if not all(isinstance(sample, dict) for sample in samples):
+            raise _unknown(path)
+        limits.check_rows(len(samples), file=path)
+        self._content: Mapping[str, Any] = content
+        self._samples: Sequence[Mapping[str, Any]] = samples
+        self.fields = tuple(map(str, samples[0])) if samples else ()
+
+        known = recognize(self.fields, form="torch.save")
+        if samples and (known is None or known[0] is not SLIME):
+            raise _unknown(path, self.fields)
+        self._names: Mapping[str, str] = {} if known is None else known[1].fields
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def row(self, index: int) -> Mapping[str, Any]:
+        """A sample with its tensors; of the whole file it takes the number of the rollout, and the raw reward."""
+        needed = {*self._names.values(), "tokens", "response_length", "response_lengths", "rollout_position"}
+        sample = {name: self._value(self._samples[index].get(name), name) for name in needed}
+        of_training = "response_lengths" in self._samples[index]
+        length = "response_lengths" if of_training else "response_length"
+        row = slime_row(sample, self._names, length=length, file=self._path, row=index)
+
+        row["step"] = _number(self._content.get("rollout_id"), int)
+        for column in ("sequence_id", "group_id"):
+            if column in self._names:
+                row[column] = _number(sample[self._names[column]], int)
+        reward = self._raw_reward(sample["rollout_position"]) if of_training else sample["reward"]
+        row["reward"] = _number(reward, int, float)
+        return row
+
+    def _raw_reward(self, position: object) -> object:
+        """The rewards before normalization are one list for the whole batch, in the order of the rollout."""
+        rewards = self._value(self._content.get("raw_reward"), "raw_reward")
+        if not isinstance(rewards, list) or type(position) is not int or not 0 <= position < len(rewards):
+            return None
+        return rewards[position]
+
+    def _value(self, value: object, name: str) -> object:
+        if not isinstance(value, Call):
+            return value
+        of_kept_ids = name == self._names.get("kept_ids")
+        array = self._archive.array(value, limit="row_kept_ids" if of_kept_ids else "row_tokens")
+        if array is None:
+            return None
+        return array.item() if array.ndim == 0 else array.reshape(-1)
+
+
+class SkyrlDump(PickledDump):
+    """A `TrainingInputBatch`: the state that its `__getstate__` wrote, tensors as bytes with shape and dtype."""
+
+    def __init__(self, path: Path, content: object, *, limits: FileLimits) -> None:
+        self._path = str(path)
+        found, metadata = _skyrl_state(content)
+        self.fields = tuple(map(str, found))
+        known = recognize(self.fields, form="pickle")
+        if known is None or known[0] is not SKYRL:
+            raise _unknown(path, self.fields)
+        self._names = known[1].fields
+
+        needed = {"sequences", "attention_mask", "response_mask", *self._names.values()} & found.keys()
+        values = {name: _skyrl_tensor(found[name], name, file=path, limits=limits) for name in needed}
+        self._tensors = {name: value for name, value in values.items() if value is not None}
+        self._check_shapes(known[1])
+
+        # Rows that fill up the batch repeat the first one.
+        padding = metadata.get("pad_size", 0) if isinstance(metadata, dict) else 0
+        rows = len(self._tensors["sequences"])
+        self._rows = rows - padding if type(padding) is int and 0 <= padding <= rows else rows
+        limits.check_rows(self._rows, file=path)
+        step = re.search(r"global_step_(\d{1,18})(?!\d)", path.name)
+        self._step = int(step.group(1)) if step else None
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def row(self, index: int) -> Mapping[str, Any]:
+        """One row of the batch."""
+        tensors = {name: values[index] for name, values in self._tensors.items()}
+        return {**skyrl_row(tensors, self._names, file=self._path, row=index), "step": self._step}
+
+    def _check_shapes(self, dump: Dump) -> None:
+        whole = {"sequences", "attention_mask"}
+        for name in sorted(dump.recognized_by):
+            if name not in self._tensors:
+                raise DamagedPickleError(f"{name} is no tensor")
+        for name, values in self._tensors.items():
+            like = self._tensors["sequences" if name in whole else "response_mask"]
+            if values.ndim != 2 or values.shape != like.shape or len(values) != len(self._tensors["sequences"]):
+                shapes = ", ".join(f"{key} {array.shape}" for key, array in sorted(self._tensors.items()))
+                raise DamagedPickleError(f"tensors that do not fit together: {shapes}")
+
+
+def _skyrl_state(content: object) -> tuple[dict[str, Any], object]:
+    """The tensors and the metadata of a batch, from the state that its class got in one of two ways."""
+    state = content.state if isinstance(content, Call) else None
+    if isinstance(content, Call) and state is None and isinstance(content.arguments, tuple):
+        state = content.arguments[-1] if content.arguments else None
+    batch = state.get("batch_dict") if isinstance(state, dict) else None
+    if not isinstance(state, dict) or not isinstance(batch, dict):
+        raise DamagedPickleError("not a TrainingInputBatch of SkyRL")
+    return batch, state.get("metadata")
+
+
+def _skyrl_tensor(value: object, name: str, *, file: Path, limits: FileLimits) -> np.ndarray | None:
+    if value is None:
+        return None
+    # Types that numpy lacks, and every tensor before release 0.3, are files of torch.save of their own.
+    stored = value.get("data") if isinstance(value, dict) and value.get("format") == "torch" else value
+    if isinstance(stored, bytes):
+        archive = TorchArchive(BytesIO(stored), name=file, limits=_for_batches(limits))
+        return archive.array(archive.content)
+
+    match value:
+        case {"data": bytes() as data, "shape": tuple() as shape, "dtype": str() as dtype}:
+            if not re.fullmatch(r"(float|int|uint)(8|16|32|64)|bool", dtype) or not all(
+                type(size) is int and size >= 0 for size in shape
+            ):
+                raise DamagedPickleError(f"{name}: dtype {dtype[:20]!r}, shape {shape!r:.60}")
+            kind = np.dtype(dtype)
+            if math.prod(shape) * kind.itemsize != len(data):
+                raise DamagedPickleError(f"{name}: {len(data)} bytes for shape {shape!r:.60} of {dtype}")
+            for size in shape[1:]:
+                if size > limits.row_tokens:
+                    raise limit_error("row_tokens", f"{size:,} values in one row", limits.row_tokens, file=file)
+            return decode(data, kind.str).reshape(shape)
+    raise DamagedPickleError(f"{name} is no tensor that SkyRL writes")
+
+
+def _for_batches(limits: FileLimits) -> FileLimits:
+    """A tensor of a whole batch is bounded by the pickle that it lies in."""
+    return FileLimits(row_tokens=limits.pickle_bytes, pickle_bytes=limits.pickle_bytes)
+
+
+def _number(value: object, *kinds: type) -> object:
+    """The value where it is a number of these types; else None, not recorded."""
+    return value if type(value) in kinds else None
+
+
+def _unknown(path: Path, fields: Sequence[str] = ()) -> RolloutLogError:
+    has = f"; it has {', '.join(fields[:20])[:300]}" if fields else ""
+    title = f"neither a dump of slime {SLIME.version} (.pt) nor of SkyRL {SKYRL.version} (.pkl){has}"
+    return log_error("form", title, fix="write the log with RolloutLogWriter: docs/rollout_log.md", file=path)
