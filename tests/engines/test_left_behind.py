@@ -153,6 +153,22 @@ def test_an_owner_whose_folder_was_removed_before_it_was_locked_makes_another(te
         assert path == made[1]
 
 
+def test_an_owner_whose_folder_was_removed_before_it_was_opened_makes_another(temporary, monkeypatch):
+    made = []
+
+    def make(prefix):
+        path = temporary / f"{prefix}{len(made)}"
+        path.mkdir()
+        made.append(path)
+        if len(made) == 1:
+            assert remove_abandoned_folders() == [path]
+        return str(path)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", make)
+    with OwnedFolder("vllm") as path:
+        assert path == made[1]
+
+
 def test_a_forked_child_does_not_remove_its_parents_folder(temporary):
     folder = OwnedFolder("vllm")
     child = os.fork()

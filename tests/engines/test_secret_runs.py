@@ -143,7 +143,9 @@ def test_a_run_full_of_secrets_leaves_none(tmp_path, command, caplog):
         answer.generate = break_later
         code, failed_later = command(*arguments, "steps=4", "resume=true")
         assert code == 3, failed_later
-        assert "changed since this run began" not in failed_later
+        assert "steps: 1 → 4" in failed_later
+        assert "engine_options:" not in failed_later
+        assert "engine_options." not in failed_later.partition("changed since this run began")[2]
 
     assert said.count("${env:NAME} instead") == 1
     assert "rollout.engine_options.url, rollout.engine_options.headers.Authorization" in said

@@ -88,7 +88,7 @@ def test_every_rule_is_about_an_option_that_exists_and_says_why_it_refuses():
     assert rule_of("optimism").kind == "free"
 
 
-@pytest.mark.parametrize("value", ["{a: {5: 1.0}}", "{a: .nan}", "{a: .inf}"])
+@pytest.mark.parametrize("value", ["{a: {5: 1.0}}", "{a: [1, 2.0]}"])
 def test_a_value_that_json_writes_differently_is_no_change(value):
     config = read_config(None, [f"rollout.engine_options={value}"], GrpoConfig)
     assert find_changes(compared_options(config), config) == []

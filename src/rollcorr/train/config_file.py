@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from rollcorr.config.conversion import resolve
+from rollcorr.config.secrets import redact, redact_text
 from rollcorr.config.yaml_text import load_yaml, read_yaml
 from rollcorr.run_directory.directory import RunDirectory
 from rollcorr.train.run_config import END_OF_CONFIG, RunConfig
@@ -147,7 +148,7 @@ def _parse_override(text: str) -> dict[str, Any]:
     name, separator, value = text.partition("=")
     parts = name.removeprefix("+").split(".")
     if not separator or not all(re.fullmatch(r"[\w-]+", part) for part in parts):
-        raise ValueError(f"override {reprlib.repr(text)} is not of the form dotted.name=value")
+        raise ValueError(f"override {_shown(text)} is not of the form dotted.name=value")
 
     # The last part stays a key, so that YAML reads the value as it would in a file: thresholds keep their underscore.
     try:
@@ -159,7 +160,7 @@ def _parse_override(text: str) -> dict[str, Any]:
             parsed = {part: parsed}
         _check_values(parsed)
     except ValueError as error:
-        raise ValueError(f"override {reprlib.repr(text)}: {error}") from error
+        raise ValueError(f"override {_shown(text)}: {error}") from error
     return dict(parsed)
 
 
@@ -170,7 +171,7 @@ def _check_values(layer: Mapping[str, Any]) -> None:
             if value == "???":
                 raise ValueError(f"{name} is ???, which means that it is still to be given; give it: {name}=VALUE")
             if "${" in value and not name.startswith(f"{ENGINE_OPTIONS_KEY}."):
-                shown = reprlib.repr(value)
+                shown = _shown(value)
                 raise ValueError(f"{name} is {shown}, but nothing is filled in for ${{…}} here; write the value itself")
         elif isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{name} must be a finite number, got {value}")
@@ -196,9 +197,9 @@ def _check_names(layer: Mapping[str, Any], config_class: type) -> None:
     known = dict(_known_names(config_class))
     for name, value in _leaves(layer):
         if name in known and known[name] is not None and not isinstance(value, Mapping):
-            raise ValueError(f"{name} is a block of options, got {reprlib.repr(value)}; set {name}.<option> instead")
+            raise ValueError(f"{name} is a block of options, got {_shown(value)}; set {name}.<option> instead")
         if name not in known:
-            raise ValueError(f"unknown option {reprlib.repr(name)}{_suggestion(name, list(known))}")
+            raise ValueError(f"unknown option {_shown(name)}{_suggestion(name, list(known))}")
 
 
 def _leaves(layer: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -248,7 +249,7 @@ def _merge_engine_options(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]
         if "engine_options" in rollout:
             given = rollout["engine_options"]
             if not isinstance(given, Mapping):
-                raise ValueError(f"{ENGINE_OPTIONS_KEY} is a block of options, got {reprlib.repr(given)}")
+                raise ValueError(f"{ENGINE_OPTIONS_KEY} is a block of options, got {_shown(given)}")
             merged = _merge_blocks(merged or {}, given)
     return merged
 
@@ -286,3 +287,8 @@ def _build(cls: type, values: Mapping[str, Any]) -> Any:  # noqa: ANN401
                 value = _build(hint, value)
             arguments[option.name] = tuple(value) if is_tuple and isinstance(value, list) else value
     return cls(**arguments)
+
+
+def _shown(value: Any) -> str:  # noqa: ANN401 (any plain value)
+    """A value as errors quote it: short, and without secrets, which nobody would recognize after the cut."""
+    return reprlib.repr(redact_text(value) if isinstance(value, str) else redact(value))

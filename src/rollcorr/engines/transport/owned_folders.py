@@ -88,14 +88,19 @@ def _make(prefix: str) -> tuple[Path, int | None]:
         path = Path(tempfile.mkdtemp(prefix=prefix))
         if fcntl is None:
             return path, None
-        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+
+        # Until the folder is locked, another start takes it for abandoned and removes it: before it is opened here …
+        try:
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError:  # a file system without locks, where no other start gets one either
             os.close(lock)
             return path, None
 
-        # Another start may have found it before it was locked, and removed it.
+        # … or after that.
         if path.is_dir():
             return path, lock
         os.close(lock)
