@@ -367,7 +367,7 @@ def test_a_deadline_that_is_over_stops_without_any_signal(number, monkeypatch):
 
 @pytest.mark.parametrize("value", ["0", "-1", ".nan"])
 def test_a_deadline_is_positive(value):
-    with pytest.raises(ValueError, match="stop_after_minutes must be (> 0|a finite number)"):
+    with pytest.raises(ValueError, match=r"stop_after_minutes must be (> 0|a finite number)"):
         read_config(None, [f"stop_after_minutes={value}"], NumberConfig)
 
 

@@ -97,13 +97,13 @@ def log_shards(
 
 
 def read_shard(
-    shard: Shard, *, columns: Iterable[str], batch_size: int = 256, batch_tokens: int = BatchLimits.tokens
+    shard: Shard, *, columns: Iterable[str] | None, batch_size: int = 256, batch_tokens: int = BatchLimits.tokens
 ) -> Iterator[RolloutBatch]:
     """The rows of a shard, batch by batch.
 
     Args:
         shard: from `log_shards`.
-        columns: the columns to read; `response_mask` is always read along with a token column.
+        columns: the columns to read; `response_mask` is always read along with a token column. None reads all.
         batch_size: most rows of a batch.
         batch_tokens: about how many tokens a batch may have; one row at least, and the rows of a JSONL file are
             bounded by their text instead.
@@ -113,7 +113,8 @@ def read_shard(
         RolloutLogError: as `read_rollout_log`.
     """
     limits = BatchLimits(rows=batch_size, tokens=batch_tokens)
-    return shard.source.read(Path(shard.file), columns=with_mask(columns), limits=limits, shard=shard)
+    wanted = None if columns is None else with_mask(columns)
+    return shard.source.read(Path(shard.file), columns=wanted, limits=limits, shard=shard)
 
 
 def count_rows(paths: Paths, *, source: LogSource | None = None) -> int:

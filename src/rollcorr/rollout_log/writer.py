@@ -147,7 +147,7 @@ def convert_log(
         shards = log_shards(source, file_limits=file_limits, column_names=column_names)
         total, looked_at = sum(shard.rows for shard in shards), ""
         for shard in shards:
-            for batch in read_shard(shard, columns=COLUMNS, batch_size=batch_size):
+            for batch in read_shard(shard, columns=None, batch_size=batch_size):
                 if shard.file != looked_at:
                     looked_at = shard.file
                     for column in required:
@@ -174,11 +174,9 @@ class _ParquetSink:
         """Check the user's own columns: the first batch says which there are, and of what type."""
         if self._writer is None:
             return
+        known = dict(zip(self._schema.names, self._schema.types, strict=True))
         for name in own_columns(batch.columns):
-            given, known = (
-                batch.records.column(name).type,
-                dict(zip(self._schema.names, self._schema.types, strict=True)),
-            )
+            given = batch.records.column(name).type
             if known.get(name) != given:
                 title = f"{given} in this batch, and {known.get(name, 'no such column')} in the first"
                 fix = "give every batch of a file the same columns of your own, of the same types"
