@@ -4,6 +4,7 @@ import copy
 import gc
 import sys
 from pathlib import Path
+from types import MethodType
 
 import ctranslate2
 import pytest
@@ -57,6 +58,16 @@ def test_int8_rollouts_of_a_pretrained_llama_have_the_published_mismatch():
     k3, largest = mismatch(Policy(load_stories(), StoriesTokenizer), [[1]] * 32, tokens=128)
     assert k3 == pytest.approx(1.6e-3, rel=0.25)
     assert largest == pytest.approx(0.50, rel=0.25)
+
+
+def test_weights_come_back_to_a_policy_whose_forward_a_trainer_replaced(micro_policy):
+    """The engine keeps a copy of the policy to verify weights on; it must not ask the original."""
+    original = micro_policy.model.forward
+    micro_policy.model.forward = MethodType(lambda _, *args, **inputs: original(*args, **inputs), micro_policy.model)
+    engine = make_engine(micro_policy, compute_type="float32")
+    weights = {name: 1.5 * weight for name, weight in engine.export_weights().items()}
+    engine.import_weights(weights, version=3)
+    assert engine.weight_version == 3
 
 
 def test_a_llama_with_a_head_of_its_own_is_converted_too():

@@ -9,7 +9,6 @@ CTranslate2 returns log softmax(logits) at temperature 1 over the full vocabular
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import gc
 import threading
@@ -35,7 +34,7 @@ from rollcorr.engines.base import (
 )
 from rollcorr.engines.completions import Completion, rollout_from_completions
 from rollcorr.engines.generation_settings import GenerationSettings, refuse_settings
-from rollcorr.engines.response_scoring import make_probe, score_probe, vocabulary_size
+from rollcorr.engines.response_scoring import copied_model, make_probe, score_probe, vocabulary_size
 from rollcorr.engines.transport.owned_folders import OwnedFolder
 
 ComputeType = Literal["int8", "int16", "float32"]
@@ -313,8 +312,7 @@ def _copy_with(model: nn.Module, weight: Callable[[Tensor], Tensor]) -> nn.Modul
     """A copy whose parameters are `weight` of the model's; tied ones stay tied."""
     # deepcopy looks each parameter up by its id, so all uses of a tied one get the same new parameter.
     parameters = {id(p): nn.Parameter(weight(p), requires_grad=False) for p in model.parameters()}
-    twin: nn.Module = copy.deepcopy(model, parameters)
-    return twin
+    return copied_model(model, parameters)
 
 
 def _converted(model: Any, eos_token_id: int, vocabulary: int) -> dict[str, bytes]:  # noqa: ANN401 (a transformers model)

@@ -7,6 +7,7 @@ Symbols (docs/notation.md): B sequences, T padded response length, V vocabulary.
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -104,3 +105,20 @@ class _Rounded(nn.Module):
 
     def forward(self, **inputs: Any) -> Any:  # noqa: ANN401 (whatever the model takes and returns)
         return self._call(**inputs)
+
+
+def copied_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """A deep copy of a policy that calls nothing of the original.
+
+    Args:
+        model: stays as it is.
+        memo: what `copy.deepcopy` takes for the parts that are not to be copied, by their `id`.
+    """
+    twin = copy.deepcopy(model, memo)
+
+    # Trainers put a function in the place of a module's `forward`, as TRL's fused head does. Its copy would still call
+    # the original module. Hooks of accelerate are copied rightly, and know where the weights are.
+    for module in twin.modules():
+        if not hasattr(module, "_hf_hook"):
+            vars(module).pop("forward", None)
+    return twin

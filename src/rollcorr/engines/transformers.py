@@ -19,7 +19,7 @@ from rollcorr.engines.base import Engine, Rollout, TokenBatch, check_weight_sync
 from rollcorr.engines.completions import rollout_from_completions
 from rollcorr.engines.continuous_batching import check_continuous_batching, generate_continuously
 from rollcorr.engines.generation_settings import GenerationSettings, refuse_settings
-from rollcorr.engines.response_scoring import make_probe, score_probe, score_responses
+from rollcorr.engines.response_scoring import copied_model, make_probe, score_probe, score_responses
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -207,13 +207,7 @@ class _Chunk(NamedTuple):
 
 
 def _low_precision_copy(model: nn.Module, dtype: torch.dtype) -> Any:  # noqa: ANN401 (a transformers model)
-    twin = copy.deepcopy(model).requires_grad_(False).eval()
-
-    # Trainers put a function in the place of a module's `forward`, as TRL's fused head does. Its copy would still call
-    # the original module. Hooks of accelerate are copied rightly, and know where the weights are.
-    for module in twin.modules():
-        if not hasattr(module, "_hf_hook"):
-            vars(module).pop("forward", None)
+    twin = copied_model(model).requires_grad_(False).eval()
 
     # Parameters only: `model.to(dtype)` would round the rotary frequencies too.
     for parameter in twin.parameters():
