@@ -99,8 +99,8 @@ def _agreement() -> str:
     entries = sum(int(row["entries"]) for row in rows)
     return (
         f"{len(rows)} means of gradients,\n{entries:,} entries. The largest deviation is {worst['largest_z']:.2f} "
-        f"exact standard errors ({worst['kind']}, `{worst['estimator']}`); the limit, 4 corrected\nfor the number of "
-        f"comparisons, is {min(row['limit'] for row in rows):.2f}."
+        f"standard errors ({worst['kind']}, `{worst['estimator']}`).\nWith so many comparisons, the limit that "
+        f"corresponds to 4 for a single one is {min(row['limit'] for row in rows):.2f}."
     )
 
 
