@@ -265,14 +265,14 @@ class _Reads(TorchDispatchMode):
 @pytest.mark.parametrize("detail", [False, True])
 @pytest.mark.parametrize("preset", ["decoupled_seq_is_rs", "decoupled_geo_rs_token_tis", "geo_mis"])
 def test_nothing_is_read_until_metrics_are_and_then_once(preset, detail, monkeypatch):
-    packed = []
-    monkeypatch.setattr(Statistics, "pack", lambda self, pack=Statistics.pack: packed.append(1) or pack(self))
+    read = []
+    monkeypatch.setattr(Statistics, "read", lambda self, bring=Statistics.read: read.append(1) or bring(self))
     with _Reads() as reads:
         correction = correct(*batch(), preset, detail=detail)
-        assert not packed
+        assert not read
         correction.metrics()
     assert reads.count == 0
-    assert packed == [1]
+    assert read == [1]
 
 
 def test_a_mask_that_is_no_mask_is_found_on_request():

@@ -12,6 +12,7 @@ import subprocess
 import sys
 
 import pytest
+from processes import eventually
 
 from rollcorr.run_directory.run_lock import RunInUseError, RunLock
 
@@ -59,12 +60,23 @@ def test_a_second_process_is_refused_and_told_who_has_the_lock(tmp_path, holder)
     assert json.loads((tmp_path / "run" / "run.lock").read_text(encoding="utf-8"))["pid"] == process.pid
 
 
+def _can_be_taken(directory):
+    try:
+        with RunLock(directory):
+            return True
+    except RunInUseError:
+        return False
+
+
 @pytest.mark.parametrize("child", [NO_CHILD, FORKED, EXECUTED], ids=["alone", "forked child", "executed child"])
 def test_the_lock_ends_with_a_killed_process_whatever_it_started(tmp_path, holder, child):
     process, _ = holder(child)
     process.kill()
     process.wait()
     assert (tmp_path / "run" / "run.lock").is_file()
+
+    # A child that was forked just before gives its copy away with the first thing that it does.
+    assert eventually(lambda: _can_be_taken(tmp_path / "run"))
     with RunLock(tmp_path / "run"):
         assert json.loads((tmp_path / "run" / "run.lock").read_text(encoding="utf-8"))["pid"] == os.getpid()
 
