@@ -24,6 +24,16 @@ from rollcorr.config.secrets import (
 SECRET = "s3cr3t-V4lue"
 
 
+@pytest.mark.parametrize("sign", ["'", '"', "<", ">", "`", " ", "/"])
+def test_a_password_may_hold_what_ends_an_address_in_a_text(sign):
+    url = f"http://user:pa{sign}{SECRET}@host:80/path"
+    shown = secrets.redact({"url": url})
+    assert SECRET not in str(shown)
+    assert shown["url"].endswith("@host:80/path")
+    assert secrets.secret_places({"url": url}) == ["url"]
+    assert SECRET not in redact_text(f"cannot connect to {url}")
+
+
 @pytest.mark.parametrize(
     "text",
     [

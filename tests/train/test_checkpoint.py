@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -140,6 +141,36 @@ def test_a_damaged_file_is_named_and_the_older_checkpoint_is_used(two_runs, tmp_
     assert f"{name} " in line
     assert REASONS[damage] in line
     assert latest_checkpoint(directory) == directory / "step_000001"
+
+
+@pytest.mark.parametrize("number", checkpoints.NOT_NOW)
+@pytest.mark.parametrize("name", ["manifest.json", "optimizer.pt"])
+def test_a_file_that_cannot_be_opened_now_is_not_taken_for_damaged(toy, monkeypatch, name, number):
+    """An older checkpoint would be used, and the sound one deleted at the next save."""
+    toy.save(1)
+    toy.save(2)
+    stat = Path.stat
+
+    def not_now(path, **options):
+        if path.name == name:
+            raise OSError(number, "not now")
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", not_now)
+    with pytest.raises(OSError, match="not now"):
+        newest_sound_checkpoint(toy.directory)
+
+
+def test_a_sound_checkpoint_that_this_program_cannot_read_stops_the_run(toy, monkeypatch):
+    toy.save(1)
+    toy.save(2)
+
+    def load(*_, **__):
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(ValueError, match=r"although its files are as they were written: optimizer\.pt: CUDA error"):
+        newest_sound_checkpoint(toy.directory)
 
 
 def test_no_bit_of_a_manifest_is_without_a_check(toy):

@@ -16,6 +16,8 @@ from rollcorr.train.option_changes import OPTION_RULES, compared_options, find_c
 CONFIGS = {"grpo": GrpoConfig, "flow_grpo": FlowGrpoConfig}
 
 FIXED = [
+    ("grpo", "rollout.prompts_per_step=4"),
+    ("flow_grpo", "rollout.prompts_per_step=4"),
     ("grpo", "seed=1"),
     ("grpo", "optim.betas=[0.9, 0.99]"),
     ("grpo", "model.path=elsewhere"),

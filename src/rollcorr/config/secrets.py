@@ -44,6 +44,11 @@ _SCHEME = re.compile(r"(?i)^(?:bearer|basic|token|digest|apikey)\s+")
 
 # An address up to a space or a quote; the rest is taken apart by hand, for a password may hold any sign.
 _ADDRESS = re.compile(r"(?<![\w+.-])(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)(?P<rest>[^\s\"'<>`]+)")
+
+# An option that is an address as a whole, whose user part holds what would end an address in a text.
+_ADDRESS_WITH_QUOTES = re.compile(
+    r"\s*(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)(?P<user>.*[\s\"'<>`].*)@(?P<host>.*)", re.DOTALL
+)
 _HEADER = re.compile(
     r"(?i)(?P<before>\b(?:proxy-)?(?:authorization|(?:set-)?cookie)\\?[\"']?\s*[:=]\s*\\?[\"']?)(?P<value>[^\"'\r\n]+)"
 )
@@ -227,9 +232,14 @@ def _redact(value: Any, name: str, path: str, places: list[str], *, inside_secre
     if value is None or isinstance(value, bool) or (not secret and not isinstance(value, str)):
         return value
 
-    hidden = value
+    hidden, given = value, value
     if isinstance(value, str):
         # `user:password@host`, where the scheme was forgotten.
+        quoted = _ADDRESS_WITH_QUOTES.fullmatch(value)
+        if quoted is not None and not _only_references(quoted["user"]):
+            for part in (quoted["user"], quoted["user"].partition(":")[2]):
+                remember(part)
+            value = f"{quoted['scheme']}{HIDDEN}@{quoted['host']}"
         forgotten = name in ("url", "uri", "address", "endpoint") and "://" not in value and "@" in value
         hidden = _redact_text(f"http://{value}" if forgotten else value, remember)
         hidden = hidden.removeprefix("http://") if forgotten else hidden
@@ -238,7 +248,7 @@ def _redact(value: Any, name: str, path: str, places: list[str], *, inside_secre
         hidden = HIDDEN
     elif isinstance(hidden, str):
         hidden = _without_hidden_values(hidden, _DISTINCT)
-    if hidden != value:
+    if hidden != given:
         places.append(path)
     return hidden
 

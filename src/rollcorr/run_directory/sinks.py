@@ -212,7 +212,7 @@ class ConsoleProgress:
         table = Table("step", *(column.heading for column in self._columns), box=None, padding=(0, 2, 0, 0))
         for table_column in table.columns:
             table_column.justify = "right"
-        for step, metrics in self._recent:
+        for step, metrics in list(self._recent):  # the display has a thread of its own
             table.add_row(str(step), *(column.text(metrics) for column in self._columns))
         return Group(self._progress.get_renderable(), table)
 

@@ -15,6 +15,7 @@ No random state is stored: every draw is a function of (seed, purpose, step), se
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import pickle
@@ -49,6 +50,9 @@ RUN_IDENTITY = "run.json"
 
 LARGEST_MANIFEST = 16 * 2**20
 """Bytes; a manifest has about 100 for each file."""
+
+NOT_NOW = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE)
+"""Error numbers that say nothing about a file: another start may read it."""
 
 BLOCK = 2**20
 """Bytes hashed at a time."""
@@ -167,55 +171,61 @@ def latest_checkpoint(directory: Path) -> Path | None:
     return None
 
 
-def newest_sound_checkpoint(directory: Path, *, device: str = "cpu") -> tuple[Checkpoint | None, list[str]]:
+def newest_sound_checkpoint(directory: Path) -> tuple[Checkpoint | None, list[str]]:
     """Read the newest checkpoint that is whole, after removing what a killed process left half-written.
 
     Args:
         directory: RUN/checkpoints. No other process may write there meanwhile.
-        device: where tensors go.
 
     Returns:
         The checkpoint, None if there is none, and one line for each newer one that is damaged.
+
+    Raises:
+        OSError, ValueError: as in `load_checkpoint`. The newest one may be sound, so none before it is taken.
     """
     if directory.is_dir():
         tidy_up(directory)
     damaged: list[str] = []
     for path in reversed(paths_by_step(directory).values()):
         try:
-            return load_checkpoint(path, device=device), damaged
+            return load_checkpoint(path), damaged
         except DamagedCheckpointError as error:
             damaged.append(str(error))
     return None, damaged
 
 
-def load_checkpoint(path: Path, *, device: str = "cpu") -> Checkpoint:
-    """Read a checkpoint, after comparing every file with the manifest.
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Read a checkpoint, after comparing every file with the manifest. Tensors are on the CPU.
 
     Raises:
         DamagedCheckpointError: a file is missing, empty, cut, altered or of another checkpoint; the message names it.
+        OSError: a file may be sound, and cannot be opened now: it is forbidden, or too many files are open.
+        ValueError: the files are as they were written, and cannot be read by this program.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     files = _verify(path)
 
-    # The files are as they were written; what fails here was written by another version of this program.
     name = STATE
     try:
         state = TrainState(**json.loads((path / name).read_text(encoding="utf-8")))
         name = OPTIMIZER
-        optimizer = torch.load(path / name, map_location=device, weights_only=True)
+        optimizer = torch.load(path / name, map_location="cpu", weights_only=True)
         name = ENGINE
-        engine = load_file(path / name, device=device) if name in files else None
+        engine = load_file(path / name) if name in files else None
         name = RECORDS
         records = {
             PurePosixPath(file).name: (path / file).read_text(encoding="utf-8")
             for file in files
             if file.startswith(f"{RECORDS}/")
         }
-    except (OSError, ValueError, TypeError, RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
+    except (ValueError, TypeError, RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
         reason = str(error).partition("\n")[0]
-        raise _damaged(path, name, f"cannot be read ({reason})") from error
+        raise ValueError(
+            f"checkpoint {str(path)!r} cannot be read, although its files are as they were written: {name}: {reason}. "
+            "Go on with the version of rollcorr and torch that wrote it, or delete it to go on from the one before"
+        ) from error
     return Checkpoint(path, state, optimizer, engine, records)
 
 
@@ -351,6 +361,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise _damaged(path, MANIFEST, "is missing") from error
     except OSError as error:
+        if error.errno in NOT_NOW:
+            raise
         raise _damaged(path, MANIFEST, f"cannot be read ({error.strerror})") from error
     if not text:
         raise _damaged(path, MANIFEST, "is empty")
@@ -388,6 +400,8 @@ def _verify(path: Path) -> set[str]:
         except FileNotFoundError as error:
             raise _damaged(path, name, "is missing") from error
         except OSError as error:
+            if error.errno in NOT_NOW:
+                raise
             raise _damaged(path, name, f"cannot be read ({error.strerror})") from error
 
         if size == 0 and entry["bytes"]:

@@ -273,7 +273,7 @@ class _Run:
                 else:
                     _restore(self.recipe.trainer, self.beginning, self.say)
                     delete_older_checkpoints(self.directory.checkpoints, self.step, keep=self.config.checkpoint.keep)
-                    self.before = _evaluation_before(self.records)
+                self._measure_before()
                 is_done = self._train() and self._finish()
             except StopNow:  # from an evaluation, which the next start repeats
                 pass
@@ -292,17 +292,26 @@ class _Run:
         write_text_durably(self.directory.history, self.records[self.directory.history.name])
         write_text_durably(self.directory.config, self.records[self.directory.config.name])
         restore_set_aside(self.directory.path)
+
+        # A summary says that a run is finished, and this one goes on.
+        self.directory.summary.unlink(missing_ok=True)
         return drop_later_steps(self.directory, self.step)
 
     def _begin(self) -> None:
-        """Everything before the first step; it counts with the checkpoint at its end, and is repeated without it."""
-        self.before = self._measure("before")
-        if self.before is not None:
-            self.records[EVALUATION_RECORD] = json.dumps(self.before) + "\n"
+        """Keep what the warm-up made, so that no later start repeats it."""
         with _saving("the start"):
             if self.recipe.keeps_reference:
                 self.records[REFERENCE_RECORD] = keep_reference(self.directory.reference, self.recipe.save_policy)
         self._save()
+
+    def _measure_before(self) -> None:
+        """The quality before the first step, which the checkpoints remember."""
+        self.before = _evaluation_before(self.records)
+        if self.before is None and self.step == 0:
+            self.before = self._measure("before")
+            if self.before is not None:
+                self.records[EVALUATION_RECORD] = json.dumps(self.before) + "\n"
+                self._save()
 
     def _train(self) -> bool:
         """Train to the last step, and save; False if something stopped it before."""
@@ -381,7 +390,7 @@ class _Run:
             run_dir=self.directory.path,
             step=self.saved or 0,
             interrupted=interrupted,
-            failure=self.failure,
+            failure=None if self.failure is None else redact_text(self.failure),
             engine_failed=self.engine_failed,
             skipped_steps=self.recipe.trainer.skipped_steps,
             before=self.before,

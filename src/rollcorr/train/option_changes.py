@@ -45,6 +45,7 @@ OPTION_RULES = (
     OptionRule("task.bonus_length", "free"),
     OptionRule("task", "fixed", "the checkpoint has a place in this data"),
     OptionRule("prompts", "fixed", "the checkpoint has a place in this data"),
+    OptionRule("rollout.prompts_per_step", "fixed", "the checkpoint has a place in the data, in steps of this size"),
     OptionRule("optim.betas", "fixed", "Adam's moments are averages with these decays"),
 )
 """The first rule whose name fits holds; an option that none fits is free."""

@@ -60,7 +60,7 @@ def find_beginning(config: RunConfig, directory: RunDirectory) -> Beginning:
             f"{place} holds a run already: leave out resume=false to go on with it, or choose another run_dir"
         )
 
-    checkpoint, damaged = newest_sound_checkpoint(directory.checkpoints, device=config.device)
+    checkpoint, damaged = newest_sound_checkpoint(directory.checkpoints)
     if checkpoint is None:
         raise ValueError(f"{place} has no sound checkpoint to go on from: {'; '.join(damaged)}")
     history = _history_of(checkpoint, directory)
