@@ -162,6 +162,7 @@ def test_ctrl_c_while_the_server_is_away_ends_the_wait_and_saves_the_run(tmp_pat
     clock.alarms.append((100.0, ctrl_c))
     summary, metrics, shown = run(tmp_path, "stopped", mortal)
     assert (summary.step, len(metrics), summary.interrupted) == (1, 1, True)
+    assert (summary.failure, summary.engine_failed) == (None, False)
     assert 100 <= clock.now < 110
     assert "saved" in shown
     assert "asked to stop before the engine was back" in shown

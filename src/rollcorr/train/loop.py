@@ -277,6 +277,10 @@ class _Run:
                 is_done = self._train() and self._finish()
             except StopNow:  # from an evaluation, which the next start repeats
                 pass
+            except EngineError as error:  # from a wait for the engine outside a step, which a request to stop ended
+                if self.stop.reason is None:
+                    raise
+                self.say(str(error))
             except _CannotSaveError as error:
                 self.failure = str(error)
 
@@ -311,6 +315,10 @@ class _Run:
             try:
                 metrics = self.recipe.step(self.step + 1)
             except EngineError as error:  # raised while sampling, so nothing of this step has reached the weights
+                # A request to stop ends the wait for an engine with an error, and then it is the stop that counts.
+                if self.stop.reason is not None:
+                    self.say(f"step {self.step + 1} was not trained on: {error}")
+                    break
                 self.failure = f"step {self.step + 1} was not trained on, the engine failed: {error}"
                 self.engine_failed = True
                 break
