@@ -7,6 +7,7 @@ import pytest
 from local_server import serving
 
 from rollcorr.engines.base import EngineAnswerError, EngineUnavailableError
+from rollcorr.engines.transport.answer_body import brief
 from rollcorr.engines.transport.http import JsonClient
 
 
@@ -173,3 +174,26 @@ def test_a_key_is_sent_and_not_shown():
 def test_bad_settings_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         JsonClient(**({"url": "http://localhost:1"} | options))
+
+
+SECRET = "hf_" + "s3cretKey" * 5
+
+
+@pytest.mark.parametrize("before", [400, 440, 470, 490])
+def test_a_secret_that_the_cut_of_a_text_would_halve_is_hidden(before):
+    text = f"{'x ' * (before // 2)}{SECRET}"
+    with client_of(status(400, text)) as (client, _):
+        with pytest.raises(EngineAnswerError) as refused:
+            client.post("/", None)
+        assert "s3cret" not in str(refused.value)
+    with client_of(status(200, text)) as (client, _):
+        with pytest.raises(EngineAnswerError) as no_json:
+            client.post("/", None)
+        assert "s3cret" not in str(no_json.value)
+
+
+@pytest.mark.parametrize("before", [100, 130, 200, 900])
+def test_a_secret_that_a_shortened_value_would_halve_is_hidden(before):
+    text = f"{'x ' * (before // 2)}{SECRET}{' x' * 100}"
+    assert "s3cret" not in brief({"message": [text]})
+    assert "s3cret" not in brief("x " * 60 + SECRET + " x" * 10**6)

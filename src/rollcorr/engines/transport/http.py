@@ -28,7 +28,7 @@ from rollcorr.config.checks import check_integer, check_number
 from rollcorr.config.secrets import read_address
 from rollcorr.engines.base import EngineAnswerError, EngineError, EngineUnavailableError
 from rollcorr.engines.transport import waiting
-from rollcorr.engines.transport.answer_body import SHOWN, parse_json, printable, read_body
+from rollcorr.engines.transport.answer_body import READ_FOR_SECRETS, parse_json, printable, read_body
 from rollcorr.engines.transport.connections import Connections
 
 # What says that a server, or the proxy before it, cannot answer now but will.
@@ -288,7 +288,7 @@ class JsonClient:
                 refused = not 200 <= status < 300
                 body = read_body(
                     response,
-                    limit=4 * SHOWN if refused else limit,
+                    limit=READ_FOR_SECRETS if refused else limit,
                     between=batch.check,
                     where=where,
                     only_start=refused,
