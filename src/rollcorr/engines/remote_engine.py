@@ -199,7 +199,10 @@ class RemoteEngine(Engine, abc.ABC):
         """The checkpoint of the weights that sample."""
 
     def _meet_again(self) -> None:
-        """Learn anew what an engine that was away may have changed."""
+        """Learn anew what an engine that was away may have changed. It asks for no response."""
+
+    def _check_again(self) -> None:
+        """Require that an engine that was away still answers as it was set up to. It may ask for a response."""
 
     def _abandon(self) -> None:
         """Make sure that weights that may be mixed sample nothing, here or for others."""
@@ -313,6 +316,7 @@ class RemoteEngine(Engine, abc.ABC):
                 was_away = self._faults != self._faults_at_proof
                 if was_away:
                     self._meet_again()
+                    self._check_again()
                 if was_away or not (names_weights or self._server is None):
                     self._verify(self._expected)
                 self._faults_at_proof = self._faults
@@ -328,6 +332,7 @@ class RemoteEngine(Engine, abc.ABC):
             with self._whole_or_unusable():
                 self._meet_again()
                 self._load_and_verify(self.weight_version, self._expected)
+                self._check_again()  # last: a server that is paused answers nothing until the load has resumed it
         raise AssertionError("the second round returns or raises")
 
     @contextlib.contextmanager
