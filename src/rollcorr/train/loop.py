@@ -349,7 +349,7 @@ class _Run:
             version = trainer.engine.weight_version
             try:
                 weights = trainer.engine.export_weights()
-            except EngineError as error:
+            except (EngineError, OSError) as error:
                 self.say(
                     f"the engine's weights, version {version}, are lost ({error}); it goes on with version {self.step}"
                 )
