@@ -190,12 +190,16 @@ def served(llm):
         if path == "/reset_prefix_cache":
             return 200, {"success": llm.reset_prefix_cache()}
         if path in ("/pause", "/resume"):
+            answer.is_paused = path == "/pause"
             return 200, {"status": path}
+        if answer.is_paused:  # the real one lets the request wait until it is resumed
+            return 400, {"error": {"message": "a request while the server is paused never ends", "code": 400}}
         return _sample(llm, plain_completion, path, dict(body), answer.max_logprobs)
 
     answer.paths = ["/version", "/v1/models", "/v1/completions", "/inference/v1/generate"]
     answer.paths += ["/pause", "/resume", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version"]
     answer.max_logprobs = 64
+    answer.is_paused = False
     return answer
 
 

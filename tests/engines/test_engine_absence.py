@@ -1,7 +1,9 @@
 """A server that goes away in the middle of a run and comes back without its weights, behind real connections."""
 
 import copy
+import errno
 import json
+import os
 import signal
 import time
 
@@ -11,11 +13,13 @@ import torch
 from engine_contract import PROMPTS, change
 from local_server import serving
 from micro_policy import make_micro_policy
+from safetensors import SafetensorError
 from test_sglang import PretendedServer
 from test_vllm_server import make_engine as make_vllm_engine
 from test_vllm_server import start_llm
 from vllm_doubles import serving as serving_vllm
 
+from rollcorr.engines import remote_engine
 from rollcorr.engines.base import EngineAnswerError, EngineError
 from rollcorr.engines.transport import waiting
 from rollcorr.train import load_config, train
@@ -151,6 +155,42 @@ def test_a_run_whose_server_stays_away_saves_and_says_why(tmp_path, clock, low_b
     assert "saved" in shown
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
+@pytest.mark.parametrize("in_rust", [True, False])
+def test_a_disk_that_fails_while_weights_are_handed_over_costs_one_step(
+    tmp_path, clock, low_byte_reward, monkeypatch, number, in_rust
+):
+    mortal, write, written = Mortal(make_micro_policy().model, clock), remote_engine.write_checkpoint, []
+    reason = os.strerror(number)
+
+    def write_twice(*arguments, **options):
+        written.append(arguments)
+        if len(written) < 3:
+            return write(*arguments, **options)
+        if in_rust:
+            raise SafetensorError(f"Error while serializing: I/O error: {reason} (os error {number})")
+        raise OSError(number, reason)
+
+    monkeypatch.setattr(remote_engine, "write_checkpoint", write_twice)
+    summary, metrics, shown = run(tmp_path, "full", mortal)
+    assert (summary.step, len(metrics), summary.engine_failed) == (2, 2, True)
+    assert f"{str(tmp_path / 'full' / 'weights')!r} could not be written or read: {reason}" in summary.failure
+    assert "saved" in shown
+
+
+def test_weights_that_cannot_be_read_from_their_folder_do_not_cost_the_checkpoint(
+    tmp_path, clock, low_byte_reward, monkeypatch
+):
+    def fail(folder):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(remote_engine, "read_weights", fail)
+    mortal = Mortal(make_micro_policy().model, clock)
+    summary, _, shown = run(tmp_path, "unread", mortal, "rollout.refresh_every=5", "checkpoint.every=1")
+    assert (summary.step, summary.failure) == (STEPS, None)
+    assert "the engine's weights, version 0, are lost (" in shown
+
+
 def test_ctrl_c_while_the_server_is_away_ends_the_wait_and_saves_the_run(tmp_path, clock, low_byte_reward):
     mortal = Mortal(make_micro_policy().model, clock, dies_at=ROWS + 1, away=900.0)
 
@@ -162,6 +202,7 @@ def test_ctrl_c_while_the_server_is_away_ends_the_wait_and_saves_the_run(tmp_pat
     clock.alarms.append((100.0, ctrl_c))
     summary, metrics, shown = run(tmp_path, "stopped", mortal)
     assert (summary.step, len(metrics), summary.interrupted) == (1, 1, True)
+    assert (summary.failure, summary.engine_failed) == (None, False)
     assert 100 <= clock.now < 110
     assert "saved" in shown
     assert "asked to stop before the engine was back" in shown

@@ -7,6 +7,7 @@ import pytest
 from local_server import serving
 
 from rollcorr.engines.base import EngineAnswerError, EngineUnavailableError
+from rollcorr.engines.transport.answer_body import brief
 from rollcorr.engines.transport.http import JsonClient
 
 
@@ -21,6 +22,14 @@ def status(code, text):
 def drop(handler, body):
     handler.close_connection = True
     handler.connection.close()
+
+
+def drop_all_but_the_probe(handler, body):
+    """A request that breaks a server which lives."""
+    if handler.command == "GET":
+        handler.send(404, b"")
+    else:
+        drop(handler, body)
 
 
 def half_a_body(handler, body):
@@ -55,11 +64,17 @@ def test_json_goes_there_and_back():
         assert server.requests == [("/generate", {"ids": [1, 2]}), ("/info", None)]
 
 
-@pytest.mark.parametrize("fault", [status(500, "boom"), status(503, "loading"), drop, half_a_body])
+@pytest.mark.parametrize("fault", [status(500, "boom"), status(503, "loading"), half_a_body])
 def test_a_passing_fault_is_retried(fault):
     with client_of(fault, fault, echo) as (client, server):
         assert client.post("/", 7) == {"echo": 7}
-        assert len(server.requests) == 3
+        assert server.requests.count(("/", 7)) == 3
+
+
+def test_a_connection_that_breaks_once_is_retried():
+    with client_of(drop, echo) as (client, server):
+        assert client.post("/", 7) == {"echo": 7}
+        assert server.requests == [("/", 7), ("/", None), ("/", 7)]
 
 
 def test_a_server_that_hangs_once_is_asked_again():
@@ -69,13 +84,47 @@ def test_a_server_that_hangs_once_is_asked_again():
 
 @pytest.mark.parametrize(
     ("fault", "reason"),
-    [(status(500, "out of memory"), "HTTP 500: out of memory"), (drop, "Protocol|Read"), (half_a_body, "peer closed")],
+    [
+        (status(500, "out of memory"), "HTTP 500: out of memory"),
+        (drop_all_but_the_probe, "Protocol|Read"),
+        (half_a_body, "peer closed"),
+    ],
 )
 def test_a_lasting_fault_says_what_was_tried(fault, reason):
     with client_of(fault) as (client, server):
         with pytest.raises(EngineUnavailableError, match=f"failed 3 times.*({reason})"):
             client.post("/generate", None)
-        assert len(server.requests) == 3
+        assert [path for path, _ in server.requests].count("/generate") == 3
+
+
+def test_a_proxy_whose_server_is_dead_is_waited_for_as_an_absent_server(clock):
+    """It takes every connection and closes it, as `ssh -L` does."""
+    with client_of(drop, wait_minutes=30, retries=0) as (client, server):
+        clock.alarms.append((600.0, lambda: setattr(server, "answer", echo)))
+        assert client.post("/generate", 7) == {"echo": 7}
+        assert clock.now >= 600
+
+
+def test_a_proxy_whose_server_stays_dead_is_given_up_after_the_wait(clock):
+    with (
+        client_of(drop, wait_minutes=30, retries=0) as (client, _),
+        pytest.raises(EngineUnavailableError, match="away for 30 minutes, all of wait_minutes"),
+    ):
+        client.post("/generate", None)
+    assert 1800 <= clock.now < 1900
+
+
+def test_a_server_that_speaks_no_http_is_not_waited_for(clock):
+    def not_http(handler, body):
+        handler.wfile.write(b"220 mail.example ESMTP\r\n\r\n")
+        drop(handler, body)
+
+    with (
+        client_of(not_http, wait_minutes=30, retries=0) as (client, _),
+        pytest.raises(EngineUnavailableError, match=r"failed 1 times.*check that the engine lives"),
+    ):
+        client.post("/generate", None)
+    assert clock.now == 0
 
 
 def test_a_server_that_hangs_is_unavailable_after_its_timeouts():
@@ -173,3 +222,26 @@ def test_a_key_is_sent_and_not_shown():
 def test_bad_settings_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         JsonClient(**({"url": "http://localhost:1"} | options))
+
+
+SECRET = "hf_" + "s3cretKey" * 5
+
+
+@pytest.mark.parametrize("before", [400, 440, 470, 490])
+def test_a_secret_that_the_cut_of_a_text_would_halve_is_hidden(before):
+    text = f"{'x ' * (before // 2)}{SECRET}"
+    with client_of(status(400, text)) as (client, _):
+        with pytest.raises(EngineAnswerError) as refused:
+            client.post("/", None)
+        assert "s3cret" not in str(refused.value)
+    with client_of(status(200, text)) as (client, _):
+        with pytest.raises(EngineAnswerError) as no_json:
+            client.post("/", None)
+        assert "s3cret" not in str(no_json.value)
+
+
+@pytest.mark.parametrize("before", [100, 130, 200, 900])
+def test_a_secret_that_a_shortened_value_would_halve_is_hidden(before):
+    text = f"{'x ' * (before // 2)}{SECRET}{' x' * 100}"
+    assert "s3cret" not in brief({"message": [text]})
+    assert "s3cret" not in brief("x " * 60 + SECRET + " x" * 10**6)

@@ -172,6 +172,33 @@ def test_a_load_that_fails_leaves_the_server_paused_and_the_engine_unusable(micr
             assert engine.generate(PROMPTS, seed=0).sampling.policy_version == 1
 
 
+def test_a_server_that_a_killed_process_left_paused_is_resumed_by_the_next(micro_policy, tmp_path):
+    with server_of(micro_policy, tmp_path / "served") as (url, answer):
+        answer.is_paused = True
+        engine = make_engine(url, micro_policy, folder=tmp_path / "weights")
+        assert not answer.is_paused
+        assert engine.generate(PROMPTS, seed=0).sampling.policy_version == 0
+
+
+def test_a_server_that_comes_back_paused_is_resumed_by_the_load_of_the_weights_it_lost(micro_policy, tmp_path):
+    """The log-probs are checked after the load: before it, the check would wait for ever."""
+    llm = start_llm(micro_policy, tmp_path / "served")
+    answer = fake_vllm.served(llm)
+    with serving(answer) as url:
+        engine = make_engine(url, micro_policy, folder=tmp_path / "weights")
+        engine.update_weights(micro_policy.model, version=1)
+        llm.version = "default"
+        meet_again = engine._meet_again
+
+        def paused_meanwhile():
+            answer.is_paused = True
+            meet_again()
+
+        engine._meet_again = paused_meanwhile
+        assert engine.generate(PROMPTS, seed=0).sampling.policy_version == 1
+        assert not answer.is_paused
+
+
 def test_a_server_that_keeps_its_prefix_cache_is_not_in_sync(micro_policy, tmp_path, monkeypatch):
     with server_of(micro_policy, tmp_path / "served") as (url, _):
         monkeypatch.setattr(fake_vllm.LLM, "reset_prefix_cache", lambda llm: False)

@@ -257,6 +257,21 @@ def test_a_step_whose_engine_fails_is_not_trained_on_and_the_run_goes_on_later(
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
+def test_a_stop_that_ends_the_wait_for_an_engine_while_a_checkpoint_is_restored_is_no_failure(
+    micro_config, console, monkeypatch
+):
+    lagging = ["rollout.refresh_every=4"]
+    train(micro_config("steps=1", *lagging), console=console)
+
+    def wait_until_stopped(engine, weights, *, version):
+        signal.raise_signal(signal.SIGINT)
+        raise EngineUnavailableError("the run was asked to stop before the engine was back")
+
+    monkeypatch.setattr(TransformersEngine, "import_weights", wait_until_stopped)
+    summary = train(micro_config("steps=2", *lagging), console=console)
+    assert (summary.step, summary.interrupted, summary.failure, summary.engine_failed) == (1, True, None, False)
+
+
 def test_older_weights_that_a_dead_engine_keeps_are_said_to_be_lost(micro_config, tmp_path, console, failing_engine):
     failing_engine()
     train(micro_config("steps=4", "rollout.refresh_every=4"), console=console)

@@ -42,6 +42,7 @@ from rollcorr.engines.response_scoring import make_probe, score_probe, vocabular
 from rollcorr.engines.transport import waiting
 from rollcorr.engines.transport.http import MAX_ANSWER_BYTES, JsonClient
 from rollcorr.engines.transport.weight_folder import read_policy, read_weights, write_checkpoint
+from rollcorr.run_directory.durable_files import disk_failure
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 Answer = TypeVar("Answer")
@@ -199,7 +200,10 @@ class RemoteEngine(Engine, abc.ABC):
         """The checkpoint of the weights that sample."""
 
     def _meet_again(self) -> None:
-        """Learn anew what an engine that was away may have changed."""
+        """Learn anew what an engine that was away may have changed. It asks for no response."""
+
+    def _check_again(self) -> None:
+        """Require that an engine that was away still answers as it was set up to. It may ask for a response."""
 
     def _abandon(self) -> None:
         """Make sure that weights that may be mixed sample nothing, here or for others."""
@@ -258,13 +262,16 @@ class RemoteEngine(Engine, abc.ABC):
             WeightSyncError: the load failed, or the two sides differ above the noise floor. The engine is unusable
                 until an update succeeds.
             EngineUnavailableError: the engine died or did not answer in time. It is unusable as well.
+            EngineError: the folder for the weights cannot be written, for instance because the disk is full. The engine
+                is unusable as well.
         """
         check_integer("version", version, at_least=0)
         expected = self._score_policy(model)
         folder = self._folder  # raises if the engine takes no weights, while it can still be used
 
         with self._whole_or_unusable():
-            write_checkpoint(model, folder, dtype=self.options.torch_dtype)
+            with _disk_failures_of(folder):
+                write_checkpoint(model, folder, dtype=self.options.torch_dtype)
             self._given.append(version)
             self._initial_version = None
             self._load_and_verify(version, expected)
@@ -273,16 +280,25 @@ class RemoteEngine(Engine, abc.ABC):
         self.sampling = dataclasses.replace(self.sampling, policy_version=version)
 
     def export_weights(self) -> Mapping[str, Tensor]:
-        """The weights that sample now, rounded to this engine's dtype, under their names in a checkpoint."""
+        """The weights that sample now, rounded to this engine's dtype, under their names in a checkpoint.
+
+        Raises:
+            EngineError: the last weight update failed, or their folder cannot be read.
+        """
         self._require_weights()
-        return read_weights(self._folder)
+        folder = self._folder
+        with _disk_failures_of(folder):
+            return read_weights(folder)
 
     def import_weights(self, weights: Mapping[str, Tensor], *, version: int) -> None:
         """Restore what `export_weights` returned, and verify it as an update.
 
         Raises: as `update_weights`.
         """
-        self.update_weights(read_policy(self._folder, weights).to(self.device), version=version)
+        folder = self._folder
+        with _disk_failures_of(folder):
+            model = read_policy(folder, weights)
+        self.update_weights(model.to(self.device), version=version)
 
     def _hand_over(self, model: nn.Module, folder: str | Path | None, version: int) -> None:
         """Give a running server the first weights through `folder`; without one verify that it has them already."""
@@ -313,6 +329,7 @@ class RemoteEngine(Engine, abc.ABC):
                 was_away = self._faults != self._faults_at_proof
                 if was_away:
                     self._meet_again()
+                    self._check_again()
                 if was_away or not (names_weights or self._server is None):
                     self._verify(self._expected)
                 self._faults_at_proof = self._faults
@@ -328,6 +345,7 @@ class RemoteEngine(Engine, abc.ABC):
             with self._whole_or_unusable():
                 self._meet_again()
                 self._load_and_verify(self.weight_version, self._expected)
+                self._check_again()  # last: a server that is paused answers nothing until the load has resumed it
         raise AssertionError("the second round returns or raises")
 
     @contextlib.contextmanager
@@ -426,6 +444,21 @@ class RemoteEngine(Engine, abc.ABC):
                 f"a prompt of {longest} tokens and max_new_tokens {new} need more than {self.title}'s max_model_len "
                 f"{self.max_model_len}: raise max_model_len, or shorten one of them"
             )
+
+
+@contextlib.contextmanager
+def _disk_failures_of(folder: Path) -> Iterator[None]:
+    """A disk that fails is a failure of the engine, which costs a run the step under way and not those before."""
+    try:
+        yield
+    except Exception as error:
+        cause = disk_failure(error)
+        if cause is None:
+            raise
+        raise EngineError(
+            f"the weights in {str(folder)!r} could not be written or read: {cause.strerror or cause}. Make room there, "
+            "or give a folder on another disk"
+        ) from error
 
 
 def expected_bytes(tokens: int, log_probs_per_token: int) -> int:

@@ -277,6 +277,10 @@ class _Run:
                 is_done = self._train() and self._finish()
             except StopNow:  # from an evaluation, which the next start repeats
                 pass
+            except EngineError as error:  # from a wait for the engine outside a step, which a request to stop ended
+                if self.stop.reason is None:
+                    raise
+                self.say(str(error))
             except _CannotSaveError as error:
                 self.failure = str(error)
 
@@ -320,6 +324,10 @@ class _Run:
             try:
                 metrics = self.recipe.step(self.step + 1)
             except EngineError as error:  # raised while sampling, so nothing of this step has reached the weights
+                # A request to stop ends the wait for an engine with an error, and then it is the stop that counts.
+                if self.stop.reason is not None:
+                    self.say(f"step {self.step + 1} was not trained on: {error}")
+                    break
                 self.failure = f"step {self.step + 1} was not trained on, the engine failed: {error}"
                 self.engine_failed = True
                 break
@@ -350,7 +358,7 @@ class _Run:
             version = trainer.engine.weight_version
             try:
                 weights = trainer.engine.export_weights()
-            except EngineError as error:
+            except (EngineError, OSError) as error:
                 self.say(
                     f"the engine's weights, version {version}, are lost ({error}); it goes on with version {self.step}"
                 )

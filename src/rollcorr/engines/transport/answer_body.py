@@ -9,6 +9,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from rollcorr.config.secrets import redact_text
 from rollcorr.engines.base import EngineAnswerError
 
 if TYPE_CHECKING:
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
 
 # How many characters of a server's text an error shows.
 SHOWN = 500
+
+# Of how many characters the secrets are hidden, before those that are shown are cut out. A secret that begins among the
+# shown ones is recognized by its end, too.
+READ_FOR_SECRETS = 16 * SHOWN
 
 # A list or mapping of JSON takes up to 250 bytes in Python and 2 in the text. One per 16 bytes of the limit is more
 # than answers of engines have, and bounds the memory.
@@ -26,7 +31,12 @@ _GZIP = 16 + zlib.MAX_WBITS
 
 
 class _Brief(reprlib.Repr):
-    """Shortens, and keeps the order of a mapping."""
+    """Shortens, hides secrets before that, and keeps the order of a mapping."""
+
+    def repr_str(self, x: str, level: int) -> str:
+        if len(x) > READ_FOR_SECRETS:
+            x = x[:READ_FOR_SECRETS] + "..."
+        return super().repr_str(redact_text(x), level)
 
     def repr_dict(self, x: dict[Any, Any], level: int) -> str:
         if level <= 0:
@@ -46,8 +56,9 @@ def brief(value: object) -> str:
 
 
 def printable(text: str) -> str:
-    """The beginning of a server's text, without the characters that move a terminal's cursor."""
-    return "".join(c if c.isprintable() else " " for c in text[:SHOWN]).strip()
+    """The beginning of a server's text, without its secrets and the characters that move a terminal's cursor."""
+    shown = redact_text(text[:READ_FOR_SECRETS])[:SHOWN]
+    return "".join(c if c.isprintable() else " " for c in shown).strip()
 
 
 def read_body(
@@ -118,7 +129,7 @@ def parse_json(body: bytearray, *, limit: int, where: str) -> Any:  # noqa: ANN4
     except RecursionError:
         raise EngineAnswerError(f"{where} was answered with JSON that is nested too deeply") from None
     except ValueError as error:
-        text = printable(body[:SHOWN].decode("utf-8", "replace"))
+        text = printable(body[:READ_FOR_SECRETS].decode("utf-8", "replace"))
         raise EngineAnswerError(f"{where} did not answer in JSON ({printable(str(error))}): {text!r}") from error
 
 

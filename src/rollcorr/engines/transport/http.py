@@ -4,7 +4,9 @@ What a fault becomes:
 
 - no connection, HTTP 408, 425, 429, 502, 503, 504: the server is away. It is asked again, ever less often, until it
   answers or has been away for `wait_minutes`; then `EngineUnavailableError`. A `Retry-After` is followed;
-- a broken connection, no byte for `timeout` seconds, any other HTTP 5xx: tried again `retries` times, then
+- a connection that breaks before the first byte of an answer: the server is asked for "/". If that breaks as well, it
+  is away behind a proxy or tunnel that takes connections for it;
+- any other broken connection, no byte for `timeout` seconds, any other HTTP 5xx: tried again `retries` times, then
   `EngineUnavailableError`;
 - HTTP 4xx or a redirect: `EngineAnswerError` with the server's text, at once, because the request would fail again;
 - a body that is no JSON, or longer than `max_answer_bytes`: `EngineAnswerError`, at once.
@@ -28,11 +30,14 @@ from rollcorr.config.checks import check_integer, check_number
 from rollcorr.config.secrets import read_address
 from rollcorr.engines.base import EngineAnswerError, EngineError, EngineUnavailableError
 from rollcorr.engines.transport import waiting
-from rollcorr.engines.transport.answer_body import SHOWN, parse_json, printable, read_body
+from rollcorr.engines.transport.answer_body import READ_FOR_SECRETS, parse_json, printable, read_body
 from rollcorr.engines.transport.connections import Connections
 
 # What says that a server, or the proxy before it, cannot answer now but will.
 AWAY = frozenset({408, 425, 429, 502, 503, 504})
+
+# How long the question may take whether a server behind a broken connection is there, seconds.
+PROBE_SECONDS = 10.0
 
 # What an answer may have at most, unless the caller says otherwise.
 MAX_ANSWER_BYTES = 32_000_000
@@ -150,6 +155,7 @@ class JsonClient:
         self.faults = 0
 
         self._not_connected: tuple[type[Exception], ...] = (httpx.ConnectError, httpx.ConnectTimeout)
+        self._cut: type[Exception] = httpx.NetworkError
         self._broken: type[Exception] = httpx.TransportError
         self._connections = Connections(address, count=concurrency, headers=headers or {})
         self._close = weakref.finalize(self, self._connections.close)  # a client that nobody closes leaves no socket
@@ -282,20 +288,26 @@ class JsonClient:
         """
         limit = self.max_answer_bytes
         timeout = min(self.timeout, max(batch.seconds_left, waiting.SLICE))
+        has_begun = False
         try:
             with self._connections.stream(*request, timeout=timeout) as response:
+                has_begun = True
                 status, headers = response.status_code, response.headers
                 refused = not 200 <= status < 300
                 body = read_body(
                     response,
-                    limit=4 * SHOWN if refused else limit,
+                    limit=READ_FOR_SECRETS if refused else limit,
                     between=batch.check,
                     where=where,
                     only_start=refused,
                 )
         except self._broken as error:
             reason = f"{type(error).__name__} ({printable(str(error))})".replace(" ()", "")
-            raise _PassingError(reason, is_away=isinstance(error, self._not_connected)) from error
+            is_away = isinstance(error, self._not_connected)
+            if not (is_away or has_begun) and self._is_without_answer(error):
+                batch.check()  # a batch that is over asks nothing more
+                is_away = self._is_nobody_there(timeout)
+            raise _PassingError(reason, is_away=is_away) from error
         if not refused:
             return parse_json(body, limit=limit, where=where)
 
@@ -311,6 +323,21 @@ class JsonClient:
                 " are not followed, because a key in the headers would go there too: set url to where the server is"
             )
         raise EngineAnswerError(f"{where} was refused, HTTP {status}: {text}")
+
+    def _is_nobody_there(self, timeout: float) -> bool:
+        """Whether the simplest question breaks too, so that what broke is not the fault of one request.
+
+        A proxy or a tunnel takes connections for a server that is dead, and closes them.
+        """
+        try:
+            with self._connections.stream("GET", "/", None, timeout=min(timeout, PROBE_SECONDS)) as response:
+                return response.status_code in AWAY
+        except self._broken as error:
+            return isinstance(error, self._not_connected) or self._is_without_answer(error)
+
+    def _is_without_answer(self, error: Exception) -> bool:
+        """Whether the connection ended without an answer; bytes that are no HTTP are one, from a wrong server."""
+        return isinstance(error, self._cut) or "without sending a response" in str(error)
 
 
 def _origin(location: str | None) -> str:

@@ -78,8 +78,11 @@ class VllmServerEngine(VllmBase):
         per_token = 2 * (1 + self._parameters["logprobs"])
         self._client = self._server = options.client(expected_bytes=expected_bytes(settings.max_new_tokens, per_token))
         self._meet(options.served_model)
-        self._check_log_probs()
+
+        # A process that was killed between pause and resume left the server paused: only a load resumes it, and before
+        # that it answers no question.
         self._hand_over(model, options.folder, version)
+        self._check_log_probs()
 
     def __enter__(self) -> VllmServerEngine:
         return self
@@ -136,8 +139,11 @@ class VllmServerEngine(VllmBase):
             )
 
     def _meet_again(self) -> None:
-        """A server that was restarted may serve other log-probs or another model."""
+        """A server that was restarted may serve another model."""
         self._meet(self.options.served_model)
+
+    def _check_again(self) -> None:
+        """A server that was restarted may serve other log-probs."""
         try:
             self._check_log_probs()
         except ValueError as error:
