@@ -194,5 +194,5 @@ def test_the_rollout_log_is_the_same(elsewhere):
         padded = log.padded("rollout_log_prob")
         return [padded.nan_to_num(), log.values("reward"), log.values("step")]
 
-    pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow", reason="needs rollcorr[log]")
     assert_same(elsewhere(logged), logged())

@@ -278,6 +278,22 @@ def test_a_start_that_was_cut_short_takes_new_options(number, tmp_path):
     assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
 
 
+def test_the_summary_of_a_finished_run_goes_when_the_run_continues(number, tmp_path):
+    """Killed at its new end, the run would be reported as finished with the numbers of the policy before."""
+    number()
+    summary = tmp_path / "run" / "summary.json"
+    seen = []
+
+    class Looking(NumberRecipe):
+        def step(self, step):
+            seen.append(summary.exists())
+            return super().step(step)
+
+    number("steps=8", recipe=Looking)
+    assert seen == [False, False]
+    assert json.loads(summary.read_text(encoding="utf-8"))["step"] == 8
+
+
 # Signals and the deadline.
 
 

@@ -20,7 +20,8 @@ import hashlib
 import json
 import pickle
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -352,18 +353,13 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
     Raises:
         DamagedCheckpointError: it is missing or altered, or says another step.
+        OSError: as in `load_checkpoint`.
     """
     file = path / MANIFEST
-    try:
+    with _reading(path, MANIFEST):
         if file.stat().st_size > LARGEST_MANIFEST:
             raise _damaged(path, MANIFEST, f"has more than {LARGEST_MANIFEST:,} bytes")
         text = file.read_bytes()
-    except FileNotFoundError as error:
-        raise _damaged(path, MANIFEST, "is missing") from error
-    except OSError as error:
-        if error.errno in NOT_NOW:
-            raise
-        raise _damaged(path, MANIFEST, f"cannot be read ({error.strerror})") from error
     if not text:
         raise _damaged(path, MANIFEST, "is empty")
 
@@ -386,6 +382,7 @@ def _verify(path: Path) -> set[str]:
 
     Raises:
         DamagedCheckpointError: one differs; the message names it.
+        OSError: as in `load_checkpoint`.
     """
     manifest = _read_manifest(path)
     run = _known_identity(path.parent)
@@ -394,15 +391,9 @@ def _verify(path: Path) -> set[str]:
 
     for name, entry in manifest["files"].items():
         file = path / name
-        try:
+        with _reading(path, name):
             size = file.stat().st_size
             digest = _sha256(file) if size == entry["bytes"] else None
-        except FileNotFoundError as error:
-            raise _damaged(path, name, "is missing") from error
-        except OSError as error:
-            if error.errno in NOT_NOW:
-                raise
-            raise _damaged(path, name, f"cannot be read ({error.strerror})") from error
 
         if size == 0 and entry["bytes"]:
             raise _damaged(path, name, f"is empty, it had {entry['bytes']:,} bytes")
@@ -411,6 +402,19 @@ def _verify(path: Path) -> set[str]:
         if digest != entry["sha256"]:
             raise _damaged(path, name, "is altered or of another checkpoint: its SHA-256 is not that of the manifest")
     return set(manifest["files"])
+
+
+@contextmanager
+def _reading(path: Path, name: str) -> Iterator[None]:
+    """Turn an error of the disk into damage of this file, unless it says nothing about the file."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise _damaged(path, name, "is missing") from error
+    except OSError as error:
+        if error.errno in NOT_NOW:
+            raise
+        raise _damaged(path, name, f"cannot be read ({error.strerror})") from error
 
 
 def _damaged(path: Path, name: str, what: str) -> DamagedCheckpointError:
