@@ -37,7 +37,7 @@ def write(path: Path, *, trainer_temperature: float) -> None:
 
 
 def check(path: Path) -> int:
-    """Run `rollcorr check PATH`; its exit code is 0 when healthy, 1 with findings, 2 for bad input."""
+    """Run `rollcorr check PATH`; exit codes: 0 healthy, 1 unhealthy, 3 not judged, 2 bad input."""
     print(f"$ rollcorr check {path.name}")
     code = app(["check", str(path)], standalone_mode=False)
     print(f"exit code {code}\n")

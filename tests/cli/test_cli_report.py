@@ -44,7 +44,7 @@ def test_a_healthy_run_gives_a_page_in_its_folder_and_exit_code_0(run):
 def test_findings_give_exit_code_1_and_the_page_still(run, tmp_path):
     result = invoke(run(kl=0.5, rollout_is_std=3.0), "-o", tmp_path / "elsewhere")
     assert result.exit_code == 1
-    assert result.stdout.startswith("2 findings")
+    assert result.stdout.startswith("unhealthy, 2 findings")
     assert "KL is too far from 0: kl 0.5, limit −0.1 to 0.1; first at step 1, 3 steps in all" in result.stdout
     assert "KL is too far from 0" in (tmp_path / "elsewhere" / "report.html").read_text(encoding="utf-8")
 
@@ -53,7 +53,7 @@ def test_json_is_for_machines(run):
     result = invoke(run(kl=0.5), "--json")
     document = json.loads(result.stdout)
     assert result.exit_code == 1
-    assert document["verdict"] == "findings"
+    assert document["verdict"] == "unhealthy"
     assert document["report"].endswith("report.html")
     (finding,) = document["findings"]
     assert (finding["metric"], finding["first_step"], finding["steps"]) == ("kl", 1, 3)

@@ -89,16 +89,16 @@ def test_a_line_is_read_when_it_is_whole(tmp_path):
 def test_compare_puts_verdicts_and_medians_side_by_side(runs):
     shown = invoke("compare", *runs)
     assert shown.exit_code == 0
-    rows = {line.split("  ")[0].strip(): line.split()[-2:] for line in shown.stdout.splitlines()[1:]}
+    rows = {line.split("  ")[0].strip(): line.split() for line in shown.stdout.splitlines()[1:]}
     assert shown.stdout.splitlines()[0].split() == ["healthy", "broken"]
-    assert rows["steps"] == ["3", "3"]
-    assert rows["verdict"][-1] == "findings"
+    assert rows["steps"] == ["steps", "3", "3"]
+    assert "unhealthy," in rows["verdict"]
     assert "mean weight" in rows
 
 
 def test_compare_as_json_of_chosen_metrics(runs):
     (healthy, broken) = json.loads(invoke("compare", *runs, "--json", "--metric", "rollout_corr/kl").stdout)
-    assert (healthy["verdict"], broken["verdict"]) == ("healthy", "findings")
+    assert (healthy["verdict"], broken["verdict"]) == ("healthy", "unhealthy")
     assert set(healthy["metrics"]) == {"kl"}
     assert abs(healthy["metrics"]["kl"]) < 0.01 < abs(broken["metrics"]["kl"])
 

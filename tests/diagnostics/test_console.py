@@ -25,7 +25,7 @@ def test_a_pipe_gets_plain_text():
 
 def test_every_finding_is_printed_with_its_numbers_reason_and_fix():
     text = " ".join(shown(SICK).split())
-    assert text.startswith("2 findings log [1] note: read [partly]")
+    assert text.startswith("unhealthy, 2 findings log [1] note: read [partly]")
     for finding in health(SICK).warnings:
         assert finding.title in text
         assert finding.reason in text
@@ -41,7 +41,7 @@ def test_a_healthy_verdict_is_one_word_and_its_numbers():
 
 def test_json_is_strict_and_holds_the_findings():
     document = json.loads(to_json(health(SICK), rows=3, remarks=("a",)), parse_constant=lambda name: 1 / 0)
-    assert document["verdict"] == "findings"
+    assert document["verdict"] == "unhealthy"
     assert [finding["metric"] for finding in document["findings"]] == ["kl", "chi2_token"]
     assert document["findings"][1]["value"] is None, "infinity is no JSON number"
     assert (document["metrics"]["kl"], document["rows"], document["remarks"]) == (0.5, 3, ["a"])

@@ -23,7 +23,7 @@ def report(
     diffusion: Annotated[bool, typer.Option("--diffusion", help="The run trained a diffusion sampler.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
 ) -> None:
-    """Judge a training run and write its report. Exit codes: 0 healthy, 1 findings, 2 bad input."""
+    """Judge a training run and write its report. Exit codes: 0 healthy, 1 unhealthy, 2 bad input, 3 not judged."""
     from rich.console import Console
 
     from rollcorr.diagnostics.report import run_report, show_health, to_json, write_report
@@ -42,7 +42,7 @@ def report(
         console = Console(highlight=False)
         show_health(console, data.health, subject=f"{data.title}: {data.subtitle}", remarks=data.remarks)
         console.print(f"\nreport: {page}", soft_wrap=True)
-    raise typer.Exit(0 if data.health.healthy else 1)
+    raise typer.Exit(data.health.exit_code)
 
 
 @app.command()
@@ -74,7 +74,10 @@ def check(
     columns: Annotated[list[str] | None, COLUMNS_OPTION] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
 ) -> None:
-    """Judge rollout logs without a training run. Exit codes: 0 healthy, 1 findings, 2 bad input, 130 interrupted."""
+    """Judge rollout logs without a training run.
+
+    Exit codes: 0 healthy, 1 unhealthy, 2 bad input, 3 not judged, 130 interrupted.
+    """
     # Imported here, so that `--help` and the other commands do not load torch and Arrow for it.
     from rich.console import Console
 
@@ -128,4 +131,4 @@ def check(
     # The verdict on part of a log is shown, but a script must not take it for that on the whole (130 is 128 + SIGINT).
     if result.interrupted:
         raise typer.Exit(130)
-    raise typer.Exit(0 if result.health.healthy else 1)
+    raise typer.Exit(result.health.exit_code)

@@ -37,6 +37,9 @@ class Finding:
         confidence: z² / (1 + z²), with z the evidence in standard errors. By Cantelli's inequality, chance alone
             produces this evidence with probability 1 − confidence at most. Tokens count as independent.
         evidence: further numbers behind it, by name.
+        confirm: what would confirm it, or rule it out.
+        row_share: share of the rows that show it; of a mixture of causes, the share of this one.
+        follows_from: the code of the finding that causes this one. A consequence is shown under its cause.
     """
 
     code: str
@@ -56,6 +59,9 @@ class Finding:
     tokens: int | None = None
     confidence: float | None = None
     evidence: Mapping[str, float] = field(default_factory=dict)
+    confirm: str = ""
+    row_share: float | None = None
+    follows_from: str | None = None
 
     @property
     def place(self) -> str:

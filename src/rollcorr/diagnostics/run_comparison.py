@@ -68,7 +68,7 @@ def comparison_table(comparison: RunComparison) -> Table:
 
 def _verdict(report: HealthReport) -> str:
     count = len(report.warnings)
-    return "healthy" if report.healthy else f"{count} finding{'s' * (count > 1)}"
+    return f"{report.verdict}, {count} finding{'s' * (count > 1)}" if count else report.verdict
 
 
 def _short_names(runs: Sequence[Run]) -> tuple[str, ...]:

@@ -26,6 +26,11 @@ from rollcorr.diagnostics.numbers import label
 __all__ = ["Finding", "HealthReport", "health", "healthy_range", "is_broken", "judge", "limit_in_words"]
 
 
+Verdict = Literal["healthy", "unhealthy", "not judged"]
+
+EXIT_CODES: Mapping[Verdict, int] = {"healthy": 0, "unhealthy": 1, "not judged": 3}
+
+
 @dataclass(frozen=True, kw_only=True)
 class HealthReport(HasFindings):
     """The verdict and everything that led to it.
@@ -34,21 +39,33 @@ class HealthReport(HasFindings):
         findings: warnings first, then notes.
         values: the numbers that were judged, by bare metric name.
         steps: how many steps of a series were measured; None when there was no series.
+        judged_against: what the mismatch was compared with, e.g. "null.json" or "steps 1 to 5 of this run".
+        not_judged: what could not be judged, and why: a sentence each. A report with such a sentence and without a
+            warning is "not judged", never "healthy".
     """
 
     findings: tuple[Finding, ...]
     values: Mapping[str, float] = field(repr=False)
     steps: int | None = None
+    judged_against: str = ""
+    not_judged: tuple[str, ...] = ()
 
     @property
     def healthy(self) -> bool:
-        """No warning was found."""
-        return not self.warnings
+        """Everything was judged, and no warning was found."""
+        return self.verdict == "healthy"
 
     @property
-    def verdict(self) -> Literal["healthy", "findings"]:
-        """The verdict in one word."""
-        return "healthy" if self.healthy else "findings"
+    def verdict(self) -> Verdict:
+        """The verdict: a warning makes it unhealthy; without one, what could not be judged keeps it from healthy."""
+        if self.warnings:
+            return "unhealthy"
+        return "not judged" if self.not_judged else "healthy"
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of the commands that print the verdict (2 is bad input, 130 is interrupted)."""
+        return EXIT_CODES[self.verdict]
 
 
 def health(

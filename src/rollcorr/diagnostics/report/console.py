@@ -20,10 +20,11 @@ from rollcorr.diagnostics.numbers import HEADLINES, format_number
 
 def show_health(console: Console, health: HealthReport, *, subject: str, remarks: Sequence[str] = ()) -> None:
     """Print the verdict, the headline numbers, then each finding with its reason and fix."""
-    style, verdict = "green", "healthy"
-    if not health.healthy:
-        style, verdict = "red", _count(len(health.warnings), "finding")
-    console.print(f"[bold {style}]{verdict}[/]  {escape(subject)}")
+    style = {"healthy": "green", "unhealthy": "red", "not judged": "yellow"}[health.verdict]
+    found = f", {_count(len(health.warnings), 'finding')}" if health.warnings else ""
+    console.print(f"[bold {style}]{health.verdict}{found}[/]  {escape(subject)}")
+    for sentence in health.not_judged:
+        console.print(f"[yellow]not judged: {escape(sentence)}[/]")
     for remark in remarks:
         console.print(f"[dim]note: {escape(remark)}[/]")
 
@@ -41,6 +42,8 @@ def to_json(health: HealthReport, **more: object) -> str:
     """The verdict, its findings and the judged numbers as one JSON object; what is not finite becomes null."""
     document = {
         "verdict": health.verdict,
+        "not_judged": list(health.not_judged),
+        "judged_against": health.judged_against,
         "findings": [asdict(finding) for finding in health.findings],
         "metrics": dict(health.values),
         **more,
