@@ -22,8 +22,8 @@ class DiffusionModelConfig:
     """Which policy to train.
 
     Attributes:
-        path: directory in the layout of diffusers (transformer, scheduler, text encoders, VAE), or a checkpoint of a
-            run; "shapes" is the small model in the package.
+        path: directory in the layout of diffusers (transformer, scheduler, text encoders, VAE), its id on the hub,
+            or a checkpoint of a run; "shapes" is the small model in the package.
         height: pixels; null is the model's own size, where it has one.
         width: pixels; null is the height.
         lora: adapters instead of the whole transformer.

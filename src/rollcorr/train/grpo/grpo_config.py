@@ -19,7 +19,8 @@ class ModelConfig:
     """Which policy to train.
 
     Attributes:
-        path: directory with a causal language model and its tokenizer; "demo" is the tiny one in the package.
+        path: directory with a causal language model and its tokenizer, or its id on the Hugging Face hub, such as
+            Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION; "demo" is the tiny one in the package.
         config: instead of `path`, fields of a `transformers` configuration for random weights over bytes.
     """
 
