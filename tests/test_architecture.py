@@ -23,7 +23,7 @@ LAYERS = [
     {"diffusion"},
     {"diagnostics", "engines", "simulation"},
     {"integrations", "monitor", "train"},
-    {"cli"},
+    {"cli", "demo"},
 ]
 TRAINING = ("train", "integrations", "monitor")
 APART = [(one, other) for one in TRAINING for other in TRAINING if one != other]

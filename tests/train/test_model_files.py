@@ -42,7 +42,9 @@ def test_a_hub_id_loads_the_model_from_the_hub_s_cache(hub):
 
 
 def test_an_id_that_the_hub_does_not_give_is_one_sentence(hub):
-    done = run("from rollcorr.cli import app; app(['train', 'model.path=tiny/other', 'steps=1', 'run_dir=unused'])", hub)
+    done = run(
+        "from rollcorr.cli import app; app(['train', 'model.path=tiny/other', 'steps=1', 'run_dir=unused'])", hub
+    )
     assert "model.path 'tiny/other' is no directory here, and the hub did not give" in done.stderr
     assert "Traceback" not in done.stderr
     assert done.returncode == 2

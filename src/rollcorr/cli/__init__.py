@@ -8,6 +8,7 @@ from types import FrameType
 
 from rollcorr.cli.app import app
 from rollcorr.cli.configuration import convert_config
+from rollcorr.cli.demonstration import demo
 from rollcorr.cli.diagnosis import check, report
 from rollcorr.cli.explanation import explain, presets
 from rollcorr.cli.installation import info
@@ -22,6 +23,7 @@ __all__ = [
     "check",
     "compare",
     "convert_config",
+    "demo",
     "explain",
     "import_log",
     "info",

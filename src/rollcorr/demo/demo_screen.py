@@ -1,0 +1,117 @@
+"""The stories of `rollcorr demo` on a terminal: what happened, what the library said, and what to do with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from rollcorr.core.metric_registry import PREFIX
+from rollcorr.demo.stories import (
+    SEEDS,
+    SYNC_EVERY,
+    TEMPERATURE,
+    Arm,
+    FaultStory,
+    MeasuredRun,
+    fault_story,
+    healthy_story,
+    stale_story,
+    steps_in_all,
+)
+from rollcorr.diagnostics.numbers import HEADLINES, format_number
+from rollcorr.diagnostics.provenance import Provenance
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+COLUMNS = 30
+"""Characters of a curve."""
+
+
+def show_stories(console: Console) -> None:
+    """Run the three stories and print each when it is done; a bar on stderr shows how far it is."""
+    bar = Progress(
+        TextColumn("training"), BarColumn(), TimeRemainingColumn(), console=Console(stderr=True), transient=True
+    )
+    with bar:
+        task = bar.add_task("training", total=steps_in_all())
+
+        def on_step() -> None:
+            bar.advance(task)
+
+        healthy = healthy_story(on_step)
+        fault = fault_story(on_step)
+        arms = stale_story(on_step)
+    _show_healthy(console, healthy)
+    _show_fault(console, fault)
+    _show_stale(console, arms)
+    console.print(
+        "\n[bold]With your own run[/]\n"
+        "  rollcorr check LOG…      judges rollout logs, also those of other frameworks\n"
+        "  rollcorr presets         lists the corrections\n"
+        "  rollcorr.Monitor         measures and corrects in your training loop"
+    )
+
+
+def sparkline(values: Sequence[float], *, low: float, high: float) -> str:
+    """A curve in block characters between two limits, thinned to `COLUMNS`."""
+    stride = max(1, -(-len(values) // COLUMNS))
+    span = max(high - low, 1e-12)
+    heights = [(value - low) / span * (len(BLOCKS) - 1) for value in values[::stride]]
+    return "".join(BLOCKS[min(max(round(height), 0), len(BLOCKS) - 1)] for height in heights)
+
+
+def _show_healthy(console: Console, run: MeasuredRun) -> None:
+    console.print("\n[bold]1. A sampler that rounds to bfloat16[/]")
+    console.print("The engine has the trainer's weights and settings. Only the rounding of its logits differs.")
+    _show_numbers(console, {"measured": run.steps[-1].metrics})
+    _show_findings(console, run.provenance)
+
+
+def _show_fault(console: Console, story: FaultStory) -> None:
+    console.print(f"\n[bold]2. A fault: the sampler has temperature {TEMPERATURE:g}, the trainer's log-probs 1[/]")
+    console.print("Nothing crashes. The log-probs tell:")
+    _show_findings(console, story.broken.provenance)
+    console.print(f"After the fix, on the same rollouts (the trainer divides its logits by {TEMPERATURE:g}):")
+    _show_findings(console, story.fixed)
+    _show_numbers(console, {"with the fault": story.broken.steps[-1].metrics, "after the fix": story.fixed_metrics})
+
+
+def _show_stale(console: Console, arms: Sequence[Arm]) -> None:
+    console.print(f"\n[bold]3. A stale sampler: it gets new weights every {SYNC_EVERY} steps[/]")
+    console.print(
+        "The task has a target that can be overshot. The trainer passes it and does not notice, because the rollouts "
+        f"are those of an older policy. Mean of {len(SEEDS)} seeds; 1 is the highest reward:"
+    )
+    lowest = min(min(arm.curve) for arm in arms)
+    highest = max(max(arm.curve) for arm in arms)
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("correction", "reward, step 1 to 60", "last 20", "lowest since 20"):
+        table.add_column(heading, no_wrap=True)
+    for arm in arms:
+        curve = sparkline(arm.curve, low=lowest, high=highest)
+        table.add_row(arm.label, curve, f"{arm.last:.3f}", f"{min(arm.curve[20:]):.3f}")
+    console.print(table)
+    console.print(
+        "Token weights correct each token, and not the product of all of them: here that is not enough. Sequence "
+        "weights (the preset decoupled_seq_is) are, because the responses are short."
+    )
+
+
+def _show_numbers(console: Console, columns: Mapping[str, Mapping[str, float]]) -> None:
+    table = Table("", *columns, box=None, padding=(0, 2, 0, 0))
+    for name, label in HEADLINES.items():
+        values = [metrics.get(PREFIX + name) for metrics in columns.values()]
+        if any(value is not None for value in values):
+            table.add_row(label, *("–" if value is None else format_number(value) for value in values))
+    console.print(table)
+
+
+def _show_findings(console: Console, provenance: Provenance) -> None:
+    for finding in provenance.findings:
+        style = "yellow" if finding.severity == "warning" else "green"
+        console.print(f"  [{style}]{escape(finding.code)}[/]: {escape(finding.reason)}")
+        if finding.fix:
+            console.print(f"    fix: {escape(finding.fix)}")

@@ -1,0 +1,45 @@
+"""`rollcorr demo` shows what it claims: nothing wrong, a fault named and gone, and a correction that saves a run."""
+
+import pytest
+from typer.testing import CliRunner
+
+from rollcorr.cli import app
+from rollcorr.demo import demo_screen
+from rollcorr.demo.stories import fault_story, healthy_story, stale_story
+
+
+def test_the_healthy_run_has_no_warning():
+    story = healthy_story()
+    assert not story.provenance.warnings
+    assert story.steps[-1].metrics["rollout_corr/rollout_is_eff_sample_size"] > 0.999
+
+
+def test_the_fault_is_named_and_gone_after_the_fix():
+    story = fault_story()
+    assert "tempered" in story.broken.provenance.codes
+    assert story.broken.provenance.temperature_ratio == pytest.approx(0.7, rel=0.05)
+    assert not story.fixed.warnings
+    assert story.fixed_metrics["rollout_corr/k3_kl"] < 0.01 * story.broken.steps[-1].metrics["rollout_corr/k3_kl"]
+
+
+def test_a_stale_sampler_loses_reward_and_sequence_weights_keep_it():
+    none, token, sequence = stale_story(seeds=(0,))
+    assert none.last < sequence.last - 0.1
+    assert token.last < sequence.last - 0.1
+    assert sequence.last > sequence.curve[0]
+
+
+def test_the_command_prints_all_three_on_a_narrow_terminal(monkeypatch):
+    monkeypatch.setattr(demo_screen, "SEEDS", (0,))
+    monkeypatch.setattr(demo_screen, "stale_story", lambda on_step: stale_story(on_step, seeds=(0,)))
+    result = CliRunner().invoke(app, ["demo"], env={"COLUMNS": "80"})
+    assert result.exit_code == 0
+    assert "…" not in result.stdout, "a curve was cut"
+    for words in ("rounds to bfloat16", "tempered", "A stale sampler", "sequence weights", "rollcorr.Monitor"):
+        assert words in result.stdout
+
+
+def test_a_curve_is_drawn_between_its_limits():
+    assert demo_screen.sparkline([0, 1], low=0, high=1) == "▁█"
+    assert len(demo_screen.sparkline(list(range(60)), low=0, high=59)) == 30
+    assert demo_screen.sparkline([1, 1], low=1, high=1) == "▁▁"
