@@ -10,7 +10,7 @@ def demo() -> None:
     """Show a healthy run, a fault that is found and fixed, and a stale sampler with and without correction.
 
     It needs no model and no network, and takes less than a minute.
-    The policies are tables over a few tokens; the corrections, the losses and the diagnosis are those that you would use.
+    The policies are tables over a few tokens. The corrections, the losses and the diagnosis are those of the library.
     Everything is seeded: the numbers are the same on every run.
     """
     from rich.console import Console

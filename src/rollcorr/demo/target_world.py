@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rollcorr.correction import PolicyLogProbs, correct, policy_loss
 from rollcorr.core.advantages import grpo_advantages
 from rollcorr.core.metric_registry import finalize
+from rollcorr.correction import PolicyLogProbs, correct, policy_loss
 from rollcorr.simulation import PolicyPair, SequenceRows, make_pair, sample_rows
 
 Sampler = Callable[[Tensor], Tensor]
