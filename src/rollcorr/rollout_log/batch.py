@@ -257,21 +257,21 @@ class RolloutBatch:
                 self._check_lengths(column, sizes, recorded)
 
     def values(self, column: str) -> Tensor:
-        """A column with one number per sequence, `reward` or `step`: (B,). A missing reward is NaN.
+        """A column with one number per sequence, `reward`, `step` or `dimensions`: (B,). A missing reward is NaN.
 
         Raises:
             ValueError: it is no such column.
-            RolloutLogError: no row records it, or a step is missing.
+            RolloutLogError: no row records it, or a whole number is missing.
         """
-        if column not in ("reward", "step"):
-            raise ValueError(f"{column!r} is not one number per sequence (reward, step); see objects()")
+        if column not in ("reward", "step", "dimensions"):
+            raise ValueError(f"{column!r} is not one number per sequence (reward, step, dimensions); see objects()")
         self._require(column)
         array = self.records.column(column)
-        if column == "step" and array.null_count:
+        if column != "reward" and array.null_count:
             row = int(array.is_null().to_numpy(zero_copy_only=False).argmax())
             raise self._error("missing", "not recorded", "use objects() to read None", row=row, column=column)
         return torch.from_numpy(
-            np.array(array.to_numpy(zero_copy_only=False), dtype=np.int64 if column == "step" else np.float32)
+            np.array(array.to_numpy(zero_copy_only=False), dtype=np.float32 if column == "reward" else np.int64)
         )
 
     def objects(self, column: str) -> list[Any]:

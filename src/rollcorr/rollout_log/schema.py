@@ -1,8 +1,10 @@
 """The columns of the rollout log: one table with names, types, units and meanings, and its version.
 
-One row is one sequence. Token columns hold one value per response token. Every column may be null or absent ("not
-recorded"); `validate_rollout_log` says what a purpose needs. A minor version adds columns; a major version changes the
-meaning of one, and readers refuse a newer one.
+One row is one sequence. Token columns hold one value per response token. A row with `dimensions` is one picture: its
+tokens are the denoising steps that were sampled with noise, and its log-probs are averages over the D dimensions.
+
+Every column may be null or absent ("not recorded"); `validate_rollout_log` says what a purpose needs. A minor version
+adds columns; a major version changes the meaning of one, and readers refuse a newer one.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import numpy as np
 from rollcorr.rollout_log.arrow import pa, pc
 from rollcorr.rollout_log.errors import log_error
 
-SCHEMA_VERSION = "1.0"
+SCHEMA_VERSION = "1.1"
 VERSION_KEY = "rollcorr.schema_version"
 UNITS_KEY = "rollcorr.units"
 
@@ -74,6 +76,14 @@ _COLUMNS = (
     Column("engine", "string", "–", "sequence", "engine that sampled"),
     Column("engine_version", "string", "–", "sequence", "its version"),
     Column("model", "string", "–", "sequence", "model that sampled"),
+    Column("prompt", "string", "–", "sequence", "prompt as text, where it has no token ids, as for pictures"),
+    Column("dimensions", "int64", "–", "sequence", "D, latent dimensions; the row's tokens are then denoising steps"),
+    Column("timestep", "list<float32>", "scheduler's", "token", "timestep value of each denoising step"),
+    Column("sigma", "list<float32>", "noise level", "token", "σ before the step"),
+    Column("sigma_next", "list<float32>", "noise level", "token", "σ after the step"),
+    Column("step_std", "list<float32>", "latent", "token", "s of the step, the same for both policies"),
+    Column("exact_kl", "list<float32>", "nats", "token", "‖m_old − m_rollout‖² / 2s² over all D"),
+    Column("mean_distance", "list<float32>", "latent²", "token", "‖m_old − m_rollout‖², in place of exact_kl"),
 )
 COLUMNS: Mapping[str, Column] = {column.name: column for column in _COLUMNS}
 OWN_PREFIX = "x_"

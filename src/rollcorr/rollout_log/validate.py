@@ -290,12 +290,13 @@ _ZEROS = Finding(
 
 
 def _log_probs(batch: RolloutBatch) -> RowFindings:
-    """Log-probs of sampled tokens look like log-probs."""
+    """Log-probs of sampled tokens look like log-probs. Those of denoising steps are densities, and may be positive."""
+    densities = batch.has("dimensions")
     for name in LOG_PROB_COLUMNS:
         if batch.has(name):
             value, row_of = _sampled(batch, name)
             checks = (
-                (value > 0, _POSITIVE),
+                ((value > 0) & (not densities), _POSITIVE),
                 (value == JSON_MINUS_INFINITY, _SENTINEL),
                 (~np.isfinite(value), _NONFINITE),
             )

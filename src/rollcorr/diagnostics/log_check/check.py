@@ -17,6 +17,7 @@ from rollcorr.config.yaml_text import read_yaml
 from rollcorr.core.metric_registry import finalize
 from rollcorr.diagnostics.health.evidence import bare_metrics
 from rollcorr.diagnostics.health.health_check import HealthReport, health
+from rollcorr.diagnostics.log_check.denoising import DENOISING_COLUMNS, has_exact_kl, timestep_values
 from rollcorr.diagnostics.log_check.shard_readers import read_shards
 from rollcorr.diagnostics.log_check.tally import COLUMNS, KEPT_COLUMNS, Measurement, Part, Tally, merge_parts
 from rollcorr.diagnostics.provenance.provenance_findings import NOT_COMPARABLE, Provenance
@@ -142,7 +143,17 @@ def check_logs(
             column = column or _train_column(head, config, shards[0])
             _check_recorded(head, column, shards[0])
         kept = head is not None and head.has("kept_offsets")
-        measurement = Measurement(config=config, train_column=column, batch_size=batch_size, kept=kept)
+        denoising = head is not None and head.has("dimensions")
+        diffusion = diffusion or denoising
+        measurement = Measurement(
+            config=config,
+            train_column=column,
+            batch_size=batch_size,
+            kept=kept,
+            denoising=denoising,
+            timesteps=timestep_values(shards, batch_size) if denoising else (),
+            with_exact_kl=denoising and head is not None and has_exact_kl(head),
+        )
         told = (lambda rows: None) if on_rows is None else (lambda rows: on_rows(rows, total))
         for part in read_shards(measurement, shards, told, workers=workers, ray=ray):
             tally = tally.merge(part)
@@ -153,6 +164,8 @@ def check_logs(
         raise BadInputError(f"{', '.join(map(str, paths))}: {seen}; give a log with at least one sequence")
 
     remarks = [f"π is the column {column}, μ is rollout_log_prob"]
+    if denoising:
+        remarks.append("the tokens are denoising steps; weights and bounds are of the joint likelihood ratio, over all D")
     remarks += [str(finding) for finding in tally.findings if finding.code not in _ABOUT_THE_POLICIES]
     if tally.interrupted:
         remarks.append(f"interrupted: this covers {tally.rows} of {total} rows only")
@@ -182,7 +195,7 @@ def _first_batch(shards: Sequence[Shard], batch_size: int) -> RolloutBatch | Non
     """The first batch of a log. The reader ends here, so that no part of the file stays in memory."""
     if not shards:
         return None
-    return next(read_shard(shards[0], columns=COLUMNS + KEPT_COLUMNS, batch_size=batch_size), None)
+    return next(read_shard(shards[0], columns=COLUMNS + KEPT_COLUMNS + DENOISING_COLUMNS, batch_size=batch_size), None)
 
 
 def _train_column(batch: RolloutBatch, config: RolloutCorrectionConfig, shard: Shard) -> str:

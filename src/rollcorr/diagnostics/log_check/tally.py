@@ -18,6 +18,7 @@ from rollcorr.config.sampling_spec import JSON_MINUS_INFINITY, SamplingSpec, com
 from rollcorr.core.mergeable_statistics import Statistics, merge_statistics
 from rollcorr.correction.result import Correction
 from rollcorr.correction.rollout_correction import correct
+from rollcorr.diagnostics.log_check.denoising import DENOISING_COLUMNS, denoising_statistics
 from rollcorr.diagnostics.provenance.pair_sample import PairSample
 from rollcorr.rollout_log import RolloutBatch, Shard, read_shard, validate_batch
 
@@ -104,12 +105,23 @@ class Measurement:
         train_column: where π is.
         batch_size: most rows in memory at once.
         kept: whether the log has kept sets, to be checked.
+        denoising: whether its tokens are denoising steps.
+        timesteps: their timestep values, to break the mismatch down by.
+        with_exact_kl: whether the log records what the exact KL needs.
     """
 
     config: RolloutCorrectionConfig
     train_column: str
     batch_size: int
     kept: bool = False
+    denoising: bool = False
+    timesteps: tuple[float, ...] = ()
+    with_exact_kl: bool = False
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns of the log that are read."""
+        return COLUMNS + KEPT_COLUMNS * self.kept + DENOISING_COLUMNS * self.denoising
 
     def of_shard(self, shard: Shard, on_rows: Callable[[int], None]) -> Tally:
         """The tally of a shard, or of its beginning after a KeyboardInterrupt, also one that `on_rows` raises.
@@ -122,8 +134,7 @@ class Measurement:
         tally = Tally()
         try:
             on_rows(0)
-            columns = COLUMNS + KEPT_COLUMNS if self.kept else COLUMNS
-            for batch in read_shard(shard, columns=columns, batch_size=self.batch_size):
+            for batch in read_shard(shard, columns=self.columns, batch_size=self.batch_size):
                 first = shard.before + batch.first_row - shard.first_row
                 tally = tally.merge(self.of_batch(batch, first=first, stride=tally.sample.stride))
                 on_rows(len(batch))
@@ -150,6 +161,11 @@ class Measurement:
     ) -> Iterator[tuple[int | None, Part]]:
         rewards = batch.values("reward") if batch.has("reward") else rollout.new_full((len(batch),), torch.nan)
         for step, rows in _by_step(batch):
+            if self.denoising:
+                statistics = merge_statistics(self._denoising(batch, rows, train, rollout))
+                yield step, Part(statistics, 0, 0, *_rewards(rewards[rows]))
+                continue
+
             # The rows of a step need not lie together, so they are packed anew.
             tokens, lengths = rows.repeat_interleave(batch.lengths), batch.lengths[rows]
             cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
@@ -158,19 +174,24 @@ class Measurement:
             valid = tokens & mask
             yield step, _part(correction, train[valid], rollout[valid], rewards[rows])
 
+    def _denoising(self, batch: RolloutBatch, rows: Tensor, train: Tensor, rollout: Tensor) -> Iterator[Statistics]:
+        return denoising_statistics(
+            batch, rows, train, rollout, self.config, self.timesteps, with_exact_kl=self.with_exact_kl
+        )
+
+
+def _rewards(rewards: Tensor) -> tuple[int, float]:
+    """Sequences with a reward, and their sum."""
+    return int((~rewards.isnan()).sum()), float(rewards.nansum())
+
 
 def _part(correction: Correction, train: Tensor, rollout: Tensor, rewards: Tensor) -> Part:
     """What one stretch of rows shows; `train` and `rollout` hold the valid tokens only."""
     if correction.statistics is None:
         raise ValueError("a configuration that corrects nothing has nothing to measure; use the preset 'disabled'")
     contradicted = ((rollout == 0) & (train < CONTRADICTION)) | ((train == 0) & (rollout < CONTRADICTION))
-    return Part(
-        correction.statistics,
-        zeros=int(((rollout == 0) | (train == 0)).sum()),
-        contradicted=int(contradicted.sum()),
-        rewards=int((~rewards.isnan()).sum()),
-        reward=float(rewards.nansum()),
-    )
+    zeros = int(((rollout == 0) | (train == 0)).sum())
+    return Part(correction.statistics, zeros, int(contradicted.sum()), *_rewards(rewards))
 
 
 def _by_step(batch: RolloutBatch) -> Iterator[tuple[int | None, Tensor]]:

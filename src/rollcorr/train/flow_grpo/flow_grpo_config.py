@@ -188,10 +188,13 @@ class DiffusionLogConfig(LogConfig):
     Attributes:
         evaluate: pictures drawn before and after the training, without noise; 0 for none.
         images: how many of them are shown in the report.
+        rollouts: write a rollout log (Parquet) for each step, without latents. Bypass mode computes no log π_old, and
+            then writes none.
     """
 
     evaluate: int = 48
     images: int = 24
+    rollouts: bool = True
 
     def __post_init__(self) -> None:
         LogConfig.__post_init__(self)

@@ -16,7 +16,8 @@ from rollcorr.run_directory.sinks import ProgressColumn
 from rollcorr.train.checkpoint import Checkpoint
 from rollcorr.train.flow_grpo.diffusion_policy import DiffusionPolicy, load_policy, save_policy
 from rollcorr.train.flow_grpo.flow_grpo_config import FlowGrpoConfig
-from rollcorr.train.flow_grpo.flow_grpo_trainer import FlowGrpoTrainer
+from rollcorr.train.flow_grpo.flow_grpo_trainer import FlowGrpoTrainer, PictureStepResult
+from rollcorr.train.flow_grpo.denoising_log import write_denoising_log
 from rollcorr.train.flow_grpo.images import save_grid
 from rollcorr.train.flow_grpo.prompts import PromptSource, read_prompts
 from rollcorr.train.flow_grpo.rewards import make_reward
@@ -40,6 +41,7 @@ class FlowGrpoRecipe(Recipe):
     def __init__(self, trainer: FlowGrpoTrainer, directory: RunDirectory) -> None:
         self.trainer: FlowGrpoTrainer = trainer
         self.directory = directory
+        self.newest: PictureStepResult | None = None
         self.keeps_reference = trainer.reference is not None
         # Bypass mode measures the mismatch in the loss, and has its metrics under another prefix.
         mismatch = "actor/rollout_corr" if trainer.actor.bypass_mode else "rollout_corr"
@@ -66,7 +68,13 @@ class FlowGrpoRecipe(Recipe):
 
     def step(self, step: int) -> dict[str, float]:
         """One step of the trainer."""
-        return self.trainer.step(step).metrics
+        self.newest = self.trainer.step(step)
+        return self.newest.metrics
+
+    def write_extras(self, step: int) -> None:
+        """Write the rollout log of the step."""
+        if self.trainer.config.log.rollouts and self.newest is not None and not self.trainer.actor.bypass_mode:
+            write_denoising_log(self.directory.rollout_log(step), step, self.newest.batch, self.trainer.config)
 
     def save_policy(self, directory: Path) -> None:
         """Write what was trained, and where the rest is."""

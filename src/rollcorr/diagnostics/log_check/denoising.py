@@ -1,0 +1,99 @@
+"""Denoising steps in a rollout log: their statistics, in joint units, as the correction of a diffusion batch makes them.
+
+A row with `dimensions` is one picture, and its tokens are denoising steps. Their log-probs are averages over D, so what
+a threshold for language models means is asked of D times their difference: the joint log-ratio J.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.core.mergeable_statistics import Statistics
+from rollcorr.diffusion.actor_config import DiffusionActorConfig
+from rollcorr.diffusion.step_correction import StepPair, correct_steps
+from rollcorr.rollout_log import RolloutBatch, Shard, read_shard
+
+MOST_TIMESTEPS = 100
+"""Values that the mismatch is broken down by; a log with more has random timesteps, and no breakdown."""
+DENOISING_COLUMNS = ("dimensions", "timestep", "step_std", "exact_kl", "mean_distance")
+
+
+def timestep_values(shards: Sequence[Shard], batch_size: int) -> tuple[float, ...]:
+    """The timestep values of a log, from noise to data; none where it records none, or too many."""
+    seen: set[float] = set()
+    for shard in shards:
+        for batch in read_shard(shard, columns=("timestep",), batch_size=batch_size):
+            if batch.has("timestep"):
+                values = batch.packed("timestep")
+                seen.update(values[values.isfinite()].unique().tolist())
+            if len(seen) > MOST_TIMESTEPS:
+                return ()
+    return tuple(sorted(seen, reverse=True))
+
+
+def denoising_statistics(
+    batch: RolloutBatch,
+    rows: Tensor,
+    train: Tensor,
+    rollout: Tensor,
+    config: RolloutCorrectionConfig,
+    timesteps: Sequence[float],
+    *,
+    with_exact_kl: bool,
+) -> Iterator[Statistics]:
+    """The statistics of some rows; one for each window length and number of dimensions among them.
+
+    Args:
+        batch: with `dimensions`.
+        rows: which rows, (B,) bool.
+        train: log π of the whole batch, packed.
+        rollout: log μ, likewise.
+        config: what is measured; its weights and bounds are of the joint likelihood ratio.
+        timesteps: values to break the mismatch down by.
+        with_exact_kl: measure the exact KL, NaN where it is not recorded.
+    """
+    actor = DiffusionActorConfig(rollout_correction=config, reduction="sum")
+    dimensions = batch.values("dimensions")
+    kl = exact_kl(batch) if with_exact_kl else None
+    times = batch.packed("timestep") if batch.has("timestep") and timesteps else None
+
+    # Rows of one shape make one rectangle. A batch has one shape, or a few.
+    shapes = torch.stack([batch.lengths, dimensions], dim=1)
+    for width, size in shapes[rows].unique(dim=0).tolist():
+        chosen = (rows & (batch.lengths == width) & (dimensions == size)).repeat_interleave(batch.lengths)
+        if not width:
+            continue
+
+        def rectangle(values: Tensor, chosen: Tensor = chosen, width: int = width) -> Tensor:
+            return values[chosen].view(-1, width)
+
+        pair = StepPair(
+            rectangle(train),
+            rectangle(rollout),
+            None if kl is None else rectangle(kl),
+            None if times is None else rectangle(times),
+            int(size),
+        )
+        statistics = correct_steps(pair, actor, schedule=timesteps or None).statistics
+        if statistics is not None:
+            yield statistics
+
+
+def has_exact_kl(batch: RolloutBatch) -> bool:
+    """Whether a batch records what the exact KL needs."""
+    return batch.has("exact_kl") or (batch.has("mean_distance") and batch.has("step_std"))
+
+
+def exact_kl(batch: RolloutBatch) -> Tensor:
+    """KL of each step over all D, packed, float64 nats: as recorded, or from the distance of means; NaN without."""
+    kl = torch.full((int(batch.lengths.sum()),), torch.nan, dtype=torch.float64, device="cpu")
+    if batch.has("mean_distance") and batch.has("step_std"):
+        kl = batch.packed("mean_distance").double() / (2 * batch.packed("step_std").double().square())
+    if batch.has("exact_kl"):
+        recorded = batch.packed("exact_kl").double()
+        kl = torch.where(recorded.isfinite(), recorded, kl)
+    return kl
