@@ -1,0 +1,152 @@
+"""The judgments on denoising steps, in joint units: over all D latent dimensions of a step.
+
+The customary log-prob is an average over D, so its difference looks tiny at any size of picture: 1e-3 per dimension is
+66 nats at D = 65,536. What counts is the exact KL of a step, KL = ‖m_π − m_μ‖² / 2s², and the joint log-ratio
+J = D (log π − log μ), which under the rollout policy is normal with mean −KL and variance 2 KL.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from statistics import median
+
+from rollcorr.config.finding import Finding
+from rollcorr.diagnostics.health.evidence import RECENT_STEPS, Evidence
+
+KL_WARNS = 0.1
+"""Nats of exact KL per step above which the rollouts are noticeably another policy's."""
+KL_FAILS = 1.0
+"""Nats above which they are another policy's: a typical likelihood ratio is below 1/e."""
+CONTRADICTION_Z = 6.0
+"""Standard errors between the mean of J and what it must be, above which the log-probs and the means disagree."""
+ONE_SIDED = 0.25
+"""Largest difference between the shares of gradients that are zeroed for A < 0 and for A > 0."""
+GROWTH = 5.0
+"""Times its start that |Δ log p| of a timestep may reach."""
+FIRST_STEPS = 5
+"""Steps that measured a timestep and serve as its start."""
+NEGATIVE, POSITIVE = "actor/zeroed_fraction_negative", "actor/zeroed_fraction_positive"
+BY_TIMESTEP = "log_prob_abs_diff/t_"
+
+_CLOSER = (
+    "send the engine the trainer's weights, keep latents and the step in float32, raise the rollout's precision, and "
+    "give both sides the same prompt embeddings, guidance and schedule"
+)
+
+
+def step_divergence(evidence: Evidence) -> Finding | None:
+    """The exact KL of a step is above 0.1 nats, or above 1; without the means, the mean of −J is."""
+    exact = evidence.get("exact_kl_mean")
+    name = "kl_joint" if math.isnan(exact) else "exact_kl_mean"
+    value = evidence.get(name)
+
+    # −J is noisy around the KL. k3 of J is never negative, so both must say it.
+    if name == "kl_joint" and not evidence.get("k3_kl_joint") > KL_WARNS:
+        return None
+    if not value > KL_WARNS:
+        return None
+    fails = value > KL_FAILS
+    limit = KL_FAILS if fails else KL_WARNS
+    return Finding(
+        code="step_divergence",
+        metric=name,
+        title="the rollouts are another policy's" if fails else "the two policies differ noticeably at each step",
+        value=value,
+        limit=f"at most {limit:g} nats over all dimensions of a step",
+        reason="a step sampled by one policy has a likelihood ratio of about exp(−KL) under the other; averages over "
+        "the dimensions hide it",
+        fix=_CLOSER,
+        severity="error" if fails else "warning",
+        **evidence.when(name, lambda value: value > limit),
+    )
+
+
+def densities_contradict_means(evidence: Evidence) -> Finding | None:
+    """The mean of J is not −KL: one side's densities are of other steps, as with a schedule that is off by one."""
+    mean_j, count = -evidence.get("kl_joint"), evidence.current.get("token_count", 0.0)
+    exact = evidence.get("exact_kl_mean")
+    if math.isnan(mean_j) or not count > 1:
+        return None
+
+    # Without the means, only the sign is known: E[J] = −KL is never above 0, and noise has a variance of 2 KL. A KL that
+    # would explain the noise is then taken from k3, which is large where J is.
+    known = not math.isnan(exact)
+    expected = -exact if known else 0.0
+    spread = math.sqrt(2 * max(exact if known else KL_WARNS, 1e-6) / count)
+    off = abs(mean_j - expected) if known else mean_j
+    if not (off > KL_WARNS and off > CONTRADICTION_Z * spread):
+        return None
+    against = f"the exact KL of {exact:.3g}" if known else "every possible KL, which cannot be negative"
+    return Finding(
+        code="schedule_differs",
+        metric="kl_joint",
+        title="the densities are not those of the steps that were sampled",
+        value=-mean_j,
+        limit=f"{exact:.3g}, the exact KL" if known else "not below 0",
+        reason=f"the mean of −J contradicts {against}: the two sides use another σ or s for the same step, as with a "
+        "schedule that is off by one, or one side's log-prob is no density",
+        fix="compare the schedules (`rollcorr check-schedule`), score with the σ and σ_next of the step that was "
+        "sampled, and convert what a CPS sampler calls a log-prob (`density_from_cps`)",
+        confirm="the schedules of both sides, entry by entry",
+        severity="error",
+        confidence=1 - 1 / (1 + (off / max(spread, 1e-12)) ** 2),
+        **evidence.when("kl_joint", lambda value: abs(-value - expected) > KL_WARNS),
+    )
+
+
+def one_sided_gradients(evidence: Evidence) -> Finding | None:
+    """The clip zeroes far more of the gradients of one sign of the advantage: what is learned is lopsided."""
+    negative, positive = evidence.get(NEGATIVE), evidence.get(POSITIVE)
+    gap = abs(negative - positive)
+    if not gap > ONE_SIDED:
+        return None
+    name, side = (NEGATIVE, "negative") if negative > positive else (POSITIVE, "positive")
+    return Finding(
+        code="one_sided_gradients",
+        metric=name,
+        title=f"most gradients of {side} advantages are zeroed",
+        value=max(negative, positive),
+        limit=f"within {ONE_SIDED:g} of the other sign's share, {min(negative, positive):.3g}",
+        reason="the mismatch moves the ratios of all steps to one side before any update, so the clip removes one sign",
+        fix="leave bypass mode, or use loss_mode=grpo_guard, which centers the ratios; then " + _CLOSER,
+        evidence={"zeroed_negative": negative, "zeroed_positive": positive},
+        **evidence.when(name, lambda value: value > ONE_SIDED),
+    )
+
+
+def growth_by_timestep(evidence: Evidence) -> Finding | None:
+    """|Δ log p| of a timestep has grown to several times its start: the two sides drift apart there."""
+    grown = {}
+    for name in {name for _, metrics in evidence.history for name in metrics if name.startswith(BY_TIMESTEP)}:
+        values = [value for _, value in evidence.series(name)]
+        if len(values) >= 2 * FIRST_STEPS:
+            start, now = median(values[:FIRST_STEPS]), median(values[-min(FIRST_STEPS, RECENT_STEPS) :])
+            if start > 0 and now > GROWTH * start:
+                grown[name] = now / start
+    if not grown:
+        return None
+
+    worst = max(grown, key=lambda name: grown[name])
+    times = sorted((name.removeprefix(BY_TIMESTEP) for name in grown), key=float, reverse=True)
+    start = median([value for _, value in evidence.series(worst)][:FIRST_STEPS])
+    return Finding(
+        code="growth_by_timestep",
+        metric=worst,
+        title=f"the mismatch has grown at timestep{'s' * (len(times) > 1)} {', '.join(times)}",
+        value=grown[worst],
+        limit=f"at most {GROWTH:g} times its first {FIRST_STEPS} values",
+        reason="the trainer has moved away from the rollouts' weights, and the copy does not follow",
+        fix="send the engine the trainer's weights after every update, and check that all of them arrive",
+        evidence={f"t_{name.removeprefix(BY_TIMESTEP)}": ratio for name, ratio in sorted(grown.items())},
+        **evidence.when(worst, lambda value: value > GROWTH * start),
+    )
+
+
+DIFFUSION_RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
+    densities_contradict_means,
+    step_divergence,
+    one_sided_gradients,
+    growth_by_timestep,
+)
+"""The rules of denoising steps; `judge` asks them where the log-probs are densities of a diffusion sampler."""
