@@ -14,6 +14,7 @@ from rollcorr.cli.explanation import explain, presets
 from rollcorr.cli.installation import info
 from rollcorr.cli.logs import import_log
 from rollcorr.cli.monitoring import compare, watch
+from rollcorr.cli.schedules import check_schedule
 from rollcorr.cli.simulation import simulate
 from rollcorr.cli.training import train
 from rollcorr.config.secrets import redact_text
@@ -21,6 +22,7 @@ from rollcorr.config.secrets import redact_text
 __all__ = [
     "app",
     "check",
+    "check_schedule",
     "compare",
     "convert_config",
     "demo",

@@ -69,8 +69,7 @@ def densities_contradict_means(evidence: Evidence) -> Finding | None:
     if math.isnan(mean_j) or not count > 1:
         return None
 
-    # Without the means, only the sign is known: E[J] = −KL is never above 0, and noise has a variance of 2 KL. A KL that
-    # would explain the noise is then taken from k3, which is large where J is.
+    # J has mean −KL and variance 2 KL. Without the means only the sign is known: the mean of J is never above 0.
     known = not math.isnan(exact)
     expected = -exact if known else 0.0
     spread = math.sqrt(2 * max(exact if known else KL_WARNS, 1e-6) / count)

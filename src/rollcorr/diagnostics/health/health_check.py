@@ -19,6 +19,7 @@ from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.finding import Finding, HasFindings
 from rollcorr.core.health_ranges import HealthyRange
 from rollcorr.core.metric_registry import metric
+from rollcorr.diagnostics.health.diffusion_rules import DIFFUSION_RULES
 from rollcorr.diagnostics.health.evidence import Evidence, Metrics, bare_metrics, history_of, recent_medians
 from rollcorr.diagnostics.health.rules import RULES
 from rollcorr.diagnostics.numbers import label
@@ -57,8 +58,8 @@ class HealthReport(HasFindings):
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict: a warning makes it unhealthy; without one, what could not be judged keeps it from healthy."""
-        if self.warnings:
+        """An error or a warning makes it unhealthy; without one, what could not be judged keeps it from healthy."""
+        if self.errors or self.warnings:
             return "unhealthy"
         return "not judged" if self.not_judged else "healthy"
 
@@ -104,7 +105,8 @@ def judge(evidence: Evidence, *, broken: Iterable[str] | None = None) -> HealthR
             None: every metric is looked at.
     """
     current, history = evidence.current, evidence.history
-    findings = [finding for rule in RULES if (finding := rule(evidence)) is not None]
+    rules = (*RULES, *DIFFUSION_RULES) if evidence.diffusion else RULES
+    findings = [finding for rule in rules if (finding := rule(evidence)) is not None]
 
     # A rule says more about its metric than the range does. Without a valid token no range means anything.
     if evidence.measured:

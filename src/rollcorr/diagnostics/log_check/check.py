@@ -165,7 +165,9 @@ def check_logs(
 
     remarks = [f"π is the column {column}, μ is rollout_log_prob"]
     if denoising:
-        remarks.append("the tokens are denoising steps; weights and bounds are of the joint likelihood ratio, over all D")
+        remarks.append(
+            "the tokens are denoising steps; weights and bounds are of the joint likelihood ratio, over all D"
+        )
     remarks += [str(finding) for finding in tally.findings if finding.code not in _ABOUT_THE_POLICIES]
     if tally.interrupted:
         remarks.append(f"interrupted: this covers {tally.rows} of {total} rows only")

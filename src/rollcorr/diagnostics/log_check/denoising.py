@@ -1,4 +1,4 @@
-"""Denoising steps in a rollout log: their statistics, in joint units, as the correction of a diffusion batch makes them.
+"""Denoising steps in a rollout log: their statistics in joint units, as a diffusion batch is corrected.
 
 A row with `dimensions` is one picture, and its tokens are denoising steps. Their log-probs are averages over D, so what
 a threshold for language models means is asked of D times their difference: the joint log-ratio J.

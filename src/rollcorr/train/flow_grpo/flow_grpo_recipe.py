@@ -14,10 +14,10 @@ from torch import nn
 from rollcorr.run_directory.directory import RunDirectory
 from rollcorr.run_directory.sinks import ProgressColumn
 from rollcorr.train.checkpoint import Checkpoint
+from rollcorr.train.flow_grpo.denoising_log import write_denoising_log
 from rollcorr.train.flow_grpo.diffusion_policy import DiffusionPolicy, load_policy, save_policy
 from rollcorr.train.flow_grpo.flow_grpo_config import FlowGrpoConfig
 from rollcorr.train.flow_grpo.flow_grpo_trainer import FlowGrpoTrainer, PictureStepResult
-from rollcorr.train.flow_grpo.denoising_log import write_denoising_log
 from rollcorr.train.flow_grpo.images import save_grid
 from rollcorr.train.flow_grpo.prompts import PromptSource, read_prompts
 from rollcorr.train.flow_grpo.rewards import make_reward

@@ -1,0 +1,70 @@
+"""Denoising schedules from files, and whether two of them are one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rollcorr.config.finding import Finding
+from rollcorr.config.json_text import load_json
+from rollcorr.diffusion import check_schedule
+from rollcorr.rollout_log import read_rollout_log
+from rollcorr.run_directory import BadInputError
+
+MOST_BYTES = 1 << 20
+"""A longer file is no schedule."""
+LOG_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz")
+
+
+def read_schedule(path: Path) -> list[float]:
+    """A schedule: the numbers of a JSON file, or the σ of the denoising steps in a rollout log, from noise to data.
+
+    Raises:
+        BadInputError: there is no such file, or it holds no schedule.
+        RolloutLogError: the log cannot be read.
+    """
+    if path.is_dir() or path.name.endswith(LOG_SUFFIXES):
+        return _of_log(path)
+    if not path.is_file():
+        raise BadInputError(f"{path} does not exist; give a JSON file with a list of sigmas, or a rollout log")
+    if path.stat().st_size > MOST_BYTES:
+        raise BadInputError(f"{path} has {path.stat().st_size:,} bytes; a schedule has at most {MOST_BYTES:,}")
+    try:
+        values = load_json(path.read_bytes())
+    except ValueError as error:
+        raise BadInputError(f"{path} is no JSON: {error}") from error
+    if not isinstance(values, list) or not values or not all(_is_number(value) for value in values):
+        raise BadInputError(f"{path} must hold a list of numbers, such as json.dumps(scheduler.sigmas.tolist())")
+    return [float(value) for value in values]
+
+
+def compare_schedules(rollout: Sequence[float], trainer: Sequence[float], *, tolerance: float = 1e-5) -> Finding | None:
+    """What differs between two schedules; None when they agree.
+
+    Args:
+        rollout: the sampler's, in order.
+        trainer: the trainer's.
+        tolerance: largest difference allowed, relative to the largest entry.
+    """
+    try:
+        check_schedule(rollout, trainer, tolerance=tolerance)
+    except ValueError as error:
+        reason, _, fix = str(error).partition("; ")
+        return Finding(code="schedule_differs", title="the schedules differ", reason=reason, fix=fix, severity="error")
+    return None
+
+
+def _of_log(path: Path) -> list[float]:
+    seen: set[float] = set()
+    for batch in read_rollout_log(path, columns=("sigma", "sigma_next")):
+        for column in ("sigma", "sigma_next"):
+            if batch.has(column):
+                values = batch.packed(column)
+                seen.update(values[values.isfinite()].unique().tolist())
+    if not seen:
+        raise BadInputError(f"{path} records no sigma; `rollcorr train recipe=flow_grpo` writes such logs")
+    return sorted(seen, reverse=True)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
