@@ -7,14 +7,15 @@ a cumulative sum (Page, 1954) collects what exceeds an allowance:
     S_t = max(0, S_{t−1} + min(x_t − m − allowance, cap))            a change is found when S_t > limit
 
 The cap keeps single spikes from being a change. What grows from the first step on has no steps that were well, so the
-first steps are also asked for a trend (Mann, 1945). The onset is looked for when a change is found, and a few times more
-while its steps come in.
+first steps are also asked for a trend (Mann, 1945). The onset is looked for when a change is found, and twice more after
+that.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -50,6 +51,8 @@ WELL_STEPS = 5
 """Consecutive steps within the allowance after which a change has ended."""
 LEAST_SPREAD = 0.05
 """A spread below this, nats, is taken for it: a few steps may be alike by chance."""
+WATCHED: Mapping[str, float] = {"k3_kl": 1e-11, "log_ratio_std": 4.5e-6, "log/token_id_share": 0.05}
+"""The metrics that are watched, and the smallest value that counts: below it a change is rounding, or means nothing."""
 AT_START = 5
 """A change that began within this many steps has no steps before it that were well."""
 
@@ -89,6 +92,24 @@ class Change:
     def is_over(self) -> bool:
         """Whether the metric has been well for as long as the change took: what it came from would have come back."""
         return self.ended is not None and self.well >= max(self.lasted, 2 * WELL_STEPS)
+
+
+class SeriesWatch:
+    """Watches every metric of `WATCHED` over the steps of a run."""
+
+    def __init__(self) -> None:
+        self._detectors: dict[str, ChangeDetector] = {}
+
+    def add(self, step: int, bare: Mapping[str, float]) -> None:
+        """Take the metrics of a step in, by bare name."""
+        for name, least in WATCHED.items():
+            if name in bare:
+                self._detectors.setdefault(name, ChangeDetector()).add(step, max(bare[name], least))
+
+    @property
+    def changes(self) -> dict[str, Change]:
+        """Metric → its latest change, of those that had one."""
+        return {name: found.change for name, found in self._detectors.items() if found.change is not None}
 
 
 class ChangeDetector:
