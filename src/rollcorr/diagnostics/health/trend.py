@@ -7,8 +7,7 @@ a cumulative sum (Page, 1954) collects what exceeds an allowance:
     S_t = max(0, S_{t−1} + min(x_t − m − allowance, cap))            a change is found when S_t > limit
 
 The cap keeps single spikes from being a change. What grows from the first step on has no steps that were well, so the
-first steps are also asked for a trend (Mann, 1945). The onset is looked for when a change is found, and twice more after
-that.
+first steps are also asked for a trend (Mann, 1945). The onset is looked for when a change is found, and twice more.
 """
 
 from __future__ import annotations
