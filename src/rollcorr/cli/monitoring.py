@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rollcorr.cli.app import app, exit_on
+
+if TYPE_CHECKING:
+    from rollcorr.monitor import RunningJudge
 
 
 @app.command()
@@ -18,7 +21,7 @@ def watch(
 ) -> None:
     """Show a run while it goes on: a line for each step, and each alarm once, with cause and fix.
 
-    Exit codes: 0 no alarm lasts (with --once), 1 an alarm lasts (with --once), 2 bad input, 130 Ctrl-C.
+    Exit codes with --once: 0 healthy, 1 unhealthy (an alarm lasts), 3 not judged. Else 130 for Ctrl-C; 2 is bad input.
     """
     import time
 
@@ -46,11 +49,20 @@ def watch(
                 for finding in changes.passed:
                     typer.secho(f"step {step['step']}: has passed: {finding.title}", fg="green")
             if once:
-                raise typer.Exit(1 if judge.alarms else 0)
+                _show_verdict(judge)
+                raise typer.Exit(judge.exit_code)
             try:
                 time.sleep(every)
             except KeyboardInterrupt as error:
+                _show_verdict(judge)
                 raise typer.Exit(130) from error
+
+
+def _show_verdict(judge: RunningJudge) -> None:
+    """The verdict on the run so far, in the words of `rollcorr report`."""
+    typer.secho(judge.verdict, fg={"healthy": "green", "unhealthy": "red"}.get(judge.verdict, "yellow"), bold=True)
+    for sentence in judge.not_judged:
+        typer.echo(sentence if "not judged" in sentence else f"not judged: {sentence}")
 
 
 @app.command()
