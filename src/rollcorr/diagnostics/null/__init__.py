@@ -1,4 +1,4 @@
-"""The null: how far two correct policies lie apart here, what a log shows beyond it, and the profile that both share."""
+"""The null: how far two correct policies lie apart here, what a log shows beyond it, and the profile of both."""
 
 import lazy_loader as _lazy
 

@@ -117,7 +117,7 @@ class MismatchProfile:
         table = _row_table(row, weights, d, len(lengths))
         measured = table[:, 0] > 0
         return cls(
-            cells=cells.reshape(len(CELL), SURPRISE_BINS, POSITION_BINS),
+            cells=cells.astype(np.float64).reshape(len(CELL), SURPRISE_BINS, POSITION_BINS),
             lengths=_by_length(table[measured]),
             sizes=_by_size(d, FINE),
             row_sizes=np.stack([_by_size(x, COARSE) for x in _row_statistics(table[measured])]),
@@ -178,7 +178,9 @@ class MismatchProfile:
     @property
     def std(self) -> float:
         """Standard deviation of d, nats; NaN without tokens."""
-        return float(np.sqrt(max(_ratio(self.cells[2].sum(), self.tokens) - self.mean**2, 0.0))) if self.tokens else np.nan
+        return (
+            float(np.sqrt(max(_ratio(self.cells[2].sum(), self.tokens) - self.mean**2, 0.0))) if self.tokens else np.nan
+        )
 
     @property
     def share(self) -> TokenShare:
@@ -209,13 +211,13 @@ class MismatchProfile:
 def size_edges(parts: int) -> Floats:
     """Edges of the bins of |x|, rising: `parts` for each octave, evenly spaced within it."""
     within = 1 + np.arange(parts) / parts
-    octaves = 2.0 ** np.arange(-SIZE_OFFSET, SIZE_OCTAVES - SIZE_OFFSET)
+    octaves = np.exp2(np.arange(-SIZE_OFFSET, SIZE_OCTAVES - SIZE_OFFSET, dtype=np.float64))
     return np.append((octaves[:, None] * within).ravel(), 2.0 ** (SIZE_OCTAVES - SIZE_OFFSET))
 
 
 def octave_edges(offset: int, bins: int) -> Floats:
     """Lower edges of octave bins: the first is 0."""
-    edges = 2.0 ** (np.arange(bins) - offset)
+    edges: Floats = np.exp2(np.arange(bins, dtype=np.float64) - offset)
     edges[0] = 0.0
     return edges
 

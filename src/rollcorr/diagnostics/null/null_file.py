@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,7 +55,7 @@ class MismatchNull:
     kind: Kind
     profile: MismatchProfile
     share: TokenShare
-    origin: Origin = Origin()
+    origin: Origin = field(default_factory=Origin)
     sample: tuple[NDArray[np.float64], ...] = ()
 
     def check_origin(self, origin: Origin, *, largest_id: int = -1) -> tuple[str, ...]:
@@ -91,8 +91,11 @@ class MismatchNull:
             if ours and theirs - ours:
                 named = f"{', '.join(sorted(ours))}; this log has {', '.join(sorted(theirs - ours))}"
                 remarks.append(f"{self.name} was measured with {word} {named}")
-        unknown = [word for what, word in (("engine", "engine"), ("sampling", "sampling settings"))
-                   if not (getattr(self.origin, what) and getattr(origin, what))]
+        unknown = [
+            word
+            for what, word in (("engine", "engine"), ("sampling", "sampling settings"))
+            if not (getattr(self.origin, what) and getattr(origin, what))
+        ]
         if unknown:
             remarks.append(f"whether {self.name} has the {' and the '.join(unknown)} of this log is not recorded")
         return tuple(remarks)
@@ -151,7 +154,9 @@ def read_null(path: Path) -> MismatchNull:
             raise BadInputError(f"{path}: {path.stat().st_size:,} bytes; a null has {LARGEST_FILE:,} at most")
         document = load_json(path.read_bytes())
     except OSError as error:
-        raise BadInputError(f"{path}: {error.strerror or error}; `rollcorr null LOG -o {path.name}` writes one") from error
+        raise BadInputError(
+            f"{path}: {error.strerror or error}; `rollcorr null LOG -o {path.name}` writes one"
+        ) from error
     except ValueError as error:
         raise BadInputError(f"{path}: no JSON ({in_one_line(error)})") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:

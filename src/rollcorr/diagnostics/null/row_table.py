@@ -37,9 +37,7 @@ class RowTable:
     def merge(self, later: RowTable) -> RowTable:
         """The table of both stretches of the log together; `later` comes after."""
         stride = max(self.stride, later.stride)
-        return _thinned(
-            stride, np.concatenate([self.index, later.index]), np.concatenate([self.values, later.values])
-        )
+        return _thinned(stride, np.concatenate([self.index, later.index]), np.concatenate([self.values, later.values]))
 
     def without(self, part: RowTable) -> RowTable:
         """The table without the rows of another one."""
