@@ -24,6 +24,7 @@ from rollcorr.diagnostics.log_check.tally import Part, Tally, merge_parts
 from rollcorr.diagnostics.null.excess import WeightJudgment, judge_weights
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
 from rollcorr.diagnostics.null.null_file import FEW_TOKENS, MismatchNull
+from rollcorr.diagnostics.null.version_cells import judge_versions
 from rollcorr.diagnostics.provenance.provenance_findings import NOT_COMPARABLE, Provenance
 from rollcorr.rollout_log import FileLimits, log_files
 from rollcorr.run_directory.stored_run import BadInputError
@@ -177,7 +178,8 @@ def check_logs(
     if not diffusion:
         used, weights = _judge_weights(tally, null, null_steps)
         remarks += weights.remarks
-    hypotheses = rank_hypotheses(pairs=(*found, *provenance.findings), profile=weights.findings)
+    series_findings = judge_versions(tally.versions) if not diffusion else ()
+    hypotheses = rank_hypotheses(pairs=(*found, *provenance.findings), profile=weights.findings, series=series_findings)
     others = [finding for finding in found if finding.code not in {h.code for h in hypotheses}]
     warned = [*verdict.warnings, *(h for h in hypotheses if h.severity != "note"), *others]
     return CheckResult(

@@ -20,11 +20,13 @@ from rollcorr.config.sampling_spec import JSON_MINUS_INFINITY, SamplingSpec, com
 from rollcorr.core.mergeable_statistics import Statistics, merge_statistics
 from rollcorr.correction.result import Correction
 from rollcorr.correction.rollout_correction import correct
-from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
+from rollcorr.diagnostics.null.mismatch_profile import CAP, MismatchProfile
 from rollcorr.diagnostics.null.origin import Origin
 from rollcorr.diagnostics.null.token_share import STEP_IDS, TokenSums
+from rollcorr.diagnostics.null.version_cells import VersionCells
 from rollcorr.diagnostics.provenance.pair_sample import PairSample
 from rollcorr.rollout_log import RolloutBatch, Shard, read_shard, validate_batch
+from rollcorr.rollout_log.schema import ragged
 
 FIRST_STEPS = 5
 """Steps at the start of a log that serve as its null when no other is given."""
@@ -37,6 +39,7 @@ COLUMNS = (
     "old_log_prob",
     "log_prob",
     "response_ids",
+    "policy_versions",
     "reward",
     "sampling",
     "engine",
@@ -84,6 +87,7 @@ class Tally:
         first: step → the mismatch of its rows, for the lowest `FIRST_STEPS` steps; or, where the measurement names the
             steps of the null, one entry for all of them.
         origin: the engines, models and settings that are recorded.
+        versions: the mismatch by step and version of the weights, where both are recorded.
     """
 
     parts: Mapping[int | None, Part] = field(default_factory=dict)
@@ -95,6 +99,7 @@ class Tally:
     profile: MismatchProfile = field(default_factory=MismatchProfile)
     first: Mapping[int, MismatchProfile] = field(default_factory=dict)
     origin: Origin = field(default_factory=Origin)
+    versions: VersionCells = field(default_factory=VersionCells)
 
     def merge(self, later: Tally) -> Tally:
         """What both show together; `later` comes after in the log."""
@@ -115,6 +120,7 @@ class Tally:
             # A step that is among the lowest of all was among the lowest of every part, so nothing of it is lost.
             first={step: first[step] for step in sorted(first)[:FIRST_STEPS]},
             origin=self.origin.merge(later.origin),
+            versions=self.versions.merge(later.versions),
         )
 
 
@@ -186,6 +192,7 @@ class Measurement:
             profile=profile,
             first=self._first_steps(batch, profile, train, rollout, mask, ids, first=first),
             origin=Origin.of(batch),
+            versions=_versions(batch, train, rollout, mask),
         )
 
     def _first_steps(
@@ -263,6 +270,26 @@ def _token_ids(batch: RolloutBatch) -> Tensor | None:
         return None
     ids, lengths = batch.ragged("response_ids")
     return ids if bool((lengths == batch.lengths).all()) else None
+
+
+def _versions(batch: RolloutBatch, train: Tensor, rollout: Tensor, mask: Tensor) -> VersionCells:
+    """k3 by step and version of a batch; empty unless every row records both, and its spans tile its tokens."""
+    if not (batch.has("policy_versions") and batch.has("step")):
+        return VersionCells()
+    spans, sizes, _ = ragged(batch.records.column("policy_versions"))
+    length, version = (spans.field(name).to_numpy(zero_copy_only=False) for name in ("length", "version"))
+    row = np.repeat(np.arange(len(batch)), sizes)
+    if (np.bincount(row, length, len(batch)) != batch.lengths.numpy()).any():
+        return VersionCells()
+
+    log_ratio = (train.double() - rollout).clamp(-CAP, CAP)
+    valid = mask & log_ratio.isfinite()
+    log_ratio = log_ratio.masked_fill(~valid, 0.0)
+    span = np.repeat(np.arange(len(row)), length)
+    k3 = np.bincount(span, (log_ratio.expm1() - log_ratio).numpy(), len(row))
+    tokens = np.bincount(span, valid.numpy(), len(row))
+    steps = batch.values("step").numpy()[row]
+    return VersionCells.of(steps, version.astype(np.int64), k3.astype(np.float64), tokens.astype(np.float64))
 
 
 def _profile(

@@ -100,7 +100,8 @@ def judge_weights(
     excess = compare_with_null(profile, null)
     findings, not_judged = _with_null(profile, null, excess)
     if not start_is_right:
-        not_judged = [_START] if findings or not_judged else [f"unchanged since {null.name}; {_START}"]
+        unchanged = not findings and not not_judged
+        not_judged = [f"unchanged since {null.name}; {_START}"] if unchanged else [*not_judged, _START]
     elif not findings and not not_judged:
         findings = [_ordinary_noise(excess, null)]
     return WeightJudgment(
