@@ -13,6 +13,7 @@ from rollcorr.cli.explanation import explain, presets
 from rollcorr.cli.installation import info
 from rollcorr.cli.logs import import_log
 from rollcorr.cli.monitoring import compare, watch
+from rollcorr.cli.null_measurement import measure
 from rollcorr.cli.simulation import simulate
 from rollcorr.cli.training import train
 from rollcorr.config.secrets import redact_text
@@ -26,6 +27,7 @@ __all__ = [
     "import_log",
     "info",
     "main",
+    "measure",
     "presets",
     "report",
     "simulate",
