@@ -78,6 +78,9 @@ def check(
         str | None,
         typer.Option(metavar="ADDRESS", help="Read on this Ray cluster instead: auto, local or ray://host:port."),
     ] = None,
+    keep_going: Annotated[
+        bool, typer.Option("--keep-going", help="Judge what can be read where a file is bad; never healthy then.")
+    ] = False,
     limit: Annotated[list[str] | None, LIMIT_OPTION] = None,
     columns: Annotated[list[str] | None, COLUMNS_OPTION] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
@@ -109,6 +112,7 @@ def check(
                 null_steps=parse_steps(null_steps),
                 workers=workers,
                 ray=ray,
+                keep_going=keep_going,
                 file_limits=file_limits,
                 column_names=column_names,
                 on_rows=on_rows,
@@ -127,6 +131,7 @@ def check(
             files=result.files,
             train_column=result.train_column,
             interrupted=result.interrupted,
+            unreadable=result.unreadable,
             report=None if page is None else str(page),
             remarks=result.remarks,
         )

@@ -29,15 +29,21 @@ def watch(
     from rollcorr.monitor import RunningJudge, alarm_text
     from rollcorr.run_directory import BadInputError, GrowingMetrics, RunDirectory, read_run, step_line
 
-    metrics, judge, config = GrowingMetrics(RunDirectory(run).metrics), RunningJudge(), None
+    metrics, config = GrowingMetrics(RunDirectory(run).metrics), None
     with exit_on(BadInputError):
         if not run.is_dir():
             raise BadInputError(f"{run} is not a run directory; give the folder that will hold metrics.jsonl")
+        null = None
+        if RunDirectory(run).null.exists():
+            from rollcorr.diagnostics.null import noise_beside  # it needs Arrow
+
+            null = noise_beside(run)
+        judge = RunningJudge(null)
         while True:
             new = metrics.new_steps()
             if new.again:
                 typer.echo("the run went on from an earlier step")
-                judge = RunningJudge()
+                judge = RunningJudge(null)
             if new.steps and config is None:
                 config = read_run(run).config
             for step in new.steps:

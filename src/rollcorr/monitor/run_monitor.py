@@ -22,6 +22,7 @@ from rollcorr.correction import Correction, PolicyLossOutput, correct
 from rollcorr.correction.rollout_correction import configuration_of
 from rollcorr.diagnostics.health.evidence import RECENT_STEPS
 from rollcorr.diagnostics.health.health_check import Verdict
+from rollcorr.diagnostics.health.noise import Noise
 from rollcorr.diagnostics.health.trend import WATCHED
 from rollcorr.monitor.field_names import FieldNames, read_fields
 from rollcorr.monitor.rank_exchange import RankExchange, objects_of_ranks
@@ -97,7 +98,7 @@ class Monitor:
         self._exchange = RankExchange(group)
         self._writes = (context_group is None or context_group.rank() == 0) and self._exchange.rank == 0
         self._on_alarm = (on_alarm,) if callable(on_alarm) else tuple(on_alarm)
-        self._judge = RunningJudge()
+        self._judge = RunningJudge(_null_beside(self.directory))
         self._judged_config = self.config
         self._sample = rollouts
         self._sinks: list[Sink] = []
@@ -372,6 +373,15 @@ class Monitor:
         for finding in changes.began:
             for callback in self._on_alarm:
                 callback(finding)
+
+
+def _null_beside(directory: RunDirectory) -> Noise | None:
+    """The noise of the null that was put into the directory, if any."""
+    if not directory.null.exists():
+        return None
+    from rollcorr.diagnostics.null import noise_beside  # it needs Arrow
+
+    return noise_beside(directory.path)
 
 
 def _plain(config: RolloutCorrectionConfig) -> dict[str, Any]:

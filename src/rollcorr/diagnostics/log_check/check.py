@@ -7,6 +7,7 @@ shards that depend on it alone, so any number of readers gives the same numbers 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,15 +16,18 @@ from rollcorr.config import Finding, RolloutCorrectionConfig, resolve
 from rollcorr.config.checks import in_one_line
 from rollcorr.config.yaml_text import read_yaml
 from rollcorr.core.metric_registry import finalize
+from rollcorr.diagnostics.health.causes import COURSE, with_causes
 from rollcorr.diagnostics.health.evidence import bare_metrics
 from rollcorr.diagnostics.health.health_check import HealthReport, health
 from rollcorr.diagnostics.hypotheses import rank_hypotheses
 from rollcorr.diagnostics.log_check.log_null import first_steps_null
-from rollcorr.diagnostics.log_check.log_tally import read_log
+from rollcorr.diagnostics.log_check.log_tally import LogTally, read_log
 from rollcorr.diagnostics.log_check.tally import Part, Tally, merge_parts
 from rollcorr.diagnostics.null.excess import WeightJudgment, judge_weights
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
 from rollcorr.diagnostics.null.null_file import FEW_TOKENS, MismatchNull
+from rollcorr.diagnostics.null.origin import Origin
+from rollcorr.diagnostics.null.run_null import noise_of
 from rollcorr.diagnostics.null.version_cells import judge_versions
 from rollcorr.diagnostics.provenance.provenance_findings import NOT_COMPARABLE, Provenance
 from rollcorr.rollout_log import FileLimits, log_files
@@ -76,6 +80,7 @@ class CheckResult:
         config: the configuration that was measured.
         remarks: what the reader should know about the input.
         interrupted: reading stopped before the end.
+        unreadable: what could not be read, a sentence for each file, where reading went on.
         hypotheses: what may be wrong, most likely first, from the pairs of log-probs and from the comparison with a
             null; those that make the verdict are also among the findings of `health`.
         profile: the mismatch of all rows.
@@ -92,6 +97,7 @@ class CheckResult:
     config: RolloutCorrectionConfig
     remarks: tuple[str, ...]
     interrupted: bool
+    unreadable: tuple[str, ...]
     hypotheses: tuple[Finding, ...]
     profile: MismatchProfile
     null: MismatchNull | None
@@ -108,6 +114,7 @@ def check_logs(
     batch_size: int = 256,
     workers: int = 1,
     ray: str | None = None,
+    keep_going: bool = False,
     file_limits: FileLimits | None = None,
     column_names: Mapping[str, str] | None = None,
     on_rows: Callable[[int, int], None] | None = None,
@@ -128,6 +135,7 @@ def check_logs(
             `if __name__ == "__main__":`.
         ray: instead, the address of a Ray cluster whose nodes read: "auto", "local" or "ray://host:port". They need
             this package, and the files under the same names.
+        keep_going: judge what can be read where a file cannot; the verdict is then "not judged" at best.
         file_limits: what a file may hold; None for the defaults.
         column_names: column of the log → its name in the files, as in `read_rollout_log`.
         on_rows: called now and then with the rows read since the last call, and the rows of the whole log.
@@ -154,6 +162,7 @@ def check_logs(
         batch_size=batch_size,
         workers=workers,
         ray=ray,
+        keep_going=keep_going,
         file_limits=file_limits,
         column_names=column_names,
         on_rows=on_rows,
@@ -165,11 +174,12 @@ def check_logs(
     if tally.interrupted:
         remarks.append(f"interrupted: this covers {tally.rows} of {read.total} rows only")
 
+    remarks += [f"left out: {problem}" for problem in read.unreadable]
+
     # All rows together are judged. The steps are history, for the rules and the panels.
     whole = _metrics(merge_parts(tally.parts.values()))
     steps = sorted(step for step in tally.parts if step is not None)
     series = tuple({"step": step, **_metrics(tally.parts[step])} for step in steps) or ({"step": 0, **whole},)
-    verdict = health(whole, config, series=series if len(steps) > 1 else (), diffusion=diffusion)
     provenance = tally.sample.estimate()
     found = _log_findings(tally, provenance, diffusion=diffusion, kept=read.kept)
 
@@ -178,16 +188,30 @@ def check_logs(
     if not diffusion:
         used, weights = _judge_weights(tally, null, null_steps)
         remarks += weights.remarks
-    series_findings = judge_versions(tally.versions) if not diffusion else ()
-    hypotheses = rank_hypotheses(pairs=(*found, *provenance.findings), profile=weights.findings, series=series_findings)
-    others = [finding for finding in found if finding.code not in {h.code for h in hypotheses}]
-    warned = [*verdict.warnings, *(h for h in hypotheses if h.severity != "note"), *others]
+    verdict = health(
+        whole,
+        config,
+        series=series if len(steps) > 1 else (),
+        diffusion=diffusion,
+        null=None if used is None else noise_of(used, is_null=False),  # the weights are judged by `judge_weights`
+        judged_against=None if diffusion else weights.judged_against,
+    )
+    versions = judge_versions(tally.versions) if not diffusion else ()
+    course = [finding for finding in verdict.findings if finding.code in COURSE]
+    hypotheses = rank_hypotheses(
+        pairs=(*found, *provenance.findings), profile=weights.findings, series=(*versions, *course)
+    )
+
+    # A hypothesis is shown once, and what only measures the mismatch goes under the one that explains it.
+    causes = [finding for finding in hypotheses if finding.severity != "note"]
+    named = {finding.code for finding in hypotheses}
+    others = [finding for finding in (*found, *verdict.findings) if finding.code not in named]
+    notes = [finding for finding in (*weights.findings, *course) if finding.severity == "note"]
     return CheckResult(
         health=replace(
             verdict,
-            findings=(*warned, *verdict.notes, *(h for h in weights.findings if h.severity == "note")),
-            judged_against=weights.judged_against,
-            not_judged=weights.not_judged,
+            findings=with_causes((*causes, *others, *notes, *_mixed(tally.origin))),
+            not_judged=(*_partial(read), *verdict.not_judged, *weights.not_judged),
         ),
         metrics=whole,
         series=series,
@@ -198,6 +222,7 @@ def check_logs(
         config=config,
         remarks=tuple(remarks),
         interrupted=tally.interrupted,
+        unreadable=read.unreadable,
         hypotheses=hypotheses,
         profile=tally.profile,
         null=used,
@@ -229,6 +254,39 @@ def _log_findings(tally: Tally, provenance: Provenance, *, diffusion: bool, kept
         return [finding for finding in found if finding.code != "positive"]
     found += tally.claims.values()
     return found + [_implied(finding, kept=kept) for finding in provenance.warnings if finding.code in NOT_COMPARABLE]
+
+
+def _partial(read: LogTally) -> tuple[str, ...]:
+    """The sentence that a verdict on part of a log needs."""
+    if not read.unreadable:
+        return ()
+    some = "1 file" if len(read.unreadable) == 1 else f"{len(read.unreadable)} files"
+    return (f"this is the verdict on part of the log: {some} could not be read to the end",)
+
+
+def _mixed(origin: Origin) -> list[Finding]:
+    """Several settings, engines or models in one log: what holds for all rows together may not hold for each."""
+    mixed = {}
+    settings = [json.loads(text) for text in origin.sampling]
+    for name in dict.fromkeys(name for one in settings for name in one):
+        values = dict.fromkeys(str(one.get(name, "not recorded")) for one in settings)
+        if len(values) > 1:
+            mixed[name.replace("_", " ")] = tuple(values)
+    for name in ("engine", "engine_version", "model"):
+        if len(getattr(origin, name)) > 1:
+            mixed[name.replace("_", " ")] = getattr(origin, name)
+    if not mixed:
+        return []
+    return [
+        Finding(
+            code="mixed_settings",
+            metric="log/sampling",
+            title="the rows were not all sampled alike",
+            reason="; ".join(f"{name}: {', '.join(values)}" for name, values in mixed.items()),
+            fix="check the rows of each setting by themselves; a fault of some of them is diluted here",
+            severity="note",
+        )
+    ]
 
 
 def _metrics(part: Part) -> dict[str, float]:

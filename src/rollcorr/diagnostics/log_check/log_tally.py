@@ -7,9 +7,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.config.checks import in_one_line
 from rollcorr.diagnostics.log_check.shard_readers import read_shards
 from rollcorr.diagnostics.log_check.tally import COLUMNS, KEPT_COLUMNS, Measurement, Tally
-from rollcorr.rollout_log import FileLimits, RolloutBatch, Shard, log_shards, missing_column, read_shard
+from rollcorr.rollout_log import (
+    FileLimits,
+    RolloutBatch,
+    RolloutLogError,
+    Shard,
+    log_files,
+    log_shards,
+    missing_column,
+    read_shard,
+)
 from rollcorr.run_directory.stored_run import BadInputError
 
 
@@ -22,12 +32,14 @@ class LogTally:
         total: rows of the log; more than were read after an interrupt.
         train_column: the column that π was taken from.
         kept: the log has kept sets.
+        unreadable: what could not be read, a sentence for each file.
     """
 
     tally: Tally
     total: int
     train_column: str
     kept: bool
+    unreadable: tuple[str, ...] = ()
 
 
 def read_log(
@@ -39,6 +51,7 @@ def read_log(
     batch_size: int = 256,
     workers: int = 1,
     ray: str | None = None,
+    keep_going: bool = False,
     file_limits: FileLimits | None = None,
     column_names: Mapping[str, str] | None = None,
     on_rows: Callable[[int, int], None] | None = None,
@@ -54,17 +67,25 @@ def read_log(
     if config.nonfinite == "raise":
         config = replace(config, nonfinite="reject_token")
 
-    shards = log_shards([str(path) for path in paths], file_limits=file_limits, column_names=column_names)
+    files = [str(path) for path in paths]
+    unreadable: list[str] = []
+    if keep_going:
+        shards, unreadable = _readable_shards(files, file_limits, column_names)
+    else:
+        shards = log_shards(files, file_limits=file_limits, column_names=column_names)
     total, tally = sum(shard.rows for shard in shards), Tally()
     column, kept = train_column or "", False
     try:
-        head = _first_batch(shards, batch_size)
-        if head is not None:
-            column = column or _train_column(head, config, shards[0])
-            _check_recorded(head, column, shards[0])
+        head, column, shards, without = _readable_head(shards, config, column, batch_size, keep_going=keep_going)
+        unreadable += without
         kept = head is not None and head.has("kept_offsets")
         measurement = Measurement(
-            config=config, train_column=column, batch_size=batch_size, kept=kept, null_steps=null_steps
+            config=config,
+            train_column=column,
+            batch_size=batch_size,
+            kept=kept,
+            null_steps=null_steps,
+            keep_going=keep_going,
         )
         told = (lambda rows: None) if on_rows is None else (lambda rows: on_rows(rows, total))
         for part in read_shards(measurement, shards, told, workers=workers, ray=ray):
@@ -72,9 +93,49 @@ def read_log(
     except KeyboardInterrupt:
         tally = replace(tally, interrupted=True)
     if not tally.parts:
-        seen = "nothing was read before the interrupt" if tally.interrupted else "there is no row"
+        problems = (*unreadable, *tally.unreadable)
+        seen = problems[0] if problems else "there is no row"
+        seen = "nothing was read before the interrupt" if tally.interrupted else seen
         raise BadInputError(f"{', '.join(map(str, paths))}: {seen}; give a log with at least one sequence")
-    return LogTally(tally=tally, total=total, train_column=column, kept=kept)
+    # A file in several shards is one file.
+    problems = tuple(dict.fromkeys((*unreadable, *tally.unreadable)))
+    return LogTally(tally=tally, total=total, train_column=column, kept=kept, unreadable=problems)
+
+
+def _readable_shards(
+    paths: Sequence[str], file_limits: FileLimits | None, column_names: Mapping[str, str] | None
+) -> tuple[list[Shard], list[str]]:
+    """The shards of the files that are whole, and what is wrong with the others."""
+    shards: list[Shard] = []
+    unreadable = []
+    for file in log_files(paths):
+        try:
+            found = log_shards([str(file)], file_limits=file_limits, column_names=column_names)
+        except (RolloutLogError, OSError) as error:
+            unreadable.append(in_one_line(error))
+            continue
+        before = sum(shard.rows for shard in shards)
+        shards += [replace(shard, before=before + shard.before) for shard in found]
+    return shards, unreadable
+
+
+def _readable_head(
+    shards: list[Shard], config: RolloutCorrectionConfig, column: str, batch_size: int, *, keep_going: bool
+) -> tuple[RolloutBatch | None, str, list[Shard], list[str]]:
+    """The first batch with both sides, the trainer's column, the shards from it on, and what the others lack."""
+    unreadable: list[str] = []
+    for number, shard in enumerate(shards):
+        try:
+            head = _first_batch([shard], batch_size)
+            if head is not None:
+                found = column or _train_column(head, config, shard)
+                _check_recorded(head, found, shard)
+                return head, found, shards[number:], unreadable
+        except (RolloutLogError, BadInputError) as error:
+            if not keep_going:
+                raise
+            unreadable.append(in_one_line(error))
+    return None, column, [], unreadable
 
 
 def _first_batch(shards: Sequence[Shard], batch_size: int) -> RolloutBatch | None:

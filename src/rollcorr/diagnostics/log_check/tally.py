@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.config.checks import in_one_line
 from rollcorr.config.finding import Finding, merge_findings
 from rollcorr.config.sampling_spec import JSON_MINUS_INFINITY, SamplingSpec, compare
 from rollcorr.core.mergeable_statistics import Statistics, merge_statistics
@@ -25,7 +26,7 @@ from rollcorr.diagnostics.null.origin import Origin
 from rollcorr.diagnostics.null.token_share import STEP_IDS, TokenSums
 from rollcorr.diagnostics.null.version_cells import VersionCells
 from rollcorr.diagnostics.provenance.pair_sample import PairSample
-from rollcorr.rollout_log import RolloutBatch, Shard, read_shard, validate_batch
+from rollcorr.rollout_log import RolloutBatch, RolloutLogError, Shard, read_shard, validate_batch
 from rollcorr.rollout_log.schema import ragged
 
 FIRST_STEPS = 5
@@ -83,6 +84,7 @@ class Tally:
         claims: reason → finding, where the recorded settings say that the log-probs are not those of what was sampled.
         rows: rows read.
         interrupted: reading stopped before the end.
+        unreadable: what could not be read, a sentence for each shard.
         profile: the mismatch of all rows.
         first: step → the mismatch of its rows, for the lowest `FIRST_STEPS` steps; or, where the measurement names the
             steps of the null, one entry for all of them.
@@ -96,6 +98,7 @@ class Tally:
     claims: Mapping[str, Finding] = field(default_factory=dict)
     rows: int = 0
     interrupted: bool = False
+    unreadable: tuple[str, ...] = ()
     profile: MismatchProfile = field(default_factory=MismatchProfile)
     first: Mapping[int, MismatchProfile] = field(default_factory=dict)
     origin: Origin = field(default_factory=Origin)
@@ -116,6 +119,7 @@ class Tally:
             claims={**self.claims, **later.claims},
             rows=self.rows + later.rows,
             interrupted=self.interrupted or later.interrupted,
+            unreadable=(*self.unreadable, *later.unreadable),
             profile=self.profile.merge(later.profile),
             # A step that is among the lowest of all was among the lowest of every part, so nothing of it is lost.
             first={step: first[step] for step in sorted(first)[:FIRST_STEPS]},
@@ -147,6 +151,7 @@ class Measurement:
         batch_size: most rows in memory at once.
         kept: whether the log has kept sets, to be checked.
         null_steps: first and last step of those that serve as the null; None for the lowest ones.
+        keep_going: a shard that cannot be read to its end counts as far as it was read.
     """
 
     config: RolloutCorrectionConfig
@@ -154,6 +159,7 @@ class Measurement:
     batch_size: int
     kept: bool = False
     null_steps: tuple[int, int] | None = None
+    keep_going: bool = False
 
     def of_shard(self, shard: Shard, on_rows: Callable[[int], None]) -> Tally:
         """The tally of a shard, or of its beginning after a KeyboardInterrupt, also one that `on_rows` raises.
@@ -161,7 +167,7 @@ class Measurement:
         `on_rows` is called before the first batch with 0, then after each one with its rows.
 
         Raises:
-            RolloutLogError: the shard cannot be read.
+            RolloutLogError: the shard cannot be read, and that is not to be passed over.
         """
         tally = Tally()
         try:
@@ -173,6 +179,10 @@ class Measurement:
                 on_rows(len(batch))
         except KeyboardInterrupt:
             tally = replace(tally, interrupted=True)
+        except RolloutLogError as error:
+            if not self.keep_going:
+                raise
+            tally = replace(tally, unreadable=(in_one_line(error),))
         return tally
 
     def of_batch(self, batch: RolloutBatch, *, first: int, stride: int = 1) -> Tally:

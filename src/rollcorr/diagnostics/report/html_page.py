@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from rollcorr.config.yaml_text import dump_yaml
 from rollcorr.core.metric_registry import PREFIX, metric
 from rollcorr.diagnostics.health.evidence import Metrics, bare_metrics, history_of
-from rollcorr.diagnostics.health.health_check import HealthReport, health, healthy_range
+from rollcorr.diagnostics.health.health_check import HealthReport, healthy_range
 from rollcorr.diagnostics.numbers import format_number
+from rollcorr.diagnostics.run_comparison import run_health
 from rollcorr.run_directory.stored_run import Run
 
 try:
@@ -60,7 +61,7 @@ class ReportData:
 
 def run_report(run: Run, *, diffusion: bool = False) -> ReportData:
     """The report of a training run: judged by its recent steps, as a diffusion sampler's if it is one."""
-    verdict = health(run.series, run.config, diffusion=diffusion or run.diffusion)
+    verdict = run_health(run, diffusion=diffusion)
     measured = history_of(run.series)
     step, last = measured[-1] if measured else (run.series[-1]["step"], bare_metrics(run.series[-1]))
     return ReportData(
