@@ -35,10 +35,11 @@ def invoke(*arguments):
     return CliRunner().invoke(app, ["check", *map(str, arguments)], env={"COLUMNS": "200"})
 
 
-def test_a_healthy_log_gives_exit_code_0(log):
+def test_a_log_without_findings_and_without_a_null_gives_exit_code_3(log):
     result = invoke(log(0.01))
-    assert result.exit_code == 0
-    assert result.stdout.startswith("healthy  32 sequences in 1 file")
+    assert result.exit_code == 3
+    assert result.stdout.startswith("not judged  32 sequences in 1 file")
+    assert "settings agree; weights not judged" in result.stdout
     assert "note: π is the column old_log_prob" in result.stdout
     assert "\x1b" not in result.stdout
     assert result.stderr == ""
@@ -53,8 +54,8 @@ def test_findings_give_exit_code_1(log):
 @pytest.mark.parametrize("name", ["log.jsonl", "log.jsonl.gz"])
 def test_jsonl_logs_and_several_files_are_read(log, name):
     result = invoke(log(0.01), log(0.01, name))
-    assert result.exit_code == 0
-    assert result.stdout.startswith("healthy  64 sequences in 2 files")
+    assert result.exit_code == 3
+    assert result.stdout.startswith("not judged  64 sequences in 2 files")
 
 
 def test_a_preset_or_a_configuration_file_says_what_to_measure(log, tmp_path):
@@ -71,7 +72,7 @@ def test_a_preset_or_a_configuration_file_says_what_to_measure(log, tmp_path):
 def test_a_report_is_written_on_request(log, tmp_path):
     result = invoke(log(0.01), "-o", tmp_path / "out")
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
-    assert result.exit_code == 0
+    assert result.exit_code == 3
     assert f"report: {tmp_path / 'out' / 'report.html'}" in result.stdout
     assert "Rollout log log.parquet" in page
     assert "rollout_token_veto_threshold: 0.0001" in page, "the configuration that was measured"
@@ -79,7 +80,7 @@ def test_a_report_is_written_on_request(log, tmp_path):
 
 def test_json_is_for_machines(log):
     document = json.loads(invoke(log(0.01), "--json").stdout)
-    assert (document["verdict"], document["rows"], document["train_column"]) == ("healthy", 32, "old_log_prob")
+    assert (document["verdict"], document["rows"], document["train_column"]) == ("not judged", 32, "old_log_prob")
     assert (document["interrupted"], document["report"]) == (False, None)
     assert document["metrics"]["token_count"] == 640
 
@@ -87,12 +88,12 @@ def test_json_is_for_machines(log):
 def test_densities_are_allowed_for_diffusion(log):
     path = log(0.01, rollout_log_prob=torch.full((16, 20), 1.0), old_log_prob=torch.full((16, 20), 1.01))
     assert invoke(path).exit_code == 1
-    assert invoke(path, "--diffusion").exit_code == 0
+    assert invoke(path, "--diffusion").exit_code == 3
 
 
 def test_the_training_side_can_be_chosen(log):
     path = log(0.01, log_prob=torch.full((16, 20), -9.0))
-    assert invoke(path).exit_code == 0
+    assert invoke(path).exit_code == 3
     assert invoke(path, "--train-column", "log_prob").exit_code == 1
 
 
@@ -124,7 +125,7 @@ def test_ctrl_c_prints_what_was_seen_and_gives_exit_code_130(log, monkeypatch):
     monkeypatch.setattr(module, "validate_batch", interrupt)
     result = invoke(log(0.01), log(0.01, "second.parquet"))
     assert result.exit_code == 130
-    assert result.stdout.startswith("healthy  32 sequences")
+    assert result.stdout.startswith("not judged  32 sequences")
     assert "interrupted: this covers 32 of 64 rows only" in result.stdout
 
 

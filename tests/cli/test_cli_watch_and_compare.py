@@ -34,8 +34,11 @@ def invoke(*arguments):
 def test_watch_shows_each_step_and_each_alarm_once(runs):
     healthy, broken = runs
     shown = invoke("watch", healthy, "--once")
-    assert shown.exit_code == 0
-    assert [line.split("  ")[0] for line in shown.stdout.splitlines()] == ["step 1", "step 2", "step 3"]
+    assert shown.exit_code == 3
+    *lines, verdict, sentence = [line.split("  ")[0] for line in shown.stdout.splitlines()]
+    assert lines == ["step 1", "step 2", "step 3"]
+    assert verdict == json.loads(invoke("compare", healthy, "--json").stdout)[0]["verdict"] == "not judged"
+    assert sentence.startswith("weights not judged: there is no null, and there are 3 steps")
     shown = invoke("watch", broken, "--once")
     assert shown.exit_code == 1
     assert shown.stdout.count("token-level χ² is too high") == 1
@@ -60,7 +63,8 @@ def test_watch_ends_by_ctrl_c_and_shows_steps_that_come_meanwhile(tmp_path, monk
     shown = invoke("watch", tmp_path, "--every", "0.5")
     assert shown.exit_code == 130
     lines = [line.split("  ")[0] for line in shown.stdout.splitlines()]
-    assert lines == ["step 1", "step 2", "the run went on from an earlier step", "step 1", "step 2"]
+    assert lines[:5] == ["step 1", "step 2", "the run went on from an earlier step", "step 1", "step 2"]
+    assert lines[5] == "not judged"
     assert waits == [0.5] * 3
 
 
@@ -98,7 +102,7 @@ def test_compare_puts_verdicts_and_medians_side_by_side(runs):
 
 def test_compare_as_json_of_chosen_metrics(runs):
     (healthy, broken) = json.loads(invoke("compare", *runs, "--json", "--metric", "rollout_corr/kl").stdout)
-    assert (healthy["verdict"], broken["verdict"]) == ("healthy", "unhealthy")
+    assert (healthy["verdict"], broken["verdict"]) == ("not judged", "unhealthy")
     assert set(healthy["metrics"]) == {"kl"}
     assert abs(healthy["metrics"]["kl"]) < 0.01 < abs(broken["metrics"]["kl"])
 
@@ -112,6 +116,6 @@ def test_compare_names_a_metric_that_no_run_has(runs):
 def test_report_reads_what_a_monitor_leaves(runs):
     pytest.importorskip("matplotlib", reason="the extra report is not installed")
     shown = invoke("report", runs[0])
-    assert shown.exit_code == 0
-    assert shown.stdout.startswith("healthy  Run healthy: 3 steps, the last is 3")
+    assert shown.exit_code == 3
+    assert shown.stdout.startswith("not judged  Run healthy: 3 steps, the last is 3")
     assert "note:" not in shown.stdout

@@ -81,9 +81,11 @@ def test_a_log_without_steps_is_one_entry(tmp_path):
     assert result.health.steps is None
 
 
-def test_a_small_mismatch_is_healthy_with_the_default_diagnosis(tmp_path):
-    result = check_logs([log(tmp_path / "log.parquet", (1, *tensors(noise=0.01)))])
-    assert result.health.healthy
+def test_a_small_mismatch_gives_no_finding_with_the_default_diagnosis(tmp_path):
+    result = check_logs([log(tmp_path / "log.parquet", (1, *tensors(noise=0.01, rows=20)))])
+    assert (result.health.findings, result.health.verdict) == ((), "not judged")
+    (sentence,) = result.health.not_judged
+    assert sentence.startswith("settings agree; weights not judged")
     assert result.config is DIAGNOSIS
     assert "rollout_corr/rollout_is_veto_fraction" in result.metrics
 
@@ -146,7 +148,7 @@ def test_positive_log_probs_are_flagged_unless_they_are_densities(tmp_path):
     train, rollout, mask = tensors(noise=0.01)
     path = log(tmp_path / "log.parquet", (1, train + 4, rollout + 4, mask))
     assert {f.title for f in check_logs([path]).health.warnings} == {"log-probs above 0"}
-    assert check_logs([path], diffusion=True).health.healthy
+    assert check_logs([path], diffusion=True).health.warnings == ()
 
 
 def test_rows_of_zeros_are_flagged(tmp_path):
@@ -185,8 +187,9 @@ def test_a_log_without_a_valid_token_is_not_called_healthy(tmp_path):
     rows = [{"response_mask": [False], "rollout_log_prob": [-1.0], "old_log_prob": [-1.0], "step": 1}]
     with RolloutLogWriter(path) as writer:
         writer.write(RolloutBatch.from_rows(rows))
-    (finding,) = check_logs([path]).health.findings
-    assert finding.title == "nothing was measured"
+    health = check_logs([path]).health
+    assert (health.findings, health.verdict) == ((), "not judged")
+    assert health.not_judged[0].startswith("nothing was measured: ")
 
 
 def test_bad_input_names_file_column_and_fix(tmp_path):
