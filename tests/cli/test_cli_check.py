@@ -160,3 +160,17 @@ def test_a_column_of_the_wrong_length_is_named_with_file_and_row(tmp_path):
     assert result.exit_code == 2
     assert "row 1" in result.stderr
     assert str(path) in result.stderr
+
+
+def test_with_keep_going_a_bad_file_is_named_and_the_rest_is_judged(log, tmp_path):
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 this is no log")
+    good = log(0.01)
+    assert invoke(good, tmp_path / "broken.parquet").exit_code == 2
+    result = invoke(good, tmp_path / "broken.parquet", "--keep-going")
+    assert result.exit_code == 3
+    assert "this is the verdict on part of the log: 1 file could not be read" in result.stdout
+    assert "note: left out: " in result.stdout
+    assert invoke(log(1.5, "bad.jsonl"), tmp_path / "broken.parquet", "--keep-going").exit_code == 1
+    document = json.loads(invoke(good, tmp_path / "broken.parquet", "--keep-going", "--json").stdout)
+    (problem,) = document["unreadable"]
+    assert "broken.parquet" in problem

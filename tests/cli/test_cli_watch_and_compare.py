@@ -6,18 +6,23 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from rollcorr import Monitor
+from rollcorr import Monitor, RolloutSample
 from rollcorr.cli import app
 from rollcorr.run_directory import BadInputError, GrowingMetrics
+
+
+def noisy(noise, seed):
+    """log π, log μ and the mask of a batch whose sides differ by that noise."""
+    generator = torch.Generator().manual_seed(seed)
+    train = -torch.rand(16, 50, generator=generator) - 0.2
+    rollout = train + noise * torch.randn(16, 50, generator=generator)
+    return train, rollout, torch.ones(16, 50, dtype=torch.bool)
 
 
 def leave_run(path, noise, steps=3, start=None):
     with Monitor(path, "decoupled_token_is", start=start) as monitor:
         for step in range(steps):
-            generator = torch.Generator().manual_seed(step)
-            train = -torch.rand(16, 50, generator=generator)
-            rollout = train + noise * torch.randn(16, 50, generator=generator)
-            monitor.correct(train, rollout, torch.ones(16, 50, dtype=torch.bool))
+            monitor.correct(*noisy(noise, step))
             monitor.step(reward=float(step))
     return path
 
@@ -119,3 +124,27 @@ def test_report_reads_what_a_monitor_leaves(runs):
     assert shown.exit_code == 3
     assert shown.stdout.startswith("not judged  Run healthy: 3 steps, the last is 3")
     assert "note:" not in shown.stdout
+
+
+def test_a_null_in_the_run_directory_judges_the_run_everywhere(tmp_path):
+    """The log of the run's own first steps makes the null; a trusted one may lie there as well."""
+    pytest.importorskip("matplotlib", reason="the extra report is not installed")
+    right, wrong = (tmp_path / name for name in ("right", "wrong"))
+    with Monitor(tmp_path / "source", rollouts=RolloutSample()) as monitor:
+        for step in range(3):
+            monitor.correct(*noisy(0.01, step))
+            monitor.step()
+    for run in (right, wrong):
+        run.mkdir()
+        assert invoke("null", tmp_path / "source" / "rollouts", "-o", run / "null.json").exit_code == 0
+    for run, noise, verdict, code in ((right, 0.01, "healthy", 0), (wrong, 0.05, "unhealthy", 1)):
+        with Monitor(run) as monitor:
+            for step in range(3):
+                monitor.correct(*noisy(noise, step))
+                monitor.step()
+            assert monitor.verdict == verdict
+        for command in (("watch", run, "--once"), ("report", run)):
+            shown = invoke(*command)
+            assert (shown.exit_code, verdict in shown.stdout) == (code, True), shown.output
+        assert json.loads(invoke("compare", run, "--json").stdout)[0]["verdict"] == verdict
+    assert "times that of null.json" in invoke("watch", wrong, "--once").stdout

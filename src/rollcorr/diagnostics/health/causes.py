@@ -32,8 +32,10 @@ OF_THE_MISMATCH = frozenset(
 """Codes of rules that measure the mismatch, its size or its course."""
 WITHOUT_A_MISMATCH = frozenset({"nonfinite_count", "zero_probability_count"})
 """Ranges that are broken for reasons of their own."""
-COUNTS = frozenset({"contradicted_zeros", "placeholder", "sentinel", "zeros"})
-"""Codes of log-probs that were filled in. Few of them explain no mismatch of the others."""
+OF_A_FEW = frozenset(
+    {"contradicted_zeros", "placeholder", "sentinel", "zeros", "kept", "kept_length", "kept_offsets", "kept_twice"}
+)
+"""Codes of log-probs that were filled in, and of kept sets that cannot be used: they explain no other mismatch."""
 NO_CAUSE = frozenset(
     {"out_of_range", "identical_policies", "skipped_updates", "unexplained", "excess", "matched", "processed"}
 )
@@ -105,7 +107,7 @@ def _main_cause(findings: Sequence[Finding]) -> str | None:
     named = [
         finding
         for finding in warned
-        if finding.code not in OF_THE_MISMATCH | NO_CAUSE | COUNTS and finding.metric not in WITHOUT_A_MISMATCH
+        if finding.code not in OF_THE_MISMATCH | NO_CAUSE | OF_A_FEW and finding.metric not in WITHOUT_A_MISMATCH
     ]
     wide = [finding for finding in named if finding.row_share is None or finding.row_share >= 0.5]
     if wide:
