@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from rollcorr.diagnostics.health.health_check import HealthReport
-from rollcorr.diagnostics.report.verdict_content import CONSEQUENCES, EXPECTED, Entry, verdict_content
+from rollcorr.diagnostics.report.verdict_content import CONSEQUENCES, EXPECTED, ShownFinding, verdict_content
 
 
 def show_health(console: Console, health: HealthReport, *, subject: str, remarks: Sequence[str] = ()) -> None:
@@ -75,7 +75,7 @@ def row_progress() -> Iterator[Callable[[int, int], None]]:
         yield lambda rows, total: progress.update(task, advance=rows, total=total)
 
 
-def _show(console: Console, entry: Entry, *, depth: int) -> None:
+def _show(console: Console, entry: ShownFinding, *, depth: int) -> None:
     mark = "[dim]·[/]" if entry.finding.severity == "note" else "[bold red]✗[/]"
     numbers = f": {escape(entry.numbers)}" if entry.numbers else ""
     indent = 4 * depth

@@ -36,7 +36,7 @@ class Number(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Entry:
+class ShownFinding:
     """A finding as it is shown.
 
     Attributes:
@@ -49,7 +49,7 @@ class Entry:
     finding: Finding
     numbers: str
     lines: tuple[tuple[str, str], ...]
-    consequences: tuple[Entry, ...]
+    consequences: tuple[ShownFinding, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class VerdictContent:
     headline: str
     sentences: tuple[str, ...]
     numbers: tuple[Number, ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[ShownFinding, ...]
 
 
 def verdict_content(health: HealthReport) -> VerdictContent:
@@ -104,9 +104,9 @@ def _sentences(health: HealthReport) -> Iterator[str]:
         yield f"{EXPECTED}: {health.expected_from}"
 
 
-def _entry(cause: Folded, expected: Mapping[str, float]) -> Entry:
+def _entry(cause: Folded, expected: Mapping[str, float]) -> ShownFinding:
     finding = cause.finding
-    return Entry(
+    return ShownFinding(
         finding=finding,
         numbers=_numbers(finding, expected),
         lines=tuple((heading, text) for heading, text in _lines(finding) if text),
