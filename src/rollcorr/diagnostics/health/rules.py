@@ -364,6 +364,7 @@ def token_share_rose(evidence: Evidence) -> Finding | None:
         severity="note" if change.is_over else "warning",
         first_step=change.onset,
         steps=change.lasted,
+        confidence=change.z**2 / (1 + change.z**2),
         evidence=_rise_evidence(change),
         follows_from=None if beside is None else _rise_code(evidence.changes[beside]),
     )
@@ -438,6 +439,7 @@ def _rise(evidence: Evidence, code: str, applies: Callable[[Change], bool]) -> F
         severity="note" if change.is_over else "warning",
         first_step=change.onset,
         steps=change.lasted,
+        confidence=change.z**2 / (1 + change.z**2),
         evidence=_rise_evidence(change),
     )
 

@@ -67,6 +67,7 @@ class Change:
         from_start: it began with the first steps, so that no steps before it were well.
         baseline: the median before it, or the first value where there is none.
         value: the median of the latest steps.
+        z: ln(value / baseline) in standard errors of the two medians, by the noise from step to step.
         ended: the step from which on the metric was well again; None while the change lasts.
         well: steps measured since it ended.
         lasted: steps from the onset to the end, or to now.
@@ -78,6 +79,7 @@ class Change:
     from_start: bool
     baseline: float
     value: float
+    z: float
     ended: int | None
     well: int
     lasted: int
@@ -176,6 +178,10 @@ class ChangeDetector:
         deviation = median(abs(difference - middle) for difference in self._differences)
         return max(LEAST_SPREAD, deviation / (0.6745 * math.sqrt(2)))
 
+    def _error(self) -> float:
+        """Standard error of the difference of two medians: of the first steps, and of the latest three."""
+        return 1.25 * self._spread() * math.sqrt(1 / FEWEST_FIRST_STEPS + 1 / FEWEST_STEPS)
+
     def _has_trend(self, x: float) -> bool:
         """Whether the first steps grow, by Mann's count of pairs in order, and by how much."""
         if self._steps > TREND_STEPS or self.changes:
@@ -196,7 +202,8 @@ class ChangeDetector:
         if self._since_found in (SETTLED // 2, SETTLED):
             change = self._located(found=change.found)
         latest = median(value for _, value in list(self._values)[-FEWEST_STEPS:])
-        change = replace(change, value=math.exp(latest), lasted=step - change.onset + 1)
+        z = (latest - math.log(change.baseline)) / self._error()
+        change = replace(change, value=math.exp(latest), z=z, lasted=step - change.onset + 1)
 
         self._well = self._well + 1 if excess <= 0 else 0
         if self._well >= WELL_STEPS:
@@ -213,13 +220,15 @@ class ChangeDetector:
         values = [value for _, value in self._values]
         place, shape = onset_of(values)
         before = values[:place] or values[:1]
+        level, latest = median(before[-MOST_FIRST_STEPS:]), median(values[-FEWEST_STEPS:])
         return Change(
             onset=steps[place],
             found=found,
             shape=shape,
             from_start=self._start_is_remembered and place < AT_START,
-            baseline=math.exp(median(before[-MOST_FIRST_STEPS:])),
-            value=math.exp(median(values[-FEWEST_STEPS:])),
+            baseline=math.exp(level),
+            value=math.exp(latest),
+            z=(latest - level) / self._error(),
             ended=None,
             well=0,
             lasted=steps[-1] - steps[place] + 1,
