@@ -21,10 +21,10 @@ from rollcorr.diagnostics.hypotheses import rank_hypotheses
 from rollcorr.diagnostics.log_check.log_null import first_steps_null
 from rollcorr.diagnostics.log_check.log_tally import read_log
 from rollcorr.diagnostics.log_check.tally import Part, Tally, merge_parts
-from rollcorr.diagnostics.null.excess import WeightJudgment, judge_weights
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
 from rollcorr.diagnostics.null.null_file import FEW_TOKENS, MismatchNull
 from rollcorr.diagnostics.null.version_cells import judge_versions
+from rollcorr.diagnostics.null.weight_judgment import WeightJudgment, judge_weights
 from rollcorr.diagnostics.provenance.provenance_findings import NOT_COMPARABLE, Provenance
 from rollcorr.rollout_log import FileLimits, log_files
 from rollcorr.run_directory.stored_run import BadInputError
@@ -210,14 +210,21 @@ def _judge_weights(
     """What the null says about the rows that are judged, and the null that was used."""
     if null is not None:
         remarks = null.check_origin(tally.origin, largest_id=tally.profile.ids.largest)
-        judged = judge_weights(tally.profile, null)
+        judged = judge_weights(tally.profile, null, sample=tally.sample)
         return null, replace(judged, remarks=(*remarks, *judged.remarks))
 
     # The steps of the null are not judged by themselves.
     first = first_steps_null(tally, null_steps)
     if first is None:
         return None, judge_weights(tally.profile, None)
-    return first, judge_weights(tally.profile.without(first.profile), first, start_is_right=null_steps is not None)
+    judged = judge_weights(
+        tally.profile.without(first.profile),
+        first,
+        sample=tally.sample,
+        leave_out=null_steps or (min(tally.first), max(tally.first)),
+        start_is_right=null_steps is not None,
+    )
+    return first, judged
 
 
 def _log_findings(tally: Tally, provenance: Provenance, *, diffusion: bool, kept: bool) -> list[Finding]:
