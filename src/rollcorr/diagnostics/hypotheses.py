@@ -47,11 +47,19 @@ def rank_hypotheses(
 
     main = _first_of(pairs, lambda finding: _is_cause(finding) and _concerns_most_rows(finding))
     behind_noise = _first_of((*series, *profile), _is_cause)
+    # Pairs see that a mismatch fades, and take it for another prompt. With a null, a stale prefix cache is told from it.
+    first_behind = next((finding.code for finding in profile if _is_cause(finding)), None)
+    cache = first_behind == "stale_prefix_cache"
+    if cache and main is not None and main.code == "template":
+        main = None
+
     behind = {finding.code for finding in (*profile, *series)}
 
     ranked = []
     for code, finding in distinct.items():
         cause = finding.follows_from
+        if cause is None and cache and code == "template":
+            cause = "stale_prefix_cache"
         if cause is None and finding.severity != "note":
             cause = _cause_of(code, main=main, other=behind_noise, present=distinct, from_null=code in behind)
         ranked.append(replace(finding, follows_from=cause))

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 ROWS = 4096
 """About how many rows the table holds: twice as many at most."""
 FIELDS = ("tokens", "sum_d", "sum_d2", "sum_k3", "min_d", "max_d", "prompt")
-"""Columns of the table: the number of valid tokens of a row; Σ d, Σ d², Σ k3 and the extremes of d over them; the number
-of tokens of the prompt, −1 where it is not recorded."""
+"""Columns of the table: the number of valid tokens of a row; Σ d, Σ d², Σ k3 and the extremes of d over them; the
+number of tokens of the prompt, −1 where it is not recorded."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 EARLY, SETTLED = 8, 32
 """Tokens of a response that count as its beginning, and the position from which it has settled."""
-FADES = 2.0
-"""Excess of the beginning over that of the rest from which it is said to fade."""
+FADES, SURELY_FADES = 2.2, 1.5
+"""Excess of the beginning over that of the rest from which it is said to fade; and less 1.5 standard errors."""
 OTHER_PROMPT = 0.06
 """k3 of the beginning, nats per token, above which no stale cache explains it: the prompts differ."""
 SHORT_PROMPTS = 0.6
@@ -109,7 +109,7 @@ def name_causes(
         return [cause("template", reason, {**evidence, "rows_spared": float(spared)}, confidence=0.95)]
 
     fading = fading_of(sample, null.profile, leave_out=leave_out)
-    if fading.ratio >= FADES and math.log(fading.ratio) - 2 * fading.error >= math.log(FADES) / 2:
+    if fading.ratio >= FADES and math.log(fading.ratio) - 1.5 * fading.error >= math.log(SURELY_FADES):
         return _fading_causes(profile, times, fading, evidence)
 
     context = context_share(sample, leave_out=leave_out)
