@@ -19,7 +19,6 @@ WEAK = 0.5
 
 _EXPLAINED_BY: Mapping[str, frozenset[str]] = {
     "weights_differ": frozenset({"stale_by_lag", "frozen_sampler"}),
-    "raw": frozenset({"tempered"}),
 }
 """Consequence → the causes that explain it, besides the rules of `rank_hypotheses`."""
 
@@ -47,7 +46,7 @@ def rank_hypotheses(
 
     main = _first_of(pairs, lambda finding: _is_cause(finding) and _concerns_most_rows(finding))
     behind_noise = _first_of((*series, *profile), _is_cause)
-    # Pairs see that a mismatch fades, and take it for another prompt. With a null, a stale prefix cache is told from it.
+    # Pairs see that a mismatch fades, and take it for another prompt. A null tells a stale prefix cache from that.
     first_behind = next((finding.code for finding in profile if _is_cause(finding)), None)
     cache = first_behind == "stale_prefix_cache"
     if cache and main is not None and main.code == "template":
@@ -58,7 +57,7 @@ def rank_hypotheses(
     ranked = []
     for code, finding in distinct.items():
         cause = finding.follows_from
-        if cause is None and cache and code == "template":
+        if cause is None and cache and code == "template" and finding in pairs:
             cause = "stale_prefix_cache"
         if cause is None and finding.severity != "note":
             cause = _cause_of(code, main=main, other=behind_noise, present=distinct, from_null=code in behind)
@@ -73,7 +72,7 @@ def _cause_of(
     for cause in sorted(_EXPLAINED_BY.get(code, ())):
         if cause in present and _is_cause(present[cause]):
             return cause
-    if main is not None and from_null:
+    if main is not None and from_null and code != main.code:
         return main.code
 
     # A large difference without a pattern is what other weights look like to a pair.
