@@ -32,7 +32,7 @@ def log_softmax(z):
     return z - np.log(np.exp(z).sum(-1, keepdims=True))
 
 
-def rollouts(  # noqa: PLR0913 (each one a way in which the two sides may differ)
+def rollouts(
     *,
     rows=48,
     length=120,

@@ -81,9 +81,9 @@ def test_a_log_without_steps_is_one_entry(tmp_path):
     assert result.health.steps is None
 
 
-def test_a_small_mismatch_is_healthy_with_the_default_diagnosis(tmp_path):
+def test_a_small_mismatch_has_no_finding_with_the_default_diagnosis(tmp_path):
     result = check_logs([log(tmp_path / "log.parquet", (1, *tensors(noise=0.01)))])
-    assert result.health.healthy
+    assert (result.health.findings, result.health.verdict) == ((), "not judged")
     assert result.config is DIAGNOSIS
     assert "rollout_corr/rollout_is_veto_fraction" in result.metrics
 

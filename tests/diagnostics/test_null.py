@@ -65,12 +65,12 @@ def test_a_null_with_a_wrong_array_is_damaged(tmp_path, null):
     document = json.loads(null.to_json())
     document["profile"]["sizes"] = [[0.0]]
     (tmp_path / "null.json").write_text(json.dumps(document), encoding="utf-8")
-    with pytest.raises(BadInputError, match="a damaged null.*shape"):
+    with pytest.raises(BadInputError, match=r"a damaged null.*shape"):
         read_null(tmp_path / "null.json")
 
 
 def test_a_null_that_is_not_there_says_how_to_make_one(tmp_path):
-    with pytest.raises(BadInputError, match="rollcorr null LOG -o null.json"):
+    with pytest.raises(BadInputError, match=r"rollcorr null LOG -o null\.json"):
         read_null(tmp_path / "null.json")
 
 

@@ -11,6 +11,7 @@ import textwrap
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings

@@ -8,7 +8,7 @@ shards that depend on it alone, so any number of readers gives the same numbers 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rollcorr.config import Finding, RolloutCorrectionConfig, resolve
@@ -24,7 +24,7 @@ from rollcorr.diagnostics.log_check.tally import Part, Tally, merge_parts
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
 from rollcorr.diagnostics.null.null_file import FEW_TOKENS, MismatchNull
 from rollcorr.diagnostics.null.version_cells import judge_versions
-from rollcorr.diagnostics.null.weight_judgment import WeightJudgment, judge_weights
+from rollcorr.diagnostics.null.weight_judgment import NOT_JUDGED, WeightJudgment, judge_weights
 from rollcorr.diagnostics.provenance.provenance_findings import NOT_COMPARABLE, Provenance
 from rollcorr.rollout_log import FileLimits, log_files
 from rollcorr.run_directory.stored_run import BadInputError
@@ -93,8 +93,8 @@ class CheckResult:
     remarks: tuple[str, ...]
     interrupted: bool
     hypotheses: tuple[Finding, ...]
-    profile: MismatchProfile
-    null: MismatchNull | None
+    profile: MismatchProfile = field(repr=False)
+    null: MismatchNull | None = field(repr=False)
 
 
 def check_logs(
@@ -187,7 +187,7 @@ def check_logs(
             verdict,
             findings=(*warned, *verdict.notes, *(h for h in weights.findings if h.severity == "note")),
             judged_against=weights.judged_against,
-            not_judged=weights.not_judged,
+            not_judged=tuple(_with_settings(sentence, hypotheses) for sentence in weights.not_judged),
         ),
         metrics=whole,
         series=series,
@@ -202,6 +202,12 @@ def check_logs(
         profile=tally.profile,
         null=used,
     )
+
+
+def _with_settings(sentence: str, hypotheses: Sequence[Finding]) -> str:
+    """A sentence on the weights, which says that the settings agree if nothing speaks against it."""
+    agrees = sentence.startswith(NOT_JUDGED) and all(finding.severity == "note" for finding in hypotheses)
+    return f"settings agree; {sentence}" if agrees else sentence
 
 
 def _judge_weights(

@@ -28,6 +28,8 @@ NOTICEABLE = 1.5
 Z = 4.0
 """Standard errors from which a difference is believed."""
 
+NOT_JUDGED = "weights not judged"
+"""How the sentence on a log without a null begins; where nothing else is wrong, "settings agree" goes before it."""
 _START = "the start was not judged; give --null FILE, or --null-steps if these steps are known to be right"
 
 
@@ -96,12 +98,12 @@ def _without_null(profile: MismatchProfile) -> WeightJudgment:
         finding = replace(finding, metric="log/token_id_share", value=share.share, limit=f"below {SHARE:g}")
         return WeightJudgment(findings=(finding,))
 
-    why = "it has no null, and no first steps to compare with"
-    if not share.tokens:
-        why += ", and no token ids"
     sentence = (
-        f"settings agree; weights not judged: {why}; give --null FILE (`rollcorr null` writes it) or --null-steps"
+        f"{NOT_JUDGED}: there is no null, and there are no earlier steps to compare with; give --null FILE (`rollcorr "
+        "null` writes one), or --null-steps"
     )
+    if not share.tokens:
+        sentence += ". Without token ids in the log, less can be told"
     return WeightJudgment(not_judged=(sentence,))
 
 
@@ -115,7 +117,7 @@ def _with_null(
     """The causes that the comparison names, and what it could not judge."""
     if null.profile.tokens < FEW_TOKENS or null.profile.row_count < MIN_ROWS:
         few = f"{null.profile.row_count} rows, {null.profile.tokens:,} tokens"
-        return [], [f"weights not judged: {null.name} has {few}; {MIN_ROWS} and {FEW_TOKENS:,} are needed"]
+        return [], [f"{NOT_JUDGED}: {null.name} has {few}; {MIN_ROWS} and {FEW_TOKENS:,} are needed"]
     if not profile.tokens:
         return [], []
 
