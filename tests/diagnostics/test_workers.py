@@ -11,6 +11,7 @@ import textwrap
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -62,8 +63,14 @@ def logs(tmp_path_factory):
 
 
 def answer(result):
-    """Everything that a result says, to the last digit."""
-    return dataclasses.asdict(result)
+    """Everything that a result says, to the last digit, arrays included."""
+
+    def plain(value):
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        return value.tolist() if hasattr(value, "tolist") else value
+
+    return repr(plain(dataclasses.asdict(result)))
 
 
 @settings(max_examples=15)
@@ -90,6 +97,9 @@ def test_shards_of_any_size_merge_to_the_whole(tmp_path_factory, tokens, batch_s
         metrics = finalize(whole.parts[step].statistics.read())
         assert finalize(cut.parts[step].statistics.read()) == pytest.approx(metrics, rel=1e-12, abs=1e-15)
     assert merge_parts(cut.parts.values()).rewards == 36
+    np.testing.assert_allclose(cut.profile.cells, whole.profile.cells, rtol=1e-12, atol=1e-12)
+    np.testing.assert_array_equal(cut.profile.rows.values, whole.profile.rows.values)
+    assert list(cut.first) == list(whole.first) == [1, 2]
 
 
 def test_any_number_of_processes_gives_the_same_answer_to_the_last_digit(logs, small_shards):

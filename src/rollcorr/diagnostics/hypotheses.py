@@ -14,14 +14,11 @@ from rollcorr.config.finding import Finding
 
 NOT_A_CAUSE = frozenset({"matched", "processed", "ordinary_noise", "unexplained", "excess"})
 """Codes that say that nothing, or nothing known, was found."""
-WEIGHTS = frozenset({"weights_differ", "stale_by_lag", "frozen_sampler", "stale_prefix_cache"})
-"""Causes that are about the weights that sampled: the first one found explains the others."""
 WEAK = 0.5
 """Confidence of a cause whose own is not known."""
 
 _EXPLAINED_BY: Mapping[str, frozenset[str]] = {
-    "weights_differ": frozenset({"stale_by_lag", "frozen_sampler", "stale_prefix_cache"}),
-    "raw": frozenset({"tempered"}),
+    "weights_differ": frozenset({"stale_by_lag", "frozen_sampler"}),
 }
 """Consequence → the causes that explain it, besides the rules of `rank_hypotheses`."""
 
@@ -48,31 +45,39 @@ def rank_hypotheses(
         distinct.setdefault(finding.code, finding)
 
     main = _first_of(pairs, lambda finding: _is_cause(finding) and _concerns_most_rows(finding))
-    weights = _first_of((*series, *profile), lambda finding: finding.code in WEIGHTS and _is_cause(finding))
+    behind_noise = _first_of((*series, *profile), _is_cause)
+    # Pairs see that a mismatch fades, and take it for another prompt. A null tells a stale prefix cache from that.
+    first_behind = next((finding.code for finding in profile if _is_cause(finding)), None)
+    cache = first_behind == "stale_prefix_cache"
+    if cache and main is not None and main.code == "template":
+        main = None
+
     behind = {finding.code for finding in (*profile, *series)}
 
     ranked = []
     for code, finding in distinct.items():
         cause = finding.follows_from
+        if cause is None and cache and code == "template" and finding in pairs:
+            cause = "stale_prefix_cache"
         if cause is None and finding.severity != "note":
-            cause = _cause_of(code, main=main, weights=weights, present=distinct, from_null=code in behind)
+            cause = _cause_of(code, main=main, other=behind_noise, present=distinct, from_null=code in behind)
         ranked.append(replace(finding, follows_from=cause))
     return tuple(sorted(ranked, key=_order))
 
 
 def _cause_of(
-    code: str, *, main: Finding | None, weights: Finding | None, present: Mapping[str, Finding], from_null: bool
+    code: str, *, main: Finding | None, other: Finding | None, present: Mapping[str, Finding], from_null: bool
 ) -> str | None:
     """The code of the finding that explains this one."""
     for cause in sorted(_EXPLAINED_BY.get(code, ())):
         if cause in present and _is_cause(present[cause]):
             return cause
-    if main is not None and from_null:
+    if main is not None and from_null and code != main.code:
         return main.code
 
     # A large difference without a pattern is what other weights look like to a pair.
     if code in ("unexplained", "excess"):
-        return next((cause.code for cause in (main, weights) if cause is not None), None)
+        return next((cause.code for cause in (main, other) if cause is not None), None)
     return None
 
 

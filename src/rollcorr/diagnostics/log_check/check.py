@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rollcorr.config import Finding, RolloutCorrectionConfig, resolve
@@ -23,12 +23,12 @@ from rollcorr.diagnostics.hypotheses import rank_hypotheses
 from rollcorr.diagnostics.log_check.log_null import first_steps_null
 from rollcorr.diagnostics.log_check.log_tally import LogTally, read_log
 from rollcorr.diagnostics.log_check.tally import Part, Tally, merge_parts
-from rollcorr.diagnostics.null.excess import WeightJudgment, judge_weights
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
 from rollcorr.diagnostics.null.null_file import FEW_TOKENS, MismatchNull
 from rollcorr.diagnostics.null.origin import Origin
 from rollcorr.diagnostics.null.run_null import noise_of
 from rollcorr.diagnostics.null.version_cells import judge_versions
+from rollcorr.diagnostics.null.weight_judgment import NOT_JUDGED, WeightJudgment, judge_weights
 from rollcorr.diagnostics.provenance.provenance_findings import NOT_COMPARABLE, Provenance
 from rollcorr.rollout_log import FileLimits, log_files
 from rollcorr.run_directory.stored_run import BadInputError
@@ -99,8 +99,8 @@ class CheckResult:
     interrupted: bool
     unreadable: tuple[str, ...]
     hypotheses: tuple[Finding, ...]
-    profile: MismatchProfile
-    null: MismatchNull | None
+    profile: MismatchProfile = field(repr=False)
+    null: MismatchNull | None = field(repr=False)
 
 
 def check_logs(
@@ -211,7 +211,11 @@ def check_logs(
         health=replace(
             verdict,
             findings=with_causes((*causes, *others, *notes, *_mixed(tally.origin))),
-            not_judged=(*_partial(read), *verdict.not_judged, *weights.not_judged),
+            not_judged=(
+                *_partial(read),
+                *verdict.not_judged,
+                *(_with_settings(sentence, hypotheses) for sentence in weights.not_judged),
+            ),
         ),
         metrics=whole,
         series=series,
@@ -229,20 +233,33 @@ def check_logs(
     )
 
 
+def _with_settings(sentence: str, hypotheses: Sequence[Finding]) -> str:
+    """A sentence on the weights, which says that the settings agree if nothing speaks against it."""
+    agrees = sentence.startswith(NOT_JUDGED) and all(finding.severity == "note" for finding in hypotheses)
+    return f"settings agree; {sentence}" if agrees else sentence
+
+
 def _judge_weights(
     tally: Tally, null: MismatchNull | None, null_steps: tuple[int, int] | None
 ) -> tuple[MismatchNull | None, WeightJudgment]:
     """What the null says about the rows that are judged, and the null that was used."""
     if null is not None:
         remarks = null.check_origin(tally.origin, largest_id=tally.profile.ids.largest)
-        judged = judge_weights(tally.profile, null)
+        judged = judge_weights(tally.profile, null, sample=tally.sample)
         return null, replace(judged, remarks=(*remarks, *judged.remarks))
 
     # The steps of the null are not judged by themselves.
     first = first_steps_null(tally, null_steps)
     if first is None:
         return None, judge_weights(tally.profile, None)
-    return first, judge_weights(tally.profile.without(first.profile), first, start_is_right=null_steps is not None)
+    judged = judge_weights(
+        tally.profile.without(first.profile),
+        first,
+        sample=tally.sample,
+        leave_out=null_steps or (min(tally.first), max(tally.first)),
+        start_is_right=null_steps is not None,
+    )
+    return first, judged
 
 
 def _log_findings(tally: Tally, provenance: Provenance, *, diffusion: bool, kept: bool) -> list[Finding]:

@@ -10,6 +10,7 @@ from rollcorr.diagnostics.log_check.log_tally import read_log
 from rollcorr.diagnostics.log_check.tally import FIRST_STEPS, Tally
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
 from rollcorr.diagnostics.null.null_file import Kind, MismatchNull
+from rollcorr.diagnostics.null.sampled_rows import log_ratios
 from rollcorr.diagnostics.provenance.provenance_findings import NOT_COMPARABLE
 from rollcorr.rollout_log import FileLimits
 from rollcorr.run_directory.stored_run import BadInputError
@@ -71,14 +72,13 @@ def null_of_logs(
 
     profile = read.tally.profile if steps is None else _of_steps(read.tally, steps)
     rows = read.tally.sample.rows
-    log_ratios = [(train.double() - rollout)[mask] for train, rollout, mask in (rows[i][:3] for i in sorted(rows))]
     return MismatchNull(
         name=name,
         kind=kind,
         profile=profile,
         share=profile.share,
         origin=read.tally.origin,
-        sample=tuple(d[d.isfinite()].numpy() for d in log_ratios) if steps is None else (),
+        sample=tuple(log_ratios(rows[index] for index in sorted(rows))) if steps is None else (),
     )
 
 

@@ -39,6 +39,7 @@ COLUMNS = (
     "rollout_log_prob",
     "old_log_prob",
     "log_prob",
+    "prompt_ids",
     "response_ids",
     "policy_versions",
     "reward",
@@ -189,6 +190,7 @@ class Measurement:
         """The tally of a batch, whose first row is row `first` of the log; `stride` is that of the sample so far."""
         rollout, train = batch.packed("rollout_log_prob"), batch.packed(self.train_column)
         mask = batch.packed("response_mask")
+        ids = _ids(batch)
         sample = PairSample.of(
             train,
             rollout,
@@ -196,13 +198,12 @@ class Measurement:
             batch.lengths,
             first=first,
             stride=stride,
-            response_ids=_ids(batch),
+            response_ids=ids,
             steps=batch.values("step") if batch.has("step") else None,
         )
 
         # An engine's −9999 stands for minus infinity: it is missing, as NaN is. The sample keeps it, as a placeholder.
         rollout, train = (x.masked_fill_(x == JSON_MINUS_INFINITY, torch.nan) for x in (rollout, train))
-        ids = _token_ids(batch)
         profile = _profile(batch, train, rollout, mask, ids, first=first)
         return Tally(
             parts=dict(self._parts(batch, train, rollout, mask, ids)),
@@ -285,14 +286,6 @@ def _step_sums(train: Tensor, rollout: Tensor, ids: Tensor | None) -> TokenSums:
     return TokenSums.of(ids[known].numpy(), log_ratio[known].numpy(), limit=STEP_IDS)
 
 
-def _token_ids(batch: RolloutBatch) -> Tensor | None:
-    """The ids of all tokens of a batch; None unless every row records one for each of its tokens."""
-    if not batch.has("response_ids"):
-        return None
-    ids, lengths = batch.ragged("response_ids")
-    return ids if bool((lengths == batch.lengths).all()) else None
-
-
 def _versions(batch: RolloutBatch, train: Tensor, rollout: Tensor, mask: Tensor) -> VersionCells:
     """k3 by step and version of a batch; empty unless every row records both, and its spans tile its tokens."""
     if not (batch.has("policy_versions") and batch.has("step")):
@@ -329,6 +322,9 @@ def _profile(
         tokens = rows.repeat_interleave(lengths)
         train, rollout, mask = train[tokens], rollout[tokens], mask[tokens]
         ids, lengths = None if ids is None else ids[tokens], lengths[rows]
+    prompts = ragged(batch.records.column("prompt_ids"))[1] if batch.has("prompt_ids") else None
+    if prompts is not None and rows is not None:
+        prompts = prompts[rows.numpy()]
     position = np.arange(first, first + len(batch))
     return MismatchProfile.of(
         train.numpy(),
@@ -336,6 +332,7 @@ def _profile(
         mask.numpy(),
         lengths.numpy(),
         ids=None if ids is None else ids.numpy(),
+        prompts=prompts,
         index=position if rows is None else position[rows.numpy()],
     )
 

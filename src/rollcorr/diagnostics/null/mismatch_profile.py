@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from rollcorr.diagnostics.null.row_table import RowTable
+from rollcorr.diagnostics.null.row_table import FIELDS, RowTable
 from rollcorr.diagnostics.null.token_share import MOST_IDS, TokenShare, TokenSums
 
 Floats = NDArray[np.float64]
@@ -80,6 +80,7 @@ class MismatchProfile:
         lengths: NDArray[np.int64],
         *,
         ids: NDArray[np.integer] | None = None,
+        prompts: NDArray[np.int64] | None = None,
         index: NDArray[np.int64] | None = None,
         id_limit: int = MOST_IDS,
     ) -> MismatchProfile:
@@ -91,6 +92,7 @@ class MismatchProfile:
             mask: true on sampled tokens, (N,).
             lengths: tokens of each row, masked ones included, (B,), summing to N.
             ids: token ids, (N,); None where they are not recorded.
+            prompts: tokens of each prompt, (B,); None where they are not recorded.
             index: position of each row in the log, (B,), rising; None counts from 0.
             id_limit: ids with sums of their own.
         """
@@ -110,11 +112,11 @@ class MismatchProfile:
         square, k3 = d * d, np.expm1(cut) - cut
         weights = (None, d, square, k3)
 
-        surprise_bin = np.clip(_exponent(surprise) + SURPRISE_OFFSET, 0, SURPRISE_BINS - 1)
-        cell = surprise_bin * POSITION_BINS + np.minimum(_exponent(position), POSITION_BINS - 1)
+        cell = surprise_bins(surprise) * POSITION_BINS + np.minimum(_exponent(position), POSITION_BINS - 1)
         cells = np.stack([np.bincount(cell, w, SURPRISE_BINS * POSITION_BINS) for w in weights])
 
         table = _row_table(row, weights, d, len(lengths))
+        table[:, 6] = -1 if prompts is None else prompts
         measured = table[:, 0] > 0
         return cls(
             cells=cells.astype(np.float64).reshape(len(CELL), SURPRISE_BINS, POSITION_BINS),
@@ -222,6 +224,11 @@ def octave_edges(offset: int, bins: int) -> Floats:
     return edges
 
 
+def surprise_bins(surprise: NDArray[np.float32]) -> NDArray[np.int64]:
+    """The bin of −log μ of each token."""
+    return np.clip(_exponent(surprise) + SURPRISE_OFFSET, 0, SURPRISE_BINS - 1)
+
+
 def _exponent(values: NDArray[np.generic]) -> NDArray[np.int64]:
     """⌊log2 x⌋ of positive numbers, from the bits of their float32; −127 for 0 and what is negative."""
     bits = np.maximum(values.astype(np.float32), 0).view(np.int32)
@@ -241,7 +248,7 @@ def _by_size(values: Floats, parts: int) -> Floats:
 
 def _row_table(row: NDArray[np.int64], weights: tuple[Floats | None, ...], d: Floats, rows: int) -> Floats:
     """The columns of `row_table.FIELDS` for each row of a batch; rows without a token have zeros."""
-    table = np.zeros((rows, 6))
+    table = np.zeros((rows, len(FIELDS)))
     for column, weight in enumerate(weights):
         table[:, column] = np.bincount(row, weight, rows)
     if len(row):

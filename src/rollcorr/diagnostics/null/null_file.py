@@ -185,7 +185,10 @@ def _from_document(document: Mapping[str, Any], name: str) -> MismatchNull:
         rows=RowTable(
             int(rows["stride"]),
             np.asarray(rows["index"], dtype=np.int64),
-            _array(list(zip(*(rows[key] for key in FIELDS), strict=True)) or np.zeros((0, 6)), (None, len(FIELDS))),
+            _array(
+                list(zip(*(rows[key] for key in FIELDS), strict=True)) or np.zeros((0, len(FIELDS))),
+                (None, len(FIELDS)),
+            ),
         ),
         missing=int(document["counts"]["missing"]),
     )
