@@ -12,6 +12,12 @@ def ranked(**sources):
     return [(f.code, f.follows_from) for f in rank_hypotheses(**sources)]
 
 
+def test_when_the_mismatch_changed_goes_under_why():
+    changed, why = finding("changed_at_step", 0.99), finding("weights_differ", 0.9)
+    assert ranked(profile=[why], series=[changed]) == [("weights_differ", None), ("changed_at_step", "weights_differ")]
+    assert ranked(series=[changed]) == [("changed_at_step", None)]
+
+
 def test_the_most_certain_cause_comes_first_and_notes_come_last():
     pairs = [finding("matched", severity="note"), finding("unexplained", 0.99)]
     profile = [finding("stale_prefix_cache", 0.7), finding("template", 0.3)]

@@ -14,6 +14,8 @@ from rollcorr.config.finding import Finding
 
 NOT_A_CAUSE = frozenset({"matched", "processed", "ordinary_noise", "unexplained", "excess"})
 """Codes that say that nothing, or nothing known, was found."""
+COURSE_OF_A_CAUSE = frozenset({"changed_at_step", "growing_mismatch", "token_share_rose", "above_null"})
+"""Codes that say when or by how much the mismatch changed: they go under whatever says why."""
 WEAK = 0.5
 """Confidence of a cause whose own is not known."""
 
@@ -53,12 +55,15 @@ def rank_hypotheses(
         main = None
 
     behind = {finding.code for finding in (*profile, *series)}
+    why = _first_of((*series, *profile), lambda finding: _is_cause(finding) and finding.code not in COURSE_OF_A_CAUSE)
 
     ranked = []
     for code, finding in distinct.items():
         cause = finding.follows_from
         if cause is None and cache and code == "template" and finding in pairs:
             cause = "stale_prefix_cache"
+        if cause is None and main is None and why is not None and code in COURSE_OF_A_CAUSE:
+            cause = why.code
         if cause is None and finding.severity != "note":
             cause = _cause_of(code, main=main, other=behind_noise, present=distinct, from_null=code in behind)
         ranked.append(replace(finding, follows_from=cause))

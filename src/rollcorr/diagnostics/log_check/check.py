@@ -213,8 +213,8 @@ def check_logs(
             findings=with_causes((*causes, *others, *notes, *_mixed(tally.origin))),
             not_judged=(
                 *_partial(read),
-                *verdict.not_judged,
                 *(_with_settings(sentence, hypotheses) for sentence in weights.not_judged),
+                *verdict.not_judged,
             ),
         ),
         metrics=whole,
