@@ -18,8 +18,8 @@ from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
 def log(tmp_path):
     """Make a log of two steps with a mismatch of the given size."""
 
-    def make(noise, name="log.parquet", **changes):
-        generator = torch.Generator().manual_seed(0)
+    def make(noise, name="log.parquet", seed=0, **changes):
+        generator = torch.Generator().manual_seed(seed)
         with RolloutLogWriter(tmp_path / name) as writer:
             for step in (1, 2):
                 rollout = -3 * torch.rand(16, 20, generator=generator) - 1
@@ -31,11 +31,43 @@ def log(tmp_path):
     return make
 
 
+def measure(*arguments):
+    return CliRunner().invoke(app, ["null", *map(str, arguments)])
+
+
 def invoke(*arguments):
     return CliRunner().invoke(app, ["check", *map(str, arguments)], env={"COLUMNS": "200"})
 
 
-def test_a_log_without_findings_and_without_a_null_gives_exit_code_3(log):
+def test_a_log_that_is_like_its_null_gives_exit_code_0(log, tmp_path):
+    null = tmp_path / "null.json"
+    done = measure(log(0.01, "a.parquet"), log(0.01, "b.parquet", seed=1), "-o", null)
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"{null}: 64 sequences, 1,280 tokens, k3 ")
+
+    result = invoke(log(0.01, seed=2), "--null", null)
+    assert result.exit_code == 0
+    assert result.stdout.startswith("healthy  32 sequences in 1 file")
+    assert invoke(log(0.1, "large.parquet", seed=2), "--null", null).exit_code == 1
+
+
+def test_a_null_is_not_overwritten_and_bad_input_gives_exit_code_2(log, tmp_path):
+    path, null = log(0.01), tmp_path / "null.json"
+    assert measure(path, "-o", null, "--steps", "2:2").stdout.startswith(f"{null}: 16 sequences")
+    again = measure(path, "-o", null)
+    assert (again.exit_code, "give --overwrite" in again.stderr) == (2, True)
+    assert measure(path, "-o", null, "--overwrite").exit_code == 0
+    for arguments, message in (
+        (["--null", tmp_path / "nowhere.json"], "rollcorr null LOG"),
+        (["--null", path], "no JSON"),
+        (["--null-steps", "2"], "steps are FIRST:LAST"),
+        (["--null-steps", "1:1", "--null", null], "exclude each other"),
+    ):
+        refused = invoke(path, *arguments)
+        assert (refused.exit_code, message in refused.stderr) == (2, True), arguments
+
+
+def test_a_log_without_a_null_is_not_judged_and_gives_exit_code_3(log):
     result = invoke(log(0.01))
     assert result.exit_code == 3
     assert result.stdout.startswith("not judged  32 sequences in 1 file")

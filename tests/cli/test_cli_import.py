@@ -37,7 +37,7 @@ def test_import_writes_the_versioned_log(theirs, tmp_path, target):
     assert result.stdout == f"{tmp_path / target}: 600 sequences\n"
     (first, *_) = read_rollout_log(tmp_path / target)
     assert first.values("reward").tolist()[:2] == [0.0, 1.0]
-    assert invoke("check", tmp_path / target).exit_code == 3, "read, and not judged without a null"
+    assert invoke("check", tmp_path / target).exit_code == 3, "there is no null"
 
 
 def test_check_reads_the_file_with_the_same_names(theirs):

@@ -20,7 +20,7 @@ from processes import eventually, is_gone
 
 from rollcorr.config.sampling_spec import SamplingSpec
 from rollcorr.core.metric_registry import finalize
-from rollcorr.diagnostics.log_check import check as module
+from rollcorr.diagnostics.log_check import log_tally as module
 from rollcorr.diagnostics.log_check.check import DIAGNOSIS, check_logs
 from rollcorr.diagnostics.log_check.reader_process import _portable
 from rollcorr.diagnostics.log_check.tally import Measurement, Tally, merge_parts
@@ -161,7 +161,8 @@ def test_a_killed_worker_is_an_error_with_a_fix(logs, small_shards):
 PARENT = """
     import functools, multiprocessing, sys, time
     from multiprocessing import resource_tracker
-    from rollcorr.diagnostics.log_check import check as module
+    from rollcorr.diagnostics.log_check import check_logs
+    from rollcorr.diagnostics.log_check import log_tally as module
     from rollcorr.rollout_log import log_shards
 
     def on_rows(rows, total):
@@ -172,7 +173,7 @@ PARENT = """
 
     if __name__ == "__main__":
         module.log_shards = functools.partial(log_shards, tokens=1)
-        module.check_logs([sys.argv[1]], workers=2, on_rows=on_rows)
+        check_logs([sys.argv[1]], workers=2, on_rows=on_rows)
 """
 
 
