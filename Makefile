@@ -54,7 +54,7 @@ install: $(STAMP) ## Create .venv with everything (torch is pinned by constraint
 demo: $(STAMP) ## Train a small model on bf16 rollouts, then write the report (under 5 minutes on 2 cores)
 	rm -rf runs/demo
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/rollcorr train examples/train/demo.yaml
-	$(BIN)/rollcorr report runs/demo || test $$? -eq 1
+	$(BIN)/rollcorr report runs/demo || case $$? in 1 | 3) ;; *) false ;; esac
 
 demo-seeds: $(STAMP) ## The demo for three seeds, with the acceptance figures at the end
 	rm -rf runs/demo-seeds
@@ -63,7 +63,7 @@ demo-seeds: $(STAMP) ## The demo for three seeds, with the acceptance figures at
 demo-diffusion: $(STAMP) ## Flow-GRPO on a small SD3-type model, then the report with pictures (under 3 minutes on 2 cores)
 	rm -rf runs/flow-grpo
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/rollcorr train examples/train/flow_grpo.yaml
-	$(BIN)/rollcorr report runs/flow-grpo || test $$? -eq 1
+	$(BIN)/rollcorr report runs/flow-grpo || case $$? in 1 | 3) ;; *) false ;; esac
 
 demo-diffusion-seeds: $(STAMP) ## That for three seeds in both modes, with rewards, passes and seconds at the end
 	rm -rf runs/flow-grpo-seeds

@@ -106,7 +106,7 @@ def check(log: Path, reader: tuple[str, str]) -> dict:
         watcher.join()
         output.seek(0)
         answer = output.read().decode()
-    if process.returncode not in (0, 1):
+    if process.returncode not in (0, 1, 3):
         raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
     unit = 1 if platform.system() == "Darwin" else 1024
     return {"seconds": seconds, "largest": usage.ru_maxrss * unit, "together": together[0], "answer": answer}

@@ -18,8 +18,8 @@ from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
 def log(tmp_path):
     """Make a log of two steps with a mismatch of the given size."""
 
-    def make(noise, name="log.parquet", **changes):
-        generator = torch.Generator().manual_seed(0)
+    def make(noise, name="log.parquet", seed=0, **changes):
+        generator = torch.Generator().manual_seed(seed)
         with RolloutLogWriter(tmp_path / name) as writer:
             for step in (1, 2):
                 rollout = -3 * torch.rand(16, 20, generator=generator) - 1
@@ -31,14 +31,47 @@ def log(tmp_path):
     return make
 
 
+def measure(*arguments):
+    return CliRunner().invoke(app, ["null", *map(str, arguments)])
+
+
 def invoke(*arguments):
     return CliRunner().invoke(app, ["check", *map(str, arguments)], env={"COLUMNS": "200"})
 
 
-def test_a_healthy_log_gives_exit_code_0(log):
-    result = invoke(log(0.01))
+def test_a_log_that_is_like_its_null_gives_exit_code_0(log, tmp_path):
+    null = tmp_path / "null.json"
+    done = measure(log(0.01, "a.parquet"), log(0.01, "b.parquet", seed=1), "-o", null)
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"{null}: 64 sequences, 1,280 tokens, k3 ")
+
+    result = invoke(log(0.01, seed=2), "--null", null)
     assert result.exit_code == 0
     assert result.stdout.startswith("healthy  32 sequences in 1 file")
+    assert invoke(log(0.1, "large.parquet", seed=2), "--null", null).exit_code == 1
+
+
+def test_a_null_is_not_overwritten_and_bad_input_gives_exit_code_2(log, tmp_path):
+    path, null = log(0.01), tmp_path / "null.json"
+    assert measure(path, "-o", null, "--steps", "2:2").stdout.startswith(f"{null}: 16 sequences")
+    again = measure(path, "-o", null)
+    assert (again.exit_code, "give --overwrite" in again.stderr) == (2, True)
+    assert measure(path, "-o", null, "--overwrite").exit_code == 0
+    for arguments, message in (
+        (["--null", tmp_path / "nowhere.json"], "rollcorr null LOG"),
+        (["--null", path], "no JSON"),
+        (["--null-steps", "2"], "steps are FIRST:LAST"),
+        (["--null-steps", "1:1", "--null", null], "exclude each other"),
+    ):
+        refused = invoke(path, *arguments)
+        assert (refused.exit_code, message in refused.stderr) == (2, True), arguments
+
+
+def test_a_log_without_a_null_is_not_judged_and_gives_exit_code_3(log):
+    result = invoke(log(0.01))
+    assert result.exit_code == 3
+    assert result.stdout.startswith("not judged  32 sequences in 1 file")
+    assert "settings agree; weights not judged" in result.stdout
     assert "note: π is the column old_log_prob" in result.stdout
     assert "\x1b" not in result.stdout
     assert result.stderr == ""
@@ -53,8 +86,8 @@ def test_findings_give_exit_code_1(log):
 @pytest.mark.parametrize("name", ["log.jsonl", "log.jsonl.gz"])
 def test_jsonl_logs_and_several_files_are_read(log, name):
     result = invoke(log(0.01), log(0.01, name))
-    assert result.exit_code == 0
-    assert result.stdout.startswith("healthy  64 sequences in 2 files")
+    assert result.exit_code == 3
+    assert result.stdout.startswith("not judged  64 sequences in 2 files")
 
 
 def test_a_preset_or_a_configuration_file_says_what_to_measure(log, tmp_path):
@@ -71,7 +104,7 @@ def test_a_preset_or_a_configuration_file_says_what_to_measure(log, tmp_path):
 def test_a_report_is_written_on_request(log, tmp_path):
     result = invoke(log(0.01), "-o", tmp_path / "out")
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
-    assert result.exit_code == 0
+    assert result.exit_code == 3
     assert f"report: {tmp_path / 'out' / 'report.html'}" in result.stdout
     assert "Rollout log log.parquet" in page
     assert "rollout_token_veto_threshold: 0.0001" in page, "the configuration that was measured"
@@ -79,7 +112,7 @@ def test_a_report_is_written_on_request(log, tmp_path):
 
 def test_json_is_for_machines(log):
     document = json.loads(invoke(log(0.01), "--json").stdout)
-    assert (document["verdict"], document["rows"], document["train_column"]) == ("healthy", 32, "old_log_prob")
+    assert (document["verdict"], document["rows"], document["train_column"]) == ("not judged", 32, "old_log_prob")
     assert (document["interrupted"], document["report"]) == (False, None)
     assert document["metrics"]["token_count"] == 640
 
@@ -87,12 +120,12 @@ def test_json_is_for_machines(log):
 def test_densities_are_allowed_for_diffusion(log):
     path = log(0.01, rollout_log_prob=torch.full((16, 20), 1.0), old_log_prob=torch.full((16, 20), 1.01))
     assert invoke(path).exit_code == 1
-    assert invoke(path, "--diffusion").exit_code == 0
+    assert invoke(path, "--diffusion").exit_code == 3
 
 
 def test_the_training_side_can_be_chosen(log):
     path = log(0.01, log_prob=torch.full((16, 20), -9.0))
-    assert invoke(path).exit_code == 0
+    assert invoke(path).exit_code == 3
     assert invoke(path, "--train-column", "log_prob").exit_code == 1
 
 
@@ -124,7 +157,7 @@ def test_ctrl_c_prints_what_was_seen_and_gives_exit_code_130(log, monkeypatch):
     monkeypatch.setattr(module, "validate_batch", interrupt)
     result = invoke(log(0.01), log(0.01, "second.parquet"))
     assert result.exit_code == 130
-    assert result.stdout.startswith("healthy  32 sequences")
+    assert result.stdout.startswith("not judged  32 sequences")
     assert "interrupted: this covers 32 of 64 rows only" in result.stdout
 
 
@@ -159,3 +192,17 @@ def test_a_column_of_the_wrong_length_is_named_with_file_and_row(tmp_path):
     assert result.exit_code == 2
     assert "row 1" in result.stderr
     assert str(path) in result.stderr
+
+
+def test_with_keep_going_a_bad_file_is_named_and_the_rest_is_judged(log, tmp_path):
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 this is no log")
+    good = log(0.01)
+    assert invoke(good, tmp_path / "broken.parquet").exit_code == 2
+    result = invoke(good, tmp_path / "broken.parquet", "--keep-going")
+    assert result.exit_code == 3
+    assert "this is the verdict on part of the log: 1 file could not be read" in result.stdout
+    assert "note: left out: " in result.stdout
+    assert invoke(log(1.5, "bad.jsonl"), tmp_path / "broken.parquet", "--keep-going").exit_code == 1
+    document = json.loads(invoke(good, tmp_path / "broken.parquet", "--keep-going", "--json").stdout)
+    (problem,) = document["unreadable"]
+    assert "broken.parquet" in problem

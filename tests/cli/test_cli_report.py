@@ -31,11 +31,11 @@ def invoke(*arguments):
     return CliRunner().invoke(app, ["report", *map(str, arguments)], env={"COLUMNS": "200"})
 
 
-def test_a_healthy_run_gives_a_page_in_its_folder_and_exit_code_0(run):
+def test_a_run_without_findings_gives_a_page_in_its_folder_and_exit_code_3(run):
     path = run()
     result = invoke(path)
-    assert result.exit_code == 0
-    assert result.stdout.startswith("healthy  Run run: 3 steps, the last is 3")
+    assert result.exit_code == 3
+    assert result.stdout.startswith("not judged  Run run: 3 steps, the last is 3")
     assert f"report: {path / 'report' / 'report.html'}" in result.stdout
     assert "\x1b" not in result.stdout
     assert len(list((path / "report").glob("*.png"))) == 7
@@ -45,7 +45,10 @@ def test_findings_give_exit_code_1_and_the_page_still(run, tmp_path):
     result = invoke(run(kl=0.5, rollout_is_std=3.0), "-o", tmp_path / "elsewhere")
     assert result.exit_code == 1
     assert result.stdout.startswith("unhealthy, 2 findings")
-    assert "KL is too far from 0: kl 0.5, limit −0.1 to 0.1; first at step 1, 3 steps in all" in result.stdout
+    finding = (
+        "KL is too far from 0: kl 0.5, limit −0.1 to 0.1, from noise alone 1.00e−04; first at step 1, 3 steps in all"
+    )
+    assert finding in result.stdout
     assert "KL is too far from 0" in (tmp_path / "elsewhere" / "report.html").read_text(encoding="utf-8")
 
 
@@ -61,7 +64,7 @@ def test_json_is_for_machines(run):
 
 def test_diffusion_rules_warn_on_request(tmp_path, run):
     path = run(rollout_is_max=2.0)
-    assert invoke(path).exit_code == 0
+    assert invoke(path).exit_code == 3
     result = invoke(path, "--diffusion")
     assert result.exit_code == 1
     assert "pinned at the threshold" in result.stdout
@@ -91,7 +94,7 @@ def test_no_link_in_a_run_makes_the_report_write_somewhere_else(run, tmp_path):
     (path / "report").mkdir()
     (path / "report" / "report.html").symlink_to(mine)
     (path / "report" / "mean_weight.png").symlink_to(mine)
-    assert invoke(path).exit_code == 0
+    assert invoke(path).exit_code == 3
     assert mine.read_text() == "precious"
     assert "<html" in (path / "report" / "report.html").read_text(encoding="utf-8")
 

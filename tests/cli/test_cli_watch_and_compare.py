@@ -6,18 +6,23 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from rollcorr import Monitor
+from rollcorr import Monitor, RolloutSample
 from rollcorr.cli import app
 from rollcorr.run_directory import BadInputError, GrowingMetrics
+
+
+def noisy(noise, seed):
+    """log π, log μ and the mask of a batch whose sides differ by that noise."""
+    generator = torch.Generator().manual_seed(seed)
+    train = -torch.rand(16, 50, generator=generator) - 0.2
+    rollout = train + noise * torch.randn(16, 50, generator=generator)
+    return train, rollout, torch.ones(16, 50, dtype=torch.bool)
 
 
 def leave_run(path, noise, steps=3, start=None):
     with Monitor(path, "decoupled_token_is", start=start) as monitor:
         for step in range(steps):
-            generator = torch.Generator().manual_seed(step)
-            train = -torch.rand(16, 50, generator=generator)
-            rollout = train + noise * torch.randn(16, 50, generator=generator)
-            monitor.correct(train, rollout, torch.ones(16, 50, dtype=torch.bool))
+            monitor.correct(*noisy(noise, step))
             monitor.step(reward=float(step))
     return path
 
@@ -34,8 +39,11 @@ def invoke(*arguments):
 def test_watch_shows_each_step_and_each_alarm_once(runs):
     healthy, broken = runs
     shown = invoke("watch", healthy, "--once")
-    assert shown.exit_code == 0
-    assert [line.split("  ")[0] for line in shown.stdout.splitlines()] == ["step 1", "step 2", "step 3"]
+    assert shown.exit_code == 3
+    *lines, verdict, sentence = [line.split("  ")[0] for line in shown.stdout.splitlines()]
+    assert lines == ["step 1", "step 2", "step 3"]
+    assert verdict == json.loads(invoke("compare", healthy, "--json").stdout)[0]["verdict"] == "not judged"
+    assert sentence.startswith("weights not judged: there is no null, and there are 3 steps")
     shown = invoke("watch", broken, "--once")
     assert shown.exit_code == 1
     assert shown.stdout.count("token-level χ² is too high") == 1
@@ -60,7 +68,8 @@ def test_watch_ends_by_ctrl_c_and_shows_steps_that_come_meanwhile(tmp_path, monk
     shown = invoke("watch", tmp_path, "--every", "0.5")
     assert shown.exit_code == 130
     lines = [line.split("  ")[0] for line in shown.stdout.splitlines()]
-    assert lines == ["step 1", "step 2", "the run went on from an earlier step", "step 1", "step 2"]
+    assert lines[:5] == ["step 1", "step 2", "the run went on from an earlier step", "step 1", "step 2"]
+    assert lines[5] == "not judged"
     assert waits == [0.5] * 3
 
 
@@ -98,7 +107,7 @@ def test_compare_puts_verdicts_and_medians_side_by_side(runs):
 
 def test_compare_as_json_of_chosen_metrics(runs):
     (healthy, broken) = json.loads(invoke("compare", *runs, "--json", "--metric", "rollout_corr/kl").stdout)
-    assert (healthy["verdict"], broken["verdict"]) == ("healthy", "unhealthy")
+    assert (healthy["verdict"], broken["verdict"]) == ("not judged", "unhealthy")
     assert set(healthy["metrics"]) == {"kl"}
     assert abs(healthy["metrics"]["kl"]) < 0.01 < abs(broken["metrics"]["kl"])
 
@@ -112,6 +121,30 @@ def test_compare_names_a_metric_that_no_run_has(runs):
 def test_report_reads_what_a_monitor_leaves(runs):
     pytest.importorskip("matplotlib", reason="the extra report is not installed")
     shown = invoke("report", runs[0])
-    assert shown.exit_code == 0
-    assert shown.stdout.startswith("healthy  Run healthy: 3 steps, the last is 3")
+    assert shown.exit_code == 3
+    assert shown.stdout.startswith("not judged  Run healthy: 3 steps, the last is 3")
     assert "note:" not in shown.stdout
+
+
+def test_a_null_in_the_run_directory_judges_the_run_everywhere(tmp_path):
+    """The log of the run's own first steps makes the null; a trusted one may lie there as well."""
+    pytest.importorskip("matplotlib", reason="the extra report is not installed")
+    right, wrong = (tmp_path / name for name in ("right", "wrong"))
+    with Monitor(tmp_path / "source", rollouts=RolloutSample()) as monitor:
+        for step in range(3):
+            monitor.correct(*noisy(0.01, step))
+            monitor.step()
+    for run in (right, wrong):
+        run.mkdir()
+        assert invoke("null", tmp_path / "source" / "rollouts", "-o", run / "null.json").exit_code == 0
+    for run, noise, verdict, code in ((right, 0.01, "healthy", 0), (wrong, 0.05, "unhealthy", 1)):
+        with Monitor(run) as monitor:
+            for step in range(3):
+                monitor.correct(*noisy(noise, step))
+                monitor.step()
+            assert monitor.verdict == verdict
+        for command in (("watch", run, "--once"), ("report", run)):
+            shown = invoke(*command)
+            assert (shown.exit_code, verdict in shown.stdout) == (code, True), shown.output
+        assert json.loads(invoke("compare", run, "--json").stdout)[0]["verdict"] == verdict
+    assert "times that of null.json" in invoke("watch", wrong, "--once").stdout

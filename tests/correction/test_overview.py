@@ -18,7 +18,7 @@ def corrected(d, config=None, **options):
 def test_a_correction_shows_itself_in_two_lines():
     first, second = repr(corrected(0.01)).split("\n")
     assert first == "Correction(2 sequences, padded (2, 3), on cpu: token weights up to 2.0, measured only)"
-    assert second.startswith("  healthy: k3_kl ")
+    assert second.startswith("  within limits: k3_kl ")
     assert second.endswith("6 of 6 tokens kept")
 
 
@@ -33,9 +33,9 @@ def test_the_four_numbers_to_look_at_first_are_there_without_a_configuration():
 
 
 @pytest.mark.parametrize(
-    ("d", "mask", "expected"), [(0.01, MASK, "healthy"), (1.5, MASK, "unhealthy"), (0.0, ~MASK, "not judged")]
+    ("d", "mask", "expected"), [(0.01, MASK, "within limits"), (1.5, MASK, "unhealthy"), (0.0, ~MASK, "not judged")]
 )
-def test_the_verdict_is_healthy_unhealthy_or_not_judged(d, mask, expected):
+def test_a_batch_is_within_its_limits_unhealthy_or_not_judged(d, mask, expected):
     rollout = torch.full((2, 3), -1.0)
     correction = correct(rollout + d, rollout, mask)
     for text in (correction.summary(), repr(correction).split("\n")[1].strip()):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rollcorr.diagnostics.log_check.tally as module
-from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.config import RolloutCorrectionConfig, SamplingSpec
 from rollcorr.core.sampling import KeptSets
 from rollcorr.correction import correct
 from rollcorr.diagnostics.log_check.check import DIAGNOSIS, check_logs, choose_config
@@ -81,9 +81,11 @@ def test_a_log_without_steps_is_one_entry(tmp_path):
     assert result.health.steps is None
 
 
-def test_a_small_mismatch_is_healthy_with_the_default_diagnosis(tmp_path):
-    result = check_logs([log(tmp_path / "log.parquet", (1, *tensors(noise=0.01)))])
-    assert result.health.healthy
+def test_a_small_mismatch_gives_no_finding_with_the_default_diagnosis(tmp_path):
+    result = check_logs([log(tmp_path / "log.parquet", (1, *tensors(noise=0.01, rows=20)))])
+    assert (result.health.findings, result.health.verdict) == ((), "not judged")
+    (sentence,) = result.health.not_judged
+    assert sentence.startswith("settings agree; weights not judged")
     assert result.config is DIAGNOSIS
     assert "rollout_corr/rollout_is_veto_fraction" in result.metrics
 
@@ -146,7 +148,7 @@ def test_positive_log_probs_are_flagged_unless_they_are_densities(tmp_path):
     train, rollout, mask = tensors(noise=0.01)
     path = log(tmp_path / "log.parquet", (1, train + 4, rollout + 4, mask))
     assert {f.title for f in check_logs([path]).health.warnings} == {"log-probs above 0"}
-    assert check_logs([path], diffusion=True).health.healthy
+    assert check_logs([path], diffusion=True).health.warnings == ()
 
 
 def test_rows_of_zeros_are_flagged(tmp_path):
@@ -185,8 +187,9 @@ def test_a_log_without_a_valid_token_is_not_called_healthy(tmp_path):
     rows = [{"response_mask": [False], "rollout_log_prob": [-1.0], "old_log_prob": [-1.0], "step": 1}]
     with RolloutLogWriter(path) as writer:
         writer.write(RolloutBatch.from_rows(rows))
-    (finding,) = check_logs([path]).health.findings
-    assert finding.title == "nothing was measured"
+    health = check_logs([path]).health
+    assert (health.findings, health.verdict) == ((), "not judged")
+    assert health.not_judged[0].startswith("nothing was measured: ")
 
 
 def test_bad_input_names_file_column_and_fix(tmp_path):
@@ -289,3 +292,74 @@ def test_kept_sets_that_cannot_be_replayed_are_a_finding(tmp_path):
     (finding,) = [f for f in result.health.findings if f.code == "kept_twice"]
     assert (finding.title, finding.first_row) == ("ids twice in one set", 0)
     assert finding.reason.startswith("1 in this row")
+
+
+def test_a_bad_file_among_good_ones_gives_a_partial_verdict_on_request(tmp_path):
+    good = log(tmp_path / "good.parquet", (1, *tensors(noise=0.01, rows=20)))
+    other = log(tmp_path / "other.jsonl", (2, *tensors(noise=0.01, rows=20)))
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 this is no log")
+    (tmp_path / "cut.jsonl").write_text(other.read_text() + '{"rollout_log_prob": [-1.0], "old_lo\n')
+    with pytest.raises(RolloutLogError, match=r"bad\.parquet"):
+        check_logs([tmp_path])
+    result = check_logs([tmp_path], keep_going=True, batch_size=5)
+    assert result.rows == 60, "the batches before the damage count"
+    assert [name for text in result.unreadable for name in ("bad.parquet", "cut.jsonl") if name in text] == [
+        "bad.parquet",
+        "cut.jsonl",
+    ]
+    assert result.health.verdict == "not judged"
+    assert result.health.not_judged[0].startswith("this is the verdict on part of the log: 2 files could not be read")
+    assert sum(remark.startswith("left out: ") for remark in result.remarks) == 2
+    assert check_logs([good], keep_going=True).unreadable == ()
+    with pytest.raises(BadInputError, match="not a whole Parquet file"):
+        check_logs([tmp_path / "bad.parquet"], keep_going=True)
+
+
+def test_a_file_without_a_side_is_left_out_wherever_it_stands(tmp_path):
+    train, rollout, mask = tensors(noise=0.01, rows=20)
+    for name in ("a.jsonl", "c.jsonl"):
+        log(tmp_path / name, (1, train, rollout, mask), old_log_prob=None)
+    log(tmp_path / "b.jsonl", (1, train, rollout, mask))
+    result = check_logs([tmp_path], keep_going=True)
+    assert result.rows == 20
+    assert len(result.unreadable) == 2
+
+
+def test_mixed_sampling_settings_are_named(tmp_path):
+    train, rollout, mask = tensors(noise=0.01, rows=20)
+    warm, cold = (SamplingSpec(temperature=t, logprobs="processed") for t in (1.0, 0.7))
+    with RolloutLogWriter(tmp_path / "log.parquet") as writer:
+        for step, spec in ((1, warm), (2, cold)):
+            columns = {"rollout_log_prob": rollout, "old_log_prob": train, "step": step, "sampling": spec}
+            writer.write(RolloutBatch.from_padded(mask, **columns))
+    (note,) = check_logs([tmp_path / "log.parquet"]).health.notes
+    assert note.code == "mixed_settings"
+    assert "temperature: 0.7, 1.0" in note.reason
+
+
+@pytest.mark.parametrize("noise", [0.003, 0.1])
+@pytest.mark.parametrize("kept_tokens", [2, 5])
+def test_replayed_kept_sets_without_recorded_settings_are_not_called_truncated(tmp_path, kept_tokens, noise):
+    generator = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(60, 40, 32, generator=generator)
+    keep = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, logits.topk(kept_tokens).indices, True)
+    noisy = logits + noise * torch.randn(logits.shape, generator=generator)
+    rollout, train = (x.masked_fill(~keep, -math.inf).log_softmax(-1) for x in (logits, noisy))
+    ids = torch.multinomial(rollout.exp().flatten(0, 1), 1, generator=generator).view(60, 40)
+    sets = [row.nonzero().flatten().tolist() for row in keep.flatten(0, 1)]
+    rollout, train = (x.gather(-1, ids[..., None]).squeeze(-1) for x in (rollout, train))
+    columns = {"kept": KeptSets.of(sets), "response_ids": ids}
+    result = check_logs([log(tmp_path / "log.parquet", (1, train, rollout, torch.ones(60, 40)), **columns)])
+    assert result.health.warnings == ()
+
+
+def test_a_wrong_temperature_is_the_cause_and_its_numbers_follow(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(64, 50, 32, generator=generator)
+    sampler, trainer = ((logits / t).log_softmax(-1) for t in (0.5, 1.0))
+    ids = torch.multinomial(sampler.exp().flatten(0, 1), 1, generator=generator).view(64, 50)
+    rollout, train = (x.gather(-1, ids[..., None]).squeeze(-1) for x in (sampler, trainer))
+    health = check_logs([log(tmp_path / "log.parquet", (1, train, rollout, torch.ones(64, 50)))]).health
+    (cause,) = [cause for cause in health.causes if cause.finding.severity != "note"]
+    assert cause.finding.code == "tempered"
+    assert "kl" in {below.finding.metric for below in cause.consequences}

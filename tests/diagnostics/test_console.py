@@ -7,14 +7,16 @@ import math
 from rich.console import Console
 
 from rollcorr.diagnostics.health.health_check import health
+from rollcorr.diagnostics.health.noise import Noise
 from rollcorr.diagnostics.report.console import row_progress, show_health, to_json
 
 SICK = {"token_count": 100.0, "kl": 0.5, "chi2_token": math.inf, "ppl_ratio": 1.6}
 
 
-def shown(metrics, **options):
+def shown(metrics, *, judged=False, **options):
     console = Console(file=io.StringIO(), width=100, **options)
-    show_health(console, health(metrics), subject="log [1]", remarks=["read [partly]"])
+    null = Noise(sigma=0.01, source="null.json", is_null=True) if judged else None
+    show_health(console, health(metrics, null=null), subject="log [1]", remarks=["read [partly]"])
     return console.file.getvalue()
 
 
@@ -25,7 +27,8 @@ def test_a_pipe_gets_plain_text():
 
 def test_every_finding_is_printed_with_its_numbers_reason_and_fix():
     text = " ".join(shown(SICK).split())
-    assert text.startswith("unhealthy, 2 findings log [1] note: read [partly]")
+    assert text.startswith("unhealthy, 2 findings log [1] weights not judged: ")
+    assert "note: read [partly]" in text
     for finding in health(SICK).warnings:
         assert finding.title in text
         assert finding.reason in text
@@ -34,7 +37,7 @@ def test_every_finding_is_printed_with_its_numbers_reason_and_fix():
 
 
 def test_a_healthy_verdict_is_one_word_and_its_numbers():
-    text = shown(SICK | {"kl": 1e-4, "chi2_token": 1e-4})
+    text = shown(SICK | {"kl": 1e-4, "chi2_token": 1e-4}, judged=True)
     assert text.startswith("healthy")
     assert "why" not in text
 

@@ -4,8 +4,11 @@ import math
 
 import pytest
 
+from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.core.metric_registry import METRICS, PREFIX
 from rollcorr.diagnostics.health.health_check import health, limit_in_words
+from rollcorr.diagnostics.health.noise import Noise
+from rollcorr.diagnostics.log_check.check import DIAGNOSIS
 
 HEALTHY = {
     "token_count": 4000.0,
@@ -39,11 +42,66 @@ def series(steps, **changes):
     ]
 
 
-def test_a_small_mismatch_is_healthy_with_no_finding_at_all():
-    report = health(HEALTHY)
+NULL = Noise(sigma=0.014, source="null.json", is_null=True)
+
+
+def test_a_small_mismatch_is_healthy_with_no_finding_at_all_where_a_null_judges_the_weights():
+    report = health(HEALTHY, null=NULL)
     assert report.findings == ()
     assert report.healthy
-    assert report.verdict == "healthy"
+    assert (report.verdict, report.exit_code, report.judged_against) == ("healthy", 0, "null.json")
+
+
+def test_one_batch_without_a_null_is_not_judged_whatever_its_ranges_say():
+    report = health(HEALTHY)
+    assert (report.findings, report.verdict, report.exit_code) == ((), "not judged", 3)
+    (sentence,) = report.not_judged
+    assert sentence.startswith("weights not judged: there is no null, and no series of steps")
+    assert health(HEALTHY, judged_against="steps 1 to 5 of this log").verdict == "healthy", "the caller judged them"
+
+
+def test_a_series_that_stays_as_it_began_says_that_its_start_was_not_judged():
+    report = health(series(40))
+    assert (report.verdict, report.judged_against) == ("not judged", "steps 1 to 5 of this run")
+    assert report.not_judged[0].startswith("unchanged since steps 1 to 5; the start was not judged")
+    assert health(series(40), null=NULL).verdict == "healthy"
+    assert "9 steps with a token, and 10 are needed" in health(series(9)).not_judged[0]
+
+
+def test_a_mismatch_of_three_times_the_null_is_never_healthy():
+    assert health(HEALTHY | {"k3_kl": 3.01 * NULL.sigma**2 / 2}, null=NULL).warnings[0].code == "above_null"
+    assert health(HEALTHY | {"k3_kl": 2.99 * NULL.sigma**2 / 2}, null=NULL).verdict == "healthy"
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"sequence_count": 15.0}, "too little data: 15 sequences, and 16 are needed"),
+        ({"token_count": 99.0}, "too little data: 99 tokens, and 100 are needed"),
+    ],
+)
+def test_too_little_data_is_not_judged(change, sentence):
+    report = health(HEALTHY | change, null=NULL)
+    assert (report.verdict, report.not_judged) == ("not judged", (sentence,))
+    assert health([HEALTHY | change | {"step": step} for step in (1, 2)], null=NULL).verdict == "healthy"
+
+
+def test_limits_on_weights_and_rejection_warn_only_where_they_act():
+    sick = HEALTHY | {"rollout_is_eff_sample_size": 0.1, "rollout_rs_masked_fraction": 0.9, "t_times_kl": 50.0}
+    sick |= {"rollout_is_seq_max_deviation": 5.0}
+    token = RolloutCorrectionConfig(rollout_is="token")
+    sequence = RolloutCorrectionConfig(rollout_is="sequence")
+    rejecting = RolloutCorrectionConfig(rollout_rs="seq_mean_k3", rollout_rs_threshold=0.1)
+
+    def warned(config):
+        report = health(sick, config)
+        assert len(report.findings) == 4, "what does not act is a note"
+        return {finding.metric for finding in report.warnings}
+
+    assert warned(DIAGNOSIS) == set()
+    assert warned(token) == {"rollout_is_eff_sample_size"}
+    assert warned(sequence) == {"rollout_is_eff_sample_size", "rollout_is_seq_max_deviation", "t_times_kl"}
+    assert warned(rejecting) == {"rollout_rs_masked_fraction"}
 
 
 @pytest.mark.parametrize(
@@ -83,7 +141,8 @@ def test_every_range_of_the_registry_that_warns_makes_a_finding():
         if limits is None or (limits.warn_below is None and limits.warn_above is None):
             continue
         beyond = limits.warn_above + 1 if limits.warn_above is not None else limits.warn_below - 1
-        assert name in {finding.metric for finding in health(HEALTHY | {name: beyond}).warnings}
+        config = RolloutCorrectionConfig(rollout_is="sequence") if name == "t_times_kl" else None
+        assert name in {finding.metric for finding in health(HEALTHY | {name: beyond}, config).warnings}
 
 
 def test_a_float32_weight_truncated_at_two_does_not_breach_a_limit_of_one_by_rounding():
@@ -100,18 +159,16 @@ def test_titles_say_which_side_was_breached():
 
 
 def test_an_empty_batch_fires_no_range_but_is_not_called_healthy():
-    empty = dict.fromkeys(HEALTHY, 0.0)
-    (finding,) = health(empty).findings
-    assert finding.title == "nothing was measured"
-    assert finding.metric == "token_count"
-    assert not health(empty).healthy
+    report = health(dict.fromkeys(HEALTHY, 0.0), null=NULL)
+    assert (report.findings, report.verdict) == ((), "not judged")
+    assert report.not_judged[0].startswith("nothing was measured: ")
 
 
 def test_metrics_without_any_mismatch_are_not_called_healthy():
-    (finding,) = health({"reward/mean": 1.0, "step": 3}).findings
-    assert finding.title == "nothing was measured"
-    (finding,) = health([]).findings
-    assert finding.title == "nothing was measured"
+    for metrics in ({"reward/mean": 1.0, "step": 3}, []):
+        (sentence,) = health(metrics).not_judged
+        assert sentence.startswith("nothing was measured: ")
+        assert health(metrics).verdict == "not judged"
 
 
 @pytest.mark.parametrize("prefix", ["", "rollout_corr/", "actor/rollout_corr/"])
@@ -142,13 +199,13 @@ def test_a_series_is_judged_by_the_median_of_its_last_ten_steps():
     (finding,) = health(six_bad).warnings
     assert (finding.value, finding.first_step, finding.steps) == (3.0, 35, 6)
     report = health(four_bad)
-    assert report.healthy
+    assert report.warnings == ()
     assert report.steps == 40
 
 
 def test_trouble_that_has_passed_is_a_note_with_its_worst_value_and_first_step():
     report = health(series(40, kl=lambda step: {7: 0.4, 9: -0.9}.get(step, 2e-4)))
-    assert report.healthy
+    assert report.warnings == ()
     (note,) = report.notes
     assert (note.metric, note.value, note.first_step, note.steps) == ("kl", -0.9, 7, 2)
     assert note.title == "KL was too far from 0 in 2 of 40 steps"

@@ -71,13 +71,15 @@ def test_the_page_asks_nothing_of_the_network(tmp_path):
     assert not re.search(r"https?:|//cdn|@import|url\(|<script|<link", html)
 
 
-def test_a_healthy_run_is_called_healthy_before_anything_else(tmp_path):
+def test_the_verdict_is_said_before_anything_else(tmp_path):
     page, _ = page_of(write(tmp_path / "run", 12), tmp_path / "out")
-    assert page.text.index("Healthy") < page.text.index("In numbers") < page.text.index("All metrics of step 12")
-    assert "Why it matters" not in page.text
+    places = [page.text.index(text) for text in ("not judged", "In numbers", "All metrics of step 12")]
+    assert places == sorted(places)
+    assert "unchanged since steps 1 to 5; the start was not judged" in page.text
+    assert "Findings" not in page.text
 
 
-def test_every_finding_is_a_row_with_value_limit_reason_and_fix(tmp_path):
+def test_every_finding_is_shown_with_value_limit_reason_and_fix(tmp_path):
     run = write(tmp_path / "run", 12, kl=0.4, chi2_token=3.5, nonfinite_count=7.0, rollout_is_eff_sample_size=0.1)
     page, data = page_of(run, tmp_path / "out")
     assert len(data.health.warnings) == 4
@@ -85,7 +87,7 @@ def test_every_finding_is_a_row_with_value_limit_reason_and_fix(tmp_path):
         for part in (finding.title, finding.metric, finding.limit, finding.reason, finding.fix):
             assert part in page.text
     assert "4 findings" in page.text
-    assert "first at step 1; 12 steps in all" in page.text
+    assert "first at step 1, 12 steps in all" in page.text
 
 
 def test_all_metrics_of_the_last_step_come_with_their_definition(tmp_path):

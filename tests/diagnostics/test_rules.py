@@ -16,7 +16,6 @@ from rollcorr.diagnostics.health.rules import (
     identical_policies,
     length_dependence,
     low_weights,
-    nothing_measured,
     pinned_at_threshold,
     saturation,
     skipped_updates,
@@ -36,14 +35,8 @@ def over(name, values, config=None, *, diffusion=False, first_step=1):
     return Evidence(current=history[-1][1], history=history, config=config, diffusion=diffusion)
 
 
-def test_every_rule_is_silent_without_numbers_but_the_one_that_says_so():
-    assert [rule for rule in RULES if rule(now()) is not None] == [nothing_measured]
-
-
-def test_nothing_measured_needs_tokens_and_a_comparison():
-    assert nothing_measured(now(kl=0.01)) is None
-    assert nothing_measured(now(reward=1.0)).severity == "warning"
-    assert nothing_measured(Evidence(current={"token_count": 0.0, "kl": 0.0})).severity == "warning"
+def test_every_rule_is_silent_without_numbers():
+    assert [rule for rule in RULES if rule(now()) is not None] == []
 
 
 def test_identical_policies_are_degenerate_and_bypass_is_named_as_the_cause():
@@ -63,6 +56,30 @@ def test_one_different_step_among_the_recent_ones_is_not_degenerate():
 @pytest.mark.parametrize(("value", "fires"), [(19.999, False), (20.0, True), (25.0, True), (-25.0, False)])
 def test_length_times_kl_warns_at_the_safety_bound_itself(value, fires):
     assert (horizon(now(t_times_kl=value)) is not None) == fires
+
+
+@pytest.mark.parametrize(
+    ("config", "severity"),
+    [
+        (SEQUENCE, "warning"),
+        (TOKEN, "note"),
+        (SEQUENCE.with_options(apply_is=False), "note"),
+        (RolloutCorrectionConfig(rollout_rs="seq_mean_k3", rollout_rs_threshold=0.1), "note"),
+        (None, "note"),
+    ],
+)
+def test_length_times_kl_warns_only_where_sequence_weights_reach_the_loss(config, severity):
+    finding = horizon(now(config, t_times_kl=30.0))
+    assert finding.severity == severity
+    assert ("sequence weights are not in use" in finding.reason) == (severity == "note")
+
+
+def test_saturated_weights_that_are_only_measured_are_a_note():
+    measured = SEQUENCE.with_options(apply_is=False)
+    values = {"saturated_low_fraction": 0.9, "saturated_high_fraction": 0.0, "rollout_is_eff_sample_size": 0.99}
+    for rule in (saturation, deceptive_effective_sample_size):
+        assert rule(now(SEQUENCE, **values)).severity == "warning"
+        assert rule(now(measured, **values)).severity == "note"
 
 
 def test_length_times_kl_follows_the_configured_bound_and_names_the_viable_length():

@@ -11,6 +11,7 @@ import textwrap
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,7 +20,7 @@ from processes import eventually, is_gone
 
 from rollcorr.config.sampling_spec import SamplingSpec
 from rollcorr.core.metric_registry import finalize
-from rollcorr.diagnostics.log_check import check as module
+from rollcorr.diagnostics.log_check import log_tally as module
 from rollcorr.diagnostics.log_check.check import DIAGNOSIS, check_logs
 from rollcorr.diagnostics.log_check.reader_process import _portable
 from rollcorr.diagnostics.log_check.tally import Measurement, Tally, merge_parts
@@ -62,8 +63,14 @@ def logs(tmp_path_factory):
 
 
 def answer(result):
-    """Everything that a result says, to the last digit."""
-    return dataclasses.asdict(result)
+    """Everything that a result says, to the last digit, arrays included."""
+
+    def plain(value):
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        return value.tolist() if hasattr(value, "tolist") else value
+
+    return repr(plain(dataclasses.asdict(result)))
 
 
 @settings(max_examples=15)
@@ -85,11 +92,14 @@ def test_shards_of_any_size_merge_to_the_whole(tmp_path_factory, tokens, batch_s
     assert {finding.rows for finding in cut.findings} == {6}
     assert list(cut.sample.rows) == list(whole.sample.rows)
     assert cut.sample.stride == whole.sample.stride > 1
-    assert cut.sample.held == sum(len(train) for train, _, _ in cut.sample.rows.values()) <= 80
+    assert cut.sample.held == sum(len(row.train) for row in cut.sample.rows.values()) <= 80
     for step in (1, 2):
         metrics = finalize(whole.parts[step].statistics.read())
         assert finalize(cut.parts[step].statistics.read()) == pytest.approx(metrics, rel=1e-12, abs=1e-15)
     assert merge_parts(cut.parts.values()).rewards == 36
+    np.testing.assert_allclose(cut.profile.cells, whole.profile.cells, rtol=1e-12, atol=1e-12)
+    np.testing.assert_array_equal(cut.profile.rows.values, whole.profile.rows.values)
+    assert list(cut.first) == list(whole.first) == [1, 2]
 
 
 def test_any_number_of_processes_gives_the_same_answer_to_the_last_digit(logs, small_shards):
@@ -151,7 +161,8 @@ def test_a_killed_worker_is_an_error_with_a_fix(logs, small_shards):
 PARENT = """
     import functools, multiprocessing, sys, time
     from multiprocessing import resource_tracker
-    from rollcorr.diagnostics.log_check import check as module
+    from rollcorr.diagnostics.log_check import check_logs
+    from rollcorr.diagnostics.log_check import log_tally as module
     from rollcorr.rollout_log import log_shards
 
     def on_rows(rows, total):
@@ -162,7 +173,7 @@ PARENT = """
 
     if __name__ == "__main__":
         module.log_shards = functools.partial(log_shards, tokens=1)
-        module.check_logs([sys.argv[1]], workers=2, on_rows=on_rows)
+        check_logs([sys.argv[1]], workers=2, on_rows=on_rows)
 """
 
 

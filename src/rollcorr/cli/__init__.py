@@ -14,6 +14,7 @@ from rollcorr.cli.explanation import explain, presets
 from rollcorr.cli.installation import info
 from rollcorr.cli.logs import import_log
 from rollcorr.cli.monitoring import compare, watch
+from rollcorr.cli.null_measurement import measure
 from rollcorr.cli.schedules import check_schedule
 from rollcorr.cli.simulation import simulate
 from rollcorr.cli.training import train
@@ -30,6 +31,7 @@ __all__ = [
     "import_log",
     "info",
     "main",
+    "measure",
     "presets",
     "report",
     "simulate",

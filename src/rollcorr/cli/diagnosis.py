@@ -9,6 +9,7 @@ import typer
 
 from rollcorr.cli.app import app, exit_on
 from rollcorr.cli.logs import COLUMNS_OPTION, LIMIT_OPTION, file_options
+from rollcorr.cli.null_measurement import parse_steps
 
 
 @app.command()
@@ -65,11 +66,21 @@ def check(
     diffusion: Annotated[
         bool, typer.Option("--diffusion", help="The log-probs are densities of a diffusion sampler.")
     ] = False,
+    null: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What two correct policies differ by here (`rollcorr null`).")
+    ] = None,
+    null_steps: Annotated[
+        str | None,
+        typer.Option(metavar="FIRST:LAST", help="Steps of this log that are known to be right serve as its null."),
+    ] = None,
     workers: Annotated[int, typer.Option(help="How many processes read the log. The numbers do not depend on it.")] = 1,
     ray: Annotated[
         str | None,
         typer.Option(metavar="ADDRESS", help="Read on this Ray cluster instead: auto, local or ray://host:port."),
     ] = None,
+    keep_going: Annotated[
+        bool, typer.Option("--keep-going", help="Judge what can be read where a file is bad; never healthy then.")
+    ] = False,
     limit: Annotated[list[str] | None, LIMIT_OPTION] = None,
     columns: Annotated[list[str] | None, COLUMNS_OPTION] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
@@ -82,6 +93,7 @@ def check(
     from rich.console import Console
 
     from rollcorr.diagnostics.log_check import check_logs, choose_config
+    from rollcorr.diagnostics.null import read_null
     from rollcorr.diagnostics.report.console import row_progress, show_health, to_json
     from rollcorr.rollout_log import RolloutLogError
     from rollcorr.run_directory.stored_run import BadInputError
@@ -96,8 +108,11 @@ def check(
                 correction_config,
                 train_column=train_column,
                 diffusion=diffusion,
+                null=None if null is None else read_null(null),
+                null_steps=parse_steps(null_steps),
                 workers=workers,
                 ray=ray,
+                keep_going=keep_going,
                 file_limits=file_limits,
                 column_names=column_names,
                 on_rows=on_rows,
@@ -116,6 +131,7 @@ def check(
             files=result.files,
             train_column=result.train_column,
             interrupted=result.interrupted,
+            unreadable=result.unreadable,
             report=None if page is None else str(page),
             remarks=result.remarks,
         )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rollcorr.cli.app import app, exit_on
+
+if TYPE_CHECKING:
+    from rollcorr.monitor import RunningJudge
 
 
 @app.command()
@@ -18,7 +21,7 @@ def watch(
 ) -> None:
     """Show a run while it goes on: a line for each step, and each alarm once, with cause and fix.
 
-    Exit codes: 0 no alarm lasts (with --once), 1 an alarm lasts (with --once), 2 bad input, 130 Ctrl-C.
+    Exit codes with --once: 0 healthy, 1 unhealthy (an alarm lasts), 3 not judged. Else 130 for Ctrl-C; 2 is bad input.
     """
     import time
 
@@ -26,15 +29,21 @@ def watch(
     from rollcorr.monitor import RunningJudge, alarm_text
     from rollcorr.run_directory import BadInputError, GrowingMetrics, RunDirectory, read_run, step_line
 
-    metrics, judge, config = GrowingMetrics(RunDirectory(run).metrics), RunningJudge(), None
+    metrics, config = GrowingMetrics(RunDirectory(run).metrics), None
     with exit_on(BadInputError):
         if not run.is_dir():
             raise BadInputError(f"{run} is not a run directory; give the folder that will hold metrics.jsonl")
+        null = None
+        if RunDirectory(run).null.exists():
+            from rollcorr.diagnostics.null import noise_beside  # it needs Arrow
+
+            null = noise_beside(run)
+        judge = RunningJudge(null)
         while True:
             new = metrics.new_steps()
             if new.again:
                 typer.echo("the run went on from an earlier step")
-                judge = RunningJudge()
+                judge = RunningJudge(null)
             if new.steps and config is None:
                 config = read_run(run).config
             for step in new.steps:
@@ -46,11 +55,20 @@ def watch(
                 for finding in changes.passed:
                     typer.secho(f"step {step['step']}: has passed: {finding.title}", fg="green")
             if once:
-                raise typer.Exit(1 if judge.alarms else 0)
+                _show_verdict(judge)
+                raise typer.Exit(judge.exit_code)
             try:
                 time.sleep(every)
             except KeyboardInterrupt as error:
+                _show_verdict(judge)
                 raise typer.Exit(130) from error
+
+
+def _show_verdict(judge: RunningJudge) -> None:
+    """The verdict on the run so far, in the words of `rollcorr report`."""
+    typer.secho(judge.verdict, fg={"healthy": "green", "unhealthy": "red"}.get(judge.verdict, "yellow"), bold=True)
+    for sentence in judge.not_judged:
+        typer.echo(sentence if "not judged" in sentence else f"not judged: {sentence}")
 
 
 @app.command()

@@ -1,12 +1,13 @@
-"""A correction at a glance: two lines, a short table, and a verdict on one batch.
+"""A correction at a glance: two lines, a short table, and whether one batch is within its limits.
 
-The verdict holds each number against the healthy range of its metric (`rollcorr.core.metric_registry`):
+Each number is held against the healthy range of its metric (`rollcorr.core.metric_registry`):
 
-    healthy       no number is beyond its limit
-    unhealthy     at least one is
-    not judged    nothing was measured: no response token, or no correction at all
+    within limits    no number is beyond its limit
+    unhealthy        at least one is
+    not judged       nothing was measured: no response token, or no correction at all
 
-`rollcorr.health` says more: it also has rules over several numbers, judges a run by its recent steps, and gives fixes.
+"Within limits" is less than the "healthy" of `rollcorr.health`: one batch does not tell whether both policies have the
+same weights. `rollcorr.health` has rules over several numbers, judges a run by its steps, and gives fixes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 FIRST = ("k3_kl", "rollout_is_mean", "rollout_is_eff_sample_size", "t_times_kl")
 """What to look at first; those that the configuration collects are shown."""
 
-Verdict = Literal["healthy", "unhealthy", "not judged"]
+Verdict = Literal["within limits", "unhealthy", "not judged"]
 
 
 class Shown(NamedTuple):
@@ -41,7 +42,7 @@ def verdict(metrics: Mapping[str, float]) -> Verdict:
     """The verdict on one batch, from its metrics by bare name."""
     if not metrics.get("token_count"):
         return "not judged"
-    return "unhealthy" if any(_is_unhealthy(name, value) for name, value in metrics.items()) else "healthy"
+    return "unhealthy" if any(_is_unhealthy(name, value) for name, value in metrics.items()) else "within limits"
 
 
 def short_text(correction: Correction) -> str:

@@ -203,7 +203,7 @@ class Correction:
     def summary(self) -> str:
         """The numbers to look at first, each with its healthy range, and a verdict: one device-to-host transfer.
 
-        The verdict is "healthy", "unhealthy" (a number is beyond its limit) or "not judged" (nothing was measured). It
+        The verdict is "within limits", "unhealthy" (one is beyond its limit) or "not judged" (nothing was measured). It
         looks at one batch; `rollcorr.health` also judges a run, and says what to do.
         """
         from rollcorr.correction.overview import summary_text

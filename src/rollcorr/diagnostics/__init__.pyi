@@ -5,6 +5,10 @@ from .installation import Installation as Installation
 from .installation import inspect_installation as inspect_installation
 from .log_check.check import CheckResult as CheckResult
 from .log_check.check import check_logs as check_logs
+from .log_check.log_null import null_of_logs as null_of_logs
+from .null.mismatch_profile import MismatchProfile as MismatchProfile
+from .null.null_file import MismatchNull as MismatchNull
+from .null.null_file import read_null as read_null
 from .provenance.estimate import estimate_provenance as estimate_provenance
 from .provenance.provenance_findings import Provenance as Provenance
 from .report.html_page import ReportData as ReportData

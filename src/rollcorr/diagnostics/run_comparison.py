@@ -10,7 +10,7 @@ from rich.table import Table
 from rollcorr.diagnostics.health.evidence import bare_metrics, history_of, recent_medians
 from rollcorr.diagnostics.health.health_check import HealthReport, health
 from rollcorr.diagnostics.numbers import HEADLINES, format_number
-from rollcorr.run_directory import Run
+from rollcorr.run_directory import Run, RunDirectory
 
 REWARD = "reward/mean"
 
@@ -51,9 +51,28 @@ def compare_runs(runs: Sequence[Run], metrics: Sequence[str] = ()) -> RunCompari
     return RunComparison(
         names=_short_names(runs),
         steps=tuple(len(run.series) for run in runs),
-        reports=tuple(health(run.series, run.config, diffusion=run.diffusion) for run in runs),
+        reports=tuple(run_health(run) for run in runs),
         values={name: tuple(values.get(name) for values in medians) for name in shown},
     )
+
+
+def run_health(run: Run, *, diffusion: bool = False) -> HealthReport:
+    """The verdict on a run, by the null in its directory where there is one.
+
+    Args:
+        run: from `rollcorr.read_run`.
+        diffusion: judge it as a diffusion sampler's, also where its configuration does not say so.
+
+    Raises:
+        BadInputError: the null cannot be read.
+    """
+    null = None
+    if RunDirectory(run.path).null.exists():
+        # Imported only for a null: it needs Arrow.
+        from rollcorr.diagnostics.null import noise_beside
+
+        null = noise_beside(run.path)
+    return health(run.series, run.config, diffusion=diffusion or run.diffusion, null=null)
 
 
 def comparison_table(comparison: RunComparison) -> Table:

@@ -12,6 +12,7 @@ from .completions import rollout_from_completions as rollout_from_completions
 from .ctranslate2 import CTranslate2Engine as CTranslate2Engine
 from .fused_scoring import score_responses_fused as score_responses_fused
 from .generation_settings import GenerationSettings as GenerationSettings
+from .null_rollouts import measure_null as measure_null
 from .remote_engine import RemoteEngine as RemoteEngine
 from .remote_engine import RemoteOptions as RemoteOptions
 from .remote_engine import ServerOptions as ServerOptions

@@ -21,6 +21,9 @@ from rollcorr.core.metric_registry import PREFIX
 from rollcorr.correction import Correction, PolicyLossOutput, correct
 from rollcorr.correction.rollout_correction import configuration_of
 from rollcorr.diagnostics.health.evidence import RECENT_STEPS
+from rollcorr.diagnostics.health.health_check import Verdict
+from rollcorr.diagnostics.health.noise import Noise
+from rollcorr.diagnostics.health.trend import WATCHED
 from rollcorr.monitor.field_names import FieldNames, read_fields
 from rollcorr.monitor.rank_exchange import RankExchange, objects_of_ranks
 from rollcorr.monitor.rollout_sample import CollectedRollouts, RolloutSample, check_log_can_be_written
@@ -95,7 +98,7 @@ class Monitor:
         self._exchange = RankExchange(group)
         self._writes = (context_group is None or context_group.rank() == 0) and self._exchange.rank == 0
         self._on_alarm = (on_alarm,) if callable(on_alarm) else tuple(on_alarm)
-        self._judge = RunningJudge()
+        self._judge = RunningJudge(_null_beside(self.directory))
         self._judged_config = self.config
         self._sample = rollouts
         self._sinks: list[Sink] = []
@@ -251,6 +254,16 @@ class Monitor:
         return self._judge.alarms
 
     @property
+    def verdict(self) -> Verdict:
+        """The verdict on the run so far: "healthy", "unhealthy" or "not judged", as `rollcorr report` has it."""
+        return self._judge.verdict
+
+    @property
+    def not_judged(self) -> tuple[str, ...]:
+        """What could not be judged so far, and why: a sentence each."""
+        return self._judge.not_judged
+
+    @property
     def transfers(self) -> int:
         """How often a step brought something to the host, rollout logs aside: once, or twice where a layout is new."""
         return self._exchange.transfers
@@ -291,7 +304,11 @@ class Monitor:
         return problem, earlier
 
     def _prepare(self, start: int | None, sinks: Sequence[str | Sink]) -> list[dict[str, Any]]:
-        """Make the directory, or make it that of a run which goes on after `start` steps; returns the last of these."""
+        """Make the directory, or make it that of a run which goes on after `start` steps.
+
+        Returns:
+            Those steps: the last ones whole, the others as far as a change since the start needs them.
+        """
         if start is not None and start < 0:
             raise ValueError(f"start is the number of steps that are done already, at least 0; got {start}")
         self._opened.enter_context(RunLock(self.directory.path))
@@ -312,7 +329,13 @@ class Monitor:
         self._opened.callback(self._file.close)
         for sink in sinks:
             self._sinks.append(named_sink(sink, self.directory, self.steps) if isinstance(sink, str) else sink)
-        return [metrics for metrics in earlier if metrics["step"] <= self.steps][-RECENT_STEPS:]
+        counted = [metrics for metrics in earlier if metrics["step"] <= self.steps]
+        needed = {"step", "token_count", "sequence_count", *WATCHED}
+        old = [
+            {name: value for name, value in metrics.items() if name.removeprefix(PREFIX) in needed}
+            for metrics in counted[:-RECENT_STEPS]
+        ]
+        return [*old, *counted[-RECENT_STEPS:]]
 
     def _drop_own_logs(self) -> None:
         """Remove the rollout logs of later steps that this rank has left; `drop_later_steps` knows the first rank's."""
@@ -350,6 +373,15 @@ class Monitor:
         for finding in changes.began:
             for callback in self._on_alarm:
                 callback(finding)
+
+
+def _null_beside(directory: RunDirectory) -> Noise | None:
+    """The noise of the null that was put into the directory, if any."""
+    if not directory.null.exists():
+        return None
+    from rollcorr.diagnostics.null import noise_beside  # it needs Arrow
+
+    return noise_beside(directory.path)
 
 
 def _plain(config: RolloutCorrectionConfig) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 The window is that of the health check: the last ten steps that measured a token. What it finds becomes an alarm once,
 and not again while it lasts. It has passed when it was absent for a whole window, so what hovers around a limit does
-not sound at every crossing. `rollcorr report` judges the same metrics with the whole run in view.
+not sound at every crossing. Lasting rises of the mismatch are looked for over the whole run, by the same detector as in
+`rollcorr report`.
 """
 
 from __future__ import annotations
@@ -15,9 +16,19 @@ from typing import Any, NamedTuple
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.finding import Finding
 from rollcorr.diagnostics.health.evidence import RECENT_STEPS, Evidence, bare_metrics
-from rollcorr.diagnostics.health.health_check import is_broken, judge
+from rollcorr.diagnostics.health.health_check import (
+    EXIT_CODES,
+    FIRST_STEPS,
+    Verdict,
+    is_broken,
+    judge,
+    unjudged,
+)
+from rollcorr.diagnostics.health.noise import Noise
+from rollcorr.diagnostics.health.trend import SeriesWatch
 
 _Key = tuple[str, str | None]
+_COUNTS = ("sequence_count", "token_count")
 
 
 class Changes(NamedTuple):
@@ -82,14 +93,40 @@ class RecentMedians(Mapping[str, float]):
 class RunningJudge:
     """The verdict on a run so far.
 
+    Args:
+        null: the noise of two policies that are the same, from a null; None: the first steps serve as one.
+
     Attributes:
         recent: the steps that it judges by.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, null: Noise | None = None) -> None:
         self.recent = RecentSteps()
+        self._null = null
+        self._watch = SeriesWatch()
+        self._first: list[tuple[int, dict[str, float]]] = []
+        self._counted: Counter[str] = Counter()
         self._alarms: dict[_Key, Finding] = {}
         self._absent: dict[_Key, int] = {}
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict so far, in the words of `HealthReport.verdict`."""
+        if self._alarms:
+            return "unhealthy"
+        return "not judged" if self.not_judged else "healthy"
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code that the commands have for the verdict."""
+        return EXIT_CODES[self.verdict]
+
+    @property
+    def not_judged(self) -> tuple[str, ...]:
+        """What could not be judged so far, and why: a sentence each."""
+        current = self.recent.history[-1][1] if self.recent.history else {}
+        evidence = Evidence(current=current, history=self._first, changes=self._watch.changes, noise=self._null)
+        return unjudged(evidence, counted=self._counted)[1]
 
     @property
     def alarms(self) -> tuple[Finding, ...]:
@@ -112,7 +149,13 @@ class RunningJudge:
             return Changes((), ())
         self._take(step, bare)
         history = list(self.recent.history)
-        evidence = Evidence(current=RecentMedians(history), history=history, config=config)
+        evidence = Evidence(
+            current=RecentMedians(history),
+            history=history,
+            config=config,
+            changes=self._watch.changes,
+            noise=self._null,
+        )
         report = judge(evidence, broken=self.recent.broken())
         found = {(finding.code, finding.metric): finding for finding in report.warnings}
 
@@ -131,6 +174,10 @@ class RunningJudge:
     def _take(self, step: int, bare: dict[str, float]) -> None:
         if bare.get("token_count", 1.0) > 0:
             self.recent.add(step, bare)
+            self._watch.add(step, bare)
+            if len(self._first) < 2 * FIRST_STEPS:
+                self._first.append((step, bare))
+            self._counted.update({name: bare[name] for name in _COUNTS if name in bare})
 
 
 def alarm_text(step: int, finding: Finding) -> str:

@@ -3,6 +3,7 @@
     RUN/run.lock                  who runs here now; see `rollcorr.run_directory.run_lock`
     RUN/history.json              which run this is, its first options and later changes of them
     RUN/config.yaml               the effective configuration; the checkpoints have it too
+    RUN/null.json                 what two correct policies differ by here, if you put it there: see `rollcorr null`
     RUN/metrics.jsonl             one JSON object per step, flushed at once; a number that is not finite is null
     RUN/rollouts/                 one Parquet file per step
     RUN/tensorboard/              the same metrics as events
@@ -34,6 +35,7 @@ class RunDirectory:
         path: the directory.
         history: which run this is, and how its options changed.
         config: the effective configuration.
+        null: what two correct policies differ by; the run does not write it, and its verdict reads it.
         metrics: one JSON object per step.
         rollouts: folder of the rollout logs.
         tensorboard: folder of the TensorBoard events.
@@ -47,6 +49,7 @@ class RunDirectory:
         self.path = path
         self.history = path / "history.json"
         self.config = path / "config.yaml"
+        self.null = path / "null.json"
         self.metrics = path / "metrics.jsonl"
         self.rollouts = path / "rollouts"
         self.tensorboard = path / "tensorboard"

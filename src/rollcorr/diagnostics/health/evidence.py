@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypedDict
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypedDict
 
 from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.diagnostics.health.noise import Noise
+from rollcorr.diagnostics.health.trend import Change, SeriesWatch
 
 RECENT_STEPS = 10
 """Steps at the end of a series that decide its verdict."""
@@ -34,12 +36,41 @@ class Evidence:
         history: (step, numbers by bare name) of every step that measured anything; empty without a series.
         config: the correction's configuration, when known.
         diffusion: the log-probs are densities of a diffusion sampler, not probabilities of tokens.
+        changes: metric → its latest lasting rise, of those that were watched and had one.
+        noise: the noise of a token, measured where both policies were the same; None without such a null.
     """
 
     current: Mapping[str, float]
     history: Sequence[tuple[int, Mapping[str, float]]] = ()
     config: RolloutCorrectionConfig | None = None
     diffusion: bool = False
+    changes: Mapping[str, Change] = field(default_factory=dict)
+    noise: Noise | None = None
+
+    @property
+    def level(self) -> Literal["token", "sequence", "geometric"] | None:
+        """The level of the weights. Without a configuration, a metric of theirs tells weights of sequences."""
+        if self.config is not None:
+            return self.config.rollout_is
+        return "sequence" if "rollout_is_log_max" in self.current else None
+
+    @property
+    def weights_in_force(self) -> bool:
+        """Whether weights reach the loss; without a configuration they may."""
+        return self.config is None or self.config.weights_reach_loss
+
+    @property
+    def sequences_in_force(self) -> bool:
+        """Whether weights of whole sequences reach the loss."""
+        return self.level == "sequence" and self.weights_in_force
+
+    @property
+    def rejection_in_force(self) -> bool:
+        """Whether anything rejects. A veto beside weights that are only measured is only measured too."""
+        if self.config is None or self.config.criteria:
+            return True
+        measured_only = self.config.rollout_is is not None and not self.config.apply_is
+        return self.config.rollout_token_veto_threshold is not None and not measured_only
 
     @property
     def measured(self) -> bool:
@@ -81,6 +112,14 @@ def history_of(series: Sequence[Metrics]) -> list[tuple[int, dict[str, float]]]:
     """(step, bare metrics) of the steps that measured a token; steps without a number count from 1."""
     bare = [(int(metrics.get("step", index)), bare_metrics(metrics)) for index, metrics in enumerate(series, start=1)]
     return [(step, metrics) for step, metrics in bare if metrics.get("token_count", 1.0) > 0]
+
+
+def changes_in(history: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, Change]:
+    """Metric → its latest lasting rise over a series."""
+    watch = SeriesWatch()
+    for step, metrics in history:
+        watch.add(step, metrics)
+    return watch.changes
 
 
 def recent_medians(history: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:

@@ -6,23 +6,40 @@ Judgments that need more than one number are the named functions of `rollcorr.di
 One dictionary of metrics is judged as it stands. A series (one dictionary per step) is judged by its recent steps: the
 median of the last ten that measured anything, so that one spike is not a verdict; what was wrong earlier and is no
 longer becomes a note. Limits are exclusive: a value at its limit is healthy (T × KL alone warns at the bound itself).
+They warn where what they are about is in force: a limit on weights where weights reach the loss, a limit on rejection
+where something rejects; elsewhere they are notes.
+
+Ranges say nothing about the weights of the two policies: those of a sampler that is never synchronized differ little at
+first. They are judged by a null, or by the run's own first steps; without either the verdict is "not judged".
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from statistics import median
 from typing import Literal
 
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.finding import Finding, HasFindings
 from rollcorr.core.health_ranges import HealthyRange
 from rollcorr.core.metric_registry import metric
+from rollcorr.diagnostics.health.causes import Folded, folded, with_causes
 from rollcorr.diagnostics.health.diffusion_rules import DIFFUSION_RULES
-from rollcorr.diagnostics.health.evidence import Evidence, Metrics, bare_metrics, history_of, recent_medians
-from rollcorr.diagnostics.health.rules import RULES
-from rollcorr.diagnostics.numbers import label
+from rollcorr.diagnostics.health.evidence import (
+    Evidence,
+    Metrics,
+    bare_metrics,
+    changes_in,
+    history_of,
+    recent_medians,
+)
+from rollcorr.diagnostics.health.noise import Noise, expected_from_noise
+from rollcorr.diagnostics.health.rules import COMPARISON, RULES
+from rollcorr.diagnostics.health.trend import WATCHED
+from rollcorr.diagnostics.numbers import format_number, label
 
 __all__ = ["Finding", "HealthReport", "health", "healthy_range", "is_broken", "judge", "limit_in_words"]
 
@@ -30,6 +47,26 @@ __all__ = ["Finding", "HealthReport", "health", "healthy_range", "is_broken", "j
 Verdict = Literal["healthy", "unhealthy", "not judged"]
 
 EXIT_CODES: Mapping[Verdict, int] = {"healthy": 0, "unhealthy": 1, "not judged": 3}
+
+FEWEST_SEQUENCES = 16
+"""Fewer sequences are not judged."""
+FEWEST_TOKENS = 100
+"""Fewer tokens are not judged."""
+FIRST_STEPS = 5
+"""The first steps of a run, which serve as its null where it has no other."""
+
+_OF_WEIGHTS = frozenset(
+    {
+        "rollout_is_mean",
+        "rollout_is_std",
+        "rollout_is_eff_sample_size",
+        "rollout_is_ratio_fraction_high",
+        "rollout_is_ratio_fraction_low",
+        "rollout_is_seq_max_deviation",
+    }
+)
+"""Ranges of the weights: they warn where weights reach the loss."""
+_GIVE_A_NULL = "measure a null (`rollcorr null`)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +80,8 @@ class HealthReport(HasFindings):
         judged_against: what the mismatch was compared with, e.g. "null.json" or "steps 1 to 5 of this run".
         not_judged: what could not be judged, and why: a sentence each. A report with such a sentence and without a
             warning is "not judged", never "healthy".
+        expected: metric → its value from noise alone, at this length and these thresholds.
+        expected_from: what noise that is, in words; empty where it is not known.
     """
 
     findings: tuple[Finding, ...]
@@ -50,6 +89,13 @@ class HealthReport(HasFindings):
     steps: int | None = None
     judged_against: str = ""
     not_judged: tuple[str, ...] = ()
+    expected: Mapping[str, float] = field(default_factory=dict, repr=False)
+    expected_from: str = ""
+
+    @property
+    def causes(self) -> tuple[Folded, ...]:
+        """The findings with what follows from them folded under them, warnings first."""
+        return folded(self.findings)
 
     @property
     def healthy(self) -> bool:
@@ -75,6 +121,8 @@ def health(
     *,
     series: Sequence[Metrics] = (),
     diffusion: bool = False,
+    null: Noise | None = None,
+    judged_against: str | None = None,
 ) -> HealthReport:
     """Judge the metrics of a batch, of a run, or of a log against their healthy ranges.
 
@@ -84,6 +132,9 @@ def health(
         config: the configuration that made them; the rules about thresholds need it.
         series: with one dictionary in `metrics`: the steps behind it, for the rules that need a history.
         diffusion: judge as a diffusion sampler's: its rules warn, and positive log-probs are densities.
+        null: the noise of two policies that are the same, from a null: the weights are judged by it.
+        judged_against: where the caller judges the weights itself: what it compares them with, or "". None: they are
+            judged here, by the null or the first steps, and a sentence says what was not.
 
     Returns:
         The report. Steps without a valid token (`token_count` 0) are never held against a range.
@@ -93,7 +144,24 @@ def health(
     else:
         history = history_of(metrics)
         current = recent_medians(history)
-    return judge(Evidence(current=current, history=history, config=config, diffusion=diffusion))
+    evidence = Evidence(
+        current=current,
+        history=history,
+        config=config,
+        diffusion=diffusion,
+        changes=changes_in(history),
+        noise=null,
+    )
+    report = judge(evidence)
+    against, not_judged = unjudged(evidence, judged_against)
+    noise = null or _own_noise(evidence)
+    return replace(
+        report,
+        judged_against=against,
+        not_judged=not_judged,
+        expected={} if noise is None else expected_from_noise(noise, current, config),
+        expected_from="" if noise is None else f"noise of {format_number(noise.sigma)} nats per token, {noise.source}",
+    )
 
 
 def judge(evidence: Evidence, *, broken: Iterable[str] | None = None) -> HealthReport:
@@ -121,8 +189,75 @@ def judge(evidence: Evidence, *, broken: Iterable[str] | None = None) -> HealthR
     distinct: dict[object, Finding] = {}
     for finding in findings:
         distinct.setdefault((finding.reason, finding.limit, finding.value), finding)
-    ordered = sorted(distinct.values(), key=lambda finding: finding.severity == "note")
-    return HealthReport(findings=tuple(ordered), values=current, steps=len(history) if history else None)
+    return HealthReport(
+        findings=with_causes(tuple(distinct.values())), values=current, steps=len(history) if history else None
+    )
+
+
+def unjudged(
+    evidence: Evidence, judged_against: str | None = None, *, counted: Mapping[str, float] | None = None
+) -> tuple[str, tuple[str, ...]]:
+    """What the weights were judged against, and what could not be judged: a sentence each.
+
+    Args:
+        evidence: the numbers, and their history.
+        judged_against: as in `health`.
+        counted: tokens and sequences of the whole run, where the history has only its first steps.
+    """
+    if not evidence.measured or not any(name in evidence.current for name in COMPARISON):
+        return "", (
+            "nothing was measured: no valid token has log-probs of both policies; let the engine return log-probs, "
+            "keep response_mask true on sampled tokens, and ask for a correction (the preset `disabled` measures "
+            "without correcting)",
+        )
+
+    # One step may be small where many are not.
+    sentences = []
+    for name, fewest in (("sequence_count", FEWEST_SEQUENCES), ("token_count", FEWEST_TOKENS)):
+        seen = sum(value for _, value in evidence.series(name)) or evidence.current.get(name, math.inf)
+        seen = seen if counted is None else counted.get(name, seen)
+        if seen < fewest:
+            what = name.removesuffix("_count")
+            sentences.append(f"too little data: {seen:,.0f} {what}s, and {fewest} are needed")
+
+    if judged_against is not None:
+        return judged_against, tuple(sentences)
+    if evidence.noise is not None and evidence.noise.is_null:
+        return evidence.noise.source, tuple(sentences)
+    against, sentence = _by_the_first_steps(evidence)
+    return against, (*sentences, sentence)
+
+
+def _by_the_first_steps(evidence: Evidence) -> tuple[str, str]:
+    """The first steps as a null, and what stays unjudged with it."""
+    steps = [step for step, _ in evidence.history]
+    if not any(name in evidence.current for name in WATCHED):
+        return "", f"weights not judged: no metric of the mismatch is there to compare, such as k3_kl; {_GIVE_A_NULL}"
+    if not steps:
+        return "", f"weights not judged: there is no null, and no series of steps to compare with; {_GIVE_A_NULL}"
+    if len(steps) < 2 * FIRST_STEPS:
+        few = f"{len(steps)} steps with a token, and {2 * FIRST_STEPS} are needed to compare with the first ones"
+        return "", f"weights not judged: there is no null, and there are {few}; {_GIVE_A_NULL}"
+    against = f"steps {steps[0]} to {steps[FIRST_STEPS - 1]} of this run"
+    since = "" if evidence.changes else f"unchanged since steps {steps[0]} to {steps[FIRST_STEPS - 1]}; "
+    return against, f"{since}the start was not judged; {_GIVE_A_NULL}"
+
+
+def _own_noise(evidence: Evidence) -> Noise | None:
+    """The noise of a token as the first steps measured it, or this batch."""
+    first = [spread for _, metrics in evidence.history[:FIRST_STEPS] if (spread := _spread_of(metrics)) is not None]
+    if len(evidence.history) >= 2 * FIRST_STEPS and first:
+        return Noise(sigma=median(first), source="as in the first steps of this run, which were not judged")
+    spread = _spread_of(evidence.current)
+    return None if spread is None else Noise(sigma=spread, source="as observed here; the noise itself was not judged")
+
+
+def _spread_of(metrics: Mapping[str, float]) -> float | None:
+    """σ of a token, from the spread of the log-ratio or from k3 = σ²/2."""
+    if "log_ratio_std" in metrics:
+        return metrics["log_ratio_std"]
+    k3 = metrics.get("k3_kl", 0.0)
+    return math.sqrt(2 * k3) if k3 > 0 else None
 
 
 @lru_cache(maxsize=1024)
@@ -179,17 +314,29 @@ def _range_finding(name: str, evidence: Evidence) -> Finding | None:
         value = max(earlier, key=lambda x: abs(x - (_breached(limits, x) or 0.0)))
         verb, since = "was", f" in {when['steps']} of {len(evidence.series(name))} steps"
 
+    in_force = _in_force(name, evidence)
     return Finding(
-        code="out_of_range",
+        code="out_of_range" if broken_now else "recovered",
         metric=name,
         title=f"{label(name)} {verb} {_where(limits, value)}{since}",
         value=value,
         limit=limit_in_words(limits),
-        reason=limits.reason,
+        reason=limits.reason if in_force else f"{limits.reason} (measured only: not in force here)",
         fix=limits.fix,
-        severity="warning" if broken_now else "note",
+        severity="warning" if broken_now and in_force else "note",
         **when,
     )
+
+
+def _in_force(name: str, evidence: Evidence) -> bool:
+    """Whether what a range is about acts on the loss here."""
+    if name == "rollout_is_seq_max_deviation" and evidence.level == "token":
+        return False
+    if name in _OF_WEIGHTS:
+        return evidence.weights_in_force
+    if name.endswith("masked_fraction") or name == "rollout_is_veto_fraction":
+        return evidence.rejection_in_force
+    return True
 
 
 def _where(limits: HealthyRange, value: float) -> str:

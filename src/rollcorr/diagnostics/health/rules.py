@@ -12,6 +12,8 @@ from collections.abc import Callable
 
 from rollcorr.config.finding import Finding, Severity
 from rollcorr.diagnostics.health.evidence import Evidence
+from rollcorr.diagnostics.health.trend import FACTOR, Change
+from rollcorr.diagnostics.numbers import format_number
 
 SAFETY_BOUND = 20.0
 """T × KL at which sequence weights are clamped, when no configuration says otherwise."""
@@ -24,30 +26,47 @@ SUSTAINED_REJECTION = 0.1
 FIRST_STEPS = 50
 FIRST_STEPS_LOG_PPL_GAP = 1.0
 PINNED_SHARE = 0.5
+NOT_IN_USE = " (sequence weights are not in use)"
 LOW_WEIGHT = 0.5
 
-_COMPARISON = ("kl", "k3_kl", "log_ratio_abs_mean", "chi2_token")
+ABOVE_NULL = 3.0
+"""k3 over that of a null, above which the weights are not the same."""
 
+LEAST_K3 = 1e-9
+"""k3 in nats that float32 rounding of the log-probs alone may cause."""
 
-def nothing_measured(evidence: Evidence) -> Finding | None:
-    """No valid token was compared: there is nothing to call healthy."""
-    if evidence.measured and any(name in evidence.current for name in _COMPARISON):
-        return None
-    return Finding(
-        code="nothing_measured",
-        metric="token_count",
-        title="nothing was measured",
-        value=0.0,
-        limit="more than 0",
-        reason="no valid token has log-probs of both policies, so the mismatch is unknown",
-        fix="let the engine return log-probs, keep response_mask true on sampled tokens, and ask for a correction "
-        "(the preset `disabled` measures without correcting)",
-    )
+RISES = ("k3_kl", "log_ratio_std")
+"""The metrics of which a lasting rise is one of the mismatch; the first one that rose is shown."""
+_RISE_WORDS = {
+    "frozen_sampler": (
+        "the mismatch has grown since the first steps: the sampler seems not to be synchronized",
+        "it grows with every update, as where the sampler keeps the weights of the start",
+        "check that the weight sync runs, reaches the process that samples, and covers every parameter",
+        "compare a checksum of one parameter on both sides after a sync, or sync by hand: k3 falls back to its start",
+    ),
+    "changed_at_step": (
+        "the mismatch rose {factor}-fold at step {onset} and stayed",
+        "a rise within one step is a change of the setup, not of the policy",
+        "look at what happened at that step: a sync that failed or stopped, a restarted engine, another setting, a "
+        "checkpoint that one side did not load",
+        "compare a checksum of one parameter on both sides after a sync, or sync by hand: k3 falls back to its start",
+    ),
+    "growing_mismatch": (
+        "the mismatch has been growing since step {onset}",
+        "it grows with the steps, as where a sync has stopped, or where the engine gets worse with its age",
+        "check the weight sync from that step on; then restart the engine, and look at the learning rate",
+        "sync by hand, and restart the engine: which of the two brings k3 back to its start tells the cause",
+    ),
+}
+"""Code of a rise → its title, reason, fix, and what would confirm it."""
+
+COMPARISON = ("kl", "k3_kl", "log_ratio_abs_mean", "chi2_token")
+"""Metrics of the mismatch: without any of them nothing was compared."""
 
 
 def identical_policies(evidence: Evidence) -> Finding | None:
     """Every difference is exactly 0: the metrics are degenerate, as when old_log_prob is a copy of rollout_log_prob."""
-    names = [name for name in _COMPARISON if name in evidence.current]
+    names = [name for name in COMPARISON if name in evidence.current]
     values = [value for name in names for value in (evidence.current[name], *evidence.recent(name))]
     if not evidence.measured or not values or any(values):
         return None
@@ -75,15 +94,18 @@ def horizon(evidence: Evidence) -> Finding | None:
         return None
     viable = evidence.get("max_viable_length")
     longest = "" if math.isnan(viable) else f" (viable up to about {viable:,.0f} tokens)"
+    unused = "" if evidence.sequences_in_force else NOT_IN_USE
     return Finding(
         code="horizon",
         metric="t_times_kl",
         title="responses are too long for sequence weights",
         value=value,
         limit=f"below {bound:g}, the safety bound",
-        reason=f"the typical sequence weight is exp(−T × KL); beyond the bound all are clamped to one value{longest}",
+        reason="the typical sequence weight is exp(−T × KL); beyond the bound all are clamped to one value"
+        f"{longest}{unused}",
         fix="use token weights or a per-token mean criterion (seq_mean_*), shorten responses, or lower the KL at "
         "its source: same sampling settings on both sides, higher rollout precision",
+        severity="warning" if evidence.sequences_in_force else "note",
         **evidence.when("t_times_kl", lambda value: value >= bound),
     )
 
@@ -103,6 +125,8 @@ def deceptive_effective_sample_size(evidence: Evidence) -> Finding | None:
         reason="most weights are clamped to the same safety bound: they are equal because all are extreme",
         fix="do not trust sequence weights here; compare the sampling settings (temperature, top-p, top-k), shorten "
         "responses, or use token weights",
+        severity=_weight_severity(evidence),
+        follows_from="saturation",
         **evidence.when("rollout_is_eff_sample_size", lambda value: value > ESS_NEAR_ONE),
     )
 
@@ -122,6 +146,7 @@ def saturation(evidence: Evidence) -> Finding | None:
         limit=f"at most {SATURATED:g}",
         reason="log weights beyond it are cut there: what they said is lost, and chi-squared understates the mismatch",
         fix="move from sequence to token or geometric level, or reject these sequences (seq_mean_k3, veto)",
+        severity=_weight_severity(evidence),
         **evidence.when(name, lambda value: value > SATURATED),
     )
 
@@ -254,15 +279,14 @@ def low_weights(evidence: Evidence) -> Finding | None:
     value = evidence.get(name)
     if not value > LOW_WEIGHT:
         return None
-    applied = evidence.config is not None and evidence.config.rollout_is == "sequence"
+    applied = evidence.sequences_in_force
     return Finding(
         code="low_weights",
         metric=name,
         title="most sequences would count for almost nothing",
         value=value,
         limit=f"at most {LOW_WEIGHT:g}",
-        reason="the sequence weight of most responses is below 1/C"
-        + ("" if applied else " (sequence level is not in use)"),
+        reason="the sequence weight of most responses is below 1/C" + ("" if applied else NOT_IN_USE),
         fix="stay with or move to token weights; shorten responses; lower the KL",
         severity="warning" if applied else "note",
         **evidence.when(name, lambda value: value > LOW_WEIGHT),
@@ -307,10 +331,77 @@ def contradicted_zeros(evidence: Evidence) -> Finding | None:
     )
 
 
+def frozen_sampler(evidence: Evidence) -> Finding | None:
+    """The mismatch grows from the first steps on, as where the sampler keeps its first weights."""
+    return _rise(evidence, "frozen_sampler", lambda change: change.from_start)
+
+
+def changed_at_step(evidence: Evidence) -> Finding | None:
+    """The mismatch rose within a step, and stayed."""
+    return _rise(evidence, "changed_at_step", lambda change: not change.from_start and change.shape == "step")
+
+
+def growing_mismatch(evidence: Evidence) -> Finding | None:
+    """The mismatch has grown since some step of the run."""
+    return _rise(evidence, "growing_mismatch", lambda change: not change.from_start and change.shape == "growth")
+
+
+def token_share_rose(evidence: Evidence) -> Finding | None:
+    """The token id explains more of the mismatch than at the start: rounding does not become systematic by itself."""
+    name = "log/token_id_share"
+    change = evidence.changes.get(name)
+    if change is None:
+        return None
+    beside = next((metric for metric in RISES if metric in evidence.changes), None)
+    return Finding(
+        code="token_share_rose",
+        metric=name,
+        title=f"the token id explains more of the difference since step {change.onset}",
+        value=change.value,
+        limit=f"about {format_number(change.baseline)}, as before",
+        reason="rounding differs from token to token by chance; where the token itself decides, the weights differ",
+        fix=_RISE_WORDS["changed_at_step"][2],
+        severity="note" if change.is_over else "warning",
+        first_step=change.onset,
+        steps=change.lasted,
+        confidence=change.z**2 / (1 + change.z**2),
+        evidence=_rise_evidence(change),
+        follows_from=None if beside is None else _rise_code(evidence.changes[beside]),
+    )
+
+
+def above_null(evidence: Evidence) -> Finding | None:
+    """k3 is several times that of a null."""
+    value, noise = evidence.get("k3_kl"), evidence.noise
+    if noise is None or not noise.is_null:
+        return None
+    expected = noise.sigma**2 / 2 if noise.k3 is None else noise.k3
+    limit = ABOVE_NULL * max(expected, LEAST_K3)
+    if not value >= limit:
+        return None
+    return Finding(
+        code="above_null",
+        metric="k3_kl",
+        title=f"the mismatch is {format_number(value / max(expected, LEAST_K3))} times that of {noise.source}",
+        value=value,
+        limit=f"below {ABOVE_NULL:g} times {format_number(expected)}",
+        reason="two policies with the same weights differ by less on this engine",
+        fix="check the weight sync: every parameter (output head, tied and renamed ones, adapters), its version at the "
+        "time of sampling, and a quantization of the sampler",
+        confirm="score a few of these rows with the sampler's own weights: the excess vanishes",
+        evidence={"k3": value, "expected_k3": expected},
+        **evidence.when("k3_kl", lambda value: value >= limit),
+    )
+
+
 Rule = Callable[[Evidence], Finding | None]
 
 RULES: tuple[Rule, ...] = (
-    nothing_measured,
+    above_null,
+    frozen_sampler,
+    changed_at_step,
+    growing_mismatch,
+    token_share_rose,
     identical_policies,
     deceptive_effective_sample_size,
     horizon,
@@ -326,8 +417,55 @@ RULES: tuple[Rule, ...] = (
 )
 
 
+def _rise(evidence: Evidence, code: str, applies: Callable[[Change], bool]) -> Finding | None:
+    """The finding of a lasting rise: of k3, else of the spread of the log-ratio."""
+    name = next((metric for metric in RISES if metric in evidence.changes), None)
+    if name is None or not applies(evidence.changes[name]):
+        return None
+    change = evidence.changes[name]
+    title, reason, fix, confirm = _RISE_WORDS[code]
+    until = ""
+    if change.ended is not None:
+        until = f"; it was back at its start from step {change.ended} on"
+    return Finding(
+        code=code,
+        metric=name,
+        title=title.format(onset=change.onset, factor=format_number(change.factor)),
+        value=change.value,
+        limit=f"at most {FACTOR:g} times {format_number(change.baseline)}, its start",
+        reason=f"it rose {format_number(change.factor)}-fold in {change.lasted} steps{until}; {reason}",
+        fix=fix,
+        confirm=confirm,
+        severity="note" if change.is_over else "warning",
+        first_step=change.onset,
+        steps=change.lasted,
+        confidence=change.z**2 / (1 + change.z**2),
+        evidence=_rise_evidence(change),
+    )
+
+
+def _rise_code(change: Change) -> str:
+    if change.from_start:
+        return "frozen_sampler"
+    return "changed_at_step" if change.shape == "step" else "growing_mismatch"
+
+
+def _rise_evidence(change: Change) -> dict[str, float]:
+    return {
+        "baseline": change.baseline,
+        "factor": change.factor,
+        "onset": float(change.onset),
+        "found_at_step": float(change.found),
+    }
+
+
 def _saturated(evidence: Evidence) -> float:
     return evidence.get("saturated_low_fraction") + evidence.get("saturated_high_fraction")
+
+
+def _weight_severity(evidence: Evidence) -> Severity:
+    """A limit on weights warns where they reach the loss."""
+    return "warning" if evidence.weights_in_force else "note"
 
 
 def _diffusion_severity(evidence: Evidence) -> Severity:

@@ -7,21 +7,30 @@ shards that depend on it alone, so any number of readers gives the same numbers 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rollcorr.config import Finding, RolloutCorrectionConfig, resolve
 from rollcorr.config.checks import in_one_line
 from rollcorr.config.yaml_text import read_yaml
 from rollcorr.core.metric_registry import finalize
+from rollcorr.diagnostics.health.causes import COURSE, with_causes
 from rollcorr.diagnostics.health.evidence import bare_metrics
 from rollcorr.diagnostics.health.health_check import HealthReport, health
-from rollcorr.diagnostics.log_check.denoising import DENOISING_COLUMNS, has_exact_kl, timestep_values
-from rollcorr.diagnostics.log_check.shard_readers import read_shards
-from rollcorr.diagnostics.log_check.tally import COLUMNS, KEPT_COLUMNS, Measurement, Part, Tally, merge_parts
+from rollcorr.diagnostics.hypotheses import rank_hypotheses
+from rollcorr.diagnostics.log_check.log_null import first_steps_null
+from rollcorr.diagnostics.log_check.log_tally import LogTally, read_log
+from rollcorr.diagnostics.log_check.tally import Part, Tally, merge_parts
+from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
+from rollcorr.diagnostics.null.null_file import FEW_TOKENS, MismatchNull
+from rollcorr.diagnostics.null.origin import Origin
+from rollcorr.diagnostics.null.run_null import noise_of
+from rollcorr.diagnostics.null.version_cells import judge_versions
+from rollcorr.diagnostics.null.weight_judgment import NOT_JUDGED, WeightJudgment, judge_weights
 from rollcorr.diagnostics.provenance.provenance_findings import NOT_COMPARABLE, Provenance
-from rollcorr.rollout_log import FileLimits, RolloutBatch, Shard, log_files, log_shards, missing_column, read_shard
+from rollcorr.rollout_log import FileLimits, log_files
 from rollcorr.run_directory.stored_run import BadInputError
 
 DIAGNOSIS = RolloutCorrectionConfig(
@@ -71,6 +80,11 @@ class CheckResult:
         config: the configuration that was measured.
         remarks: what the reader should know about the input.
         interrupted: reading stopped before the end.
+        unreadable: what could not be read, a sentence for each file, where reading went on.
+        hypotheses: what may be wrong, most likely first, from the pairs of log-probs and from the comparison with a
+            null; those that make the verdict are also among the findings of `health`.
+        profile: the mismatch of all rows.
+        null: what it was compared with; None without any.
     """
 
     health: HealthReport
@@ -83,6 +97,10 @@ class CheckResult:
     config: RolloutCorrectionConfig
     remarks: tuple[str, ...]
     interrupted: bool
+    unreadable: tuple[str, ...]
+    hypotheses: tuple[Finding, ...]
+    profile: MismatchProfile = field(repr=False)
+    null: MismatchNull | None = field(repr=False)
 
 
 def check_logs(
@@ -91,9 +109,12 @@ def check_logs(
     *,
     train_column: str | None = None,
     diffusion: bool = False,
+    null: MismatchNull | None = None,
+    null_steps: tuple[int, int] | None = None,
     batch_size: int = 256,
     workers: int = 1,
     ray: str | None = None,
+    keep_going: bool = False,
     file_limits: FileLimits | None = None,
     column_names: Mapping[str, str] | None = None,
     on_rows: Callable[[int, int], None] | None = None,
@@ -106,11 +127,15 @@ def check_logs(
         train_column: where π is: old_log_prob or log_prob. None takes old_log_prob where recorded, else log_prob; with
             `bypass_mode` the other way round, because there old_log_prob is a copy of rollout_log_prob.
         diffusion: the log-probs are densities: positive ones are not a finding, and the diffusion rules warn.
+        null: what two correct policies differ by here (`read_null`, `null_of_logs`).
+        null_steps: instead, the first and the last step of this log that serve as its null: they are known to be right.
+            With neither, the first steps of a log of 10 steps or more do, and its start stays unjudged.
         batch_size: most rows that a reader has in memory at once; fewer where they are long.
         workers: processes that read. Several are started as new interpreters, so a script that asks for them needs
             `if __name__ == "__main__":`.
         ray: instead, the address of a Ray cluster whose nodes read: "auto", "local" or "ray://host:port". They need
             this package, and the files under the same names.
+        keep_going: judge what can be read where a file cannot; the verdict is then "not judged" at best.
         file_limits: what a file may hold; None for the defaults.
         column_names: column of the log → its name in the files, as in `read_rollout_log`.
         on_rows: called now and then with the rows read since the last call, and the rows of the whole log.
@@ -119,68 +144,84 @@ def check_logs(
         The result. After a KeyboardInterrupt it covers the rows read until then, and says so.
 
     Raises:
-        BadInputError: there is no row, or the log lacks the log-probs of a side.
+        BadInputError: there is no row, the log lacks the log-probs of a side, or the null is of another engine, other
+            sampling settings or another vocabulary.
         RolloutLogError: a log cannot be read; the message names file, row and column.
         ImportError: Ray is asked for and not installed.
         OSError: there is no cluster at the address, or a worker was killed.
     """
-    if train_column not in (None, "old_log_prob", "log_prob"):
-        raise BadInputError(f"the training side is old_log_prob or log_prob, not {train_column!r}")
-    if workers < 1 or (workers > 1 and ray is not None):
-        beside = " with a Ray cluster" if ray is not None else ""
-        raise BadInputError(f"workers={workers}{beside}; give 1 or more, or the cluster")
-
-    # A check counts what is missing and goes on.
-    if config.nonfinite == "raise":
-        config = replace(config, nonfinite="reject_token")
-
-    shards = log_shards([str(path) for path in paths], file_limits=file_limits, column_names=column_names)
-    total, tally = sum(shard.rows for shard in shards), Tally()
-    column, kept = train_column or "", False
-    try:
-        head = _first_batch(shards, batch_size)
-        if head is not None:
-            column = column or _train_column(head, config, shards[0])
-            _check_recorded(head, column, shards[0])
-        kept = head is not None and head.has("kept_offsets")
-        denoising = head is not None and head.has("dimensions")
-        diffusion = diffusion or denoising
-        measurement = Measurement(
-            config=config,
-            train_column=column,
-            batch_size=batch_size,
-            kept=kept,
-            denoising=denoising,
-            timesteps=timestep_values(shards, batch_size) if denoising else (),
-            with_exact_kl=denoising and head is not None and has_exact_kl(head),
+    if null is not None and null_steps is not None:
+        raise BadInputError(
+            f"a null ({null.name}) and steps {null_steps[0]}:{null_steps[1]} exclude each other; give one"
         )
-        told = (lambda rows: None) if on_rows is None else (lambda rows: on_rows(rows, total))
-        for part in read_shards(measurement, shards, told, workers=workers, ray=ray):
-            tally = tally.merge(part)
-    except KeyboardInterrupt:
-        tally = replace(tally, interrupted=True)
-    if not tally.parts:
-        seen = "nothing was read before the interrupt" if tally.interrupted else "there is no row"
-        raise BadInputError(f"{', '.join(map(str, paths))}: {seen}; give a log with at least one sequence")
+    read = read_log(
+        paths,
+        config,
+        train_column=train_column,
+        null_steps=null_steps,
+        batch_size=batch_size,
+        workers=workers,
+        ray=ray,
+        keep_going=keep_going,
+        file_limits=file_limits,
+        column_names=column_names,
+        on_rows=on_rows,
+    )
+    tally, column = read.tally, read.train_column
+    diffusion = diffusion or read.denoising
 
     remarks = [f"π is the column {column}, μ is rollout_log_prob"]
-    if denoising:
+    if read.denoising:
         remarks.append(
             "the tokens are denoising steps; weights and bounds are of the joint likelihood ratio, over all D"
         )
     remarks += [str(finding) for finding in tally.findings if finding.code not in _ABOUT_THE_POLICIES]
     if tally.interrupted:
-        remarks.append(f"interrupted: this covers {tally.rows} of {total} rows only")
+        remarks.append(f"interrupted: this covers {tally.rows} of {read.total} rows only")
+
+    remarks += [f"left out: {problem}" for problem in read.unreadable]
 
     # All rows together are judged. The steps are history, for the rules and the panels.
     whole = _metrics(merge_parts(tally.parts.values()))
     steps = sorted(step for step in tally.parts if step is not None)
     series = tuple({"step": step, **_metrics(tally.parts[step])} for step in steps) or ({"step": 0, **whole},)
-    verdict = health(whole, config, series=series if len(steps) > 1 else (), diffusion=diffusion)
     provenance = tally.sample.estimate()
-    found = _log_findings(tally, provenance, diffusion=diffusion, kept=kept)
+    found = _log_findings(tally, provenance, diffusion=diffusion, kept=read.kept)
+
+    # Densities of a diffusion sampler have no tokens, and rules of their own.
+    used, weights = None, WeightJudgment()
+    if not diffusion:
+        used, weights = _judge_weights(tally, null, null_steps)
+        remarks += weights.remarks
+    verdict = health(
+        whole,
+        config,
+        series=series if len(steps) > 1 else (),
+        diffusion=diffusion,
+        null=None if used is None else noise_of(used, is_null=False),  # the weights are judged by `judge_weights`
+        judged_against=_judged_against(read, weights, diffusion=diffusion),
+    )
+    versions = judge_versions(tally.versions) if not diffusion else ()
+    course = [finding for finding in verdict.findings if finding.code in COURSE]
+    hypotheses = rank_hypotheses(
+        pairs=(*found, *provenance.findings), profile=weights.findings, series=(*versions, *course)
+    )
+
+    # A hypothesis is shown once, and what only measures the mismatch goes under the one that explains it.
+    causes = [finding for finding in hypotheses if finding.severity != "note"]
+    named = {finding.code for finding in hypotheses}
+    others = [finding for finding in (*found, *verdict.findings) if finding.code not in named]
+    notes = [finding for finding in (*weights.findings, *course) if finding.severity == "note"]
     return CheckResult(
-        health=replace(verdict, findings=(*verdict.warnings, *found, *verdict.notes)),
+        health=replace(
+            verdict,
+            findings=with_causes((*causes, *others, *notes, *_mixed(tally.origin))),
+            not_judged=(
+                *_partial(read),
+                *(_with_settings(sentence, hypotheses) for sentence in weights.not_judged),
+                *verdict.not_judged,
+            ),
+        ),
         metrics=whole,
         series=series,
         rows=tally.rows,
@@ -190,30 +231,47 @@ def check_logs(
         config=config,
         remarks=tuple(remarks),
         interrupted=tally.interrupted,
+        unreadable=read.unreadable,
+        hypotheses=hypotheses,
+        profile=tally.profile,
+        null=used,
     )
 
 
-def _first_batch(shards: Sequence[Shard], batch_size: int) -> RolloutBatch | None:
-    """The first batch of a log. The reader ends here, so that no part of the file stays in memory."""
-    if not shards:
-        return None
-    return next(read_shard(shards[0], columns=COLUMNS + KEPT_COLUMNS + DENOISING_COLUMNS, batch_size=batch_size), None)
+def _judged_against(read: LogTally, weights: WeightJudgment, *, diffusion: bool) -> str | None:
+    """What the weights were compared with; None where the health check is to say it."""
+    if read.with_exact_kl:
+        return "the exact KL of each step, which other weights would raise"
+    return None if diffusion else weights.judged_against
 
 
-def _train_column(batch: RolloutBatch, config: RolloutCorrectionConfig, shard: Shard) -> str:
-    """The column that π is taken from in the whole log, from what its first batch records."""
-    order = ("log_prob", "old_log_prob") if config.bypass_mode else ("old_log_prob", "log_prob")
-    found = next((name for name in order if batch.has(name)), None)
-    if found is None:
-        raise BadInputError(str(missing_column(order, batch, shard.source, so=", so there is no training side")))
-    return found
+def _with_settings(sentence: str, hypotheses: Sequence[Finding]) -> str:
+    """A sentence on the weights, which says that the settings agree if nothing speaks against it."""
+    agrees = sentence.startswith(NOT_JUDGED) and all(finding.severity == "note" for finding in hypotheses)
+    return f"settings agree; {sentence}" if agrees else sentence
 
 
-def _check_recorded(batch: RolloutBatch, train_column: str, shard: Shard) -> None:
-    """Both sides must be in the first batch: the rest of a log that lacks one need not be read."""
-    for column in ("rollout_log_prob", train_column):
-        if not batch.has(column):
-            raise BadInputError(str(missing_column([column], batch, shard.source)))
+def _judge_weights(
+    tally: Tally, null: MismatchNull | None, null_steps: tuple[int, int] | None
+) -> tuple[MismatchNull | None, WeightJudgment]:
+    """What the null says about the rows that are judged, and the null that was used."""
+    if null is not None:
+        remarks = null.check_origin(tally.origin, largest_id=tally.profile.ids.largest)
+        judged = judge_weights(tally.profile, null, sample=tally.sample)
+        return null, replace(judged, remarks=(*remarks, *judged.remarks))
+
+    # The steps of the null are not judged by themselves.
+    first = first_steps_null(tally, null_steps)
+    if first is None:
+        return None, judge_weights(tally.profile, None)
+    judged = judge_weights(
+        tally.profile.without(first.profile),
+        first,
+        sample=tally.sample,
+        leave_out=null_steps or (min(tally.first), max(tally.first)),
+        start_is_right=null_steps is not None,
+    )
+    return first, judged
 
 
 def _log_findings(tally: Tally, provenance: Provenance, *, diffusion: bool, kept: bool) -> list[Finding]:
@@ -227,6 +285,39 @@ def _log_findings(tally: Tally, provenance: Provenance, *, diffusion: bool, kept
     return found + [_implied(finding, kept=kept) for finding in provenance.warnings if finding.code in NOT_COMPARABLE]
 
 
+def _partial(read: LogTally) -> tuple[str, ...]:
+    """The sentence that a verdict on part of a log needs."""
+    if not read.unreadable:
+        return ()
+    some = "1 file" if len(read.unreadable) == 1 else f"{len(read.unreadable)} files"
+    return (f"this is the verdict on part of the log: {some} could not be read to the end",)
+
+
+def _mixed(origin: Origin) -> list[Finding]:
+    """Several settings, engines or models in one log: what holds for all rows together may not hold for each."""
+    mixed = {}
+    settings = [json.loads(text) for text in origin.sampling]
+    for name in dict.fromkeys(name for one in settings for name in one):
+        values = dict.fromkeys(str(one.get(name, "not recorded")) for one in settings)
+        if len(values) > 1:
+            mixed[name.replace("_", " ")] = tuple(values)
+    for name in ("engine", "engine_version", "model"):
+        if len(getattr(origin, name)) > 1:
+            mixed[name.replace("_", " ")] = getattr(origin, name)
+    if not mixed:
+        return []
+    return [
+        Finding(
+            code="mixed_settings",
+            metric="log/sampling",
+            title="the rows were not all sampled alike",
+            reason="; ".join(f"{name}: {', '.join(values)}" for name, values in mixed.items()),
+            fix="check the rows of each setting by themselves; a fault of some of them is diluted here",
+            severity="note",
+        )
+    ]
+
+
 def _metrics(part: Part) -> dict[str, float]:
     """The metrics of a part: the registry's, the reward, and what was counted in the raw log-probs."""
     metrics = finalize(part.statistics.read())
@@ -235,6 +326,9 @@ def _metrics(part: Part) -> dict[str, float]:
         metrics["reward/mean"] = part.reward / part.rewards
     metrics["log/zero_fraction"] = part.zeros / tokens if tokens else 0.0
     metrics["log/contradicted_zero_count"] = float(part.contradicted)
+    share = part.ids.share()
+    if share.tokens >= FEW_TOKENS:
+        metrics["log/token_id_share"] = share.share
     return metrics
 
 

@@ -10,40 +10,45 @@ from dataclasses import asdict
 
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from rollcorr.config.finding import Finding
 from rollcorr.diagnostics.health.health_check import HealthReport
-from rollcorr.diagnostics.numbers import HEADLINES, format_number
+from rollcorr.diagnostics.report.verdict_content import CONSEQUENCES, EXPECTED, ShownFinding, verdict_content
 
 
 def show_health(console: Console, health: HealthReport, *, subject: str, remarks: Sequence[str] = ()) -> None:
-    """Print the verdict, the headline numbers, then each finding with its reason and fix."""
+    """Print the verdict, the headline numbers, then each cause with its reason and fix, and what follows from it."""
+    content = verdict_content(health)
     style = {"healthy": "green", "unhealthy": "red", "not judged": "yellow"}[health.verdict]
-    found = f", {_count(len(health.warnings), 'finding')}" if health.warnings else ""
-    console.print(f"[bold {style}]{health.verdict}{found}[/]  {escape(subject)}")
-    for sentence in health.not_judged:
-        console.print(f"[yellow]not judged: {escape(sentence)}[/]")
+    console.print(f"[bold {style}]{content.headline}[/]  {escape(subject)}")
+    for sentence in content.sentences:
+        console.print(f"[yellow]{escape(sentence)}[/]")
     for remark in remarks:
         console.print(f"[dim]note: {escape(remark)}[/]")
 
-    numbers = {label: health.values[name] for name, label in HEADLINES.items() if name in health.values}
-    if numbers:
-        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-        for label, value in numbers.items():
-            table.add_row(label, format_number(value))
+    if content.numbers:
+        known = any(number.expected for number in content.numbers)
+        table = Table("", "measured", EXPECTED, box=None, show_header=known, padding=(0, 2, 0, 0), header_style="dim")
+        for number in content.numbers:
+            table.add_row(number.label, number.value, number.expected)
         console.print(table)
-    for finding in health.findings:
-        _show(console, finding)
+    for entry in content.entries:
+        _show(console, entry, depth=0)
 
 
 def to_json(health: HealthReport, **more: object) -> str:
-    """The verdict, its findings and the judged numbers as one JSON object; what is not finite becomes null."""
+    """The verdict, its findings and the judged numbers as one JSON object; what is not finite becomes null.
+
+    The findings are in the order of the terminal: a consequence comes after its cause, whose code is in `follows_from`.
+    """
     document = {
         "verdict": health.verdict,
         "not_judged": list(health.not_judged),
         "judged_against": health.judged_against,
+        "expected": dict(health.expected),
+        "expected_from": health.expected_from,
         "findings": [asdict(finding) for finding in health.findings],
         "metrics": dict(health.values),
         **more,
@@ -70,23 +75,21 @@ def row_progress() -> Iterator[Callable[[int, int], None]]:
         yield lambda rows, total: progress.update(task, advance=rows, total=total)
 
 
-def _show(console: Console, finding: Finding) -> None:
-    mark = "[bold red]✗[/]" if finding.severity == "warning" else "[dim]·[/]"
-    value = "" if finding.value is None else f" {format_number(finding.value)}, limit {finding.limit}"
-    when = f"; first at step {finding.first_step}, {_count(finding.steps, 'step')} in all" if finding.steps else ""
+def _show(console: Console, entry: ShownFinding, *, depth: int) -> None:
+    mark = "[dim]·[/]" if entry.finding.severity == "note" else "[bold red]✗[/]"
+    numbers = f": {escape(entry.numbers)}" if entry.numbers else ""
+    indent = 4 * depth
     console.print()
-    console.print(f"{mark} [bold]{escape(finding.title)}[/]: {escape(f'{finding.metric}{value}{when}')}")
+    console.print(Padding(f"{mark} [bold]{escape(entry.finding.title)}[/]{numbers}", (0, 0, 0, indent)))
 
-    table = Table(box=None, show_header=False, padding=(0, 1, 0, 2))
-    if finding.place:
-        table.add_row("first in", escape(finding.place))
-    table.add_row("why", escape(finding.reason))
-    table.add_row("fix", escape(finding.fix))
-    console.print(table)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
+    table = Table(box=None, show_header=False, padding=(0, 1, 0, 0))
+    for heading, text in entry.lines:
+        table.add_row(heading, escape(text))
+    console.print(Padding(table, (0, 0, 0, indent + 2)))
+    if entry.consequences:
+        console.print(Padding(f"[dim]{CONSEQUENCES}[/]", (0, 0, 0, indent + 2)))
+    for consequence in entry.consequences:
+        _show(console, consequence, depth=depth + 1)
 
 
 def _finite(value: object) -> object:

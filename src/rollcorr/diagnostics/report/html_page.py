@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from rollcorr.config.yaml_text import dump_yaml
 from rollcorr.core.metric_registry import PREFIX, metric
 from rollcorr.diagnostics.health.evidence import Metrics, bare_metrics, history_of
-from rollcorr.diagnostics.health.health_check import HealthReport, health, healthy_range
-from rollcorr.diagnostics.numbers import HEADLINES, format_number
+from rollcorr.diagnostics.health.health_check import HealthReport, healthy_range
+from rollcorr.diagnostics.numbers import format_number
+from rollcorr.diagnostics.run_comparison import run_health
 from rollcorr.run_directory.stored_run import Run
 
 try:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from rollcorr.diagnostics.log_check.check import CheckResult
 
 from rollcorr.diagnostics.report.plots import DARK, LIGHT, PANELS, REWARD, STEP_PANELS, Panel, draw, to_png
+from rollcorr.diagnostics.report.verdict_content import CONSEQUENCES, EXPECTED, verdict_content
 
 HTML_FILE = "report.html"
 
@@ -59,7 +61,7 @@ class ReportData:
 
 def run_report(run: Run, *, diffusion: bool = False) -> ReportData:
     """The report of a training run: judged by its recent steps, as a diffusion sampler's if it is one."""
-    verdict = health(run.series, run.config, diffusion=diffusion or run.diffusion)
+    verdict = run_health(run, diffusion=diffusion)
     measured = history_of(run.series)
     step, last = measured[-1] if measured else (run.series[-1]["step"], bare_metrics(run.series[-1]))
     return ReportData(
@@ -132,9 +134,11 @@ def render(data: ReportData, figures: Sequence[Mapping[str, Any]]) -> str:
         data=data,
         figures=figures,
         pictures=[{"title": title, "png": _base64(file.read_bytes())} for title, file in data.pictures],
-        headlines=headlines(data),
+        content=verdict_content(data.health),
+        consequences=CONSEQUENCES,
+        from_noise=EXPECTED,
         reward=reward_gain(data.series),
-        defined=[_definition(name, value) for name, value in data.metrics.items() if _is_known(name)],
+        defined=[_definition(name, value, data.health) for name, value in data.metrics.items() if _is_known(name)],
         others={name: value for name, value in data.metrics.items() if not _is_known(name)},
         checked=sum(_can_warn(name) for name in data.health.values),
     )
@@ -150,16 +154,6 @@ def series_by_name(series: Sequence[Metrics]) -> dict[str, list[tuple[int, float
             if measured or name.startswith("reward/"):
                 found.setdefault(name, []).append((step, value))
     return found
-
-
-def headlines(data: ReportData) -> list[dict[str, Any]]:
-    """The numbers at the top: label, value, and whether a warning is about it."""
-    alarming = {finding.metric for finding in data.health.warnings}
-    return [
-        {"name": name, "label": label, "value": data.health.values[name], "alarming": name in alarming}
-        for name, label in HEADLINES.items()
-        if name in data.health.values
-    ]
 
 
 def reward_gain(series: Sequence[Metrics], *, window: int = 10) -> dict[str, float] | None:
@@ -189,10 +183,16 @@ def caption(panel: Panel, series: Mapping[str, Sequence[tuple[int, float]]]) -> 
     return "; ".join(parts)
 
 
-def _definition(name: str, value: float) -> dict[str, Any]:
+def _definition(name: str, value: float, health: HealthReport) -> dict[str, Any]:
     found = metric(name)
-    ideal = found.healthy.ideal if found.healthy is not None else ""
-    return {"name": found.name, "value": value, "unit": found.unit, "formula": found.formula, "ideal": ideal}
+    return {
+        "name": found.name,
+        "value": value,
+        "expected": health.expected.get(name),
+        "unit": found.unit,
+        "formula": found.formula,
+        "ideal": found.healthy.ideal if found.healthy is not None else "",
+    }
 
 
 def _is_known(name: str) -> bool:

@@ -1,0 +1,235 @@
+"""When a series changed for the worse: one metric over the steps, at a cost per step that does not grow with the run.
+
+The values are looked at by their logarithm, because a mismatch grows by factors. Against the median of the first steps
+a cumulative sum (Page, 1954) collects what exceeds an allowance:
+
+    x_t = ln value_t            m = median of the first 5 to 20 steps, more of them where the steps are noisy
+    S_t = max(0, S_{t−1} + min(x_t − m − allowance, cap))            a change is found when S_t > limit
+
+The cap keeps single spikes from being a change. What grows from the first step on has no steps that were well, so the
+first steps are also asked for a trend (Mann, 1945). The onset is looked for when a change is found, and twice more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from statistics import median
+
+from rollcorr.diagnostics.health.onset import Shape, onset_of
+
+FEWEST_FIRST_STEPS = 5
+MOST_FIRST_STEPS = 20
+BASELINE_ERROR = 0.14
+"""Standard error of the baseline, nats, for which more of the first steps are taken."""
+FACTOR = 2.4
+"""A metric may grow by this factor over a run without being a finding."""
+NOISY = 0.4
+"""Spread from step to step, nats, beyond which the allowance grows with it."""
+LIMIT = 3.0
+"""Nats above the allowance, summed over the steps, at which a change is found."""
+CAP = 1.2
+"""The most that one step adds, nats."""
+FEWEST_STEPS = 3
+"""Consecutive steps above the allowance that a change needs."""
+TREND_STEPS = 40
+"""First steps that are asked for a trend."""
+TREND_Z = 3.4
+"""Standard errors of Mann's statistic for a trend: about 1 of 3,000 series without one."""
+TREND_FACTOR = 3.0
+"""Growth that a trend needs besides, from the first three steps to the last three."""
+REMEMBERED = 200
+"""Steps in which an onset is looked for."""
+SETTLED = 20
+"""Steps after a change was found in which its onset is looked for again."""
+NOISE_STEPS = 30
+"""Steps that tell how noisy a metric is."""
+WELL_STEPS = 5
+"""Consecutive steps within the allowance after which a change has ended."""
+LEAST_SPREAD = 0.05
+"""A spread below this, nats, is taken for it: a few steps may be alike by chance."""
+WATCHED: Mapping[str, float] = {"k3_kl": 1e-11, "log_ratio_std": 4.5e-6, "log/token_id_share": 0.05}
+"""The metrics that are watched, and the smallest value that counts: below it a change is rounding, or means nothing."""
+AT_START = 5
+"""A change that began within this many steps has no steps before it that were well."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A lasting rise of a metric.
+
+    Attributes:
+        onset: the step with which it began.
+        found: the step at which it was found.
+        shape: it rose at once, or goes on growing.
+        from_start: it began with the first steps, so that no steps before it were well.
+        baseline: the median before it, or the first value where there is none.
+        value: the median of the latest steps.
+        z: ln(value / baseline) in standard errors of the two medians, by the noise from step to step.
+        ended: the step from which on the metric was well again; None while the change lasts.
+        well: steps measured since it ended.
+        lasted: steps from the onset to the end, or to now.
+    """
+
+    onset: int
+    found: int
+    shape: Shape
+    from_start: bool
+    baseline: float
+    value: float
+    z: float
+    ended: int | None
+    well: int
+    lasted: int
+
+    @property
+    def factor(self) -> float:
+        """By what the metric has grown."""
+        return self.value / self.baseline
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the metric has been well for as long as the change took: what it came from would have come back."""
+        return self.ended is not None and self.well >= max(self.lasted, 2 * WELL_STEPS)
+
+
+class SeriesWatch:
+    """Watches every metric of `WATCHED` over the steps of a run."""
+
+    def __init__(self) -> None:
+        self._detectors: dict[str, ChangeDetector] = {}
+
+    def add(self, step: int, bare: Mapping[str, float]) -> None:
+        """Take the metrics of a step in, by bare name."""
+        for name, least in WATCHED.items():
+            if name in bare:
+                self._detectors.setdefault(name, ChangeDetector()).add(step, max(bare[name], least))
+
+    @property
+    def changes(self) -> dict[str, Change]:
+        """Metric → its latest change, of those that had one."""
+        return {name: found.change for name, found in self._detectors.items() if found.change is not None}
+
+
+class ChangeDetector:
+    """Watches one positive metric for a lasting rise. Each step costs the same, however long the run is."""
+
+    def __init__(self) -> None:
+        self.changes: list[Change] = []
+        self._values: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)
+        self._first: list[float] = []
+        self._differences: deque[float] = deque(maxlen=NOISE_STEPS)
+        self._steps = self._well = self._above = self._since_found = 0
+        self._sum = self._trend = 0.0
+        self._start_is_remembered = True
+
+    @property
+    def change(self) -> Change | None:
+        """The latest change; None when there was none."""
+        return self.changes[-1] if self.changes else None
+
+    @property
+    def lasting(self) -> bool:
+        """Whether a change was found that has not ended."""
+        return bool(self.changes) and self.changes[-1].ended is None
+
+    def add(self, step: int, value: float) -> None:
+        """Take a step in. A value that is not positive and finite is left out: it has no logarithm."""
+        if not (value > 0 and math.isfinite(value)):
+            return
+        x = math.log(value)
+        if self._values:
+            self._differences.append(x - self._values[-1][1])
+        self._start_is_remembered &= len(self._values) < REMEMBERED
+        self._values.append((step, x))
+        self._steps += 1
+
+        excess = self._excess(x)
+        self._sum = max(0.0, self._sum + min(excess, CAP))
+        self._above = self._above + 1 if excess > 0 else 0
+        grows = self._has_trend(x)
+        if self.lasting:
+            self._follow(step, x, excess)
+        elif grows or (self._sum > LIMIT and self._above >= FEWEST_STEPS):
+            self._well = self._since_found = 0
+            self.changes.append(self._located(found=step))
+        elif self.changes:
+            self.changes[-1] = replace(self.changes[-1], well=self.changes[-1].well + 1)
+
+    def _excess(self, x: float) -> float:
+        """How far a value lies above the baseline and its allowance, nats. The baseline is fixed once it is known."""
+        spread = self._spread()
+        needed = math.ceil((1.25 * spread / BASELINE_ERROR) ** 2)  # the error of a median is 1.25 σ / √n
+        needed = min(max(needed, FEWEST_FIRST_STEPS), MOST_FIRST_STEPS)
+        suspicious = self._sum > 0 and len(self._first) >= FEWEST_FIRST_STEPS
+        if len(self._first) < needed and not suspicious and not self.changes:
+            self._first.append(x)
+        if len(self._first) < FEWEST_STEPS:
+            return 0.0
+        return x - median(self._first) - math.log(FACTOR) - 0.5 * max(0.0, spread - NOISY)
+
+    def _spread(self) -> float:
+        """Standard deviation from step to step, nats, by the median: neither spikes nor a steady growth count."""
+        if len(self._differences) < FEWEST_STEPS:
+            return 2 * LEAST_SPREAD
+        middle = median(self._differences)
+        deviation = median(abs(difference - middle) for difference in self._differences)
+        return max(LEAST_SPREAD, deviation / (0.6745 * math.sqrt(2)))
+
+    def _error(self) -> float:
+        """Standard error of the difference of two medians: of the first steps, and of the latest three."""
+        return 1.25 * self._spread() * math.sqrt(1 / FEWEST_FIRST_STEPS + 1 / FEWEST_STEPS)
+
+    def _has_trend(self, x: float) -> bool:
+        """Whether the first steps grow, by Mann's count of pairs in order, and by how much."""
+        if self._steps > TREND_STEPS or self.changes:
+            return False
+        earlier = [value for _, value in self._values][:-1]
+        self._trend += sum((x > value) - (x < value) for value in earlier)
+        if self._steps < 2 * FEWEST_STEPS:
+            return False
+        n = self._steps
+        z = self._trend / math.sqrt(n * (n - 1) * (2 * n + 5) / 18)
+        grown = median([*earlier[-2:], x]) - median(earlier[:3])
+        return z >= TREND_Z and grown > math.log(TREND_FACTOR)
+
+    def _follow(self, step: int, x: float, excess: float) -> None:
+        """Go on with a change that lasts: look for its onset with more steps for a while, and for its end."""
+        change = self.changes[-1]
+        self._since_found += 1
+        if self._since_found in (SETTLED // 2, SETTLED):
+            change = self._located(found=change.found)
+        latest = median(value for _, value in list(self._values)[-FEWEST_STEPS:])
+        z = (latest - math.log(change.baseline)) / self._error()
+        change = replace(change, value=math.exp(latest), z=z, lasted=step - change.onset + 1)
+
+        self._well = self._well + 1 if excess <= 0 else 0
+        if self._well >= WELL_STEPS:
+            steps = [number for number, _ in self._values]
+            ended = steps[-self._well]
+            change = replace(change, ended=ended, well=self._well, lasted=ended - change.onset)
+            self._sum, self._values = 0.0, deque(list(self._values)[-self._well :], maxlen=REMEMBERED)
+            self._start_is_remembered = False
+        self.changes[-1] = change
+
+    def _located(self, *, found: int) -> Change:
+        """The change with the onset that fits the remembered values best."""
+        steps = [step for step, _ in self._values]
+        values = [value for _, value in self._values]
+        place, shape = onset_of(values)
+        before = values[:place] or values[:1]
+        level, latest = median(before[-MOST_FIRST_STEPS:]), median(values[-FEWEST_STEPS:])
+        return Change(
+            onset=steps[place],
+            found=found,
+            shape=shape,
+            from_start=self._start_is_remembered and place < AT_START,
+            baseline=math.exp(level),
+            value=math.exp(latest),
+            z=(latest - level) / self._error(),
+            ended=None,
+            well=0,
+            lasted=steps[-1] - steps[place] + 1,
+        )

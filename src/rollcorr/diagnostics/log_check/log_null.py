@@ -1,0 +1,122 @@
+"""The null of a log: `rollcorr null`, and the first steps of a log that is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.diagnostics.log_check.log_tally import read_log
+from rollcorr.diagnostics.log_check.tally import FIRST_STEPS, Tally
+from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
+from rollcorr.diagnostics.null.null_file import Kind, MismatchNull
+from rollcorr.diagnostics.null.sampled_rows import log_ratios
+from rollcorr.diagnostics.provenance.provenance_findings import NOT_COMPARABLE
+from rollcorr.rollout_log import FileLimits
+from rollcorr.run_directory.stored_run import BadInputError
+
+MEASUREMENT = RolloutCorrectionConfig(rollout_is="token", apply_is=False)
+"""What a pass for a null measures besides the profile: as little as possible."""
+
+
+def null_of_logs(
+    paths: Sequence[str | Path],
+    *,
+    name: str = "null.json",
+    kind: Kind = "log",
+    train_column: str | None = None,
+    steps: tuple[int, int] | None = None,
+    workers: int = 1,
+    file_limits: FileLimits | None = None,
+    column_names: Mapping[str, str] | None = None,
+    on_rows: Callable[[int, int], None] | None = None,
+) -> MismatchNull:
+    """Measure the null of rollouts whose two sides are the same policy.
+
+    Args:
+        paths: files, folders (also run folders) or patterns.
+        name: what verdicts call it.
+        kind: "log", or "engine" where an engine made the rollouts for this purpose.
+        train_column: where π is: old_log_prob or log_prob; None as in `check_logs`.
+        steps: first and last step that count; None for all rows.
+        workers: processes that read.
+        file_limits: what a file may hold; None for the defaults.
+        column_names: column of the log → its name in the files.
+        on_rows: called now and then with the rows read since the last call, and the rows of the whole log.
+
+    Returns:
+        The null; `MismatchNull.save` writes it.
+
+    Raises:
+        BadInputError: there is no row or no row of these steps, the log lacks a side, or its two sides are visibly not
+            of one policy: other sampling settings, or a shift.
+        RolloutLogError: a log cannot be read.
+        KeyboardInterrupt: it was interrupted; part of a log is no null.
+    """
+    read = read_log(
+        paths,
+        MEASUREMENT,
+        train_column=train_column,
+        null_steps=steps,
+        workers=workers,
+        file_limits=file_limits,
+        column_names=column_names,
+        on_rows=on_rows,
+    )
+    if read.tally.interrupted:
+        raise KeyboardInterrupt
+    provenance = read.tally.sample.estimate()
+    for finding in provenance.warnings:
+        if finding.code in NOT_COMPARABLE:
+            raise BadInputError(f"this log is no null: {finding}")
+
+    profile = read.tally.profile if steps is None else _of_steps(read.tally, steps)
+    rows = read.tally.sample.rows
+    return MismatchNull(
+        name=name,
+        kind=kind,
+        profile=profile,
+        share=profile.share,
+        origin=read.tally.origin,
+        sample=tuple(log_ratios(rows[index] for index in sorted(rows))) if steps is None else (),
+    )
+
+
+def first_steps_null(tally: Tally, steps: tuple[int, int] | None) -> MismatchNull | None:
+    """The null that the first steps of a log make, or the steps that were asked for.
+
+    Without steps asked for, None where the log has fewer than twice `FIRST_STEPS`.
+
+    Raises:
+        BadInputError: the log has no step of those asked for, or no other.
+    """
+    recorded = [step for step in tally.parts if step is not None]
+    if steps is None and len(recorded) < 2 * FIRST_STEPS:
+        return None
+    lowest, highest = steps or (min(tally.first), max(tally.first))
+    profile = _of_steps(tally, (lowest, highest))
+    if not any(step < lowest or step > highest for step in recorded):
+        raise BadInputError(f"every step of this log lies in {lowest}:{highest}; nothing is left to be judged")
+    return MismatchNull(
+        name=f"steps {lowest} to {highest} of this log",
+        kind="first steps",
+        profile=profile,
+        share=profile.share,
+        origin=tally.origin,
+    )
+
+
+def _of_steps(tally: Tally, steps: tuple[int, int]) -> MismatchProfile:
+    """The profile of the steps that the tally kept apart.
+
+    Raises:
+        BadInputError: there are none.
+    """
+    profile = MismatchProfile().folded()
+    for part in tally.first.values():
+        profile = profile.merge(part)
+    if not profile.tokens:
+        known = sorted(step for step in tally.parts if step is not None)
+        has = f"it has {known[0]} to {known[-1]}" if known else "it records no steps"
+        raise BadInputError(f"no row of steps {steps[0]}:{steps[1]} in this log; {has}")
+    return profile

@@ -1,0 +1,179 @@
+"""One pass over a log, which `rollcorr check` and `rollcorr null` share: the column that π is in, and the tally."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.config.checks import in_one_line
+from rollcorr.diagnostics.log_check.denoising import DENOISING_COLUMNS, has_exact_kl, timestep_values
+from rollcorr.diagnostics.log_check.shard_readers import read_shards
+from rollcorr.diagnostics.log_check.tally import COLUMNS, KEPT_COLUMNS, Measurement, Tally
+from rollcorr.rollout_log import (
+    FileLimits,
+    RolloutBatch,
+    RolloutLogError,
+    Shard,
+    log_files,
+    log_shards,
+    missing_column,
+    read_shard,
+)
+from rollcorr.run_directory.stored_run import BadInputError
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LogTally:
+    """What a pass over a log gave.
+
+    Attributes:
+        tally: what was seen.
+        total: rows of the log; more than were read after an interrupt.
+        train_column: the column that π was taken from.
+        kept: the log has kept sets.
+        denoising: its tokens are denoising steps.
+        with_exact_kl: and it records what their exact KL needs.
+        unreadable: what could not be read, a sentence for each file.
+    """
+
+    tally: Tally
+    total: int
+    train_column: str
+    kept: bool
+    denoising: bool = False
+    with_exact_kl: bool = False
+    unreadable: tuple[str, ...] = ()
+
+
+def read_log(
+    paths: Sequence[str | Path],
+    config: RolloutCorrectionConfig,
+    *,
+    train_column: str | None = None,
+    null_steps: tuple[int, int] | None = None,
+    batch_size: int = 256,
+    workers: int = 1,
+    ray: str | None = None,
+    keep_going: bool = False,
+    file_limits: FileLimits | None = None,
+    column_names: Mapping[str, str] | None = None,
+    on_rows: Callable[[int, int], None] | None = None,
+) -> LogTally:
+    """Read a log once. Arguments and errors are those of `check_logs`."""
+    if train_column not in (None, "old_log_prob", "log_prob"):
+        raise BadInputError(f"the training side is old_log_prob or log_prob, not {train_column!r}")
+    if workers < 1 or (workers > 1 and ray is not None):
+        beside = " with a Ray cluster" if ray is not None else ""
+        raise BadInputError(f"workers={workers}{beside}; give 1 or more, or the cluster")
+
+    # A check counts what is missing and goes on.
+    if config.nonfinite == "raise":
+        config = replace(config, nonfinite="reject_token")
+
+    files = [str(path) for path in paths]
+    unreadable: list[str] = []
+    if keep_going:
+        shards, unreadable = _readable_shards(files, file_limits, column_names)
+    else:
+        shards = log_shards(files, file_limits=file_limits, column_names=column_names)
+    total, tally = sum(shard.rows for shard in shards), Tally()
+    column, kept, denoising, with_kl = train_column or "", False, False, False
+    try:
+        head, column, shards, without = _readable_head(shards, config, column, batch_size, keep_going=keep_going)
+        unreadable += without
+        kept = head is not None and head.has("kept_offsets")
+        denoising = head is not None and head.has("dimensions")
+        with_kl = denoising and head is not None and has_exact_kl(head)
+        measurement = Measurement(
+            config=config,
+            train_column=column,
+            batch_size=batch_size,
+            kept=kept,
+            null_steps=null_steps,
+            keep_going=keep_going,
+            denoising=denoising,
+            timesteps=timestep_values(shards, batch_size) if denoising else (),
+            with_exact_kl=with_kl,
+        )
+        told = (lambda rows: None) if on_rows is None else (lambda rows: on_rows(rows, total))
+        for part in read_shards(measurement, shards, told, workers=workers, ray=ray):
+            tally = tally.merge(part)
+    except KeyboardInterrupt:
+        tally = replace(tally, interrupted=True)
+    if not tally.parts:
+        problems = (*unreadable, *tally.unreadable)
+        seen = problems[0] if problems else "there is no row"
+        seen = "nothing was read before the interrupt" if tally.interrupted else seen
+        raise BadInputError(f"{', '.join(map(str, paths))}: {seen}; give a log with at least one sequence")
+    # A file in several shards is one file.
+    problems = tuple(dict.fromkeys((*unreadable, *tally.unreadable)))
+    return LogTally(
+        tally=tally,
+        total=total,
+        train_column=column,
+        kept=kept,
+        denoising=denoising,
+        with_exact_kl=with_kl,
+        unreadable=problems,
+    )
+
+
+def _readable_shards(
+    paths: Sequence[str], file_limits: FileLimits | None, column_names: Mapping[str, str] | None
+) -> tuple[list[Shard], list[str]]:
+    """The shards of the files that are whole, and what is wrong with the others."""
+    shards: list[Shard] = []
+    unreadable = []
+    for file in log_files(paths):
+        try:
+            found = log_shards([str(file)], file_limits=file_limits, column_names=column_names)
+        except (RolloutLogError, OSError) as error:
+            unreadable.append(in_one_line(error))
+            continue
+        before = sum(shard.rows for shard in shards)
+        shards += [replace(shard, before=before + shard.before) for shard in found]
+    return shards, unreadable
+
+
+def _readable_head(
+    shards: list[Shard], config: RolloutCorrectionConfig, column: str, batch_size: int, *, keep_going: bool
+) -> tuple[RolloutBatch | None, str, list[Shard], list[str]]:
+    """The first batch with both sides, the trainer's column, the shards from it on, and what the others lack."""
+    unreadable: list[str] = []
+    for number, shard in enumerate(shards):
+        try:
+            head = _first_batch([shard], batch_size)
+            if head is not None:
+                found = column or _train_column(head, config, shard)
+                _check_recorded(head, found, shard)
+                return head, found, shards[number:], unreadable
+        except (RolloutLogError, BadInputError) as error:
+            if not keep_going:
+                raise
+            unreadable.append(in_one_line(error))
+    return None, column, [], unreadable
+
+
+def _first_batch(shards: Sequence[Shard], batch_size: int) -> RolloutBatch | None:
+    """The first batch of a log. The reader ends here, so that no part of the file stays in memory."""
+    if not shards:
+        return None
+    return next(read_shard(shards[0], columns=COLUMNS + KEPT_COLUMNS + DENOISING_COLUMNS, batch_size=batch_size), None)
+
+
+def _train_column(batch: RolloutBatch, config: RolloutCorrectionConfig, shard: Shard) -> str:
+    """The column that π is taken from in the whole log, from what its first batch records."""
+    order = ("log_prob", "old_log_prob") if config.bypass_mode else ("old_log_prob", "log_prob")
+    found = next((name for name in order if batch.has(name)), None)
+    if found is None:
+        raise BadInputError(str(missing_column(order, batch, shard.source, so=", so there is no training side")))
+    return found
+
+
+def _check_recorded(batch: RolloutBatch, train_column: str, shard: Shard) -> None:
+    """Both sides must be in the first batch: the rest of a log that lacks one need not be read."""
+    for column in ("rollout_log_prob", train_column):
+        if not batch.has(column):
+            raise BadInputError(str(missing_column([column], batch, shard.source)))

@@ -1,0 +1,10 @@
+from .mismatch_profile import MismatchProfile as MismatchProfile
+from .null_file import MismatchNull as MismatchNull
+from .null_file import NullMismatchError as NullMismatchError
+from .null_file import read_null as read_null
+from .origin import Origin as Origin
+from .row_table import RowTable as RowTable
+from .run_null import noise_beside as noise_beside
+from .run_null import noise_of as noise_of
+from .token_share import TokenShare as TokenShare
+from .token_share import TokenSums as TokenSums

@@ -1,0 +1,92 @@
+"""A log's mismatch against that of a null: how much larger it is, and whether the token id explains more of it.
+
+The null predicts the log's k3 at the log's own probabilities, for noise depends on them more than on anything else.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
+from rollcorr.diagnostics.null.null_file import MismatchNull
+from rollcorr.diagnostics.null.token_share import TokenShare
+
+SYSTEMATIC = 0.1
+"""Relative difference of k3 that two nulls of one engine may have beyond chance: other prompts, other batches."""
+ROUNDING = 1e-9
+"""k3 in nats below which a mismatch is float32 rounding of the log-probs themselves, and no cause is looked for."""
+MIN_ROWS = 8
+"""Fewer rows have no standard error to speak of."""
+BIN_TOKENS = 50
+"""Tokens of the null that a bin of probabilities needs to predict the log's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Excess:
+    """A log's mismatch against a null.
+
+    Attributes:
+        k3: of the log, nats per token.
+        expected: what the null predicts at the log's probabilities, nats per token.
+        ratio: k3 / expected.
+        z: log ratio in standard errors, rows being independent, `SYSTEMATIC` included.
+        share: what the token id explains in the log.
+        null_share: and in the null.
+        excess_share: what it explains of the variance beyond the null's; NaN where there is none.
+    """
+
+    k3: float
+    expected: float
+    ratio: float
+    z: float
+    share: TokenShare
+    null_share: TokenShare
+    excess_share: float
+
+
+def compare_with_null(profile: MismatchProfile, null: MismatchNull) -> Excess:
+    """The numbers behind a judgment."""
+    expected = expected_k3(profile, null.profile)
+    k3 = profile.k3
+    ratio = k3 / max(expected, ROUNDING)
+    error = math.sqrt(_relative_variance(profile) + _relative_variance(null.profile) + SYSTEMATIC**2)
+    share, null_share = profile.share, null.share
+    more = share.variance - null_share.variance
+    return Excess(
+        k3=k3,
+        expected=expected,
+        ratio=ratio,
+        z=math.log(ratio) / error if ratio > 0 else 0.0,
+        share=share,
+        null_share=null_share,
+        excess_share=(share.between - null_share.between) / more if more > 0 else math.nan,
+    )
+
+
+def expected_k3(profile: MismatchProfile, null: MismatchProfile) -> float:
+    """k3 per token that the null predicts for tokens as probable as the log's, nats."""
+    count, _, _, k3 = null.by("surprise")
+    own = profile.by("surprise")[0]
+
+    # Bins that the null hardly visited take the mean of the nearest that it did.
+    filled = np.flatnonzero(count >= BIN_TOKENS)
+    if not len(filled) or not own.sum():
+        return null.k3
+    nearest = filled[np.abs(np.arange(len(count))[:, None] - filled).argmin(1)]
+    return float((own * (k3[nearest] / count[nearest])).sum() / own.sum())
+
+
+def _relative_variance(profile: MismatchProfile) -> float:
+    """Squared relative standard error of the mean k3, rows being independent."""
+    table = profile.rows
+    rows, total = len(table), float(table.column("sum_k3").sum())
+    if rows < MIN_ROWS or total <= 0:
+        return 1.0
+    tokens = table.column("tokens")
+    residual = table.column("sum_k3") - total / tokens.sum() * tokens
+
+    # The table is a sample of the rows; the mean is that of all of them.
+    return float((residual**2).sum() / total**2) * rows / max(profile.row_count, rows) * rows / (rows - 1)

@@ -1,0 +1,232 @@
+"""A null: what two correct policies differ by here, measured once and kept as a readable JSON file.
+
+A null is the mismatch profile of rollouts whose two sides are known to be the same policy: a log of the first steps of
+a run that was right, or rollouts that an engine made for it (`rollcorr.engines.measure_null`). A log is judged against
+a null of the same engine, sampling settings and vocabulary; another one is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollcorr.config.checks import in_one_line
+from rollcorr.config.json_text import load_json
+from rollcorr.diagnostics.null.mismatch_profile import CELL, LENGTH, ROW_STATISTICS, MismatchProfile
+from rollcorr.diagnostics.null.origin import Origin
+from rollcorr.diagnostics.null.row_table import FIELDS, RowTable
+from rollcorr.diagnostics.null.token_share import STEP_IDS, TokenShare, TokenSums
+from rollcorr.run_directory.durable_files import write_text_durably
+from rollcorr.run_directory.stored_run import BadInputError
+
+FORMAT, VERSION = "rollcorr-null", 1
+LARGEST_FILE = 1 << 26
+"""Bytes of a null file; one of this release has 2 MB at most."""
+FEW_TOKENS = 1000
+"""A null with fewer tokens does not know how rare events are."""
+
+Kind = Literal["log", "engine", "first steps"]
+
+
+class NullMismatchError(BadInputError):
+    """A null that is not of the kind of log that it was given for."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MismatchNull:
+    """What two correct policies differ by.
+
+    Attributes:
+        name: what to call it in a verdict: the file's name, or "steps 1 to 5 of this run".
+        kind: where it was measured: in a log, by an engine, or in the first steps of the log that is judged.
+        profile: the mismatch.
+        share: what the token id explained, from exact ids; a file keeps the sums of ids only folded to 1,024.
+        origin: the engines, versions, models and sampling settings behind it.
+        sample: d of the valid tokens of some rows, nats, a tensor's worth of at most 131,072 values in all.
+    """
+
+    name: str
+    kind: Kind
+    profile: MismatchProfile
+    share: TokenShare
+    origin: Origin = field(default_factory=Origin)
+    sample: tuple[NDArray[np.float64], ...] = ()
+
+    def check_origin(self, origin: Origin, *, largest_id: int = -1) -> tuple[str, ...]:
+        """Check that a log may be compared with this null.
+
+        Args:
+            origin: what the log records.
+            largest_id: the largest token id of the log; −1 when it records none.
+
+        Returns:
+            Remarks on what differs or is not recorded, without forbidding the comparison.
+
+        Raises:
+            NullMismatchError: another engine, other sampling settings or another vocabulary.
+        """
+        for what in ("engine", "sampling"):
+            ours, theirs = set(getattr(self.origin, what)), set(getattr(origin, what))
+            if ours and theirs - ours:
+                raise NullMismatchError(
+                    f"{self.name} was measured with {what} {', '.join(sorted(ours))}, and the log has "
+                    f"{', '.join(sorted(theirs - ours))}; measure a null with the settings of this log"
+                )
+        own_largest = self.profile.ids.largest
+        if min(largest_id, own_largest) >= 0 and self.profile.tokens >= FEW_TOKENS and largest_id > 2 * own_largest + 1:
+            raise NullMismatchError(
+                f"{self.name} has token ids up to {own_largest:,}, and the log up to {largest_id:,}: another "
+                "vocabulary; measure a null with the model of this log"
+            )
+
+        remarks = []
+        for what, word in (("engine_version", "engine version"), ("model", "model")):
+            ours, theirs = set(getattr(self.origin, what)), set(getattr(origin, what))
+            if ours and theirs - ours:
+                named = f"{', '.join(sorted(ours))}; this log has {', '.join(sorted(theirs - ours))}"
+                remarks.append(f"{self.name} was measured with {word} {named}")
+        unknown = [
+            word
+            for what, word in (("engine", "engine"), ("sampling", "sampling settings"))
+            if not (getattr(self.origin, what) and getattr(origin, what))
+        ]
+        if unknown:
+            remarks.append(f"whether {self.name} has the {' and the '.join(unknown)} of this log is not recorded")
+        return tuple(remarks)
+
+    def to_json(self) -> str:
+        """The null as a JSON document, the readable part first."""
+        profile = self.profile
+        document = {
+            "format": FORMAT,
+            "version": VERSION,
+            "kind": self.kind,
+            "origin": {
+                **asdict(self.origin),
+                "sampling": [json.loads(text) for text in self.origin.sampling],
+            },
+            "counts": {"rows": profile.row_count, "tokens": profile.tokens, "missing": profile.missing},
+            "summary": {
+                "k3": profile.k3,
+                "mean": profile.mean,
+                "std": profile.std,
+                "quantiles": {f"{q:g}": profile.quantile(q) for q in (0.001, 0.01, 0.1, 0.5, 0.9, 0.99, 0.999)},
+                "rows": {
+                    name: {f"{q:g}": profile.quantile(q, name) for q in (0.05, 0.5, 0.95)} for name in ROW_STATISTICS
+                },
+            },
+            "token_id": {**self.share._asdict(), "largest": profile.ids.largest},
+            "profile": {
+                "cells": dict(zip(CELL, profile.cells.tolist(), strict=True)),
+                "lengths": dict(zip(LENGTH, profile.lengths.tolist(), strict=True)),
+                "sizes": profile.sizes.tolist(),
+                "row_sizes": dict(zip(ROW_STATISTICS, profile.row_sizes.tolist(), strict=True)),
+                "ids": profile.ids.folded().sums.tolist(),
+                "rows": {
+                    "stride": profile.rows.stride,
+                    "index": profile.rows.index.tolist(),
+                    **{name: _short(profile.rows.column(name)) for name in FIELDS},
+                },
+            },
+            "sample": [_short(row) for row in self.sample],
+        }
+        return json.dumps(_without_nan(document), allow_nan=False)
+
+    def save(self, path: Path) -> None:
+        """Write the null, whole or not at all."""
+        write_text_durably(path, self.to_json() + "\n")
+
+
+def read_null(path: Path) -> MismatchNull:
+    """Read a null.
+
+    Raises:
+        BadInputError: there is no such file, it is no null, it is damaged, or a newer release wrote it.
+    """
+    try:
+        if path.stat().st_size > LARGEST_FILE:
+            raise BadInputError(f"{path}: {path.stat().st_size:,} bytes; a null has {LARGEST_FILE:,} at most")
+        document = load_json(path.read_bytes())
+    except OSError as error:
+        raise BadInputError(
+            f"{path}: {error.strerror or error}; `rollcorr null LOG -o {path.name}` writes one"
+        ) from error
+    except ValueError as error:
+        raise BadInputError(f"{path}: no JSON ({in_one_line(error)})") from error
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise BadInputError(f"{path}: no null; `rollcorr null LOG -o FILE` writes one")
+    if document.get("version") != VERSION:
+        raise BadInputError(
+            f"{path}: version {document.get('version')!r} of the format, and this release reads {VERSION}; "
+            "measure it again with `rollcorr null`"
+        )
+    try:
+        return _from_document(document, path.name)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise BadInputError(f"{path}: a damaged null ({in_one_line(error)}); measure it again") from error
+
+
+def _from_document(document: Mapping[str, Any], name: str) -> MismatchNull:
+    stored, empty = document["profile"], MismatchProfile()
+    token_id, origin = document["token_id"], document["origin"]
+    rows = stored["rows"]
+    profile = MismatchProfile(
+        cells=_array([stored["cells"][key] for key in CELL], empty.cells.shape),
+        lengths=_array([stored["lengths"][key] for key in LENGTH], empty.lengths.shape),
+        sizes=_array(stored["sizes"], empty.sizes.shape),
+        row_sizes=_array([stored["row_sizes"][key] for key in ROW_STATISTICS], empty.row_sizes.shape),
+        ids=TokenSums(_array(stored["ids"], (3, None)), int(token_id["largest"]), STEP_IDS),
+        rows=RowTable(
+            int(rows["stride"]),
+            np.asarray(rows["index"], dtype=np.int64),
+            _array(
+                list(zip(*(rows[key] for key in FIELDS), strict=True)) or np.zeros((0, len(FIELDS))),
+                (None, len(FIELDS)),
+            ),
+        ),
+        missing=int(document["counts"]["missing"]),
+    )
+    texts = {f.name: tuple(map(str, origin[f.name])) for f in fields(Origin) if f.name != "sampling"}
+    settings = tuple(json.dumps(entry, sort_keys=True) for entry in origin["sampling"])
+    kind: Kind = "engine" if document["kind"] == "engine" else "log"
+    return MismatchNull(
+        name=name,
+        kind=kind,
+        profile=profile,
+        share=TokenShare(*(_number(token_id[key]) for key in TokenShare._fields)),
+        origin=Origin(**texts, sampling=settings),
+        sample=tuple(_array(row, (None,)) for row in document["sample"]),
+    )
+
+
+def _array(values: Any, shape: tuple[int | None, ...]) -> NDArray[np.float64]:  # noqa: ANN401 (from JSON)
+    array = np.asarray(values, dtype=np.float64)
+    fits = array.ndim == len(shape) and all(b is None or a == b for a, b in zip(array.shape, shape, strict=False))
+    if not fits or not np.isfinite(array).all():
+        raise ValueError(f"an array of shape {array.shape} where {shape} finite numbers belong")
+    return array
+
+
+def _number(value: float | None) -> Any:  # noqa: ANN401 (int where it was one)
+    return np.nan if value is None else value
+
+
+def _short(values: NDArray[np.float64]) -> list[float]:
+    """Numbers at six digits, as far as d is known."""
+    return [float(f"{value:.6g}") for value in values.tolist()]
+
+
+def _without_nan(value: Any) -> Any:  # noqa: ANN401 (plain values)
+    if isinstance(value, float):
+        return value if np.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_nan(item) for item in value]
+    return value

@@ -1,0 +1,125 @@
+"""How much of Var(d) the token id explains: sums per id that merge, and an estimate without bias for rare ids.
+
+Rounding noise depends on the context and hardly on the sampled id. Other weights move the logit of an id wherever it is
+sampled, and another output head does little else. So the share tells the two apart where their size does not.
+
+    Var(d) = Var(E[d | id]) + E[Var(d | id)],    share = Var(E[d | id]) / Var(d)
+
+The plain ratio of sums of squares grows with the number of rare ids: an id seen once explains itself. Products of two
+different tokens of one id have the expectation E[d | id]², whatever the spread within each id, so
+
+    E[E[d | id]²] ≈ Σ_i (S_i² − Q_i) / (n_i − 1) / Σ_i n_i    over the ids seen at least twice,
+
+with n_i tokens, S_i their sum and Q_i their sum of squares. Tokens of one row count as independent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+MOST_IDS = 1 << 18
+"""Ids that have sums of their own; larger ones share them (id modulo this). Three float64 for each: 6 MB at most."""
+STEP_IDS = 1 << 10
+"""Ids that have sums of their own within one training step; the others share them."""
+
+
+class TokenShare(NamedTuple):
+    """What the token id explains.
+
+    Attributes:
+        share: between / variance; slightly below 0 where the id explains nothing. NaN without spread or repeated ids.
+        error: its standard error, from normal tails within an id.
+        between: Var(E[d | id]), nats².
+        variance: Var(d) over the same tokens, nats².
+        tokens: tokens whose id was seen at least twice.
+        ids: different ids seen at least twice.
+    """
+
+    share: float
+    error: float
+    between: float
+    variance: float
+    tokens: int
+    ids: int
+
+
+@dataclass(frozen=True, eq=False)
+class TokenSums:
+    """Tokens, Σ d and Σ d² of each id.
+
+    Attributes:
+        sums: (3, ids) float64; counts are exact up to 2^53.
+        largest: largest id seen; −1 without any.
+        limit: ids with sums of their own; id i has column i modulo this.
+    """
+
+    sums: NDArray[np.float64]
+    largest: int = -1
+    limit: int = MOST_IDS
+
+    @classmethod
+    def empty(cls, limit: int = MOST_IDS) -> TokenSums:
+        """No token yet."""
+        return cls(np.zeros((3, 0)), -1, limit)
+
+    @classmethod
+    def of(cls, ids: NDArray[np.integer], log_ratio: NDArray[np.float64], *, limit: int = MOST_IDS) -> TokenSums:
+        """The sums of some tokens: ids (n,) and d (n,), finite. Negative ids are padding and left out."""
+        if len(ids) and ids.min() < 0:
+            ids, log_ratio = ids[ids >= 0], log_ratio[ids >= 0]
+        if not len(ids):
+            return cls.empty(limit)
+        largest = int(ids.max())
+        column = ids if largest < limit else ids % limit
+        size = _size(largest, limit)
+        sums = np.stack([np.bincount(column, weights, size) for weights in (None, log_ratio, log_ratio * log_ratio)])
+        return cls(sums.astype(np.float64, copy=False), largest, limit)
+
+    def merge(self, other: TokenSums) -> TokenSums:
+        """The sums of both together; both have the same limit."""
+        large, small = (self.sums, other.sums) if self.sums.shape[1] >= other.sums.shape[1] else (other.sums, self.sums)
+        total = large.copy()
+        total[:, : small.shape[1]] += small
+        return TokenSums(total, max(self.largest, other.largest), self.limit)
+
+    def without(self, part: TokenSums) -> TokenSums:
+        """The sums of the rest, after a part that is in them was taken out."""
+        rest = self.sums.copy()
+        rest[:, : part.sums.shape[1]] -= part.sums
+        return TokenSums(rest, self.largest, self.limit)
+
+    def folded(self, limit: int = STEP_IDS) -> TokenSums:
+        """The same tokens with sums for fewer ids; as if they had been counted with that limit."""
+        width = -(-self.sums.shape[1] // limit) * limit
+        padded = np.zeros((3, width))
+        padded[:, : self.sums.shape[1]] = self.sums
+        total = padded.reshape(3, -1, limit).sum(1) if width else padded
+        return TokenSums(total[:, : _size(self.largest, limit)], self.largest, limit)
+
+    def share(self) -> TokenShare:
+        """How much of Var(d) the id explains."""
+        count, total, square = self.sums[:, self.sums[0] >= 2] if self.sums.size else np.zeros((3, 0))
+        tokens = float(count.sum())
+        if not tokens:
+            return TokenShare(np.nan, np.nan, np.nan, np.nan, 0, 0)
+
+        # Both expectations are of products of different tokens, so neither holds the spread within an id.
+        squared_mean = (total.sum() ** 2 - square.sum()) / (tokens * (tokens - 1))
+        between = float(((total * total - square) / (count - 1)).sum() / tokens - squared_mean)
+        variance = float(square.sum() / tokens - squared_mean)
+        if variance <= 0:
+            return TokenShare(np.nan, np.nan, between, variance, int(tokens), len(count))
+
+        # Of normal values, Σ over pairs of an id has the variance 2 n (n − 1) σ⁴.
+        spread = square / count
+        error = float(np.sqrt((2 * spread * spread * count / (count - 1)).sum()) / tokens / variance)
+        return TokenShare(between / variance, error, between, variance, int(tokens), len(count))
+
+
+def _size(largest: int, limit: int) -> int:
+    """Columns for ids up to the largest: a power of 2, so that few merges have to grow."""
+    return min(1 << max(largest, 0).bit_length(), limit)

@@ -1,0 +1,222 @@
+"""Which cause an excess over a null has: weights, a stale prefix cache, another prompt, padding, a stochastic trainer.
+
+All of them make k3 larger. They differ in where it is larger.
+
+- *Weights that differ* show at every position, and as a function of the context: the token id explains a part of the
+  variance, and the token with the one before it explains more.
+- *A stochastic trainer* (dropout) shows at every position too, and nothing explains it.
+- *A prompt that differs* shows most at the first tokens and fades as the response takes over. So does *a stale prefix
+  cache*, but weaker, and not more for shorter prompts: a missing or an extra token weighs most in a short one.
+- *Padding that is not masked* spares the longest prompts, which have none.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from rollcorr.config.finding import Finding
+from rollcorr.diagnostics.null.mismatch_profile import CAP, MismatchProfile, surprise_bins
+from rollcorr.diagnostics.null.null_file import FEW_TOKENS, MismatchNull
+from rollcorr.diagnostics.null.sampled_rows import context_share
+from rollcorr.diagnostics.numbers import format_number
+from rollcorr.diagnostics.provenance.pair_sample import PairSample
+
+if TYPE_CHECKING:
+    from rollcorr.diagnostics.null.excess import Excess
+
+EARLY, SETTLED = 8, 32
+"""Tokens of a response that count as its beginning, and the position from which it has settled."""
+FADES, SURELY_FADES = 2.2, 1.5
+"""Excess of the beginning over that of the rest from which it is said to fade; and less 1.5 standard errors."""
+OTHER_PROMPT = 0.06
+"""k3 of the beginning, nats per token, above which no stale cache explains it: the prompts differ."""
+SHORT_PROMPTS = 0.6
+"""Excess of the rows with long prompts over that of short ones below which the prompt itself differs."""
+STOCHASTIC = 0.08
+"""Share that a token and the one before it explain, below which nothing does; two fixed policies have 0.1 and more."""
+LARGE_EXCESS = 3.0
+"""k3 over the null's from which the shares are those of the excess, not of the noise."""
+SPARED, HIT = 5.0, 20.0
+"""k3 of a row over the null's: below the first it was spared, above the second it was hit."""
+
+_TITLES = {
+    "weights_differ": "the weights of the sampler and of the trainer differ",
+    "stochastic_trainer": "one side draws anew in each forward pass (dropout, or another random layer)",
+    "stale_prefix_cache": "the mismatch fades along the response: a stale prefix cache",
+    "template": "the two sides saw other prompts",
+}
+_FIXES = {
+    "weights_differ": "check the weight sync: every parameter (output head, tied and renamed ones, adapters), its "
+    "version at the time of sampling, a quantization of the sampler, and settings of the model such as RoPE",
+    "stochastic_trainer": "put the trainer in evaluation mode while it scores (`model.eval()`), and set dropout to 0",
+    "stale_prefix_cache": "clear the engine's prefix cache at every weight update",
+    "template": "feed both sides the same token ids, with the same template, BOS and attention mask",
+}
+_CONFIRM = {
+    "weights_differ": "score a few of these rows with the sampler's own weights: the excess vanishes",
+    "stochastic_trainer": "score the same rows twice: the two answers differ",
+    "stale_prefix_cache": "sample with the prefix cache off: the excess vanishes",
+    "template": "compare the ids that the engine was fed with `prompt_ids`",
+}
+
+
+class Fading(NamedTuple):
+    """How the mismatch goes along a response.
+
+    Attributes:
+        ratio: k3 of the beginning over k3 after it has settled, each against the null; NaN with few rows.
+        error: standard error of its log, rows being independent.
+        early: k3 of the beginning, nats per token.
+    """
+
+    ratio: float
+    error: float
+    early: float
+
+
+def name_causes(
+    profile: MismatchProfile,
+    null: MismatchNull,
+    excess: Excess,
+    sample: PairSample,
+    *,
+    leave_out: tuple[int, int] | None = None,
+) -> list[Finding]:
+    """The causes of an excess, most likely first. Their confidence is that of the name, given the excess.
+
+    Args:
+        profile: the log.
+        null: what it was compared with.
+        excess: the comparison.
+        sample: whole rows of the log.
+        leave_out: first and last step whose rows in the sample are the null's.
+    """
+    evidence = {"k3": excess.k3, "expected_k3": excess.expected, "ratio": excess.ratio, "z": excess.z}
+    if excess.share.tokens:
+        evidence |= {"token_id_share": excess.share.share, "null_token_id_share": excess.null_share.share}
+    times = f"k3 is {format_number(excess.ratio)} times what {null.name} predicts at these probabilities"
+
+    # The longest prompts have no padding: nothing else spares them alone.
+    spared = _spared_by_length(profile, excess)
+    if spared:
+        reason = (
+            f"{times}, but not in the {spared} row{'s' * (spared > 1)} with the longest prompts: padding in front of "
+            "shorter prompts is not masked"
+        )
+        return [cause("template", reason, {**evidence, "rows_spared": float(spared)}, confidence=0.95)]
+
+    fading = fading_of(sample, null.profile, leave_out=leave_out)
+    if fading.ratio >= FADES and math.log(fading.ratio) - 1.5 * fading.error >= math.log(SURELY_FADES):
+        return _fading_causes(profile, times, fading, evidence)
+
+    context = context_share(sample, leave_out=leave_out)
+    known = context.tokens >= FEW_TOKENS and excess.ratio >= LARGE_EXCESS
+    if known:
+        evidence |= {"context_share": context.share, "context_share_error": context.error}
+    if known and context.share < STOCHASTIC:
+        reason = (
+            f"{times}, at every position, and neither the token nor the one before it explains it "
+            f"({context.share:.0%} of the variance)"
+        )
+        sure = context.share + context.error < STOCHASTIC
+        stochastic = cause("stochastic_trainer", reason, evidence, confidence=0.9 if sure else 0.6)
+        return [stochastic, *([] if sure else [cause("weights_differ", times, evidence, confidence=0.4)])]
+
+    reason = times
+    if excess.share.tokens:
+        of_null = f"the null's: {excess.null_share.share:.0%}"
+        reason += f", and the token id explains {excess.share.share:.0%} of the variance ({of_null})"
+    return [cause("weights_differ", reason, evidence, confidence=0.95 if known else 0.8)]
+
+
+def _fading_causes(profile: MismatchProfile, times: str, fading: Fading, evidence: dict[str, float]) -> list[Finding]:
+    """An excess that fades: another prompt where it is large, or larger for short prompts; else a stale cache."""
+    by_prompt = _long_over_short(profile)
+    evidence = {**evidence, "fading": fading.ratio, "early_k3": fading.early}
+    if math.isfinite(by_prompt):
+        evidence["long_over_short_prompts"] = by_prompt
+    shown = f"{times}, and {format_number(fading.ratio)} times as much at the first {EARLY} tokens as after {SETTLED}"
+    prompt = fading.early >= OTHER_PROMPT or by_prompt <= SHORT_PROMPTS
+    first, second = ("template", "stale_prefix_cache") if prompt else ("stale_prefix_cache", "template")
+    return [
+        cause(first, shown, evidence, confidence=0.9 if fading.early >= OTHER_PROMPT else 0.7),
+        cause(second, f"{shown}; less likely", evidence, confidence=0.3),
+    ]
+
+
+def fading_of(sample: PairSample, null: MismatchProfile, *, leave_out: tuple[int, int] | None = None) -> Fading:
+    """k3 at the beginning of the responses against k3 later, each over what the null has at these probabilities."""
+    count, _, _, k3_of_null = null.by("surprise")
+    expected = np.divide(k3_of_null, count, out=np.full(len(count), null.k3), where=count > 0)
+    sums = []
+    for row in sample.rows.values():
+        if leave_out is not None and row.step is not None and leave_out[0] <= row.step <= leave_out[1]:
+            continue
+        log_ratio = (row.train.double() - row.rollout).clamp(-CAP, CAP).numpy()
+        known = row.mask.numpy() & np.isfinite(log_ratio)
+        if int(known[SETTLED:].sum()) < EARLY:
+            continue
+        k3 = np.where(known, np.expm1(log_ratio) - log_ratio, 0.0)
+        noise = np.where(known, expected[surprise_bins(-row.rollout.numpy())], 0.0)
+        parts = slice(0, EARLY), slice(SETTLED, None)
+        sums.append([*(float(x[part].sum()) for x in (k3, noise) for part in parts), float(known[:EARLY].sum())])
+    if len(sums) < 8:
+        return Fading(math.nan, math.nan, math.nan)
+
+    table = np.array(sums)
+    total = table.sum(0)
+    if min(total[:4]) <= 0:
+        return Fading(math.nan, math.nan, math.nan)
+
+    # A jackknife over rows: each is left out in turn.
+    without = total - table
+    with np.errstate(divide="ignore", invalid="ignore"):
+        logs = np.log(without[:, 0] / without[:, 2]) - np.log(without[:, 1] / without[:, 3])
+    error = float(np.sqrt((len(sums) - 1) * np.var(logs)))
+    ratio = float((total[0] / total[2]) / (total[1] / total[3]))
+    return Fading(ratio, error if math.isfinite(error) else math.inf, float(total[0] / total[4]))
+
+
+def _spared_by_length(profile: MismatchProfile, excess: Excess) -> int:
+    """Rows that were spared, if they are those with the longest prompts of all and most others were hit; else 0."""
+    table = profile.rows
+    prompt, tokens = table.column("prompt"), table.column("tokens")
+    if not len(table) or prompt.min() < 0 or excess.expected <= 0:
+        return 0
+    ratio = table.column("sum_k3") / tokens / excess.expected
+    spared, hit = (ratio < SPARED) & (tokens >= 16), ratio > HIT
+    if not spared.any() or hit.mean() < 0.5 or spared.mean() > 0.3:
+        return 0
+    return int(spared.sum()) if prompt[spared].min() > prompt[hit].max() else 0
+
+
+def _long_over_short(profile: MismatchProfile) -> float:
+    """Mean k3 of rows whose prompt is longer than the median, over that of the others; NaN where it is not known."""
+    table = profile.rows
+    prompt = table.column("prompt")
+    if len(table) < 8 or prompt.min() < 0 or prompt.min() == prompt.max():
+        return math.nan
+    long = prompt > np.median(prompt)
+    k3, tokens = table.column("sum_k3"), table.column("tokens")
+    if not long.any() or k3[~long].sum() <= 0:
+        return math.nan
+    return float((k3[long].sum() / tokens[long].sum()) / (k3[~long].sum() / tokens[~long].sum()))
+
+
+def cause(code: str, reason: str, evidence: dict[str, float], *, confidence: float) -> Finding:
+    """A finding of this table."""
+    return Finding(
+        code=code,
+        metric="k3_kl",
+        title=_TITLES[code],
+        value=evidence.get("ratio"),
+        limit="about the null's",
+        reason=reason,
+        fix=_FIXES[code],
+        confirm=_CONFIRM[code],
+        confidence=confidence,
+        evidence=evidence,
+    )

@@ -1,0 +1,158 @@
+"""What a log shows beyond a null: are the weights of the two sides the same?
+
+Settings leave patterns in pairs of log-probs; other weights leave none. Two numbers tell them from noise: the mismatch
+against that of a null, at the same probabilities, and the share of Var(d) that the token id explains.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from rollcorr.config.finding import Finding
+from rollcorr.diagnostics.null.excess import MIN_ROWS, ROUNDING, Excess, compare_with_null
+from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
+from rollcorr.diagnostics.null.null_file import FEW_TOKENS, MismatchNull
+from rollcorr.diagnostics.null.weight_causes import cause, name_causes
+from rollcorr.diagnostics.numbers import format_number
+from rollcorr.diagnostics.provenance.pair_sample import PairSample
+
+SHARE = 0.2
+"""Share of Var(d) that the id explains, above which the weights differ whatever the size: rounding explains 0.05."""
+MORE = 0.05
+"""Share beyond that of the null from which the id is said to explain more."""
+FACTOR = 3.0
+"""k3 over that of the null, from which a log is never called healthy."""
+NOTICEABLE = 1.5
+"""k3 over that of the null, below which nothing is said about its size."""
+Z = 4.0
+"""Standard errors from which a difference is believed."""
+
+NOT_JUDGED = "weights not judged"
+"""How the sentence on a log without a null begins; where nothing else is wrong, "settings agree" goes before it."""
+_START = "the start was not judged; give --null FILE, or --null-steps if these steps are known to be right"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightJudgment:
+    """What can be said about the weights.
+
+    Attributes:
+        findings: causes, most likely first, then notes.
+        not_judged: what could not be judged, and why.
+        judged_against: the null; empty without one.
+        remarks: what the reader should know about the comparison.
+        excess: its numbers; None without a null.
+    """
+
+    findings: tuple[Finding, ...] = ()
+    not_judged: tuple[str, ...] = ()
+    judged_against: str = ""
+    remarks: tuple[str, ...] = ()
+    excess: Excess | None = None
+
+
+def judge_weights(
+    profile: MismatchProfile,
+    null: MismatchNull | None,
+    *,
+    sample: PairSample | None = None,
+    leave_out: tuple[int, int] | None = None,
+    start_is_right: bool = True,
+) -> WeightJudgment:
+    """Say whether the two sides have the same weights.
+
+    Args:
+        profile: the mismatch of the log, or of its rows that are not the null.
+        null: what to compare it with; None where there is nothing.
+        sample: whole rows of the log, which tell one cause from another.
+        leave_out: first and last step whose rows in the sample are the null's.
+        start_is_right: the null is known to be right. False: it is the start of the same run, which nobody judged.
+    """
+    if null is None:
+        return _without_null(profile)
+
+    excess = compare_with_null(profile, null)
+    findings, not_judged = _with_null(profile, null, excess, sample or PairSample(), leave_out)
+    if not start_is_right:
+        unchanged = not findings and not not_judged
+        not_judged = [f"unchanged since {null.name}; {_START}"] if unchanged else [*not_judged, _START]
+    elif not findings and not not_judged:
+        findings = [_ordinary_noise(excess, null)]
+    return WeightJudgment(
+        findings=tuple(findings), not_judged=tuple(not_judged), judged_against=null.name, excess=excess
+    )
+
+
+def _without_null(profile: MismatchProfile) -> WeightJudgment:
+    """The share alone speaks."""
+    share = profile.share
+    explains = share.share >= max(SHARE, 2 * share.error)
+    if share.tokens >= FEW_TOKENS and explains and profile.k3 > ROUNDING:
+        reason = (
+            f"the token id explains {share.share:.0%} of the variance of the log-ratio; rounding explains 5 % at most, "
+            "other weights 20 % and more"
+        )
+        evidence = {"k3": profile.k3, "token_id_share": share.share, "token_id_share_error": share.error}
+        finding = cause("weights_differ", reason, evidence, confidence=0.9)
+        finding = replace(finding, metric="log/token_id_share", value=share.share, limit=f"below {SHARE:g}")
+        return WeightJudgment(findings=(finding,))
+
+    sentence = (
+        f"{NOT_JUDGED}: there is no null, and there are no earlier steps to compare with; give --null FILE (`rollcorr "
+        "null` writes one), or --null-steps"
+    )
+    if not share.tokens:
+        sentence += ". Without token ids in the log, less can be told"
+    return WeightJudgment(not_judged=(sentence,))
+
+
+def _with_null(
+    profile: MismatchProfile,
+    null: MismatchNull,
+    excess: Excess,
+    sample: PairSample,
+    leave_out: tuple[int, int] | None,
+) -> tuple[list[Finding], list[str]]:
+    """The causes that the comparison names, and what it could not judge."""
+    if null.profile.tokens < FEW_TOKENS or null.profile.row_count < MIN_ROWS:
+        few = f"{null.profile.row_count} rows, {null.profile.tokens:,} tokens"
+        return [], [f"{NOT_JUDGED}: {null.name} has {few}; {MIN_ROWS} and {FEW_TOKENS:,} are needed"]
+    if not profile.tokens:
+        return [], []
+
+    larger = excess.ratio >= NOTICEABLE and excess.z >= Z
+    by_id = _id_explains_more(excess)
+    if not larger and not by_id:
+        if excess.ratio >= FACTOR:
+            return [], [
+                f"cannot tell whether the weights agree: k3 is {format_number(excess.ratio)} times that of "
+                f"{null.name}, but from {profile.row_count:,} rows this may be chance; check a longer log"
+            ]
+        return [], []
+
+    confidence = max(excess.z**2 / (1 + excess.z**2) if larger else 0.0, 0.9 if by_id else 0.0)
+    found = name_causes(profile, null, excess, sample, leave_out=leave_out)
+    return [replace(finding, confidence=confidence * (finding.confidence or 1.0)) for finding in found], []
+
+
+def _id_explains_more(excess: Excess) -> bool:
+    """Whether the token id explains more than in the null, beyond chance."""
+    share, null = excess.share, excess.null_share
+    if min(share.tokens, null.tokens) < FEW_TOKENS or excess.k3 <= ROUNDING:
+        return False
+    error = math.hypot(share.error, null.error)
+    return share.share - null.share >= max(MORE, (Z + 1) * error)
+
+
+def _ordinary_noise(excess: Excess, null: MismatchNull) -> Finding:
+    return Finding(
+        code="ordinary_noise",
+        metric="k3_kl",
+        title="the mismatch is the ordinary noise of this engine",
+        value=excess.ratio,
+        limit=f"below {NOTICEABLE:g} × the null",
+        reason=f"k3 is {format_number(excess.ratio)} times what {null.name} predicts at these probabilities",
+        severity="note",
+        evidence={"k3": excess.k3, "expected_k3": excess.expected, "ratio": excess.ratio, "z": excess.z},
+    )

@@ -1,0 +1,161 @@
+"""What a verdict says, once: the terminal, the page and JSON show the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rollcorr.config.finding import Finding
+from rollcorr.diagnostics.health.causes import Folded
+from rollcorr.diagnostics.health.health_check import HealthReport
+from rollcorr.diagnostics.numbers import HEADLINES, format_number
+
+CONSEQUENCES = "from this follows"
+"""What stands above the consequences of a finding."""
+EXPECTED = "from noise alone"
+"""The heading of the numbers that pure noise would show."""
+
+
+class Number(NamedTuple):
+    """A headline number.
+
+    Attributes:
+        name: of the metric.
+        label: the metric in words.
+        value: as text.
+        expected: what noise alone would show, as text; empty where that is not known.
+        alarming: whether a warning is about it.
+    """
+
+    name: str
+    label: str
+    value: str
+    expected: str
+    alarming: bool
+
+
+@dataclass(frozen=True)
+class ShownFinding:
+    """A finding as it is shown.
+
+    Attributes:
+        finding: what it is about.
+        numbers: the metric, its value, limit and expectation, and when it showed, in one line.
+        lines: (heading, text) of what else is known, in order.
+        consequences: what follows from it.
+    """
+
+    finding: Finding
+    numbers: str
+    lines: tuple[tuple[str, str], ...]
+    consequences: tuple[ShownFinding, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerdictContent:
+    """A verdict as it is shown.
+
+    Attributes:
+        headline: the verdict, and how many findings made it.
+        sentences: what could not be judged, what the weights were compared with, and what noise is meant.
+        numbers: the headline numbers.
+        entries: causes with their consequences, warnings before notes.
+    """
+
+    headline: str
+    sentences: tuple[str, ...]
+    numbers: tuple[Number, ...]
+    entries: tuple[ShownFinding, ...]
+
+
+def verdict_content(health: HealthReport) -> VerdictContent:
+    """Put a verdict into words."""
+    alarming = {finding.metric for finding in health.warnings}
+    numbers = tuple(
+        Number(name, label, format_number(health.values[name]), _expected(name, health.expected), name in alarming)
+        for name, label in HEADLINES.items()
+        if name in health.values
+    )
+    return VerdictContent(
+        headline=_headline(health),
+        sentences=tuple(_sentences(health)),
+        numbers=numbers,
+        entries=tuple(_entry(cause, health.expected) for cause in health.causes),
+    )
+
+
+def _headline(health: HealthReport) -> str:
+    """Causes count; what follows from them does not count again."""
+    found = sum(cause.finding.severity != "note" for cause in health.causes)
+    more = len(health.warnings) - found
+    if not found:
+        return health.verdict
+    following = f" and {_count(more, 'consequence')}" if more > 0 else ""
+    return f"{health.verdict}, {_count(found, 'finding')}{following}"
+
+
+def _sentences(health: HealthReport) -> Iterator[str]:
+    for sentence in health.not_judged:
+        yield sentence if "not judged" in sentence else f"not judged: {sentence}"
+    if health.judged_against:
+        yield f"the weights were compared with {health.judged_against}"
+    if health.expected:
+        yield f"{EXPECTED}: {health.expected_from}"
+
+
+def _entry(cause: Folded, expected: Mapping[str, float]) -> ShownFinding:
+    finding = cause.finding
+    return ShownFinding(
+        finding=finding,
+        numbers=_numbers(finding, expected),
+        lines=tuple((heading, text) for heading, text in _lines(finding) if text),
+        consequences=tuple(_entry(consequence, expected) for consequence in cause.consequences),
+    )
+
+
+def _numbers(finding: Finding, expected: Mapping[str, float]) -> str:
+    parts = []
+    if finding.value is not None:
+        parts.append(" ".join(part for part in (finding.metric, format_number(finding.value)) if part))
+    elif finding.metric:
+        parts.append(finding.metric)
+    if finding.limit:
+        parts.append(f"limit {finding.limit}")
+    from_noise = _expected(finding.metric or "", expected)
+    if from_noise:
+        parts.append(f"{EXPECTED} {from_noise}")
+    text = ", ".join(parts)
+    if finding.steps:
+        text += f"; first at step {finding.first_step}, {_count(finding.steps, 'step')} in all"
+    return text
+
+
+def _lines(finding: Finding) -> Iterator[tuple[str, str]]:
+    yield "first in", finding.place
+    yield "concerns", ", ".join(_concerned(finding))
+    yield (
+        "evidence",
+        ", ".join(f"{name.replace('_', ' ')} {format_number(value)}" for name, value in finding.evidence.items()),
+    )
+    yield "confidence", "" if finding.confidence is None else f"{finding.confidence:.3f}"
+    yield "why", finding.reason
+    yield "confirm", finding.confirm
+    yield "fix", finding.fix
+
+
+def _concerned(finding: Finding) -> Iterator[str]:
+    if finding.rows is not None:
+        yield _count(finding.rows, "row")
+    if finding.tokens is not None:
+        yield _count(finding.tokens, "token")
+    if finding.row_share is not None:
+        yield f"{finding.row_share:.1%} of the rows"
+
+
+def _expected(name: str, expected: Mapping[str, float]) -> str:
+    return format_number(expected[name]) if name in expected else ""
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"

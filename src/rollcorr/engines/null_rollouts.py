@@ -1,0 +1,69 @@
+"""An active null: rollouts whose two sides are the same weights, scored by two ways of computing.
+
+An engine samples token by token from a cache, in its own precision; whoever scores the tokens afterwards reads them in
+one pass. Their log-probs differ although nothing is wrong. `rollcorr.diagnostics.null_of_logs` makes a null of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from rollcorr.engines.base import Engine, TokenBatch
+from rollcorr.rollout_log import RolloutBatch
+
+
+def measure_null(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    *,
+    seed: int,
+    score: Callable[[TokenBatch], Tensor] | None = None,
+) -> RolloutBatch:
+    """Sample from an engine, and score the same tokens again with the same weights.
+
+    Args:
+        engine: who samples; its log-probs are μ.
+        prompts: token ids, of the lengths and the kind that will be trained on.
+        seed: seeds the draws.
+        score: the trainer's log-probs of given responses, (B, T) nats, with the weights that the engine holds, over the
+            whole vocabulary and at the engine's sampling temperature. None lets the engine score them: then only the
+            difference between sampling and scoring in this engine shows, which is less than that to a trainer.
+
+    Returns:
+        A batch of a rollout log, π in `old_log_prob`. `RolloutLogWriter` writes it.
+
+    Raises:
+        ValueError: the engine returns raw log-probs at another temperature than 1, which no score matches; or it
+            truncates and does not tell the kept mass.
+    """
+    sampling = engine.sampling
+    if sampling.logprobs == "raw" and (sampling.temperature != 1 or sampling.truncates):
+        raise ValueError(
+            f"the engine returns raw log-probs of tokens sampled at temperature {sampling.temperature:g}, top_p "
+            f"{sampling.top_p:g}, top_k {sampling.top_k}; a null needs log-probs of what was sampled: set "
+            "logprobs='processed', or temperature=1 without truncation"
+        )
+    rollout = engine.generate(prompts, seed=seed)
+    if sampling.restricts and rollout.log_kept_mass is None:
+        raise ValueError(
+            "the engine truncates and does not report the kept mass, so no score matches; sample with top_p=1, "
+            "top_k=-1, min_p=0"
+        )
+
+    # A truncated log-prob is the full one minus the log of the kept mass.
+    tokens = rollout.tokens
+    train = (score or engine.score)(tokens).to(rollout.rollout_log_prob.device)
+    if sampling.restricts and rollout.log_kept_mass is not None:
+        train = train - rollout.log_kept_mass
+    return RolloutBatch.from_padded(
+        tokens.response_mask,
+        prompt_ids=tokens.prompt_ids,
+        prompt_mask=tokens.prompt_mask,
+        response_ids=tokens.response_ids,
+        rollout_log_prob=rollout.rollout_log_prob,
+        old_log_prob=train,
+        sampling=rollout.sampling,
+        policy_versions=engine.weight_version,
+    )

@@ -1,0 +1,111 @@
+"""The profile of a mismatch: by hand, and the same whatever a log was cut into."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollcorr.diagnostics.null.mismatch_profile import POSITION_BINS, MismatchProfile, octave_edges, size_edges
+from rollcorr.diagnostics.null.row_table import ROWS, RowTable
+
+NAN = math.nan
+
+
+def profile_of(rows, *, masks=None, first=0, ids=None):
+    """The profile of rows of (π, μ) pairs."""
+    lengths = np.array([len(row) for row in rows], dtype=np.int64)
+    flat = np.array([pair for row in rows for pair in row], dtype=np.float32).reshape(-1, 2)
+    mask = np.ones(len(flat), dtype=bool) if masks is None else np.array(masks, dtype=bool)
+    index = np.arange(first, first + len(rows))
+    return MismatchProfile.of(flat[:, 0], flat[:, 1], mask, lengths, ids=ids, index=index)
+
+
+def random_rows(seed, count=30):
+    """Rows whose numbers are multiples of 1/64, so that sums are exact in any order."""
+    random = np.random.default_rng(seed)
+    return [
+        [(-(a + 1) / 64, -(b + 1) / 64) for a, b in random.integers(0, 200, size=(random.integers(1, 40), 2))]
+        for _ in range(count)
+    ]
+
+
+def test_a_profile_by_hand():
+    profile = profile_of([[(-1.0, -0.5), (-2.0, -2.0)], [(-0.5, -3.0)], [(-1.0, NAN)]])
+    assert (profile.tokens, profile.row_count, profile.missing) == (3, 2, 1)
+    assert profile.mean == pytest.approx(2.0 / 3)
+    k3 = [math.exp(-0.5) - 1 + 0.5, 0.0, math.exp(2.5) - 1 - 2.5]
+    assert profile.k3 == pytest.approx(sum(k3) / 3)
+
+    # Positions 1 and 2 are bins 0 and 1; −log μ of 0.5, 2 and 3 nats are in octaves of their own or together.
+    assert profile.by("position")[0, :3].tolist() == [2, 1, 0]
+    edges = octave_edges(11, 16)
+    of_half = int(np.searchsorted(edges, 0.5, side="right")) - 1
+    assert profile.by("surprise")[0, of_half : of_half + 3].tolist() == [1, 0, 2]
+    assert profile.by("length")[0, :2].tolist() == [1, 1]
+
+    assert profile.rows.column("tokens").tolist() == [2, 1]
+    assert profile.rows.column("min_d").tolist() == [-0.5, 2.5]
+    assert profile.rows.column("max_d").tolist() == [0.0, 2.5]
+    assert profile.rows.column("prompt").tolist() == [-1, -1]
+
+
+def test_masked_tokens_count_for_the_position_and_nothing_else():
+    profile = profile_of([[(-1.0, -1.0), (-1.0, -1.0), (-1.0, -1.5)]], masks=[0, 0, 1])
+    assert profile.tokens == 1
+    assert profile.by("position")[0].argmax() == 1, "position 3 is in the bin 2–3"
+    assert profile.mean == 0.5
+
+
+def test_log_ratios_beyond_20_nats_are_cut_in_k3_alone():
+    profile = profile_of([[(-1.0, -41.0), (-90.0, -1.0)]])
+    assert profile.k3 == pytest.approx((math.expm1(20) - 20 + math.expm1(-20) + 20) / 2)
+    assert profile.mean == pytest.approx((40 - 89) / 2)
+
+
+@settings(max_examples=20)
+@given(seed=st.integers(0, 99), cut=st.integers(0, 30))
+def test_profiles_of_parts_merge_to_that_of_the_whole(seed, cut):
+    rows = random_rows(seed)
+    ids = np.random.default_rng(seed).integers(0, 50, size=sum(map(len, rows)))
+    border = sum(map(len, rows[:cut]))
+    whole = profile_of(rows, ids=ids)
+    merged = profile_of(rows[:cut], ids=ids[:border]).merge(profile_of(rows[cut:], first=cut, ids=ids[border:]))
+    for name in ("lengths", "sizes", "row_sizes"):
+        np.testing.assert_allclose(getattr(merged, name), getattr(whole, name), rtol=1e-12)
+    np.testing.assert_allclose(merged.cells, whole.cells, rtol=1e-12)
+    np.testing.assert_array_equal(merged.rows.values, whole.rows.values)
+    np.testing.assert_array_equal(merged.ids.sums, whole.ids.sums)
+
+    rest = whole.without(profile_of(rows[:cut], ids=ids[:border]))
+    assert rest.tokens == whole.tokens - border
+    assert list(rest.rows.index) == list(range(cut, 30))
+
+
+def test_quantiles_are_right_to_a_part_of_an_octave():
+    log_ratio = np.random.default_rng(0).normal(size=20_000) * 0.01
+    profile = profile_of([[(-1.0 + d, -1.0) for d in log_ratio]])
+    for q in (0.01, 0.1, 0.9, 0.99):
+        assert profile.quantile(q) == pytest.approx(float(np.quantile(log_ratio, q)), rel=0.1)
+    assert profile.quantile(0.5, "std") == pytest.approx(0.01, rel=0.2)
+    assert profile.quantile(0.5, "k3") == pytest.approx(5e-5, rel=0.2)
+
+
+def test_edges_of_sizes_rise_and_hold_all_numbers():
+    edges = size_edges(8)
+    assert (np.diff(edges) > 0).all()
+    assert edges[0] == 2.0**-25
+    assert len(profile_of([[(-1.0, -1.0)]]).cells[0, 0]) == POSITION_BINS
+
+
+def test_the_table_of_rows_is_bounded_and_does_not_depend_on_the_cuts():
+    index = np.arange(5 * ROWS)
+    values = np.tile(index[:, None].astype(np.float64), (1, 7))
+    whole = RowTable.of(values, index)
+    assert ROWS < len(whole) <= 2 * ROWS
+    cut = RowTable()
+    for start in range(0, len(index), 777):
+        cut = cut.merge(RowTable.of(values[start : start + 777], index[start : start + 777]))
+    assert cut.stride == whole.stride == 4
+    np.testing.assert_array_equal(cut.index, whole.index)

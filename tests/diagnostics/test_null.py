@@ -1,0 +1,202 @@
+"""A null on disk and in a check: what it refuses, what it lets be judged, and which cause an excess gets."""
+
+import json
+
+import numpy as np
+import pytest
+
+from rollcorr.diagnostics import check_logs, null_of_logs, read_null
+from rollcorr.diagnostics.null.null_file import NullMismatchError
+from rollcorr.diagnostics.null.token_share import TokenSums
+from rollcorr.run_directory.stored_run import BadInputError
+from tests.diagnostics.null_logs import rollouts, write_rows
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("null")
+
+
+@pytest.fixture(scope="module")
+def null(folder):
+    """The null of the engine whose noise all logs here have."""
+    return null_of_logs([write_rows(folder / "null.parquet", rollouts(rows=96, seed=100))])
+
+
+def first_cause(result):
+    return next((finding.code for finding in result.hypotheses if finding.severity != "note"), None)
+
+
+def test_a_null_survives_the_disk(folder, null):
+    null.save(folder / "null.json")
+    read = read_null(folder / "null.json")
+    for name in ("cells", "lengths", "sizes", "row_sizes"):
+        np.testing.assert_array_equal(getattr(read.profile, name), getattr(null.profile, name))
+    np.testing.assert_array_equal(read.profile.ids.sums, null.profile.ids.folded().sums)
+    np.testing.assert_allclose(read.profile.rows.values, null.profile.rows.values, rtol=1e-5)
+    assert read.share == null.share
+    assert (read.origin, read.kind, read.name) == (null.origin, "log", "null.json")
+    assert len(read.sample) == 96
+    np.testing.assert_allclose(np.concatenate(read.sample), np.concatenate(null.sample), rtol=1e-5, atol=1e-12)
+
+    document = json.loads((folder / "null.json").read_text(encoding="utf-8"))
+    assert (document["format"], document["version"]) == ("rollcorr-null", 1)
+    assert document["counts"] == {"rows": 96, "tokens": 96 * 120, "missing": 0}
+    assert document["summary"]["k3"] == pytest.approx(null.profile.k3)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "no JSON"),
+        ("[]", "no null"),
+        ('{"format": "rollcorr-null", "version": 99}', "version 99 of the format, and this release reads 1"),
+        ('{"format": "rollcorr-null", "version": 1}', "a damaged null"),
+    ],
+)
+def test_what_is_no_null_is_refused(tmp_path, text, message):
+    path = tmp_path / "null.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(BadInputError, match=message):
+        read_null(path)
+
+
+def test_a_null_with_a_wrong_array_is_damaged(tmp_path, null):
+    document = json.loads(null.to_json())
+    document["profile"]["sizes"] = [[0.0]]
+    (tmp_path / "null.json").write_text(json.dumps(document), encoding="utf-8")
+    with pytest.raises(BadInputError, match=r"a damaged null.*shape"):
+        read_null(tmp_path / "null.json")
+
+
+def test_a_null_that_is_not_there_says_how_to_make_one(tmp_path):
+    with pytest.raises(BadInputError, match=r"rollcorr null LOG -o null\.json"):
+        read_null(tmp_path / "null.json")
+
+
+@pytest.mark.parametrize(
+    ("of_null", "of_log", "refused"),
+    [
+        ({"engine": "vllm"}, {"engine": "sglang"}, True),
+        ({"sampling": {"temperature": 1.0}}, {"sampling": {"temperature": 0.7}}, True),
+        ({"engine": "vllm", "engine_version": "1"}, {"engine": "vllm", "engine_version": "2"}, False),
+        ({"engine": "vllm", "model": "a"}, {"engine": "vllm", "model": "b"}, False),
+        ({"engine": "vllm"}, {}, False),
+    ],
+)
+def test_a_foreign_null_is_refused_and_a_doubtful_one_is_named(tmp_path, of_null, of_log, refused):
+    rows = rollouts(rows=16, length=80)
+    null = null_of_logs([write_rows(tmp_path / "null.parquet", rows, **of_null)])
+    log = write_rows(tmp_path / "log.parquet", rows, **of_log)
+    if refused:
+        with pytest.raises(NullMismatchError, match="measure a null with the settings of this log"):
+            check_logs([log], null=null)
+    else:
+        remarks = " ".join(check_logs([log], null=null).remarks)
+        assert "was measured with" in remarks or "is not recorded" in remarks
+
+
+def test_a_null_of_another_vocabulary_is_refused(tmp_path, null):
+    rows = [{**row, "response_ids": [i + 5_000 for i in row["response_ids"]]} for row in rollouts(rows=8)]
+    with pytest.raises(NullMismatchError, match="another vocabulary"):
+        check_logs([write_rows(tmp_path / "log.parquet", rows)], null=null)
+
+
+def test_a_log_with_other_settings_makes_no_null(tmp_path):
+    log = write_rows(tmp_path / "log.parquet", rollouts(rows=64, temperature=0.6))
+    with pytest.raises(BadInputError, match="this log is no null"):
+        null_of_logs([log])
+
+
+def test_without_a_null_a_log_is_never_healthy(tmp_path):
+    result = check_logs([write_rows(tmp_path / "log.parquet", rollouts())])
+    assert result.health.verdict == "not judged"
+    assert result.health.exit_code == 3
+    assert "settings agree; weights not judged" in result.health.not_judged[0]
+
+
+def test_with_a_null_a_log_of_the_same_weights_is_healthy(tmp_path, null):
+    for seed in range(3):
+        result = check_logs([write_rows(tmp_path / f"{seed}.parquet", rollouts(seed=seed))], null=null)
+        assert result.health.verdict == "healthy"
+        assert result.health.judged_against == null.name
+        assert [finding.code for finding in result.health.notes] == ["ordinary_noise"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [
+        ({"weights": 0.03}, "weights_differ"),
+        ({"weights": 0.3}, "weights_differ"),
+        ({"dropout": 0.3}, "stochastic_trainer"),
+        ({"fading": 0.2}, "stale_prefix_cache"),
+        ({"fading": 1.5}, "template"),
+        ({"padded": 0.5}, "template"),
+    ],
+)
+def test_each_cause_of_an_excess_is_named(tmp_path, null, fault, code):
+    for seed in range(2):
+        log = write_rows(tmp_path / f"{seed}.parquet", rollouts(seed=seed, **fault))
+        result = check_logs([log], null=null)
+        assert result.health.verdict == "unhealthy"
+        assert first_cause(result) == code
+        assert code in {finding.code for finding in result.health.warnings}
+
+
+def test_without_a_null_weights_are_named_where_the_id_explains_much(tmp_path):
+    result = check_logs([write_rows(tmp_path / "log.parquet", rollouts(weights=0.2))])
+    assert first_cause(result) == "weights_differ"
+    assert result.metrics["log/token_id_share"] > 0.2
+    dropout = check_logs([write_rows(tmp_path / "dropout.parquet", rollouts(dropout=0.2))])
+    assert dropout.health.verdict == "not judged"
+    assert dropout.metrics["log/token_id_share"] < 0.1
+
+
+def test_a_log_of_three_times_the_null_is_not_healthy_even_from_few_rows(tmp_path, null):
+    log = write_rows(tmp_path / "log.parquet", rollouts(rows=3, length=20, noise=0.05))
+    result = check_logs([log], null=null)
+    assert result.profile.k3 > 3 * null.profile.k3
+    assert result.health.verdict == "not judged"
+    assert "cannot tell whether the weights agree" in result.health.not_judged[0]
+
+
+def steps(tmp_path, faults, name="log.parquet"):
+    """A log with one entry of `faults` per step."""
+    rows = []
+    for step, fault in enumerate(faults, start=1):
+        rows += [{**row, "step": step} for row in rollouts(rows=12, length=60, seed=step, **fault)]
+    return write_rows(tmp_path / name, rows)
+
+
+def test_the_first_steps_serve_as_the_null_but_are_not_judged_themselves(tmp_path):
+    same = check_logs([steps(tmp_path, [{}] * 10)])
+    assert same.health.verdict == "not judged"
+    assert same.health.not_judged[0].startswith("unchanged since steps 1 to 5 of this log; the start was not judged")
+    assert same.health.judged_against == "steps 1 to 5 of this log"
+
+    changed = check_logs([steps(tmp_path, [{}] * 5 + [{"weights": 0.1}] * 5, "changed.parquet")])
+    assert changed.health.verdict == "unhealthy"
+    assert first_cause(changed) == "weights_differ"
+    assert "the start was not judged" in changed.health.not_judged[0]
+
+    few = check_logs([steps(tmp_path, [{}] * 9, "few.parquet")])
+    assert few.null is None
+
+
+def test_steps_that_are_known_to_be_right_let_the_rest_be_healthy(tmp_path):
+    log = steps(tmp_path, [{}] * 4)
+    result = check_logs([log], null_steps=(1, 2))
+    assert (result.health.verdict, result.health.judged_against) == ("healthy", "steps 1 to 2 of this log")
+    with pytest.raises(BadInputError, match="no row of steps 7:9 in this log; it has 1 to 4"):
+        check_logs([log], null_steps=(7, 9))
+    with pytest.raises(BadInputError, match="nothing is left to be judged"):
+        check_logs([log], null_steps=(1, 4))
+    with pytest.raises(BadInputError, match="exclude each other"):
+        check_logs([log], null_steps=(1, 2), null=null_of_logs([log]))
+
+
+def test_the_share_within_a_step_is_that_of_few_ids():
+    random = np.random.default_rng(0)
+    ids, log_ratio = random.integers(0, 700, size=3000), random.normal(size=3000)
+    exact, few = TokenSums.of(ids, log_ratio), TokenSums.of(ids, log_ratio, limit=1024)
+    assert few.share() == exact.share()

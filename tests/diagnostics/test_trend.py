@@ -1,0 +1,127 @@
+"""Lasting rises of a series: found in time, at the right step, and not in healthy runs."""
+
+import math
+
+import numpy as np
+import pytest
+from series_of_runs import broken, healthy, metrics_of
+
+from rollcorr.diagnostics.health.evidence import bare_metrics
+from rollcorr.diagnostics.health.health_check import health
+from rollcorr.diagnostics.health.onset import onset_of, without_spikes
+from rollcorr.diagnostics.health.trend import REMEMBERED, ChangeDetector
+from rollcorr.monitor import RunningJudge
+
+KINDS = ("never synced", "break", "jump", "slow growth", "resume")
+CODES = {
+    "never synced": "frozen_sampler",
+    "resume": "frozen_sampler",
+    "break": "changed_at_step",
+    "jump": "changed_at_step",
+    "slow growth": "growing_mismatch",
+}
+
+
+def detected(values):
+    detector = ChangeDetector()
+    for step, value in enumerate(values, start=1):
+        detector.add(step, value)
+    return detector
+
+
+def test_a_hundred_healthy_runs_of_a_hundred_steps_give_at_most_two_alarms():
+    alarms = [seed for seed in range(100) if detected(healthy(seed).k3).changes]
+    assert len(alarms) == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fault_is_found_within_ten_steps_of_five_times_its_start_and_its_onset_to_three(kind):
+    for seed in range(6):
+        series = broken(kind, seed)
+        found = detected(series.k3).changes[0]
+        assert found.found <= series.fivefold + 10, seed
+        assert abs(found.onset - series.onset) <= 3, seed
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_health_check_and_the_running_judge_name_the_same_cause(kind):
+    series = broken(kind, 3)
+    steps = [{"step": step, **metrics_of(k3)} for step, k3 in enumerate(series.k3, start=1)]
+    end = series.fivefold + 25
+    report = health(steps[:end])
+    judge = RunningJudge()
+    for metrics in steps[:end]:
+        judge.judge(metrics["step"], bare_metrics(metrics), None)
+    assert report.findings[0].code == CODES[kind]
+    assert (report.verdict, judge.verdict, judge.exit_code) == ("unhealthy", "unhealthy", 1)
+    (alarm,) = [finding for finding in judge.alarms if finding.metric == "k3_kl"]
+    ours = report.findings[0]
+    assert (alarm.code, alarm.first_step, alarm.evidence) == (ours.code, ours.first_step, ours.evidence)
+    assert ours.confirm
+    assert ours.fix
+
+
+def test_what_a_restart_cured_stays_a_warning_until_it_would_have_come_back():
+    k3 = [1e-5] * 30 + [1e-3] * 20 + [1e-5] * 30
+    early, late = ([{"step": s, **metrics_of(x)} for s, x in enumerate(k3[:end], start=1)] for end in (60, 80))
+    (warning,) = health(early).warnings
+    assert (warning.code, warning.first_step, warning.steps) == ("changed_at_step", 31, 20)
+    assert "it was back at its start from step 51 on" in warning.reason
+    assert health(late).warnings == ()
+    assert [note.code for note in health(late).notes] == ["changed_at_step"]
+
+
+def test_a_run_that_starts_broken_and_stays_so_cannot_be_judged_by_itself():
+    report = health([{"step": step, **metrics_of(0.02)} for step in range(1, 51)])
+    assert report.verdict == "not judged"
+    assert "unchanged since steps 1 to 5; the start was not judged" in report.not_judged[0]
+
+
+def test_the_share_that_the_token_id_explains_is_watched_too():
+    share = [0.02, 0.04, 0.01, 0.03] * 5 + [0.25] * 10
+    steps = [{"step": s, **metrics_of(1e-5), "log/token_id_share": x} for s, x in enumerate(share, start=1)]
+    (warning,) = health(steps).warnings
+    assert (warning.code, warning.first_step) == ("token_share_rose", 21)
+    assert health(steps[:20]).warnings == ()
+
+
+def test_two_spikes_in_a_row_are_no_change_and_three_bad_steps_are():
+    quiet = [1e-5 * math.exp(0.05 * (-1) ** step) for step in range(20)]
+    assert detected([*quiet, 1e-3, 1e-3, *quiet]).changes == []
+    assert detected([*quiet, *[1e-3] * 3]).change.onset == 21
+
+
+def test_steps_without_a_number_and_exact_zeros_are_no_change():
+    detector = detected([1e-5, 0.0, math.nan, math.inf, -1.0] * 20)
+    assert detector.changes == []
+    steps = [{"step": s, **metrics_of(0.0 if s % 3 else 1e-14)} for s in range(1, 60)]
+    assert health(steps).warnings == (), "below rounding nothing grows"
+
+
+def test_the_work_of_a_step_does_not_grow_with_the_run():
+    detector = detected([1e-5 * math.exp(0.1 * math.sin(step)) for step in range(3 * REMEMBERED)])
+    held = [len(getattr(detector, name)) for name in ("_values", "_first", "_differences")]
+    assert held[0] == REMEMBERED
+    assert max(held[1:]) <= 30
+
+
+def test_the_onset_by_hand():
+    assert onset_of([0.0] * 10 + [2.0] * 5) == (10, "step")
+    place, shape = onset_of([0.0] * 20 + [0.2 * step for step in range(1, 16)])
+    assert (place, shape) == (20, "growth")
+    assert onset_of([1.0]) == (0, "step")
+    assert without_spikes(np.array([0.0, 0.0, 9.0, 0.0, 0.1])).max() < 0.2
+
+
+def test_a_resumed_monitor_judges_by_the_steps_before():
+    series = broken("jump", 0)
+    whole, resumed = RunningJudge(), RunningJudge()
+    cut = series.onset - 2
+    for step, k3 in enumerate(series.k3[: cut + 10], start=1):
+        whole.judge(step, bare_metrics(metrics_of(k3)), None)
+        if step <= cut:
+            resumed.remember(step, metrics_of(k3))
+        else:
+            resumed.judge(step, bare_metrics(metrics_of(k3)), None)
+    assert [alarm.first_step for alarm in resumed.alarms] == [alarm.first_step for alarm in whole.alarms]
+    assert resumed.alarms

@@ -1,0 +1,67 @@
+"""k3 by step and version: the age of the weights, or a sampler that never took new ones over."""
+
+import numpy as np
+import pytest
+
+from rollcorr.diagnostics.log_check import check_logs
+from rollcorr.diagnostics.null.version_cells import VersionCells, judge_versions
+from tests.diagnostics.null_logs import rollouts, write_rows
+
+
+def cells(k3_of, *, steps=12, lags=(0,), tokens=1000.0):
+    """Cells of steps 1, 2, …, each with tokens of the given ages; `k3_of(step, lag)` is per token."""
+    table = [(step, step - lag, k3_of(step, lag)) for step in range(1, steps + 1) for lag in lags]
+    step, version, k3 = (np.array(column) for column in zip(*table, strict=True))
+    return VersionCells.of(step, version, k3 * tokens, np.full(len(k3), tokens))
+
+
+def codes(versions):
+    return [finding.code for finding in judge_versions(versions)]
+
+
+def test_a_mismatch_that_grows_with_the_recorded_age_is_staleness():
+    assert codes(cells(lambda step, lag: 0.001 * (1 + lag) ** 2, lags=(0, 1, 4))) == ["stale_by_lag"]
+    (finding,) = judge_versions(cells(lambda step, lag: 0.001 * (1 + lag) ** 2, lags=(0, 1)))
+    assert finding.value == pytest.approx(4.0)
+
+
+def test_a_mismatch_that_grows_while_the_recorded_age_stays_is_a_frozen_sampler():
+    (finding,) = judge_versions(cells(lambda step, lag: 0.001 * step**2))
+    assert finding.code == "frozen_sampler"
+    assert finding.value == pytest.approx(110.5 / 6.5), "medians of the last and the first third"
+
+
+def test_growth_with_a_recorded_age_that_grows_too_is_staleness():
+    grows = {(step, 0): (1000.0, 0.5 * step**2) for step in range(1, 13)}
+    assert codes(VersionCells(grows)) == ["stale_by_lag"]
+
+
+def test_the_same_mismatch_at_every_step_and_age_is_nothing():
+    noise = np.random.default_rng(0).uniform(0.8, 1.2, size=100)
+    assert codes(cells(lambda step, lag: 0.001 * noise[step], lags=(0, 1, 2))) == []
+    assert codes(cells(lambda step, lag: 0.001 * step, steps=4)) == [], "too few steps"
+    assert codes(VersionCells()) == []
+
+
+def test_cells_of_parts_merge_to_those_of_the_whole():
+    step, version = np.array([1, 1, 2, 2]), np.array([0, 1, 1, 1])
+    k3, tokens = np.array([1.0, 2.0, 3.0, 4.0]), np.array([10.0, 10.0, 5.0, 5.0])
+    whole = VersionCells.of(step, version, k3, tokens)
+    assert whole.cells == {(1, 0): (10.0, 1.0), (1, 1): (10.0, 2.0), (2, 1): (10.0, 7.0)}
+    parts = [VersionCells.of(step[i : i + 1], version[i : i + 1], k3[i : i + 1], tokens[i : i + 1]) for i in range(4)]
+    merged = VersionCells()
+    for part in parts:
+        merged = merged.merge(part)
+    assert merged == whole
+
+
+def test_check_names_a_sampler_that_keeps_old_weights(tmp_path):
+    rows = []
+    for step in range(1, 11):
+        fault = rollouts(rows=8, length=50, seed=step, weights=0.02 * step)
+        rows += [
+            {**row, "step": step, "policy_versions": [{"start": 0, "length": 50, "version": step}]} for row in fault
+        ]
+    result = check_logs([write_rows(tmp_path / "log.parquet", rows)])
+    assert result.hypotheses[0].code == "frozen_sampler"
+    assert {f.code: f.follows_from for f in result.hypotheses}["weights_differ"] == "frozen_sampler"
