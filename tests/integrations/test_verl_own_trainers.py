@@ -5,7 +5,6 @@ is started, and no model is built.
 """
 
 import pickle
-import sys
 import warnings
 from pathlib import Path
 
@@ -33,7 +32,6 @@ with warnings.catch_warnings():
 
 pytestmark = pytest.mark.filterwarnings("ignore", f"error::{InertOptionWarning.__module__}.InertOptionWarning")
 
-HELPER = "verl.trainer.ppo.rollout_corr_helper"
 REJECTION = {"bypass_mode": "True", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0"}
 REINFORCE = {"bypass_mode": "True", "loss_type": "reinforce", "rollout_is": "token"}
 
@@ -77,7 +75,7 @@ def step_gradient(trainer, generation, monkeypatch):
         old = store["old_log_probs"]
     else:
         batch = DataProto.from_dict(tensors={"rollout_log_probs": rollout})
-        sys.modules[HELPER].apply_bypass_mode(
+        rollout_corr_helper.apply_bypass_mode(
             batch, trainer.config.algorithm.rollout_correction, trainer.config.actor_rollout_ref.actor.policy_loss
         )
         old = batch.batch["old_log_probs"]
@@ -94,17 +92,11 @@ def step_gradient(trainer, generation, monkeypatch):
 
 
 @pytest.fixture
-def installed(monkeypatch):
+def installed():
     """`install` in this process, taken back afterwards."""
-    modules = [module for name, module in sys.modules.items() if name.startswith("verl.")]
-    names = ("need_critic", "rollout_corr_helper", *ours.__all__)
-    for module in modules:
-        for name in set(names) & set(vars(module)):
-            monkeypatch.setattr(module, name, getattr(module, name))
-    for name in ("vanilla", "bypass_mode"):
-        monkeypatch.setitem(core_algos.POLICY_LOSS_REGISTRY, name, core_algos.POLICY_LOSS_REGISTRY[name])
-    monkeypatch.setitem(sys.modules, HELPER, sys.modules[HELPER])
     ours.install()
+    yield
+    ours.uninstall()
 
 
 @pytest.mark.parametrize("generation", ["v1", "legacy"])
@@ -113,7 +105,7 @@ def test_verl_alone_leaves_the_correction_of_a_bypass_run_inert(generation, corr
     """The fault itself: gradients are those of plain PPO. If this fails, verl was fixed and the wiring may go."""
     trainer = built_trainer(composed(correction), generation)
     assert step_gradient(trainer, generation, monkeypatch) == pytest.approx([1.25, 0.5])
-    assert sys.modules[HELPER] is rollout_corr_helper
+    assert core_algos.POLICY_LOSS_REGISTRY["vanilla"] is not ours.compute_policy_loss_vanilla
 
 
 @pytest.mark.usefixtures("installed")
