@@ -48,6 +48,7 @@ def outcomes(checkout, folder, *plugins, **variables):
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ["PYTHONPATH"]])
     report = folder / f"{'-'.join(plugins) or 'unpatched'}.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", f"--junitxml={report}"]
+    plugins = ("verl_cluster", *plugins)
     command += [f"--rootdir={checkout}", *(f"-p{plugin}" for plugin in plugins), *map(str, found_tests(checkout))]
     done = subprocess.run(command, env=environment, cwd=checkout, capture_output=True, text=True)
     assert report.exists(), done.stdout + done.stderr
