@@ -1,19 +1,21 @@
 """Test the adapters in the frameworks themselves: those that are installed, and any others of a folder.
 
     make test-frameworks                installed: verl 0.9.1, TRL 1.16.0
-    make test-frameworks SOURCES=DIR    and what DIR holds: checkouts, unpacked sources, wheels
+    make test-frameworks SOURCES=DIR    and what DIR holds: checkouts, sources, wheels, packed or unpacked
 
-A framework of DIR takes the place of the installed one; what it depends on is installed. A checkout of verl brings its
-own tests, which its package leaves out: they run on verl alone and on verl with this library, and must end alike.
+A framework of DIR takes the place of the installed one; what it depends on is installed. verl's sources bring its own
+tests, which its wheel leaves out: they run on verl alone and on verl with this library, and must end alike.
+
+    pip download --no-deps --no-binary :all: --no-build-isolation --dest DIR verl==0.9.1
 """
 
 import argparse
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
-import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -23,12 +25,14 @@ LANES = {
 }
 
 
-def unpacked(wheel: Path, folder: Path) -> Path:
-    """The folder that a wheel was unpacked to."""
-    target = folder / wheel.stem
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(target)
-    return target
+def unpacked(archive: Path, folder: Path) -> list[Path]:
+    """The folders that a wheel or a source archive was unpacked to."""
+    target = folder / f"{archive.name}-unpacked"
+    if archive.suffix == ".whl":
+        shutil.unpack_archive(archive, target, format="zip")
+        return [target]
+    shutil.unpack_archive(archive, target, filter="data")
+    return [path for path in target.iterdir() if path.is_dir()]
 
 
 def alone(package: Path, folder: Path) -> Path:
@@ -42,14 +46,15 @@ def alone(package: Path, folder: Path) -> Path:
 def found(sources: Path, folder: Path) -> list[tuple[str, Path]]:
     """Each framework under the folder, with the folder that holds its package."""
     roots = [sources, *sorted(path for path in sources.iterdir() if path.is_dir())]
-    roots += [unpacked(wheel, folder) for wheel in sorted(sources.glob("*.whl"))]
+    for archive in sorted([*sources.glob("*.whl"), *sources.glob("*.tar.gz")]):
+        roots += unpacked(archive, folder)
     return [(name, root) for root in roots for name in LANES if (root / name / "__init__.py").exists()]
 
 
 def run(name: str, python: Path, path: Path | None, tests: Path | None) -> int:
     """One lane, by pytest's exit code; `path` holds another version of the framework than the installed one."""
     pattern, _ = LANES[name]
-    environment = os.environ | {"ROLLCORR_VERL_TESTS": str(tests or "")}
+    environment = os.environ | ({"ROLLCORR_VERL_TESTS": str(tests)} if tests else {})
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(path or ""), os.environ.get("PYTHONPATH")]))
     files = sorted((ROOT / "tests" / "integrations").glob(pattern))
     return subprocess.run([str(python), "-m", "pytest", *map(str, files)], cwd=ROOT, env=environment).returncode

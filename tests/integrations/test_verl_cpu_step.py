@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 VARIABLES = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 VARIABLES |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # read, and not used: the processes meet in a file
 VARIABLES |= {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda"}
-VARIABLES |= {"VERL_USE_EXTERNAL_MODULES": "verl_cpu_platform", "ROLLCORR_VERL": "1"}
+VARIABLES |= {"VERL_USE_EXTERNAL_MODULES": "verl_cpu_platform,rollcorr.integrations.verl_plugin"}
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -51,6 +52,10 @@ def test_a_ray_worker_resolves_to_our_functions_when_asked(call, variables, expe
     program = tmp_path / "program.py"
     program.write_text(PROGRAM, encoding="utf-8")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("ROLLCORR_V", "VERL_"))}
+    # The entry point belongs to the installed package; what an older build left beside src/ would hide it.
+    source = str(Path(__file__).parents[2] / "src")
+    paths = [path for path in environment["PYTHONPATH"].split(os.pathsep) if path and path != source]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
     command = [sys.executable, str(program), call]
     done = subprocess.run(command, env=environment | variables, capture_output=True, text=True)
     found = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
