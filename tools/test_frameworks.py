@@ -75,6 +75,7 @@ def installed(name: str, python: Path) -> Path:
 
 
 def main() -> int:
+    """Run every lane, and say last what each of them was."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in LANES:
         parser.add_argument(f"--{name}", type=Path, metavar="PYTHON", help=f"Python of the environment that has {name}")

@@ -177,11 +177,11 @@ def test_install_replaces_what_trainers_imported_before_and_does_so_once(modules
         verl.install()
     core_algos = modules["verl.trainer.ppo.core_algos"]
     assert core_algos.agg_loss is verl.agg_loss
-    assert core_algos.POLICY_LOSS_REGISTRY == {
+    assert {
         "gspo": "theirs",
         "vanilla": verl.compute_policy_loss_vanilla,
         "bypass_mode": verl.compute_policy_loss_bypass_mode,
-    }
+    } == core_algos.POLICY_LOSS_REGISTRY
 
 
 def test_install_refuses_a_verl_whose_trainers_it_cannot_reach(modules):

@@ -1,6 +1,6 @@
-"""A pytest plugin for verl's own tests: a Ray cluster with room for verl's queue, which asks for more than two processors.
+"""A pytest plugin for verl's own tests: a Ray cluster with room for verl's queue, which needs over two processors.
 
-Without room those tests wait for ever. Processors are a number that Ray counts with, so this one needs no more of them.
+Without room those tests wait for ever. To Ray, processors are a number that it counts with; no more of them are needed.
 """
 
 

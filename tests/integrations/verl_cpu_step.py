@@ -9,9 +9,6 @@ import functools
 import json
 import logging
 import sys
-import warnings
-
-warnings.simplefilter("ignore")
 
 import torch
 import torch.distributed as dist
@@ -145,5 +142,6 @@ if __name__ == "__main__":
     worker = built_worker(path)
     steps = {"decoupled": step(worker, sampled(path), DECOUPLED), "bypass": step(worker, sampled(path), BYPASS)}
     functions = [rollout_corr_helper.apply_bypass_mode, *map(core_algos.get_policy_loss_fn, ("vanilla", "bypass_mode"))]
-    print("STEPS", json.dumps(steps | {"functions": [function.__module__ for function in functions]}))
+    names = [function.__module__ for function in functions]
+    sys.stdout.write(f"STEPS {json.dumps(steps | {'functions': names})}\n")
     dist.destroy_process_group()
