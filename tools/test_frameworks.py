@@ -93,7 +93,7 @@ def main() -> int:
         cases = [(name, None) for name in pythons]
         cases += [case for case in found(arguments.sources, folder) if case[0] in pythons] if arguments.sources else []
         if arguments.sources and len(cases) == len(pythons):
-            parser.error(f"{arguments.sources} holds no package of {' or '.join(pythons)}, and no wheel of one")
+            parser.error(f"{arguments.sources} holds no sources and no wheel of {' or '.join(pythons)}")
         for name, root in cases:
             package = installed(name, pythons[name]) if root is None else root / name
             tests = root / "tests" if root and (root / "tests/trainer/ppo").is_dir() and name == "verl" else None

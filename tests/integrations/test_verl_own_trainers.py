@@ -24,7 +24,7 @@ with warnings.catch_warnings():
     from omegaconf import OmegaConf
     from tensordict import TensorDict
     from verl.protocol import DataProto
-    from verl.trainer.ppo import core_algos, rollout_corr_helper
+    from verl.trainer.ppo import core_algos, rollout_corr_helper, utils
     from verl.trainer.ppo.utils import Role
     from verl.utils import tensordict_utils
     from verl.utils.config import omega_conf_to_dataclass
@@ -36,14 +36,15 @@ REJECTION = {"bypass_mode": "True", "rollout_rs": "token_k1", "rollout_rs_thresh
 REINFORCE = {"bypass_mode": "True", "loss_type": "reinforce", "rollout_is": "token"}
 
 
-def composed(correction, *overrides):
+def composed(correction, *overrides, resolve=True):
     """verl's configuration of a run, resolved as in its task runner."""
     lines = [f"algorithm.rollout_correction.{name}={value}" for name, value in correction.items()]
     lines += ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1", "trainer.device=cpu", *overrides]
     folder = str(Path(verl.__file__).parent / "trainer" / "config")
     with hydra.initialize_config_dir(folder, version_base=None):
         config = hydra.compose("ppo_trainer", overrides=lines)
-    OmegaConf.resolve(config)
+    if resolve:
+        OmegaConf.resolve(config)
     return config
 
 
@@ -151,3 +152,15 @@ def test_loss_mode_alone_gives_the_actor_verls_default_correction_and_ours_says_
     OmegaConf.update(config, "algorithm.rollout_correction.bypass_mode", True)
     with pytest.warns(InertOptionWarning, match="when policy_loss.rollout_correction is left out"):
         step_gradient(trainer, "v1", monkeypatch)
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_driver_wires_bypass_mode_before_interpolations_are_resolved():
+    """`verl.trainer.main_ppo` asks `need_critic` in the driver first, of the configuration as Hydra composed it."""
+    config = composed(REJECTION, resolve=False)
+    utils.need_critic(config)
+    OmegaConf.resolve(config)
+    policy_loss = config.actor_rollout_ref.actor.policy_loss
+    assert policy_loss.loss_mode == "bypass_mode"
+    assert policy_loss.rollout_correction == config.algorithm.rollout_correction
+    assert policy_loss.rollout_correction.rollout_rs == "token_k1"
