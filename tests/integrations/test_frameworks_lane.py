@@ -42,8 +42,8 @@ def test_another_version_takes_the_place_of_the_installed_one_and_brings_no_othe
     package(checkout, "tests")
     path = lane.alone(checkout / "json", tmp_path)
     assert [entry.name for entry in path.iterdir()] == ["json"]
-    program = "import json; print(json.__file__)"
-    done = subprocess.run([sys.executable, "-c", program], env={"PYTHONPATH": str(path)}, capture_output=True, text=True)
+    command = [sys.executable, "-c", "import json; print(json.__file__)"]
+    done = subprocess.run(command, env={"PYTHONPATH": str(path)}, capture_output=True, text=True)
     assert Path(done.stdout.strip()).parent == path / "json"
 
 
