@@ -1,7 +1,7 @@
 .DEFAULT_GOAL := help
 .PHONY: help install demo demo-seeds demo-diffusion demo-diffusion-seeds
 .PHONY: test test-anywhere test-slow test-crash test-hostile test-oracle test-triton test-arm test-ray
-.PHONY: test-verl test-trl test-vllm check docs bench laboratory clean
+.PHONY: test-verl test-trl test-frameworks test-vllm check docs bench laboratory clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -13,6 +13,8 @@ VERL_VENV := .venv-verl
 VERL_STAMP := $(VERL_VENV)/.installed
 TRL_VENV := .venv-trl
 TRL_STAMP := $(TRL_VENV)/.installed
+BIN_OF_VERL := $(VERL_VENV)/bin
+BIN_OF_TRL := $(TRL_VENV)/bin
 VERL_NEEDS := accelerate aiohttp cachetools cloudpickle codetiming datasets dill fastapi importlib_metadata orjson pandas peft
 VERL_NEEDS += pybind11 pylatexenc pyvers pyzmq ray torchdata TransferQueue uvicorn
 # What runs once per implementation of the correction.
@@ -100,11 +102,14 @@ test-arm: $(STAMP) ## Compile the CPU kernel for arm64 (installs a cross compile
 	$(BIN)/pip install --quiet --disable-pip-version-check ziglang
 	$(BIN)/python -m pytest tests/kernels/test_cpu_build.py -k arm64
 
-test-verl: $(VERL_STAMP) ## Test beside verl 0.9.1 (an environment of its own); VERL_TESTS=verl/tests runs verl's own tests too
-	ROLLCORR_VERL_TESTS=$(VERL_TESTS) $(VERL_VENV)/bin/python -m pytest tests/integrations
+test-verl: $(VERL_STAMP) ## Test beside verl 0.9.1 (an environment of its own); SOURCES as in test-frameworks
+	$(BIN_OF_VERL)/python tools/test_frameworks.py --verl $(BIN_OF_VERL)/python $(SOURCES)
 
-test-trl: $(TRL_STAMP) ## Test in the trainers of TRL 1.16.0 (an environment of its own)
-	$(TRL_VENV)/bin/python -m pytest tests/integrations/test_trl_real.py tests/integrations/test_trl.py
+test-trl: $(TRL_STAMP) ## Test in the trainers of TRL 1.16.0 (an environment of its own); SOURCES as in test-frameworks
+	$(BIN_OF_TRL)/python tools/test_frameworks.py --trl $(BIN_OF_TRL)/python $(SOURCES)
+
+test-frameworks: $(VERL_STAMP) $(TRL_STAMP) ## Both; SOURCES=DIR with checkouts or wheels tests these versions too, and runs verl's own tests
+	$(BIN_OF_VERL)/python tools/test_frameworks.py --verl $(BIN_OF_VERL)/python --trl $(BIN_OF_TRL)/python $(SOURCES)
 
 test-vllm: $(VLLM_STAMP) ## Test the vLLM engine with vLLM itself on the CPU (an environment of its own, 3.7 GB)
 	$(VLLM_VENV)/bin/python -m pytest tests/engines/test_vllm_real.py -s

@@ -115,6 +115,14 @@ def test_2025_11_thresholds_default_to_the_weights_and_to_the_reciprocal(thresho
     assert (criterion.lower, criterion.upper) == ends
 
 
+@pytest.mark.parametrize("option", ["rollout_is_threshold", "rollout_rs_threshold", "rollout_token_veto_threshold"])
+@pytest.mark.parametrize("band", ["0.5_2", "0_3", "0.5_2.0"])
+def test_a_band_where_an_older_generation_takes_a_number_is_refused(option, band):
+    """Python reads "0.5_2" as the number 0.52, and would cut every weight there."""
+    with pytest.raises(ValueError, match=f"{option} must be a number or null; got '{band}'"):
+        convert({"rollout_is": "token", "rollout_rs": "token", option: band}, schema="2025-11")
+
+
 def test_2025_11_switches_become_mode_and_loss():
     pure = {**SECOND, "bypass_old_logprob_for_rollout": True, "use_pure_rollout_correction": True}
     assert convert(SECOND).config == RolloutCorrectionConfig.seq_is()

@@ -5,7 +5,8 @@ tests/integrations/test_verl_own_trainers.py runs verl's own trainers.
 
 import copy
 import functools
-import importlib
+import inspect
+import os
 import re
 import sys
 from types import ModuleType, SimpleNamespace
@@ -15,7 +16,7 @@ import torch
 from omegaconf import OmegaConf
 
 from rollcorr.config import InertOptionWarning
-from rollcorr.integrations import verl
+from rollcorr.integrations import verl, verl_plugin
 from rollcorr.integrations.verl import TensorBatch
 from rollcorr.integrations.verl import v2025_11 as verl_2025_11
 
@@ -87,6 +88,17 @@ class Trainer:
         return log_prob.grad.flatten().tolist()
 
 
+def theirs_like(ours):
+    """A function with the arguments of ours, and without the keywords that only ours has."""
+
+    def theirs(*args, **kwargs):
+        raise AssertionError("verl's own function was called")
+
+    kept = [p for p in inspect.signature(ours).parameters.values() if p.kind is not p.KEYWORD_ONLY]
+    theirs.__signature__ = inspect.Signature(kept)
+    return theirs
+
+
 @pytest.fixture
 def modules(monkeypatch):
     """verl's modules as `install` finds them, with the trainer imported already."""
@@ -95,13 +107,25 @@ def modules(monkeypatch):
     found = {name: ModuleType(name) for name in (*names, *(f"verl.trainer.ppo.{leaf}" for leaf in leaves))}
     for name, module in found.items():
         monkeypatch.setitem(sys.modules, name, module)
-    found["verl.trainer.ppo.core_algos"].POLICY_LOSS_REGISTRY = {"gspo": "theirs", "vanilla": "theirs"}
+    core_algos = found["verl.trainer.ppo.core_algos"]
+    for name in ("agg_loss", "compute_policy_loss_vanilla", "compute_policy_loss_bypass_mode"):
+        setattr(core_algos, name, theirs_like(getattr(verl, name)))
+    core_algos.POLICY_LOSS_REGISTRY = {
+        "gspo": "theirs",
+        "vanilla": core_algos.compute_policy_loss_vanilla,
+        "bypass_mode": core_algos.compute_policy_loss_bypass_mode,
+    }
     found["verl.trainer.ppo.utils"].need_critic = lambda config: False
-    found[HELPER].compute_rollout_correction_and_add_to_batch = lambda batch, config: (batch, {})
+    found[HELPER].compute_rollout_correction_and_add_to_batch = lambda batch, rollout_corr_config: (batch, {})
+    found[HELPER].apply_bypass_mode = lambda batch, rollout_corr_config=None, policy_loss_config=None: None
     for name in ("need_critic", "compute_rollout_correction_and_add_to_batch"):
         source = found["verl.trainer.ppo.utils" if name == "need_critic" else HELPER]
         setattr(found["verl.trainer.ppo.v1.trainer_base"], name, getattr(source, name))
-    return found
+    for variable in (verl_plugin.SWITCH, verl_plugin.RAY_HOOK, verl_plugin.RAY_HOOK_BEFORE):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))  # tests of other rooms may have a real one
+    yield found
+    verl.uninstall()
 
 
 @pytest.mark.parametrize("generation", ["v1", "legacy"])
@@ -132,7 +156,7 @@ def test_a_veto_acts_in_bypass_mode_in_either_trainer(modules, generation):
 
 def test_the_legacy_trainer_says_that_it_is_too_late_when_imports_alone_were_switched(modules, monkeypatch):
     """The actor is built, so its loss stays: nothing is rejected, and the first step says so with the lines to add."""
-    monkeypatch.setitem(sys.modules, HELPER, verl)
+    modules[HELPER].apply_bypass_mode = verl.apply_bypass_mode
     modules["verl.trainer.ppo.core_algos"].POLICY_LOSS_REGISTRY["vanilla"] = verl.compute_policy_loss_vanilla
     trainer = Trainer(run_config(REJECTION), modules, generation="legacy")
     with pytest.warns(InertOptionWarning, match="built with loss_mode='vanilla'") as warned:
@@ -149,21 +173,71 @@ def test_install_replaces_what_trainers_imported_before_and_does_so_once(modules
     for _ in range(2):
         assert trainer_base.need_critic is utils.need_critic is wired
         assert trainer_base.compute_rollout_correction_and_add_to_batch is ours
-        assert importlib.import_module(HELPER) is modules["verl.trainer.ppo"].rollout_corr_helper is verl
+        assert modules[HELPER].compute_rollout_correction_and_add_to_batch is ours
         verl.install()
-    registry = modules["verl.trainer.ppo.core_algos"].POLICY_LOSS_REGISTRY
-    assert registry == {
+    core_algos = modules["verl.trainer.ppo.core_algos"]
+    assert core_algos.agg_loss is verl.agg_loss
+    assert {
         "gspo": "theirs",
         "vanilla": verl.compute_policy_loss_vanilla,
         "bypass_mode": verl.compute_policy_loss_bypass_mode,
-    }
+    } == core_algos.POLICY_LOSS_REGISTRY
 
 
 def test_install_refuses_a_verl_whose_trainers_it_cannot_reach(modules):
     del modules["verl.trainer.ppo.utils"].need_critic
     with pytest.raises(ImportError, match="wire_bypass_mode"):
         verl.install()
-    assert sys.modules[HELPER] is not verl
+    assert modules["verl.trainer.ppo.core_algos"].agg_loss is not verl.agg_loss
+
+
+def test_install_refuses_a_verl_whose_functions_take_other_arguments(modules):
+    """November 2025 passed the lower end of the band by itself; ours would take it for something else."""
+    modules[HELPER].compute_rollout_rejection_mask = (
+        lambda log_ratio, response_mask, rollout_rs, rollout_rs_threshold, rollout_rs_threshold_lower: None
+    )
+    before = {name: dict(vars(module)) for name, module in modules.items()}
+    with pytest.raises(ImportError, match=r"takes \(.*rollout_rs_threshold_lower\).*v2025_11"):
+        verl.install()
+    assert {name: dict(vars(module)) for name, module in modules.items()} == before
+
+
+def test_uninstall_puts_back_all_that_install_replaced(modules, monkeypatch):
+    monkeypatch.setenv(verl_plugin.RAY_HOOK, "json.loads")
+    registry = modules["verl.trainer.ppo.core_algos"].POLICY_LOSS_REGISTRY
+    before = {name: dict(vars(module)) for name, module in modules.items()}, dict(registry), dict(os.environ)
+    verl.install()
+    verl.install()
+    assert registry != before[1]
+    assert os.environ[verl_plugin.RAY_HOOK_BEFORE] == "json.loads"
+    verl.uninstall()
+    verl.uninstall()
+    assert ({name: dict(vars(module)) for name, module in modules.items()}, dict(registry), dict(os.environ)) == before
+
+
+def test_one_line_says_which_functions_of_which_verl_are_replaced(modules, caplog):
+    modules["verl"].__version__ = "0.9.1"
+    verl.install()
+    verl.install()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "in verl 0.9.1: apply_bypass_mode, compute_rollout_correction_and_add_to_batch of verl.trainer" in line
+    assert "the policy losses vanilla, bypass_mode; bypass mode reaches the actor" in line
+
+
+def test_install_after_ray_says_that_workers_keep_verls_functions(modules, monkeypatch):
+    context = SimpleNamespace(worker=SimpleNamespace(mode=0), runtime_env={})
+    ray = SimpleNamespace(SCRIPT_MODE=0, is_initialized=lambda: True, get_runtime_context=lambda: context)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    with pytest.warns(RuntimeWarning, match=r"Call install\(\) before ray\.init\(\)"):
+        verl.install()
+    verl.uninstall()
+
+    # A worker, and a driver whose workers have the switch, are told nothing.
+    context.worker.mode = 1
+    verl.install()
+    verl.uninstall()
+    context.worker.mode, context.runtime_env = 0, {"env_vars": {verl_plugin.SWITCH: "1"}}
+    verl.install()
 
 
 @pytest.mark.parametrize("kind", [dict, OmegaConf.create])

@@ -1,4 +1,4 @@
-"""verl's own tests for rollout correction, run on this library.
+"""verl's own tests, run on this library, and on verl alone to compare with.
 
 ROLLCORR_VERL_TESTS names the tests directory of one or more verl checkouts (separated as in PATH), for instance
 /src/verl/tests. The generation is read from the test files. Needs an installed verl for its DataProto and ActorConfig.
@@ -10,46 +10,69 @@ import re
 import subprocess
 import sys
 import warnings
+import xml.etree.ElementTree as ET
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 CHECKOUTS = [Path(path) for path in os.environ.get("ROLLCORR_VERL_TESTS", "").split(os.pathsep) if path]
 FILES = [f"test_rollout_{subject}{kind}.py" for subject in ("corr", "is") for kind in ("", "_integration")]
-FILES.append("test_loss_aggregation_on_cpu.py")
 
 pytestmark = [
-    pytest.mark.filterwarnings("default"),  # the count of each file is reported as a warning
+    pytest.mark.filterwarnings("default"),  # the counts are reported as a warning
     pytest.mark.skipif(
         not CHECKOUTS or importlib.util.find_spec("verl") is None,
-        reason="this needs verl and its tests: `make test-verl VERL_TESTS=/path/to/verl/tests`",
+        reason="this needs verl and its tests: `make test-frameworks SOURCES=DIR`, where DIR holds a checkout of verl",
     ),
 ]
 
 
-def generation(source):
-    if "mismatch_helper" in source:
+def generation(checkout):
+    sources = [path.read_text(encoding="utf-8") for name in FILES if (path := checkout / "trainer/ppo" / name).exists()]
+    if any("mismatch_helper" in source for source in sources):
         return "2025-10"
-    return "newest" if re.search(r"token_k[123]|token-sum", source) else "2025-11"
+    return "newest" if any(re.search(r"token_k[123]", source) for source in sources) else "2025-11"
 
 
-def found_tests():
-    files = [path / "trainer" / "ppo" / name for path in CHECKOUTS for name in FILES]
-    return [path for path in files if path.exists()] or [Path("none")]
+def found_tests(checkout):
+    """The newest generation's PPO tests, all of them; of an older one, those that do not need its verl."""
+    if generation(checkout) == "newest":
+        return [checkout / "trainer"]
+    return [path for name in FILES if (path := checkout / "trainer/ppo" / name).exists()]
 
 
-@pytest.mark.parametrize("path", found_tests(), ids=str)
-def test_verls_own_tests_pass_on_this_library(path):
-    assert path.exists(), f"no rollout-correction tests under {', '.join(map(str, CHECKOUTS))}"
-    here = Path(__file__).parent
-    environment = os.environ | {
-        "ROLLCORR_VERL_GENERATION": generation(path.read_text(encoding="utf-8")),
-        "PYTHONPATH": os.pathsep.join([str(here), os.environ["PYTHONPATH"]]),
-    }
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "verl_shim", "-p", "no:cacheprovider", "-W", "ignore"]
-    command += [f"--rootdir={path.parent}", str(path)]
-    done = subprocess.run(command, env=environment, cwd=path.parent, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    summary = re.search(r"\d+ passed.*", done.stdout)
-    assert summary, done.stdout
-    warnings.warn(f"{path}: {summary[0]}", stacklevel=1)
+def outcomes(checkout, folder, *plugins, **variables):
+    """Test → "passed", "failed", "skipped" or "error", of one run in a process of its own."""
+    environment = {name: value for name, value in os.environ.items() if name != "ROLLCORR_VERL"} | variables
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ["PYTHONPATH"]])
+    report = folder / f"{'-'.join(plugins) or 'unpatched'}.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", f"--junitxml={report}"]
+    plugins = ("verl_cluster", *plugins)
+    command += [f"--rootdir={checkout}", *(f"-p{plugin}" for plugin in plugins), *map(str, found_tests(checkout))]
+    done = subprocess.run(command, env=environment, cwd=checkout, capture_output=True, text=True)
+    assert report.exists(), done.stdout + done.stderr
+    found = {}
+    for case in ET.parse(report).iter("testcase"):
+        kinds = {child.tag for child in case} & {"failure", "error", "skipped"}
+        found[f"{case.get('classname')}::{case.get('name')}"] = "+".join(sorted(kinds)) or "passed"
+    return found, done.stdout
+
+
+@pytest.mark.parametrize("checkout", CHECKOUTS or [Path("none")], ids=str)
+def test_verls_own_tests_end_on_this_library_as_they_end_on_verl_alone(checkout, tmp_path):
+    kind = generation(checkout)
+    ours, output = outcomes(checkout, tmp_path, "verl_shim", ROLLCORR_VERL_GENERATION=kind)
+    assert Counter(ours.values())["passed"] > 10, output
+    if kind == "newest":
+        theirs, _ = outcomes(checkout, tmp_path)
+        different = {test: (theirs.get(test), ours.get(test)) for test in theirs | ours}
+        different = {test: pair for test, pair in different.items() if pair[0] != pair[1]}
+        assert not different, f"(alone, patched): {different}\n{output}"
+    else:  # the installed verl no longer has that generation, so all must pass
+        assert set(ours.values()) == {"passed"}, output
+        theirs = {}
+    warnings.warn(
+        f"{checkout}, {kind}: patched {dict(Counter(ours.values()))}, alone {dict(Counter(theirs.values()))}",
+        stacklevel=1,
+    )

@@ -5,7 +5,6 @@ is started, and no model is built.
 """
 
 import pickle
-import sys
 import warnings
 from pathlib import Path
 
@@ -25,7 +24,7 @@ with warnings.catch_warnings():
     from omegaconf import OmegaConf
     from tensordict import TensorDict
     from verl.protocol import DataProto
-    from verl.trainer.ppo import core_algos, rollout_corr_helper
+    from verl.trainer.ppo import core_algos, rollout_corr_helper, utils
     from verl.trainer.ppo.utils import Role
     from verl.utils import tensordict_utils
     from verl.utils.config import omega_conf_to_dataclass
@@ -33,19 +32,19 @@ with warnings.catch_warnings():
 
 pytestmark = pytest.mark.filterwarnings("ignore", f"error::{InertOptionWarning.__module__}.InertOptionWarning")
 
-HELPER = "verl.trainer.ppo.rollout_corr_helper"
 REJECTION = {"bypass_mode": "True", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0"}
 REINFORCE = {"bypass_mode": "True", "loss_type": "reinforce", "rollout_is": "token"}
 
 
-def composed(correction, *overrides):
+def composed(correction, *overrides, resolve=True):
     """verl's configuration of a run, resolved as in its task runner."""
     lines = [f"algorithm.rollout_correction.{name}={value}" for name, value in correction.items()]
     lines += ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1", "trainer.device=cpu", *overrides]
     folder = str(Path(verl.__file__).parent / "trainer" / "config")
     with hydra.initialize_config_dir(folder, version_base=None):
         config = hydra.compose("ppo_trainer", overrides=lines)
-    OmegaConf.resolve(config)
+    if resolve:
+        OmegaConf.resolve(config)
     return config
 
 
@@ -77,7 +76,7 @@ def step_gradient(trainer, generation, monkeypatch):
         old = store["old_log_probs"]
     else:
         batch = DataProto.from_dict(tensors={"rollout_log_probs": rollout})
-        sys.modules[HELPER].apply_bypass_mode(
+        rollout_corr_helper.apply_bypass_mode(
             batch, trainer.config.algorithm.rollout_correction, trainer.config.actor_rollout_ref.actor.policy_loss
         )
         old = batch.batch["old_log_probs"]
@@ -94,17 +93,11 @@ def step_gradient(trainer, generation, monkeypatch):
 
 
 @pytest.fixture
-def installed(monkeypatch):
+def installed():
     """`install` in this process, taken back afterwards."""
-    modules = [module for name, module in sys.modules.items() if name.startswith("verl.")]
-    names = ("need_critic", "rollout_corr_helper", *ours.__all__)
-    for module in modules:
-        for name in set(names) & set(vars(module)):
-            monkeypatch.setattr(module, name, getattr(module, name))
-    for name in ("vanilla", "bypass_mode"):
-        monkeypatch.setitem(core_algos.POLICY_LOSS_REGISTRY, name, core_algos.POLICY_LOSS_REGISTRY[name])
-    monkeypatch.setitem(sys.modules, HELPER, sys.modules[HELPER])
     ours.install()
+    yield
+    ours.uninstall()
 
 
 @pytest.mark.parametrize("generation", ["v1", "legacy"])
@@ -113,7 +106,7 @@ def test_verl_alone_leaves_the_correction_of_a_bypass_run_inert(generation, corr
     """The fault itself: gradients are those of plain PPO. If this fails, verl was fixed and the wiring may go."""
     trainer = built_trainer(composed(correction), generation)
     assert step_gradient(trainer, generation, monkeypatch) == pytest.approx([1.25, 0.5])
-    assert sys.modules[HELPER] is rollout_corr_helper
+    assert core_algos.POLICY_LOSS_REGISTRY["vanilla"] is not ours.compute_policy_loss_vanilla
 
 
 @pytest.mark.usefixtures("installed")
@@ -159,3 +152,15 @@ def test_loss_mode_alone_gives_the_actor_verls_default_correction_and_ours_says_
     OmegaConf.update(config, "algorithm.rollout_correction.bypass_mode", True)
     with pytest.warns(InertOptionWarning, match="when policy_loss.rollout_correction is left out"):
         step_gradient(trainer, "v1", monkeypatch)
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_driver_wires_bypass_mode_before_interpolations_are_resolved():
+    """`verl.trainer.main_ppo` asks `need_critic` in the driver first, of the configuration as Hydra composed it."""
+    config = composed(REJECTION, resolve=False)
+    utils.need_critic(config)
+    OmegaConf.resolve(config)
+    policy_loss = config.actor_rollout_ref.actor.policy_loss
+    assert policy_loss.loss_mode == "bypass_mode"
+    assert policy_loss.rollout_correction == config.algorithm.rollout_correction
+    assert policy_loss.rollout_correction.rollout_rs == "token_k1"

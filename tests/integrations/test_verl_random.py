@@ -1,8 +1,12 @@
 """verl_parity=True against the installed verl itself, on random batches. Runs with `make test-verl`."""
 
+import hashlib
 import inspect
 import random
+import re
 import warnings
+from importlib.metadata import version
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -57,6 +61,14 @@ class Draw:
     def options(self):
         weights = self.weight_options() if self.random.random() < 0.7 else {}
         return weights | (self.rejection_options() if self.random.random() < 0.7 else {})
+
+
+@pytest.mark.skipif(version("verl") != "0.9.1" or "site-packages" not in theirs.__file__, reason="numbers are of 0.9.1")
+def test_the_recorded_numbers_are_of_the_installed_files():
+    page = (Path(__file__).parents[1] / "golden" / "README.md").read_text(encoding="utf-8")
+    for file in (theirs.__file__, core_algos.__file__, algorithm.__file__):
+        name, digest = Path(file).name, hashlib.sha256(Path(file).read_bytes()).hexdigest()
+        assert re.search(rf"0\.9\.1.*{re.escape(name)}.*{digest}", page), f"{name} has sha256 {digest}"
 
 
 NAMES = [name for name in ours.__all__ if hasattr(theirs, name) or hasattr(core_algos, name)]

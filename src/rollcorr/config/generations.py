@@ -299,7 +299,8 @@ def _number(old: Mapping[str, Any], name: str, default: float | None = None) -> 
     value = old.get(name, default)
     if isinstance(value, str):
         try:
-            value = float(value)
+            # Python reads "0.5_2" as 0.52; in these options it is a band, which the older generations did not have.
+            value = float(value.replace("_", " to "))
         except ValueError:
             raise ValueError(f"{name} must be a number or null; got {value!r}") from None
     return None if value is None else check_number(name, value)

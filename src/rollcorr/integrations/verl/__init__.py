@@ -23,7 +23,7 @@ from rollcorr.integrations.verl.losses import (
     compute_policy_loss_reinforce,
     compute_policy_loss_vanilla,
 )
-from rollcorr.integrations.verl.switch import install
+from rollcorr.integrations.verl.switch import install, uninstall
 from rollcorr.integrations.verl.trainer import apply_bypass_mode, compute_rollout_correction_and_add_to_batch
 
 __all__ = [
@@ -44,5 +44,6 @@ __all__ = [
     "compute_rollout_correction_weights",
     "compute_rollout_rejection_mask",
     "install",
+    "uninstall",
     "wire_bypass_mode",
 ]

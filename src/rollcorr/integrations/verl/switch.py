@@ -1,57 +1,117 @@
-"""Put this library's functions in place of verl's in one process, before or after verl's trainers are imported."""
+"""Put this library's functions in place of verl's, in one process, before or after verl's trainers are imported.
+
+`install` replaces functions where verl keeps them, so every later import finds ours; modules that imported one before
+get ours too. `uninstall` puts all of it back. `rollcorr.integrations.verl_plugin` carries the switch to other
+processes.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import inspect
+import logging
+import os
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, MutableMapping
+from types import ModuleType
 from typing import Any
 
+from rollcorr import __version__
 from rollcorr.integrations.verl.bypass import wire_bypass_mode
-from rollcorr.integrations.verl.losses import compute_policy_loss_bypass_mode, compute_policy_loss_vanilla
+from rollcorr.integrations.verl_plugin import RAY_HOOK, RAY_HOOK_BEFORE, SWITCH, WITH_PLUGIN
+
+logger = logging.getLogger(__name__)
 
 HELPER = "verl.trainer.ppo.rollout_corr_helper"
+CORE_ALGOS = "verl.trainer.ppo.core_algos"
+UTILS = "verl.trainer.ppo.utils"
+
+_ABSENT: Any = object()
+_put_back: list[Callable[[], None]] = []
 
 
 def install() -> None:
-    """Replace verl's rollout-correction helper, register the losses, and wire bypass mode in every trainer's config.
+    """Replace verl's rollout-correction functions and losses, and wire bypass mode in every trainer's configuration.
 
-    Call it in each process of a run: the one with the trainer, and those with the actors. As a text it is the
-    `worker_process_setup_hook` of Ray: "rollcorr.integrations.verl.install". Calling it again changes nothing.
+    It covers this process and the Ray workers of every later `ray.init`. A line of the log says what is active.
+    Calling it again changes nothing. As a text it is a `worker_process_setup_hook` of Ray:
+    "rollcorr.integrations.verl.install".
 
     Raises:
-        ImportError: verl is not installed, or it has no `need_critic`, where its trainers hand over their
-            configuration before they build a worker.
+        ImportError: verl is not installed, or its functions take other arguments than ours; nothing is replaced then.
     """
-    parent, core_algos, utils = (
-        importlib.import_module(name)
-        for name in ("verl.trainer.ppo", "verl.trainer.ppo.core_algos", "verl.trainer.ppo.utils")
-    )
-    if not hasattr(utils, "need_critic"):
+    modules = {name: importlib.import_module(name) for name in (HELPER, CORE_ALGOS, UTILS)}
+    replacements = _replacements(modules)
+    if not replacements:
+        return
+
+    # Modules that were imported before hold verl's functions under names of their own.
+    by_identity = {id(original): ours for original, ours in replacements}
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith("verl."):
+            _replace_values(vars(module), by_identity)
+
+    # Actors look their loss up by name.
+    registry = modules[CORE_ALGOS].POLICY_LOSS_REGISTRY
+    losses = _replace_values(registry, by_identity)
+    _carry_to_ray_workers()
+    logger.warning("%s", _start_up_line(modules, losses))
+
+
+def uninstall() -> None:
+    """Take back what `install` did in this process. Ray workers that are running keep our functions."""
+    while _put_back:
+        _put_back.pop()()
+
+
+def _replacements(modules: dict[str, ModuleType]) -> list[tuple[Any, Any]]:
+    """Each function of verl that is still in its place, with ours.
+
+    Raises:
+        ImportError: verl has no `need_critic`, where its trainers hand over their configuration before they build a
+            worker, or a function of other arguments.
+    """
+    need_critic = getattr(modules[UTILS], "need_critic", None)
+    if need_critic is None:
         raise ImportError(
-            "verl.trainer.ppo.utils has no need_critic: this verl is not one that install() knows. Change the imports "
-            "as docs/verl.md says, and call wire_bypass_mode(config) before the trainer is built"
+            f"{UTILS} has no need_critic: this verl is not one that install() knows. Change the imports as "
+            "docs/verl.md says, and call wire_bypass_mode(config) before the trainer is built"
         )
-    ours, theirs = importlib.import_module("rollcorr.integrations.verl"), sys.modules.get(HELPER)
+    pairs = []
+    if not hasattr(need_critic, "wires_bypass_mode"):
+        pairs.append((need_critic, _wiring(need_critic)))
 
-    # Modules that were imported before this call hold verl's functions under their own names.
-    replacements: list[tuple[str, Any, Any]] = []
-    if theirs not in (None, ours):
-        replacements = [(name, vars(theirs).get(name), getattr(ours, name)) for name in ours.__all__]
-    if not getattr(utils.need_critic, "wires_bypass_mode", False):
-        replacements.append(("need_critic", utils.need_critic, _wiring(utils.need_critic)))
-    verl_modules = [m for name, m in sys.modules.items() if name.startswith("verl.") and m is not theirs]
-    for module in verl_modules:
-        for name, original, replacement in replacements:
-            if original is not None and vars(module).get(name) is original:
-                setattr(module, name, replacement)
+    for module in (modules[HELPER], modules[CORE_ALGOS]):
+        for name, ours in _functions_of(module).items():
+            theirs = vars(module)[name]
+            if theirs is not ours:
+                _check_arguments(f"{module.__name__}.{name}", theirs, ours)
+                pairs.append((theirs, ours))
+    return pairs
 
-    # Modules that are imported from now on find ours; actors look their loss up by name.
-    sys.modules[HELPER] = ours
-    parent.rollout_corr_helper = ours  # type: ignore[attr-defined]
-    core_algos.POLICY_LOSS_REGISTRY["vanilla"] = compute_policy_loss_vanilla
-    core_algos.POLICY_LOSS_REGISTRY["bypass_mode"] = compute_policy_loss_bypass_mode
+
+def _functions_of(module: ModuleType) -> dict[str, Callable[..., Any]]:
+    """Our functions for those of verl's module, by name."""
+    package = importlib.import_module("rollcorr.integrations.verl")
+    functions = {name: getattr(package, name) for name in package.__all__ if name in vars(module)}
+    return {name: function for name, function in functions.items() if inspect.isfunction(function)}
+
+
+def _check_arguments(name: str, theirs: Callable[..., Any], ours: Callable[..., Any]) -> None:
+    """Refuse to replace a function whose arguments ours would not understand.
+
+    Raises:
+        ImportError: an argument that ours lacks, or has at another place.
+    """
+    expected, known = list(inspect.signature(theirs).parameters), list(inspect.signature(ours).parameters)
+    if expected != known[: len(expected)]:
+        raise ImportError(
+            f"{name} of {_verl_version()} takes ({', '.join(expected)}), and ours ({', '.join(known)}): this verl is "
+            "not one that install() knows. Change the imports as docs/verl.md says; for verl of November 2025 use "
+            "rollcorr.integrations.verl.v2025_11"
+        )
 
 
 def _wiring(need_critic: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -64,3 +124,59 @@ def _wiring(need_critic: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
     wired.wires_bypass_mode = True  # type: ignore[attr-defined]
     return wired
+
+
+def _replace_values(holder: MutableMapping[str, Any], by_identity: dict[int, Any]) -> list[str]:
+    """Put our function in the place of each of verl's in a module or a registry, and return the names of the places."""
+    names = [name for name, value in holder.items() if id(value) in by_identity]
+    for name in names:
+        _put(holder, name, by_identity[id(holder[name])])
+    return names
+
+
+def _put(holder: MutableMapping[str, Any], name: str, value: Any) -> None:  # noqa: ANN401 (whatever was there)
+    before = holder.get(name, _ABSENT)
+
+    def put_back() -> None:
+        if before is _ABSENT:
+            holder.pop(name, None)
+        else:
+            holder[name] = before
+
+    _put_back.append(put_back)
+    holder[name] = value
+
+
+def _carry_to_ray_workers() -> None:
+    """Switch verl in the workers of every later `ray.init`, and say so if it came before."""
+    was_asked_for = bool(os.environ.get(SWITCH))
+    ray = sys.modules.get("ray")
+    if ray is not None and not was_asked_for and hasattr(ray, "is_initialized") and ray.is_initialized():
+        context = ray.get_runtime_context()
+        started_here = context.worker.mode == ray.SCRIPT_MODE
+        if started_here and SWITCH not in context.runtime_env.get("env_vars", {}):
+            warnings.warn(
+                "Ray was started before install(): its workers keep verl's own functions. Call install() before "
+                f"ray.init(), or start the run with {SWITCH}=1",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    # A process that this one starts reads the first; `ray.init` calls what the second names.
+    _put(os.environ, SWITCH, "1")
+    hook = os.environ.get(RAY_HOOK)
+    if hook != WITH_PLUGIN:
+        if hook:
+            _put(os.environ, RAY_HOOK_BEFORE, hook)
+        _put(os.environ, RAY_HOOK, WITH_PLUGIN)
+
+
+def _start_up_line(modules: dict[str, ModuleType], losses: list[str]) -> str:
+    """What is active now, by name."""
+    parts = [f"{', '.join(_functions_of(modules[name]))} of {name}" for name in (HELPER, CORE_ALGOS)]
+    parts.append(f"the policy losses {', '.join(losses)}")
+    return f"rollcorr {__version__} replaces in {_verl_version()}: {'; '.join(parts)}; bypass mode reaches the actor"
+
+
+def _verl_version() -> str:
+    return f"verl {getattr(sys.modules['verl'], '__version__', 'of unknown version')}"

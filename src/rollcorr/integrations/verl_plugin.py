@@ -1,0 +1,78 @@
+"""The switch for verl in every process of a run: an entry point of the group `verl.plugins`.
+
+verl imports this file at the end of `import verl`, in the driver and in each worker. It does nothing unless the
+environment asks for it: ROLLCORR_VERL=1, or this module's name in verl's own VERL_USE_EXTERNAL_MODULES. It imports
+little, because every user of verl who has this library imports it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+SWITCH = "ROLLCORR_VERL"
+MODULES = "VERL_USE_EXTERNAL_MODULES"
+RAY_HOOK = "RAY_RUNTIME_ENV_HOOK"
+RAY_HOOK_BEFORE = "ROLLCORR_RAY_RUNTIME_ENV_HOOK"
+WITH_PLUGIN = f"{__name__}.with_plugin"
+
+ON = ("1", "on", "true", "yes")
+OFF = ("0", "off", "false", "no")
+
+
+def is_asked_for(environment: Mapping[str, str]) -> bool:
+    """Whether these environment variables switch verl to this library.
+
+    Raises:
+        ValueError: ROLLCORR_VERL is neither on nor off.
+    """
+    switch = environment.get(SWITCH, "").strip().lower()
+    if switch and switch not in ON + OFF:
+        raise ValueError(f"{SWITCH} must be 1 (on) or 0 (off); got {environment[SWITCH]!r}")
+    if switch:
+        return switch in ON
+    return __name__ in _names(environment.get(MODULES, ""))
+
+
+def start() -> None:
+    """Install our functions if the environment asks for them; a process that cannot have them ends.
+
+    Raises:
+        SystemExit: they were asked for, and could not be installed. verl hides an ordinary error of a plugin, and the
+            run would go on without the correction.
+    """
+    try:
+        if is_asked_for(os.environ):
+            importlib.import_module("rollcorr.integrations.verl").install()
+    except Exception as error:
+        raise SystemExit(f"rollcorr could not be installed in verl, and {SWITCH}=0 runs verl alone: {error}") from error
+
+
+def with_plugin(runtime_env: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Ray's runtime environment with our switch in it: what `ray.init` calls once `install` was called.
+
+    Ray's own variable RAY_RUNTIME_ENV_HOOK names this function; a hook that it named before is called first.
+    """
+    # Ray may run on a cluster that was started without our environment, and a worker may lack the entry point.
+    extended = dict(runtime_env or {})
+    if before := os.environ.get(RAY_HOOK_BEFORE):
+        extended = dict(_loaded(before)(extended) or {})
+    variables = dict(extended.get("env_vars") or {})
+    modules = _names(variables.get(MODULES, os.environ.get(MODULES, "")))
+    if __name__ not in modules:
+        modules.append(__name__)
+    return extended | {"env_vars": variables | {SWITCH: "1", MODULES: ",".join(modules)}}
+
+
+def _names(modules: str) -> list[str]:
+    return [name.strip() for name in modules.split(",") if name.strip()]
+
+
+def _loaded(path: str) -> Callable[[dict[str, Any]], Mapping[str, Any] | None]:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
+
+
+start()

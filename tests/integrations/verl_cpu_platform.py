@@ -1,0 +1,84 @@
+"""A CPU platform for verl, which has NVIDIA's, AMD's and Huawei's, as verl/plugin/platform/README.md describes.
+
+VERL_USE_EXTERNAL_MODULES=verl_cpu_platform VERL_PLATFORM=cpu VERL_ENGINE_DEVICE=cuda: verl's FSDP engine, which is
+registered for CUDA and NPU, runs on gloo then. For tests: it holds what one policy update asks for.
+"""
+
+import types
+from contextlib import nullcontext
+
+import torch
+from verl.plugin.platform.platform_base import PlatformBase
+from verl.plugin.platform.platform_manager import PlatformRegistry
+
+device_module = types.ModuleType("cpu_device_module")
+vars(device_module).update(vars(torch.cpu))
+device_module.get_device_name = lambda *_: "CPU"
+device_module.max_memory_allocated = device_module.max_memory_reserved = lambda *_: 0
+device_module.memory_allocated = device_module.memory_reserved = lambda *_: 0
+device_module.mem_get_info = lambda *_: (0, 0)
+device_module.empty_cache = device_module.ipc_collect = lambda: None
+
+
+@PlatformRegistry.register(platform="cpu")
+class PlatformCPU(PlatformBase):
+    device_name = "cpu"
+    vendor_name = "any"
+    device_module = device_module
+
+    def is_available(self):
+        return True
+
+    def current_device(self):
+        return torch.device("cpu")
+
+    def device_count(self):
+        return 1
+
+    def set_device(self, device_index):
+        pass
+
+    def synchronize(self, device_index=None):
+        pass
+
+    def manual_seed(self, seed):
+        torch.manual_seed(seed)
+
+    def manual_seed_all(self, seed):
+        torch.manual_seed(seed)
+
+    def set_allocator_settings(self, settings):
+        pass
+
+    def empty_cache(self):
+        pass
+
+    def get_device_capability(self, device_index=0):
+        return None, None
+
+    def communication_backend_name(self):
+        return "gloo"
+
+    def visible_devices_envvar(self):
+        return "CUDA_VISIBLE_DEVICES"
+
+    def nvtx_range(self, msg):
+        return nullcontext()
+
+    def profiler_start(self):
+        pass
+
+    def profiler_stop(self):
+        pass
+
+    def ray_resource_name(self):
+        return "CPU"
+
+    def ray_noset_envvars(self):
+        return []
+
+    def is_ipc_supported(self):
+        return False
+
+    def cudart(self):
+        return None
