@@ -85,7 +85,7 @@ def test_shards_of_any_size_merge_to_the_whole(tmp_path_factory, tokens, batch_s
     assert {finding.rows for finding in cut.findings} == {6}
     assert list(cut.sample.rows) == list(whole.sample.rows)
     assert cut.sample.stride == whole.sample.stride > 1
-    assert cut.sample.held == sum(len(train) for train, _, _ in cut.sample.rows.values()) <= 80
+    assert cut.sample.held == sum(len(row.train) for row in cut.sample.rows.values()) <= 80
     for step in (1, 2):
         metrics = finalize(whole.parts[step].statistics.read())
         assert finalize(cut.parts[step].statistics.read()) == pytest.approx(metrics, rel=1e-12, abs=1e-15)

@@ -133,14 +133,25 @@ class Measurement:
 
     def of_batch(self, batch: RolloutBatch, *, first: int, stride: int = 1) -> Tally:
         """The tally of a batch, whose first row is row `first` of the log; `stride` is that of the sample so far."""
-        # An engine's −9999 stands for minus infinity: it is missing, as NaN is.
         rollout, train = batch.packed("rollout_log_prob"), batch.packed(self.train_column)
         mask = batch.packed("response_mask")
+        sample = PairSample.of(
+            train,
+            rollout,
+            mask,
+            batch.lengths,
+            first=first,
+            stride=stride,
+            response_ids=_ids(batch),
+            steps=batch.values("step") if batch.has("step") else None,
+        )
+
+        # An engine's −9999 stands for minus infinity: it is missing, as NaN is. The sample keeps it, as a placeholder.
         rollout, train = (x.masked_fill_(x == JSON_MINUS_INFINITY, torch.nan) for x in (rollout, train))
         return Tally(
             parts=dict(self._parts(batch, train, rollout, mask)),
             findings=merge_findings(validate_batch(batch)),
-            sample=PairSample.of(train, rollout, mask, batch.lengths, first=first, stride=stride),
+            sample=sample,
             claims=_claims(batch),
             rows=len(batch),
         )
@@ -181,6 +192,13 @@ def _by_step(batch: RolloutBatch) -> Iterator[tuple[int | None, Tensor]]:
     steps = batch.values("step")
     for step in steps.unique().tolist():
         yield step, steps == step
+
+
+def _ids(batch: RolloutBatch) -> Tensor | None:
+    """The response ids, packed, where every row of the batch records them."""
+    if not batch.has("response_ids") or batch.records.column("response_ids").null_count:
+        return None
+    return batch.packed("response_ids")
 
 
 def _claims(batch: RolloutBatch) -> dict[str, Finding]:

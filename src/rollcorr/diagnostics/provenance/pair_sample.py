@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +15,28 @@ from rollcorr.diagnostics.provenance.provenance_findings import Provenance
 TOKENS = 1 << 16
 """About how many tokens the sample holds: twice as many at most, and at least one sequence."""
 
-Row = tuple[Tensor, Tensor, Tensor]
+
+class SampleRow(NamedTuple):
+    """One sequence of the sample, masked tokens included: a token's position is its index.
+
+    Attributes:
+        train: log π as the log has it, (c,).
+        rollout: log μ, (c,).
+        mask: true on tokens that the policy sampled, (c,).
+        response_ids: (c,) where the log has them.
+        step: training step, where the log has it.
+    """
+
+    train: Tensor
+    rollout: Tensor
+    mask: Tensor
+    response_ids: Tensor | None = None
+    step: int | None = None
+
+    def copied(self) -> SampleRow:
+        """The row without the batch that it is a view of."""
+        ids = None if self.response_ids is None else self.response_ids.clone()
+        return SampleRow(self.train.clone(), self.rollout.clone(), self.mask.clone(), ids, self.step)
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,27 +47,50 @@ class PairSample:
 
     Attributes:
         stride: k.
-        rows: index of a sequence in the log → its log-probs π and μ and its mask, each (c,); without those that have
-            no valid token.
+        rows: index of a sequence in the log → its log-probs and further columns; without those that have no valid
+            token.
         held: their tokens.
     """
 
     stride: int = 1
-    rows: Mapping[int, Row] = field(default_factory=dict)
+    rows: Mapping[int, SampleRow] = field(default_factory=dict)
     held: int = 0
 
     @classmethod
     def of(
-        cls, train: Tensor, rollout: Tensor, mask: Tensor, lengths: Tensor, *, first: int, stride: int = 1
+        cls,
+        train: Tensor,
+        rollout: Tensor,
+        mask: Tensor,
+        lengths: Tensor,
+        *,
+        first: int,
+        stride: int = 1,
+        response_ids: Tensor | None = None,
+        steps: Tensor | None = None,
     ) -> PairSample:
-        """The sample of a packed batch: log-probs and mask (N,), lengths (B,), and the index of its first sequence.
+        """The sample of a packed batch, and the index of its first sequence.
 
         A stride that the sample will have in the end, at least, saves the work for other rows.
+
+        Args:
+            train: log π, (N,).
+            rollout: log μ, (N,).
+            mask: true on sampled tokens, (N,).
+            lengths: tokens of each sequence, (B,).
+            first: index of the first sequence in the log.
+            stride: of the sample so far.
+            response_ids: (N,), where recorded.
+            steps: (B,), where recorded.
         """
-        parts = zip(*(x.split(lengths.tolist()) for x in (train, rollout, mask)), strict=True)
-        rows = {i: row for i, row in enumerate(parts, start=first) if i % stride == 0 and bool(row[2].any())}
+        sizes = lengths.tolist()
+        columns = [x.split(sizes) for x in (train, rollout, mask)]
+        ids = [None] * len(sizes) if response_ids is None else response_ids.split(sizes)
+        step_of = [None] * len(sizes) if steps is None else steps.tolist()
+        parts = (SampleRow(*row) for row in zip(*columns, ids, step_of, strict=True))
+        rows = {i: row for i, row in enumerate(parts, start=first) if i % stride == 0 and bool(row.mask.any())}
         thin = _thinned(stride, rows)
-        return replace(thin, rows={i: (a.clone(), b.clone(), c.clone()) for i, (a, b, c) in thin.rows.items()})
+        return replace(thin, rows={i: row.copied() for i, row in thin.rows.items()})
 
     def merge(self, other: PairSample) -> PairSample:
         """The sample of both stretches of the log together."""
@@ -57,8 +102,9 @@ class PairSample:
     def estimate(self) -> Provenance:
         """What the sample implies."""
         rows = [self.rows[index] for index in sorted(self.rows)]
-        sizes = torch.tensor([0, *(len(row[0]) for row in rows)], device="cpu")
-        train, rollout, mask = (torch.cat([torch.zeros(0, device="cpu"), *(row[i] for row in rows)]) for i in range(3))
+        sizes = torch.tensor([0, *(len(row.train) for row in rows)], device="cpu")
+        columns = ([row.train for row in rows], [row.rollout for row in rows], [row.mask for row in rows])
+        train, rollout, mask = (torch.cat([torch.zeros(0, device="cpu"), *column]) for column in columns)
         return estimate_provenance(train, rollout, mask, cu_seqlens=sizes.cumsum(0))
 
     @property
@@ -67,11 +113,11 @@ class PairSample:
         return self.held <= 2 * TOKENS or len(self.rows) <= 1
 
 
-def _thinned(stride: int, rows: Mapping[int, Row]) -> PairSample:
+def _thinned(stride: int, rows: Mapping[int, SampleRow]) -> PairSample:
     """Rows at multiples of the stride, which is doubled until few enough are left."""
     while True:
         rows = {index: row for index, row in rows.items() if index % stride == 0}
-        sample = PairSample(stride, rows, sum(len(row[0]) for row in rows.values()))
+        sample = PairSample(stride, rows, sum(len(row.train) for row in rows.values()))
         if sample.few:
             return sample
         stride *= 2
