@@ -207,7 +207,7 @@ def _other_request(pairs: Pairs, severity: str, tokens: Tensor, generator: torch
     spans = _spans(pairs, tokens)
     if severity == "lost" or len(spans) < 2:
         for start, end in spans:
-            pick = torch.randint(len(rollout), (end - start,), generator=generator)
+            pick = torch.randperm(len(rollout), generator=generator)[: end - start]
             rollout[start:end] = pairs.rollout[pick]
         return replace(pairs, rollout=rollout)
     for (start, end), (a, b) in zip(spans, [*spans[1:], spans[0]], strict=True):

@@ -1,0 +1,447 @@
+"""Values that are not the log-probs of these tokens: placeholders, other units, shifted rows, rows of other requests.
+
+Each function finds one cause, says which rows and tokens show it, and undoes it or leaves them out, so that what
+follows compares the log-probs of the same tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from rollcorr.config.finding import Finding
+from rollcorr.config.sampling_spec import JSON_MINUS_INFINITY
+from rollcorr.diagnostics.numbers import format_number
+from rollcorr.diagnostics.provenance.pair_rows import (
+    ROW_TOKENS,
+    PairRows,
+    doubt,
+    extent,
+    is_known,
+    is_recorded,
+    runs,
+)
+from rollcorr.diagnostics.provenance.provenance_findings import confidence_of, provenance_finding
+
+MISSING_SHARE = 0.01
+"""Share of tokens without a log-prob, in the log or in a row, above which they are named."""
+LAGS = (-1, 1, -2, 2, -3, 3, -4, 4)
+"""Tokens by which a row may be shifted."""
+MIN_PAIRS = 16
+"""Fewer pairs in all rows together are not judged."""
+SAME = 0.7
+"""Correlation of two sides' doubts above which a row is taken to be about the same tokens without a further look."""
+MATE_TOKENS, MATE_ROWS = 64, 512
+"""First tokens by which the other row is looked for, and how many rows it is looked for, at most."""
+UNITS = {
+    "log2": "log base 2",
+    "log10": "log base 10",
+    "sign": "the negative of the log-prob",
+    "probability": "the probability itself",
+}
+"""Units that are told apart, with their names."""
+
+
+@dataclass
+class Undone:
+    """The rows once a cause is undone, and what was found."""
+
+    pairs: PairRows
+    findings: list[Finding] = field(default_factory=list)
+    lag: int = 0
+
+
+def undo_misreported(pairs: PairRows) -> Undone:
+    """Look for each cause in turn, in what the ones before have left."""
+    placeholders = find_placeholders(pairs)
+    units = find_units(placeholders.pairs)
+    shifts = find_shifts(units.pairs)
+    others = find_other_requests(shifts.pairs)
+    findings = [*placeholders.findings, *units.findings, *shifts.findings, *others.findings]
+    return Undone(others.pairs, findings, shifts.lag)
+
+
+def find_placeholders(pairs: PairRows) -> Undone:
+    """Constants and gaps in place of log-probs, on either side; in long runs they mark tokens that nobody sampled."""
+    findings = []
+    for side, values, other in (("rollout", pairs.rollout, pairs.train), ("trainer", pairs.train, pairs.rollout)):
+        there = pairs.keep & is_known(other)
+        constants, filled = _constants(pairs, values, other, there & is_recorded(values))
+        missing = there & ~is_recorded(values)
+        if not _matters(pairs, missing):
+            missing = torch.zeros_like(missing)
+        holes = filled | missing
+        if not holes.any():
+            continue
+        findings += _holes_found(pairs, side, holes, missing, constants, values)
+        blank = values.masked_fill(holes, torch.nan)
+        pairs = replace(pairs, rollout=blank) if side == "rollout" else replace(pairs, train=blank)
+    return Undone(pairs, findings)
+
+
+def _constants(pairs: PairRows, values: Tensor, other: Tensor, there: Tensor) -> tuple[list[float], Tensor]:
+    """Values that repeat whatever the other side thinks, and where they are."""
+    filled = torch.zeros_like(there)
+    if not there.any():
+        return [], filled
+
+    # A row with one single value, while the other side's values differ: also when each row has a value of its own.
+    known = values.masked_fill(~there, 0.0)
+    count, mean = pairs.count(there), pairs.mean(known, there)
+    off_mean = pairs.total(((known - mean[pairs.row]).abs() > 1e-9) & there)
+    other_mean = pairs.mean(other.clamp(min=-10), there)
+    scatter = pairs.mean((other.clamp(min=-10) - other_mean[pairs.row]).abs(), there)
+    constant_rows = (off_mean == 0) & (count >= ROW_TOKENS) & (scatter > 0.05)
+    filled |= pairs.of_rows(constant_rows) & there
+
+    # A value that many tokens have. Of a truthful value the other side says about the same.
+    distinct, counts = values[there].unique(return_counts=True)
+    found = []
+    for index in counts.argsort(descending=True)[:6].tolist():
+        constant, tokens = float(distinct[index]), int(counts[index])
+        if tokens < 3:
+            break
+        here = there & (values == constant)
+        doubted = _doubted(other, constant, floor=index == 0, ceiling=index == len(distinct) - 1) & there
+        expected = float(doubted.double().sum()) / int(there.sum())
+        surprised = int((doubted & here).sum())
+        error = math.sqrt(max(expected * (1 - expected), 1e-9) / tokens)
+        share = surprised / tokens
+        if surprised < 2 or share < max(0.7 * expected - error, 0.02):
+            continue
+
+        # In a row that is shifted, or another request's, every value is doubted: that is for other causes to say.
+        rest = there & (values != constant)
+        aligned = (pairs.correlation(values, rest, other) >= 0.4) | (pairs.count(rest) < ROW_TOKENS)
+        here &= pairs.of_rows(aligned)
+        if int((doubted & here).sum()) >= 2:
+            found.append(constant)
+            filled |= here
+    return found, filled
+
+
+def _doubted(other: Tensor, constant: float, *, floor: bool, ceiling: bool) -> Tensor:
+    """Where the other side says something else than this constant, in whatever unit it may be."""
+    if floor and constant < 0:
+        return other > constant + 0.5
+    if ceiling and -0.01 < constant < 0:
+        return torch.zeros_like(other, dtype=torch.bool)
+    near = 1.0 if constant > -0.5 else 0.5
+    doubted = (other - constant).abs() > near
+    if constant > 0:
+        doubted &= ((other + constant).abs() > near) & ((other - math.log(constant)).abs() > near)
+    return doubted
+
+
+def _matters(pairs: PairRows, missing: Tensor) -> bool:
+    """Whether so many values are missing that it is worth naming: in the log, or in a whole row."""
+    count, of_row = int(missing.sum()), pairs.count(missing)
+    whole = (of_row >= 0.5 * pairs.count(pairs.keep)) & (of_row >= ROW_TOKENS)
+    return bool(whole.any()) or count >= max(3, MISSING_SHARE * int(pairs.keep.sum()))
+
+
+def _holes_found(
+    pairs: PairRows, side: str, holes: Tensor, missing: Tensor, constants: list[float], values: Tensor
+) -> list[Finding]:
+    """Holes in runs inside rows that have values are tokens of another origin; the others are placeholders."""
+    # Holes of a row that are scattered lie in about as many runs as there are holes times the share of other tokens.
+    of_row, kept = pairs.count(holes), pairs.count(pairs.keep).clamp(min=1)
+    density = of_row / kept
+    length, _ = runs(holes, pairs.keep, pairs.row)
+    runs_of_row = pairs.total((1.0 / length.clamp(min=1)) * holes)
+    spans = (of_row >= 4) & (density <= 0.9) & (runs_of_row <= of_row * (1 - density) / 2.5)
+
+    findings = []
+    foreign = pairs.of_rows(spans) & holes
+    if int(foreign.sum()) >= 0.8 * int(holes.sum()):
+        foreign = holes
+    if foreign.any():
+        longest = int(length[foreign].max())
+        words = _what(values, foreign, missing, constants)
+        reason = (
+            f"the {side} has {words} in runs of up to {longest} tokens, inside rows that have log-probs elsewhere: "
+            f"tokens that the policy did not sample"
+        )
+        findings.append(_foreign(pairs, foreign, reason, {"longest_run": float(longest)}))
+    rest = holes & ~foreign
+    if rest.any():
+        rows = pairs.count(rest) > 0
+        count, total = int(rest.sum()), max(int(pairs.keep.sum()), 1)
+        words = _what(values, rest, missing, constants)
+        evidence = {
+            "zero_share": int((rest & (values == 0)).sum()) / total,
+            "placeholder_share": count / total,
+            "missing_share": int((rest & missing).sum()) / total,
+        }
+        reason = f"{count} of {total} {side} log-probs are {words}, whatever the other side says: filled in, or greedy"
+        if bool(missing[rest].all()):
+            reason = f"{count} of {total} {side} log-probs are {words}"
+        findings.append(
+            replace(
+                provenance_finding("placeholder", reason, confidence_of(math.sqrt(count)), evidence),
+                **extent(pairs, rows, rest),
+            )
+        )
+    return findings
+
+
+def _what(values: Tensor, tokens: Tensor, missing: Tensor, constants: list[float]) -> str:
+    words = [f"exactly {format_number(c)}" for c in constants if bool((values[tokens] == c).any())]
+    written = values[tokens & missing]
+    if len(written):
+        sentinel = bool((written == JSON_MINUS_INFINITY).any())
+        words.append(f"missing (written as {format_number(JSON_MINUS_INFINITY)})" if sentinel else "missing")
+    return " or ".join(words) if words else "one constant for a whole row"
+
+
+def _foreign(pairs: PairRows, tokens: Tensor, reason: str, evidence: dict[str, float]) -> Finding:
+    finding = provenance_finding("foreign_tokens", reason, confidence_of(math.sqrt(int(tokens.sum()))), evidence)
+    return replace(finding, **extent(pairs, pairs.count(tokens) > 0, tokens))
+
+
+def find_units(pairs: PairRows) -> Undone:
+    """Log-probs in another unit on one side: an exact factor, a sign or an exponential, over all tokens of a row."""
+    both = pairs.keep & is_recorded(pairs.train) & is_recorded(pairs.rollout)
+    count = pairs.count(both)
+    if int(count.sum()) < MIN_PAIRS:
+        return Undone(pairs)
+    own = (pairs.rollout - pairs.train).abs().clamp(max=5).masked_fill(~both, 0.0)
+    off = pairs.total(own)
+
+    # Only rows that disagree are worth a second look, and only a fix that removes most of the disagreement is believed.
+    suspicious = (off > 0.02 * count) & (count >= ROW_TOKENS)
+    if not suspicious.any() and float(off.sum()) <= 0.02 * float(count.sum()):
+        return Undone(pairs)
+    best, unit, side_of = off.clone(), torch.full((pairs.rows,), -1), torch.zeros(pairs.rows, dtype=torch.long)
+    names = list(UNITS)
+    turned: dict[tuple[int, int], Tensor] = {}
+    for side, values in enumerate((pairs.rollout, pairs.train)):
+        other = pairs.train if side == 0 else pairs.rollout
+        for index, name in enumerate(names):
+            fixed = _in_nats(name, values)
+            turned[side, index] = fixed
+            wrong = (fixed - other).abs().nan_to_num(5.0).clamp(max=5).masked_fill(~both, 0.0)
+            left = pairs.total(wrong)
+            better = left < best
+            best = torch.where(better, left, best)
+            unit, side_of = unit.masked_fill(better, index), side_of.masked_fill(better, side)
+
+    findings = []
+    train, rollout = pairs.train, pairs.rollout
+    convincing = suspicious & (unit >= 0) & (best < 0.3 * off)
+    for side, words in enumerate(("rollout", "trainer")):
+        for index, name in enumerate(names):
+            rows = convincing & (unit == index) & (side_of == side)
+            tokens = pairs.of_rows(rows) & both
+            if int(tokens.sum()) < MIN_PAIRS or not _one_factor(turned[side, index], pairs, tokens, side):
+                continue
+            evidence = {"residual": float(best[rows].sum() / off[rows].sum())}
+            reason = f"the {words}'s values are {UNITS[name]}, not natural log-probs: that explains all but "
+            reason += f"{evidence['residual']:.0%} of the difference"
+            finding = provenance_finding("wrong_unit", reason, confidence_of(math.sqrt(int(tokens.sum()))), evidence)
+            findings.append(replace(finding, **extent(pairs, rows, tokens)))
+            if side == 0:
+                rollout = torch.where(tokens, turned[side, index], rollout)
+            else:
+                train = torch.where(tokens, turned[side, index], train)
+    return Undone(replace(pairs, train=train, rollout=rollout), findings)
+
+
+def _in_nats(unit: str, values: Tensor) -> Tensor:
+    if unit == "log2":
+        return values * math.log(2)
+    if unit == "log10":
+        return values * math.log(10)
+    if unit == "sign":
+        return -values
+    return torch.where(values > 0, values, torch.nan).log()
+
+
+def _one_factor(fixed: Tensor, pairs: PairRows, tokens: Tensor, side: int) -> bool:
+    """Whether the fixed values are the other side's up to 3 % on the tokens that leave a choice: no temperature is."""
+    other = (pairs.train if side == 0 else pairs.rollout)[tokens]
+    telling = other < -0.3
+    if int(telling.sum()) < 3:
+        return False
+    return abs(float((fixed[tokens] / other)[telling].nan_to_num(0.0).median()) - 1) < 0.03
+
+
+def find_shifts(pairs: PairRows) -> Undone:
+    """Rows whose two sides go together at another lag than 0."""
+    lag_of = _row_lags(pairs)
+    pooled = _pooled_lag(pairs) if not lag_of.any() else 0
+    if pooled:
+        lag_of = torch.full_like(lag_of, pooled)
+    lags, counts = lag_of[lag_of != 0].unique(return_counts=True)
+    if not len(lags):
+        return Undone(pairs)
+
+    rollout, words = pairs.rollout, []
+    for lag, count in zip(lags.tolist(), counts.tolist(), strict=True):
+        rollout = torch.where(pairs.of_rows(lag_of == lag), pairs.moved(lag, pairs.rollout), rollout)
+        words.append(f"{'late' if lag > 0 else 'early'} by {_tokens(abs(lag))} in {count} rows")
+    shifted = lag_of != 0
+    tokens = pairs.of_rows(shifted) & pairs.valid
+    main = int(lags[counts.argmax()])
+    before, after = (_together(pairs, values, shifted) for values in (pairs.rollout, rollout))
+    evidence = {"lag": float(main), "correlation_at_0": before, f"correlation_at_{main}": after}
+    z = (math.atanh(min(after, 0.9999)) - math.atanh(before)) * math.sqrt(int(tokens.sum()))
+    if pooled or (len(words) == 1 and bool(shifted[pairs.judged].all())):
+        reason = f"the rollout's log-probs are {'late' if main > 0 else 'early'} by {_tokens(abs(main))}"
+    else:
+        reason = f"the rollout's log-probs are {', '.join(words)}"
+    finding = provenance_finding("shifted", reason, confidence_of(z), evidence)
+    here = extent(pairs, shifted & pairs.judged, tokens)
+    return Undone(pairs.with_rollout(rollout), [replace(finding, **here)], main)
+
+
+def _tokens(count: int) -> str:
+    return "one token" if count == 1 else f"{count} tokens"
+
+
+def _together(pairs: PairRows, rollout: Tensor, rows: Tensor) -> float:
+    """The mean correlation of some rows."""
+    correlation = pairs.correlation(rollout, pairs.keep & is_known(pairs.train) & is_known(rollout))
+    return float(correlation[rows].mean())
+
+
+def _row_lags(pairs: PairRows) -> Tensor:
+    """The lag at which each row's sides go together: 0 unless another one is clearly better, (rows,)."""
+    valid = pairs.valid
+    at_zero = pairs.correlation(pairs.rollout, valid)
+    lag_of = torch.zeros(pairs.rows, dtype=torch.long)
+    open_rows = (at_zero < SAME) & (pairs.count(valid) >= ROW_TOKENS)
+    if not open_rows.any():
+        return lag_of
+
+    # Only the rows in question are moved, so that a healthy log costs nothing.
+    some = _only(pairs, open_rows)
+    best = at_zero.clone()
+    for lag in LAGS:
+        moved = some.moved(lag, some.rollout)
+        tokens = some.keep & is_known(some.train) & is_known(moved)
+        at_lag, count = some.correlation(moved, tokens), some.count(tokens)
+        gain = at_lag.clamp(max=0.9999).atanh() - at_zero.clamp(min=-0.9999, max=0.9999).atanh()
+        sure = (at_lag >= 0.75) & (at_lag - at_zero >= 0.3) & (gain * (count - 3).clamp(min=0).sqrt() >= 5)
+        better = open_rows & sure & (at_lag > best)
+        best = torch.where(better, at_lag, best)
+        lag_of = lag_of.masked_fill(better, lag)
+    return lag_of
+
+
+def _only(pairs: PairRows, rows: Tensor) -> PairRows:
+    """The tokens of some rows, with the numbers that the rows have."""
+    tokens = pairs.of_rows(rows)
+    return PairRows(
+        train=pairs.train[tokens],
+        rollout=pairs.rollout[tokens],
+        keep=pairs.keep[tokens],
+        row=pairs.row[tokens],
+        position=pairs.position[tokens],
+        rows=pairs.rows,
+    )
+
+
+def _pooled_lag(pairs: PairRows) -> int:
+    """The lag of all rows together, where each alone is too short to tell."""
+    by_lag = {0: _pooled_correlation(pairs, pairs.rollout)}
+    if by_lag[0] >= SAME:
+        return 0
+    by_lag |= {lag: _pooled_correlation(pairs, pairs.moved(lag, pairs.rollout)) for lag in LAGS}
+    lag = max(by_lag, key=lambda k: by_lag[k])
+    return lag if by_lag[lag] >= 0.6 and by_lag[lag] - by_lag[0] >= 0.3 else 0
+
+
+def _pooled_correlation(pairs: PairRows, rollout: Tensor) -> float:
+    tokens = pairs.keep & is_known(pairs.train) & is_known(rollout)
+    if int(tokens.sum()) < MIN_PAIRS:
+        return 0.0
+    whole = replace(pairs, row=torch.zeros_like(pairs.row), rows=1)
+    return float(whole.correlation(rollout, tokens)[0])
+
+
+def find_other_requests(pairs: PairRows) -> Undone:
+    """Rows whose two sides have nothing to do with each other though each looks like the policy's."""
+    valid = pairs.valid
+    count = pairs.count(valid)
+    distance = (pairs.train - pairs.rollout).masked_fill(~valid, 0.0)
+    together = pairs.correlation(pairs.rollout, valid)
+
+    # The sides of an unrelated row are as far apart as its values are when they are shuffled.
+    suspicious = (together < 0.4) & (count >= 12)
+    if not suspicious.any():
+        return Undone(pairs)
+    apart = pairs.mean(distance.abs().clamp(max=3), valid)
+    chance = _shuffled_distance(_only(pairs, suspicious))
+    unrelated = suspicious & (apart >= 0.6 * chance) & (apart >= 0.15)
+    if not unrelated.any():
+        return Undone(pairs)
+
+    # Of another policy's log-probs the trainer's are the lower ones; of another request's they are as high.
+    tokens = pairs.of_rows(unrelated) & valid
+    one_sided = abs(float(distance[tokens].clamp(-3, 3).mean())) / float(distance[tokens].abs().clamp(max=3).mean())
+    mates = _mates(pairs, unrelated)
+    others = (count >= 12) & ~unrelated
+    others_agree = bool(others.any()) and float(together[others].median()) >= SAME
+    enough = int(tokens.sum()) >= 32
+    limit = 3.0 / math.sqrt(int(tokens.sum()))
+    correlated = float((together * count)[unrelated].sum() / count[unrelated].sum())
+    if not mates and (one_sided > 0.35 or not enough or correlated > 0.15 + limit or not (others_agree or enough)):
+        return Undone(pairs)
+
+    evidence = {
+        "correlation": correlated,
+        "correlation_of_others": float(together[others].median()) if others.any() else math.nan,
+        "rows_found_elsewhere": float(len(mates)),
+    }
+    evidence = {name: number for name, number in evidence.items() if math.isfinite(number)}
+    reason = "the two sides of these rows have nothing to do with each other: log-probs of another request"
+    if mates:
+        row, mate = next(iter(mates.items()))
+        reason += f"; row {row} of the sample has those of row {mate}"
+        reason += f", and {len(mates) - 1} more were found elsewhere" if len(mates) > 1 else ""
+    finding = provenance_finding("other_request", reason, confidence_of(math.sqrt(int(tokens.sum()))), evidence)
+    found = replace(finding, **extent(pairs, unrelated, tokens))
+    return Undone(pairs.without(pairs.of_rows(unrelated)), [found])
+
+
+def _shuffled_distance(pairs: PairRows) -> Tensor:
+    """Mean |train − rollout| of each row, capped, with the rollout's values moved far along the row, (rows,)."""
+    valid = pairs.valid
+    index = valid.nonzero().squeeze(-1)
+    row, count = pairs.row[index], pairs.count(valid).long()
+    first = torch.cat([count.new_zeros(1), count.cumsum(0)[:-1]])[row]
+    place = torch.arange(len(index)) - first
+    total = torch.zeros(pairs.rows, dtype=torch.float64, device="cpu")
+    parts = (0.29, 0.5, 0.71)
+    for part in parts:
+        other = index[first + (place + (part * count[row]).long()) % count[row].clamp(min=1)]
+        total.index_add_(0, row, (pairs.train[index] - pairs.rollout[other]).abs().clamp(max=3))
+    return total / (len(parts) * count.clamp(min=1))
+
+
+def _mates(pairs: PairRows, unrelated: Tensor) -> dict[int, int]:
+    """Row → the row whose trainer's log-probs its rollout side goes with, where one is found."""
+    wanted = unrelated.nonzero().squeeze(-1)[:MATE_ROWS]
+    valid = pairs.valid & (pairs.position < MATE_TOKENS)
+    train, rollout, mask = (torch.zeros(pairs.rows, MATE_TOKENS, dtype=torch.float32, device="cpu") for _ in range(3))
+    here = pairs.row[valid], pairs.position[valid]
+    train[here], rollout[here] = doubt(pairs.train[valid]).float(), doubt(pairs.rollout[valid]).float()
+    mask[here] = 1.0
+
+    # Pearson's over the tokens that both have, as sums that are products of matrices.
+    x, m = rollout[wanted], mask[wanted]
+    n = (m @ mask.T).clamp(min=1)
+    mean_x, mean_y = (x @ mask.T) / n, (m @ train.T) / n
+    covariance = (x @ train.T) / n - mean_x * mean_y
+    variance = (x.square() @ mask.T / n - mean_x.square()) * (m @ train.square().T / n - mean_y.square())
+    correlation = covariance / variance.clamp(min=1e-8).sqrt()
+    correlation[(n < 12) | (variance < 1e-8)] = 0.0
+    z = correlation.clamp(max=0.999).atanh() * (n - 3).clamp(min=0).sqrt()
+    z[torch.arange(len(wanted)), wanted] = 0.0
+    best = z.max(-1)
+    sure = (best.values >= 7) & (correlation.gather(-1, best.indices.unsqueeze(-1)).squeeze(-1) >= 0.85)
+    return {int(wanted[i]): int(best.indices[i]) for i in sure.nonzero().squeeze(-1).tolist()}
