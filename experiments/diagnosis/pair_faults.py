@@ -74,7 +74,7 @@ class Policy:
     generator: torch.Generator
 
     def draw(self, temperature: float, *, top_p: float = 1.0, top_k: int = 0) -> tuple[Tensor, Tensor]:
-        """Blocks drawn from the engine, (N,), and the log of the mass that was kept, (N,)."""
+        """Blocks drawn from the engine, (N,), and the blocks that it kept, (N, K)."""
         mass = (self.engine / temperature + self.log_count).log_softmax(-1)
         order = self.engine.argsort(-1, descending=True)
         sorted_mass = mass.gather(-1, order).exp()
@@ -82,14 +82,15 @@ class Policy:
         count = self.log_count.exp()[order]
         kept = (before < top_p) & ((count.cumsum(-1) - count < top_k) if top_k else True)
         kept[..., 0] = True
-        log_kept = mass.masked_fill(~torch.zeros_like(kept).scatter(-1, order, kept), -math.inf)
+        kept = torch.zeros_like(kept).scatter(-1, order, kept)
         noise = -torch.empty_like(mass).exponential_(generator=self.generator).log()
-        return (log_kept + noise).argmax(-1), log_kept.logsumexp(-1)
+        return (mass.masked_fill(~kept, -math.inf) + noise).argmax(-1), kept
 
-    def log_prob(self, side: str, block: Tensor, temperature: float) -> Tensor:
-        """Log-prob of one token of each block, (N,)."""
+    def log_prob(self, side: str, block: Tensor, temperature: float, kept: Tensor | None = None) -> Tensor:
+        """Log-prob of one token of each block, over the kept blocks where they are given, (N,)."""
         z = (self.train if side == "train" else self.engine) / temperature
-        return z.gather(-1, block.unsqueeze(-1)).squeeze(-1) - (z + self.log_count).logsumexp(-1)
+        mass = z + self.log_count if kept is None else (z + self.log_count).masked_fill(~kept, -math.inf)
+        return (z.gather(-1, block.unsqueeze(-1)).squeeze(-1) - mass.logsumexp(-1)).clamp(max=0)
 
 
 def healthy_pairs(
@@ -140,10 +141,8 @@ def healthy_pairs(
     engine = (engine + 8).bfloat16().float() - 8 if rounded else engine
     policy = Policy(z, engine, counts.log(), temperature, generator)
 
-    block, log_kept = policy.draw(temperature, top_p=0.9 if replayed else 1.0)
-    train, rollout = (policy.log_prob(side, block, temperature) for side in ("train", "engine"))
-    if replayed:
-        train, rollout = (train - log_kept).clamp(max=0), (rollout - log_kept).clamp(max=0)
+    block, kept = policy.draw(temperature, top_p=0.9 if replayed else 1.0)
+    train, rollout = (policy.log_prob(side, block, temperature, kept) for side in ("train", "engine"))
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
     nobody = torch.zeros(rows, dtype=torch.bool)
     return Pairs(train, rollout, torch.ones(tokens, dtype=torch.bool), cu_seqlens, nobody, policy)
@@ -188,9 +187,9 @@ def _truncated(pairs: Pairs, severity: float, tokens: Tensor, _: torch.Generator
 
 def _sampled(pairs: Pairs, tokens: Tensor, temperature: float, **limit: float) -> Pairs:
     policy = pairs.policy
-    block, log_kept = policy.draw(temperature, **limit)
+    block, kept = policy.draw(temperature, **limit)
     train = policy.log_prob("train", block, policy.temperature)
-    return _where(pairs, tokens, train, (policy.log_prob("engine", block, temperature) - log_kept).clamp(max=0))
+    return _where(pairs, tokens, train, policy.log_prob("engine", block, temperature, kept))
 
 
 def _shifted(pairs: Pairs, severity: float, tokens: Tensor, _: torch.Generator) -> Pairs:

@@ -14,6 +14,8 @@ from rollcorr.diagnostics.provenance.provenance_findings import provenance_findi
 
 SHARE = 0.98
 """Share of a row's values that must end in zeros."""
+SMALLEST = -0.05
+"""Log-prob above which the bits of a value say nothing about its type."""
 TYPES = (("bfloat16", 16, 2.0**-8), ("float16", 13, 2.0**-11))
 """Name, zero bits at the end of its values as float32, and the largest relative distance of two neighbors."""
 
@@ -24,9 +26,9 @@ def find_storage(pairs: PairRows) -> list[Finding]:
     valid = pairs.valid
     difference = (pairs.train - pairs.rollout).masked_fill(~valid, 0.0)
     for side, values in (("rollout", pairs.rollout), ("trainer", pairs.train)):
-        # Zero itself and values repeated in a whole row say nothing about a type.
+        # Near 0 a log-prob is the difference of two numbers that are much larger, so that few of its bits are left.
         single = values.masked_fill(~valid, 0.0).float()
-        telling = valid & (single != 0)
+        telling = valid & (single <= SMALLEST)
         if int(telling.sum()) < 16:
             continue
         bits = single.view(torch.int32)
