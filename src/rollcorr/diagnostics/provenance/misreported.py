@@ -156,7 +156,9 @@ def _holes_found(
 
     findings = []
     foreign = pairs.of_rows(spans) & holes
-    if int(foreign.sum()) >= 0.8 * int(holes.sum()):
+    if int(foreign.sum()) < 0.3 * int(holes.sum()):
+        foreign = torch.zeros_like(holes)
+    elif int(foreign.sum()) >= 0.8 * int(holes.sum()):
         foreign = holes
     if foreign.any():
         longest = int(length[foreign].max())
@@ -236,7 +238,7 @@ def find_units(pairs: PairRows) -> Undone:
         for index, name in enumerate(names):
             rows = convincing & (unit == index) & (side_of == side)
             tokens = pairs.of_rows(rows) & both
-            if int(tokens.sum()) < MIN_PAIRS or not _one_factor(turned[side, index], pairs, tokens, side):
+            if int(tokens.sum()) < MIN_PAIRS or not pairs.enough(rows) or not _one_factor(turned[side, index], pairs, tokens, side):
                 continue
             evidence = {"residual": float(best[rows].sum() / off[rows].sum())}
             reason = f"the {words}'s values are {UNITS[name]}, not natural log-probs: that explains all but "
@@ -261,12 +263,13 @@ def _in_nats(unit: str, values: Tensor) -> Tensor:
 
 
 def _one_factor(fixed: Tensor, pairs: PairRows, tokens: Tensor, side: int) -> bool:
-    """Whether the fixed values are the other side's up to 3 % on the tokens that leave a choice: no temperature is."""
+    """Whether the fixed values are the other side's on the tokens that leave a choice: no temperature does that."""
     other = (pairs.train if side == 0 else pairs.rollout)[tokens]
     telling = other < -0.3
     if int(telling.sum()) < 3:
         return False
-    return abs(float((fixed[tokens] / other)[telling].nan_to_num(0.0).median()) - 1) < 0.03
+    off = ((fixed[tokens] / other)[telling].nan_to_num(0.0) - 1).abs()
+    return float(off.median()) < 0.12 and float((off < 0.2).double().mean()) >= 0.7
 
 
 def find_shifts(pairs: PairRows) -> Undone:
@@ -275,6 +278,9 @@ def find_shifts(pairs: PairRows) -> Undone:
     pooled = _pooled_lag(pairs) if not lag_of.any() else 0
     if pooled:
         lag_of = torch.full_like(lag_of, pooled)
+    for lag in LAGS:
+        if not pairs.enough(lag_of == lag):
+            lag_of = lag_of.masked_fill(lag_of == lag, 0)
     lags, counts = lag_of[lag_of != 0].unique(return_counts=True)
     if not len(lags):
         return Undone(pairs)
@@ -377,7 +383,7 @@ def find_other_requests(pairs: PairRows) -> Undone:
     apart = pairs.mean(distance.abs().clamp(max=3), valid)
     chance = _shuffled_distance(_only(pairs, suspicious))
     unrelated = suspicious & (apart >= 0.6 * chance) & (apart >= 0.15)
-    if not unrelated.any():
+    if not unrelated.any() or not pairs.enough(unrelated):
         return Undone(pairs)
 
     # Of another policy's log-probs the trainer's are the lower ones; of another request's they are as high.

@@ -12,6 +12,10 @@ from rollcorr.config.sampling_spec import JSON_MINUS_INFINITY
 
 ROW_TOKENS = 8
 """A row with fewer pairs is not judged on its own."""
+LONG_ROW = 64
+"""A row of so many pairs may be the only one that shows a cause."""
+LEAST_SHARE = 0.01
+"""Share of the rows that must show a cause where all of these are shorter: of thousands, some look like anything."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +80,11 @@ class PairRows:
         covariance = self.total(x * y) / n - mean_x * mean_y
         variance = (self.total(x * x) / n - mean_x.square()) * (self.total(y * y) / n - mean_y.square())
         return torch.where(variance > 1e-16, covariance / variance.clamp(min=1e-16).sqrt(), 0.0)
+
+    def enough(self, rows: Tensor) -> bool:
+        """Whether some rows show more than chance shows among so many."""
+        long_rows = self.count(self.valid) >= LONG_ROW
+        return bool((rows & long_rows).any()) or int(rows.sum()) >= max(1.0, LEAST_SHARE * float(self.judged.sum()))
 
     def with_rollout(self, rollout: Tensor) -> PairRows:
         """The same rows with other values on the rollout's side."""

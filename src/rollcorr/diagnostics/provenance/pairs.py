@@ -26,6 +26,8 @@ CERTAIN = -1e-5
 """Log-prob above which a side says "probability 1"."""
 UNCERTAIN = -1e-3
 """Log-prob below which a side says that there was a choice."""
+ALONE = -0.75
+"""Log-prob below which hardly any token is the only one that a truncation leaves."""
 LARGEST_LOGIT = 9.0
 """Logit above which a power of a policy may be as good as certain."""
 FEW = 20
@@ -123,9 +125,12 @@ def logit(log_prob: Tensor) -> Tensor:
 def certain_share(base: Tensor, other: Tensor, *, exponent: float = 1.0) -> float:
     """Share of tokens to which `other` gives probability 1 and `base` does not: a truncation left them alone.
 
-    Where `other` is `base` to a power, tokens that the power alone makes certain do not count.
+    Where `other` is `base` to a power, tokens that the power alone makes certain do not count. Nothing counts where
+    more than a few of them were unlikely: no truncation leaves such a token alone, but a zero may stand in any place.
     """
     certain = (other > CERTAIN) & (base < UNCERTAIN)
+    if int((certain & (base < ALONE)).sum()) > 0.2 * int(certain.sum()):
+        return 0.0
     if exponent > 1:
         certain &= logit(base) * exponent < LARGEST_LOGIT
     return float(certain.double().mean())
