@@ -115,6 +115,9 @@ def _constants(pairs: PairRows, values: Tensor, other: Tensor, there: Tensor) ->
 
         # In a row that is shifted, or another request's, every value is doubted: that is for other causes to say.
         rest = there & (values != constant)
+        noise = float(((values - other).abs() > 1)[rest].double().mean()) if rest.any() else 0.0
+        if share < 3 * noise and noise < 0.5:
+            continue
         aligned = (pairs.correlation(values, rest, other) >= 0.4) | (pairs.count(rest) < ROW_TOKENS)
         here &= pairs.of_rows(aligned)
         if int((doubted & here).sum()) >= 2:
@@ -214,7 +217,8 @@ def find_units(pairs: PairRows) -> Undone:
     off = pairs.total(own)
 
     # Only rows that disagree are worth a second look, and only a fix that removes most of the disagreement is believed.
-    suspicious = (off > 0.02 * count) & (count >= ROW_TOKENS)
+    doubtful = pairs.count(both & (torch.maximum(pairs.train.abs(), pairs.rollout.abs()) > 0.3))
+    suspicious = (off > 0.02 * count) & (count >= ROW_TOKENS) & (doubtful >= 5)
     if not suspicious.any() and float(off.sum()) <= 0.02 * float(count.sum()):
         return Undone(pairs)
     best, unit, side_of = off.clone(), torch.full((pairs.rows,), -1), torch.zeros(pairs.rows, dtype=torch.long)
@@ -238,7 +242,9 @@ def find_units(pairs: PairRows) -> Undone:
         for index, name in enumerate(names):
             rows = convincing & (unit == index) & (side_of == side)
             tokens = pairs.of_rows(rows) & both
-            if int(tokens.sum()) < MIN_PAIRS or not pairs.enough(rows) or not _one_factor(turned[side, index], pairs, tokens, side):
+            if int(tokens.sum()) < MIN_PAIRS or not pairs.enough(rows):
+                continue
+            if not _one_factor(turned[side, index], pairs, tokens, side):
                 continue
             evidence = {"residual": float(best[rows].sum() / off[rows].sum())}
             reason = f"the {words}'s values are {UNITS[name]}, not natural log-probs: that explains all but "

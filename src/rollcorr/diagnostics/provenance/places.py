@@ -26,6 +26,10 @@ LARGEST = 3.0
 """Nats at which a difference is capped, so that no token decides."""
 IMPOSSIBLE = -20.0
 """Log-prob on both sides that no sampled token has: of V tokens, those below p together have at most the mass V p."""
+FADED = 48
+"""Token of a response from which on even a slow effect of its beginning has mostly faded."""
+LEAST = 0.2
+"""Nats by which the first tokens must differ: less is also what a prefix cache with old weights makes."""
 TIMES = 3.0
 """How many times as large differences must be as those of equally surprising tokens elsewhere."""
 
@@ -62,7 +66,41 @@ def find_impossible(pairs: PairRows, vocabulary: int | None = None) -> tuple[lis
 
 
 def find_early(pairs: PairRows) -> tuple[list[Finding], PairRows]:
-    """Find differences that are large at the first tokens of a response and fade: another prompt on one side."""
+    """Find differences that are large at the beginning of the responses and fade: another prompt on one side."""
+    found, rest = _find_first_tokens(pairs)
+    return (found, rest) if found else _find_slow_fading(pairs)
+
+
+def _find_slow_fading(pairs: PairRows) -> tuple[list[Finding], PairRows]:
+    """The whole log fades over tens of tokens: as without a BOS, or with another prompt, in every row."""
+    valid = pairs.valid
+    place = _ordinal(pairs, valid)
+    long_rows = pairs.count(valid) >= FADED + SETTLED
+    late = valid & (place >= FADED)
+    if int(long_rows.sum()) < 6 or int(late.sum()) < 200:
+        return [], pairs
+    size = (pairs.train - pairs.rollout).abs().clamp(max=LARGEST)
+    expected = _expected(pairs, size, late)
+    first = valid & (place < SETTLED) & pairs.of_rows(long_rows)
+    middle = valid & (place >= SETTLED) & (place < FADED) & pairs.of_rows(long_rows)
+    heat, later = _times(size, expected, first), _times(size, expected, middle)
+    if float(size[first].mean()) < LEAST or heat < 2.5 or heat < 1.3 * later:
+        return [], pairs
+    excess, z = mean_and_z(pairs.mean(size - expected, first)[long_rows])
+    if z < 4:
+        return [], pairs
+    shown = long_rows & (pairs.mean(size, first) >= 1.5 * pairs.mean(expected, first))
+    evidence = {"times_expected": heat, "times_expected_later": later, "excess": excess, "z": z}
+    reason = (
+        f"the first {SETTLED} tokens differ {format_number(heat)} times as much as equally surprising tokens from "
+        f"token {FADED} on, those between {format_number(later)} times: the two sides saw other prompts"
+    )
+    finding = provenance_finding("template", reason, confidence_of(z), evidence)
+    return [replace(finding, **extent(pairs, shown, first | middle))], pairs.without(first | middle)
+
+
+def _find_first_tokens(pairs: PairRows) -> tuple[list[Finding], PairRows]:
+    """Some rows, or all, differ at their first tokens more than chance makes other windows differ."""
     valid = pairs.valid
     lengths = pairs.count(valid)
     place = _ordinal(pairs, valid)
@@ -91,6 +129,8 @@ def find_early(pairs: PairRows) -> tuple[list[Finding], PairRows]:
     heat = _times(size, expected, early & pairs.of_rows(hot))
     faded = _times(size, expected, later & pairs.of_rows(hot))
     pooled, pooled_z = mean_and_z((pairs.total((size - expected) * early) / EARLY)[long_rows])
+    if float(size[early & pairs.of_rows(hot)].mean()) < 2.5 * LEAST:
+        return [], pairs
     if z < 4 or heat < 4 or heat < 1.8 * faded or pooled <= 0 or pooled_z < 2:
         return [], pairs
     tokens = valid & (place < SETTLED) & pairs.of_rows(hot)

@@ -76,7 +76,7 @@ _CONFIRM: Mapping[Code, str] = {
     "placeholder": "look at these values in the engine's answer, before anything fills in what is missing",
     "wrong_unit": "exponentiate one value and compare it with the engine's probability of that token",
     "foreign_tokens": "decode these tokens and compare them with what the engine returned",
-    "template": "compare the prompt ids of one row on both sides, the first and the last ones above all",
+    "template": "compare the prompt ids of one row on both sides; if they agree, sample without a prefix cache",
     "turn_drift": "compare the ids of one row on both sides across the turn, and score it without a prefix cache",
     "storage": "look for the cast to bfloat16 or float16 between the log-softmax and the file",
     "matched": "a null (`rollcorr null`) or response_ids in the log",
