@@ -13,6 +13,7 @@ tokens are drawn from what the engine samples from.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -286,7 +287,7 @@ def _foreign(kind: str) -> Callable[..., Pairs]:
 
 def _spans(pairs: Pairs, tokens: Tensor) -> list[tuple[int, int]]:
     bounds = pairs.cu_seqlens.tolist()
-    return [(a, b) for a, b in zip(bounds, bounds[1:], strict=False) if bool(tokens[a])]
+    return [(a, b) for a, b in itertools.pairwise(bounds) if bool(tokens[a])]
 
 
 def _where(pairs: Pairs, tokens: Tensor, train: Tensor, rollout: Tensor) -> Pairs:

@@ -69,24 +69,24 @@ def find_placeholders(pairs: PairRows) -> Undone:
     findings = []
     for side, values, other in (("rollout", pairs.rollout, pairs.train), ("trainer", pairs.train, pairs.rollout)):
         there = pairs.keep & is_known(other)
-        constants, filled = _constants(pairs, values, other, there & is_recorded(values))
+        filled = _constants(pairs, values, other, there & is_recorded(values))
         missing = there & ~is_recorded(values)
         if not _matters(pairs, missing):
             missing = torch.zeros_like(missing)
         holes = filled | missing
         if not holes.any():
             continue
-        findings += _holes_found(pairs, side, holes, missing, constants, values)
+        findings += _holes_found(pairs, side, holes, missing, values)
         blank = values.masked_fill(holes, torch.nan)
         pairs = replace(pairs, rollout=blank) if side == "rollout" else replace(pairs, train=blank)
     return Undone(pairs, findings)
 
 
-def _constants(pairs: PairRows, values: Tensor, other: Tensor, there: Tensor) -> tuple[list[float], Tensor]:
-    """Values that repeat whatever the other side thinks, and where they are."""
+def _constants(pairs: PairRows, values: Tensor, other: Tensor, there: Tensor) -> Tensor:
+    """Where a value repeats whatever the other side thinks."""
     filled = torch.zeros_like(there)
     if not there.any():
-        return [], filled
+        return filled
 
     # A row with one single value, while the other side's values differ: also when each row has a value of its own.
     known = values.masked_fill(~there, 0.0)
@@ -96,10 +96,12 @@ def _constants(pairs: PairRows, values: Tensor, other: Tensor, there: Tensor) ->
     scatter = pairs.mean((other.clamp(min=-10) - other_mean[pairs.row]).abs(), there)
     constant_rows = (off_mean == 0) & (count >= ROW_TOKENS) & (scatter > 0.05)
     filled |= pairs.of_rows(constant_rows) & there
+    there = there & ~filled
+    if not there.any():
+        return filled
 
     # A value that many tokens have. Of a truthful value the other side says about the same.
     distinct, counts = values[there].unique(return_counts=True)
-    found = []
     for index in counts.argsort(descending=True)[:6].tolist():
         constant, tokens = float(distinct[index]), int(counts[index])
         if tokens < 3:
@@ -120,10 +122,12 @@ def _constants(pairs: PairRows, values: Tensor, other: Tensor, there: Tensor) ->
             continue
         aligned = (pairs.correlation(values, rest, other) >= 0.4) | (pairs.count(rest) < ROW_TOKENS)
         here &= pairs.of_rows(aligned)
+
+        # Rows where the other side says just the same have it by right: a certain token is exactly 0 in many logs.
+        here &= pairs.of_rows(pairs.count(here & ((other - constant).abs() > 1e-3)) > 0)
         if int((doubted & here).sum()) >= 2:
-            found.append(constant)
             filled |= here
-    return found, filled
+    return filled
 
 
 def _doubted(other: Tensor, constant: float, *, floor: bool, ceiling: bool) -> Tensor:
@@ -146,9 +150,7 @@ def _matters(pairs: PairRows, missing: Tensor) -> bool:
     return bool(whole.any()) or count >= max(3, MISSING_SHARE * int(pairs.keep.sum()))
 
 
-def _holes_found(
-    pairs: PairRows, side: str, holes: Tensor, missing: Tensor, constants: list[float], values: Tensor
-) -> list[Finding]:
+def _holes_found(pairs: PairRows, side: str, holes: Tensor, missing: Tensor, values: Tensor) -> list[Finding]:
     """Holes in runs inside rows that have values are tokens of another origin; the others are placeholders."""
     # Holes of a row that are scattered lie in about as many runs as there are holes times the share of other tokens.
     of_row, kept = pairs.count(holes), pairs.count(pairs.keep).clamp(min=1)
@@ -165,7 +167,7 @@ def _holes_found(
         foreign = holes
     if foreign.any():
         longest = int(length[foreign].max())
-        words = _what(values, foreign, missing, constants)
+        words = _what(values, foreign, missing)
         reason = (
             f"the {side} has {words} in runs of up to {longest} tokens, inside rows that have log-probs elsewhere: "
             f"tokens that the policy did not sample"
@@ -175,7 +177,7 @@ def _holes_found(
     if rest.any():
         rows = pairs.count(rest) > 0
         count, total = int(rest.sum()), max(int(pairs.keep.sum()), 1)
-        words = _what(values, rest, missing, constants)
+        words = _what(values, rest, missing)
         evidence = {
             "zero_share": int((rest & (values == 0)).sum()) / total,
             "placeholder_share": count / total,
@@ -193,13 +195,17 @@ def _holes_found(
     return findings
 
 
-def _what(values: Tensor, tokens: Tensor, missing: Tensor, constants: list[float]) -> str:
-    words = [f"exactly {format_number(c)}" for c in constants if bool((values[tokens] == c).any())]
+def _what(values: Tensor, tokens: Tensor, missing: Tensor) -> str:
+    """What stands in these places, in words."""
+    constants = values[tokens & ~missing].unique().tolist()
+    words = [f"exactly {format_number(constant)}" for constant in constants]
+    if len(constants) > 3:
+        words = ["one constant for a whole row"]
     written = values[tokens & missing]
     if len(written):
         sentinel = bool((written == JSON_MINUS_INFINITY).any())
         words.append(f"missing (written as {format_number(JSON_MINUS_INFINITY)})" if sentinel else "missing")
-    return " or ".join(words) if words else "one constant for a whole row"
+    return " or ".join(words)
 
 
 def _foreign(pairs: PairRows, tokens: Tensor, reason: str, evidence: dict[str, float]) -> Finding:
@@ -273,6 +279,13 @@ def _one_factor(fixed: Tensor, pairs: PairRows, tokens: Tensor, side: int) -> bo
     other = (pairs.train if side == 0 else pairs.rollout)[tokens]
     telling = other < -0.3
     if int(telling.sum()) < 3:
+        return False
+
+    # A truncation moves the log-probs of an undecided policy by one constant; a factor has to explain clearly more.
+    values = (pairs.rollout if side == 0 else pairs.train)[tokens]
+    left = (fixed[tokens] - other).nan_to_num(5.0).abs().clamp(max=5)
+    moved = values - other
+    if float(left.mean()) > 0.5 * float((moved - moved.median()).abs().clamp(max=5).mean()):
         return False
     off = ((fixed[tokens] / other)[telling].nan_to_num(0.0) - 1).abs()
     return float(off.median()) < 0.12 and float((off < 0.2).double().mean()) >= 0.7

@@ -41,6 +41,7 @@ def find_storage(pairs: PairRows) -> list[Finding]:
             if int(tokens.sum()) < 16 or len(single[tokens].unique()) < 8:
                 continue
             taken |= rows
+            tokens = pairs.of_rows(rows) & valid
             findings.append(_stored(pairs, side, name, step, rows, tokens, single, difference))
     return findings
 
