@@ -8,18 +8,25 @@ tokens are drawn from what the engine samples from.
     broken = inject("shifted", healthy, severity=1, share=0.2, seed=0)
     estimate_provenance(broken.train, broken.rollout, broken.mask, cu_seqlens=broken.cu_seqlens)
 
-`SWEEP` lists the causes with their severities; `EXPECTED` the codes that name each.
+`SWEEP` lists the causes with their severities; `EXPECTED` the codes that name each. `sweep` goes through all of them:
+
+    python experiments/diagnosis/pair_faults.py naming.csv --seeds 10
 """
 
 from __future__ import annotations
 
+import argparse
+import csv
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from rollcorr import estimate_provenance
 
 LONE = 24
 """Tokens that have a block of their own."""
@@ -354,3 +361,68 @@ EXPECTED: Mapping[str, frozenset[str]] = {
     "scored": frozenset({"foreign_tokens"}),
 }
 """Cause → the codes that are right for it. "matched" and "unexplained" name no cause."""
+
+SHARES = (1.0, 0.5, 0.25, 0.1, 0.05)
+"""Shares of rows of the sweep."""
+LOGS: Sequence[Mapping[str, float | bool]] = (
+    {},
+    {"vocabulary": 150_000, "noise": 0.15},
+    {"vocabulary": 512, "temperature": 0.7},
+    {"noise": 0.05, "tail": 0.02},
+    {"rows": 64, "length": 40},
+    {"rows": 16, "length": 400, "noise": 0.005, "rounded": False},
+)
+"""The logs of the sweep: a seed takes them in turn; 32 rows of 128 tokens unless they say otherwise."""
+NO_CAUSE = frozenset({"matched", "unexplained"})
+"""Codes that name nothing."""
+
+
+@dataclass(frozen=True)
+class Naming:
+    """What one log of the sweep was called.
+
+    Attributes:
+        cause: what was put into it.
+        severity: as in `SWEEP`.
+        share: of the rows.
+        seed: of the log and of the fault.
+        named: whether a right code was named.
+        wrong: codes that are not the cause's, joined by spaces. A note about storage is none.
+    """
+
+    cause: str
+    severity: float | str
+    share: float
+    seed: int
+    named: bool
+    wrong: str
+
+
+def sweep(*, seeds: int = 10, causes: Sequence[str] = tuple(SWEEP)) -> Iterator[Naming]:
+    """Each severity of each cause in each share of the rows, with this many seeds."""
+    for cause in causes:
+        for severity, share, seed in itertools.product(SWEEP[cause], SHARES, range(seeds)):
+            healthy = healthy_pairs(seed=31 * seed + 7, **{"rows": 32, **LOGS[seed % len(LOGS)]})
+            broken = inject(cause, healthy, severity=severity, share=share, seed=seed)
+            found = estimate_provenance(broken.train, broken.rollout, broken.mask, cu_seqlens=broken.cu_seqlens)
+            codes = set(found.codes) - NO_CAUSE
+            wrong = codes - EXPECTED[cause] - {"storage"}
+            yield Naming(cause, severity, share, seed, bool(codes & EXPECTED[cause]), " ".join(sorted(wrong)))
+
+
+def main() -> None:
+    """Write the sweep as CSV."""
+    parser = argparse.ArgumentParser(description="Which causes are named, by severity and share of rows.")
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--causes", nargs="*", default=list(SWEEP))
+    arguments = parser.parse_args()
+    with arguments.output.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(Naming.__dataclass_fields__)
+        for naming in sweep(seeds=arguments.seeds, causes=arguments.causes):
+            writer.writerow([getattr(naming, name) for name in Naming.__dataclass_fields__])
+
+
+if __name__ == "__main__":
+    main()

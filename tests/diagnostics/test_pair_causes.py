@@ -238,3 +238,10 @@ def test_the_check_of_a_log_reads_the_placeholder_that_an_engine_wrote(tmp_path)
     finding = check_logs([tmp_path / "log.parquet"]).provenance.finding("placeholder")
     assert "missing (written as " in finding.reason
     assert (finding.rows, finding.row_share) == (6, 0.25)
+
+
+def test_the_sweep_names_right_causes_only_in_a_sample_of_it():
+    found = list(faults().sweep(seeds=1, causes=["shifted", "tool"]))
+    assert len(found) == 2 * 4 * 5
+    assert [naming.wrong for naming in found if naming.wrong] == []
+    assert sum(naming.named for naming in found) == 40

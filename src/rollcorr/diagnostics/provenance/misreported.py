@@ -227,7 +227,11 @@ def find_units(pairs: PairRows) -> Undone:
     suspicious = (off > 0.02 * count) & (count >= ROW_TOKENS) & (doubtful >= 5)
     if not suspicious.any() and float(off.sum()) <= 0.02 * float(count.sum()):
         return Undone(pairs)
-    best, unit, side_of = off.clone(), torch.full((pairs.rows,), -1), torch.zeros(pairs.rows, dtype=torch.long)
+    best, unit, side_of = (
+        off.clone(),
+        torch.full((pairs.rows,), -1, device="cpu"),
+        torch.zeros(pairs.rows, dtype=torch.long, device="cpu"),
+    )
     names = list(UNITS)
     turned: dict[tuple[int, int], Tensor] = {}
     for side, values in enumerate((pairs.rollout, pairs.train)):
@@ -337,7 +341,7 @@ def _row_lags(pairs: PairRows) -> Tensor:
     """The lag at which each row's sides go together: 0 unless another one is clearly better, (rows,)."""
     valid = pairs.valid
     at_zero = pairs.correlation(pairs.rollout, valid)
-    lag_of = torch.zeros(pairs.rows, dtype=torch.long)
+    lag_of = torch.zeros(pairs.rows, dtype=torch.long, device="cpu")
     open_rows = (at_zero < SAME) & (pairs.count(valid) >= ROW_TOKENS)
     if not open_rows.any():
         return lag_of
@@ -439,7 +443,7 @@ def _shuffled_distance(pairs: PairRows) -> Tensor:
     index = valid.nonzero().squeeze(-1)
     row, count = pairs.row[index], pairs.count(valid).long()
     first = torch.cat([count.new_zeros(1), count.cumsum(0)[:-1]])[row]
-    place = torch.arange(len(index)) - first
+    place = torch.arange(len(index), device="cpu") - first
     total = torch.zeros(pairs.rows, dtype=torch.float64, device="cpu")
     parts = (0.29, 0.5, 0.71)
     for part in parts:
@@ -466,7 +470,7 @@ def _mates(pairs: PairRows, unrelated: Tensor) -> dict[int, int]:
     correlation = covariance / variance.clamp(min=1e-8).sqrt()
     correlation[(n < 12) | (variance < 1e-8)] = 0.0
     z = correlation.clamp(max=0.999).atanh() * (n - 3).clamp(min=0).sqrt()
-    z[torch.arange(len(wanted)), wanted] = 0.0
+    z[torch.arange(len(wanted), device="cpu"), wanted] = 0.0
     best = z.max(-1)
     sure = (best.values >= 7) & (correlation.gather(-1, best.indices.unsqueeze(-1)).squeeze(-1) >= 0.85)
     return {int(wanted[i]): int(best.indices[i]) for i in sure.nonzero().squeeze(-1).tolist()}
