@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypedDict
 
 import torch
 from torch import Tensor
 
+from rollcorr.config.finding import Finding
 from rollcorr.config.sampling_spec import JSON_MINUS_INFINITY
 
 ROW_TOKENS = 8
@@ -97,6 +98,15 @@ class PairRows:
     def of_rows(self, rows: Tensor) -> Tensor:
         """The tokens of some rows: (rows,) bool → (N,)."""
         return rows[self.row]
+
+
+@dataclass
+class Undone:
+    """The rows once a cause is undone, and what was found."""
+
+    pairs: PairRows
+    findings: list[Finding] = field(default_factory=list)
+    lag: int = 0
 
 
 class Extent(TypedDict):
