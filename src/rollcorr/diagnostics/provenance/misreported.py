@@ -22,7 +22,7 @@ MIN_PAIRS = 16
 """Fewer pairs in all rows together are not judged."""
 SAME = 0.7
 """Correlation of two sides' doubts above which a row is taken to be about the same tokens without a further look."""
-MATE_TOKENS, MATE_ROWS = 64, 512
+MATE_TOKENS, MATE_ROWS = 64, 256
 """First tokens by which the other row is looked for, and how many rows it is looked for, at most."""
 UNITS = {
     "log2": "log base 2",
