@@ -1,14 +1,16 @@
 """Logs of unknown origin: what the log-probs themselves say about the sampling behind them.
 
 `estimate_provenance` compares the trainer's and the rollout's log-probs of the same sampled tokens and says what it
-finds: another temperature, a truncation, log-probs of something that was not sampled, a shift by one token,
-placeholders. Each finding has its evidence and a confidence. What the inputs cannot tell is said in `unknown`;
-docs/sampling.md has the list. With the trainer's logits more can be told.
+finds: another temperature, a truncation, log-probs of something that was not sampled, of other tokens or requests, in
+other units, placeholders, tokens that nobody sampled, another prompt. A cause is judged on the rows that show it, then
+the other rows are judged without them. Each finding has its evidence and a confidence. What the inputs cannot tell is
+said in `unknown`; docs/sampling.md has the list. With the trainer's logits more can be told.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,21 +18,27 @@ from torch import Tensor
 from rollcorr.config.finding import Finding
 from rollcorr.core.layout import check_layout, sequence_ids
 from rollcorr.diagnostics.numbers import format_number
+from rollcorr.diagnostics.provenance.misreported import undo_misreported
+from rollcorr.diagnostics.provenance.mixtures import find_groups
+from rollcorr.diagnostics.provenance.pair_rows import PairRows, extent
 from rollcorr.diagnostics.provenance.pairs import CERTAIN, LogitTable, mean_and_z, spread
 from rollcorr.diagnostics.provenance.patterns import (
     EXPONENT,
     MIN_TOKENS,
     Judgment,
     Z,
-    find_placeholders,
-    find_shift,
     find_temperature,
     find_truncation,
-    is_known,
-    moved_by,
     no_pattern,
 )
-from rollcorr.diagnostics.provenance.provenance_findings import Provenance, confidence_of, provenance_finding
+from rollcorr.diagnostics.provenance.places import find_early, find_impossible, find_turn_drift
+from rollcorr.diagnostics.provenance.provenance_findings import (
+    NAMES_NO_CAUSE,
+    Provenance,
+    confidence_of,
+    provenance_finding,
+)
+from rollcorr.diagnostics.provenance.storage import find_storage
 
 SURPRISE = 0.02
 """Nats by which sampled tokens must be likelier than the policy's entropy says, before it is denied that it sampled."""
@@ -58,7 +66,8 @@ def estimate_provenance(
         tempered: the trainer's log-probs by temperature, instead of logits; the best of those temperatures is taken.
         logits: the trainer's, undivided, (…, V) over the same tokens, with `token_ids`. Fits both temperatures, and
             tells whether the tokens were sampled from what the engine reports.
-        token_ids: the sampled tokens.
+        token_ids: the sampled tokens, same shape as the log-probs. Needed with logits. Alone they bound the size of
+            the vocabulary, and with it how unlikely a sampled token can be.
 
     Returns:
         Findings with evidence, and what could not be told. Reads values: for diagnosis, not for the step path.
@@ -68,43 +77,88 @@ def estimate_provenance(
     """
     mask = torch.ones_like(train_log_prob, dtype=torch.bool) if mask is None else mask != 0
     check_layout(train_log_prob=train_log_prob, rollout_log_prob=rollout_log_prob, mask=mask, cu_seqlens=cu_seqlens)
-    if (logits is None) != (token_ids is None):
+    if logits is not None and token_ids is None:
         raise ValueError("logits and token_ids come together: give both or neither")
-    sequence = _sequences(train_log_prob, cu_seqlens)
-    train, rollout = (_flat(x) for x in (train_log_prob, rollout_log_prob))
-    keep = mask.cpu().flatten()
+    if token_ids is not None and token_ids.shape != train_log_prob.shape:
+        raise ValueError(f"token_ids {tuple(token_ids.shape)} and log-probs {tuple(train_log_prob.shape)} differ")
+    recorded = _rows(train_log_prob, rollout_log_prob, mask, cu_seqlens)
 
-    # Placeholders and a shift are undone first, so that what follows compares the log-probs of the same tokens.
-    found, zeros = find_placeholders(train, rollout, keep & is_known(train) & is_known(rollout))
-    rollout = rollout.masked_fill(zeros, torch.nan)
-    shift, lag = find_shift(train, rollout, keep, sequence)
-    found += shift
-    rollout = moved_by(lag, rollout, keep, sequence)
+    # What was misreported is undone first, so that what follows compares the log-probs of the same tokens.
+    stored = find_storage(recorded)
+    undone = undo_misreported(recorded)
+    found, pairs = undone.findings, undone.pairs
+    vocabulary = None if token_ids is None or not token_ids.numel() else int(token_ids.max()) + 1
+    for find in (lambda rows: find_impossible(rows, vocabulary), find_early, find_turn_drift):
+        more, pairs = find(pairs)
+        found += more
 
-    valid = keep & is_known(train) & is_known(rollout)
-    train, rollout = train[valid], rollout[valid]
-    if len(train) < MIN_TOKENS:
-        judged = Judgment(unknown=[f"{len(train)} tokens have both log-probs; {MIN_TOKENS} are needed to judge"])
+    valid = pairs.valid
+    count = int(valid.sum())
+    if count < MIN_TOKENS:
+        judged = Judgment(unknown=[f"{count} tokens have both log-probs; {MIN_TOKENS} are needed to judge"])
     elif logits is not None and token_ids is not None:
         table = LogitTable(logits.detach().cpu().flatten(0, -2)[valid], token_ids.detach().cpu().flatten()[valid])
-        judged = _from_logits(train[table.rows], rollout[table.rows], table)
+        judged = _from_logits(pairs.train[valid][table.rows], pairs.rollout[valid][table.rows], table)
     elif tempered is not None:
-        judged = _from_temperatures(train, rollout, {t: _flat(x)[valid] for t, x in tempered.items()})
+        others = {t: _flat(x)[valid] for t, x in tempered.items()}
+        judged = _from_temperatures(pairs.train[valid], pairs.rollout[valid], others)
     else:
-        judged = _from_pairs(train, rollout)
+        judged = _from_rows(pairs)
 
-    # Beside something that asks for a fix, "matched" would mislead.
-    findings = found + judged.findings
-    if any(finding.severity == "warning" for finding in findings):
-        findings = _without_matched(findings)
     return Provenance(
-        findings=tuple(findings),
-        tokens=len(train),
+        findings=tuple(_ranked([*found, *judged.findings, *stored])),
+        tokens=count,
         temperature_ratio=judged.temperature_ratio,
         kept_mass=judged.kept_mass,
-        lag=lag,
+        lag=undone.lag,
         unknown=tuple(judged.unknown),
     )
+
+
+def _rows(train: Tensor, rollout: Tensor, mask: Tensor, cu_seqlens: Tensor | None) -> PairRows:
+    """Both sides as rows, on the CPU."""
+    row = _sequences(train, cu_seqlens)
+    rows = int(train.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1)
+    count = torch.bincount(row, minlength=rows)
+    first = count.cumsum(0) - count
+    position = torch.arange(len(row), device="cpu") - first[row]
+    return PairRows(_flat(train), _flat(rollout), mask.cpu().flatten(), row, position, rows)
+
+
+def _ranked(findings: list[Finding]) -> list[Finding]:
+    """Causes in the order in which they were found, then remarks; "matched" beside a cause would mislead."""
+    named = [finding for finding in findings if finding.severity != "note"]
+    notes = [finding for finding in findings if finding.severity == "note"]
+    if any(finding.code not in NAMES_NO_CAUSE for finding in named):
+        notes = _without_matched(notes)
+        named = [finding for finding in named if finding.code != "unexplained"]
+    return named + notes
+
+
+def _from_rows(pairs: PairRows) -> Judgment:
+    """Log-probs alone: rows with settings of their own first, then what the others show."""
+    groups = find_groups(pairs)
+    rest = groups.pairs
+    valid = rest.valid
+    judged = groups.judged
+    if int(valid.sum()) < MIN_TOKENS:
+        judged.findings = groups.findings
+        return judged
+    of_rest = _from_pairs(rest.train[valid], rest.rollout[valid])
+    here = extent(pairs, rest.count(valid) > 0, valid)
+    findings = [replace(f, **here) if f.code not in NAMES_NO_CAUSE else f for f in of_rest.findings]
+    if not groups.findings:
+        of_rest.findings = findings
+        return of_rest
+
+    # The rest is described only if it shows a cause of its own.
+    judged.findings = groups.findings + [f for f in findings if f.code not in NAMES_NO_CAUSE]
+    if judged.temperature_ratio == 1.0:
+        judged.temperature_ratio = of_rest.temperature_ratio
+    if judged.kept_mass == 1.0:
+        judged.kept_mass = of_rest.kept_mass
+    judged.unknown += of_rest.unknown
+    return judged
 
 
 def _from_pairs(train: Tensor, rollout: Tensor) -> Judgment:

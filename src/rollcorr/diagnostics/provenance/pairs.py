@@ -26,6 +26,10 @@ CERTAIN = -1e-5
 """Log-prob above which a side says "probability 1"."""
 UNCERTAIN = -1e-3
 """Log-prob below which a side says that there was a choice."""
+ALONE = -0.75
+"""Log-prob below which hardly any token is the only one that a truncation leaves."""
+LARGEST_LOGIT = 9.0
+"""Logit above which a power of a policy may be as good as certain."""
 FEW = 20
 """Fewer tokens of a crowd, likely or unlikely ones, decide nothing."""
 MOST_TOKENS, MOST_LOGITS = 2048, 1 << 26
@@ -118,9 +122,18 @@ def logit(log_prob: Tensor) -> Tensor:
     return capped - torch.log(-torch.expm1(capped))
 
 
-def certain_share(base: Tensor, other: Tensor) -> float:
-    """Share of tokens to which `other` gives probability 1 and `base` does not: a truncation left them alone."""
-    return float(((other > CERTAIN) & (base < UNCERTAIN)).double().mean())
+def certain_share(base: Tensor, other: Tensor, *, exponent: float = 1.0) -> float:
+    """Share of tokens to which `other` gives probability 1 and `base` does not: a truncation left them alone.
+
+    Where `other` is `base` to a power, tokens that the power alone makes certain do not count. Nothing counts where
+    more than a few of them were unlikely: no truncation leaves such a token alone, but a zero may stand in any place.
+    """
+    certain = (other > CERTAIN) & (base < UNCERTAIN)
+    if int((certain & (base < ALONE)).sum()) > 0.2 * int(certain.sum()):
+        return 0.0
+    if exponent > 1:
+        certain &= logit(base) * exponent < LARGEST_LOGIT
+    return float(certain.double().mean())
 
 
 def mean_and_z(values: Tensor) -> tuple[float, float]:
@@ -130,14 +143,6 @@ def mean_and_z(values: Tensor) -> tuple[float, float]:
     if error > 0:
         return float(mean), float(mean / error)
     return float(mean), 0.0 if mean == 0 else torch.inf * float(mean.sign())
-
-
-def correlation(x: Tensor, y: Tensor) -> float:
-    """Pearson's, of log-probs capped at −10 so that no single token decides; 0 when one side is constant."""
-    x, y = x.clamp(min=-10), y.clamp(min=-10)
-    x, y = x - x.mean(), y - y.mean()
-    size = x.norm() * y.norm()
-    return float((x * y).sum() / size) if size > 0 else 0.0
 
 
 def spread(rollout: Tensor, log_prob: Tensor) -> float:

@@ -1,7 +1,6 @@
 """The patterns that sampling settings leave in two log-probs of the same tokens, each with its finding.
 
-`train` and `rollout` are (n,) float64 log-probs of the valid tokens. Placeholders and a shift are looked for in all
-tokens, before it is known which of them are valid.
+`train` and `rollout` are (n,) float64 log-probs of the valid tokens.
 """
 
 from __future__ import annotations
@@ -9,19 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
-import torch
 from torch import Tensor
 
 from rollcorr.config.finding import Finding
-from rollcorr.config.sampling_spec import JSON_MINUS_INFINITY
 from rollcorr.diagnostics.numbers import format_number
 from rollcorr.diagnostics.provenance.pairs import (
-    CERTAIN,
     FEW,
     Crowds,
     certain_share,
-    correlation,
     crowds,
     logit,
     mean_and_z,
@@ -43,6 +39,8 @@ HIGHER = 0.58
 """Share of tokens that must be higher on the truncated side if mass alone speaks for it: an honest pair has a half."""
 LARGE = 0.3
 """Standard deviation of the log-ratio, nats, above which a pair without a pattern is not called matched."""
+VISIBLE = 2.0
+"""Standard errors by which the mean ratio must be below that of raw log-probs before they are called processed."""
 Z = 4.0
 """Standard errors that a mean must be away from what it should be."""
 
@@ -132,17 +130,28 @@ def _tempered(
     if excess > 0 and honest_z >= Z - 1:
         reason = f"the mean ratio is {format_number(1 + excess)}: the tokens follow the trainer's distribution instead"
         findings.append(provenance_finding("raw", reason, confidence_of(honest_z), evidence))
-    elif honest_z > -Z or excess > -MASS_LOST:
+        return findings
+
+    # Of raw log-probs it is 1 plus about the variance of the log-ratio; few tokens do not tell that from 1.
+    error = excess / honest_z if honest_z else 0.0
+    visible = float((train - rollout).var()) - excess > VISIBLE * error
+    if visible and honest_z < VISIBLE and (honest_z > -Z or excess > -MASS_LOST):
         reason = "the mean ratio is 1: the tokens follow the log-probs reported"
         findings.append(provenance_finding("processed", reason, confidence_of(Z)))
     return findings
 
 
 def find_truncation(train: Tensor, rollout: Tensor, judged: Judgment) -> list[Finding]:
-    """A softmax over fewer tokens on one side: certainty where the other side sees a choice, or mass that is lost."""
+    """A softmax over fewer tokens on one side: certainty where the other side sees a choice, or mass that is lost.
+
+    Both sides at once contradict each other, so then neither is claimed.
+    """
     findings = []
     for side, base, other in (("rollout", train, rollout), ("trainer", rollout, train)):
-        certain = certain_share(base, other)
+        # A low temperature makes likely tokens certain by itself.
+        seen = crowds(base, other)
+        exponent = seen.exponent if _is_temperature(seen) else 1.0
+        certain = certain_share(base, other, exponent=exponent)
         lost, z = mean_and_z(1 - (base - other).exp())
         choice = logit(base).abs() < 7
         higher = float((other > base)[choice].double().mean()) if choice.any() else 0.0
@@ -151,7 +160,7 @@ def find_truncation(train: Tensor, rollout: Tensor, judged: Judgment) -> list[Fi
         # explains it.
         no_heavy_token = float((base - other).max()) < 1.5
         lost_enough = lost >= MASS_LOST and z >= Z + 2 and higher >= HIGHER
-        by_mass = lost_enough and no_heavy_token and not _is_temperature(crowds(base, other))
+        by_mass = lost_enough and no_heavy_token and not _is_temperature(seen)
         if certain < CERTAIN_SHARE and not by_mass:
             continue
 
@@ -168,75 +177,27 @@ def find_truncation(train: Tensor, rollout: Tensor, judged: Judgment) -> list[Fi
         )
         confidence = confidence_of(max(z, certain / math.sqrt(max(certain, 1e-9) / len(base))))
         findings.append(provenance_finding("truncated", reason, confidence, evidence, fix=fix))
+    if len(findings) == 2:
+        judged.kept_mass = 1.0
+        judged.unknown.append("a truncation: each side looks truncated beside the other, which contradicts itself")
+        return []
     return findings
 
 
-def find_placeholders(train: Tensor, rollout: Tensor, valid: Tensor) -> tuple[list[Finding], Tensor]:
-    """Exact zeros that have nothing to do with how sure the trainer was; and where they are."""
-    zeros = valid & (rollout == 0)
-    nowhere = torch.zeros_like(zeros)
-    count, total = int(zeros.sum()), int(valid.sum())
-    if count < 2:
-        return [], nowhere
-
-    # A sampler with one token left was sure of it, and so is the trainer, more or less.
-    doubted = train[zeros] < -1
-    expected = float((train[valid] < -1).double().mean())
-    share = float(doubted.double().mean())
-    if int(doubted.sum()) < 2 or share < 0.5 * expected:
-        return [], nowhere
-
-    evidence = {"zero_share": count / total, "doubted_share": share, "doubted_share_of_all": expected}
-    reason = f"{count} of {total} rollout log-probs are exactly 0 whatever the trainer thinks: filled in, or greedy"
-    confidence = confidence_of(float(doubted.sum()) ** 0.5)
-    return [provenance_finding("placeholder", reason, confidence, evidence)], zeros
-
-
-def find_shift(train: Tensor, rollout: Tensor, keep: Tensor, sequence: Tensor) -> tuple[list[Finding], int]:
-    """The lag, of −1, 0 and 1, at which the two sides go together."""
-    by_lag = {}
-    for lag in (0, -1, 1):
-        moved = moved_by(lag, rollout, keep, sequence)
-        pairs = keep & is_known(train) & is_known(moved)
-        if int(pairs.sum()) < MIN_TOKENS:
-            return [], 0
-        by_lag[lag] = correlation(train[pairs], moved[pairs])
-    lag = max(by_lag, key=lambda k: by_lag[k])
-    if lag == 0 or by_lag[lag] < 0.6 or by_lag[lag] - by_lag[0] < 0.3:
-        return [], 0
-
-    evidence = {"lag": float(lag), **{f"correlation_at_{k}": value for k, value in by_lag.items()}}
-    z = (math.atanh(min(by_lag[lag], 0.9999)) - math.atanh(by_lag[0])) * math.sqrt(int(keep.sum()))
-    reason = f"the rollout's log-probs are {'late' if lag > 0 else 'early'} by one token"
-    return [provenance_finding("shifted", reason, confidence_of(z), evidence)], lag
-
-
-def moved_by(lag: int, values: Tensor, keep: Tensor, sequence: Tensor) -> Tensor:
-    """Values moved so that entry t is that of t + lag in the same sequence; NaN where there is none."""
-    if lag == 0:
-        return values
-    moved = values.roll(-lag)
-    same = (sequence.roll(-lag) == sequence) & keep.roll(-lag)
-    if len(same):
-        same[-1 if lag > 0 else 0] = False
-    return moved.masked_fill(~same, torch.nan)
-
-
 def no_pattern(train: Tensor, rollout: Tensor) -> Finding:
-    """What to say of a pair that shows none of the patterns."""
+    """What to say of a pair that shows none of the patterns: the settings agree, and more cannot be told."""
     difference = train - rollout
     evidence = {"std": float(difference.std()), "abs_mean": float(difference.abs().mean())}
     deviation = format_number(evidence["std"])
-    if evidence["std"] <= LARGE:
-        reason = f"the same up to a log-ratio of standard deviation {deviation}"
-        return provenance_finding("matched", reason, confidence_of(len(train) ** 0.5), evidence)
-    reason = f"the log-ratio has a standard deviation of {deviation} nats, without the pattern of a setting"
-    return provenance_finding("unexplained", reason, 0.5, evidence)
-
-
-def is_known(log_prob: Tensor) -> Tensor:
-    """Where a log-prob is a log-prob: not missing, and not above 0."""
-    return log_prob.isfinite() & (log_prob != JSON_MINUS_INFINITY) & (log_prob <= -CERTAIN)
+    if evidence["abs_mean"] == 0:
+        reason = "the two sides are the same numbers: one may be a copy of the other, and then nothing was compared"
+        return provenance_finding("matched", reason, None, evidence)
+    code: Literal["matched", "unexplained"] = "matched" if evidence["std"] <= LARGE else "unexplained"
+    reason = (
+        f"no pattern of a setting in a log-ratio of standard deviation {deviation} nats; cannot tell ordinary noise "
+        f"from other weights, because the pairs alone do not show it: a null or token ids tell"
+    )
+    return provenance_finding(code, reason, None, evidence)
 
 
 def _is_temperature(seen: Crowds) -> bool:

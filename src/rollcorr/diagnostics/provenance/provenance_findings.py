@@ -9,20 +9,46 @@ from typing import Literal
 
 from rollcorr.config.finding import Finding, HasFindings
 
-Code = Literal["matched", "tempered", "truncated", "raw", "processed", "shifted", "placeholder", "unexplained"]
+Code = Literal[
+    "matched",
+    "tempered",
+    "truncated",
+    "raw",
+    "processed",
+    "shifted",
+    "other_request",
+    "placeholder",
+    "wrong_unit",
+    "foreign_tokens",
+    "template",
+    "turn_drift",
+    "storage",
+    "unexplained",
+]
 
 NOT_COMPARABLE: Mapping[str, tuple[str, str]] = {
     "tempered": ("temperature_ratio", "1"),
     "truncated": ("kept_mass", "1"),
     "raw": ("mean_ratio", "1"),
     "shifted": ("lag", "0"),
+    "other_request": ("correlation", "near 1"),
+    "wrong_unit": ("residual", "no unit but nats"),
+    "foreign_tokens": ("longest_run", "0"),
+    "template": ("times_expected", "near 1"),
+    "turn_drift": ("times_expected", "near 1"),
 }
 """Codes that forbid the subtraction of the two log-probs: the number that shows each, and what it should be."""
 
 _TITLES: Mapping[Code, str] = {
-    "matched": "the two sides match",
+    "matched": "the sampling settings agree; the weights are not judged",
     "processed": "the rollout's log-probs are those of what was sampled",
     "placeholder": "placeholders in place of the rollout's log-probs",
+    "other_request": "these log-probs are not comparable: some rows have those of another request",
+    "wrong_unit": "these log-probs are not comparable: one side is not in nats",
+    "foreign_tokens": "the mask covers tokens that the policy did not sample",
+    "template": "the two sides differ most at the beginning of the responses",
+    "turn_drift": "the two sides differ more after a turn",
+    "storage": "log-probs are stored in 16 bits",
     "unexplained": "the two sides differ, without the pattern of a setting",
 }
 _FIXES: Mapping[Code, str] = {
@@ -33,8 +59,31 @@ _FIXES: Mapping[Code, str] = {
     "raw": "have the engine return log-probs after its transforms (vLLM: logprobs_mode=processed_logprobs)",
     "shifted": "log-prob t must be that of token t given the tokens before it; cut off the first or the last one",
     "placeholder": "store NaN for what is missing; have the engine return log-probs of the tokens that it samples",
+    "other_request": "join the engine's answers to their prompts by request id, not by their order of arrival",
+    "wrong_unit": "store natural log-probs: multiply by ln 2 or ln 10, change the sign, or take the log",
+    "foreign_tokens": "set response_mask to false on tokens of tools, templates and padding",
+    "template": "give both sides the same prompt ids: the same template, one BOS, and left padding that is masked",
+    "turn_drift": "score the ids that the engine sampled and saw, in one sequence, without tokenizing text anew",
+    "storage": "keep log-probs in float32 from the log-softmax on",
     "unexplained": "look for other weights, another prompt template, or a policy that has moved on",
 }
+_CONFIRM: Mapping[Code, str] = {
+    "tempered": "compare the temperature in the engine's request with the one that the trainer divides by",
+    "truncated": "sample a few prompts with top_p=1, top_k=-1, min_p=0: the certain tokens must vanish",
+    "raw": "look up logprobs_mode of the engine, or give the trainer's logits and the token ids",
+    "shifted": "score one row by hand: the first log-prob belongs to the first response token",
+    "other_request": "score one of the rows again with the engine, alone",
+    "placeholder": "look at these values in the engine's answer, before anything fills in what is missing",
+    "wrong_unit": "exponentiate one value and compare it with the engine's probability of that token",
+    "foreign_tokens": "decode these tokens and compare them with what the engine returned",
+    "template": "compare the prompt ids of one row on both sides; if they agree, sample without a prefix cache",
+    "turn_drift": "compare the ids of one row on both sides across the turn, and score it without a prefix cache",
+    "storage": "look for the cast to bfloat16 or float16 between the log-softmax and the file",
+    "matched": "a null (`rollcorr null`) or response_ids in the log",
+    "unexplained": "a null (`rollcorr null`) or response_ids in the log",
+}
+NAMES_NO_CAUSE = frozenset({"matched", "unexplained", "processed"})
+"""Codes that say what was looked for and not found."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +95,7 @@ class Provenance(HasFindings):
         tokens: valid tokens that were compared.
         temperature_ratio: rollout's temperature over the trainer's, best fit; 1.0 when nothing speaks for another.
         kept_mass: mean mass that a truncation kept, under the trainer's policy; 1.0 when none was found.
-        lag: tokens by which the rollout's log-probs come late: −1, 0 or 1.
+        lag: tokens by which the rollout's log-probs come late, from −4 to 4, in most of the rows that are shifted.
         unknown: what these inputs cannot tell.
     """
 
@@ -68,7 +117,7 @@ class Provenance(HasFindings):
 
 
 def provenance_finding(
-    code: Code, reason: str, confidence: float, evidence: Mapping[str, float] | None = None, *, fix: str = ""
+    code: Code, reason: str, confidence: float | None, evidence: Mapping[str, float] | None = None, *, fix: str = ""
 ) -> Finding:
     """A finding about provenance; its fix is that of its code unless another one is given."""
     evidence = evidence or {}
@@ -85,6 +134,7 @@ def provenance_finding(
         severity="warning" if fix else "note",
         confidence=confidence,
         evidence=evidence,
+        confirm=_CONFIRM.get(code, ""),
     )
 
 

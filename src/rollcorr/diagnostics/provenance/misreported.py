@@ -1,0 +1,306 @@
+"""Values that are not the log-probs of these tokens: placeholders, other units, shifted rows, rows of other requests.
+
+Each function finds one cause, says which rows and tokens show it, and undoes it or leaves them out, so that what
+follows compares the log-probs of the same tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from rollcorr.diagnostics.provenance.pair_rows import ROW_TOKENS, PairRows, Undone, doubt, extent, is_known, is_recorded
+from rollcorr.diagnostics.provenance.placeholders import find_placeholders
+from rollcorr.diagnostics.provenance.provenance_findings import confidence_of, provenance_finding
+
+LAGS = (-1, 1, -2, 2, -3, 3, -4, 4)
+"""Tokens by which a row may be shifted."""
+MIN_PAIRS = 16
+"""Fewer pairs in all rows together are not judged."""
+SAME = 0.7
+"""Correlation of two sides' doubts above which a row is taken to be about the same tokens without a further look."""
+MATE_TOKENS, MATE_ROWS = 64, 256
+"""First tokens by which the other row is looked for, and how many rows it is looked for, at most."""
+UNITS = {
+    "log2": "log base 2",
+    "log10": "log base 10",
+    "sign": "the negative of the log-prob",
+    "probability": "the probability itself",
+}
+"""Units that are told apart, with their names."""
+
+
+def undo_misreported(pairs: PairRows) -> Undone:
+    """Look for each cause in turn, in what the ones before have left."""
+    placeholders = find_placeholders(pairs)
+    units = find_units(placeholders.pairs)
+    shifts = find_shifts(units.pairs)
+    others = find_other_requests(shifts.pairs)
+    findings = [*placeholders.findings, *units.findings, *shifts.findings, *others.findings]
+    return Undone(others.pairs, findings, shifts.lag)
+
+
+def find_units(pairs: PairRows) -> Undone:
+    """Log-probs in another unit on one side: an exact factor, a sign or an exponential, over all tokens of a row."""
+    both = pairs.keep & is_recorded(pairs.train) & is_recorded(pairs.rollout)
+    count = pairs.count(both)
+    if int(count.sum()) < MIN_PAIRS:
+        return Undone(pairs)
+    own = (pairs.rollout - pairs.train).abs().clamp(max=5).masked_fill(~both, 0.0)
+    off = pairs.total(own)
+
+    # Only rows that disagree are worth a second look, and only a fix that removes most of the disagreement is believed.
+    doubtful = pairs.count(both & (torch.maximum(pairs.train.abs(), pairs.rollout.abs()) > 0.3))
+    suspicious = (off > 0.02 * count) & (count >= ROW_TOKENS) & (doubtful >= 5)
+    if not suspicious.any() and float(off.sum()) <= 0.02 * float(count.sum()):
+        return Undone(pairs)
+    best, unit, side_of = (
+        off.clone(),
+        torch.full((pairs.rows,), -1, device="cpu"),
+        torch.zeros(pairs.rows, dtype=torch.long, device="cpu"),
+    )
+    names = list(UNITS)
+    turned: dict[tuple[int, int], Tensor] = {}
+    for side, values in enumerate((pairs.rollout, pairs.train)):
+        other = pairs.train if side == 0 else pairs.rollout
+        for index, name in enumerate(names):
+            fixed = _in_nats(name, values)
+            turned[side, index] = fixed
+            wrong = (fixed - other).abs().nan_to_num(5.0).clamp(max=5).masked_fill(~both, 0.0)
+            left = pairs.total(wrong)
+            better = left < best
+            best = torch.where(better, left, best)
+            unit, side_of = unit.masked_fill(better, index), side_of.masked_fill(better, side)
+
+    findings = []
+    train, rollout = pairs.train, pairs.rollout
+    convincing = suspicious & (unit >= 0) & (best < 0.3 * off)
+    for side, words in enumerate(("rollout", "trainer")):
+        for index, name in enumerate(names):
+            rows = convincing & (unit == index) & (side_of == side)
+            tokens = pairs.of_rows(rows) & both
+            if int(tokens.sum()) < MIN_PAIRS or not pairs.enough(rows):
+                continue
+            if not _one_factor(turned[side, index], pairs, tokens, side):
+                continue
+            evidence = {"residual": float(best[rows].sum() / off[rows].sum())}
+            reason = f"the {words}'s values are {UNITS[name]}, not natural log-probs: that explains all but "
+            reason += f"{evidence['residual']:.0%} of the difference"
+            finding = provenance_finding("wrong_unit", reason, confidence_of(math.sqrt(int(tokens.sum()))), evidence)
+            findings.append(replace(finding, **extent(pairs, rows, tokens)))
+            if side == 0:
+                rollout = torch.where(tokens, turned[side, index], rollout)
+            else:
+                train = torch.where(tokens, turned[side, index], train)
+    return Undone(replace(pairs, train=train, rollout=rollout), findings)
+
+
+def _in_nats(unit: str, values: Tensor) -> Tensor:
+    if unit == "log2":
+        return values * math.log(2)
+    if unit == "log10":
+        return values * math.log(10)
+    if unit == "sign":
+        return -values
+    return torch.where(values > 0, values, torch.nan).log()
+
+
+def _one_factor(fixed: Tensor, pairs: PairRows, tokens: Tensor, side: int) -> bool:
+    """Whether the fixed values are the other side's on the tokens that leave a choice: no temperature does that."""
+    other = (pairs.train if side == 0 else pairs.rollout)[tokens]
+    telling = other < -0.3
+    if int(telling.sum()) < 3:
+        return False
+
+    # A truncation moves the log-probs of an undecided policy by one constant; a factor has to explain clearly more.
+    values = (pairs.rollout if side == 0 else pairs.train)[tokens]
+    left = (fixed[tokens] - other).nan_to_num(5.0).abs().clamp(max=5)
+    moved = values - other
+    if float(left.mean()) > 0.5 * float((moved - moved.median()).abs().clamp(max=5).mean()):
+        return False
+    off = ((fixed[tokens] / other)[telling].nan_to_num(0.0) - 1).abs()
+    return float(off.median()) < 0.12 and float((off < 0.2).double().mean()) >= 0.7
+
+
+def find_shifts(pairs: PairRows) -> Undone:
+    """Rows whose two sides go together at another lag than 0."""
+    lag_of = _row_lags(pairs)
+    pooled = _pooled_lag(pairs) if not lag_of.any() else 0
+    if pooled:
+        lag_of = torch.full_like(lag_of, pooled)
+    for lag in LAGS:
+        if not pairs.enough(lag_of == lag):
+            lag_of = lag_of.masked_fill(lag_of == lag, 0)
+    lags, counts = lag_of[lag_of != 0].unique(return_counts=True)
+    if not len(lags):
+        return Undone(pairs)
+
+    rollout, words = pairs.rollout, []
+    for lag, count in zip(lags.tolist(), counts.tolist(), strict=True):
+        rollout = torch.where(pairs.of_rows(lag_of == lag), pairs.moved(lag, pairs.rollout), rollout)
+        words.append(f"{'late' if lag > 0 else 'early'} by {_tokens(abs(lag))} in {count} rows")
+    shifted = lag_of != 0
+    tokens = pairs.of_rows(shifted) & pairs.valid
+    main = int(lags[counts.argmax()])
+    before, after = (_together(pairs, values, shifted) for values in (pairs.rollout, rollout))
+    evidence = {"lag": float(main), "correlation_at_0": before, f"correlation_at_{main}": after}
+    z = (math.atanh(min(after, 0.9999)) - math.atanh(before)) * math.sqrt(int(tokens.sum()))
+    if pooled or (len(words) == 1 and bool(shifted[pairs.judged].all())):
+        reason = f"the rollout's log-probs are {'late' if main > 0 else 'early'} by {_tokens(abs(main))}"
+    else:
+        reason = f"the rollout's log-probs are {', '.join(words)}"
+    finding = provenance_finding("shifted", reason, confidence_of(z), evidence)
+    here = extent(pairs, shifted & pairs.judged, tokens)
+    return Undone(pairs.with_rollout(rollout), [replace(finding, **here)], main)
+
+
+def _tokens(count: int) -> str:
+    return "one token" if count == 1 else f"{count} tokens"
+
+
+def _together(pairs: PairRows, rollout: Tensor, rows: Tensor) -> float:
+    """The mean correlation of some rows."""
+    correlation = pairs.correlation(rollout, pairs.keep & is_known(pairs.train) & is_known(rollout))
+    return float(correlation[rows].mean())
+
+
+def _row_lags(pairs: PairRows) -> Tensor:
+    """The lag at which each row's sides go together: 0 unless another one is clearly better, (rows,)."""
+    valid = pairs.valid
+    at_zero = pairs.correlation(pairs.rollout, valid)
+    lag_of = torch.zeros(pairs.rows, dtype=torch.long, device="cpu")
+    open_rows = (at_zero < SAME) & (pairs.count(valid) >= ROW_TOKENS)
+    if not open_rows.any():
+        return lag_of
+
+    # Only the rows in question are moved, so that a healthy log costs nothing.
+    some = _only(pairs, open_rows)
+    best = at_zero.clone()
+    for lag in LAGS:
+        moved = some.moved(lag, some.rollout)
+        tokens = some.keep & is_known(some.train) & is_known(moved)
+        at_lag, count = some.correlation(moved, tokens), some.count(tokens)
+        gain = at_lag.clamp(max=0.9999).atanh() - at_zero.clamp(min=-0.9999, max=0.9999).atanh()
+        sure = (at_lag >= 0.75) & (at_lag - at_zero >= 0.3) & (gain * (count - 3).clamp(min=0).sqrt() >= 5)
+        better = open_rows & sure & (at_lag > best)
+        best = torch.where(better, at_lag, best)
+        lag_of = lag_of.masked_fill(better, lag)
+    return lag_of
+
+
+def _only(pairs: PairRows, rows: Tensor) -> PairRows:
+    """The tokens of some rows, with the numbers that the rows have."""
+    tokens = pairs.of_rows(rows)
+    return PairRows(
+        train=pairs.train[tokens],
+        rollout=pairs.rollout[tokens],
+        keep=pairs.keep[tokens],
+        row=pairs.row[tokens],
+        position=pairs.position[tokens],
+        rows=pairs.rows,
+    )
+
+
+def _pooled_lag(pairs: PairRows) -> int:
+    """The lag of all rows together, where each alone is too short to tell."""
+    by_lag = {0: _pooled_correlation(pairs, pairs.rollout)}
+    if by_lag[0] >= SAME:
+        return 0
+    by_lag |= {lag: _pooled_correlation(pairs, pairs.moved(lag, pairs.rollout)) for lag in LAGS}
+    lag = max(by_lag, key=lambda k: by_lag[k])
+    return lag if by_lag[lag] >= 0.6 and by_lag[lag] - by_lag[0] >= 0.3 else 0
+
+
+def _pooled_correlation(pairs: PairRows, rollout: Tensor) -> float:
+    tokens = pairs.keep & is_known(pairs.train) & is_known(rollout)
+    if int(tokens.sum()) < MIN_PAIRS:
+        return 0.0
+    whole = replace(pairs, row=torch.zeros_like(pairs.row), rows=1)
+    return float(whole.correlation(rollout, tokens)[0])
+
+
+def find_other_requests(pairs: PairRows) -> Undone:
+    """Rows whose two sides have nothing to do with each other though each looks like the policy's."""
+    valid = pairs.valid
+    count = pairs.count(valid)
+    distance = (pairs.train - pairs.rollout).masked_fill(~valid, 0.0)
+    together = pairs.correlation(pairs.rollout, valid)
+
+    # The sides of an unrelated row are as far apart as its values are when they are shuffled.
+    suspicious = (together < 0.4) & (count >= 12)
+    if not suspicious.any():
+        return Undone(pairs)
+    apart = pairs.mean(distance.abs().clamp(max=3), valid)
+    chance = _shuffled_distance(_only(pairs, suspicious))
+    unrelated = suspicious & (apart >= 0.6 * chance) & (apart >= 0.15)
+    if not unrelated.any() or not pairs.enough(unrelated):
+        return Undone(pairs)
+
+    # Of another policy's log-probs the trainer's are the lower ones; of another request's they are as high.
+    tokens = pairs.of_rows(unrelated) & valid
+    one_sided = abs(float(distance[tokens].clamp(-3, 3).mean())) / float(distance[tokens].abs().clamp(max=3).mean())
+    mates = _mates(pairs, unrelated)
+    others = (count >= 12) & ~unrelated
+    others_agree = bool(others.any()) and float(together[others].median()) >= SAME
+    enough = int(tokens.sum()) >= 32
+    limit = 3.0 / math.sqrt(int(tokens.sum()))
+    correlated = float((together * count)[unrelated].sum() / count[unrelated].sum())
+    if not mates and (one_sided > 0.35 or not enough or correlated > 0.15 + limit or not (others_agree or enough)):
+        return Undone(pairs)
+
+    evidence = {
+        "correlation": correlated,
+        "correlation_of_others": float(together[others].median()) if others.any() else math.nan,
+        "rows_found_elsewhere": float(len(mates)),
+    }
+    evidence = {name: number for name, number in evidence.items() if math.isfinite(number)}
+    reason = "the two sides of these rows have nothing to do with each other: log-probs of another request"
+    if mates:
+        row, mate = next(iter(mates.items()))
+        reason += f"; row {row} of the sample has those of row {mate}"
+        reason += f", and {len(mates) - 1} more were found elsewhere" if len(mates) > 1 else ""
+    finding = provenance_finding("other_request", reason, confidence_of(math.sqrt(int(tokens.sum()))), evidence)
+    found = replace(finding, **extent(pairs, unrelated, tokens))
+    return Undone(pairs.without(pairs.of_rows(unrelated)), [found])
+
+
+def _shuffled_distance(pairs: PairRows) -> Tensor:
+    """Mean |train − rollout| of each row, capped, with the rollout's values moved far along the row, (rows,)."""
+    valid = pairs.valid
+    index = valid.nonzero().squeeze(-1)
+    row, count = pairs.row[index], pairs.count(valid).long()
+    first = torch.cat([count.new_zeros(1), count.cumsum(0)[:-1]])[row]
+    place = torch.arange(len(index), device="cpu") - first
+    total = torch.zeros(pairs.rows, dtype=torch.float64, device="cpu")
+    parts = (0.29, 0.5, 0.71)
+    for part in parts:
+        other = index[first + (place + (part * count[row]).long()) % count[row].clamp(min=1)]
+        total.index_add_(0, row, (pairs.train[index] - pairs.rollout[other]).abs().clamp(max=3))
+    return total / (len(parts) * count.clamp(min=1))
+
+
+def _mates(pairs: PairRows, unrelated: Tensor) -> dict[int, int]:
+    """Row → the row whose trainer's log-probs its rollout side goes with, where one is found."""
+    wanted = unrelated.nonzero().squeeze(-1)[:MATE_ROWS]
+    valid = pairs.valid & (pairs.position < MATE_TOKENS)
+    train, rollout, mask = (torch.zeros(pairs.rows, MATE_TOKENS, dtype=torch.float32, device="cpu") for _ in range(3))
+    here = pairs.row[valid], pairs.position[valid]
+    train[here], rollout[here] = doubt(pairs.train[valid]).float(), doubt(pairs.rollout[valid]).float()
+    mask[here] = 1.0
+
+    # Pearson's over the tokens that both have, as sums that are products of matrices.
+    x, m = rollout[wanted], mask[wanted]
+    n = (m @ mask.T).clamp(min=1)
+    mean_x, mean_y = (x @ mask.T) / n, (m @ train.T) / n
+    covariance = (x @ train.T) / n - mean_x * mean_y
+    variance = (x.square() @ mask.T / n - mean_x.square()) * (m @ train.square().T / n - mean_y.square())
+    correlation = covariance / variance.clamp(min=1e-8).sqrt()
+    correlation[(n < 12) | (variance < 1e-8)] = 0.0
+    z = correlation.clamp(max=0.999).atanh() * (n - 3).clamp(min=0).sqrt()
+    z[torch.arange(len(wanted), device="cpu"), wanted] = 0.0
+    best = z.max(-1)
+    sure = (best.values >= 7) & (correlation.gather(-1, best.indices.unsqueeze(-1)).squeeze(-1) >= 0.85)
+    return {int(wanted[i]): int(best.indices[i]) for i in sure.nonzero().squeeze(-1).tolist()}

@@ -1,0 +1,157 @@
+"""The pairs of a log, row by row: the form in which the causes are looked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TypedDict
+
+import torch
+from torch import Tensor
+
+from rollcorr.config.finding import Finding
+from rollcorr.config.sampling_spec import JSON_MINUS_INFINITY
+
+ROW_TOKENS = 8
+"""A row with fewer pairs is not judged on its own."""
+LONG_ROW = 64
+"""A row of so many pairs may be the only one that shows a cause."""
+LEAST_SHARE = 0.01
+"""Share of the rows that must show a cause where all of these are shorter: of thousands, some look like anything."""
+
+
+@dataclass(frozen=True, eq=False)
+class PairRows:
+    """Two log-probs of the same tokens, packed.
+
+    Attributes:
+        train: log π, (N,) float64; as the log has it until a cause is undone.
+        rollout: log μ, (N,) float64.
+        keep: true on tokens that the policy sampled, (N,).
+        row: row of each token, (N,) and not decreasing.
+        position: index of each token in its row, masked ones counted, (N,).
+        rows: number of rows, also those without a token.
+    """
+
+    train: Tensor
+    rollout: Tensor
+    keep: Tensor
+    row: Tensor
+    position: Tensor
+    rows: int
+
+    @property
+    def valid(self) -> Tensor:
+        """Tokens that have a log-prob on both sides, (N,)."""
+        return self.keep & is_known(self.train) & is_known(self.rollout)
+
+    @property
+    def judged(self) -> Tensor:
+        """Rows that have a token that counts, (rows,)."""
+        return self.count(self.keep) > 0
+
+    def count(self, tokens: Tensor) -> Tensor:
+        """How many of these tokens each row has, (rows,) float64."""
+        return self.total(tokens.double())
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum of a value over each row, (rows,) float64."""
+        return torch.zeros(self.rows, dtype=torch.float64, device="cpu").index_add_(0, self.row, values.double())
+
+    def mean(self, values: Tensor, tokens: Tensor) -> Tensor:
+        """The mean of a value over these tokens of each row, (rows,); 0 where a row has none."""
+        return self.total(values.masked_fill(~tokens, 0.0)) / self.count(tokens).clamp(min=1)
+
+    def moved(self, lag: int, values: Tensor) -> Tensor:
+        """Values moved so that entry t is that of t + lag in the same row; NaN where there is none."""
+        if lag == 0:
+            return values
+        moved = values.roll(-lag)
+        same = (self.row.roll(-lag) == self.row) & self.keep.roll(-lag)
+        if lag > 0:
+            same[-lag:] = False
+        else:
+            same[:-lag] = False
+        return moved.masked_fill(~same, torch.nan)
+
+    def correlation(self, rollout: Tensor, tokens: Tensor, train: Tensor | None = None) -> Tensor:
+        """Pearson's between the two sides' `doubt` over these tokens of each row, (rows,); 0 where one is constant."""
+        train = self.train if train is None else train
+        x, y = doubt(train).masked_fill(~tokens, 0.0), doubt(rollout).masked_fill(~tokens, 0.0)
+        n, mean_x, mean_y = self.count(tokens).clamp(min=1), self.mean(x, tokens), self.mean(y, tokens)
+        covariance = self.total(x * y) / n - mean_x * mean_y
+        variance = (self.total(x * x) / n - mean_x.square()) * (self.total(y * y) / n - mean_y.square())
+        return torch.where(variance > 1e-16, covariance / variance.clamp(min=1e-16).sqrt(), 0.0)
+
+    def enough(self, rows: Tensor) -> bool:
+        """Whether some rows show more than chance shows among so many."""
+        long_rows = self.count(self.valid) >= LONG_ROW
+        return bool((rows & long_rows).any()) or int(rows.sum()) >= max(1.0, LEAST_SHARE * float(self.judged.sum()))
+
+    def with_rollout(self, rollout: Tensor) -> PairRows:
+        """The same rows with other values on the rollout's side."""
+        return replace(self, rollout=rollout)
+
+    def without(self, tokens: Tensor) -> PairRows:
+        """The same rows without some tokens."""
+        return replace(self, keep=self.keep & ~tokens)
+
+    def of_rows(self, rows: Tensor) -> Tensor:
+        """The tokens of some rows: (rows,) bool → (N,)."""
+        return rows[self.row]
+
+
+@dataclass
+class Undone:
+    """The rows once a cause is undone, and what was found."""
+
+    pairs: PairRows
+    findings: list[Finding] = field(default_factory=list)
+    lag: int = 0
+
+
+class Extent(TypedDict):
+    """How far a cause reaches, as fields of a finding."""
+
+    rows: int
+    tokens: int
+    row_share: float
+
+
+def extent(pairs: PairRows, rows: Tensor, tokens: Tensor) -> Extent:
+    """The rows and tokens that show a cause, and the share of the rows that have a token at all."""
+    count = int(rows.sum())
+    return Extent(rows=count, tokens=int(tokens.sum()), row_share=count / max(int(pairs.judged.sum()), 1))
+
+
+def doubt(log_prob: Tensor) -> Tensor:
+    """|log p| / (1 + |log p|), between 0 and 1: no single surprising token decides a sum of it."""
+    size = log_prob.abs()
+    return size / (1 + size)
+
+
+def is_recorded(log_prob: Tensor) -> Tensor:
+    """Where there is a number at all."""
+    return log_prob.isfinite() & (log_prob != JSON_MINUS_INFINITY)
+
+
+def is_known(log_prob: Tensor) -> Tensor:
+    """Where a log-prob is a log-prob: not missing, and not above 0 but for rounding."""
+    return is_recorded(log_prob) & (log_prob <= 1e-5)
+
+
+def runs(tokens: Tensor, keep: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+    """Contiguous runs of tokens among the kept ones of a row.
+
+    Returns:
+        The length of the run that each token is in, (N,), 0 outside; and the runs' number of tokens, (runs,).
+    """
+    index = keep.nonzero().squeeze(-1)
+    inside, rows = tokens[index], row[index]
+    starts = inside.clone()
+    starts[1:] &= ~(inside[:-1] & (rows[1:] == rows[:-1]))
+    run = starts.cumsum(0) - 1
+    sizes = torch.zeros(int(starts.sum()), dtype=torch.long, device="cpu")
+    sizes.index_add_(0, run[inside], torch.ones_like(run[inside]))
+    length = torch.zeros(len(tokens), dtype=torch.long, device="cpu")
+    length[index[inside]] = sizes[run[inside]]
+    return length, sizes

@@ -1,0 +1,167 @@
+"""Constants and gaps in place of log-probs: filled in, or tokens that the policy did not sample."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from rollcorr.config.finding import Finding
+from rollcorr.config.sampling_spec import JSON_MINUS_INFINITY
+from rollcorr.diagnostics.numbers import format_number
+from rollcorr.diagnostics.provenance.pair_rows import ROW_TOKENS, PairRows, Undone, extent, is_known, is_recorded, runs
+from rollcorr.diagnostics.provenance.provenance_findings import confidence_of, provenance_finding
+
+MISSING_SHARE = 0.01
+"""Share of tokens without a log-prob, in the log or in a row, above which they are named."""
+
+
+def find_placeholders(pairs: PairRows) -> Undone:
+    """Constants and gaps in place of log-probs, on either side; in long runs they mark tokens that nobody sampled."""
+    findings = []
+    for side, values, other in (("rollout", pairs.rollout, pairs.train), ("trainer", pairs.train, pairs.rollout)):
+        there = pairs.keep & is_known(other)
+        filled = _constants(pairs, values, other, there & is_recorded(values))
+        missing = there & ~is_recorded(values)
+        if not _matters(pairs, missing):
+            missing = torch.zeros_like(missing)
+        holes = filled | missing
+        if not holes.any():
+            continue
+        findings += _holes_found(pairs, side, holes, missing, values)
+        blank = values.masked_fill(holes, torch.nan)
+        pairs = replace(pairs, rollout=blank) if side == "rollout" else replace(pairs, train=blank)
+    return Undone(pairs, findings)
+
+
+def _constants(pairs: PairRows, values: Tensor, other: Tensor, there: Tensor) -> Tensor:
+    """Where a value repeats whatever the other side thinks."""
+    filled = torch.zeros_like(there)
+    if not there.any():
+        return filled
+
+    # A row with one single value, while the other side's values differ: also when each row has a value of its own.
+    known = values.masked_fill(~there, 0.0)
+    count, mean = pairs.count(there), pairs.mean(known, there)
+    off_mean = pairs.total(((known - mean[pairs.row]).abs() > 1e-9) & there)
+    other_mean = pairs.mean(other.clamp(min=-10), there)
+    scatter = pairs.mean((other.clamp(min=-10) - other_mean[pairs.row]).abs(), there)
+    constant_rows = (off_mean == 0) & (count >= ROW_TOKENS) & (scatter > 0.05)
+    filled |= pairs.of_rows(constant_rows) & there
+    there = there & ~filled
+    if not there.any():
+        return filled
+
+    # A value that many tokens have. Of a truthful value the other side says about the same.
+    distinct, counts = values[there].unique(return_counts=True)
+    for index in counts.argsort(descending=True)[:6].tolist():
+        constant, tokens = float(distinct[index]), int(counts[index])
+        if tokens < 3:
+            break
+        here = there & (values == constant)
+        doubted = _doubted(other, constant, floor=index == 0, ceiling=index == len(distinct) - 1) & there
+        expected = float(doubted.double().sum()) / int(there.sum())
+        surprised = int((doubted & here).sum())
+        error = math.sqrt(max(expected * (1 - expected), 1e-9) / tokens)
+        share = surprised / tokens
+        if surprised < 2 or share < max(0.7 * expected - error, 0.02):
+            continue
+
+        # In a row that is shifted, or another request's, every value is doubted: that is for other causes to say.
+        rest = there & (values != constant)
+        noise = float(((values - other).abs() > 1)[rest].double().mean()) if rest.any() else 0.0
+        if share < 3 * noise and noise < 0.5:
+            continue
+        aligned = (pairs.correlation(values, rest, other) >= 0.4) | (pairs.count(rest) < ROW_TOKENS)
+        here &= pairs.of_rows(aligned)
+
+        # Rows where the other side says just the same have it by right: a certain token is exactly 0 in many logs.
+        here &= pairs.of_rows(pairs.count(here & ((other - constant).abs() > 1e-3)) > 0)
+        if int((doubted & here).sum()) >= 2:
+            filled |= here
+    return filled
+
+
+def _doubted(other: Tensor, constant: float, *, floor: bool, ceiling: bool) -> Tensor:
+    """Where the other side says something else than this constant, in whatever unit it may be."""
+    if floor and constant < 0:
+        return other > constant + 0.5
+    if ceiling and -0.01 < constant < 0:
+        return torch.zeros_like(other, dtype=torch.bool)
+    near = 1.0 if constant > -0.5 else 0.5
+    doubted = (other - constant).abs() > near
+    if constant > 0:
+        doubted &= ((other + constant).abs() > near) & ((other - math.log(constant)).abs() > near)
+    return doubted
+
+
+def _matters(pairs: PairRows, missing: Tensor) -> bool:
+    """Whether so many values are missing that it is worth naming: in the log, or in a whole row."""
+    count, of_row = int(missing.sum()), pairs.count(missing)
+    whole = (of_row >= 0.5 * pairs.count(pairs.keep)) & (of_row >= ROW_TOKENS)
+    return bool(whole.any()) or count >= max(3, MISSING_SHARE * int(pairs.keep.sum()))
+
+
+def _holes_found(pairs: PairRows, side: str, holes: Tensor, missing: Tensor, values: Tensor) -> list[Finding]:
+    """Holes in runs inside rows that have values are tokens of another origin; the others are placeholders."""
+    # Holes of a row that are scattered lie in about as many runs as there are holes times the share of other tokens.
+    of_row, kept = pairs.count(holes), pairs.count(pairs.keep).clamp(min=1)
+    density = of_row / kept
+    length, _ = runs(holes, pairs.keep, pairs.row)
+    runs_of_row = pairs.total((1.0 / length.clamp(min=1)) * holes)
+    spans = (of_row >= 4) & (density <= 0.9) & (runs_of_row <= of_row * (1 - density) / 2.5)
+
+    findings = []
+    foreign = pairs.of_rows(spans) & holes
+    if int(foreign.sum()) < 0.3 * int(holes.sum()):
+        foreign = torch.zeros_like(holes)
+    elif int(foreign.sum()) >= 0.8 * int(holes.sum()):
+        foreign = holes
+    if foreign.any():
+        longest = int(length[foreign].max())
+        words = _what(values, foreign, missing)
+        reason = (
+            f"the {side} has {words} in runs of up to {longest} tokens, inside rows that have log-probs elsewhere: "
+            f"tokens that the policy did not sample"
+        )
+        findings.append(_foreign(pairs, foreign, reason, {"longest_run": float(longest)}))
+    rest = holes & ~foreign
+    if rest.any():
+        rows = pairs.count(rest) > 0
+        count, total = int(rest.sum()), max(int(pairs.keep.sum()), 1)
+        words = _what(values, rest, missing)
+        evidence = {
+            "zero_share": int((rest & (values == 0)).sum()) / total,
+            "placeholder_share": count / total,
+            "missing_share": int((rest & missing).sum()) / total,
+        }
+        reason = f"{count} of {total} {side} log-probs are {words}, whatever the other side says: filled in, or greedy"
+        if bool(missing[rest].all()):
+            reason = f"{count} of {total} {side} log-probs are {words}"
+        findings.append(
+            replace(
+                provenance_finding("placeholder", reason, confidence_of(math.sqrt(count)), evidence),
+                **extent(pairs, rows, rest),
+            )
+        )
+    return findings
+
+
+def _what(values: Tensor, tokens: Tensor, missing: Tensor) -> str:
+    """What stands in these places, in words."""
+    constants = values[tokens & ~missing].unique().tolist()
+    words = [f"exactly {format_number(constant)}" for constant in constants]
+    if len(constants) > 3:
+        words = ["one constant for a whole row"]
+    written = values[tokens & missing]
+    if len(written):
+        sentinel = bool((written == JSON_MINUS_INFINITY).any())
+        words.append(f"missing (written as {format_number(JSON_MINUS_INFINITY)})" if sentinel else "missing")
+    return " or ".join(words)
+
+
+def _foreign(pairs: PairRows, tokens: Tensor, reason: str, evidence: dict[str, float]) -> Finding:
+    finding = provenance_finding("foreign_tokens", reason, confidence_of(math.sqrt(int(tokens.sum()))), evidence)
+    return replace(finding, **extent(pairs, pairs.count(tokens) > 0, tokens))

@@ -1,0 +1,74 @@
+"""Log-probs that went through a 16-bit type: their float32 values end in zero bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from rollcorr.config.finding import Finding
+from rollcorr.diagnostics.numbers import format_number
+from rollcorr.diagnostics.provenance.pair_rows import PairRows, extent
+from rollcorr.diagnostics.provenance.provenance_findings import provenance_finding
+
+SHARE = 0.98
+"""Share of a row's values that must end in zeros."""
+SMALLEST = -0.05
+"""Log-prob above which the bits of a value say nothing about its type."""
+TYPES = (("bfloat16", 16, 2.0**-8), ("float16", 13, 2.0**-11))
+"""Name, zero bits at the end of its values as float32, and the largest relative distance of two neighbors."""
+
+
+def find_storage(pairs: PairRows) -> list[Finding]:
+    """Say which rows of a side hold 16-bit values, and how much of the difference that rounding makes."""
+    findings = []
+    valid = pairs.valid
+    difference = (pairs.train - pairs.rollout).masked_fill(~valid, 0.0)
+    for side, values in (("rollout", pairs.rollout), ("trainer", pairs.train)):
+        # Near 0 a log-prob is the difference of two numbers that are much larger, so that few of its bits are left.
+        single = values.masked_fill(~valid, 0.0).float()
+        telling = valid & (single <= SMALLEST)
+        if int(telling.sum()) < 16:
+            continue
+        bits = single.view(torch.int32)
+        taken = torch.zeros(pairs.rows, dtype=torch.bool, device="cpu")
+        for name, zeros, step in TYPES:
+            short = telling & ((bits & ((1 << zeros) - 1)) == 0)
+            count = pairs.count(telling)
+            rows = (pairs.count(short) >= SHARE * count) & (count >= 8) & ~taken
+            tokens = pairs.of_rows(rows) & telling
+            if int(tokens.sum()) < 16 or len(single[tokens].unique()) < 8:
+                continue
+            taken |= rows
+            tokens = pairs.of_rows(rows) & valid
+            findings.append(_stored(pairs, side, name, step, rows, tokens, single, difference))
+    return findings
+
+
+def _stored(
+    pairs: PairRows,
+    side: str,
+    name: str,
+    step: float,
+    rows: Tensor,
+    tokens: Tensor,
+    values: Tensor,
+    difference: Tensor,
+) -> Finding:
+    """The finding, with the standard deviation of the rounding: a step over √12, at the power of two below a value."""
+    power = 2.0 ** values[tokens].double().abs().log2().floor()
+    rounding = (power * 2 * step).square().mean() / 12
+    measured = difference[tokens].square().mean()
+    explained = min(float(rounding / measured.clamp(min=1e-30)), 1.0)
+    evidence = {
+        "rounding_std": float(rounding.sqrt()),
+        "difference_std": float(measured.sqrt()),
+        "explained_share": explained,
+    }
+    reason = (
+        f"the {side}'s log-probs are {name} values: rounding alone makes a difference of "
+        f"{format_number(evidence['rounding_std'])} nats, {explained:.0%} of the variance"
+    )
+    finding = provenance_finding("storage", reason, 1.0, evidence)
+    return replace(finding, severity="note", **extent(pairs, rows, tokens))
