@@ -31,8 +31,8 @@ EARLY, SETTLED = 8, 32
 """Tokens of a response that count as its beginning, and the position from which it has settled."""
 FADES, SURELY_FADES = 2.2, 1.5
 """Excess of the beginning over that of the rest from which it is said to fade; and less 1.5 standard errors."""
-OTHER_PROMPT = 0.06
-"""k3 of the beginning, nats per token, above which no stale cache explains it: the prompts differ."""
+OTHER_PROMPT, OTHER_PROMPT_ALONE = 0.4, 0.06
+"""k3 of the beginning, nats per token, above which the prompts differ; the second where their lengths are not known."""
 SHORT_PROMPTS = 0.6
 """Excess of the rows with long prompts over that of short ones below which the prompt itself differs."""
 STOCHASTIC = 0.08
@@ -139,10 +139,11 @@ def _fading_causes(profile: MismatchProfile, times: str, fading: Fading, evidenc
     if math.isfinite(by_prompt):
         evidence["long_over_short_prompts"] = by_prompt
     shown = f"{times}, and {format_number(fading.ratio)} times as much at the first {EARLY} tokens as after {SETTLED}"
-    prompt = fading.early >= OTHER_PROMPT or by_prompt <= SHORT_PROMPTS
+    large = OTHER_PROMPT if math.isfinite(by_prompt) else OTHER_PROMPT_ALONE
+    prompt = fading.early >= large or by_prompt <= SHORT_PROMPTS
     first, second = ("template", "stale_prefix_cache") if prompt else ("stale_prefix_cache", "template")
     return [
-        cause(first, shown, evidence, confidence=0.9 if fading.early >= OTHER_PROMPT else 0.7),
+        cause(first, shown, evidence, confidence=0.9 if fading.early >= large else 0.7),
         cause(second, f"{shown}; less likely", evidence, confidence=0.3),
     ]
 
