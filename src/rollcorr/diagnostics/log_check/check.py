@@ -190,7 +190,7 @@ def check_logs(
 
     # Densities of a diffusion sampler have no tokens, and rules of their own.
     used, weights = None, WeightJudgment()
-    if not diffusion:
+    if not diffusion and bare_metrics(whole).get("token_count", 0.0) > 0:
         used, weights = _judge_weights(tally, null, null_steps)
         remarks += weights.remarks
     verdict = health(
