@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
+import counting
 import pytest
 import torch
 from correction_cases import configuration, everything
@@ -13,10 +11,6 @@ from rollcorr import correct
 from rollcorr.core.layout import pack
 from rollcorr.kernels.correction import implementations
 from rollcorr.kernels.correction.torch.blocks import CPU_BLOCK
-
-_SPEC = importlib.util.spec_from_file_location("counting", Path(__file__).parents[2] / "benchmarks" / "counting.py")
-counting = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(counting)
 
 T = 2048
 OUTPUTS = 5  # bytes a token: a float32 weight, a bool

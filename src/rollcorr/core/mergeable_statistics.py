@@ -299,9 +299,17 @@ def moments_of(values: Tensor, mask: Tensor) -> Tensor:
 def extremes_of(values: Tensor, mask: Tensor) -> Tensor:
     """(min, max) of the values where mask is true; (+inf, −inf) when there is none. (2,) float64."""
     if values.numel() == 0:
-        return torch.tensor([torch.inf, -torch.inf], dtype=STATISTICS_DTYPE, device=values.device)
+        return no_extremes(values.device)
     values = values.to(STATISTICS_DTYPE)
     return torch.stack([values.masked_fill(~mask, torch.inf).amin(), values.masked_fill(~mask, -torch.inf).amax()])
+
+
+def no_extremes(device: torch.device) -> Tensor:
+    """(+inf, −inf), the extremes of an empty sample, (2,) float64."""
+    # Filled on the device: two numbers from Python would be copied there, and a GPU's queue would stop for them.
+    nothing = torch.full((2,), torch.inf, dtype=STATISTICS_DTYPE, device=device)
+    nothing[1:].neg_()
+    return nothing
 
 
 def _stack(rows: Iterable[Tensor], shape: Sequence[int], device: torch.device | str | None) -> Tensor:

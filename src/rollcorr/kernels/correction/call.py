@@ -125,7 +125,7 @@ def copied_to(out: Out | None, output: CorrectionOutput) -> CorrectionOutput:
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
     """Whether the memory between the first and the last element of two tensors overlaps."""
-    on_device = a.device.type not in ("cpu", "meta")
+    on_device = a.device.type not in ("cpu", "meta") and why_no_address(a) is None and why_no_address(b) is None
     if not (on_device or in_host_memory(a, b)) or not (a.numel() and b.numel()):
         return False
     ends = [x.data_ptr() + _extent(x) for x in (a, b)]

@@ -13,7 +13,7 @@ from torch import Tensor
 from rollcorr.config import Criterion, RolloutCorrectionConfig
 from rollcorr.core import divergence
 from rollcorr.core.bounds import ratio_above, ratio_below
-from rollcorr.core.mergeable_statistics import Statistics, extremes_of
+from rollcorr.core.mergeable_statistics import Statistics, extremes_of, no_extremes
 from rollcorr.core.weights import between, bounded_weights
 from rollcorr.kernels.correction.bands import applied_weights, beyond_bounds, exceedance_band
 from rollcorr.kernels.correction.rows import Computed, Sequences
@@ -329,8 +329,7 @@ def _repeated_moments(values: Tensor, counts: Tensor) -> Tensor:
 
 def _unless_empty(extremes: Tensor, count: Tensor) -> Tensor:
     """The extremes, or (+inf, −inf) for an empty sample."""
-    empty = torch.tensor([torch.inf, -torch.inf], dtype=extremes.dtype, device=extremes.device)
-    return torch.where(count > 0, extremes, empty)
+    return torch.where(count > 0, extremes, no_extremes(extremes.device))
 
 
 def _amin(column: Tensor) -> Tensor:

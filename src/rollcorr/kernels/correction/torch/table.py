@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rollcorr.core.mergeable_statistics import STATISTICS_DTYPE, Statistics, merge_extremes, merge_moments
+from rollcorr.core.mergeable_statistics import STATISTICS_DTYPE, Statistics, merge_extremes, merge_moments, no_extremes
 
 
 class Block(NamedTuple):
@@ -165,7 +165,7 @@ class BlockRows:
     def merged_extremes(self, name: str, device: torch.device) -> Tensor:
         """The finished extremes, (2,) float64."""
         if name not in self._rows["extremes"]:
-            return torch.tensor([torch.inf, -torch.inf], dtype=STATISTICS_DTYPE, device=device)
+            return no_extremes(device)
         ends = [torch.stack(part) for part in zip(*self._rows["extremes"][name], strict=True)]
         return merge_extremes(torch.stack(ends, dim=-1))
 

@@ -304,4 +304,4 @@ class TokenPass:
 
 def _largest(values: Tensor) -> Tensor:
     """0-d; −inf for a block without tokens, so that it has the row too."""
-    return values.amax() if values.numel() else values.new_tensor(-torch.inf)
+    return values.amax() if values.numel() else values.new_full((), -torch.inf)
