@@ -74,7 +74,8 @@ def backward(loss: Tensor, gradient: Tensor | None = None, retain_graph: bool = 
                     leaf.grad = inputs[0] if leaf.grad is None else leaf.grad.add_(inputs[0])
                 continue
             width = max(inputs, default=-1) + 1
-            outputs = node(*(inputs.get(i) for i in range(width))) if inputs else ()
+            call = node if callable(node) else node.apply  # a node of a function in Python is an object with `apply`
+            outputs = call(*(inputs.get(i) for i in range(width))) if inputs else ()
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             for i, (user, place) in enumerate(node.next_functions):
                 if user is None:

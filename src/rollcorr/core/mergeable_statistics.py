@@ -314,4 +314,4 @@ def no_extremes(device: torch.device) -> Tensor:
 
 def _stack(rows: Iterable[Tensor], shape: Sequence[int], device: torch.device | str | None) -> Tensor:
     rows = [row.to(STATISTICS_DTYPE) for row in rows]
-    return torch.stack(rows) if rows else torch.zeros(0, *shape, dtype=STATISTICS_DTYPE, device=device)
+    return torch.stack(rows) if rows else torch.empty(0, *shape, dtype=STATISTICS_DTYPE, device=device)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from rollcorr.core.boundary import check_floating, check_integers, is_transformed, plain, type_name
 from rollcorr.core.boundary import check_tensors as check_kinds
@@ -54,7 +53,7 @@ def check_tensors(
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias {tuple(bias.shape)} must have one entry for each of the weight's {len(weight)} rows")
     for name, tensor in (("hidden", hidden), ("weight", weight)):
-        if type(plain(tensor)) not in (Tensor, torch.nn.Parameter, FakeTensor):
+        if type(plain(tensor)) not in (Tensor, torch.nn.Parameter):
             raise ValueError(f"{name} is a {type(tensor).__name__}: give a plain tensor; of a sharded one, all of it")
     if accumulate_into is None:
         return

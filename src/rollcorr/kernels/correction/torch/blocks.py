@@ -71,12 +71,12 @@ def torch_correction(
 
     # What was decided for sequences is multiplied into what the blocks wrote. Packed: the ids of one block at a time.
     for block in blocks if batch.cu_seqlens is not None else [Block(slice(None), None)]:
-        _spread(decision.sequence_kept, loss_mask, block)
-        if weights is not None and decision.sequence_weight is not None:
-            _spread(decision.sequence_weight.float(), weights, block)
+        _spread(decision.kept, loss_mask, block)
+        if weights is not None and decision.weight is not None:
+            _spread(decision.weight.float(), weights, block)
 
     # Group baselines leave out a sequence that rejection emptied, but not one that came empty.
-    kept = (decision.sequence_kept & (table["kept"] > 0)) | (table["valid"] == 0)
+    kept = decision.keeps_tokens | (table["valid"] == 0)
     return CorrectionOutput(weights, loss_mask, kept, decision.statistics)
 
 
@@ -131,19 +131,15 @@ def _spread(per_sequence: Tensor, out: Tensor, block: Block) -> None:
 
 def _derive(table: SequenceTable, config: RolloutCorrectionConfig) -> None:
     """Columns that follow from the summed ones."""
-    table["missing"] = table["valid"] - table["compared"]
     table["counted"] = table["valid"] if config.nonfinite == "neutral" else table["compared"]
     table["k3"] = (table["expm1"] - table["capped"]).clamp(min=0.0)  # Σ (e^d − 1 − d); rounding may leave −1e-17
-    for end, nothing in (("min", torch.inf), ("max", -torch.inf)):
-        name = f"log_ratio_{end}"
-        table[name] = table[name].masked_fill(table["measured"] == 0, nothing)
     if config.rollout_is == "token" and config.is_mode == "none":
         table["raw"] = table["weight"]
 
     # Without token-level criteria only missing tokens can be rejected one by one, and the blocks count nothing.
     if not any(criterion.scope == "token" for criterion in config.criteria):
         rejects_missing = config.nonfinite in ("reject_token", "raise")
-        table["rejected_once"] = table["missing"] if rejects_missing else torch.zeros_like(table["missing"])
-        table["kept"] = table["valid"] - table["rejected_once"]
+        table["kept"] = table["compared"] if rejects_missing else table["valid"]
+        table["rejected_once"] = table["valid"] - table["kept"]
         if config.rollout_is == "token":
             table["kept_weight"] = table["weight"]
