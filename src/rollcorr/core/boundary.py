@@ -112,7 +112,12 @@ def check_positive(name: str, value: float) -> None:
 
 
 def is_transformed(tensor: Tensor) -> bool:
-    """Whether a transform of `torch.func` (vmap, grad, jvp, functionalize) holds this tensor: it has no memory."""
+    """Whether a transform of `torch.func` (vmap, grad, jvp, functionalize) holds this tensor: it has no memory.
+
+    torch.compile does not ask: what it traces has no memory in any case.
+    """
+    if torch.compiler.is_compiling():
+        return False
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 

@@ -16,8 +16,7 @@ valid, counted, compared and measured tokens are defined on docs/notation.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -32,77 +31,42 @@ from rollcorr.kernels.correction.bands import exceedance_band
 Values = dict[str, Tensor]
 
 
-@dataclass(frozen=True, eq=False)
 class Sequences:
     """Sums over the tokens of each sequence, (B,): what the rows of whole sequences follow from.
 
     Attributes:
         valid, counted, compared, measured: how many of its tokens are.
-        logs: Σ d, Σ log π and Σ log μ over measured tokens, (3, B), nats.
+        missing: how many are valid, but not compared.
+        zero: how many have probability zero: they are compared, but not measured.
+        has_valid: whether it has a valid token.
+        has_counted: whether it has a counted token: it then has a weight and a statistic for every criterion.
+        has_measured: whether it has a measured token: it then has a perplexity under both policies.
+        unmeasured: whether it has none.
+        has_zero: whether it has a token of probability zero.
+        log_ratio: Σ d over measured tokens, nats.
+        log_product: S_i; −inf for a sequence with a token of probability zero.
+        log_ppls: −mean over measured tokens of d, log π and log μ, (3, B), nats; 0 where none is measured.
+        ppls: exp of these, (3, B); 0 where none is measured.
     """
 
-    valid: Tensor
-    counted: Tensor
-    compared: Tensor
-    measured: Tensor
-    logs: Tensor
+    def __init__(self, valid: Tensor, counted: Tensor, compared: Tensor, measured: Tensor, logs: Tensor) -> None:
+        """Take the sums; `logs` are Σ d, Σ log π and Σ log μ over measured tokens, (3, B), nats."""
+        self.valid, self.counted, self.compared, self.measured = valid, counted, compared, measured
+        self.missing, self.zero = valid - compared, compared - measured
+        self.has_valid, self.has_counted, self.has_measured = valid > 0, counted > 0, measured > 0
+        self.unmeasured, self.has_zero = ~self.has_measured, self.zero > 0
 
-    @cached_property
-    def log_ratio(self) -> Tensor:
-        """Σ d over measured tokens, nats."""
-        return self.logs[0]
+        self.log_ratio = logs[0]
+        self.log_product = self.log_ratio.masked_fill(self.has_zero, -torch.inf)
 
-    @cached_property
-    def has_valid(self) -> Tensor:
-        """Whether the sequence has a valid token."""
-        return self.valid > 0
+        # Each policy has its own sum: a log-prob at the end of the float range leaves no digits of the other one in d.
+        self.log_ppls = logs / -measured.clamp(min=1)
+        self.ppls = self.log_ppls.exp().masked_fill(self.unmeasured, 0.0)
 
-    @cached_property
-    def has_counted(self) -> Tensor:
-        """Whether the sequence has a counted token: it then has a weight and a statistic for every criterion."""
-        return self.counted > 0
-
-    @cached_property
-    def has_measured(self) -> Tensor:
-        """Whether the sequence has a measured token: it then has a perplexity under both policies."""
-        return self.measured > 0
-
-    @cached_property
-    def missing(self) -> Tensor:
-        """How many tokens are missing: valid, but not compared."""
-        return self.valid - self.compared
-
-    @cached_property
-    def zero(self) -> Tensor:
-        """How many tokens have probability zero: compared, but not measured."""
-        return self.compared - self.measured
-
-    @cached_property
-    def has_zero(self) -> Tensor:
-        """Whether the sequence has a token of probability zero."""
-        return self.zero > 0
-
-    @cached_property
-    def log_product(self) -> Tensor:
-        """S_i; −inf for a sequence with a token of probability zero."""
-        return self.log_ratio.masked_fill(self.has_zero, -torch.inf)
-
-    @cached_property
     def capped(self) -> Tensor:
         """Whether S_i is finite and beyond the cap."""
         size = self.log_product.abs()
         return (size > divergence.CAP) & (size < torch.inf)
-
-    # Each policy has its own sum: a log-prob at the end of the float range leaves no digits of the other one in d.
-    @cached_property
-    def log_ppls(self) -> Tensor:
-        """−mean over measured tokens of d, log π and log μ, (3, B); 0 where none is measured."""
-        return self.logs / -self.measured.clamp(min=1)
-
-    @cached_property
-    def ppls(self) -> Tensor:
-        """exp of these, (3, B); 0 where none is measured."""
-        return self.log_ppls.exp().masked_fill(~self.has_measured, 0.0)
 
 
 class Row(NamedTuple):
@@ -125,7 +89,6 @@ class Row(NamedTuple):
     of: Callable[[Sequences], Tensor] | None = None
 
 
-@lru_cache(maxsize=64)
 def _conditions(config: RolloutCorrectionConfig) -> frozenset[str]:
     """The conditions of `ROWS` that hold for a configuration."""
     weighs = config.rollout_is is not None
@@ -174,7 +137,7 @@ ROWS: tuple[Row, ...] = (
     Row("log_ppl_abs_diff", "sums", "Σ |G_i|", "always", lambda s: s.log_ppls[0].abs()),
     Row("ppl_ratio", "sums", "Σ exp(−G_i)", "always", lambda s: s.ppls[0]),
     Row("chi2_seq", "sums", "Σ expm1(2 Ŝ_i)", "always", lambda s: divergence.chi_squared(s.log_product)),
-    Row("capped_sequences", "sums", "sequences with a finite |S_i| > 20", "always", lambda s: s.capped),
+    Row("capped_sequences", "sums", "sequences with a finite |S_i| > 20", "always", lambda s: s.capped()),
     # Rejection.
     Row("tokens_kept", "sums", "tokens of the loss mask", "always"),
     Row("sequences_kept", "sums", "sequences with a token in the loss mask", "always"),
@@ -230,13 +193,17 @@ class MissingRowError(ValueError):
     """An implementation does not compute a row of the list."""
 
 
-@lru_cache(maxsize=64)
 def rows_of(config: RolloutCorrectionConfig) -> tuple[Row, ...]:
     """The rows of a configuration, in order, with the names of its criteria filled in.
 
     Raises:
         ValueError: a criterion is for denoising steps only.
     """
+    # torch.compile looks past a cache, and warns of it; what it traces is kept anyway.
+    return _listed_rows(config) if torch.compiler.is_compiling() else _known_rows(config)
+
+
+def _listed_rows(config: RolloutCorrectionConfig) -> tuple[Row, ...]:
     check_token_criteria(config.criteria)
     named = [
         row._replace(name=row.name.format(criterion=criterion.name))
@@ -244,7 +211,11 @@ def rows_of(config: RolloutCorrectionConfig) -> tuple[Row, ...]:
         for row in CRITERION_ROWS
         if row.when in ("always", criterion.scope)
     ]
-    return (*(row for row in ROWS if row.when in _conditions(config)), *named)
+    conditions = _conditions(config)
+    return (*(row for row in ROWS if row.when in conditions), *named)
+
+
+_known_rows = lru_cache(maxsize=64)(_listed_rows)
 
 
 @lru_cache(maxsize=64)

@@ -99,8 +99,13 @@ def in_threads(read: Callable[[list[Item]], Result], blocks: list[Item], threads
 
 
 def threads_for(tokens: Tensor) -> int:
-    """How many threads read blocks of these tokens: torch's own on the CPU; elsewhere the device has many itself."""
-    return torch.get_num_threads() if tokens.device.type == "cpu" else 1
+    """How many threads read blocks of these tokens: torch's own on the CPU; elsewhere the device has many itself.
+
+    While torch.compile traces there is one, and the code that it makes has threads of its own.
+    """
+    if torch.compiler.is_compiling() or tokens.device.type != "cpu":
+        return 1
+    return torch.get_num_threads()
 
 
 def _joined(passes: list[TokenPass]) -> tuple[SequenceTable, BlockRows]:

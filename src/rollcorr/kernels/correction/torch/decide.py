@@ -7,7 +7,6 @@ numbers costs what it costs on one.
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -95,22 +94,7 @@ class _State:
             logs=table.neighbors("log_ratio", "rollout"),
         )
         self.tally, self.rows = _Tally(self.sequences), Computed({}, {}, {})
-
-    @cached_property
-    def at_least_one_counted(self) -> Tensor:
-        """Counted tokens, and 1 where there is none: what means are divided by."""
-        return self.sequences.counted.clamp(min=1)
-
-    @cached_property
-    def unmeasured(self) -> Tensor:
-        """Whether no token is measured."""
-        return ~self.sequences.has_measured
-
-    @cached_property
-    def ends(self) -> Tensor:
-        """The smallest and the largest d of each sequence, (2, B); 0 where none is measured."""
-        ends = torch.stack([self.table["log_ratio_min"], self.table["log_ratio_max"]])
-        return ends.masked_fill(self.unmeasured, 0.0)
+        self.at_least_one_counted = self.sequences.counted.clamp(min=1)  # what means are divided by
 
 
 def decide(table: SequenceTable, blocks: BlockRows, config: RolloutCorrectionConfig) -> Decision:
@@ -274,7 +258,9 @@ def _statistic(state: _State, criterion: Criterion) -> Tensor:
     table = state.table
     if criterion.scope == "seq_max":
         # The divergences are convex with their minimum at 0, so their maximum lies at one end of the range of d.
-        value = divergence.ESTIMATES[criterion.kind](state.ends).amax(0)
+        ends = torch.stack([table["log_ratio_min"], table["log_ratio_max"]])
+        ends = ends.masked_fill(state.sequences.unmeasured, 0.0)
+        value = divergence.ESTIMATES[criterion.kind](ends).amax(0)
     else:
         value = -table["log_ratio"] if criterion.kind == "k1" else table[criterion.kind]
         if criterion.scope != "seq_sum":
@@ -339,7 +325,7 @@ def _extremes_of_measured(state: _State) -> tuple[Tensor, Tensor]:
     difference = state.sequences.log_ppls[0]
     smallest = torch.stack([state.table["log_ratio_min"], difference])
     largest = torch.stack([state.table["log_ratio_max"], difference])
-    of_d, of_difference = _extremes(smallest, largest, state.unmeasured).unbind()
+    of_d, of_difference = _extremes(smallest, largest, state.sequences.unmeasured).unbind()
     return of_d, of_difference
 
 
