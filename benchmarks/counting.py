@@ -75,7 +75,7 @@ class Counts(TorchDispatchMode):
         if name in WAITS or _selects_by_mask(name, args):
             # Counted before it is done: without a device there may be no value.
             self.waits += 1
-            self._blame("wait", name)
+            self._blame("wait", name, given)
 
         result = func(*args, **kwargs)
         if not func.is_view:
@@ -93,21 +93,22 @@ class Counts(TorchDispatchMode):
         on_device = len(on_host) < len(given)
         if on_device and any(x.device.type == "cpu" for x in made):
             self.transfers += 1
-            self._blame("transfer", name)
+            self._blame("transfer", name, given)
 
         # A single number of the host is an argument of most kernels. More than one has to be copied for any of them.
         moved = [x for x in on_host if x.dim() or name in MOVED]
         if moved and any(x.device.type != "cpu" for x in made):
             self.uploads += 1
-            self._blame("upload", name)
+            self._blame("upload", name, made)
 
-    def _blame(self, kind: str, name: str) -> None:
-        """Note the innermost line outside of torch and of this file."""
+    def _blame(self, kind: str, name: str, tensors: list[Tensor]) -> None:
+        """Note the device, and the innermost line outside of torch and of this file."""
         frame: FrameType | None = sys._getframe()
         while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
             frame = frame.f_back
         where = "" if frame is None else f" at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-        self.culprits.append(f"{kind}: {name}{where}")
+        device = next((x.device.type for x in tensors if x.device.type != "cpu"), "cpu")
+        self.culprits.append(f"{kind}: {name} ({device}){where}")
 
     def _count_bytes(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
         written = {id(x) for x in _tensors(result)}

@@ -61,7 +61,7 @@ def counted(blocks: int, config, impl: str, *, packed: bool = False, device: str
 
 @pytest.mark.parametrize(
     ("config", "fixed", "each_block", "bytes_each_token"),
-    [(STANDARD, 350, 62, 1002), (everything(), 1020, 117, 2070), (configuration(), 175, 47, 775)],
+    [(STANDARD, 150, 62, 1002), (everything(), 290, 117, 2070), (configuration(), 95, 47, 775)],
     ids=["standard", "everything", "metrics only"],
 )
 def test_the_torch_kernel_asks_for_few_operations_on_each_block(config, fixed, each_block, bytes_each_token):
@@ -74,7 +74,7 @@ def test_the_torch_kernel_asks_for_few_operations_on_each_block(config, fixed, e
 
 @pytest.mark.parametrize(
     ("config", "operations", "bytes_each_token"),
-    [(STANDARD, 490, 2620), (everything(), 1340, 5450)],
+    [(STANDARD, 450, 2620), (everything(), 1250, 5450)],
     ids=["standard", "everything"],
 )
 def test_the_reference_asks_for_the_same_operations_on_any_batch(config, operations, bytes_each_token):
