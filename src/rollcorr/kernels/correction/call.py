@@ -103,7 +103,9 @@ def check_out(out: Out, config: RolloutCorrectionConfig | None, **inputs: Tensor
         if buffer.dtype != dtype:
             raise ValueError(f"out {kind} must have dtype {dtype}, got {buffer.dtype}")
         if buffer.shape != like.shape:
-            raise ValueError(f"out {kind} must have the shape of {name}, {tuple(like.shape)}, got {tuple(buffer.shape)}")
+            raise ValueError(
+                f"out {kind} must have the shape of {name}, {tuple(like.shape)}, got {tuple(buffer.shape)}"
+            )
         if buffer.device != like.device:
             raise ValueError(f"out {kind} must have the device of {name}, {like.device}, got {buffer.device}")
         if not buffer.is_contiguous():

@@ -154,9 +154,7 @@ class BlockRows:
     def statistics(self, device: torch.device) -> Statistics:
         """Every row, finished."""
         rows = self._finished()
-        return Statistics.of(
-            sums=rows["sums"], moments=rows["moments"], extremes=rows["extremes"], device=device
-        )
+        return Statistics.of(sums=rows["sums"], moments=rows["moments"], extremes=rows["extremes"], device=device)
 
     def replace(self, statistics: Statistics) -> None:
         """Replace every row by a finished one, for instance of several parts merged."""
@@ -186,11 +184,13 @@ class BlockRows:
             return {kind: {} for kind in self._entries}
 
         # One vector of every number: an operation on a number costs as much as one on a thousand.
-        parts = iter(
-            torch.stack(numbers).split([sum(map(len, rows.values())) for rows in self._entries.values()])
-        )
+        parts = iter(torch.stack(numbers).split([sum(map(len, rows.values())) for rows in self._entries.values()]))
         self._merged = {}
-        for kind, size, merge in (("sums", 1, merge_sums), ("moments", 3, merge_moments), ("extremes", 2, merge_extremes)):
+        for kind, size, merge in (
+            ("sums", 1, merge_sums),
+            ("moments", 3, merge_moments),
+            ("extremes", 2, merge_extremes),
+        ):
             rows, values = self._entries[kind], next(parts)
             by_block = values.view(len(rows), -1, size) if rows else values.view(0, 1, size)
             merged = by_block[:, 0] if by_block.shape[1] == 1 else merge(by_block.transpose(0, 1))
