@@ -72,7 +72,7 @@ def _guard_of_a_device_that_is_not_there() -> Iterator[None]:
 
 
 def backward(loss: Tensor, gradient: Tensor | None = None, retain_graph: bool = False) -> None:
-    """What `loss.backward()` asks of the device, without autograd's engine: its nodes are called one by one, in order."""
+    """What `loss.backward()` asks of the device, without autograd's engine: nodes are called one by one, in order."""
     root = loss.grad_fn
     assert root is not None, "the loss carries no gradient"
     waiting = _users(root)

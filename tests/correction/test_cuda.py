@@ -1,4 +1,4 @@
-"""On CUDA tensors nothing between the log-probs and the gradient waits: no value is read, and no memory of the host sent.
+"""On CUDA tensors nothing between the log-probs and the gradient waits: no value is read, and none of the host is sent.
 
 There is no GPU here: the tensors are fake (`tests/fake_cuda.py`), and what torch is asked to do is counted.
 """
@@ -228,7 +228,7 @@ def test_advantages_wait_for_nothing(packed):
     assert_no_wait(counts)
 
 
-# --- verl's functions, denoising steps, and mixed devices --------------------------------------------------------------
+# --- verl's functions, denoising steps, and mixed devices -------------------------------------------------------------
 
 
 @pytest.fixture
@@ -259,7 +259,7 @@ def test_the_correction_that_verl_calls_waits_once_for_its_numbers(read_as_one):
     train, rollout, mask, _ = batch()
     options = {"rollout_is": "token", "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01}
     with Counts() as counts:
-        weights, kept, metrics = verl.compute_rollout_correction_and_rejection_mask(train, rollout, mask, **options)
+        _, kept, metrics = verl.compute_rollout_correction_and_rejection_mask(train, rollout, mask, **options)
     assert of_device(counts) == ["transfer"]
     assert kept.is_cuda
     assert metrics["rollout_corr/kl"] == -1.0
@@ -321,10 +321,10 @@ def test_a_loss_on_two_devices_is_refused_by_name():
     with pytest.raises(ValueError, match="logits is on cuda:0 and token_ids is on cpu"):
         token_log_prob(tensor(6, 32), tensor(6, dtype=torch.int64).cpu())
     kept = KeptSets(tensor(12, dtype=torch.int32).cpu(), tensor(7, dtype=torch.int64).cpu())
-    with pytest.raises(ValueError, match="logits is on cuda:0 and kept.ids is on cpu"):
+    with pytest.raises(ValueError, match=r"logits is on cuda:0 and kept\.ids is on cpu"):
         kept_log_prob(tensor(6, 32), tensor(6, dtype=torch.int64), kept)
     correction = correct(log_prob, log_prob, mask).to("cpu")
-    with pytest.raises(ValueError, match="response_mask is on cuda:0 and correction.loss_mask is on cpu"):
+    with pytest.raises(ValueError, match=r"response_mask is on cuda:0 and correction\.loss_mask is on cpu"):
         policy_loss(policies, log_prob, mask, correction=correction)
 
 

@@ -274,7 +274,7 @@ def _statistic(state: _State, criterion: Criterion) -> Tensor:
 def _statistics(state: _State) -> Statistics:
     """Every row, from what the blocks and the tally hold."""
     config, rows, blocks = state.config, state.rows, state.blocks
-    sums, moments, extremes = rows
+    sums, extremes = rows.sums, rows.extremes
     sums |= state.tally.sums()
     state.tally.describe(rows)
 
@@ -303,7 +303,7 @@ def _statistics(state: _State) -> Statistics:
 
 def _finish_comparison(state: _State) -> None:
     """The rows of the mismatch."""
-    blocks, sequences, (sums, moments, extremes) = state.blocks, state.sequences, state.rows
+    blocks, (sums, moments, extremes) = state.blocks, state.rows
     zero = sums["zero_probability"]
 
     moments["log_ratio"] = blocks.merged_moments("log_ratio")
@@ -425,7 +425,7 @@ def _moments(values: Tensor, seen: Tensor, unseen: Tensor) -> Tensor:
 
 
 def _extremes(smallest: Tensor, largest: Tensor, unseen: Tensor) -> Tensor:
-    """(min, max) of rows of values, (S, B) → (S, 2), over what is not unseen: of `smallest` the one, of `largest` the other."""
+    """(min, max) of rows of values, (S, B) → (S, 2), over what is not unseen: of `smallest` and of `largest`."""
     # The largest value is the smallest of the negative ones, so both take one pass.
     low = torch.stack([smallest, -largest]).masked_fill_(unseen, torch.inf)
     ends = low.amin(-1) if low.shape[-1] else low.new_full(low.shape[:-1], torch.inf)
