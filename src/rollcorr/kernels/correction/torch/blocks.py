@@ -117,7 +117,13 @@ def _joined(passes: list[TokenPass]) -> tuple[SequenceTable, BlockRows]:
 
 
 def token_blocks(mask: Tensor, cu_seqlens: Tensor | None, size: int | None = None) -> Iterator[Block]:
-    """Blocks of whole rows (padded) or of tokens (packed); one empty block for no data."""
+    """Blocks of whole rows (padded) or of tokens (packed); one empty block for no data.
+
+    While torch.compile traces, everything is one block: it makes passes of its own, and a graph of many blocks would
+    take it minutes.
+    """
+    if torch.compiler.is_compiling():
+        size = max(1, mask.numel())
     size = size or (CPU_BLOCK if mask.device.type == "cpu" else DEVICE_BLOCK)
     step = size if cu_seqlens is not None else max(1, size // max(1, mask.shape[1]))
     for start in range(0, max(1, mask.shape[0]), step):
@@ -128,7 +134,9 @@ def token_blocks(mask: Tensor, cu_seqlens: Tensor | None, size: int | None = Non
 
 def _spread(per_sequence: Tensor, out: Tensor, block: Block) -> None:
     """Multiply every token of a block by its sequence's value, in place."""
-    if out.dtype == torch.bool:  # its bytes are 0 and 1, and torch multiplies bytes several at a time
+    # The bytes of a bool are 0 and 1, and eager torch multiplies bytes several at a time. What torch.compile makes has
+    # no need of that, and its C++ of a bool that is seen as bytes does not compile.
+    if out.dtype == torch.bool and not torch.compiler.is_compiling():
         per_sequence, out = per_sequence.view(torch.uint8), out.view(torch.uint8)
     ids = block.ids()
     out[block.at].mul_(per_sequence[block.at].unsqueeze(-1) if ids is None else per_sequence[ids])
