@@ -157,7 +157,7 @@ def contenders(arguments: argparse.Namespace, rows: int, layout: str, length: in
 
 
 def compiled(batch: Case, config: RolloutCorrectionConfig) -> Callable[[], object]:
-    """The torch path as one graph of torch.compile, with every metric on the host. On the CPU it needs a C++ compiler."""
+    """The torch path as one graph of torch.compile, every metric on the host. On the CPU it needs a C++ compiler."""
     import torch
 
     from rollcorr import correct
