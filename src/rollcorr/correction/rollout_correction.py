@@ -276,7 +276,7 @@ def _detail(
     impl: Implementation,
 ) -> Statistics:
     """Quantiles and the worst tokens and sequences, over the context group."""
-    train, rollout, _, cu_seqlens, context_group = inputs
+    train, rollout, mask, cu_seqlens, context_group = inputs
     if detail.position_ids is not None:
         check_layout(train_log_prob=train, position_ids=detail.position_ids, cu_seqlens=cu_seqlens)
 
@@ -285,7 +285,7 @@ def _detail(
     tokens, table = token_detail(
         train,
         rollout,
-        inputs.valid,
+        mask,
         weights,
         detail,
         neutral=neutral,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.core.boundary import truth
 from rollcorr.core.histograms import histogram_of
 from rollcorr.core.layout import sequence_count
 from rollcorr.core.mergeable_statistics import Statistics, merge_statistics
@@ -50,7 +51,7 @@ def token_detail(
     Args:
         train_log_prob: log π, nats. (B, T), or (N,) when packed; any floating dtype.
         rollout_log_prob: log μ, nats. Same shape.
-        mask: bool, true on response tokens. Same shape.
+        mask: non-zero on response tokens. Same shape; any dtype.
         weights: applied weights before normalization, same shape; None if there are none.
         detail: how tokens are named.
         neutral: `nonfinite="neutral"` holds, so missing tokens have weights too.
@@ -65,6 +66,7 @@ def token_detail(
         batch = Batch(train_log_prob, rollout_log_prob, mask, cu_seqlens)
         if why_not(batch, compiled_for) is None:
             return _compiled(batch, compiled_for, weights, detail)
+    mask = truth(mask)
 
     def read_share(blocks: list[Block]) -> tuple[Statistics, SequenceTable]:
         """What one thread makes of its share of the blocks."""
