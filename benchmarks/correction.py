@@ -26,6 +26,8 @@ from peers import HERE, Run, interleaved, provenance, run_beside, summary
 if TYPE_CHECKING:
     import torch
 
+    from rollcorr import RolloutCorrectionConfig
+
 PEER_REQUIREMENTS = ["verl==0.9.1", "tensordict==0.10.0"]
 PEER_PLAIN = ["codetiming", "hydra-core", "ray", "pandas", "cloudpickle", "orjson", "importlib_metadata", "pyvers"]
 VERL, COPY = "verl 0.9.1", "copy"
@@ -150,7 +152,25 @@ def contenders(arguments: argparse.Namespace, rows: int, layout: str, length: in
         "torch, out=": lambda: corrected(config, out=out, impl="torch").metrics(),
         "torch, fresh outputs": lambda: corrected(config, impl="torch").metrics(),
         "torch, eleven criteria, out=": lambda: corrected(every, out=out, impl="torch").metrics(),
+        "torch.compile, fresh outputs": compiled(batch, config),
     }
+
+
+def compiled(batch: Case, config: RolloutCorrectionConfig) -> Callable[[], object]:
+    """The torch path as one graph of torch.compile, every metric on the host. On the CPU it needs a C++ compiler."""
+    import torch
+
+    from rollcorr import correct
+    from rollcorr.core.mergeable_statistics import Statistics
+
+    def corrected(*tensors: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+        correction = correct(*tensors, config, cu_seqlens=batch.cu_seqlens, impl="torch")
+        return correction.weights, correction.loss_mask, correction.statistics.pack()
+
+    few = None if batch.cu_seqlens is None else batch.cu_seqlens[:1]
+    names = correct(*(x[:0] for x in batch.own), config, cu_seqlens=few, impl="torch").statistics.names
+    run = torch.compile(corrected, fullgraph=True, dynamic=False)
+    return lambda: Statistics.from_vector(names, run(*batch.own)[2]).metrics()
 
 
 def count(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
@@ -162,6 +182,8 @@ def count(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
     rows, length = 64, 2048
     found = {}
     for name, run in contenders(arguments, rows, "dense", length).items():
+        if name.startswith("torch.compile"):
+            continue  # torch sees one graph there, and no operations
         run()
         with Counts() as counts:
             run()

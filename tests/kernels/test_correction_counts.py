@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
+import counting
 import pytest
 import torch
 from correction_cases import configuration, everything
@@ -13,10 +11,6 @@ from rollcorr import correct
 from rollcorr.core.layout import pack
 from rollcorr.kernels.correction import implementations
 from rollcorr.kernels.correction.torch.blocks import CPU_BLOCK
-
-_SPEC = importlib.util.spec_from_file_location("counting", Path(__file__).parents[2] / "benchmarks" / "counting.py")
-counting = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(counting)
 
 T = 2048
 OUTPUTS = 5  # bytes a token: a float32 weight, a bool
@@ -67,7 +61,7 @@ def counted(blocks: int, config, impl: str, *, packed: bool = False, device: str
 
 @pytest.mark.parametrize(
     ("config", "fixed", "each_block", "bytes_each_token"),
-    [(STANDARD, 350, 62, 1002), (everything(), 1020, 117, 2070), (configuration(), 175, 47, 775)],
+    [(STANDARD, 150, 62, 1002), (everything(), 290, 117, 2070), (configuration(), 95, 47, 775)],
     ids=["standard", "everything", "metrics only"],
 )
 def test_the_torch_kernel_asks_for_few_operations_on_each_block(config, fixed, each_block, bytes_each_token):
@@ -80,7 +74,7 @@ def test_the_torch_kernel_asks_for_few_operations_on_each_block(config, fixed, e
 
 @pytest.mark.parametrize(
     ("config", "operations", "bytes_each_token"),
-    [(STANDARD, 490, 2620), (everything(), 1340, 5450)],
+    [(STANDARD, 450, 2620), (everything(), 1250, 5450)],
     ids=["standard", "everything"],
 )
 def test_the_reference_asks_for_the_same_operations_on_any_batch(config, operations, bytes_each_token):

@@ -16,6 +16,7 @@ from rollcorr.core.histograms import RELATIVE_ERROR
 from rollcorr.core.layout import pack
 from rollcorr.core.metric_registry import finalize
 from rollcorr.core.tops import WorstSequence, WorstToken, worst_of
+from rollcorr.kernels.correction import implementations
 
 CONFIG = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=2.0)
 QUANTILES = ("log_ratio_abs_p50", "log_ratio_abs_p99", "log_ratio_abs_p999", "rollout_is_p01", "rollout_is_p50")
@@ -110,3 +111,43 @@ def test_nothing_has_no_worst(shape):
     correction = correct(empty, empty, empty, CONFIG, detail=True)
     assert correction.worst().tokens == correction.worst().sequences == ()
     assert correction.metrics()["rollout_corr/log_ratio_abs_p99"] == 0.0
+
+
+@pytest.mark.skipif(not implementations()["cpu"][0], reason="the compiled kernel does not run here")
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{"rollout_is": "token"}, {"rollout_is": "sequence", "nonfinite": "neutral"}, {}])
+def test_compiled_c_sees_what_torch_sees(options, dtype, packed):
+    """Bin by bin and entry by entry, with ties, a missing log-prob, a probability of zero and empty sequences."""
+    train, rollout, mask = batch(40, 50)
+    train, rollout = train.mul(8).round().div(8).to(dtype), rollout.to(dtype)
+    train[3, 5], rollout[4, 9], mask[7] = -math.inf, math.nan, False
+    mask[3, 5] = mask[4, 9] = True
+    positions = torch.arange(mask.numel()).view(mask.shape) * 3
+    layout = {}
+    if packed:
+        inside = torch.arange(50) < torch.arange(40)[:, None]
+        layout["cu_seqlens"] = pack(mask, inside)[1]
+        train, rollout, mask, positions = (pack(x, inside)[0] for x in (train, rollout, mask, positions))
+
+    config = RolloutCorrectionConfig(**options)
+    for detail in (True, Detail(sequence_offset=100, position_ids=positions)):
+        found = [correct(train, rollout, mask, config, **layout, detail=detail, impl=impl) for impl in ("cpu", "torch")]
+        compiled, eager = (correction.statistics for correction in found)
+        assert compiled.names == eager.names
+        assert torch.equal(compiled.rows["histograms"], eager.rows["histograms"])
+        assert torch.equal(compiled.rows["tops"], eager.rows["tops"])
+        assert eager.rows["histograms"].sum() > 0
+
+
+@pytest.mark.skipif(not implementations()["cpu"][0], reason="the compiled kernel does not run here")
+def test_what_compiled_c_sees_does_not_depend_on_threads():
+    train, rollout, mask = batch(400, 200)
+    before, seen = torch.get_num_threads(), []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            seen.append(correct(train, rollout, mask, CONFIG, detail=True, impl="cpu").statistics.pack())
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*seen)

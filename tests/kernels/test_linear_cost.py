@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
+import counting
 import pytest
 import torch
 from linear_cases import make_case
@@ -13,10 +11,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rollcorr.core.sampling import KeptSets
 from rollcorr.kernels.linear_logprob import linear_log_prob
-
-_SPEC = importlib.util.spec_from_file_location("counting", Path(__file__).parents[2] / "benchmarks" / "counting.py")
-counting = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(counting)
 
 N, D, V, CHUNK = 64, 32, 4096, 256
 FLOAT = 4

@@ -130,6 +130,11 @@ class RolloutCorrectionConfig:
                 "set bypass_mode=True, or loss_type='ppo_clip'"
             )
         self._check_floor()
+
+        # What follows from the fields is known from here on: torch.compile cannot trace a value that is kept when it is
+        # first asked for.
+        for derived in ("criteria", "is_lower", "is_upper", "is_mode", "weights_reach_loss"):
+            getattr(self, derived)
         warn_inert(self, self._inert_options())
 
     @classmethod

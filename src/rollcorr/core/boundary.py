@@ -55,10 +55,26 @@ def check_tensors(**tensors: object) -> None:
         if first is None:
             first = name, tensor.device
         elif tensor.device != first[1]:
-            raise ValueError(
-                f"{first[0]} is on {first[1]} and {name} is on {tensor.device}; move them to one device, e.g. "
-                f"{name}.to({first[0]}.device)"
-            )
+            raise _different_devices(first, (name, tensor.device))
+
+
+def check_one_device(**tensors: Tensor) -> None:
+    """Check that the named tensors are on one device; for tensors of any kind, such as a sharded one.
+
+    Raises:
+        ValueError: names the first two that are not.
+    """
+    (first, device), *others = ((name, tensor.device) for name, tensor in tensors.items())
+    for name, other in others:
+        if other != device:
+            raise _different_devices((first, device), (name, other))
+
+
+def _different_devices(one: tuple[str, torch.device], other: tuple[str, torch.device]) -> ValueError:
+    return ValueError(
+        f"{one[0]} is on {one[1]} and {other[0]} is on {other[1]}; move them to one device, e.g. "
+        f"{other[0]}.to({one[0]}.device)"
+    )
 
 
 def type_name(value: object) -> str:
@@ -112,7 +128,12 @@ def check_positive(name: str, value: float) -> None:
 
 
 def is_transformed(tensor: Tensor) -> bool:
-    """Whether a transform of `torch.func` (vmap, grad, jvp, functionalize) holds this tensor: it has no memory."""
+    """Whether a transform of `torch.func` (vmap, grad, jvp, functionalize) holds this tensor: it has no memory.
+
+    torch.compile does not ask: what it traces has no memory in any case.
+    """
+    if torch.compiler.is_compiling():
+        return False
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 

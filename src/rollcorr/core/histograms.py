@@ -10,8 +10,10 @@ A quantile is off by at most 1/65 of itself (`RELATIVE_ERROR`), or by 2⁻²⁴ 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import add
 
 import torch
 from torch import Tensor
@@ -67,12 +69,13 @@ def quantile(counts: Sequence[float], q: float, *, absolute: bool = False) -> fl
     first = -_SIDE
     if absolute:
         below, above = counts[:_SIDE], counts[_SIDE + 1 :]
-        counts, first = [counts[_SIDE], *(a + b for a, b in zip(reversed(below), above, strict=True))], 0
+        counts, first = [counts[_SIDE], *map(add, reversed(below), above)], 0
 
     # The factor undoes rounding, so that 0.99 · 100 is the 99th of 100.
     reached = list(accumulate(counts))
     rank = max(1.0, math.ceil(q * reached[-1] * (1 - 1e-15)))
-    return next((_representative(first + i) for i, total in enumerate(reached) if total >= rank), 0.0)
+    bin_ = bisect_left(reached, rank)
+    return _representative(first + bin_) if bin_ < len(reached) else 0.0
 
 
 def _representative(bin_: int) -> float:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rollcorr.core.boundary import check_one_device
 from rollcorr.core.layout import sequence_ids
 from rollcorr.core.ratios import at_least_float32
 from rollcorr.core.sampling import KeptSets, with_sampled
@@ -67,7 +68,7 @@ def supported_log_prob(
     Raises:
         ValueError: shapes do not fit, or the temperature is not above 0.
     """
-    _check(logits, token_ids, temperature)
+    _check(logits, token_ids, temperature, support=support)
     if support.shape != logits.shape:
         raise ValueError(f"support {tuple(support.shape)} and logits {tuple(logits.shape)} differ")
     support, outside = with_sampled(support, token_ids)
@@ -156,7 +157,7 @@ def kept_mass_log_ratio(log_ratio: Tensor, log_kept_mass: Tensor) -> Tensor:
 
 def _gather(logits: Tensor, token_ids: Tensor, kept: KeptSets, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Scaled logits of the kept ids (M,) and of the sampled tokens (N,), and the token of each kept id (M,)."""
-    _check(logits, token_ids, temperature)
+    _check(logits, token_ids, temperature, **{"kept.ids": kept.ids, "kept.offsets": kept.offsets})
     if len(kept) != token_ids.numel():
         raise ValueError(
             f"kept sets are of {len(kept)} tokens, token_ids has {token_ids.numel()}; "
@@ -196,7 +197,8 @@ def _at(scaled: Tensor, token_ids: Tensor) -> Tensor:
     return scaled.gather(-1, token_ids.long().unsqueeze(-1)).squeeze(-1)
 
 
-def _check(logits: Tensor, token_ids: Tensor, temperature: float) -> None:
+def _check(logits: Tensor, token_ids: Tensor, temperature: float, **others: Tensor) -> None:
+    check_one_device(logits=logits, token_ids=token_ids, **others)
     if logits.shape[:-1] != token_ids.shape:
         raise ValueError(f"logits {tuple(logits.shape)} must be token_ids {tuple(token_ids.shape)} with V added")
     check_temperature(temperature)

@@ -16,7 +16,7 @@ give the number that one process would. Ratios, means and roots are taken once, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -70,6 +70,35 @@ _KINDS = {
     "histograms": _Kind((BINS,), merge_sums),
     "tops": _Kind((TOP, 3), merge_tops),
 }
+
+
+_SIZES = {kind: math.prod(of.shape) for kind, of in _KINDS.items()}
+"""Numbers in one row."""
+
+
+def _shapes(names: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[int, ...]]:
+    return {kind: (len(names[kind]), *_KINDS[kind].shape) for kind in _KINDS}
+
+
+class _PackedRows(Mapping[str, Tensor]):
+    """Kind of row → values, of rows that lie in one vector. They are taken apart when they are first asked for."""
+
+    def __init__(self, vector: Tensor, names: Mapping[str, tuple[str, ...]]) -> None:
+        self.vector, self._names = vector, names
+        self._parts: dict[str, Tensor] | None = None
+
+    def __getitem__(self, kind: str) -> Tensor:
+        if self._parts is None:
+            shapes = _shapes(self._names)
+            parts = self.vector.split([math.prod(shape) for shape in shapes.values()])
+            self._parts = {kind: part.view(shapes[kind]) for kind, part in zip(shapes, parts, strict=True)}
+        return self._parts[kind]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_KINDS)
+
+    def __len__(self) -> int:
+        return len(_KINDS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,13 +167,13 @@ class Statistics:
 
     def pack(self) -> Tensor:
         """All rows as one float64 vector, which travels between ranks or to the host in one transfer."""
+        if isinstance(self.rows, _PackedRows):
+            return self.rows.vector.clone()
         return torch.cat([rows.flatten() for rows in self.rows.values()])
 
     def unpack(self, vector: Tensor) -> Statistics:
         """The same rows with values from a vector that `pack` made (here or on another rank)."""
-        parts = vector.split([rows.numel() for rows in self.rows.values()])
-        values = {kind: part.view(rows.shape) for (kind, rows), part in zip(self.rows.items(), parts, strict=True)}
-        return Statistics(self.names, values)
+        return Statistics(self.names, _PackedRows(vector, self.names))
 
     @classmethod
     def from_vector(cls, names: Mapping[str, tuple[str, ...]], vector: Tensor) -> Statistics:
@@ -153,24 +182,28 @@ class Statistics:
         Raises:
             ValueError: the vector has another number of values than these rows.
         """
-        shapes = {kind: (len(names[kind]), *_KINDS[kind].shape) for kind in _KINDS}
-        sizes = [math.prod(shape) for shape in shapes.values()]
+        sizes = [math.prod(shape) for shape in _shapes(names).values()]
         if sum(sizes) != vector.numel():
             raise ValueError(f"these rows have {sum(sizes)} values, and the vector has {vector.numel()}")
-        parts = vector.split(sizes)
-        return cls(dict(names), {kind: part.view(shapes[kind]) for kind, part in zip(_KINDS, parts, strict=True)})
+        return cls(dict(names), _PackedRows(vector, names))
 
     def read(self) -> HostStatistics:
         """Bring every row to the host in one transfer."""
-        # Each transfer waits for the device, so all rows travel together. What is on the host stays as it is.
-        host = self if self.sums.device.type == "cpu" else self.unpack(self.pack().to("cpu"))
-        rows = {kind: dict(zip(host.names[kind], host.rows[kind].tolist(), strict=True)) for kind in _KINDS}
+        # Each transfer waits for the device, so all rows travel together, as one list of numbers.
+        vector = self.rows.vector if isinstance(self.rows, _PackedRows) else self.pack()
+        numbers, place = vector.to("cpu").tolist(), 0
+        values: dict[str, list[list[float]]] = {}
+        for kind, size in _SIZES.items():
+            end = place + size * len(self.names[kind])
+            values[kind] = [numbers[i : i + size] for i in range(place, end, size)]
+            place = end
+        host = {kind: zip(self.names[kind], values[kind], strict=True) for kind in _KINDS}
         return HostStatistics(
-            rows["sums"],
-            {name: Moments(*row) for name, row in rows["moments"].items()},
-            {name: Extremes(*row) for name, row in rows["extremes"].items()},
-            rows["histograms"],
-            {name: host_entries(row) for name, row in rows["tops"].items()},
+            {name: row[0] for name, row in host["sums"]},
+            {name: Moments(*row) for name, row in host["moments"]},
+            {name: Extremes(*row) for name, row in host["extremes"]},
+            dict(host["histograms"]),
+            {name: host_entries([row[i : i + 3] for i in range(0, len(row), 3)]) for name, row in host["tops"]},
         )
 
     def metrics(self, *, prefix: str = "rollout_corr/") -> dict[str, float]:
@@ -272,9 +305,14 @@ class HostStatistics:
     tops: Mapping[str, tuple[Entry, ...]]
 
     @property
-    def row_names(self) -> frozenset[str]:
-        """The rows that are here, each as "kind:name"."""
-        return frozenset(f"{kind}:{name}" for kind in _KINDS for name in getattr(self, kind))
+    def names(self) -> tuple[tuple[str, ...], ...]:
+        """The names of the rows that are here, kind by kind."""
+        return tuple(self.sums), tuple(self.moments), tuple(self.extremes), tuple(self.histograms), tuple(self.tops)
+
+
+def row_names(names: tuple[tuple[str, ...], ...]) -> frozenset[str]:
+    """Rows as finalizers name them, "kind:name", from their names kind by kind."""
+    return frozenset(f"{kind}:{name}" for kind, of_kind in zip(_KINDS, names, strict=True) for name in of_kind)
 
 
 def moments_of(values: Tensor, mask: Tensor) -> Tensor:
@@ -299,11 +337,19 @@ def moments_of(values: Tensor, mask: Tensor) -> Tensor:
 def extremes_of(values: Tensor, mask: Tensor) -> Tensor:
     """(min, max) of the values where mask is true; (+inf, −inf) when there is none. (2,) float64."""
     if values.numel() == 0:
-        return torch.tensor([torch.inf, -torch.inf], dtype=STATISTICS_DTYPE, device=values.device)
+        return no_extremes(values.device)
     values = values.to(STATISTICS_DTYPE)
     return torch.stack([values.masked_fill(~mask, torch.inf).amin(), values.masked_fill(~mask, -torch.inf).amax()])
 
 
+def no_extremes(device: torch.device) -> Tensor:
+    """(+inf, −inf), the extremes of an empty sample, (2,) float64."""
+    # Filled on the device: two numbers from Python would be copied there, and a GPU's queue would stop for them.
+    nothing = torch.full((2,), torch.inf, dtype=STATISTICS_DTYPE, device=device)
+    nothing[1:].neg_()
+    return nothing
+
+
 def _stack(rows: Iterable[Tensor], shape: Sequence[int], device: torch.device | str | None) -> Tensor:
     rows = [row.to(STATISTICS_DTYPE) for row in rows]
-    return torch.stack(rows) if rows else torch.zeros(0, *shape, dtype=STATISTICS_DTYPE, device=device)
+    return torch.stack(rows) if rows else torch.empty(0, *shape, dtype=STATISTICS_DTYPE, device=device)

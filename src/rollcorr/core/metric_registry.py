@@ -9,12 +9,12 @@ level counts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 from rollcorr.core.criterion_metrics import CRITERIA, criterion_metrics
 from rollcorr.core.diffusion_metrics import BY_TIMESTEP, DIFFUSION_METRICS, STEP_KL_METRICS, by_timestep
 from rollcorr.core.finalizers import (
-    Finalizer,
     complement_share,
     effective_sample_size,
     exp_share,
@@ -30,7 +30,7 @@ from rollcorr.core.finalizers import (
     viable_length,
 )
 from rollcorr.core.health_ranges import RANGES
-from rollcorr.core.mergeable_statistics import HostStatistics
+from rollcorr.core.mergeable_statistics import HostStatistics, row_names
 from rollcorr.core.metric_type import IS_GUIDE, MATHS, OWN, PRAXIS, Metric, R, V, metric_table
 
 __all__ = ["CRITERIA", "METRICS", "PREFIX", "Metric", "criterion_metrics", "finalize", "metric"]
@@ -234,15 +234,25 @@ def metric(name: str) -> Metric:
 
 def finalize(statistics: HostStatistics, *, prefix: str = PREFIX) -> dict[str, float]:
     """Every metric whose rows the statistics have, prefixed, in the registry's order."""
-    found = {name: finalizer.compute(statistics) for name, finalizer in _computable(statistics.row_names)}
+    computable, has_timesteps = _plan(statistics.names, prefix)
+    metrics = {name: compute(statistics) for name, compute in computable}
 
     # Diffusion alone has one row for each timestep that occurred.
-    if any(name.startswith(BY_TIMESTEP) for name in statistics.moments):
-        found |= by_timestep(statistics)
-    return {f"{prefix}{name}": value for name, value in found.items()}
+    if has_timesteps:
+        metrics |= {f"{prefix}{name}": value for name, value in by_timestep(statistics).items()}
+    return metrics
+
+
+Computation = Callable[[HostStatistics], float]
 
 
 @lru_cache(maxsize=64)
-def _computable(rows: frozenset[str]) -> tuple[tuple[str, Finalizer], ...]:
-    """The metrics that these rows suffice for, in the registry's order; the same at every step of a run."""
-    return tuple((name, found.finalizer) for name, found in _REGISTRY.items() if rows.issuperset(found.finalizer.rows))
+def _plan(names: tuple[tuple[str, ...], ...], prefix: str) -> tuple[tuple[tuple[str, Computation], ...], bool]:
+    """The metrics that these rows suffice for, with their prefix, in the registry's order; and whether timesteps occur.
+
+    It is the same at every step of a run.
+    """
+    rows = row_names(names)
+    finalizers = ((name, found.finalizer) for name, found in _REGISTRY.items())
+    computable = ((prefix + name, found.compute) for name, found in finalizers if rows.issuperset(found.rows))
+    return tuple(computable), any(row.startswith(f"moments:{BY_TIMESTEP}") for row in rows)

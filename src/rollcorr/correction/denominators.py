@@ -115,7 +115,7 @@ def sum_denominators(
         group: the process group. None: this process is alone.
         device: where the group communicates. None: where the amounts are.
     """
-    amounts = [_double(amount).to(device=device) for amount in (own.tokens, own.sequences)]
+    amounts = [_double(amount, device) for amount in (own.tokens, own.sequences)]
     return Denominators(*sum_over(torch.stack(amounts), group))
 
 
@@ -134,7 +134,7 @@ def rescaling(original: Tensor | float, kept: Tensor | float) -> Tensor:
         0-d float64, where `kept` is.
     """
     kept = _double(kept)
-    original = _double(original).to(kept.device)
+    original = _double(original, kept.device)
 
     # Without a kept token the policy gradient is 0 already, and 0 times a finite factor stays 0.
     return torch.where(kept > 0, original / kept.clamp(min=1e-300), 0.0)
@@ -189,7 +189,10 @@ def aggregate(
     return seq_mean_token_sum_norm(per_token, mask, denominators, scale=scale, cu_seqlens=cu_seqlens)
 
 
-def _double(amount: Tensor | float) -> Tensor:
-    # Without a device, as_tensor would move even a tensor to torch's default device.
-    device = amount.device if isinstance(amount, Tensor) else "cpu"
-    return torch.as_tensor(amount, dtype=torch.float64, device=device)
+def _double(amount: Tensor | float, device: torch.device | None = None) -> Tensor:
+    """An amount as a 0-d float64 tensor, where it is or on a device."""
+    if isinstance(amount, Tensor):
+        return amount.to(torch.float64) if device is None else amount.to(device, torch.float64)
+
+    # A fill, and not a copy: a GPU's queue would stop for a number that comes from the host's memory.
+    return torch.full((), float(amount), dtype=torch.float64, device="cpu" if device is None else device)

@@ -223,7 +223,7 @@ def _corrected(
         statistics = output.statistics
         if detail:
             names = detail if isinstance(detail, Detail) else Detail()
-            statistics = statistics | _detail(inputs, output.weights, config, names)
+            statistics = statistics | _detail(inputs, output.weights, config, names, impl)
 
         # What other sequences say is merged afterwards. It changes no decision, only the mean of the weights.
         if group is not None:
@@ -269,16 +269,29 @@ def _kernel(
 
 
 def _detail(
-    inputs: _CorrectionInputs, weights: Tensor | None, config: RolloutCorrectionConfig, detail: Detail
+    inputs: _CorrectionInputs,
+    weights: Tensor | None,
+    config: RolloutCorrectionConfig,
+    detail: Detail,
+    impl: Implementation,
 ) -> Statistics:
     """Quantiles and the worst tokens and sequences, over the context group."""
-    train, rollout, _, cu_seqlens, context_group = inputs
+    train, rollout, mask, cu_seqlens, context_group = inputs
     if detail.position_ids is not None:
         check_layout(train_log_prob=train, position_ids=detail.position_ids, cu_seqlens=cu_seqlens)
 
     # Tokens can be merged as they are. Sequences must be joined first, because their sums decide who is worst.
     neutral = config.nonfinite == "neutral"
-    tokens, table = token_detail(train, rollout, inputs.valid, weights, detail, neutral=neutral, cu_seqlens=cu_seqlens)
+    tokens, table = token_detail(
+        train,
+        rollout,
+        mask,
+        weights,
+        detail,
+        neutral=neutral,
+        cu_seqlens=cu_seqlens,
+        compiled_for=config if impl in ("auto", "cpu") else None,
+    )
     reduce = context_reduction(context_group)
     if reduce is not None:
         tokens = gather_statistics(tokens, context_group)

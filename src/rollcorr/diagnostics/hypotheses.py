@@ -21,6 +21,9 @@ WEAK = 0.5
 
 _EXPLAINED_BY: Mapping[str, frozenset[str]] = {
     "weights_differ": frozenset({"stale_by_lag", "frozen_sampler"}),
+    "zeros": frozenset({"placeholder", "foreign_tokens", "truncated"}),
+    "sentinel": frozenset({"placeholder", "foreign_tokens"}),
+    "contradicted_zeros": frozenset({"placeholder", "foreign_tokens", "truncated", "zeros"}),
 }
 """Consequence → the causes that explain it, besides the rules of `rank_hypotheses`."""
 

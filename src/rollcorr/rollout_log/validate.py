@@ -21,6 +21,7 @@ from rollcorr.rollout_log.schema import TOKEN_COLUMNS, arrow_type, check_columns
 CHECK_COLUMNS: tuple[tuple[str, ...], ...] = (("rollout_log_prob",), ("old_log_prob", "log_prob"))
 LOG_PROB_COLUMNS = ("rollout_log_prob", "old_log_prob", "log_prob")
 ZERO_SHARE = 0.5  # of a row's sampled tokens; a row with more exact zeros is taken for a placeholder
+CERTAIN = -1e-3  # a log-prob above this is of a token that leaves no doubt
 ZERO_TOKENS = 8  # rows with fewer sampled tokens are not judged by their zeros
 
 RowFindings = Iterator[tuple[np.ndarray, Finding]]
@@ -305,12 +306,16 @@ def _log_probs(batch: RolloutBatch) -> RowFindings:
 
 
 def _zeros(batch: RolloutBatch) -> RowFindings:
-    """Log-probs of exactly 0 are no more than half of a row, tokens that a truncation left without a choice aside."""
+    """Log-probs of exactly 0 are no more than half of a row.
+
+    Tokens that a truncation left without a choice are not judged, nor those that another column calls certain too: a
+    number that was filled in does not agree with one that was computed.
+    """
     alone = _without_choice(batch)
     for name in LOG_PROB_COLUMNS:
         if batch.has(name):
             value, row_of = _sampled(batch, name)
-            judged = ~_sampled(batch, name, of=alone)[0]
+            judged = ~_sampled(batch, name, of=alone | _certain_elsewhere(batch, name))[0]
             value, row_of = value[judged], row_of[judged]
             zeros = np.bincount(row_of[value == 0], minlength=len(batch))
             tokens = np.bincount(row_of, minlength=len(batch))
@@ -336,6 +341,18 @@ def _without_choice(batch: RolloutBatch) -> np.ndarray:
         usable = recorded & (sizes == lengths + 1)
         alone[np.repeat(usable, lengths)] = _kept_counts(batch, usable) <= 1
     return alone
+
+
+def _certain_elsewhere(batch: RolloutBatch, column: str) -> np.ndarray:
+    """Tokens, packed, that another column of log-probs gives a probability above `CERTAIN`."""
+    lengths = batch.lengths.numpy()
+    certain = np.zeros(int(lengths.sum()), dtype=bool)
+    for other in LOG_PROB_COLUMNS:
+        if other != column and batch.has(other):
+            values, sizes, recorded = ragged(batch.records.column(other))
+            fits = recorded & (sizes == lengths)
+            certain[np.repeat(fits, lengths)] |= _numpy(values)[np.repeat(fits, sizes)] > CERTAIN
+    return certain
 
 
 def _truncates(row: Mapping[str, Any]) -> bool:

@@ -128,7 +128,7 @@ def compute_policy_loss_vanilla(call: ParityLossCall) -> LossAndMetrics:
     per_token, statistics = clipped(call, clip_constants(actor), weights=call.rollout_is_weights)
     loss = agg_loss(per_token, call.response_mask, call.loss_agg_mode, **actor.global_batch_info)
 
-    clip_fraction, kl, dual_fraction = clip_statistics(statistics).tolist()
+    clip_fraction, kl, dual_fraction = clip_statistics(statistics).cpu().tolist()
     if call.verl_parity:
         kl = _clamped_kl(call)
     return loss, {"actor/pg_clipfrac": clip_fraction, "actor/ppo_kl": kl, "actor/pg_clipfrac_lower": dual_fraction}
@@ -165,7 +165,7 @@ def compute_policy_loss_reinforce(
         log_prob, advantages, response_mask, weights=rollout_is_weights, behavior_log_prob=rollout_log_prob
     )
     loss = agg_loss(per_token, response_mask, loss_agg_mode, **actor.global_batch_info)
-    return loss, {"actor/ppo_kl": float(statistics.moment("policy_kl")[1])}
+    return loss, {"actor/ppo_kl": float(statistics.moment("policy_kl")[1].cpu())}
 
 
 @called_as(ParityLossCall)

@@ -95,21 +95,24 @@ def check_out(out: Out, config: RolloutCorrectionConfig | None, **inputs: Tensor
             else "out has a weights buffer, but rollout_is=None computes no weights; give out=(None, loss_mask)"
         )
     name, like = next(iter(inputs.items()))
+    spans = {other: _span(tensor) for other, tensor in inputs.items()}
     for buffer, kind, dtype in ((weights, "weights", torch.float32), (loss_mask, "loss_mask", torch.bool)):
         if buffer is None:
             continue
         check_tensors(**{f"out {kind}": buffer})
-        for what, got, needs in (
-            ("dtype", buffer.dtype, dtype),
-            (f"the shape of {name},", tuple(buffer.shape), tuple(like.shape)),
-            (f"the device of {name},", buffer.device, like.device),
-        ):
-            if got != needs:
-                raise ValueError(f"out {kind} must have {what} {needs}, got {got}")
+        if buffer.dtype != dtype:
+            raise ValueError(f"out {kind} must have dtype {dtype}, got {buffer.dtype}")
+        if buffer.shape != like.shape:
+            raise ValueError(
+                f"out {kind} must have the shape of {name}, {tuple(like.shape)}, got {tuple(buffer.shape)}"
+            )
+        if buffer.device != like.device:
+            raise ValueError(f"out {kind} must have the device of {name}, {like.device}, got {buffer.device}")
         if not buffer.is_contiguous():
             raise ValueError(f"out {kind} must be contiguous, got strides {buffer.stride()}; make it with torch.empty")
-        for other, tensor in inputs.items():
-            if _overlap(buffer, tensor):
+        own = _span(buffer)
+        for other, span in spans.items():
+            if own[0] < span[1] and span[0] < own[1]:
                 raise ValueError(f"out {kind} and {other} share memory; give a buffer of its own")
 
 
@@ -123,16 +126,16 @@ def copied_to(out: Out | None, output: CorrectionOutput) -> CorrectionOutput:
     return output._replace(weights=weights, loss_mask=loss_mask.copy_(output.loss_mask))
 
 
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether the memory between the first and the last element of two tensors overlaps."""
-    on_device = a.device.type not in ("cpu", "meta")
-    if not (on_device or in_host_memory(a, b)) or not (a.numel() and b.numel()):
-        return False
-    ends = [x.data_ptr() + _extent(x) for x in (a, b)]
-    return a.data_ptr() < ends[1] and b.data_ptr() < ends[0]
+_NOWHERE = 0, 0
 
 
-def _extent(x: Tensor) -> int:
-    """Bytes from the first to the last element."""
-    reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return (reach + 1) * x.element_size()
+def _span(x: Tensor) -> tuple[int, int]:
+    """Addresses of the first element, and of the end of the last; an empty span where there is no memory to compare."""
+    on_device = x.device.type not in ("cpu", "meta") and why_no_address(x) is None
+    if not (on_device or in_host_memory(x)) or not x.numel():
+        return _NOWHERE
+    start, size = x.data_ptr(), x.element_size()
+    if x.is_contiguous():
+        return start, start + size * x.numel()
+    reach = sum((length - 1) * stride for length, stride in zip(x.shape, x.stride(), strict=True))
+    return start, start + size * (reach + 1)

@@ -7,11 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.core.boundary import truth
 from rollcorr.core.histograms import histogram_of
 from rollcorr.core.layout import sequence_count
 from rollcorr.core.mergeable_statistics import Statistics, merge_statistics
 from rollcorr.core.ratios import classify_tokens, token_log_ratio
 from rollcorr.core.tops import top_entries, top_indices
+from rollcorr.kernels.correction.call import Batch
+from rollcorr.kernels.correction.cpu.kernel import cpu_detail, why_not
 from rollcorr.kernels.correction.torch.blocks import in_threads, threads_for, token_blocks
 from rollcorr.kernels.correction.torch.table import Block, SequenceTable
 
@@ -40,26 +44,33 @@ def token_detail(
     *,
     neutral: bool,
     cu_seqlens: Tensor | None = None,
+    compiled_for: RolloutCorrectionConfig | None = None,
 ) -> tuple[Statistics, SequenceTable]:
     """Read every token once for what is shown in detail: histograms of d and of the weights, and the worst tokens.
 
     Args:
         train_log_prob: log π, nats. (B, T), or (N,) when packed; any floating dtype.
         rollout_log_prob: log μ, nats. Same shape.
-        mask: bool, true on response tokens. Same shape.
+        mask: non-zero on response tokens. Same shape; any dtype.
         weights: applied weights before normalization, same shape; None if there are none.
         detail: how tokens are named.
         neutral: `nonfinite="neutral"` holds, so missing tokens have weights too.
         cu_seqlens: (B + 1,) token offsets, only when packed.
+        compiled_for: the configuration, where compiled C may read the batch if it can. None: torch reads it.
 
     Returns:
         The histograms and the worst tokens, and the per-sequence table that `sequence_detail` reads.
     """
     sequences = sequence_count(mask, cu_seqlens=cu_seqlens)
+    if compiled_for is not None:
+        batch = Batch(train_log_prob, rollout_log_prob, mask, cu_seqlens)
+        if why_not(batch, compiled_for) is None:
+            return _compiled(batch, compiled_for, weights, detail)
+    mask = truth(mask)
 
     def read_share(blocks: list[Block]) -> tuple[Statistics, SequenceTable]:
         """What one thread makes of its share of the blocks."""
-        table = SequenceTable(("log_ratio", "zero", "compared"), sequences, mask.device)
+        table = SequenceTable(_COLUMNS, sequences, mask.device)
         per_block = []
         for block in blocks:
             at = block.at
@@ -90,6 +101,33 @@ def token_detail(
     for table in tables[1:]:
         tables[0].join(table)
     return merge_statistics(statistics), tables[0]
+
+
+_COLUMNS = ("log_ratio", "zero", "compared")
+"""Of the per-sequence table, in the order in which they are summed."""
+
+
+def _compiled(
+    batch: Batch, config: RolloutCorrectionConfig, weights: Tensor | None, detail: Detail
+) -> tuple[Statistics, SequenceTable]:
+    """What `token_detail` returns, read in compiled C."""
+    seen = cpu_detail(batch, config, weights)
+    table = SequenceTable(_COLUMNS, batch.sequences, batch.mask.device)
+    table.neighbors(_COLUMNS[0], _COLUMNS[-1]).copy_(seen.sums)
+
+    # C names a token by its place in its sequence.
+    value, sequence, at = seen.worst.unbind(-1)
+    exists = sequence >= 0
+    if detail.position_ids is not None and batch.mask.numel():
+        row, place = sequence.clamp(min=0).long(), at.clamp(min=0).long()
+        start = row * batch.mask.shape[-1] if batch.cu_seqlens is None else batch.cu_seqlens[row]
+        at = detail.position_ids.flatten()[start + place]
+    worst = top_entries(value, sequence + detail.sequence_offset, at, exists)
+
+    histograms = {"log_ratio": seen.log_ratio}
+    if weights is not None:
+        histograms["weight"] = seen.weight
+    return Statistics.of(histograms=histograms, tops={"tokens": worst}), table
 
 
 def sequence_detail(table: SequenceTable, detail: Detail) -> Statistics:

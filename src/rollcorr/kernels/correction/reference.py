@@ -78,9 +78,7 @@ def _compare(batch: _Tokens, config: RolloutCorrectionConfig, rows: Computed) ->
         counted=batch.counts(batch.counted),
         compared=batch.counts(compared),
         measured=batch.counts(measured),
-        log_ratio=batch.sum(d, measured),
-        train=batch.sum(batch.train, measured),
-        rollout=batch.sum(batch.rollout, measured),
+        logs=torch.stack([batch.sum(values, measured) for values in (d, batch.train, batch.rollout)]),
     )
     rows.add_sequences(sequences, config)
 

@@ -16,8 +16,7 @@ valid, counted, compared and measured tokens are defined on docs/notation.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -32,76 +31,42 @@ from rollcorr.kernels.correction.bands import exceedance_band
 Values = dict[str, Tensor]
 
 
-@dataclass(frozen=True, eq=False)
 class Sequences:
     """Sums over the tokens of each sequence, (B,): what the rows of whole sequences follow from.
 
     Attributes:
         valid, counted, compared, measured: how many of its tokens are.
+        missing: how many are valid, but not compared.
+        zero: how many have probability zero: they are compared, but not measured.
+        has_valid: whether it has a valid token.
+        has_counted: whether it has a counted token: it then has a weight and a statistic for every criterion.
+        has_measured: whether it has a measured token: it then has a perplexity under both policies.
+        unmeasured: whether it has none.
+        has_zero: whether it has a token of probability zero.
         log_ratio: Σ d over measured tokens, nats.
-        train: Σ log π over measured tokens, nats.
-        rollout: Σ log μ over measured tokens, nats.
+        log_product: S_i; −inf for a sequence with a token of probability zero.
+        log_ppls: −mean over measured tokens of d, log π and log μ, (3, B), nats; 0 where none is measured.
+        ppls: exp of these, (3, B); 0 where none is measured.
     """
 
-    valid: Tensor
-    counted: Tensor
-    compared: Tensor
-    measured: Tensor
-    log_ratio: Tensor
-    train: Tensor
-    rollout: Tensor
+    def __init__(self, valid: Tensor, counted: Tensor, compared: Tensor, measured: Tensor, logs: Tensor) -> None:
+        """Take the sums; `logs` are Σ d, Σ log π and Σ log μ over measured tokens, (3, B), nats."""
+        self.valid, self.counted, self.compared, self.measured = valid, counted, compared, measured
+        self.missing, self.zero = valid - compared, compared - measured
+        self.has_valid, self.has_counted, self.has_measured = valid > 0, counted > 0, measured > 0
+        self.unmeasured, self.has_zero = ~self.has_measured, self.zero > 0
 
-    @cached_property
-    def has_counted(self) -> Tensor:
-        """Whether the sequence has a counted token: it then has a weight and a statistic for every criterion."""
-        return self.counted > 0
+        self.log_ratio = logs[0]
+        self.log_product = self.log_ratio.masked_fill(self.has_zero, -torch.inf)
 
-    @cached_property
-    def has_measured(self) -> Tensor:
-        """Whether the sequence has a measured token: it then has a perplexity under both policies."""
-        return self.measured > 0
+        # Each policy has its own sum: a log-prob at the end of the float range leaves no digits of the other one in d.
+        self.log_ppls = logs / -measured.clamp(min=1)
+        self.ppls = self.log_ppls.exp().masked_fill(self.unmeasured, 0.0)
 
-    @cached_property
-    def zero(self) -> Tensor:
-        """How many tokens have probability zero: compared, but not measured."""
-        return self.compared - self.measured
-
-    @cached_property
-    def log_product(self) -> Tensor:
-        """S_i; −inf for a sequence with a token of probability zero."""
-        return self.log_ratio.masked_fill(self.zero > 0, -torch.inf)
-
-    # Each policy has its own sum: a log-prob at the end of the float range leaves no digits of the other one in d.
-    @cached_property
-    def train_log_ppl(self) -> Tensor:
-        """−mean log π over measured tokens."""
-        return -self.train / self._at_least_one_measured
-
-    @cached_property
-    def rollout_log_ppl(self) -> Tensor:
-        """−mean log μ over measured tokens."""
-        return -self.rollout / self._at_least_one_measured
-
-    @cached_property
-    def log_ppl_diff(self) -> Tensor:
-        """−G_i over measured tokens."""
-        return -self.log_ratio / self._at_least_one_measured
-
-    def sum_measured(self, values: Tensor) -> Tensor:
-        """Σ over the sequences with a measured token."""
-        return values.masked_fill(self._unmeasured, 0.0).sum()
-
-    def sum_counted(self, values: Tensor) -> Tensor:
-        """Σ over the sequences with a counted token."""
-        return values.masked_fill(~self.has_counted, 0.0).sum()
-
-    @cached_property
-    def _at_least_one_measured(self) -> Tensor:
-        return self.measured.clamp(min=1)
-
-    @cached_property
-    def _unmeasured(self) -> Tensor:
-        return ~self.has_measured
+    def capped(self) -> Tensor:
+        """Whether S_i is finite and beyond the cap."""
+        size = self.log_product.abs()
+        return (size > divergence.CAP) & (size < torch.inf)
 
 
 class Row(NamedTuple):
@@ -113,7 +78,8 @@ class Row(NamedTuple):
         what: what it is, in one line.
         when: the condition under which a configuration has it (`_conditions`); of a criterion's rows, "always" or the
             scope of the criteria that have it.
-        of: the row from the sums of whole sequences; None where each implementation computes it.
+        of: what each sequence adds to the row, (B,), a number or a bool: the row is their sum, or their extremes over
+            the sequences with a measured token. None where each implementation computes the row.
     """
 
     name: str
@@ -123,7 +89,6 @@ class Row(NamedTuple):
     of: Callable[[Sequences], Tensor] | None = None
 
 
-@lru_cache(maxsize=64)
 def _conditions(config: RolloutCorrectionConfig) -> frozenset[str]:
     """The conditions of `ROWS` that hold for a configuration."""
     weighs = config.rollout_is is not None
@@ -142,15 +107,15 @@ def _conditions(config: RolloutCorrectionConfig) -> frozenset[str]:
 
 ROWS: tuple[Row, ...] = (
     # How much was seen.
-    Row("tokens", "sums", "valid tokens", "always", lambda s: s.valid.sum()),
-    Row("sequences", "sums", "sequences with a valid token", "always", lambda s: (s.valid > 0).sum()),
-    Row("nonfinite", "sums", "missing tokens: valid, not compared", "always", lambda s: (s.valid - s.compared).sum()),
-    Row("zero_probability", "sums", "tokens of probability zero", "always", lambda s: s.zero.sum()),
-    Row("tokens_measured", "sums", "measured tokens", "always", lambda s: s.measured.sum()),
-    Row("tokens_compared", "sums", "compared tokens", "always", lambda s: s.compared.sum()),
-    Row("tokens_counted", "sums", "counted tokens", "always", lambda s: s.counted.sum()),
-    Row("sequences_measured", "sums", "sequences with a measured token", "always", lambda s: s.has_measured.sum()),
-    Row("sequences_counted", "sums", "sequences with a counted token", "always", lambda s: s.has_counted.sum()),
+    Row("tokens", "sums", "valid tokens", "always", lambda s: s.valid),
+    Row("sequences", "sums", "sequences with a valid token", "always", lambda s: s.has_valid),
+    Row("nonfinite", "sums", "missing tokens: valid, not compared", "always", lambda s: s.missing),
+    Row("zero_probability", "sums", "tokens of probability zero", "always", lambda s: s.zero),
+    Row("tokens_measured", "sums", "measured tokens", "always", lambda s: s.measured),
+    Row("tokens_compared", "sums", "compared tokens", "always", lambda s: s.compared),
+    Row("tokens_counted", "sums", "counted tokens", "always", lambda s: s.counted),
+    Row("sequences_measured", "sums", "sequences with a measured token", "always", lambda s: s.has_measured),
+    Row("sequences_counted", "sums", "sequences with a counted token", "always", lambda s: s.has_counted),
     # How far apart the policies are, token by token.
     Row("log_ratio", "moments", "d of measured tokens", "always"),
     Row("log_ratio", "extremes", "d of measured tokens", "always"),
@@ -163,16 +128,16 @@ ROWS: tuple[Row, ...] = (
     Row("prob_diff_abs", "extremes", "0 and the largest |π − μ| of compared tokens", "always"),
     Row("safety_bound", "extremes", "the safety bound, nats; it travels so that it merges to itself", "always"),
     # The same, sequence by sequence: means over measured tokens.
-    Row("train_log_ppl", "sums", "Σ −mean log π", "always", lambda s: s.sum_measured(s.train_log_ppl)),
-    Row("train_ppl", "sums", "Σ exp(−mean log π)", "always", lambda s: s.sum_measured(s.train_log_ppl.exp())),
-    Row("rollout_log_ppl", "sums", "Σ −mean log μ", "always", lambda s: s.sum_measured(s.rollout_log_ppl)),
-    Row("rollout_ppl", "sums", "Σ exp(−mean log μ)", "always", lambda s: s.sum_measured(s.rollout_log_ppl.exp())),
-    Row("log_ppl_diff", "sums", "Σ −G_i", "always", lambda s: s.sum_measured(s.log_ppl_diff)),
-    Row("log_ppl_diff", "extremes", "−G_i", "always", lambda s: extremes_of(s.log_ppl_diff, s.has_measured)),
-    Row("log_ppl_abs_diff", "sums", "Σ |G_i|", "always", lambda s: s.sum_measured(s.log_ppl_diff.abs())),
-    Row("ppl_ratio", "sums", "Σ exp(−G_i)", "always", lambda s: s.sum_measured(s.log_ppl_diff.exp())),
-    Row("chi2_seq", "sums", "Σ expm1(2 Ŝ_i)", "always", lambda s: s.sum_counted(divergence.chi_squared(s.log_product))),
-    Row("capped_sequences", "sums", "sequences with a finite |S_i| > 20", "always", lambda s: _capped(s).sum()),
+    Row("train_log_ppl", "sums", "Σ −mean log π", "always", lambda s: s.log_ppls[1]),
+    Row("train_ppl", "sums", "Σ exp(−mean log π)", "always", lambda s: s.ppls[1]),
+    Row("rollout_log_ppl", "sums", "Σ −mean log μ", "always", lambda s: s.log_ppls[2]),
+    Row("rollout_ppl", "sums", "Σ exp(−mean log μ)", "always", lambda s: s.ppls[2]),
+    Row("log_ppl_diff", "sums", "Σ −G_i", "always", lambda s: s.log_ppls[0]),
+    Row("log_ppl_diff", "extremes", "−G_i", "always", lambda s: s.log_ppls[0]),
+    Row("log_ppl_abs_diff", "sums", "Σ |G_i|", "always", lambda s: s.log_ppls[0].abs()),
+    Row("ppl_ratio", "sums", "Σ exp(−G_i)", "always", lambda s: s.ppls[0]),
+    Row("chi2_seq", "sums", "Σ expm1(2 Ŝ_i)", "always", lambda s: divergence.chi_squared(s.log_product)),
+    Row("capped_sequences", "sums", "sequences with a finite |S_i| > 20", "always", lambda s: s.capped()),
     # Rejection.
     Row("tokens_kept", "sums", "tokens of the loss mask", "always"),
     Row("sequences_kept", "sums", "sequences with a token in the loss mask", "always"),
@@ -228,17 +193,17 @@ class MissingRowError(ValueError):
     """An implementation does not compute a row of the list."""
 
 
-def _capped(s: Sequences) -> Tensor:
-    return (s.log_ratio.abs() > divergence.CAP) & s.log_product.isfinite()
-
-
-@lru_cache(maxsize=64)
 def rows_of(config: RolloutCorrectionConfig) -> tuple[Row, ...]:
     """The rows of a configuration, in order, with the names of its criteria filled in.
 
     Raises:
         ValueError: a criterion is for denoising steps only.
     """
+    # torch.compile looks past a cache, and warns of it; what it traces is kept anyway.
+    return _listed_rows(config) if torch.compiler.is_compiling() else _known_rows(config)
+
+
+def _listed_rows(config: RolloutCorrectionConfig) -> tuple[Row, ...]:
     check_token_criteria(config.criteria)
     named = [
         row._replace(name=row.name.format(criterion=criterion.name))
@@ -246,7 +211,11 @@ def rows_of(config: RolloutCorrectionConfig) -> tuple[Row, ...]:
         for row in CRITERION_ROWS
         if row.when in ("always", criterion.scope)
     ]
-    return (*(row for row in ROWS if row.when in _conditions(config)), *named)
+    conditions = _conditions(config)
+    return (*(row for row in ROWS if row.when in conditions), *named)
+
+
+_known_rows = lru_cache(maxsize=64)(_listed_rows)
 
 
 @lru_cache(maxsize=64)
@@ -273,8 +242,10 @@ class Computed(NamedTuple):
     def add_sequences(self, sequences: Sequences, config: RolloutCorrectionConfig) -> None:
         """Fill every row that follows from the sums of whole sequences."""
         for row in rows_of(config):
-            if row.of is not None:
-                getattr(self, row.kind)[row.name] = row.of(sequences)
+            if row.of is not None and row.kind == "sums":
+                self.sums[row.name] = row.of(sequences).sum()
+            elif row.of is not None:
+                self.extremes[row.name] = extremes_of(row.of(sequences), sequences.has_measured)
 
     def statistics(self, config: RolloutCorrectionConfig, implementation: str) -> Statistics:
         """The rows in the order of the list.

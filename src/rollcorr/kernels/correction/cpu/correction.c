@@ -202,6 +202,8 @@ static void *take_tasks(void *argument) {
     return 0;
 }
 
+#include "detail.h"
+
 /* --- What Python calls ---------------------------------------------------------------------------------------------- */
 
 #define PUBLIC __attribute__((visibility("default")))
@@ -221,6 +223,19 @@ PUBLIC void rollcorr_correct(const Job *job) {
     finish_rows(job, &job->rows[0]);
 }
 
+/* One `Seen` for each of job->threads and one more, filled with what was seen before; `sums` are three for each sequence. */
+PUBLIC void rollcorr_detail(const Job *job, Seen *seen, double *sums) {
+    Detail detail = {job, seen, sums, sums + job->sequences, sums + 2 * job->sequences, 0, 0};
+    pthread_t threads[MAX_THREADS];
+    int64_t wanted = (job->threads < job->tasks ? job->threads : job->tasks) - 1;
+    int started = 0;
+    while (started < wanted && started < MAX_THREADS && !pthread_create(&threads[started], 0, see_tasks, &detail))
+        started++;
+    see_tasks(&detail);
+    while (started > 0) pthread_join(threads[--started], 0);
+}
+
+PUBLIC int64_t rollcorr_seen_size(void) { return (int64_t)sizeof(Seen); }
 PUBLIC int64_t rollcorr_abi(void) { return ABI; }
 PUBLIC int64_t rollcorr_job_size(void) { return (int64_t)sizeof(Job); }
 PUBLIC int64_t rollcorr_rows_size(void) { return (int64_t)sizeof(Rows); }

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ctypes
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.core.histograms import BINS
 from rollcorr.core.layout import check_cu_seqlens
 from rollcorr.core.mergeable_statistics import STATISTICS_DTYPE, Statistics
+from rollcorr.core.tops import TOP, merge_tops
 from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, outputs, why_no_addresses
 from rollcorr.kernels.correction.cpu.job import LOG_PROB_TYPES, MASK_TYPES, MAX_CRITERIA, Job, thresholds_of
 from rollcorr.kernels.correction.cpu.library import Library, library, status
@@ -80,6 +83,53 @@ def cpu_correction(
     job.sequence_kept, job.rows = _address(kept), _address(rows)
     lib.functions.rollcorr_correct(ctypes.byref(job))
     return CorrectionOutput(weights, loss_mask, kept, _statistics(rows[0], config, lib.level))
+
+
+class Seen(NamedTuple):
+    """What one read of a batch shows in detail.
+
+    Attributes:
+        log_ratio: histogram of d, (BINS,) float64.
+        weight: histogram of the weights, likewise; 0 without weights.
+        worst: the worst tokens: (TOP, 3) float64, rows (d, sequence, place in the sequence).
+        sums: for each sequence Σ d, tokens of probability zero and tokens compared, (3, B) float64.
+    """
+
+    log_ratio: Tensor
+    weight: Tensor
+    worst: Tensor
+    sums: Tensor
+
+
+def cpu_detail(
+    batch: Batch, config: RolloutCorrectionConfig, weights: Tensor | None, *, level: str | None = None
+) -> Seen:
+    """Histograms, the worst tokens and the sums of sequences, of a batch that `why_not` lets pass.
+
+    Args:
+        batch: what was corrected.
+        config: how missing log-probs count.
+        weights: applied weights before normalization, contiguous float32; None if there are none.
+        level: names an instruction set.
+    """
+    lib = library(level)
+    if batch.mask.dtype not in MASK_TYPES or not _rows_are_contiguous(batch.mask):
+        batch = batch._replace(mask=(batch.mask != 0).contiguous())
+    job = _job(batch, config)
+    offsets = None if batch.cu_seqlens is None else _offsets(batch.cu_seqlens, batch.mask.numel(), lib)
+    job.offsets, job.weights = _address(offsets), _address(weights)
+
+    # A row of eight-byte numbers for each thread: both histograms, which are integers, and then the entries.
+    threads = max(1, min(job.threads, job.tasks))
+    seen = torch.zeros(threads, int(lib.functions.rollcorr_seen_size()) // 8, dtype=torch.int64, device="cpu")
+    histograms = seen[:, : 2 * BINS].view(threads, 2, BINS)
+    entries = seen[:, 2 * BINS :].view(STATISTICS_DTYPE).view(threads, TOP, 3)
+    entries[..., 1:] = -1.0
+    sums = torch.empty(3, job.sequences, dtype=STATISTICS_DTYPE, device="cpu")
+    lib.functions.rollcorr_detail(ctypes.byref(job), seen.data_ptr(), sums.data_ptr())
+
+    log_ratio, weight = histograms.sum(0).to(STATISTICS_DTYPE).unbind()
+    return Seen(log_ratio, weight, merge_tops(entries), sums)
 
 
 def _job(batch: Batch, config: RolloutCorrectionConfig) -> Job:

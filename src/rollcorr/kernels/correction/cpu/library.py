@@ -15,7 +15,7 @@ LEVELS = ("avx512", "avx2", "portable")
 
 FOLDER = Path(__file__).parent
 NOT_BUILT = "not_built.txt"
-ABI = 4
+ABI = 5
 
 
 class Library(NamedTuple):
@@ -95,6 +95,8 @@ def load(folder: Path, level: str) -> Library | str:
     functions.rollcorr_large_pages.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     functions.rollcorr_correct.argtypes = [ctypes.POINTER(Job)]
     functions.rollcorr_correct.restype = functions.rollcorr_large_pages.restype = None
+    functions.rollcorr_detail.argtypes = [ctypes.POINTER(Job), ctypes.c_void_p, ctypes.c_void_p]
+    functions.rollcorr_detail.restype, functions.rollcorr_seen_size.restype = None, ctypes.c_int64
     names = {kind: _names(functions, kind) for kind in ("sums", "criterion_sums", "moments", "extremes")}
     abilities = Abilities(missing_rows(_row_names(names)), KINDS, SCOPES)
     return Library(level, functions, names, int(functions.rollcorr_rows_size()) // 8, abilities)

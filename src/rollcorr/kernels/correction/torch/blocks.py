@@ -71,12 +71,12 @@ def torch_correction(
 
     # What was decided for sequences is multiplied into what the blocks wrote. Packed: the ids of one block at a time.
     for block in blocks if batch.cu_seqlens is not None else [Block(slice(None), None)]:
-        _spread(decision.sequence_kept, loss_mask, block)
-        if weights is not None and decision.sequence_weight is not None:
-            _spread(decision.sequence_weight.float(), weights, block)
+        _spread(decision.kept, loss_mask, block)
+        if weights is not None and decision.weight is not None:
+            _spread(decision.weight.float(), weights, block)
 
     # Group baselines leave out a sequence that rejection emptied, but not one that came empty.
-    kept = (decision.sequence_kept & (table["kept"] > 0)) | (table["valid"] == 0)
+    kept = decision.keeps_tokens | (table["valid"] == 0)
     return CorrectionOutput(weights, loss_mask, kept, decision.statistics)
 
 
@@ -99,8 +99,13 @@ def in_threads(read: Callable[[list[Item]], Result], blocks: list[Item], threads
 
 
 def threads_for(tokens: Tensor) -> int:
-    """How many threads read blocks of these tokens: torch's own on the CPU; elsewhere the device has many itself."""
-    return torch.get_num_threads() if tokens.device.type == "cpu" else 1
+    """How many threads read blocks of these tokens: torch's own on the CPU; elsewhere the device has many itself.
+
+    While torch.compile traces there is one, and the code that it makes has threads of its own.
+    """
+    if torch.compiler.is_compiling() or tokens.device.type != "cpu":
+        return 1
+    return torch.get_num_threads()
 
 
 def _joined(passes: list[TokenPass]) -> tuple[SequenceTable, BlockRows]:
@@ -112,7 +117,13 @@ def _joined(passes: list[TokenPass]) -> tuple[SequenceTable, BlockRows]:
 
 
 def token_blocks(mask: Tensor, cu_seqlens: Tensor | None, size: int | None = None) -> Iterator[Block]:
-    """Blocks of whole rows (padded) or of tokens (packed); one empty block for no data."""
+    """Blocks of whole rows (padded) or of tokens (packed); one empty block for no data.
+
+    While torch.compile traces, everything is one block: it makes passes of its own, and a graph of many blocks would
+    take it minutes.
+    """
+    if torch.compiler.is_compiling():
+        size = max(1, mask.numel())
     size = size or (CPU_BLOCK if mask.device.type == "cpu" else DEVICE_BLOCK)
     step = size if cu_seqlens is not None else max(1, size // max(1, mask.shape[1]))
     for start in range(0, max(1, mask.shape[0]), step):
@@ -123,7 +134,9 @@ def token_blocks(mask: Tensor, cu_seqlens: Tensor | None, size: int | None = Non
 
 def _spread(per_sequence: Tensor, out: Tensor, block: Block) -> None:
     """Multiply every token of a block by its sequence's value, in place."""
-    if out.dtype == torch.bool:  # its bytes are 0 and 1, and torch multiplies bytes several at a time
+    # The bytes of a bool are 0 and 1, and eager torch multiplies bytes several at a time. What torch.compile makes has
+    # no need of that, and its C++ of a bool that is seen as bytes does not compile.
+    if out.dtype == torch.bool and not torch.compiler.is_compiling():
         per_sequence, out = per_sequence.view(torch.uint8), out.view(torch.uint8)
     ids = block.ids()
     out[block.at].mul_(per_sequence[block.at].unsqueeze(-1) if ids is None else per_sequence[ids])
@@ -131,19 +144,15 @@ def _spread(per_sequence: Tensor, out: Tensor, block: Block) -> None:
 
 def _derive(table: SequenceTable, config: RolloutCorrectionConfig) -> None:
     """Columns that follow from the summed ones."""
-    table["missing"] = table["valid"] - table["compared"]
     table["counted"] = table["valid"] if config.nonfinite == "neutral" else table["compared"]
     table["k3"] = (table["expm1"] - table["capped"]).clamp(min=0.0)  # Σ (e^d − 1 − d); rounding may leave −1e-17
-    for end, nothing in (("min", torch.inf), ("max", -torch.inf)):
-        name = f"log_ratio_{end}"
-        table[name] = table[name].masked_fill(table["measured"] == 0, nothing)
     if config.rollout_is == "token" and config.is_mode == "none":
         table["raw"] = table["weight"]
 
     # Without token-level criteria only missing tokens can be rejected one by one, and the blocks count nothing.
     if not any(criterion.scope == "token" for criterion in config.criteria):
         rejects_missing = config.nonfinite in ("reject_token", "raise")
-        table["rejected_once"] = table["missing"] if rejects_missing else torch.zeros_like(table["missing"])
-        table["kept"] = table["valid"] - table["rejected_once"]
+        table["kept"] = table["compared"] if rejects_missing else table["valid"]
+        table["rejected_once"] = table["valid"] - table["kept"]
         if config.rollout_is == "token":
             table["kept_weight"] = table["weight"]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rollcorr.core.mergeable_statistics import STATISTICS_DTYPE, Statistics, merge_extremes, merge_moments
+from rollcorr.core.mergeable_statistics import STATISTICS_DTYPE, Statistics, merge_extremes, merge_moments, merge_sums
 
 
 class Block(NamedTuple):
@@ -38,6 +38,7 @@ class SequenceTable:
 
     def __init__(self, columns: Sequence[str], sequences: int, device: torch.device) -> None:
         self._sums = torch.zeros(len(columns), sequences, dtype=STATISTICS_DTYPE, device=device)
+        self._names = tuple(columns)
         self._columns = dict(zip(columns, self._sums.unbind(), strict=True))
 
     def __getitem__(self, column: str) -> Tensor:
@@ -47,6 +48,10 @@ class SequenceTable:
     def __setitem__(self, column: str, values: Tensor) -> None:
         """Set a column that follows from others."""
         self._columns[column] = values
+
+    def neighbors(self, first: str, last: str) -> Tensor:
+        """The summed columns from one to another, (C, B), as they were named to the table."""
+        return self._sums[self._names.index(first) : self._names.index(last) + 1]
 
     def add(self, values: Tensor, block: Block) -> Tensor:
         """Add a block's values to their sequences, and return what they add up to, for each column.
@@ -97,10 +102,18 @@ class SequenceTable:
         Args:
             parts: (P, C, B), what `pack` gave for each part.
         """
+        merged: dict[str, Tensor] = {}
         for name, column in zip(sorted(self._columns), parts.unbind(1), strict=True):
-            self._columns[name] = (
-                column.amin(0) if name.endswith("_min") else column.amax(0) if name.endswith("_max") else column.sum(0)
-            )
+            if name.endswith("_min"):
+                merged[name] = column.amin(0)
+            elif name.endswith("_max"):
+                merged[name] = column.amax(0)
+            else:
+                merged[name] = column.sum(0)
+
+        # The sums stay together in one tensor.
+        self._sums = torch.stack([merged[name] for name in self._names])
+        self._columns = merged | dict(zip(self._names, self._sums.unbind(), strict=True))
 
     def _column(self, name: str, fill: float) -> Tensor:
         if name not in self._columns:
@@ -113,61 +126,77 @@ def _segments(values: Tensor, reduce: str, lengths: Tensor) -> Tensor:
 
 
 class BlockRows:
-    """Batch-wide rows: one entry for each block, merged at the end."""
+    """Batch-wide rows: one entry for each block, merged at the end, all of them at once."""
 
     def __init__(self) -> None:
-        # Kind of row → name → what each block gave: a number for a sum, the numbers of moments or of extremes.
-        self._rows: dict[str, dict[str, list[Any]]] = {"sums": {}, "moments": {}, "extremes": {}}
+        # Kind of row → name → what each block gave, number by number: one of a sum, three of moments, two of extremes.
+        self._entries: dict[str, dict[str, list[Tensor]]] = {"sums": {}, "moments": {}, "extremes": {}}
+        self._merged: dict[str, dict[str, Tensor]] | None = None
 
     def add(self, name: str, value: Tensor) -> None:
         """Add a 0-d value to a sum."""
-        self._rows["sums"].setdefault(name, []).append(value)
+        self._entries["sums"].setdefault(name, []).append(value)
 
     def moments(self, name: str, count: Tensor, mean: Tensor, m2: Tensor) -> None:
         """Add the 0-d moments of a block."""
-        self._rows["moments"].setdefault(name, []).append((count, mean, m2))
+        self._entries["moments"].setdefault(name, []).extend((count, mean, m2))
 
     def extremes(self, name: str, smallest: Tensor, largest: Tensor) -> None:
         """Add the 0-d extremes of a block."""
-        self._rows["extremes"].setdefault(name, []).append((smallest, largest))
+        self._entries["extremes"].setdefault(name, []).extend((smallest, largest))
 
     def join(self, other: BlockRows) -> None:
         """Append the entries of a pass over later blocks."""
-        for kind, rows in other._rows.items():
+        for kind, rows in other._entries.items():
             for name, entries in rows.items():
-                self._rows[kind].setdefault(name, []).extend(entries)
+                self._entries[kind].setdefault(name, []).extend(entries)
 
     def statistics(self, device: torch.device) -> Statistics:
         """Every row, finished."""
-        return Statistics.of(
-            sums={name: self.sum(name) for name in self._rows["sums"]},
-            moments={name: self.merged_moments(name) for name in self._rows["moments"]},
-            extremes={name: self.merged_extremes(name, device) for name in self._rows["extremes"]},
-            device=device,
-        )
+        rows = self._finished()
+        return Statistics.of(sums=rows["sums"], moments=rows["moments"], extremes=rows["extremes"], device=device)
 
     def replace(self, statistics: Statistics) -> None:
         """Replace every row by a finished one, for instance of several parts merged."""
-        for kind in self._rows:
-            rows = zip(statistics.names[kind], statistics.rows[kind], strict=True)
-            self._rows[kind] = {name: [row if kind == "sums" else row.unbind()] for name, row in rows}
+        self._merged = {
+            kind: dict(zip(statistics.names[kind], statistics.rows[kind].unbind(), strict=True))
+            for kind in self._entries
+        }
 
     def sum(self, name: str) -> Tensor:
         """The finished sum, 0-d float64."""
-        return torch.stack(self._rows["sums"][name]).sum(dtype=STATISTICS_DTYPE)
+        return self._finished()["sums"][name]
 
     def merged_moments(self, name: str) -> Tensor:
         """The finished moments, (3,) float64."""
-        return merge_moments(
-            torch.stack([torch.stack(part) for part in zip(*self._rows["moments"][name], strict=True)], dim=-1)
-        )
+        return self._finished()["moments"][name]
 
-    def merged_extremes(self, name: str, device: torch.device) -> Tensor:
+    def merged_extremes(self, name: str) -> Tensor:
         """The finished extremes, (2,) float64."""
-        if name not in self._rows["extremes"]:
-            return torch.tensor([torch.inf, -torch.inf], dtype=STATISTICS_DTYPE, device=device)
-        ends = [torch.stack(part) for part in zip(*self._rows["extremes"][name], strict=True)]
-        return merge_extremes(torch.stack(ends, dim=-1))
+        return self._finished()["extremes"][name]
+
+    def _finished(self) -> dict[str, dict[str, Tensor]]:
+        """Kind → name → the row, merged over the blocks."""
+        if self._merged is not None:
+            return self._merged
+        numbers = [x for rows in self._entries.values() for entries in rows.values() for x in entries]
+        if not numbers:
+            return {kind: {} for kind in self._entries}
+
+        # One vector of every number: an operation on a number costs as much as one on a thousand.
+        parts = iter(torch.stack(numbers).split([sum(map(len, rows.values())) for rows in self._entries.values()]))
+        self._merged = {}
+        for kind, size, merge in (
+            ("sums", 1, merge_sums),
+            ("moments", 3, merge_moments),
+            ("extremes", 2, merge_extremes),
+        ):
+            rows, values = self._entries[kind], next(parts)
+            by_block = values.view(len(rows), -1, size) if rows else values.view(0, 1, size)
+            merged = by_block[:, 0] if by_block.shape[1] == 1 else merge(by_block.transpose(0, 1))
+            merged = merged.squeeze(-1) if kind == "sums" else merged
+            self._merged[kind] = dict(zip(rows, merged.unbind(), strict=True))
+        return self._merged
 
 
 Reduction = Callable[[SequenceTable, BlockRows], None]

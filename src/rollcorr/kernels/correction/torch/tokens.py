@@ -39,7 +39,7 @@ def columns_of(config: RolloutCorrectionConfig) -> tuple[str, ...]:
     weighs = config.rollout_is == "token"
     judging = [criterion.name for criterion in config.criteria if criterion.scope == "token"]
     needed = {
-        **dict.fromkeys(("valid", "compared", "measured", "log_ratio", "capped", "expm1"), True),
+        **dict.fromkeys(("valid", "compared", "measured", "capped", "expm1"), True),
         "weight": weighs,
         "raw": weighs and config.is_mode != "none",
         "kept_weight": weighs and bool(judging),
@@ -47,7 +47,7 @@ def columns_of(config: RolloutCorrectionConfig) -> tuple[str, ...]:
         "catastrophic": config.rollout_token_veto_threshold is not None,
         **dict.fromkeys(("kept", "rejected_once"), bool(judging)),
         **{f"{name}/{what}": True for name in judging for what in ("rejected", "alone")},
-        **dict.fromkeys(("train", "rollout"), True),
+        **dict.fromkeys(("log_ratio", "train", "rollout"), True),  # neighbors, so that they can be taken together
     }
     return tuple(name for name, is_needed in needed.items() if is_needed)
 
@@ -216,7 +216,7 @@ class TokenPass:
     def _describe(self, totals: Tensor) -> None:
         """Moments of the block's samples around the block's own means; values are 0 where nothing is counted."""
         total = dict(zip(self._columns, totals.unbind(), strict=True))
-        if "k3" not in total:
+        if "k3" not in total and any(values == "k3" for _, values, _ in self._samples):
             total["k3"] = total["expm1"] - total["capped"]
         at_least_one = {mask: total[mask].clamp(min=1) for mask in {mask for _, _, mask in self._samples}}
 
@@ -304,4 +304,4 @@ class TokenPass:
 
 def _largest(values: Tensor) -> Tensor:
     """0-d; −inf for a block without tokens, so that it has the row too."""
-    return values.amax() if values.numel() else values.new_tensor(-torch.inf)
+    return values.amax() if values.numel() else values.new_full((), -torch.inf)
