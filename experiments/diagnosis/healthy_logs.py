@@ -2,10 +2,10 @@
 
     python experiments/diagnosis/healthy_logs.py OUTPUT [--model DIR] [--logs 504] [--seed 0]
 
-The sampler and the trainer have the same weights, and the difference between them is that of an engine: a key-value cache
-(fp32), bfloat16, or int8 weights and inputs. Groups differ in engine, temperature and truncation; the logs of a group
-differ in size and in what they record. Short responses are pieces of longer ones, each with all that came before it as
-its prompt. Responses of 1,000 to 8,000 tokens are spliced from those of the group's other logs, because the model's
+The sampler and the trainer have the same weights, and the difference between them is that of an engine: a key-value
+cache (fp32), bfloat16, or int8 weights and inputs. Groups differ in engine, temperature and truncation; the logs of a
+group differ in size and in what they record. Short responses are pieces of longer ones, each with all that came before
+it as its prompt. Responses of 1,000 to 8,000 tokens are spliced from those of the group's other logs, because the model's
 context ends at 512. All other responses are drawn anew for their log.
 """
 
@@ -22,10 +22,11 @@ from pathlib import Path
 import torch
 from live_faults import in_engine
 from log_files import LogEntry, mean_k3, write_index, write_log
-from rollcorr import SamplingSpec
 from small_model import DEFAULT_MODEL, load_model, make_prompts, stop_tokens
 from torch import Tensor, nn
 from torch.nn import functional
+
+from rollcorr import SamplingSpec
 
 POOL_ROWS = 192
 POOL_TOKENS = 160
@@ -119,7 +120,7 @@ def _batch(
 def _decode(
     sampler: nn.Module, prompts: list[list[int]], group: Group, *, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw token by token: ids (B, T) with −1 behind the end, log-probs (B, T), and allowed ids (B, T, V) if truncated."""
+    """Draw token by token: ids (B, T) with −1 behind the end, log-probs (B, T), and the allowed ids (B, T, V) if any."""
     from transformers import DynamicCache
 
     width = max(map(len, prompts))
@@ -286,9 +287,7 @@ def write_healthy(folder: Path, model: nn.Module, *, logs: int, seed: int) -> li
     return entries
 
 
-def _entry(
-    path: str, fault: str, rows: list[Row], group: Group, *, null: str, null_k3: float, detail: str
-) -> LogEntry:
+def _entry(path: str, fault: str, rows: list[Row], group: Group, *, null: str, null_k3: float, detail: str) -> LogEntry:
     return LogEntry(
         path=path,
         fault=fault,

@@ -20,7 +20,6 @@ from pathlib import Path
 
 import torch
 from log_files import LogEntry, mean_k3, read_index, write_index, write_log
-from rollcorr import SamplingSpec
 from small_model import (
     DEFAULT_MODEL,
     LEARNING_RATE,
@@ -39,6 +38,8 @@ from small_model import (
     with_rope_theta,
 )
 from torch import nn
+
+from rollcorr import SamplingSpec
 
 UPDATES = 20
 """Policy-gradient updates of a run; its snapshots are what is stale."""
@@ -201,7 +202,9 @@ def _other_prompt(run: Run, number: int, engine: str) -> Case:
     generator = torch.Generator("cpu").manual_seed(run.seed + number)
     extra = [t for t in make_prompts(model, 1, generator=generator)[0][1:9] if t not in stop_tokens(model)]
     if number % 2 == 0:
-        return Case(in_engine(model, engine), model, fed=lambda p: [p[0], *extra, *p[1:]], detail="a system text in front")
+        return Case(
+            in_engine(model, engine), model, fed=lambda p: [p[0], *extra, *p[1:]], detail="a system text in front"
+        )
     return Case(in_engine(model, engine), model, fed=lambda p: [*p, *extra[:2]], detail="a suffix behind")
 
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
+
 from rollcorr import RolloutBatch, RolloutLogWriter, SamplingSpec
 
 INDEX = "index.csv"

@@ -22,10 +22,11 @@ from typing import Any
 
 from expected import FAULTS, NOT_A_CAUSE, class_of, names
 from log_files import LogEntry, read_index
-from rollcorr.diagnostics import check_logs, null_of_logs
-from rollcorr.rollout_log import read_rollout_log
 from series_faults import STEPS, SeriesEntry, read_series
 from threads import THREADS
+
+from rollcorr.diagnostics import check_logs, null_of_logs
+from rollcorr.rollout_log import read_rollout_log
 
 NULL_STEPS = (0, 4)
 """Steps of a series that serve as its null."""
@@ -202,7 +203,12 @@ def score_series(folder: Path, results: Path) -> list[dict[str, object]]:
     """Series: how late a fault is noticed, whether its onset is right, and how often a sound series alarms."""
     found = []
     for entry in read_series(folder):
-        row: dict[str, object] = {"path": entry.path, "kind": entry.kind, "onset": entry.onset, "fivefold": entry.fivefold}
+        row: dict[str, object] = {
+            "path": entry.path,
+            "kind": entry.kind,
+            "onset": entry.onset,
+            "fivefold": entry.fivefold,
+        }
         judged, delay = _noticed(folder, entry)
         codes = _counted(judged.warnings)
         found.append(row | {"delay": delay, "onset_found": _nearest(judged.onsets, entry.onset), "warnings": codes})
@@ -279,7 +285,9 @@ def draw(faults: Sequence[Mapping[str, object]], path: Path) -> None:
     classes = sorted({class_of(code) for found in counts.values() for code in found})
     figure = Figure(figsize=(1.6 + 0.8 * len(classes), 1.2 + 0.34 * len(counts)), layout="constrained")
     axes = figure.subplots()
-    table = [[sum(n for code, n in found.items() if class_of(code) == name) for name in classes] for found in counts.values()]
+    table = [
+        [sum(n for code, n in found.items() if class_of(code) == name) for name in classes] for found in counts.values()
+    ]
     axes.imshow(table, cmap="Blues", aspect="auto")
     for at, row in enumerate(table):
         for column, count in enumerate(row):

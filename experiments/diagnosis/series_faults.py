@@ -72,7 +72,9 @@ class Pool:
     def _score(self, model: nn.Module) -> Tensor:
         # In parts, because the logits of all rows would need a gigabyte.
         parts = range(0, len(self.ids), 128)
-        rows = [row for part in parts for row in score(model, self.prompts[part : part + 128], self.ids[part : part + 128])]
+        rows = [
+            row for part in parts for row in score(model, self.prompts[part : part + 128], self.ids[part : part + 128])
+        ]
         return _padded(rows)
 
     def train(self, rows: Tensor, *, place: float, noise: float) -> list[list[float]]:
@@ -228,7 +230,9 @@ def read_series(folder: Path) -> tuple[SeriesEntry, ...]:
         return ()
     with (folder / INDEX).open(encoding="utf-8", newline="") as file:
         rows = csv.DictReader(file)
-        return tuple(SeriesEntry(**row | {"onset": int(row["onset"]), "fivefold": int(row["fivefold"])}) for row in rows)
+        return tuple(
+            SeriesEntry(**row | {"onset": int(row["onset"]), "fivefold": int(row["fivefold"])}) for row in rows
+        )
 
 
 def main() -> None:

@@ -18,11 +18,12 @@ from pathlib import Path
 import torch
 from live_faults import in_engine
 from log_files import write_log
-from rollcorr import SamplingSpec
 from series_faults import on_line
 from small_model import DEFAULT_MODEL, copied, load_model, make_prompts, sample, score, train, with_adapter
 from torch import nn
 from torch.nn import functional
+
+from rollcorr import SamplingSpec
 
 ROWS = 32
 TOKENS = 120
@@ -170,7 +171,9 @@ def _missing_values_are_zero(model: nn.Module, path: Path, seed: int) -> None:
         cut = len(row) - int(torch.randint(0, 30, (1,), generator=generator, device="cpu"))
         missing = torch.rand(len(row), generator=generator, device="cpu") < 0.03
         filled.append([0.0 if at >= cut or missing[at] else value for at, value in enumerate(row)])
-    write_log(path, prompt_ids=prompts, response_ids=ids, rollout_log_prob=filled, old_log_prob=score(model, prompts, ids))
+    write_log(
+        path, prompt_ids=prompts, response_ids=ids, rollout_log_prob=filled, old_log_prob=score(model, prompts, ids)
+    )
 
 
 THREADS = (
