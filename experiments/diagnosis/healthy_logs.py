@@ -5,8 +5,8 @@
 The sampler and the trainer have the same weights, and the difference between them is that of an engine: a key-value
 cache (fp32), bfloat16, or int8 weights and inputs. Groups differ in engine, temperature and truncation; the logs of a
 group differ in size and in what they record. Short responses are pieces of longer ones, each with all that came before
-it as its prompt. Responses of 1,000 to 8,000 tokens are spliced from those of the group's other logs, because the model's
-context ends at 512. All other responses are drawn anew for their log.
+it as its prompt. Responses of 1,000 to 8,000 tokens are spliced from those of the group's other logs, because the
+model's context ends at 512. All other responses are drawn anew for their log.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _batch(
 def _decode(
     sampler: nn.Module, prompts: list[list[int]], group: Group, *, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw token by token: ids (B, T) with −1 behind the end, log-probs (B, T), and the allowed ids (B, T, V) if any."""
+    """Draw token by token: ids (B, T) with −1 behind the end, log-probs (B, T), and allowed ids (B, T, V) if any."""
     from transformers import DynamicCache
 
     width = max(map(len, prompts))

@@ -202,9 +202,7 @@ def _other_prompt(run: Run, number: int, engine: str) -> Case:
     generator = torch.Generator("cpu").manual_seed(run.seed + number)
     extra = [t for t in make_prompts(model, 1, generator=generator)[0][1:9] if t not in stop_tokens(model)]
     if number % 2 == 0:
-        return Case(
-            in_engine(model, engine), model, fed=lambda p: [p[0], *extra, *p[1:]], detail="a system text in front"
-        )
+        return Case(in_engine(model, engine), model, fed=lambda p: [p[0], *extra, *p[1:]], detail="a text in front")
     return Case(in_engine(model, engine), model, fed=lambda p: [*p, *extra[:2]], detail="a suffix behind")
 
 

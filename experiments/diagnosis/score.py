@@ -286,7 +286,7 @@ def draw(faults: Sequence[Mapping[str, object]], path: Path) -> None:
     figure = Figure(figsize=(1.6 + 0.8 * len(classes), 1.2 + 0.34 * len(counts)), layout="constrained")
     axes = figure.subplots()
     table = [
-        [sum(n for code, n in found.items() if class_of(code) == name) for name in classes] for found in counts.values()
+        [sum(n for code, n in row.items() if class_of(code) == name) for name in classes] for row in counts.values()
     ]
     axes.imshow(table, cmap="Blues", aspect="auto")
     for at, row in enumerate(table):

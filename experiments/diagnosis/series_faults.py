@@ -71,11 +71,8 @@ class Pool:
 
     def _score(self, model: nn.Module) -> Tensor:
         # In parts, because the logits of all rows would need a gigabyte.
-        parts = range(0, len(self.ids), 128)
-        rows = [
-            row for part in parts for row in score(model, self.prompts[part : part + 128], self.ids[part : part + 128])
-        ]
-        return _padded(rows)
+        parts = [slice(first, first + 128) for first in range(0, len(self.ids), 128)]
+        return _padded([row for part in parts for row in score(model, self.prompts[part], self.ids[part])])
 
     def train(self, rows: Tensor, *, place: float, noise: float) -> list[list[float]]:
         """Trainer's log-probs of some rows: displaced by `place`, with the engine's own noise times `noise`."""

@@ -1,8 +1,8 @@
 """A small real language model: load it, sample from it token by token, score its responses, and update its weights.
 
-Sampler and trainer are two code paths of one model. The sampler decodes with a key-value cache, in the precision and with
-the fault that a scenario asks for. The trainer is float32 and scores a whole sequence in one forward pass. So every
-difference in a log is one that an engine could have produced.
+Sampler and trainer are two code paths of one model. The sampler decodes with a key-value cache, in the precision and
+with the fault that a scenario asks for. The trainer is float32 and scores a whole sequence in one forward pass. So
+every difference in a log is one that an engine could have produced.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python experiments/diagnosis/sweep.py RESULTS [--seeds 10] [--causes tempered,shifted]
 
 The faults are those of `pair_faults.py`: pairs of log-probs of a synthetic policy, of which a share of the rows is
-changed. RESULTS gets sweep.csv (one row per cause, severity and share), half.csv (the share of rows at which half of the
-logs are named) and sweep.png.
+changed. RESULTS gets sweep.csv (one row per cause, severity and share), half.csv (the share of rows at which half of
+the logs are named) and sweep.png.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from expected import CLASSES, NOT_A_CAUSE, class_of
@@ -30,7 +31,7 @@ ROWS, LENGTH = 24, 128
 def named(pairs: Pairs, scratch: Path) -> str:
     """The cause that a check of these pairs puts first; empty if it names none."""
     ends = pairs.cu_seqlens.tolist()
-    rows = [slice(first, last) for first, last in zip(ends, ends[1:], strict=False)]
+    rows = [slice(first, last) for first, last in pairwise(ends)]
     path = scratch / "pairs.parquet"
     write_log(
         path,
@@ -99,7 +100,7 @@ def _crossing(rates: Mapping[float, float]) -> float | str:
     shares = sorted(rates, reverse=True)
     if rates[shares[0]] < 0.5:
         return ""
-    for above, below in zip(shares, shares[1:], strict=False):
+    for above, below in pairwise(shares):
         if rates[below] < 0.5:
             part = (rates[above] - 0.5) / (rates[above] - rates[below])
             return round(math.exp(math.log(above) + part * (math.log(below) - math.log(above))), 3)

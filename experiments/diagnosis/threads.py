@@ -1,4 +1,4 @@
-"""Public threads as logs: each log shows the symptom that a thread describes, and the thread's own finding is its answer.
+"""Public threads as logs: each log shows what a thread describes, and the thread's own finding is its answer.
 
     python experiments/diagnosis/threads.py OUTPUT [--model DIR] [--seed 0]
 

@@ -60,8 +60,8 @@ def test_unmasked_pads_and_an_old_cache_change_what_is_sampled(lanes, model):
         return lanes["log_files"].mean_k3(drawn.log_prob, tools.score(model, prompts, drawn.ids))
 
     assert k3() < 1e-9
-    assert k3(pads_unmasked=True) > 1e-3
-    assert k3(cache_model=other) > 1e-3
+    assert k3(pads_unmasked=True) > 1e-5
+    assert k3(cache_model=other) > 1e-5
 
 
 def test_an_update_moves_the_policy_and_a_zeroed_adapter_is_the_policy_before(lanes, model):
