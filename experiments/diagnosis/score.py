@@ -210,7 +210,7 @@ def score_series(folder: Path, results: Path) -> list[dict[str, object]]:
             "fivefold": entry.fivefold,
         }
         judged, delay = _noticed(folder, entry)
-        codes = _counted(judged.warnings)
+        codes = " ".join(judged.warnings)
         found.append(row | {"delay": delay, "onset_found": _nearest(judged.onsets, entry.onset), "warnings": codes})
     _write(results / "series_logs.csv", found)
 
@@ -235,17 +235,26 @@ def score_series(folder: Path, results: Path) -> list[dict[str, object]]:
 
 
 def _noticed(folder: Path, entry: SeriesEntry) -> tuple[Judged, int | None]:
-    """The first check that warns, and its delay; of a sound series that of all its steps, with delay 0 if it warns."""
+    """The check at the last of `DELAYS`, and the first delay at which one warns; None if none does.
+
+    A sound series is checked over all its steps, with delay 0 if that warns.
+    """
     if entry.kind == "healthy":
         judged = judge(folder / entry.path, null_steps=NULL_STEPS)
         return judged, 0 if judged.warnings else None
-    for delay in DELAYS:
-        last = min(STEPS - 1, entry.fivefold + delay)
-        with tempfile.TemporaryDirectory() as scratch:
-            judged = judge(_until(folder / entry.path, last, Path(scratch)), null_steps=NULL_STEPS)
-        if judged.warnings:
-            return judged, delay
-    return judged, None
+
+    *earlier, latest = DELAYS
+    judged = _judged_until(folder, entry, latest)
+    if not judged.warnings:
+        return judged, None
+    return judged, next((delay for delay in earlier if _judged_until(folder, entry, delay).warnings), latest)
+
+
+def _judged_until(folder: Path, entry: SeriesEntry, delay: int) -> Judged:
+    """What a check says some steps after k3 has become five times that of the start."""
+    last = min(STEPS - 1, entry.fivefold + delay)
+    with tempfile.TemporaryDirectory() as scratch:
+        return judge(_until(folder / entry.path, last, Path(scratch)), null_steps=NULL_STEPS)
 
 
 def _until(path: Path, last: int, scratch: Path) -> Path:

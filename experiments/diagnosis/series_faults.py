@@ -77,7 +77,8 @@ class Pool:
     def train(self, rows: Tensor, *, place: float, noise: float) -> list[list[float]]:
         """Trainer's log-probs of some rows: displaced by `place`, with the engine's own noise times `noise`."""
         d = self._difference(place, noise)[rows]
-        log_prob = self._rollout[rows] + d
+        # Noise that is multiplied would make the log-prob of a near-certain token positive; that of an engine does not.
+        log_prob = torch.minimum(self._rollout[rows] + d, 0.05 * self._rollout[rows])
         return [log_prob[at, : len(self.ids[row])].tolist() for at, row in enumerate(rows.tolist())]
 
     def expected_k3(self, place: float, noise: float) -> float:
