@@ -126,7 +126,7 @@ laboratory: $(STAMP) ## Measure every correction where the exact gradient is kno
 	OMP_NUM_THREADS=1 $(BIN)/rollcorr simulate --output experiments/laboratory
 	$(BIN)/python tools/generate_docs.py
 
-diagnosis: $(STAMP) ## Make logs with known faults and without, and score `rollcorr check` on them (an hour on one core)
+diagnosis: $(STAMP) ## Make logs with known faults and without, and score `rollcorr check` on them (half an hour on one core)
 	OMP_NUM_THREADS=1 PYTHON=$(BIN)/python experiments/diagnosis/run.sh $(ARGS)
 
 clean: ## Remove what was built and run
