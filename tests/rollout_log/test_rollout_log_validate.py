@@ -127,9 +127,14 @@ TRUNCATED = {"temperature": 0.7, "top_p": 0.9, "logprobs": "processed"}
     ],
 )
 def test_zeros_of_tokens_that_a_truncation_left_without_a_choice_are_no_placeholders(recorded, suspicious):
-    row = {"rollout_log_prob": [0.0] * 8 + [-1.0], "old_log_prob": [0.0] * 8 + [-1.0], **recorded}
+    row = {"rollout_log_prob": [0.0] * 8 + [-1.0], "old_log_prob": [-0.3] * 9, **recorded}
     found = [(row, column) for row, column, code, *_ in findings(row) if code == "zeros"]
-    assert found == ([(3, "rollout_log_prob"), (3, "old_log_prob")] if suspicious else [])
+    assert found == ([(3, "rollout_log_prob")] if suspicious else [])
+
+
+def test_zeros_that_both_sides_computed_are_no_placeholders():
+    row = {"rollout_log_prob": [0.0] * 8 + [-1.0], "old_log_prob": [0.0] * 4 + [-5e-4] * 4 + [-1.0]}
+    assert "zeros" not in [code for _, _, code, *_ in findings(row)]
 
 
 def test_one_of_the_kept_columns_alone_is_an_error():
