@@ -1,7 +1,7 @@
 .DEFAULT_GOAL := help
 .PHONY: help install demo demo-seeds demo-diffusion demo-diffusion-seeds
 .PHONY: test test-anywhere test-slow test-crash test-hostile test-oracle test-triton test-arm test-ray
-.PHONY: test-verl test-trl test-vllm check docs bench laboratory clean
+.PHONY: test-verl test-trl test-vllm check docs bench gpu gpu-dry gpu-wheels laboratory clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -120,6 +120,15 @@ docs: $(STAMP) ## Write the generated pages
 
 bench: $(STAMP) ## Time the correction against verl 0.9.1, installed in an environment of its own
 	$(BIN)/python benchmarks/correction.py $(ARGS)
+
+gpu-wheels: ## Fetch the wheels of the peers that `make gpu` measures against (4 MB), where there is a network
+	$(PYTHON) tools/gpu_stages/carried.py --fetch
+
+gpu: ## Prove and measure the GPU path: one GPU, no network, under 9 minutes; torch and Triton must be there
+	$(PYTHON) tools/gpu.py $(ARGS)
+
+gpu-dry: $(STAMP) ## Run the same script on the CPU, on small sizes (under 2 minutes)
+	$(BIN)/python tools/gpu.py --device cpu --quick --results runs/gpu-dry
 
 laboratory: $(STAMP) ## Measure every correction where the exact gradient is known, then write the page (under 10 minutes)
 	rm -rf experiments/laboratory/cells
