@@ -48,14 +48,20 @@ def share_of(program, cu_seqlens, T, splits, PACKED: tl.constexpr, ALIGN: tl.con
 
 
 @triton.jit
+def within_block(distance):
+    """A distance in tokens as 32 bits: 0 and the block's end stand for whatever lies beyond, were it 2³¹ tokens off."""
+    return tl.minimum(tl.maximum(distance, 0), BLOCK).to(tl.int32)
+
+
+@triton.jit
 def tokens_at(at, start, end, ALIGN: tl.constexpr):
     """Offsets of a block's tokens from its first, (128, 4), and which of them the sequence holds."""
     local = tl.arange(0, LANES)[:, None] * 4 + tl.arange(0, 4)[None, :]
     inside = local >= 0
     if ALIGN > 0:
-        inside = local < (end - at).to(tl.int32)
+        inside = local < within_block(end - at)
     if ALIGN > 1:
-        inside = inside & (local >= (start - at).to(tl.int32))
+        inside = inside & (local >= within_block(start - at))
     return local, inside
 
 
@@ -352,7 +358,7 @@ def read_tokens(
         weigh, reject = (x, x, x, x, x, low, high), (n, n, n, (high, x, x, low, high), (high, x, x, low, high), x)
         for at in range(chunk, tl.minimum(chunk + CHUNK, stop), BLOCK):
             local, inside = tokens_at(at, start, end, ALIGN)
-            readable = inside if ALIGN <= 1 else local < (tokens - at).to(tl.int32)
+            readable = inside if ALIGN <= 1 else local < within_block(tokens - at)
             pi = tl.load(train + at + local, mask=readable, other=0.0)
             mu = tl.load(rollout + at + local, mask=readable, other=0.0)
             valid = inside & (tl.load(mask + at + local, mask=readable, other=0) != 0)
