@@ -1,6 +1,6 @@
 """What the sequence pass reads of the table, and how it writes its rows.
 
-`cells` are the columns of the program's cells, (sequences, splits) each and 0 where `there` is false: where none exists.
+`cells` are the columns of the program's cells, (sequences, splits) each, and 0 where `there` says that none exists.
 A set of rows is the sums, then three numbers for each of the moments, then two for each of the extremes.
 """
 
@@ -17,7 +17,7 @@ def load_cells(place, there, PLAN: tl.constexpr):
     """Every column of the program's cells. All loads come before the first store, so all are on their way at once."""
     cells = ()
     for i in tl.static_range(len(PLAN.columns)):
-        cells = cells + (tl.load(place + i, mask=there, other=0.0),)  # noqa: RUF005 (Triton has no starred tuples)
+        cells = cells + (tl.load(place + i, mask=there, other=0.0),)  # type: ignore[assignment] # noqa: RUF005 (Triton unpacks none)
     return cells
 
 
