@@ -87,10 +87,19 @@ test-hostile: $(STAMP) ## Read 4,000 Parquet files with flipped bits (5 minutes)
 test-oracle: $(STAMP) ## Hold each implementation against float64: 200 random batches for each of ten seeds (5 minutes)
 	ROLLCORR_ORACLE_SEEDS=10 $(BIN)/python -m pytest tests/correction/test_oracle.py --numprocesses 2
 
-test-triton: $(STAMP) ## Test the GPU kernels without a GPU: interpreted, and compiled for four GPUs (installs Triton, 1 GB)
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[triton]'
-	$(BIN)/python -m pytest tests/kernels/test_triton_*.py
-	$(BIN)/python -m pytest $(BEHAVIOR) -k triton -m "not slow" --numprocesses 2
+# The oldest version that is supported, that of torch 2.11, and the newest. Each has a folder of its own, which is put
+# before the environment. The interpreter of 3.4 needs a numpy that still turns arrays of one element into numbers.
+TRITON_VERSIONS ?= 3.4.0 3.6.0 3.9.0
+$(VENV)/triton-%/.installed: $(STAMP)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $(@D) triton==$*
+	case $* in 3.4*) $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $(@D) numpy==2.2.6;; esac
+	@touch $@
+
+test-triton: $(TRITON_VERSIONS:%=$(VENV)/triton-%/.installed) ## Test the GPU kernels without a GPU, on three versions of Triton: interpreted, and compiled for four GPUs (2 GB)
+	for version in $(TRITON_VERSIONS); do \
+		PYTHONPATH=$(CURDIR)/$(VENV)/triton-$$version $(BIN)/python -m pytest tests/kernels/test_triton_*.py || exit 1; \
+		PYTHONPATH=$(CURDIR)/$(VENV)/triton-$$version $(BIN)/python -m pytest $(BEHAVIOR) -k triton -m "not slow" --numprocesses 2 || exit 1; \
+	done
 
 test-ray: $(STAMP) ## Test `rollcorr check --ray` on a Ray cluster of this machine (installs Ray)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'

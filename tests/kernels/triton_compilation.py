@@ -119,9 +119,16 @@ def usage(kernel: CompiledKernel) -> dict[str, int]:
         "registers": int(_number(r"Used (\d+) registers", report)),
         "spill_store_bytes": int(_number(r"(\d+) bytes spill stores", report)),
         "spill_load_bytes": int(_number(r"(\d+) bytes spill loads", report)),
+        "loads_after_a_store": _loads_after_a_store(ptx),
         "vector_loads": len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)),
         "vector_stores": len(re.findall(r"st\.global\S*\.v4\.b32", ptx)),
     }
+
+
+def _loads_after_a_store(ptx: str) -> int:
+    """Loads from memory that cannot be on their way with the others, because a store comes before them."""
+    accesses = re.findall(r"\b(ld|st)\.global", ptx)
+    return accesses[accesses.index("st") :].count("ld") if "st" in accesses else 0
 
 
 def ptxas(arch: int) -> str:
