@@ -134,8 +134,9 @@ rest.
 What eager torch asks of a GPU is counted without one, on fake CUDA tensors (`tests/correction/test_cuda.py`): for a
 micro-batch 193 launches with one criterion, padded, and 203 packed; between the log-probs and the gradient no value is
 read, and none of the host's memory is sent. verl 0.9.1 asks for 308, and waits 49 times.
-`torch.compile(fullgraph=True)` takes `correct` and every `policy_loss` as one graph. On the CPU that is for code that is compiled
-anyway, not for speed: inductor's float64 took about twelve times as long as eager torch, which works in blocks that stay in cache."""
+`torch.compile(fullgraph=True)` takes `correct` and every `policy_loss` as one graph. On the CPU that is for code that
+is compiled anyway, not for speed: inductor's float64 took about twelve times as long as eager torch, which works in
+blocks that stay in cache."""
 
 
 def _provenance(result: dict[str, Any]) -> str:
