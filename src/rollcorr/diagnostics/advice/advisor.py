@@ -6,11 +6,13 @@ fault; it hides it, and the run learns from what the fault leaves over. So the c
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 from rollcorr.config import Finding, RolloutCorrectionConfig
+from rollcorr.config.presets import preset_fields
 from rollcorr.config.yaml_text import dump_yaml
 from rollcorr.diagnostics.advice.calibration import Calibration, calibrate
 from rollcorr.diagnostics.advice.situations import (
@@ -64,6 +66,11 @@ class Advice:
         """The exit code of `rollcorr advise`."""
         return EXIT_CODES[self.decision]
 
+    def to_json(self) -> str:
+        """The advice as one JSON object."""
+        document = {**asdict(self), "yaml": self.yaml}
+        return json.dumps(document, ensure_ascii=False, indent=2)
+
     @property
     def config(self) -> RolloutCorrectionConfig | None:
         """The configuration; None unless the decision is to correct."""
@@ -74,11 +81,10 @@ class Advice:
     @property
     def yaml(self) -> str:
         """The configuration as YAML to paste; empty unless the decision is to correct."""
-        if self.config is None:
+        if self.preset is None:
             return ""
-        defaults = RolloutCorrectionConfig().to_dict()
-        changed = {name: value for name, value in self.config.to_dict().items() if value != defaults[name]}
-        return dump_yaml({"algorithm": {"rollout_correction": changed or {"rollout_is": None}}})
+        fields = preset_fields(self.preset, {}) | dict(self.thresholds)
+        return dump_yaml({"algorithm": {"rollout_correction": fields}})
 
 
 def advise(result: CheckResult, *, rate: float = 0.05, null: MismatchNull | None = None) -> Advice:

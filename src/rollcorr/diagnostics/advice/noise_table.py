@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollcorr.config import RolloutCorrectionConfig
-from rollcorr.config.presets import PRESETS
+from rollcorr.config.presets import PRESETS, VERL_2025_11
 from rollcorr.diagnostics.health.noise import Noise, expected_from_noise
 
 SIGMAS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.2)
@@ -77,14 +77,16 @@ def _customary_limits() -> list[tuple[str, str, str, RolloutCorrectionConfig]]:
     weights: dict[tuple[str, str], None] = {}
     criteria: dict[tuple[str, object], None] = {}
     vetoes: dict[float, None] = {}
-    for name in PRESETS:
+    for name, row in PRESETS.items():
         preset = RolloutCorrectionConfig.preset(name)
+        if preset.rollout_token_veto_threshold is not None:
+            vetoes[preset.rollout_token_veto_threshold] = None
+        if row.source == VERL_2025_11:  # the same bands in another spelling
+            continue
         if preset.rollout_is is not None:
             weights[preset.rollout_is, str(preset.rollout_is_threshold)] = None
         if isinstance(preset.rollout_rs, str):
             criteria[preset.rollout_rs, preset.rollout_rs_threshold] = None
-        if preset.rollout_token_veto_threshold is not None:
-            vetoes[preset.rollout_token_veto_threshold] = None
     criteria |= dict.fromkeys(_WITHOUT_PRESET)
 
     limits = []
