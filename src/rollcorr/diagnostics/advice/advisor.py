@@ -105,7 +105,9 @@ def advise(result: CheckResult, *, rate: float = 0.05, null: MismatchNull | None
     if result.profile.tokens == 0:  # denoising steps have no profile of tokens
         return Advice(
             decision="not judged",
-            reasons=("the log is of denoising steps, and the advice is about tokens; docs/flow_grpo.md has the settings",),
+            reasons=(
+                "the log is of denoising steps, and the advice is about tokens; docs/flow_grpo.md has the settings",
+            ),
         )
 
     repairs = _faults(result)
@@ -117,7 +119,9 @@ def advise(result: CheckResult, *, rate: float = 0.05, null: MismatchNull | None
     fits = measured.t_times_kl < SEQUENCE_WEIGHTS_UNTIL
     preset = situation.short if fits else situation.long
     length = round(metrics["token_count"] / metrics["sequence_count"])
-    calibration, unknown = _calibration(null or result.null, rate, length)
+    calibration, unknown = None, ()
+    if RolloutCorrectionConfig.preset(preset).rollout_rs is not None:
+        calibration, unknown = _calibration(null or result.null, rate, length)
     thresholds, why = _thresholds(preset, measured, length, calibration)
     return Advice(
         decision="correct",

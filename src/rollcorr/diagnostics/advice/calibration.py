@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollcorr.diagnostics.advice.order_statistics import Estimate, interval_of, quantile_estimate
+from rollcorr.diagnostics.advice.order_statistics import QuantileEstimate, interval_of, quantile_estimate
 from rollcorr.diagnostics.advice.spliced_rows import (
     FEWEST,
     Source,
@@ -63,8 +63,8 @@ class CalibratedLimit:
     option: str
     length: int | None
     source: Source
-    upper: Estimate | None
-    lower: Estimate | None = None
+    upper: QuantileEstimate | None
+    lower: QuantileEstimate | None = None
 
     @property
     def text(self) -> str:
@@ -89,7 +89,7 @@ class CalibratedAlarm:
     metric: str
     length: int
     sequences: int
-    limit: Estimate
+    limit: QuantileEstimate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,8 +133,10 @@ class Calibration:
             "format": "rollcorr-calibration",
             "version": 1,
             **{name: getattr(self, name) for name in ("null", "rows", "tokens", "rate", "alarm_rate", "remarks")},
-            "limits": [{**asdict(one), "lower": _plain(one.lower), "upper": _plain(one.upper), "text": one.text}
-                       for one in self.limits],
+            "limits": [
+                {**asdict(one), "lower": _plain(one.lower), "upper": _plain(one.upper), "text": one.text}
+                for one in self.limits
+            ],
             "alarms": [{**asdict(one), "limit": _plain(one.limit)} for one in self.alarms],
         }
         return json.dumps(document, ensure_ascii=False, indent=1, allow_nan=False)
@@ -174,6 +176,8 @@ def calibrate(
     limits, alarms, remarks = [*_token_limits(null, rate, seed)], [], []
     for length in lengths:
         source, parts = rows_for(length, rows, null.sample)
+        if source == "spliced" and len(parts) == len(rows):
+            parts = _with_means_of_all(parts, null.profile)
         limits += _limits_at(length, source, parts, rate, seed)
         alarms += _alarms_at(length, rows, alarm_rate, sequences, seed)
         if source != "recorded":
@@ -188,6 +192,16 @@ def calibrate(
         alarms=tuple(alarms),
         remarks=tuple(remarks),
     )
+
+
+def _with_means_of_all(rows: UnitRows, profile: MismatchProfile) -> UnitRows:
+    """The rows of the table, moved to the means of all rows: a splice repeats what a mean is off.
+
+    A null of many rows keeps a part of them in its table, and exact sums of all.
+    """
+    _, d, square, k3 = profile.cells.sum((1, 2))
+    means = np.array([d, square / 2, k3]) / profile.tokens
+    return replace(rows, sums=rows.sums + (means - token_means(rows))[:, None] * rows.tokens)
 
 
 def _check(null: MismatchNull, rate: float, alarm_rate: float, lengths: Sequence[int], sequences: int) -> None:
@@ -217,10 +231,10 @@ def _limits_at(length: int, source: Source, parts: UnitRows, rate: float, seed: 
     """Everything that judges sequences, at one length."""
     estimates = _sum_estimates(length, source, parts, rate, seed)
 
-    def limit(setting: str, option: str, upper: Estimate | None, lower: Estimate | None = None) -> CalibratedLimit:
-        return CalibratedLimit(
-            setting=setting, option=option, length=length, source=source, upper=upper, lower=lower
-        )
+    def limit(
+        setting: str, option: str, upper: QuantileEstimate | None, lower: QuantileEstimate | None = None
+    ) -> CalibratedLimit:
+        return CalibratedLimit(setting=setting, option=option, length=length, source=source, upper=upper, lower=lower)
 
     # S is the log of the product, S / T that of the geometric mean.
     low, high, above = (estimates(0, q) for q in (rate / 2, 1 - rate / 2, 1 - rate))
@@ -236,7 +250,7 @@ def _limits_at(length: int, source: Source, parts: UnitRows, rate: float, seed: 
     for column, kind in ((1, "k2"), (2, "k3")):
         upper = estimates(column, 1 - rate)
         yield limit(f"seq_sum_{kind}", "rollout_rs_threshold", upper)
-        yield limit(f"seq_mean_{kind}", "rollout_rs_threshold", Estimate(*(x / length for x in upper)))
+        yield limit(f"seq_mean_{kind}", "rollout_rs_threshold", QuantileEstimate(*(x / length for x in upper)))
 
     # The extreme of k independent parts is below x with the k-th power of the chance of one part.
     count = max(length / float(parts.tokens.mean()), 1e-9)
@@ -245,13 +259,13 @@ def _limits_at(length: int, source: Source, parts: UnitRows, rate: float, seed: 
     k3 = np.maximum(_k3(parts.lowest), _k3(parts.highest))
     yield limit("seq_max_k3", "rollout_rs_threshold", quantile_estimate(k3, (1 - rate) ** (1 / count)))
     lowest = quantile_estimate(-parts.lowest, (1 - rate) ** (1 / count))
-    veto = Estimate(-lowest.value, -lowest.high, -lowest.low)
+    veto = QuantileEstimate(-lowest.value, -lowest.high, -lowest.low)
     yield limit("veto", "rollout_token_veto_threshold", None, _ratio(veto, 1))
 
 
 def _sum_estimates(
     length: int, source: Source, parts: UnitRows, rate: float, seed: int
-) -> Callable[[int, float], Estimate]:
+) -> Callable[[int, float], QuantileEstimate]:
     """A function that estimates a quantile of a column of `SUMS`."""
     if source == "recorded":
         sums = at_length(parts.tokens, parts.sums, length, token_means(parts))
@@ -272,9 +286,9 @@ def _sum_estimates(
     value = quantiles(parts, SPLICES)
     again = np.stack([quantiles(_drawn_anew(parts, random), SPLICES_AGAIN) for _ in range(REPLICATES)])
 
-    def estimate(column: int, q: float) -> Estimate:
+    def estimate(column: int, q: float) -> QuantileEstimate:
         place = int(np.abs(wanted - q).argmin())
-        return Estimate(float(value[column, place]), *interval_of(again[:, column, place]))
+        return QuantileEstimate(float(value[column, place]), *interval_of(again[:, column, place]))
 
     return estimate
 
@@ -292,10 +306,10 @@ def _token_limits(null: MismatchNull, rate: float, seed: int) -> Iterator[Calibr
     """Everything that judges tokens: the share of tokens does not depend on the length."""
     low, high, above, k2, k3 = _token_quantiles(null, rate, seed)
 
-    def limit(setting: str, option: str, upper: Estimate, lower: Estimate | None = None) -> CalibratedLimit:
-        return CalibratedLimit(
-            setting=setting, option=option, length=None, source="recorded", upper=upper, lower=lower
-        )
+    def limit(
+        setting: str, option: str, upper: QuantileEstimate, lower: QuantileEstimate | None = None
+    ) -> CalibratedLimit:
+        return CalibratedLimit(setting=setting, option=option, length=None, source="recorded", upper=upper, lower=lower)
 
     band = _ratio(high, 1), _ratio(low, 1)
     yield limit("token_k1", "rollout_rs_threshold", *band)
@@ -305,15 +319,17 @@ def _token_limits(null: MismatchNull, rate: float, seed: int) -> Iterator[Calibr
     yield limit("token band", "rollout_is_threshold", *band)
 
 
-def _token_quantiles(null: MismatchNull, rate: float, seed: int) -> list[Estimate]:
+def _token_quantiles(null: MismatchNull, rate: float, seed: int) -> list[QuantileEstimate]:
     """Quantiles over tokens: d at rate/2, 1 − rate/2 and 1 − rate, then k2 and k3 at 1 − rate."""
     if not null.sample:
         return _binned_quantiles(null.profile, rate)
     d = np.concatenate(null.sample)
     row = np.repeat(np.arange(len(null.sample)), [len(values) for values in null.sample])
     random = np.random.default_rng([seed, 0])
-    times = [np.bincount(random.integers(len(null.sample), size=len(null.sample)), minlength=len(null.sample))
-             for _ in range(TOKEN_REPLICATES)]
+    times = [
+        np.bincount(random.integers(len(null.sample), size=len(null.sample)), minlength=len(null.sample))
+        for _ in range(TOKEN_REPLICATES)
+    ]
 
     estimates = []
     half, upper = (rate / 2, 1 - rate / 2, 1 - rate), (1 - rate,)
@@ -326,18 +342,18 @@ def _token_quantiles(null: MismatchNull, rate: float, seed: int) -> list[Estimat
             again[i] = ordered[np.searchsorted(cumulated, np.array(levels) * cumulated[-1])]
         for j, q in enumerate(levels):
             value = float(np.quantile(ordered, q, method="weibull"))
-            estimates.append(Estimate(value, *interval_of(again[:, j])))
+            estimates.append(QuantileEstimate(value, *interval_of(again[:, j])))
     return estimates
 
 
-def _binned_quantiles(profile: MismatchProfile, rate: float) -> list[Estimate]:
+def _binned_quantiles(profile: MismatchProfile, rate: float) -> list[QuantileEstimate]:
     """The same from the histogram of d, where no tokens were kept: right to a bin, which is the interval."""
     edges = size_edges(profile.sizes.shape[1] // 32)
-    bins = [*(Estimate(-math.sqrt(a * b), -b, -a) for a, b in zip(edges[:-1], edges[1:], strict=True))][::-1]
-    bins += [Estimate(math.sqrt(a * b), a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    bins = [*(QuantileEstimate(-math.sqrt(a * b), -b, -a) for a, b in zip(edges[:-1], edges[1:], strict=True))][::-1]
+    bins += [QuantileEstimate(math.sqrt(a * b), a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)]
     counts = np.concatenate([profile.sizes[0, ::-1], profile.sizes[1]])
 
-    def at(weights: Floats, order: NDArray[np.int64], q: float) -> Estimate:
+    def at(weights: Floats, order: NDArray[np.int64], q: float) -> QuantileEstimate:
         cumulated = weights[order].cumsum()
         return bins[int(order[np.searchsorted(cumulated, q * cumulated[-1])])]
 
@@ -346,7 +362,7 @@ def _binned_quantiles(profile: MismatchProfile, rate: float) -> list[Estimate]:
     for size in (lambda x: x * x / 2, _k3):
         values = size(np.array([one.value for one in bins]))
         ends = at(counts, values.argsort(), 1 - rate)
-        found.append(Estimate(*sorted_by_value(size(np.array(ends)))))
+        found.append(QuantileEstimate(*sorted_by_value(size(np.array(ends)))))
     return found
 
 
@@ -355,22 +371,22 @@ def sorted_by_value(ends: Floats) -> tuple[float, float, float]:
     return float(ends[0]), float(ends.min()), float(ends.max())
 
 
-def _alarms_at(
-    length: int, rows: UnitRows, alarm_rate: float, sequences: int, seed: int
-) -> Iterator[CalibratedAlarm]:
+def _alarms_at(length: int, rows: UnitRows, alarm_rate: float, sequences: int, seed: int) -> Iterator[CalibratedAlarm]:
     """Limits on the k3 and the standard deviation of a step.
 
     A step has many rows, so its mean is nearly normal; the third moment of the rows corrects what is left (Cornish and
     Fisher). The interval draws rows anew.
     """
     random = np.random.default_rng([seed, length, 1])
-    again = np.stack([
-        _step_limits(rows.taken(random.integers(len(rows), size=len(rows))), length * sequences, alarm_rate)
-        for _ in range(REPLICATES)
-    ])
+    again = np.stack(
+        [
+            _step_limits(rows.taken(random.integers(len(rows), size=len(rows))), length * sequences, alarm_rate)
+            for _ in range(REPLICATES)
+        ]
+    )
     values = _step_limits(rows, length * sequences, alarm_rate)
     for column, metric in enumerate(("k3_kl", "log_ratio_std")):
-        limit = Estimate(float(values[column]), *interval_of(again[:, column]))
+        limit = QuantileEstimate(float(values[column]), *interval_of(again[:, column]))
         yield CalibratedAlarm(metric=metric, length=length, sequences=sequences, limit=limit)
 
 
@@ -381,10 +397,12 @@ def _step_limits(rows: UnitRows, tokens: int, alarm_rate: float) -> Floats:
     average = rows.tokens.mean()
 
     # What a row adds to the sum of a step beyond its share: k3, and the squared deviation from the mean.
-    beyond = np.stack([
-        rows.sums[2] - k3 * rows.tokens,
-        2 * rows.sums[1] - 2 * mean * rows.sums[0] + (mean**2 - variance) * rows.tokens,
-    ])
+    beyond = np.stack(
+        [
+            rows.sums[2] - k3 * rows.tokens,
+            2 * rows.sums[1] - 2 * mean * rows.sums[0] + (mean**2 - variance) * rows.tokens,
+        ]
+    )
     spread = np.maximum(beyond.std(1), 1e-300)
     skewness = ((beyond / spread[:, None]) ** 3).mean(1)
     count = tokens / average
@@ -401,12 +419,12 @@ def _k3(d: Floats) -> Floats:
     return k3
 
 
-def _ratio(estimate: Estimate, scale: float) -> Estimate:
+def _ratio(estimate: QuantileEstimate, scale: float) -> QuantileEstimate:
     """A log-ratio as a ratio, after division by `scale`."""
-    return Estimate(*(min(math.exp(min(x / scale, 88.0)), LARGEST_RATIO) for x in estimate))
+    return QuantileEstimate(*(min(math.exp(min(x / scale, 88.0)), LARGEST_RATIO) for x in estimate))
 
 
-def _plain(estimate: Estimate | None) -> dict[str, float | None] | None:
+def _plain(estimate: QuantileEstimate | None) -> dict[str, float | None] | None:
     if estimate is None:
         return None
     return {name: value if math.isfinite(value) else None for name, value in estimate._asdict().items()}

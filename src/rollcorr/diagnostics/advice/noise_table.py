@@ -47,9 +47,7 @@ class NoiseRow:
     shares: tuple[float, ...]
 
 
-def noise_table(
-    sigmas: Sequence[float] = SIGMAS, lengths: Sequence[int] = NOISE_LENGTHS
-) -> tuple[NoiseRow, ...]:
+def noise_table(sigmas: Sequence[float] = SIGMAS, lengths: Sequence[int] = NOISE_LENGTHS) -> tuple[NoiseRow, ...]:
     """The share that noise alone puts outside each customary limit.
 
     Args:

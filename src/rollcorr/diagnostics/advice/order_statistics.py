@@ -18,7 +18,7 @@ LEVEL = 0.95
 """Nominal coverage of the intervals."""
 
 
-class Estimate(NamedTuple):
+class QuantileEstimate(NamedTuple):
     """A number and its 95 % interval; infinite where the sample does not bound it."""
 
     value: float
@@ -26,7 +26,7 @@ class Estimate(NamedTuple):
     high: float
 
 
-def quantile_estimate(values: Floats, q: float) -> Estimate:
+def quantile_estimate(values: Floats, q: float) -> QuantileEstimate:
     """A quantile of independent values.
 
     The value is interpolated so that a new one lies below it with probability q on average: position (n + 1) q.
@@ -35,7 +35,7 @@ def quantile_estimate(values: Floats, q: float) -> Estimate:
     below, above = _ranks(len(ordered), round(q, 12))
     low = float(ordered[below - 1]) if below >= 1 else -math.inf
     high = float(ordered[above - 1]) if above <= len(ordered) else math.inf
-    return Estimate(float(np.quantile(ordered, q, method="weibull")), low, high)
+    return QuantileEstimate(float(np.quantile(ordered, q, method="weibull")), low, high)
 
 
 def interval_of(replicates: Floats) -> tuple[float, float]:

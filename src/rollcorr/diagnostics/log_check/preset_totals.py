@@ -26,7 +26,16 @@ from rollcorr.rollout_log import RolloutBatch
 
 Sums = NDArray[np.float64]
 
-OF_THE_LOG = ("rows", "tokens", "k3", "k3_square", "row_tokens_square", "row_k3_square", "row_product", "advantage_square")
+OF_THE_LOG = (
+    "rows",
+    "tokens",
+    "k3",
+    "k3_square",
+    "row_tokens_square",
+    "row_k3_square",
+    "row_product",
+    "advantage_square",
+)
 """Sums over valid tokens, or over rows that have one: counts, Σ k3, Σ k3²; Σ t_i², Σ (row k3)², Σ t_i (row k3); Σ A²."""
 OF_A_PRESET = ("kept_rows", "kept_tokens", "kept_k3", "weight", "weight_square", "change", "change_square")
 """Sums of what is left: rows, tokens, Σ k3; Σ w and Σ w² over valid tokens, 0 where rejected; Σ A² w and Σ A² w²."""

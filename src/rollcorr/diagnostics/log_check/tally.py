@@ -178,12 +178,7 @@ class Measurement:
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns of the log that are read."""
-        return (
-            COLUMNS
-            + KEPT_COLUMNS * self.kept
-            + DENOISING_COLUMNS * self.denoising
-            + ("advantages",) * self.what_if
-        )
+        return COLUMNS + KEPT_COLUMNS * self.kept + DENOISING_COLUMNS * self.denoising + ("advantages",) * self.what_if
 
     def of_shard(self, shard: Shard, on_rows: Callable[[int], None]) -> Tally:
         """The tally of a shard, or of its beginning after a KeyboardInterrupt, also one that `on_rows` raises.

@@ -12,7 +12,7 @@ from rich.table import Table
 from rollcorr.diagnostics.advice.advisor import Advice
 from rollcorr.diagnostics.advice.calibration import Calibration
 from rollcorr.diagnostics.advice.noise_table import NoiseRow
-from rollcorr.diagnostics.advice.order_statistics import Estimate
+from rollcorr.diagnostics.advice.order_statistics import QuantileEstimate
 
 
 def show_calibration(console: Console, found: Calibration) -> None:
@@ -74,7 +74,7 @@ def show_advice(console: Console, advice: Advice) -> None:
         console.print(f"\n{escape(advice.yaml)}", end="", soft_wrap=True)
 
 
-def _interval(estimate: Estimate | None) -> str:
+def _interval(estimate: QuantileEstimate | None) -> str:
     if estimate is None:
         return ""
     return " to ".join(f"{end:.6g}" if math.isfinite(end) else "not bounded" for end in estimate[1:])
