@@ -1,7 +1,7 @@
 .DEFAULT_GOAL := help
 .PHONY: help install demo demo-seeds demo-diffusion demo-diffusion-seeds
 .PHONY: test test-anywhere test-slow test-crash test-hostile test-oracle test-triton test-arm test-ray
-.PHONY: test-verl test-trl test-frameworks test-vllm check docs bench laboratory clean
+.PHONY: calibration test-verl test-trl test-frameworks test-vllm check docs bench laboratory clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -88,6 +88,9 @@ test-hostile: $(STAMP) ## Read 4,000 Parquet files with flipped bits (5 minutes)
 
 test-oracle: $(STAMP) ## Hold each implementation against float64: 200 random batches for each of ten seeds (5 minutes)
 	ROLLCORR_ORACLE_SEEDS=10 $(BIN)/python -m pytest tests/correction/test_oracle.py --numprocesses 2
+
+calibration: $(STAMP) ## Hold calibrated thresholds against disjoint pools, and repeat their intervals 100 times (10 minutes)
+	ROLLCORR_CALIBRATION=full $(BIN)/python -m pytest tests/diagnostics/test_calibration.py -s -k "disjoint or cover"
 
 test-triton: $(STAMP) ## Test the GPU kernels without a GPU: interpreted, and compiled for four GPUs (installs Triton, 1 GB)
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[triton]'

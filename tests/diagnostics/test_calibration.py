@@ -56,7 +56,7 @@ def test_thresholds_reject_their_rate_on_a_disjoint_pool(name, tokens, length, r
     assert len(judged["veto"]) == sequences
 
     shares = {setting: rejected_share(found.limit(setting, length), values) for setting, values in judged.items()}
-    print(name, tokens, length, {setting: f"{share:.2%}" for setting, share in shares.items()})
+    print(name, tokens, length, {setting: f"{share:.2%}" for setting, share in shares.items()})  # noqa: T201
     # Both samples err: the null's quantile, and the share of the judged. A splice of p rows repeats what the mean of n
     # rows is off, which is √(p / n) of its spread, and the density of a normal at its 95 % point is 0.103.
     error = math.sqrt(0.0475 * (1 / rows + 1 / sequences)) + (0.103 * math.sqrt(parts / rows) if parts > 1 else 0.0)
@@ -112,7 +112,7 @@ def test_intervals_cover_the_threshold_of_an_endless_null(tokens, length, rows):
         for (setting, side), value in truth.items():
             estimate = getattr(found.limit(setting, length), side)
             covered[setting, side] += estimate.low <= value <= estimate.high
-    print(tokens, length, covered)
+    print(tokens, length, covered)  # noqa: T201
     assert min(covered.values()) >= (90 if FULL else 6)
 
 

@@ -1,4 +1,4 @@
-"""What to do about a mismatch: thresholds from a null, what noise does to customary limits, and which preset to take."""
+"""What to do about a mismatch: thresholds from a null, what noise does to customary limits, which preset to take."""
 
 import lazy_loader as _lazy
 

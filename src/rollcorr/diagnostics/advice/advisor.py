@@ -227,8 +227,8 @@ def _thresholds(
         noise = calibration.limit("seq_mean_k3", length).upper
         if noise is not None and noise.value > few:
             return {"rollout_rs_threshold": _short(noise.value)}, (
-                f"the threshold of seq_mean_k3 rejects {calibration.rate:.0%} of the sequences of {calibration.null} at "
-                f"this length",
+                f"the threshold of seq_mean_k3 rejects {calibration.rate:.0%} of the sequences of {calibration.null} "
+                "at this length",
             )
         return {"rollout_rs_threshold": _short(few)}, (
             f"the threshold of seq_mean_k3 is {FEW_TIMES:g} times the k3 of this log: that of {calibration.null}, "

@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import NormalDist
 
@@ -222,8 +223,8 @@ def _remark(length: int, source: Source, parts: UnitRows) -> str:
     if source == "cut":
         return f"T = {length:,} is cut from longer responses: fewer than {FEWEST} responses have about this length"
     return (
-        f"T = {length:,} is extrapolated: responses of {low:,.0f} to {high:,.0f} tokens are put end to end, which leaves "
-        "out what a longer context changes"
+        f"T = {length:,} is extrapolated: responses of {low:,.0f} to {high:,.0f} tokens are put end to end, which "
+        "leaves out what a longer context changes"
     )
 
 
@@ -349,8 +350,9 @@ def _token_quantiles(null: MismatchNull, rate: float, seed: int) -> list[Quantil
 def _binned_quantiles(profile: MismatchProfile, rate: float) -> list[QuantileEstimate]:
     """The same from the histogram of d, where no tokens were kept: right to a bin, which is the interval."""
     edges = size_edges(profile.sizes.shape[1] // 32)
-    bins = [*(QuantileEstimate(-math.sqrt(a * b), -b, -a) for a, b in zip(edges[:-1], edges[1:], strict=True))][::-1]
-    bins += [QuantileEstimate(math.sqrt(a * b), a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    ends = list(pairwise(edges.tolist()))
+    bins = [*(QuantileEstimate(-math.sqrt(a * b), -b, -a) for a, b in ends)][::-1]
+    bins += [QuantileEstimate(math.sqrt(a * b), a, b) for a, b in ends]
     counts = np.concatenate([profile.sizes[0, ::-1], profile.sizes[1]])
 
     def at(weights: Floats, order: NDArray[np.int64], q: float) -> QuantileEstimate:
@@ -361,12 +363,12 @@ def _binned_quantiles(profile: MismatchProfile, rate: float) -> list[QuantileEst
     found = [at(counts, signed, q) for q in (rate / 2, 1 - rate / 2, 1 - rate)]
     for size in (lambda x: x * x / 2, _k3):
         values = size(np.array([one.value for one in bins]))
-        ends = at(counts, values.argsort(), 1 - rate)
-        found.append(QuantileEstimate(*sorted_by_value(size(np.array(ends)))))
+        chosen = at(counts, values.argsort(), 1 - rate)
+        found.append(QuantileEstimate(*_sorted_by_value(size(np.array(chosen)))))
     return found
 
 
-def sorted_by_value(ends: Floats) -> tuple[float, float, float]:
+def _sorted_by_value(ends: Floats) -> tuple[float, float, float]:
     """Value, low and high of an estimate whose ends a function may have swapped."""
     return float(ends[0]), float(ends.min()), float(ends.max())
 

@@ -77,7 +77,7 @@ def show_what_if(console: Console, rows: Sequence[WhatIf]) -> None:
         table.add_row(row.preset, *shares, change, gain)
     console.print(table)
     console.print(
-        "[dim]ESS: of all tokens, a rejected one having weight 0. Gradient change: relative, of the coefficients of the "
+        "[dim]ESS: of all tokens, rejected ones with weight 0. Gradient change: relative, of the coefficients of the "
         "log-probs; it needs the column advantages. Beyond random: how much k3 per token is lower in what is left than "
         "after rejecting as many at random; a filter on k3 lowers it by construction.[/]"
     )
