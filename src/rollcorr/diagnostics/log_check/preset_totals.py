@@ -36,7 +36,7 @@ OF_THE_LOG = (
     "row_product",
     "advantage_square",
 )
-"""Sums over valid tokens, or over rows that have one: counts, Σ k3, Σ k3²; Σ t_i², Σ (row k3)², Σ t_i (row k3); Σ A²."""
+"""Sums over valid tokens, or rows with one: counts, Σ k3, Σ k3², Σ t_i², Σ (row k3)², Σ t_i (row k3); Σ A²."""
 OF_A_PRESET = ("kept_rows", "kept_tokens", "kept_k3", "weight", "weight_square", "change", "change_square")
 """Sums of what is left: rows, tokens, Σ k3; Σ w and Σ w² over valid tokens, 0 where rejected; Σ A² w and Σ A² w²."""
 
