@@ -119,7 +119,8 @@ def advise(result: CheckResult, *, rate: float = 0.05, null: MismatchNull | None
     fits = measured.t_times_kl < SEQUENCE_WEIGHTS_UNTIL
     preset = situation.short if fits else situation.long
     length = round(metrics["token_count"] / metrics["sequence_count"])
-    calibration, unknown = None, ()
+    calibration: Calibration | None = None
+    unknown: tuple[str, ...] = ()
     if RolloutCorrectionConfig.preset(preset).rollout_rs is not None:
         calibration, unknown = _calibration(null or result.null, rate, length)
     thresholds, why = _thresholds(preset, measured, length, calibration)

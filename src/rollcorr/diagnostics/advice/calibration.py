@@ -174,7 +174,9 @@ def calibrate(
     """
     _check(null, rate, alarm_rate, lengths, sequences)
     rows = UnitRows.of_table(null.profile.rows)
-    limits, alarms, remarks = [*_token_limits(null, rate, seed)], [], []
+    limits = [*_token_limits(null, rate, seed)]
+    alarms: list[CalibratedAlarm] = []
+    remarks: list[str] = []
     for length in lengths:
         source, parts = rows_for(length, rows, null.sample)
         if source == "spliced" and len(parts) == len(rows):
