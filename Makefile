@@ -1,7 +1,7 @@
 .DEFAULT_GOAL := help
 .PHONY: help install demo demo-seeds demo-diffusion demo-diffusion-seeds
 .PHONY: test test-anywhere test-slow test-crash test-hostile test-oracle test-triton test-arm test-compile test-ray
-.PHONY: test-verl test-trl test-frameworks test-vllm check docs bench gpu gpu-dry gpu-wheels laboratory diagnosis clean
+.PHONY: test-verl test-trl test-frameworks test-vllm check docs bench gpu gpu-dry gpu-wheels laboratory diagnosis calibration clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -105,6 +105,13 @@ test-triton: $(TRITON_VERSIONS:%=$(VENV)/triton-%/.installed) ## Test the GPU ke
 
 test-compile: $(STAMP) ## Compile the correction and the losses with torch.compile's inductor, and compare (needs a C++ compiler; half an hour)
 	ROLLCORR_COMPILE_BACKENDS=inductor $(BIN)/python -m pytest tests/correction/test_compile.py --numprocesses 2
+calibration: $(STAMP) ## Hold calibrated thresholds against disjoint pools, and repeat their intervals 100 times (10 minutes)
+	ROLLCORR_CALIBRATION=full $(BIN)/python -m pytest tests/diagnostics/test_calibration.py -s -k "disjoint or cover"
+
+test-triton: $(STAMP) ## Test the GPU kernels without a GPU: interpreted, and compiled for four GPUs (installs Triton, 1 GB)
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[triton]'
+	$(BIN)/python -m pytest tests/kernels/test_triton_*.py
+	$(BIN)/python -m pytest $(BEHAVIOR) -k triton -m "not slow" --numprocesses 2
 
 test-ray: $(STAMP) ## Test `rollcorr check --ray` on a Ray cluster of this machine (installs Ray)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'
