@@ -20,6 +20,8 @@ Row = dict[str, Any]
 TOKEN_TIS = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=2.0)
 SEQUENCE_TIS = RolloutCorrectionConfig(rollout_is="sequence", rollout_is_threshold=4.0)
 FALSE_POSITIVE = "deceptive_effective_sample_size"
+GEOMETRIC_BAND = 1.001
+"""The widest band that is recommended for geometric rejection."""
 HEAD = 0.9
 """The head is the smallest set of tokens with this mass under the engine at temperature 1."""
 
@@ -69,7 +71,17 @@ def at_length(train: Tensor, rollout: Tensor, mask: Tensor, length: int) -> Row:
         "token_ess": token["rollout_is_eff_sample_size"],
         "false_positive": int(FALSE_POSITIVE in codes),
         "saturation": int("saturation" in codes),
+        "warnings": " ".join(sorted(f.code for f in report.findings if f.severity == "warning")),
         "verdict": report.verdict,
+        "log_ratio_min": sequence["log_ratio_min"],
+        "log_ratio_max": sequence["log_ratio_max"],
+        "largest_probability_gap": sequence["prob_diff_abs_max"],
+        "mean_log_prob": sequence["training_log_ppl"],
+        "geometric_mean": (log_mu - log_pi).double().mean(1).abs().mean().exp().item(),
+        "geometric_outside": ((log_mu - log_pi).double().mean(1).abs() > math.log(GEOMETRIC_BAND))
+        .double()
+        .mean()
+        .item(),
     }
 
 

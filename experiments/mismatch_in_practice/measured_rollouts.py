@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from rollcorr.config import SamplingSpec
 from rollcorr.core import KeptSets
 from rollcorr.core.logprobs import kept_log_prob
+from rollcorr.core.sampling import sequential_support, top_k_support, top_p_support, with_sampled
 from rollcorr.engines import (
     CTranslate2Engine,
     Engine,
@@ -50,7 +51,9 @@ class Recording:
         raw: log μ at temperature 1 over the whole vocabulary; None if the engine does not tell.
         processed: log μ of what was sampled: at the temperature, over the kept tokens. None as above.
         kept: the kept sets, one for each entry of a (B, T) tensor; None if nothing was cut or the engine does not tell.
-        temperature: of the sampling.
+        temperature: of the sampling, as are the next two.
+        top_p: 1 for none.
+        top_k: -1 for none.
         engine: the engine's name and version.
         digest: SHA-256 of tokens and log-probs.
     """
@@ -60,8 +63,14 @@ class Recording:
     processed: Tensor | None
     kept: KeptSets | None
     temperature: float
+    top_p: float
+    top_k: int
     engine: str
     digest: str
+
+    def cuts(self) -> list[Callable[[Tensor], Tensor]]:
+        """Top-k, then top-p, as transformers and vLLM cut."""
+        return [lambda logits: top_k_support(logits, self.top_k), lambda logits: top_p_support(logits, self.top_p)]
 
 
 def policy_at(path: str) -> Policy:
@@ -120,6 +129,8 @@ def record(
         processed=processed,
         kept=kept,
         temperature=sampling["temperature"],
+        top_p=sampling.get("top_p", 1.0),
+        top_k=sampling.get("top_k", -1),
         engine=named,
         digest=digest.hexdigest(),
     )
@@ -142,9 +153,10 @@ def train_log_probs(model: nn.Module, recording: Recording) -> dict[str, Tensor]
     """log π of the recorded tokens in the trainer, (B, T): over the whole vocabulary and, if there are any, kept sets.
 
     Returns:
-        "full" and "kept" at the sampling temperature; "kept" only with kept sets.
+        "full" and "kept" at the sampling temperature; "outside": the sampled token is not in the set that the trainer
+        would keep by itself (bool). The last two only with kept sets.
     """
-    full, kept = [], []
+    full, kept, outside = [], [], []
     for rows, logits in logits_in_chunks(model, recording.tokens):
         ids = recording.tokens.response_ids[rows]
         scaled = (logits / recording.temperature).log_softmax(-1)
@@ -153,8 +165,10 @@ def train_log_probs(model: nn.Module, recording: Recording) -> dict[str, Tensor]
             width = ids.shape[1]
             sets = recording.kept.select(torch.arange(int(rows[0]) * width, (int(rows[-1]) + 1) * width))
             kept.append(kept_log_prob(logits, ids, sets, temperature=recording.temperature).log_prob)
+            support = sequential_support(logits / recording.temperature, recording.cuts())
+            outside.append(with_sampled(support, ids)[1])
     found = {"full": torch.cat(full)}
-    return found | ({"kept": torch.cat(kept)} if kept else {})
+    return found | ({"kept": torch.cat(kept), "outside": torch.cat(outside)} if kept else {})
 
 
 def sides(recording: Recording, scores: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
