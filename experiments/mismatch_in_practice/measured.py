@@ -6,7 +6,8 @@
     python experiments/mismatch_in_practice/measured.py --page       page and figures, from the committed results
 
 A cell is a recording (an engine and a sampling), scored by a trainer that is some updates ahead. Its result is kept in
-runs/measured/cells at once; Ctrl-C keeps what is done, and the same command goes on. Recordings and trained policies
+runs/measured/cells at once; Ctrl-C keeps what is done, and the same command goes on. (An engine that is written in C++
+is not left within a recording: the end may take half a minute.) Recordings and trained policies
 stay in runs/measured too: they are large, and made again from the seed. Their hashes are in the results, which go to
 measured/ beside this file.
 
@@ -16,6 +17,7 @@ The study is that of Fang & Khazi (2025), "Mismatch Praxis", https://www.llmdata
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,6 +47,7 @@ from measured_rollouts import (  # noqa: E402
     unavailable,
 )
 
+from rollcorr.run_directory.durable_files import write_text_durably  # noqa: E402
 from rollcorr.simulation import Cell, StudyResult, run_cells  # noqa: E402
 from rollcorr.simulation.study_run import cell_key  # noqa: E402
 from rollcorr.train.grpo import load_policy  # noqa: E402
@@ -68,16 +71,18 @@ def settings_of(path: Path = SETTINGS, *, quick: bool = False) -> dict[str, Any]
     return settings
 
 
-def usable_engines(settings: Mapping[str, Any], console: Console) -> dict[str, dict[str, Any]]:
-    """The engines that can run here; of the others the reason is printed."""
-    found = {}
-    for name, engine in settings["engines"].items():
-        reason = unavailable(engine)
-        if reason is None:
-            found[name] = engine
-        else:
-            console.print(f"skipped: {name}: {reason}")
+def missing_engines(settings: Mapping[str, Any], console: Console) -> dict[str, str]:
+    """The engines that cannot run here, each with the reason, which is printed."""
+    reasons = {name: unavailable(engine) for name, engine in settings["engines"].items()}
+    found = {name: reason for name, reason in reasons.items() if reason is not None}
+    for name, reason in found.items():
+        console.print(f"skipped: {name}: {reason}")
     return found
+
+
+def without(settings: Mapping[str, Any], missing: Mapping[str, str]) -> dict[str, Any]:
+    """The engines that can run."""
+    return {name: engine for name, engine in settings["engines"].items() if name not in missing}
 
 
 def cells_of(settings: Mapping[str, Any], engines: Mapping[str, Any]) -> list[Cell]:
@@ -194,8 +199,8 @@ def _trainer(path: str, updates: int, runs: Path) -> Any:  # noqa: ANN401 (a tra
 
 def run_study(settings: Mapping[str, Any], folder: Path, runs: Path, console: Console, *, command: str) -> StudyResult:
     """Run the cells that are left and write the tables."""
-    engines = usable_engines(settings, console)
-    cells = cells_of(settings, engines)
+    missing = missing_engines(settings, console)
+    cells = cells_of(settings, without(settings, missing))
     for line in budget(cells, folder, settings, runs):
         console.print(line)
 
@@ -203,7 +208,13 @@ def run_study(settings: Mapping[str, Any], folder: Path, runs: Path, console: Co
         stale = tuple(settings["stale"])
         policies_ahead(settings["model"]["path"], stale, settings["updates"], settings["seed"], runs / "policies")
     with _progress() as on_cell:
-        return run_cells(cells, folder, command=command, run=lambda cell: run_cell(cell, runs), on_cell=on_cell)
+        result = run_cells(cells, folder, command=command, run=lambda cell: run_cell(cell, runs), on_cell=on_cell)
+
+    # What the page needs to know besides the rows.
+    facts = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    facts |= {"skipped": missing, "clips": [float(clip) for clip in settings["clips"]]}
+    write_text_durably(folder / "run.json", json.dumps(facts, ensure_ascii=False, indent=2) + "\n")
+    return result
 
 
 @contextmanager
@@ -269,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = runs = RUNS / "quick" if options.quick else RUNS
     settings = settings_of(options.settings, quick=options.quick)
     if options.list:
-        cells = cells_of(settings, usable_engines(settings, console))
+        cells = cells_of(settings, without(settings, missing_engines(settings, console)))
         console.print("\n".join(budget(cells, folder, settings, runs)))
         return 0
     if not options.page:
@@ -294,7 +305,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from measured_page import write_page
 
-    for path in write_page(RESULTS, settings):
+    for path in write_page(RESULTS):
         console.print(f"wrote {path}")
     return 0
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from measured_claims import claims_page
 from measured_figures import write_figures
-from measured_rollouts import unavailable
 from measured_rows import (
     CLAMP,
     CUT,
@@ -35,17 +34,25 @@ HERE = Path(__file__).resolve().parent
 FRAME = HERE / "measured_frame.md"
 
 
-def write_page(folder: Path, settings: Mapping[str, Any], target: Path = HERE) -> list[Path]:
-    """Write measured.md, claims.md and the figures; the paths."""
+def write_page(folder: Path, target: Path = HERE) -> list[Path]:
+    """Write measured.md and claims.md, and the figures beside the tables; the paths."""
+    paths = write_figures(read_table(folder / "grid.csv"), read_table(folder / "temperature.csv"), folder)
+    for name, text in page_texts(folder).items():
+        (target / name).write_text(text, encoding="utf-8")
+        paths.append(target / name)
+    return paths
+
+
+def page_texts(folder: Path) -> dict[str, str]:
+    """The pages by name, from the tables in a folder."""
     grid, temperature = read_table(folder / "grid.csv"), read_table(folder / "temperature.csv")
     run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    paths = write_figures(grid, temperature, folder)
+    longest = longest_of(grid)
     values = {
         "done": f"{run['cells']} of {run['cells_of_the_study']} cells",
-        "skipped": _skipped(settings),
-        "tokens": f"{longest_of(grid):,} tokens",
-        "streams": str(max((row["windows"] for row in select(grid, T=longest_of(grid))), default=0)),
-        "longest": f"{longest_of(grid):,}",
+        "skipped": " ".join(f"Not measured on this machine: {name} ({why})." for name, why in run["skipped"].items()),
+        "streams": str(max((row["windows"] for row in select(grid, T=longest)), default=0)),
+        "longest": f"{longest:,}",
         "facts": _facts(run),
         "sampling": sampling_table(grid),
         "outside": _outside(grid),
@@ -56,14 +63,10 @@ def write_page(folder: Path, settings: Mapping[str, Any], target: Path = HERE) -
         "head": f"{temperature[0]['head_tokens']:.1f}" if temperature else "–",
         "temperature": temperature_table(temperature),
         "health": health_table(grid),
-        "clip": clip_table(grid, settings["clips"]),
+        "clip": clip_table(grid, run["clips"]),
     }
-    frame = FRAME.read_text(encoding="utf-8")
-    page = re.sub(r"<<(\w+)>>", lambda found: values[found.group(1)], frame)
-    for name, text in (("measured.md", page), ("claims.md", claims_page(grid, temperature))):
-        (target / name).write_text(text, encoding="utf-8")
-        paths.append(target / name)
-    return paths
+    page = re.sub(r"<<(\w+)>>", lambda found: values[found.group(1)], FRAME.read_text(encoding="utf-8"))
+    return {"measured.md": page, "claims.md": claims_page(grid, temperature)}
 
 
 def table(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
@@ -192,12 +195,13 @@ def viable_table(grid: Rows) -> str:
 
 def temperature_table(rows: Rows) -> str:
     """KL at a few temperatures, and its share in the tail."""
-    shown = (0.2, 0.4, 0.7, 1.0, 1.5, 2.0, 5.0, 10.0)
+    measured = {row["temperature"] for row in rows}
+    shown = [value for value in (0.2, 0.4, 0.7, 1.0, 1.5, 2.0, 5.0, 10.0) if value in measured]
     body = []
     for knob in dict.fromkeys(row["knob"] for row in rows):
         found = {row["temperature"]: row for row in select(rows, knob=knob)}
         body.append((f"{knob}: KL, nats", *(_short(found[t]["kl"]) for t in shown)))
-        body.append((f"{knob}: share of the tail", *(f"{found[t]['kl_tail'] / found[t]['kl']:.0%}" for t in shown)))
+        body.append((f"{knob}: share of the tail", *(f"{found[t]['kl_tail'] / max(found[t]['kl'], 1e-300):.0%}" for t in shown)))
     return table(("", *(f"τ = {t:g}" for t in shown)), body)
 
 
@@ -255,12 +259,6 @@ def clip_table(grid: Rows, clips: Sequence[float]) -> str:
 def _outside(grid: Rows) -> str:
     found = select(grid, engine="bf16", updates=0, sampling=CUT, mode="replayed", T=longest_of(grid))
     return f"{found[0]['outside']:.3%}" if found else "(not measured yet)"
-
-
-def _skipped(settings: Mapping[str, Any]) -> str:
-    reasons = {name: unavailable(engine) for name, engine in settings["engines"].items()}
-    lines = [f"Not measured on this machine: {name} ({reason})." for name, reason in reasons.items() if reason]
-    return " ".join(lines)
 
 
 def _facts(run: Mapping[str, Any]) -> str:
