@@ -2,6 +2,7 @@
 
     python experiments/mismatch_in_practice/measured.py              every cell that is not done; then page and figures
     python experiments/mismatch_in_practice/measured.py --quick      a subset in two minutes, with asserted numbers
+    python experiments/mismatch_in_practice/measured.py --small      the whole grid on less, in five minutes
     python experiments/mismatch_in_practice/measured.py --list       what is done, and what the rest costs
     python experiments/mismatch_in_practice/measured.py --page       page and figures, from the committed results
 
@@ -60,10 +61,12 @@ SECONDS = {"record": 4.0e-4, "score": 2.5e-4, "update": 2.0}
 """Core-seconds per recorded token, per scored token, and per update, on an AMD EPYC with AVX-512."""
 
 
-def settings_of(path: Path = SETTINGS, *, quick: bool = False) -> dict[str, Any]:
-    """measured.yaml, or its subset."""
+def settings_of(path: Path = SETTINGS, *, quick: bool = False, small: bool = False) -> dict[str, Any]:
+    """measured.yaml, or one of its subsets."""
     settings: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
-    subset = settings.pop("quick")
+    subset, less = settings.pop("quick"), settings.pop("small")
+    if small:
+        settings |= less
     if quick:
         chosen = subset.pop("engines")
         settings |= subset
@@ -270,6 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run what the command line asks for; returns the exit code."""
     parser = argparse.ArgumentParser(description="The measured study.")
     parser.add_argument("--quick", action="store_true", help="a subset in two minutes, with asserted numbers")
+    parser.add_argument("--small", action="store_true", help="the whole grid on 8 streams of 1,024 tokens (5 minutes)")
     parser.add_argument("--list", action="store_true", help="show what is done and what the rest costs")
     parser.add_argument("--page", action="store_true", help="write page and figures from the results that are there")
     parser.add_argument("--threads", type=int, default=2, help="threads of torch and of the engines")
@@ -278,7 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(highlight=False, soft_wrap=True)
 
     folder = runs = RUNS / "quick" if options.quick else RUNS
-    settings = settings_of(options.settings, quick=options.quick)
+    settings = settings_of(options.settings, quick=options.quick, small=options.small)
     if options.list:
         cells = cells_of(settings, without(settings, missing_engines(settings, console)))
         console.print("\n".join(budget(cells, folder, settings, runs)))

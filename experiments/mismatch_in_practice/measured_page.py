@@ -153,7 +153,8 @@ def low_weight_table(grid: Rows) -> str:
     """The share of low weights at three lengths, for both temperatures."""
     lengths = [length for length in (32, 256, longest_of(grid)) if select(grid, T=length)]
     rows = []
-    for pair in pairs_of(select(grid, sampling="1.0", mode="processed")):
+    pairs = pairs_of(select(grid, sampling="1.0", mode="processed"))
+    for pair in sorted(pairs, key=lambda pair: distance(pair[-1])):
         cells: list[object] = [name_of(pair[0])]
         for sampling in ("1.0", "0.4"):
             for length in lengths:
@@ -201,7 +202,9 @@ def temperature_table(rows: Rows) -> str:
     for knob in dict.fromkeys(row["knob"] for row in rows):
         found = {row["temperature"]: row for row in select(rows, knob=knob)}
         body.append((f"{knob}: KL, nats", *(_short(found[t]["kl"]) for t in shown)))
-        body.append((f"{knob}: share of the tail", *(f"{found[t]['kl_tail'] / max(found[t]['kl'], 1e-300):.0%}" for t in shown)))
+        body.append(
+            (f"{knob}: share of the tail", *(f"{found[t]['kl_tail'] / max(found[t]['kl'], 1e-300):.0%}" for t in shown))
+        )
     return table(("", *(f"τ = {t:g}" for t in shown)), body)
 
 
@@ -238,7 +241,7 @@ def health_table(grid: Rows) -> str:
             _short(row["ess"]),
             f"{clamped(row):.0%}",
             f"{row['low_weight']:.0%}",
-            ", ".join(f"`{code}`" for code in row["warnings"].split()) or "none",
+            ", ".join(f"`{code}`" for code in dict.fromkeys(row["warnings"].split())) or "none",
         )
         for row in examples
     ]
@@ -264,7 +267,7 @@ def _outside(grid: Rows) -> str:
 def _facts(run: Mapping[str, Any]) -> str:
     return (
         f"It took {run['cpu_seconds'] / 60:.1f} core-minutes on {run['processor']}, with torch {run['torch']} and "
-        f"{run['threads']} thread{'s' if run['threads'] > 1 else ''}."
+        f"{run['threads']} thread{'s' if run['threads'] > 1 else ''}; the command was `{run['command']}`."
     )
 
 
