@@ -6,7 +6,19 @@ import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from measured_rows import CUT, Row, Rows, distance, growth_fit, half_clamped, longest_of, name_of, pairs_of, select
+from measured_rows import (
+    CUT,
+    Row,
+    Rows,
+    clamped,
+    distance,
+    growth_fit,
+    half_clamped,
+    longest_of,
+    name_of,
+    pairs_of,
+    select,
+)
 
 REPEATS, FAILS, PARTLY = "repeats", "does not repeat", "repeats in part"
 TRAINED = "[the trained study](trained.md)"
@@ -227,10 +239,9 @@ def _few_carry(grid: Rows, temperature: Rows) -> Verdict | None:
     if not rows:
         return None
     text = "; ".join(f"{name_of(row)}: {row['ess']:.2f}, {row['low_weight']:.0%}" for row in rows)
-    return _said(
-        all(row["ess"] < 0.5 and row["low_weight"] > 0.5 for row in rows),
-        f"ESS and low weights where T × KL is 2 to 20 (document: 0.3 to 0.4, 80 to 90 %): {text}",
-    )
+    holds = sum(row["ess"] < 0.5 and row["low_weight"] > 0.5 for row in rows)
+    seen = f"ESS and low weights where T × KL is 2 to 20 (document: 0.3 to 0.4, 80 to 90 %): {text}"
+    return _share(holds, len(rows)), seen
 
 
 def _token_ess(grid: Rows, temperature: Rows) -> Verdict | None:
@@ -244,16 +255,19 @@ def _token_ess(grid: Rows, temperature: Rows) -> Verdict | None:
 
 
 def _before_clamp(grid: Rows, temperature: Rows) -> Verdict | None:
-    rows = [
-        row
-        for row in select(grid, mode="processed")
-        if 1 < distance(row) < 20 and row["saturated_low"] + row["saturated_high"] == 0
-    ]
+    rows = [row for row in select(grid, mode="processed") if 2 < distance(row) < 10 and clamped(row) < 0.1]
     if not rows:
         return None
-    lost = [row for row in rows if row["ess"] < 0.5]
-    seen = f"{len(lost)} of {len(rows)} cases with T × KL of 1 to 20 and no weight at the clamp have an ESS below 0.5"
-    return _said(len(lost) > len(rows) / 2, seen)
+    lost = sum(row["ess"] < 0.5 for row in rows)
+    seen = f"{lost} of {len(rows)} cases with T × KL of 2 to 10 have an ESS below 0.5 (under 10 % at the clamp)"
+    return _share(lost, len(rows)), seen
+
+
+def _share(holds: int, cases: int) -> str:
+    """A claim about many cases: all but a tenth of them, more than a half, or fewer."""
+    if holds >= 0.9 * cases:
+        return REPEATS
+    return PARTLY if holds > cases / 2 else FAILS
 
 
 def _safe_below(grid: Rows, temperature: Rows) -> Verdict | None:
@@ -278,7 +292,8 @@ def _clamp_rule(grid: Rows, temperature: Rows) -> Verdict | None:
         f"half of the weights are clamped at {min(ratios):.2f} to {max(ratios):.2f} times 20 / KL "
         f"({len(ratios)} pairs): some streams carry most of the KL, so the typical weight is larger than exp(−T × KL)"
     )
-    return _said(0.5 <= sorted(ratios)[len(ratios) // 2] <= 2, seen)
+    near = 0.5 <= sorted(ratios)[len(ratios) // 2] <= 2
+    return (REPEATS if near else PARTLY), seen
 
 
 def _monotone(grid: Rows, temperature: Rows) -> Verdict | None:
@@ -321,12 +336,17 @@ def _cut_ess(grid: Rows, temperature: Rows) -> Verdict | None:
     row = _one(grid, sampling=CUT, mode="processed")
     if row is None:
         return None
-    clamped = row["saturated_low"] + row["saturated_high"]
-    fires = "fires" if row["false_positive"] else "does not fire"
+    deceived = [other for other in grid if other["ess"] > 0.9 and clamped(other) > 0.5]
+    found = sum(other["false_positive"] for other in deceived)
     seen = (
-        f"T × KL = {row['t_times_kl']:.0f}, {clamped:.0%} at the clamp, ESS {row['ess']:.3f}; the health rule {fires}"
+        f"T × KL = {row['t_times_kl']:.0f}, {clamped(row):.0%} at the clamp, ESS {row['ess']:.3f}; over all cases "
+        f"{len(deceived)} have an ESS above 0.9 from clamped weights, and the health rule finds {found} of them"
     )
-    return _said(row["ess"] > 0.9 and clamped > 0.5, seen)
+    if row["ess"] > 0.9 and clamped(row) > 0.5:
+        return REPEATS, seen
+    if deceived:
+        return PARTLY, f"not at this distance, but at larger ones and with raw log-probs: {seen}"
+    return FAILS, seen
 
 
 def _kl_of_cut(grid: Rows, temperature: Rows) -> Verdict | None:

@@ -231,13 +231,14 @@ def health_table(grid: Rows) -> str:
     for mode in ("processed", "replayed"):
         for row in select(grid, engine="bf16", updates=0, sampling=CUT, mode=mode, T=longest):
             examples.append(row)
+    examples = [row for row in deceived if row["T"] == longest][:4] + examples
     examples += select(grid, engine="float32", updates=0, sampling="1.0", mode="processed", T=longest)
-    header = ("example", "log-probs", "T × KL, nats", "ESS", "at the clamp", "low weights", "warnings")
+    header = ("example", "log-probs", "T × mean −log ρ, nats", "ESS", "at the clamp", "low weights", "warnings")
     body = [
         (
             f"{name_of(row)}, {SAMPLINGS[row['sampling']]}, T = {row['T']:,}",
             row["mode"],
-            _short(distance(row) if row["mode"] == "replayed" else row["t_times_kl"]),
+            _short(row["t_times_kl"]),
             _short(row["ess"]),
             f"{clamped(row):.0%}",
             f"{row['low_weight']:.0%}",
