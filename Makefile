@@ -1,7 +1,8 @@
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-seeds demo-diffusion demo-diffusion-seeds
-.PHONY: test test-anywhere test-slow test-crash test-hostile test-oracle test-triton test-arm test-compile test-ray
-.PHONY: test-verl test-trl test-frameworks test-vllm check docs bench gpu gpu-dry gpu-wheels laboratory diagnosis calibration clean
+.PHONY: help install demo demo-seeds demo-diffusion demo-diffusion-seeds test test-anywhere test-slow test-crash
+.PHONY: test-hostile test-oracle test-triton test-compile calibration test-triton test-ray test-arm test-verl test-trl
+.PHONY: test-frameworks test-vllm check docs bench gpu-wheels gpu gpu-dry laboratory diagnosis study-measured
+.PHONY: study-measured-quick clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -161,6 +162,12 @@ laboratory: $(STAMP) ## Measure every correction where the exact gradient is kno
 
 diagnosis: $(STAMP) ## Make logs with known faults and without, and score `rollcorr check` on them (half an hour on one core)
 	OMP_NUM_THREADS=1 PYTHON=$(BIN)/python experiments/diagnosis/run.sh $(ARGS)
+
+study-measured: $(STAMP) ## Measure what rollouts of real engines do to the weights, then write its pages (half an hour on 2 cores; goes on)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python experiments/mismatch_in_practice/measured.py $(ARGS)
+
+study-measured-quick: $(STAMP) ## A subset of that in two minutes, with asserted numbers
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python experiments/mismatch_in_practice/measured.py --quick $(ARGS)
 
 clean: ## Remove what was built and run
 	rm -rf $(VENV) $(VLLM_VENV) $(VERL_VENV) $(TRL_VENV) build dist *.egg-info runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
