@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollcorr.train.grpo.policy import make_byte_tokenizer
-from rollcorr.train.grpo.tasks import ArithmeticTask, Gsm8kTask, hard_gated_reward, same_number
+from rollcorr.train.grpo.tasks import ArithmeticTask, Gsm8kTask, ScratchpadTask, hard_gated_reward, same_number
 
 TOKENIZER = make_byte_tokenizer()
 GSM8K = Path(__file__).parents[1] / "data" / "gsm8k_12.jsonl"  # plain, thousands, millions and negative answers
@@ -47,9 +47,14 @@ def test_special_tokens_earn_no_bonus():
     assert reward("", ids=[*ids, TOKENIZER.eos_token_id]).value == pytest.approx(1.2)
 
 
-def test_a_bonus_over_no_tokens_is_refused():
-    with pytest.raises(ValueError, match="bonus_length must be at least 1, got 0"):
-        reward("#### 85", bonus_length=0)
+def test_a_bonus_over_no_tokens_is_no_bonus():
+    assert reward("let me see\n#### 85\n0123456789", bonus_length=0).value == 1
+    assert reward("#### 84\n", bonus_length=0).value == 0
+
+
+def test_a_bonus_over_fewer_than_no_tokens_is_refused():
+    with pytest.raises(ValueError, match=r"bonus_length must be at least 0 \(no bonus\), got -1"):
+        reward("#### 85", bonus_length=-1)
 
 
 @given(text=st.text(max_size=30), tail=st.text(alphabet="abc. ", max_size=20))
@@ -84,11 +89,48 @@ def test_solutions_of_the_arithmetic_task_earn_a_reward():
         assert eval(problem.prompt.removesuffix("=?\n")) == int(problem.answer)
 
 
-def test_problems_follow_from_seed_and_step_alone():
-    task = ArithmeticTask()
+def test_a_scratch_pad_by_hand():
+    (problem,) = ScratchpadTask(terms=3).problems(1, seed=0, step=0)
+    first, second, third = (int(digit) for digit in problem.prompt[1:6:2])
+    total = first + second + third
+    assert problem.prompt == f"a{first}b{second}c{third}=?\n"
+    assert problem.solution == (
+        f"a{first}:{first:03d}\nb{second}:{first + second:03d}\nc{third}:{total:03d}\n#### {total}\n"
+    )
+    assert problem.answer == str(total)
+
+
+def test_a_scratch_pad_is_worked_from_line_to_line_and_earns_its_reward():
+    """Each total is the one above it plus the digit beside it, and the digits are those of the question."""
+    for problem in ScratchpadTask().problems(50, seed=0, step=3):
+        *lines, answer = problem.solution.splitlines()
+        digits = [int(line[1]) for line in lines]
+        totals = [int(line[3:]) for line in lines]
+        assert "".join(line[:2] for line in lines) + "=?\n" == problem.prompt
+        assert [after - before for before, after in zip([0, *totals], totals, strict=False)] == digits
+        assert answer == f"#### {totals[-1]}"
+        assert reward(problem.solution, problem.answer, bonus_length=0).value == 1
+
+
+def test_the_answer_of_a_scratch_pad_comes_after_256_tokens_but_for_its_own_line():
+    for problem in ScratchpadTask().problems(50, seed=1, step=0):
+        tokens = len(TOKENIZER.encode(problem.solution, add_special_tokens=False)) + 1  # and the end token
+        assert len(problem.solution[: problem.solution.index("####")]) == 252
+        assert 256 <= tokens <= 262
+
+
+@pytest.mark.parametrize("terms", [0, 53])
+def test_a_scratch_pad_has_a_letter_for_each_term(terms):
+    with pytest.raises(ValueError, match=f"task.terms must be 1 to 52, one letter for each, got {terms}"):
+        ScratchpadTask(terms=terms)
+
+
+@pytest.mark.parametrize("make", [ArithmeticTask, ScratchpadTask])
+def test_problems_follow_from_seed_and_step_alone(make):
+    task = make()
     first = task.problems(8, seed=0, step=1)
     task.problems(8, seed=0, step=2)
-    assert task.problems(8, seed=0, step=1) == first == ArithmeticTask().problems(8, seed=0, step=1)
+    assert task.problems(8, seed=0, step=1) == first == make().problems(8, seed=0, step=1)
     assert task.problems(8, seed=0, step=2) != first
     assert task.problems(8, seed=1, step=1) != first
 

@@ -6,14 +6,17 @@ is right, else
     1 + min(tokens_after_answer, bonus_length) / bonus_length
 
 so it lies in {0} ∪ [1, 2]. The bonus asks for longer explanations after the answer, which stresses a correction
-that degrades with length. Source: Fang & Khazi (2025), "Mismatch Praxis", section 5.
+that degrades with length; `bonus_length` 0 leaves it out, and the reward is 0 or 1.
+Source: Fang & Khazi (2025), "Mismatch Praxis", section 5.
 """
 
 from __future__ import annotations
 
 import bisect
+import itertools
 import json
 import re
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +83,42 @@ class ArithmeticTask:
         return TaskProblem(f"{question}=?\n", str(result), f"#### {result}\n" + "".join(f"{s}. " for s in sentences))
 
 
+class ScratchpadTask:
+    """Long sums on a scratch pad: `a7b4c9=?`, worked as `a7:007`, `b4:011`, `c9:020`, then `#### 20`.
+
+    Each term has a letter, and each line of the pad copies a letter and its digit and adds the digit to the total. One
+    wrong line makes the answer wrong, so a policy that is right in 98 % of the lines answers half of the sums of 36
+    terms. A line is 7 characters long: 36 terms need 252 of them before the answer.
+
+    Args:
+        terms: digits to add, 1 to 52.
+
+    Raises:
+        ValueError: `terms` is out of this range.
+    """
+
+    name = "scratchpad"
+    labels = string.ascii_letters
+
+    def __init__(self, *, terms: int = 36) -> None:
+        if not 1 <= terms <= len(self.labels):
+            raise ValueError(f"task.terms must be 1 to {len(self.labels)}, one letter for each, got {terms}")
+        self.terms = terms
+
+    def problems(self, count: int, *, seed: int, step: int) -> list[TaskProblem]:
+        """Draw the digits uniformly."""
+        generator = derived_generator(seed, "problems", step)
+        digits = torch.randint(10, (count, self.terms), generator=generator, device="cpu").tolist()
+        return [self._problem(row) for row in digits]
+
+    def _problem(self, digits: Sequence[int]) -> TaskProblem:
+        terms = [f"{label}{digit}" for label, digit in zip(self.labels, digits, strict=False)]
+        totals = itertools.accumulate(digits)
+        pad = "".join(f"{term}:{total:03d}\n" for term, total in zip(terms, totals, strict=True))
+        answer = str(sum(digits))
+        return TaskProblem("".join(terms) + "=?\n", answer, f"{pad}#### {answer}\n")
+
+
 class Gsm8kTask:
     """Problems from a JSONL file with `question` and `answer`, the answer ending in `#### N` (the GSM8K format)."""
 
@@ -102,15 +141,15 @@ def hard_gated_reward(response_ids: Sequence[int], answer: str, tokenizer: Any, 
         response_ids: token ids of the response. Special tokens (the end of the sequence) are not counted.
         answer: the right answer.
         tokenizer: has `decode` and `all_special_ids`.
-        bonus_length: tokens after the answer line that earn the whole bonus; at least 1.
+        bonus_length: tokens after the answer line that earn the whole bonus; 0 for no bonus.
 
     Raises:
-        ValueError: `bonus_length` is below 1.
+        ValueError: `bonus_length` is negative.
 
     Source: Fang & Khazi (2025), "Mismatch Praxis", section 5.
     """
-    if bonus_length < 1:
-        raise ValueError(f"task.bonus_length must be at least 1, got {bonus_length}")
+    if bonus_length < 0:
+        raise ValueError(f"task.bonus_length must be at least 0 (no bonus), got {bonus_length}")
 
     special = set(tokenizer.all_special_ids)
     ids = [token for token in response_ids if token not in special]
@@ -118,6 +157,8 @@ def hard_gated_reward(response_ids: Sequence[int], answer: str, tokenizer: Any, 
     lines = list(ANSWER_LINE.finditer(text))
     if len(lines) != 1 or not same_number(lines[0].group(1), answer):
         return Reward(0.0, correct=False)
+    if not bonus_length:
+        return Reward(1.0, correct=True)
 
     # The shortest prefix of tokens that holds the answer line; what follows earns the bonus.
     end = lines[0].end() + 1  # the line break belongs to the answer line
