@@ -89,40 +89,32 @@ def test_solutions_of_the_arithmetic_task_earn_a_reward():
         assert eval(problem.prompt.removesuffix("=?\n")) == int(problem.answer)
 
 
-def test_a_scratch_pad_by_hand():
-    (problem,) = ScratchpadTask(terms=3).problems(1, seed=0, step=0)
-    first, second, third = (int(digit) for digit in problem.prompt[1:6:2])
-    total = first + second + third
-    assert problem.prompt == f"a{first}b{second}c{third}=?\n"
-    assert problem.solution == (
-        f"a{first}:{first:03d}\nb{second}:{first + second:03d}\nc{third}:{total:03d}\n#### {total}\n"
-    )
-    assert problem.answer == str(total)
-
-
 def test_a_scratch_pad_is_worked_from_line_to_line_and_earns_its_reward():
-    """Each total is the one above it plus the digit beside it, and the digits are those of the question."""
-    for problem in ScratchpadTask().problems(50, seed=0, step=3):
-        *lines, answer = problem.solution.splitlines()
-        digits = [int(line[1]) for line in lines]
-        totals = [int(line[3:]) for line in lines]
-        assert "".join(line[:2] for line in lines) + "=?\n" == problem.prompt
-        assert [after - before for before, after in zip([0, *totals], totals, strict=False)] == digits
-        assert answer == f"#### {totals[-1]}"
+    for problem in ScratchpadTask(additions=3).problems(50, seed=0, step=3):
+        label, added, start = problem.prompt[0], int(problem.prompt[3]), int(problem.prompt[5:])
+        totals = [start + added, start + 2 * added, start + 3 * added]
+        assert (label, problem.answer) == ("0", str(totals[-1]))
+        assert problem.solution == (
+            f"a +{added}={totals[0]:04d}\nb +{added}={totals[1]:04d}\nc +{added}={totals[2]:04d}\n"
+            f"#### {totals[2]:04d}\n"
+        )
         assert reward(problem.solution, problem.answer, bonus_length=0).value == 1
 
 
-def test_the_answer_of_a_scratch_pad_comes_after_256_tokens_but_for_its_own_line():
+def test_the_answer_of_a_scratch_pad_comes_after_256_tokens():
     for problem in ScratchpadTask().problems(50, seed=1, step=0):
-        tokens = len(TOKENIZER.encode(problem.solution, add_special_tokens=False)) + 1  # and the end token
-        assert len(problem.solution[: problem.solution.index("####")]) == 252
-        assert 256 <= tokens <= 262
+        assert problem.solution.startswith("a +")
+        assert problem.solution.splitlines()[-2].startswith("z +")
+        before, answer = problem.solution.split("#### ")
+        assert len(TOKENIZER.encode(before, add_special_tokens=False)) == 260
+        assert len(TOKENIZER.encode(problem.solution, add_special_tokens=False)) == 270
+        assert int(answer) == int(problem.answer)
 
 
-@pytest.mark.parametrize("terms", [0, 53])
-def test_a_scratch_pad_has_a_letter_for_each_term(terms):
-    with pytest.raises(ValueError, match=f"task.terms must be 1 to 52, one letter for each, got {terms}"):
-        ScratchpadTask(terms=terms)
+@pytest.mark.parametrize("additions", [0, 53])
+def test_a_scratch_pad_has_a_letter_for_each_line(additions):
+    with pytest.raises(ValueError, match=f"task.additions must be 1 to 52, one letter for each, got {additions}"):
+        ScratchpadTask(additions=additions)
 
 
 @pytest.mark.parametrize("make", [ArithmeticTask, ScratchpadTask])

@@ -42,18 +42,18 @@ class TaskConfig:
             GSM8K format).
         path: the file, for "gsm8k".
         max_operand: largest operand, for "arithmetic".
-        terms: digits to add, for "scratchpad"; 1 to 52.
+        additions: how many of them, for "scratchpad"; 1 to 52.
         bonus_length: tokens after the answer line that earn the whole length bonus; 0 for no bonus.
     """
 
     name: Literal["arithmetic", "scratchpad", "gsm8k"] = "arithmetic"
     path: str | None = None
     max_operand: int = 99
-    terms: int = 36
+    additions: int = 26
     bonus_length: int = 24
 
     def __post_init__(self) -> None:
-        at_least("task", self, max_operand=1, terms=1, bonus_length=0)
+        at_least("task", self, max_operand=1, additions=1, bonus_length=0)
         if (self.name == "gsm8k") != (self.path is not None):
             raise ValueError(f"task.path belongs to task.name=gsm8k, got name={self.name!r} and path={self.path!r}")
 

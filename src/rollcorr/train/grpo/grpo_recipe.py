@@ -111,7 +111,7 @@ def make_task(config: TaskConfig) -> Task:
     if config.path is not None:
         return Gsm8kTask(config.path)
     if config.name == "scratchpad":
-        return ScratchpadTask(terms=config.terms)
+        return ScratchpadTask(additions=config.additions)
     return ArithmeticTask(max_operand=config.max_operand)
 
 

@@ -13,7 +13,6 @@ Source: Fang & Khazi (2025), "Mismatch Praxis", section 5.
 from __future__ import annotations
 
 import bisect
-import itertools
 import json
 import re
 import string
@@ -84,39 +83,39 @@ class ArithmeticTask:
 
 
 class ScratchpadTask:
-    """Long sums on a scratch pad: `a7b4c9=?`, worked as `a7:007`, `b4:011`, `c9:020`, then `#### 20`.
+    """Repeated addition on a scratch pad: `0 +8=4170` asks to start at 4170 and to add 8 again and again.
 
-    Each term has a letter, and each line of the pad copies a letter and its digit and adds the digit to the total. One
-    wrong line makes the answer wrong, so a policy that is right in 98 % of the lines answers half of the sums of 36
-    terms. A line is 7 characters long: 36 terms need 252 of them before the answer.
+    The solution has a line for each addition, `a +8=4178`, `b +8=4186`, …, and answers with the last total. A line is
+    10 characters long, so 26 additions need 260 of them before the answer. One wrong line makes the answer wrong: a
+    policy that adds rightly 98 times of 100 is right in 59 % of its answers.
 
     Args:
-        terms: digits to add, 1 to 52.
+        additions: how often the number is added, 1 to 52, one letter for each.
 
     Raises:
-        ValueError: `terms` is out of this range.
+        ValueError: `additions` is out of this range.
     """
 
     name = "scratchpad"
     labels = string.ascii_letters
 
-    def __init__(self, *, terms: int = 36) -> None:
-        if not 1 <= terms <= len(self.labels):
-            raise ValueError(f"task.terms must be 1 to {len(self.labels)}, one letter for each, got {terms}")
-        self.terms = terms
+    def __init__(self, *, additions: int = 26) -> None:
+        if not 1 <= additions <= len(self.labels):
+            raise ValueError(f"task.additions must be 1 to {len(self.labels)}, one letter for each, got {additions}")
+        self.additions = additions
 
     def problems(self, count: int, *, seed: int, step: int) -> list[TaskProblem]:
-        """Draw the digits uniformly."""
+        """Draw the start uniformly from 0 … 8999 and what is added from 0 … 9."""
         generator = derived_generator(seed, "problems", step)
-        digits = torch.randint(10, (count, self.terms), generator=generator, device="cpu").tolist()
-        return [self._problem(row) for row in digits]
+        starts = torch.randint(9000, (count,), generator=generator, device="cpu").tolist()
+        added = torch.randint(10, (count,), generator=generator, device="cpu").tolist()
+        return [self._problem(*numbers) for numbers in zip(starts, added, strict=True)]
 
-    def _problem(self, digits: Sequence[int]) -> TaskProblem:
-        terms = [f"{label}{digit}" for label, digit in zip(self.labels, digits, strict=False)]
-        totals = itertools.accumulate(digits)
-        pad = "".join(f"{term}:{total:03d}\n" for term, total in zip(terms, totals, strict=True))
-        answer = str(sum(digits))
-        return TaskProblem("".join(terms) + "=?\n", answer, f"{pad}#### {answer}\n")
+    def _problem(self, start: int, added: int) -> TaskProblem:
+        labels = self.labels[: self.additions]
+        pad = "".join(f"{label} +{added}={start + n * added:04d}\n" for n, label in enumerate(labels, 1))
+        result = start + self.additions * added
+        return TaskProblem(f"0 +{added}={start:04d}\n", str(result), f"{pad}#### {result:04d}\n")
 
 
 class Gsm8kTask:
