@@ -22,12 +22,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from rich.progress import Progress
 
 from rollcorr.config import SamplingSpec
 from rollcorr.engines import CTranslate2Engine, GenerationSettings
@@ -41,14 +43,14 @@ CELLS = HERE / "trained" / "cells"
 RUNS = Path("runs") / "trained"
 
 COLUMNS: dict[str, tuple[str, ...]] = {
-    "clean": (),
+    "clean": ("rollout.engine=ctranslate2", "rollout.engine_options={compute_type: float32, threads: 1}"),
     "stale_quantized": (
+        "rollout.engine=ctranslate2",
+        "rollout.engine_options={compute_type: int8, weight_bits: 4, threads: 1}",
         "rollout.refresh_every=8",
-        "rollout.engine_options={compute_type: int8, weight_bits: 5, threads: 1}",
     ),
     "truncated": (
         "rollout.engine=transformers",
-        "rollout.engine_options={}",
         "rollout.dtype=float32",
         "rollout.sampling={temperature: 0.7, top_p: 0.8, top_k: 20, logprobs: processed}",
         "actor.sampling=full",
@@ -71,11 +73,11 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
 """What is done about it, as changes of trained.yaml. `replay` scores the tokens over the sampler's kept sets."""
 
 GRID = ("none", "token_tis", "seq_tis")
-BREAKS: dict[str, tuple[str, ...]] = {
-    "stale_quantized": ("geo_rs_token_tis", "seq_mis"),
-    "truncated": ("geo_rs_token_tis", "seq_mis", "replay"),
-}
-"""Columns where training breaks, and what is tried there besides the grid; they have three seeds, the others two."""
+MORE: dict[str, tuple[str, ...]] = {"stale_quantized": ("geo_rs_token_tis", "seq_mis"), "truncated": ("replay",)}
+"""What is tried in a column besides the grid."""
+
+BREAKS = ("stale_quantized",)
+"""Columns where training breaks: they have three seeds, the others two."""
 
 MODEL = {
     "model_type": "llama",
@@ -95,8 +97,8 @@ WARM_UP_EVALUATE = 20
 WARM_UP_LOSS = 0.02
 TARGET_ACCURACY = 0.5
 HELD_OUT_PROBLEMS = 256
-WARM_UP_MINUTES = 4
-CORE_MINUTES = {"clean": 2.5, "stale_quantized": 2.5, "truncated": 5.0}
+WARM_UP_MINUTES = 1.5
+CORE_MINUTES = {"clean": 2.0, "stale_quantized": 2.0, "truncated": 2.5}
 """What a cell costs on a core of an AMD EPYC with AVX-512; the time of a finished cell is in its file."""
 
 KEPT_METRICS = {
@@ -155,9 +157,8 @@ def cells() -> list[Cell]:
     found = []
     for seed in range(3):
         for column in COLUMNS:
-            breaks = column in BREAKS
-            if seed < (3 if breaks else 2):
-                found += [Cell(column, correction, seed) for correction in (*GRID, *BREAKS.get(column, ()))]
+            if seed < (3 if column in BREAKS else 2):
+                found += [Cell(column, correction, seed) for correction in (*GRID, *MORE.get(column, ()))]
     return found
 
 
@@ -302,6 +303,16 @@ def read_cells() -> list[dict[str, Any]]:
     return [json.loads(cell.path.read_text(encoding="utf-8")) for cell in cells() if cell.path.exists()]
 
 
+def facts() -> dict[str, str]:
+    """What the page says of the settings."""
+    stale = Cell("stale_quantized", "none", 0).config().rollout
+    return {
+        "problems": str(HELD_OUT_PROBLEMS),
+        "stale": f"CTranslate2 in {stale.engine_options['compute_type']} from weights rounded to "
+        f"{stale.engine_options['weight_bits']} bits, with new weights at every {stale.refresh_every}th step",
+    }
+
+
 def budget_lines(chosen: Sequence[Cell]) -> list[str]:
     """What is done, and what the rest costs."""
     open_cells = [cell for cell in chosen if not cell.path.exists()]
@@ -312,8 +323,48 @@ def budget_lines(chosen: Sequence[Cell]) -> list[str]:
         f"{len(open_cells)} cells are left: about {minutes:.0f} core-minutes",
     ]
     if seeds:
-        lines.append(f"{len(seeds)} warm-ups come before: about {len(seeds) * WARM_UP_MINUTES:.0f} core-minutes")
+        lines.append(f"{len(seeds)} warm-ups come before: about {len(seeds) * WARM_UP_MINUTES:.1f} core-minutes")
     return lines
+
+
+def run_here(left: Sequence[Cell], console: Console, options: argparse.Namespace) -> list[str]:
+    """Run cells one after another, until one is stopped or the time is over; returns what was stopped."""
+    started = time.monotonic()
+    for cell in left:
+        if options.minutes is not None and time.monotonic() - started > 60 * options.minutes:
+            break
+        result = run_cell(cell, console)
+        if result is None:
+            return [cell.name]
+        write_cell(cell, result)
+        console.print(f"wrote {cell.path}", highlight=False)
+    return []
+
+
+def run_side_by_side(left: Sequence[Cell], console: Console, options: argparse.Namespace) -> list[str]:
+    """Run several cells at a time, each in a process of its own with a log beside its run; returns what was stopped."""
+    for seed in sorted({cell.seed for cell in left}):
+        make_warm_up(seed, console)
+    started, stopped = time.monotonic(), []
+
+    def run(cell: Cell) -> int | None:
+        if stopped or (options.minutes is not None and time.monotonic() - started > 60 * options.minutes):
+            return None
+        command = [sys.executable, str(Path(__file__).resolve()), cell.name, "--no-page"]
+        with (RUNS / f"{cell.name}.log").open("w", encoding="utf-8") as log:
+            return subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
+
+    with Progress(console=console) as progress, ThreadPoolExecutor(options.jobs) as pool:
+        bar = progress.add_task("core-minutes", total=sum(CORE_MINUTES[cell.column] for cell in left))
+        running = {pool.submit(run, cell): cell for cell in left}
+        for done in as_completed(running):
+            cell, code = running[done], done.result()
+            progress.advance(bar, CORE_MINUTES[cell.column])
+            if code:
+                stopped.append(cell.name)
+            if code is not None:
+                progress.console.print(f"{cell.name}: exit code {code}", highlight=False)
+    return stopped
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -321,7 +372,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cells", nargs="*", help="names of cells; none for all")
     parser.add_argument("--list", action="store_true", help="show which cells are done, and what the rest costs")
+    parser.add_argument("--no-page", action="store_true", help="leave the page as it is")
     parser.add_argument("--page", action="store_true", help="write the page and its figures, and train nothing")
+    parser.add_argument("--jobs", type=int, default=1, help="cells that run at a time, each on one core")
     parser.add_argument("--minutes", type=float, help="start no cell after so many minutes")
     options = parser.parse_args(arguments)
     console = Console()
@@ -340,22 +393,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list:
         return 0
 
-    if not options.page:
-        started = time.monotonic()
-        for cell in chosen:
-            late = options.minutes is not None and time.monotonic() - started > 60 * options.minutes
-            if cell.path.exists() or late:
-                continue
-            result = run_cell(cell, console)
-            if result is None:
-                console.print(f"{cell.name} was stopped; the same command goes on with it")
-                return 130
-            write_cell(cell, result)
-            console.print(f"wrote {cell.path}", highlight=False)
+    left = [] if options.page else [cell for cell in chosen if not cell.path.exists()]
+    run = run_here if options.jobs == 1 else run_side_by_side
+    stopped = run(left, console, options)
+    if stopped:
+        console.print(f"stopped: {', '.join(stopped)}; the same command goes on with them", highlight=False)
+        return 130
+
+    if options.no_page:
+        return 0
 
     from trained_page import write_page
 
-    write_page(read_cells(), [cell.name for cell in cells()])
+    write_page(read_cells(), [cell.name for cell in cells()], facts())
     return 0
 
 

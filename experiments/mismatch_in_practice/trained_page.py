@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,12 +64,13 @@ class Verdict(NamedTuple):
     evidence: str
 
 
-def write_page(found: Cells, names: Sequence[str]) -> None:
+def write_page(found: Cells, names: Sequence[str], facts: Mapping[str, str]) -> None:
     """Write trained.md and its figures.
 
     Args:
         found: the cells that are done.
         names: all cells of the study.
+        facts: more parts of the page, by their name in trained_frame.md.
     """
     if found:
         _curves(found, "reward", FIGURES / "reward.png")
@@ -77,6 +78,7 @@ def write_page(found: Cells, names: Sequence[str]) -> None:
         _curves(found, "entropy", FIGURES / "entropy.png", logarithmic=True)
     missing = [name for name in names if name not in {cell["cell"] for cell in found}]
     parts = {
+        **facts,
         "done": f"{len(found)} of {len(names)}",
         "missing": ", ".join(f"`{name}`" for name in missing) or "none",
         "results": _results(found),

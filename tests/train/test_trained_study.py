@@ -60,9 +60,8 @@ def test_the_grid_has_two_seeds_everywhere_and_three_where_training_breaks(study
         seeds.setdefault((cell.column, cell.correction), []).append(cell.seed)
     assert len({cell.name for cell in cells}) == len(cells)
     for column in study.COLUMNS:
-        breaks = column in study.BREAKS
-        for correction in (*study.GRID, *study.BREAKS.get(column, ())):
-            assert seeds.pop((column, correction)) == ([0, 1, 2] if breaks else [0, 1])
+        for correction in (*study.GRID, *study.MORE.get(column, ())):
+            assert seeds.pop((column, correction)) == ([0, 1, 2] if column in study.BREAKS else [0, 1])
     assert seeds == {}
 
 
@@ -101,7 +100,7 @@ def test_the_committed_page_is_that_of_the_committed_cells(study, page, monkeypa
     monkeypatch.setattr(page, "PAGE", tmp_path / "trained.md")
     monkeypatch.setattr(page, "FIGURES", tmp_path)
     monkeypatch.setattr(page, "_curves", lambda *_, **__: None)
-    page.write_page(study.read_cells(), [cell.name for cell in study.cells()])
+    page.write_page(study.read_cells(), [cell.name for cell in study.cells()], study.facts())
     assert (tmp_path / "trained.md").read_text(encoding="utf-8") == (STUDY / "trained.md").read_text(encoding="utf-8")
 
 
