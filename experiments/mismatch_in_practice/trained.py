@@ -241,6 +241,7 @@ class ProcessorTime:
 
 def run_cell(cell: Cell, console: Console, *overrides: str, problems: int = HELD_OUT_PROBLEMS) -> dict[str, Any] | None:
     """Train a cell, evaluate its checkpoints, and return what its file holds; None if it was stopped."""
+    commit = _commit()  # before anything is trained, for the checkout may move on meanwhile
     make_warm_up(cell.seed, console)
     config = cell.config(*overrides)
     directory = RunDirectory(Path(config.run_dir))
@@ -281,7 +282,7 @@ def run_cell(cell: Cell, console: Console, *overrides: str, problems: int = HELD
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "commit": _commit(),
+        "commit": commit,
     }
 
 

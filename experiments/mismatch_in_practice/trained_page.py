@@ -43,6 +43,9 @@ MARGIN = 2.0
 LAST = 10
 """Steps at the end of a training over which a metric is averaged."""
 
+SMOOTH = 5
+"""Steps over which a curve is averaged."""
+
 Cells = list[dict[str, Any]]
 
 
@@ -75,7 +78,7 @@ def write_page(found: Cells, names: Sequence[str], facts: Mapping[str, str]) -> 
     if found:
         _curves(found, "reward", FIGURES / "reward.png")
         _curves(found, "held_out", FIGURES / "held_out.png")
-        _curves(found, "entropy", FIGURES / "entropy.png", logarithmic=True)
+        _curves(found, "grad_norm", FIGURES / "grad_norm.png", logarithmic=True)
     missing = [name for name in names if name not in {cell["cell"] for cell in found}]
     parts = {
         **facts,
@@ -84,6 +87,9 @@ def write_page(found: Cells, names: Sequence[str], facts: Mapping[str, str]) -> 
         "results": _results(found),
         "verdicts": _verdicts(found),
         "mismatch": _mismatch(found),
+        "warnings": _warnings(found),
+        "alarm": f"{ALARM:g}",
+        "smooth": str(SMOOTH),
         "times": _times(found),
     }
     frame = FRAME.read_text(encoding="utf-8")
@@ -303,6 +309,59 @@ def _mismatch(found: Cells) -> str:
     return table(("sampler", "correction", *header), rows)
 
 
+WARNINGS = {
+    "k3": "`rollout_corr/k3_kl`",
+    "t_times_kl": "`rollout_corr/t_times_kl`",
+    "chi2_token": "`rollout_corr/chi2_token`",
+    "entropy": "`actor/entropy`",
+    "grad_norm": "`actor/grad_norm`",
+}
+ALARM = 2.0
+"""A metric warns when its mean over `SMOOTH` steps is so many times its first."""
+
+
+def is_lost(cell: Mapping[str, Any]) -> bool:
+    """Whether a training ended with less than half of the accuracy that it began with."""
+    return bool(cell["held_out"][-1]["accuracy"] < cell["held_out"][0]["accuracy"] / 2)
+
+
+def fall(cell: Mapping[str, Any]) -> int | None:
+    """The first step at which the reward, averaged over `SMOOTH` steps, is below half of its first such mean."""
+    smooth = _smooth(cell["metrics"]["reward"])
+    return _first(smooth, lambda value: value < smooth[SMOOTH - 1] / 2)
+
+
+def alarm(cell: Mapping[str, Any], metric: str) -> int | None:
+    """The first step at which a metric warns."""
+    smooth = _smooth(cell["metrics"][metric])
+    return _first(smooth, lambda value: value > ALARM * smooth[SMOOTH - 1])
+
+
+def _first(smooth: Sequence[float], holds: Callable[[float], bool]) -> int | None:
+    return next((step for step, value in enumerate(smooth, 1) if step > SMOOTH and holds(value)), None)
+
+
+def _smooth(values: Sequence[float | None]) -> list[float]:
+    return [_mean(_finite(values[max(0, i - SMOOTH + 1) : i + 1])) for i in range(len(values))]
+
+
+def _warnings(found: Cells) -> str:
+    lost = [cell for cell in found if is_lost(cell)]
+    if not lost:
+        return "No training was lost."
+    kept = [cell for cell in found if not is_lost(cell) and cell["column"] in {cell["column"] for cell in lost}]
+    rows = []
+    for metric, name in WARNINGS.items():
+        leads = []
+        for cell in lost:
+            warned, fell = alarm(cell, metric), fall(cell)
+            leads.append("–" if warned is None else f"{warned} ({'–' if fell is None else fell})")
+        false = sum(alarm(cell, metric) is not None for cell in kept)
+        rows.append((name, *leads, f"{false} of {len(kept)}"))
+    header = ("metric", *(f"`{cell['cell']}`" for cell in lost), "warns in a training that was not lost")
+    return table(header, rows)
+
+
 def _times(found: Cells) -> str:
     rows = []
     for column in COLUMN_TITLES:
@@ -384,14 +443,12 @@ def _curves(found: Cells, what: str, path: Path, *, logarithmic: bool = False) -
 Y_LABELS = {
     "reward": "reward, mean of 5 steps",
     "held_out": "held-out accuracy at temperature 1",
-    "entropy": "entropy of the policy, nats per token",
+    "grad_norm": "norm of the gradient, mean of 5 steps",
 }
 
 
 def _line(cell: dict[str, Any], what: str) -> tuple[list[float], list[float]]:
     if what == "held_out":
         return [point["step"] for point in cell["held_out"]], [point["accuracy"] for point in cell["held_out"]]
-    values = [math.nan if value is None else value for value in cell["metrics"][what]]
-    window = 5
-    smooth = [_mean(values[max(0, i - window + 1) : i + 1]) for i in range(len(values))]
-    return list(range(1, len(values) + 1)), smooth
+    smooth = _smooth(cell["metrics"][what])
+    return list(range(1, len(smooth) + 1)), smooth
