@@ -98,7 +98,7 @@ WARM_UP_LOSS = 0.02
 TARGET_ACCURACY = 0.5
 HELD_OUT_PROBLEMS = 256
 WARM_UP_MINUTES = 1.5
-CORE_MINUTES = {"clean": 2.0, "stale_quantized": 2.0, "truncated": 2.5}
+CORE_MINUTES = {"clean": 1.5, "stale_quantized": 1.5, "truncated": 2.5}
 """What a cell costs on a core of an AMD EPYC with AVX-512; the time of a finished cell is in its file."""
 
 KEPT_METRICS = {
