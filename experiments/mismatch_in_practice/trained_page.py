@@ -89,7 +89,6 @@ def write_page(found: Cells, names: Sequence[str], facts: Mapping[str, str]) -> 
         "mismatch": _mismatch(found),
         "warnings": _warnings(found),
         "alarm": f"{ALARM:g}",
-        "level": f"{LEVEL:g}",
         "smooth": str(SMOOTH),
         "times": _times(found),
     }
