@@ -84,6 +84,7 @@ def write_page(found: Cells, names: Sequence[str], facts: Mapping[str, str]) -> 
         **facts,
         "done": f"{len(found)} of {len(names)}",
         "missing": ", ".join(f"`{name}`" for name in missing) or "none",
+        "summary": _summary(found),
         "results": _results(found),
         "verdicts": _verdicts(found),
         "mismatch": _mismatch(found),
@@ -134,6 +135,26 @@ def overall(found: Cells, metric: str) -> Estimate | None:
 def difference(a: Estimate, b: Estimate) -> Estimate:
     """a − b, of independent errors."""
     return Estimate(a.mean - b.mean, math.hypot(a.error, b.error), min(a.seeds, b.seeds))
+
+
+def _summary(found: Cells) -> str:
+    """What came out, in sentences."""
+    lines = []
+    for column in COLUMN_TITLES:
+        none = select(found, column, "none")
+        before, after = accuracy(none, at=0), accuracy(none)
+        if before is None or after is None:
+            continue
+        lost = sum(map(is_lost, none))
+        others = [
+            f"{CORRECTION_TITLES[name]} at {accuracy(select(found, column, name))}"
+            for name in CORRECTION_TITLES
+            if name != "none" and select(found, column, name)
+        ]
+        line = f"- **{COLUMN_TITLES[column]}**: from {before}, no correction ends at {after}"
+        line += f" ({lost} of {len(none)} seeds lost)"
+        lines.append(line + (f"; {', '.join(others)}." if others else "."))
+    return "\n".join(lines)
 
 
 def _results(found: Cells) -> str:
@@ -222,7 +243,10 @@ def _all_fail(found: Cells) -> Verdict | None:
         gain = difference(after, before)
         learns = learns or gain.mean > MARGIN * gain.error
         evidence.append(f"{CORRECTION_TITLES[correction]} {gain.mean:+.3f} ± {gain.error:.3f}")
-    return Verdict("does not repeat" if learns else "repeats", "gain in held-out accuracy: " + ", ".join(evidence))
+    still = [norm == 0 for cell in found if cell["column"] == "truncated" for norm in cell["metrics"]["grad_norm"]]
+    why = f"gain in held-out accuracy: {', '.join(evidence)}; in {_mean(still):.0%} of the steps every group was all "
+    why += "right or all wrong, and nothing was learned"
+    return Verdict("does not repeat" if learns else "repeats", why)
 
 
 def _replay_helps(found: Cells) -> Verdict | None:
