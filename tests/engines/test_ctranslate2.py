@@ -248,7 +248,7 @@ def test_a_grid_has_two_to_eight_bits(micro_policy, bits):
 
 def test_a_lost_parameter_is_noticed_under_any_rounding(micro_policy):
     class Frozen(CTranslate2Engine):
-        lost: dict[str, torch.Tensor] = {}
+        lost: ClassVar[dict[str, torch.Tensor]] = {}
 
         def _copy(self, model):
             twin = super()._copy(model)
