@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from rollcorr.diagnostics.health.health_check import HealthReport
+from rollcorr.diagnostics.numbers import shown_metrics
 from rollcorr.diagnostics.report.verdict_content import CONSEQUENCES, EXPECTED, ShownFinding, verdict_content
 
 
@@ -50,7 +51,7 @@ def to_json(health: HealthReport, **more: object) -> str:
         "expected": dict(health.expected),
         "expected_from": health.expected_from,
         "findings": [asdict(finding) for finding in health.findings],
-        "metrics": dict(health.values),
+        "metrics": shown_metrics(health.values, diffusion=health.diffusion),
         **more,
     }
     return json.dumps(_finite(document), ensure_ascii=False, indent=2, allow_nan=False)
@@ -67,7 +68,7 @@ def row_progress() -> Iterator[Callable[[int, int], None]]:
         TextColumn("reading"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("sequences,"),
+        TextColumn("rows,"),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
