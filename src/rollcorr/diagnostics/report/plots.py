@@ -192,7 +192,7 @@ STEP_PANELS: tuple[Panel, ...] = (
         title="Rejected share of the denoising steps",
         curves={"rejected_ratio": "rejected"},
         absent="not measured",
-        bounds=(0.0,),
+        bounds=(0.0, 0.1),
     ),
     Panel(
         name="zeroed",
