@@ -63,7 +63,7 @@ demo-seeds: $(STAMP) ## The demo for three seeds, with the acceptance figures at
 	rm -rf runs/demo-seeds
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/demo_seeds.py
 
-demo-diffusion: $(STAMP) ## Flow-GRPO on a small SD3-type model, then the report with pictures (under 3 minutes on 2 cores)
+demo-diffusion: $(STAMP) ## Flow-GRPO on a small SD3-type model, then the report with pictures (under 5 minutes on 2 cores)
 	rm -rf runs/flow-grpo
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/rollcorr train examples/train/flow_grpo.yaml
 	$(BIN)/rollcorr report runs/flow-grpo || case $$? in 1 | 3) ;; *) false ;; esac

@@ -14,7 +14,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,6 +68,12 @@ def judge(rewards: Sequence[float], exact_kl: Sequence[float]) -> Verdict:
     return Verdict(statistics.fmean(first), statistics.fmean(last), error, statistics.fmean(exact_kl))
 
 
+def accuracy(before: Mapping[str, float], after: Mapping[str, float], kind: str) -> str:
+    """Shares that are right before and after: of trained prompts, then of held-out ones."""
+    names = (f"{kind}_accuracy", f"held_out_{kind}_accuracy")
+    return ", ".join(f"{before[name]:.2f} → {after[name]:.2f}" for name in names)
+
+
 def main() -> int:
     """Train, judge, show."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -84,6 +90,8 @@ def main() -> int:
         "reward",
         "gain ± se",
         "without noise",
+        "color, held out",
+        "shape, held out",
         "exact KL",
         "passes",
         "recompute s",
@@ -111,6 +119,7 @@ def main() -> int:
                 f"{verdict.first:.2f} → {verdict.last:.2f}",
                 f"{verdict.gain:.2f} ± {verdict.standard_error:.2f}",
                 f"{summary.before['reward']:.2f} → {summary.after['reward']:.2f}",
+                *(accuracy(summary.before, summary.after, kind) for kind in ("color", "shape")),
                 f"{verdict.exact_kl:.1e}",
                 f"{statistics.fmean(row['perf/forward_passes'] for row in rows):.0f}",
                 f"{statistics.fmean(row['perf/old_log_prob_seconds'] for row in rows):.3f}",
@@ -118,7 +127,7 @@ def main() -> int:
                 f"{seconds:.0f}",
                 "failed" if verdict.failures else "passed",
             )
-    Console(width=max(console.width, 140)).print(table)
+    Console(width=max(console.width, 190)).print(table)
     for failure in failures:
         console.print(failure)
     return int(bool(failures))

@@ -1,6 +1,7 @@
 """The rules of denoising steps, on numbers and on whole logs."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -136,3 +137,10 @@ def test_windows_of_several_lengths_and_workers_give_the_same_numbers(tmp_path):
     assert check_logs([tmp_path], batch_size=7).metrics["rollout_corr/kl_joint"] == pytest.approx(
         together["rollout_corr/kl_joint"], rel=1e-12
     )
+
+
+@pytest.mark.parametrize("page", ["health", "diffusion"])
+def test_the_pages_list_every_rule(page):
+    text = (Path(__file__).parents[2] / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    for code in ("step_divergence", "schedule_differs", "one_sided_gradients", "growth_by_timestep"):
+        assert f"| `{code}` |" in text

@@ -3,6 +3,7 @@
 import copy
 import gc
 import sys
+from typing import ClassVar
 from pathlib import Path
 from types import MethodType
 

@@ -47,7 +47,7 @@ def test_the_code_runs(tmp_path, monkeypatch, capsys):
     names = {}
     for code in blocks("python"):
         exec(code, names)
-    assert capsys.readouterr().out == "2 rows\n"  # and no problem was found
+    assert capsys.readouterr().out == blocks("text")[0] + "2 rows\n"  # and no problem was found
     assert names["packed"].shape == (6,)
     assert names["report"].rows == 2
     assert (tmp_path / "rollouts.jsonl.gz").exists()

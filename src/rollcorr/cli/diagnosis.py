@@ -144,7 +144,8 @@ def check(
         typer.echo(verdict)
     else:
         plural = "" if len(result.files) == 1 else "s"
-        subject = f"{result.rows:,} sequences in {len(result.files)} file{plural}"
+        what = "pictures" if result.health.diffusion else "sequences"
+        subject = f"{result.rows:,} {what} in {len(result.files)} file{plural}"
         console = Console(highlight=False)
         show_health(console, result.health, subject=subject, remarks=result.remarks)
         if what_if:

@@ -17,6 +17,33 @@ HEADLINES: Mapping[str, str] = {
 }
 """The metrics that head a verdict, in order, with their labels."""
 
+STEP_HEADLINES: Mapping[str, str] = {
+    "exact_kl_mean": "exact KL of a step, mean, nats",
+    "exact_kl_max": "exact KL of a step, largest, nats",
+    "kl_joint": "joint KL of a step, nats",
+    "k3_kl_joint": "joint KL (k3) of a step, nats",
+    "rejected_ratio": "steps rejected",
+    "actor/zeroed_fraction_positive": "gradients zeroed, advantage above 0",
+    "actor/zeroed_fraction_negative": "gradients zeroed, advantage below 0",
+    "reward/mean": "reward",
+}
+"""Those that head a verdict on denoising steps."""
+
+_STEP_METRICS = frozenset(
+    {
+        *STEP_HEADLINES,
+        "kl_per_dimension",
+        "rollout_is_mean",
+        "rollout_is_std",
+        "rollout_is_min",
+        "rollout_is_max",
+        "rollout_is_eff_sample_size",
+        "nonfinite_count",
+    }
+)
+_STEP_PREFIXES = ("log_prob_abs_diff/t_", "rollout_rs_step_kl", "reward/", "actor/", "engine/", "perf/", "picture/")
+_STEP_COUNTS = {"token_count": "step_count", "sequence_count": "picture_count"}
+
 LABELS: Mapping[str, str] = {
     "rollout_is_mean": "mean weight",
     "rollout_is_std": "spread of the weights",
@@ -40,6 +67,24 @@ LABELS: Mapping[str, str] = {
 def label(name: str) -> str:
     """A metric in words: its label, or its name without underscores."""
     return LABELS.get(name, name.replace("_", " "))
+
+
+def headlines(*, diffusion: bool) -> Mapping[str, str]:
+    """The metrics that head a verdict on tokens, or on denoising steps, with their labels."""
+    return STEP_HEADLINES if diffusion else HEADLINES
+
+
+def shown_metrics(values: Mapping[str, float], *, diffusion: bool) -> dict[str, float]:
+    """The metrics that a reader is shown, by bare name.
+
+    Of denoising steps, those that mean something for them: their counts are of steps and pictures, and what is averaged
+    over tokens is left out.
+    """
+    if not diffusion:
+        return dict(values)
+    named = {_STEP_COUNTS.get(name, name): value for name, value in values.items()}
+    kept = (*_STEP_METRICS, *_STEP_COUNTS.values())
+    return {name: value for name, value in named.items() if name in kept or name.startswith(_STEP_PREFIXES)}
 
 
 def format_number(value: float) -> str:

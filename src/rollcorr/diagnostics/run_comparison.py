@@ -9,7 +9,7 @@ from rich.table import Table
 
 from rollcorr.diagnostics.health.evidence import bare_metrics, history_of, recent_medians
 from rollcorr.diagnostics.health.health_check import HealthReport, health
-from rollcorr.diagnostics.numbers import HEADLINES, format_number
+from rollcorr.diagnostics.numbers import HEADLINES, STEP_HEADLINES, format_number, headlines
 from rollcorr.run_directory import Run, RunDirectory
 
 REWARD = "reward/mean"
@@ -47,7 +47,8 @@ def compare_runs(runs: Sequence[Run], metrics: Sequence[str] = ()) -> RunCompari
     for name, bare in zip(metrics, wanted, strict=True):
         if not any(bare in values for values in medians):
             raise ValueError(f"no run has the metric {name!r}; they have {', '.join(sorted(set().union(*medians)))}")
-    shown = wanted or [name for name in (REWARD, *HEADLINES) if any(name in values for values in medians)]
+    kinds = dict.fromkeys(name for run in runs for name in (REWARD, *headlines(diffusion=run.diffusion)))
+    shown = wanted or [name for name in kinds if any(name in values for values in medians)]
     return RunComparison(
         names=_short_names(runs),
         steps=tuple(len(run.series) for run in runs),
@@ -80,8 +81,9 @@ def comparison_table(comparison: RunComparison) -> Table:
     table = Table("", *comparison.names, box=None, padding=(0, 2, 0, 0))
     table.add_row("steps", *map(str, comparison.steps))
     table.add_row("verdict", *(_verdict(report) for report in comparison.reports))
+    labels = {**STEP_HEADLINES, **HEADLINES}
     for name, values in comparison.values.items():
-        table.add_row(HEADLINES.get(name, name), *("–" if value is None else format_number(value) for value in values))
+        table.add_row(labels.get(name, name), *("–" if value is None else format_number(value) for value in values))
     return table
 
 

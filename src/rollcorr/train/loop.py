@@ -90,7 +90,7 @@ class Recipe(Protocol):
 
     config_class: ClassVar[type[RunConfig]]
     columns: Sequence[ProgressColumn] = ()
-    evaluation_text: ClassVar[str] = ""
+    evaluation_text: str = ""
     keeps_reference: bool = False
     trainer: Trainer
 

@@ -100,12 +100,22 @@ def test_a_run_leaves_pictures_and_a_report_that_shows_them(flow_run, tmp_path):
     assert summary["before"]["pictures"] == summary["after"]["pictures"] == 4
     assert {path.name for path in (run / "images").iterdir()} == {"before.png", "after.png"}
     assert list((run / "tensorboard").iterdir())
+    names = {"reward", "color_accuracy", "shape_accuracy", "background_noise", "diversity"}
+    wanted = {name for name in names if name != "diversity"}  # four pictures of four prompts have none
+    for when in ("before", "after"):
+        assert set(summary[when]) == {"pictures", *wanted, *(f"held_out_{name}" for name in wanted)}
+    (_, row) = read_metrics(run / "metrics.jsonl")
+    assert {f"picture/{name}" for name in names - {"reward"}} <= set(row)
+    assert "of prompts that are not trained on" in trained.output
 
     reported = runner.invoke(app, ["report", str(run)])
-    assert reported.exit_code in (1, 3), reported.output
+    assert reported.exit_code == 0, reported.output
+    assert reported.output.startswith("healthy")
     page = (run / "report" / "report.html").read_text(encoding="utf-8")
     assert page.count('class="pixels"') == 2
-    assert "Before training" in page
+    shares = [f"{summary['before'][f'{name}_accuracy']:.0%}" for name in ("color", "held_out_color")]
+    assert f"Before training: color right in {shares[0]}, of held-out prompts in {shares[1]}; shape right" in page
+    assert "accuracy.png" in {path.name for path in (run / "report").iterdir()}
     assert "actor/kept_fraction" in page
     assert {"exact_kl.png", "zeroed.png", "reward.png"} <= {path.name for path in (run / "report").iterdir()}
 

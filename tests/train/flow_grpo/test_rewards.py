@@ -11,7 +11,21 @@ from PIL import Image, ImageDraw, ImageFont
 from rollcorr.train.flow_grpo import rewards
 from rollcorr.train.flow_grpo.images import image_grid, save_grid
 from rollcorr.train.flow_grpo.rewards import edit_distance, make_reward, quoted_text, text_score
-from rollcorr.train.flow_grpo.shapes import CLASSES, PROMPTS, class_of, draw_shapes, likeness, render
+from rollcorr.train.flow_grpo.shapes import (
+    CLASSES,
+    COLORS,
+    HELD_OUT_PROMPTS,
+    PROMPTS,
+    SHAPES,
+    TRAINED_PROMPTS,
+    background_noise,
+    class_of,
+    draw_shapes,
+    likeness,
+    recognized,
+    render,
+    shape_share,
+)
 
 
 def test_prompt_match_is_1_for_the_picture_0_for_a_blank_one_and_negative_for_another_color():
@@ -35,6 +49,58 @@ def test_every_prompt_is_matched_best_by_its_own_pictures():
     assert table.diagonal().min() > 0.7
     large = torch.nn.functional.interpolate(pictures, scale_factor=4)
     torch.testing.assert_close(likeness(large, classes), likeness(pictures, classes))
+
+
+def mean_of_all_shapes(color):
+    """The average of the four shapes of a color, in the middle: a blob; and each of them."""
+    classes = torch.tensor([class_of(f"a {color} {shape}") for shape in SHAPES])
+    pictures = (render(classes, torch.full((4, 2), 8.0), torch.full((4,), 5.0)) + 1) / 2
+    return pictures.mean(0, keepdim=True), pictures, classes
+
+
+def test_the_average_of_all_shapes_earns_a_quarter_of_the_shape_and_a_shape_all_of_it():
+    blob, pictures, classes = mean_of_all_shapes("blue")
+    assert shape_share(pictures, classes).min() > 0.9
+    shares = torch.cat([shape_share(blob, classes[i : i + 1]) for i in range(4)])
+    assert float(shares.sum()) == pytest.approx(1, abs=1e-5)
+
+    # Averaged over the four prompts, as in training, the blob earns far less than the shapes do.
+    prompts = [f"a blue {shape}" for shape in SHAPES]
+    right, average = (
+        float(make_reward("color_and_shape")(x, prompts).mean()) for x in (pictures, blob.expand(4, -1, -1, -1))
+    )
+    assert right > 0.95
+    assert average < 0.6
+    assert float(make_reward("prompt_match")(blob.expand(4, -1, -1, -1), prompts).mean()) > average + 0.2
+
+
+def test_the_shape_counts_in_any_color():
+    _, red, _ = mean_of_all_shapes("red")
+    _, _, blue = mean_of_all_shapes("blue")
+    assert shape_share(red, blue).min() > 0.9
+
+
+def test_fresh_pictures_are_recognized():
+    classes = torch.arange(len(CLASSES)).repeat(4)
+    pictures = (draw_shapes(classes, generator=torch.Generator().manual_seed(1)) + 1) / 2
+    assert (recognized(pictures) == classes).double().mean() > 0.95
+    large = torch.nn.functional.interpolate(pictures[:4], scale_factor=4)
+    assert recognized(large).tolist() == recognized(pictures[:4]).tolist()
+
+
+def test_the_noise_of_the_ground_is_that_of_the_outermost_pixels():
+    pictures = (draw_shapes(torch.arange(len(CLASSES)), generator=torch.Generator().manual_seed(0)) + 1) / 2
+    assert background_noise(pictures) < 0.02
+    assert background_noise(torch.full((2, 3, 16, 16), 0.1)) == pytest.approx(0, abs=1e-7)
+    assert background_noise(torch.full((2, 3, 16, 16), 0.4)) == pytest.approx(0.3, abs=1e-6)
+
+
+def test_held_out_prompts_have_every_shape_and_no_color_or_shape_of_their_own():
+    assert sorted((*HELD_OUT_PROMPTS, *TRAINED_PROMPTS)) == sorted(PROMPTS)
+    assert {class_of(prompt) % len(SHAPES) for prompt in HELD_OUT_PROMPTS} == set(range(len(SHAPES)))
+    trained = [CLASSES[class_of(prompt)] for prompt in TRAINED_PROMPTS]
+    assert {color for color, _ in trained} == set(COLORS)
+    assert {shape for _, shape in trained} == set(SHAPES)
 
 
 def test_a_prompt_names_one_color_and_one_shape():
@@ -150,3 +216,18 @@ def test_a_grid_shows_pictures_row_by_row(tmp_path):
     save_grid(images, tmp_path / "new" / "grid.png")
     with Image.open(tmp_path / "new" / "grid.png") as saved:
         assert saved.size == (136, 136)
+
+
+def test_a_caption_stands_below_its_picture_and_is_cut_to_its_width(tmp_path):
+    images = torch.zeros(2, 3, 16, 16)
+    save_grid(images, tmp_path / "plain.png", columns=2, captions=["", ""])
+    save_grid(images, tmp_path / "grid.png", columns=2, captions=["a red circle\nheld out", "a word " * 50])
+    with Image.open(tmp_path / "plain.png") as plain, Image.open(tmp_path / "grid.png") as saved:
+        assert plain.size == (200, 112)
+        assert saved.size == (200, 124)
+        pixels = np.asarray(saved.convert("L"))
+        blank = np.asarray(plain.convert("L"))
+    assert (pixels[2:98, 2:98] == 0).all(), "the picture"
+    assert (blank[100:] == 255).all()
+    assert (pixels[100:, :98] < 128).any()
+    assert (pixels[100:, -2:] == 255).all(), "a long caption ends before the edge"

@@ -8,10 +8,12 @@ J = D (log π − log μ), which under the rollout policy is normal with mean �
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from statistics import median
 
 from rollcorr.config.finding import Finding
+from rollcorr.core.health_ranges import HealthyRange
 from rollcorr.diagnostics.health.evidence import RECENT_STEPS, Evidence
 
 KL_WARNS = 0.1
@@ -29,10 +31,50 @@ FIRST_STEPS = 5
 NEGATIVE, POSITIVE = "actor/zeroed_fraction_negative", "actor/zeroed_fraction_positive"
 BY_TIMESTEP = "log_prob_abs_diff/t_"
 
+JUDGED_BY_EXACT_KL = "the exact KL of each step, which other weights would raise"
+"""What the weights are compared with where the exact KL is recorded."""
+
 _CLOSER = (
     "send the engine the trainer's weights, keep latents and the step in float32, raise the rollout's precision, and "
     "give both sides the same prompt embeddings, guidance and schedule"
 )
+
+STEP_ADVICE: Mapping[str, tuple[str, str]] = {
+    "rollout_is_mean": (
+        "under the rollout policy the weights average 1; a mean far from it says that the log-probs are not "
+        "comparable, or that truncation removed the mass",
+        "check that both sides use the same schedule and the same steps; then " + _CLOSER,
+    ),
+    "rollout_is_std": (
+        "weights of high variance let a few samples decide the gradient",
+        "lower the threshold, or reject the outliers by their exact KL (rollout_rs=step_kl)",
+    ),
+    "rollout_is_eff_sample_size": (
+        "fewer than a third of the samples carry the update",
+        "lower the threshold; then " + _CLOSER,
+    ),
+    "rollout_rs_masked_fraction": (
+        "much of the batch is thrown away, so the gradient is noisy and skewed toward what survives",
+        "widen the band, or find out why so much lies outside it; then " + _CLOSER,
+    ),
+    "nonfinite_count": (
+        "log-probs of denoising steps are missing or not finite",
+        "find out why the sampler returns none for them; `nonfinite=` says what the correction does with them",
+    ),
+}
+"""The ranges that hold for denoising steps, with what a value outside means there, and what to try."""
+
+
+def step_range(name: str, limits: HealthyRange) -> HealthyRange | None:
+    """A metric's healthy range, in words for denoising steps; None where the range is one of language models."""
+    advice = STEP_ADVICE.get("rollout_rs_masked_fraction" if name.endswith("masked_fraction") else name)
+    return None if advice is None else replace(limits, reason=advice[0], fix=advice[1])
+
+
+def expected_at(exact_kl: float) -> dict[str, float]:
+    """What J shows at an exact KL: its mean is −KL, and while the KL is small k3 is the KL too."""
+    expected = {"kl_joint": exact_kl}
+    return expected | {"k3_kl_joint": exact_kl} if exact_kl <= KL_FAILS else expected
 
 
 def step_divergence(evidence: Evidence) -> Finding | None:
@@ -53,7 +95,7 @@ def step_divergence(evidence: Evidence) -> Finding | None:
         metric=name,
         title="the rollouts are another policy's" if fails else "the two policies differ noticeably at each step",
         value=value,
-        limit=f"at most {limit:g} nats over all dimensions of a step",
+        limit=f"at most {limit:g} nat{'s' * (limit != 1)} over all dimensions of a step",
         reason="a step sampled by one policy has a likelihood ratio of about exp(−KL) under the other; averages over "
         "the dimensions hide it",
         fix=_CLOSER,

@@ -27,7 +27,12 @@ from rollcorr.config.finding import Finding, HasFindings
 from rollcorr.core.health_ranges import HealthyRange
 from rollcorr.core.metric_registry import metric
 from rollcorr.diagnostics.health.causes import Folded, folded, with_causes
-from rollcorr.diagnostics.health.diffusion_rules import DIFFUSION_RULES
+from rollcorr.diagnostics.health.diffusion_rules import (
+    DIFFUSION_RULES,
+    JUDGED_BY_EXACT_KL,
+    expected_at,
+    step_range,
+)
 from rollcorr.diagnostics.health.evidence import (
     Evidence,
     Metrics,
@@ -37,7 +42,7 @@ from rollcorr.diagnostics.health.evidence import (
     recent_medians,
 )
 from rollcorr.diagnostics.health.noise import Noise, expected_from_noise
-from rollcorr.diagnostics.health.rules import COMPARISON, RULES
+from rollcorr.diagnostics.health.rules import COMPARISON, RULES, STEP_RULES
 from rollcorr.diagnostics.health.trend import WATCHED
 from rollcorr.diagnostics.numbers import format_number, label
 
@@ -67,6 +72,7 @@ _OF_WEIGHTS = frozenset(
 )
 """Ranges of the weights: they warn where weights reach the loss."""
 _GIVE_A_NULL = "measure a null (`rollcorr null`)"
+_RECORD_EXACT_KL = "record the exact KL of each step (prev_sample_mean of both policies)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +88,7 @@ class HealthReport(HasFindings):
             warning is "not judged", never "healthy".
         expected: metric → its value from noise alone, at this length and these thresholds.
         expected_from: what noise that is, in words; empty where it is not known.
+        diffusion: it is about denoising steps.
     """
 
     findings: tuple[Finding, ...]
@@ -91,6 +98,7 @@ class HealthReport(HasFindings):
     not_judged: tuple[str, ...] = ()
     expected: Mapping[str, float] = field(default_factory=dict, repr=False)
     expected_from: str = ""
+    diffusion: bool = False
 
     @property
     def causes(self) -> tuple[Folded, ...]:
@@ -154,13 +162,9 @@ def health(
     )
     report = judge(evidence)
     against, not_judged = unjudged(evidence, judged_against)
-    noise = null or _own_noise(evidence)
+    expected, expected_from = _expected(evidence)
     return replace(
-        report,
-        judged_against=against,
-        not_judged=not_judged,
-        expected={} if noise is None else expected_from_noise(noise, current, config),
-        expected_from="" if noise is None else f"noise of {format_number(noise.sigma)} nats per token, {noise.source}",
+        report, judged_against=against, not_judged=not_judged, expected=expected, expected_from=expected_from
     )
 
 
@@ -173,7 +177,7 @@ def judge(evidence: Evidence, *, broken: Iterable[str] | None = None) -> HealthR
             None: every metric is looked at.
     """
     current, history = evidence.current, evidence.history
-    rules = (*RULES, *DIFFUSION_RULES) if evidence.diffusion else RULES
+    rules = (*STEP_RULES, *DIFFUSION_RULES) if evidence.diffusion else RULES
     findings = [finding for rule in rules if (finding := rule(evidence)) is not None]
 
     # A rule says more about its metric than the range does. Without a valid token no range means anything.
@@ -190,7 +194,10 @@ def judge(evidence: Evidence, *, broken: Iterable[str] | None = None) -> HealthR
     for finding in findings:
         distinct.setdefault((finding.reason, finding.limit, finding.value), finding)
     return HealthReport(
-        findings=with_causes(tuple(distinct.values())), values=current, steps=len(history) if history else None
+        findings=with_causes(tuple(distinct.values())),
+        values=current,
+        steps=len(history) if history else None,
+        diffusion=evidence.diffusion,
     )
 
 
@@ -205,23 +212,29 @@ def unjudged(
         counted: tokens and sequences of the whole run, where the history has only its first steps.
     """
     if not evidence.measured or not any(name in evidence.current for name in COMPARISON):
+        what, keep = "token", ", keep response_mask true on sampled tokens"
+        if evidence.diffusion:
+            what, keep = "denoising step", ""
         return "", (
-            "nothing was measured: no valid token has log-probs of both policies; let the engine return log-probs, "
-            "keep response_mask true on sampled tokens, and ask for a correction (the preset `disabled` measures "
-            "without correcting)",
+            f"nothing was measured: no valid {what} has log-probs of both policies; let the engine return log-probs"
+            f"{keep}, and ask for a correction (the preset `disabled` measures without correcting)",
         )
 
     # One step may be small where many are not.
     sentences = []
-    for name, fewest in (("sequence_count", FEWEST_SEQUENCES), ("token_count", FEWEST_TOKENS)):
+    needed = [("sequence_count", "sequence", FEWEST_SEQUENCES), ("token_count", "token", FEWEST_TOKENS)]
+    if evidence.diffusion:
+        needed = [("sequence_count", "picture", FEWEST_SEQUENCES)]
+    for name, what, fewest in needed:
         seen = sum(value for _, value in evidence.series(name)) or evidence.current.get(name, math.inf)
         seen = seen if counted is None else counted.get(name, seen)
         if seen < fewest:
-            what = name.removesuffix("_count")
             sentences.append(f"too little data: {seen:,.0f} {what}s, and {fewest} are needed")
 
     if judged_against is not None:
         return judged_against, tuple(sentences)
+    if evidence.diffusion and "exact_kl_mean" in evidence.current:
+        return JUDGED_BY_EXACT_KL, tuple(sentences)
     if evidence.noise is not None and evidence.noise.is_null:
         return evidence.noise.source, tuple(sentences)
     against, sentence = _by_the_first_steps(evidence)
@@ -231,16 +244,33 @@ def unjudged(
 def _by_the_first_steps(evidence: Evidence) -> tuple[str, str]:
     """The first steps as a null, and what stays unjudged with it."""
     steps = [step for step, _ in evidence.history]
+    fix = _RECORD_EXACT_KL if evidence.diffusion else _GIVE_A_NULL
+    lacking = "the exact KL is not recorded" if evidence.diffusion else "there is no null"
     if not any(name in evidence.current for name in WATCHED):
-        return "", f"weights not judged: no metric of the mismatch is there to compare, such as k3_kl; {_GIVE_A_NULL}"
+        return "", f"weights not judged: no metric of the mismatch is there to compare, such as k3_kl; {fix}"
     if not steps:
-        return "", f"weights not judged: there is no null, and no series of steps to compare with; {_GIVE_A_NULL}"
+        return "", f"weights not judged: {lacking}, and no series of steps to compare with; {fix}"
     if len(steps) < 2 * FIRST_STEPS:
-        few = f"{len(steps)} steps with a token, and {2 * FIRST_STEPS} are needed to compare with the first ones"
-        return "", f"weights not judged: there is no null, and there are {few}; {_GIVE_A_NULL}"
+        measured = "with a denoising step" if evidence.diffusion else "with a token"
+        few = f"{len(steps)} steps {measured}, and {2 * FIRST_STEPS} are needed to compare with the first ones"
+        return "", f"weights not judged: {lacking}, and there are {few}; {fix}"
     against = f"steps {steps[0]} to {steps[FIRST_STEPS - 1]} of this run"
     since = "" if evidence.changes else f"unchanged since steps {steps[0]} to {steps[FIRST_STEPS - 1]}; "
-    return against, f"{since}the start was not judged; {_GIVE_A_NULL}"
+    return against, f"{since}the start was not judged; {fix}"
+
+
+def _expected(evidence: Evidence) -> tuple[dict[str, float], str]:
+    """What the headline numbers would be from noise alone, and what noise that is."""
+    if evidence.diffusion:
+        exact = evidence.get("exact_kl_mean")
+        if math.isnan(exact):
+            return {}, ""
+        return expected_at(exact), f"an exact KL of {format_number(exact)} nats, at which J averages −KL"
+    noise = evidence.noise or _own_noise(evidence)
+    if noise is None:
+        return {}, ""
+    words = f"noise of {format_number(noise.sigma)} nats per token, {noise.source}"
+    return expected_from_noise(noise, evidence.current, evidence.config), words
 
 
 def _own_noise(evidence: Evidence) -> Noise | None:
@@ -292,6 +322,8 @@ def is_broken(name: str, value: float) -> bool:
 def _range_finding(name: str, evidence: Evidence) -> Finding | None:
     """A metric outside its range: a warning when it is so now, a note when it has recovered."""
     limits = healthy_range(name)
+    if limits is not None and evidence.diffusion:
+        limits = step_range(name, limits)
     if limits is None:
         return None
 

@@ -164,7 +164,7 @@ def sustained_rejection(evidence: Evidence) -> Finding | None:
     # A band that rejects this much is too tight; less of it is a drift.
     if lowest > SUSTAINED_REJECTION:
         limit = SUSTAINED_REJECTION
-        reason = "the band rejects ordinary sequences; where they stay in the denominator, the gradient shrinks"
+        reason = "the band rejects ordinary samples; where they stay in the denominator, the gradient shrinks"
         fix = "widen the band, e.g. 0.3_3.0 or 0.2_5.0 for a window of two diffusion steps"
     else:
         limit = SUSTAINED_DRIFT
@@ -174,7 +174,7 @@ def sustained_rejection(evidence: Evidence) -> Finding | None:
     return Finding(
         code="sustained_rejection",
         metric=name,
-        title=f"sequences have been rejected for {SUSTAINED_STEPS} consecutive steps",
+        title=f"much has been rejected for {SUSTAINED_STEPS} consecutive steps",
         value=lowest,
         limit=f"not above {limit:g} for {SUSTAINED_STEPS} consecutive steps",
         reason=reason,
@@ -307,7 +307,7 @@ def skipped_updates(evidence: Evidence) -> Finding | None:
         title="updates were skipped",
         value=skipped,
         limit="0",
-        reason="the loss or a gradient was not finite, or every token was rejected; the weights were left as they were",
+        reason="the loss or a gradient was not finite, or everything was rejected; the weights were left as they were",
         fix="lower the learning rate, clip gradients, and look at nonfinite_count, rejected shares and the "
         "largest weights then",
         first_step=evidence.when(name, lambda value: value > 0)["first_step"],
@@ -417,6 +417,18 @@ RULES: tuple[Rule, ...] = (
     skipped_updates,
     contradicted_zeros,
 )
+
+
+STEP_RULES: tuple[Rule, ...] = (
+    frozen_sampler,
+    changed_at_step,
+    growing_mismatch,
+    identical_policies,
+    sustained_rejection,
+    pinned_at_threshold,
+    skipped_updates,
+)
+"""Those that mean the same for denoising steps; the others are about tokens and the length of responses."""
 
 
 def _rise(evidence: Evidence, code: str, applies: Callable[[Change], bool]) -> Finding | None:

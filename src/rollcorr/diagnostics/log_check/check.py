@@ -179,9 +179,9 @@ def check_logs(
     remarks = [f"π is the column {column}, μ is rollout_log_prob"]
     if read.denoising:
         remarks.append(
-            "the tokens are denoising steps; weights and bounds are of the joint likelihood ratio, over all D"
+            "log-probs are of denoising steps; weights and bounds are of the joint likelihood ratio, over all D"
         )
-    remarks += [str(finding) for finding in tally.findings if finding.code not in _ABOUT_THE_POLICIES]
+    remarks += [_remark(finding, diffusion) for finding in tally.findings if finding.code not in _ABOUT_THE_POLICIES]
     if tally.interrupted:
         remarks.append(f"interrupted: this covers {tally.rows} of {read.total} rows only")
 
@@ -205,13 +205,12 @@ def check_logs(
         series=series if len(steps) > 1 else (),
         diffusion=diffusion,
         null=None if used is None else noise_of(used, is_null=False),  # the weights are judged by `judge_weights`
-        judged_against=_judged_against(read, weights, diffusion=diffusion),
+        judged_against=None if diffusion else weights.judged_against,
     )
     versions = judge_versions(tally.versions) if not diffusion else ()
     course = [finding for finding in verdict.findings if finding.code in COURSE]
-    hypotheses = rank_hypotheses(
-        pairs=(*found, *provenance.findings), profile=weights.findings, series=(*versions, *course)
-    )
+    implied = () if diffusion else provenance.findings
+    hypotheses = rank_hypotheses(pairs=(*found, *implied), profile=weights.findings, series=(*versions, *course))
 
     # A hypothesis is shown once, and what only measures the mismatch goes under the one that explains it.
     causes = [finding for finding in hypotheses if finding.severity != "note"]
@@ -245,11 +244,12 @@ def check_logs(
     )
 
 
-def _judged_against(read: LogTally, weights: WeightJudgment, *, diffusion: bool) -> str | None:
-    """What the weights were compared with; None where the health check is to say it."""
-    if read.with_exact_kl:
-        return "the exact KL of each step, which other weights would raise"
-    return None if diffusion else weights.judged_against
+def _remark(finding: Finding, diffusion: bool) -> str:
+    """A finding of the log's validation in a line; of denoising steps without what it says of tokens."""
+    if not diffusion:
+        return str(finding)
+    rows = finding.rows or 0
+    return f"{finding.title}" + (f", in {rows:,} picture{'s' * (rows != 1)}" if rows else "")
 
 
 def _with_settings(sentence: str, hypotheses: Sequence[Finding]) -> str:
@@ -285,9 +285,15 @@ def _log_findings(tally: Tally, provenance: Provenance, *, diffusion: bool, kept
     """What the log's validation, its recorded settings and the log-probs themselves add to the verdict."""
     found = [_judged(finding) for finding in tally.findings if finding.code in _ABOUT_THE_POLICIES]
 
-    # Densities may exceed 1, and follow no rule of token probabilities.
+    # Densities may exceed 1 or be 0, and follow no rule of token probabilities.
     if diffusion:
-        return [finding for finding in found if finding.code != "positive"]
+        reason = "a sampler wrote −9999 in place of a log-prob; it is read as missing"
+        fix = "store missing log-probs as NaN (null in JSONL); find out why the sampler returned none"
+        return [
+            replace(finding, reason=reason, fix=fix, limit="0 pictures", tokens=None)
+            for finding in found
+            if finding.code == "sentinel"
+        ]
     found += tally.claims.values()
     return found + [_implied(finding, kept=kept) for finding in provenance.warnings if finding.code in NOT_COMPARABLE]
 

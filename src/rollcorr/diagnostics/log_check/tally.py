@@ -208,6 +208,7 @@ class Measurement:
         rollout, train = batch.packed("rollout_log_prob"), batch.packed(self.train_column)
         mask = batch.packed("response_mask")
         if self.denoising:
+            rollout, train = (x.masked_fill(x == JSON_MINUS_INFINITY, torch.nan) for x in (rollout, train))
             parts = dict(self._parts(batch, train, rollout, mask, None))
             findings = merge_findings(validate_batch(batch))
             return Tally(parts=parts, findings=findings, rows=len(batch), origin=Origin.of(batch))

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from rollcorr.diagnostics.health.health_check import HealthReport
 from rollcorr.diagnostics.log_check.preset_totals import WhatIf
-from rollcorr.diagnostics.numbers import format_number
+from rollcorr.diagnostics.numbers import format_number, shown_metrics
 from rollcorr.diagnostics.report.verdict_content import CONSEQUENCES, EXPECTED, ShownFinding, verdict_content
 
 
@@ -52,7 +52,7 @@ def to_json(health: HealthReport, **more: object) -> str:
         "expected": dict(health.expected),
         "expected_from": health.expected_from,
         "findings": [asdict(finding) for finding in health.findings],
-        "metrics": dict(health.values),
+        "metrics": shown_metrics(health.values, diffusion=health.diffusion),
         **more,
     }
     return json.dumps(_finite(document), ensure_ascii=False, indent=2, allow_nan=False)
@@ -94,7 +94,7 @@ def row_progress() -> Iterator[Callable[[int, int], None]]:
         TextColumn("reading"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("sequences,"),
+        TextColumn("rows,"),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

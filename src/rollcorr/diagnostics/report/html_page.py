@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from rollcorr.config.yaml_text import dump_yaml
 from rollcorr.core.metric_registry import PREFIX, metric
+from rollcorr.diagnostics.health.diffusion_rules import step_range
 from rollcorr.diagnostics.health.evidence import Metrics, bare_metrics, history_of
 from rollcorr.diagnostics.health.health_check import HealthReport, healthy_range
-from rollcorr.diagnostics.numbers import format_number
+from rollcorr.diagnostics.numbers import format_number, shown_metrics
 from rollcorr.diagnostics.run_comparison import run_health
 from rollcorr.run_directory.stored_run import Run
 
@@ -26,7 +27,7 @@ except ImportError as error:
 if TYPE_CHECKING:
     from rollcorr.diagnostics.log_check.check import CheckResult
 
-from rollcorr.diagnostics.report.plots import DARK, LIGHT, PANELS, REWARD, STEP_PANELS, Panel, draw, to_png
+from rollcorr.diagnostics.report.plots import DARK, LAST, LIGHT, Panel, draw, over_timesteps, panels_of, to_png
 from rollcorr.diagnostics.report.verdict_content import CONSEQUENCES, EXPECTED, verdict_content
 
 HTML_FILE = "report.html"
@@ -69,7 +70,9 @@ def run_report(run: Run, *, diffusion: bool = False) -> ReportData:
         subtitle=f"{len(run.series)} step{'s' * (len(run.series) != 1)}, the last is {run.series[-1]['step']}",
         health=verdict,
         series=run.series,
-        metrics={name: value for name, value in last.items() if name != "step"},
+        metrics={
+            name: value for name, value in shown_metrics(last, diffusion=verdict.diffusion).items() if name != "step"
+        },
         metrics_title=f"All metrics of step {step}",
         config_text=run.config_text,
         remarks=run.remarks,
@@ -79,13 +82,14 @@ def run_report(run: Run, *, diffusion: bool = False) -> ReportData:
 
 def check_report(result: CheckResult) -> ReportData:
     """The report of checked rollout logs: judged over all their rows."""
-    count = len(result.files)
+    count, diffusion = len(result.files), result.health.diffusion
+    what = "pictures" if diffusion else "sequences"
     return ReportData(
         title=f"Rollout log {Path(result.files[0]).name}" + (f" and {count - 1} more" if count > 1 else ""),
-        subtitle=f"{result.rows:,} sequences, {len(result.series)} step{'s' * (len(result.series) != 1)}",
+        subtitle=f"{result.rows:,} {what}, {len(result.series)} step{'s' * (len(result.series) != 1)}",
         health=result.health,
         series=result.series,
-        metrics=bare_metrics(result.metrics),
+        metrics=shown_metrics(bare_metrics(result.metrics), diffusion=diffusion),
         metrics_title="All metrics, over all rows",
         config_text=dump_yaml(result.config.to_dict()),
         remarks=result.remarks,
@@ -99,10 +103,11 @@ def write_report(data: ReportData, directory: Path) -> Path:
     """
     directory.mkdir(parents=True, exist_ok=True)
     series = series_by_name(data.series)
+    series |= over_timesteps(series)
 
     # Each figure is drawn twice: the page shows the one that suits the reader's color scheme.
     figures = []
-    for panel in (*PANELS, *(panel for panel in STEP_PANELS if panel.curves.keys() & series.keys()), REWARD):
+    for panel in panels_of(series, diffusion=data.health.diffusion):
         light, dark = (to_png(draw(panel, series, theme)) for theme in (LIGHT, DARK))
         _write(directory / f"{panel.name}.png", light)
         figures.append(
@@ -140,13 +145,13 @@ def render(data: ReportData, figures: Sequence[Mapping[str, Any]]) -> str:
         reward=reward_gain(data.series),
         defined=[_definition(name, value, data.health) for name, value in data.metrics.items() if _is_known(name)],
         others={name: value for name, value in data.metrics.items() if not _is_known(name)},
-        checked=sum(_can_warn(name) for name in data.health.values),
+        checked=sum(_can_warn(name, diffusion=data.health.diffusion) for name in data.health.values),
     )
 
 
-def series_by_name(series: Sequence[Metrics]) -> dict[str, list[tuple[int, float]]]:
+def series_by_name(series: Sequence[Metrics]) -> dict[str, list[tuple[float, float]]]:
     """(step, value) by bare metric name, of the steps that measured a token; the reward of every step."""
-    found: dict[str, list[tuple[int, float]]] = {}
+    found: dict[str, list[tuple[float, float]]] = {}
     for index, metrics in enumerate(series, start=1):
         step, bare = int(metrics.get("step", index)), bare_metrics(metrics)
         measured = bare.get("token_count", 1.0) > 0
@@ -172,8 +177,11 @@ def reward_gain(series: Sequence[Metrics], *, window: int = 10) -> dict[str, flo
     return {"first": first_mean, "last": last_mean, "gain": last_mean - first_mean, "error": error, "window": window}
 
 
-def caption(panel: Panel, series: Mapping[str, Sequence[tuple[int, float]]]) -> str:
-    """The latest value of each curve and the range it moved in."""
+def caption(panel: Panel, series: Mapping[str, Sequence[tuple[float, float]]]) -> str:
+    """The latest value of each curve and the range it moved in; over timesteps, the latest value at each."""
+    if panel.across == "timestep":
+        by_timestep = (f"{format_number(value)} at {time:g}" for time, value in reversed(series.get(LAST, ())))
+        return ", ".join(by_timestep)
     parts = []
     for name, label in panel.curves.items():
         values = [value for _, value in series.get(name, ()) if math.isfinite(value)]
@@ -185,12 +193,17 @@ def caption(panel: Panel, series: Mapping[str, Sequence[tuple[int, float]]]) -> 
 
 def _definition(name: str, value: float, health: HealthReport) -> dict[str, Any]:
     found = metric(name)
+    unit, formula = found.unit, found.formula
+
+    # The registry defines a metric once; what it counts and averages over are then denoising steps.
+    if health.diffusion:
+        unit, formula = (text.replace("tokens", "steps") for text in (unit, formula))
     return {
         "name": found.name,
         "value": value,
         "expected": health.expected.get(name),
-        "unit": found.unit,
-        "formula": found.formula,
+        "unit": unit,
+        "formula": formula,
         "ideal": found.healthy.ideal if found.healthy is not None else "",
     }
 
@@ -203,8 +216,10 @@ def _is_known(name: str) -> bool:
     return True
 
 
-def _can_warn(name: str) -> bool:
+def _can_warn(name: str, *, diffusion: bool) -> bool:
     limits = healthy_range(name)
+    if limits is not None and diffusion:
+        limits = step_range(name, limits)
     return limits is not None and (limits.warn_below is not None or limits.warn_above is not None)
 
 

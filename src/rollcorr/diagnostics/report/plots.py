@@ -1,4 +1,6 @@
-"""The figures of a report: six panels of mismatch metrics over the steps, with guide lines, and the reward.
+"""The figures of a report: panels of mismatch metrics over the steps, with guide lines, and the reward.
+
+Tokens have six panels. Denoising steps have their own, one of which is over the timesteps of the schedule.
 
 The guide lines are the registry's healthy ranges. Figures are built with matplotlib's objects alone (no pyplot, no
 global state), so they are safe in threads and notebooks.
@@ -14,6 +16,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from rollcorr.diagnostics.health.diffusion_rules import BY_TIMESTEP, KL_FAILS, KL_WARNS
+from rollcorr.diagnostics.health.evidence import RECENT_STEPS
 from rollcorr.diagnostics.health.health_check import healthy_range
 
 try:
@@ -25,7 +29,7 @@ except ImportError as error:
     raise ImportError("figures need matplotlib: pip install 'rollcorr[report]'") from error
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
-Point = tuple[int, float]
+Point = tuple[float, float]
 
 MARKED = 30
 """A series up to this long is drawn point by point; a longer one gets a rolling mean."""
@@ -63,6 +67,16 @@ DARK = Theme(
 )
 
 
+@dataclass(frozen=True)
+class Guide:
+    """A dashed line at a value: the ideal, or where a warning begins."""
+
+    value: float
+    kind: Literal["ideal", "warn"]
+    label: str
+    optional: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class Panel:
     """One figure.
@@ -75,6 +89,8 @@ class Panel:
         symlog: logarithmic on both sides of 0, for metrics that span orders of magnitude.
         absent: what to say when no curve has a value.
         width: of the figure, inches.
+        across: what the x axis shows.
+        guides: dashed lines, beside those of the registry.
     """
 
     name: str
@@ -84,6 +100,8 @@ class Panel:
     bounds: tuple[float, ...] = ()
     symlog: bool = False
     width: float = 5.6
+    across: Literal["step", "timestep"] = "step"
+    guides: tuple[Guide, ...] = ()
 
 
 PANELS: tuple[Panel, ...] = (
@@ -135,16 +153,46 @@ PANELS: tuple[Panel, ...] = (
         symlog=True,
     ),
 )
-"""The six panels of every report."""
+"""The six panels of a report on tokens."""
+
+FIRST, LAST = "by_timestep/first", "by_timestep/last"
+"""The series that `over_timesteps` makes."""
 
 STEP_PANELS: tuple[Panel, ...] = (
     Panel(
         name="exact_kl",
         title="Exact KL of a denoising step, nats",
         curves={"exact_kl_mean": "mean", "exact_kl_max": "largest"},
+        absent="the means of both policies were not recorded",
+        bounds=(0.0,),
+        symlog=True,
+        guides=(
+            Guide(KL_WARNS, "warn", f"warn > {KL_WARNS:g}", optional=True),
+            Guide(KL_FAILS, "warn", f"fail > {KL_FAILS:g}", optional=True),
+        ),
+    ),
+    Panel(
+        name="joint_kl",
+        title="KL of a denoising step from its joint log-ratio J, nats",
+        curves={"kl_joint": "mean of −J", "k3_kl_joint": "k3 of J"},
         absent="not measured",
         bounds=(0.0,),
         symlog=True,
+    ),
+    Panel(
+        name="by_timestep",
+        title="|Δ log p| by timestep, nats per dimension",
+        curves={LAST: f"last {RECENT_STEPS} steps", FIRST: f"first {RECENT_STEPS} steps"},
+        absent="the timesteps were not recorded",
+        bounds=(0.0,),
+        across="timestep",
+    ),
+    Panel(
+        name="rejected",
+        title="Rejected share of the denoising steps",
+        curves={"rejected_ratio": "rejected"},
+        absent="not measured",
+        bounds=(0.0, 0.1),
     ),
     Panel(
         name="zeroed",
@@ -153,11 +201,28 @@ STEP_PANELS: tuple[Panel, ...] = (
             "actor/zeroed_fraction_positive": "advantage above 0",
             "actor/zeroed_fraction_negative": "advantage below 0",
         },
-        absent="not measured",
+        absent="not a training run: no gradient was taken",
         bounds=(0.0,),
     ),
+    Panel(
+        name="mean_weight",
+        title="Importance weights",
+        curves={"rollout_is_mean": "mean weight", "rollout_is_eff_sample_size": "effective sample size, share"},
+        absent="no importance weights: rollout_is is not set",
+        bounds=(0.0, 1.0),
+    ),
 )
-"""Panels of denoising steps, in the reports of runs that have them."""
+"""The panels of a report on denoising steps."""
+
+ACCURACY = Panel(
+    name="accuracy",
+    title="What the pictures show: share that is as the prompt says",
+    curves={"picture/color_accuracy": "color", "picture/shape_accuracy": "shape"},
+    absent="not measured",
+    bounds=(0.0, 1.0),
+    width=11.4,
+)
+"""The panel of runs whose reward recognizes what was drawn."""
 
 REWARD = Panel(
     name="reward",
@@ -168,14 +233,24 @@ REWARD = Panel(
 )
 
 
-@dataclass(frozen=True)
-class Guide:
-    """A dashed line at a value: the ideal, or where a warning begins."""
+def panels_of(series: Mapping[str, Sequence[Point]], *, diffusion: bool) -> tuple[Panel, ...]:
+    """The panels of a report on tokens, or on denoising steps; of the accuracies, only where they were measured."""
+    accuracy = tuple(panel for panel in (ACCURACY,) if panel.curves.keys() & series.keys())
+    return (*(STEP_PANELS if diffusion else PANELS), *accuracy, REWARD)
 
-    value: float
-    kind: Literal["ideal", "warn"]
-    label: str
-    optional: bool = False
+
+def over_timesteps(series: Mapping[str, Sequence[Point]]) -> dict[str, list[Point]]:
+    """The breakdown by timestep as two series over the timesteps: means of the first steps, and of the last ones."""
+    found: dict[str, list[Point]] = {}
+    for name, points in series.items():
+        values = [value for _, value in points if math.isfinite(value)]
+        if not name.startswith(BY_TIMESTEP) or not values:
+            continue
+        timestep = float(name.removeprefix(BY_TIMESTEP))
+        found.setdefault(LAST, []).append((timestep, float(np.mean(values[-RECENT_STEPS:]))))
+        if len(values) >= 2 * RECENT_STEPS:
+            found.setdefault(FIRST, []).append((timestep, float(np.mean(values[:RECENT_STEPS]))))
+    return {name: sorted(points) for name, points in found.items()}
 
 
 def draw(panel: Panel, series: Mapping[str, Sequence[Point]], theme: Theme = LIGHT) -> Figure:
@@ -196,10 +271,10 @@ def draw(panel: Panel, series: Mapping[str, Sequence[Point]], theme: Theme = LIG
 
     for color, (name, points) in zip(theme.curves, curves.items(), strict=False):
         _draw_curve(axes, points, label=panel.curves[name], color=color)
-    guides = guides_of(curves, labels=panel.curves)
+    guides = [*guides_of(curves, labels=panel.curves), *panel.guides]
     _set_scale(axes, panel, np.concatenate([points[:, 1] for points in curves.values()]), guides)
     _draw_guides(axes, guides, theme)
-    _style(axes, theme, legend=legend)
+    _style(axes, theme, legend=legend, across=panel.across)
     return figure
 
 
@@ -306,7 +381,7 @@ def _draw_guides(axes: Axes, guides: Sequence[Guide], theme: Theme) -> None:
         )
 
 
-def _style(axes: Axes, theme: Theme, *, legend: bool) -> None:
+def _style(axes: Axes, theme: Theme, *, legend: bool, across: str) -> None:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
@@ -315,7 +390,7 @@ def _style(axes: Axes, theme: Theme, *, legend: bool) -> None:
     axes.yaxis.offsetText.set(color=theme.ink, fontsize=8)
     axes.grid(axis="y", color=theme.faint, linewidth=0.5, alpha=0.6)
     axes.set_axisbelow(True)
-    axes.set_xlabel("step", fontsize=8, color=theme.ink)
+    axes.set_xlabel(across, fontsize=8, color=theme.ink)
     if legend:
         axes.legend(
             loc="lower left", bbox_to_anchor=(-0.02, 0.98), fontsize=7.5, frameon=False, labelcolor=theme.ink, ncols=3

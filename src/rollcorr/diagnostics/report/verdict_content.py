@@ -9,7 +9,7 @@ from typing import NamedTuple
 from rollcorr.config.finding import Finding
 from rollcorr.diagnostics.health.causes import Folded
 from rollcorr.diagnostics.health.health_check import HealthReport
-from rollcorr.diagnostics.numbers import HEADLINES, format_number
+from rollcorr.diagnostics.numbers import format_number, headlines
 
 CONSEQUENCES = "from this follows"
 """What stands above the consequences of a finding."""
@@ -74,7 +74,7 @@ def verdict_content(health: HealthReport) -> VerdictContent:
     alarming = {finding.metric for finding in health.warnings}
     numbers = tuple(
         Number(name, label, format_number(health.values[name]), _expected(name, health.expected), name in alarming)
-        for name, label in HEADLINES.items()
+        for name, label in headlines(diffusion=health.diffusion).items()
         if name in health.values
     )
     return VerdictContent(

@@ -47,10 +47,14 @@ class PromptConfig:
     """What to draw.
 
     Attributes:
-        path: a file with one prompt per line, or .jsonl with `prompt`; null takes the prompts of the small model.
+        path: a file with one prompt per line, or .jsonl with `prompt`; null takes the prompts of the small model,
+            without those that are held out.
+        held_out: a file of prompts that are not trained on, for the evaluation; null with `path` null takes four of the
+            small model's.
     """
 
     path: str | None = None
+    held_out: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +67,9 @@ class RewardConfig:
         function: `package.module:name` or `file.py:name`, for name=function.
     """
 
-    name: Literal["prompt_match", "color", "jpeg_compressibility", "ocr", "function"] = "prompt_match"
+    name: Literal["prompt_match", "color_and_shape", "color", "jpeg_compressibility", "ocr", "function"] = (
+        "prompt_match"
+    )
     color: str = "red"
     function: str | None = None
 

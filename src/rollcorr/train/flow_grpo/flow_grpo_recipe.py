@@ -1,6 +1,7 @@
 """Flow-GRPO as a recipe of the run loop: what it trains, what it saves, and the pictures before and after.
 
-RUN/images/before.png, after.png hold the same prompts from the same noise, drawn without exploring.
+RUN/images/before.png, after.png hold the same prompts from the same noise, drawn without exploring. Where the prompts
+name colored shapes, every step and both evaluations say how often a picture has the color and the shape of its prompt.
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ from rollcorr.train.flow_grpo.flow_grpo_trainer import FlowGrpoTrainer, PictureS
 from rollcorr.train.flow_grpo.images import save_grid
 from rollcorr.train.flow_grpo.prompts import PromptSource, read_prompts
 from rollcorr.train.flow_grpo.rewards import make_reward
-from rollcorr.train.flow_grpo.shapes import PROMPTS
+from rollcorr.train.flow_grpo.shapes import (
+    HELD_OUT_PROMPTS,
+    SHAPES,
+    TRAINED_PROMPTS,
+    background_noise,
+    class_of,
+    recognized,
+)
 from rollcorr.train.loop import Evaluation, Recipe
 from rollcorr.train.reference_policy import check_reference
 from rollcorr.train.steps import HELD_OUT
@@ -33,15 +41,24 @@ class FlowGrpoRecipe(Recipe):
     Args:
         trainer: at the start of the run, or with the policy of a checkpoint.
         directory: where the pictures go.
+        held_out: prompts that are only evaluated.
     """
 
     config_class = FlowGrpoConfig
     evaluation_text = "reward {reward:.3f} over {pictures} pictures drawn without exploring"
 
-    def __init__(self, trainer: FlowGrpoTrainer, directory: RunDirectory) -> None:
+    def __init__(self, trainer: FlowGrpoTrainer, directory: RunDirectory, held_out: PromptSource | None = None) -> None:
         self.trainer: FlowGrpoTrainer = trainer
         self.directory = directory
+        self.held_out = held_out
+        self.shows_shapes = all(map(_names_a_shape, trainer.source.all))
         self.newest: PictureStepResult | None = None
+        if self.shows_shapes:
+            self.evaluation_text += "; color right in {color_accuracy:.0%}, shape in {shape_accuracy:.0%}"
+        if held_out is not None:
+            self.evaluation_text += "; of prompts that are not trained on, reward {held_out_reward:.3f}"
+            if self.shows_shapes:
+                self.evaluation_text += ", color {held_out_color_accuracy:.0%}, shape {held_out_shape_accuracy:.0%}"
         self.keeps_reference = trainer.reference is not None
         # Bypass mode measures the mismatch in the loss, and has its metrics under another prefix.
         mismatch = "actor/rollout_corr" if trainer.actor.bypass_mode else "rollout_corr"
@@ -64,12 +81,15 @@ class FlowGrpoRecipe(Recipe):
         reference = _reference(config, directory, policy, checkpoint)
         trainer = FlowGrpoTrainer(config, policy, source, reward, reference=reference)
         trainer.engine.weight_version = 0 if checkpoint is None else checkpoint.state.step
-        return cls(trainer, directory)
+        return cls(trainer, directory, make_held_out(config))
 
     def step(self, step: int) -> dict[str, float]:
         """One step of the trainer."""
         self.newest = self.trainer.step(step)
-        return self.newest.metrics
+        batch = self.newest.batch
+        return self.newest.metrics | {
+            f"picture/{name}": value for name, value in self._seen_in(batch.images, batch.texts).items()
+        }
 
     def write_extras(self, step: int) -> None:
         """Write the rollout log of the step."""
@@ -82,9 +102,29 @@ class FlowGrpoRecipe(Recipe):
 
     def evaluate(self, when: str) -> Evaluation:
         """Draw held-out pictures without exploring, judge them, and save a grid of the first ones."""
+        config = self.trainer.config
+        found, shown = self._evaluated(self.trainer.source)
+        measured = {"reward": found["reward"], "pictures": config.log.evaluate, **found}
+        if self.held_out is not None:
+            found, new = self._evaluated(self.held_out)
+            measured |= {f"held_out_{name}": value for name, value in found.items()}
+
+            # A third of what is shown is of prompts that were not trained on.
+            count = config.log.images // 3
+            shown = [
+                *shown[: config.log.images - count],
+                *((image, f"{text}\nheld out") for image, text in new[:count]),
+            ]
+        if config.log.images:
+            images, captions = zip(*shown[: config.log.images], strict=True)
+            save_grid(torch.stack(images), self.directory.picture(when), captions=captions)
+        return measured
+
+    def _evaluated(self, source: PromptSource) -> tuple[dict[str, float], list[tuple[torch.Tensor, str]]]:
+        """What the pictures of some prompts earn and show; and the pictures with their prompts."""
         trainer, config = self.trainer, self.trainer.config
         count = config.log.evaluate
-        texts = [trainer.source.all[i % len(trainer.source.all)] for i in range(count)]
+        texts = [source.all[i % len(source.all)] for i in range(count)]
 
         pictures = []
         for number, part in enumerate(torch.arange(count, device="cpu").split(config.rollout.batch_size or count)):
@@ -93,14 +133,47 @@ class FlowGrpoRecipe(Recipe):
             pictures.append(trainer.policy.decode(latents).cpu())
         images = torch.cat(pictures)
 
-        if config.log.images:
-            save_grid(images[: config.log.images], self.directory.picture(when))
-        return {"reward": float(trainer.reward(images, texts).double().mean()), "pictures": count}
+        reward = float(trainer.reward(images, texts).double().mean())
+        return {"reward": reward} | self._seen_in(images, texts), list(zip(images, texts, strict=True))
+
+    def _seen_in(self, images: torch.Tensor, texts: list[str]) -> dict[str, float]:
+        """Shares of pictures with the color and the shape of their prompt, noise of the ground, and diversity.
+
+        Diversity is how the pictures of one prompt differ: the standard deviation of a pixel among them.
+        """
+        rows = {text: [i for i, other in enumerate(texts) if other == text] for text in texts}
+        spreads = [images[same].float().std(0).mean() for same in rows.values() if len(same) > 1]
+        found = {"diversity": float(torch.stack(spreads).mean())} if spreads else {}
+        if not self.shows_shapes:
+            return found
+        wanted, seen = torch.tensor([class_of(text) for text in texts], device="cpu"), recognized(images)
+        return {
+            "color_accuracy": float((wanted // len(SHAPES) == seen // len(SHAPES)).double().mean()),
+            "shape_accuracy": float((wanted % len(SHAPES) == seen % len(SHAPES)).double().mean()),
+            "background_noise": background_noise(images),
+            **found,
+        }
 
 
 def make_prompts(config: FlowGrpoConfig) -> PromptSource:
     """The prompts that a configuration names."""
-    return PromptSource(PROMPTS if config.prompts.path is None else read_prompts(config.prompts.path))
+    return PromptSource(TRAINED_PROMPTS if config.prompts.path is None else read_prompts(config.prompts.path))
+
+
+def make_held_out(config: FlowGrpoConfig) -> PromptSource | None:
+    """The prompts that are only evaluated; None where the configuration names none."""
+    if config.prompts.held_out is not None:
+        return PromptSource(read_prompts(config.prompts.held_out))
+    return PromptSource(HELD_OUT_PROMPTS) if config.prompts.path is None else None
+
+
+def _names_a_shape(prompt: str) -> bool:
+    """Whether a prompt names one color and one shape, as those of the small model do."""
+    try:
+        class_of(prompt)
+    except ValueError:
+        return False
+    return True
 
 
 def make_policy(config: FlowGrpoConfig, path: str | Path) -> DiffusionPolicy:

@@ -1,7 +1,8 @@
 """Rewards of pictures: a function of pictures (B, 3, H, W) in [0, 1] and their prompts, one number each.
 
 prompt_match             how much the picture looks like the shape in its prompt, [0, 1]
-color                   how much of one color there is, [−1, 1]
+color_and_shape          that, and how clearly the shape in the prompt is told from the others, [0, 1]
+color                    how much of one color there is, [−1, 1]
 jpeg_compressibility     minus the size as JPEG, kB
 ocr                      how much of the text in the prompt's quotation marks can be read, [0, 1]
 function                 your own: `package.module:name` or `file.py:name`
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.train.flow_grpo.images import to_pil
-from rollcorr.train.flow_grpo.shapes import class_of, likeness
+from rollcorr.train.flow_grpo.shapes import class_of, likeness, shape_share
 
 RewardFunction = Callable[[Tensor, Sequence[str]], Sequence[float] | Tensor]
 COLORS = {
@@ -43,6 +44,16 @@ def prompt_match(images: Tensor, prompts: Sequence[str]) -> Tensor:
     The prompt names a color and a shape; see `rollcorr.train.flow_grpo.shapes.likeness`.
     """
     return likeness(images, torch.tensor([class_of(prompt) for prompt in prompts], device="cpu"))
+
+
+def color_and_shape(images: Tensor, prompts: Sequence[str]) -> Tensor:
+    """Half of `prompt_match`, and half of how clearly the shape is the one in the prompt, (B,).
+
+    `prompt_match` alone is high for a blob of the right color, which is near to every shape;
+    `rollcorr.train.flow_grpo.shapes.shape_share` is not.
+    """
+    classes = torch.tensor([class_of(prompt) for prompt in prompts], device="cpu")
+    return (likeness(images, classes) + shape_share(images, classes)) / 2
 
 
 def color(images: Tensor, prompts: Sequence[str], *, name: str = "red") -> Tensor:
@@ -116,6 +127,7 @@ def make_reward(name: str, *, color_name: str = "red", function: str | None = No
     """
     rewards: dict[str, RewardFunction] = {
         "prompt_match": prompt_match,
+        "color_and_shape": color_and_shape,
         "color": partial(color, name=color_name),
         "jpeg_compressibility": jpeg_compressibility,
         "ocr": ocr,

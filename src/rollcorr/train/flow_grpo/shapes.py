@@ -1,4 +1,4 @@
-"""Pictures of colored shapes: what the small model was pretrained on, and the yardstick of `prompt_match`.
+"""Pictures of colored shapes: what the small model was pretrained on, and the yardstick of its rewards.
 
 A picture is 16 × 16 RGB in [−1, 1]: one shape in one color on a dark ground, at any place that keeps it inside.
 Its prompt says both: `a red circle`.
@@ -25,6 +25,11 @@ COLORS: dict[str, tuple[float, float, float]] = {
 SHAPES = ("circle", "square", "triangle", "cross")
 CLASSES: tuple[tuple[str, str], ...] = tuple((color, shape) for color in COLORS for shape in SHAPES)
 PROMPTS: tuple[str, ...] = tuple(f"a {color} {shape}" for color, shape in CLASSES)
+HELD_OUT_PROMPTS = ("a red circle", "a green square", "a blue triangle", "a yellow cross")
+"""Prompts that the demo never trains on: each color and each shape in them is trained in other prompts."""
+TRAINED_PROMPTS = tuple(prompt for prompt in PROMPTS if prompt not in HELD_OUT_PROMPTS)
+SHAPE_EVIDENCE = 8.0
+"""Squared distance, in pixel values of [−1, 1], by which one shape must be nearer to be e times as likely."""
 
 
 def draw_shapes(classes: Tensor, *, generator: torch.Generator) -> Tensor:
@@ -91,22 +96,66 @@ def likeness(images: Tensor, classes: Tensor) -> Tensor:
     Returns:
         (B,), float32, on the CPU; negative for a wrong color.
     """
-    pictures = images.detach().float().cpu()
-    if pictures.shape[-2:] != (SIZE, SIZE):
-        pictures = torch.nn.functional.interpolate(pictures, size=(SIZE, SIZE), mode="area")
-
     # The nearest picture counts, because a prompt leaves place and size open.
     templates = _templates()[classes.cpu()]
-    flat = (pictures * 2 - 1).flatten(1)[:, None]
+    flat = (_small(images) * 2 - 1).flatten(1)[:, None]
     distance = (flat - templates).square().sum(-1)
     blank = (templates - (GROUND * 2 - 1)).square().sum(-1)
     best = distance.argmin(1, keepdim=True)
     return (1 - distance.gather(1, best) / blank.gather(1, best)).squeeze(1)
 
 
+def shape_share(images: Tensor, classes: Tensor) -> Tensor:
+    """How clearly a picture shows the shape of a class: softmax over the shapes of −‖x − t‖² / 8, at that shape.
+
+    t is the nearest picture of a shape in any color. The shares of a picture sum to 1, so one picture for all shapes
+    earns 1/4 on average, whatever it shows: the average of the shapes is not what pays.
+
+    Args:
+        images: (B, 3, H, W) in [0, 1].
+        classes: (B,) integers that index `CLASSES`.
+
+    Returns:
+        (B,) in [0, 1], float32, on the CPU.
+    """
+    by_shape = _distances(images).view(-1, len(COLORS), len(SHAPES)).amin(1)
+    wanted = (classes.cpu() % len(SHAPES))[:, None]
+    return (-by_shape / SHAPE_EVIDENCE).softmax(1).gather(1, wanted).squeeze(1)
+
+
+def recognized(images: Tensor) -> Tensor:
+    """The class whose nearest picture each picture is closest to, (B,) integers on the CPU."""
+    return _distances(images).argmin(1)
+
+
+def background_noise(images: Tensor) -> float:
+    """Root mean square deviation of the outermost pixels, which no shape reaches by more than its edge, from ground."""
+    pictures = _small(images)
+    ring = torch.ones(SIZE, SIZE, dtype=torch.bool, device="cpu")
+    ring[1:-1, 1:-1] = False
+    return float((pictures[:, :, ring] - GROUND).double().square().mean().sqrt())
+
+
 def names_of(classes: Sequence[int]) -> list[str]:
     """The prompts of some classes."""
     return [PROMPTS[i] for i in classes]
+
+
+def _small(images: Tensor) -> Tensor:
+    """Pictures averaged down to 16 × 16, float32, on the CPU."""
+    pictures = images.detach().float().cpu()
+    if pictures.shape[-2:] != (SIZE, SIZE):
+        pictures = torch.nn.functional.interpolate(pictures, size=(SIZE, SIZE), mode="area")
+    return pictures
+
+
+def _distances(images: Tensor) -> Tensor:
+    """Squared distance of each picture to the nearest picture of each class, (B, classes)."""
+    templates = _templates()
+    flat = (_small(images) * 2 - 1).flatten(1)
+    # Without the shortcut of `cdist`, which loses digits: distances here are compared with each other.
+    found = torch.cdist(flat, templates.flatten(0, 1), compute_mode="donot_use_mm_for_euclid_dist")
+    return found.view(len(flat), *templates.shape[:2]).amin(2).square()
 
 
 @cache
