@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 from torch import Tensor
 
-from rollcorr.core.boundary import plain
+from rollcorr.core.boundary import in_host_memory, plain
 from rollcorr.core.sampling import KeptSets
 from rollcorr.kernels.linear_logprob.arguments import (
     check_choice_of_tokens,
@@ -82,7 +82,7 @@ def linear_log_prob(
         compact: whether tokens that do not count are dropped before the products: forward those outside of `mask`,
             outside of `entropy` and with a set of one id; backward those without a gradient. How many they are is
             data, so on a GPU the host waits for it, about once each way. False computes all of them, and waits for
-            nothing. None: True on the CPU, False elsewhere. On a padded batch True may spare more than a wait costs.
+            nothing. None: True where the values lie in the host's memory, False elsewhere. On a padded batch True may spare more than a wait costs.
         impl: "auto" is "torch" everywhere: the Triton kernels are tested interpreted and compiled, but have not run on
             a device yet, and must be asked for.
 
@@ -124,7 +124,7 @@ def linear_log_prob(
         first_id=first_id,
         chunk=chunk,
         precision=precision,
-        compact=hidden.device.type == "cpu" if compact is None else compact,
+        compact=in_host_memory(token_ids) if compact is None else compact,
     )
     device = hidden.device.type
     with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
