@@ -67,6 +67,27 @@ class SequenceTable:
             self._sums.add_(sums)
         return sums.sum(-1)
 
+    def add_regular(self, valid: Tensor, values: Tensor, block: Block) -> Tensor:
+        """As `add`, for a block whose valid tokens are all measured and none of them capped.
+
+        Args:
+            valid: 1 at tokens that count, (rows, T) or (n,).
+            values: for each column from "expm1" on, (C − 4, rows, T) or (C − 4, n).
+            block: which tokens these are.
+        """
+        first, log_ratio = self._names.index("expm1"), self._names.index("log_ratio")
+        if block.lengths is None:
+            at, counts = block.at, valid.sum(-1)
+            sums = torch.sum(values, dim=-1, out=self._sums[first:, at])
+            self._sums[: first - 1, at] = counts  # valid, compared and measured
+            self._sums[first - 1, at] = sums[log_ratio - first]  # capped
+            return sums.sum(-1)
+        sums = _segments(values.reshape(-1), "sum", block.lengths.repeat(len(values))).view(len(values), -1)
+        self._sums[first:].add_(sums)
+        self._sums[: first - 1].add_(_segments(valid, "sum", block.lengths))
+        self._sums[first - 1].add_(sums[log_ratio - first])
+        return sums.sum(-1)
+
     def extreme(self, column: str, values: Tensor, block: Block) -> None:
         """Track the smallest or the largest value of each sequence: `column` ends in _min or _max.
 
