@@ -20,20 +20,29 @@ from rollcorr.core.divergence import CAP
 from rollcorr.kernels.correction.torch.table import Block
 from rollcorr.kernels.correction.torch.tokens import FAR, TokenPass
 
-ORDINARY = 80.0
-"""Nats: e to the power of ± this is a normal float32, in which |π − μ| takes its exponential."""
+ORDINARY = 40.0
+"""Nats: e to the power of ± this, times a log-ratio of 1e-16, is a normal float32, in which |π − μ| is taken."""
 
 CANCELS = 1e-6
 """A sum of squares around the mean below this share of the one around a fixed center is computed anew."""
 
 
 class Range(NamedTuple):
-    """How many tokens of a block count, whether all do, and between what their log-ratios lie."""
+    """What is known of a block before it is read.
+
+    Attributes:
+        count: how many of its tokens count.
+        whole: whether all do.
+        low: the smallest log-ratio, or 0 of a token that does not count.
+        high: the largest, likewise.
+        ends: the smallest and the largest of each row; None where a 0 that does not count may be one, and when packed.
+    """
 
     count: float
     whole: bool
     low: float
     high: float
+    ends: tuple[Tensor, Tensor] | None
 
 
 class HostTokenPass(TokenPass):
@@ -62,7 +71,9 @@ class HostTokenPass(TokenPass):
         loss_mask.copy_(scratch.shaped("valid"))
         for kind in self._kinds:
             self._estimate(kind)
-        totals = self.table.add_regular(scratch.shaped("valid"), scratch.columns[self._first :], block)
+        totals = self.table.add_regular(
+            None if found.whole else scratch.shaped("valid"), scratch.columns[self._first :], block
+        )
         self._describe_regular(dict(zip(self._columns[self._first :], totals.tolist(), strict=True)), squares, found)
 
     def _range(self, train: Tensor, rollout: Tensor, mask: Tensor) -> Range | None:
@@ -79,22 +90,32 @@ class HostTokenPass(TokenPass):
         if not whole:
             scratch.log_probs.mul_(valid)  # what is not finite becomes NaN, which no range admits
 
-        low, high = (float(x) for x in torch.aminmax(torch.sub(pi, mu, out=scratch("log_ratio"))))
-        if not -self._reach <= low <= high <= self._reach:
+        torch.sub(pi, mu, out=scratch("log_ratio"))
+        d = scratch.shaped("log_ratio")
+        smallest, largest = d.amin(-1), d.amax(-1)
+        of_rows = [smallest, largest] if d.dim() == 2 else [smallest.view(1), largest.view(1)]
+        lows, highs = (x.tolist() for x in of_rows)
+        regular = all(-self._reach <= low <= high <= self._reach for low, high in zip(lows, highs, strict=True))
+        if not regular:
             return None
         least, most = (float(x) for x in torch.aminmax(mu))
-        return Range(count, whole, low, high) if -ORDINARY <= least <= most <= ORDINARY else None
+        if not -ORDINARY <= least <= most <= ORDINARY:
+            return None
+
+        # A 0 that does not count is no end of a row that reaches to both sides of it.
+        known = d.dim() == 2 and (whole or (max(lows) < 0 < min(highs)))
+        return Range(count, whole, min(lows), max(highs), (smallest, largest) if known else None)
 
     def _compare_regular(self, block: Block, found: Range) -> float:
         """How far apart the policies are; returns Σ (e^d − 1)²."""
         scratch, rows = self._scratch, self.rows
         d, expm1, work = scratch("log_ratio"), scratch("expm1"), scratch("work")
 
-        # |π − μ| = μ |e^d − 1| loses no digits where the two are near, so μ itself may be a float32.
-        work.copy_(self._narrow().copy_(scratch("rollout")).exp_())
-        difference = work.mul_(expm1).abs_()
-        rows.add("prob_diff_abs", difference.sum())
-        rows.extremes("prob_diff_abs", self._nothing, difference.amax())
+        # |π − μ| = μ |e^d − 1| loses no digits where the two are near, so a float32 is enough for both factors.
+        difference, factor = self._narrow("spare"), self._narrow("work")
+        difference.copy_(scratch("rollout")).exp_().mul_(factor.copy_(expm1)).abs_()
+        rows.add("prob_diff_abs", self._nothing + difference.sum())
+        rows.extremes("prob_diff_abs", self._nothing, self._nothing + difference.amax())
 
         squares = torch.dot(expm1, expm1)
         rows.add("expm1_squares", squares)
@@ -105,9 +126,12 @@ class HostTokenPass(TokenPass):
         rows.add("ratio_above_10pct", self._count_above(high, found))
         rows.add("ratio_below_10pct", self._count_below(low, found))
 
+        if found.ends is not None:
+            self.table.set_extremes("log_ratio", *found.ends, block)
+            return float(squares)
         if found.whole:
-            self.table.extreme("log_ratio_min", scratch.shaped("log_ratio"), block)
-            self.table.extreme("log_ratio_max", scratch.shaped("log_ratio"), block)
+            self.table.extreme("log_ratio_min", d, block)
+            self.table.extreme("log_ratio_max", d, block)
             return float(squares)
         outside = torch.eq(scratch("valid"), 0.0, out=scratch("spare"))
         torch.add(d, outside, alpha=FAR, out=work)
@@ -130,9 +154,7 @@ class HostTokenPass(TokenPass):
             rows.add("saturated_low", self._nothing)
 
         weight, valid = scratch("weight"), scratch("valid")
-        raw = torch.add(scratch("expm1"), 1.0, out=weight if config.is_mode == "none" else scratch("raw"))
-        if not found.whole:
-            raw.mul_(valid)
+        raw = torch.add(scratch("expm1"), valid, out=weight if config.is_mode == "none" else scratch("raw"))
         if config.is_mode == "truncate":
             torch.clamp(raw, min=config.rollout_is_floor, max=config.is_upper, out=weight)
             if config.rollout_is_floor is not None and not found.whole:
@@ -153,9 +175,7 @@ class HostTokenPass(TokenPass):
                 around, offset = float(torch.dot(scratch(values), scratch(values))), mean
             m2 = around - found.count * offset * offset
             if m2 < CANCELS * around:
-                deviation = torch.addcmul(
-                    scratch(values), valid, self._nothing + mean, value=-1.0, out=scratch("work")
-                )
+                deviation = torch.addcmul(scratch(values), valid, self._nothing + mean, value=-1.0, out=scratch("work"))
                 m2 = float(torch.dot(deviation, deviation))
             names.append(row)
             numbers += [found.count, mean, m2]
@@ -177,7 +197,7 @@ class HostTokenPass(TokenPass):
         below = torch.lt(self._scratch("log_ratio"), bound, out=self._scratch("work"))
         return below.sum() if found.whole else torch.dot(below, self._scratch("valid"))
 
-    def _narrow(self) -> Tensor:
+    def _narrow(self, name: str) -> Tensor:
         """A float32 buffer of the block's size, in the memory of a float64 one."""
-        spare = self._scratch("spare")
-        return spare.view(torch.float32)[: spare.numel()]
+        wide = self._scratch(name)
+        return wide.view(torch.float32)[: wide.numel()]
