@@ -82,7 +82,8 @@ def linear_log_prob(
         compact: whether tokens that do not count are dropped before the products: forward those outside of `mask`,
             outside of `entropy` and with a set of one id; backward those without a gradient. How many they are is
             data, so on a GPU the host waits for it, about once each way. False computes all of them, and waits for
-            nothing. None: True where the values lie in the host's memory, False elsewhere. On a padded batch True may spare more than a wait costs.
+            nothing. None: True where the values lie in the host's memory, False elsewhere. On a padded batch True may
+            spare more than a wait costs.
         impl: "auto" is "torch" everywhere: the Triton kernels are tested interpreted and compiled, but have not run on
             a device yet, and must be asked for.
 

@@ -31,14 +31,14 @@ class Range(NamedTuple):
     """What is known of a block before it is read.
 
     Attributes:
-        count: how many of its tokens count.
+        tokens: how many of its tokens count.
         whole: whether all do.
         low: the smallest log-ratio, or 0 of a token that does not count.
         high: the largest, likewise.
         ends: the smallest and the largest of each row; None where a 0 that does not count may be one, and when packed.
     """
 
-    count: float
+    tokens: float
     whole: bool
     low: float
     high: float
@@ -165,7 +165,7 @@ class HostTokenPass(TokenPass):
         """Moments of the samples: squares around a fixed center, moved to the mean where that cancels few digits."""
         scratch, valid = self._scratch, self._scratch("valid")
         names, numbers = [], []
-        at_least_one = max(found.count, 1.0)
+        at_least_one = max(found.tokens, 1.0)
         for row, values, _ in self._samples:
             mean, offset = total[values] / at_least_one, 0.0
             unclipped = values == "raw" or (values == "weight" and self._config.is_mode == "none")
@@ -173,12 +173,12 @@ class HostTokenPass(TokenPass):
                 around, offset = squares, total["expm1"] / at_least_one
             else:
                 around, offset = float(torch.dot(scratch(values), scratch(values))), mean
-            m2 = around - found.count * offset * offset
+            m2 = around - found.tokens * offset * offset
             if m2 < CANCELS * around:
                 deviation = torch.addcmul(scratch(values), valid, self._nothing + mean, value=-1.0, out=scratch("work"))
                 m2 = float(torch.dot(deviation, deviation))
             names.append(row)
-            numbers += [found.count, mean, m2]
+            numbers += [found.tokens, mean, m2]
         parts = iter(torch.tensor(numbers, dtype=torch.float64, device=valid.device).unbind())
         for row in names:
             self.rows.moments(row, next(parts), next(parts), next(parts))
