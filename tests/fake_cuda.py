@@ -88,7 +88,7 @@ def backward(loss: Tensor, gradient: Tensor | None = None, retain_graph: bool = 
                 if inputs:
                     leaf.grad = inputs[0] if leaf.grad is None else leaf.grad.add_(inputs[0])
                 continue
-            width = max(inputs, default=-1) + 1
+            width = len(node._input_metadata)  # one for each output of what was computed, used or not
             call = node if callable(node) else node.apply  # a node of a function in Python is an object with `apply`
             outputs = call(*(inputs.get(i) for i in range(width))) if inputs else ()
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)

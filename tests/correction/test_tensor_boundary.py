@@ -376,7 +376,7 @@ def test_log_probs_of_hidden_states_work_under_torch_func_by_the_reference_or_sa
     torch.testing.assert_close(torch.func.grad(total)(given["hidden"]), leaf.grad)
 
 
-@pytest.mark.parametrize("entry", [name for name in ENTRIES if not name.startswith("linear_log_prob torch")])
+@pytest.mark.parametrize("entry", ENTRIES)
 def test_fake_tensors_give_fake_results_of_the_right_shape(entry):
     given = arguments(ENTRIES[entry])
     expected = called(entry)
@@ -386,8 +386,8 @@ def test_fake_tensors_give_fake_results_of_the_right_shape(entry):
             with pytest.raises(ValueError, match="torch is tracing with fake tensors"):
                 ENTRIES[entry].call(**fakes)
             return
-        if entry.startswith("linear_log_prob"):
-            with pytest.raises(ValueError, match="hidden is a FakeTensor: give a plain tensor"):
+        if entry.startswith("linear_log_prob") and entry.endswith("kept"):
+            with pytest.raises(ValueError, match=r"kept\.ids is a real tensor inside a FakeTensorMode"):
                 ENTRIES[entry].call(**fakes)
             return
         results = tensors_of(ENTRIES[entry].call(**fakes))

@@ -20,6 +20,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "whole, entropy of some": {"entropy": torch.arange(N) % 3 == 0, "chunk": 2},
     "kept": {"kept": KeptSets.of([[t, 3 * t % 23, (5 * t + 10) % 23] if t % 4 else [t] for t in range(N)])},
     "kept, low": {"kept": LOW_IDS, "entropy": True, "temperature": torch.linspace(0.5, 2, N)},
+    "whole, nothing dropped": {"entropy": torch.arange(N) % 3 == 0, "mask": torch.arange(N) % 4 > 0, "compact": False},
+    "kept, nothing dropped": {"kept": LOW_IDS, "entropy": True, "mask": torch.arange(N) % 2 > 0, "compact": False},
     "kept, mass, mask": {"kept": LOW_IDS, "log_kept_mass": True, "mask": torch.arange(N) % 2 > 0},
 }
 IDS = torch.tensor([0, 3, 5, 1, 22, 3, 0, 8, 16])

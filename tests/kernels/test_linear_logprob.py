@@ -13,10 +13,11 @@ from torch import nn
 
 from rollcorr.core.logprobs import kept_log_prob
 from rollcorr.core.sampling import KeptSets
-from rollcorr.kernels.linear_logprob import dense, linear_log_prob
+from rollcorr.kernels.linear_logprob import dense, kept, linear_log_prob
 from rollcorr.kernels.linear_logprob.products import multiply
 
 FORMS = [False, True]
+dropped_or_not = pytest.mark.parametrize("compact", [True, False], ids=["dropped", "all computed"])
 
 
 def test_by_hand():
@@ -46,8 +47,9 @@ def test_by_hand():
     masked=st.booleans(),
     entropy=st.sampled_from([False, True, "some"]),
     biased=st.booleans(),
+    compact=st.booleans(),
 )
-def test_twin_equals_the_reference(seed, N, V, chunk, replayed, temperature, masked, entropy, biased):
+def test_twin_equals_the_reference(seed, N, V, chunk, replayed, temperature, masked, entropy, biased, compact):
     case = make_case(seed, N=N, V=V)
     some = torch.arange(N) % 3 == 0
     options = {
@@ -58,7 +60,7 @@ def test_twin_equals_the_reference(seed, N, V, chunk, replayed, temperature, mas
         "log_kept_mass": (some if entropy == "some" else True) if replayed else False,
         "biased": biased,
     }
-    actual = run(case, **options, chunk=chunk, impl="torch")
+    actual = run(case, **options, chunk=chunk, compact=compact, impl="torch")
     assert_same(actual, run(case, **options, impl="reference"), rtol=1e-9, atol=1e-9)
 
 
@@ -94,11 +96,12 @@ def test_a_gradient_is_added_to_the_one_that_exists(replayed, impl):
 
 
 @pytest.mark.parametrize("replayed", FORMS)
-def test_half_precision_gradients_are_added_to_a_wider_one(replayed):
+@dropped_or_not
+def test_half_precision_gradients_are_added_to_a_wider_one(replayed, compact):
     case = make_case(2, dtype=torch.bfloat16)
     kept = case.kept if replayed else None
     buffer = torch.zeros(case.weight.shape)
-    run(case, kept=kept, accumulate_into=buffer)
+    run(case, kept=kept, accumulate_into=buffer, compact=compact)
     exact = make_case(2, dtype=torch.bfloat16)
     for name in ("hidden", "weight", "bias", "upstream"):
         setattr(exact, name, getattr(exact, name).double())
@@ -137,11 +140,14 @@ def test_a_frozen_head_gets_no_gradient(replayed):
     assert weight.grad is not None
 
 
-def test_a_set_of_one_gives_zero_exactly_and_no_gradient():
+@dropped_or_not
+def test_a_set_of_one_gives_zero_exactly_and_no_gradient(compact):
     case = make_case(0, N=3, dtype=torch.float32)
     kept = KeptSets.of([[int(case.token_ids[0])], [], [int(case.token_ids[2]), 5, 6]])
     case.upstream.fill_(1.0)
-    (log_prob, outside, entropy, mass), gradients = run(case, kept=kept, entropy=True, log_kept_mass=True)
+    (log_prob, outside, entropy, mass), gradients = run(
+        case, kept=kept, entropy=True, log_kept_mass=True, compact=compact
+    )
     assert log_prob[:2].tolist() == [0.0, 0.0]
     assert entropy[:2].tolist() == [0.0, 0.0]
     assert log_prob[2] < 0
@@ -161,25 +167,49 @@ def test_logits_outside_the_set_get_no_gradient():
 
 
 @pytest.mark.parametrize("replayed", FORMS)
-def test_what_the_mask_drops_is_never_read(replayed):
+@dropped_or_not
+def test_what_the_mask_drops_is_never_seen(replayed, compact):
     case = make_case(6)
     case.hidden[~case.mask] = math.nan
-    (log_prob, *_), gradients = run(case, mask=case.mask, kept=case.kept if replayed else None)
+    case.temperatures[~case.mask] = math.nan
+    (log_prob, *_), gradients = run(
+        case,
+        mask=case.mask,
+        kept=case.kept if replayed else None,
+        temperature=case.temperatures,
+        entropy=True,
+        compact=compact,
+    )
     assert (log_prob[~case.mask] == 0).all()
     assert log_prob.isfinite().all()
     assert all(gradient.isfinite().all() for gradient in gradients)
 
 
-def test_entries_with_bias_minus_infinity_have_no_probability():
+@dropped_or_not
+def test_entries_with_bias_minus_infinity_have_no_probability(compact):
     """As the rows beyond the vocabulary that pad a head: also when a whole chunk is of them, first or last."""
     case = make_case(7)
     case.token_ids = case.token_ids.clamp(8, 15)
     case.bias[:8] = case.bias[16:] = -math.inf
-    actual = run(case, chunk=4, entropy=True)
+    actual = run(case, chunk=4, entropy=True, compact=compact)
     part = linear_log_prob(case.hidden, case.weight[8:16], case.token_ids - 8, bias=case.bias[8:16], entropy=True)
     torch.testing.assert_close(actual[0].log_prob, part.log_prob)
     torch.testing.assert_close(actual[0].entropy, part.entropy)
     assert all(gradient.isfinite().all() for gradient in actual[1])
+
+
+@dropped_or_not
+def test_a_token_without_a_gradient_takes_no_part_backward(compact):
+    """Its hidden state may be anything, as where a model overflowed at a token that rejection took out."""
+    case = make_case(6)
+    case.hidden[case.upstream == 0] = math.nan
+    inputs = [x.clone().requires_grad_() for x in (case.hidden, case.weight, case.bias)]
+    result = linear_log_prob(
+        *inputs[:2], case.token_ids, bias=inputs[2], temperature=case.temperatures, entropy=True, compact=compact
+    )
+    torch.autograd.backward([result.log_prob, result.entropy], [case.upstream, case.upstream])
+    assert result.log_prob.isnan().tolist() == (case.upstream == 0).tolist()
+    assert all(x.grad.isfinite().all() for x in inputs)
 
 
 @pytest.mark.parametrize("replayed", FORMS)
@@ -200,7 +230,8 @@ def test_float32_agrees_with_float64(replayed, scale):
 
 @pytest.mark.parametrize("replayed", FORMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_errs_no_more_than_twice_torch(replayed, dtype):
+@dropped_or_not
+def test_half_precision_errs_no_more_than_twice_torch(replayed, dtype, compact):
     """Log-probs far less: torch rounds the logits. Gradients are rounded once at the end."""
     case = make_case(8, N=64, d=64, V=300, dtype=dtype)
     kept = case.kept if replayed else None
@@ -208,7 +239,7 @@ def test_half_precision_errs_no_more_than_twice_torch(replayed, dtype):
     for name in ("hidden", "weight", "bias", "upstream"):
         setattr(exact, name, getattr(exact, name).double())
     expected, expected_gradients = run(exact, kept=kept, impl="reference")
-    actual, gradients = run(case, kept=kept)
+    actual, gradients = run(case, kept=kept, compact=compact)
     hidden, weight, bias = (x.clone().requires_grad_() for x in (case.hidden, case.weight, case.bias))
     logits = nn.functional.linear(hidden, weight, bias).float()
     if replayed:
@@ -240,6 +271,17 @@ def test_operands_need_not_be_contiguous(replayed):
     expected = run(case, kept=case.kept if replayed else None)
     case.hidden, case.weight = (x.t().contiguous().t() for x in (case.hidden, case.weight))
     assert_same(run(case, kept=case.kept if replayed else None), expected)
+
+
+def test_a_wide_copy_of_the_head_is_made_a_few_columns_at_a_time(monkeypatch):
+    case = make_case(8, N=40, d=16, V=60, dtype=torch.bfloat16)
+    expected = run(case, kept=case.kept, compact=False)
+    monkeypatch.setitem(kept.CHUNK_ENTRIES, "cpu", 60 * 5)  # of 16 columns: 5, 5, 5 and 1
+    made = []
+    slices = kept._column_slices
+    monkeypatch.setattr(kept, "_column_slices", lambda *x: made.append(list(slices(*x))) or iter(made[-1]))
+    assert_same(run(case, kept=case.kept, compact=False), expected, rtol=1e-2, atol=1e-5)
+    assert [len(x) for x in made] == [4, 4, 4], "logits, the hidden states' gradient, the head's"
 
 
 def test_a_device_that_multiplies_half_precision_into_float32_is_used(monkeypatch):

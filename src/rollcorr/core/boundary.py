@@ -183,6 +183,11 @@ def plain(tensor: Tensor) -> Tensor:
     return tensor.as_subclass(Tensor)
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a subclass holds the values in its own way, such as a DTensor. torch's own, of its tracing, do not."""
+    return _dispatches(tensor) and type(tensor).__name__ not in _TRACED
+
+
 def truth(mask: Tensor) -> Tensor:
     """The mask as bool, with bytes 0 and 1: torch keeps other bytes of a bool, and views of it would show them."""
     return mask != 0

@@ -32,6 +32,7 @@ def score_responses_fused(
     entropy: bool | Tensor = False,
     log_kept_mass: bool | Tensor = False,
     accumulate_into: Tensor | None = None,
+    compact: bool | None = None,
     impl: Implementation = "auto",
 ) -> LinearLogProb:
     """As `score_responses`, without (B, T, V) logits; or, with kept sets, over K ∪ {a} alone.
@@ -45,6 +46,7 @@ def score_responses_fused(
         entropy: see `linear_log_prob`. (B, T) if a tensor.
         log_kept_mass: see `linear_log_prob`.
         accumulate_into: receives the gradient of the head's weight; see `linear_log_prob`.
+        compact: see `linear_log_prob`.
         impl: see `linear_log_prob`.
 
     Returns:
@@ -71,6 +73,7 @@ def score_responses_fused(
         entropy=entropy,
         log_kept_mass=log_kept_mass,
         accumulate_into=accumulate_into,
+        compact=compact,
         impl=impl,
     )
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import torch
 from torch import Tensor
 
-from rollcorr.core.boundary import check_floating, check_integers, is_transformed, plain, type_name
+from rollcorr.core.boundary import check_floating, check_integers, is_sharded, is_transformed, type_name
 from rollcorr.core.boundary import check_tensors as check_kinds
 from rollcorr.core.logprobs import check_temperature as check_scalar_temperature
 from rollcorr.core.sampling import KeptSets
@@ -53,7 +53,7 @@ def check_tensors(
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias {tuple(bias.shape)} must have one entry for each of the weight's {len(weight)} rows")
     for name, tensor in (("hidden", hidden), ("weight", weight)):
-        if type(plain(tensor)) not in (Tensor, torch.nn.Parameter):
+        if is_sharded(tensor):
             raise ValueError(f"{name} is a {type(tensor).__name__}: give a plain tensor; of a sharded one, all of it")
     if accumulate_into is None:
         return

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rollcorr.kernels.linear_logprob.dense import Epilogue, dense_sums
 from rollcorr.kernels.linear_logprob.kept import Membership, membership
-from rollcorr.kernels.linear_logprob.problem import LinearLogProb, LogSums, Problem, at_rows
+from rollcorr.kernels.linear_logprob.problem import LinearLogProb, LogSums, Problem, at_rows, harmless
 from rollcorr.kernels.linear_logprob.vocabulary import merged_sums, with_summed_gradient
 
 
@@ -31,16 +31,18 @@ class Operations(NamedTuple):
 def composed_log_prob(problem: Problem, operations: Operations) -> LinearLogProb:
     """Log-probs, and what else is asked for, (N,)."""
     problem = replace(problem, hidden=with_summed_gradient(problem.hidden, problem.group))
+    if problem.mask is not None and not problem.compact:
+        hidden, temperature = harmless(problem.hidden, problem.temperature, problem.mask)
+        problem = replace(problem, hidden=hidden, temperature=temperature)
     if problem.kept is None:
-        return _whole(problem, operations)
+        return _whole(problem, operations) if problem.compact else _every_token(problem, operations)
     member = membership(problem.kept, problem.token_ids, problem.mask)
     sums = merged_sums(operations.kept_sums(problem, member), None, problem.group)
     log_prob = torch.where(member.working, sums.log_prob, 0.0)
     entropy = None
     if sums.entropy is not None:
         entropy = torch.where(member.working, sums.entropy, 0.0)
-        for wanted in (problem.entropy, problem.mask):
-            entropy = entropy.where(wanted, torch.nan) if isinstance(wanted, Tensor) else entropy
+        entropy = _where_wanted(entropy, problem.entropy, problem.mask)
     log_kept_mass = None if problem.log_kept_mass is False else _log_kept_mass(problem, operations, member, sums)
     return LinearLogProb(log_prob, member.outside, entropy, log_kept_mass)
 
@@ -63,6 +65,21 @@ def _whole(problem: Problem, operations: Operations) -> LinearLogProb:
     return LinearLogProb(log_prob, torch.zeros_like(problem.token_ids, dtype=torch.bool), entropy, None)
 
 
+def _every_token(problem: Problem, operations: Operations) -> LinearLogProb:
+    """Over the vocabulary, and no token is dropped: nothing is read, so nothing waits."""
+    sums = _dense(problem, operations, None, entropy=problem.entropy is not False)
+    log_prob = sums.log_prob if problem.mask is None else sums.log_prob.where(problem.mask, 0.0)
+    entropy = None if sums.entropy is None else _where_wanted(sums.entropy, problem.entropy, problem.mask)
+    return LinearLogProb(log_prob, torch.zeros_like(problem.token_ids, dtype=torch.bool), entropy, None)
+
+
+def _where_wanted(values: Tensor, *wanted: Tensor | bool | None) -> Tensor:
+    """The values where every choice of tokens has them, and NaN elsewhere; None and True choose all tokens."""
+    for choice in wanted:
+        values = values.where(choice, torch.nan) if isinstance(choice, Tensor) else values
+    return values
+
+
 def _dense(
     problem: Problem, operations: Operations, rows: Tensor | None, measured: Tensor | None = None, *, entropy: bool
 ) -> LogSums:
@@ -80,16 +97,26 @@ def _dense(
         chunk=problem.chunk,
         epilogue=operations.epilogue,
         precision=problem.precision,
+        compact=problem.compact,
     )
     return merged_sums(sums, measured, problem.group)
 
 
 @torch.no_grad()
 def _log_kept_mass(problem: Problem, operations: Operations, member: Membership, sums: LogSums) -> Tensor:
-    """log Σ_{j ∈ K ∪ {a}} p_j where it is asked for: one pass over the head for those tokens alone."""
+    """log Σ_{j ∈ K ∪ {a}} p_j where it is asked for: one pass over the head, for those tokens alone if compact."""
+    if not problem.compact:
+        whole = _dense(problem, operations, None, entropy=False)
+        mass = torch.where(member.working, _share(sums, whole), whole.log_prob)
+        return _where_wanted(mass, problem.log_kept_mass, problem.mask)
     wanted = torch.ones_like(member.working) & problem.log_kept_mass
     rows = torch.where(wanted if problem.mask is None else wanted & problem.mask)[0]
     whole = _dense(problem, operations, rows, entropy=False)
-    chosen = (sums.largest[rows] - whole.largest) + (sums.log_sum[rows] - whole.log_sum)
+    chosen = _share(LogSums(sums.largest[rows], sums.log_sum[rows], whole.target, None), whole)
     mass = torch.where(member.working[rows], chosen, whole.log_prob)  # a set of one is the sampled token
     return mass.new_full(member.working.shape, torch.nan).index_copy(0, rows, mass)
+
+
+def _share(part: LogSums, whole: LogSums) -> Tensor:
+    """log of the part's Σ exp(z) over that of the whole."""
+    return (part.largest - whole.largest) + (part.log_sum - whole.log_sum)

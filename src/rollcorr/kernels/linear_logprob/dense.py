@@ -2,20 +2,28 @@
 
 Forward, each chunk's logits z = h Wᵀ + b are folded into a running maximum and sum. Backward makes them anew, turns
 them in place into the gradient G and adds G W and Gᵀ h to the results. Tokens whose gradient is zero are dropped before
-that, so backward time is that of the tokens that count.
+that, so backward time is that of the tokens that count; or, where their number must not be read, they get a G of 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rollcorr.kernels.linear_logprob.problem import Context, LogSums, at_rows, chunk_size, column, wide_type
+from rollcorr.kernels.linear_logprob.problem import (
+    Context,
+    LogSums,
+    at_rows,
+    chunk_size,
+    column,
+    harmless,
+    wide_type,
+)
 from rollcorr.kernels.linear_logprob.products import (
     HeadGradient,
     Precision,
@@ -47,14 +55,14 @@ class Upstream:
         log_total: log Σ exp(z), so that p = exp(z − log_total).
         of_sum: gradient of log Σ exp(z) over the temperature.
         of_target: gradient of z_a over the temperature.
-        entropies: positions of tokens whose entropy has a gradient, their entropies, and the gradients over the
-            temperature; None for no token.
+        entropies: positions of tokens whose entropy has a gradient (None for all active ones), their entropies, and
+            the gradients over the temperature; None for no token.
     """
 
     log_total: Tensor
     of_sum: Tensor
     of_target: Tensor
-    entropies: tuple[Tensor, Tensor, Tensor] | None
+    entropies: tuple[Tensor | None, Tensor, Tensor] | None
 
 
 class Epilogue(Protocol):
@@ -105,9 +113,10 @@ class TorchEpilogue:
             powers.mul_(upstream.of_sum.unsqueeze(-1))
         else:
             rows, entropy, of_entropy = upstream.entropies
-            p = powers[rows]  # dH/dz = −p (log p + H)
+            p = powers if rows is None else powers[rows]  # dH/dz = −p (log p + H)
             change = (torch.special.entr(p) - p * entropy.unsqueeze(-1)) * of_entropy.unsqueeze(-1)
-            powers.mul_(upstream.of_sum.unsqueeze(-1)).index_add_(0, rows, change)
+            powers.mul_(upstream.of_sum.unsqueeze(-1))
+            powers = powers.add_(change) if rows is None else powers.index_add_(0, rows, change)
         inside, place = _inside(local_ids, logits.shape[-1])
         return powers.scatter_add_(1, place, upstream.of_target.where(inside, 0.0).unsqueeze(-1)).to(dtype)
 
@@ -126,6 +135,7 @@ def dense_sums(
     chunk: int | None,
     epilogue: Epilogue,
     precision: Precision = "float32",
+    compact: bool = True,
 ) -> LogSums:
     """Sums over all V entries z_j = (h · W_j + b_j) / τ, differentiable in hidden states, weight and bias.
 
@@ -142,9 +152,11 @@ def dense_sums(
         chunk: entries whose logits are live at once; None chooses.
         epilogue: does the work between the products.
         precision: of the products, where operands are float32.
+        compact: whether backward drops tokens without a gradient, which waits for the device. Without it `measured`
+            is None.
     """
     settings = Settings(
-        temperature, token_ids - first_id, measured, entropy, accumulate_into, chunk, epilogue, precision
+        temperature, token_ids - first_id, measured, entropy, accumulate_into, chunk, epilogue, precision, compact
     )
     return LogSums(*_Dense.apply(hidden, weight, bias, settings))
 
@@ -161,6 +173,7 @@ class Settings:
     chunk: int | None
     epilogue: Epilogue
     precision: Precision
+    compact: bool
 
 
 class _Dense(torch.autograd.Function):
@@ -200,13 +213,13 @@ class _Dense(torch.autograd.Function):
         gradient = HeadGradient(
             weight, wanted=ctx.needs_input_grad[1], accumulate_into=settings.accumulate_into, sparse=False
         )
-        active, upstream = _active(settings, log_total, entropy, *grads[1:])
-        some = Settings(
-            at_rows(settings.temperature, active),
-            settings.local_ids if active is None else settings.local_ids[active],
-            None, False, None, settings.chunk, settings.epilogue, settings.precision,
-        )  # fmt: skip
-        states = hidden if active is None else hidden[active]
+        if settings.compact:
+            active, upstream = _active(settings, log_total, entropy, *grads[1:])
+            temperature, states = at_rows(settings.temperature, active), hidden if active is None else hidden[active]
+        else:
+            active, (states, temperature, upstream) = None, _every(hidden, settings, log_total, entropy, *grads[1:])
+        local_ids = settings.local_ids if active is None else settings.local_ids[active]
+        some = replace(settings, temperature=temperature, local_ids=local_ids)
         of_states = torch.zeros_like(states, dtype=log_total.dtype) if ctx.needs_input_grad[0] else None
         of_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
         with float32_products(settings.precision, hidden.device):
@@ -279,6 +292,38 @@ def _active(
         entropies=entropies,
     )
     return None if whole else active, upstream
+
+
+def _every(
+    hidden: Tensor,
+    settings: Settings,
+    log_total: Tensor,
+    entropy: Tensor | None,
+    of_sum: Tensor | None,
+    of_target: Tensor | None,
+    of_entropy: Tensor | None,
+) -> tuple[Tensor, float | Tensor, Upstream]:
+    """Hidden states, temperatures and what is upstream of all tokens, those without a gradient made harmless.
+
+    Nothing is read, so nothing waits. A total of ∞ makes every p of such a token 0, whatever its logits are.
+    """
+    of_sum = torch.zeros_like(log_total) if of_sum is None else of_sum
+    of_target = torch.zeros_like(log_total) if of_target is None else of_target
+    active = (of_sum != 0) | (of_target != 0)
+    if of_entropy is not None:
+        active = active | (of_entropy != 0)
+    states, temperature = harmless(hidden, settings.temperature, active)
+
+    entropies = None
+    if of_entropy is not None and entropy is not None:
+        entropies = None, entropy.masked_fill(of_entropy == 0, 0.0), of_entropy / temperature
+    upstream = Upstream(
+        log_total=log_total.masked_fill(~active, torch.inf),
+        of_sum=of_sum / temperature,
+        of_target=of_target / temperature,
+        entropies=entropies,
+    )
+    return states, temperature, upstream
 
 
 def _divide(logits: Tensor, temperature: float | Tensor) -> None:

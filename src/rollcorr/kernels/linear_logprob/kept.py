@@ -3,10 +3,14 @@
 The sets of all tokens are one ragged list of entries (token, id). Logits are the ragged dot products h_t · W_id, which
 torch has as the gradient of an embedding bag in its sample weights; the gradient in the hidden states is the bag.
 The gradient in the head is a bag again, over the entries sorted by id: each kept row is made once, and written once.
+
+How many tokens work and which rows are in use is data. Where it must not be read, every token keeps a place for each
+of its ids and one more for the sampled one, and places without an entry have the logit −∞.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +22,15 @@ from torch.nn.functional import embedding_bag
 from rollcorr.core.layout import offsets_of, ragged_sum, sequence_ids
 from rollcorr.core.logprobs import minus_p_log_p
 from rollcorr.core.sampling import KeptSets
-from rollcorr.kernels.linear_logprob.problem import Context, LogSums, Problem, at_rows, wide_type
+from rollcorr.kernels.linear_logprob.problem import (
+    CHUNK_ENTRIES,
+    Context,
+    LogSums,
+    Problem,
+    at_rows,
+    harmless,
+    wide_type,
+)
 from rollcorr.kernels.linear_logprob.products import HeadGradient
 
 ROWS_AT_ONCE = 512
@@ -52,31 +64,49 @@ def membership(kept: KeptSets, token_ids: Tensor, mask: Tensor | None) -> Member
 def kept_sums(problem: Problem, member: Membership) -> LogSums:
     """Sums over K ∪ {a}, or over what this rank's slice of the head has of it, (N,); empty ones where nothing works.
 
-    How many tokens work is data: this waits for the device.
+    How many tokens work is data: where the problem is compact, this waits for the device.
     """
+    if not problem.compact:
+        return _sums_of_all(problem, member)
     tokens = torch.where(member.working)[0]
     every = tokens.numel() == member.working.numel()
     hidden = problem.hidden if every else problem.hidden[tokens]
     entries = _entries(problem, member, tokens)
     z = ragged_logits(hidden, problem.weight, problem.bias, entries, problem.accumulate_into)
     z = z / at_rows(at_rows(problem.temperature, None if every else tokens), entries.hidden_rows)
-    n = tokens.numel()
-    largest = z.new_full((n,), -torch.inf).scatter_reduce(0, entries.hidden_rows, z.detach(), "amax")
-    total = ragged_sum((z - largest[entries.hidden_rows]).exp(), entries.offsets)
-    log_sum = total.log()
-    target = z.new_zeros(n).index_put((entries.hidden_rows[entries.is_sampled],), z[entries.is_sampled])
-    entropy = None
-    if problem.entropy is not False:
-        log_p = z - (largest + log_sum)[entries.hidden_rows]
-        entropy = ragged_sum(minus_p_log_p(log_p), entries.offsets)
+    sums = _sums_of(z, entries, entropy=problem.entropy is not False)
     if every:
-        return LogSums(largest, log_sum, target, entropy)
+        return sums
+    largest, log_sum, target, entropy = sums
     nothing = z.new_zeros(member.working.shape)
 
     def placed(x: Tensor) -> Tensor:
         return nothing.index_copy(0, tokens, x)
 
     return LogSums(placed(largest), placed(log_sum), placed(target), None if entropy is None else placed(entropy))
+
+
+def _sums_of_all(problem: Problem, member: Membership) -> LogSums:
+    """The same for every token, without a wait; one that does not work has the single logit 0."""
+    entries, exists, stands_alone = _places(problem, member)
+    hidden, temperature = harmless(problem.hidden, problem.temperature, member.working)
+    z = ragged_logits(hidden, problem.weight, problem.bias, entries, problem.accumulate_into)
+    z = z / at_rows(temperature, entries.hidden_rows)
+    z = z.where(exists, -torch.inf).masked_fill(stands_alone, 0.0)
+    return _sums_of(z, entries, entropy=problem.entropy is not False)
+
+
+def _sums_of(z: Tensor, entries: Entries, *, entropy: bool) -> LogSums:
+    """Sums of each token's logits z, (m,); −∞ is no logit."""
+    rows, tokens = entries.hidden_rows, entries.offsets.numel() - 1
+    largest = z.new_full((tokens,), -torch.inf).scatter_reduce(0, rows, z.detach(), "amax")
+    anchor = largest.masked_fill(largest == -torch.inf, 0.0)
+    log_sum = ragged_sum((z - anchor[rows]).exp(), entries.offsets).log()
+    target = ragged_sum(z.where(entries.is_sampled, 0.0), entries.offsets)
+    if not entropy:
+        return LogSums(largest, log_sum, target, None)
+    log_p = (z - (anchor + log_sum)[rows]).masked_fill(z == -torch.inf, -torch.inf)
+    return LogSums(largest, log_sum, target, ragged_sum(minus_p_log_p(log_p), entries.offsets))
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,12 +118,14 @@ class Entries:
         hidden_rows: the token of each, as a row of the hidden states, (m,) int64.
         offsets: where each token's entries begin, and their number, (n + 1,) int64.
         is_sampled: whether the entry is the sampled token, (m,) bool.
+        compact: whether a half-precision head is widened at the rows in use alone; which these are is data.
     """
 
     ids: Tensor
     hidden_rows: Tensor
     offsets: Tensor
     is_sampled: Tensor
+    compact: bool = True
 
 
 def ragged_logits(
@@ -120,10 +152,13 @@ class _RaggedDot(torch.autograd.Function):
         ctx.entries, ctx.accumulate_into = entries, accumulate_into
         ctx.save_for_backward(hidden, weight)
         wide = wide_type(hidden, weight)
-        table, ids = _table(weight, entries.ids, wide)
-        return torch.ops.aten._embedding_bag_per_sample_weights_backward(
-            hidden.to(wide), table, ids, entries.offsets[:-1], entries.hidden_rows, 0
-        )
+        z = hidden.new_zeros(entries.ids.shape, dtype=wide)
+        for columns, table, ids in _tables(weight, entries, wide):
+            states = hidden[:, columns].to(wide).contiguous()
+            z += torch.ops.aten._embedding_bag_per_sample_weights_backward(
+                states, table, ids, entries.offsets[:-1], entries.hidden_rows, 0
+            )
+        return z
 
     @staticmethod
     @once_differentiable
@@ -132,8 +167,11 @@ class _RaggedDot(torch.autograd.Function):
         entries: Entries = ctx.entries
         of_hidden = None
         if ctx.needs_input_grad[0]:
-            table, ids = _table(weight, entries.ids, gradient.dtype)
-            of_hidden = _bags(table, ids, entries.offsets, gradient).to(hidden.dtype)
+            parts = [
+                _bags(table, ids, entries.offsets, gradient)
+                for _, table, ids in _tables(weight, entries, gradient.dtype)
+            ]
+            of_hidden = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).to(hidden.dtype)
         of_weight = HeadGradient(
             weight, wanted=ctx.needs_input_grad[1], accumulate_into=ctx.accumulate_into, sparse=True
         )
@@ -153,8 +191,16 @@ def _add_head_gradient(of_weight: HeadGradient, hidden: Tensor, entries: Entries
     """
     # Sorted by id, the entries of one head row are neighbors: a bag whose sum is that row's gradient.
     order = entries.ids.argsort(stable=True)
-    ids, bag_sizes = entries.ids[order].unique_consecutive(return_counts=True)
-    hidden_rows, gradient = entries.hidden_rows[order], gradient[order]
+    sorted_ids, hidden_rows, gradient = entries.ids[order], entries.hidden_rows[order], gradient[order]
+    if not entries.compact:
+        # Which rows there are is not read: every row of the head has a bag, most of them empty.
+        vocabulary = len(of_weight.total) if of_weight.total is not None else 0
+        starts = torch.searchsorted(sorted_ids, torch.arange(vocabulary + 1, device=sorted_ids.device))
+        for columns in _column_slices(vocabulary, hidden):
+            of_weight.add_columns(columns, _bags(hidden[:, columns].contiguous(), hidden_rows, starts, gradient))
+        return
+
+    ids, bag_sizes = sorted_ids.unique_consecutive(return_counts=True)
     offsets = offsets_of(bag_sizes)
 
     # Cutting entries into blocks reads the offsets on the host. A GPU would have to wait, so it makes all rows at once.
@@ -181,12 +227,53 @@ def _bags(table: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor) -> Tenso
     return embedding_bag(ids, table, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True)
 
 
-def _table(weight: Tensor, ids: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The head in a wide type and the ids of its rows: itself, or a copy of the rows in use."""
+def _tables(weight: Tensor, entries: Entries, wide: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """The head in a wide type, some columns at a time, and the entries' rows of it.
+
+    It is itself where it is wide, a copy of the rows in use where they may be read, and all rows of a few columns else.
+    """
     if weight.dtype == wide:
-        return weight.detach(), ids
-    unique, index = ids.unique(return_inverse=True)
-    return weight.detach()[unique].to(wide), index
+        yield slice(None), weight.detach(), entries.ids
+    elif entries.compact:
+        unique, index = entries.ids.unique(return_inverse=True)
+        yield slice(None), weight.detach()[unique].to(wide), index
+    else:
+        for columns in _column_slices(len(weight), weight):
+            yield columns, weight.detach()[:, columns].to(wide), entries.ids
+
+
+def _column_slices(rows: int, like: Tensor) -> Iterator[slice]:
+    """Slices of the columns of `like`, of which `rows` rows are as much as may be made at a time."""
+    width = max(1, CHUNK_ENTRIES.get(like.device.type, CHUNK_ENTRIES["cuda"]) // max(1, rows))
+    for start in range(0, like.shape[1], width):
+        yield slice(start, start + width)
+
+
+def _places(problem: Problem, member: Membership) -> tuple[Entries, Tensor, Tensor]:
+    """A place for each id of each token and one more for its sampled id, whether it holds an entry, and a mark.
+
+    The mark is at the spare places of tokens that do not work. A place without an entry has the id 0.
+    """
+    assert problem.kept is not None
+    kept, sampled, tokens = problem.kept, problem.token_ids, problem.token_ids.numel()
+    offsets = kept.offsets + torch.arange(tokens + 1, device=kept.offsets.device)
+    place = torch.arange(kept.ids.numel() + tokens, device=kept.offsets.device)
+    rows = sequence_ids(place, cu_seqlens=offsets)
+
+    # The spare place of token t is its last one; before it there are t spare places of others.
+    is_spare = place == offsets[1:][rows] - 1
+    kept_ids = torch.cat([kept.ids, kept.ids.new_zeros(1)]).long()
+    ids = torch.where(is_spare, sampled[rows], kept_ids[(place - rows).clamp(0, kept.ids.numel())])
+    working = member.working[rows]
+    exists = working & (~is_spare | member.outside[rows])
+    is_sampled = exists & (ids == sampled[rows])
+
+    if problem.group is not None:
+        ids = ids - problem.first_id
+        own = (ids >= 0) & (ids < problem.weight.shape[0])
+        exists, is_sampled = exists & own, is_sampled & own
+    entries = Entries(ids.where(exists, 0), rows, offsets, is_sampled, compact=False)
+    return entries, exists, is_spare & ~working
 
 
 def _entries(problem: Problem, member: Membership, tokens: Tensor) -> Entries:

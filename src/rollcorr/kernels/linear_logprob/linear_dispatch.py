@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 from torch import Tensor
 
-from rollcorr.core.boundary import plain
+from rollcorr.core.boundary import in_host_memory, plain
 from rollcorr.core.sampling import KeptSets
 from rollcorr.kernels.linear_logprob.arguments import (
     check_choice_of_tokens,
@@ -48,6 +48,7 @@ def linear_log_prob(
     first_id: int = 0,
     chunk: int | None = None,
     precision: Precision = "float32",
+    compact: bool | None = None,
     impl: Implementation = "auto",
 ) -> LinearLogProb:
     """log p(a) = z_a − log Σ_j exp(z_j) with z_j = (h · W_j + b_j) / τ, j over the vocabulary or over a kept set.
@@ -62,7 +63,7 @@ def linear_log_prob(
         token_ids: a, (…), integers in 0 … V − 1.
         bias: b, (V,).
         temperature: τ > 0, a number or one for each token, (…). A head's own factor on the logits belongs in here.
-        mask: (…) bool; tokens where it is false are dropped first, and get log-prob 0.
+        mask: (…) bool; tokens where it is false get log-prob 0, and what stands there is not seen.
         kept: the sets K that the engine sampled from, in the order of `token_ids.flatten()`: j runs over K ∪ {a}, only
             these rows of the head are read, and only they get a gradient. None: the whole vocabulary.
         entropy: whether to return it too, or for which tokens, (…) bool. It is differentiable.
@@ -78,6 +79,11 @@ def linear_log_prob(
             says so where an operand was half precision. "tf32" keeps the first 11 significant bits of an operand, which
             is all that bfloat16 and float16 have, and takes about twice what bfloat16 takes. Half-precision operands of
             one type are multiplied as they are from torch 2.8 on, with either.
+        compact: whether tokens that do not count are dropped before the products: forward those outside of `mask`,
+            outside of `entropy` and with a set of one id; backward those without a gradient. How many they are is
+            data, so on a GPU the host waits for it, about once each way. False computes all of them, and waits for
+            nothing. None: True where the values lie in the host's memory, False elsewhere. On a padded batch True may
+            spare more than a wait costs.
         impl: "auto" is "torch" everywhere: the Triton kernels are tested interpreted and compiled, but have not run on
             a device yet, and must be asked for.
 
@@ -119,6 +125,7 @@ def linear_log_prob(
         first_id=first_id,
         chunk=chunk,
         precision=precision,
+        compact=in_host_memory(token_ids) if compact is None else compact,
     )
     device = hidden.device.type
     with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():

@@ -85,6 +85,7 @@ class Problem:
         first_id: the id of the slice's first row.
         chunk: vocabulary entries whose logits are live at once.
         precision: of the products, where operands are float32.
+        compact: whether tokens that do not count are dropped before the products, which reads how many they are.
     """
 
     hidden: Tensor
@@ -101,6 +102,7 @@ class Problem:
     first_id: int
     chunk: int | None
     precision: Literal["float32", "tf32"] = "float32"
+    compact: bool = True
 
     @property
     def wide(self) -> torch.dtype:
@@ -123,6 +125,13 @@ def chunk_size(tokens: int, vocabulary: int, device: torch.device, chunk: int | 
 def at_rows(per_token: float | Tensor, rows: Tensor | None) -> float | Tensor:
     """A temperature of some of the tokens: rows None are all of them."""
     return per_token if rows is None or not isinstance(per_token, Tensor) else per_token[rows]
+
+
+def harmless(hidden: Tensor, temperature: float | Tensor, counts: Tensor) -> tuple[Tensor, float | Tensor]:
+    """Hidden states and temperatures with 0 and 1 at the tokens that do not count: what stood there is not seen."""
+    if isinstance(temperature, Tensor):
+        temperature = temperature.masked_fill(~counts, 1.0)
+    return hidden.masked_fill(~counts.unsqueeze(-1), 0.0), temperature
 
 
 def column(per_token: float | Tensor) -> float | Tensor:

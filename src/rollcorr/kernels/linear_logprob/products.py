@@ -112,6 +112,11 @@ class HeadGradient:
         if self.total is not None:
             self.total.index_add_(0, ids, rows.to(self.total.dtype))
 
+    def add_columns(self, columns: slice, rows: Tensor) -> None:
+        """Some columns of every row get `rows`, (V, width)."""
+        if self.total is not None:
+            self.total[:, columns].add_(rows)
+
     def result(self) -> Tensor | None:
         """What autograd gets."""
         return self.total if self.fresh else None

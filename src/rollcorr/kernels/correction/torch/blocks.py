@@ -2,7 +2,7 @@
 
 Three steps. Each block of tokens is read once and leaves per-sequence sums and block-wide rows (`tokens`). The
 per-sequence table then decides weights and rejections (`decide`). Last, those decisions are spread over the outputs.
-No value is read on the way, so nothing waits for the device.
+Nothing waits for a device: values are read only where they lie in host memory (`regular`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.core.boundary import in_host_memory
 from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, outputs
 from rollcorr.kernels.correction.torch.decide import decide
+from rollcorr.kernels.correction.torch.regular import HostTokenPass
 from rollcorr.kernels.correction.torch.table import Block, BlockRows, Reduction, SequenceTable
 from rollcorr.kernels.correction.torch.tokens import TokenPass
 
@@ -57,8 +59,10 @@ def torch_correction(
         )
     )
 
+    readable = in_host_memory(batch.train, batch.rollout, batch.mask)
+
     def read(share: list[Piece]) -> TokenPass:
-        tokens = TokenPass(config, batch.sequences, batch.mask.device)
+        tokens = (HostTokenPass if readable else TokenPass)(config, batch.sequences, batch.mask.device)
         for piece in share:
             tokens.read(*piece)
         return tokens

@@ -25,7 +25,7 @@ from rollcorr.kernels.correction.torch.table import Block, BlockRows, SequenceTa
 NEVER = -1000.0
 """Nats: stands for log π = −inf. Its exponential is 0 too, and sums of it stay finite."""
 
-_FAR = 1e300  # beyond every value: stands in a minimum or maximum for tokens that take no part
+FAR = 1e300  # beyond every value: stands in a minimum or maximum for tokens that take no part
 
 
 def columns_of(config: RolloutCorrectionConfig) -> tuple[str, ...]:
@@ -163,9 +163,9 @@ class TokenPass:
 
         # Unmeasured tokens, whose d is 0, are moved out of the way of the smallest and of the largest.
         outside = torch.eq(scratch("measured"), 0.0, out=scratch("spare"))
-        torch.add(d, outside, alpha=_FAR, out=work)
+        torch.add(d, outside, alpha=FAR, out=work)
         self.table.extreme("log_ratio_min", scratch.shaped("work"), block)
-        torch.sub(d, outside, alpha=_FAR, out=work)
+        torch.sub(d, outside, alpha=FAR, out=work)
         self.table.extreme("log_ratio_max", scratch.shaped("work"), block)
 
     def _weigh(self, out: Tensor) -> None:
@@ -298,8 +298,8 @@ class TokenPass:
         """Smallest and largest value where the mask is 1, 0-d."""
         outside, ends = self._scratch("spare"), self._scratch("ends")
         torch.eq(self._scratch(mask), 0.0, out=outside)
-        smallest = -_largest(torch.add(values, outside, alpha=_FAR, out=ends).neg_())
-        return smallest, _largest(torch.sub(values, outside, alpha=_FAR, out=ends))
+        smallest = -_largest(torch.add(values, outside, alpha=FAR, out=ends).neg_())
+        return smallest, _largest(torch.sub(values, outside, alpha=FAR, out=ends))
 
 
 def _largest(values: Tensor) -> Tensor:

@@ -66,7 +66,9 @@ def to_gradient_launch(
     entropy = of_entropy = upstream.of_sum
     if upstream.entropies is not None:
         rows, some, of_some = upstream.entropies
-        entropy, of_entropy = (torch.zeros_like(upstream.of_sum).index_copy(0, rows, x) for x in (some, of_some))
+        entropy, of_entropy = some, of_some
+        if rows is not None:
+            entropy, of_entropy = (torch.zeros_like(upstream.of_sum).index_copy(0, rows, x) for x in (some, of_some))
     N, columns = logits.shape
     arguments = {
         "logits": logits,

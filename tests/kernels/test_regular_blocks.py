@@ -1,0 +1,86 @@
+"""Blocks of host memory that hold nothing odd are read in fewer passes, and come to the same."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from counting import Counts
+
+from rollcorr import correct
+from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.kernels.correction.torch import blocks
+
+B, T = 6, 40
+CONFIGURATIONS = {
+    "metrics": {},
+    "token": {"rollout_is": "token", "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01},
+    "floor, low ceiling": {"rollout_is": "token", "rollout_is_threshold": 0.9, "rollout_is_floor": 0.8},
+    "no bound, reach 1": {"rollout_is": "token", "rollout_is_threshold": None, "safety_bound": 1.0},
+    "sequence": {"rollout_is": "sequence", "rollout_rs": "seq_sum_k1,seq_mean_k2,seq_max_k3"} | {
+        "rollout_rs_threshold": "0.5_2.0,0.01,0.1"
+    },
+    "geometric, neutral": {"rollout_is": "geometric", "nonfinite": "neutral"},
+}  # fmt: skip
+ODD = {
+    "no": None,
+    "missing": (math.nan, -1.0),
+    "zero": (-math.inf, -1.0),
+    "far": (-1.0, -30.0),
+    "density": (60.0, 60.0),
+}
+
+
+def batch(spread: float, *, whole: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    rollout = -3 * torch.rand(B, T, generator=generator)
+    train = rollout + spread * torch.randn(B, T, generator=generator)
+    lengths = torch.full((B,), T) if whole else torch.tensor([40, 0, 1, 7, 39, 20])
+    return train, rollout, torch.arange(T) < lengths[:, None]
+
+
+def both_ways(monkeypatch, data, config, cu_seqlens=None):
+    """The correction of host memory, with a block for two rows, and as a device would be read."""
+    monkeypatch.setattr(blocks, "CPU_BLOCK", 2 * T)
+    results = []
+    for readable in (True, False):
+        monkeypatch.setattr(blocks, "in_host_memory", lambda *_, readable=readable: readable)
+        with Counts() as counts:
+            results.append((correct(*data, config, cu_seqlens=cu_seqlens, impl="torch"), counts.operations))
+    return results
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("packed", [True, False])
+def test_host_memory_gives_what_a_device_gives(name, odd, whole, packed, monkeypatch):
+    train, rollout, mask = batch(0.3, whole=whole)
+    if ODD[odd] is not None:
+        train[0, 5], rollout[0, 5] = ODD[odd]
+    data, cu_seqlens = (train, rollout, mask), None
+    if packed:
+        data, cu_seqlens = tuple(x.flatten() for x in data), torch.arange(B + 1) * T
+    (one, _), (other, _) = both_ways(monkeypatch, data, RolloutCorrectionConfig(**CONFIGURATIONS[name]), cu_seqlens)
+    assert torch.equal(one.loss_mask, other.loss_mask)
+    torch.testing.assert_close(one.weights, other.weights, rtol=1e-7, atol=0)
+    expected = other.metrics()
+    assert one.metrics() == {key: pytest.approx(x, rel=1e-6, abs=1e-12, nan_ok=True) for key, x in expected.items()}
+
+
+@pytest.mark.parametrize("spread", [0.0, 1e-7, 1e-3])
+def test_a_spread_that_a_fixed_center_would_cancel_is_kept(spread, monkeypatch):
+    """Weights near 2 that differ in the seventh digit."""
+    train, rollout, mask = batch(spread, whole=True)
+    train = (train.double() + math.log(1.9)).contiguous()
+    (one, _), (other, _) = both_ways(monkeypatch, (train, rollout, mask), RolloutCorrectionConfig(rollout_is="token"))
+    expected = other.metrics()
+    assert one.metrics() == {key: pytest.approx(x, rel=1e-6, abs=1e-12, nan_ok=True) for key, x in expected.items()}
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_regular_block_takes_fewer_operations(whole, monkeypatch):
+    config = RolloutCorrectionConfig(**CONFIGURATIONS["token"])
+    (_, few), (_, many) = both_ways(monkeypatch, batch(0.3, whole=whole), config)
+    assert (many - few) / (B / 2) >= 12
