@@ -1,7 +1,7 @@
 .DEFAULT_GOAL := help
 .PHONY: help install demo demo-seeds demo-diffusion demo-diffusion-seeds
 .PHONY: test test-anywhere test-slow test-crash test-hostile test-oracle test-triton test-arm test-ray
-.PHONY: test-verl test-trl test-frameworks test-vllm check docs bench laboratory clean
+.PHONY: test-verl test-trl test-frameworks test-vllm check docs bench laboratory diagnosis clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -130,6 +130,9 @@ laboratory: $(STAMP) ## Measure every correction where the exact gradient is kno
 	rm -rf experiments/laboratory/cells
 	OMP_NUM_THREADS=1 $(BIN)/rollcorr simulate --output experiments/laboratory
 	$(BIN)/python tools/generate_docs.py
+
+diagnosis: $(STAMP) ## Make logs with known faults and without, and score `rollcorr check` on them (half an hour on one core)
+	OMP_NUM_THREADS=1 PYTHON=$(BIN)/python experiments/diagnosis/run.sh $(ARGS)
 
 clean: ## Remove what was built and run
 	rm -rf $(VENV) $(VLLM_VENV) $(VERL_VENV) $(TRL_VENV) build dist *.egg-info runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
