@@ -104,8 +104,14 @@ def test_a_null_of_another_vocabulary_is_refused(tmp_path, null):
 
 def test_a_log_with_other_settings_makes_no_null(tmp_path):
     log = write_rows(tmp_path / "log.parquet", rollouts(rows=64, temperature=0.6))
-    with pytest.raises(BadInputError, match="this log is no null"):
+    with pytest.raises(BadInputError, match="these rollouts are no null"):
         null_of_logs([log])
+
+
+def test_rollouts_whose_token_id_explains_the_mismatch_make_no_null(tmp_path):
+    """Such weights differ on both sides: a null of them would call the fault ordinary."""
+    with pytest.raises(BadInputError, match="these rollouts are no null: the weights of the sampler"):
+        null_of_logs([write_rows(tmp_path / "log.parquet", rollouts(rows=64, weights=0.5))])
 
 
 def test_without_a_null_a_log_is_never_healthy(tmp_path):

@@ -231,13 +231,14 @@ def unjudged(
 def _by_the_first_steps(evidence: Evidence) -> tuple[str, str]:
     """The first steps as a null, and what stays unjudged with it."""
     steps = [step for step, _ in evidence.history]
+    no_null = "there is no null" if evidence.noise is None else f"{evidence.noise.source} has too few tokens"
     if not any(name in evidence.current for name in WATCHED):
         return "", f"weights not judged: no metric of the mismatch is there to compare, such as k3_kl; {_GIVE_A_NULL}"
     if not steps:
-        return "", f"weights not judged: there is no null, and no series of steps to compare with; {_GIVE_A_NULL}"
+        return "", f"weights not judged: {no_null}, and no series of steps to compare with; {_GIVE_A_NULL}"
     if len(steps) < 2 * FIRST_STEPS:
         few = f"{len(steps)} steps with a token, and {2 * FIRST_STEPS} are needed to compare with the first ones"
-        return "", f"weights not judged: there is no null, and there are {few}; {_GIVE_A_NULL}"
+        return "", f"weights not judged: {no_null}, and there are {few}; {_GIVE_A_NULL}"
     against = f"steps {steps[0]} to {steps[FIRST_STEPS - 1]} of this run"
     since = "" if evidence.changes else f"unchanged since steps {steps[0]} to {steps[FIRST_STEPS - 1]}; "
     return against, f"{since}the start was not judged; {_GIVE_A_NULL}"

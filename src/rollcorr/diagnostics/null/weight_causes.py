@@ -13,19 +13,17 @@ All of them make k3 larger. They differ in where it is larger.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from rollcorr.config.finding import Finding
+from rollcorr.diagnostics.null.excess import Excess, k3_by_surprise
 from rollcorr.diagnostics.null.mismatch_profile import CAP, MismatchProfile, surprise_bins
 from rollcorr.diagnostics.null.null_file import FEW_TOKENS, MismatchNull
 from rollcorr.diagnostics.null.sampled_rows import context_share
 from rollcorr.diagnostics.numbers import format_number
 from rollcorr.diagnostics.provenance.pair_sample import PairSample
-
-if TYPE_CHECKING:
-    from rollcorr.diagnostics.null.excess import Excess
 
 EARLY, SETTLED = 8, 32
 """Tokens of a response that count as its beginning, and the position from which it has settled."""
@@ -150,8 +148,7 @@ def _fading_causes(profile: MismatchProfile, times: str, fading: Fading, evidenc
 
 def fading_of(sample: PairSample, null: MismatchProfile, *, leave_out: tuple[int, int] | None = None) -> Fading:
     """k3 at the beginning of the responses against k3 later, each over what the null has at these probabilities."""
-    count, _, _, k3_of_null = null.by("surprise")
-    expected = np.divide(k3_of_null, count, out=np.full(len(count), null.k3), where=count > 0)
+    expected = k3_by_surprise(null)
     sums = []
     for row in sample.rows.values():
         if leave_out is not None and row.step is not None and leave_out[0] <= row.step <= leave_out[1]:
