@@ -127,7 +127,7 @@ class Recipe(Protocol):
         return None
 
     def measure_null(self) -> MismatchNull | None:
-        """Measure what sampler and trainer differ by while both have the weights that `build` loaded. None: not measured.
+        """Measure what sampler and trainer differ by while both hold what `build` loaded; None: not measured.
 
         A request to stop leaves this method at once, and the next start repeats it, so it must give the same again.
 

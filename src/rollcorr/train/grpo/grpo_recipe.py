@@ -106,10 +106,9 @@ class GrpoRecipe(Recipe):
             return None
         if config.actor.allow_incompatible:
             raise BadInputError("actor.allow_incompatible=true, so the two sides need not be the same distribution")
-        several = (
-            config.optim.ppo_epochs > 1 or (config.optim.mini_batch_size or config.rollout.rows) < config.rollout.rows
-        )
-        if trainer.bypass and several:
+        mini_batch = config.optim.mini_batch_size or config.rollout.rows
+        has_moved = config.optim.ppo_epochs > 1 or mini_batch < config.rollout.rows
+        if trainer.bypass and has_moved:
             raise BadInputError(
                 "bypass mode takes several optimizer steps per batch, so its metrics are of weights that have moved "
                 "since the batch was sampled"
