@@ -109,7 +109,11 @@ def written_ids(ends: object, generator: object) -> dict:
     ids = torch.randint(150_000, (int(ends[-1]),), generator=generator, dtype=torch.int32)
     prompts = torch.randint(150_000, (int(sizes.sum()),), generator=generator, dtype=torch.int32)
     versions = torch.zeros(int(ends[-1]), dtype=torch.int64)
-    return {"response_ids": ids, "prompt_ids": [row.tolist() for row in prompts.split(sizes.tolist())], "policy_versions": [0] * len(ends)}
+    return {
+        "response_ids": ids,
+        "prompt_ids": [row.tolist() for row in prompts.split(sizes.tolist())],
+        "policy_versions": [0] * len(ends),
+    }
 
 
 def check(log: Path, reader: tuple[str, str], source: Path) -> dict:
@@ -132,7 +136,13 @@ def check(log: Path, reader: tuple[str, str], source: Path) -> dict:
         raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
     unit = 1 if platform.system() == "Darwin" else 1024
     cpu = usage.ru_utime + usage.ru_stime
-    return {"seconds": seconds, "cpu": cpu, "largest": usage.ru_maxrss * unit, "together": together[0], "answer": answer}
+    return {
+        "seconds": seconds,
+        "cpu": cpu,
+        "largest": usage.ru_maxrss * unit,
+        "together": together[0],
+        "answer": answer,
+    }
 
 
 def watch(process: int, most: list[int]) -> None:

@@ -4,10 +4,12 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 from rollcorr.diagnostics import check_logs, null_of_logs, read_null
 from rollcorr.diagnostics.null.null_file import NullMismatchError
 from rollcorr.diagnostics.null.token_share import TokenSums
+from rollcorr.diagnostics.provenance.pair_sample import PairSample
 from rollcorr.run_directory.stored_run import BadInputError
 from tests.diagnostics.null_logs import rollouts, write_rows
 
@@ -206,3 +208,18 @@ def test_the_share_within_a_step_is_that_of_few_ids():
     ids, log_ratio = random.integers(0, 700, size=3000), random.normal(size=3000)
     exact, few = TokenSums.of(ids, log_ratio), TokenSums.of(ids, log_ratio, limit=1024)
     assert few.share() == exact.share()
+
+
+def test_a_check_computes_with_one_thread_and_leaves_the_callers_as_they_were(tmp_path, monkeypatch):
+    before, seen = torch.get_num_threads(), set()
+    estimate = PairSample.estimate
+    monkeypatch.setattr(PairSample, "estimate", lambda self: (seen.add(torch.get_num_threads()), estimate(self))[1])
+    torch.set_num_threads(3)
+    try:
+        log = write_rows(tmp_path / "log.parquet", rollouts())
+        check_logs([log])
+        null_of_logs([log])
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert seen == {1}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rollcorr.config import RolloutCorrectionConfig
-from rollcorr.diagnostics.log_check.log_tally import read_log
+from rollcorr.diagnostics.log_check.log_tally import one_thread, read_log
 from rollcorr.diagnostics.log_check.tally import FIRST_STEPS, Measurement, Tally
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
 from rollcorr.diagnostics.null.null_file import Kind, MismatchNull
@@ -20,6 +20,7 @@ MEASUREMENT = RolloutCorrectionConfig(rollout_is="token", apply_is=False)
 """What a pass for a null measures besides the profile: as little as possible."""
 
 
+@one_thread()
 def null_of_logs(
     paths: Sequence[str | Path],
     *,
