@@ -3,12 +3,14 @@
     python benchmarks/big_log.py                                # one reader, then two
     python benchmarks/big_log.py --row-group-tokens 25000000    # four row groups, as other writers make them
     python benchmarks/big_log.py --workers 1 2 --ray local      # and a Ray cluster on this machine
+    python benchmarks/big_log.py --ids                          # with token ids, prompts and versions of the weights
+    python benchmarks/big_log.py --source ../other/src          # the check of another checkout, on the same log
     python benchmarks/big_log.py --save                         # also writes benchmarks/results/
 
 Each reader runs as `rollcorr check LOG --json`. "Largest" is the peak resident set of the largest process, from
 getrusage of the command and its children; "together" is the largest sum over its processes that was seen in /proc,
-which counts pages that they share once for each (Linux only). This script imports nothing large, for the getrusage of a
-child begins with the size of its parent.
+which counts pages that they share once for each (Linux only). "CPU" is the time of all its processors. This script
+imports nothing large, for the getrusage of a child begins with the size of its parent.
 """
 
 from __future__ import annotations
@@ -41,15 +43,20 @@ def main() -> None:
         subprocess.run([sys.executable, __file__, *sys.argv[1:], "--write", str(log)], check=True)
         size = log.stat().st_size
         print(f"{arguments.tokens:,} tokens, {size / MB:,.0f} MB, row groups of {arguments.row_group_tokens:,} tokens")
-        print(f"{'':12s} {'seconds':>8s} {'M tokens/s':>11s} {'largest, MB':>12s} {'together, MB':>13s}")
+        print(f"{'':12s} {'seconds':>8s} {'CPU, s':>8s} {'M tokens/s':>11s} {'largest, MB':>12s} {'together, MB':>13s}")
         readers = [("--workers", str(workers)) for workers in arguments.workers]
         readers += [("--ray", arguments.ray)] if arguments.ray else []
-        results = [{"reader": " ".join(reader), **check(log, reader)} for reader in readers]
+        sources = [HERE.parent / "src", *map(Path, arguments.source)]
+        results = [
+            {"reader": " ".join(reader), **({"source": str(source)} if number else {}), **check(log, reader, source)}
+            for number, source in enumerate(sources)
+            for reader in readers
+        ]
     for result in results:
         rate = arguments.tokens / 1e6 / result["seconds"]
-        line = f"{result['reader']:12s} {result['seconds']:8.1f} {rate:11.1f} {result['largest'] / MB:12.0f}"
-        print(f"{line} {result['together'] / MB:13.0f}")
-    same = all(result["answer"] == results[0]["answer"] for result in results)
+        line = f"{result['reader']:12s} {result['seconds']:8.1f} {result['cpu']:8.1f} {rate:11.1f}"
+        print(f"{line} {result['largest'] / MB:12.0f} {result['together'] / MB:13.0f}  {result.get('source', '')}")
+    same = all(result["answer"] == results[0]["answer"] for result in results if "source" not in result)
     print("the answers are the same to the last digit" if same else "THE ANSWERS DIFFER")
     if arguments.save:
         save(arguments, size, results, same=same)
@@ -63,6 +70,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 2], help="numbers of readers (default 1 2)")
     parser.add_argument("--ray", help="also read on a Ray cluster: local, auto or ray://host:port")
     parser.add_argument("--folder", help="where to put the log meanwhile (default: the temporary directory)")
+    parser.add_argument("--ids", action="store_true", help="also write token ids, prompts and versions")
+    parser.add_argument("--source", nargs="*", default=[], help="src folders of other checkouts, to compare with")
     parser.add_argument("--save", action="store_true", help="write the result to benchmarks/results/")
     parser.add_argument("--write", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -86,18 +95,34 @@ def write(path: Path, arguments: argparse.Namespace) -> None:
             train = (rollout + 0.02 * torch.randn(tokens, generator=generator)).clamp_(max=-1e-6)
             mask = torch.rand(tokens, generator=generator) > 0.05
             columns = {"rollout_log_prob": rollout, "old_log_prob": train, "step": step, "reward": 0.5}
+            if arguments.ids:
+                columns |= written_ids(ends, generator)
             log.write(RolloutBatch.from_packed(mask, cu_seqlens=torch.cat([ends.new_zeros(1), ends]), **columns))
             left -= tokens
 
 
-def check(log: Path, reader: tuple[str, str]) -> dict:
+def written_ids(ends: object, generator: object) -> dict:
+    """Ids of a vocabulary of 150,000, a prompt of 64 to 512 ids for each row, and a version of the weights per step."""
+    import torch
+
+    sizes = torch.randint(64, 512, (len(ends),), generator=generator)
+    ids = torch.randint(150_000, (int(ends[-1]),), generator=generator, dtype=torch.int32)
+    prompts = torch.randint(150_000, (int(sizes.sum()),), generator=generator, dtype=torch.int32)
+    return {
+        "response_ids": ids,
+        "prompt_ids": [row.tolist() for row in prompts.split(sizes.tolist())],
+        "policy_versions": [0] * len(ends),
+    }
+
+
+def check(log: Path, reader: tuple[str, str], source: Path) -> dict:
     """Run the command once: seconds, bytes, and what it said."""
     together = [0]
     command = [sys.executable, "-m", "rollcorr", "check", str(log), "--json", *reader]
     with tempfile.TemporaryFile() as output:
         start = time.perf_counter()
-        environment = {**os.environ, "PYTHONPATH": str(HERE.parent / "src")}
-        process = subprocess.Popen(command, stdout=output, cwd=HERE.parent, env=environment)
+        environment = {**os.environ, "PYTHONPATH": str(source)}
+        process = subprocess.Popen(command, stdout=output, cwd=source.parent, env=environment)
         watcher = threading.Thread(target=watch, args=(process.pid, together), daemon=True)
         watcher.start()
         _, status, usage = os.wait4(process.pid, 0)
@@ -109,7 +134,14 @@ def check(log: Path, reader: tuple[str, str]) -> dict:
     if process.returncode not in (0, 1, 3):
         raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
     unit = 1 if platform.system() == "Darwin" else 1024
-    return {"seconds": seconds, "largest": usage.ru_maxrss * unit, "together": together[0], "answer": answer}
+    cpu = usage.ru_utime + usage.ru_stime
+    return {
+        "seconds": seconds,
+        "cpu": cpu,
+        "largest": usage.ru_maxrss * unit,
+        "together": together[0],
+        "answer": answer,
+    }
 
 
 def watch(process: int, most: list[int]) -> None:

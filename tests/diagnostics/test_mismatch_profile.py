@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollcorr.diagnostics.null.excess import BIN_TOKENS, expected_k3, pooled_bins
 from rollcorr.diagnostics.null.mismatch_profile import POSITION_BINS, MismatchProfile, octave_edges, size_edges
 from rollcorr.diagnostics.null.row_table import ROWS, RowTable
 
@@ -81,6 +82,26 @@ def test_profiles_of_parts_merge_to_that_of_the_whole(seed, cut):
     rest = whole.without(profile_of(rows[:cut], ids=ids[:border]))
     assert rest.tokens == whole.tokens - border
     assert list(rest.rows.index) == list(range(cut, 30))
+
+
+def test_a_null_predicts_its_own_k3_although_rare_tokens_hold_most_of_it():
+    """10 of 1,010 tokens are improbable: too few for a group of their own, and nearly all of k3."""
+    common, rare = [(-0.101, -0.1)] * 50 + [(-0.0011, -0.001)] * 50, [(-6.5, -6.0)]
+    profile = profile_of([common + rare] * 10)
+    assert profile.k3 > 20 * profile_of([common] * 10).k3
+    assert expected_k3(profile, profile) == pytest.approx(profile.k3, rel=1e-12)
+    # Rows without the most probable tokens are expected to have nearly twice as much.
+    assert expected_k3(profile_of([common[:50] + rare] * 10), profile) > 1.9 * profile.k3
+
+
+def test_pooled_bins_hold_enough_tokens_and_every_bin_is_in_one():
+    random = np.random.default_rng(0)
+    for _ in range(20):
+        count = random.integers(0, 40, size=23).astype(float)
+        group = pooled_bins(count)
+        assert (np.diff(group) <= 0).all()
+        assert group[-1] == 0
+        assert (np.bincount(group, count) >= BIN_TOKENS).all()
 
 
 def test_quantiles_are_right_to_a_part_of_an_octave():

@@ -4,10 +4,12 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 from rollcorr.diagnostics import check_logs, null_of_logs, read_null
 from rollcorr.diagnostics.null.null_file import NullMismatchError
 from rollcorr.diagnostics.null.token_share import TokenSums
+from rollcorr.diagnostics.provenance.pair_sample import PairSample
 from rollcorr.run_directory.stored_run import BadInputError
 from tests.diagnostics.null_logs import rollouts, write_rows
 
@@ -104,8 +106,14 @@ def test_a_null_of_another_vocabulary_is_refused(tmp_path, null):
 
 def test_a_log_with_other_settings_makes_no_null(tmp_path):
     log = write_rows(tmp_path / "log.parquet", rollouts(rows=64, temperature=0.6))
-    with pytest.raises(BadInputError, match="this log is no null"):
+    with pytest.raises(BadInputError, match="these rollouts are no null"):
         null_of_logs([log])
+
+
+def test_rollouts_whose_token_id_explains_the_mismatch_make_no_null(tmp_path):
+    """Such weights differ on both sides: a null of them would call the fault ordinary."""
+    with pytest.raises(BadInputError, match="these rollouts are no null: the weights of the sampler"):
+        null_of_logs([write_rows(tmp_path / "log.parquet", rollouts(rows=64, weights=0.5))])
 
 
 def test_without_a_null_a_log_is_never_healthy(tmp_path):
@@ -200,3 +208,18 @@ def test_the_share_within_a_step_is_that_of_few_ids():
     ids, log_ratio = random.integers(0, 700, size=3000), random.normal(size=3000)
     exact, few = TokenSums.of(ids, log_ratio), TokenSums.of(ids, log_ratio, limit=1024)
     assert few.share() == exact.share()
+
+
+def test_a_check_computes_with_one_thread_and_leaves_the_callers_as_they_were(tmp_path, monkeypatch):
+    before, seen = torch.get_num_threads(), set()
+    estimate = PairSample.estimate
+    monkeypatch.setattr(PairSample, "estimate", lambda self: (seen.add(torch.get_num_threads()), estimate(self))[1])
+    torch.set_num_threads(3)
+    try:
+        log = write_rows(tmp_path / "log.parquet", rollouts())
+        check_logs([log])
+        null_of_logs([log])
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert seen == {1}

@@ -3,9 +3,9 @@
 import copy
 import gc
 import sys
-from typing import ClassVar
 from pathlib import Path
 from types import MethodType
+from typing import ClassVar
 
 import ctranslate2
 import pytest

@@ -31,9 +31,9 @@ def test_the_two_sides_of_an_active_null_differ_by_rounding_alone(model):
     assert 0 < spread(exact) < 1e-4
 
     # A float32 trainer against a bfloat16 engine: the null of a run.
-    def score(tokens):
+    def score(rollout):
         with torch.no_grad():
-            return score_responses(model, tokens).log_prob
+            return score_responses(model, rollout.tokens).log_prob
 
     run = measure_null(engine_of(model), PROMPTS, seed=0, score=score)
     assert 1e-3 < spread(run) < 0.5

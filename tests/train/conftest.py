@@ -32,6 +32,7 @@ MICRO_RUN = (
     "log.tensorboard=false",
     "log.rollouts=false",
     "log.evaluate=0",
+    "log.null=0",
 )
 
 

@@ -49,7 +49,7 @@ def short_run(recipe: str, folder: Path) -> list[str]:
     if recipe == "grpo":
         fields = ", ".join(f"{name}: {value}" for name, value in TINY_LANGUAGE_MODEL.items())
         own = ["model.path=null", f"model.config={{{fields}}}", "rollout.max_new_tokens=4"]
-        own += ["warm_up.steps=2", "warm_up.batch_size=2", "algorithm.loss.entropy_coef=0.01"]
+        own += ["log.null=2", "warm_up.steps=2", "warm_up.batch_size=2", "algorithm.loss.entropy_coef=0.01"]
         return ["recipe=grpo", *EVERY_RUN, *own]
 
     from rollcorr.train.flow_grpo.pretrain import make_small_transformer, make_word_table, save_small_model

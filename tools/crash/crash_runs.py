@@ -51,6 +51,7 @@ GRPO = (
     "rollout.max_new_tokens=4",
     "algorithm.loss.kl_coef=0.1",
     "optim.lr=0.01",
+    "log.null=2",
 )
 FLOW_GRPO = (
     "recipe=flow_grpo",

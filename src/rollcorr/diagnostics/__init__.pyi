@@ -10,6 +10,7 @@ from .installation import Installation as Installation
 from .installation import inspect_installation as inspect_installation
 from .log_check.check import CheckResult as CheckResult
 from .log_check.check import check_logs as check_logs
+from .log_check.log_null import null_of_batch as null_of_batch
 from .log_check.log_null import null_of_logs as null_of_logs
 from .null.mismatch_profile import MismatchProfile as MismatchProfile
 from .null.null_file import MismatchNull as MismatchNull

@@ -47,7 +47,10 @@ def rank_hypotheses(
     """
     distinct: dict[str, Finding] = {}
     for finding in (*pairs, *profile, *series):
-        distinct.setdefault(finding.code, finding)
+        first = distinct.setdefault(finding.code, finding)
+        # What one source sees in a few rows and another in the whole log is a fault of the log.
+        if _is_cause(finding) and _concerns_most_rows(finding) and not _concerns_most_rows(first):
+            distinct[finding.code] = finding
 
     main = _first_of(pairs, lambda finding: _is_cause(finding) and _concerns_most_rows(finding))
     behind_noise = _first_of((*series, *profile), _is_cause)

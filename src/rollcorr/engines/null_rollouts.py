@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from rollcorr.engines.base import Engine, TokenBatch
+from rollcorr.engines.base import Engine, Rollout
 from rollcorr.rollout_log import RolloutBatch
 
 
@@ -19,7 +19,7 @@ def measure_null(
     prompts: Sequence[Sequence[int]],
     *,
     seed: int,
-    score: Callable[[TokenBatch], Tensor] | None = None,
+    score: Callable[[Rollout], Tensor] | None = None,
 ) -> RolloutBatch:
     """Sample from an engine, and score the same tokens again with the same weights.
 
@@ -27,8 +27,8 @@ def measure_null(
         engine: who samples; its log-probs are μ.
         prompts: token ids, of the lengths and the kind that will be trained on.
         seed: seeds the draws.
-        score: the trainer's log-probs of given responses, (B, T) nats, with the weights that the engine holds, over the
-            whole vocabulary and at the engine's sampling temperature. None lets the engine score them: then only the
+        score: the trainer's log-probs of a rollout's responses, (B, T) nats, with the weights that the engine holds,
+            and of the same distribution as `rollout_log_prob`. None lets the engine score them: then only the
             difference between sampling and scoring in this engine shows, which is less than that to a trainer.
 
     Returns:
@@ -36,7 +36,7 @@ def measure_null(
 
     Raises:
         ValueError: the engine returns raw log-probs at another temperature than 1, which no score matches; or it
-            truncates and does not tell the kept mass.
+            truncates, does not tell the kept mass, and shall score.
     """
     sampling = engine.sampling
     if sampling.logprobs == "raw" and (sampling.temperature != 1 or sampling.truncates):
@@ -46,24 +46,28 @@ def measure_null(
             "logprobs='processed', or temperature=1 without truncation"
         )
     rollout = engine.generate(prompts, seed=seed)
-    if sampling.restricts and rollout.log_kept_mass is None:
-        raise ValueError(
-            "the engine truncates and does not report the kept mass, so no score matches; sample with top_p=1, "
-            "top_k=-1, min_p=0"
-        )
-
-    # A truncated log-prob is the full one minus the log of the kept mass.
     tokens = rollout.tokens
-    train = (score or engine.score)(tokens).to(rollout.rollout_log_prob.device)
-    if sampling.restricts and rollout.log_kept_mass is not None:
-        train = train - rollout.log_kept_mass
+    train = _engine_score(engine, rollout) if score is None else score(rollout)
     return RolloutBatch.from_padded(
         tokens.response_mask,
         prompt_ids=tokens.prompt_ids,
         prompt_mask=tokens.prompt_mask,
         response_ids=tokens.response_ids,
         rollout_log_prob=rollout.rollout_log_prob,
-        old_log_prob=train,
+        old_log_prob=train.to(rollout.rollout_log_prob.device),
         sampling=rollout.sampling,
         policy_versions=engine.weight_version,
     )
+
+
+def _engine_score(engine: Engine, rollout: Rollout) -> Tensor:
+    """The engine's own score; a truncated log-prob is the full one minus the log of the kept mass."""
+    full = engine.score(rollout.tokens)
+    if not engine.sampling.restricts:
+        return full
+    if rollout.log_kept_mass is None:
+        raise ValueError(
+            "the engine truncates and does not report the kept mass, so its own score does not match; sample with "
+            "top_p=1, top_k=-1, min_p=0, or give a score over the kept sets"
+        )
+    return full - rollout.log_kept_mass.to(full.device)

@@ -380,6 +380,9 @@ def _sampled(batch: RolloutBatch, column: str, *, of: np.ndarray | None = None) 
     lengths = batch.lengths.numpy()
     values, sizes, recorded = ragged(batch.records.column(column))
     fits = recorded & (sizes == lengths)
+    if fits.all():
+        mask = _mask(batch)
+        return (_numpy(values) if of is None else of)[mask], np.repeat(np.arange(len(batch)), lengths)[mask]
     mask = _mask(batch)[np.repeat(fits, lengths)]
     row_of = np.repeat(np.arange(len(batch))[fits], lengths[fits])
     found = _numpy(values)[np.repeat(fits, sizes)] if of is None else of[np.repeat(fits, lengths)]
@@ -399,6 +402,8 @@ def _mask(batch: RolloutBatch) -> np.ndarray:
     if batch.has("response_mask"):
         values, sizes, recorded = ragged(batch.records.column("response_mask"))
         fits = recorded & (sizes == lengths)
+        if fits.all():
+            return _numpy(values)
         mask[np.repeat(recorded, lengths)] = False
         mask[np.repeat(fits, lengths)] = _numpy(values)[np.repeat(fits, sizes)]
     return mask

@@ -3,7 +3,7 @@
     RUN/run.lock                  who runs here now; see `rollcorr.run_directory.run_lock`
     RUN/history.json              which run this is, its first options and later changes of them
     RUN/config.yaml               the effective configuration; the checkpoints have it too
-    RUN/null.json                 what two correct policies differ by here, if you put it there: see `rollcorr null`
+    RUN/null.json                 what two correct policies differ by here: measured at the start, or put there
     RUN/metrics.jsonl             one JSON object per step, flushed at once; a number that is not finite is null
     RUN/rollouts/                 one Parquet file per step
     RUN/tensorboard/              the same metrics as events
@@ -35,7 +35,7 @@ class RunDirectory:
         path: the directory.
         history: which run this is, and how its options changed.
         config: the effective configuration.
-        null: what two correct policies differ by; the run does not write it, and its verdict reads it.
+        null: what two correct policies differ by, measured at the start; the verdict reads it.
         metrics: one JSON object per step.
         rollouts: folder of the rollout logs.
         tensorboard: folder of the TensorBoard events.
@@ -61,7 +61,7 @@ class RunDirectory:
     @property
     def written(self) -> tuple[Path, ...]:
         """Every file and folder above that a run writes, besides its lock."""
-        texts = (self.history, self.config, self.metrics, self.summary)
+        texts = (self.history, self.config, self.null, self.metrics, self.summary)
         return (*texts, self.rollouts, self.tensorboard, self.checkpoints, self.reference, self.images)
 
     def flush_logs(self) -> None:

@@ -5,7 +5,7 @@
     lock        one process at a time, `rollcorr.run_directory.run_lock`
     begin       what the directory holds, and whether this configuration may go on in it, `rollcorr.train.resume`
     build       the recipe: load, warm up, start the engine
-    step 0      evaluation, reference policy, first checkpoint
+    step 0      reference policy, first checkpoint, null, evaluation
     train       steps and checkpoints
     end         last checkpoint, evaluation, summary.json
 
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from rich.console import Console
@@ -35,7 +35,7 @@ from rollcorr.run_directory.directory import RunDirectory
 from rollcorr.run_directory.durable_files import restore_set_aside, write_text_durably
 from rollcorr.run_directory.run_lock import RunLock
 from rollcorr.run_directory.sinks import OPTIONAL_SINKS, ConsoleProgress, JsonLines, ProgressColumn, Sink, Sinks
-from rollcorr.run_directory.stored_run import drop_later_steps
+from rollcorr.run_directory.stored_run import BadInputError, drop_later_steps
 from rollcorr.train.checkpoint import (
     Checkpoint,
     NonFiniteWeightsError,
@@ -50,6 +50,9 @@ from rollcorr.train.run_messages import beginning_lines, end_lines
 from rollcorr.train.steps import SamplingCopy
 from rollcorr.train.stop_requests import StopNow, StopRequests
 
+if TYPE_CHECKING:
+    from rollcorr.diagnostics import MismatchNull
+
 Evaluation = Mapping[str, float]
 
 EVALUATION_RECORD = "evaluation_before.json"
@@ -57,6 +60,11 @@ EVALUATION_RECORD = "evaluation_before.json"
 
 ENGINE_OPTIONS = ("rollout.engine", "rollout.dtype", "rollout.fp8_scale")
 """Options under which stored weights of an engine cannot be taken over, once they change."""
+
+NULL_OPTIONS = (
+    "actor", "device", "log.null", "rollout.dtype", "rollout.engine", "rollout.max_new_tokens", "rollout.sampling"
+)  # fmt: skip
+"""Options of which a null is one; it is measured anew once they change."""
 
 
 class Trainer(Protocol):
@@ -115,6 +123,16 @@ class Recipe(Protocol):
         """Measure the policy "before" or "after" the training; the engine has its weights. None: not measured.
 
         A request to stop leaves this method at once, and the next start repeats it, so it must give the same again.
+        """
+        return None
+
+    def measure_null(self) -> MismatchNull | None:
+        """Measure what sampler and trainer differ by while both hold what `build` loaded; None: not measured.
+
+        A request to stop leaves this method at once, and the next start repeats it, so it must give the same again.
+
+        Raises:
+            BadInputError: this run has no null; the message says why, and the run goes on without one.
         """
         return None
 
@@ -270,7 +288,8 @@ class _Run:
             try:
                 if self.beginning.checkpoint is None:
                     self._begin()
-                else:
+                self._measure_null()
+                if self.beginning.checkpoint is not None:
                     _restore(self.recipe.trainer, self.beginning, self.say)
                     delete_older_checkpoints(self.directory.checkpoints, self.step, keep=self.config.checkpoint.keep)
                 self._measure_before()
@@ -307,6 +326,27 @@ class _Run:
             if self.recipe.keeps_reference:
                 self.records[REFERENCE_RECORD] = keep_reference(self.directory.reference, self.recipe.save_policy)
         self._save()
+
+    def _measure_null(self) -> None:
+        """What sampler and trainer differ by, measured before a stored engine's older weights are put back.
+
+        The engine was just built from the trainer's weights, and has verified them on its probe batch. A null that is
+        there stays: it is written once, also where somebody else put it there.
+        """
+        is_stale = any(change.name.startswith(NULL_OPTIONS) for change in self.beginning.changes)
+        if not is_stale and (self.step > 0 or self.directory.null.exists()):
+            return
+        try:
+            with self.stop.at_once(), _saving("the null"):
+                null = self.recipe.measure_null()
+                if null is not None:
+                    null.save(self.directory.null)
+        except BadInputError as error:
+            self.say(f"{self.directory.null.name} was not measured: {error}")
+            return
+        if null is not None:
+            tokens, k3 = null.profile.tokens, null.profile.k3
+            self.say(f"{self.directory.null.name}: k3 {k3:.2g} per token with equal weights, over {tokens:,} tokens")
 
     def _measure_before(self) -> None:
         """The quality before the first step, which the checkpoints remember."""

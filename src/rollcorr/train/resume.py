@@ -159,7 +159,9 @@ def _has_rows(metrics: Path) -> bool:
 
 
 def _says(path: Path, directory: RunDirectory, config: RunConfig) -> bool:
-    """Whether a file is a config.yaml with just these options, which would be written again as it is."""
+    """Whether a file is a null, which stays, or a config.yaml with just these options, which would become the same."""
+    if path == directory.null:
+        return True
     if path != directory.config:
         return False
     try:

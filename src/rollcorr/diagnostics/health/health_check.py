@@ -245,7 +245,9 @@ def _by_the_first_steps(evidence: Evidence) -> tuple[str, str]:
     """The first steps as a null, and what stays unjudged with it."""
     steps = [step for step, _ in evidence.history]
     fix = _RECORD_EXACT_KL if evidence.diffusion else _GIVE_A_NULL
-    lacking = "the exact KL is not recorded" if evidence.diffusion else "there is no null"
+    lacking = "there is no null" if evidence.noise is None else f"{evidence.noise.source} has too few tokens"
+    if evidence.diffusion:
+        lacking = "the exact KL is not recorded"
     if not any(name in evidence.current for name in WATCHED):
         return "", f"weights not judged: no metric of the mismatch is there to compare, such as k3_kl; {fix}"
     if not steps:

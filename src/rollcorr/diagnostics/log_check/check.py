@@ -21,7 +21,7 @@ from rollcorr.diagnostics.health.evidence import bare_metrics
 from rollcorr.diagnostics.health.health_check import HealthReport, health
 from rollcorr.diagnostics.hypotheses import rank_hypotheses
 from rollcorr.diagnostics.log_check.log_null import first_steps_null
-from rollcorr.diagnostics.log_check.log_tally import LogTally, read_log
+from rollcorr.diagnostics.log_check.log_tally import LogTally, one_thread, read_log
 from rollcorr.diagnostics.log_check.preset_totals import WhatIf
 from rollcorr.diagnostics.log_check.tally import Part, Tally, merge_parts
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
@@ -106,6 +106,7 @@ class CheckResult:
     what_if: tuple[WhatIf, ...] = ()
 
 
+@one_thread()
 def check_logs(
     paths: Sequence[str | Path],
     config: RolloutCorrectionConfig = DIAGNOSIS,

@@ -6,19 +6,21 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rollcorr.config import RolloutCorrectionConfig
-from rollcorr.diagnostics.log_check.log_tally import read_log
-from rollcorr.diagnostics.log_check.tally import FIRST_STEPS, Tally
+from rollcorr.diagnostics.log_check.log_tally import one_thread, read_log
+from rollcorr.diagnostics.log_check.tally import FIRST_STEPS, Measurement, Tally
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
 from rollcorr.diagnostics.null.null_file import Kind, MismatchNull
 from rollcorr.diagnostics.null.sampled_rows import log_ratios
+from rollcorr.diagnostics.null.weight_judgment import judge_weights
 from rollcorr.diagnostics.provenance.provenance_findings import NOT_COMPARABLE
-from rollcorr.rollout_log import FileLimits
+from rollcorr.rollout_log import FileLimits, RolloutBatch
 from rollcorr.run_directory.stored_run import BadInputError
 
 MEASUREMENT = RolloutCorrectionConfig(rollout_is="token", apply_is=False)
 """What a pass for a null measures besides the profile: as little as possible."""
 
 
+@one_thread()
 def null_of_logs(
     paths: Sequence[str | Path],
     *,
@@ -49,7 +51,7 @@ def null_of_logs(
 
     Raises:
         BadInputError: there is no row or no row of these steps, the log lacks a side, or its two sides are visibly not
-            of one policy: other sampling settings, or a shift.
+            of one policy: other sampling settings, a shift, or weights that differ so much that the token id tells.
         RolloutLogError: a log cannot be read.
         KeyboardInterrupt: it was interrupted; part of a log is no null.
     """
@@ -65,19 +67,41 @@ def null_of_logs(
     )
     if read.tally.interrupted:
         raise KeyboardInterrupt
-    provenance = read.tally.sample.estimate()
-    for finding in provenance.warnings:
-        if finding.code in NOT_COMPARABLE:
-            raise BadInputError(f"this log is no null: {finding}")
+    return _null_of(read.tally, name=name, kind=kind, steps=steps)
 
-    profile = read.tally.profile if steps is None else _of_steps(read.tally, steps)
-    rows = read.tally.sample.rows
+
+def null_of_batch(
+    batch: RolloutBatch, *, name: str = "null.json", kind: Kind = "engine", train_column: str = "old_log_prob"
+) -> MismatchNull:
+    """The same for rollouts in memory, as `rollcorr.engines.measure_null` returns them.
+
+    Args:
+        batch: rollouts whose two sides are the same policy.
+        name: what verdicts call the null.
+        kind: who made the rollouts.
+        train_column: where π is.
+
+    Raises:
+        BadInputError: the two sides are visibly not of one policy.
+    """
+    measurement = Measurement(config=MEASUREMENT, train_column=train_column, batch_size=len(batch))
+    return _null_of(measurement.of_batch(batch, first=0), name=name, kind=kind)
+
+
+def _null_of(tally: Tally, *, name: str, kind: Kind, steps: tuple[int, int] | None = None) -> MismatchNull:
+    """The null of a tally, unless it shows two policies."""
+    profile = tally.profile if steps is None else _of_steps(tally, steps)
+    for finding in (*tally.sample.estimate().warnings, *judge_weights(profile, None).findings):
+        if finding.code in NOT_COMPARABLE or finding.code == "weights_differ":
+            raise BadInputError(f"these rollouts are no null: {finding}")
+
+    rows = tally.sample.rows
     return MismatchNull(
         name=name,
         kind=kind,
         profile=profile,
         share=profile.share,
-        origin=read.tally.origin,
+        origin=tally.origin,
         sample=tuple(log_ratios(rows[index] for index in sorted(rows))) if steps is None else (),
     )
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
 
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.checks import in_one_line
@@ -22,6 +25,20 @@ from rollcorr.rollout_log import (
     read_shard,
 )
 from rollcorr.run_directory.stored_run import BadInputError
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with one thread of torch: on batches of this size a second one costs four times the CPU and no less time.
+
+    Several readers are several processes; the caller's number of threads is restored.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -22,8 +22,6 @@ from multiprocessing.process import BaseProcess
 from types import ModuleType
 from typing import TypeVar, cast
 
-import torch
-
 from rollcorr.diagnostics.log_check.reader_process import Answer, serve
 from rollcorr.diagnostics.log_check.tally import Measurement, Tally
 from rollcorr.rollout_log import Shard
@@ -175,12 +173,10 @@ class _Pool:
     def start(self) -> None:
         """Start the processes."""
         context = multiprocessing.get_context("spawn")  # a fork would copy torch's threads in the middle of something
-        # Together the readers use as many threads as this process would.
-        threads = max(1, torch.get_num_threads() // self._size)
         parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
         for _ in range(self._size):
             here, there = context.Pipe()
-            reader = context.Process(target=serve, args=(there,), kwargs={"parent": parent, "threads": threads})
+            reader = context.Process(target=serve, args=(there,), kwargs={"parent": parent, "threads": 1})
             reader.daemon = True  # also ended when this process ends in order
             self._readers[here], self._under_way[here] = reader, 0
             try:

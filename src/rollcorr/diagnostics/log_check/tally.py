@@ -209,7 +209,7 @@ class Measurement:
         mask = batch.packed("response_mask")
         if self.denoising:
             rollout, train = (x.masked_fill(x == JSON_MINUS_INFINITY, torch.nan) for x in (rollout, train))
-            parts = dict(self._parts(batch, train, rollout, mask, None))
+            parts = dict(self._parts(batch, train, rollout, mask, None, MismatchProfile()))
             findings = merge_findings(validate_batch(batch))
             return Tally(parts=parts, findings=findings, rows=len(batch), origin=Origin.of(batch))
 
@@ -229,7 +229,7 @@ class Measurement:
         rollout, train = (x.masked_fill_(x == JSON_MINUS_INFINITY, torch.nan) for x in (rollout, train))
         profile = _profile(batch, train, rollout, mask, ids, first=first)
         return Tally(
-            parts=dict(self._parts(batch, train, rollout, mask, ids)),
+            parts=dict(self._parts(batch, train, rollout, mask, ids, profile)),
             findings=merge_findings(validate_batch(batch)),
             sample=sample,
             claims=_claims(batch),
@@ -272,8 +272,15 @@ class Measurement:
         return found
 
     def _parts(
-        self, batch: RolloutBatch, train: Tensor, rollout: Tensor, mask: Tensor, ids: Tensor | None
+        self,
+        batch: RolloutBatch,
+        train: Tensor,
+        rollout: Tensor,
+        mask: Tensor,
+        ids: Tensor | None,
+        profile: MismatchProfile,
     ) -> Iterator[tuple[int | None, Part]]:
+        """What was seen of each step; `profile` is that of the whole batch."""
         rewards = batch.values("reward") if batch.has("reward") else rollout.new_full((len(batch),), torch.nan)
         for step, rows in _by_step(batch):
             if self.denoising:
@@ -281,14 +288,17 @@ class Measurement:
                 yield step, Part(statistics, 0, 0, *_rewards(rewards[rows]), ids=TokenSums.empty(STEP_IDS))
                 continue
 
-            # The rows of a step need not lie together, so they are packed anew.
-            tokens, lengths = rows.repeat_interleave(batch.lengths), batch.lengths[rows]
+            # The rows of a step need not lie together, so they are packed anew; mostly a batch is of one step.
+            own, lengths, sums = (train, rollout, mask), batch.lengths[rows], profile.ids
+            if not bool(rows.all()):
+                tokens = rows.repeat_interleave(batch.lengths)
+                own = (train[tokens], rollout[tokens], mask[tokens])
+                valid = tokens & mask
+                sums = _id_sums(train[valid], rollout[valid], None if ids is None else ids[valid])
             cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-            correction = correct(train[tokens], rollout[tokens], mask[tokens], self.config, cu_seqlens=cu_seqlens)
-
-            valid = tokens & mask
-            own_ids = None if ids is None else ids[valid]
-            yield step, _part(correction, train[valid], rollout[valid], rewards[rows], own_ids)
+            correction = correct(*own, self.config, cu_seqlens=cu_seqlens)
+            valid = own[2]
+            yield step, _part(correction, own[0][valid], own[1][valid], rewards[rows], sums.folded(STEP_IDS))
 
     def _denoising(self, batch: RolloutBatch, rows: Tensor, train: Tensor, rollout: Tensor) -> Iterator[Statistics]:
         return denoising_statistics(
@@ -301,8 +311,8 @@ def _rewards(rewards: Tensor) -> tuple[int, float]:
     return int((~rewards.isnan()).sum()), float(rewards.nansum())
 
 
-def _part(correction: Correction, train: Tensor, rollout: Tensor, rewards: Tensor, ids: Tensor | None) -> Part:
-    """What one stretch of rows shows; `train`, `rollout` and `ids` hold the valid tokens only."""
+def _part(correction: Correction, train: Tensor, rollout: Tensor, rewards: Tensor, ids: TokenSums) -> Part:
+    """What one stretch of rows shows; `train` and `rollout` hold the valid tokens only."""
     if correction.statistics is None:
         raise ValueError("a configuration that corrects nothing has nothing to measure; use the preset 'disabled'")
     contradicted = ((rollout == 0) & (train < CONTRADICTION)) | ((train == 0) & (rollout < CONTRADICTION))
@@ -312,12 +322,12 @@ def _part(correction: Correction, train: Tensor, rollout: Tensor, rewards: Tenso
         zeros,
         int(contradicted.sum()),
         *_rewards(rewards),
-        ids=_step_sums(train, rollout, ids),
+        ids=ids,
     )
 
 
-def _step_sums(train: Tensor, rollout: Tensor, ids: Tensor | None) -> TokenSums:
-    """d by token id, for the share that the id explains within a step."""
+def _id_sums(train: Tensor, rollout: Tensor, ids: Tensor | None) -> TokenSums:
+    """d by token id, of the rows of one step among others."""
     if ids is None:
         return TokenSums.empty(STEP_IDS)
     log_ratio = train.double() - rollout

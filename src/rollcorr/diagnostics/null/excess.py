@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
 from rollcorr.diagnostics.null.null_file import MismatchNull
@@ -21,7 +22,7 @@ ROUNDING = 1e-9
 MIN_ROWS = 8
 """Fewer rows have no standard error to speak of."""
 BIN_TOKENS = 50
-"""Tokens of the null that a bin of probabilities needs to predict the log's."""
+"""Tokens of the null that a group of neighboring bins of probabilities needs to predict the log's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,15 +69,39 @@ def compare_with_null(profile: MismatchProfile, null: MismatchNull) -> Excess:
 
 def expected_k3(profile: MismatchProfile, null: MismatchProfile) -> float:
     """k3 per token that the null predicts for tokens as probable as the log's, nats."""
-    count, _, _, k3 = null.by("surprise")
     own = profile.by("surprise")[0]
+    return float((own * k3_by_surprise(null)).sum() / own.sum()) if own.sum() else null.k3
 
-    # Bins that the null hardly visited take the mean of the nearest that it did.
-    filled = np.flatnonzero(count >= BIN_TOKENS)
-    if not len(filled) or not own.sum():
-        return null.k3
-    nearest = filled[np.abs(np.arange(len(count))[:, None] - filled).argmin(1)]
-    return float((own * (k3[nearest] / count[nearest])).sum() / own.sum())
+
+def k3_by_surprise(null: MismatchProfile) -> NDArray[np.float64]:
+    """k3 per token in each bin of probabilities, nats.
+
+    Improbable tokens are few and hold most of k3, so bins that the null hardly visited are pooled and never left out:
+    over the null's own tokens the mean is the null's k3.
+    """
+    count, _, _, k3 = null.by("surprise")
+    if count.sum() < BIN_TOKENS:
+        return np.full(len(count), null.k3)
+    group = pooled_bins(count)
+    mean: NDArray[np.float64] = (np.bincount(group, k3) / np.bincount(group, count))[group]
+    return mean
+
+
+def pooled_bins(count: NDArray[np.float64]) -> NDArray[np.int64]:
+    """The number of the group of each bin: neighbors, as many as hold `BIN_TOKENS`, from the improbable end on.
+
+    What is left at the probable end, where k3 is small, joins the last group.
+    """
+    group = np.zeros(len(count), dtype=np.int64)
+    current, held = 0, 0.0
+    for place in reversed(range(len(count))):
+        if held >= BIN_TOKENS:
+            current, held = current + 1, 0.0
+        group[place] = current
+        held += float(count[place])
+    if held < BIN_TOKENS and current:
+        group[group == current] = current - 1
+    return group
 
 
 def _relative_variance(profile: MismatchProfile) -> float:

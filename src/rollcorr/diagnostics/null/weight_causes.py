@@ -13,19 +13,18 @@ All of them make k3 larger. They differ in where it is larger.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollcorr.config.finding import Finding
+from rollcorr.diagnostics.null.excess import Excess, k3_by_surprise
 from rollcorr.diagnostics.null.mismatch_profile import CAP, MismatchProfile, surprise_bins
 from rollcorr.diagnostics.null.null_file import FEW_TOKENS, MismatchNull
 from rollcorr.diagnostics.null.sampled_rows import context_share
 from rollcorr.diagnostics.numbers import format_number
 from rollcorr.diagnostics.provenance.pair_sample import PairSample
-
-if TYPE_CHECKING:
-    from rollcorr.diagnostics.null.excess import Excess
 
 EARLY, SETTLED = 8, 32
 """Tokens of a response that count as its beginning, and the position from which it has settled."""
@@ -33,8 +32,11 @@ FADES, SURELY_FADES = 2.2, 1.5
 """Excess of the beginning over that of the rest from which it is said to fade; and less 1.5 standard errors."""
 OTHER_PROMPT, OTHER_PROMPT_ALONE = 0.4, 0.06
 """k3 of the beginning, nats per token, above which the prompts differ; the second where their lengths are not known."""
-SHORT_PROMPTS = 0.6
-"""Excess of the rows with long prompts over that of short ones below which the prompt itself differs."""
+FALLS = -0.5
+"""Power of the prompt's length by which the excess at the beginning goes, below which the prompt itself differs: a
+token more or less weighs about 1/length or less, so the power is −1 or lower, and that of a stale cache is about 0."""
+ALIKE = 0.2
+"""Standard deviation of the logarithm of the prompts' lengths below which nothing depends on them."""
 STOCHASTIC = 0.08
 """Share that a token and the one before it explain, below which nothing does; two fixed policies have 0.1 and more."""
 LARGE_EXCESS = 3.0
@@ -70,11 +72,13 @@ class Fading(NamedTuple):
         ratio: k3 of the beginning over k3 after it has settled, each against the null; NaN with few rows.
         error: standard error of its log, rows being independent.
         early: k3 of the beginning, nats per token.
+        power: of the prompt's length that k3 of the beginning goes by; NaN where the lengths are not known or alike.
     """
 
     ratio: float
     error: float
     early: float
+    power: float = math.nan
 
 
 def name_causes(
@@ -108,9 +112,9 @@ def name_causes(
         )
         return [cause("template", reason, {**evidence, "rows_spared": float(spared)}, confidence=0.95)]
 
-    fading = fading_of(sample, null.profile, leave_out=leave_out)
+    fading = fading_of(profile, sample, null.profile, leave_out=leave_out)
     if fading.ratio >= FADES and math.log(fading.ratio) - 1.5 * fading.error >= math.log(SURELY_FADES):
-        return _fading_causes(profile, times, fading, evidence)
+        return _fading_causes(times, fading, evidence)
 
     context = context_share(sample, leave_out=leave_out)
     known = context.tokens >= FEW_TOKENS and excess.ratio >= LARGE_EXCESS
@@ -132,15 +136,14 @@ def name_causes(
     return [cause("weights_differ", reason, evidence, confidence=0.95 if known else 0.8)]
 
 
-def _fading_causes(profile: MismatchProfile, times: str, fading: Fading, evidence: dict[str, float]) -> list[Finding]:
+def _fading_causes(times: str, fading: Fading, evidence: dict[str, float]) -> list[Finding]:
     """An excess that fades: another prompt where it is large, or larger for short prompts; else a stale cache."""
-    by_prompt = _long_over_short(profile)
     evidence = {**evidence, "fading": fading.ratio, "early_k3": fading.early}
-    if math.isfinite(by_prompt):
-        evidence["long_over_short_prompts"] = by_prompt
+    if math.isfinite(fading.power):
+        evidence["power_of_prompt_length"] = fading.power
     shown = f"{times}, and {format_number(fading.ratio)} times as much at the first {EARLY} tokens as after {SETTLED}"
-    large = OTHER_PROMPT if math.isfinite(by_prompt) else OTHER_PROMPT_ALONE
-    prompt = fading.early >= large or by_prompt <= SHORT_PROMPTS
+    large = OTHER_PROMPT if math.isfinite(fading.power) else OTHER_PROMPT_ALONE
+    prompt = fading.early >= large or fading.power <= FALLS
     first, second = ("template", "stale_prefix_cache") if prompt else ("stale_prefix_cache", "template")
     return [
         cause(first, shown, evidence, confidence=0.9 if fading.early >= large else 0.7),
@@ -148,12 +151,13 @@ def _fading_causes(profile: MismatchProfile, times: str, fading: Fading, evidenc
     ]
 
 
-def fading_of(sample: PairSample, null: MismatchProfile, *, leave_out: tuple[int, int] | None = None) -> Fading:
+def fading_of(
+    profile: MismatchProfile, sample: PairSample, null: MismatchProfile, *, leave_out: tuple[int, int] | None = None
+) -> Fading:
     """k3 at the beginning of the responses against k3 later, each over what the null has at these probabilities."""
-    count, _, _, k3_of_null = null.by("surprise")
-    expected = np.divide(k3_of_null, count, out=np.full(len(count), null.k3), where=count > 0)
-    sums = []
-    for row in sample.rows.values():
+    expected = k3_by_surprise(null)
+    sums, index = [], []
+    for number, row in sample.rows.items():
         if leave_out is not None and row.step is not None and leave_out[0] <= row.step <= leave_out[1]:
             continue
         log_ratio = (row.train.double() - row.rollout).clamp(-CAP, CAP).numpy()
@@ -164,6 +168,7 @@ def fading_of(sample: PairSample, null: MismatchProfile, *, leave_out: tuple[int
         noise = np.where(known, expected[surprise_bins(-row.rollout.numpy())], 0.0)
         parts = slice(0, EARLY), slice(SETTLED, None)
         sums.append([*(float(x[part].sum()) for x in (k3, noise) for part in parts), float(known[:EARLY].sum())])
+        index.append(number)
     if len(sums) < 8:
         return Fading(math.nan, math.nan, math.nan)
 
@@ -178,7 +183,8 @@ def fading_of(sample: PairSample, null: MismatchProfile, *, leave_out: tuple[int
         logs = np.log(without[:, 0] / without[:, 2]) - np.log(without[:, 1] / without[:, 3])
     error = float(np.sqrt((len(sums) - 1) * np.var(logs)))
     ratio = float((total[0] / total[2]) / (total[1] / total[3]))
-    return Fading(ratio, error if math.isfinite(error) else math.inf, float(total[0] / total[4]))
+    power = _power_of_length(profile, np.array(index), table[:, 0] + table[:, 2])
+    return Fading(ratio, error if math.isfinite(error) else math.inf, float(total[0] / total[4]), power)
 
 
 def _spared_by_length(profile: MismatchProfile, excess: Excess) -> int:
@@ -194,17 +200,22 @@ def _spared_by_length(profile: MismatchProfile, excess: Excess) -> int:
     return int(spared.sum()) if prompt[spared].min() > prompt[hit].max() else 0
 
 
-def _long_over_short(profile: MismatchProfile) -> float:
-    """Mean k3 of rows whose prompt is longer than the median, over that of the others; NaN where it is not known."""
-    table = profile.rows
-    prompt = table.column("prompt")
-    if len(table) < 8 or prompt.min() < 0 or prompt.min() == prompt.max():
+def _power_of_length(profile: MismatchProfile, index: NDArray[np.int64], early: NDArray[np.float64]) -> float:
+    """The power b of early ~ length^b over rows: least squares of the logarithms; NaN where it is not known.
+
+    Args:
+        profile: has the lengths of the prompts.
+        index: positions of the rows in the log, (r,).
+        early: k3 of their first tokens with what the null expects there, so that no row is below the noise, (r,).
+    """
+    lengths = dict(zip(profile.rows.index.tolist(), profile.rows.column("prompt").tolist(), strict=True))
+    length = np.array([lengths.get(number, -1.0) for number in index.tolist()])
+    known = (length > 0) & (early > 0)
+    if int(known.sum()) < 8:
         return math.nan
-    long = prompt > np.median(prompt)
-    k3, tokens = table.column("sum_k3"), table.column("tokens")
-    if not long.any() or k3[~long].sum() <= 0:
-        return math.nan
-    return float((k3[long].sum() / tokens[long].sum()) / (k3[~long].sum() / tokens[~long].sum()))
+    x, y = np.log(length[known]), np.log(early[known])
+    spread = float(np.var(x))
+    return float(np.mean((x - x.mean()) * y)) / spread if spread > ALIKE**2 else math.nan
 
 
 def cause(code: str, reason: str, evidence: dict[str, float], *, confidence: float) -> Finding:

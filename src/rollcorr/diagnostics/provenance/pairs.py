@@ -127,13 +127,22 @@ def certain_share(base: Tensor, other: Tensor, *, exponent: float = 1.0) -> floa
 
     Where `other` is `base` to a power, tokens that the power alone makes certain do not count. Nothing counts where
     more than a few of them were unlikely: no truncation leaves such a token alone, but a zero may stand in any place.
+    Nothing counts either where more tokens are nearly certain than certain: so do other weights look, whose
+    probabilities come as close to 1 as they happen to, while the only token of a truncation has exactly 1.
     """
     certain = (other > CERTAIN) & (base < UNCERTAIN)
     if int((certain & (base < ALONE)).sum()) > 0.2 * int(certain.sum()):
         return 0.0
+    if nearly_certain(base, other) > int(certain.sum()):
+        return 0.0
     if exponent > 1:
         certain &= logit(base) * exponent < LARGEST_LOGIT
     return float(certain.double().mean())
+
+
+def nearly_certain(base: Tensor, other: Tensor) -> int:
+    """How many tokens have between one and ten times the doubt of a certain one, while `base` sees a choice."""
+    return int(((other <= CERTAIN) & (other > 10 * CERTAIN) & (base < UNCERTAIN)).sum())
 
 
 def mean_and_z(values: Tensor) -> tuple[float, float]:

@@ -174,10 +174,17 @@ class GrpoLogConfig(LogConfig):
     Attributes:
         evaluate: held-out problems sampled before and after the training to measure accuracy; 0 for none.
         rollouts: write a rollout log (Parquet) for each step.
+        null: held-out problems sampled and scored before the first step, with equal weights on both sides, to measure
+            what sampler and trainer differ by (RUN/null.json); 0 for none.
     """
 
     evaluate: int = 256
     rollouts: bool = True
+    null: int = 128
+
+    def __post_init__(self) -> None:
+        LogConfig.__post_init__(self)
+        at_least("log", self, null=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from rollcorr.run_directory.directory import RunDirectory
 from rollcorr.run_directory.sinks import ProgressColumn
+from rollcorr.run_directory.stored_run import BadInputError
 from rollcorr.train.checkpoint import Checkpoint
 from rollcorr.train.grpo.engine_choice import engine_options, make_engine
 from rollcorr.train.grpo.grpo_config import GrpoConfig, TaskConfig
@@ -19,6 +21,9 @@ from rollcorr.train.grpo.tasks import ArithmeticTask, Gsm8kTask, ScratchpadTask,
 from rollcorr.train.grpo.warmup import evaluate, warm_up
 from rollcorr.train.loop import Evaluation, Recipe
 from rollcorr.train.reference_policy import check_reference
+
+if TYPE_CHECKING:
+    from rollcorr.diagnostics import MismatchNull
 
 
 class GrpoRecipe(Recipe):
@@ -93,6 +98,25 @@ class GrpoRecipe(Recipe):
                 seed=config.seed,
             )
         )
+
+    def measure_null(self) -> MismatchNull | None:
+        """Sample held-out problems with the engine and score them with the trainer, whose weights are the same."""
+        trainer, config = self.trainer, self.trainer.config
+        if not config.log.null:
+            return None
+        if config.actor.allow_incompatible:
+            raise BadInputError("actor.allow_incompatible=true, so the two sides need not be the same distribution")
+        mini_batch = config.optim.mini_batch_size or config.rollout.rows
+        has_moved = config.optim.ppo_epochs > 1 or mini_batch < config.rollout.rows
+        if trainer.bypass and has_moved:
+            raise BadInputError(
+                "bypass mode takes several optimizer steps per batch, so its metrics are of weights that have moved "
+                "since the batch was sampled"
+            )
+
+        from rollcorr.diagnostics.log_check import null_of_batch  # it needs Arrow
+
+        return null_of_batch(trainer.null_rollouts(config.log.null), name=self.directory.null.name)
 
     def write_extras(self, step: int) -> None:
         """Write the rollout log of the step."""

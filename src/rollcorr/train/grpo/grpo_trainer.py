@@ -37,6 +37,7 @@ from rollcorr.train.grpo.policy import Policy
 from rollcorr.train.grpo.tasks import Reward, Task, hard_gated_reward
 from rollcorr.train.steps import (
     ADVANTAGES,
+    HELD_OUT,
     Clock,
     derived_seed,
     make_optimizer,
@@ -50,6 +51,8 @@ from rollcorr.train.steps import (
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from rollcorr.rollout_log import RolloutBatch
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -160,6 +163,26 @@ class GrpoTrainer:
         }
         return StepResult(metrics, batch, log_prob)
 
+    def null_rollouts(self, count: int) -> RolloutBatch:
+        """Responses to held-out problems, scored as a step scores them: with equal weights on both sides, a null.
+
+        Args:
+            count: problems; each gets one response.
+
+        Raises:
+            ValueError: the two sides cannot be the same distribution, as the configuration allowed.
+        """
+        from rollcorr.engines import measure_null  # it needs Arrow
+
+        seed = self.config.seed
+        problems = self.task.problems(count, seed=seed, step=HELD_OUT + 1)
+
+        def score(rollout: Rollout) -> Tensor:
+            return self._log_prob(self.model, rollout, Actor.of(rollout, self.config.actor.spec(rollout.sampling)))
+
+        prompts = [self.policy.encode(problem.prompt) for problem in problems]
+        return measure_null(self.engine, prompts, seed=derived_seed(seed, "null"), score=score)
+
     def _sample(self, step: int) -> GrpoBatch:
         """The problems of the step, a group of responses to each, and what they earn."""
         seed, group_size = self.config.seed, self.config.rollout.group_size
@@ -184,16 +207,16 @@ class GrpoTrainer:
 
     def _add_old_log_prob(self, batch: GrpoBatch) -> GrpoBatch:
         """log π_old and log π_ref; in bypass mode π_old is μ, and this forward pass is left out."""
-        old_log_prob = None if self.bypass else self._log_prob(self.model, batch, batch.actor)
+        old_log_prob = None if self.bypass else self._log_prob(self.model, batch.rollout, batch.actor)
         ref_log_prob = None
         if self.reference is not None:  # never filtered: what only the policy kept must have a finite log-prob
-            ref_log_prob = self._log_prob(self.reference, batch, batch.actor.unfiltered)
+            ref_log_prob = self._log_prob(self.reference, batch.rollout, batch.actor.unfiltered)
         return dataclasses.replace(batch, old_log_prob=old_log_prob, ref_log_prob=ref_log_prob)
 
     @torch.no_grad()
-    def _log_prob(self, model: nn.Module, batch: GrpoBatch, actor: Actor) -> Tensor:
-        chunks = torch.arange(len(batch.rewards), device="cpu").split(self._micro_batch_size)
-        return torch.cat([actor.score(model, batch.rollout, rows).log_prob for rows in chunks])
+    def _log_prob(self, model: nn.Module, rollout: Rollout, actor: Actor) -> Tensor:
+        chunks = torch.arange(len(rollout.tokens), device="cpu").split(self._micro_batch_size)
+        return torch.cat([actor.score(model, rollout, rows).log_prob for rows in chunks])
 
     def _add_correction(self, batch: GrpoBatch) -> GrpoBatch:
         if self.correction_config is None or batch.old_log_prob is None:
