@@ -20,6 +20,7 @@ from rollcorr.engines.base import EngineUnavailableError, WeightSyncError
 from rollcorr.engines.ctranslate2 import CTranslate2Engine
 from rollcorr.engines.generation_settings import GenerationSettings
 from rollcorr.engines.response_scoring import score_responses
+from rollcorr.engines.weight_rounding import rounded_to_bits
 from rollcorr.train.grpo.policy import Policy, load_policy
 
 
@@ -211,6 +212,57 @@ def test_a_failed_update_leaves_the_previous_weights_in_place(micro_policy):
     assert torch.equal(engine.score(tokens), before)
     assert torch.equal(engine.generate(PROMPTS, seed=0).tokens.response_ids, tokens.response_ids)
     assert all(torch.equal(w, micro_policy.model.state_dict()[name]) for name, w in engine.export_weights().items())
+
+
+def test_fewer_bits_are_a_larger_mismatch(micro_policy):
+    """Each bit less doubles the error of a weight, and k3 grows with its square."""
+    divergence = {}
+    for bits in (None, 8, 4, 2):
+        engine = make_engine(micro_policy, tokens=32, weight_bits=bits)
+        rollout = engine.generate(PROMPTS * 4, seed=0)
+        train, mask = policy_log_prob(micro_policy, rollout.tokens), rollout.tokens.response_mask
+        divergence[bits] = correct(train, rollout.rollout_log_prob, mask, "disabled").metrics(prefix="")["k3_kl"]
+    assert 10 * divergence[None] < divergence[8] < divergence[4] / 10 < divergence[2] / 100
+
+
+def test_a_grid_of_three_bits_by_hand(micro_policy):
+    rounded = make_engine(micro_policy, weight_bits=3).export_weights()
+    for name, weight in micro_policy.model.state_dict().items():
+        if name not in rounded:
+            continue
+        if weight.dim() < 2:
+            assert torch.equal(rounded[name], weight)
+            continue
+        steps = (rounded[name] / (weight.abs().amax(1, keepdim=True) / 3)).nan_to_num(0.0)  # the padding's row is 0
+        torch.testing.assert_close(steps, steps.round(), atol=1e-5, rtol=0)
+        assert steps.round().unique().tolist() == [-3, -2, -1, 0, 1, 2, 3]
+        assert ((rounded[name] - weight).abs() <= weight.abs().amax(1, keepdim=True) / 6 * 1.00001).all()
+    assert rounded_to_bits(torch.zeros(2, 3, device="cpu"), 4).tolist() == [[0, 0, 0], [0, 0, 0]]
+
+
+@pytest.mark.parametrize("bits", [1, 9])
+def test_a_grid_has_two_to_eight_bits(micro_policy, bits):
+    with pytest.raises(ValueError, match=rf"weight_bits .*got {bits}"):
+        make_engine(micro_policy, weight_bits=bits)
+
+
+def test_a_lost_parameter_is_noticed_under_any_rounding(micro_policy):
+    class Frozen(CTranslate2Engine):
+        lost: dict[str, torch.Tensor] = {}
+
+        def _copy(self, model):
+            twin = super()._copy(model)
+            for name, parameter in twin.named_parameters():
+                parameter.data = self.lost.get(name, parameter.data)
+            return twin
+
+    engine = make_engine(micro_policy, cls=Frozen, weight_bits=4)
+    name = "model.layers.0.mlp.up_proj.weight"
+    engine.lost = {name: micro_policy.model.state_dict()[name].clone()}
+    with torch.no_grad():
+        micro_policy.model.get_parameter(name).mul_(1.5)
+    with pytest.raises(WeightSyncError):
+        engine.update_weights(micro_policy.model, version=1)
 
 
 def test_a_bfloat16_policy_is_sampled_at_its_own_weights(micro_policy):

@@ -23,6 +23,7 @@ FIXED = [
     ("grpo", "model.path=elsewhere"),
     ("grpo", "warm_up.steps=3"),
     ("grpo", "task.max_operand=9"),
+    ("grpo", "task.additions=9"),
     ("flow_grpo", "model.lora.rank=2"),
     ("flow_grpo", "model.height=16"),
     ("flow_grpo", "prompts.path=prompts.txt"),

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollcorr.train.grpo.policy import make_byte_tokenizer
-from rollcorr.train.grpo.tasks import ArithmeticTask, Gsm8kTask, hard_gated_reward, same_number
+from rollcorr.train.grpo.tasks import ArithmeticTask, Gsm8kTask, ScratchpadTask, hard_gated_reward, same_number
 
 TOKENIZER = make_byte_tokenizer()
 GSM8K = Path(__file__).parents[1] / "data" / "gsm8k_12.jsonl"  # plain, thousands, millions and negative answers
@@ -47,9 +47,14 @@ def test_special_tokens_earn_no_bonus():
     assert reward("", ids=[*ids, TOKENIZER.eos_token_id]).value == pytest.approx(1.2)
 
 
-def test_a_bonus_over_no_tokens_is_refused():
-    with pytest.raises(ValueError, match="bonus_length must be at least 1, got 0"):
-        reward("#### 85", bonus_length=0)
+def test_a_bonus_over_no_tokens_is_no_bonus():
+    assert reward("let me see\n#### 85\n0123456789", bonus_length=0).value == 1
+    assert reward("#### 84\n", bonus_length=0).value == 0
+
+
+def test_a_bonus_over_fewer_than_no_tokens_is_refused():
+    with pytest.raises(ValueError, match=r"bonus_length must be at least 0 \(no bonus\), got -1"):
+        reward("#### 85", bonus_length=-1)
 
 
 @given(text=st.text(max_size=30), tail=st.text(alphabet="abc. ", max_size=20))
@@ -84,11 +89,40 @@ def test_solutions_of_the_arithmetic_task_earn_a_reward():
         assert eval(problem.prompt.removesuffix("=?\n")) == int(problem.answer)
 
 
-def test_problems_follow_from_seed_and_step_alone():
-    task = ArithmeticTask()
+def test_a_scratch_pad_is_worked_from_line_to_line_and_earns_its_reward():
+    for problem in ScratchpadTask(additions=3).problems(50, seed=0, step=3):
+        label, added, start = problem.prompt[0], int(problem.prompt[3]), int(problem.prompt[5:])
+        totals = [start + added, start + 2 * added, start + 3 * added]
+        assert (label, problem.answer) == ("0", str(totals[-1]))
+        assert problem.solution == (
+            f"a +{added}={totals[0]:04d}\nb +{added}={totals[1]:04d}\nc +{added}={totals[2]:04d}\n"
+            f"#### {totals[2]:04d}\n"
+        )
+        assert reward(problem.solution, problem.answer, bonus_length=0).value == 1
+
+
+def test_the_answer_of_a_scratch_pad_comes_after_256_tokens():
+    for problem in ScratchpadTask().problems(50, seed=1, step=0):
+        assert problem.solution.startswith("a +")
+        assert problem.solution.splitlines()[-2].startswith("z +")
+        before, answer = problem.solution.split("#### ")
+        assert len(TOKENIZER.encode(before, add_special_tokens=False)) == 260
+        assert len(TOKENIZER.encode(problem.solution, add_special_tokens=False)) == 270
+        assert int(answer) == int(problem.answer)
+
+
+@pytest.mark.parametrize("additions", [0, 53])
+def test_a_scratch_pad_has_a_letter_for_each_line(additions):
+    with pytest.raises(ValueError, match=f"task.additions must be 1 to 52, one letter for each, got {additions}"):
+        ScratchpadTask(additions=additions)
+
+
+@pytest.mark.parametrize("make", [ArithmeticTask, ScratchpadTask])
+def test_problems_follow_from_seed_and_step_alone(make):
+    task = make()
     first = task.problems(8, seed=0, step=1)
     task.problems(8, seed=0, step=2)
-    assert task.problems(8, seed=0, step=1) == first == ArithmeticTask().problems(8, seed=0, step=1)
+    assert task.problems(8, seed=0, step=1) == first == make().problems(8, seed=0, step=1)
     assert task.problems(8, seed=0, step=2) != first
     assert task.problems(8, seed=1, step=1) != first
 

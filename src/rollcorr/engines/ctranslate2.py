@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,6 +37,7 @@ from rollcorr.engines.completions import Completion, rollout_from_completions
 from rollcorr.engines.generation_settings import GenerationSettings, refuse_settings
 from rollcorr.engines.response_scoring import copied_model, make_probe, score_probe, vocabulary_size
 from rollcorr.engines.transport.owned_folders import OwnedFolder
+from rollcorr.engines.weight_rounding import MOST_BITS, rounded_to_bits
 
 ComputeType = Literal["int8", "int16", "float32"]
 COMPUTE_TYPES = ("int8", "int16", "float32")
@@ -71,6 +73,8 @@ class CTranslate2Engine(Engine):
             `check_compatible` says whether raw log-probs serve such a choice. `NOT_SUPPORTED` settings are refused.
         version: policy version of `model`.
         compute_type: precision of the weights and of the products with them.
+        weight_bits: round the weight matrices before the conversion, 2 to 8 bits, see `rounded_to_bits`: a larger
+            mismatch than `compute_type` makes, for experiments. None for no such rounding.
         batch_size: rows sampled or scored at a time; None takes all at once.
         threads: threads of one generation; 0 leaves the number to CTranslate2.
 
@@ -88,10 +92,12 @@ class CTranslate2Engine(Engine):
         *,
         version: int = 0,
         compute_type: ComputeType = "int8",
+        weight_bits: int | None = None,
         batch_size: int | None = None,
         threads: int = 0,
     ) -> None:
         check_integer("threads", threads, at_least=0)
+        _check_bits(weight_bits)
         check_choice("compute_type", compute_type, COMPUTE_TYPES)
         if batch_size is not None:
             check_integer("batch_size (None for all)", batch_size, at_least=1)
@@ -116,6 +122,7 @@ class CTranslate2Engine(Engine):
             settings.sampling, engine="ctranslate2", engine_version=self._package.__version__, policy_version=version
         )
         self.compute_type = compute_type
+        self.weight_bits = weight_bits
         self.batch_size = batch_size
         self.threads = threads
         self.vocabulary_size = vocabulary_size(model)
@@ -178,8 +185,12 @@ class CTranslate2Engine(Engine):
         Raises:
             WeightSyncError: the two sides do not agree; the engine keeps its previous weights and version.
         """
-        expected = score_probe(model, self._probe, dtype=torch.float32)
-        self._take(self._copy(model), expected, version)
+        copy, rounding = self._copy(model), self._rounding
+        if rounding is not None:
+            for parameter in copy.parameters():
+                parameter.data = rounding(parameter.data)
+        expected = score_probe(model, self._probe, dtype=torch.float32, rounding=rounding)
+        self._take(copy, expected, version)
 
     def export_weights(self) -> Mapping[str, Tensor]:
         """The parameters that sample now, by name, float32 on the CPU, before any rounding; tied ones once."""
@@ -196,6 +207,10 @@ class CTranslate2Engine(Engine):
 
     def _copy(self, model: nn.Module) -> nn.Module:
         return _float_copy(model)
+
+    @property
+    def _rounding(self) -> Callable[[Tensor], Tensor] | None:
+        return None if self.weight_bits is None else functools.partial(rounded_to_bits, bits=self.weight_bits)
 
     def _take(self, model: nn.Module, expected: Tensor, version: int) -> None:
         """Sample with the weights of `model` from now on, provided that they score the probe as `expected`."""
@@ -272,6 +287,13 @@ class CTranslate2Engine(Engine):
                 chosen = torch.tensor(responses[row], dtype=torch.int64, device="cpu")[:, None]
                 log_prob[row, : len(chosen)] = scores.gather(-1, chosen).squeeze(-1)
         return log_prob.to(tokens.response_ids.device)
+
+
+def _check_bits(weight_bits: int | None) -> None:
+    if weight_bits is None:
+        return
+    if check_integer("weight_bits (None for no rounding)", weight_bits, at_least=2) > MOST_BITS:
+        raise ValueError(f"weight_bits must be 2 to {MOST_BITS}, or None for no rounding; got {weight_bits}")
 
 
 def _ctranslate2() -> Any:  # noqa: ANN401 (imported lazily)

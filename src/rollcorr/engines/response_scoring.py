@@ -8,6 +8,7 @@ Symbols (docs/notation.md): B sequences, T padded response length, V vocabulary.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -82,12 +83,22 @@ def make_probe(model: nn.Module) -> TokenBatch:
 
 
 @torch.no_grad()
-def score_probe(model: nn.Module, probe: TokenBatch, *, dtype: torch.dtype, temperature: float = 1.0) -> Tensor:
+def score_probe(
+    model: nn.Module,
+    probe: TokenBatch,
+    *,
+    dtype: torch.dtype,
+    temperature: float = 1.0,
+    rounding: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
     """Log-probs of the probe's responses under `model` with its parameters rounded to `dtype`, (B, T) float32.
 
     The policy computes as the engine would, so a parameter that kept its old value differs by more than rounding.
+    `rounding` is what the engine does to each parameter besides.
     """
     rounded = {name: weight.to(dtype) for name, weight in model.named_parameters()}
+    if rounding is not None:
+        rounded = {name: rounding(weight) for name, weight in rounded.items()}
     return score_responses(_Rounded(model, rounded), probe, temperature=temperature).log_prob
 
 

@@ -10,5 +10,6 @@ from .policy import make_tiny_policy as make_tiny_policy
 from .policy import save_policy as save_policy
 from .tasks import ArithmeticTask as ArithmeticTask
 from .tasks import Gsm8kTask as Gsm8kTask
+from .tasks import ScratchpadTask as ScratchpadTask
 from .warmup import evaluate as evaluate
 from .warmup import warm_up as warm_up

@@ -39,19 +39,22 @@ class TaskConfig:
     """What to train on.
 
     Attributes:
-        name: "arithmetic" (synthetic) or "gsm8k" (a JSONL file in the GSM8K format).
+        name: "arithmetic" (synthetic), "scratchpad" (synthetic, hundreds of tokens) or "gsm8k" (a JSONL file in the
+            GSM8K format).
         path: the file, for "gsm8k".
         max_operand: largest operand, for "arithmetic".
-        bonus_length: tokens after the answer line that earn the whole length bonus.
+        additions: how many of them, for "scratchpad"; 1 to 52.
+        bonus_length: tokens after the answer line that earn the whole length bonus; 0 for no bonus.
     """
 
-    name: Literal["arithmetic", "gsm8k"] = "arithmetic"
+    name: Literal["arithmetic", "scratchpad", "gsm8k"] = "arithmetic"
     path: str | None = None
     max_operand: int = 99
+    additions: int = 26
     bonus_length: int = 24
 
     def __post_init__(self) -> None:
-        at_least("task", self, max_operand=1, bonus_length=1)
+        at_least("task", self, max_operand=1, additions=1, bonus_length=0)
         if (self.name == "gsm8k") != (self.path is not None):
             raise ValueError(f"task.path belongs to task.name=gsm8k, got name={self.name!r} and path={self.path!r}")
 

@@ -15,7 +15,7 @@ from rollcorr.train.grpo.engine_choice import engine_options, make_engine
 from rollcorr.train.grpo.grpo_config import GrpoConfig, TaskConfig
 from rollcorr.train.grpo.grpo_trainer import GrpoTrainer, StepResult
 from rollcorr.train.grpo.policy import Policy, load_policy, save_policy
-from rollcorr.train.grpo.tasks import ArithmeticTask, Gsm8kTask, Task
+from rollcorr.train.grpo.tasks import ArithmeticTask, Gsm8kTask, ScratchpadTask, Task
 from rollcorr.train.grpo.warmup import evaluate, warm_up
 from rollcorr.train.loop import Evaluation, Recipe
 from rollcorr.train.reference_policy import check_reference
@@ -110,6 +110,8 @@ def make_task(config: TaskConfig) -> Task:
     """The task that a configuration names."""
     if config.path is not None:
         return Gsm8kTask(config.path)
+    if config.name == "scratchpad":
+        return ScratchpadTask(additions=config.additions)
     return ArithmeticTask(max_operand=config.max_operand)
 
 

@@ -6,7 +6,8 @@ is right, else
     1 + min(tokens_after_answer, bonus_length) / bonus_length
 
 so it lies in {0} ∪ [1, 2]. The bonus asks for longer explanations after the answer, which stresses a correction
-that degrades with length. Source: Fang & Khazi (2025), "Mismatch Praxis", section 5.
+that degrades with length; `bonus_length` 0 leaves it out, and the reward is 0 or 1.
+Source: Fang & Khazi (2025), "Mismatch Praxis", section 5.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import bisect
 import json
 import re
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +82,42 @@ class ArithmeticTask:
         return TaskProblem(f"{question}=?\n", str(result), f"#### {result}\n" + "".join(f"{s}. " for s in sentences))
 
 
+class ScratchpadTask:
+    """Repeated addition on a scratch pad: `0 +8=4170` asks to start at 4170 and to add 8 again and again.
+
+    The solution has a line for each addition, `a +8=4178`, `b +8=4186`, …, and answers with the last total. A line is
+    10 characters long, so 26 additions need 260 of them before the answer. One wrong line makes the answer wrong: a
+    policy that adds rightly 98 times of 100 is right in 59 % of its answers.
+
+    Args:
+        additions: how often the number is added, 1 to 52, one letter for each.
+
+    Raises:
+        ValueError: `additions` is out of this range.
+    """
+
+    name = "scratchpad"
+    labels = string.ascii_letters
+
+    def __init__(self, *, additions: int = 26) -> None:
+        if not 1 <= additions <= len(self.labels):
+            raise ValueError(f"task.additions must be 1 to {len(self.labels)}, one letter for each, got {additions}")
+        self.additions = additions
+
+    def problems(self, count: int, *, seed: int, step: int) -> list[TaskProblem]:
+        """Draw the start uniformly from 0 … 8999 and what is added from 0 … 9."""
+        generator = derived_generator(seed, "problems", step)
+        starts = torch.randint(9000, (count,), generator=generator, device="cpu").tolist()
+        added = torch.randint(10, (count,), generator=generator, device="cpu").tolist()
+        return [self._problem(*numbers) for numbers in zip(starts, added, strict=True)]
+
+    def _problem(self, start: int, added: int) -> TaskProblem:
+        labels = self.labels[: self.additions]
+        pad = "".join(f"{label} +{added}={start + n * added:04d}\n" for n, label in enumerate(labels, 1))
+        result = start + self.additions * added
+        return TaskProblem(f"0 +{added}={start:04d}\n", str(result), f"{pad}#### {result:04d}\n")
+
+
 class Gsm8kTask:
     """Problems from a JSONL file with `question` and `answer`, the answer ending in `#### N` (the GSM8K format)."""
 
@@ -102,15 +140,15 @@ def hard_gated_reward(response_ids: Sequence[int], answer: str, tokenizer: Any, 
         response_ids: token ids of the response. Special tokens (the end of the sequence) are not counted.
         answer: the right answer.
         tokenizer: has `decode` and `all_special_ids`.
-        bonus_length: tokens after the answer line that earn the whole bonus; at least 1.
+        bonus_length: tokens after the answer line that earn the whole bonus; 0 for no bonus.
 
     Raises:
-        ValueError: `bonus_length` is below 1.
+        ValueError: `bonus_length` is negative.
 
     Source: Fang & Khazi (2025), "Mismatch Praxis", section 5.
     """
-    if bonus_length < 1:
-        raise ValueError(f"task.bonus_length must be at least 1, got {bonus_length}")
+    if bonus_length < 0:
+        raise ValueError(f"task.bonus_length must be at least 0 (no bonus), got {bonus_length}")
 
     special = set(tokenizer.all_special_ids)
     ids = [token for token in response_ids if token not in special]
@@ -118,6 +156,8 @@ def hard_gated_reward(response_ids: Sequence[int], answer: str, tokenizer: Any, 
     lines = list(ANSWER_LINE.finditer(text))
     if len(lines) != 1 or not same_number(lines[0].group(1), answer):
         return Reward(0.0, correct=False)
+    if not bonus_length:
+        return Reward(1.0, correct=True)
 
     # The shortest prefix of tokens that holds the answer line; what follows earns the bonus.
     end = lines[0].end() + 1  # the line break belongs to the answer line
