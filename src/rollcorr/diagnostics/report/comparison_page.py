@@ -102,9 +102,11 @@ def write_comparison(data: ComparisonData, directory: Path) -> Path:
     names = data.comparison.names
     series = [series_by_name(run.series) for run in data.runs]
     panels = list(data.extra)
+
+    # A metric that is 0 in every run, such as the rejected share, has nothing to show.
     for panel in COMPARED:
         (metric,) = panel.curves
-        if any(metric in values for values in series):
+        if any(value for values in series for _, value in values.get(metric, ())):
             panels.append((panel, {name: values.get(metric, ()) for name, values in zip(names, series, strict=True)}))
 
     drawings = [

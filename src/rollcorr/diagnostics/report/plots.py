@@ -29,6 +29,8 @@ Point = tuple[int, float]
 
 MARKED = 30
 """A series up to this long is drawn point by point; a longer one gets a rolling mean."""
+LEGEND_COLUMNS = 3
+"""Curves in one row of a legend."""
 DASHES = ("-", "--", ":")
 """Line styles, for more curves than there are colors."""
 MOST_POINTS = 400
@@ -75,6 +77,7 @@ class Panel:
         curves: metric → label; those that a series lacks are left out.
         bounds: values that the y axis must show, for metrics with a natural range.
         symlog: logarithmic on both sides of 0, for metrics that span orders of magnitude.
+        log: logarithmic where all values are above 0.
         absent: what to say when no curve has a value.
         width: of the figure, inches.
     """
@@ -85,6 +88,7 @@ class Panel:
     absent: str
     bounds: tuple[float, ...] = ()
     symlog: bool = False
+    log: bool = False
     width: float = 5.6
 
 
@@ -177,7 +181,7 @@ COMPARED: tuple[Panel, ...] = (
         title="KL (k3) between rollout and train, nats per token",
         curves={"k3_kl": "KL (k3)"},
         absent="not measured",
-        symlog=True,
+        log=True,
     ),
     Panel(
         name="effective_sample_size",
@@ -211,7 +215,7 @@ COMPARED: tuple[Panel, ...] = (
         title="Norm of the gradient",
         curves={"actor/grad_norm": "norm"},
         absent="not logged",
-        symlog=True,
+        log=True,
     ),
     Panel(name="entropy", title="Entropy of a token, nats", curves={"actor/entropy": "entropy"}, absent="not logged"),
 )
@@ -254,11 +258,12 @@ def _figure(panel: Panel, curves: Mapping[str, Array], guides: Sequence[Guide], 
     figure = Figure(figsize=(panel.width, 3.1), layout="constrained", facecolor=theme.background)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(facecolor=theme.background)
-    legend = len(curves) > 1
     drawn = {label: points for label, points in curves.items() if len(points)}
 
     # A legend stands above the axes, so the title moves up to make room for it.
-    axes.set_title(panel.title, loc="left", fontsize=11, fontweight="bold", color=theme.ink, pad=22 if legend else 8)
+    legend_rows = math.ceil(len(curves) / LEGEND_COLUMNS) if len(curves) > 1 else 0
+    pad = 8 + 14 * legend_rows
+    axes.set_title(panel.title, loc="left", fontsize=11, fontweight="bold", color=theme.ink, pad=pad)
     if not drawn:
         axes.set_axis_off()
         axes.text(0.5, 0.5, panel.absent, ha="center", va="center", color=theme.ink, transform=axes.transAxes)
@@ -271,7 +276,7 @@ def _figure(panel: Panel, curves: Mapping[str, Array], guides: Sequence[Guide], 
             _draw_curve(axes, points, label=label, color=color, dashes=dashes)
     _set_scale(axes, panel, np.concatenate([points[:, 1] for points in drawn.values()]), guides)
     _draw_guides(axes, guides, theme)
-    _style(axes, theme, legend=legend)
+    _style(axes, theme, legend=legend_rows > 0)
     return figure
 
 
@@ -337,7 +342,10 @@ def _set_scale(axes: Axes, panel: Panel, values: Array, guides: Sequence[Guide])
 
     # Where values lie far beyond every guide line, a linear axis would flatten all the others.
     far = float(np.abs(values).max()) > 50 * max((abs(guide.value) for guide in guides), default=math.inf)
-    if panel.symlog or far:
+    if panel.log and float(values.min()) > 0:
+        axes.set_yscale("log")
+        axes.set_ylim(low / 1.6, 1.6 * high)
+    elif panel.symlog or far:
         sizes = np.abs(values[values != 0])
         typical = float(np.median(sizes)) if len(sizes) else 1e-3
         linear = 10.0 ** math.ceil(math.log10(min(max(typical, 1e-8), 0.1)))
@@ -391,5 +399,10 @@ def _style(axes: Axes, theme: Theme, *, legend: bool) -> None:
     axes.set_xlabel("step", fontsize=8, color=theme.ink)
     if legend:
         axes.legend(
-            loc="lower left", bbox_to_anchor=(-0.02, 0.98), fontsize=7.5, frameon=False, labelcolor=theme.ink, ncols=3
+            loc="lower left",
+            bbox_to_anchor=(-0.02, 0.98),
+            fontsize=7.5,
+            frameon=False,
+            labelcolor=theme.ink,
+            ncols=LEGEND_COLUMNS,
         )
