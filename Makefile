@@ -1,7 +1,8 @@
 .DEFAULT_GOAL := help
 .PHONY: help install demo demo-seeds demo-diffusion demo-diffusion-seeds
 .PHONY: test test-anywhere test-slow test-crash test-hostile test-oracle test-triton test-arm test-compile test-ray
-.PHONY: test-verl test-trl test-frameworks test-vllm check docs bench laboratory diagnosis study-trained clean
+.PHONY: test-verl test-trl test-frameworks test-vllm check docs bench gpu gpu-dry gpu-wheels laboratory diagnosis calibration
+.PHONY: study-trained clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -87,13 +88,29 @@ test-hostile: $(STAMP) ## Read 4,000 Parquet files with flipped bits (5 minutes)
 test-oracle: $(STAMP) ## Hold each implementation against float64: 200 random batches for each of ten seeds (5 minutes)
 	ROLLCORR_ORACLE_SEEDS=10 $(BIN)/python -m pytest tests/correction/test_oracle.py --numprocesses 2
 
+# The oldest version that is supported, that of torch 2.11, and the newest. Each has a folder of its own, which is put
+# before the environment. The interpreter of 3.4 needs a numpy that still turns arrays of one element into numbers.
+TRITON_VERSIONS ?= 3.4.0 3.6.0 3.9.0
+$(VENV)/triton-%/.installed: $(STAMP)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $(@D) triton==$*
+	case $* in 3.4*) $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $(@D) numpy==2.2.6;; esac
+	@touch $@
+
+test-triton: $(TRITON_VERSIONS:%=$(VENV)/triton-%/.installed) ## Test the GPU kernels without a GPU, on three versions of Triton: interpreted, and compiled for four GPUs (2 GB)
+	for version in $(TRITON_VERSIONS); do \
+		PYTHONPATH=$(CURDIR)/$(VENV)/triton-$$version $(BIN)/python -m pytest tests/kernels/test_triton_*.py || exit 1; \
+		PYTHONPATH=$(CURDIR)/$(VENV)/triton-$$version $(BIN)/python -m pytest $(BEHAVIOR) -k triton -m "not slow" --numprocesses 2 || exit 1; \
+	done
+
+test-compile: $(STAMP) ## Compile the correction and the losses with torch.compile's inductor, and compare (needs a C++ compiler; half an hour)
+	ROLLCORR_COMPILE_BACKENDS=inductor $(BIN)/python -m pytest tests/correction/test_compile.py --numprocesses 2
+calibration: $(STAMP) ## Hold calibrated thresholds against disjoint pools, and repeat their intervals 100 times (10 minutes)
+	ROLLCORR_CALIBRATION=full $(BIN)/python -m pytest tests/diagnostics/test_calibration.py -s -k "disjoint or cover"
+
 test-triton: $(STAMP) ## Test the GPU kernels without a GPU: interpreted, and compiled for four GPUs (installs Triton, 1 GB)
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[triton]'
 	$(BIN)/python -m pytest tests/kernels/test_triton_*.py
 	$(BIN)/python -m pytest $(BEHAVIOR) -k triton -m "not slow" --numprocesses 2
-
-test-compile: $(STAMP) ## Compile the correction and the losses with torch.compile's inductor, and compare (needs a C++ compiler; half an hour)
-	ROLLCORR_COMPILE_BACKENDS=inductor $(BIN)/python -m pytest tests/correction/test_compile.py --numprocesses 2
 
 test-ray: $(STAMP) ## Test `rollcorr check --ray` on a Ray cluster of this machine (installs Ray)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'
@@ -126,6 +143,15 @@ docs: $(STAMP) ## Write the generated pages
 
 bench: $(STAMP) ## Time the correction against verl 0.9.1, installed in an environment of its own
 	$(BIN)/python benchmarks/correction.py $(ARGS)
+
+gpu-wheels: ## Fetch the wheels of the peers that `make gpu` measures against (4 MB), where there is a network
+	$(PYTHON) tools/gpu_stages/carried.py --fetch
+
+gpu: ## Prove and measure the GPU path: one GPU, no network, under 9 minutes; torch and Triton must be there
+	$(PYTHON) tools/gpu.py $(ARGS)
+
+gpu-dry: $(STAMP) ## Run the same script on the CPU, on small sizes (under 2 minutes)
+	$(BIN)/python tools/gpu.py --device cpu --quick --results runs/gpu-dry
 
 laboratory: $(STAMP) ## Measure every correction where the exact gradient is known, then write the page (under 10 minutes)
 	rm -rf experiments/laboratory/cells

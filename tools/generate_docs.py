@@ -18,6 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools")]
 
+from calibration_page import calibration_page  # noqa: E402
 from laboratory_page import laboratory_page  # noqa: E402
 from performance_page import performance_page  # noqa: E402
 
@@ -272,6 +273,7 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 PAGES: dict[str, Callable[[], str]] = {
+    "docs/calibration.md": lambda: calibration_page(GENERATED, _table),
     "docs/laboratory.md": lambda: laboratory_page(GENERATED, _table),
     "docs/metrics.md": metrics_page,
     "docs/performance.md": lambda: performance_page(GENERATED, _table),

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from gpu_page import gpu_section
+
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 VERL, COPY = "verl 0.9.1", "copy"
 QUIET = 0.5  # load average below which the machine was ours
@@ -113,16 +115,28 @@ block are one operation; packed sums are `segment_reduce`. Each thread takes who
 
 ## On a GPU
 
-There is no figure. `impl="triton"` is three launches and no wait; its kernels pass every test interpreted, and
-compile for sm_80, sm_90, sm_100 and gfx942 without a spilled register (`make test-triton`), but have never run on a
-GPU, so `"auto"` takes torch alone there. `python benchmarks/correction.py --device cuda --rows 512 4096 --save`
-would measure both.
+`impl="triton"` is three launches and no wait. `"auto"` takes it once a probe has shown on the machine at hand that it
+computes what torch computes ([correction.md](correction.md#implementations)).
+
+{gpu_section(table)}
+
+```bash
+make gpu-wheels      # where there is a network: the peers' wheels, 7 MB
+make gpu             # on a machine with one GPU, and no network: under 9 minutes; then: make docs
+make gpu-dry         # the same script on the CPU, to see that it runs
+```
+
+The script proves before it measures: recorded cases and 200 random batches against float64, one sequence of more than
+2³¹ tokens, two runs with equal bits, a step of every mode with waiting forbidden, and 100 replays of a captured graph.
+Each stage is a process of its own and writes every row as it is found, so what fails or runs out of time leaves the
+rest.
 
 What eager torch asks of a GPU is counted without one, on fake CUDA tensors (`tests/correction/test_cuda.py`): for a
 micro-batch 193 launches with one criterion, padded, and 203 packed; between the log-probs and the gradient no value is
-read, and none of the host's memory is sent. verl 0.9.1 asks for 308, and waits 49 times. `torch.compile(fullgraph=True)`
-takes `correct` and every `policy_loss` as one graph. On the CPU that is for code that is compiled anyway, not for
-speed: inductor's float64 took about twelve times as long as eager torch, which works in blocks that stay in cache."""
+read, and none of the host's memory is sent. verl 0.9.1 asks for 308, and waits 49 times.
+`torch.compile(fullgraph=True)` takes `correct` and every `policy_loss` as one graph. On the CPU that is for code that
+is compiled anyway, not for speed: inductor's float64 took about twelve times as long as eager torch, which works in
+blocks that stay in cache."""
 
 
 def _provenance(result: dict[str, Any]) -> str:

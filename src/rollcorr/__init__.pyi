@@ -38,6 +38,9 @@ from .diagnostics import estimate_provenance as estimate_provenance
 from .diagnostics.health import health as health
 from .kernels import linear_log_prob as linear_log_prob
 
+# Compile ahead of time.
+from .kernels import warm as warm
+
 # Metrics, alarms and logs over a run, in any training loop.
 from .monitor import Monitor as Monitor
 from .monitor import RolloutSample as RolloutSample

@@ -44,6 +44,7 @@ def test_defaults_measure_and_change_nothing():
         "normalizer": "kept",
         "batch_normalize_over": "valid",
         "rollout_is_floor": None,
+        "impl": "auto",
     }
     assert RolloutCorrectionConfig().criteria == ()
 

@@ -251,7 +251,7 @@ def test_a_device_that_multiplies_half_precision_into_float32_is_used(monkeypatc
         return plain(left, right, out=out) if out_dtype is None else out.copy_(left.float() @ right.float())
 
     monkeypatch.setattr(torch, "mm", mm)
-    monkeypatch.setattr(dense, "operand_type", lambda hidden, weight, wide: hidden.dtype)
+    monkeypatch.setattr(dense, "operand_type", lambda hidden, weight, wide, precision: hidden.dtype)
     case = make_case(8, N=40, d=16, V=60, dtype=torch.bfloat16)
     actual, gradients = run(case, entropy=True, chunk=32)
     monkeypatch.undo()

@@ -13,13 +13,17 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton", reason="Triton is not installed; `make test-triton` installs it")
+triton = pytest.importorskip("triton", reason="Triton is not installed; `make test-triton` installs it")
+VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 SCRIPT = Path(__file__).with_name("triton_compilation.py")
 SPILLS = {
     "cuda": ("spill_store_bytes", "spill_load_bytes"),
     "hip": ("vgpr_spill_count", "private_segment_fixed_size"),
 }
+
+MOST_REGISTERS = 128 if VERSION >= (3, 7) else 168
+"""For each thread: four programs are resident at a time; three with the assemblers of older versions of Triton."""
 
 
 @pytest.mark.slow
@@ -36,5 +40,7 @@ def test_no_register_spills(target):
         assert not any(spilled), kernel
         if target.startswith("cuda") and kernel["kernel"] == "read_tokens" and "packed" not in kernel["case"]:
             assert kernel["vector_loads"] >= 2, kernel  # both log-probs, four tokens at a time
+        if target.startswith("cuda") and kernel["kernel"] == "decide_sequences":
+            assert kernel["loads_after_a_store"] == 0, kernel  # one group of loads
         if target.startswith("cuda") and kernel["kernel"] == "read_tokens" and kernel["case"].startswith("standard"):
-            assert kernel["registers"] <= 128, kernel
+            assert kernel["registers"] <= MOST_REGISTERS, kernel

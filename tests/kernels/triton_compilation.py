@@ -7,6 +7,7 @@ Run by test_triton_compile.py in a process of its own, because Triton's interpre
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import subprocess
@@ -100,16 +101,13 @@ def usage(kernel: CompiledKernel) -> dict[str, int]:
         found = dict(re.findall(r"\.(\w+_count|private_segment_fixed_size):\s+(\d+)", kernel.asm["amdgcn"]))
         names = ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
         return {name: int(found[name]) for name in names}
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    tool = get_ptxas(kernel.metadata.target.arch)
     ptx = kernel.asm["ptx"]
     arch = re.search(r"\.target (\w+)", ptx)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx)
         command = [
-            getattr(tool, "path", tool),
+            ptxas(kernel.metadata.target.arch),
             "-v",
             f"--gpu-name={arch and arch[1]}",
             path,
@@ -121,9 +119,25 @@ def usage(kernel: CompiledKernel) -> dict[str, int]:
         "registers": int(_number(r"Used (\d+) registers", report)),
         "spill_store_bytes": int(_number(r"(\d+) bytes spill stores", report)),
         "spill_load_bytes": int(_number(r"(\d+) bytes spill loads", report)),
+        "loads_after_a_store": _loads_after_a_store(ptx),
         "vector_loads": len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)),
         "vector_stores": len(re.findall(r"st\.global\S*\.v4\.b32", ptx)),
     }
+
+
+def _loads_after_a_store(ptx: str) -> int:
+    """Loads from memory that cannot be on their way with the others, because a store comes before them."""
+    accesses = re.findall(r"\b(ld|st)\.global", ptx)
+    return accesses[accesses.index("st") :].count("ld") if "st" in accesses else 0
+
+
+def ptxas(arch: int) -> str:
+    """The assembler that Triton carries; the function that finds it takes no architecture before 3.5."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    tool = get_ptxas(arch) if inspect.signature(get_ptxas).parameters else get_ptxas()
+    tool = tool[0] if isinstance(tool, tuple) else tool  # with its version, in some
+    return str(getattr(tool, "path", tool))
 
 
 def _number(pattern: str, text: str) -> str:

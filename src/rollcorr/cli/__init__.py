@@ -6,6 +6,7 @@ import sys
 import traceback
 from types import FrameType
 
+from rollcorr.cli.advice import advise_on, calibrate_thresholds
 from rollcorr.cli.app import app
 from rollcorr.cli.configuration import convert_config
 from rollcorr.cli.demonstration import demo
@@ -21,7 +22,9 @@ from rollcorr.cli.training import train
 from rollcorr.config.secrets import redact_text
 
 __all__ = [
+    "advise_on",
     "app",
+    "calibrate_thresholds",
     "check",
     "check_schedule",
     "compare",

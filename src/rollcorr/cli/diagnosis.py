@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -73,6 +74,9 @@ def check(
         str | None,
         typer.Option(metavar="FIRST:LAST", help="Steps of this log that are known to be right serve as its null."),
     ] = None,
+    what_if: Annotated[
+        bool, typer.Option("--what-if", help="Also show what every preset would do to this log, side by side.")
+    ] = False,
     workers: Annotated[int, typer.Option(help="How many processes read the log. The numbers do not depend on it.")] = 1,
     ray: Annotated[
         str | None,
@@ -94,7 +98,7 @@ def check(
 
     from rollcorr.diagnostics.log_check import check_logs, choose_config
     from rollcorr.diagnostics.null import read_null
-    from rollcorr.diagnostics.report.console import row_progress, show_health, to_json
+    from rollcorr.diagnostics.report.console import row_progress, show_health, show_what_if, to_json
     from rollcorr.rollout_log import RolloutLogError
     from rollcorr.run_directory.stored_run import BadInputError
 
@@ -110,6 +114,7 @@ def check(
                 diffusion=diffusion,
                 null=None if null is None else read_null(null),
                 null_steps=parse_steps(null_steps),
+                what_if=what_if,
                 workers=workers,
                 ray=ray,
                 keep_going=keep_going,
@@ -134,6 +139,7 @@ def check(
             unreadable=result.unreadable,
             report=None if page is None else str(page),
             remarks=result.remarks,
+            **({"what_if": [asdict(row) for row in result.what_if]} if what_if else {}),
         )
         typer.echo(verdict)
     else:
@@ -141,6 +147,8 @@ def check(
         subject = f"{result.rows:,} sequences in {len(result.files)} file{plural}"
         console = Console(highlight=False)
         show_health(console, result.health, subject=subject, remarks=result.remarks)
+        if what_if:
+            show_what_if(console, result.what_if)
         if page is not None:
             console.print(f"\nreport: {page}", soft_wrap=True)
 

@@ -8,6 +8,7 @@ command line starts fast.
 from rollcorr.config.checks import InertOptionWarning
 from rollcorr.config.conversion import Conversion, FieldReport, Schema, convert, converted_document, resolve
 from rollcorr.config.correction_options import (
+    Implementation,
     IsMode,
     Level,
     LossType,
@@ -31,6 +32,7 @@ __all__ = [
     "Criterion",
     "FieldReport",
     "Finding",
+    "Implementation",
     "IncompatibleSamplingError",
     "InertOptionWarning",
     "IsMode",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
@@ -37,6 +37,7 @@ LossType = Literal["ppo_clip", "reinforce"]
 NonfinitePolicy = Literal["reject_token", "reject_sequence", "neutral", "raise"]
 Normalizer = Literal["kept", "original", "weights"]
 NormalizedUnits = Literal["valid", "kept"]
+Implementation = Literal["auto", "reference", "torch", "cpu", "triton"]
 
 _CHOICES = {
     "rollout_is": Level,
@@ -44,6 +45,7 @@ _CHOICES = {
     "nonfinite": NonfinitePolicy,
     "normalizer": Normalizer,
     "batch_normalize_over": NormalizedUnits,
+    "impl": Implementation,
 }
 
 # exp(88.7) is the largest power of e that float32 holds.
@@ -78,6 +80,8 @@ class RolloutCorrectionConfig:
         batch_normalize_over: the batch mean is that of all "valid" units, or of the "kept" ones.
         rollout_is_floor: the smallest weight: max(w, floor), beside a ceiling or alone. A ratio of exactly 0 keeps the
             weight 0. None leaves small weights as they are.
+        impl: which kernel computes this: "auto" takes the fastest that is proven on the device. It does not say what is
+            computed, so configurations that differ in it alone are equal.
 
     Raises:
         TypeError: a value is of the wrong type (a bool is no number, a list no threshold).
@@ -103,6 +107,7 @@ class RolloutCorrectionConfig:
     normalizer: Normalizer = "kept"
     batch_normalize_over: NormalizedUnits = "valid"
     rollout_is_floor: float | None = None
+    impl: Implementation = field(default="auto", compare=False)
 
     def __post_init__(self) -> None:
         # First each field by itself: choices, switches, numbers. Only `rollout_is` may be None.
@@ -169,7 +174,8 @@ class RolloutCorrectionConfig:
             3.0
         """
         fields = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
-        replaced: Self = _replaced(self, tuple(sorted(fields.items())))
+        # Equal configurations may differ in `impl`, and what is kept for one must not be given to the other.
+        replaced: Self = _replaced(self, self.impl, tuple(sorted(fields.items())))
         return replaced
 
     @cached_property
@@ -309,10 +315,10 @@ def _resolved_preset(cls: Any, name: str) -> Any:  # noqa: ANN401 (a class, and 
 
 
 @lru_cache(maxsize=256)
-def _replaced(config: Any, options: tuple[tuple[str, Any], ...]) -> Any:  # noqa: ANN401 (a configuration)
+def _replaced(config: Any, impl: str, options: tuple[tuple[str, Any], ...]) -> Any:  # noqa: ANN401 (a configuration)
     """A configuration with some fields replaced: the call in a training loop that names some pays once."""
     known = [field.name for field in dataclasses.fields(config)]
     for name, _ in options:
         if name not in known:
             raise TypeError(f"there is no option {name!r}; known are {', '.join(known)}.{nearest(name, known)}")
-    return dataclasses.replace(config, **dict(options))
+    return dataclasses.replace(config, **({"impl": impl} | dict(options)))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.core.boundary import check_integers, check_shape, check_tensors
-from rollcorr.core.layout import bounded_offsets, check_layout, expand, sequence_count, token_count
+from rollcorr.core.layout import add_at, bounded_offsets, check_layout, expand, sequence_count, token_count
 
 
 def grpo_advantages(rewards: Tensor, group_ids: Tensor, *, keep: Tensor | None = None, epsilon: float = 1e-6) -> Tensor:
@@ -178,7 +178,7 @@ def _group_index(group_ids: Tensor) -> Tensor:
 
 
 def _group_sum(values: Tensor, group: Tensor) -> Tensor:
-    return torch.zeros_like(values).index_add(0, group, values)
+    return add_at(torch.zeros_like(values), group, values)
 
 
 def _linear_recurrence(addend: Tensor, factor: Tensor) -> Tensor:

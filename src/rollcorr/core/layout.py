@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from rollcorr.core.boundary import check_integers, check_tensors, in_host_memory
+from rollcorr.core.boundary import check_integers, check_tensors, in_host_memory, is_transformed
 
 
 def check_layout(*, cu_seqlens: Tensor | None = None, **tensors: Tensor) -> None:
@@ -114,7 +114,24 @@ def sequence_sum(values: Tensor, mask: Tensor, *, cu_seqlens: Tensor | None = No
     valid = values.masked_fill(~mask, 0)
     if cu_seqlens is None:
         return valid.sum(dim=-1)
-    return valid.new_zeros(cu_seqlens.numel() - 1).index_add(0, sequence_ids(values, cu_seqlens=cu_seqlens), valid)
+    return ragged_sum(valid, cu_seqlens)
+
+
+def ragged_sum(values: Tensor, offsets: Tensor) -> Tensor:
+    """Σ of each segment of values, in the same order every time: (n,) and n + 1 offsets → (segments,).
+
+    A GPU adds what shares an index by atomics, in an order that timing decides; so segments are reduced there.
+    """
+    if _adds_by_atomics(values):
+        return torch.segment_reduce(values, "sum", lengths=offsets.diff(), unsafe=True)
+    return values.new_zeros(offsets.numel() - 1).index_add(0, sequence_ids(values, cu_seqlens=offsets), values)
+
+
+def add_at(total: Tensor, index: Tensor, values: Tensor) -> Tensor:
+    """A copy of total with values added at an index along the first dimension, in the same order every time."""
+    if _adds_by_atomics(values):
+        return total.index_put((index,), values, accumulate=True)  # sorts by index, where index_add uses atomics
+    return total.index_add(0, index, values)
 
 
 def sequence_mean(values: Tensor, mask: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -156,3 +173,8 @@ def pack(padded: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 def unpack(packed: Tensor, mask: Tensor, *, fill: float = 0.0) -> Tensor:
     """(N,) → (B, T): the inverse of `pack`, with `fill` where mask is false."""
     return packed.new_full(mask.shape, fill).masked_scatter(mask, packed)
+
+
+def _adds_by_atomics(values: Tensor) -> bool:
+    """Whether adding these at indices gives other last digits each time. Inside torch.func there is no other way."""
+    return values.device.type == "cuda" and values.is_floating_point() and not is_transformed(values)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.core.boundary import check_one_device
-from rollcorr.core.layout import sequence_ids
+from rollcorr.core.layout import add_at, sequence_ids
 from rollcorr.core.ratios import at_least_float32
 from rollcorr.core.sampling import KeptSets, with_sampled
 
@@ -132,7 +132,7 @@ def kept_entropy(logits: Tensor, token_ids: Tensor, kept: KeptSets, *, temperatu
     # The sampled token's own term is added only where it is not one of the kept ids already.
     member = (scaled - largest[rows]) - log_sum[rows]
     alone = ((sampled - largest) - log_sum).masked_fill(~outside, -torch.inf)
-    return minus_p_log_p(alone).index_add(0, rows, minus_p_log_p(member)).view(token_ids.shape)
+    return add_at(minus_p_log_p(alone), rows, minus_p_log_p(member)).view(token_ids.shape)
 
 
 def kept_mass_log_ratio(log_ratio: Tensor, log_kept_mass: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ def _log_sum(
 
     # A sampled token that is one of the kept ids must count once, so its own term counts only where it is outside.
     inserted = (sampled - largest).masked_fill(~outside, -torch.inf).exp()
-    total = inserted.index_add(0, rows, (scaled - largest[rows]).exp())
+    total = add_at(inserted, rows, (scaled - largest[rows]).exp())
     return largest, total.log(), outside
 
 

@@ -22,6 +22,7 @@ from rollcorr.kernels.correction import (
     CorrectionOutput,
     Implementation,
     Out,
+    asked_for,
     check_out,
     copied_to,
     correction_kernel,
@@ -73,7 +74,8 @@ def correct(
             log-prob is rejected. 1 is for trainers that take the logarithm of every weight.
         out: (weights, loss_mask) buffers to write to, contiguous, float32 and bool in the inputs' shape; weights None
             without importance sampling. On the CPU, fresh memory costs more than the arithmetic: reuse them.
-        impl: which kernel. "auto" takes the fastest that is proven here: "cpu" (compiled C), else "torch".
+        impl: which kernel. "auto" takes what `config.impl` names, else the fastest that is proven on this device:
+            "cpu" (compiled C), "triton" (GPUs), else "torch".
         options: fields of `RolloutCorrectionConfig` that replace those of `config`, e.g. `rollout_is="token"`.
 
     Returns:
@@ -256,6 +258,7 @@ def _kernel(
 ) -> CorrectionOutput:
     """Run the kernel. Over a context group the reference needs whole sequences, and the others exchange their sums."""
     train, rollout, mask, cu_seqlens, context_group = inputs
+    impl = asked_for(impl, config)
     if context_group is None or impl != "reference":
         reduce = None if context_group is None else context_reduction(context_group)
         return correction_kernel(train, rollout, mask, config, cu_seqlens=cu_seqlens, reduce=reduce, out=out, impl=impl)

@@ -110,6 +110,12 @@ def _show_numbers(console: Console, columns: Mapping[str, Mapping[str, float]]) 
 
 
 def _show_findings(console: Console, provenance: Provenance) -> None:
+    if provenance.codes == ("matched",):
+        spread = format_number(provenance.findings[0].evidence["std"])
+        console.print(
+            f"  [green]no wrong setting[/]: log-ratios have a standard deviation of {spread}, as from rounding"
+        )
+        return
     for finding in provenance.findings:
         style = "yellow" if finding.severity == "warning" else "green"
         console.print(f"  [{style}]{escape(finding.code)}[/]: {escape(finding.reason)}")

@@ -1,3 +1,8 @@
+from .advice.advisor import Advice as Advice
+from .advice.advisor import advise as advise
+from .advice.calibration import Calibration as Calibration
+from .advice.calibration import calibrate as calibrate
+from .advice.noise_table import noise_table as noise_table
 from .health.evidence import bare_metrics as bare_metrics
 from .health.health_check import Finding as Finding
 from .health.health_check import HealthReport as HealthReport

@@ -24,6 +24,7 @@ from torch import Tensor
 from rollcorr.correction.parts import packed_tokens
 from rollcorr.correction.process_groups import gather_slices
 from rollcorr.rollout_log import TOKEN_COLUMNS, RolloutBatch, RolloutLogWriter
+from rollcorr.rollout_log.schema import check_columns
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -88,8 +89,34 @@ class CollectedRollouts:
         """Keep the sampled rows of a micro-batch. Copies them, so that buffers can be used again.
 
         Raises:
-            ValueError: a column has another number of rows.
+            ValueError: a column has another number of rows, or is none of the log. Nothing is kept then.
         """
+        check_columns(columns)
+        before = self.mark()
+        try:
+            self._add(step, response_mask, columns, cu_seqlens, position_ids, context_group)
+        except Exception:
+            self.forget_since(before)
+            raise
+
+    def mark(self) -> tuple[int, int]:
+        """Where the step is now, for `forget_since`."""
+        return self.seen, len(self._batches)
+
+    def forget_since(self, mark: tuple[int, int]) -> None:
+        """Drop what was added after a mark."""
+        self.seen, count = mark
+        del self._batches[count:]
+
+    def _add(
+        self,
+        step: int,
+        response_mask: Tensor,
+        columns: Mapping[str, object],
+        cu_seqlens: Tensor | None,
+        position_ids: Tensor | None,
+        context_group: ProcessGroup | None,
+    ) -> None:
         sequences = response_mask.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         first, self.seen = self.seen, self.seen + sequences
         if not self._sample.takes_step(step):

@@ -178,7 +178,8 @@ class Monitor:
             context_group=self._context_group,
             **options,
         )
-        self.add(correction)
+        # A batch that is refused is not counted in part: the caller may catch the error, and try again.
+        before = None if self._rollouts is None else self._rollouts.mark()
         if self._rollouts is not None:
             logged = {"rollout_log_prob": rollout_log_prob, "old_log_prob": train_log_prob, **(columns or {})}
             self._rollouts.add(
@@ -189,6 +190,12 @@ class Monitor:
                 position_ids=position_ids,
                 context_group=self._context_group,
             )
+        try:
+            self.add(correction)
+        except Exception:
+            if self._rollouts is not None and before is not None:
+                self._rollouts.forget_since(before)
+            raise
         return correction
 
     def add(self, measured: Correction | PolicyLossOutput | Statistics) -> None:
@@ -227,9 +234,10 @@ class Monitor:
             The metrics of the step, the same on every rank. They may hold NaN and infinity.
 
         Raises:
-            TypeError, ValueError: a metric is no number, or its name is taken.
+            TypeError, ValueError: a metric is no number, or its name is taken. The step has not ended: call it again.
             OSError: `metrics.jsonl` or the rollout log cannot be written.
         """
+        self._totals.forget_values()
         for name, value in {"reward": reward, **own}.items():
             if value is not None:
                 self._totals.add_value(name, value)
@@ -321,6 +329,15 @@ class Monitor:
 
         self.directory.path.mkdir(parents=True, exist_ok=True)
         if start is not None:
+            later = [metrics["step"] for metrics in earlier if metrics["step"] > start]
+            if later:
+                logger.warning(
+                    "%s: the steps %d to %d were logged after step %d, where this run goes on; they are dropped",
+                    self.directory.path,
+                    min(later),
+                    max(later),
+                    start,
+                )
             drop_later_steps(self.directory, start)
         if self.config is not None:
             write_text_durably(self.directory.config, dump_yaml({"rollout_correction": _plain(self.config)}))

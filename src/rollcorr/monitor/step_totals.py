@@ -58,6 +58,12 @@ class StepTotals:
         self._statistics: dict[tuple[Source, str], list[Statistics]] = {}
         self._numbers: dict[str, Tensor | float] = {}
 
+    def forget_values(self) -> None:
+        """Drop the trainer's own numbers: those of a call of `step` that failed are given again."""
+        self._numbers.clear()
+        for key in [key for key in self._statistics if key[0] == "values"]:
+            del self._statistics[key]
+
     def add_statistics(self, source: Source, statistics: Statistics) -> None:
         """Add what a correction or a loss has measured.
 

@@ -36,6 +36,8 @@ LEAST_K3 = 1e-9
 """k3 in nats that float32 rounding of the log-probs alone may cause."""
 
 RISES = ("k3_kl", "log_ratio_std")
+NEGLIGIBLE = {"k3_kl": 1e-5, "log_ratio_std": 4.5e-3}
+"""Below these a rise is only noted: rounding makes them, and more of it as the logits of a young policy grow."""
 """The metrics of which a lasting rise is one of the mismatch; the first one that rose is shown."""
 _RISE_WORDS = {
     "frozen_sampler": (
@@ -361,7 +363,7 @@ def token_share_rose(evidence: Evidence) -> Finding | None:
         limit=f"about {format_number(change.baseline)}, as before",
         reason="rounding differs from token to token by chance; where the token itself decides, the weights differ",
         fix=_RISE_WORDS["changed_at_step"][2],
-        severity="note" if change.is_over else "warning",
+        severity="note" if change.is_over or evidence.get("k3_kl") < NEGLIGIBLE["k3_kl"] else "warning",
         first_step=change.onset,
         steps=change.lasted,
         confidence=change.z**2 / (1 + change.z**2),
@@ -423,7 +425,12 @@ def _rise(evidence: Evidence, code: str, applies: Callable[[Change], bool]) -> F
     if name is None or not applies(evidence.changes[name]):
         return None
     change = evidence.changes[name]
-    title, reason, fix, confirm = _RISE_WORDS[code]
+    title, cause, fix, confirm = _RISE_WORDS[code]
+
+    # A young policy's logits grow, and the rounding of a right sampler with them.
+    negligible = change.ended is None and change.value < NEGLIGIBLE[name]
+    if negligible:
+        cause = "it is still so small that rounding explains it, which grows with the logits of a young policy"
     until = ""
     if change.ended is not None:
         until = f"; it was back at its start from step {change.ended} on"
@@ -433,10 +440,10 @@ def _rise(evidence: Evidence, code: str, applies: Callable[[Change], bool]) -> F
         title=title.format(onset=change.onset, factor=format_number(change.factor)),
         value=change.value,
         limit=f"at most {FACTOR:g} times {format_number(change.baseline)}, its start",
-        reason=f"it rose {format_number(change.factor)}-fold in {change.lasted} steps{until}; {reason}",
+        reason=f"it rose {format_number(change.factor)}-fold in {change.lasted} steps{until}; {cause}",
         fix=fix,
         confirm=confirm,
-        severity="note" if change.is_over else "warning",
+        severity="note" if change.is_over or negligible else "warning",
         first_step=change.onset,
         steps=change.lasted,
         confidence=change.z**2 / (1 + change.z**2),

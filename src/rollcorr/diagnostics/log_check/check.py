@@ -22,6 +22,7 @@ from rollcorr.diagnostics.health.health_check import HealthReport, health
 from rollcorr.diagnostics.hypotheses import rank_hypotheses
 from rollcorr.diagnostics.log_check.log_null import first_steps_null
 from rollcorr.diagnostics.log_check.log_tally import LogTally, read_log
+from rollcorr.diagnostics.log_check.preset_totals import WhatIf
 from rollcorr.diagnostics.log_check.tally import Part, Tally, merge_parts
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
 from rollcorr.diagnostics.null.null_file import FEW_TOKENS, MismatchNull
@@ -85,6 +86,7 @@ class CheckResult:
             null; those that make the verdict are also among the findings of `health`.
         profile: the mismatch of all rows.
         null: what it was compared with; None without any.
+        what_if: what each preset would do, where that was asked for and the tokens are of a language model.
     """
 
     health: HealthReport
@@ -101,6 +103,7 @@ class CheckResult:
     hypotheses: tuple[Finding, ...]
     profile: MismatchProfile = field(repr=False)
     null: MismatchNull | None = field(repr=False)
+    what_if: tuple[WhatIf, ...] = ()
 
 
 def check_logs(
@@ -111,6 +114,7 @@ def check_logs(
     diffusion: bool = False,
     null: MismatchNull | None = None,
     null_steps: tuple[int, int] | None = None,
+    what_if: bool = False,
     batch_size: int = 256,
     workers: int = 1,
     ray: str | None = None,
@@ -130,6 +134,7 @@ def check_logs(
         null: what two correct policies differ by here (`read_null`, `null_of_logs`).
         null_steps: instead, the first and the last step of this log that serve as its null: they are known to be right.
             With neither, the first steps of a log of 10 steps or more do, and its start stays unjudged.
+        what_if: also measure what every preset would do, in the same pass.
         batch_size: most rows that a reader has in memory at once; fewer where they are long.
         workers: processes that read. Several are started as new interpreters, so a script that asks for them needs
             `if __name__ == "__main__":`.
@@ -159,6 +164,7 @@ def check_logs(
         config,
         train_column=train_column,
         null_steps=null_steps,
+        what_if=what_if,
         batch_size=batch_size,
         workers=workers,
         ray=ray,
@@ -235,6 +241,7 @@ def check_logs(
         hypotheses=hypotheses,
         profile=tally.profile,
         null=used,
+        what_if=tally.presets.rows(),
     )
 
 

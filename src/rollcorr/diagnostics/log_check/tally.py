@@ -22,6 +22,7 @@ from rollcorr.core.mergeable_statistics import Statistics, merge_statistics
 from rollcorr.correction.result import Correction
 from rollcorr.correction.rollout_correction import correct
 from rollcorr.diagnostics.log_check.denoising import DENOISING_COLUMNS, denoising_statistics
+from rollcorr.diagnostics.log_check.preset_totals import PresetTotals
 from rollcorr.diagnostics.null.mismatch_profile import CAP, MismatchProfile
 from rollcorr.diagnostics.null.origin import Origin
 from rollcorr.diagnostics.null.token_share import STEP_IDS, TokenSums
@@ -92,6 +93,7 @@ class Tally:
             steps of the null, one entry for all of them.
         origin: the engines, models and settings that are recorded.
         versions: the mismatch by step and version of the weights, where both are recorded.
+        presets: what each preset would do, where that was asked for.
     """
 
     parts: Mapping[int | None, Part] = field(default_factory=dict)
@@ -105,6 +107,7 @@ class Tally:
     first: Mapping[int, MismatchProfile] = field(default_factory=dict)
     origin: Origin = field(default_factory=Origin)
     versions: VersionCells = field(default_factory=VersionCells)
+    presets: PresetTotals = field(default_factory=PresetTotals)
 
     def merge(self, later: Tally) -> Tally:
         """What both show together; `later` comes after in the log."""
@@ -127,6 +130,7 @@ class Tally:
             first={step: first[step] for step in sorted(first)[:FIRST_STEPS]},
             origin=self.origin.merge(later.origin),
             versions=self.versions.merge(later.versions),
+            presets=self.presets.merge(later.presets),
         )
 
 
@@ -157,6 +161,7 @@ class Measurement:
         denoising: whether its tokens are denoising steps.
         timesteps: their timestep values, to break the mismatch down by.
         with_exact_kl: whether the log records what the exact KL needs.
+        what_if: whether every preset is measured too.
     """
 
     config: RolloutCorrectionConfig
@@ -168,11 +173,12 @@ class Measurement:
     denoising: bool = False
     timesteps: tuple[float, ...] = ()
     with_exact_kl: bool = False
+    what_if: bool = False
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns of the log that are read."""
-        return COLUMNS + KEPT_COLUMNS * self.kept + DENOISING_COLUMNS * self.denoising
+        return COLUMNS + KEPT_COLUMNS * self.kept + DENOISING_COLUMNS * self.denoising + ("advantages",) * self.what_if
 
     def of_shard(self, shard: Shard, on_rows: Callable[[int], None]) -> Tally:
         """The tally of a shard, or of its beginning after a KeyboardInterrupt, also one that `on_rows` raises.
@@ -231,6 +237,7 @@ class Measurement:
             first=self._first_steps(batch, profile, train, rollout, mask, ids, first=first),
             origin=Origin.of(batch),
             versions=_versions(batch, train, rollout, mask),
+            presets=PresetTotals.of(batch, train, rollout, mask) if self.what_if else PresetTotals(),
         )
 
     def _first_steps(

@@ -261,7 +261,7 @@ def _figure(panel: Panel, curves: Mapping[str, Array], guides: Sequence[Guide], 
     drawn = {label: points for label, points in curves.items() if len(points)}
 
     # A legend stands above the axes, so the title moves up to make room for it.
-    legend_rows = math.ceil(len(curves) / LEGEND_COLUMNS) if len(curves) > 1 else 0
+    legend_rows = math.ceil(len(drawn) / LEGEND_COLUMNS) if len(curves) > 1 else 0
     pad = 8 + 14 * legend_rows
     axes.set_title(panel.title, loc="left", fontsize=11, fontweight="bold", color=theme.ink, pad=pad)
     if not drawn:

@@ -23,7 +23,7 @@ SUPPORTED_ROLLOUT_RS_OPTIONS: set[str] = set(CRITERIA)
 class RawConfig(Mapping[str, Any]):
     """A dataclass that reads as a mapping of its fields, for call sites such as `config.get("rollout_is", None)`.
 
-    Its last field is `verl_parity`; the others are options of one generation of verl.
+    Its last two fields, `verl_parity` and `impl`, are this library's; the others are options of one generation of verl.
     """
 
     def to_config(self) -> CheckedConfig:
@@ -122,6 +122,7 @@ class RolloutCorrectionConfig(RawConfig):
         loss_type: "ppo_clip" or "reinforce"; bypass mode only.
         rollout_token_veto_threshold: reject a sequence with a token of ratio below this. Not in verl 0.9.1.
         verl_parity: compute verl 0.9.1's numbers where they differ from this library's.
+        impl: which kernel computes the correction, as in `rollcorr.correct`.
     """
 
     rollout_is: str | None = "sequence"
@@ -133,6 +134,7 @@ class RolloutCorrectionConfig(RawConfig):
     loss_type: str = "ppo_clip"
     rollout_token_veto_threshold: float | None = None
     verl_parity: bool = False
+    impl: str = "auto"
 
     def _checked(self, options: dict[str, Any]) -> CheckedConfig:
         options["rollout_is"] = _level(self)
@@ -148,7 +150,7 @@ class RolloutCorrectionConfig(RawConfig):
             ValueError: a value outside its limits.
         """
         # Thresholds that nothing uses are left out, so that they are not reported as inert in every step.
-        options: dict[str, Any] = {"rollout_token_veto_threshold": self.rollout_token_veto_threshold}
+        options: dict[str, Any] = {"rollout_token_veto_threshold": self.rollout_token_veto_threshold, "impl": self.impl}
         if _level(self) is not None:
             names = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize")
             options |= {name: self[name] for name in names}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+import os
+import warnings
+from functools import lru_cache
+from typing import cast, get_args
 
 import torch
 from torch import Tensor
 
-from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.config import Implementation, RolloutCorrectionConfig
 from rollcorr.core.boundary import is_jit_tracing, is_transformed, truth
 from rollcorr.kernels.correction import triton
 from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, copied_to
@@ -18,7 +21,8 @@ from rollcorr.kernels.correction.rows import MissingRowError, rows_of
 from rollcorr.kernels.correction.torch.blocks import torch_correction
 from rollcorr.kernels.correction.torch.table import Reduction
 
-Implementation = Literal["auto", "reference", "torch", "cpu", "triton"]
+VARIABLE = "ROLLCORR_IMPL"
+"""Environment variable: what "auto" means, wherever that implementation takes the batch."""
 
 
 def correction_kernel(
@@ -43,7 +47,8 @@ def correction_kernel(
         reduce: merges in the other parts of the sequences, when this call has a part of each; before anything is
             decided. For "torch" alone: the others need their sequences whole.
         out: buffers for the weights and the loss mask, which `check_out` has seen; None for fresh ones.
-        impl: "auto" takes the fastest implementation that runs here and takes this batch.
+        impl: "auto" takes what the configuration names; else what the environment variable ROLLCORR_IMPL names, where
+            that takes this batch; else the fastest implementation that is proven here and takes it.
 
     Raises:
         ValueError: `impl` is not one of those above, does not take this batch, or lacks a row of the configuration; or
@@ -52,6 +57,7 @@ def correction_kernel(
     """
     if impl not in get_args(Implementation):
         raise ValueError(f"impl must be one of {', '.join(map(repr, get_args(Implementation)))}, got {impl!r}")
+    impl = asked_for(impl, config)
     if impl in ("reference", "cpu", "triton") and reduce is not None:
         raise ValueError(f"impl={impl!r} needs whole sequences: gather them first, or use impl='auto'")
     rows_of(config)  # what the list of rows refuses, every implementation would
@@ -62,7 +68,7 @@ def correction_kernel(
     if chosen_here:
         # Only the reference writes into no buffer, which a transform or a trace would have to know of.
         functional = transformed is not None or is_jit_tracing()
-        impl = "reference" if functional else _fastest(batch, config)
+        impl = "reference" if functional else _chosen(batch, config)
     if impl == "cpu":
         return cpu_correction(batch, config, out=out)
     if impl == "triton":
@@ -85,6 +91,17 @@ def correction_kernel(
     return copied_to(out, reference_correction(batch, config))
 
 
+def chosen_implementation(batch: Batch, config: RolloutCorrectionConfig) -> Implementation:
+    """What a call with `impl="auto"` takes for a batch of whole sequences, outside of any transform or trace."""
+    impl = asked_for("auto", config)
+    return _chosen(batch, config) if impl == "auto" else impl
+
+
+def asked_for(impl: Implementation, config: RolloutCorrectionConfig) -> Implementation:
+    """What the call names, or else what its configuration does."""
+    return config.impl if impl == "auto" else impl
+
+
 def implementations() -> dict[str, tuple[bool, str]]:
     """Every implementation of the correction, with whether it can be used here, and where or why not."""
     level, no_library = status()
@@ -97,10 +114,48 @@ def implementations() -> dict[str, tuple[bool, str]]:
             level is not None and not lacks,
             lacks or no_library or f"CPU, float32 and bfloat16: compiled C, {level}",
         ),
-        "triton": (no_triton is None, no_triton or "CUDA and ROCm, on request: three launches"),
+        "triton": (no_triton is None, no_triton or f"CUDA and ROCm: three launches; {_triton_note()}"),
     }
 
 
+def _triton_note() -> str:
+    """Whether "auto" takes the Triton kernels on the first GPU, as far as that is known without running them."""
+    if not torch.cuda.is_available():
+        return "interpreted, on request"
+    verdict = triton.known_verdict(torch.device("cuda", torch.cuda.current_device()))
+    if verdict is None:
+        return "not yet compared with torch on this machine, which the first call or rollcorr.warm does"
+    if verdict.agrees:
+        return "'auto' takes them, because they agree with torch on this machine"
+    return f"'auto' takes torch instead, because of a difference on this machine: {verdict.reason}"
+
+
+def _chosen(batch: Batch, config: RolloutCorrectionConfig) -> Implementation:
+    """What the environment names, where it takes the batch; else the fastest."""
+    named = "auto" if torch.compiler.is_compiling() else os.environ.get(VARIABLE, "auto")
+    if named == "auto":
+        return _fastest(batch, config)
+    choices = get_args(Implementation)
+    if named not in choices:
+        raise ValueError(f"the environment variable {VARIABLE} must be one of {', '.join(choices)}, got {named!r}")
+
+    # The batch of a log on the CPU and that of a step on a GPU are of one process: one name cannot take both.
+    refusals = {"cpu": why_not, "triton": triton.why_not}
+    reason = refusals[named](batch, config) if named in refusals else None
+    if reason is None:
+        return cast("Implementation", named)
+    chosen = _fastest(batch, config)
+    _warn_once(f"{VARIABLE}={named} cannot take this batch: {reason}; impl={chosen!r} takes it")
+    return chosen
+
+
+@lru_cache(maxsize=32)
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=5)
+
+
 def _fastest(batch: Batch, config: RolloutCorrectionConfig) -> Implementation:
-    # "triton" is tested interpreted and compiled, but has not run on a device yet: it must be asked for.
+    if batch.mask.device.type == "cuda":
+        takes = triton.why_not(batch, config) is None and triton.is_verified(batch.mask.device)
+        return "triton" if takes else "torch"
     return "cpu" if why_not(batch, config) is None else "torch"

@@ -79,6 +79,7 @@ def _dense(
         first_id=problem.first_id,
         chunk=problem.chunk,
         epilogue=operations.epilogue,
+        precision=problem.precision,
     )
     return merged_sums(sums, measured, problem.group)
 

@@ -16,7 +16,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rollcorr.kernels.linear_logprob.problem import Context, LogSums, at_rows, chunk_size, column, wide_type
-from rollcorr.kernels.linear_logprob.products import HeadGradient, add_product, multiply, operand_type
+from rollcorr.kernels.linear_logprob.products import (
+    HeadGradient,
+    Precision,
+    add_product,
+    float32_products,
+    multiply,
+    operand_type,
+)
 
 UNDERFLOW = -1e4
 """exp of this is 0 in every floating type."""
@@ -118,6 +125,7 @@ def dense_sums(
     first_id: int,
     chunk: int | None,
     epilogue: Epilogue,
+    precision: Precision = "float32",
 ) -> LogSums:
     """Sums over all V entries z_j = (h · W_j + b_j) / τ, differentiable in hidden states, weight and bias.
 
@@ -133,8 +141,11 @@ def dense_sums(
         first_id: the id of the first row.
         chunk: entries whose logits are live at once; None chooses.
         epilogue: does the work between the products.
+        precision: of the products, where operands are float32.
     """
-    settings = Settings(temperature, token_ids - first_id, measured, entropy, accumulate_into, chunk, epilogue)
+    settings = Settings(
+        temperature, token_ids - first_id, measured, entropy, accumulate_into, chunk, epilogue, precision
+    )
     return LogSums(*_Dense.apply(hidden, weight, bias, settings))
 
 
@@ -149,6 +160,7 @@ class Settings:
     accumulate_into: Tensor | None
     chunk: int | None
     epilogue: Epilogue
+    precision: Precision
 
 
 class _Dense(torch.autograd.Function):
@@ -165,9 +177,10 @@ class _Dense(torch.autograd.Function):
             target=hidden.new_zeros(N, dtype=wide),
             weighted=hidden.new_zeros(rows, dtype=wide) if settings.entropy else None,
         )
-        for first, _, logits, _ in _chunks(hidden, weight, bias, settings):
-            local = settings.local_ids - first
-            settings.epilogue.absorb(logits, local, settings.temperature, settings.measured, running)
+        with float32_products(settings.precision, hidden.device):
+            for first, _, logits, _ in _chunks(hidden, weight, bias, settings):
+                local = settings.local_ids - first
+                settings.epilogue.absorb(logits, local, settings.temperature, settings.measured, running)
         log_sum = running.total.log()
         entropy = None
         if running.weighted is not None:
@@ -191,18 +204,21 @@ class _Dense(torch.autograd.Function):
         some = Settings(
             at_rows(settings.temperature, active),
             settings.local_ids if active is None else settings.local_ids[active],
-            None, False, None, settings.chunk, settings.epilogue,
+            None, False, None, settings.chunk, settings.epilogue, settings.precision,
         )  # fmt: skip
         states = hidden if active is None else hidden[active]
         of_states = torch.zeros_like(states, dtype=log_total.dtype) if ctx.needs_input_grad[0] else None
         of_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
-        for first, operand, logits, head in _chunks(states, weight, bias, some):
-            G = settings.epilogue.to_gradient(logits, some.local_ids - first, some.temperature, upstream, operand.dtype)
-            if of_states is not None:
-                add_product(of_states, G, head)
-            gradient.add_slice(first, first + len(head), G.t(), operand)
-            if of_bias is not None:
-                of_bias[first : first + len(head)] = G.sum(0, dtype=log_total.dtype)
+        with float32_products(settings.precision, hidden.device):
+            for first, operand, logits, head in _chunks(states, weight, bias, some):
+                G = settings.epilogue.to_gradient(
+                    logits, some.local_ids - first, some.temperature, upstream, operand.dtype
+                )
+                if of_states is not None:
+                    add_product(of_states, G, head)
+                gradient.add_slice(first, first + len(head), G.t(), operand)
+                if of_bias is not None:
+                    of_bias[first : first + len(head)] = G.sum(0, dtype=log_total.dtype)
         if of_states is not None and active is not None:
             of_states = torch.zeros_like(hidden).index_copy_(0, active, of_states.to(hidden.dtype))
         return of_states, gradient.result(), of_bias, None
@@ -213,7 +229,7 @@ def _chunks(
 ) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
     """For each chunk: its first row, the hidden states and the rows as operands, and logits in a buffer used again."""
     wide = wide_type(hidden, weight)
-    dtype = operand_type(hidden, weight, wide)
+    dtype = operand_type(hidden, weight, wide, settings.precision)
     N, V = hidden.shape[0], weight.shape[0]
     size = chunk_size(N, V, hidden.device, settings.chunk)
     buffer = hidden.new_empty(N * size, dtype=wide)

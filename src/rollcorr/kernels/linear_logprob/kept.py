@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding_bag
 
-from rollcorr.core.layout import offsets_of, sequence_ids
+from rollcorr.core.layout import offsets_of, ragged_sum, sequence_ids
 from rollcorr.core.logprobs import minus_p_log_p
 from rollcorr.core.sampling import KeptSets
 from rollcorr.kernels.linear_logprob.problem import Context, LogSums, Problem, at_rows, wide_type
@@ -62,13 +62,13 @@ def kept_sums(problem: Problem, member: Membership) -> LogSums:
     z = z / at_rows(at_rows(problem.temperature, None if every else tokens), entries.hidden_rows)
     n = tokens.numel()
     largest = z.new_full((n,), -torch.inf).scatter_reduce(0, entries.hidden_rows, z.detach(), "amax")
-    total = z.new_zeros(n).index_add(0, entries.hidden_rows, (z - largest[entries.hidden_rows]).exp())
+    total = ragged_sum((z - largest[entries.hidden_rows]).exp(), entries.offsets)
     log_sum = total.log()
     target = z.new_zeros(n).index_put((entries.hidden_rows[entries.is_sampled],), z[entries.is_sampled])
     entropy = None
     if problem.entropy is not False:
         log_p = z - (largest + log_sum)[entries.hidden_rows]
-        entropy = z.new_zeros(n).index_add(0, entries.hidden_rows, minus_p_log_p(log_p))
+        entropy = ragged_sum(minus_p_log_p(log_p), entries.offsets)
     if every:
         return LogSums(largest, log_sum, target, entropy)
     nothing = z.new_zeros(member.working.shape)

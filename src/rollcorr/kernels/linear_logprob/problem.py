@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,6 +84,7 @@ class Problem:
         group: ranks that hold the other slices of the head, or None.
         first_id: the id of the slice's first row.
         chunk: vocabulary entries whose logits are live at once.
+        precision: of the products, where operands are float32.
     """
 
     hidden: Tensor
@@ -99,6 +100,7 @@ class Problem:
     group: ProcessGroup | None
     first_id: int
     chunk: int | None
+    precision: Literal["float32", "tf32"] = "float32"
 
     @property
     def wide(self) -> torch.dtype:

@@ -2,21 +2,72 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Literal
+
 import torch
 from torch import Tensor
 
+Precision = Literal["float32", "tf32"]
+FACTORS = {"float32": 14, "tf32": 2}
+"""How many times the products of half-precision operands take on an H200 when they are widened, by precision."""
 
-def operand_type(hidden: Tensor, weight: Tensor, wide: torch.dtype) -> torch.dtype:
+
+def operand_type(hidden: Tensor, weight: Tensor, wide: torch.dtype, precision: Precision = "float32") -> torch.dtype:
     """The type that operands of the products go in.
 
     Half-precision operands keep theirs where the device multiplies them into float32. Elsewhere they are widened, a
     chunk at a time: the product of two bfloat16 numbers is exact in float32, while a logit of 32 rounded to bfloat16
-    is off by up to 0.06.
+    is off by up to 0.06. Where that is slow, one warning says so.
     """
-    if hidden.dtype != weight.dtype or hidden.dtype == wide or hidden.device.type != "cuda":
+    if hidden.device.type != "cuda" or wide == torch.float64:
         return wide
-    has_wide_products = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
-    return hidden.dtype if has_wide_products else wide
+    if hidden.dtype == weight.dtype and (hidden.dtype == wide or _has_wide_products()):
+        return hidden.dtype
+    if precision == "float32":
+        _warn_of_slow_products(_kind(hidden), _kind(weight), _has_wide_products())
+    return wide
+
+
+@contextmanager
+def float32_products(precision: Precision, device: torch.device) -> Iterator[None]:
+    """Inside, a GPU takes float32 operands as they are, or with "tf32" their first 11 significant bits."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _has_wide_products() -> bool:
+    """Whether torch multiplies half-precision matrices into float32."""
+    return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
+
+
+def _kind(operand: Tensor) -> str:
+    return str(operand.dtype).removeprefix("torch.")
+
+
+@lru_cache(maxsize=16)
+def _warn_of_slow_products(hidden: str, weight: str, wide_products: bool) -> None:
+    """Once for each pair of types."""
+    reason = f"torch {torch.__version__} multiplies half precision into float32 from 2.8 on"
+    fix = "update torch"
+    if wide_products or hidden != weight:
+        reason, fix = "the two differ", "give both in bfloat16"
+    warnings.warn(
+        f"linear_log_prob multiplies {hidden} hidden states and a {weight} head in float32, because {reason}: about "
+        f"{FACTORS['float32']} × the time of bfloat16 on an H200. To avoid it, {fix}; or set precision='tf32', which "
+        f"takes about {FACTORS['tf32']} × and rounds float32 operands to 11 significant bits",
+        stacklevel=2,
+    )
 
 
 def multiply(left: Tensor, right: Tensor, out: Tensor) -> Tensor:

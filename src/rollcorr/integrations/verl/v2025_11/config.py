@@ -29,6 +29,7 @@ class RolloutCorrectionConfig(RawConfig):
         bypass_old_logprob_for_rollout: take the rollout log-probs as old log-probs.
         use_pure_rollout_correction: REINFORCE with weights in place of PPO; needs the bypass.
         verl_parity: compute that release's numbers.
+        impl: which kernel computes the correction, as in `rollcorr.correct`.
     """
 
     rollout_is: str | None = "sequence"
@@ -40,11 +41,13 @@ class RolloutCorrectionConfig(RawConfig):
     bypass_old_logprob_for_rollout: bool = False
     use_pure_rollout_correction: bool = False
     verl_parity: bool = False
+    impl: str = "auto"
 
     def _checked(self, options: dict[str, Any]) -> CheckedConfig:
+        impl = options.pop("impl")
         config = convert(options, schema="2025-11").config
         assert config is not None  # only October 2025 could switch everything off
-        return config
+        return config.with_options(impl=impl)
 
     @classmethod
     def token_is(cls, threshold: float = 2.0) -> RolloutCorrectionConfig:

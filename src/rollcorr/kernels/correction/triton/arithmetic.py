@@ -36,10 +36,9 @@ def exponential_parts(x):
 
 @triton.jit
 def rounded_off(a, b, difference):
-    """What rounding took from difference = a − b (Knuth): the two together are exact. 0 where it is not finite."""
+    """What rounding took from difference = a − b (Knuth): the two together are exact. Of finite numbers."""
     part = a - difference
-    lost = (part - b) + (a - (difference + part))
-    return tl.where(tl.abs(lost) < float("inf"), lost, 0.0)
+    return (part - b) + (a - (difference + part))
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """What the sequence pass reads of the table, and how it writes its rows.
 
-`cells` are the addresses of the program's cells, (sequences, splits); `there` says which exist. A set of rows is the
-sums, then three numbers for each of the moments, then two for each of the extremes.
+`cells` are the columns of the program's cells, (sequences, splits) each, and 0 where `there` says that none exists.
+A set of rows is the sums, then three numbers for each of the moments, then two for each of the extremes.
 """
 
 from __future__ import annotations
@@ -13,28 +13,36 @@ INFINITY = tl.constexpr(float("inf"))
 
 
 @triton.jit
-def column(cells, there, COLUMN: tl.constexpr):
+def load_cells(place, there, PLAN: tl.constexpr):
+    """Every column of the program's cells. All loads come before the first store, so all are on their way at once."""
+    cells = ()
+    for i in tl.static_range(len(PLAN.columns)):
+        cells = cells + (tl.load(place + i, mask=there, other=0.0),)  # type: ignore[assignment] # noqa: RUF005 (Triton unpacks none)
+    return cells
+
+
+@triton.jit
+def column(cells, COLUMN: tl.constexpr):
     """A column's sums over splits: one number for each sequence."""
-    return tl.sum(tl.load(cells + COLUMN, mask=there, other=0.0), axis=1)
+    return tl.sum(cells[COLUMN], axis=1)
 
 
 @triton.jit
 def lowest(cells, there, COLUMN: tl.constexpr):
     """A column's minimum over splits."""
-    return tl.min(tl.load(cells + COLUMN, mask=there, other=INFINITY), axis=1)
+    return tl.min(tl.where(there, cells[COLUMN], INFINITY), axis=1)
 
 
 @triton.jit
 def highest(cells, there, COLUMN: tl.constexpr):
     """A column's maximum over splits."""
-    return tl.max(tl.load(cells + COLUMN, mask=there, other=-INFINITY), axis=1)
+    return tl.max(tl.where(there, cells[COLUMN], -INFINITY), axis=1)
 
 
 @triton.jit
-def product_sum(cells, there, COUNT: tl.constexpr, MEAN: tl.constexpr):
+def product_sum(cells, COUNT: tl.constexpr, MEAN: tl.constexpr):
     """Each sequence's n · mean: the sum that a column of means stands for."""
-    n = tl.load(cells + COUNT, mask=there, other=0.0)
-    return tl.sum(n * tl.load(cells + MEAN, mask=there, other=0.0), axis=1)
+    return tl.sum(cells[COUNT] * cells[MEAN], axis=1)
 
 
 @triton.jit
@@ -65,12 +73,10 @@ def store_moments(rows, SLOT: tl.constexpr, n, mean, m2, PLAN: tl.constexpr):
 
 @triton.jit
 def put_token_moments(
-    rows, SLOT: tl.constexpr, cells, there, COUNT: tl.constexpr, MEAN: tl.constexpr, sign, PLAN: tl.constexpr
+    rows, SLOT: tl.constexpr, cells, COUNT: tl.constexpr, MEAN: tl.constexpr, sign, PLAN: tl.constexpr
 ):  # fmt: skip
     """Moments of a sample of tokens, merged over splits and sequences; `sign` −1 is of the negated values."""
-    counts = tl.load(cells + COUNT, mask=there, other=0.0)
-    means = tl.load(cells + MEAN, mask=there, other=0.0)
-    m2s = tl.load(cells + MEAN + 1, mask=there, other=0.0)
+    counts, means, m2s = cells[COUNT], cells[MEAN], cells[MEAN + 1]
     n = tl.sum(tl.sum(counts, axis=1), axis=0)
     mean = tl.sum(tl.sum(counts * means, axis=1), axis=0) / tl.maximum(n, 1.0)
     spread = means - mean

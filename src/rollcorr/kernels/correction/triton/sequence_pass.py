@@ -14,6 +14,7 @@ from rollcorr.kernels.correction.triton.row_slots import (
     INFINITY,
     column,
     highest,
+    load_cells,
     lowest,
     product_sum,
     put,
@@ -39,13 +40,13 @@ def _mismatch(rows, cells, there, valid, measured, zero, log_ratio, low, high, l
     put(rows, PLAN.sums["tokens_measured"], measured)
     put(rows, PLAN.sums["tokens_compared"], compared)
     put(rows, PLAN.sums["tokens_counted"], valid if PLAN.nonfinite == "neutral" else compared)
-    put(rows, PLAN.sums["k3"], column(cells, there, PLAN.columns["k3"]))
-    put(rows, PLAN.sums["abs_log_ratio"], column(cells, there, PLAN.columns["abs_log_ratio"]))
-    capped = column(cells, there, PLAN.columns["capped_low"])
-    put(rows, PLAN.sums["capped"], capped + column(cells, there, PLAN.columns["capped_high"]))
-    put(rows, PLAN.sums["chi2_token"], column(cells, there, PLAN.columns["chi2"]))
-    put(rows, PLAN.sums["ratio_outside_10pct"], column(cells, there, PLAN.columns["outside"]) + zero)
-    put(rows, PLAN.sums["prob_diff_abs"], column(cells, there, PLAN.columns["difference"]))
+    put(rows, PLAN.sums["k3"], column(cells, PLAN.columns["k3"]))
+    put(rows, PLAN.sums["abs_log_ratio"], column(cells, PLAN.columns["abs_log_ratio"]))
+    capped = column(cells, PLAN.columns["capped_low"])
+    put(rows, PLAN.sums["capped"], capped + column(cells, PLAN.columns["capped_high"]))
+    put(rows, PLAN.sums["chi2_token"], column(cells, PLAN.columns["chi2"]))
+    put(rows, PLAN.sums["ratio_outside_10pct"], column(cells, PLAN.columns["outside"]) + zero)
+    put(rows, PLAN.sums["prob_diff_abs"], column(cells, PLAN.columns["difference"]))
     largest = highest(cells, there, PLAN.columns["difference_max"])
     put_extremes(
         rows,
@@ -56,7 +57,7 @@ def _mismatch(rows, cells, there, valid, measured, zero, log_ratio, low, high, l
     )
     N: tl.constexpr = PLAN.columns["measured"]
     MEAN: tl.constexpr = PLAN.columns["log_ratio_mean"]
-    put_token_moments(rows, PLAN.moments["log_ratio"], cells, there, N, MEAN, 1.0, PLAN)
+    put_token_moments(rows, PLAN.moments["log_ratio"], cells, N, MEAN, 1.0, PLAN)
     put_extremes(rows, PLAN.extremes["log_ratio"], low, high, PLAN)
     bound = limits[PLAN.limits["safety_bound"]] + 0.0 * valid
     put_extremes(rows, PLAN.extremes["safety_bound"], bound, bound, PLAN)
@@ -98,9 +99,9 @@ def _statistic(cells, there, counted, zero, measured, log_ratio, low, high, WHIC
         if C.kind == "k1":
             value = -log_ratio
         elif C.kind == "k2":
-            value = column(cells, there, PLAN.columns["k2"])
+            value = column(cells, PLAN.columns["k2"])
         else:
-            value = column(cells, there, PLAN.columns["k3"])
+            value = column(cells, PLAN.columns["k3"])
         if C.scope != "seq_sum":
             value = value / tl.maximum(counted, 1.0)
     return tl.where(zero > 0, INFINITY, value)
@@ -132,17 +133,17 @@ def _token_rows(rows, cells, there, low, high, WHICH: tl.constexpr, PLAN: tl.con
     """The rows of a token criterion's own values; returns the tokens it rejects in each sequence."""
     C: tl.constexpr = PLAN.criteria[WHICH]
     N: tl.constexpr = PLAN.columns["measured"]
-    above = column(cells, there, PLAN.columns[C.kind + "_high"])
+    above = column(cells, PLAN.columns[C.kind + "_high"])
     put(rows, C.statistic_sums + 2, above)
     if C.kind == "k1":
-        below = column(cells, there, PLAN.columns["k1_low"])
+        below = column(cells, PLAN.columns["k1_low"])
         MEAN: tl.constexpr = PLAN.columns["log_ratio_mean"]
-        put_token_moments(rows, C.moments + 1, cells, there, N, MEAN, -1.0, PLAN)
+        put_token_moments(rows, C.moments + 1, cells, N, MEAN, -1.0, PLAN)
         put_extremes(rows, C.extremes + 1, -high, -low, PLAN)
     else:
         below = above * 0.0
         OWN: tl.constexpr = PLAN.columns[C.kind + "_mean"]
-        put_token_moments(rows, C.moments + 1, cells, there, N, OWN, 1.0, PLAN)
+        put_token_moments(rows, C.moments + 1, cells, N, OWN, 1.0, PLAN)
         smallest = lowest(cells, there, OWN + 2)
         put_extremes(rows, C.extremes + 1, smallest, highest(cells, there, OWN + 3), PLAN)
     put(rows, C.statistic_sums + 3, below)
@@ -166,7 +167,7 @@ def _reject(
         if PLAN.criteria[i].scope != "token":
             rejectors += (hit > 0).to(tl.int32)
     if PLAN.veto:
-        catastrophic = column(cells, there, PLAN.columns["catastrophic"])
+        catastrophic = column(cells, PLAN.columns["catastrophic"])
         put(rows, PLAN.sums["catastrophic_tokens"], catastrophic)
         put(rows, PLAN.sums["vetoed_sequences"], catastrophic > 0)
         rejectors += (catastrophic > 0).to(tl.int32)
@@ -186,10 +187,10 @@ def _reject(
     for i in tl.static_range(len(PLAN.criteria)):
         hit = ((touched >> i) & 1) == 1
         if PLAN.criteria[i].scope == "token":
-            tokens = column(cells, there, PLAN.columns[PLAN.criteria[i].kind + "_high"])
+            tokens = column(cells, PLAN.columns[PLAN.criteria[i].kind + "_high"])
             if PLAN.criteria[i].kind == "k1":
-                tokens += column(cells, there, PLAN.columns["k1_low"])
-            alone = column(cells, there, PLAN.columns[PLAN.criteria[i].kind + "_alone"])
+                tokens += column(cells, PLAN.columns["k1_low"])
+            alone = column(cells, PLAN.columns[PLAN.criteria[i].kind + "_alone"])
             alone = tl.where(kept, alone, 0.0)
         else:
             tokens = tl.where(hit, valid, 0.0)
@@ -239,17 +240,17 @@ def _token_weights(rows, cells, there, counted, zero, compared, low, high, limit
     WEIGHT: tl.constexpr = PLAN.columns["weight_mean" if PLAN.mode != "none" else "raw_mean"]
     put(rows, PLAN.sums["units"], counted)
     LOW: tl.constexpr = PLAN.columns["saturated_low" if PLAN.own_bound else "capped_low"]
-    put(rows, PLAN.sums["saturated_low"], column(cells, there, LOW))
-    put(rows, PLAN.sums["saturated_high"], column(cells, there, LOW + 1))
+    put(rows, PLAN.sums["saturated_low"], column(cells, LOW))
+    put(rows, PLAN.sums["saturated_high"], column(cells, LOW + 1))
     if PLAN.banded:
-        is_low = column(cells, there, PLAN.columns["is_low"])
-        put(rows, PLAN.sums["is_high"], column(cells, there, PLAN.columns["is_high"]))
+        is_low = column(cells, PLAN.columns["is_low"])
+        put(rows, PLAN.sums["is_high"], column(cells, PLAN.columns["is_high"]))
         put(rows, PLAN.sums["is_low"], is_low + zero if PLAN.banded_below else is_low)
     if PLAN.mode == "icepop":
-        put(rows, PLAN.sums["is_outside"], column(cells, there, PLAN.columns["outside_band"]))
-    put_token_moments(rows, PLAN.moments["weight"], cells, there, N, WEIGHT, 1.0, PLAN)
-    put_token_moments(rows, PLAN.moments["weight_raw"], cells, there, N, RAW, 1.0, PLAN)
-    put_token_moments(rows, PLAN.moments["unit_weight"], cells, there, N, WEIGHT, 1.0, PLAN)
+        put(rows, PLAN.sums["is_outside"], column(cells, PLAN.columns["outside_band"]))
+    put_token_moments(rows, PLAN.moments["weight"], cells, N, WEIGHT, 1.0, PLAN)
+    put_token_moments(rows, PLAN.moments["weight_raw"], cells, N, RAW, 1.0, PLAN)
+    put_token_moments(rows, PLAN.moments["unit_weight"], cells, N, WEIGHT, 1.0, PLAN)
     # exp is monotone: its extremes lie at those of d; zero and neutral tokens join with 0 and 1.
     seen = compared - zero > 0
     smallest = tl.where(seen, tl.exp(tl.minimum(tl.maximum(low, -bound), bound)), INFINITY)
@@ -315,26 +316,27 @@ def decide_sequences(
     sequence = tl.program_id(0) * SEQUENCES + tl.arange(0, SEQUENCES)
     exists = sequence < sequences
     cell = sequence[:, None] * SPLITS + tl.arange(0, SPLITS)[None, :]
-    cells, there = table + cell.to(tl.int64) * len(PLAN.columns), exists[:, None] & (cell >= 0)
+    there = exists[:, None] & (cell >= 0)
+    cells = load_cells(table + cell.to(tl.int64) * len(PLAN.columns), there, PLAN)
     rows = all_rows + tl.program_id(0) * PLAN.width
     N: tl.constexpr = PLAN.columns["measured"]
-    valid = column(cells, there, PLAN.columns["valid"])
-    measured = column(cells, there, N)
-    zero = column(cells, there, PLAN.columns["zero"])
+    valid = column(cells, PLAN.columns["valid"])
+    measured = column(cells, N)
+    zero = column(cells, PLAN.columns["zero"])
     missing = valid - measured - zero
     counted = valid if PLAN.nonfinite == "neutral" else measured + zero
     has_counted = counted > 0
-    log_ratio = product_sum(cells, there, N, PLAN.columns["log_ratio_mean"])
+    log_ratio = product_sum(cells, N, PLAN.columns["log_ratio_mean"])
     low = lowest(cells, there, PLAN.columns["log_ratio_min"])
     high = highest(cells, there, PLAN.columns["log_ratio_max"])
     product = tl.where(zero > 0, -INFINITY, log_ratio)
-    train = column(cells, there, PLAN.columns["train"]) / SHRINK
-    rollout = column(cells, there, PLAN.columns["rollout"]) / SHRINK
+    train = column(cells, PLAN.columns["train"]) / SHRINK
+    rollout = column(cells, PLAN.columns["rollout"]) / SHRINK
     _mismatch(rows, cells, there, valid, measured, zero, log_ratio, low, high, limits, PLAN)
     _perplexities(rows, train, rollout, measured, log_ratio, product, has_counted, PLAN)
     if PLAN.token_criteria:
-        tokens_kept = column(cells, there, PLAN.columns["kept"])
-        rejected_once = column(cells, there, PLAN.columns["rejected_once"])
+        tokens_kept = column(cells, PLAN.columns["kept"])
+        rejected_once = column(cells, PLAN.columns["rejected_once"])
     else:
         rejected_once = missing if PLAN.nonfinite == "reject_token" else missing * 0.0
         tokens_kept = valid - rejected_once
@@ -345,10 +347,10 @@ def decide_sequences(
     if PLAN.level == "token":
         _token_weights(rows, cells, there, counted, zero, measured + zero, low, high, limits, PLAN)
         N_COUNTED: tl.constexpr = PLAN.columns["counted"]
-        raw = product_sum(cells, there, N_COUNTED, PLAN.columns["raw_mean"])
-        total = product_sum(cells, there, N_COUNTED, PLAN.columns["weight_mean"]) if PLAN.mode != "none" else raw
+        raw = product_sum(cells, N_COUNTED, PLAN.columns["raw_mean"])
+        total = product_sum(cells, N_COUNTED, PLAN.columns["weight_mean"]) if PLAN.mode != "none" else raw
         average = tl.maximum(counted, 1.0)
-        kept_weight = column(cells, there, PLAN.columns["kept_weight"]) if PLAN.token_criteria else total
+        kept_weight = column(cells, PLAN.columns["kept_weight"]) if PLAN.token_criteria else total
         kept_weight = tl.where(kept, kept_weight, 0.0)
         level = tl.where(raw > 0, tl.log(raw / average), -INFINITY)
         _weight_rows(rows, total / average, level, product, kept_weight, tokens_kept, kept, counted, limits, PLAN)

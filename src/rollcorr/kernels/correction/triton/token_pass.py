@@ -48,14 +48,20 @@ def share_of(program, cu_seqlens, T, splits, PACKED: tl.constexpr, ALIGN: tl.con
 
 
 @triton.jit
+def within_block(distance):
+    """A distance in tokens as 32 bits: 0 and the block's end stand for whatever lies beyond, were it 2³¹ tokens off."""
+    return tl.minimum(tl.maximum(distance, 0), BLOCK).to(tl.int32)
+
+
+@triton.jit
 def tokens_at(at, start, end, ALIGN: tl.constexpr):
     """Offsets of a block's tokens from its first, (128, 4), and which of them the sequence holds."""
     local = tl.arange(0, LANES)[:, None] * 4 + tl.arange(0, 4)[None, :]
     inside = local >= 0
     if ALIGN > 0:
-        inside = local < (end - at).to(tl.int32)
+        inside = local < within_block(end - at)
     if ALIGN > 1:
-        inside = inside & (local >= (start - at).to(tl.int32))
+        inside = inside & (local >= within_block(start - at))
     return local, inside
 
 
@@ -73,23 +79,23 @@ def _clamped(x, low, high):
 
 @triton.jit
 def _beyond(d, lost, low, high):
-    """Where d + lost is below and above a band that no hair widens."""
+    """Where d + lost is below and above a band that no hair widens. Near an end the difference is exact."""
     return (d < low) | ((d == low) & (lost < 0.0)), (d > high) | ((d == high) & (lost > 0.0))
 
 
 @triton.jit
-def _mismatch(state, pi, mu, measured, d, lost, rho_1, k3, PLAN: tl.constexpr):
-    """Add a block to what is collected whatever is done about it; `rho_1` is ρ − 1."""
+def _mismatch(state, pi, mu, log_mu, measured, d, lost, rho_1, k3, PLAN: tl.constexpr):
+    """Add a block to what is collected whatever is done about it; `rho_1` is ρ − 1, and `log_mu` has zeros' log μ."""
     total, shift, first, second, low, high, train, rollout, absolute, k3s, chi2, difference, largest, k2 = state
     shift, first, second, low, high = _described((shift, first, second, low, high), d, measured)
     total += tl.sum(d.to(tl.float64), axis=1) + tl.sum(lost, axis=1)  # it is exponentiated
-    train += tl.sum(tl.where(measured, pi * SHRINK, 0.0), axis=1)
-    rollout += tl.sum(tl.where(measured, mu * SHRINK, 0.0), axis=1)
+    train += tl.sum(pi * SHRINK, axis=1)
+    rollout += tl.sum(mu * SHRINK, axis=1)
     absolute += tl.sum(tl.abs(d), axis=1)
     k3s += tl.sum(k3, axis=1)
     chi2 += tl.sum(rho_1 * (rho_1 + 2.0), axis=1)
-    # |π − μ| = μ |ρ − 1|; where ρ is capped, μ is taken to be π e^−20. A minimum and a maximum pass over NaN.
-    gap = tl.exp(tl.minimum(tl.maximum(mu, pi - CAP), LARGEST_EXPONENT)) * tl.abs(rho_1)
+    # |π − μ| = μ |ρ − 1|; where ρ is capped, μ is taken to be π e^−20.
+    gap = tl.exp(tl.minimum(log_mu, LARGEST_EXPONENT)) * tl.abs(rho_1)
     difference += tl.sum(gap, axis=1)
     largest = tl.maximum(largest, tl.max(gap, axis=1))
     if PLAN.k2:
@@ -206,22 +212,29 @@ def _reject(state, limits, valid, measured, zero, counted, d, k3, weight, PLAN: 
 @triton.jit
 def read_block(counts, state, weigh, reject, limits, pi, mu, valid, PLAN: tl.constexpr):
     """One block: the lanes with it added, its weights, the tokens that are kept and those that are counted."""
-    if pi.dtype == tl.float64 or mu.dtype == tl.float64:
+    in_float64: tl.constexpr = pi.dtype == tl.float64 or mu.dtype == tl.float64
+    if in_float64:
         exact = pi.to(tl.float64) - mu.to(tl.float64)
         log_ratio = exact.to(tl.float32)
-        lost = (exact - log_ratio.to(tl.float64)).to(tl.float32)
     else:
         log_ratio = pi.to(tl.float32) - mu.to(tl.float32)
-        lost = rounded_off(pi.to(tl.float32), mu.to(tl.float32), log_ratio)
-    pi, mu = pi.to(tl.float32), mu.to(tl.float32)
+    pi, raw_mu = pi.to(tl.float32), mu.to(tl.float32)
     # A difference is finite iff both are; −inf is probability zero unless it comes from an infinite rollout log-prob.
     measured = valid & (tl.abs(log_ratio) < float("inf"))
-    zero = valid & (log_ratio == float("-inf")) & (mu < float("inf"))
+    zero = valid & (log_ratio == float("-inf")) & (raw_mu < float("inf"))
     compared = measured | zero
     counted = valid if PLAN.nonfinite == "neutral" else compared
-    d = tl.where(measured, _clamped(log_ratio, -LARGEST, LARGEST), 0.0)
+    # Selected once, what is not measured is 0 everywhere below: no NaN and no infinity is computed with.
+    log_ratio = tl.where(measured, log_ratio, 0.0)
+    pi, mu = tl.where(measured, pi, 0.0), tl.where(measured, raw_mu, 0.0)
+    d = _clamped(log_ratio, -LARGEST, LARGEST)
     # What rounding takes from d, up to 1e-6, is that much of e^d.
-    lost = tl.where(measured & (tl.abs(d) < LARGEST), lost, 0.0)
+    if in_float64:
+        lost = tl.where(measured, (exact - log_ratio.to(tl.float64)).to(tl.float32), 0.0)
+    else:
+        lost = rounded_off(pi, mu, log_ratio)
+    lost = tl.where(tl.abs(d) < LARGEST, lost, 0.0)
+    log_mu = tl.where(zero, raw_mu, tl.maximum(mu, pi - CAP))
     part = tl.where(tl.abs(d) <= CAP, lost, 0.0)
     capped = tl.minimum(d, CAP)
     scale, rest, tail = exponential_parts(tl.maximum(capped, -CAP))
@@ -229,7 +242,7 @@ def read_block(counts, state, weigh, reject, limits, pi, mu, valid, PLAN: tl.con
     rest += part * (1.0 + rest)
     em1 = (scale - 1.0) + scale * rest
     k3 = tl.where(scale == 1.0, tail, em1 - capped - part)
-    state = _mismatch(state, pi, mu, measured, d, lost, tl.where(zero, -1.0, em1), k3, PLAN)
+    state = _mismatch(state, pi, mu, log_mu, measured, d, lost, tl.where(zero, -1.0, em1), k3, PLAN)
     outside = (d > limits[PLAN.limits["outside_high"]]) | (d < limits[PLAN.limits["outside_low"]])
     first, second, third = counts
     first += _bytes(valid, measured, zero, outside)
@@ -352,7 +365,7 @@ def read_tokens(
         weigh, reject = (x, x, x, x, x, low, high), (n, n, n, (high, x, x, low, high), (high, x, x, low, high), x)
         for at in range(chunk, tl.minimum(chunk + CHUNK, stop), BLOCK):
             local, inside = tokens_at(at, start, end, ALIGN)
-            readable = inside if ALIGN <= 1 else local < (tokens - at).to(tl.int32)
+            readable = inside if ALIGN <= 1 else local < within_block(tokens - at)
             pi = tl.load(train + at + local, mask=readable, other=0.0)
             mu = tl.load(rollout + at + local, mask=readable, other=0.0)
             valid = inside & (tl.load(mask + at + local, mask=readable, other=0) != 0)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rollcorr.core.layout import sequence_ids
+from rollcorr.core.layout import add_at, sequence_ids
 from rollcorr.kernels.gpu_launch import Launch
 from rollcorr.kernels.linear_logprob.dense import Running, Upstream
 from rollcorr.kernels.linear_logprob.kept import Membership
@@ -191,7 +191,7 @@ class _KeptSets(torch.autograd.Function):
         of_bias = None
         if bias is not None and ctx.needs_input_grad[2]:  # places without an entry add 0 to row 0
             of_bias = torch.zeros_like(bias, dtype=changes.dtype)
-            of_bias = of_bias.index_add_(0, places.rows.clamp(min=0), changes).to(bias.dtype)
+            of_bias = add_at(of_bias, places.rows.clamp(min=0), changes).to(bias.dtype)
         return of_hidden if ctx.needs_input_grad[0] else None, of_weight.result(), of_bias, None, None
 
 

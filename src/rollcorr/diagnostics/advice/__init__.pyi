@@ -1,0 +1,10 @@
+from .advisor import Advice as Advice
+from .advisor import advise as advise
+from .calibration import CalibratedAlarm as CalibratedAlarm
+from .calibration import CalibratedLimit as CalibratedLimit
+from .calibration import Calibration as Calibration
+from .calibration import calibrate as calibrate
+from .noise_table import NoiseRow as NoiseRow
+from .noise_table import noise_table as noise_table
+from .situations import SITUATIONS as SITUATIONS
+from .situations import Situation as Situation

@@ -1,0 +1,434 @@
+"""Thresholds and alarms from a null: what to set so that a stated share of healthy sequences is rejected.
+
+A customary threshold rejects anything between nothing and everything, by the length and the noise at hand. The null has
+the noise, so the quantiles of its rows are the thresholds. A band has half of the rate on each side. Lengths that the
+null does not have are made of its rows (`spliced_rows`); that leaves out what a longer context changes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollcorr.diagnostics.advice.order_statistics import QuantileEstimate, interval_of, quantile_estimate
+from rollcorr.diagnostics.advice.spliced_rows import (
+    FEWEST,
+    Source,
+    UnitRows,
+    at_length,
+    rows_for,
+    splices,
+    token_means,
+)
+from rollcorr.diagnostics.null.mismatch_profile import CAP, MismatchProfile, size_edges
+from rollcorr.diagnostics.null.null_file import MismatchNull
+from rollcorr.run_directory.durable_files import write_text_durably
+from rollcorr.run_directory.stored_run import BadInputError
+
+Floats = NDArray[np.float64]
+
+LENGTHS = (100, 500, 1000, 8000)
+REPLICATES = 200
+"""Bootstrap replicates behind an interval."""
+TOKEN_REPLICATES = 100
+"""The same for tokens, of which there are many."""
+SPLICES, SPLICES_AGAIN = 20_000, 2_000
+"""Spliced sequences for a value, and for each replicate of it."""
+LARGEST_RATIO = math.exp(88.0)
+"""Largest ratio that float32 holds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibratedLimit:
+    """A threshold for one setting and length.
+
+    Attributes:
+        setting: a criterion ("seq_mean_k3"), "veto", or what a weight threshold is ("token ceiling", "token band",
+            "sequence ceiling", "sequence band").
+        option: the field of the configuration that takes it.
+        length: tokens of the sequences; None where it does not depend on it.
+        source: how sequences of this length were made.
+        upper: the largest value kept: a ratio for k1 and weights, nats for k2 and k3; None without an upper end.
+        lower: the smallest value kept, a ratio; None without a lower end.
+    """
+
+    setting: str
+    option: str
+    length: int | None
+    source: Source
+    upper: QuantileEstimate | None
+    lower: QuantileEstimate | None = None
+
+    @property
+    def text(self) -> str:
+        """The threshold as the configuration reads it."""
+        if self.lower is None or self.upper is None:
+            one = self.upper or self.lower
+            return "" if one is None else f"{one.value:.9g}"
+        return f"{self.lower.value:.9g}_{self.upper.value:.9g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibratedAlarm:
+    """The value of a metric that a healthy step exceeds with a stated probability.
+
+    Attributes:
+        metric: "k3_kl" or "log_ratio_std".
+        length: tokens of the sequences of a step.
+        sequences: of a step.
+        limit: nats per token.
+    """
+
+    metric: str
+    length: int
+    sequences: int
+    limit: QuantileEstimate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """Thresholds and alarms from a null.
+
+    Attributes:
+        null: its name.
+        rows: sequences behind it.
+        tokens: and tokens.
+        rate: the share of healthy units that a threshold rejects: tokens for token settings, else sequences.
+        alarm_rate: the share of healthy steps that exceed an alarm.
+        limits: for each setting and length.
+        alarms: for each metric and length.
+        remarks: what the reader should know.
+    """
+
+    null: str
+    rows: int
+    tokens: int
+    rate: float
+    alarm_rate: float
+    limits: tuple[CalibratedLimit, ...]
+    alarms: tuple[CalibratedAlarm, ...]
+    remarks: tuple[str, ...]
+
+    def limit(self, setting: str, length: int | None = None) -> CalibratedLimit:
+        """The threshold of a setting at a length.
+
+        Raises:
+            KeyError: it was not calibrated.
+        """
+        for one in self.limits:
+            if one.setting == setting and one.length == length:
+                return one
+        raise KeyError(f"no threshold for {setting} at length {length}")
+
+    def to_json(self) -> str:
+        """Everything as one JSON document; an end of an interval that the null does not bound is null."""
+        document = {
+            "format": "rollcorr-calibration",
+            "version": 1,
+            **{name: getattr(self, name) for name in ("null", "rows", "tokens", "rate", "alarm_rate", "remarks")},
+            "limits": [
+                {**asdict(one), "lower": _plain(one.lower), "upper": _plain(one.upper), "text": one.text}
+                for one in self.limits
+            ],
+            "alarms": [{**asdict(one), "limit": _plain(one.limit)} for one in self.alarms],
+        }
+        return json.dumps(document, ensure_ascii=False, indent=1, allow_nan=False)
+
+    def save(self, path: Path) -> None:
+        """Write the JSON document, whole or not at all."""
+        write_text_durably(path, self.to_json() + "\n")
+
+
+def calibrate(
+    null: MismatchNull,
+    *,
+    rate: float = 0.05,
+    lengths: Sequence[int] = LENGTHS,
+    alarm_rate: float = 0.001,
+    sequences: int = 256,
+    seed: int = 0,
+) -> Calibration:
+    """Thresholds that reject a share of healthy sequences, and alarms that a share of healthy steps exceeds.
+
+    Args:
+        null: the mismatch of two correct policies.
+        rate: share of tokens (token settings) or of sequences that a threshold rejects.
+        lengths: tokens of the responses to calibrate for.
+        alarm_rate: share of healthy steps that exceed an alarm.
+        sequences: of a step, for the alarms.
+        seed: of the splices and of the bootstrap.
+
+    Returns:
+        Thresholds and alarms with 95 % intervals, which are about the sampling of the null's rows.
+
+    Raises:
+        BadInputError: the null has fewer than 200 rows, or a rate or length is out of range.
+    """
+    _check(null, rate, alarm_rate, lengths, sequences)
+    rows = UnitRows.of_table(null.profile.rows)
+    limits = [*_token_limits(null, rate, seed)]
+    alarms: list[CalibratedAlarm] = []
+    remarks: list[str] = []
+    for length in lengths:
+        source, parts = rows_for(length, rows, null.sample)
+        if source == "spliced" and len(parts) == len(rows):
+            parts = _with_means_of_all(parts, null.profile)
+        limits += _limits_at(length, source, parts, rate, seed)
+        alarms += _alarms_at(length, rows, alarm_rate, sequences, seed)
+        if source != "recorded":
+            remarks.append(_remark(length, source, parts))
+    return Calibration(
+        null=null.name,
+        rows=null.profile.row_count,
+        tokens=null.profile.tokens,
+        rate=rate,
+        alarm_rate=alarm_rate,
+        limits=tuple(limits),
+        alarms=tuple(alarms),
+        remarks=tuple(remarks),
+    )
+
+
+def _with_means_of_all(rows: UnitRows, profile: MismatchProfile) -> UnitRows:
+    """The rows of the table, moved to the means of all rows: a splice repeats what a mean is off.
+
+    A null of many rows keeps a part of them in its table, and exact sums of all.
+    """
+    _, d, square, k3 = profile.cells.sum((1, 2))
+    means = np.array([d, square / 2, k3]) / profile.tokens
+    return replace(rows, sums=rows.sums + (means - token_means(rows))[:, None] * rows.tokens)
+
+
+def _check(null: MismatchNull, rate: float, alarm_rate: float, lengths: Sequence[int], sequences: int) -> None:
+    for name, value in (("rate", rate), ("alarm rate", alarm_rate)):
+        if not 0 < value < 0.5:
+            raise BadInputError(f"the {name} is a share between 0 and 0.5; got {value:g}")
+    for name, counts in (("length", lengths), ("number of sequences", [sequences])):
+        if min(counts, default=0) < 1:
+            raise BadInputError(f"a {name} is 1 or more; got {', '.join(map(str, counts)) or 'none'}")
+    if len(null.profile.rows) < FEWEST:
+        raise BadInputError(
+            f"{null.name} has {len(null.profile.rows)} rows, and a quantile needs {FEWEST}; measure a larger null"
+        )
+
+
+def _remark(length: int, source: Source, parts: UnitRows) -> str:
+    low, high = parts.tokens.min(), parts.tokens.max()
+    if source == "cut":
+        return f"T = {length:,} is cut from longer responses: fewer than {FEWEST} responses have about this length"
+    return (
+        f"T = {length:,} is extrapolated: responses of {low:,.0f} to {high:,.0f} tokens are put end to end, which "
+        "leaves out what a longer context changes"
+    )
+
+
+def _limits_at(length: int, source: Source, parts: UnitRows, rate: float, seed: int) -> Iterator[CalibratedLimit]:
+    """Everything that judges sequences, at one length."""
+    estimates = _sum_estimates(length, source, parts, rate, seed)
+
+    def limit(
+        setting: str, option: str, upper: QuantileEstimate | None, lower: QuantileEstimate | None = None
+    ) -> CalibratedLimit:
+        return CalibratedLimit(setting=setting, option=option, length=length, source=source, upper=upper, lower=lower)
+
+    # S is the log of the product, S / T that of the geometric mean.
+    low, high, above = (estimates(0, q) for q in (rate / 2, 1 - rate / 2, 1 - rate))
+    for setting, option, scale in (
+        ("seq_sum_k1", "rollout_rs_threshold", 1),
+        ("seq_mean_k1", "rollout_rs_threshold", length),
+        ("sequence band", "rollout_is_threshold", 1),
+        ("geometric band", "rollout_is_threshold", length),
+    ):
+        yield limit(setting, option, _ratio(high, scale), _ratio(low, scale))
+    yield limit("sequence ceiling", "rollout_is_threshold", _ratio(above, 1))
+    yield limit("geometric ceiling", "rollout_is_threshold", _ratio(above, length))
+    for column, kind in ((1, "k2"), (2, "k3")):
+        upper = estimates(column, 1 - rate)
+        yield limit(f"seq_sum_{kind}", "rollout_rs_threshold", upper)
+        yield limit(f"seq_mean_{kind}", "rollout_rs_threshold", QuantileEstimate(*(x / length for x in upper)))
+
+    # The extreme of k independent parts is below x with the k-th power of the chance of one part.
+    count = max(length / float(parts.tokens.mean()), 1e-9)
+    size = np.maximum(np.abs(parts.lowest), np.abs(parts.highest))
+    yield limit("seq_max_k2", "rollout_rs_threshold", quantile_estimate(size**2 / 2, (1 - rate) ** (1 / count)))
+    k3 = np.maximum(_k3(parts.lowest), _k3(parts.highest))
+    yield limit("seq_max_k3", "rollout_rs_threshold", quantile_estimate(k3, (1 - rate) ** (1 / count)))
+    lowest = quantile_estimate(-parts.lowest, (1 - rate) ** (1 / count))
+    veto = QuantileEstimate(-lowest.value, -lowest.high, -lowest.low)
+    yield limit("veto", "rollout_token_veto_threshold", None, _ratio(veto, 1))
+
+
+def _sum_estimates(
+    length: int, source: Source, parts: UnitRows, rate: float, seed: int
+) -> Callable[[int, float], QuantileEstimate]:
+    """A function that estimates a quantile of a column of `SUMS`."""
+    if source == "recorded":
+        sums = at_length(parts.tokens, parts.sums, length, token_means(parts))
+        return lambda column, q: quantile_estimate(sums[column], q)
+
+    # Windows of one row are not independent, and a splice uses rows again: whole rows are drawn anew.
+    random = np.random.default_rng([seed, length])
+    wanted = np.array([rate / 2, 1 - rate / 2, 1 - rate])
+
+    def quantiles(rows: UnitRows, count: int) -> Floats:
+        means = token_means(rows)
+        if source == "cut":
+            drawn = at_length(rows.tokens, rows.sums, length, means)
+        else:
+            drawn = splices(rows, length, count, random, means)
+        return np.stack([np.quantile(column, wanted, method="weibull") for column in drawn])
+
+    value = quantiles(parts, SPLICES)
+    again = np.stack([quantiles(_drawn_anew(parts, random), SPLICES_AGAIN) for _ in range(REPLICATES)])
+
+    def estimate(column: int, q: float) -> QuantileEstimate:
+        place = int(np.abs(wanted - q).argmin())
+        return QuantileEstimate(float(value[column, place]), *interval_of(again[:, column, place]))
+
+    return estimate
+
+
+def _drawn_anew(parts: UnitRows, random: np.random.Generator) -> UnitRows:
+    """A bootstrap replicate: clusters drawn with replacement, each with all of its stretches."""
+    clusters = int(parts.cluster.max()) + 1
+    if len(np.unique(parts.cluster)) == len(parts):
+        return parts.taken(random.integers(len(parts), size=len(parts)))
+    times = np.bincount(random.integers(clusters, size=clusters), minlength=clusters)
+    return parts.taken(np.repeat(np.arange(len(parts)), times[parts.cluster]))
+
+
+def _token_limits(null: MismatchNull, rate: float, seed: int) -> Iterator[CalibratedLimit]:
+    """Everything that judges tokens: the share of tokens does not depend on the length."""
+    low, high, above, k2, k3 = _token_quantiles(null, rate, seed)
+
+    def limit(
+        setting: str, option: str, upper: QuantileEstimate, lower: QuantileEstimate | None = None
+    ) -> CalibratedLimit:
+        return CalibratedLimit(setting=setting, option=option, length=None, source="recorded", upper=upper, lower=lower)
+
+    band = _ratio(high, 1), _ratio(low, 1)
+    yield limit("token_k1", "rollout_rs_threshold", *band)
+    yield limit("token_k2", "rollout_rs_threshold", k2)
+    yield limit("token_k3", "rollout_rs_threshold", k3)
+    yield limit("token ceiling", "rollout_is_threshold", _ratio(above, 1))
+    yield limit("token band", "rollout_is_threshold", *band)
+
+
+def _token_quantiles(null: MismatchNull, rate: float, seed: int) -> list[QuantileEstimate]:
+    """Quantiles over tokens: d at rate/2, 1 − rate/2 and 1 − rate, then k2 and k3 at 1 − rate."""
+    if not null.sample:
+        return _binned_quantiles(null.profile, rate)
+    d = np.concatenate(null.sample)
+    row = np.repeat(np.arange(len(null.sample)), [len(values) for values in null.sample])
+    random = np.random.default_rng([seed, 0])
+    times = [
+        np.bincount(random.integers(len(null.sample), size=len(null.sample)), minlength=len(null.sample))
+        for _ in range(TOKEN_REPLICATES)
+    ]
+
+    estimates = []
+    half, upper = (rate / 2, 1 - rate / 2, 1 - rate), (1 - rate,)
+    for values, levels in ((d, half), (d * d / 2, upper), (_k3(d), upper)):
+        order = values.argsort()
+        ordered, rows = values[order], row[order]
+        again = np.empty((TOKEN_REPLICATES, len(levels)))
+        for i, weight in enumerate(times):
+            cumulated = weight[rows].cumsum()
+            again[i] = ordered[np.searchsorted(cumulated, np.array(levels) * cumulated[-1])]
+        for j, q in enumerate(levels):
+            value = float(np.quantile(ordered, q, method="weibull"))
+            estimates.append(QuantileEstimate(value, *interval_of(again[:, j])))
+    return estimates
+
+
+def _binned_quantiles(profile: MismatchProfile, rate: float) -> list[QuantileEstimate]:
+    """The same from the histogram of d, where no tokens were kept: right to a bin, which is the interval."""
+    edges = size_edges(profile.sizes.shape[1] // 32)
+    ends = list(pairwise(edges.tolist()))
+    bins = [*(QuantileEstimate(-math.sqrt(a * b), -b, -a) for a, b in ends)][::-1]
+    bins += [QuantileEstimate(math.sqrt(a * b), a, b) for a, b in ends]
+    counts = np.concatenate([profile.sizes[0, ::-1], profile.sizes[1]])
+
+    def at(weights: Floats, order: NDArray[np.int64], q: float) -> QuantileEstimate:
+        cumulated = weights[order].cumsum()
+        return bins[int(order[np.searchsorted(cumulated, q * cumulated[-1])])]
+
+    signed = np.arange(len(bins))
+    found = [at(counts, signed, q) for q in (rate / 2, 1 - rate / 2, 1 - rate)]
+    for size in (lambda x: x * x / 2, _k3):
+        values = size(np.array([one.value for one in bins]))
+        chosen = at(counts, values.argsort(), 1 - rate)
+        found.append(QuantileEstimate(*_sorted_by_value(size(np.array(chosen)))))
+    return found
+
+
+def _sorted_by_value(ends: Floats) -> tuple[float, float, float]:
+    """Value, low and high of an estimate whose ends a function may have swapped."""
+    return float(ends[0]), float(ends.min()), float(ends.max())
+
+
+def _alarms_at(length: int, rows: UnitRows, alarm_rate: float, sequences: int, seed: int) -> Iterator[CalibratedAlarm]:
+    """Limits on the k3 and the standard deviation of a step.
+
+    A step has many rows, so its mean is nearly normal; the third moment of the rows corrects what is left (Cornish and
+    Fisher). The interval draws rows anew.
+    """
+    random = np.random.default_rng([seed, length, 1])
+    again = np.stack(
+        [
+            _step_limits(rows.taken(random.integers(len(rows), size=len(rows))), length * sequences, alarm_rate)
+            for _ in range(REPLICATES)
+        ]
+    )
+    values = _step_limits(rows, length * sequences, alarm_rate)
+    for column, metric in enumerate(("k3_kl", "log_ratio_std")):
+        limit = QuantileEstimate(float(values[column]), *interval_of(again[:, column]))
+        yield CalibratedAlarm(metric=metric, length=length, sequences=sequences, limit=limit)
+
+
+def _step_limits(rows: UnitRows, tokens: int, alarm_rate: float) -> Floats:
+    """What k3 and std of a step of so many tokens exceed with probability `alarm_rate`: (2,)."""
+    mean, half_square, k3 = token_means(rows)
+    variance = 2 * half_square - mean**2
+    average = rows.tokens.mean()
+
+    # What a row adds to the sum of a step beyond its share: k3, and the squared deviation from the mean.
+    beyond = np.stack(
+        [
+            rows.sums[2] - k3 * rows.tokens,
+            2 * rows.sums[1] - 2 * mean * rows.sums[0] + (mean**2 - variance) * rows.tokens,
+        ]
+    )
+    spread = np.maximum(beyond.std(1), 1e-300)
+    skewness = ((beyond / spread[:, None]) ** 3).mean(1)
+    count = tokens / average
+    z = NormalDist().inv_cdf(1 - alarm_rate)
+    quantile = z + (z * z - 1) * skewness / (6 * math.sqrt(count))
+    limits = np.array([k3, variance]) + quantile * spread / (math.sqrt(count) * average)
+    limits[1] = math.sqrt(max(limits[1], 0.0))
+    return limits
+
+
+def _k3(d: Floats) -> Floats:
+    cut = np.clip(d, -CAP, CAP)
+    k3: Floats = np.expm1(cut) - cut
+    return k3
+
+
+def _ratio(estimate: QuantileEstimate, scale: float) -> QuantileEstimate:
+    """A log-ratio as a ratio, after division by `scale`."""
+    return QuantileEstimate(*(min(math.exp(min(x / scale, 88.0)), LARGEST_RATIO) for x in estimate))
+
+
+def _plain(estimate: QuantileEstimate | None) -> dict[str, float | None] | None:
+    if estimate is None:
+        return None
+    return {name: value if math.isfinite(value) else None for name, value in estimate._asdict().items()}

@@ -1,0 +1,216 @@
+"""What each preset would do to a log: sums that merge, and the numbers that are taken from them at the end.
+
+Presets that do the same to a log (they differ in the loss alone, or in the name) are measured once.
+
+The gradient of the loss is Σ w m A ∇log π. Where advantages are recorded, its coefficients w m A are known; the vectors
+∇log π are not, and count as orthogonal and of one length here. The gain says whether a filter finds the tokens that
+differ most: the mean k3 that it leaves, against that of as many units left out at random.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.config.presets import PRESETS
+from rollcorr.correction.rollout_correction import correct
+from rollcorr.diagnostics.null.mismatch_profile import CAP
+from rollcorr.rollout_log import RolloutBatch
+
+Sums = NDArray[np.float64]
+
+OF_THE_LOG = (
+    "rows",
+    "tokens",
+    "k3",
+    "k3_square",
+    "row_tokens_square",
+    "row_k3_square",
+    "row_product",
+    "advantage_square",
+)
+"""Sums over valid tokens, or rows with one: counts, Σ k3, Σ k3², Σ t_i², Σ (row k3)², Σ t_i (row k3); Σ A²."""
+OF_A_PRESET = ("kept_rows", "kept_tokens", "kept_k3", "weight", "weight_square", "change", "change_square")
+"""Sums of what is left: rows, tokens, Σ k3; Σ w and Σ w² over valid tokens, 0 where rejected; Σ A² w and Σ A² w²."""
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """What one preset would do to a log.
+
+    Attributes:
+        preset: its name.
+        same_as: other presets that do the same to a log.
+        rejected_sequences: share of the sequences of which nothing is left.
+        rejected_tokens: share of the tokens that are left out, or have the weight 0.
+        effective_share: (Σ w)² / (N Σ w²) over all N tokens, a rejected one having weight 0.
+        gradient_change: |Σ-coefficients after − before| / |before|, both divided by the tokens that are left; None
+            where no advantages are recorded.
+        gain: mean k3 of the log minus that of what is left, nats; None where nothing is rejected.
+        gain_error: standard error of the same for units rejected at random; None where nothing is rejected.
+    """
+
+    preset: str
+    same_as: tuple[str, ...]
+    rejected_sequences: float
+    rejected_tokens: float
+    effective_share: float
+    gradient_change: float | None
+    gain: float | None
+    gain_error: float | None
+
+
+@dataclass(frozen=True, eq=False)
+class PresetTotals:
+    """Sums of a stretch of a log.
+
+    Attributes:
+        log: `OF_THE_LOG`.
+        presets: name → `OF_A_PRESET`; empty where nothing was asked for.
+        advantages: every valid token so far had an advantage.
+    """
+
+    log: Sums = field(default_factory=lambda: np.zeros(len(OF_THE_LOG)))
+    presets: Mapping[str, Sums] = field(default_factory=dict)
+    advantages: bool = True
+
+    @classmethod
+    def of(cls, batch: RolloutBatch, train: Tensor, rollout: Tensor, mask: Tensor) -> PresetTotals:
+        """The sums of a batch, in the packed layout: (N,) each."""
+        lengths = batch.lengths
+        cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        row = torch.repeat_interleave(torch.arange(len(batch), device="cpu"), lengths).numpy()
+        log_ratio = train.double() - rollout
+        valid = (mask & log_ratio.isfinite()).numpy()
+        cut = np.clip(np.where(valid, log_ratio.numpy(), 0.0), -CAP, CAP)
+        k3 = np.expm1(cut) - cut
+
+        advantage = np.zeros(len(k3))
+        known = batch.has("advantages")
+        if known:
+            recorded = batch.packed("advantages").double().numpy()
+            known = bool(np.isfinite(recorded[valid]).all())
+            advantage = np.where(valid & np.isfinite(recorded), recorded, 0.0)
+
+        row_tokens = np.bincount(row, valid, len(batch))
+        row_k3 = np.bincount(row, k3, len(batch))
+        square = advantage * advantage
+        log = (
+            (row_tokens > 0).sum(),
+            valid.sum(),
+            k3.sum(),
+            (k3 * k3).sum(),
+            (row_tokens * row_tokens).sum(),
+            (row_k3 * row_k3).sum(),
+            (row_tokens * row_k3).sum(),
+            square.sum(),
+        )
+        presets = {}
+        for name, config in PRESETS_ONCE.items():
+            correction = correct(train, rollout, mask, config, cu_seqlens=cu_seqlens)
+            weight = (correction.loss_mask.numpy() & valid).astype(np.float64)
+            if config.weights_reach_loss and correction.weights is not None:
+                weight = np.where(weight > 0, correction.weights.double().numpy(), 0.0)
+            kept = weight > 0
+            presets[name] = np.array(
+                [
+                    (np.bincount(row, kept, len(batch)) > 0).sum(),
+                    kept.sum(),
+                    k3[kept].sum(),
+                    weight.sum(),
+                    (weight * weight).sum(),
+                    (square * weight).sum(),
+                    (square * weight * weight).sum(),
+                ],
+                dtype=np.float64,
+            )
+        return cls(np.array(log, dtype=np.float64), presets, known)
+
+    def merge(self, later: PresetTotals) -> PresetTotals:
+        """The sums of both stretches; `later` comes after."""
+        presets = dict(self.presets)
+        for name, sums in later.presets.items():
+            presets[name] = presets[name] + sums if name in presets else sums
+        return PresetTotals(self.log + later.log, presets, self.advantages and later.advantages)
+
+    def rows(self) -> tuple[WhatIf, ...]:
+        """What each preset would do, in the order of the table of presets; empty without a valid token."""
+        if not self.log[1]:
+            return ()
+        return tuple(self._row(name, sums) for name, sums in self.presets.items())
+
+    def _row(self, name: str, sums: Sums) -> WhatIf:
+        log = dict(zip(OF_THE_LOG, self.log.tolist(), strict=True))
+        left = dict(zip(OF_A_PRESET, sums.tolist(), strict=True))
+        rows, tokens, kept = log["rows"], log["tokens"], left["kept_tokens"]
+
+        change = None
+        if self.advantages and log["advantage_square"] > 0 and kept:
+            scale = tokens / kept
+            distance = scale**2 * left["change_square"] - 2 * scale * left["change"] + log["advantage_square"]
+            change = math.sqrt(max(distance, 0.0) / log["advantage_square"])
+
+        gain = error = None
+        if 0 < kept < tokens:
+            gain = log["k3"] / tokens - left["kept_k3"] / kept
+            error = _random_error(log, left, by_token=_rejects_tokens(PRESETS_ONCE[name]))
+        return WhatIf(
+            preset=name,
+            same_as=SAME_AS[name],
+            rejected_sequences=1 - left["kept_rows"] / rows,
+            rejected_tokens=1 - kept / tokens,
+            effective_share=left["weight"] ** 2 / (tokens * left["weight_square"]) if kept else 0.0,
+            gradient_change=change,
+            gain=gain,
+            gain_error=error,
+        )
+
+
+def _random_error(log: Mapping[str, float], left: Mapping[str, float], *, by_token: bool) -> float:
+    """Standard error of the mean k3 of as many tokens or rows, drawn without replacement."""
+    tokens, kept = log["tokens"], left["kept_tokens"]
+    mean = log["k3"] / tokens
+    if by_token:
+        variance = max(log["k3_square"] / tokens - mean**2, 0.0)
+        return math.sqrt(variance / kept * (1 - kept / tokens))
+
+    # A row adds its k3 beyond the mean of its tokens.
+    rows, chosen = log["rows"], left["kept_rows"]
+    beyond = log["row_k3_square"] - 2 * mean * log["row_product"] + mean**2 * log["row_tokens_square"]
+    if rows < 2 or not chosen:
+        return 0.0
+    variance = max(beyond, 0.0) / (rows - 1)
+    return math.sqrt(variance * (1 - chosen / rows) / chosen) / (tokens / rows)
+
+
+def _rejects_tokens(config: RolloutCorrectionConfig) -> bool:
+    """Whether single tokens are left out, rather than whole sequences."""
+    return (config.is_mode == "icepop" and config.rollout_is == "token") or any(
+        criterion.scope == "token" for criterion in config.criteria
+    )
+
+
+def _presets_once() -> tuple[dict[str, RolloutCorrectionConfig], dict[str, tuple[str, ...]]]:
+    """The presets that differ in what they do to a log, and for each the others that do the same."""
+    first: dict[object, str] = {}
+    once: dict[str, RolloutCorrectionConfig] = {}
+    same: dict[str, tuple[str, ...]] = {}
+    for name in PRESETS:
+        config = RolloutCorrectionConfig.preset(name)
+        weights = (config.rollout_is, config.rollout_is_threshold) if config.weights_reach_loss else None
+        effect = weights, config.criteria, config.rollout_token_veto_threshold
+        if effect in first:
+            same[first[effect]] += (name,)
+        else:
+            first[effect], once[name], same[name] = name, config, ()
+    return once, same
+
+
+PRESETS_ONCE, SAME_AS = _presets_once()

@@ -1,0 +1,84 @@
+"""Thresholds, the table of noise and advice on a terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from rollcorr.diagnostics.advice.advisor import Advice
+from rollcorr.diagnostics.advice.calibration import Calibration
+from rollcorr.diagnostics.advice.noise_table import NoiseRow
+from rollcorr.diagnostics.advice.order_statistics import QuantileEstimate
+
+
+def show_calibration(console: Console, found: Calibration) -> None:
+    """Print the thresholds of each length, then the alarms."""
+    console.print(
+        f"[bold]thresholds that reject {found.rate:.2%} of healthy tokens or sequences[/]  from {escape(found.null)}: "
+        f"{found.rows:,} sequences, {found.tokens:,} tokens",
+        soft_wrap=True,
+    )
+    for remark in found.remarks:
+        console.print(f"[yellow]{escape(remark)}[/]", soft_wrap=True)
+    table = _table("setting", "T", "threshold", "95 % interval, lower end", "95 % interval, upper end")
+    for one in found.limits:
+        length = "any" if one.length is None else f"{one.length:,}"
+        table.add_row(one.setting, length, one.text, _interval(one.lower), _interval(one.upper))
+    console.print(table)
+
+    console.print(f"\n[bold]alarms that {found.alarm_rate:.2%} of healthy steps raise[/]")
+    table = _table("metric", "T", "sequences of a step", "alarm above, nats", "95 % interval")
+    for alarm in found.alarms:
+        limit = f"{alarm.limit.value:.4g}"
+        table.add_row(alarm.metric, f"{alarm.length:,}", f"{alarm.sequences:,}", limit, _interval(alarm.limit))
+    console.print(table)
+
+
+def show_noise_table(console: Console, rows: Iterable[NoiseRow], lengths: Sequence[int]) -> None:
+    """Print what noise does to every customary limit."""
+    table = _table("limit", "of which noise makes", "σ, nats", *(f"T = {length:,}" for length in lengths))
+    for row in rows:
+        table.add_row(row.limit, row.shows, f"{row.sigma:g}", *map(share_text, row.shares))
+    console.print(table)
+
+
+def share_text(share: float) -> str:
+    """A share in per cent, with as many digits as matter."""
+    if share < 5e-5:
+        return "0"
+    return f"{share:.2%}" if share < 0.01 else f"{share:.0%}"
+
+
+def show_advice(console: Console, advice: Advice) -> None:
+    """Print the decision, the reasons, and the YAML to paste."""
+    headlines = {
+        "correct": f"[bold green]take the preset {advice.preset}[/]",
+        "repair": "[bold red]do not correct[/]",
+        "not judged": "[bold yellow]not judged[/]",
+    }
+    console.print(headlines[advice.decision])
+    for reason in advice.reasons:
+        console.print(f"- {escape(reason)}", soft_wrap=True)
+    for finding in advice.repairs:
+        console.print(f"\n[bold red]✗[/] [bold]{escape(finding.title)}[/]", soft_wrap=True)
+        for heading, text in (("why", finding.reason), ("fix", finding.fix), ("confirm", finding.confirm)):
+            if text:
+                console.print(f"  [dim]{heading}[/] {escape(text)}", soft_wrap=True)
+    for caveat in advice.caveats:
+        console.print(f"[yellow]note: {escape(caveat)}[/]", soft_wrap=True)
+    if advice.yaml:
+        console.print(f"\n{escape(advice.yaml)}", end="", soft_wrap=True)
+
+
+def _interval(estimate: QuantileEstimate | None) -> str:
+    if estimate is None:
+        return ""
+    return " to ".join(f"{end:.6g}" if math.isfinite(end) else "not bounded" for end in estimate[1:])
+
+
+def _table(*headings: str) -> Table:
+    return Table(*headings, box=None, padding=(0, 2, 0, 0), header_style="dim")

@@ -1,0 +1,86 @@
+"""`rollcorr calibrate`, `rollcorr advise` and `rollcorr check --what-if`: what they print, and their exit codes."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from rollcorr.cli import app
+from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A log of noise, and its null."""
+    path = tmp_path_factory.mktemp("advice")
+    generator = torch.Generator().manual_seed(0)
+    rollout = torch.full((256, 24), -3.0)
+    train = rollout + 0.02 * torch.randn(256, 24, generator=generator) - 0.0002
+    with RolloutLogWriter(path / "log.parquet") as log:
+        log.write(RolloutBatch.from_padded(torch.ones(256, 24), rollout_log_prob=rollout, old_log_prob=train))
+    assert invoke("null", path / "log.parquet", "-o", path / "null.json").exit_code == 0
+    return path
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, [*map(str, arguments)], env={"COLUMNS": "200"})
+
+
+def test_thresholds_of_a_null(folder):
+    shown = invoke("calibrate", folder / "null.json", "--lengths", "24,100", "-o", folder / "thresholds.json")
+    assert shown.exit_code == 0, shown.output
+    assert "thresholds that reject 5.00% of healthy tokens or sequences" in shown.output
+    assert "T = 100 is extrapolated" in shown.output
+    assert "k3_kl" in shown.output
+    written = json.loads((folder / "thresholds.json").read_text(encoding="utf-8"))
+    printed = invoke("calibrate", folder / "null.json", "--lengths", "24,100", "--json")
+    assert json.loads(printed.output) == written
+    again = invoke("calibrate", folder / "null.json", "-o", folder / "thresholds.json")
+    assert (again.exit_code, "exists; choose another name" in again.output) == (2, True)
+
+
+def test_the_table_of_noise_needs_no_null(folder):
+    shown = invoke("calibrate", "--noise", "--lengths", "500")
+    assert shown.exit_code == 0
+    assert "seq_mean_k1 0.999_1.001" in shown.output
+    assert "T = 500" in shown.output
+    rows = json.loads(invoke("calibrate", "--noise", "--lengths", "500", "--json").output)
+    assert {len(row["shares"]) for row in rows} == {1}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give a null"),
+        (("--noise", "--lengths", "many"), "lengths are whole numbers with commas"),
+        (("missing.json",), "No such file"),
+        (("missing.json", "--noise"), "--noise takes neither"),
+    ],
+)
+def test_wrong_questions_are_refused(arguments, message):
+    shown = invoke("calibrate", *arguments)
+    assert shown.exit_code == 2
+    assert message in shown.output
+
+
+def test_advice_with_yaml_to_paste(folder):
+    shown = invoke("advise", folder / "log.parquet", "--null", folder / "null.json")
+    assert shown.exit_code == 0, shown.output
+    assert "take the preset decoupled_token_is" in shown.output
+    assert "    rollout_is_threshold: 2.0" in shown.output
+    document = json.loads(invoke("advise", folder / "log.parquet", "--null", folder / "null.json", "--json").output)
+    assert (document["decision"], document["preset"]) == ("correct", "decoupled_token_is")
+    assert invoke("advise", folder / "log.parquet", "--rate", "0.9").exit_code == 2
+
+
+def test_every_preset_side_by_side(folder):
+    shown = invoke("check", folder / "log.parquet", "--null", folder / "null.json", "--what-if")
+    assert "what each preset would do to this log" in shown.output
+    assert "decoupled_geo_rs_token_tis" in shown.output
+    assert "not recorded" in shown.output
+    document = json.loads(invoke("check", folder / "log.parquet", "--what-if", "--json").output)
+    by_preset = {row["preset"]: row for row in document["what_if"]}
+    assert by_preset["decoupled_geo_rs"]["rejected_sequences"] > 0.5
+    assert by_preset["decoupled_token_is"]["rejected_tokens"] == 0
+    assert "what_if" not in json.loads(invoke("check", folder / "log.parquet", "--json").output)

@@ -1,0 +1,253 @@
+"""Calibrated thresholds reject what they say on sequences that the null has not seen, and their intervals cover.
+
+`make calibration` sets ROLLCORR_CALIBRATION=full: larger pools, the laboratory, and 100 repeats of each interval.
+"""
+
+import json
+import math
+import os
+from functools import lru_cache
+
+import numpy as np
+import pytest
+import torch
+from mismatch_pools import (
+    laboratory_pool,
+    null_of,
+    rejected_share,
+    spliced,
+    statistics_of,
+    synthetic_pool,
+)
+
+from rollcorr import RolloutCorrectionConfig, correct
+from rollcorr.diagnostics import calibrate, noise_table
+from rollcorr.diagnostics.advice.order_statistics import _ranks, quantile_estimate
+from rollcorr.run_directory.stored_run import BadInputError
+
+FULL = os.environ.get("ROLLCORR_CALIBRATION") == "full"
+POOLS = {"synthetic": synthetic_pool, "laboratory": laboratory_pool}
+
+# Pool, tokens of its rows, wanted length, rows of the null, sequences that are judged.
+SAMPLE = [("synthetic", 100, 100, 8000, 8000), ("laboratory", 50, 100, 4000, 4000)]
+WHOLE = [
+    (name, tokens, length, 8000, sequences)
+    for name in POOLS
+    for tokens, length, sequences in ((100, 100, 8000), (500, 500, 8000), (500, 1000, 2500), (500, 8000, 2000))
+]
+
+
+@lru_cache(maxsize=4)
+def null_at(name, tokens, rows):
+    return null_of(POOLS[name](rows, tokens, seed=1))
+
+
+@pytest.mark.parametrize(("name", "tokens", "length", "rows", "sequences"), WHOLE if FULL else SAMPLE)
+def test_thresholds_reject_their_rate_on_a_disjoint_pool(name, tokens, length, rows, sequences):
+    found = calibrate(null_at(name, tokens, rows), rate=0.05, lengths=[length])
+
+    # Other sequences, a part at a time: 2,000 sequences of 8,000 tokens do not fit beside everything else.
+    parts = length // tokens
+    blocks = []
+    for block in range(4):
+        pool = POOLS[name](sequences // 4 * parts, tokens, seed=100 + block)
+        blocks.append(statistics_of(spliced(pool, length)))
+    judged = {setting: np.concatenate([one[setting] for one in blocks]) for setting in blocks[0]}
+    assert len(judged["veto"]) == sequences
+
+    shares = {setting: rejected_share(found.limit(setting, length), values) for setting, values in judged.items()}
+    print(name, tokens, length, {setting: f"{share:.2%}" for setting, share in shares.items()})  # noqa: T201
+    # Both samples err: the null's quantile, and the share of the judged. A splice of p rows repeats what the mean of n
+    # rows is off, which is √(p / n) of its spread, and the density of a normal at its 95 % point is 0.103.
+    error = math.sqrt(0.0475 * (1 / rows + 1 / sequences)) + (0.103 * math.sqrt(parts / rows) if parts > 1 else 0.0)
+    for setting, share in shares.items():
+        # The laboratory's policies have few different d, so the extreme of most sequences is the same: none may be out.
+        if name == "laboratory" and setting in ("seq_max_k2", "seq_max_k3", "veto"):
+            assert share < 0.05 + max(0.01, 3 * error), setting
+        else:
+            assert share == pytest.approx(0.05, abs=max(0.01, 3 * error)), setting
+
+
+def test_token_thresholds_reject_their_rate_of_tokens():
+    null, fresh = null_at("synthetic", 100, 8000), synthetic_pool(8000, 100, seed=3).ravel()
+    found = calibrate(null, rate=0.02, lengths=[100])
+    k3 = np.expm1(fresh) - fresh
+    for setting, values in {
+        "token_k1": np.exp(fresh),
+        "token band": np.exp(fresh),
+        "token ceiling": np.exp(fresh),
+        "token_k2": fresh**2 / 2,
+        "token_k3": k3,
+    }.items():
+        assert rejected_share(found.limit(setting), values) == pytest.approx(0.02, abs=0.003), setting
+
+
+REPEATS = 100 if FULL else 8
+
+
+@pytest.mark.parametrize(
+    ("tokens", "length", "rows"),
+    [(100, 100, 2000), (500, 500, 2000), (500, 1000, 2000), (500, 8000, 2000)]
+    if FULL
+    else [(50, 50, 500), (50, 100, 500)],
+)
+def test_intervals_cover_the_threshold_of_an_endless_null(tokens, length, rows):
+    """The truth is that of a pool a hundred times as large."""
+    parts = length // tokens
+    sums = [(pool.sum(1), (np.expm1(pool) - pool).sum(1)) for pool in _large_pool(tokens)]
+    total, k3 = (np.concatenate(column) for column in zip(*sums, strict=True))
+    drawn = (
+        np.random.default_rng(5).integers(len(k3), size=(40_000, parts)) if parts > 1 else np.arange(len(k3))[:, None]
+    )
+    ratio = np.exp(total[drawn].sum(1))
+    truth = {
+        ("seq_mean_k3", "upper"): np.quantile(k3[drawn].sum(1) / length, 0.95),
+        ("seq_sum_k1", "upper"): np.quantile(ratio, 0.975),
+        ("seq_sum_k1", "lower"): np.quantile(ratio, 0.025),
+    }
+    covered = dict.fromkeys(truth, 0)
+    for repeat in range(REPEATS):
+        null = null_of(synthetic_pool(rows, tokens, seed=2000 + repeat), sampled=tokens)
+        found = calibrate(null, lengths=[length], seed=repeat)
+        for (setting, side), value in truth.items():
+            estimate = getattr(found.limit(setting, length), side)
+            covered[setting, side] += estimate.low <= value <= estimate.high
+    print(tokens, length, covered)  # noqa: T201
+    assert min(covered.values()) >= (90 if FULL else 6)
+
+
+def _large_pool(tokens):
+    """Rows for the truth, a block at a time: 200,000, or 20,000 in the sample."""
+    return (synthetic_pool(10_000, tokens, seed=9000 + block) for block in range(20 if FULL else 2))
+
+
+def test_the_interval_of_a_quantile_lies_between_two_order_statistics():
+    """By hand, for the median of 10 values: P(2 ≤ X ≤ 8) = 1 − 22 / 1024 with X ~ Bin(10, 1/2)."""
+    assert _ranks(10, 0.5) == (2, 9)
+    estimate = quantile_estimate(np.arange(1.0, 11.0), 0.5)
+    assert (estimate.value, estimate.low, estimate.high) == (5.5, 2.0, 9.0)
+
+
+def test_a_quantile_beyond_the_sample_is_not_bounded():
+    estimate = quantile_estimate(np.arange(50.0), 0.999)
+    assert estimate.high == math.inf
+    assert estimate.low < 49
+
+
+def test_a_length_that_the_null_lacks_is_said_to_be_made():
+    null = null_of(synthetic_pool(300, 40, seed=1))
+    found = calibrate(null, lengths=[20, 40, 400])
+    sources = {length: found.limit("veto", length).source for length in (20, 40, 400)}
+    assert sources == {20: "cut", 40: "recorded", 400: "spliced"}
+    assert [remark.split(" is ")[1].split()[0] for remark in found.remarks] == ["cut", "extrapolated:"]
+
+
+def test_cut_sequences_are_windows_of_the_sampled_tokens():
+    pool = synthetic_pool(2000, 60, seed=1)
+    found = calibrate(null_of(pool), lengths=[20])
+    fresh = statistics_of(synthetic_pool(8000, 20, seed=2))
+    for setting in ("seq_mean_k3", "seq_sum_k1", "seq_max_k2"):
+        assert rejected_share(found.limit(setting, 20), fresh[setting]) == pytest.approx(0.05, abs=0.015)
+
+
+def test_rows_of_different_lengths_are_spliced_to_the_wanted_one():
+    """d is 0.01 everywhere, so S = 0.01 T whatever rows a splice is made of."""
+    from rollcorr.diagnostics.advice.spliced_rows import UnitRows, splices, token_means
+
+    tokens = np.array([30.0, 50.0, 70.0] * 100)
+    sums = np.stack([0.01 * tokens, 0.00005 * tokens, 0.00005 * tokens])
+    rows = UnitRows(tokens, sums, np.full(300, 0.01), np.full(300, 0.01), np.arange(300))
+    drawn = splices(rows, 1000, 500, np.random.default_rng(0), token_means(rows))
+    np.testing.assert_allclose(drawn[0], 10.0, rtol=1e-9)
+    np.testing.assert_allclose(drawn[1], 0.05, rtol=1e-9)
+
+
+def test_a_null_without_tokens_of_rows_gives_thresholds_of_its_histogram():
+    pool = synthetic_pool(2000, 60, seed=1)
+    exact, binned = (calibrate(null_of(pool, sampled=n), lengths=[60]) for n in (1 << 17, 0))
+    for setting in ("token_k1", "token_k2", "token_k3", "token ceiling"):
+        one, other = exact.limit(setting).upper, binned.limit(setting).upper
+        size = (lambda x: x) if setting in ("token_k2", "token_k3") else math.log
+        assert size(other.value) == pytest.approx(size(one.value), rel=0.2), setting
+        assert other.low <= other.value <= other.high
+
+
+def test_healthy_steps_rarely_raise_the_alarms():
+    found = calibrate(null_at("synthetic", 100, 8000), lengths=[100], alarm_rate=0.02, sequences=64)
+    steps = synthetic_pool(64 * 1000, 100, seed=8).reshape(1000, -1)
+    k3, std = (np.expm1(steps) - steps).mean(1), steps.std(1)
+    for alarm, values in zip(found.alarms, (k3, std), strict=True):
+        assert 0.005 < (values > alarm.limit.value).mean() < 0.04, alarm.metric
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rate": 0.0}, "the rate is a share between 0 and 0.5; got 0"),
+        ({"alarm_rate": 1.0}, "the alarm rate is a share"),
+        ({"lengths": [0]}, "a length is 1 or more; got 0"),
+        ({"sequences": 0}, "a number of sequences is 1 or more"),
+    ],
+)
+def test_what_cannot_be_calibrated_is_refused(options, message):
+    with pytest.raises(BadInputError, match=message):
+        calibrate(null_of(synthetic_pool(300, 20, seed=1)), **options)
+
+
+def test_a_small_null_is_refused():
+    with pytest.raises(BadInputError, match="pool has 100 rows, and a quantile needs 200"):
+        calibrate(null_of(synthetic_pool(100, 20, seed=1)))
+
+
+def test_the_thresholds_are_what_a_configuration_reads():
+    """The calibrated text, put into a configuration, rejects the rate of the null's own rows."""
+    pool = synthetic_pool(1000, 40, seed=1)
+    found = calibrate(null_of(pool), lengths=[40])
+    rollout = torch.full((1000, 40), -1.0, dtype=torch.float64)
+    train = rollout + torch.from_numpy(pool)
+    for setting in ("seq_sum_k1", "seq_mean_k1", "seq_mean_k3", "seq_max_k2", "seq_sum_k2"):
+        config = RolloutCorrectionConfig(rollout_rs=setting, rollout_rs_threshold=found.limit(setting, 40).text)
+        kept = correct(train, rollout, torch.ones(1000, 40), config).loss_mask.any(1)
+        assert float(1 - kept.double().mean()) == pytest.approx(0.05, abs=0.004), setting
+
+
+def test_the_file_holds_what_was_calibrated(tmp_path):
+    found = calibrate(null_of(synthetic_pool(300, 40, seed=1)), lengths=[40])
+    found.save(tmp_path / "thresholds.json")
+    document = json.loads((tmp_path / "thresholds.json").read_text(encoding="utf-8"))
+    assert (document["format"], document["rows"], document["rate"]) == ("rollcorr-calibration", 300, 0.05)
+    by_setting = {(one["setting"], one["length"]): one for one in document["limits"]}
+    assert by_setting["seq_mean_k3", 40]["upper"]["value"] == found.limit("seq_mean_k3", 40).upper.value
+    with pytest.raises(KeyError, match="no threshold for seq_mean_k3 at length 7"):
+        found.limit("seq_mean_k3", 7)
+
+
+def test_the_table_of_noise_is_what_noise_does():
+    """Drawn: the shares of 20,000 sequences of 100 normal tokens."""
+    sigma, random = 0.05, np.random.default_rng(0)
+    noise = sigma * random.normal(size=(20_000, 100)) - sigma**2 / 2
+    product = np.exp(noise.sum(1))
+    table = {(row.limit, row.shows): row.shares[0] for row in noise_table(sigmas=[sigma], lengths=[100])}
+    drawn = {
+        ("seq_sum_k1 0.5_2.0", "sequences rejected"): ((product < 0.5) | (product > 2)).mean(),
+        ("seq_mean_k1 0.999_1.001", "sequences rejected"): (np.abs(noise.mean(1)) > 0.001).mean(),
+        ("sequence weights 2.0", "weights above the ceiling"): (product > 2).mean(),
+        ("token_k3 0.01", "tokens rejected"): (np.expm1(noise) - noise > 0.01).mean(),
+    }
+    for row, share in drawn.items():
+        assert table[row] == pytest.approx(share, abs=0.01), row
+
+
+def test_a_splice_has_the_mean_of_all_rows_and_not_of_the_table_alone(monkeypatch):
+    """The table keeps every fourth row here, and these have three times the k3 of the others."""
+    from rollcorr.diagnostics.null import row_table
+
+    monkeypatch.setattr(row_table, "ROWS", 256)
+    pool = synthetic_pool(2000, 40, seed=1)
+    pool[::4] *= math.sqrt(3)
+    null = null_of(pool)
+    assert null.profile.rows.stride == 4
+    median_like = calibrate(null, lengths=[8000], rate=0.49).limit("seq_mean_k3", 8000).upper.value
+    assert median_like == pytest.approx(null.profile.k3, rel=0.05)
+    table = null.profile.rows
+    assert table.column("sum_k3").sum() / table.column("tokens").sum() > 1.5 * null.profile.k3
