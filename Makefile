@@ -1,8 +1,8 @@
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-seeds demo-diffusion demo-diffusion-seeds
-.PHONY: test test-anywhere test-slow test-crash test-hostile test-oracle test-triton test-arm test-compile test-ray
-.PHONY: test-verl test-trl test-frameworks test-vllm check docs bench gpu gpu-dry gpu-wheels laboratory diagnosis calibration
-.PHONY: study-trained clean
+.PHONY: help install demo demo-seeds demo-diffusion demo-diffusion-seeds test test-anywhere test-slow test-crash
+.PHONY: test-hostile test-oracle test-triton test-compile calibration test-ray test-arm test-verl test-trl
+.PHONY: test-frameworks test-vllm check docs bench gpu-wheels gpu gpu-dry laboratory diagnosis study-measured
+.PHONY: study-measured-quick study-trained clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -104,13 +104,9 @@ test-triton: $(TRITON_VERSIONS:%=$(VENV)/triton-%/.installed) ## Test the GPU ke
 
 test-compile: $(STAMP) ## Compile the correction and the losses with torch.compile's inductor, and compare (needs a C++ compiler; half an hour)
 	ROLLCORR_COMPILE_BACKENDS=inductor $(BIN)/python -m pytest tests/correction/test_compile.py --numprocesses 2
+
 calibration: $(STAMP) ## Hold calibrated thresholds against disjoint pools, and repeat their intervals 100 times (10 minutes)
 	ROLLCORR_CALIBRATION=full $(BIN)/python -m pytest tests/diagnostics/test_calibration.py -s -k "disjoint or cover"
-
-test-triton: $(STAMP) ## Test the GPU kernels without a GPU: interpreted, and compiled for four GPUs (installs Triton, 1 GB)
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[triton]'
-	$(BIN)/python -m pytest tests/kernels/test_triton_*.py
-	$(BIN)/python -m pytest $(BEHAVIOR) -k triton -m "not slow" --numprocesses 2
 
 test-ray: $(STAMP) ## Test `rollcorr check --ray` on a Ray cluster of this machine (installs Ray)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'
@@ -160,6 +156,12 @@ laboratory: $(STAMP) ## Measure every correction where the exact gradient is kno
 
 diagnosis: $(STAMP) ## Make logs with known faults and without, and score `rollcorr check` on them (half an hour on one core)
 	OMP_NUM_THREADS=1 PYTHON=$(BIN)/python experiments/diagnosis/run.sh $(ARGS)
+
+study-measured: $(STAMP) ## Measure what rollouts of real engines do to the weights, then write its pages (half an hour on 2 cores; goes on)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python experiments/mismatch_in_practice/measured.py $(ARGS)
+
+study-measured-quick: $(STAMP) ## A subset of that in two minutes, with asserted numbers
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python experiments/mismatch_in_practice/measured.py --quick $(ARGS)
 
 study-trained: $(STAMP) ## Train the cells of the published study that are left, two at a time, then write the page (hours; goes on)
 	OMP_NUM_THREADS=1 $(BIN)/python experiments/mismatch_in_practice/trained.py --jobs 2 $(ARGS)

@@ -84,6 +84,7 @@ def write_page(found: Cells, names: Sequence[str], facts: Mapping[str, str]) -> 
         **facts,
         "done": f"{len(found)} of {len(names)}",
         "missing": ", ".join(f"`{name}`" for name in missing) or "none",
+        "summary": _summary(found),
         "results": _results(found),
         "verdicts": _verdicts(found),
         "mismatch": _mismatch(found),
@@ -134,6 +135,26 @@ def overall(found: Cells, metric: str) -> Estimate | None:
 def difference(a: Estimate, b: Estimate) -> Estimate:
     """a − b, of independent errors."""
     return Estimate(a.mean - b.mean, math.hypot(a.error, b.error), min(a.seeds, b.seeds))
+
+
+def _summary(found: Cells) -> str:
+    """What came out, in sentences."""
+    lines = []
+    for column in COLUMN_TITLES:
+        none = select(found, column, "none")
+        before, after = accuracy(none, at=0), accuracy(none)
+        if before is None or after is None:
+            continue
+        lost = sum(map(is_lost, none))
+        others = [
+            f"{CORRECTION_TITLES[name]} at {accuracy(select(found, column, name))}"
+            for name in CORRECTION_TITLES
+            if name != "none" and select(found, column, name)
+        ]
+        line = f"- **{COLUMN_TITLES[column]}**: from {before}, no correction ends at {after}"
+        line += f" ({lost} of {len(none)} seeds lost)"
+        lines.append(line + (f"; {', '.join(others)}." if others else "."))
+    return "\n".join(lines)
 
 
 def _results(found: Cells) -> str:
@@ -222,7 +243,10 @@ def _all_fail(found: Cells) -> Verdict | None:
         gain = difference(after, before)
         learns = learns or gain.mean > MARGIN * gain.error
         evidence.append(f"{CORRECTION_TITLES[correction]} {gain.mean:+.3f} ± {gain.error:.3f}")
-    return Verdict("does not repeat" if learns else "repeats", "gain in held-out accuracy: " + ", ".join(evidence))
+    still = [norm == 0 for cell in found if cell["column"] == "truncated" for norm in cell["metrics"]["grad_norm"]]
+    why = f"gain in held-out accuracy: {', '.join(evidence)}; in {_mean(still):.0%} of the steps every group was all "
+    why += "right or all wrong, and nothing was learned"
+    return Verdict("does not repeat" if learns else "repeats", why)
 
 
 def _replay_helps(found: Cells) -> Verdict | None:
@@ -232,6 +256,15 @@ def _replay_helps(found: Cells) -> Verdict | None:
     gap = difference(replay, none)
     word = "repeats" if gap.mean > MARGIN * gap.error else "does not repeat"
     return Verdict(word, f"replayed kept sets {replay} against {none} without")
+
+
+def _masking_is_no_better(found: Cells) -> Verdict | None:
+    masked, token = (accuracy(select(found, "stale_quantized", name)) for name in ("seq_mis", "token_tis"))
+    if masked is None or token is None:
+        return None
+    gap = difference(masked, token)
+    word = "does not repeat" if gap.mean > MARGIN * gap.error else "repeats"
+    return Verdict(word, f"stale and quantized: Seq-MIS {masked}, Token-TIS {token}")
 
 
 def _larger_kl(found: Cells) -> Verdict | None:
@@ -274,6 +307,7 @@ CLAIMS = (
     ),
     Claim("… and the KL is more than ten times that of temperature 1", "5.4", _larger_kl),
     Claim("Replayed kept sets make top-p and top-k usable (cited there, not run)", "2", _replay_helps),
+    Claim("Seq-MIS, built on the same weights, does no better than Token-TIS", "6", _masking_is_no_better),
     Claim(
         "Geo-RS with the recommended band rejects every sample",
         "6",
@@ -309,15 +343,29 @@ def _mismatch(found: Cells) -> str:
     return table(("sampler", "correction", *header), rows)
 
 
-WARNINGS = {
-    "k3": "`rollout_corr/k3_kl`",
-    "t_times_kl": "`rollout_corr/t_times_kl`",
-    "chi2_token": "`rollout_corr/chi2_token`",
-    "entropy": "`actor/entropy`",
-    "grad_norm": "`actor/grad_norm`",
-}
 ALARM = 2.0
-"""A metric warns when its mean over `SMOOTH` steps is so many times its first."""
+"""A metric warns when its mean over `SMOOTH` steps is so many times its first such mean."""
+
+LEVEL = 10.0
+"""T × KL also warns at this level, nats: half of the clamp of 20."""
+
+
+class Warner(NamedTuple):
+    """A metric that may foretell a loss, and what it warns above: a level, or None for `ALARM` times its beginning."""
+
+    metric: str
+    name: str
+    level: float | None = None
+
+
+WARNERS = (
+    Warner("t_times_kl", f"`rollout_corr/t_times_kl` above {LEVEL:g} nats", LEVEL),
+    Warner("t_times_kl", "`rollout_corr/t_times_kl`"),
+    Warner("k3", "`rollout_corr/k3_kl`"),
+    Warner("chi2_token", "`rollout_corr/chi2_token`"),
+    Warner("entropy", "`actor/entropy`"),
+    Warner("grad_norm", "`actor/grad_norm`"),
+)
 
 
 def is_lost(cell: Mapping[str, Any]) -> bool:
@@ -325,20 +373,27 @@ def is_lost(cell: Mapping[str, Any]) -> bool:
     return bool(cell["held_out"][-1]["accuracy"] < cell["held_out"][0]["accuracy"] / 2)
 
 
-def fall(cell: Mapping[str, Any]) -> int | None:
+def policy_lost_at(cell: Mapping[str, Any]) -> int | None:
+    """The first checkpoint whose held-out accuracy is below half of the first one's."""
+    limit = cell["held_out"][0]["accuracy"] / 2
+    return next((point["step"] for point in cell["held_out"] if point["accuracy"] < limit), None)
+
+
+def reward_lost_at(cell: Mapping[str, Any]) -> int | None:
     """The first step at which the reward, averaged over `SMOOTH` steps, is below half of its first such mean."""
     smooth = _smooth(cell["metrics"]["reward"])
     return _first(smooth, lambda value: value < smooth[SMOOTH - 1] / 2)
 
 
-def alarm(cell: Mapping[str, Any], metric: str) -> int | None:
+def warns_at(cell: Mapping[str, Any], warner: Warner) -> int | None:
     """The first step at which a metric warns."""
-    smooth = _smooth(cell["metrics"][metric])
-    return _first(smooth, lambda value: value > ALARM * smooth[SMOOTH - 1])
+    smooth = _smooth(cell["metrics"][warner.metric])
+    level = ALARM * smooth[SMOOTH - 1] if warner.level is None else warner.level
+    return _first(smooth, lambda value: value > level)
 
 
 def _first(smooth: Sequence[float], holds: Callable[[float], bool]) -> int | None:
-    return next((step for step, value in enumerate(smooth, 1) if step > SMOOTH and holds(value)), None)
+    return next((step for step, value in enumerate(smooth, 1) if step >= SMOOTH and holds(value)), None)
 
 
 def _smooth(values: Sequence[float | None]) -> list[float]:
@@ -350,16 +405,16 @@ def _warnings(found: Cells) -> str:
     if not lost:
         return "No training was lost."
     kept = [cell for cell in found if not is_lost(cell) and cell["column"] in {cell["column"] for cell in lost}]
-    rows = []
-    for metric, name in WARNINGS.items():
-        leads = []
-        for cell in lost:
-            warned, fell = alarm(cell, metric), fall(cell)
-            leads.append("–" if warned is None else f"{warned} ({'–' if fell is None else fell})")
-        false = sum(alarm(cell, metric) is not None for cell in kept)
-        rows.append((name, *leads, f"{false} of {len(kept)}"))
-    header = ("metric", *(f"`{cell['cell']}`" for cell in lost), "warns in a training that was not lost")
-    return table(header, rows)
+    rows: list[tuple[object, ...]] = [
+        ("held-out accuracy at half, first checkpoint", *map(policy_lost_at, lost), ""),
+        ("reward at half", *map(reward_lost_at, lost), ""),
+    ]
+    for warner in WARNERS:
+        false = sum(warns_at(cell, warner) is not None for cell in kept)
+        rows.append((warner.name, *(warns_at(cell, warner) for cell in lost), f"{false} of {len(kept)}"))
+    shown = [["–" if value is None else value for value in row] for row in rows]
+    header = ("step of", *(f"`{cell['cell']}`" for cell in lost), "warns where nothing was lost")
+    return table(header, shown)
 
 
 def _times(found: Cells) -> str:
