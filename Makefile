@@ -57,7 +57,7 @@ install: $(STAMP) ## Create .venv with everything (torch is pinned by constraint
 demo: $(STAMP) ## Four short trainings, two at a time: a fault is found, a correction saves one; then a page (under 10 minutes on 2 cores)
 	$(BIN)/python experiments/demo/demo.py $(ARGS)
 
-demo-seeds: $(STAMP) ## The demo for three seeds, with the acceptance figures at the end
+demo-seeds: $(STAMP) ## examples/train/demo.yaml for three seeds, with the acceptance figures at the end
 	rm -rf runs/demo-seeds
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/demo_seeds.py
 
