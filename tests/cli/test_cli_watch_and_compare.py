@@ -112,6 +112,15 @@ def test_compare_as_json_of_chosen_metrics(runs):
     assert abs(healthy["metrics"]["kl"]) < 0.01 < abs(broken["metrics"]["kl"])
 
 
+def test_compare_writes_a_page_with_the_curves(runs, tmp_path):
+    pytest.importorskip("matplotlib", reason="the extra report is not installed")
+    shown = invoke("compare", *runs, "--output", tmp_path / "page")
+    assert shown.exit_code == 0
+    page = tmp_path / "page" / "comparison.html"
+    assert str(page) in shown.stdout.replace("\n", "")
+    assert page.read_text(encoding="utf-8").count("<figure") == len(list(page.parent.glob("*.png"))) > 0
+
+
 def test_compare_names_a_metric_that_no_run_has(runs):
     shown = invoke("compare", *runs, "--metric", "speed")
     assert shown.exit_code == 2

@@ -77,9 +77,15 @@ def compare(
     metric: Annotated[
         list[str] | None, typer.Option(help="Show this metric; repeat it for several. [default: the headline metrics]")
     ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Also write comparison.html and figures into this folder.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
 ) -> None:
-    """Show runs side by side: verdicts, and the medians of the last ten steps. Exit codes: 0 done, 2 bad input."""
+    """Show runs side by side: verdicts, and the medians of the last ten steps. Exit codes: 0 done, 2 bad input.
+
+    The page of --output also has the curves of all runs, and the options in which they differ.
+    """
     import json
     import math
 
@@ -89,9 +95,20 @@ def compare(
     from rollcorr.run_directory import BadInputError, read_run
 
     with exit_on(BadInputError, ValueError):
-        comparison = compare_runs([read_run(run) for run in runs], metric or ())
+        stored = [read_run(run) for run in runs]
+        comparison = compare_runs(stored, metric or ())
+
+        # Imported only for a page: its figures need matplotlib.
+        page = None
+        if output is not None:
+            from rollcorr.diagnostics.report import comparison_report, write_comparison
+
+            page = write_comparison(comparison_report(stored, metric or ()), output)
     if not as_json:
-        Console(highlight=False).print(comparison_table(comparison))
+        console = Console(highlight=False)
+        console.print(comparison_table(comparison))
+        if page is not None:
+            console.print(f"\npage: {page}", soft_wrap=True)
         return
     document = [
         {

@@ -17,6 +17,11 @@ from .null.null_file import MismatchNull as MismatchNull
 from .null.null_file import read_null as read_null
 from .provenance.estimate import estimate_provenance as estimate_provenance
 from .provenance.provenance_findings import Provenance as Provenance
+from .report.comparison_page import ComparisonData as ComparisonData
+from .report.comparison_page import ShownResponse as ShownResponse
+from .report.comparison_page import ShownSample as ShownSample
+from .report.comparison_page import comparison_report as comparison_report
+from .report.comparison_page import write_comparison as write_comparison
 from .report.html_page import ReportData as ReportData
 from .report.html_page import check_report as check_report
 from .report.html_page import run_report as run_report

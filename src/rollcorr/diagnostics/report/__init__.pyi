@@ -1,6 +1,13 @@
+from .comparison_page import ComparisonData as ComparisonData
+from .comparison_page import ShownResponse as ShownResponse
+from .comparison_page import ShownSample as ShownSample
+from .comparison_page import comparison_report as comparison_report
+from .comparison_page import config_differences as config_differences
+from .comparison_page import write_comparison as write_comparison
 from .console import show_health as show_health
 from .console import to_json as to_json
 from .html_page import ReportData as ReportData
 from .html_page import check_report as check_report
 from .html_page import run_report as run_report
 from .html_page import write_report as write_report
+from .plots import Panel as Panel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,9 +25,11 @@ except ImportError as error:
     raise ImportError("reports need Jinja2: pip install 'rollcorr[report]'") from error
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from rollcorr.diagnostics.log_check.check import CheckResult
 
-from rollcorr.diagnostics.report.plots import DARK, LAST, LIGHT, Panel, draw, over_timesteps, panels_of, to_png
+from rollcorr.diagnostics.report.plots import DARK, LAST, LIGHT, Panel, Theme, draw, over_timesteps, panels_of, to_png
 from rollcorr.diagnostics.report.verdict_content import CONSEQUENCES, EXPECTED, verdict_content
 
 HTML_FILE = "report.html"
@@ -101,22 +103,39 @@ def write_report(data: ReportData, directory: Path) -> Path:
 
     A symbolic link in the place of a file is replaced and not followed.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     series = series_by_name(data.series)
     series |= over_timesteps(series)
+    panels = panels_of(series, diffusion=data.health.diffusion)
+    drawings = [
+        (panel, lambda theme, panel=panel: draw(panel, series, theme), caption(panel, series)) for panel in panels
+    ]
+    return write_page(directory / HTML_FILE, render(data, write_figures(drawings, directory)))
+
+
+def write_figures(
+    drawings: Iterable[tuple[Panel, Callable[[Theme], Figure], str]], directory: Path
+) -> list[dict[str, Any]]:
+    """Draw figures, write one PNG of each into a directory, and return what a page needs to show them.
+
+    Args:
+        drawings: (panel, a function that draws it in a theme, caption).
+        directory: made if it does not exist.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
 
     # Each figure is drawn twice: the page shows the one that suits the reader's color scheme.
     figures = []
-    for panel in panels_of(series, diffusion=data.health.diffusion):
-        light, dark = (to_png(draw(panel, series, theme)) for theme in (LIGHT, DARK))
+    for panel, draw_in, text in drawings:
+        light, dark = (to_png(draw_in(theme)) for theme in (LIGHT, DARK))
         _write(directory / f"{panel.name}.png", light)
-        figures.append(
-            {"panel": panel, "light": _base64(light), "dark": _base64(dark), "caption": caption(panel, series)}
-        )
+        figures.append({"panel": panel, "light": _base64(light), "dark": _base64(dark), "caption": text})
+    return figures
 
-    page = directory / HTML_FILE
-    _write(page, render(data, figures).encode())
-    return page
+
+def write_page(path: Path, text: str) -> Path:
+    """Write a page; a symbolic link in its place is replaced and not followed."""
+    _write(path, text.encode())
+    return path
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -125,8 +144,8 @@ def _write(path: Path, content: bytes) -> None:
     path.write_bytes(content)
 
 
-def render(data: ReportData, figures: Sequence[Mapping[str, Any]]) -> str:
-    """The page as text."""
+def page_environment() -> jinja2.Environment:
+    """The templates, with what every page needs."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("rollcorr.diagnostics.report", "templates"),
         autoescape=True,
@@ -135,17 +154,26 @@ def render(data: ReportData, figures: Sequence[Mapping[str, Any]]) -> str:
         lstrip_blocks=True,
     )
     environment.filters["number"] = format_number
-    return environment.get_template("report.html.j2").render(
-        data=data,
-        figures=figures,
-        pictures=[{"title": title, "png": _base64(file.read_bytes())} for title, file in data.pictures],
-        content=verdict_content(data.health),
-        consequences=CONSEQUENCES,
-        from_noise=EXPECTED,
-        reward=reward_gain(data.series),
-        defined=[_definition(name, value, data.health) for name, value in data.metrics.items() if _is_known(name)],
-        others={name: value for name, value in data.metrics.items() if not _is_known(name)},
-        checked=sum(_can_warn(name, diffusion=data.health.diffusion) for name in data.health.values),
+    return environment
+
+
+def render(data: ReportData, figures: Sequence[Mapping[str, Any]]) -> str:
+    """The page as text."""
+    return (
+        page_environment()
+        .get_template("report.html.j2")
+        .render(
+            data=data,
+            figures=figures,
+            pictures=[{"title": title, "png": _base64(file.read_bytes())} for title, file in data.pictures],
+            content=verdict_content(data.health),
+            consequences=CONSEQUENCES,
+            from_noise=EXPECTED,
+            reward=reward_gain(data.series),
+            defined=[_definition(name, value, data.health) for name, value in data.metrics.items() if _is_known(name)],
+            others={name: value for name, value in data.metrics.items() if not _is_known(name)},
+            checked=sum(_can_warn(name, diffusion=data.health.diffusion) for name in data.health.values),
+        )
     )
 
 

@@ -33,6 +33,10 @@ Point = tuple[float, float]
 
 MARKED = 30
 """A series up to this long is drawn point by point; a longer one gets a rolling mean."""
+LEGEND_COLUMNS = 3
+"""Curves in one row of a legend."""
+DASHES = ("-", "--", ":")
+"""Line styles, for more curves than there are colors."""
 MOST_POINTS = 400
 """A series longer than this is drawn in this many bins: their means, over the range of each."""
 
@@ -53,7 +57,7 @@ LIGHT = Theme(
     background="#ffffff",
     ink="#1f2328",
     faint="#d5d9df",
-    curves=("#2563c9", "#b45309", "#7c3aed"),
+    curves=("#2563c9", "#b45309", "#7c3aed", "#0f766e", "#be185d", "#4d7c0f"),
     ideal="#15803d",
     warn="#c02626",
 )
@@ -61,7 +65,7 @@ DARK = Theme(
     background="#171b21",
     ink="#d7dce2",
     faint="#39414c",
-    curves=("#6ea8fe", "#f0a04b", "#b794f6"),
+    curves=("#6ea8fe", "#f0a04b", "#b794f6", "#2dd4bf", "#f472b6", "#a3e635"),
     ideal="#4ade80",
     warn="#f87171",
 )
@@ -87,6 +91,7 @@ class Panel:
         curves: metric → label; those that a series lacks are left out.
         bounds: values that the y axis must show, for metrics with a natural range.
         symlog: logarithmic on both sides of 0, for metrics that span orders of magnitude.
+        log: logarithmic where all values are above 0.
         absent: what to say when no curve has a value.
         width: of the figure, inches.
         across: what the x axis shows.
@@ -99,6 +104,7 @@ class Panel:
     absent: str
     bounds: tuple[float, ...] = ()
     symlog: bool = False
+    log: bool = False
     width: float = 5.6
     across: Literal["step", "timestep"] = "step"
     guides: tuple[Guide, ...] = ()
@@ -239,6 +245,54 @@ def panels_of(series: Mapping[str, Sequence[Point]], *, diffusion: bool) -> tupl
     return (*(STEP_PANELS if diffusion else PANELS), *accuracy, REWARD)
 
 
+COMPARED: tuple[Panel, ...] = (
+    Panel(name="reward", title="Mean reward of a step", curves={"reward/mean": "reward"}, absent="not logged"),
+    Panel(
+        name="k3",
+        title="KL (k3) between rollout and train, nats per token",
+        curves={"k3_kl": "KL (k3)"},
+        absent="not measured",
+        log=True,
+    ),
+    Panel(
+        name="effective_sample_size",
+        title="Effective sample size, share of the batch",
+        curves={"rollout_is_eff_sample_size": "effective sample size"},
+        absent="no run has importance weights",
+        bounds=(0.0, 1.0),
+    ),
+    Panel(
+        name="mean_weight",
+        title="Mean importance weight",
+        curves={"rollout_is_mean": "mean weight"},
+        absent="no run has importance weights",
+    ),
+    Panel(
+        name="rejected",
+        title="Rejected share of the tokens",
+        curves={"rollout_rs_masked_fraction": "rejected tokens"},
+        absent="no run rejects",
+        bounds=(0.0,),
+    ),
+    Panel(
+        name="staleness",
+        title="Updates that the sampler is behind",
+        curves={"engine/staleness": "staleness"},
+        absent="not logged",
+        bounds=(0.0,),
+    ),
+    Panel(
+        name="grad_norm",
+        title="Norm of the gradient",
+        curves={"actor/grad_norm": "norm"},
+        absent="not logged",
+        log=True,
+    ),
+    Panel(name="entropy", title="Entropy of a token, nats", curves={"actor/entropy": "entropy"}, absent="not logged"),
+)
+"""The panels of a comparison: one metric each, a curve for each run."""
+
+
 def over_timesteps(series: Mapping[str, Sequence[Point]]) -> dict[str, list[Point]]:
     """The breakdown by timestep as two series over the timesteps: means of the first steps, and of the last ones."""
     found: dict[str, list[Point]] = {}
@@ -255,26 +309,49 @@ def over_timesteps(series: Mapping[str, Sequence[Point]]) -> dict[str, list[Poin
 
 def draw(panel: Panel, series: Mapping[str, Sequence[Point]], theme: Theme = LIGHT) -> Figure:
     """Draw one panel from (step, value) series by bare metric name; metrics that are not there are left out."""
+    curves = _shown({name: series.get(name, ()) for name in panel.curves})
+    guides = [*guides_of(curves, labels=panel.curves), *panel.guides]
+    return _figure(panel, {panel.curves[name]: points for name, points in curves.items()}, guides, theme)
+
+
+def draw_runs(panel: Panel, runs: Mapping[str, Sequence[Point]], theme: Theme = LIGHT) -> Figure:
+    """Draw the one metric of a panel for several runs, as (step, value) series by name of the run.
+
+    A run keeps its color and its dashes in every panel, also where another run lacks the metric.
+    """
+    guides = guides_of(panel.curves, labels=panel.curves) if _shown(runs) else []
+    return _figure(panel, {name: _finite(points) for name, points in runs.items()}, guides, theme)
+
+
+def _shown(curves: Mapping[str, Sequence[Point]]) -> dict[str, Array]:
+    finite = {name: _finite(points) for name, points in curves.items()}
+    return {name: points for name, points in finite.items() if len(points)}
+
+
+def _figure(panel: Panel, curves: Mapping[str, Array], guides: Sequence[Guide], theme: Theme) -> Figure:
+    """A figure with curves by their labels; a curve without points takes its color and is not drawn."""
     figure = Figure(figsize=(panel.width, 3.1), layout="constrained", facecolor=theme.background)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(facecolor=theme.background)
-    curves = {name: _finite(series.get(name, ())) for name in panel.curves}
-    curves = {name: points for name, points in curves.items() if len(points)}
-    legend = len(curves) > 1
+    drawn = {label: points for label, points in curves.items() if len(points)}
 
     # A legend stands above the axes, so the title moves up to make room for it.
-    axes.set_title(panel.title, loc="left", fontsize=11, fontweight="bold", color=theme.ink, pad=22 if legend else 8)
-    if not curves:
+    legend_rows = math.ceil(len(drawn) / LEGEND_COLUMNS) if len(curves) > 1 else 0
+    pad = 8 + 14 * legend_rows
+    axes.set_title(panel.title, loc="left", fontsize=11, fontweight="bold", color=theme.ink, pad=pad)
+    if not drawn:
         axes.set_axis_off()
         axes.text(0.5, 0.5, panel.absent, ha="center", va="center", color=theme.ink, transform=axes.transAxes)
         return figure
 
-    for color, (name, points) in zip(theme.curves, curves.items(), strict=False):
-        _draw_curve(axes, points, label=panel.curves[name], color=color)
-    guides = [*guides_of(curves, labels=panel.curves), *panel.guides]
-    _set_scale(axes, panel, np.concatenate([points[:, 1] for points in curves.values()]), guides)
+    for number, (label, points) in enumerate(curves.items()):
+        if label in drawn:
+            color = theme.curves[number % len(theme.curves)]
+            dashes = DASHES[number // len(theme.curves) % len(DASHES)]
+            _draw_curve(axes, points, label=label, color=color, dashes=dashes)
+    _set_scale(axes, panel, np.concatenate([points[:, 1] for points in drawn.values()]), guides)
     _draw_guides(axes, guides, theme)
-    _style(axes, theme, legend=legend, across=panel.across)
+    _style(axes, theme, legend=legend_rows > 0, across=panel.across)
     return figure
 
 
@@ -310,21 +387,22 @@ def _finite(points: Sequence[Point]) -> Array:
     return array[np.isfinite(array).all(axis=1)]
 
 
-def _draw_curve(axes: Axes, points: Array, *, label: str, color: str) -> None:
+def _draw_curve(axes: Axes, points: Array, *, label: str, color: str, dashes: str) -> None:
     """A line with markers when short, a rolling mean over the raw line when longer, binned when very long."""
     if len(points) <= MARKED:
-        axes.plot(*points.T, color=color, linewidth=1.8, marker="o", markersize=3.5, label=label)
+        axes.plot(*points.T, color=color, linestyle=dashes, linewidth=1.8, marker="o", markersize=3.5, label=label)
         return
     if len(points) <= MOST_POINTS:
         axes.plot(*points.T, color=color, linewidth=0.8, alpha=0.35)
-        axes.plot(points[:, 0], rolling_mean(points[:, 1], max(3, len(points) // 20)), color=color, label=label)
+        smooth = rolling_mean(points[:, 1], max(3, len(points) // 20))
+        axes.plot(points[:, 0], smooth, color=color, linestyle=dashes, label=label)
         return
 
     bins = np.array_split(points, MOST_POINTS)
     steps, means = np.array([part.mean(axis=0) for part in bins]).T
     low, high = np.array([(part[:, 1].min(), part[:, 1].max()) for part in bins]).T
     axes.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)
-    axes.plot(steps, rolling_mean(means, MOST_POINTS // 40), color=color, label=label)
+    axes.plot(steps, rolling_mean(means, MOST_POINTS // 40), color=color, linestyle=dashes, label=label)
 
 
 def rolling_mean(values: Array, window: int) -> Array:
@@ -339,7 +417,10 @@ def _set_scale(axes: Axes, panel: Panel, values: Array, guides: Sequence[Guide])
 
     # Where values lie far beyond every guide line, a linear axis would flatten all the others.
     far = float(np.abs(values).max()) > 50 * max((abs(guide.value) for guide in guides), default=math.inf)
-    if panel.symlog or far:
+    if panel.log and float(values.min()) > 0:
+        axes.set_yscale("log")
+        axes.set_ylim(low / 1.6, 1.6 * high)
+    elif panel.symlog or far:
         sizes = np.abs(values[values != 0])
         typical = float(np.median(sizes)) if len(sizes) else 1e-3
         linear = 10.0 ** math.ceil(math.log10(min(max(typical, 1e-8), 0.1)))
@@ -393,5 +474,10 @@ def _style(axes: Axes, theme: Theme, *, legend: bool, across: str) -> None:
     axes.set_xlabel(across, fontsize=8, color=theme.ink)
     if legend:
         axes.legend(
-            loc="lower left", bbox_to_anchor=(-0.02, 0.98), fontsize=7.5, frameon=False, labelcolor=theme.ink, ncols=3
+            loc="lower left",
+            bbox_to_anchor=(-0.02, 0.98),
+            fontsize=7.5,
+            frameon=False,
+            labelcolor=theme.ink,
+            ncols=LEGEND_COLUMNS,
         )

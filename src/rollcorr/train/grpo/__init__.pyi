@@ -11,5 +11,6 @@ from .policy import save_policy as save_policy
 from .tasks import ArithmeticTask as ArithmeticTask
 from .tasks import Gsm8kTask as Gsm8kTask
 from .tasks import ScratchpadTask as ScratchpadTask
+from .tasks import hard_gated_reward as hard_gated_reward
 from .warmup import evaluate as evaluate
 from .warmup import warm_up as warm_up
