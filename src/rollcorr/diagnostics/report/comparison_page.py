@@ -70,7 +70,7 @@ class ComparisonData:
     subtitle: str
     conclusions: tuple[str, ...] = ()
     roles: tuple[str, ...] = ()
-    extra: tuple[tuple[Panel, Mapping[str, Sequence[tuple[int, float]]]], ...] = ()
+    extra: tuple[tuple[Panel, Mapping[str, Sequence[tuple[float, float]]]], ...] = ()
     samples: tuple[ShownSample, ...] = field(default=())
 
     def __post_init__(self) -> None:
@@ -133,7 +133,7 @@ def write_comparison(data: ComparisonData, directory: Path) -> Path:
     return write_page(directory / COMPARISON_FILE, text)
 
 
-def last_values(curves: Mapping[str, Sequence[tuple[int, float]]]) -> str:
+def last_values(curves: Mapping[str, Sequence[tuple[float, float]]]) -> str:
     """The latest finite value of each run."""
     latest = {
         name: next((value for _, value in reversed(points) if math.isfinite(value)), None)

@@ -17,7 +17,7 @@ from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, copie
 from rollcorr.kernels.correction.cpu import cpu_correction, status, why_not
 from rollcorr.kernels.correction.cpu.library import library
 from rollcorr.kernels.correction.reference import reference_correction
-from rollcorr.kernels.correction.rows import MissingRowError, rows_of
+from rollcorr.kernels.correction.rows import MissingRowError, known_rows
 from rollcorr.kernels.correction.torch.blocks import torch_correction
 from rollcorr.kernels.correction.torch.table import Reduction
 
@@ -60,7 +60,10 @@ def correction_kernel(
     impl = asked_for(impl, config)
     if impl in ("reference", "cpu", "triton") and reduce is not None:
         raise ValueError(f"impl={impl!r} needs whole sequences: gather them first, or use impl='auto'")
-    rows_of(config)  # what the list of rows refuses, every implementation would
+
+    # What the list of rows refuses, every implementation would. A graph that is traced asks the list when it is built.
+    if not torch.compiler.is_compiling():
+        known_rows(config)
 
     batch = Batch(train_log_prob, rollout_log_prob, mask, cu_seqlens)
     transformed = next((name for name, tensor in batch.named if is_transformed(tensor)), None)

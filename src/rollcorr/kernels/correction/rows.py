@@ -200,7 +200,7 @@ def rows_of(config: RolloutCorrectionConfig) -> tuple[Row, ...]:
         ValueError: a criterion is for denoising steps only.
     """
     # torch.compile looks past a cache, and warns of it; what it traces is kept anyway.
-    return _listed_rows(config) if torch.compiler.is_compiling() else _known_rows(config)
+    return _listed_rows(config) if torch.compiler.is_compiling() else known_rows(config)
 
 
 def _listed_rows(config: RolloutCorrectionConfig) -> tuple[Row, ...]:
@@ -215,7 +215,7 @@ def _listed_rows(config: RolloutCorrectionConfig) -> tuple[Row, ...]:
     return (*(row for row in ROWS if row.when in conditions), *named)
 
 
-_known_rows = lru_cache(maxsize=64)(_listed_rows)
+known_rows = lru_cache(maxsize=64)(_listed_rows)
 
 
 @lru_cache(maxsize=64)
