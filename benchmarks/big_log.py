@@ -9,8 +9,8 @@
 
 Each reader runs as `rollcorr check LOG --json`. "Largest" is the peak resident set of the largest process, from
 getrusage of the command and its children; "together" is the largest sum over its processes that was seen in /proc,
-which counts pages that they share once for each (Linux only). "CPU" is the time of all its processors. This script imports nothing large, for the getrusage of a
-child begins with the size of its parent.
+which counts pages that they share once for each (Linux only). "CPU" is the user and system time of all of them. This
+script imports nothing large, for the getrusage of a child begins with the size of its parent.
 """
 
 from __future__ import annotations
@@ -108,12 +108,8 @@ def written_ids(ends: object, generator: object) -> dict:
     sizes = torch.randint(64, 512, (len(ends),), generator=generator)
     ids = torch.randint(150_000, (int(ends[-1]),), generator=generator, dtype=torch.int32)
     prompts = torch.randint(150_000, (int(sizes.sum()),), generator=generator, dtype=torch.int32)
-    versions = torch.zeros(int(ends[-1]), dtype=torch.int64)
-    return {
-        "response_ids": ids,
-        "prompt_ids": [row.tolist() for row in prompts.split(sizes.tolist())],
-        "policy_versions": [0] * len(ends),
-    }
+    rows = [row.tolist() for row in prompts.split(sizes.tolist())]
+    return {"response_ids": ids, "prompt_ids": rows, "policy_versions": [0] * len(ends)}
 
 
 def check(log: Path, reader: tuple[str, str], source: Path) -> dict:

@@ -3,7 +3,7 @@
     RUN/run.lock                  who runs here now; see `rollcorr.run_directory.run_lock`
     RUN/history.json              which run this is, its first options and later changes of them
     RUN/config.yaml               the effective configuration; the checkpoints have it too
-    RUN/null.json                 what two correct policies differ by here, measured at the start or put there: `rollcorr null`
+    RUN/null.json                 what two correct policies differ by here, measured at the start or put there
     RUN/metrics.jsonl             one JSON object per step, flushed at once; a number that is not finite is null
     RUN/rollouts/                 one Parquet file per step
     RUN/tensorboard/              the same metrics as events

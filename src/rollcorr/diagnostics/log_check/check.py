@@ -42,6 +42,8 @@ Token weights are the ones that stay informative at any length; the other levels
 and a band have been chosen, and are measured with `--preset` or `--config`.
 """
 
+ROUNDED_ZEROS = 0.05
+"""Share of the zeros that may be those of one side alone: a probability next to 1 that was rounded."""
 _ABOUT_THE_POLICIES = {"positive", "sentinel", "zeros", "kept", "kept_length", "kept_offsets", "kept_twice"}
 """Codes of the log's validation that make the verdict: they are about the policies. The rest become remarks."""
 
@@ -282,8 +284,19 @@ def _log_findings(tally: Tally, provenance: Provenance, *, diffusion: bool, kept
     # Densities may exceed 1, and follow no rule of token probabilities.
     if diffusion:
         return [finding for finding in found if finding.code != "positive"]
+    if _zeros_are_of_both_sides(tally):
+        found = [replace(finding, severity="note") if finding.code == "zeros" else finding for finding in found]
     found += tally.claims.values()
     return found + [_implied(finding, kept=kept) for finding in provenance.warnings if finding.code in NOT_COMPARABLE]
+
+
+def _zeros_are_of_both_sides(tally: Tally) -> bool:
+    """Whether nearly every zero is one on both sides, and other tokens are not.
+
+    So look kept sets that the trainer replayed and the log does not record: neither side has a choice there.
+    """
+    whole = merge_parts(tally.parts.values())
+    return whole.one_sided <= ROUNDED_ZEROS * whole.zeros and 0 < whole.zeros < tally.profile.tokens
 
 
 def _partial(read: LogTally) -> tuple[str, ...]:

@@ -65,6 +65,7 @@ class Part:
         rewards: sequences with a reward.
         reward: their sum.
         ids: d by token id, for few ids; empty where no ids are recorded.
+        one_sided: valid tokens with a log-prob of exactly 0 on one side alone.
     """
 
     statistics: Statistics
@@ -73,6 +74,7 @@ class Part:
     rewards: int
     reward: float
     ids: TokenSums
+    one_sided: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,6 +142,7 @@ def merge_parts(parts: Iterable[Part]) -> Part:
         rewards=sum(part.rewards for part in parts),
         reward=sum(part.reward for part in parts),
         ids=reduce(TokenSums.merge, (part.ids for part in parts)),
+        one_sided=sum(part.one_sided for part in parts),
     )
 
 
@@ -309,12 +312,14 @@ def _part(correction: Correction, train: Tensor, rollout: Tensor, rewards: Tenso
         raise ValueError("a configuration that corrects nothing has nothing to measure; use the preset 'disabled'")
     contradicted = ((rollout == 0) & (train < CONTRADICTION)) | ((train == 0) & (rollout < CONTRADICTION))
     zeros = int(((rollout == 0) | (train == 0)).sum())
+    one_sided = int(((rollout == 0) != (train == 0)).sum())
     return Part(
         correction.statistics,
         zeros,
         int(contradicted.sum()),
         *_rewards(rewards),
         ids=ids,
+        one_sided=one_sided,
     )
 
 

@@ -33,8 +33,9 @@ FADES, SURELY_FADES = 2.2, 1.5
 OTHER_PROMPT, OTHER_PROMPT_ALONE = 0.4, 0.06
 """k3 of the beginning, nats per token, above which the prompts differ; the second where their lengths are not known."""
 FALLS = -0.5
-"""Power of the prompt's length by which the excess at the beginning goes, below which the prompt itself differs: a token
-more or less weighs about 1/length or less, so the power is −1 or lower, and that of a stale cache is about 0."""
+"""Power of the prompt's length by which the excess at the beginning goes, below which the prompt itself differs.
+
+A token more or less weighs about 1/length or less, so the power is −1 or lower; that of a stale cache is about 0."""
 ALIKE = 0.2
 """Standard deviation of the logarithm of the prompts' lengths below which nothing depends on them."""
 STOCHASTIC = 0.08
