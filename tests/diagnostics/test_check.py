@@ -158,6 +158,15 @@ def test_rows_of_zeros_are_flagged(tmp_path):
     assert "most log-probs of a sequence are exactly 0" in {f.title for f in result.health.warnings}
 
 
+def test_zeros_on_both_sides_are_tokens_without_a_choice(tmp_path):
+    """As where the kept sets were replayed, and the log records neither them nor the settings."""
+    train, rollout, mask = tensors(noise=0.01)
+    mask[5], rollout[5, :-1], train[5, :-1] = True, 0.0, 0.0
+    result = check_logs([log(tmp_path / "log.parquet", (1, train, rollout, mask))])
+    assert "zeros" not in {finding.code for finding in result.health.warnings}
+    assert "zeros" in {finding.code for finding in result.health.findings}
+
+
 def test_an_interrupt_reports_what_was_seen(tmp_path):
     path = log(tmp_path / "log.parquet", (1, *tensors(1)), (2, *tensors(2)))
     seen = []
