@@ -132,9 +132,28 @@ def overall(found: Cells, metric: str) -> Estimate | None:
     return Estimate(_mean(values), _spread(values), len(values)) if values else None
 
 
-def difference(a: Estimate, b: Estimate) -> Estimate:
-    """a − b, of independent errors."""
-    return Estimate(a.mean - b.mean, math.hypot(a.error, b.error), min(a.seeds, b.seeds))
+def gap(a: Cells, b: Cells) -> Estimate | None:
+    """Final accuracy of `a` minus that of `b`, over the seeds that both have: such a pair answers the same problems.
+
+    The error is the larger of two: that of the problems drawn, as if the two were independent, and that of the spread
+    of the pairs.
+    """
+    others = {cell["seed"]: cell["held_out"][-1] for cell in b}
+    pairs = [(cell["held_out"][-1], others[cell["seed"]]) for cell in a if cell["seed"] in others]
+    if not pairs:
+        return None
+    gaps = [mine["accuracy"] - theirs["accuracy"] for mine, theirs in pairs]
+    errors = [point["standard_error"] for pair in pairs for point in pair]
+    return Estimate(_mean(gaps), max(math.hypot(*errors) / len(pairs), _spread(gaps)), len(pairs))
+
+
+def gain(cells: Cells) -> Estimate | None:
+    """Final accuracy minus that of the warm-up policy, with errors as in `gap`."""
+    return gap(cells, [cell | {"held_out": cell["held_out"][:1]} for cell in cells])
+
+
+def _gap_text(value: Estimate) -> str:
+    return f"{value.mean:+.3f} ± {value.error:.3f} ({value.seeds} {'seed' if value.seeds == 1 else 'seeds'})"
 
 
 def _summary(found: Cells) -> str:
@@ -162,7 +181,8 @@ def _results(found: Cells) -> str:
     for column, correction in _trainings(found):
         seeds = select(found, column, correction)
         before, after, reward = accuracy(seeds, at=0), accuracy(seeds), at_the_end(seeds, "reward")
-        gain = difference(after, before)
+        gained = gain(seeds)
+        assert gained is not None
         rows.append(
             (
                 COLUMN_TITLES[column],
@@ -170,7 +190,7 @@ def _results(found: Cells) -> str:
                 len(seeds),
                 before,
                 after,
-                f"{gain.mean:+.3f}",
+                f"{gained.mean:+.3f} ± {gained.error:.3f}",
                 reward,
                 " · ".join(f"{cell['held_out'][-1]['accuracy']:.2f}" for cell in seeds),
             )
@@ -199,24 +219,23 @@ def _token_keeps_up(found: Cells) -> Verdict | None:
     """Token-TIS against no correction, in the two columns that sample the whole distribution."""
     evidence, worse = [], False
     for column in ("clean", "stale_quantized"):
-        none, token = accuracy(select(found, column, "none")), accuracy(select(found, column, "token_tis"))
-        if none is None or token is None:
+        lead = gap(select(found, column, "token_tis"), select(found, column, "none"))
+        if lead is None:
             return None
-        gap = difference(token, none)
-        worse = worse or gap.mean < -MARGIN * gap.error
-        evidence.append(f"{COLUMN_TITLES[column]}: {token} against {none}")
-    return Verdict("does not repeat" if worse else "repeats", "; ".join(evidence))
+        worse = worse or lead.mean < -MARGIN * lead.error
+        evidence.append(f"{COLUMN_TITLES[column]}: {_gap_text(lead)}")
+    return Verdict("does not repeat" if worse else "repeats", "Token-TIS against none, " + "; ".join(evidence))
 
 
 def _sequence_is_worst(found: Cells) -> Verdict | None:
-    column = "stale_quantized"
-    ends = {name: accuracy(select(found, column, name)) for name in ("none", "token_tis", "seq_tis")}
-    none, token, sequence = ends["none"], ends["token_tis"], ends["seq_tis"]
-    if none is None or token is None or sequence is None:
+    sequence = select(found, "stale_quantized", "seq_tis")
+    leads = [gap(sequence, select(found, "stale_quantized", other)) for other in ("token_tis", "none")]
+    measured = [lead for lead in leads if lead is not None]
+    if len(measured) < len(leads):
         return None
-    gaps = [difference(other, sequence) for other in (none, token)]
-    worst = all(gap.mean > MARGIN * gap.error for gap in gaps)
-    evidence = f"stale and quantized: Seq-TIS {sequence}, Token-TIS {token}, no correction {none}"
+    worst = all(lead.mean < -MARGIN * lead.error for lead in measured)
+    token, none = map(_gap_text, measured)
+    evidence = f"stale and quantized: Seq-TIS against Token-TIS {token}, against none {none}"
     return Verdict("repeats" if worst else "does not repeat", evidence)
 
 
@@ -228,7 +247,8 @@ def _within(column: str, correction: str, metric: str, low: float, high: float) 
         if value is None:
             return None
         word = "repeats" if low <= value.mean <= high else "does not repeat"
-        return Verdict(word, f"{COLUMN_TITLES[column]}: {value.mean:.3g} ± {value.error:.1g}")
+        seeds = f"{value.seeds} {'seed' if value.seeds == 1 else 'seeds'}"
+        return Verdict(word, f"{COLUMN_TITLES[column]}: {value.mean:.3g} ± {value.error:.1g} ({seeds})")
 
     return judge
 
@@ -236,13 +256,11 @@ def _within(column: str, correction: str, metric: str, low: float, high: float) 
 def _all_fail(found: Cells) -> Verdict | None:
     evidence, learns = [], False
     for correction in ("none", "token_tis", "seq_tis"):
-        seeds = select(found, "truncated", correction)
-        before, after = accuracy(seeds, at=0), accuracy(seeds)
-        if before is None or after is None:
+        gained = gain(select(found, "truncated", correction))
+        if gained is None:
             return None
-        gain = difference(after, before)
-        learns = learns or gain.mean > MARGIN * gain.error
-        evidence.append(f"{CORRECTION_TITLES[correction]} {gain.mean:+.3f} ± {gain.error:.3f}")
+        learns = learns or gained.mean > MARGIN * gained.error
+        evidence.append(f"{CORRECTION_TITLES[correction]} {_gap_text(gained)}")
     still = [norm == 0 for cell in found if cell["column"] == "truncated" for norm in cell["metrics"]["grad_norm"]]
     why = f"gain in held-out accuracy: {', '.join(evidence)}; in {_mean(still):.0%} of the steps every group was all "
     why += "right or all wrong, and nothing was learned"
@@ -250,21 +268,19 @@ def _all_fail(found: Cells) -> Verdict | None:
 
 
 def _replay_helps(found: Cells) -> Verdict | None:
-    replay, none = (accuracy(select(found, "truncated", name)) for name in ("replay", "none"))
-    if replay is None or none is None:
+    lead = gap(select(found, "truncated", "replay"), select(found, "truncated", "none"))
+    if lead is None:
         return None
-    gap = difference(replay, none)
-    word = "repeats" if gap.mean > MARGIN * gap.error else "does not repeat"
-    return Verdict(word, f"replayed kept sets {replay} against {none} without")
+    word = "repeats" if lead.mean > MARGIN * lead.error else "does not repeat"
+    return Verdict(word, f"replayed kept sets against none: {_gap_text(lead)}")
 
 
 def _masking_is_no_better(found: Cells) -> Verdict | None:
-    masked, token = (accuracy(select(found, "stale_quantized", name)) for name in ("seq_mis", "token_tis"))
-    if masked is None or token is None:
+    lead = gap(select(found, "stale_quantized", "seq_mis"), select(found, "stale_quantized", "token_tis"))
+    if lead is None:
         return None
-    gap = difference(masked, token)
-    word = "does not repeat" if gap.mean > MARGIN * gap.error else "repeats"
-    return Verdict(word, f"stale and quantized: Seq-MIS {masked}, Token-TIS {token}")
+    word = "does not repeat" if lead.mean > MARGIN * lead.error else "repeats"
+    return Verdict(word, f"stale and quantized: Seq-MIS against Token-TIS {_gap_text(lead)}")
 
 
 def _larger_kl(found: Cells) -> Verdict | None:
