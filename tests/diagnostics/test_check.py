@@ -164,7 +164,7 @@ def test_zeros_on_both_sides_are_tokens_without_a_choice(tmp_path):
     mask[5], rollout[5, :-1], train[5, :-1] = True, 0.0, 0.0
     result = check_logs([log(tmp_path / "log.parquet", (1, train, rollout, mask))])
     assert "zeros" not in {finding.code for finding in result.health.warnings}
-    assert "zeros" in {finding.code for finding in result.health.findings}
+    assert "zeros" in {finding.code for finding in result.hypotheses}
 
 
 def test_an_interrupt_reports_what_was_seen(tmp_path):
