@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from rollcorr.diagnostics import check_logs, null_of_logs, read_null
+from rollcorr.diagnostics.null.excess import Excess
 from rollcorr.diagnostics.null.null_file import NullMismatchError
-from rollcorr.diagnostics.null.token_share import TokenSums
+from rollcorr.diagnostics.null.token_share import TokenShare, TokenSums
+from rollcorr.diagnostics.null.weight_judgment import _id_explains_more
 from rollcorr.diagnostics.provenance.pair_sample import PairSample
 from rollcorr.run_directory.stored_run import BadInputError
 from tests.diagnostics.null_logs import rollouts, write_rows
@@ -223,3 +225,16 @@ def test_a_check_computes_with_one_thread_and_leaves_the_callers_as_they_were(tm
     finally:
         torch.set_num_threads(before)
     assert seen == {1}
+
+
+@pytest.mark.parametrize(
+    ("share", "ratio", "explains"), [(0.13, 1.3, False), (0.13, 1.6, True), (0.25, 1.1, True), (0.06, 9.0, False)]
+)
+def test_a_share_that_a_quantized_engine_may_have_names_no_weights_by_itself(share, ratio, explains):
+    def of(value):
+        return TokenShare(value, 0.005, value * 1e-3, 1e-3, 10_000, 300)
+
+    excess = Excess(
+        k3=ratio * 1e-3, expected=1e-3, ratio=ratio, z=1.0, share=of(share), null_share=of(0.04), excess_share=0.1
+    )
+    assert _id_explains_more(excess) == explains
