@@ -21,7 +21,7 @@ from rollcorr.kernels.correction.torch.table import Block
 from rollcorr.kernels.correction.torch.tokens import FAR, TokenPass
 
 ORDINARY = 40.0
-"""Nats: e to the power of ± this, times a log-ratio of 1e-16, is a normal float32, in which |π − μ| is taken."""
+"""Nats: log μ of a regular block lies within ± this, so that μ and μ |e^d − 1| are far from the ends of float64."""
 
 CANCELS = 1e-6
 """A sum of squares around the mean below this share of the one around a fixed center is computed anew."""
@@ -111,9 +111,9 @@ class HostTokenPass(TokenPass):
         scratch, rows = self._scratch, self.rows
         d, expm1, work = scratch("log_ratio"), scratch("expm1"), scratch("work")
 
-        # |π − μ| = μ |e^d − 1| loses no digits where the two are near, so a float32 is enough for both factors.
-        difference, factor = self._narrow("spare"), self._narrow("work")
-        difference.copy_(scratch("rollout")).exp_().mul_(factor.copy_(expm1)).abs_()
+        # |π − μ| = μ |e^d − 1| loses no digits where the two are near. It is taken in float64: ranks of a group cut the
+        # tokens into other blocks, and must agree to the last digits.
+        difference = torch.exp(scratch("rollout"), out=scratch("spare")).mul_(expm1).abs_()
         rows.add("prob_diff_abs", self._nothing + difference.sum())
         rows.extremes("prob_diff_abs", self._nothing, self._nothing + difference.amax())
 
@@ -196,8 +196,3 @@ class HostTokenPass(TokenPass):
             return self._nothing
         below = torch.lt(self._scratch("log_ratio"), bound, out=self._scratch("work"))
         return below.sum() if found.whole else torch.dot(below, self._scratch("valid"))
-
-    def _narrow(self, name: str) -> Tensor:
-        """A float32 buffer of the block's size, in the memory of a float64 one."""
-        wide = self._scratch(name)
-        return wide.view(torch.float32)[: wide.numel()]
