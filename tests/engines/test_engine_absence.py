@@ -39,6 +39,7 @@ RUN = (
     "log.tensorboard=false",
     "log.rollouts=false",
     "log.evaluate=0",
+    "log.null=0",
     "checkpoint.every=0",
 )
 

@@ -83,7 +83,7 @@ def test_an_older_generation_of_the_schema_is_understood():
         ("steps=1.5", "steps: Value '1.5' of type 'float'"),
         ("steps", "override 'steps' is not of the form dotted.name=value"),
         ("steps=[1", "override 'steps=[1': not a YAML document"),
-        ("task.name=chess", "task.name: Invalid value 'chess', expected one of ['arithmetic', 'gsm8k']"),
+        ("task.name=chess", "task.name: Invalid value 'chess', expected one of ['arithmetic', 'scratchpad', 'gsm8k']"),
         ("task.name=gsm8k", "task.path belongs to task.name=gsm8k"),
         ("steps=0", "steps must be at least 1, got 0"),
         ("rollout.group_size=1", "rollout.group_size must be at least 2, got 1"),
