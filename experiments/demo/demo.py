@@ -117,7 +117,7 @@ def measure_demo_null(path: Path) -> None:
         _engine(policy, "int8"),
         [policy.encode(problem.prompt) for problem in problems],
         seed=0,
-        score=lambda tokens: score_responses(policy.model, tokens).log_prob,
+        score=lambda rollout: score_responses(policy.model, rollout.tokens).log_prob,
     )
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "null.parquet"
