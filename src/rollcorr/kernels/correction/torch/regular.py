@@ -88,7 +88,8 @@ class HostTokenPass(TokenPass):
         count = float(valid.sum())
         whole = count == valid.numel()
         if not whole:
-            scratch.log_probs.mul_(valid)  # what is not finite becomes NaN, which no range admits
+            # What stands outside the mask must not decide which way the block is read: the last digits tell.
+            scratch.log_probs.masked_fill_(valid == 0, 0.0)
 
         torch.sub(pi, mu, out=scratch("log_ratio"))
         d = scratch.shaped("log_ratio")
