@@ -89,7 +89,8 @@ class HostTokenPass(TokenPass):
         whole = count == valid.numel()
         if not whole:
             # What stands outside the mask must not decide which way the block is read: the last digits tell.
-            scratch.log_probs.masked_fill_(valid == 0, 0.0)
+            spare = scratch("spare").view(torch.bool)[: valid.numel()]
+            scratch.log_probs.masked_fill_(torch.eq(valid, 0.0, out=spare), 0.0)
 
         torch.sub(pi, mu, out=scratch("log_ratio"))
         d = scratch.shaped("log_ratio")
