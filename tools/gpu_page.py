@@ -29,9 +29,9 @@ The predictions are for {expected["device"]}; they were written {expected["writt
 def _said(content: dict[str, Any] | None) -> str:
     if content is None:
         return (
-            "No run on a GPU has happened, so there is no figure. What could be proven without one is proven: the\n"
-            "Triton kernels pass every test interpreted, and compile for sm_80, sm_90, sm_100 and gfx942 without a\n"
-            "spilled register (`make test-triton`)."
+            "No run on a GPU has happened, so there is no figure. `make test-triton` runs the kernels interpreted,\n"
+            "and compiles them for sm_80, sm_90, sm_100 and gfx942; since their last change only sm_90 was compiled,\n"
+            "on Triton 3.4 and 3.6, without a spilled register."
         )
     return (
         f"{content['device']}, torch {content['torch']}, Triton {content['triton']}, Python {content['python']}, "
