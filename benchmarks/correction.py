@@ -195,7 +195,7 @@ def count(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
 def save(
     device: str, here: dict[str, object], times: dict[str, dict[str, list[Run]]], counts: dict[str, dict[str, float]]
 ) -> None:
-    """Write the figures with what is needed to repeat them. docs/performance.md is made from them."""
+    """Write the figures with what is needed to repeat them. docs/background/performance.md is made from them."""
     result = here | {
         "counts": counts,
         "seconds": {title: {name: summary(runs) for name, runs in of.items()} for title, of in times.items()},

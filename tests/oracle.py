@@ -1,8 +1,9 @@
 """The correction in plain Python and float64: one token after the other, one formula after the other.
 
 This is an oracle, not an implementation: nothing here is fast and nothing is shared with the package. It was written
-from the definitions (docs/correction.md, docs/metrics.md, docs/notation.md), so an error of the package is unlikely to
-be an error here as well. Numbers are Python floats, sums are `math.fsum`, which rounds once.
+from the definitions (docs/background/correction.md, docs/reference/metrics.md, docs/reference/notation.md), so an error
+of the package is unlikely to be an error here as well. Numbers are Python floats, sums are `math.fsum`, which rounds
+once.
 
 Symbols: log π the training policy and log μ the rollout policy, of a sampled token, in nats; d = log π − log μ;
 ρ = exp(d); V the valid tokens, R the sequences with a valid token. For sequence i: S_i = Σ d, G_i = S_i / c_i.

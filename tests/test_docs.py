@@ -22,12 +22,12 @@ from rollcorr.core.metric_registry import CRITERIA, METRICS, criterion_metrics
 ROOT = Path(__file__).parents[1]
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
-    for path in [*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
+    for path in [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
 }
 OWN_TEST = {  # pages whose code runs in a test of their own
-    "docs/health.md": "diagnostics/test_health_page.py",
-    "docs/rollout_log.md": "rollout_log/test_rollout_log_docs.py",
-    "docs/verl.md": "integrations/test_verl_docs.py",
+    "docs/guides/health.md": "diagnostics/test_health_page.py",
+    "docs/guides/rollout_log.md": "rollout_log/test_rollout_log_docs.py",
+    "docs/coming_from/verl.md": "integrations/test_verl_docs.py",
 }
 # Python, and the text right below it, which is its output. A fence marked `python no-run` is left out.
 PYTHON = re.compile(r"^```python\n(.*?)^```(?:\n\n```text\n(.*?)^```)?", re.DOTALL | re.MULTILINE)
@@ -103,7 +103,7 @@ def test_a_page_imports_from_the_front_doors_alone(page):
 def test_the_page_of_stable_names_lists_what_the_front_door_opens():
     import rollcorr
 
-    section = PAGES["docs/stable.md"].split("## Names of `rollcorr`")[1].split("##")[0]
+    section = PAGES["docs/reference/stable.md"].split("## Names of `rollcorr`")[1].split("##")[0]
     assert set(re.findall(r"`(\w+)`", section)) == set(rollcorr.__all__)
 
 
@@ -120,7 +120,7 @@ def test_the_yaml_of_a_page_is_read_without_a_warning(page):
 
 
 def test_the_three_steps_go_from_metrics_to_the_preset_they_name():
-    blocks = re.findall(r"```yaml\n(.*?)```", PAGES["docs/choosing.md"], re.DOTALL)
+    blocks = re.findall(r"```yaml\n(.*?)```", PAGES["docs/guides/choosing.md"], re.DOTALL)
     look, reject, weigh = (convert(load_yaml(text)).config for text in blocks)
     assert (look.weights_reach_loss, look.criteria) == (False, ())
     assert (reject.weights_reach_loss, reject.criteria) == (False, weigh.criteria)
@@ -128,7 +128,7 @@ def test_the_three_steps_go_from_metrics_to_the_preset_they_name():
 
 
 def test_the_estimator_table_names_presets_with_the_settings_of_their_row():
-    table = PAGES["docs/choosing.md"].split("| estimator |")[1].split("\n\n")[0].splitlines()[2:]
+    table = PAGES["docs/guides/choosing.md"].split("| estimator |")[1].split("\n\n")[0].splitlines()[2:]
     modes = [(False, "ppo_clip"), (True, "ppo_clip"), (True, "reinforce")]
     named = set()
     for line in table:
@@ -179,8 +179,8 @@ def test_every_preset_and_metric_that_is_named_exists(page):
 
 
 def test_the_index_lists_every_page_once():
-    listed = re.findall(r"^\| \[(\w+\.md)\]\(\1\)", PAGES["docs/index.md"], re.MULTILINE)
-    assert sorted([*listed, "index.md"]) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+    listed = re.findall(r"^\| \[[^\]]+\]\(([\w/]+\.md)\)", PAGES["docs/index.md"], re.MULTILINE)
+    assert sorted(f"docs/{page}" for page in [*listed, "index.md"]) == [page for page in PAGES if page[:5] == "docs/"]
 
 
 def test_every_generated_page_is_current():
@@ -192,7 +192,7 @@ def test_every_generated_page_is_current():
 
 
 def test_the_metrics_page_lists_every_metric_once():
-    tables = PAGES["docs/metrics.md"].split("## Healthy ranges")[0]
+    tables = PAGES["docs/reference/metrics.md"].split("## Healthy ranges")[0]
     listed = re.findall(r"^\| `(\w+)` \|", tables, re.MULTILINE)
     template = {name.replace("seq_sum_k1", "CRITERION") for name in criterion_metrics("seq_sum_k1")}
     assert sorted(listed) == sorted([*METRICS, *DIFFUSION_METRICS, *template])
@@ -200,7 +200,7 @@ def test_the_metrics_page_lists_every_metric_once():
 
 
 def test_each_known_failure_names_tests_that_exist():
-    rows = dict(re.findall(r"^\| (\d+) \|.*?\| (`.*`) \|$", PAGES["docs/known_failures.md"], re.MULTILINE))
+    rows = dict(re.findall(r"^\| (\d+) \|.*?\| (`.*`) \|$", PAGES["docs/contributing/known_failures.md"], re.MULTILINE))
     assert list(rows) == [str(number) for number in range(1, len(rows) + 1)]
     own = "test_known_failures.py"
     for number, cell in rows.items():

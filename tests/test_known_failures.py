@@ -1,4 +1,4 @@
-"""One test for each failure seen in other implementations, numbered as in docs/known_failures.md.
+"""One test for each failure seen in other implementations, numbered as in docs/contributing/known_failures.md.
 
 Each that asks for a correction runs once per implementation (tests/implementations.py), which its id names. Losses and
 advantages have more of theirs in tests/core and tests/test_policy_loss.py.

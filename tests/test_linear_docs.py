@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "linear_logprob.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "guides" / "linear_logprob.md").read_text(encoding="utf-8")
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("linear_logprob_cpu_float32_*.json"))
 
 

@@ -1,4 +1,4 @@
-"""docs/calibration.md: how thresholds are calibrated, and the table of what noise does to customary ones."""
+"""docs/guides/calibration.md: how thresholds are calibrated, and the table of what noise does to customary ones."""
 
 from __future__ import annotations
 

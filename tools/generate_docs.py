@@ -34,7 +34,7 @@ GENERATED = "<!-- Written by tools/generate_docs.py. Edit the table in the code,
 
 
 def presets_page() -> str:
-    """docs/presets.md: every preset with its exact values."""
+    """docs/reference/presets.md: every preset with its exact values."""
     older = [name for name, preset in PRESETS.items() if preset.source in (VERL_2025_11, VERL_2025_12)]
     short = [name for name, preset in PRESETS.items() if preset.source == SHORT]
     current = [name for name in PRESETS if name not in older and name not in short]
@@ -121,7 +121,7 @@ def _argument_table(names: Sequence[str]) -> str:
 
 
 def metrics_page() -> str:
-    """docs/metrics.md: every metric of the registry."""
+    """docs/reference/metrics.md: every metric of the registry."""
     weights = [name for name in METRICS if name.startswith(("rollout_is_", "saturated_"))]
     weights = [name for name in weights if not _is_rejection(name)]
     rejection = [name for name in METRICS if _is_rejection(name)]
@@ -184,13 +184,13 @@ nothing is below.
 
 ## Denoising steps
 
-Of [diffusion models](diffusion.md): a step of the sampler's window stands for a token, and `rollcorr.diffusion` reports
-the metrics above of steps, but for perplexities and differences of probability, which densities do not have. Prefix:
-`rollout_corr/` in decoupled mode, `actor/rollout_corr/` in bypass mode, where every step is a sequence of its own.
-J = D · (log π − log μ) is the joint log-ratio of a step, from log-probs averaged over the D latent dimensions; d above
-is p · J, with the power p that `reduction` names. `log_prob_abs_diff/t_VALUE` is the mean of |J / D| at one timestep
-value. The metrics of each criterion exist for `step_kl` too; beside it, what another criterion rejects alone, and what
-several reject, is not counted.
+Of [diffusion models](../guides/diffusion.md): a step of the sampler's window stands for a token, and
+`rollcorr.diffusion` reports the metrics above of steps, but for perplexities and differences of probability, which
+densities do not have. Prefix: `rollout_corr/` in decoupled mode, `actor/rollout_corr/` in bypass mode, where every step
+is a sequence of its own. J = D · (log π − log μ) is the joint log-ratio of a step, from log-probs averaged over the D
+latent dimensions; d above is p · J, with the power p that `reduction` names. `log_prob_abs_diff/t_VALUE` is the mean of
+|J / D| at one timestep value. The metrics of each criterion exist for `step_kl` too; beside it, what another criterion
+rejects alone, and what several reject, is not counted.
 
 {_metric_table(DIFFUSION_METRICS)}
 
@@ -205,8 +205,8 @@ largest |d| and the {TOP} sequences with the largest |S_i|.
 
 ## Healthy ranges
 
-Limits are exclusive. [health.md](health.md) says how a run is judged by them,
-[troubleshooting.md](troubleshooting.md) what to do in which order.
+Limits are exclusive. [health.md](../guides/health.md) says how a run is judged by them,
+[troubleshooting.md](../guides/troubleshooting.md) what to do in which order.
 
 {_range_table()}
 """
@@ -273,11 +273,11 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 PAGES: dict[str, Callable[[], str]] = {
-    "docs/calibration.md": lambda: calibration_page(GENERATED, _table),
-    "docs/laboratory.md": lambda: laboratory_page(GENERATED, _table),
-    "docs/metrics.md": metrics_page,
-    "docs/performance.md": lambda: performance_page(GENERATED, _table),
-    "docs/presets.md": presets_page,
+    "docs/guides/calibration.md": lambda: calibration_page(GENERATED, _table),
+    "docs/background/laboratory.md": lambda: laboratory_page(GENERATED, _table),
+    "docs/reference/metrics.md": metrics_page,
+    "docs/background/performance.md": lambda: performance_page(GENERATED, _table),
+    "docs/reference/presets.md": presets_page,
 }
 
 

@@ -1,4 +1,4 @@
-"""The GPU section of docs/performance.md, from what tools/gpu.py found and from what was expected before it ran."""
+"""The GPU section of docs/background/performance.md: what tools/gpu.py found, and what was expected before it ran."""
 
 from __future__ import annotations
 

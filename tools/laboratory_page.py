@@ -1,4 +1,4 @@
-"""docs/laboratory.md: the frame in laboratory_frame.md, with tables from experiments/laboratory.
+"""docs/background/laboratory.md: the frame in laboratory_frame.md, with tables from experiments/laboratory.
 
 `rollcorr simulate --output experiments/laboratory` writes those results.
 """

@@ -1,4 +1,4 @@
-"""docs/performance.md, from the results that benchmarks/correction.py --save has written."""
+"""docs/background/performance.md, from the results that benchmarks/correction.py --save has written."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from measured_rows import (
 
 REPEATS, FAILS, PARTLY = "repeats", "does not repeat", "repeats in part"
 TRAINED = "[the trained study](trained.md)"
-LABORATORY = "[the laboratory](../../docs/laboratory.md#the-published-orders)"
+LABORATORY = "[the laboratory](../../docs/background/laboratory.md#the-published-orders)"
 Verdict = tuple[str, str]
 Judge = Callable[[Rows, Rows], Verdict | None]
 

@@ -1,4 +1,5 @@
-# The front door: every name that is stable at the top level, by group. docs/stable.md lists the rooms behind it.
+# The front door: every name that is stable at the top level, by group. docs/reference/stable.md lists the rooms behind
+# it.
 
 __version__: str
 

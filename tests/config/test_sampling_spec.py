@@ -283,7 +283,7 @@ def test_a_spec_survives_the_rollout_log():
 
 
 def test_the_page_shows_the_engines_as_they_are():
-    page = (Path(__file__).parents[2] / "docs" / "sampling.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "sampling.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `([\w.]+)` \| (.*) \|$", page, flags=re.MULTILINE))
     for name, engine in ENGINES.items():
         order, joint, kinds = (cell.strip() for cell in rows[name].split("|"))

@@ -249,7 +249,7 @@ def test_the_examples_are_there():
 
 
 def yaml_pairs():
-    page = (ROOT / "docs" / "migration.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "coming_from" / "migration.md").read_text(encoding="utf-8")
     blocks = [load_yaml(block) for block in re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)]
     return list(zip(blocks[::2], blocks[1::2], strict=True))
 

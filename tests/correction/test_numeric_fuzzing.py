@@ -1,7 +1,7 @@
 """Anything that float tensors can hold goes in; no exception and no NaN comes out, and the promises hold.
 
 A hundred examples for each implementation; `make test-slow` runs 10,000. Expected decisions are computed here, in
-Python's float64, from docs/correction.md alone.
+Python's float64, from docs/background/correction.md alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Advice on logs: repair before correcting, a preset by the rules of docs/choosing.md, YAML that can be pasted."""
+"""Advice on logs: repair before correcting, a preset by the rules of the page choosing.md, YAML that can be pasted."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from rollcorr.diagnostics.advice import SITUATIONS
 from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
 from tests.diagnostics.null_logs import rollouts, write_rows
 
-CHOOSING = Path(__file__).parents[2] / "docs" / "choosing.md"
+CHOOSING = Path(__file__).parents[2] / "docs" / "guides" / "choosing.md"
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +125,7 @@ def test_what_was_not_judged_is_a_caveat(tmp_path):
 
 
 def test_the_rules_are_those_of_the_page():
-    """The table "By severity" of docs/choosing.md names the limits and the presets of the rules."""
+    """The table "By severity" of docs/guides/choosing.md names the limits and the presets of the rules."""
     section = CHOOSING.read_text(encoding="utf-8").partition("## By severity")[2].partition("## By response")[0]
     rows = {line.split("|")[1].split(":")[0].strip(): line for line in section.splitlines() if line.startswith("| ")}
     for one in SITUATIONS:

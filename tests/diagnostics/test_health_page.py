@@ -1,4 +1,4 @@
-"""docs/health.md and docs/troubleshooting.md stay true to the registry, the rules and the commands."""
+"""docs/guides/health.md and docs/guides/troubleshooting.md stay true to the registry, the rules and the commands."""
 
 import contextlib
 import io
@@ -12,8 +12,8 @@ from rollcorr.diagnostics.health.rules import RULES
 
 DIFFUSION_CODES = ("step_divergence", "schedule_differs", "one_sided_gradients", "growth_by_timestep")
 
-DOCS = Path(__file__).parents[2] / "docs"
-HEALTH = (DOCS / "health.md").read_text(encoding="utf-8")
+GUIDES = Path(__file__).parents[2] / "docs" / "guides"
+HEALTH = (GUIDES / "health.md").read_text(encoding="utf-8")
 
 
 def rows(heading):
@@ -50,7 +50,7 @@ def test_the_code_of_the_page_prints_what_it_shows():
 
 
 def test_troubleshooting_names_only_metrics_that_exist():
-    text = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    text = (GUIDES / "troubleshooting.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`((?:rollout_is_|rollout_rs_|log_ppl_|log_ratio_|saturated_)\w+|\w+_count)`", text))
     assert len(named) > 10
     assert named <= set(METRICS)

@@ -312,7 +312,7 @@ def test_the_page_shows_the_line(caplog):
         pass
 
     attach(GRPOTrainer(loss_type="dapo"), "decoupled_k3_rs_token_tis")
-    page = (Path(__file__).parents[2] / "docs" / "trl.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "coming_from" / "trl.md").read_text(encoding="utf-8")
     assert caplog.messages[0] in page.splitlines()
 
 

@@ -1,10 +1,10 @@
-"""docs/verl.md: its code runs and prints what it says."""
+"""docs/coming_from/verl.md: its code runs and prints what it says."""
 
 import re
 import sys
 from pathlib import Path
 
-PAGE = (Path(__file__).parents[2] / "docs" / "verl.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "coming_from" / "verl.md").read_text(encoding="utf-8")
 
 
 def test_the_code_prints_what_the_page_says(capsys, monkeypatch):

@@ -115,7 +115,7 @@ def test_what_is_no_batch_is_refused(batch):
 def test_the_docs_list_the_declared_names():
     from pathlib import Path
 
-    page = (Path(__file__).parents[2] / "docs" / "monitor.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "monitor.md").read_text(encoding="utf-8")
     for framework, names in FIELD_NAMES.items():
         assert f"| {framework} |" in page
         for name in (*names.train_log_prob, *names.rollout_log_prob, *names.response_mask, *names.further_masks):

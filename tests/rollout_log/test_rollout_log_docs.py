@@ -1,4 +1,4 @@
-"""docs/rollout_log.md says what the code does: its table is the schema's, its code runs, its example is read."""
+"""docs/guides/rollout_log.md says what the code does: its table is the schema's, its code runs, its example is read."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ from rollcorr.rollout_log import COLUMNS, FRAMEWORKS, SCHEMA_VERSION, read_rollo
 
 pytest.importorskip("pyarrow", reason="needs rollcorr[log]")
 
-PAGE = (Path(__file__).parents[2] / "docs" / "rollout_log.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "rollout_log.md").read_text(encoding="utf-8")
 
 
 def blocks(language):

@@ -4,7 +4,7 @@ It is frozen, keyword-only and checked at construction: a wrong type is a TypeEr
 option that can have no effect beside the others warns (`InertOptionWarning`). Texts are parsed here, once, into typed
 criteria and bounds. Nothing here imports torch.
 
-ρ = exp(log π − log μ) is the ratio train / rollout; docs/notation.md has the symbols.
+ρ = exp(log π − log μ) is the ratio train / rollout; docs/reference/notation.md has the symbols.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class RolloutCorrectionConfig:
         """The preset of that name, with some of its thresholds replaced.
 
         Each preset is a constructor of its own name too: `preset("decoupled_token_is", threshold=5.0)` is
-        `decoupled_token_is(threshold=5.0)`. docs/presets.md lists them all.
+        `decoupled_token_is(threshold=5.0)`. docs/reference/presets.md lists them all.
 
         Raises:
             TypeError: an argument that this preset does not take.

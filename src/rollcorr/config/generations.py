@@ -5,7 +5,7 @@
     newest    the fields of `RolloutCorrectionConfig`
 
 Each converter takes one flat mapping whose keys are known to its generation. `rollcorr.config.conversion` finds that
-mapping and decides the generation; docs/migration.md shows examples.
+mapping and decides the generation; docs/coming_from/migration.md shows examples.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def from_2025_10(old: Mapping[str, Any]) -> tuple[RolloutCorrectionConfig | None
     if veto is not None:
         new = {"rollout_token_veto_threshold": veto}
         draft.put("rollout_is_veto_threshold", veto, new, "the veto has its own name; same meaning")
-    draft.notes.append("Metrics: the prefix mismatch/ is now rollout_corr/; docs/metrics.md has the names.")
+    draft.notes.append("Metrics: the prefix mismatch/ is now rollout_corr/; docs/reference/metrics.md has the names.")
     return RolloutCorrectionConfig(**draft.fields), draft
 
 

@@ -1,8 +1,8 @@
 """Named configurations as one table of plain data: what each preset sets, what can be passed, and where it comes from.
 
 Only the table is written by hand. `RolloutCorrectionConfig.preset(name, **arguments)`, the constructors of the same
-names (`with_named_presets`), those of the verl adapter and the page docs/presets.md are made from it. A field that
-`values` leaves out has the configuration's own default.
+names (`with_named_presets`), those of the verl adapter and the page docs/reference/presets.md are made from it. A field
+that `values` leaves out has the configuration's own default.
 """
 
 from __future__ import annotations
@@ -306,7 +306,8 @@ def _nearest_presets(name: str) -> str:
     close += [known for known in shared[:3] if words & set(known.split("_"))]
     if not close:
         return f"known are {', '.join(PRESETS)}"
-    return f"the nearest are {', '.join(map(repr, dict.fromkeys(close)))}; docs/presets.md has all {len(PRESETS)}"
+    nearest = ", ".join(map(repr, dict.fromkeys(close)))
+    return f"the nearest are {nearest}; docs/reference/presets.md has all {len(PRESETS)}"
 
 
 class NamedPreset:

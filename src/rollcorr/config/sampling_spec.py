@@ -2,7 +2,7 @@
 
 A `SamplingSpec` goes with every log-prob tensor: from the engine into the rollout log and to the trainer.
 `check_compatible` compares two of them. The table of engines says in which order each applies its transforms and how it
-returns the log-probs of what it sampled. Nothing here imports torch. docs/sampling.md explains the rules.
+returns the log-probs of what it sampled. Nothing here imports torch. docs/guides/sampling.md explains the rules.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ ENGINES: Mapping[str, EngineSampling] = {
         processed="sample at temperature 1 without truncation: it returns raw log-probs only",
     ),
 }
-"""Engines by name, from their sources and measured answers; docs/sampling.md shows the table."""
+"""Engines by name, from their sources and measured answers; docs/guides/sampling.md shows the table."""
 
 _DEFAULT = EngineSampling(
     order=("temperature", "top_k", "top_p", "min_p"), logprobs=("raw",), processed="return processed log-probs"

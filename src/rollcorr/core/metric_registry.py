@@ -1,7 +1,7 @@
 """The metric registry: every metric's name, unit, sample, formula, finalizer, healthy range and source.
 
-This is the one table that the code, the health check, the plots' guide lines and docs/metrics.md read. A metric appears
-in a result when the rows that it needs were collected, which the configuration decides.
+This is the one table that the code, the health check, the plots' guide lines and docs/reference/metrics.md read. A
+metric appears in a result when the rows that it needs were collected, which the configuration decides.
 
 V are the valid tokens, R the sequences with at least one; "unit" is the token or the sequence, whichever the weights'
 level counts.
@@ -229,7 +229,7 @@ def metric(name: str) -> Metric:
     try:
         return _REGISTRY[name.removeprefix(PREFIX)]
     except KeyError:
-        raise KeyError(f"no metric is called {name!r}; docs/metrics.md lists them all") from None
+        raise KeyError(f"no metric is called {name!r}; docs/reference/metrics.md lists them all") from None
 
 
 def finalize(statistics: HostStatistics, *, prefix: str = PREFIX) -> dict[str, float]:

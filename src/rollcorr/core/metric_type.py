@@ -13,7 +13,7 @@ IS_GUIDE = "rollout importance sampling guide (2025-10)"
 PRAXIS = "Fang & Khazi (2025), Mismatch Praxis"
 OWN = "rollcorr"
 
-# What is averaged over, by the symbols of docs/notation.md: valid tokens, and sequences with one.
+# What is averaged over, by the symbols of docs/reference/notation.md: valid tokens, and sequences with one.
 V, R = "tokens", "sequences"
 
 
@@ -25,7 +25,7 @@ class Metric:
         name: bare name, without the prefix. For a criterion's metrics, with the criterion's name filled in.
         unit: nats, tokens, sequences, ratio, probability, share or 1.
         sample: what is averaged over: tokens, sequences, unit or batch.
-        formula: the definition, in the symbols of docs/notation.md.
+        formula: the definition, in the symbols of docs/reference/notation.md.
         finalizer: how it is computed from merged statistics.
         source: who defined it.
         healthy: the healthy range, where one is known.

@@ -1,6 +1,6 @@
 """Log-ratios between the training and the rollout policy, per token and per sequence.
 
-Symbols (docs/notation.md): μ the rollout policy that sampled the tokens, π the training-side policy;
+Symbols (docs/reference/notation.md): μ the rollout policy that sampled the tokens, π the training-side policy;
 d = log π − log μ in nats, ρ = exp(d). Every ratio in the library is train / rollout.
 """
 

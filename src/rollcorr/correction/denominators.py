@@ -8,7 +8,8 @@ weights that the loss applies to its kept tokens:
     weights     tokens = Σ W_i    sequences = Σ W_i / k_i      count_denominators(loss_mask, weights=weights)
 
 `loss_denominators` takes the normalizer's name and makes one of these three calls. `Correction.denominators` gives the
-same numbers where one correction is one optimizer step. docs/losses.md says which aggregation mode uses which number.
+same numbers where one correction is one optimizer step. docs/guides/losses.md says which aggregation mode uses which
+number.
 """
 
 from __future__ import annotations

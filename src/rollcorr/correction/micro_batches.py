@@ -31,7 +31,7 @@ class BypassGradients(SplitGradients):
 
     After `finish`, `.grad` is the gradient of the whole step on every rank (FSDP2: the rank's shard of it). It is a sum
     over ranks, and needs no further factor or reduction. `model` may be a plain module, DDP or FSDP2, with or without
-    `no_sync()` inside the block. docs/distributed.md says what is refused.
+    `no_sync()` inside the block. docs/guides/distributed.md says what is refused.
 
     Example:
         ```

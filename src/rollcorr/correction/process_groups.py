@@ -2,7 +2,7 @@
 
 There are two kinds of group. The ranks of a *data-parallel* group hold different sequences. They share statistics,
 once, after the correction. The ranks of a *context* group hold different tokens of the same sequences. They share
-per-sequence sums, once, before anything is decided. docs/distributed.md says who sends what.
+per-sequence sums, once, before anything is decided. docs/guides/distributed.md says who sends what.
 
 Everything is gathered and then added in rank order, so that no sum depends on the order of arrival.
 `rollcorr.correction.denominators` counts what a loss is divided by, over these groups.

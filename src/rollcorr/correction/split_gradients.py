@@ -11,7 +11,7 @@ a backward pass. In the meantime they must not do so in their own way:
     FSDP2           every backward pass reduces its own part into the sharded `.grad`, even where
                     `set_requires_gradient_sync(False)` was called; `finish` turns FSDP's mean into the sum
 
-docs/distributed.md has the table of what users may do, and what is refused.
+docs/guides/distributed.md has the table of what users may do, and what is refused.
 """
 
 from __future__ import annotations

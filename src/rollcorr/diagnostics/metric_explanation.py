@@ -29,7 +29,7 @@ SYMBOLS: dict[str, str] = {
     "lo": "the lower threshold of the weights",
     "J": "the joint log-ratio of a denoising step",
 }
-"""Symbols of docs/notation.md that formulas of metrics use."""
+"""Symbols of docs/reference/notation.md that formulas of metrics use."""
 
 # A word; a circumflex over its last letter is a character of its own, and belongs to it.
 _SYMBOL = re.compile(r"(?:seq|token)_\w+|[^\W\d_]+\u0302?(?:_i\b)?")

@@ -1,6 +1,6 @@
 """The protocol of an engine: prompts go in; sampled tokens and their log-probs come out, with where both came from.
 
-Symbols (docs/notation.md): B sequences, P padded prompt length, T padded response length.
+Symbols (docs/reference/notation.md): B sequences, P padded prompt length, T padded response length.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The probe is a fixed batch that engine and policy both score after a weight update, to verify that it arrived.
 
-Symbols (docs/notation.md): B sequences, T padded response length, V vocabulary.
+Symbols (docs/reference/notation.md): B sequences, T padded response length, V vocabulary.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Three kinds of log-probs come back, and the `SamplingSpec` names the one to use:
   kept sets of `output_token_sampling_mask`; they differ from the tempered ones by the log of the kept mass.
 
 Sources: docs.sglang.io, "Sampling Parameters" and "SGLang for RL Systems". Answers to `/generate` are tested on what
-SGLang 0.5.23 answered; re-scoring and weight updates follow the documentation (docs/engines.md).
+SGLang 0.5.23 answered; re-scoring and weight updates follow the documentation (docs/guides/engines.md).
 """
 
 from __future__ import annotations

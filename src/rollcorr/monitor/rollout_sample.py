@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSample:
-    """How much the rollout log keeps; the rule is in this file's first lines, and in docs/monitor.md.
+    """How much the rollout log keeps; the rule is in this file's first lines, and in docs/guides/monitor.md.
 
     Attributes:
         every: a step is logged if its number is a multiple of this, at least 1.

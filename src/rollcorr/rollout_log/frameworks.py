@@ -1,7 +1,7 @@
 """What other frameworks call the columns of the rollout log, and what the files that they dump hold: one table.
 
 `FRAMEWORKS` has, for each framework, the version that was read, its tensors in a training step, and its dumps. The
-readers of foreign files, the hints in errors and the table in docs/rollout_log.md are made from it.
+readers of foreign files, the hints in errors and the table in docs/guides/rollout_log.md are made from it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Framework:
     dumps: tuple[Dump, ...]
 
 
-_WRITE_IT = "write the log in the training step, with RolloutLogWriter: docs/rollout_log.md"
+_WRITE_IT = "write the log in the training step, with RolloutLogWriter: docs/guides/rollout_log.md"
 
 VERL = Framework(
     name="verl",

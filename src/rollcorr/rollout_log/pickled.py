@@ -254,4 +254,4 @@ def _number(value: object, *kinds: type) -> object:
 def _unknown(path: Path, fields: Sequence[str] = ()) -> RolloutLogError:
     has = f"; it has {', '.join(fields[:20])[:300]}" if fields else ""
     title = f"neither a dump of slime {SLIME.version} (.pt) nor of SkyRL {SKYRL.version} (.pkl){has}"
-    return log_error("form", title, fix="write the log with RolloutLogWriter: docs/rollout_log.md", file=path)
+    return log_error("form", title, fix="write the log with RolloutLogWriter: docs/guides/rollout_log.md", file=path)

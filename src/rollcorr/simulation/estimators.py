@@ -22,7 +22,7 @@ RECOMMENDED: Mapping[str, Threshold] = {
     "seq_max_k2": 2.0,
     "seq_max_k3": 0.1,
 }
-"""A threshold to begin with for each criterion, as in docs/choosing.md."""
+"""A threshold to begin with for each criterion, as in docs/guides/choosing.md."""
 
 _WEIGHTS: Mapping[str, tuple[str, Threshold | None]] = {
     "token_untruncated": ("token", None),

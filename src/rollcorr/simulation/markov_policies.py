@@ -5,8 +5,8 @@ moves to `next_state[s, a]`. A sequence starts in state 0, and ends after T toke
 the V^T sequences are then T steps over S states, in float64: J(θ), its gradient, KL(μ‖π) and χ² are exact at any
 length.
 
-Symbols (docs/notation.md): π trainer policy, μ rollout policy, d = log π − log μ, ρ = exp d. θ is the trainer's (S, V)
-table of logits.
+Symbols (docs/reference/notation.md): π trainer policy, μ rollout policy, d = log π − log μ, ρ = exp d. θ is the
+trainer's (S, V) table of logits.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Advice:
     Attributes:
         decision: correct with a preset, repair something first, or nothing that could be judged.
         preset: its name; None unless the decision is to correct.
-        situation: the size of the mismatch, as docs/choosing.md calls it; empty where it was not judged.
+        situation: the size of the mismatch, as docs/guides/choosing.md calls it; empty where it was not judged.
         thresholds: field of the configuration → value, where it differs from the preset's.
         reasons: sentences, the most important first.
         repairs: what to repair, with its fix: the causes, the most likely first.
@@ -106,7 +106,8 @@ def advise(result: CheckResult, *, rate: float = 0.05, null: MismatchNull | None
         return Advice(
             decision="not judged",
             reasons=(
-                "the log is of denoising steps, and the advice is about tokens; docs/flow_grpo.md has the settings",
+                "the log is of denoising steps, and the advice is about tokens; "
+                "docs/guides/flow_grpo.md has the settings",
             ),
         )
 

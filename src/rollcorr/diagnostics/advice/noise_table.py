@@ -1,7 +1,7 @@
 """What pure noise does to every customary limit: the share that leaves it, by noise and length.
 
-The limits are those of the presets, and the starting points of docs/choosing.md for the criteria that no preset has.
-The expectations are those that a verdict shows (`health.noise`).
+The limits are those of the presets, and the starting points of docs/guides/choosing.md for the criteria that no preset
+has. The expectations are those that a verdict shows (`health.noise`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WITHOUT_PRESET = (
     ("seq_sum_k3", 2.5),
     ("seq_max_k3", 2.0),
 )
-"""Criteria that no preset has, with a starting point of docs/choosing.md. The k3 of small d is its k2."""
+"""Criteria that no preset has, with a starting point of docs/guides/choosing.md. The k3 of small d is its k2."""
 
 
 @dataclass(frozen=True)

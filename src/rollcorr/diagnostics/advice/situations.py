@@ -1,4 +1,4 @@
-"""Which preset a mismatch calls for: the rules of docs/choosing.md, written once, as data.
+"""Which preset a mismatch calls for: the rules of docs/guides/choosing.md, written once, as data.
 
 A rule is the first whose limits hold. `advise` looks them up, and a test holds the page against them.
 """
@@ -38,7 +38,7 @@ class Situation:
     """A size of the mismatch, and what to do about it.
 
     Attributes:
-        name: as in docs/choosing.md.
+        name: as in docs/guides/choosing.md.
         signs: what it is recognized by, in words.
         k3_below: nats; infinite for no limit.
         kl_below: nats.

@@ -1,8 +1,8 @@
 """The judgments that need more than one number: each a named function from evidence to a finding or None.
 
 `RULES` is the table that `rollcorr.diagnostics.health.health_check` goes through. Limits are named here, once, and
-docs/health.md lists them. `log/contradicted_zero_count` is no metric of the registry: `rollcorr check` counts it in the
-raw log-probs.
+docs/guides/health.md lists them. `log/contradicted_zero_count` is no metric of the registry: `rollcorr check` counts it
+in the raw log-probs.
 """
 
 from __future__ import annotations

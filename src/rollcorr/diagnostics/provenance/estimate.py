@@ -4,7 +4,7 @@
 finds: another temperature, a truncation, log-probs of something that was not sampled, of other tokens or requests, in
 other units, placeholders, tokens that nobody sampled, another prompt. A cause is judged on the rows that show it, then
 the other rows are judged without them. Each finding has its evidence and a confidence. What the inputs cannot tell is
-said in `unknown`; docs/sampling.md has the list. With the trainer's logits more can be told.
+said in `unknown`; docs/guides/sampling.md has the list. With the trainer's logits more can be told.
 """
 
 from __future__ import annotations

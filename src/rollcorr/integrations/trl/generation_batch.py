@@ -5,7 +5,7 @@
     tool_mask                    the tokens in the loss (TRL's losses read completion_mask · tool_mask)
     num_items_in_batch           what cispo, dapo and vespo divide by
 
-Symbols (docs/notation.md): B sequences, T padded completion length.
+Symbols (docs/reference/notation.md): B sequences, T padded completion length.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class RawConfig(Mapping[str, Any]):
 
 
 def with_verl_presets(cls: type[Config]) -> type[Config]:
-    """Give verl's configuration the constructors of verl 0.9.1; docs/presets.md lists their values."""
+    """Give verl's configuration the constructors of verl 0.9.1; docs/reference/presets.md lists their values."""
     for name, preset in PRESETS.items():
         if preset.source == VERL:
             setattr(cls, name, NamedPreset(name, _construct, _parameters(name)))

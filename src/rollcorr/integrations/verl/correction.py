@@ -1,7 +1,7 @@
 """verl's functions for weights, rejection and metrics, with their names, arguments and return values.
 
-They run `rollcorr.correct`; `verl_parity=True` computes verl 0.9.1's own numbers instead (`parity`). docs/verl.md lists
-the differences. Log-probs and masks are (B, T); every ratio is train / rollout.
+They run `rollcorr.correct`; `verl_parity=True` computes verl 0.9.1's own numbers instead (`parity`).
+docs/coming_from/verl.md lists the differences. Log-probs and masks are (B, T); every ratio is train / rollout.
 """
 
 from __future__ import annotations

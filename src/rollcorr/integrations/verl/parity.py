@@ -1,6 +1,6 @@
 """The reference's own numbers: what `verl_parity=True` computes, written out from verl 0.9.1's definitions.
 
-Only for proving a switch; docs/verl.md says why each of these differs from docs/metrics.md:
+Only for proving a switch; docs/coming_from/verl.md says why each of these differs from docs/reference/metrics.md:
 
 - every row of the batch is a sequence, also one without a valid token, whose means and sums are then 0;
 - the weight and the statistic of a sequence are averaged over its tokens, so long sequences count more;

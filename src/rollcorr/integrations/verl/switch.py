@@ -77,7 +77,7 @@ def _replacements(modules: dict[str, ModuleType]) -> list[tuple[Any, Any]]:
     if need_critic is None:
         raise ImportError(
             f"{UTILS} has no need_critic: this verl is not one that install() knows. Change the imports as "
-            "docs/verl.md says, and call wire_bypass_mode(config) before the trainer is built"
+            "docs/coming_from/verl.md says, and call wire_bypass_mode(config) before the trainer is built"
         )
     pairs = []
     if not hasattr(need_critic, "wires_bypass_mode"):
@@ -109,8 +109,8 @@ def _check_arguments(name: str, theirs: Callable[..., Any], ours: Callable[..., 
     if expected != known[: len(expected)]:
         raise ImportError(
             f"{name} of {_verl_version()} takes ({', '.join(expected)}), and ours ({', '.join(known)}): this verl is "
-            "not one that install() knows. Change the imports as docs/verl.md says; for verl of November 2025 use "
-            "rollcorr.integrations.verl.v2025_11"
+            "not one that install() knows. Change the imports as docs/coming_from/verl.md says; for verl of November "
+            "2025 use rollcorr.integrations.verl.v2025_11"
         )
 
 

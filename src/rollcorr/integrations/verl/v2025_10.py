@@ -2,7 +2,7 @@
 
 Metrics carry the prefix mismatch/ and keep the names and definitions of that release's guide: minima and maxima of the
 weights are taken before truncation, and mask mode truncates nothing. `rollcorr.integrations.verl` has the newest;
-docs/verl.md says how to switch. Log-probs and masks are (B, T).
+docs/coming_from/verl.md says how to switch. Log-probs and masks are (B, T).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ rows are computed by each implementation:
 
 Where `cpu` or `triton` lacks a row of the configuration, "auto" passes it over and `rollcorr info` says so.
 
-valid, counted, compared and measured tokens are defined on docs/notation.md.
+valid, counted, compared and measured tokens are defined on docs/reference/notation.md.
 """
 
 from __future__ import annotations

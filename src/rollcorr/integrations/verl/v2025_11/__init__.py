@@ -1,7 +1,7 @@
 """verl's rollout-correction functions of November 2025, on this library.
 
 One band for rejection, at token, sequence or geometric level, and a veto; the pure loss has a function of its own.
-`rollcorr.integrations.verl` has the newest; docs/verl.md says how to switch.
+`rollcorr.integrations.verl` has the newest; docs/coming_from/verl.md says how to switch.
 """
 
 from rollcorr.integrations.verl.correction import compute_offpolicy_metrics, compute_rollout_corr_metrics_from_logprobs

@@ -1,8 +1,8 @@
 """From per-sequence sums to decisions and statistics: the second step of the correction in torch.
 
-docs/correction.md says what is decided and why. First everything that is known of each sequence is noted in a tally.
-The tally then becomes rows, all of one kind at once: for a GPU, and for eager torch, an operation on a few hundred
-numbers costs what it costs on one.
+docs/background/correction.md says what is decided and why. First everything that is known of each sequence is noted in
+a tally. The tally then becomes rows, all of one kind at once: for a GPU, and for eager torch, an operation on a few
+hundred numbers costs what it costs on one.
 """
 
 from __future__ import annotations

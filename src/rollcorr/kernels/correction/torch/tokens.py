@@ -31,9 +31,9 @@ FAR = 1e300  # beyond every value: stands in a minimum or maximum for tokens tha
 def columns_of(config: RolloutCorrectionConfig) -> tuple[str, ...]:
     """What is summed over each sequence, by name.
 
-    valid, compared and measured count tokens (docs/notation.md). log_ratio is d, capped min(d, 20), expm1 that of d
-    within ±20, k2 d²/2; train and rollout are log π and log μ of measured tokens. weight is the applied weight of
-    counted tokens, raw the one before truncation, where the two can differ. kept counts the tokens that every
+    valid, compared and measured count tokens (docs/reference/notation.md). log_ratio is d, capped min(d, 20), expm1
+    that of d within ±20, k2 d²/2; train and rollout are log π and log μ of measured tokens. weight is the applied
+    weight of counted tokens, raw the one before truncation, where the two can differ. kept counts the tokens that every
     token-level rejector keeps, rejected_once those that exactly one takes.
     """
     weighs = config.rollout_is == "token"
