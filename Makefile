@@ -1,7 +1,7 @@
 .DEFAULT_GOAL := help
 .PHONY: help install demo demo-seeds demo-diffusion demo-diffusion-seeds test test-anywhere test-slow test-crash
 .PHONY: test-hostile test-oracle test-triton test-compile calibration test-ray test-arm test-verl test-trl
-.PHONY: test-frameworks test-vllm check docs bench gpu-wheels gpu gpu-dry laboratory diagnosis study-measured
+.PHONY: test-frameworks test-vllm check docs docs-site bench gpu-wheels gpu gpu-dry laboratory diagnosis study-measured
 .PHONY: study-measured-quick study-trained clean
 
 PYTHON ?= python3
@@ -14,6 +14,8 @@ VERL_VENV := .venv-verl
 VERL_STAMP := $(VERL_VENV)/.installed
 TRL_VENV := .venv-trl
 TRL_STAMP := $(TRL_VENV)/.installed
+DOCS_VENV := .venv-docs
+DOCS_STAMP := $(DOCS_VENV)/.installed
 BIN_OF_VERL := $(VERL_VENV)/bin
 BIN_OF_TRL := $(TRL_VENV)/bin
 VERL_NEEDS := accelerate aiohttp cachetools cloudpickle codetiming datasets dill fastapi importlib_metadata orjson pandas peft
@@ -50,6 +52,13 @@ $(TRL_STAMP): pyproject.toml constraints.txt
 	$(TRL_VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(TRL_VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[train]' \
 		'hypothesis>=6.100' 'pytest>=8.0' trl==1.16.0
+	@touch $@
+
+# Without torch: what the site says of the API is read from the source.
+$(DOCS_STAMP): pyproject.toml constraints.txt tools/requirements_of.py
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		$$($(PYTHON) tools/requirements_of.py docs)
 	@touch $@
 
 install: $(STAMP) ## Create .venv with everything (torch is pinned by constraints.txt)
@@ -134,8 +143,14 @@ check: $(STAMP) ## Lint, format and type checks; generated pages are current
 	$(BIN)/mypy
 	$(BIN)/python tools/generate_docs.py --check
 
-docs: $(STAMP) ## Write the generated pages
+docs: $(STAMP) ## Write the generated pages and the notebook
 	$(BIN)/python tools/generate_docs.py
+	$(BIN)/python tools/make_notebook.py
+
+docs-site: $(DOCS_STAMP) ## Build the site into site/, and check its links, its API sections and its search (installs mkdocs)
+	rm -rf site
+	NO_MKDOCS_2_WARNING=true $(DOCS_VENV)/bin/mkdocs build --strict
+	$(DOCS_VENV)/bin/python tools/docs_site/check_site.py site
 
 bench: $(STAMP) ## Time the correction against verl 0.9.1, installed in an environment of its own
 	$(BIN)/python benchmarks/correction.py $(ARGS)
@@ -167,4 +182,4 @@ study-trained: $(STAMP) ## Train the cells of the published study that are left,
 	OMP_NUM_THREADS=1 $(BIN)/python experiments/mismatch_in_practice/trained.py --jobs 2 $(ARGS)
 
 clean: ## Remove what was built and run
-	rm -rf $(VENV) $(VLLM_VENV) $(VERL_VENV) $(TRL_VENV) build dist *.egg-info runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(VERL_VENV) $(TRL_VENV) $(DOCS_VENV) site build dist *.egg-info runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

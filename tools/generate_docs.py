@@ -18,9 +18,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools")]
 
+from api_pages import api_pages  # noqa: E402
 from calibration_page import calibration_page  # noqa: E402
 from laboratory_page import laboratory_page  # noqa: E402
+from options_page import options_page  # noqa: E402
 from performance_page import performance_page  # noqa: E402
+from references import linked, preset_source  # noqa: E402
 
 from rollcorr.config import RolloutCorrectionConfig  # noqa: E402
 from rollcorr.config.presets import PRESETS, SHORT, VERL_2025_11, VERL_2025_12  # noqa: E402
@@ -116,8 +119,8 @@ def _argument_table(names: Sequence[str]) -> str:
     for name in names:
         parameters = inspect.signature(getattr(RolloutCorrectionConfig, name)).parameters.values()
         arguments = ", ".join(f"{parameter.name}={parameter.default!r}" for parameter in parameters)
-        rows.append((f"`{name}({arguments})`", PRESETS[name].description))
-    return _table(("call", "what it does"), rows)
+        rows.append((f"`{name}({arguments})`", PRESETS[name].description, preset_source(name)))
+    return _table(("call", "what it does", "source"), rows)
 
 
 def metrics_page() -> str:
@@ -228,7 +231,7 @@ def _metric_table(names: Iterable[str]) -> str:
 def _metric_row(label: str, row: Metric, formula: str | None = None) -> tuple[str | None, ...]:
     over = {"tokens": "V", "sequences": "R"}.get(row.sample, row.sample)
     healthy = row.healthy.ideal if row.healthy else None
-    return label, row.unit, over, (formula or row.formula).replace("|", "\\|"), healthy, row.source
+    return label, row.unit, over, (formula or row.formula).replace("|", "\\|"), healthy, linked(row.source)
 
 
 def _criterion_table() -> str:
@@ -277,8 +280,9 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/background/laboratory.md": lambda: laboratory_page(GENERATED, _table),
     "docs/reference/metrics.md": metrics_page,
     "docs/background/performance.md": lambda: performance_page(GENERATED, _table),
+    "docs/reference/options.md": lambda: options_page(GENERATED, _table),
     "docs/reference/presets.md": presets_page,
-}
+} | api_pages(GENERATED, _table)
 
 
 def outdated() -> list[str]:

@@ -122,6 +122,10 @@ def converted_document(raw: Mapping[str, Any], conversion: Conversion) -> dict[s
     """The document in its newest form: the same, with `algorithm.rollout_correction` in place of the old options.
 
     The section names the seven public options always, and of the others those that differ from their defaults.
+
+    Args:
+        raw: the document that was converted.
+        conversion: what `convert` made of it.
     """
     section = None if conversion.config is None else config_section(conversion.config)
     if "algorithm" in raw or "actor_rollout_ref" in raw:

@@ -204,6 +204,9 @@ class SamplingSpec:
         Returns:
             A processed spec. Penalties, bias and the ban of the end token are off, for actors see logits alone; one
             that applies them says so with `dataclasses.replace`.
+
+        Raises:
+            ValueError: `actor` is none of the four.
         """
         check_choice("actor", actor, _ACTORS)
         on = actor != "full"

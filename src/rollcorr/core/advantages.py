@@ -44,7 +44,16 @@ def grpo_advantages(rewards: Tensor, group_ids: Tensor, *, keep: Tensor | None =
 def dr_grpo_advantages(rewards: Tensor, group_ids: Tensor, *, keep: Tensor | None = None) -> Tensor:
     """r − mean of the group: GRPO without the division, which favors groups that are nearly all right or wrong.
 
-    Arguments, Returns and Raises are as in `grpo_advantages`; the unit is that of the reward.
+    Args:
+        rewards: one per sequence, (B,).
+        group_ids: the prompt that a sequence answers, (B,), any integers in any order.
+        keep: (B,) bool; false leaves a row out of the mean. None keeps all.
+
+    Returns:
+        (B,), in units of the reward. 0 for rows left out and in groups with one kept row.
+
+    Raises:
+        ValueError: shapes differ, or group ids are not integers.
 
     Source: Liu et al. (2025), "Understanding R1-Zero-Like Training", arXiv:2503.20783.
     """
@@ -55,7 +64,16 @@ def dr_grpo_advantages(rewards: Tensor, group_ids: Tensor, *, keep: Tensor | Non
 def rloo_advantages(rewards: Tensor, group_ids: Tensor, *, keep: Tensor | None = None) -> Tensor:
     """r − mean of the others in the group = n / (n − 1) · (r − mean of the group).
 
-    Arguments, Returns and Raises are as in `grpo_advantages`; the unit is that of the reward.
+    Args:
+        rewards: one per sequence, (B,).
+        group_ids: the prompt that a sequence answers, (B,), any integers in any order.
+        keep: (B,) bool; false leaves a row out of the mean. None keeps all.
+
+    Returns:
+        (B,), in units of the reward. 0 for rows left out and in groups with one kept row.
+
+    Raises:
+        ValueError: shapes differ, or group ids are not integers.
 
     Source: Kool et al. (2019), "Buy 4 REINFORCE Samples, Get a Baseline for Free!"; Ahmadian et al. (2024),
     arXiv:2402.14740.

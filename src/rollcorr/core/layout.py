@@ -59,6 +59,10 @@ def check_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> None:
 
     Reads values: free on the CPU, a wait on a device, where it is for loaders and on request.
 
+    Args:
+        cu_seqlens: (B + 1,) token offsets: the first token of each sequence, then the number of tokens.
+        tokens: N, the number of packed tokens.
+
     Raises:
         ValueError: names the first offending entry.
     """
@@ -165,13 +169,30 @@ def expand(per_sequence: Tensor, like: Tensor, *, cu_seqlens: Tensor | None = No
 
 
 def pack(padded: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, T) → ((N,), cu_seqlens): keep the true entries, row by row. The number kept is data: this one syncs."""
+    """(B, T) → ((N,), cu_seqlens): keep the true entries, row by row. The number kept is data: this one syncs.
+
+    Args:
+        padded: (B, T), any dtype.
+        mask: (B, T) bool; true entries are kept.
+
+    Returns:
+        The kept entries, (N,), and their offsets, (B + 1,) int64.
+    """
     counts = mask.sum(dim=-1)
     return padded[mask], offsets_of(counts)
 
 
 def unpack(packed: Tensor, mask: Tensor, *, fill: float = 0.0) -> Tensor:
-    """(N,) → (B, T): the inverse of `pack`, with `fill` where mask is false."""
+    """(N,) → (B, T): the inverse of `pack`, with `fill` where mask is false.
+
+    Args:
+        packed: (N,), any dtype.
+        mask: (B, T) bool, with N true entries.
+        fill: what the other entries get.
+
+    Returns:
+        (B, T), in the dtype of `packed`.
+    """
     return packed.new_full(mask.shape, fill).masked_scatter(mask, packed)
 
 

@@ -112,7 +112,14 @@ def kept_log_mass(logits: Tensor, token_ids: Tensor, kept: KeptSets, *, temperat
 
 
 def token_entropy(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """H = log Σ_j exp(z_j/τ) − Σ_j p_j z_j/τ, over the whole vocabulary. (…), nats.
+    """H = log Σ_j exp(z_j/τ) − Σ_j p_j z_j/τ, over the whole vocabulary.
+
+    Args:
+        logits: z, (…, V), any float dtype.
+        temperature: τ, > 0.
+
+    Returns:
+        (…), nats, at least float32. The shape of the logits without V.
 
     Raises:
         ValueError: the temperature is not above 0.

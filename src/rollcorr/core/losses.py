@@ -183,6 +183,11 @@ def reference_kl_k1(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor) -> tup
 
     Returns:
         The estimate per token, and the mask of the tokens where both log-probs are finite; 0 elsewhere.
+
+    Raises:
+        ValueError: shapes differ.
+
+    Source: Schulman (2020), "Approximating KL Divergence".
     """
     return _reference_kl(k1, log_prob, ref_log_prob, mask)
 
@@ -190,7 +195,18 @@ def reference_kl_k1(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor) -> tup
 def reference_kl_k2(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """(log π_θ − log π_ref)² / 2 per token: biased in value, but its expected gradient is that of KL(π_θ‖π_ref).
 
-    Arguments and Returns are as in `reference_kl_k1`.
+    Args:
+        log_prob: log π_θ, nats. Any shape. Carries the gradient.
+        ref_log_prob: log π_ref, nats, same shape; detached here.
+        mask: response tokens, same shape; read as ≠ 0.
+
+    Returns:
+        The estimate per token, and the mask of the tokens where both log-probs are finite; 0 elsewhere.
+
+    Raises:
+        ValueError: shapes differ.
+
+    Source: Schulman (2020), "Approximating KL Divergence".
     """
     return _reference_kl(k2, log_prob, ref_log_prob, mask)
 
@@ -198,7 +214,16 @@ def reference_kl_k2(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor) -> tup
 def reference_kl_k3(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """expm1(d) − d with d = log π_ref − log π_θ ≤ 20, per token: unbiased for KL(π_θ‖π_ref) and never negative.
 
-    Arguments and Returns are as in `reference_kl_k1`.
+    Args:
+        log_prob: log π_θ, nats. Any shape. Carries the gradient.
+        ref_log_prob: log π_ref, nats, same shape; detached here.
+        mask: response tokens, same shape; read as ≠ 0.
+
+    Returns:
+        The estimate per token, and the mask of the tokens where both log-probs are finite; 0 elsewhere.
+
+    Raises:
+        ValueError: shapes differ.
 
     Source: Schulman (2020), "Approximating KL Divergence"; Shao et al. (2024), arXiv:2402.03300, eq. 4.
     """

@@ -125,7 +125,16 @@ class Statistics:
         tops: Mapping[str, Tensor] = _NOTHING,
         device: torch.device | str | None = None,
     ) -> Statistics:
-        """Stack named rows: 0-d sums, and what `moments_of`, `extremes_of`, `histogram_of`, `top_entries` return."""
+        """Stack named rows.
+
+        Args:
+            sums: name → a 0-d tensor.
+            moments: name → what `moments_of` returns, (3,): count, mean and sum of squared deviations.
+            extremes: name → what `extremes_of` returns, (2,).
+            histograms: name → what `histogram_of` returns, (BINS,).
+            tops: name → what `top_entries` returns, (TOP, 3).
+            device: where the tables go if no row is given at all.
+        """
         given = dict(zip(_KINDS, (sums, moments, extremes, histograms, tops), strict=True))
 
         # Only where there is no row at all, the caller must say which device the empty tables are on.
@@ -172,12 +181,20 @@ class Statistics:
         return torch.cat([rows.flatten() for rows in self.rows.values()])
 
     def unpack(self, vector: Tensor) -> Statistics:
-        """The same rows with values from a vector that `pack` made (here or on another rank)."""
+        """The same rows with other values.
+
+        Args:
+            vector: 1-D float64, from `pack`, here or on another rank.
+        """
         return Statistics(self.names, _PackedRows(vector, self.names))
 
     @classmethod
     def from_vector(cls, names: Mapping[str, tuple[str, ...]], vector: Tensor) -> Statistics:
-        """The rows with these names, kind by kind, from a vector that `pack` made; for who has no such rows.
+        """The rows with these names, kind by kind; for who has no such rows.
+
+        Args:
+            names: kind of row → the names of its rows.
+            vector: 1-D float64, from `pack`.
 
         Raises:
             ValueError: the vector has another number of values than these rows.

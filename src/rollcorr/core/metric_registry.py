@@ -233,7 +233,12 @@ def metric(name: str) -> Metric:
 
 
 def finalize(statistics: HostStatistics, *, prefix: str = PREFIX) -> dict[str, float]:
-    """Every metric whose rows the statistics have, prefixed, in the registry's order."""
+    """Every metric whose rows the statistics have, prefixed, in the registry's order.
+
+    Args:
+        statistics: what `Statistics.read()` returns: rows on the host, merged over micro-batches and ranks.
+        prefix: put before each name.
+    """
     computable, has_timesteps = _plan(statistics.names, prefix)
     metrics = {name: compute(statistics) for name, compute in computable}
 

@@ -129,7 +129,12 @@ class KeptSets:
 
     @classmethod
     def of(cls, sets: Sequence[Sequence[int]], *, device: torch.device | str | None = None) -> KeptSets:
-        """From one list of ids per token."""
+        """From one list of ids per token.
+
+        Args:
+            sets: N lists of token ids, in the order of the tokens.
+            device: where the tensors go. None: torch's default.
+        """
         sizes = torch.tensor([0, *map(len, sets)], dtype=torch.int64, device=device)
         ids = torch.tensor([token for kept in sets for token in kept], dtype=torch.int32, device=device)
         return cls(ids, sizes.cumsum(0))
@@ -150,7 +155,11 @@ class KeptSets:
         return KeptSets(self.ids, offsets_of(sizes[packed].masked_fill(~flat, 0)))
 
     def select(self, rows: Tensor) -> KeptSets:
-        """The sets of some tokens, in the order of the (n,) int64 positions `rows`. It syncs: sizes are data."""
+        """The sets of some tokens. It syncs: sizes are data.
+
+        Args:
+            rows: (n,) int64 positions of tokens, in the order that is wanted.
+        """
         sizes = self.offsets.diff()[rows]
         offsets = offsets_of(sizes)
         first = torch.repeat_interleave(self.offsets[rows] - offsets[:-1], sizes)
@@ -179,6 +188,11 @@ def check_kept_sets(kept: KeptSets, tokens: int, vocabulary: int) -> None:
     """Check the number of tokens, that offsets never fall, that ids are inside the vocabulary, and that none is twice.
 
     Reads values (a device sync): for loaders and on request, not for the step path.
+
+    Args:
+        kept: the sets.
+        tokens: N, how many tokens the batch has.
+        vocabulary: V, how many ids there are.
 
     Raises:
         ValueError: names the first token that is wrong.

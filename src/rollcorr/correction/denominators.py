@@ -142,7 +142,12 @@ def rescaling(original: Tensor | float, kept: Tensor | float) -> Tensor:
 
 
 def aggregation_mode(config: RolloutCorrectionConfig | None, loss: LossConfig) -> LossAggMode:
-    """The mode that was asked for. The default is token-mean for PPO, and for REINFORCE the Σ_t of its theorem."""
+    """The mode that was asked for. The default is token-mean for PPO, and for REINFORCE the Σ_t of its theorem.
+
+    Args:
+        config: the correction, whose `loss_type` decides the default. None: no correction.
+        loss: the options of the loss; its `loss_agg_mode` wins.
+    """
     reinforce = config is not None and config.loss_type == "reinforce"
     return loss.loss_agg_mode or ("seq-mean-token-sum" if reinforce else "token-mean")
 

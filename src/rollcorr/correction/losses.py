@@ -227,7 +227,12 @@ def policy_loss(
 
 
 def loss_metrics(statistics: Statistics, *, prefix: str = "actor/") -> dict[str, float]:
-    """Mean of every row of (merged) loss statistics, in one transfer: policy_kl, clip_fraction_high, …, entropy."""
+    """Mean of every row of (merged) loss statistics, in one transfer: policy_kl, clip_fraction_high, …, entropy.
+
+    Args:
+        statistics: `PolicyLossOutput.statistics`, of one micro-batch or merged.
+        prefix: put before each name.
+    """
     return {prefix + name: moments.mean for name, moments in statistics.read().moments.items()}
 
 

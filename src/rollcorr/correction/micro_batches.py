@@ -99,7 +99,21 @@ class BypassGradients(SplitGradients):
         entropy: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> PolicyLossOutput:
-        """The loss of a micro-batch, divided by the original counts of the step. See `policy_loss`."""
+        """The loss of a micro-batch, divided by the original counts of the step.
+
+        Args:
+            policies: log π_θ with its graph, and log μ, nats, (B, T), or (N,) when packed.
+            advantages: same shape, or per sequence, (B,).
+            response_mask: this micro-batch's tokens, same shape; read as ≠ 0.
+            entropy: of π_θ per token, nats, same shape. Only with an entropy coefficient.
+            cu_seqlens: (B + 1,) token offsets, only when packed.
+
+        Returns:
+            The loss in its parts; give it to `backward`.
+
+        Raises:
+            ValueError: as `rollcorr.policy_loss`.
+        """
         return policy_loss(
             policies,
             advantages,

@@ -137,7 +137,7 @@ def sum_gradients(parameters: Iterable[Tensor], group: ProcessGroup | None) -> N
     differently. One all-reduce finds these first, and waits for the device.
 
     Args:
-        parameters: the same ones on every rank.
+        parameters: the same ones on every rank, of any shape.
         group: the process group. None leaves everything as it is.
     """
     parameters = [parameter for parameter in parameters if parameter.requires_grad]

@@ -44,6 +44,7 @@ class Correction:
         context_group: the ranks that hold other tokens of the same sequences. None: the sequences are whole.
         ranks: how many ranks the two groups have. The groups themselves stay behind when a correction is pickled.
         batch_shape: the shape of the whole batch, of which this may be a part. None: unknown.
+        counts: what the loss of the optimizer step is divided by. None for what `dataclasses.replace` has changed.
     """
 
     weights: Tensor | None
@@ -184,7 +185,7 @@ class Correction:
         of one step. With groups this is an exchange, so every rank calls it, with rows or without.
 
         Args:
-            rows: as in `correction[rows]`.
+            rows: as in `correction[rows]`: a slice, or indices of sequences, (R,).
 
         Raises:
             TypeError, ValueError: as `correction[rows]`; or the response mask or the groups are missing.

@@ -154,6 +154,9 @@ def correct(
 def check_mask(response_mask: Tensor) -> None:
     """Check that a mask holds only 0 and 1. Reads values: for loaders and debugging, not for the step path.
 
+    Args:
+        response_mask: any shape and dtype.
+
     Raises:
         ValueError: names the first value that is neither.
     """

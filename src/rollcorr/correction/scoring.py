@@ -111,10 +111,21 @@ def linear_actor_log_prob(
 
 
 def actor_entropy(logits: Tensor, token_ids: Tensor, spec: SamplingSpec, *, kept: KeptSets | None = None) -> Tensor:
-    """Entropy over the support that `actor_log_prob` uses. (…), nats.
+    """Entropy over the support that `actor_log_prob` uses.
 
-    With support "kept_mass" no set is known, so this is the entropy of the whole softmax. Arguments and raises are
-    those of `actor_log_prob`.
+    With support "kept_mass" no set is known, so this is the entropy of the whole softmax.
+
+    Args:
+        logits: z, (…, V), any float dtype.
+        token_ids: the sampled tokens, (…), integers in 0 … V − 1.
+        spec: what the trainer's log-probs are of.
+        kept: the engine's kept sets, for support "replayed".
+
+    Returns:
+        (…), nats, at least float32.
+
+    Raises:
+        ValueError: as `actor_log_prob`.
     """
     _check_no_penalties(spec)
     if not spec.restricts or spec.support == "kept_mass":

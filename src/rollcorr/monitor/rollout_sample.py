@@ -55,7 +55,12 @@ class RolloutSample:
         return step % self.every == 0
 
     def takes_row(self, step: int, key: object) -> bool:
-        """Whether a row of such a step is logged."""
+        """Whether a row of such a step is logged.
+
+        Args:
+            step: number of the step.
+            key: what names the row: its id, or its group's where whole groups are kept.
+        """
         digest = hashlib.blake2b(f"{self.seed}/{step}/{key}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") < self.share * 2**64
 

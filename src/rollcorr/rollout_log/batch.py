@@ -87,9 +87,17 @@ class RolloutBatch:
         kept: KeptSets | None = None,
         **columns: object,
     ) -> RolloutBatch:
-        """A batch from packed tensors: `response_mask` and token columns (N,) with `cu_seqlens` (B + 1,).
+        """A batch from packed tensors.
 
-        Other arguments and errors are those of `from_padded`.
+        Args:
+            response_mask: non-zero on sampled tokens, (N,).
+            cu_seqlens: (B + 1,) token offsets.
+            prompt_mask: as in `from_padded`.
+            kept: the kept sets of the sampled tokens, as in `from_padded`.
+            columns: columns of the schema: those of tokens (N,), the others one value for each sequence.
+
+        Raises:
+            ValueError: an unknown column, or shapes that differ.
         """
         sizes = build.packed_sizes(response_mask, cu_seqlens)
         tokens: dict[str, object] = {"response_mask": response_mask, **columns}
@@ -134,7 +142,11 @@ class RolloutBatch:
         return tuple(self.records.schema.names)
 
     def has(self, column: str) -> bool:
-        """Whether any row records the column."""
+        """Whether any row records the column.
+
+        Raises:
+            ValueError: the schema has no such column.
+        """
         check_columns([column])
         return column in self.columns and self.records.column(column).null_count < len(self)
 

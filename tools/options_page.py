@@ -1,0 +1,130 @@
+"""docs/reference/options.md: every option of both trainers, of a correction and of a loss, from the dataclasses."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import typing
+from collections.abc import Callable, Sequence
+
+from rollcorr.config import LossConfig, RolloutCorrectionConfig
+from rollcorr.diffusion import DiffusionActorConfig
+from rollcorr.train import FlowGrpoConfig, GrpoConfig
+
+Table = Callable[[Sequence[str], Sequence[Sequence[object]]], str]
+
+
+def options_page(generated: str, table: Table) -> str:
+    """The tables, one per block of options."""
+    return f"""# Options
+
+{generated}
+
+For everyone who writes a configuration: the options of a correction and a loss, and of the two trainers. On the command line an option is
+`block.name=value`: `rollcorr train examples/train/demo.yaml optim.lr=1e-4`. [The trainer](../guides/trainer.md) and
+[Flow-GRPO](../guides/flow_grpo.md) say what the blocks are for.
+
+## Correction
+
+The block `algorithm.rollout_correction` of a trainer, the options of `rollcorr.correct`, and the fields of `RolloutCorrectionConfig`.
+[Presets](presets.md) are named sets of them.
+
+{_block(RolloutCorrectionConfig, table)}
+
+## Loss
+
+The block `algorithm.loss` of the trainer for language models, and the fields of `LossConfig`.
+
+{_block(LossConfig, table)}
+
+## Trainer for language models
+
+{_blocks(GrpoConfig, table)}
+
+## Trainer for diffusion models
+
+The block `algorithm.loss` has the fields of `rollcorr.diffusion.DiffusionActorConfig`.
+
+{_blocks(FlowGrpoConfig, table)}
+"""
+
+
+def _blocks(config: type, table: Table) -> str:
+    """A table of the options at the top, then one for each block."""
+    simple, blocks = [], []
+    for field in dataclasses.fields(config):
+        nested = _nested(config, field)
+        (simple if nested is None else blocks).append((field, nested))
+    parts = [_rows(config, [field for field, _ in simple], table)]
+    for field, nested in blocks:
+        parts += [f"### {field.name}: {_title(config)}", _nested_rows(nested, f"{field.name}.", table)]
+    return "\n\n".join(parts)
+
+
+def _title(config: type) -> str:
+    return "diffusion models" if config is FlowGrpoConfig else "language models"
+
+
+def _nested_rows(config: type, prefix: str, table: Table) -> str:
+    """The options of a block, and of the blocks in it but for the correction and the loss of language models."""
+    rows = []
+    for field in dataclasses.fields(config):
+        nested = _nested(config, field)
+        if nested is None:
+            rows.append(_row(config, field, prefix))
+        elif nested is LossConfig:
+            rows.append((f"`{prefix}{field.name}`", "–", "see [Loss](#loss)"))
+        else:
+            rows += [_row(nested, inner, f"{prefix}{field.name}.") for inner in dataclasses.fields(nested)]
+    return table(("option", "default", "meaning"), rows)
+
+
+def _block(config: type, table: Table) -> str:
+    return _rows(config, list(dataclasses.fields(config)), table)
+
+
+def _rows(config: type, fields: Sequence[dataclasses.Field], table: Table) -> str:
+    return table(("option", "default", "meaning"), [_row(config, field, "") for field in fields])
+
+
+def _row(config: type, field: dataclasses.Field, prefix: str) -> tuple[str, str, str]:
+    return f"`{prefix}{field.name}`", _default(field), _meaning(config, field.name)
+
+
+def _default(field: dataclasses.Field) -> str:
+    value = field.default_factory() if field.default is dataclasses.MISSING and callable(field.default_factory) else field.default
+    if value is dataclasses.MISSING:
+        return "–"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f"`{list(value) if isinstance(value, tuple) else value}`" if value != "" else "–"
+
+
+def _nested(config: type, field: dataclasses.Field) -> type | None:
+    """The class of a block of options; None for a plain value."""
+    hint = typing.get_type_hints(config).get(field.name)
+    return hint if inspect.isclass(hint) and dataclasses.is_dataclass(hint) else None
+
+
+def _meaning(config: type, name: str) -> str:
+    """What the docstring of the class, or of one above it, says of a field.
+
+    Raises:
+        ValueError: no docstring describes the field.
+    """
+    for owner in (*config.__mro__, DiffusionActorConfig):
+        entry = _described(owner).get(name)
+        if entry:
+            return entry.replace("|", "\\|")
+    raise ValueError(f"{config.__name__}.{name} has no line in a docstring: describe it under Attributes")
+
+
+def _described(config: type) -> dict[str, str]:
+    """Field → its lines under Attributes or Args, in one."""
+    text = inspect.getdoc(config) or ""
+    section = re.search(r"^(?:Attributes|Args):\n(.*?)(?=^\S|\Z)", text, re.DOTALL | re.MULTILINE)
+    if not section:
+        return {}
+    entries = re.findall(r"^ {4}(\w+)(?: \([^)]*\))?: (.*(?:\n {5,}.*|\n(?=\n? {5,}))*)", section[1], re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}
