@@ -23,6 +23,7 @@ from calibration_page import calibration_page  # noqa: E402
 from laboratory_page import laboratory_page  # noqa: E402
 from options_page import options_page  # noqa: E402
 from performance_page import performance_page  # noqa: E402
+from rollout_log_pages import dumps_page, schema_page
 from references import linked, preset_source  # noqa: E402
 
 from rollcorr.config import RolloutCorrectionConfig  # noqa: E402
@@ -281,7 +282,9 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/reference/metrics.md": metrics_page,
     "docs/background/performance.md": lambda: performance_page(GENERATED, _table),
     "docs/reference/options.md": lambda: options_page(GENERATED, _table),
+    "docs/reference/dumps.md": lambda: dumps_page(GENERATED, _table),
     "docs/reference/presets.md": presets_page,
+    "docs/reference/rollout_log_schema.md": lambda: schema_page(GENERATED, _table),
 } | api_pages(GENERATED, _table)
 
 

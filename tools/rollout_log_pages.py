@@ -1,0 +1,78 @@
+"""Two pages on the rollout log, from the tables in the code: its columns, and the dumps of frameworks that are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rollcorr.rollout_log import COLUMNS, FRAMEWORKS, SCHEMA_VERSION
+from rollcorr.rollout_log.frameworks import Framework
+
+Table = Callable[..., str]
+
+
+def schema_page(generated: str, table: Table) -> str:
+    """docs/reference/rollout_log_schema.md: every column, and what holds for all of them."""
+    rows = [(f"`{c.name}`", f"`{c.type}`", c.unit, c.per, c.meaning) for c in COLUMNS.values()]
+    return f"""# Columns of the rollout log
+
+{generated}
+
+For whoever writes or reads a [rollout log](../guides/rollout_log.md): its schema, version {SCHEMA_VERSION}.
+
+{table(("column", "type", "unit", "per", "meaning"), rows)}
+
+- Every column may be null or absent, which means "not recorded". The length of a response is that of the first token column that its row
+  records, in the order above. A file without `response_ids` is fine.
+- In lists of floats a null or NaN is a missing value and reads as NaN. In other lists null is an error.
+- Log-probs are float32. NaN, ±inf, −0.0 and subnormal values come back bit for bit from Parquet.
+- Columns with names `x_…` are your own: one number, flag or text for each sequence. They are written, read and converted with the rest.
+  The first batch of a Parquet file decides which there are, and of what type.
+- The file's metadata holds `rollcorr.schema_version` (`{SCHEMA_VERSION}`) and `rollcorr.units` (JSON, column → unit).
+- A minor version adds columns, and older readers skip them. A major version changes a meaning, and older readers ask for an upgrade.
+- Files that others wrote are read if their columns have these names, or with
+  [`--columns`](../guides/rollout_log.md#logs-of-other-frameworks). Further columns are skipped, except `x_…`. float64 and float16 become
+  float32, large and fixed-size lists become lists, integer flags become booleans.
+
+Where to go next: [the rollout log](../guides/rollout_log.md), [dumps of other frameworks](dumps.md).
+"""
+
+
+def dumps_page(generated: str, table: Table) -> str:
+    """docs/reference/dumps.md: what each framework's dump calls our columns."""
+    sections = "\n\n".join(
+        f"## {framework.name} {framework.version}\n\n{framework_section(framework, table)}" for framework in FRAMEWORKS
+    )
+    return f"""# Dumps of other frameworks
+
+{generated}
+
+For whoever has a dump of one of these frameworks, or writes a [rollout log](../guides/rollout_log.md) inside its training step. The names
+were read in the source of the version that is stated. "tensor in a step" is what the framework calls the column inside its training step.
+The same tables are data: `rollcorr.rollout_log.FRAMEWORKS`.
+
+{sections}
+
+Where to go next: [how to read such a dump](../guides/rollout_log.md#logs-of-other-frameworks), [every column](rollout_log_schema.md).
+"""
+
+
+def framework_section(framework: Framework, table: Table) -> str:
+    """What the page says of a framework: its dumps, and what each column is there."""
+    files = [(dump.name, f"`{dump.files}`", dump.setting, dump.form) for dump in framework.dumps]
+    names = [name for name in COLUMNS if name in framework.tensors or any(name in d.fields for d in framework.dumps)]
+    dumps = [dump for dump in framework.dumps if dump.fields]
+    columns = [
+        (f"`{name}`", *(dump.fields.get(name) for dump in dumps), framework.tensors.get(name)) for name in names
+    ]
+    remarks = []
+    for dump in framework.dumps:
+        lacks = f" Not enough for a check: {dump.lacks}. Instead: {dump.instead}." if dump.lacks else ""
+        settings = "".join(f" For `{column}`: {setting}." for column, setting in dump.recorded_with.items())
+        remarks.append(f"- {dump.name}: {dump.layout}.{lacks}{settings}")
+    return "\n\n".join(
+        (
+            table(("dump", "files", "written with", "form"), files),
+            table(("column", *(f"in {dump.name}" for dump in dumps), "tensor in a step"), columns),
+            "\n".join(remarks),
+        )
+    )
