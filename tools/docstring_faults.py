@@ -22,7 +22,9 @@ sys.path[:0] = [path for path in (str(ROOT / "src"), str(ROOT / "tools")) if pat
 
 from api_pages import sections  # noqa: E402
 
-SHAPE = re.compile(r"\((?:[A-Z][\w ]*|\.\.\.|…)(?: [−+·/] \w+)?,[^)]*\)|shape|scalar|\(\)|0-d|1-D|2-D|per (?:token|sequence)")
+SHAPE = re.compile(
+    r"\((?:[A-Z][\w ]*|\.\.\.|…)(?: [−+·/] \w+)?,[^)]*\)|shape|scalar|\(\)|0-d|1-D|2-D|per (?:token|sequence)"
+)
 # Files of formulas: what they compute was defined by somebody.
 MATHS = ("advantages", "aggregation", "bounds", "diffusion", "divergence", "logprobs", "losses", "weights")
 
@@ -58,7 +60,9 @@ def _of_class(path: str, owner: type) -> Iterator[str]:
     for name, member in vars(owner).items():
         function = member.__func__ if isinstance(member, classmethod | staticmethod) else member
         if not name.startswith("_") and inspect.isfunction(function) and function.__module__ == owner.__module__:
-            yield from _of_function(f"{path}.{name}", function)
+            # A method that overrides another keeps its promises; what it adds stands in its own docstring.
+            texts = [inspect.getdoc(vars(base)[name]) or "" for base in owner.__mro__ if name in vars(base)]
+            yield from _of_function(f"{path}.{name}", function, text="\n".join(texts))
 
 
 def _is_internal(owner: type) -> bool:

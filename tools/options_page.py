@@ -93,7 +93,11 @@ def _row(config: type, field: dataclasses.Field, prefix: str) -> tuple[str, str,
 
 
 def _default(field: dataclasses.Field) -> str:
-    value = field.default_factory() if field.default is dataclasses.MISSING and callable(field.default_factory) else field.default
+    value = (
+        field.default_factory()
+        if field.default is dataclasses.MISSING and callable(field.default_factory)
+        else field.default
+    )
     if value is dataclasses.MISSING:
         return "–"
     if value is None or isinstance(value, bool):

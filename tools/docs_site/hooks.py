@@ -89,6 +89,17 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return outside_fences(markdown, lambda text: _tables(_relinked(text, path, uri)))
 
 
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Take the script that lets the search work from disk from the site itself, not from another host."""
+    here = os.path.relpath("theme/worker.js", os.path.dirname(page.file.dest_uri) or ".")
+    return output.replace("https://unpkg.com/iframe-worker/shim", here)
+
+
+def on_post_template(output_content: str, template_name: str, config: MkDocsConfig) -> str:
+    """The same for the page of an address that leads nowhere."""
+    return output_content.replace("https://unpkg.com/iframe-worker/shim", "/theme/worker.js")
+
+
 def outside_fences(text: str, change) -> str:  # noqa: ANN001
     """Change a page everywhere but in its blocks of code, whose `no-run` marks are for the tests alone."""
     parts, start = [], 0
@@ -138,7 +149,9 @@ def _targets(text: str, path: str) -> list[tuple[str, str]]:
 def _outside(text: str, path: str) -> set[str]:
     if Path(path).suffix in SOURCE:
         return set()
-    return {target for _, target in _targets(text, path) if not target.startswith("docs/") and (ROOT / target).is_file()}
+    return {
+        target for _, target in _targets(text, path) if not target.startswith("docs/") and (ROOT / target).is_file()
+    }
 
 
 def _site_path(target: str) -> str:
