@@ -1,7 +1,7 @@
 """docs/reference/api/: one page per front door, with a section for each of its public names.
 
-mkdocstrings fills the sections from signatures and docstrings when the site is built. A name that several doors open has
-its section behind the first of them.
+mkdocstrings fills the sections from signatures and docstrings when the site is built. A name that several doors open
+has its section behind the first of them.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def _index(generated: str, table: Table) -> str:
 
 {generated}
 
-For everyone who calls the library: each public name has a section with its formula, the shapes and units of what it takes and
-returns, its errors and its source. [What is stable](../stable.md) says which of these names stay.
+For everyone who calls the library: each public name has a section with its formula, the shapes and units of what it
+takes and returns, its errors and its source. [What is stable](../stable.md) says which of these names stay.
 
 {table(("import from", "what it is for", "names"), rows)}
 """

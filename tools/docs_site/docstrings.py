@@ -1,7 +1,7 @@
 """Docstrings as the site shows them: examples as code, sources in bold with their links.
 
-The house writes `Example:` above lines with `>>>`, which Google's style calls `Examples:`, and ends with a line `Source: …`.
-mkdocstrings loads the class below through mkdocs.yml.
+The house writes `Example:` above lines with `>>>`, which Google's style calls `Examples:`, and ends with a line
+`Source: …`. mkdocstrings loads the class below through mkdocs.yml.
 """
 
 from __future__ import annotations

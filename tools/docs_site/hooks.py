@@ -1,8 +1,8 @@
 """What mkdocs cannot do alone: GitHub's anchors, links out of docs/, and a notebook as a page.
 
-Pages are written for GitHub first, where `../../src/rollcorr/train/loop.py` is a link that works. Here every file of the
-repository that a page links to becomes part of the site, under repository/: Markdown and source as pages, the rest as it
-is. mkdocs calls the functions named `on_…`.
+Pages are written for GitHub first, where `../../src/rollcorr/train/loop.py` is a link that works. Here every file of
+the repository that a page links to becomes part of the site, under repository/: Markdown and source as pages, the rest
+as it is. mkdocs calls the functions named `on_…`.
 """
 
 from __future__ import annotations

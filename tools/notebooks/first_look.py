@@ -1,14 +1,14 @@
 # %% [markdown]
 # # A first look
 #
-# For everyone with ten minutes: what the mismatch between a sampler and a trainer does to importance weights, and what a
-# correction does about it. Nothing is downloaded. The notebook is `docs/notebooks/first_look.ipynb`; its outputs are those of the
-# committed code.
+# For everyone with ten minutes: what the mismatch between a sampler and a trainer does to importance weights, and what
+# a correction does about it. Nothing is downloaded. The notebook is `docs/notebooks/first_look.ipynb`; its outputs are
+# those of the committed code.
 #
 # ## Two policies that should be equal
 #
-# `make_pair` makes a trainer and a sampler whose logits differ by a little noise, as if the sampler computed in a lower precision. A
-# response has 256 tokens.
+# `make_pair` makes a trainer and a sampler whose logits differ by a little noise, as if the sampler computed in a lower
+# precision. A response has 256 tokens.
 
 # %%
 import torch
@@ -33,8 +33,8 @@ print(measured.summary())
 # %% [markdown]
 # ## Weights of tokens, and of sequences
 #
-# A token's weight is π/μ, at most 2. The weight of a sequence is the product of the ratios of its tokens. Even a small difference per token
-# becomes a large one over 256 tokens.
+# A token's weight is π/μ, at most 2. The weight of a sequence is the product of the ratios of its tokens. Even a small
+# difference per token becomes a large one over 256 tokens.
 
 # %%
 token = correct(rows.train_log_prob, rows.rollout_log_prob, rows.mask, "tis")
@@ -56,7 +56,8 @@ plt.show()
 # %% [markdown]
 # ## The same at other lengths
 #
-# The effective sample size of token weights does not depend on the length. That of sequence weights is lost as length × KL grows.
+# The effective sample size of token weights does not depend on the length. That of sequence weights is lost as length ×
+# KL grows.
 
 # %%
 for length in (16, 64, 256, 1024):
@@ -72,8 +73,8 @@ for length in (16, 64, 256, 1024):
 # %% [markdown]
 # ## What to do about it
 #
-# Reject what differs by far, and weight the rest by tokens: the preset `decoupled_k3_rs_token_tis`. Here eight responses are broken: their
-# log-probs are shifted by one token. They are rejected, and nothing else is.
+# Reject what differs by far, and weight the rest by tokens: the preset `decoupled_k3_rs_token_tis`. Here eight
+# responses are broken: their log-probs are shifted by one token. They are rejected, and nothing else is.
 
 # %%
 rollout_log_prob = rows.rollout_log_prob.clone()
