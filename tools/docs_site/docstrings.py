@@ -28,4 +28,10 @@ def as_shown(text: str) -> str:
     text = re.sub(r"^(\s*)Example:$", r"\1Examples:", text, flags=re.MULTILINE)
     text = MARKED_CODE.sub(r"\1```python\n\2\1```", text)
     text = re.sub(r"^(\s*)Source: ", r"\1**Source:** ", text, flags=re.MULTILINE)
+    text = re.sub(r"(?<![\w/])(?<!\]\()docs/([\w/]+)\.md", _page_link, text)
     return re.sub(r"(?<!\[)arXiv:(\d{4}\.\d{5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", text)
+
+
+def _page_link(match: re.Match) -> str:
+    """A page that a docstring names, as a link from a page of the API.."""
+    return f"[{match[1].rpartition('/')[2].replace('_', ' ')}](../../{match[1]}.md)"

@@ -10,8 +10,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from api_pages import DOORS, page_name  # noqa: E402
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -35,8 +40,7 @@ def github_slug(heading: str, separator: str) -> str:
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Give headings GitHub's anchors, and put the pages of the API, which are generated, into the navigation."""
     config.mdx_configs.setdefault("toc", {})["slugify"] = github_slug
-    api = sorted(path.name for path in (ROOT / "docs" / "reference" / "api").glob("*.md") if path.name != "index.md")
-    _entry(config.nav, "API").extend(f"reference/api/{name}" for name in api)
+    _entry(config.nav, "API").extend(f"reference/api/{page_name(door)}" for door in DOORS)
     return config
 
 
@@ -86,6 +90,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if Path(path.removesuffix(".md")).suffix in SOURCE and uri.startswith(OUTSIDE):
         page.meta["search"] = {"exclude": True}  # a source file would crowd out the pages
         return markdown
+
+    # A word is looked up to be explained; studies use all of them.
+    page.meta["search"] = {"boost": 4 if uri == "glossary.md" else 0.2 if uri.startswith(OUTSIDE) else 1}
+    if "/" not in uri and uri not in ("glossary.md", "references.md"):
+        page.meta["hide"] = ["navigation"]  # it would hold this page alone
     return outside_fences(markdown, lambda text: _tables(_relinked(text, path, uri)))
 
 
