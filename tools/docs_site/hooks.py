@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from api_pages import DOORS, page_name  # noqa: E402
+from api_pages import DOORS, page_name
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
