@@ -72,6 +72,10 @@ class FileLimits:
     def check_rows(self, count: int, *, file: object) -> None:
         """Check the number of rows of a file.
 
+        Args:
+            count: rows that a file claims to have.
+            file: its path, for the message.
+
         Raises:
             RolloutLogError: there are too many.
         """

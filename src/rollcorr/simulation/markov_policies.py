@@ -132,7 +132,13 @@ class RewardRule:
 
 
 def expected_reward(policy: MarkovPolicy, rule: RewardRule, length: int) -> Tensor:
-    """J = Σ_y p(y) R(y) over every sequence y, by dynamic programming. 0-d float64, differentiable in the logits."""
+    """J = Σ_y p(y) R(y) over every sequence y, by dynamic programming. 0-d float64, differentiable in the logits.
+
+    Args:
+        policy: whose distribution.
+        rule: which sequences are rewarded, and how.
+        length: T, tokens per sequence.
+    """
     step = _StepTable.of(policy)
     if rule.goal is None:
         reached = step.start
@@ -149,6 +155,11 @@ def exact_gradient(policy: MarkovPolicy, rule: RewardRule, length: int) -> Tenso
     """∇_θ J = Σ_y π(y) R(y) Σ_t ∇log π(y_t | s_t), summed over every sequence. (S, V) float64.
 
     The sum is the derivative of `expected_reward`, so it costs T · S · V operations and not V^T.
+
+    Args:
+        policy: whose distribution.
+        rule: which sequences are rewarded, and how.
+        length: T, tokens per sequence.
     """
     logits = policy.logits.detach().clone().requires_grad_()
     value = expected_reward(policy.with_logits(logits), rule, length)
@@ -157,7 +168,12 @@ def exact_gradient(policy: MarkovPolicy, rule: RewardRule, length: int) -> Tenso
 
 
 def state_visits(policy: MarkovPolicy, length: int) -> Tensor:
-    """n(s) = Σ_t P(s_t = s, not ended): expected tokens that are sampled in each state. (S,) float64."""
+    """n(s) = Σ_t P(s_t = s, not ended): expected tokens that are sampled in each state. (S,) float64.
+
+    Args:
+        policy: whose visits.
+        length: T, tokens per sequence.
+    """
     step = _StepTable.of(policy)
     reached, visits = step.start, torch.zeros_like(step.start)
     for _ in range(length):

@@ -298,5 +298,10 @@ def coin_with_chi2(chi2: float, length: int) -> PolicyPair:
 
 
 def longest_viable_length(kl: float, clamp: float = 20.0) -> float:
-    """T_max = clamp / KL: where the mean log weight of a sequence reaches the clamp."""
+    """T_max = clamp / KL: where the mean log weight of a sequence reaches the clamp.
+
+    Args:
+        kl: per token, nats. Infinite length at 0 and below.
+        clamp: largest log weight, nats.
+    """
     return math.inf if kl <= 0 else clamp / kl

@@ -94,6 +94,11 @@ _TENSORS = ("tokens", "states", "train_log_prob", "rollout_log_prob", "mask", "r
 def sample_rows(pair: PolicyPair, count: int, generator: torch.Generator) -> SequenceRows:
     """`count` sequences drawn from μ.
 
+    Args:
+        pair: sampler and trainer.
+        count: B, how many sequences.
+        generator: draws the tokens.
+
     Raises:
         ValueError: `count` is below 1.
     """
