@@ -85,6 +85,11 @@ class FileLimits:
     def check_row_lengths(self, records: pa.RecordBatch, *, file: object, first_row: int) -> None:
         """Check how many values each list of a batch has.
 
+        Args:
+            records: the batch.
+            file: its path, for the message.
+            first_row: position of the first row in the file.
+
         Raises:
             RolloutLogError: one has too many; row and column are named.
         """

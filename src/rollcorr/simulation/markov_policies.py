@@ -92,7 +92,11 @@ class MarkovPolicy:
         return self.logits.log_softmax(-1)
 
     def with_logits(self, logits: Tensor) -> MarkovPolicy:
-        """The same states with other logits."""
+        """The same states with other logits.
+
+        Args:
+            logits: (S, V).
+        """
         return MarkovPolicy(logits, self.next_state, self.end_token)
 
     def continues(self) -> Tensor:
@@ -125,7 +129,12 @@ class RewardRule:
             raise ValueError(f"with goal={self.goal:g} every point must be a whole number; round them, or leave it out")
 
     def of_totals(self, totals: Tensor, length: int) -> Tensor:
-        """The reward of sequences from their totals Σ_t points; `length` is T, also where a sequence ends earlier."""
+        """The reward of sequences from their totals Σ_t points; `length` is T, also where a sequence ends earlier.
+
+        Args:
+            totals: Σ_t points of each sequence, of any shape.
+            length: T, tokens per sequence.
+        """
         if self.goal is None:
             return totals / length
         return (totals >= self.goal).to(totals.dtype)
@@ -186,6 +195,11 @@ def expected_product(policy: MarkovPolicy, log_factors: Tensor, length: int) -> 
     """log E[Π_t exp log_factors[s_t, a_t]] over sequences of the policy. 0-d float64.
 
     With log_factors = 2 d under μ this is log E_μ[ρ(y)²] = log(1 + χ²(π‖μ)).
+
+    Args:
+        policy: whose distribution.
+        log_factors: (S, V), nats.
+        length: T, tokens per sequence.
     """
     step = _StepTable.of(policy)
     factors = step.probabilities * log_factors.exp().masked_fill(step.probabilities == 0, 0.0)

@@ -70,7 +70,7 @@ class SequenceRows:
         ∇ log π(a | s) is 1 at (s, a), less π(· | s) in row s.
 
         Args:
-            coefficients: c, (n, T). Never read outside the mask.
+            coefficients: c, of shape (n, T). Never read outside the mask.
         """
         states, vocabulary = self.pair.trainer.logits.shape
         rows = torch.arange(len(self), device=self.tokens.device)[:, None]

@@ -202,7 +202,13 @@ def compute_is_metrics(
 def compute_rollout_correction_and_add_to_batch(
     batch: Batch, rollout_corr_config: Mapping[str, Any], *, verl_parity: bool = False
 ) -> tuple[Batch, dict[str, float]]:
-    """The same as that of `rollcorr.integrations.verl`, with the options of November 2025."""
+    """The same as that of `rollcorr.integrations.verl`, with the options of November 2025.
+
+    Args:
+        batch: with old_log_probs, rollout_log_probs and response_mask, each (B, T).
+        rollout_corr_config: the options, as `RolloutCorrectionConfig` here has them.
+        verl_parity: compute that release's numbers.
+    """
     return corrected_batch(batch, RolloutCorrectionConfig.read(rollout_corr_config, verl_parity=verl_parity), corrected)
 
 
