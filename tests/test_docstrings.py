@@ -1,4 +1,4 @@
-"""Docstrings of public names say what they take, in which shape and unit, how they fail, and where a formula comes from."""
+"""Docstrings of public names say what they take, in which shape and unit, how they fail, and where formulas are from."""
 
 import importlib.util
 import sys
