@@ -1,4 +1,4 @@
-"""Docstrings of public names say what they take, in which shape and unit, how they fail, and where formulas are from."""
+"""Docstrings of public names say what they take, in which shape and unit, how they fail, and whose formula it is."""
 
 import importlib.util
 import sys
