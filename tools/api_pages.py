@@ -34,6 +34,9 @@ DOORS = {
 }
 """Front doors, in the order of their pages. tests/test_api_pages.py compares them with docs/reference/stable.md."""
 
+# What mkdocstrings is told about a table of the code: its docstring says what it holds.
+LONG_VALUE = ("    options:", "      show_attribute_values: false")
+
 Table = Callable[[Sequence[str], Sequence[Sequence[object]]], str]
 
 
@@ -76,8 +79,15 @@ def _page_text(door: str, generated: str) -> str:
         links = ", ".join(_link(path.rpartition(".")[2], section) for path, section in elsewhere)
         lines += [f"Also opened here, and described where the link leads: {links}.", ""]
     for path, _ in own:
-        lines += [f"::: {path}", ""]
+        lines += [f"::: {path}", *(LONG_VALUE if _is_long(path) else ()), ""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _is_long(path: str) -> bool:
+    """Whether a constant's value would fill the page."""
+    door, _, name = path.rpartition(".")
+    value = getattr(importlib.import_module(door), name)
+    return not inspect.isclass(value) and not inspect.isroutine(value) and len(repr(value)) > 300
 
 
 def _introduction(door: str) -> str:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+FILE_NAME = re.compile(r"\[(?:[\w/]+/)?(\w+\.md)\]\(((?:[^)\s]*/)?\1(?:#[^)\s]*)?)\)")
 OUTSIDE = "repository/"
 SOURCE = {".py": "python", ".pyi": "python", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml", ".sh": "bash"}
 ROWS_OF_A_TABLE = re.compile(r"^\|.*\|$", re.MULTILINE)
@@ -181,7 +182,15 @@ def _relinked(text: str, path: str, uri: str) -> str:
         here = target.removeprefix("docs/") if target.startswith("docs/") else _site_path(target)
         _, mark, anchor = link.partition("#")
         places[link] = os.path.relpath(here, os.path.dirname(uri) or ".") + mark + anchor
+    text = FILE_NAME.sub(lambda match: _titled(match, path), text)
     return LINK.sub(lambda match: f"]({places.get(match[1], match[1])})", text)
+
+
+def _titled(match: re.Match, path: str) -> str:
+    """On GitHub a page is called by its file; here by its title."""
+    target = ROOT / os.path.normpath(os.path.join(os.path.dirname(path), match[2].partition("#")[0]))
+    title = re.search(r"^# (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE) if target.is_file() else None
+    return match[0] if title is None else f"[{title[1]}]({match[2]})"
 
 
 def _tables(text: str) -> str:
