@@ -68,7 +68,7 @@ demo: $(STAMP) ## Four short trainings, two at a time: a fault is found, a corre
 
 demo-seeds: $(STAMP) ## examples/train/demo.yaml for three seeds, with the acceptance figures at the end
 	rm -rf runs/demo-seeds
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/demo_seeds.py
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python experiments/training_runs/demo_seeds.py
 
 demo-diffusion: $(STAMP) ## Flow-GRPO on a small SD3-type model, then the report with pictures (under 5 minutes on 2 cores)
 	rm -rf runs/flow-grpo
@@ -77,7 +77,7 @@ demo-diffusion: $(STAMP) ## Flow-GRPO on a small SD3-type model, then the report
 
 demo-diffusion-seeds: $(STAMP) ## That for three seeds in both modes, with rewards, passes and seconds at the end
 	rm -rf runs/flow-grpo-seeds
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/flow_grpo_seeds.py
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python experiments/training_runs/flow_grpo_seeds.py
 
 test: $(STAMP) ## Run the tests
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup

@@ -73,7 +73,8 @@ def test_pages_with_a_test_of_their_own_are_run_there():
         assert "exec(" in source
 
 
-EXAMPLES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in (ROOT / "examples").rglob("*.py")}
+SCRIPTS = [*(ROOT / "examples").rglob("*.py"), *(ROOT / "experiments" / "training_runs").glob("*.py")]
+EXAMPLES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in SCRIPTS}
 BLOCKS = {
     page: re.findall(r"^```python[^\n]*\n(.*?)^```", text, re.DOTALL | re.MULTILINE) for page, text in PAGES.items()
 }

@@ -77,7 +77,9 @@ def test_every_room_that_is_called_stable_has_a_page():
     named = set()
     for cell in re.findall(r"^\| (`rollcorr.*?) \|", stable, re.MULTILINE):
         for path in re.findall(r"`([\w.]+)`", cell):
-            named.add(path if path.startswith("rollcorr") else "rollcorr.integrations" * path.startswith(".verl") + path)
+            named.add(
+                path if path.startswith("rollcorr") else "rollcorr.integrations" * path.startswith(".verl") + path
+            )
     named = {path if path.startswith("rollcorr") else f"rollcorr{path}" for path in named}
     assert named - set(tool("api_pages").DOORS) == set()
 
@@ -98,7 +100,9 @@ def test_every_source_of_a_metric_or_preset_leads_to_an_entry():
 SOURCES = {
     (path.relative_to(ROOT), " ".join(text.split()))
     for path in sorted((ROOT / "src").rglob("*.py"))
-    for text in re.findall(r"Source: (.*?)(?=\n\s*\n|\"\"\"|\n\s*[A-Z]\w+:\n)", path.read_text(encoding="utf-8"), re.DOTALL)
+    for text in re.findall(
+        r"Source: (.*?)(?=\n\s*\n|\"\"\"|\n\s*[A-Z]\w+:\n)", path.read_text(encoding="utf-8"), re.DOTALL
+    )
 }
 
 
@@ -122,7 +126,14 @@ def test_a_source_without_an_entry_is_an_error():
 
 def test_every_option_has_a_line_on_the_page_of_options():
     page = (DOCS / "reference" / "options.md").read_text(encoding="utf-8")
-    for option in ("rollout_is", "clip_ratio_c", "optim.lr", "rollout.sampling.top_p", "model.lora.rank", "reward.name"):
+    for option in (
+        "rollout_is",
+        "clip_ratio_c",
+        "optim.lr",
+        "rollout.sampling.top_p",
+        "model.lora.rank",
+        "reward.name",
+    ):
         assert re.search(rf"^\| `{option}` \| .+ \| .+ \|$", page, re.MULTILINE), option
 
 
@@ -143,7 +154,9 @@ def test_a_notebook_prints_what_it_shows(path):
                 exec("".join(cell["source"]).replace("plt.show()", "plt.close()"), names)
             shown = "".join("".join(output.get("text", "")) for output in cell["outputs"])
             assert printed.getvalue() == shown
-    assert any("image/png" in output.get("data", {}) for cell in notebook["cells"] for output in cell.get("outputs", []))
+    assert any(
+        "image/png" in output.get("data", {}) for cell in notebook["cells"] for output in cell.get("outputs", [])
+    )
 
 
 def checker():

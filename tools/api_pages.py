@@ -1,7 +1,7 @@
 """docs/reference/api/: one page per front door, with a section for each of its public names.
 
-mkdocstrings fills the sections from signatures and docstrings when the site is built. A name that several doors open has
-its section behind the first of them.
+mkdocstrings fills the sections from signatures and docstrings when the site is built. A name that several doors open
+has its section behind the first of them.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ DOORS = {
     "rollcorr.integrations.verl.v2025_10": "the same for verl of October 2025",
 }
 """Front doors, in the order of their pages. tests/test_api_pages.py compares them with docs/reference/stable.md."""
+
+# What mkdocstrings is told about a table of the code: its docstring says what it holds.
+LONG_VALUE = ("    options:", "      show_attribute_values: false")
 
 Table = Callable[[Sequence[str], Sequence[Sequence[object]]], str]
 
@@ -76,8 +79,15 @@ def _page_text(door: str, generated: str) -> str:
         links = ", ".join(_link(path.rpartition(".")[2], section) for path, section in elsewhere)
         lines += [f"Also opened here, and described where the link leads: {links}.", ""]
     for path, _ in own:
-        lines += [f"::: {path}", ""]
+        lines += [f"::: {path}", *(LONG_VALUE if _is_long(path) else ()), ""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _is_long(path: str) -> bool:
+    """Whether a constant's value would fill the page."""
+    door, _, name = path.rpartition(".")
+    value = getattr(importlib.import_module(door), name)
+    return not inspect.isclass(value) and not inspect.isroutine(value) and len(repr(value)) > 300
 
 
 def _introduction(door: str) -> str:
@@ -100,8 +110,8 @@ def _index(generated: str, table: Table) -> str:
 
 {generated}
 
-For everyone who calls the library: each public name has a section with its formula, the shapes and units of what it takes and
-returns, its errors and its source. [What is stable](../stable.md) says which of these names stay.
+For everyone who calls the library: each public name has a section with its formula, the shapes and units of what it
+takes and returns, its errors and its source. [What is stable](../stable.md) says which of these names stay.
 
 {table(("import from", "what it is for", "names"), rows)}
 """

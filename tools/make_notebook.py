@@ -2,8 +2,8 @@
 
     python tools/make_notebook.py
 
-A script is in the percent format: `# %%` begins a cell of code, `# %% [markdown]` a cell of text. Cells run in order, in one
-process; what they print and the figures that they show are kept. Needs matplotlib.
+A script is in the percent format: `# %%` begins a cell of code, `# %% [markdown]` a cell of text. Cells run in order,
+in one process; what they print and the figures that they show are kept. Needs matplotlib.
 """
 
 from __future__ import annotations

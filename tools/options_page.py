@@ -21,14 +21,14 @@ def options_page(generated: str, table: Table) -> str:
 
 {generated}
 
-For everyone who writes a configuration: the options of a correction and a loss, and of the two trainers. On the command line an option is
-`block.name=value`: `rollcorr train examples/train/demo.yaml optim.lr=1e-4`. [The trainer](../guides/trainer.md) and
-[Flow-GRPO](../guides/flow_grpo.md) say what the blocks are for.
+For everyone who writes a configuration: the options of a correction and a loss, and of the two trainers. On the command
+line an option is `block.name=value`: `rollcorr train examples/train/demo.yaml optim.lr=1e-4`. [The
+trainer](../guides/trainer.md) and [Flow-GRPO](../guides/flow_grpo.md) say what the blocks are for.
 
 ## Correction
 
-The block `algorithm.rollout_correction` of a trainer, the options of `rollcorr.correct`, and the fields of `RolloutCorrectionConfig`.
-[Presets](presets.md) are named sets of them.
+The block `algorithm.rollout_correction` of a trainer, the options of `rollcorr.correct`, and the fields of
+`RolloutCorrectionConfig`. [Presets](presets.md) are named sets of them.
 
 {_block(RolloutCorrectionConfig, table)}
 
@@ -93,7 +93,11 @@ def _row(config: type, field: dataclasses.Field, prefix: str) -> tuple[str, str,
 
 
 def _default(field: dataclasses.Field) -> str:
-    value = field.default_factory() if field.default is dataclasses.MISSING and callable(field.default_factory) else field.default
+    value = (
+        field.default_factory()
+        if field.default is dataclasses.MISSING and callable(field.default_factory)
+        else field.default
+    )
     if value is dataclasses.MISSING:
         return "–"
     if value is None or isinstance(value, bool):

@@ -1,6 +1,6 @@
 """Print what an extra of pyproject.toml asks for, one requirement a line, so that it can be installed without torch.
 
-    python tools/requirements_of.py docs
+python tools/requirements_of.py docs
 """
 
 from __future__ import annotations

@@ -9,12 +9,14 @@ from rich.console import Console
 
 from rollcorr.train import load_config, train
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+SCRIPT = ROOT / "experiments" / "training_runs" / "demo_seeds.py"
 
 
 @pytest.fixture(scope="module")
 def demo_seeds():
-    spec = importlib.util.spec_from_file_location("demo_seeds", EXAMPLES / "demo_seeds.py")
+    spec = importlib.util.spec_from_file_location("demo_seeds", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)

@@ -13,7 +13,7 @@ SHORT = ["steps=1", "log.evaluate=4", "rollout.prompts_per_step=2", "threads=nul
 
 @pytest.fixture(scope="module")
 def example():
-    path = ROOT / "examples" / "truncated_sampling.py"
+    path = ROOT / "experiments" / "training_runs" / "truncated_sampling.py"
     spec = importlib.util.spec_from_file_location("truncated_sampling", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module

@@ -1,4 +1,4 @@
-"""Check the built site: every internal link leads somewhere, nothing is fetched, every API section is there, words are found.
+"""Check the built site: links lead somewhere, nothing is fetched, every API section is there, words are found.
 
     python tools/docs_site/check_site.py [SITE]
 

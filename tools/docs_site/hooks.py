@@ -1,8 +1,8 @@
 """What mkdocs cannot do alone: GitHub's anchors, links out of docs/, and a notebook as a page.
 
-Pages are written for GitHub first, where `../../src/rollcorr/train/loop.py` is a link that works. Here every file of the
-repository that a page links to becomes part of the site, under repository/: Markdown and source as pages, the rest as it
-is. mkdocs calls the functions named `on_…`.
+Pages are written for GitHub first, where `../../src/rollcorr/train/loop.py` is a link that works. Here every file of
+the repository that a page links to becomes part of the site, under repository/: Markdown and source as pages, the rest
+as it is. mkdocs calls the functions named `on_…`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from api_pages import DOORS, page_name
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -21,6 +26,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+FILE_NAME = re.compile(r"\[(?:[\w/]+/)?(\w+\.md)\]\(((?:[^)\s]*/)?\1(?:#[^)\s]*)?)\)")
 OUTSIDE = "repository/"
 SOURCE = {".py": "python", ".pyi": "python", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml", ".sh": "bash"}
 ROWS_OF_A_TABLE = re.compile(r"^\|.*\|$", re.MULTILINE)
@@ -35,8 +41,7 @@ def github_slug(heading: str, separator: str) -> str:
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Give headings GitHub's anchors, and put the pages of the API, which are generated, into the navigation."""
     config.mdx_configs.setdefault("toc", {})["slugify"] = github_slug
-    api = sorted(path.name for path in (ROOT / "docs" / "reference" / "api").glob("*.md") if path.name != "index.md")
-    _entry(config.nav, "API").extend(f"reference/api/{name}" for name in api)
+    _entry(config.nav, "API").extend(f"reference/api/{page_name(door)}" for door in DOORS)
     return config
 
 
@@ -86,7 +91,23 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if Path(path.removesuffix(".md")).suffix in SOURCE and uri.startswith(OUTSIDE):
         page.meta["search"] = {"exclude": True}  # a source file would crowd out the pages
         return markdown
+
+    # A word is looked up to be explained; studies use all of them.
+    page.meta["search"] = {"boost": 4 if uri == "glossary.md" else 0.2 if uri.startswith(OUTSIDE) else 1}
+    if "/" not in uri and uri not in ("glossary.md", "references.md"):
+        page.meta["hide"] = ["navigation"]  # it would hold this page alone
     return outside_fences(markdown, lambda text: _tables(_relinked(text, path, uri)))
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Take the script that lets the search work from disk from the site itself, not from another host."""
+    here = os.path.relpath("theme/worker.js", os.path.dirname(page.file.dest_uri) or ".")
+    return output.replace("https://unpkg.com/iframe-worker/shim", here)
+
+
+def on_post_template(output_content: str, template_name: str, config: MkDocsConfig) -> str:
+    """The same for the page of an address that leads nowhere."""
+    return output_content.replace("https://unpkg.com/iframe-worker/shim", "/theme/worker.js")
 
 
 def outside_fences(text: str, change) -> str:  # noqa: ANN001
@@ -138,7 +159,9 @@ def _targets(text: str, path: str) -> list[tuple[str, str]]:
 def _outside(text: str, path: str) -> set[str]:
     if Path(path).suffix in SOURCE:
         return set()
-    return {target for _, target in _targets(text, path) if not target.startswith("docs/") and (ROOT / target).is_file()}
+    return {
+        target for _, target in _targets(text, path) if not target.startswith("docs/") and (ROOT / target).is_file()
+    }
 
 
 def _site_path(target: str) -> str:
@@ -159,7 +182,15 @@ def _relinked(text: str, path: str, uri: str) -> str:
         here = target.removeprefix("docs/") if target.startswith("docs/") else _site_path(target)
         _, mark, anchor = link.partition("#")
         places[link] = os.path.relpath(here, os.path.dirname(uri) or ".") + mark + anchor
+    text = FILE_NAME.sub(lambda match: _titled(match, path), text)
     return LINK.sub(lambda match: f"]({places.get(match[1], match[1])})", text)
+
+
+def _titled(match: re.Match, path: str) -> str:
+    """On GitHub a page is called by its file; here by its title."""
+    target = ROOT / os.path.normpath(os.path.join(os.path.dirname(path), match[2].partition("#")[0]))
+    title = re.search(r"^# (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE) if target.is_file() else None
+    return match[0] if title is None else f"[{title[1]}]({match[2]})"
 
 
 def _tables(text: str) -> str:

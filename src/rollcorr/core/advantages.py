@@ -155,6 +155,8 @@ def terminal_rewards(rewards: Tensor, response_mask: Tensor, *, cu_seqlens: Tens
 
     Raises:
         ValueError: shapes differ or do not fit the layout.
+
+    Source: defined here.
     """
     check_layout(response_mask=response_mask, cu_seqlens=cu_seqlens)
     check_tensors(response_mask=response_mask, rewards=rewards)

@@ -47,6 +47,8 @@ def token_log_prob(logits: Tensor, token_ids: Tensor, *, temperature: float = 1.
 
     Raises:
         ValueError: shapes do not fit, or the temperature is not above 0.
+
+    Source: defined here.
     """
     _check(logits, token_ids, temperature)
     return _at((at_least_float32(logits) / temperature).log_softmax(-1), token_ids)
@@ -123,6 +125,8 @@ def token_entropy(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
 
     Raises:
         ValueError: the temperature is not above 0.
+
+    Source: defined here.
     """
     check_temperature(temperature)
     return minus_p_log_p((at_least_float32(logits) / temperature).log_softmax(-1)).sum(-1)

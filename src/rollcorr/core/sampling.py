@@ -158,7 +158,7 @@ class KeptSets:
         """The sets of some tokens. It syncs: sizes are data.
 
         Args:
-            rows: (n,) int64 positions of tokens, in the order that is wanted.
+            rows: int64 positions of tokens, of shape (n,), in the order that is wanted.
         """
         sizes = self.offsets.diff()[rows]
         offsets = offsets_of(sizes)

@@ -27,7 +27,7 @@ def apply_bypass_mode_to_diffusion_batch(
     against π_θ.
 
     Args:
-        batch: see `rollcorr.diffusion.batch_checks`; changed in place.
+        batch: tensors of shape (B, W), see `rollcorr.diffusion.batch_checks`; changed in place.
         schedule: the trainer's timestep values; the batch's must be among them, one after another.
 
     Returns:

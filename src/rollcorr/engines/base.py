@@ -63,7 +63,11 @@ class TokenBatch:
         return self.prompt_ids.shape[0]
 
     def select(self, rows: Tensor) -> TokenBatch:
-        """The given rows, padded as they were."""
+        """The given rows, padded as they were.
+
+        Args:
+            rows: int64 indices of rows, of shape (n,), or bool, (B,).
+        """
         return TokenBatch(*(getattr(self, field.name)[rows] for field in fields(TokenBatch)))
 
     def to(self, device: torch.device | str) -> TokenBatch:
@@ -119,13 +123,22 @@ class Engine(Protocol):
         return self.sampling.policy_version or 0
 
     def generate(self, prompts: Sequence[Sequence[int]], *, seed: int) -> Rollout:
-        """Sample one response per prompt. Equal seeds, prompts and weights give equal tokens."""
+        """Sample one response per prompt. Equal seeds, prompts and weights give equal tokens.
+
+        Args:
+            prompts: token ids of each prompt.
+            seed: of the sampling.
+        """
 
     def score(self, tokens: TokenBatch) -> Tensor:
         """The engine's own log-probs of given response tokens, at its sampling temperature, (B, T) float32."""
 
     def update_weights(self, model: nn.Module, *, version: int) -> None:
         """Take over the weights of `model` and verify that they arrived.
+
+        Args:
+            model: the trainer's policy.
+            version: number of its weights, which rollouts will carry.
 
         Raises:
             WeightSyncError: the two sides score a probe batch differently.
@@ -135,7 +148,12 @@ class Engine(Protocol):
         """The weights that sample now, for a checkpoint of a run whose engine lags behind its policy."""
 
     def import_weights(self, weights: Mapping[str, Tensor], *, version: int) -> None:
-        """Restore what `export_weights` returned."""
+        """Restore what `export_weights` returned.
+
+        Args:
+            weights: name → parameter, each in the shape that it has in the model.
+            version: number of these weights, which rollouts will carry.
+        """
 
 
 def check_weight_sync(engine_log_prob: Tensor, policy_log_prob: Tensor, *, tolerance: float) -> None:
@@ -187,6 +205,10 @@ def check_prompts(prompts: Sequence[Sequence[int]], *, vocabulary_size: int | No
 
 def pad_prompts(prompts: Sequence[Sequence[int]], *, pad_token_id: int) -> tuple[Tensor, Tensor]:
     """Pad prompts on the left.
+
+    Args:
+        prompts: token ids of each prompt.
+        pad_token_id: what is put on the left.
 
     Returns:
         ids (B, P) int64 and mask (B, P) bool.

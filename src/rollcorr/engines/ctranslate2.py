@@ -198,7 +198,12 @@ class CTranslate2Engine(Engine):
 
     @torch.no_grad()
     def import_weights(self, weights: Mapping[str, Tensor], *, version: int) -> None:
-        """Restore what `export_weights` returned, verified as in `update_weights`."""
+        """Restore what `export_weights` returned, verified as in `update_weights`.
+
+        Args:
+            weights: name → parameter, each in the shape that it has in the model.
+            version: number of these weights, which rollouts will carry.
+        """
         # The model that samples stays as it is until the other weights are verified.
         model = _float_copy(self._model)
         for name, parameter in model.named_parameters():

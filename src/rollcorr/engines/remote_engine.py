@@ -258,6 +258,10 @@ class RemoteEngine(Engine, abc.ABC):
     def update_weights(self, model: nn.Module, *, version: int) -> None:
         """Take over the weights of `model`, rounded to this engine's dtype, and verify them on the probe.
 
+        Args:
+            model: the trainer's policy.
+            version: number of its weights, which rollouts will carry.
+
         Raises:
             WeightSyncError: the load failed, or the two sides differ above the noise floor. The engine is unusable
                 until an update succeeds.
@@ -293,7 +297,12 @@ class RemoteEngine(Engine, abc.ABC):
     def import_weights(self, weights: Mapping[str, Tensor], *, version: int) -> None:
         """Restore what `export_weights` returned, and verify it as an update.
 
-        Raises: as `update_weights`.
+        Args:
+            weights: name → parameter, each in the shape that it has in the model.
+            version: number of these weights, which rollouts will carry.
+
+        Raises:
+            WeightSyncError, EngineError: as `update_weights`.
         """
         folder = self._folder
         with _disk_failures_of(folder):

@@ -95,6 +95,13 @@ def score_probe(
 
     The policy computes as the engine would, so a parameter that kept its old value differs by more than rounding.
     `rounding` is what the engine does to each parameter besides.
+
+    Args:
+        model: the trainer's policy.
+        probe: prompts with responses.
+        dtype: of the engine.
+        temperature: that logits are divided by.
+        rounding: None: nothing else.
     """
     rounded = {name: weight.to(dtype) for name, weight in model.named_parameters()}
     if rounding is not None:

@@ -138,6 +138,10 @@ class TransformersEngine(Engine):
         `model` itself also scores the probe, with its weights rounded the same way. So the two sides agree to the last
         bit if every parameter arrived.
 
+        Args:
+            model: the trainer's policy.
+            version: number of its weights, which rollouts will carry.
+
         Raises:
             WeightSyncError: they do not agree.
         """
@@ -154,7 +158,12 @@ class TransformersEngine(Engine):
 
     @torch.no_grad()
     def import_weights(self, weights: Mapping[str, Tensor], *, version: int) -> None:
-        """Restore what `export_weights` returned."""
+        """Restore what `export_weights` returned.
+
+        Args:
+            weights: name → parameter, each in the shape that it has in the model.
+            version: number of these weights, which rollouts will carry.
+        """
         for name, parameter in self.model.named_parameters():
             parameter.copy_(weights[name])
         self.sampling = dataclasses.replace(self.sampling, policy_version=version)

@@ -142,8 +142,8 @@ class Monitor:
         """`rollcorr.correct`, counted in this step.
 
         Args:
-            train_log_prob: log π, nats, (B, T), or (N,) with `cu_seqlens`; or a batch that holds everything by name, such as
-                a mapping, a TensorDict or a DataProto.
+            train_log_prob: log π, nats, (B, T), or (N,) with `cu_seqlens`; or a batch that holds everything by name,
+                such as a mapping, a TensorDict or a DataProto.
             rollout_log_prob: log μ, nats, the same shape.
             response_mask: non-zero on sampled tokens, the same shape.
             fields: whose names the batch has, see `rollcorr.monitor.FIELD_NAMES`. None: found by the names.

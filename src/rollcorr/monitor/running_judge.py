@@ -134,7 +134,12 @@ class RunningJudge:
         return tuple(self._alarms.values())
 
     def remember(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Take a step into the window. One that measured no token is left out, as the health check does."""
+        """Take a step into the window. One that measured no token is left out, as the health check does.
+
+        Args:
+            step: number of the step.
+            metrics: of one step, name → number.
+        """
         self._take(step, bare_metrics(metrics))
 
     def judge(self, step: int, bare: dict[str, float], config: RolloutCorrectionConfig | None) -> Changes:
@@ -181,7 +186,12 @@ class RunningJudge:
 
 
 def alarm_text(step: int, finding: Finding) -> str:
-    """An alarm in one line: what is wrong, the number that shows it, why it matters, and what to change."""
+    """An alarm in one line: what is wrong, the number that shows it, why it matters, and what to change.
+
+    Args:
+        step: number of the step.
+        finding: what is wrong.
+    """
     numbers = [] if finding.value is None else [f"{finding.value:.4g}"]
     if finding.limit:
         numbers.append(f"healthy: {finding.limit}")

@@ -94,7 +94,7 @@ class RolloutBatch:
             cu_seqlens: (B + 1,) token offsets.
             prompt_mask: as in `from_padded`.
             kept: the kept sets of the sampled tokens, as in `from_padded`.
-            columns: columns of the schema: those of tokens (N,), the others one value for each sequence.
+            **columns: columns of the schema: those of tokens (N,), the others one value for each sequence.
 
         Raises:
             ValueError: an unknown column, or shapes that differ.

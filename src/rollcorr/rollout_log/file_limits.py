@@ -72,6 +72,10 @@ class FileLimits:
     def check_rows(self, count: int, *, file: object) -> None:
         """Check the number of rows of a file.
 
+        Args:
+            count: rows that a file claims to have.
+            file: its path, for the message.
+
         Raises:
             RolloutLogError: there are too many.
         """
@@ -80,6 +84,11 @@ class FileLimits:
 
     def check_row_lengths(self, records: pa.RecordBatch, *, file: object, first_row: int) -> None:
         """Check how many values each list of a batch has.
+
+        Args:
+            records: the batch.
+            file: its path, for the message.
+            first_row: position of the first row in the file.
 
         Raises:
             RolloutLogError: one has too many; row and column are named.

@@ -38,6 +38,9 @@ class JsonlSource:
     Args:
         limits: what a file may hold.
         names: column of the log → its name in the file.
+
+    Raises:
+        ValueError: a name is no column of the log.
     """
 
     endings: tuple[str, ...] = (".jsonl", ".jsonl.gz")
@@ -48,7 +51,16 @@ class JsonlSource:
         check_column_names(self.names)
 
     def row(self, value: Mapping[str, Any], *, file: str, row: int) -> Mapping[str, Any]:
-        """The columns that one JSON object stands for; fields that are no columns are passed over."""
+        """The columns that one JSON object stands for; fields that are no columns are passed over.
+
+        Args:
+            value: the object of one line.
+            file: its path, for messages.
+            row: its position, from 0, for messages.
+
+        Raises:
+            RolloutLogError: the object contradicts the layout of its framework.
+        """
         if self.names:
             return {column: value[field] for field, column in columns_of_fields(value, self.names).items()}
 
@@ -70,7 +82,12 @@ class JsonlSource:
         return ()
 
     def shards(self, path: Path, *, tokens: int) -> Iterator[Shard]:
-        """The whole file: lines cannot be found without reading all before them."""
+        """The whole file: lines cannot be found without reading all before them.
+
+        Args:
+            path: the file.
+            tokens: least tokens of a piece, where a file can be cut.
+        """
         rows = sum(1 for _ in _lines(path, self.limits))
         if rows:
             yield Shard(file=str(path), source=self, rows=rows)
@@ -78,7 +95,17 @@ class JsonlSource:
     def read(
         self, path: Path, *, columns: Sequence[str] | None, limits: BatchLimits, shard: Shard | None = None
     ) -> Iterator[RolloutBatch]:
-        """The rows of a file; a shard is always the whole file."""
+        """The rows of a file; a shard is always the whole file.
+
+        Args:
+            path: the file.
+            columns: which to read; None is all of the schema.
+            limits: how much a batch may hold.
+            shard: the part that is wanted. None: the whole file.
+
+        Raises:
+            RolloutLogError: the file is damaged, or a value does not fit its column.
+        """
         first_row = 0
         for rows in self._batches(path, limits):
             wanted = [*COLUMNS, *own_columns(name for row in rows for name in row)] if columns is None else columns

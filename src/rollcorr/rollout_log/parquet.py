@@ -47,6 +47,9 @@ class ParquetSource:
     Args:
         limits: what a file may hold.
         names: column of the log → its name in the file.
+
+    Raises:
+        ValueError: a name is no column of the log.
     """
 
     endings: tuple[str, ...] = (".parquet",)
@@ -57,7 +60,12 @@ class ParquetSource:
         check_column_names(self.names)
 
     def shards(self, path: Path, *, tokens: int) -> Iterator[Shard]:
-        """As many row groups as make up `tokens`, one at least; from the footer."""
+        """As many row groups as make up `tokens`, one at least; from the footer.
+
+        Args:
+            path: the file.
+            tokens: least tokens of a piece, where a file can be cut.
+        """
         with self._open(path) as opened:
             columns = columns_of_fields(opened.file.schema_arrow.names, self.names)
             sizes = [_size(opened, group, columns) for group in range(len(opened.footer.rows))]
@@ -84,7 +92,17 @@ class ParquetSource:
     def read(
         self, path: Path, *, columns: Sequence[str] | None, limits: BatchLimits, shard: Shard | None = None
     ) -> Iterator[RolloutBatch]:
-        """The rows of a file, or of a shard of it, whose row groups say how many rows make too many tokens."""
+        """The rows of a file, or of a shard of it, whose row groups say how many rows make too many tokens.
+
+        Args:
+            path: the file.
+            columns: which to read; None is all of the schema.
+            limits: how much a batch may hold.
+            shard: the part that is wanted. None: the whole file.
+
+        Raises:
+            RolloutLogError: the file is damaged, or a value does not fit its column.
+        """
         groups, first_row, rows = None, 0, limits.rows
         if shard is not None and shard.row_groups is not None:
             groups, first_row = list(range(*shard.row_groups)), shard.first_row

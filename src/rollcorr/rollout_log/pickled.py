@@ -40,7 +40,12 @@ class PickledSource:
         self.names = dict(names or {})
 
     def shards(self, path: Path, *, tokens: int) -> Iterator[Shard]:
-        """The whole file."""
+        """The whole file.
+
+        Args:
+            path: the file.
+            tokens: least tokens of a piece, where a file can be cut.
+        """
         rows = len(self._open(path))
         if rows:
             yield Shard(file=str(path), source=self, rows=rows)
@@ -48,7 +53,17 @@ class PickledSource:
     def read(
         self, path: Path, *, columns: Sequence[str] | None, limits: BatchLimits, shard: Shard | None = None
     ) -> Iterator[RolloutBatch]:
-        """The rows of a file, as many at once as the limits of a batch allow."""
+        """The rows of a file, as many at once as the limits of a batch allow.
+
+        Args:
+            path: the file.
+            columns: which to read; None is all of the schema.
+            limits: how much a batch may hold.
+            shard: the part that is wanted. None: the whole file.
+
+        Raises:
+            RolloutLogError: the file is damaged, or a value does not fit its column.
+        """
         dump, wanted = self._open(path), list(COLUMNS) if columns is None else columns
         rows: list[Mapping[str, Any]] = []
         first_row = tokens = 0

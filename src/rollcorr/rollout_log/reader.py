@@ -83,6 +83,13 @@ def log_shards(
     least, known from the footers. Any other file is one shard. A shard never spans two files, and files without rows
     have none. A shard takes the `file_limits` and the `column_names` along.
 
+    Args:
+        paths: files, directories or patterns.
+        tokens: least tokens of a shard of a Parquet file.
+        source: how they are read. None: by the ending of each file.
+        file_limits: what a file may claim before it is refused. None: the defaults.
+        column_names: our name of a column → the file's.
+
     Raises:
         RolloutLogError: no log there, or a file that is damaged or has a newer schema.
     """
@@ -120,6 +127,10 @@ def read_shard(
 def count_rows(paths: Paths, *, source: LogSource | None = None) -> int:
     """Rows of one or many logs: from the footer of Parquet files, by counting lines in JSONL.
 
+    Args:
+        paths: files, directories or patterns.
+        source: how they are read. None: by the ending of each file.
+
     Raises:
         RolloutLogError: as `read_rollout_log`.
     """
@@ -133,6 +144,10 @@ def log_files(paths: Paths, *, source: LogSource | None = None) -> list[Path]:
     directory gives the files with the endings of its source, by default .parquet, .jsonl and .jsonl.gz, or, if it is a
     run, those of its `rollouts` folder. Pickles (.pt, .pkl) beside such files are passed over: they are checkpoints.
     So are hidden files, among them the unfinished ones of a writer.
+
+    Args:
+        paths: files, directories or patterns.
+        source: how they are read. None: by the ending of each file.
 
     Raises:
         RolloutLogError: nothing is there, or a file has another ending.

@@ -67,6 +67,10 @@ class LogSource(Protocol):
     def shards(self, path: Path, *, tokens: int) -> Iterator[Shard]:
         """Cut a file where it can be read apart, into pieces of about `tokens` tokens at least; none without rows.
 
+        Args:
+            path: the file.
+            tokens: least tokens of a piece.
+
         Raises:
             RolloutLogError: the file is damaged or has a newer schema.
         """
@@ -75,6 +79,12 @@ class LogSource(Protocol):
         self, path: Path, *, columns: Sequence[str] | None, limits: BatchLimits, shard: Shard | None = None
     ) -> Iterator[RolloutBatch]:
         """The rows of a file, or of one of its shards, batch by batch; `columns` None is all of the schema.
+
+        Args:
+            path: the file.
+            columns: which to read; None is all of the schema.
+            limits: how much a batch may hold.
+            shard: the part that is wanted. None: the whole file.
 
         Raises:
             RolloutLogError: the file is damaged, or a value does not fit its column.

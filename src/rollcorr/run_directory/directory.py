@@ -75,7 +75,12 @@ class RunDirectory:
         return self.images / f"{when}.png"
 
     def rollout_log(self, step: int, rank: int = 0) -> Path:
-        """The rollout log of a step, Parquet; those of other ranks than the first have its number in their names."""
+        """The rollout log of a step, Parquet; those of other ranks than the first have its number in their names.
+
+        Args:
+            step: number of the step.
+            rank: data-parallel rank.
+        """
         of_rank = f"{RANK_PREFIX}{rank:05d}_" if rank else ""
         return self.rollouts / f"{of_rank}{step_name(step)}.parquet"
 

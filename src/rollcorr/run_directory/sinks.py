@@ -72,7 +72,15 @@ class JsonLines:
         self._file = path.open("ab", buffering=0)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add a line."""
+        """Add a line.
+
+        Args:
+            step: number of the step.
+            metrics: name → number.
+
+        Raises:
+            OSError: the disk is full, or cannot be written; the message names the fix.
+        """
         line = {"step": step} | {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         text = json.dumps(line, allow_nan=False).encode() + b"\n"
         rest = memoryview(text)
@@ -125,7 +133,12 @@ class TensorBoard:
         self._add(first)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add one event per metric."""
+        """Add one event per metric.
+
+        Args:
+            step: number of the step.
+            metrics: name → number.
+        """
         now = time.time()
         self._add([self._event(wall_time=now, step=step, summary=self._scalar(*item)) for item in metrics.items()])
 
@@ -187,7 +200,12 @@ class ConsoleProgress:
                 self._live.start()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show a step."""
+        """Show a step.
+
+        Args:
+            step: number of the step.
+            metrics: name → number.
+        """
         self._recent.append((step, metrics))
         self._progress.update(self._bar, completed=step)
 

@@ -126,6 +126,10 @@ def drop_later_steps(directory: RunDirectory, step: int) -> list[int]:
 
     Half-written files of a killed run go too. Nothing else does: files of other names are not the run's.
 
+    Args:
+        directory: of the run.
+        step: the last one that is kept.
+
     Returns:
         The steps up to `step` whose line in metrics.jsonl is lost or damaged.
     """

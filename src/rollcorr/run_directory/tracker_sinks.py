@@ -143,6 +143,11 @@ NAMED_SINKS: dict[str, Callable[[RunDirectory, int], Sink]] = {
 def named_sink(name: str, directory: RunDirectory, start: int = 0) -> Sink:
     """The sink of a name.
 
+    Args:
+        name: of a tracker.
+        directory: of the run.
+        start: steps that are done already.
+
     Raises:
         ValueError: there is none.
         ImportError: its package is missing; the message names the extra.

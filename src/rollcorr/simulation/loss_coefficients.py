@@ -72,6 +72,10 @@ def batch_gradient(rows: SequenceRows, config: RolloutCorrectionConfig | None) -
 
     The way that `loss_coefficients` saves: the tests hold the two against each other, and normalizers whose
     denominators are sums of weights can be measured in no other way.
+
+    Args:
+        rows: the batch.
+        config: the estimator; None corrects nothing.
     """
     logits = rows.pair.trainer.logits.clone().requires_grad_()
     log_probs = logits.log_softmax(-1)[rows.states, rows.tokens]

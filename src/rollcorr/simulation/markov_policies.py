@@ -92,7 +92,11 @@ class MarkovPolicy:
         return self.logits.log_softmax(-1)
 
     def with_logits(self, logits: Tensor) -> MarkovPolicy:
-        """The same states with other logits."""
+        """The same states with other logits.
+
+        Args:
+            logits: (S, V).
+        """
         return MarkovPolicy(logits, self.next_state, self.end_token)
 
     def continues(self) -> Tensor:
@@ -125,14 +129,25 @@ class RewardRule:
             raise ValueError(f"with goal={self.goal:g} every point must be a whole number; round them, or leave it out")
 
     def of_totals(self, totals: Tensor, length: int) -> Tensor:
-        """The reward of sequences from their totals Σ_t points; `length` is T, also where a sequence ends earlier."""
+        """The reward of sequences from their totals Σ_t points; `length` is T, also where a sequence ends earlier.
+
+        Args:
+            totals: Σ_t points of each sequence, of any shape.
+            length: T, tokens per sequence.
+        """
         if self.goal is None:
             return totals / length
         return (totals >= self.goal).to(totals.dtype)
 
 
 def expected_reward(policy: MarkovPolicy, rule: RewardRule, length: int) -> Tensor:
-    """J = Σ_y p(y) R(y) over every sequence y, by dynamic programming. 0-d float64, differentiable in the logits."""
+    """J = Σ_y p(y) R(y) over every sequence y, by dynamic programming. 0-d float64, differentiable in the logits.
+
+    Args:
+        policy: whose distribution.
+        rule: which sequences are rewarded, and how.
+        length: T, tokens per sequence.
+    """
     step = _StepTable.of(policy)
     if rule.goal is None:
         reached = step.start
@@ -149,6 +164,11 @@ def exact_gradient(policy: MarkovPolicy, rule: RewardRule, length: int) -> Tenso
     """∇_θ J = Σ_y π(y) R(y) Σ_t ∇log π(y_t | s_t), summed over every sequence. (S, V) float64.
 
     The sum is the derivative of `expected_reward`, so it costs T · S · V operations and not V^T.
+
+    Args:
+        policy: whose distribution.
+        rule: which sequences are rewarded, and how.
+        length: T, tokens per sequence.
     """
     logits = policy.logits.detach().clone().requires_grad_()
     value = expected_reward(policy.with_logits(logits), rule, length)
@@ -157,7 +177,12 @@ def exact_gradient(policy: MarkovPolicy, rule: RewardRule, length: int) -> Tenso
 
 
 def state_visits(policy: MarkovPolicy, length: int) -> Tensor:
-    """n(s) = Σ_t P(s_t = s, not ended): expected tokens that are sampled in each state. (S,) float64."""
+    """n(s) = Σ_t P(s_t = s, not ended): expected tokens that are sampled in each state. (S,) float64.
+
+    Args:
+        policy: whose visits.
+        length: T, tokens per sequence.
+    """
     step = _StepTable.of(policy)
     reached, visits = step.start, torch.zeros_like(step.start)
     for _ in range(length):
@@ -170,6 +195,11 @@ def expected_product(policy: MarkovPolicy, log_factors: Tensor, length: int) -> 
     """log E[Π_t exp log_factors[s_t, a_t]] over sequences of the policy. 0-d float64.
 
     With log_factors = 2 d under μ this is log E_μ[ρ(y)²] = log(1 + χ²(π‖μ)).
+
+    Args:
+        policy: whose distribution.
+        log_factors: (S, V), nats.
+        length: T, tokens per sequence.
     """
     step = _StepTable.of(policy)
     factors = step.probabilities * log_factors.exp().masked_fill(step.probabilities == 0, 0.0)

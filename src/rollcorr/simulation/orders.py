@@ -96,7 +96,15 @@ class OrderCheck:
 def independent_pair(
     train: Iterable[float], rollout: Iterable[float], points: Iterable[float], length: int, goal: float | None = None
 ) -> PolicyPair:
-    """Independent tokens (S = 1) from probabilities, which are normalized."""
+    """Independent tokens (S = 1) from probabilities, which are normalized.
+
+    Args:
+        train: π of each token, V of them.
+        rollout: μ of each token.
+        points: of each token.
+        length: T, tokens per sequence.
+        goal: the least total that succeeds. None: the reward is the mean of the points.
+    """
     pi, mu = (torch.tensor([list(values)], dtype=torch.float64, device="cpu") for values in (train, rollout))
     table = torch.tensor([list(points)], dtype=torch.float64, device="cpu")
     trainer = MarkovPolicy(pi.log(), torch.zeros_like(pi, dtype=torch.int64))
@@ -298,5 +306,10 @@ def coin_with_chi2(chi2: float, length: int) -> PolicyPair:
 
 
 def longest_viable_length(kl: float, clamp: float = 20.0) -> float:
-    """T_max = clamp / KL: where the mean log weight of a sequence reaches the clamp."""
+    """T_max = clamp / KL: where the mean log weight of a sequence reaches the clamp.
+
+    Args:
+        kl: per token, nats. Infinite length at 0 and below.
+        clamp: largest log weight, nats.
+    """
     return math.inf if kl <= 0 else clamp / kl

@@ -70,7 +70,7 @@ class SequenceRows:
         ∇ log π(a | s) is 1 at (s, a), less π(· | s) in row s.
 
         Args:
-            coefficients: c, (n, T). Never read outside the mask.
+            coefficients: c, of shape (n, T). Never read outside the mask.
         """
         states, vocabulary = self.pair.trainer.logits.shape
         rows = torch.arange(len(self), device=self.tokens.device)[:, None]
@@ -93,6 +93,11 @@ _TENSORS = ("tokens", "states", "train_log_prob", "rollout_log_prob", "mask", "r
 
 def sample_rows(pair: PolicyPair, count: int, generator: torch.Generator) -> SequenceRows:
     """`count` sequences drawn from μ.
+
+    Args:
+        pair: sampler and trainer.
+        count: B, how many sequences.
+        generator: draws the tokens.
 
     Raises:
         ValueError: `count` is below 1.

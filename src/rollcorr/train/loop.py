@@ -108,6 +108,11 @@ class Recipe(Protocol):
 
         The loop restores the rest of a checkpoint: the optimizer, and an engine that lags behind. A request to stop
         leaves this method at once, and so a killed process may, so it writes nothing into the run's directory.
+
+        Args:
+            config: of the run.
+            directory: of the run.
+            checkpoint: where to go on from. None: from the start.
         """
 
     def step(self, step: int) -> Mapping[str, float]:

@@ -58,6 +58,11 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
 def train(config: RunConfig, *, console: Console | None = None, sinks: Sequence[Sink] = ()) -> Summary:
     """Train as the configuration says; see `rollcorr.train.loop.run_recipe` for arguments and errors.
 
+    Args:
+        config: of the run, from `load_config`.
+        console: where to show progress.
+        sinks: where the metrics go besides what `config.log` names.
+
     Raises:
         ValueError: also when there is no such device here.
     """

@@ -42,7 +42,13 @@ def derived_seed(seed: int, purpose: str, step: int = 0) -> int:
 
 
 def derived_generator(seed: int, purpose: str, step: int = 0) -> torch.Generator:
-    """A CPU generator seeded by `derived_seed`."""
+    """A CPU generator seeded by `derived_seed`.
+
+    Args:
+        seed: of the run.
+        purpose: what the numbers are for; another purpose gets other numbers.
+        step: number of the step.
+    """
     return torch.Generator().manual_seed(derived_seed(seed, purpose, step))
 
 

@@ -21,7 +21,8 @@ SMALL = ("steps=1", "log.evaluate=4", "log.tensorboard=false", "rollout.prompts_
 
 @pytest.fixture(scope="module")
 def seeds():
-    spec = importlib.util.spec_from_file_location("flow_grpo_seeds", EXAMPLES / "flow_grpo_seeds.py")
+    script = EXAMPLES.parent / "experiments" / "training_runs" / "flow_grpo_seeds.py"
+    spec = importlib.util.spec_from_file_location("flow_grpo_seeds", script)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)

@@ -199,6 +199,10 @@ class MismatchProfile:
         """A quantile of d over tokens, or of a row statistic: "k3", "mean", "std". Nats.
 
         It is read off a histogram: right to a part of an octave, 9 % for d and 19 % for rows.
+
+        Args:
+            q: in [0, 1].
+            of: what it is a quantile of.
         """
         counts, parts = (self.sizes, FINE) if of == "d" else (self.row_sizes[ROW_STATISTICS.index(of)], COARSE)
         values = size_edges(parts)

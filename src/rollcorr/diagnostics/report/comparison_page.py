@@ -42,7 +42,13 @@ class ShownResponse:
 
 @dataclass(frozen=True, kw_only=True)
 class ShownSample:
-    """A problem, and what several policies answered."""
+    """A problem, and what several policies answered.
+
+    Attributes:
+        prompt: the problem.
+        answer: the right answer.
+        responses: what each policy answered.
+    """
 
     prompt: str
     answer: str
@@ -98,6 +104,10 @@ def write_comparison(data: ComparisonData, directory: Path) -> Path:
     """Write comparison.html and one PNG per figure into a directory; return the path of the page.
 
     A symbolic link in the place of a file is replaced and not followed.
+
+    Args:
+        data: the runs to compare.
+        directory: where to; made if it is not there.
     """
     names = data.comparison.names
     series = [series_by_name(run.series) for run in data.runs]

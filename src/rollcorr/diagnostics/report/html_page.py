@@ -102,6 +102,10 @@ def write_report(data: ReportData, directory: Path) -> Path:
     """Write report.html and one PNG per figure into a directory; return the path of the page.
 
     A symbolic link in the place of a file is replaced and not followed.
+
+    Args:
+        data: the run.
+        directory: where to; made if it is not there.
     """
     series = series_by_name(data.series)
     series |= over_timesteps(series)

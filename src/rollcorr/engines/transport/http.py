@@ -188,6 +188,10 @@ class JsonClient:
         """POST every body and return the answers in their order: all, or the first error.
 
         After an error no further request is sent or retried, and the requests under way are cut off. Raises as `get`.
+
+        Args:
+            path: below the server's address.
+            bodies: what is sent, as JSON.
         """
         return self._all([_Request("POST", path, body) for body in bodies])
 

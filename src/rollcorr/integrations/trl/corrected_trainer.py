@@ -62,8 +62,8 @@ class RolloutCorrectionMixin:
         rollout_correction: a configuration, a preset's name or a dictionary. None: what TRL's own
             `vllm_importance_sampling_*` options say (`config_from_trl`).
         rollout_engine: an engine that samples in the place of vLLM. Leave `use_vllm` out then.
-
-    The other arguments are TRL's.
+        args: TRL's, handed on.
+        kwargs: TRL's, handed on.
 
     Raises:
         ValueError: TRL's loss cannot do what the configuration asks for, or the engine cannot sample for this trainer.
@@ -103,7 +103,13 @@ class RolloutCorrectionMixin:
         return scores
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-        """As TRL's, with the metrics of all generation batches since the last call: one transfer."""
+        """As TRL's, with the metrics of all generation batches since the last call: one transfer.
+
+        Args:
+            logs: name → number; the metrics are added.
+            args: TRL's, handed on.
+            kwargs: TRL's, handed on.
+        """
         mode = _mode(self)
         statistics = self._correction_statistics.pop(mode, None)
         if statistics is not None:

@@ -65,6 +65,12 @@ class EngineGeneration:
     ) -> Generated:
         """Sample one completion for each prompt; TRL repeats a prompt once for each of its generations.
 
+        Args:
+            prompts: token ids of each prompt.
+            images: must be None.
+            num_generations: for TRL's call sites; prompts are repeated already.
+            profiler: entered around the sampling, where TRL gives one.
+
         Raises:
             ValueError: there are images, which the engines cannot read.
         """

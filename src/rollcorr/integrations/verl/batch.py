@@ -34,6 +34,9 @@ class TensorBatch:
     def union(self, other: TensorBatch) -> TensorBatch:
         """This batch with the other's tensors.
 
+        Args:
+            other: tensors with the same number of rows, of any shape.
+
         Raises:
             ValueError: both hold different tensors under one name.
         """

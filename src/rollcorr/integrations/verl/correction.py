@@ -176,6 +176,12 @@ def compute_offpolicy_metrics(
 ) -> dict[str, float]:
     """How far apart π and μ are, without a prefix; π's perplexity alone when μ is None.
 
+    Args:
+        old_log_prob: log π of the sampled tokens, nats, (B, T).
+        rollout_log_prob: log μ, nats, (B, T), or None.
+        response_mask: non-zero on tokens that the policy sampled, (B, T).
+        verl_parity: compute verl 0.9.1's numbers.
+
     Raises:
         ValueError: shapes differ, or, with `verl_parity`, a batch without a token.
     """
@@ -193,7 +199,17 @@ def compute_offpolicy_metrics(
 def compute_rollout_corr_metrics_from_logprobs(
     log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, *, verl_parity: bool = False
 ) -> dict[str, float]:
-    """`compute_offpolicy_metrics` of the current policy, under "rollout_corr/"."""
+    """`compute_offpolicy_metrics` of the current policy, under "rollout_corr/".
+
+    Args:
+        log_prob: log π_θ of the sampled tokens, nats, (B, T).
+        rollout_log_prob: log μ, nats, (B, T).
+        response_mask: non-zero on tokens that the policy sampled, (B, T).
+        verl_parity: compute verl 0.9.1's numbers.
+
+    Raises:
+        ValueError: shapes differ, or, with `verl_parity`, a batch without a token.
+    """
     metrics = compute_offpolicy_metrics(log_prob, rollout_log_prob, response_mask, verl_parity=verl_parity)
     return {f"{PREFIX}{name}": value for name, value in metrics.items()}
 

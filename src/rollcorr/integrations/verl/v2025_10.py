@@ -65,9 +65,9 @@ def compute_rollout_importance_weights(
     The tensors are those of `rollcorr.integrations.verl.compute_rollout_correction_and_rejection_mask`.
 
     Args:
-        old_log_prob: log π.
-        rollout_log_prob: log μ.
-        response_mask: the tokens.
+        old_log_prob: log π of the sampled tokens, nats, (B, T).
+        rollout_log_prob: log μ, nats, (B, T).
+        response_mask: non-zero on tokens that the policy sampled, (B, T).
         rollout_is_level: "token", "sequence" or "geometric".
         rollout_is_mode: "truncate" cuts weights at the threshold; "mask" leaves them and rejects what lies outside the
             band.
@@ -108,6 +108,12 @@ def compute_mismatch_metrics(
     old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor, *, verl_parity: bool = False
 ) -> dict[str, float]:
     """How far apart π and μ are, as mismatch_kl, mismatch_training_ppl, …; π's perplexity alone when μ is None.
+
+    Args:
+        old_log_prob: log π of the sampled tokens, nats, (B, T).
+        rollout_log_prob: log μ, nats, (B, T), or None.
+        response_mask: non-zero on tokens that the policy sampled, (B, T).
+        verl_parity: compute that release's numbers.
 
     Raises:
         ValueError: shapes differ, or, with `verl_parity`, a batch without a token.

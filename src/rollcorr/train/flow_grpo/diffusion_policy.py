@@ -164,7 +164,12 @@ def load_policy(
 
 
 def save_policy(policy: DiffusionPolicy, directory: Path) -> None:
-    """Write what was trained, and where the rest is; `load_policy` reads the result."""
+    """Write what was trained, and where the rest is; `load_policy` reads the result.
+
+    Args:
+        policy: what was trained.
+        directory: where to.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     note = {"path": str(policy.base.resolve())}
     if policy.lora.rank:

@@ -74,7 +74,13 @@ class FlowGrpoRecipe(Recipe):
 
     @classmethod
     def build(cls, config: FlowGrpoConfig, directory: RunDirectory, checkpoint: Checkpoint | None) -> FlowGrpoRecipe:
-        """Load the policy and make the copy that samples."""
+        """Load the policy and make the copy that samples.
+
+        Args:
+            config: of the run.
+            directory: of the run.
+            checkpoint: where to go on from. None: from the start.
+        """
         reward = make_reward(config.reward.name, color_name=config.reward.color, function=config.reward.function)
         source = make_prompts(config)
         policy = make_policy(config, config.model.path if checkpoint is None else checkpoint.path)

@@ -164,7 +164,12 @@ class FlowGrpoTrainer:
         return PictureStepResult(metrics, batch)
 
     def prompts(self, texts: Iterable[str], *, copies: int = 1) -> Prompts:
-        """Prompts as the transformer reads them, each `copies` times in a row."""
+        """Prompts as the transformer reads them, each `copies` times in a row.
+
+        Args:
+            texts: the prompts.
+            copies: pictures of each.
+        """
         given = list(texts)
         rows = torch.arange(len(given), device="cpu").repeat_interleave(copies)
         condition = self.policy.encoder.encode(given)

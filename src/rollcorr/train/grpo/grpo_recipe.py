@@ -54,7 +54,13 @@ class GrpoRecipe(Recipe):
 
     @classmethod
     def build(cls, config: GrpoConfig, directory: RunDirectory, checkpoint: Checkpoint | None) -> GrpoRecipe:
-        """Load the policy (and warm it up, at the start of a run), then start the engine."""
+        """Load the policy (and warm it up, at the start of a run), then start the engine.
+
+        Args:
+            config: of the run.
+            directory: of the run.
+            checkpoint: where to go on from. None: from the start.
+        """
         engine_options(config)  # a variable that is not set must not be noticed after the warm-up
         task = make_task(config.task)
         if checkpoint is None:

@@ -87,7 +87,13 @@ class GrpoBatch:
 
 @dataclass(frozen=True, eq=False)
 class StepResult:
-    """What a step leaves: its metrics, its batch, and log π_θ of the batch as the first epoch met it, (B, T)."""
+    """What a step leaves: its metrics, its batch, and log π_θ of the batch as the first epoch met it, (B, T).
+
+    Attributes:
+        metrics: name → number.
+        batch: what was sampled, scored and corrected.
+        log_prob: log π_θ, nats, (B, T).
+    """
 
     metrics: dict[str, float]
     batch: GrpoBatch

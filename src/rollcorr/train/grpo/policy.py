@@ -30,7 +30,12 @@ TINY_QWEN3 = {
 
 @dataclass(frozen=True)
 class Policy:
-    """A causal language model in float32 and the tokenizer that belongs to it."""
+    """A causal language model in float32 and the tokenizer that belongs to it.
+
+    Attributes:
+        model: in float32.
+        tokenizer: of that model.
+    """
 
     model: Any
     tokenizer: Any
@@ -107,7 +112,12 @@ def load_policy(path: str | None, *, config: Mapping[str, Any] | None = None, se
 
 
 def save_policy(policy: Policy, directory: Path) -> None:
-    """Write model (safetensors) and tokenizer into a directory that `load_policy` reads."""
+    """Write model (safetensors) and tokenizer into a directory that `load_policy` reads.
+
+    Args:
+        policy: model and tokenizer.
+        directory: where to.
+    """
     with without_progress_bars():
         policy.model.save_pretrained(directory)
     policy.tokenizer.save_pretrained(directory)

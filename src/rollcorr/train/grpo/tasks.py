@@ -55,7 +55,14 @@ class Task(Protocol):
 
 
 class ArithmeticTask:
-    """One-step sums and differences: `47+38=?`, answered by `#### 85` and checks of the result."""
+    """One-step sums and differences: `47+38=?`, answered by `#### 85` and checks of the result.
+
+    Args:
+        max_operand: the largest operand.
+
+    Raises:
+        ValueError: it is below 1.
+    """
 
     name = "arithmetic"
 
@@ -65,7 +72,13 @@ class ArithmeticTask:
         self.max_operand = max_operand
 
     def problems(self, count: int, *, seed: int, step: int) -> list[TaskProblem]:
-        """Draw operands uniformly from 0 … max_operand, and the sign by a fair coin."""
+        """Draw operands uniformly from 0 … max_operand, and the sign by a fair coin.
+
+        Args:
+            count: how many.
+            seed: of the run.
+            step: number of the training step, so that each gets others.
+        """
         generator = derived_generator(seed, "problems", step)
         operands = torch.randint(self.max_operand + 1, (count, 2), generator=generator, device="cpu").tolist()
         signs = torch.randint(2, (count,), generator=generator, device="cpu").tolist()
@@ -105,7 +118,13 @@ class ScratchpadTask:
         self.additions = additions
 
     def problems(self, count: int, *, seed: int, step: int) -> list[TaskProblem]:
-        """Draw the start uniformly from 0 … 8999 and what is added from 0 … 9."""
+        """Draw the start uniformly from 0 … 8999 and what is added from 0 … 9.
+
+        Args:
+            count: how many.
+            seed: of the run.
+            step: number of the training step, so that each gets others.
+        """
         generator = derived_generator(seed, "problems", step)
         starts = torch.randint(9000, (count,), generator=generator, device="cpu").tolist()
         added = torch.randint(10, (count,), generator=generator, device="cpu").tolist()
@@ -128,7 +147,13 @@ class Gsm8kTask:
         self.rows = _read_gsm8k(self.path)
 
     def problems(self, count: int, *, seed: int, step: int) -> list[TaskProblem]:
-        """Take the next `count` rows of an endless walk through the file, shuffled anew in every epoch."""
+        """Take the next `count` rows of an endless walk through the file, shuffled anew in every epoch.
+
+        Args:
+            count: how many.
+            seed: of the run.
+            step: number of the training step, so that each gets others.
+        """
         walk = shuffled_walk(len(self.rows), count, purpose="epoch", seed=seed, step=step)
         return [self.rows[row] for row in walk]
 

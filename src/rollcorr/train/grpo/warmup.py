@@ -68,7 +68,16 @@ def solution_loss(policy: Policy, problems: list[TaskProblem]) -> Tensor:
 
 
 def evaluate(engine: Engine, policy: Policy, task: Task, *, problems: int, bonus_length: int, seed: int) -> Evaluation:
-    """Sample one response to each of some held-out problems and average what they earn."""
+    """Sample one response to each of some held-out problems and average what they earn.
+
+    Args:
+        engine: samples.
+        policy: whose tokenizer reads the responses.
+        task: gives the problems.
+        problems: how many.
+        bonus_length: as in the task's options.
+        seed: of the problems and the sampling.
+    """
     drawn = task.problems(problems, seed=seed, step=HELD_OUT)
     tokens = engine.generate([policy.encode(problem.prompt) for problem in drawn], seed=seed).tokens
 

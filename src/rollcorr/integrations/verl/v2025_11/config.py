@@ -68,7 +68,13 @@ class RolloutCorrectionConfig(RawConfig):
     def seq_is_rs(
         cls, is_threshold: float = 2.0, rs_threshold: float = 2.0, rs_threshold_lower: float | None = None
     ) -> RolloutCorrectionConfig:
-        """Sequence weights, and only sequences with Π_t ρ_t inside the band."""
+        """Sequence weights, and only sequences with Π_t ρ_t inside the band.
+
+        Args:
+            is_threshold: ceiling of the weights.
+            rs_threshold: upper end of the band.
+            rs_threshold_lower: its lower end; None is 1 / upper.
+        """
         return cls(
             rollout_is="sequence",
             rollout_is_threshold=is_threshold,
@@ -86,7 +92,13 @@ class RolloutCorrectionConfig(RawConfig):
     def geo_rs(
         cls, rs_threshold: float = 1.001, rs_threshold_lower: float | None = None, veto_threshold: float = 1e-4
     ) -> RolloutCorrectionConfig:
-        """No weights; only sequences with (Π_t ρ_t)^(1/T) inside the band, and the veto."""
+        """No weights; only sequences with (Π_t ρ_t)^(1/T) inside the band, and the veto.
+
+        Args:
+            rs_threshold: upper end of the band.
+            rs_threshold_lower: its lower end; None is 1 / upper.
+            veto_threshold: reject a sequence with a token of ratio below this; None for no veto.
+        """
         return cls(
             rollout_is=None,
             rollout_rs="geometric",
@@ -99,7 +111,13 @@ class RolloutCorrectionConfig(RawConfig):
     def geo_mis(
         cls, rs_threshold: float = 1.001, rs_threshold_lower: float = 0.999, veto_threshold: float = 1e-4
     ) -> RolloutCorrectionConfig:
-        """`geo_rs` with its lower end given."""
+        """`geo_rs` with its lower end given.
+
+        Args:
+            rs_threshold: upper end of the band.
+            rs_threshold_lower: its lower end; None is 1 / upper.
+            veto_threshold: reject a sequence with a token of ratio below this; None for no veto.
+        """
         return cls.geo_rs(rs_threshold, rs_threshold_lower, veto_threshold)
 
     @classmethod

@@ -37,6 +37,18 @@ def compute_rollout_correction_and_rejection_mask(
 ) -> tuple[Batch | None, Tensor, dict[str, float]]:
     """Weights w(π/μ), the mask of what stays in the loss, and every metric. Arguments: see the module.
 
+    Args:
+        old_log_prob: log π of the sampled tokens, nats, (B, T).
+        rollout_log_prob: log μ, nats, (B, T).
+        response_mask: non-zero on tokens that the policy sampled, (B, T).
+        rollout_is: level of the weights, "token" or "sequence"; None for none.
+        rollout_is_threshold: their ceiling; None computes no weights.
+        rollout_rs: level of the rejection band, "token", "sequence" or "geometric"; None for none.
+        rollout_rs_threshold: upper end of the band, on the ratio.
+        rollout_rs_threshold_lower: its lower end; None is 1 / upper.
+        rollout_token_veto_threshold: reject a sequence with a token of ratio below this.
+        verl_parity: compute that release's numbers.
+
     Returns:
         `.batch["rollout_is_weights"]`, or None; the mask in its own dtype; metrics under "rollout_corr/", with the
         statistics of the rejection level's ratio as rollout_rs_mean, rollout_rs_std, ….
@@ -104,6 +116,13 @@ def compute_rollout_correction_weights(
 ) -> tuple[Tensor, dict[str, float]]:
     """Weights alone: min(exp ℓ, threshold), 0 at padding; metrics without prefix. `log_ratio` is log π − log μ, nats.
 
+    Args:
+        log_ratio: log π − log μ, nats, (B, T).
+        response_mask: non-zero on valid tokens, (B, T).
+        rollout_is: level of the weights, "token" or "sequence".
+        rollout_is_threshold: their ceiling.
+        verl_parity: compute that release's numbers.
+
     Raises:
         TypeError: an option of the wrong type; None is one.
         ValueError: an option outside its limits, or shapes that differ.
@@ -126,6 +145,14 @@ def compute_rollout_rejection_mask(
     """The mask alone: response tokens whose ratio, at the level, lies inside the band; metrics without prefix.
 
     `log_ratio` is log π − log μ, nats.
+
+    Args:
+        log_ratio: log π − log μ, nats, (B, T).
+        response_mask: non-zero on valid tokens, (B, T).
+        rollout_rs: level of the rejection band, "token", "sequence" or "geometric"; None for none.
+        rollout_rs_threshold: upper end of the band, on the ratio.
+        rollout_rs_threshold_lower: its lower end; None is 1 / upper.
+        verl_parity: compute that release's numbers.
 
     Raises:
         TypeError: an option of the wrong type.
@@ -175,7 +202,13 @@ def compute_is_metrics(
 def compute_rollout_correction_and_add_to_batch(
     batch: Batch, rollout_corr_config: Mapping[str, Any], *, verl_parity: bool = False
 ) -> tuple[Batch, dict[str, float]]:
-    """The same as that of `rollcorr.integrations.verl`, with the options of November 2025."""
+    """The same as that of `rollcorr.integrations.verl`, with the options of November 2025.
+
+    Args:
+        batch: with old_log_probs, rollout_log_probs and response_mask, each (B, T).
+        rollout_corr_config: the options, as `RolloutCorrectionConfig` here has them.
+        verl_parity: compute that release's numbers.
+    """
     return corrected_batch(batch, RolloutCorrectionConfig.read(rollout_corr_config, verl_parity=verl_parity), corrected)
 
 

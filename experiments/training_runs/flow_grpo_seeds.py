@@ -1,6 +1,6 @@
 """Train the picture demo with several seeds, in both modes, and judge each run.
 
-    python examples/flow_grpo_seeds.py [--seeds 0,1,2] [--modes decoupled,bypass] [name=value…]
+    python experiments/training_runs/flow_grpo_seeds.py [--seeds 0,1,2] [--modes decoupled,bypass] [name=value…]
 
 A run passes when its reward rises by at least 0.05 and by three standard errors (mean of the last ten steps against
 the first ten), and the mismatch between the bfloat16 sampler and the float32 trainer is measured and small. Three
@@ -24,7 +24,7 @@ from rich.table import Table
 from rollcorr.run_directory import read_metrics
 from rollcorr.train import load_config, train
 
-DEMO = Path(__file__).parent / "train" / "flow_grpo.yaml"
+DEMO = Path(__file__).parents[2] / "examples" / "train" / "flow_grpo.yaml"
 WINDOW = 10
 GAIN = 0.05
 STANDARD_ERRORS = 3.0

@@ -1,6 +1,6 @@
 """Train on rollouts drawn with temperature 0.7, top-p 0.9 and top-k 20, three ways, three seeds each.
 
-    python examples/truncated_sampling.py [--seeds 0,1,2] [--arms uncorrected,token-TIS,replay] [name=value…]
+    python experiments/training_runs/truncated_sampling.py [--seeds 0,1,2] [--arms uncorrected,replay] [name=value…]
 
     uncorrected   the trainer divides by the temperature and scores over the whole vocabulary; nothing is corrected
     token-TIS     the same log-probs, with token weights min(π_old/μ, 2)
@@ -29,7 +29,7 @@ from rollcorr.run_directory import read_metrics
 from rollcorr.train import latest_checkpoint, load_config, train
 from rollcorr.train.grpo import evaluate, load_policy, make_task
 
-DEMO = Path(__file__).parent / "train" / "demo.yaml"
+DEMO = Path(__file__).parents[2] / "examples" / "train" / "demo.yaml"
 WHOLE = ("actor.sampling=full", "actor.allow_incompatible=true")
 ARMS: Mapping[str, Sequence[str]] = {
     "uncorrected": (*WHOLE, "algorithm.rollout_correction={rollout_is: token, apply_is: false}"),

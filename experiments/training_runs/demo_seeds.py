@@ -1,4 +1,6 @@
-"""Train the demo with several seeds and judge each run: `python examples/demo_seeds.py [--seeds 0,1,2] [name=value…]`.
+"""Train the demo with several seeds and judge each run.
+
+    python experiments/training_runs/demo_seeds.py [--seeds 0,1,2] [name=value…]
 
 A run passes when the policy starts at 20–60 % right answers, its reward rises by at least 0.15 and by three standard
 errors (mean of the last ten steps against the first ten), and the mismatch between the bfloat16 sampler and the float32
@@ -21,7 +23,7 @@ from rich.table import Table
 from rollcorr.run_directory import read_metrics
 from rollcorr.train import load_config, train
 
-DEMO = Path(__file__).parent / "train" / "demo.yaml"
+DEMO = Path(__file__).parents[2] / "examples" / "train" / "demo.yaml"
 WINDOW = 10
 ACCURACY = (0.20, 0.60)
 GAIN = 0.15
