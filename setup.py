@@ -76,7 +76,8 @@ class WheelForEveryPython(bdist_wheel):
         """Build first: only then is it known whether there is anything that a platform matters for."""
         self.run_command("build")
         self.skip_build = True
-        self.root_is_pure = not self.get_finalized_command("build_ext").built
+        if not self.get_finalized_command("build_ext").built:
+            self.root_is_pure, self.distribution.ext_modules = True, []
         super().run()
 
     def get_tag(self) -> tuple[str, str, str]:
@@ -89,6 +90,8 @@ def brief(error: Exception) -> str:
     """A compiler's failure in one line."""
     text = " ".join(str(error).split()) or type(error).__name__
     failed = re.match(r"Command '\['([^']+)'.* (returned non-zero exit status \d+)", text)
+    if "No such file" in text:  # what a compiler itself misses stands in its own output, not here
+        return f"no C compiler: {text[:200]}"
     return " ".join(failed.groups()) if failed else text[:200]
 
 
@@ -97,7 +100,9 @@ def extension(level: str) -> Extension:
     return Extension(
         f"rollcorr.kernels.correction.cpu.correction_{level}",
         [str(SOURCES / FOLDER / "correction.c")],
-        depends=[str(SOURCES / FOLDER / name) for name in ("job.h", "sequences.h", "tokens.h", "vectors.h")],
+        depends=[
+            str(SOURCES / FOLDER / name) for name in ("detail.h", "job.h", "sequences.h", "tokens.h", "vectors.h")
+        ],
         extra_compile_args=[*FLAGS, *LEVELS[level]],
         extra_link_args=["-pthread"],
         libraries=["m"],

@@ -143,7 +143,7 @@ def test_a_wheel_without_the_kernel_is_for_every_platform_and_says_so(sources):
         assert "Root-Is-Purelib: true" in wheel.read(about).decode()
     assert note.startswith("all: this wheel is the one for every platform")
     assert not [name for name in names if name.endswith(".so") or name.startswith("rollcorr_demo_models")]
-    assert "rollcorr/kernels/correction/cpu/correction.c" in names
+    assert "rollcorr/kernels/correction/cpu/library.py" in names
 
 
 @pytest.mark.skipif(os.name != "posix", reason="a shell script stands for the compiler")

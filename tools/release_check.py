@@ -147,7 +147,8 @@ def build(sources: Path, folder: Path, tools: Path) -> Path:
     if "-py3-none-linux" not in wheel.name:
         raise SystemExit(f"{wheel.name} is no py3-none-linux wheel: is there a C compiler?")
     print(run(tools, "-m", "auditwheel", "show", wheel, folder=folder).strip(), flush=True)
-    run(tools, "-m", "auditwheel", "repair", "--wheel-dir", built, wheel, folder=folder)
+    smaller = ("--strip", "--zip-compression-level", 9)
+    run(tools, "-m", "auditwheel", "repair", *smaller, "--wheel-dir", built, wheel, folder=folder, compiler=True)
 
     say("build the wheel without the compiled kernel, and the models")
     with tarfile.open(archive) as opened:
@@ -240,7 +241,7 @@ def try_all(files: dict[str, Path], folder: Path, base: Path, tools: Path) -> No
     # The environment sees setuptools, which builds, and no compiler.
     sources = clean(folder, "sources without a compiler", base, tools)
     install(sources, base, files["sources"], "--no-build-isolation")
-    try_package(sources, folder, kernel="no library was built at install (command '")
+    try_package(sources, folder, kernel="no library was built at install (no C compiler")
 
     say("the tests of the source archive")
     unpacked = next((folder / "unpacked").iterdir())
