@@ -48,7 +48,7 @@ results = [rollcorr.correct(train, rollout, mask, "decoupled_token_is", impl=imp
 assert torch.allclose(results[0].weights, results[1].weights)
 assert abs(results[0].metrics()["rollout_corr/kl"] + 0.1) < 1e-4, results[0].metrics()
 """
-SDIST_TESTS = ("tests/config", "tests/core", "tests/layouts", "tests/kernels/test_cpu_kernel.py")
+SDIST_TESTS = ("tests/core", "tests/layouts", "tests/kernels/test_cpu_kernel.py")
 
 
 @dataclass(frozen=True)
@@ -202,6 +202,7 @@ def refuse(uploads: list[Upload], private: tuple[str, ...]) -> None:
         if bool(libraries) != (kind == "compiled"):
             wrong.append(f"{name} holds the libraries {libraries}")
         strange = [m for m in upload.members if re.search(r"__pycache__|\.pyc$|\.venv|/runs/", m)]
+        strange += [m for m in upload.members if kind in ("compiled", "portable") and m.endswith((".c", ".h"))]
         strange += [m for m in upload.members if m.endswith(".safetensors") and not kind.startswith("models")]
         wrong += [f"{name} holds {member}" for member in strange]
         wrong += [f"{name}: {member} names {path}" for member, path in naming(upload.path, private)]
