@@ -1,8 +1,8 @@
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-seeds demo-diffusion demo-diffusion-seeds test test-anywhere test-slow test-crash
-.PHONY: test-hostile test-oracle test-triton test-compile calibration test-ray test-arm test-verl test-trl
-.PHONY: test-frameworks test-vllm check docs docs-site bench gpu-wheels gpu gpu-dry laboratory diagnosis study-measured
-.PHONY: study-measured-quick study-trained clean
+.PHONY: help install demo demo-seeds demo-diffusion demo-diffusion-seeds test test-oldest coverage test-anywhere
+.PHONY: test-slow test-crash test-hostile test-oracle test-triton test-compile calibration test-ray test-arm test-verl
+.PHONY: test-trl test-frameworks test-vllm check docs docs-site lock release-check wheels bench gpu-wheels gpu gpu-dry
+.PHONY: laboratory diagnosis study-measured study-measured-quick study-trained clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -16,10 +16,15 @@ TRL_VENV := .venv-trl
 TRL_STAMP := $(TRL_VENV)/.installed
 DOCS_VENV := .venv-docs
 DOCS_STAMP := $(DOCS_VENV)/.installed
+OLDEST_VENV := .venv-oldest
+OLDEST_STAMP := $(OLDEST_VENV)/.installed
+OLDEST_TORCH := 2.6.0
 BIN_OF_VERL := $(VERL_VENV)/bin
 BIN_OF_TRL := $(TRL_VENV)/bin
 VERL_NEEDS := accelerate aiohttp cachetools cloudpickle codetiming datasets dill fastapi importlib_metadata orjson pandas peft
 VERL_NEEDS += pybind11 pylatexenc pyvers pyzmq ray torchdata TransferQueue uvicorn
+# What `pip install rollcorr` alone must be able to do.
+OLDEST_TESTS := tests/config tests/core tests/correction tests/diffusion tests/distributed tests/kernels tests/layouts
 # What runs once per implementation of the correction.
 BEHAVIOR := tests/correction/test_oracle.py tests/test_known_failures.py tests/correction/test_correction.py tests/correction/test_correction_golden.py \
 	tests/correction/test_correction_out.py tests/kernels/test_detail.py
@@ -61,6 +66,16 @@ $(DOCS_STAMP): pyproject.toml constraints.txt tools/requirements_of.py
 		$$($(PYTHON) tools/requirements_of.py docs)
 	@touch $@
 
+# torch decides about the versions of these: the lock has those of the newest.
+$(OLDEST_STAMP): pyproject.toml constraints.txt setup.py $(wildcard src/rollcorr/kernels/correction/cpu/*.[ch])
+	$(PYTHON) -m venv $(OLDEST_VENV)
+	grep -vE '^(torch|triton|sympy|nvidia-[^=]*|cuda-[^=]*)==' constraints.txt > $(OLDEST_VENV)/constraints.txt
+	$(OLDEST_VENV)/bin/pip install --quiet --disable-pip-version-check --constraint $(OLDEST_VENV)/constraints.txt \
+		torch==$(OLDEST_TORCH)
+	$(OLDEST_VENV)/bin/pip install --quiet --disable-pip-version-check --constraint $(OLDEST_VENV)/constraints.txt \
+		--editable . hypothesis pytest pytest-xdist setuptools
+	@touch $@
+
 install: $(STAMP) ## Create .venv with everything (torch is pinned by constraints.txt)
 
 demo: $(STAMP) ## Four short trainings, two at a time: a fault is found, a correction saves one; then a page (under 10 minutes on 2 cores)
@@ -81,6 +96,12 @@ demo-diffusion-seeds: $(STAMP) ## That for three seeds in both modes, with rewar
 
 test: $(STAMP) ## Run the tests
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+
+test-oldest: $(OLDEST_STAMP) ## Test the correction with torch 2.6, without any extra (an environment of its own)
+	$(OLDEST_VENV)/bin/python -m pytest --numprocesses 2 --dist loadgroup $(OLDEST_TESTS)
+
+coverage: $(STAMP) ## Run the tests and measure which lines they run, in all processes; fail below the floor (ARGS=TESTS for some)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --cov --cov-report=term:skip-covered $(ARGS)
 
 test-anywhere: $(STAMP) ## Run the tests as a background job without a terminal, in foreign locales, in reverse order … (an hour)
 	PYTHON=$(BIN)/python tools/hostile_environment.sh $(ARGS)
@@ -152,6 +173,17 @@ docs-site: $(DOCS_STAMP) ## Build the site into site/, and check its links, its 
 	NO_MKDOCS_2_WARNING=true $(DOCS_VENV)/bin/mkdocs build --strict
 	$(DOCS_VENV)/bin/python tools/docs_site/check_site.py site
 
+lock: $(STAMP) ## Write constraints.txt anew: every package of [dev], [release] and [docs], pinned (ARGS=--upgrade for the newest versions)
+	$(BIN)/pip install --quiet --disable-pip-version-check uv
+	$(BIN)/python tools/lock.py $(ARGS)
+
+release-check: $(STAMP) ## Build what a release uploads, install each file into a clean environment, and try it (5 minutes)
+	$(BIN)/python tools/release_check.py $(ARGS)
+
+wheels: $(STAMP) ## Build the wheels of a release with cibuildwheel, which needs Docker or Podman; see RELEASING.md
+	$(BIN)/pip install --quiet --disable-pip-version-check cibuildwheel
+	$(BIN)/python -m cibuildwheel --output-dir dist
+
 bench: $(STAMP) ## Time the correction against verl 0.9.1, installed in an environment of its own
 	$(BIN)/python benchmarks/correction.py $(ARGS)
 
@@ -182,4 +214,5 @@ study-trained: $(STAMP) ## Train the cells of the published study that are left,
 	OMP_NUM_THREADS=1 $(BIN)/python experiments/mismatch_in_practice/trained.py --jobs 2 $(ARGS)
 
 clean: ## Remove what was built and run
-	rm -rf $(VENV) $(VLLM_VENV) $(VERL_VENV) $(TRL_VENV) $(DOCS_VENV) site build dist *.egg-info runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(VERL_VENV) $(TRL_VENV) $(DOCS_VENV) $(OLDEST_VENV) .venv-release site build dist *.egg-info runs .coverage*
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis

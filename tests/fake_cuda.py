@@ -9,9 +9,9 @@
 Reading a value is an error there, so nothing on the way can wait for the device unnoticed. What a wait would not show
 by itself, a copy of the host's memory to the device, is counted (`benchmarks/counting.py`).
 
-torch supports this where it was built for CUDA. In a build for CPUs alone two things are missing, and this file has
-both: a guard that does nothing stands in for CUDA's, and `backward` walks the graph, because the autograd engine asks
-for the streams of a device that is not there.
+torch supports this where there is a GPU. Without one two things are missing, and this file has both: a guard that does
+nothing stands in for CUDA's, which a build for CPUs alone lacks and which ends the process where the driver is missing;
+and `backward` walks the graph, because the autograd engine asks for the streams of a device that is not there.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ GUARDS = "_ZN3c104impl26device_guard_impl_registryE"
 def fake_cuda() -> Iterator[None]:
     """A mode in which "cuda" is a device without values, and in which `Tensor.backward` works."""
     with ExitStack() as stack:
-        if not torch.backends.cuda.is_built():
+        if not torch.cuda.is_available():
             stack.enter_context(_guard_of_a_device_that_is_not_there())
         stack.enter_context(FakeTensorMode())
         stack.enter_context(mock.patch.object(Tensor, "backward", backward))

@@ -1,7 +1,7 @@
 """Make the policy that the demo starts from: `python tools/make_demo_checkpoint.py` (about four minutes on 2 cores).
 
 A random Qwen3 policy imitates solutions of the arithmetic task until two of five sampled answers are right, and is
-written to `train/assets/demo` of the package (4 MB). It stops while its learning rate is high: reinforcement learning
+written to `src/rollcorr_demo_models/demo` (4 MB). It stops while its learning rate is high: reinforcement learning
 then has something to improve.
 """
 
@@ -15,9 +15,10 @@ from rich.console import Console
 
 from rollcorr.config import SamplingSpec
 from rollcorr.engines import GenerationSettings, TransformersEngine
-from rollcorr.train.grpo.policy import ASSETS, make_tiny_policy, save_policy
+from rollcorr.train.grpo.policy import DEMO_POLICY, make_tiny_policy, save_policy
 from rollcorr.train.grpo.tasks import ArithmeticTask
 from rollcorr.train.grpo.warmup import evaluate, warm_up
+from rollcorr.train.model_files import demo_model_directory
 
 SEED = 0
 STEPS = 1000
@@ -53,9 +54,10 @@ def main() -> None:
         return result.accuracy >= TARGET_ACCURACY
 
     warm_up(policy, task, steps=STEPS, batch_size=128, learning_rate=1.5e-3, seed=SEED, good_enough=good_enough)
-    save_policy(policy, ASSETS / "demo")
-    _name_tokenizer_class_for_every_version(ASSETS / "demo" / "tokenizer_config.json")
-    console.print(f"wrote {ASSETS / 'demo'}")
+    folder = demo_model_directory(DEMO_POLICY)
+    save_policy(policy, folder)
+    _name_tokenizer_class_for_every_version(folder / "tokenizer_config.json")
+    console.print(f"wrote {folder}")
 
 
 def _name_tokenizer_class_for_every_version(path: Path) -> None:

@@ -36,7 +36,9 @@ def test_an_unusable_kernel_comes_with_its_reason(monkeypatch):
     monkeypatch.setattr("rollcorr.kernels.correction.dispatch.status", lambda: (None, "there is [no] compiler"))
     kernel = next(kernel for kernel in inspect_installation().kernels if kernel.name == "cpu")
     assert (kernel.usable, kernel.note) == (False, "there is [no] compiler")
-    assert "[no]" in CliRunner().invoke(app, ["info"]).output
+    output = CliRunner().invoke(app, ["info"], env={"COLUMNS": "200"}).output
+    assert "[no]" in output
+    assert "corrections of tensors on the CPU run in torch: the same results, but more slowly" in output
 
 
 @pytest.mark.parametrize("quote", ["'", '"'])
@@ -48,11 +50,15 @@ def test_extras_are_those_of_the_package_with_what_they_miss(monkeypatch, quote)
         "torch>=2.6",
         f"torch>=2; {extra('one')}",
         f"no-such-package>=1,<2; {extra('one')}",
+        f"no-such-kernel>=3; sys_platform == 'linux' and {extra('two')}",
         f"rollcorr[one]; {extra('all')}",
         f"no-such-tool; {extra('dev')}",
     ]
     monkeypatch.setattr(installation.metadata, "requires", lambda name: declared)
-    assert inspect_installation().extras == (Extra(name="one", missing=("no-such-package",)),)
+    assert inspect_installation().extras == (
+        Extra(name="one", missing=("no-such-package",)),
+        Extra(name="two", missing=("no-such-kernel",)),
+    )
 
 
 def test_a_package_that_is_only_on_the_path_has_no_extras(monkeypatch):

@@ -75,7 +75,15 @@ def test_it_compiles_for_arm64_without_a_warning(tmp_path):
 def test_without_a_compiler_the_reason_is_noted(tmp_path):
     folder = build(tmp_path, CC="false")
     assert not list(folder.glob("*.so"))
-    assert load(folder, "avx2") == "the avx2 library was not built at install (false returned non-zero exit status 1)"
+    reason = "no library was built at install (false returned non-zero exit status 1)"
+    assert [load(folder, level) for level in LEVELS] == [reason] * len(LEVELS)
+
+
+def test_a_compiler_that_lacks_one_instruction_set_is_noted_for_that_one(tmp_path):
+    (tmp_path / "not_built.txt").write_text("avx512: gcc returned non-zero exit status 1\n", encoding="utf-8")
+    reason = "the avx512 library was not built at install (gcc returned non-zero exit status 1)"
+    assert load(tmp_path, "avx512") == reason
+    assert "is not installed" in load(tmp_path, "avx2")
 
 
 def test_a_library_that_was_never_built_says_what_to_do(tmp_path):

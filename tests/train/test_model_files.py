@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from rollcorr.train.grpo.policy import make_tiny_policy, save_policy
-from rollcorr.train.model_files import model_directory
+from rollcorr.train.grpo.policy import load_policy, make_tiny_policy, save_policy
+from rollcorr.train.model_files import demo_model_directory, model_directory
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -60,3 +60,16 @@ def test_a_directory_is_taken_before_the_hub(tmp_path, monkeypatch):
 def test_a_path_that_is_no_hub_id_is_never_asked_for(path):
     with pytest.raises(FileNotFoundError, match="does not exist"):
         model_directory(path)
+
+
+def test_the_models_of_the_demos_are_found_beside_the_package():
+    for name in ("demo", "shapes"):
+        assert list(demo_model_directory(name).rglob("*.safetensors"))
+
+
+def test_without_the_models_of_the_demos_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rollcorr_demo_models", None)
+    with pytest.raises(
+        FileNotFoundError, match=r"the demos, and these are not installed: pip install rollcorr-demo-models"
+    ):
+        load_policy("demo")

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollcorr.train.grpo.policy import ASSETS, load_policy, make_byte_tokenizer, make_tiny_policy, save_policy
+from rollcorr.train.grpo.policy import load_policy, make_byte_tokenizer, make_tiny_policy, save_policy
+from rollcorr.train.model_files import demo_model_directory
 
 TOKENIZER = make_byte_tokenizer()
 
@@ -53,8 +54,8 @@ def test_a_half_precision_checkpoint_trains_in_float32(micro_policy, tmp_path):
     assert {p.dtype for p in load_policy(str(tmp_path / "policy")).model.parameters()} == {torch.float32}
 
 
-def test_the_demo_policy_comes_with_the_package_and_is_small():
-    files = [path for path in (ASSETS / "demo").iterdir() if path.is_file()]
+def test_the_demo_policy_comes_with_the_checkout_and_is_small():
+    files = [path for path in demo_model_directory("demo").iterdir() if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 8_000_000
     policy = load_policy("demo")
     assert policy.encode("9") == TOKENIZER.encode("9")

@@ -16,7 +16,11 @@ from rich.table import Table
 import rollcorr
 from rollcorr.kernels.correction import implementations
 
-_EXTRA = re.compile(r"^([A-Za-z0-9_.-]+)[^;]*;\s*extra == [\"']([\w-]+)[\"']$")
+WITHOUT_CPU_KERNEL = (
+    "Without the compiled kernel, corrections of tensors on the CPU run in torch: the same results, but more slowly."
+)
+
+_EXTRA = re.compile(r"^([A-Za-z0-9_.-]+)[^;]*;(?:.* and)?\s*extra == [\"']([\w-]+)[\"']$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +94,8 @@ def show_installation(console: Console, installation: Installation) -> None:
     table.add_row("accelerator", escape(installation.accelerator or "none"))
     console.print(table)
     _show(console, "correction kernels", [(kernel.name, kernel.usable, kernel.note) for kernel in installation.kernels])
+    if not all(kernel.usable for kernel in installation.kernels if kernel.name == "cpu"):
+        console.print(WITHOUT_CPU_KERNEL)
     extras = [
         (extra.name, not extra.missing, f"missing: {', '.join(extra.missing)}" if extra.missing else "installed")
         for extra in installation.extras

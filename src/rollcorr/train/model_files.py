@@ -1,4 +1,4 @@
-"""Where the files of a model are: a directory, or a model of the Hugging Face hub that is downloaded once."""
+"""Where the files of a model are: a directory, a model of the demos, or a model of the hub that is downloaded once."""
 
 from __future__ import annotations
 
@@ -39,3 +39,21 @@ def model_directory(path: str | Path) -> Path:
             f"model.path {str(path)!r} is no directory here, and the hub did not give a model of that name ({reason}); "
             "give a directory written by `save_pretrained`, or load the model where there is a network"
         ) from error
+
+
+def demo_model_directory(name: str) -> Path:
+    """The directory of a small model of the demos: `"demo"` or `"shapes"`.
+
+    They are a distribution of their own, because they are larger than this package. A clone has them beside it.
+
+    Raises:
+        FileNotFoundError: the distribution is not installed.
+    """
+    try:
+        import rollcorr_demo_models
+    except ImportError as error:
+        raise FileNotFoundError(
+            f"model.path {name!r} is a small model of the demos, and these are not installed: "
+            "pip install rollcorr-demo-models, or give a directory with a model"
+        ) from error
+    return rollcorr_demo_models.FOLDER / name

@@ -22,12 +22,11 @@ from torch import Tensor, nn
 
 from rollcorr.train.flow_grpo.families import Family, config_of, family_of
 from rollcorr.train.flow_grpo.prompts import WORD_TABLE, PipelineEncoder, PromptEncoder, WordTable
-from rollcorr.train.model_files import model_directory
+from rollcorr.train.model_files import demo_model_directory, model_directory
 
 if TYPE_CHECKING:
     from diffusers import FlowMatchEulerDiscreteScheduler
 
-ASSETS = Path(__file__).parents[1] / "assets"
 SMALL_MODEL = "shapes"
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"
 
@@ -115,7 +114,7 @@ def load_policy(
     """Read a policy.
 
     Args:
-        path: a directory as above, or a hub id of one; "shapes" is the small model in the package.
+        path: a directory as above, or a hub id of one; "shapes" is the small model of rollcorr-demo-models.
         height: pixels; None is the model's own size (Stable Diffusion 3 only).
         width: pixels; None is the height.
         lora: adapters to add; those of a checkpoint are read, and must have the same settings.
@@ -129,7 +128,7 @@ def load_policy(
     """
     import diffusers
 
-    directory = ASSETS / SMALL_MODEL if str(path) == SMALL_MODEL else model_directory(path)
+    directory = demo_model_directory(SMALL_MODEL) if str(path) == SMALL_MODEL else model_directory(path)
 
     base = _base_of(directory)
     part = {name: _part(directory, base, name) for name in ("transformer", "scheduler")}

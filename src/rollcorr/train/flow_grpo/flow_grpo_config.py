@@ -23,7 +23,7 @@ class DiffusionModelConfig:
 
     Attributes:
         path: directory in the layout of diffusers (transformer, scheduler, text encoders, VAE), its id on the hub,
-            or a checkpoint of a run; "shapes" is the small model in the package.
+            or a checkpoint of a run; "shapes" is the small model of rollcorr-demo-models.
         height: pixels; null is the model's own size, where it has one.
         width: pixels; null is the height.
         lora: adapters instead of the whole transformer.

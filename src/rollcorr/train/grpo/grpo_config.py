@@ -20,7 +20,7 @@ class ModelConfig:
 
     Attributes:
         path: directory with a causal language model and its tokenizer, or its id on the Hugging Face hub, such as
-            Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION; "demo" is the tiny one in the package.
+            Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION; "demo" is the tiny one of rollcorr-demo-models.
         config: instead of `path`, fields of a `transformers` configuration for random weights over bytes.
     """
 

@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from rollcorr.engines.transport.weight_folder import without_progress_bars
-from rollcorr.train.model_files import model_directory
+from rollcorr.train.model_files import demo_model_directory, model_directory
 from rollcorr.train.steps import derived_seed
 
-ASSETS = Path(__file__).parents[1] / "assets"
 DEMO_POLICY = "demo"
 TINY_QWEN3 = {
     "hidden_size": 128,
@@ -95,7 +94,7 @@ def load_policy(path: str | None, *, config: Mapping[str, Any] | None = None, se
 
     Args:
         path: a directory with a model and its tokenizer, a hub id such as `"Qwen/Qwen3-0.6B"`, `"demo"` for the
-            checkpoint that comes with the package, or None for random weights.
+            checkpoint of rollcorr-demo-models, or None for random weights.
         config: `model_type` and fields of a `transformers` configuration; only with random weights, which use
             the byte tokenizer.
         seed: seeds random weights.
@@ -108,7 +107,7 @@ def load_policy(path: str | None, *, config: Mapping[str, Any] | None = None, se
         raise ValueError(f"give either model.path or model.config, got path={path!r} and config={config!r}")
     if path is None:
         return _from_config(dict(config or {}), seed)
-    return _from_directory(ASSETS / "demo" if path == DEMO_POLICY else model_directory(path))
+    return _from_directory(demo_model_directory(path) if path == DEMO_POLICY else model_directory(path))
 
 
 def save_policy(policy: Policy, directory: Path) -> None:
@@ -138,7 +137,7 @@ def _from_directory(directory: Path) -> Policy:
     if not (directory / "config.json").is_file():
         raise FileNotFoundError(
             f"model.path {str(directory)!r} has no config.json: give a directory written by `save_pretrained`, "
-            f"or {DEMO_POLICY!r} for the policy that comes with the package"
+            f"or {DEMO_POLICY!r} for the policy of the demo"
         )
     if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
         raise FileNotFoundError(

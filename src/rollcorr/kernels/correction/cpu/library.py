@@ -123,6 +123,9 @@ def _why_absent(folder: Path, level: str) -> str:
     """What the installation noted about a library that is not there."""
     note = folder / NOT_BUILT
     for line in note.read_text(encoding="utf-8").splitlines() if note.exists() else ():
-        if line.startswith(f"{level}: "):
-            return f"the {level} library was not built at install ({line.removeprefix(f'{level}: ')})"
+        noted, _, reason = line.partition(": ")
+        if noted == "all":
+            return f"no library was built at install ({reason})"
+        if noted == level:
+            return f"the {level} library was not built at install ({reason})"
     return f"the {level} library is not installed; install a C compiler, then reinstall rollcorr"
