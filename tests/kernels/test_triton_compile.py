@@ -26,7 +26,7 @@ MOST_REGISTERS = 128
 """For each thread: 16 programs of a warp are resident on a multiprocessor."""
 
 MOST_INSTRUCTIONS = {torch.float32: 60, torch.bfloat16: 65}
-"""For each token of a regular block, of which a thread reads 16 at a time; bfloat16 and a mask of int64 are unpacked."""
+"""For each token of a regular block, of which a thread reads 16 at a time. bfloat16 and int64 have to be unpacked."""
 
 MOST_LOAD_GROUPS = 4
 """Loads of the sequence pass that wait for others."""
@@ -52,4 +52,4 @@ def test_no_register_spills(target):
         if target.startswith("cuda") and kernel["kernel"] == "read_tokens" and kernel["case"].startswith("standard"):
             assert kernel["registers"] <= MOST_REGISTERS, kernel
             dtype = torch.bfloat16 if "bfloat16" in kernel["case"] else torch.float32
-            assert 0 < kernel["regular"] <= MOST_INSTRUCTIONS[dtype], kernel
+            assert kernel["regular"] <= MOST_INSTRUCTIONS[dtype], kernel

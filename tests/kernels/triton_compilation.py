@@ -137,17 +137,19 @@ def machine_code(one: launch.Launch, kernel: CompiledKernel) -> dict[str, float]
     """Groups of loads, and what the token pass costs, in instructions that a warp issues.
 
     "regular" is for each token that a thread reads in a regular block, "in_full" for one in any other block that has a
-    valid token, and "outside_loops" what a program does beside them.
+    valid token, and "outside_loops" what a program does beside them. They are left out where the assembler arranged the
+    loops otherwise.
     """
     blocks = sass.basic_blocks(sass.disassembled(nvdisasm(), kernel.asm["cubin"]))
     found: dict[str, float] = {"load_groups": sass.load_groups(blocks)}
     if one.kernel.fn.__name__ == "read_tokens":
         in_full, *around = sass.token_loops(blocks)
-        found["in_full"] = sass.issued(blocks, sass.way(blocks, in_full)) / 4
         ways = ((loop, sass.way(blocks, loop, avoided=in_full[1])) for loop in around)
         of_blocks, regular = next(((loop, way) for loop, way in ways if way), (in_full, []))
-        found["regular"] = sass.issued(blocks, regular) / (BLOCK.value // 32)
-        found["outside_loops"] = sum(block.issued for i, block in enumerate(blocks) if i not in of_blocks[1])
+        if regular:
+            found["regular"] = sass.issued(blocks, regular) / (BLOCK.value // 32)
+            found["in_full"] = sass.issued(blocks, sass.way(blocks, in_full)) / 4
+            found["outside_loops"] = sum(block.issued for i, block in enumerate(blocks) if i not in of_blocks[1])
     return found
 
 

@@ -539,7 +539,7 @@ def read_tokens(
         for at in range(chunk, tl.minimum(chunk + CHUNK, stop), BLOCK):
             how = 0
             if not WIDE:
-                local, inside, pi, mu, bits = _load(
+                local, _, pi, mu, bits = _load(
                     train, rollout, mask, at, start, end, tokens, BLOCK // (4 * LANES), LANES, ALIGN
                 )
                 within = (at >= start) & (at + BLOCK <= end)
