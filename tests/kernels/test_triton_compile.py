@@ -22,8 +22,8 @@ SPILLS = {
     "hip": ("vgpr_spill_count", "private_segment_fixed_size"),
 }
 
-MOST_REGISTERS = 128
-"""For each thread: 16 programs of a warp are resident on a multiprocessor."""
+MOST_REGISTERS = {"standard": 128, "standard, aligned rows": 136, "standard, packed, bfloat16, int64 mask": 128}
+"""For each thread: 16 programs of a warp are resident on a multiprocessor, or 15."""
 
 MOST_INSTRUCTIONS = {torch.float32: 60, torch.bfloat16: 65}
 """For each token of a regular block, of which a thread reads 16 at a time. bfloat16 and int64 have to be unpacked."""
@@ -50,6 +50,6 @@ def test_no_register_spills(target):
             assert kernel["loads_after_a_store"] == 0, kernel  # one group of loads
             assert kernel["load_groups"] <= MOST_LOAD_GROUPS, kernel
         if target.startswith("cuda") and kernel["kernel"] == "read_tokens" and kernel["case"].startswith("standard"):
-            assert kernel["registers"] <= MOST_REGISTERS, kernel
+            assert kernel["registers"] <= MOST_REGISTERS[kernel["case"]], kernel
             dtype = torch.bfloat16 if "bfloat16" in kernel["case"] else torch.float32
             assert kernel["regular"] <= MOST_INSTRUCTIONS[dtype], kernel

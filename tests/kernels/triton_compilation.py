@@ -147,7 +147,8 @@ def machine_code(one: launch.Launch, kernel: CompiledKernel) -> dict[str, float]
         ways = ((loop, sass.way(blocks, loop, avoided=in_full[1])) for loop in around)
         of_blocks, regular = next(((loop, way) for loop, way in ways if way), (in_full, []))
         if regular:
-            found["regular"] = sass.issued(blocks, regular) / (BLOCK.value // 32)
+            at_once = BLOCK.value // (2 if one.constants["PLAN"].token_criteria else 1)
+            found["regular"] = sass.issued(blocks, regular) / (at_once // 32)
             found["in_full"] = sass.issued(blocks, sass.way(blocks, in_full)) / 4
             found["outside_loops"] = sum(block.issued for i, block in enumerate(blocks) if i not in of_blocks[1])
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from rollcorr.core.mergeable_statistics import STATISTICS_DTYPE
 from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, outputs
 from rollcorr.kernels.correction.rows import empty_statistics
 from rollcorr.kernels.correction.triton.final_pass import ROWS, finish
-from rollcorr.kernels.correction.triton.plan import Plan, limits_of, plan_of
+from rollcorr.kernels.correction.triton.plan import limits_of, plan_of
 from rollcorr.kernels.correction.triton.sequence_pass import decide_sequences
 from rollcorr.kernels.correction.triton.token_pass import BLOCK, read_tokens
 from rollcorr.kernels.gpu_launch import Launch
@@ -132,15 +132,17 @@ def launches(batch: Batch, buffers: Buffers, splits: int, config: RolloutCorrect
     of_sequences = {"PLAN": plan, "SEQUENCES": sequences_for_each(splits), "SPLITS": splits}
 
     return [
-        Launch(read_tokens, (shares,), shared | read | left, layout, warps=1, registers=_most_registers(plan)),
+        Launch(read_tokens, (shares,), shared | read | left, layout, warps=1, registers=_most_registers(layout)),
         Launch(decide_sequences, (sets,), decided | left | written, of_sequences, warps=1),
         Launch(finish, (mergers + (shares if plan.spreads else 0),), shared | decided | merged, layout),
     ]
 
 
-def _most_registers(plan: Plan) -> int | None:
-    """What the token pass fits into without a spill: token criteria have lanes of their own, and are not bounded."""
-    return None if plan.token_criteria else REGISTERS
+def _most_registers(layout: dict[str, Any]) -> int | None:
+    """What the token pass fits into without a spill: rows of 16 n tokens take a few more, and token criteria many."""
+    if layout["PLAN"].token_criteria:
+        return None
+    return REGISTERS + 8 if layout["ALIGN"] == 1 else REGISTERS
 
 
 def _alignment(T: int) -> int:

@@ -498,14 +498,14 @@ def _load(
 
 @triton.jit
 def _read_in_full(
-    counts, state, weigh, reject, train, rollout, mask, weights, loss_mask, limits, at, start, end, stop, tokens,
+    counts, state, weigh, reject, train, rollout, mask, weights, loss_mask, limits, at, after, start, end, tokens,
     PLAN: tl.constexpr, LANES: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """A block that is not regular, four tokens of a lane at a time.
+    """A block that is not regular, from `at` to `after`, four tokens of a lane at a time.
 
     That keeps the number of registers low: what is rare should not keep programs from being resident.
     """
-    for some in range(at, tl.minimum(at + BLOCK, stop), 4 * LANES):
+    for some in range(at, after, 4 * LANES):
         local, inside, pi, mu, bits = _load(train, rollout, mask, some, start, end, tokens, 1, LANES, ALIGN)
         valid = inside & (bits != 0)
         if tl.max(lane_max(valid.to(tl.int32)), axis=0) == 1:
@@ -528,6 +528,8 @@ def read_tokens(
     start, end, begin, stop = share_of(program, cu_seqlens, T, splits, PACKED, ALIGN)
     cell = table + program * len(PLAN.columns)
     CHUNK: tl.constexpr = LANES * MOST_OF_LANE
+    # Token criteria need registers of their own.
+    AT_ONCE: tl.constexpr = BLOCK // 2 if PLAN.token_criteria else BLOCK
     # A difference of float64 log-probs has digits that no regular block keeps.
     WIDE: tl.constexpr = train.dtype.element_ty == tl.float64 or rollout.dtype.element_ty == tl.float64
     for chunk in range(begin, tl.maximum(stop, begin + 1), CHUNK):
@@ -536,13 +538,13 @@ def read_tokens(
         total = tl.zeros([LANES], dtype=tl.float64)
         counts, state = (n, n, n), (total, total, total, high, x, low, high, x, x, x, x, x, x)
         weigh, reject = (x, x, x, x, x, low, high), (n, n, n, (high, x, x, low, high), (high, x, x, low, high), x)
-        for at in range(chunk, tl.minimum(chunk + CHUNK, stop), BLOCK):
+        for at in range(chunk, tl.minimum(chunk + CHUNK, stop), AT_ONCE):
             how = 0
             if not WIDE:
                 local, _, pi, mu, bits = _load(
-                    train, rollout, mask, at, start, end, tokens, BLOCK // (4 * LANES), LANES, ALIGN
+                    train, rollout, mask, at, start, end, tokens, AT_ONCE // (4 * LANES), LANES, ALIGN
                 )
-                within = (at >= start) & (at + BLOCK <= end)
+                within = (at >= start) & (at + AT_ONCE <= end)
                 how = within.to(tl.int32) * _how_regular(pi, mu, bits, weigh[0], limits, PLAN)
             if how == 2:
                 if not WIDE:
@@ -558,8 +560,8 @@ def read_tokens(
                     _store(weights, loss_mask, at, local, counted, weight, kept, counted, PLAN)
             else:
                 counts, state, weigh, reject = _read_in_full(
-                    counts, state, weigh, reject, train, rollout, mask, weights, loss_mask, limits, at, start, end,
-                    stop, tokens, PLAN, LANES, ALIGN,
+                    counts, state, weigh, reject, train, rollout, mask, weights, loss_mask, limits, at,
+                    tl.minimum(at + AT_ONCE, stop), start, end, tokens, PLAN, LANES, ALIGN,
                 )  # fmt: skip
         again = chunk > begin
         if PLAN.token_criteria:
