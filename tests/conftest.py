@@ -84,6 +84,11 @@ def implementation(request: pytest.FixtureRequest) -> Iterator[Runs]:
         request.node.user_properties.append((RAN_ON_TORCH, f"{runs.name}: {reason}"))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let Triton's interpreter take extremes of NaN with numpy, which warns of them; a GPU does not."""
+    config.addinivalue_line("filterwarnings", "ignore:All-NaN (slice|axis) encountered:RuntimeWarning:triton")
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say where another implementation ran than the one that the test's id names."""
     instead: Counter[str] = Counter()

@@ -68,6 +68,23 @@ def test_the_precision_holds_for_the_products_and_no_longer(precision, inside):
         assert torch.get_float32_matmul_precision() == before
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch has one switch for all backends before 2.9"
+)
+@pytest.mark.parametrize("value", ["tf32", "ieee", "none"])
+def test_a_choice_made_by_the_switches_of_newer_torch_is_taken_and_left_as_it_was(value):
+    switch, other = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    before, other_before = switch.fp32_precision, other.fp32_precision
+    switch.fp32_precision = value
+    try:
+        for precision, inside in (("float32", "ieee"), ("tf32", "tf32")):
+            with float32_products(precision, torch.device("cuda")):
+                assert switch.fp32_precision == inside
+            assert (switch.fp32_precision, other.fp32_precision) == (value, other_before)
+    finally:
+        switch.fp32_precision = before
+
+
 def test_on_the_cpu_the_precision_changes_nothing_and_a_wrong_one_is_named():
     hidden, head, ids = torch.randn(4, 8).bfloat16(), torch.randn(16, 8), torch.arange(4)
     with warnings.catch_warnings():

@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-triton = pytest.importorskip("triton", reason="Triton is not installed; `make test-triton` installs it")
-VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+pytest.importorskip("triton", reason="Triton is not installed; `make test-triton` installs it")
 
 SCRIPT = Path(__file__).with_name("triton_compilation.py")
 SPILLS = {
@@ -22,8 +22,14 @@ SPILLS = {
     "hip": ("vgpr_spill_count", "private_segment_fixed_size"),
 }
 
-MOST_REGISTERS = 128 if VERSION >= (3, 7) else 168
-"""For each thread: four programs are resident at a time; three with the assemblers of older versions of Triton."""
+MOST_REGISTERS = {"standard": 128, "standard, aligned rows": 136, "standard, packed, bfloat16, int64 mask": 128}
+"""For each thread: 16 programs of a warp are resident on a multiprocessor, or 15."""
+
+MOST_INSTRUCTIONS = {torch.float32: 60, torch.bfloat16: 65}
+"""For each token of a regular block, of which a thread reads 16 at a time. bfloat16 and int64 have to be unpacked."""
+
+MOST_LOAD_GROUPS = 4
+"""Loads of the sequence pass that wait for others."""
 
 
 @pytest.mark.slow
@@ -42,5 +48,8 @@ def test_no_register_spills(target):
             assert kernel["vector_loads"] >= 2, kernel  # both log-probs, four tokens at a time
         if target.startswith("cuda") and kernel["kernel"] == "decide_sequences":
             assert kernel["loads_after_a_store"] == 0, kernel  # one group of loads
+            assert kernel["load_groups"] <= MOST_LOAD_GROUPS, kernel
         if target.startswith("cuda") and kernel["kernel"] == "read_tokens" and kernel["case"].startswith("standard"):
-            assert kernel["registers"] <= MOST_REGISTERS, kernel
+            assert kernel["registers"] <= MOST_REGISTERS[kernel["case"]], kernel
+            dtype = torch.bfloat16 if "bfloat16" in kernel["case"] else torch.float32
+            assert kernel["regular"] <= MOST_INSTRUCTIONS[dtype], kernel

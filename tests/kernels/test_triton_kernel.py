@@ -37,7 +37,11 @@ pytest.importorskip("triton", reason="Triton is not installed; `make test-triton
 if status() is not None:
     pytest.skip(str(status()), allow_module_level=True)
 
+import triton
+import triton.language as tl
+
 from rollcorr.kernels.correction.triton import launch
+from rollcorr.kernels.correction.triton.token_pass import BLOCK, share_of, tokens_at
 
 # The interpreter computes with numpy, which reports infinities that a selection afterwards drops.
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
@@ -143,6 +147,27 @@ def test_a_long_sequence_is_read_in_chunks_and_by_several_programs(packed, split
     flat = [x.flatten() for x in batch]
     actual = run(*flat, config, cu_seqlens=torch.tensor([0, 17_000]), splits=splits)
     assert_close(actual, expected, torch.ones_like(batch[2]))
+
+
+@triton.jit
+def last_tokens(found, T, splits, ALIGN: tl.constexpr):
+    """Of one row of T tokens: the end of the last share, its last token, and how many tokens its last block has."""
+    program = tl.program_id(0).to(tl.int64) + splits - 1
+    start, end, begin, stop = share_of(program, found, T, splits, False, ALIGN)
+    at = begin + (stop - begin - 1) // BLOCK * BLOCK
+    local, inside = tokens_at(at, start, end, 4, 32, ALIGN)
+    inside_here = tl.reshape(inside, [BLOCK]).to(tl.int32)
+    tl.store(found, stop)
+    tl.store(found + 1, at + tl.max(tl.reshape(local, [BLOCK]) * inside_here, axis=0))
+    tl.store(found + 2, tl.sum(inside_here, axis=0))
+
+
+@pytest.mark.parametrize(("extra", "splits", "align"), [(4096, 1, 0), (528, 64, 1), (17, 64, 16)])
+def test_a_row_of_more_tokens_than_32_bits_count_is_read_to_its_end(extra, splits, align):
+    T = (1 << 31) + extra
+    found = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    last_tokens[(1,)](found, T, splits, ALIGN=align)
+    assert found.tolist() == [T, T - 1, T % 512 or 512]
 
 
 def test_packed_sequences_that_start_anywhere_leave_their_neighbours_alone():
@@ -281,7 +306,7 @@ def test_equal_inputs_give_equal_bits():
 
 @pytest.mark.parametrize(
     ("tokens", "sequences", "splits"),
-    [(1024 * 8192, 1024, 2), (4096 * 8192, 4096, 1), (8 * 131072, 8, 32), (1 << 20, 1, 64), (3, 3, 1)],
+    [(1024 * 8192, 1024, 2), (4096 * 8192, 4096, 1), (8 * 131072, 8, 64), (128 * 8192, 128, 8), (3, 3, 1)],
 )
 def test_few_long_sequences_are_split_and_many_are_not(tokens, sequences, splits):
     assert launch.choose_splits(tokens, sequences) == splits

@@ -3,6 +3,9 @@
 Run by test_triton_compile.py in a process of its own, because Triton's interpreter is a choice for a whole process:
 
     TRITON_INTERPRET=0 python tests/kernels/triton_compilation.py cuda:90
+
+`machine_code` counts what NVIDIA's assembler made of a kernel (`sass.py`): groups of loads that wait for one another,
+and for the token pass the instructions of a warp for each token that a thread reads.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import sass
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -26,6 +30,7 @@ from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.core.metric_registry import CRITERIA
 from rollcorr.kernels.correction.call import Batch
 from rollcorr.kernels.correction.triton import launch
+from rollcorr.kernels.correction.triton.token_pass import BLOCK
 
 TYPES = {
     torch.bfloat16: "bf16",
@@ -92,7 +97,8 @@ def compiled(one: launch.Launch, target: GPUTarget) -> CompiledKernel:
             if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
                 attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(one.kernel, signature, constants, attributes)
-    return triton.compile(source, target=target, options={"num_warps": one.warps, "enable_fp_fusion": True})
+    limits = one.limits if target.backend == "cuda" else {}
+    return triton.compile(source, target=target, options={"num_warps": one.warps, "enable_fp_fusion": True} | limits)
 
 
 def usage(kernel: CompiledKernel) -> dict[str, int]:
@@ -114,6 +120,8 @@ def usage(kernel: CompiledKernel) -> dict[str, int]:
             "-o",
             path.with_suffix(".o"),
         ]
+        if maximum := re.search(r"\.maxnreg (\d+)", ptx):
+            command.append(f"-maxrregcount={maximum[1]}")
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     return {
         "registers": int(_number(r"Used (\d+) registers", report)),
@@ -123,6 +131,27 @@ def usage(kernel: CompiledKernel) -> dict[str, int]:
         "vector_loads": len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)),
         "vector_stores": len(re.findall(r"st\.global\S*\.v4\.b32", ptx)),
     }
+
+
+def machine_code(one: launch.Launch, kernel: CompiledKernel) -> dict[str, float]:
+    """Groups of loads, and what the token pass costs, in instructions that a warp issues.
+
+    "regular" is for each token that a thread reads in a regular block, "in_full" for one in any other block that has a
+    valid token, and "outside_loops" what a program does beside them. They are left out where the assembler arranged the
+    loops otherwise.
+    """
+    blocks = sass.basic_blocks(sass.disassembled(nvdisasm(), kernel.asm["cubin"]))
+    found: dict[str, float] = {"load_groups": sass.load_groups(blocks)}
+    if one.kernel.fn.__name__ == "read_tokens":
+        in_full, *around = sass.token_loops(blocks)
+        ways = ((loop, sass.way(blocks, loop, avoided=in_full[1])) for loop in around)
+        of_blocks, regular = next(((loop, way) for loop, way in ways if way), (in_full, []))
+        if regular:
+            at_once = BLOCK.value // (2 if one.constants["PLAN"].token_criteria else 1)
+            found["regular"] = sass.issued(blocks, regular) / (at_once // 32)
+            found["in_full"] = sass.issued(blocks, sass.way(blocks, in_full)) / 4
+            found["outside_loops"] = sum(block.issued for i, block in enumerate(blocks) if i not in of_blocks[1])
+    return found
 
 
 def _loads_after_a_store(ptx: str) -> int:
@@ -138,6 +167,11 @@ def ptxas(arch: int) -> str:
     tool = get_ptxas(arch) if inspect.signature(get_ptxas).parameters else get_ptxas()
     tool = tool[0] if isinstance(tool, tuple) else tool  # with its version, in some
     return str(getattr(tool, "path", tool))
+
+
+def nvdisasm() -> str:
+    """The disassembler that Triton carries beside the assembler."""
+    return str(Path(ptxas(90)).with_name("nvdisasm"))
 
 
 def _number(pattern: str, text: str) -> str:
@@ -162,7 +196,11 @@ def main(target: str) -> None:
     for case, (fields, shape) in CASES.items():
         for one in launches(fields, **shape):
             kernel = compiled(one, gpu)
-            sys.stdout.write(json.dumps({"case": case, "kernel": one.kernel.fn.__name__} | usage(kernel)) + "\n")
+            line = {"case": case, "kernel": one.kernel.fn.__name__} | usage(kernel)
+            if backend == "cuda":
+                line |= machine_code(one, kernel)
+            sys.stdout.write(json.dumps(line) + "\n")
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":

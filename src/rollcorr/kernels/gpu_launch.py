@@ -18,6 +18,7 @@ class Launch(NamedTuple):
         arguments: what it is given at run time, by name.
         constants: what it is compiled for, by name.
         warps: warps of a program.
+        registers: the most that a thread may take on NVIDIA's hardware, or None to leave it to the assembler.
     """
 
     kernel: Any
@@ -25,6 +26,12 @@ class Launch(NamedTuple):
     arguments: dict[str, Any]
     constants: dict[str, Any]
     warps: int = 4
+    registers: int | None = None
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """Options of Triton that only NVIDIA's compiler knows."""
+        return {} if self.registers is None else {"maxnreg": self.registers}
 
     def run(self, **options: Any) -> None:  # noqa: ANN401 (Triton's own options)
         """Launch the kernel on the device of its arguments; one without programs does nothing."""
@@ -32,4 +39,5 @@ class Launch(NamedTuple):
             return
         device = next(x.device for x in self.arguments.values() if isinstance(x, Tensor))
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            self.kernel[self.grid](**self.arguments, **self.constants, num_warps=self.warps, **options)
+            limits = self.limits if torch.version.hip is None else {}
+            self.kernel[self.grid](**self.arguments, **self.constants, num_warps=self.warps, **limits, **options)

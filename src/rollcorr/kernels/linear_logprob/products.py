@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -38,12 +38,28 @@ def float32_products(precision: Precision, device: torch.device) -> Iterator[Non
     if device.type != "cuda":
         yield
         return
-    before = torch.get_float32_matmul_precision()
+    before, switches = _float32_precision(), _switches()
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+        for owner, value in switches:
+            owner.fp32_precision = value
+
+
+def _float32_precision() -> str:
+    """What torch says of float32 products; "highest" where it refuses to, because newer switches say otherwise."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return "highest"
+
+
+def _switches() -> list[tuple[Any, str]]:
+    """The switches of single backends, which torch has from 2.9 on and sets together with its older one."""
+    owners = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]
+    return [(owner, owner.fp32_precision) for owner in owners if hasattr(owner, "fp32_precision")]
 
 
 def _has_wide_products() -> bool:

@@ -58,7 +58,7 @@ def _merge(all_rows, merged, sets, PLAN: tl.constexpr):
 @triton.jit
 def _spread(
     program, cu_seqlens, sequence_weight, alive, weights, loss_mask, T, splits,
-    PLAN: tl.constexpr, PACKED: tl.constexpr, ALIGN: tl.constexpr,
+    PLAN: tl.constexpr, PACKED: tl.constexpr, ALIGN: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Give the tokens of one share their sequence's weight, and take those of a rejected sequence out of the mask."""
     start, end, begin, stop = share_of(program, cu_seqlens, T, splits, PACKED, ALIGN)
@@ -66,12 +66,12 @@ def _spread(
     if PLAN.level == "token" or PLAN.level == "none":
         if keep == 0:
             for at in range(begin, stop, BLOCK):
-                local, inside = tokens_at(at, start, end, ALIGN)
+                local, inside = tokens_at(at, start, end, BLOCK // (4 * LANES), LANES, ALIGN)
                 tl.store(loss_mask + at + local, (local * 0).to(tl.uint8), mask=inside)
     else:
         weight = tl.load(sequence_weight + program // splits)
         for at in range(begin, stop, BLOCK):
-            local, inside = tokens_at(at, start, end, ALIGN)
+            local, inside = tokens_at(at, start, end, BLOCK // (4 * LANES), LANES, ALIGN)
             bits = tl.load(loss_mask + at + local, mask=inside, other=0)
             tl.store(weights + at + local, tl.where((bits & COUNTED) != 0, weight, 0.0), mask=inside)
             tl.store(loss_mask + at + local, bits & KEPT & keep, mask=inside)
@@ -80,7 +80,7 @@ def _spread(
 @triton.jit
 def finish(
     all_rows, merged, cu_seqlens, sequence_weight, alive, weights, loss_mask, sets, T, splits,
-    PLAN: tl.constexpr, PACKED: tl.constexpr, ALIGN: tl.constexpr,
+    PLAN: tl.constexpr, PACKED: tl.constexpr, ALIGN: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """⌈sums / 16⌉ programs merge; then one for each sequence and split spreads, where there is something to spread."""
     MERGERS: tl.constexpr = (len(PLAN.sums) + ROWS - 1) // ROWS
@@ -90,5 +90,5 @@ def finish(
     elif PLAN.spreads:
         _spread(
             (program - MERGERS).to(tl.int64), cu_seqlens, sequence_weight, alive, weights, loss_mask, T, splits,
-            PLAN, PACKED, ALIGN,
+            PLAN, PACKED, ALIGN, LANES,
         )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,15 @@ from rollcorr.kernels.correction.triton.token_pass import BLOCK, read_tokens
 from rollcorr.kernels.gpu_launch import Launch
 
 PROGRAMS = 2048
-"""Programs that the token pass aims at: sequences are split until there are as many, or a share is eight blocks."""
+"""Programs that the token pass aims at: about as many as are resident at a time. A multiprocessor with 65,536 registers
+holds 16 warps of 128 for each thread, and an H200 has 132 of them. More would wait, and each leaves a row of the table.
+"""
+
+REGISTERS = 128
+"""For each thread of the token pass. Left to itself, the assembler takes up to 168 for what fits into as few."""
+
+SHORTEST_SHARE = 2
+"""Blocks that a program reads at least, where a sequence is split: what it does beside them costs as much as one."""
 
 MOST_SPLITS = 64
 ALIGNMENT = 16
@@ -60,9 +68,14 @@ def launch_correction(
 
 def choose_splits(tokens: int, sequences: int) -> int:
     """Programs for each sequence: one for many sequences, more for few long ones. A power of two."""
-    longest_share = max(1, tokens // max(1, sequences) // (8 * BLOCK.value))
-    wanted = min(PROGRAMS // max(1, sequences), longest_share, MOST_SPLITS)
+    shares = max(1, tokens // max(1, sequences) // (SHORTEST_SHARE * BLOCK.value))
+    wanted = min(PROGRAMS // max(1, sequences), shares, MOST_SPLITS)
     return 1 << max(0, wanted.bit_length() - 1)
+
+
+def lanes() -> int:
+    """Threads of a warp, each of which is a lane of the token pass: AMD's have 64."""
+    return 32 if torch.version.hip is None else 64
 
 
 def sequences_for_each(splits: int) -> int:
@@ -108,7 +121,7 @@ def launches(batch: Batch, buffers: Buffers, splits: int, config: RolloutCorrect
         "T": T,
         "splits": splits,
     }
-    layout = {"PLAN": plan, "PACKED": packed, "ALIGN": ALIGNMENT if packed else _alignment(T)}
+    layout = {"PLAN": plan, "PACKED": packed, "ALIGN": ALIGNMENT if packed else _alignment(T), "LANES": lanes()}
     shares, sets = sequences * splits, buffers.row_sets.shape[0]
     decided = {"sequence_weight": buffers.sequence_weight, "alive": buffers.alive}
     mergers = -(-len(plan.sums) // ROWS.value)
@@ -118,12 +131,18 @@ def launches(batch: Batch, buffers: Buffers, splits: int, config: RolloutCorrect
     merged = {"all_rows": buffers.row_sets, "merged": buffers.rows, "sets": sets}
     of_sequences = {"PLAN": plan, "SEQUENCES": sequences_for_each(splits), "SPLITS": splits}
 
-    # A lane of the token pass is a thread on either vendor's hardware with four warps.
     return [
-        Launch(read_tokens, (shares,), shared | read | left, layout),
+        Launch(read_tokens, (shares,), shared | read | left, layout, warps=1, registers=_most_registers(layout)),
         Launch(decide_sequences, (sets,), decided | left | written, of_sequences, warps=1),
         Launch(finish, (mergers + (shares if plan.spreads else 0),), shared | decided | merged, layout),
     ]
+
+
+def _most_registers(layout: dict[str, Any]) -> int | None:
+    """What the token pass fits into without a spill: rows of 16 n tokens take a few more, and token criteria many."""
+    if layout["PLAN"].token_criteria:
+        return None
+    return REGISTERS + 8 if layout["ALIGN"] == 1 else REGISTERS
 
 
 def _alignment(T: int) -> int:

@@ -17,7 +17,7 @@ from rollcorr.kernels.correction.bands import accepted_band, exceedance_band
 from rollcorr.kernels.correction.rows import CRITERION_ROWS, Abilities, empty_statistics, missing_rows
 
 # Columns that every configuration has, those of token-level weights, and those of each kind of token criterion. The
-# token pass counts on neighbors. `train` and `rollout` are stored times `SHRINK`.
+# token pass counts on neighbors.
 _COLUMNS = (
     *("valid", "measured", "zero", "outside", "capped_low", "capped_high"),
     *("log_ratio_mean", "log_ratio_m2", "log_ratio_min", "log_ratio_max"),

@@ -24,7 +24,7 @@ from rollcorr.kernels.correction.triton.verdict_file import Verdict, machine_of,
 
 Kernel = Callable[..., CorrectionOutput]
 
-SEQUENCES = 5
+SEQUENCES = 7
 WEIGHTS_RTOL, METRICS_RTOL, METRICS_ATOL = 3e-6, 1e-5, 1e-6
 """What float32 leaves of agreement: the tolerances of the kernels' own tests."""
 
@@ -139,6 +139,12 @@ def probe_batch(probe: Probe, device: torch.device) -> Batch:
     accidents = ((0, 3, math.nan, -1.0), (1, 5, -math.inf, -1.0), (2, 7, -1.0, math.inf), (0, 9, -1.0, -math.inf))
     for row, token, log_pi, log_mu in (*accidents, (4, 11, -80.0, -1.0)):
         train[row, token], rollout[row, token], mask[row, token] = log_pi, log_mu, True
+
+    # Two rows in which every token is ordinary, but some weights of the second are beyond their bounds. The token pass
+    # reads such blocks in ways of their own.
+    mask[5:] = True
+    train[5:] = rollout[5:] + (train[5:] - rollout[5:]).clamp(-0.4, 0.4)
+    train[6, 50::100] = rollout[6, 50::100] + 1.2
 
     # A sequence without a token; and what the mask leaves out is poison, which must not be read.
     mask[3] = False

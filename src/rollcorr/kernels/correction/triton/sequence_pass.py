@@ -24,7 +24,6 @@ from rollcorr.kernels.correction.triton.row_slots import (
     put_sample,
     put_token_moments,
 )
-from rollcorr.kernels.correction.triton.token_pass import SHRINK
 
 CAP = tl.constexpr(20.0)
 
@@ -330,8 +329,8 @@ def decide_sequences(
     low = lowest(cells, there, PLAN.columns["log_ratio_min"])
     high = highest(cells, there, PLAN.columns["log_ratio_max"])
     product = tl.where(zero > 0, -INFINITY, log_ratio)
-    train = column(cells, PLAN.columns["train"]) / SHRINK
-    rollout = column(cells, PLAN.columns["rollout"]) / SHRINK
+    train = column(cells, PLAN.columns["train"])
+    rollout = column(cells, PLAN.columns["rollout"])
     _mismatch(rows, cells, there, valid, measured, zero, log_ratio, low, high, limits, PLAN)
     _perplexities(rows, train, rollout, measured, log_ratio, product, has_counted, PLAN)
     if PLAN.token_criteria:

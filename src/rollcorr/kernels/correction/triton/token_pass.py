@@ -1,7 +1,13 @@
 """The token pass: one read of log-probs and mask; token-level weights and masks out, and columns for each sequence.
 
-A program reads a share of one sequence, in blocks of 512 tokens laid out as 128 lanes of four. A lane adds in float32
-over at most 128 tokens, then lanes are added in float64. Up to four counts share an integer, a byte for each.
+A program is one warp. It reads a share of one sequence, in blocks of 512 tokens: (groups, lanes, 4), where a lane is a
+thread. A lane adds in float32 over at most 128 tokens, then lanes are added in float64. Up to four counts share an
+integer, a byte for each.
+
+How a block is read is decided for all of it, by one reduction over the warp. In a *regular* block every token is valid,
+both log-probs are numbers of ordinary size, and no log-ratio is beyond ±2.75: nothing has to be selected or capped, and
+one polynomial gives eᵈ, eᵈ − 1 and k3. It is *quiet* where no weight is beyond its bounds either. Every other block is
+read in full, or only cleared where it has no valid token.
 
 Loads test a range and nothing else, and values are selected afterwards: a load masked element by element would not be
 vectorised.
@@ -14,18 +20,23 @@ import triton.language as tl
 
 from rollcorr.kernels.correction.triton.arithmetic import (
     add_deviations,
+    around,
     exponential_parts,
+    lane_max,
+    lane_min,
+    lane_sum,
+    near_exponential,
     rounded_off,
     shifted_sums,
 )
 from rollcorr.kernels.correction.triton.columns import add_count, add_extremes, add_lanes, add_moments, byte_of
 
-LANES = tl.constexpr(128)
 BLOCK = tl.constexpr(512)
-CHUNK = tl.constexpr(32 * 512)  # tokens between two additions in float64: a byte counts the 128 of a lane
+MOST_OF_LANE = tl.constexpr(128)  # tokens that a lane adds before lanes are added in float64: a byte counts them
+REACH = tl.constexpr(2.75)  # of d in a regular block
+ORDINARY = tl.constexpr(60.0)  # of |log μ| in a regular block
 CAP = tl.constexpr(20.0)
 LARGEST = tl.constexpr(1e16)  # |d| beyond is read as this: its square still adds up in float32
-SHRINK = tl.constexpr(2.0**-14)  # a chunk's log-probs are added as this much of themselves: their sum fits in float32
 LARGEST_EXPONENT = tl.constexpr(60.0)  # of μ, beside ρ ≤ e^20
 KEPT = tl.constexpr(1)
 COUNTED = tl.constexpr(2)
@@ -54,9 +65,13 @@ def within_block(distance):
 
 
 @triton.jit
-def tokens_at(at, start, end, ALIGN: tl.constexpr):
-    """Offsets of a block's tokens from its first, (128, 4), and which of them the sequence holds."""
-    local = tl.arange(0, LANES)[:, None] * 4 + tl.arange(0, 4)[None, :]
+def tokens_at(at, start, end, GROUPS: tl.constexpr, LANES: tl.constexpr, ALIGN: tl.constexpr):
+    """Offsets of tokens from the first, (groups, lanes, 4), at most a block, and which of them the sequence holds."""
+    group = tl.arange(0, GROUPS)[:, None, None]
+    local = group * (4 * LANES) + tl.arange(0, LANES)[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
+    # Triton gives threads to the axes in the order of their contiguity. That of lanes is 1, like that of groups. Saying
+    # 2 puts it before them: each lane is one thread then, in every version and for every load.
+    local = tl.max_contiguous(local, [1, 2, 4])
     inside = local >= 0
     if ALIGN > 0:
         inside = local < within_block(end - at)
@@ -66,10 +81,15 @@ def tokens_at(at, start, end, ALIGN: tl.constexpr):
 
 
 @triton.jit
+def of_lane(x):
+    """A lane's number beside each of its tokens."""
+    return x[None, :, None]
+
+
+@triton.jit
 def _bytes(a, b, c, d):
     """Four conditions as counts in the bytes of one integer, added over each lane."""
-    word = a.to(tl.int32) + (b.to(tl.int32) << 8) + (c.to(tl.int32) << 16) + (d.to(tl.int32) << 24)
-    return tl.sum(word, axis=1)
+    return lane_sum(a.to(tl.int32) + (b.to(tl.int32) << 8) + (c.to(tl.int32) << 16) + (d.to(tl.int32) << 24))
 
 
 @triton.jit
@@ -84,23 +104,39 @@ def _beyond(d, lost, low, high):
 
 
 @triton.jit
-def _mismatch(state, pi, mu, log_mu, measured, d, lost, rho_1, k3, PLAN: tl.constexpr):
-    """Add a block to what is collected whatever is done about it; `rho_1` is ρ − 1, and `log_mu` has zeros' log μ."""
-    total, shift, first, second, low, high, train, rollout, absolute, k3s, chi2, difference, largest, k2 = state
-    shift, first, second, low, high = _described((shift, first, second, low, high), d, measured)
-    total += tl.sum(d.to(tl.float64), axis=1) + tl.sum(lost, axis=1)  # it is exponentiated
-    train += tl.sum(pi * SHRINK, axis=1)
-    rollout += tl.sum(mu * SHRINK, axis=1)
-    absolute += tl.sum(tl.abs(d), axis=1)
-    k3s += tl.sum(k3, axis=1)
-    chi2 += tl.sum(rho_1 * (rho_1 + 2.0), axis=1)
+def _mismatch(state, pi, mu, log_mu, measured, d, lost, rho_1, k3, PLAN: tl.constexpr, REGULAR: tl.constexpr):
+    """Add a block to what is collected whatever is done about it; `rho_1` is ρ − 1, and `log_mu` has zeros' log μ.
+
+    Of a regular block also each lane's Σ (ρ − 1).
+    """
+    total, train, rollout, shift, second, low, high, absolute, k3s, chi2, difference, largest, k2 = state
+    shift, _, second, low, high = _described((shift, shift, second, low, high), d, measured, REGULAR)
+
+    # Σ d is exponentiated: it is exact but for the last digit of float64.
+    of_train, of_rollout = lane_sum(pi.to(tl.float64)), lane_sum(mu.to(tl.float64))
+    k3_here = lane_sum(k3)
+    sum_1 = k3_here
+    if REGULAR:
+        total_here = of_train - of_rollout
+        # ρ² − 1 = (ρ − 1)² + 2 (ρ − 1), and ρ − 1 = d + k3.
+        sum_1 += total_here.to(tl.float32)
+        chi2 += lane_sum(rho_1 * rho_1) + 2.0 * sum_1
+    else:
+        total_here = lane_sum(d.to(tl.float64)) + lane_sum(lost).to(tl.float64)
+        chi2 += lane_sum(rho_1 * (rho_1 + 2.0))
+    total, train, rollout = total + total_here, train + of_train, rollout + of_rollout
+    absolute, k3s = absolute + lane_sum(tl.abs(d)), k3s + k3_here
+
     # |π − μ| = μ |ρ − 1|; where ρ is capped, μ is taken to be π e^−20.
-    gap = tl.exp(tl.minimum(log_mu, LARGEST_EXPONENT)) * tl.abs(rho_1)
-    difference += tl.sum(gap, axis=1)
-    largest = tl.maximum(largest, tl.max(gap, axis=1))
+    if not REGULAR:
+        log_mu = tl.minimum(log_mu, LARGEST_EXPONENT)
+    gap = tl.exp(log_mu) * tl.abs(rho_1)
+    difference += lane_sum(gap)
+    largest = tl.maximum(largest, lane_max(gap))
     if PLAN.k2:
-        k2 += tl.sum(d * d * 0.5, axis=1)
-    return total, shift, first, second, low, high, train, rollout, absolute, k3s, chi2, difference, largest, k2
+        k2 += lane_sum(d * d * 0.5)
+    state = total, train, rollout, shift, second, low, high, absolute, k3s, chi2, difference, largest, k2
+    return state, sum_1
 
 
 @triton.jit
@@ -115,39 +151,42 @@ def _applied_shift(shift, limits, PLAN: tl.constexpr):
 
 
 @triton.jit
-def _weigh(state, limits, counted, positive, d, lost, scale, rest, PLAN: tl.constexpr):
-    """Token-level weights of a block, 0 where nothing is counted; which of them IcePop sets to 0; and their sums."""
+def _weigh(state, limits, counted, positive, d, rho, rho_1, PLAN: tl.constexpr, REGULAR: tl.constexpr):
+    """Token-level weights of a block, 0 where nothing is counted; which of them IcePop sets to 0; and their sums.
+
+    `rho` and `rho_1` are the weight before any bound but the safety bound, and that less 1.
+    """
     shift, raw_first, raw_second, first, second, low, high = state
-    bound = limits[PLAN.limits["safety_bound"]]
-    if PLAN.own_bound:
-        scale, rest, _ = exponential_parts(_clamped(d, -bound, bound))
-        rest += tl.where(tl.abs(d) <= bound, lost, 0.0) * (1.0 + rest)
-    raw = tl.where(positive, scale + scale * rest, 0.0)
-    raw_1 = tl.where(positive, (scale - 1.0) + scale * rest, -1.0)
-    shift = tl.where(shift == 0.0, tl.max(raw, axis=1), shift)
-    # Around a shift near 1, deviations are taken from w − 1, which has digits that w has not.
-    near = (shift > 0.5) & (shift < 2.0)
-    own = tl.where(near, shift - 1.0, shift)[:, None]
-    filled = tl.where(counted, tl.where(near[:, None], raw_1, raw), own)
+    raw, raw_1 = tl.where(positive, rho, 0.0), tl.where(positive, rho_1, -1.0)
+    # Around a shift near 1, deviations are taken from w − 1, which has digits that w has not. The weights of a regular
+    # block are all near enough.
+    if REGULAR:
+        near = tl.full(shift.shape, 1, tl.int1)
+    else:
+        shift = tl.where(shift == 0.0, lane_max(raw), shift)
+        near = (shift > 0.5) & (shift < 2.0)
+    own = of_lane(tl.where(near, shift - 1.0, shift))
+    filled = tl.where(counted, tl.where(of_lane(near), raw_1, raw), own)
     raw_first, raw_second = add_deviations(raw_first, raw_second, filled - own)
     weight, outside = raw, counted & ~counted
     if PLAN.mode == "truncate":
         ceiling = limits[PLAN.limits["ceiling"]]
         weight = tl.minimum(raw, ceiling)
-        highest = tl.where(near, ceiling - 1.0, ceiling)[:, None]
+        highest = of_lane(tl.where(near, ceiling - 1.0, ceiling))
         first, second = add_deviations(first, second, tl.minimum(filled, highest) - tl.minimum(own, highest))
     if PLAN.mode == "icepop":
-        bounded = _clamped(d, -bound, bound)
+        bound = limits[PLAN.limits["safety_bound"]]
+        bounded = d if REGULAR else _clamped(d, -bound, bound)
         beyond = (bounded > limits[PLAN.limits["band_high"]]) | (bounded < limits[PLAN.limits["band_low"]])
         weight = tl.where(beyond, 0.0, raw)
-        nothing = tl.where(near, -1.0, 0.0)[:, None]
+        nothing = of_lane(tl.where(near, -1.0, 0.0))
         applied = _applied_shift(shift, limits, PLAN)
-        own = tl.where(near, applied - 1.0, applied)[:, None]
+        own = of_lane(tl.where(near, applied - 1.0, applied))
         taken = tl.where(counted, tl.where(beyond, nothing, filled), own)
         first, second = add_deviations(first, second, taken - own)
         outside = counted & (weight == 0.0)
-        low = tl.minimum(low, tl.min(tl.where(counted, weight, float("inf")), axis=1))
-        high = tl.maximum(high, tl.max(tl.where(counted, weight, float("-inf")), axis=1))
+        low = tl.minimum(low, lane_min(tl.where(counted, weight, float("inf"))))
+        high = tl.maximum(high, lane_max(tl.where(counted, weight, float("-inf"))))
     return weight, outside, (shift, raw_first, raw_second, first, second, low, high)
 
 
@@ -174,21 +213,27 @@ def _kinds(limits, measured, zero, counted, d, k3, PLAN: tl.constexpr):
 
 
 @triton.jit
-def _described(state, values, measured):
+def _described(state, values, measured, REGULAR: tl.constexpr):
     """Moments and extremes of a value of measured tokens, with a block added."""
     shift, first, second, low, high = state
-    high_here = tl.max(tl.where(measured, values, float("-inf")), axis=1)
+    high_here = lane_max(tl.where(measured, values, float("-inf")))
     shift = tl.where(shift == float("-inf"), high_here, shift)  # a lane's first value: a common mean cancels nothing
-    started = shift > float("-inf")
-    own = tl.where(started, shift, 0.0)[:, None]
-    filled = tl.where(measured, values, own)
-    first, second = add_deviations(first, second, filled - own)
-    low = tl.where(started, tl.minimum(low, tl.min(filled, axis=1)), low)
+    if REGULAR:
+        first, second = add_deviations(first, second, values - of_lane(shift))
+        low = tl.minimum(low, lane_min(values))
+    else:
+        started = shift > float("-inf")
+        own = of_lane(tl.where(started, shift, 0.0))
+        filled = tl.where(measured, values, own)
+        first, second = add_deviations(first, second, filled - own)
+        low = tl.where(started, tl.minimum(low, lane_min(filled)), low)
     return shift, first, second, low, tl.maximum(high, high_here)
 
 
 @triton.jit
-def _reject(state, limits, valid, measured, zero, counted, d, k3, weight, PLAN: tl.constexpr):
+def _reject(
+    state, limits, valid, measured, zero, counted, d, k3, weight, PLAN: tl.constexpr, REGULAR: tl.constexpr
+):  # fmt: skip
     """The tokens of a block that stay, and what the token criteria leave behind."""
     bounds, alone, keeps, k2s, k3s, kept_weight = state
     k1_low, k1_high, k2_high, k3_high = _kinds(limits, measured, zero, counted, d, k3, PLAN)
@@ -198,20 +243,68 @@ def _reject(state, limits, valid, measured, zero, counted, d, k3, weight, PLAN: 
     kept, rejected_once = valid & (rejectors == 0), rejectors == 1
     bounds += _bytes(k1_low, k1_high, k2_high, k3_high)
     alone += _bytes((k1_low | k1_high) & rejected_once, k2_high & rejected_once, k3_high & rejected_once, rejected_once)
-    keeps += tl.sum(kept.to(tl.int32), axis=1)
+    keeps += lane_sum(kept.to(tl.int32))
     if PLAN.level == "token":
-        kept_weight += tl.sum(tl.where(kept, weight, 0.0), axis=1)
+        kept_weight += lane_sum(tl.where(kept, weight, 0.0))
     for i in tl.static_range(len(PLAN.criteria)):
         if PLAN.criteria[i].scope == "token" and PLAN.criteria[i].kind == "k2":
-            k2s = _described(k2s, d * d * 0.5, measured)
+            k2s = _described(k2s, d * d * 0.5, measured, REGULAR)
         if PLAN.criteria[i].scope == "token" and PLAN.criteria[i].kind == "k3":
-            k3s = _described(k3s, k3, measured)
+            k3s = _described(k3s, k3, measured, REGULAR)
     return kept, (bounds, alone, keeps, k2s, k3s, kept_weight)
 
 
 @triton.jit
+def _weigh_regular(state, counts, limits, d, rho, rho_1, sum_1, PLAN: tl.constexpr, QUIET: tl.constexpr):
+    """Token-level weights of a regular block; `sum_1` is each lane's Σ (ρ − 1)."""
+    shift, raw_first, raw_second, first, second, low, high = state
+    OF_LANE: tl.constexpr = d.shape[0] * d.shape[2]
+    shift = tl.where(shift == 0.0, sum_1 * (1.0 / OF_LANE) + 1.0, shift)
+    weight = rho
+    if QUIET:
+        own = shift - 1.0
+        deviation = rho_1 - of_lane(own)
+        of_first, of_second = sum_1 - own * OF_LANE, lane_sum(deviation * deviation)
+        raw_first, raw_second = raw_first + of_first, raw_second + of_second
+        if PLAN.mode != "none":
+            weight = tl.minimum(rho, limits[PLAN.limits["ceiling"]])  # the hair beyond it that counts as inside
+            first, second = first + of_first, second + of_second
+        if PLAN.mode == "icepop":
+            low, high = tl.minimum(low, lane_min(weight)), tl.maximum(high, lane_max(weight))
+        state = shift, raw_first, raw_second, first, second, low, high
+    else:
+        yes, no = tl.full(d.shape, 1, tl.int1), tl.full(d.shape, 0, tl.int1)
+        state = shift, raw_first, raw_second, first, second, low, high
+        weight, banned, state = _weigh(state, limits, yes, yes, d, rho, rho_1, PLAN, True)
+        below, above = d < limits[PLAN.limits["band_low"]], d > limits[PLAN.limits["band_high"]]
+        counts = counts[0] + _bytes(no, no, no, banned), counts[1] + _bytes(no, below, above, no), counts[2]
+    return weight, counts, state
+
+
+@triton.jit
+def read_regular(counts, state, weigh, reject, limits, pi, mu, PLAN: tl.constexpr, QUIET: tl.constexpr):
+    """One regular block; returns what `read_block` does."""
+    yes, no = tl.full(pi.shape, 1, tl.int1), tl.full(pi.shape, 0, tl.int1)
+    pi, mu = pi.to(tl.float32), mu.to(tl.float32)
+    d = pi - mu
+    rho, rho_1, k3 = near_exponential(d)
+    state, sum_1 = _mismatch(state, pi, mu, mu, yes, d, d, rho_1, k3, PLAN, True)
+    outside = (d > limits[PLAN.limits["outside_high"]]) | (d < limits[PLAN.limits["outside_low"]])
+    catastrophic = no
+    if PLAN.veto:
+        catastrophic = d < limits[PLAN.limits["veto"]]
+    counts = counts[0] + _bytes(yes, yes, no, no), counts[1] + _bytes(outside, no, no, catastrophic), counts[2]
+    weight, kept = rho, yes
+    if PLAN.level == "token":
+        weight, counts, weigh = _weigh_regular(weigh, counts, limits, d, rho, rho_1, sum_1, PLAN, QUIET)
+    if PLAN.token_criteria:
+        kept, reject = _reject(reject, limits, yes, yes, no, yes, d, k3, weight, PLAN, True)
+    return counts, state, weigh, reject, weight, kept, yes
+
+
+@triton.jit
 def read_block(counts, state, weigh, reject, limits, pi, mu, valid, PLAN: tl.constexpr):
-    """One block: the lanes with it added, its weights, the tokens that are kept and those that are counted."""
+    """Any block: the lanes with it added, its weights, the tokens that are kept and those that are counted."""
     in_float64: tl.constexpr = pi.dtype == tl.float64 or mu.dtype == tl.float64
     if in_float64:
         exact = pi.to(tl.float64) - mu.to(tl.float64)
@@ -242,42 +335,74 @@ def read_block(counts, state, weigh, reject, limits, pi, mu, valid, PLAN: tl.con
     rest += part * (1.0 + rest)
     em1 = (scale - 1.0) + scale * rest
     k3 = tl.where(scale == 1.0, tail, em1 - capped - part)
-    state = _mismatch(state, pi, mu, log_mu, measured, d, lost, tl.where(zero, -1.0, em1), k3, PLAN)
+    state, _ = _mismatch(state, pi, mu, log_mu, measured, d, lost, tl.where(zero, -1.0, em1), k3, PLAN, False)
     outside = (d > limits[PLAN.limits["outside_high"]]) | (d < limits[PLAN.limits["outside_low"]])
-    first, second, third = counts
-    first += _bytes(valid, measured, zero, outside)
-    below, above, catastrophic, outside = zero, zero, zero, zero
+    below, above, catastrophic, banned = zero, zero, zero, zero
+    bound = limits[PLAN.limits["safety_bound"]]
     weight = d
     if PLAN.level == "token":
         positive = (valid & ~zero) if PLAN.nonfinite == "neutral" else measured
         below = positive & (d < limits[PLAN.limits["band_low"]])
         above = positive & (d > limits[PLAN.limits["band_high"]])
-        weight, outside, weigh = _weigh(weigh, limits, counted, positive, d, lost, scale, rest, PLAN)
-    low, high = _beyond(d, lost, -CAP, CAP)
-    second += _bytes(low, high, below, above)
-    if PLAN.own_bound or PLAN.veto or PLAN.mode == "icepop":
-        bound = limits[PLAN.limits["safety_bound"]]
+        if PLAN.own_bound:
+            scale, rest, _ = exponential_parts(_clamped(d, -bound, bound))
+            rest += tl.where(tl.abs(d) <= bound, lost, 0.0) * (1.0 + rest)
+        rho, rho_1 = scale + scale * rest, (scale - 1.0) + scale * rest
+        weight, banned, weigh = _weigh(weigh, limits, counted, positive, d, rho, rho_1, PLAN, False)
+    if PLAN.veto:
         catastrophic = zero | (counted & (d < limits[PLAN.limits["veto"]]))
-        low, high = _beyond(d, lost, -bound, bound)
-        third += _bytes(low, high, catastrophic, outside)
+    low, high = _beyond(d, lost, -CAP, CAP)
+    low_of_own, high_of_own = low, high
+    if PLAN.own_bound:
+        low_of_own, high_of_own = _beyond(d, lost, -bound, bound)
+    first, second, third = counts
+    first += _bytes(valid, measured, zero, banned)
+    second += _bytes(outside, below, above, catastrophic)
+    third += _bytes(low, high, low_of_own, high_of_own)
     kept = compared if PLAN.nonfinite == "reject_token" else valid
     if PLAN.token_criteria:
-        kept, reject = _reject(reject, limits, valid, measured, zero, counted, d, k3, weight, PLAN)
+        kept, reject = _reject(reject, limits, valid, measured, zero, counted, d, k3, weight, PLAN, False)
     return (first, second, third), state, weigh, reject, weight, kept, counted
+
+
+@triton.jit
+def _how_regular(pi, mu, bits, shift, limits, PLAN: tl.constexpr):
+    """2 for a quiet block, 1 for another regular one, 0 for the rest. `shift` is what lanes sum weights around so far.
+
+    A NaN on either side is one in Σ |d|, which is not below a limit then.
+    """
+    mu = mu.to(tl.float32)
+    d = pi.to(tl.float32) - mu
+    low, high = lane_min(d), lane_max(d)
+    reach = REACH + 0.0 * limits[PLAN.limits["safety_bound"]]
+    if PLAN.own_bound:
+        reach = tl.minimum(reach, limits[PLAN.limits["safety_bound"]])
+    near = (low >= -reach) & (high <= reach) & (lane_sum(tl.abs(d)) < LARGEST)
+    regular = near & (lane_max(tl.abs(mu)) <= ORDINARY) & (lane_min(bits) > 0)
+    quiet = regular
+    if PLAN.level == "token":
+        quiet = quiet & (low >= limits[PLAN.limits["band_low"]]) & (high <= limits[PLAN.limits["band_high"]])
+        if PLAN.mode != "none":
+            quiet = quiet & (shift <= limits[PLAN.limits["ceiling"]])
+        if PLAN.mode == "icepop":
+            quiet = quiet & ((shift >= limits[PLAN.limits["floor"]]) | (shift == 0.0))
+    return tl.min(regular.to(tl.int32) + quiet.to(tl.int32), axis=0)
 
 
 @triton.jit
 def _add_mismatch(cell, again, counts, state, PLAN: tl.constexpr):
     """Add a chunk's lanes to the columns that every configuration has."""
-    total, shift, first, second, low, high, train, rollout, absolute, k3s, chi2, difference, largest, k2 = state
+    total, train, rollout, shift, second, low, high, absolute, k3s, chi2, difference, largest, k2 = state
     measured = byte_of(counts[0], 1)
     before = tl.load(cell + PLAN.columns["measured"], mask=again, other=0.0)
     shift = tl.where(measured > 0, shift, 0.0)
+    first = around(measured, shift, total)
     add_moments(cell, again, before, PLAN.columns["log_ratio_mean"], measured, total, shift, first, second)
-    for i in tl.static_range(4):
+    for i in tl.static_range(3):
         add_count(cell, again, PLAN.columns["valid"] + i, counts[0], i)
-    add_count(cell, again, PLAN.columns["capped_low"], counts[1], 0)
-    add_count(cell, again, PLAN.columns["capped_high"], counts[1], 1)
+    add_count(cell, again, PLAN.columns["outside"], counts[1], 0)
+    add_count(cell, again, PLAN.columns["capped_low"], counts[2], 0)
+    add_count(cell, again, PLAN.columns["capped_high"], counts[2], 1)
     add_extremes(cell, again, PLAN.columns["log_ratio_min"], low, high)
     lanes = (train, rollout, absolute, k3s, chi2, difference)
     for i in tl.static_range(6):
@@ -287,7 +412,7 @@ def _add_mismatch(cell, again, counts, state, PLAN: tl.constexpr):
     if PLAN.k2:
         add_lanes(cell, again, PLAN.columns["k2"], k2)
     if PLAN.veto:
-        add_count(cell, again, PLAN.columns["catastrophic"], counts[2], 2)
+        add_count(cell, again, PLAN.columns["catastrophic"], counts[1], 3)
 
 
 @triton.jit
@@ -303,13 +428,13 @@ def _add_weights(cell, again, counts, state, limits, PLAN: tl.constexpr):
         sums = shifted_sums(counted, shift, first)
         add_moments(cell, again, before, PLAN.columns["weight_mean"], counted, sums, shift, first, second)
     add_lanes(cell, again, PLAN.columns["counted"], counted)
-    add_count(cell, again, PLAN.columns["is_low"], counts[1], 2)
-    add_count(cell, again, PLAN.columns["is_high"], counts[1], 3)
+    add_count(cell, again, PLAN.columns["is_low"], counts[1], 1)
+    add_count(cell, again, PLAN.columns["is_high"], counts[1], 2)
     if PLAN.own_bound:
-        add_count(cell, again, PLAN.columns["saturated_low"], counts[2], 0)
-        add_count(cell, again, PLAN.columns["saturated_high"], counts[2], 1)
+        add_count(cell, again, PLAN.columns["saturated_low"], counts[2], 2)
+        add_count(cell, again, PLAN.columns["saturated_high"], counts[2], 3)
     if PLAN.mode == "icepop":
-        add_count(cell, again, PLAN.columns["outside_band"], counts[2], 3)
+        add_count(cell, again, PLAN.columns["outside_band"], counts[0], 3)
         add_extremes(cell, again, PLAN.columns["weight_min"], low, high)
 
 
@@ -349,35 +474,95 @@ def _add_described(cell, again, FIRST: tl.constexpr, counts, state, PLAN: tl.con
 
 
 @triton.jit
+def _store(weights, loss_mask, at, local, inside, weight, kept, counted, PLAN: tl.constexpr):
+    """Write a block's outputs. The mask holds two bits where sequences are still to be decided."""
+    bits = kept.to(tl.uint8)
+    if PLAN.level == "token":
+        tl.store(weights + at + local, weight, mask=inside)
+    elif PLAN.level != "none":
+        bits = bits * KEPT + counted.to(tl.uint8) * COUNTED
+    tl.store(loss_mask + at + local, bits, mask=inside)
+
+
+@triton.jit
+def _load(
+    train, rollout, mask, at, start, end, tokens, GROUPS: tl.constexpr, LANES: tl.constexpr, ALIGN: tl.constexpr
+):  # fmt: skip
+    """Tokens from a position on: their offsets, which of them the sequence holds, log-probs and mask."""
+    local, inside = tokens_at(at, start, end, GROUPS, LANES, ALIGN)
+    readable = inside if ALIGN <= 1 else local < within_block(tokens - at)
+    pi = tl.load(train + at + local, mask=readable, other=0.0)
+    mu = tl.load(rollout + at + local, mask=readable, other=0.0)
+    return local, inside, pi, mu, tl.load(mask + at + local, mask=readable, other=0)
+
+
+@triton.jit
+def _read_in_full(
+    counts, state, weigh, reject, train, rollout, mask, weights, loss_mask, limits, at, after, start, end, tokens,
+    PLAN: tl.constexpr, LANES: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """A block that is not regular, from `at` to `after`, four tokens of a lane at a time.
+
+    That keeps the number of registers low: what is rare should not keep programs from being resident.
+    """
+    for some in range(at, after, 4 * LANES):
+        local, inside, pi, mu, bits = _load(train, rollout, mask, some, start, end, tokens, 1, LANES, ALIGN)
+        valid = inside & (bits != 0)
+        if tl.max(lane_max(valid.to(tl.int32)), axis=0) == 1:
+            counts, state, weigh, reject, weight, kept, counted = read_block(
+                counts, state, weigh, reject, limits, pi, mu, valid, PLAN
+            )
+            _store(weights, loss_mask, some, local, inside, weight, kept, counted, PLAN)
+        else:
+            _store(weights, loss_mask, some, local, inside, local * 0.0, valid, valid, PLAN)
+    return counts, state, weigh, reject
+
+
+@triton.jit
 def read_tokens(
     train, rollout, mask, cu_seqlens, weights, loss_mask, table, limits, T, tokens, splits,
-    PLAN: tl.constexpr, PACKED: tl.constexpr, ALIGN: tl.constexpr,
+    PLAN: tl.constexpr, PACKED: tl.constexpr, ALIGN: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """One program for each sequence and split. The mask holds two bits where sequences are still to be decided."""
+    """One program for each sequence and split."""
     program = tl.program_id(0).to(tl.int64)
     start, end, begin, stop = share_of(program, cu_seqlens, T, splits, PACKED, ALIGN)
     cell = table + program * len(PLAN.columns)
+    CHUNK: tl.constexpr = LANES * MOST_OF_LANE
+    # Token criteria need registers of their own.
+    AT_ONCE: tl.constexpr = BLOCK // 2 if PLAN.token_criteria else BLOCK
+    # A difference of float64 log-probs has digits that no regular block keeps.
+    WIDE: tl.constexpr = train.dtype.element_ty == tl.float64 or rollout.dtype.element_ty == tl.float64
     for chunk in range(begin, tl.maximum(stop, begin + 1), CHUNK):
         n, x = tl.zeros([LANES], dtype=tl.int32), tl.zeros([LANES], dtype=tl.float32)
         low, high = x + float("inf"), x + float("-inf")
         total = tl.zeros([LANES], dtype=tl.float64)
-        counts, state = (n, n, n), (total, high, x, x, low, high, x, x, x, x, x, x, x, x)
+        counts, state = (n, n, n), (total, total, total, high, x, low, high, x, x, x, x, x, x)
         weigh, reject = (x, x, x, x, x, low, high), (n, n, n, (high, x, x, low, high), (high, x, x, low, high), x)
-        for at in range(chunk, tl.minimum(chunk + CHUNK, stop), BLOCK):
-            local, inside = tokens_at(at, start, end, ALIGN)
-            readable = inside if ALIGN <= 1 else local < within_block(tokens - at)
-            pi = tl.load(train + at + local, mask=readable, other=0.0)
-            mu = tl.load(rollout + at + local, mask=readable, other=0.0)
-            valid = inside & (tl.load(mask + at + local, mask=readable, other=0) != 0)
-            counts, state, weigh, reject, weight, kept, counted = read_block(
-                counts, state, weigh, reject, limits, pi, mu, valid, PLAN
-            )
-            bits = kept.to(tl.uint8)
-            if PLAN.level == "token":
-                tl.store(weights + at + local, weight, mask=inside)
-            elif PLAN.level != "none":
-                bits = bits * KEPT + counted.to(tl.uint8) * COUNTED
-            tl.store(loss_mask + at + local, bits, mask=inside)
+        for at in range(chunk, tl.minimum(chunk + CHUNK, stop), AT_ONCE):
+            how = 0
+            if not WIDE:
+                local, _, pi, mu, bits = _load(
+                    train, rollout, mask, at, start, end, tokens, AT_ONCE // (4 * LANES), LANES, ALIGN
+                )
+                within = (at >= start) & (at + AT_ONCE <= end)
+                how = within.to(tl.int32) * _how_regular(pi, mu, bits, weigh[0], limits, PLAN)
+            if how == 2:
+                if not WIDE:
+                    counts, state, weigh, reject, weight, kept, counted = read_regular(
+                        counts, state, weigh, reject, limits, pi, mu, PLAN, True
+                    )
+                    _store(weights, loss_mask, at, local, counted, weight, kept, counted, PLAN)
+            elif how == 1:
+                if not WIDE and PLAN.level == "token":
+                    counts, state, weigh, reject, weight, kept, counted = read_regular(
+                        counts, state, weigh, reject, limits, pi, mu, PLAN, False
+                    )
+                    _store(weights, loss_mask, at, local, counted, weight, kept, counted, PLAN)
+            else:
+                counts, state, weigh, reject = _read_in_full(
+                    counts, state, weigh, reject, train, rollout, mask, weights, loss_mask, limits, at,
+                    tl.minimum(at + AT_ONCE, stop), start, end, tokens, PLAN, LANES, ALIGN,
+                )  # fmt: skip
         again = chunk > begin
         if PLAN.token_criteria:
             _add_rejections(cell, again, counts, reject, PLAN)
