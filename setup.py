@@ -70,7 +70,9 @@ def extension(level: str) -> Extension:
     return Extension(
         f"rollcorr.kernels.correction.cpu.correction_{level}",
         [str(SOURCES / FOLDER / "correction.c")],
-        depends=[str(SOURCES / FOLDER / name) for name in ("job.h", "sequences.h", "tokens.h", "vectors.h")],
+        depends=[
+            str(SOURCES / FOLDER / name) for name in ("detail.h", "job.h", "sequences.h", "tokens.h", "vectors.h")
+        ],
         extra_compile_args=[*FLAGS, *LEVELS[level]],
         extra_link_args=["-pthread"],
         libraries=["m"],
