@@ -87,12 +87,17 @@ class SequenceTable:
             block: which tokens these are.
         """
         smallest = column.endswith("_min")
-        out = self._column(column, torch.inf if smallest else -torch.inf)
-        if block.lengths is not None:
-            ends = _segments(values, "min" if smallest else "max", block.lengths)
-            (torch.minimum if smallest else torch.maximum)(out, ends, out=out)
-        elif values.shape[-1]:
-            (torch.amin if smallest else torch.amax)(values, dim=-1, out=out[block.at])
+        nothing = torch.inf if smallest else -torch.inf
+        if block.lengths is None:
+            if values.shape[-1]:
+                (torch.amin if smallest else torch.amax)(values, dim=-1, out=self._column(column, nothing)[block.at])
+            return
+
+        # The first block says something of every sequence, and of one that has no token there, nothing.
+        ends = _segments(values, "min" if smallest else "max", block.lengths)
+        found = self._columns.setdefault(column, ends)
+        if found is not ends:
+            (torch.minimum if smallest else torch.maximum)(found, ends, out=found)
 
     def widen(self, column: str, at: Tensor, smallest: Tensor, largest: Tensor) -> None:
         """Take in the smallest and the largest value that sequences have in blocks, (S,) each, as in `add_counted`."""
