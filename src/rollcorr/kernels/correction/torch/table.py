@@ -87,10 +87,10 @@ class SequenceTable:
             block: which tokens these are.
         """
         smallest = column.endswith("_min")
-        nothing = torch.inf if smallest else -torch.inf
         if block.lengths is None:
+            ends = self._column(column, torch.inf if smallest else -torch.inf)[block.at]
             if values.shape[-1]:
-                (torch.amin if smallest else torch.amax)(values, dim=-1, out=self._column(column, nothing)[block.at])
+                (torch.amin if smallest else torch.amax)(values, dim=-1, out=ends)
             return
 
         # The first block says something of every sequence, and of one that has no token there, nothing.
