@@ -75,9 +75,9 @@ together, the least of the runs too: others on the machine disturb it less.
 {_targets(result, table)}
 
 Where the compiled kernel misses a target at 1 M tokens and meets it at 8 M, the batch stays in the last-level cache
-between runs, and so does that of the others: {_growth(result["seconds"])}. So the ratio at 1 M tokens is as much the
-machine's as the kernel's, which is bound by arithmetic in both. A call and `.metrics()` add about 0.1 ms of Python,
-whatever the batch.
+between runs, and so does that of the others. {_growth(result["seconds"])}
+So the ratio at 1 M tokens is as much the machine's as the kernel's, which is bound by arithmetic in both. A call and
+`.metrics()` add about 0.1 ms of Python, whatever the batch.
 
 What torch alone costs is some 50 operations and three exponentials on each block, at 0.2 to 0.5 ns a token each
 when a block's float64 buffers are in the second-level cache, and the asking for them. In host memory, where a look
@@ -170,8 +170,8 @@ def _growth(seconds: Seconds) -> str:
     least, most = dense[0], dense[-1]
     times = {name: most[name]["min"] / least[name]["min"] for name in (VERL, COPY, "cpu, out=")}
     return (
-        f"dense, verl takes {times[VERL]:.0f} times as long for 8 times the tokens, the copy {times[COPY]:.0f}, and\n"
-        f"`cpu, out=` {times['cpu, out=']:.0f}"
+        f"For 8 times the tokens, dense,\nverl takes {times[VERL]:.0f} times as long, the copy {times[COPY]:.0f} times, "
+        f"and `cpu, out=` {times['cpu, out=']:.0f} times."
     )
 
 
