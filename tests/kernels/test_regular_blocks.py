@@ -10,7 +10,7 @@ from counting import Counts
 
 from rollcorr import correct
 from rollcorr.config import RolloutCorrectionConfig
-from rollcorr.kernels.correction.torch import blocks
+from rollcorr.kernels.correction.torch import blocks, counted_tokens
 
 B, T = 6, 40
 CONFIGURATIONS = {
@@ -84,3 +84,42 @@ def test_a_regular_block_takes_fewer_operations(whole, monkeypatch):
     config = RolloutCorrectionConfig(**CONFIGURATIONS["token"])
     (_, few), (_, many) = both_ways(monkeypatch, batch(0.3, whole=whole), config)
     assert (many - few) / (B / 2) >= 12
+
+
+# Where the tokens lie that count, in rows of 40.
+PLACES = {
+    "on the left": [range(40), range(7), range(0), range(39), range(1), range(20)],
+    "on the right": [range(40), range(33, 40), range(0), range(1, 40), range(39, 40), range(20, 40)],
+    "two turns": [[*range(12), *range(20, 40)], [*range(3, 9), *range(30, 37)], *[range(40)] * 3, range(5, 25)],
+    "every other": [range(i % 2, 40, 2) for i in range(6)],
+}
+
+
+@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize("short", [1, 512], ids=["runs", "one by one"])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("name", ["token", "floor, low ceiling", "sequence"])
+def test_tokens_that_count_are_found_wherever_they_lie(places, short, packed, name, monkeypatch):
+    monkeypatch.setattr(counted_tokens, "SHORT", short)
+    train, rollout, mask = batch(0.3, whole=True)
+    mask = torch.zeros_like(mask)
+    for row, columns in enumerate(PLACES[places]):
+        mask[row, list(columns)] = True
+    train.masked_fill_(~mask, math.nan)
+    data, cu_seqlens = (train, rollout, mask), None
+    if packed:
+        data, cu_seqlens = tuple(x.flatten() for x in data), torch.tensor([0, 0, 33, 90, 90, 200, 240])
+    (one, _), (other, _) = both_ways(monkeypatch, data, RolloutCorrectionConfig(**CONFIGURATIONS[name]), cu_seqlens)
+    assert torch.equal(one.loss_mask, other.loss_mask)
+    torch.testing.assert_close(one.weights, other.weights, rtol=1e-7, atol=0)
+    expected = other.metrics()
+    assert one.metrics() == {key: pytest.approx(x, rel=1e-6, abs=1e-12, nan_ok=True) for key, x in expected.items()}
+
+
+def test_a_mask_of_any_true_byte_counts_each_token_once():
+    mask = torch.tensor([[1, 255, 0, 2], [0, 0, 0, 0]], dtype=torch.uint8).view(torch.bool)
+    tokens = counted_tokens.counted_tokens(mask, blocks.Block(slice(0, 2), None))
+    assert (tokens.number, tokens.counts) == (3, [3, 0])
+    marked = torch.ones(2, 4, dtype=torch.bool)
+    tokens.mark(marked)
+    assert marked.view(torch.uint8).tolist() == [[1, 1, 0, 1], [0, 0, 0, 0]]

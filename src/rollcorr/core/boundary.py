@@ -40,22 +40,27 @@ def check_tensors(**tensors: object) -> None:
     first: tuple[str, torch.device] | None = None
     compiling = torch.compiler.is_compiling()
     fake_mode = None if compiling else _mode(_FAKE)
+    usual = not compiling and fake_mode is None
     for name, tensor in tensors.items():
         if tensor is None:
             continue
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type_name(tensor)}; give torch.as_tensor({name})")
-        _check_kind(name, tensor)
 
-        # While torch.compile traces, no tensor has memory, and all of them are fake.
-        if not compiling:
-            _check_fake(name, tensor, fake_mode)
-            _check_memory(name, tensor)
+        # Nearly every tensor of nearly every call is an ordinary one, for which one question is enough.
+        if not (usual and _is_ordinary(tensor)):
+            _check_kind(name, tensor)
 
+            # While torch.compile traces, no tensor has memory, and all of them are fake.
+            if not compiling:
+                _check_fake(name, tensor, fake_mode)
+                _check_memory(name, tensor)
+
+        device = tensor.device
         if first is None:
-            first = name, tensor.device
-        elif tensor.device != first[1]:
-            raise _different_devices(first, (name, tensor.device))
+            first = name, device
+        elif device != first[1]:
+            raise _different_devices(first, (name, device))
 
 
 def check_one_device(**tensors: Tensor) -> None:
@@ -144,14 +149,17 @@ def in_host_memory(*tensors: Tensor) -> bool:
     """
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
-    return all(type(x) in (Tensor, torch.nn.Parameter) and x.is_cpu and why_no_address(x) is None for x in tensors)
+    for x in tensors:
+        if type(x) not in (Tensor, torch.nn.Parameter) or not x.is_cpu or why_no_address(x) is not None:
+            return False
+    return True
 
 
 def why_no_address(tensor: Tensor) -> str | None:
     """Why a kernel that reads memory by its address must not have this tensor, or None. As the end of "it is …"."""
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         return f"a {type(tensor).__name__}, whose memory it cannot read"
-    if is_transformed(tensor):
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return "inside a transform of torch.func, where it has no memory"
     if tensor.is_neg():
         return "a view of the negative of its memory; call resolve_neg()"
@@ -191,6 +199,21 @@ def is_sharded(tensor: Tensor) -> bool:
 def truth(mask: Tensor) -> Tensor:
     """The mask as bool, with bytes 0 and 1: torch keeps other bytes of a bool, and views of it would show them."""
     return mask != 0
+
+
+def _is_ordinary(tensor: Tensor) -> bool:
+    """Whether a tensor passes all the checks below, outside of a trace: dense, of real numbers, with memory of its own.
+
+    Some that pass them are not ordinary: those of a subclass, without elements, or on a device without memory.
+    """
+    return (
+        type(tensor) is Tensor
+        and tensor.dtype in _REAL
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and tensor.data_ptr() != 0
+    )
 
 
 def _check_kind(name: str, tensor: Tensor) -> None:

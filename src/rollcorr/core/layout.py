@@ -86,9 +86,9 @@ def bounded_offsets(cu_seqlens: Tensor, tokens: int) -> Tensor:
     if in_host_memory(cu_seqlens):
         return cu_seqlens.to(torch.int64)
     bounded = cu_seqlens.to(torch.int64).clamp(0, tokens).cummax(0).values
-    inner = bounded[1:-1]
-    ends = bounded[:1]
-    return torch.cat([torch.zeros_like(ends), inner, torch.full_like(ends, tokens)])[: cu_seqlens.numel()]
+    bounded[-1:].fill_(tokens)
+    bounded[:1].zero_()  # last, because a single entry is the first
+    return bounded
 
 
 def offsets_of(lengths: Tensor) -> Tensor:

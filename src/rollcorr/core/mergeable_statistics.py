@@ -208,19 +208,22 @@ class Statistics:
         """Bring every row to the host in one transfer."""
         # Each transfer waits for the device, so all rows travel together, as one list of numbers.
         vector = self.rows.vector if isinstance(self.rows, _PackedRows) else self.pack()
-        numbers, place = vector.to("cpu").tolist(), 0
-        values: dict[str, list[list[float]]] = {}
+        numbers, names, start = vector.to("cpu").tolist(), self.names, 0
+        of_kind: dict[str, list[float]] = {}
         for kind, size in _SIZES.items():
-            end = place + size * len(self.names[kind])
-            values[kind] = [numbers[i : i + size] for i in range(place, end, size)]
-            place = end
-        host = {kind: zip(self.names[kind], values[kind], strict=True) for kind in _KINDS}
+            end = start + size * len(names[kind])
+            of_kind[kind] = numbers[start:end]
+            start = end
+
+        # Rows of two and three numbers are taken apart by their places: one list for each place.
+        moments, extremes = of_kind["moments"], of_kind["extremes"]
+        tops = dict(zip(names["tops"], _in_rows(of_kind["tops"], 3 * TOP), strict=True))
         return HostStatistics(
-            {name: row[0] for name, row in host["sums"]},
-            {name: Moments(*row) for name, row in host["moments"]},
-            {name: Extremes(*row) for name, row in host["extremes"]},
-            dict(host["histograms"]),
-            {name: host_entries([row[i : i + 3] for i in range(0, len(row), 3)]) for name, row in host["tops"]},
+            dict(zip(names["sums"], of_kind["sums"], strict=True)),
+            dict(zip(names["moments"], map(Moments, moments[::3], moments[1::3], moments[2::3]), strict=True)),
+            dict(zip(names["extremes"], map(Extremes, extremes[::2], extremes[1::2]), strict=True)),
+            dict(zip(names["histograms"], _in_rows(of_kind["histograms"], BINS), strict=True)),
+            {name: host_entries(_in_rows(row, 3)) for name, row in tops.items()},
         )
 
     def metrics(self, *, prefix: str = "rollout_corr/") -> dict[str, float]:
@@ -277,11 +280,10 @@ def merge_statistics(parts: Iterable[Statistics]) -> Statistics:
     return Statistics(names, merged)
 
 
-@dataclass(frozen=True)
-class Moments:
+class Moments(NamedTuple):
     """Count, mean and M2 = Σ (x − mean)² of a sample, on the host."""
 
-    count: float
+    count: float  # type: ignore[assignment] # a tuple's method, which nobody asks of moments
     mean: float
     m2: float
 
@@ -303,8 +305,7 @@ class Moments:
         return min(1.0, square / second_moment) if second_moment > 0 else 0.0
 
 
-@dataclass(frozen=True)
-class Extremes:
+class Extremes(NamedTuple):
     """Smallest and largest value of a sample, on the host; (+inf, −inf) when it is empty."""
 
     min: float
@@ -365,6 +366,10 @@ def no_extremes(device: torch.device) -> Tensor:
     nothing = torch.full((2,), torch.inf, dtype=STATISTICS_DTYPE, device=device)
     nothing[1:].neg_()
     return nothing
+
+
+def _in_rows(numbers: list[float], size: int) -> list[list[float]]:
+    return [numbers[i : i + size] for i in range(0, len(numbers), size)]
 
 
 def _stack(rows: Iterable[Tensor], shape: Sequence[int], device: torch.device | str | None) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
-from rollcorr.core.boundary import check_tensors, in_host_memory, why_no_address, why_no_kernel
+from rollcorr.core.boundary import check_tensors, why_no_address, why_no_kernel
 from rollcorr.core.layout import sequence_count
 from rollcorr.core.mergeable_statistics import Statistics
 
@@ -95,7 +95,6 @@ def check_out(out: Out, config: RolloutCorrectionConfig | None, **inputs: Tensor
             else "out has a weights buffer, but rollout_is=None computes no weights; give out=(None, loss_mask)"
         )
     name, like = next(iter(inputs.items()))
-    spans = {other: _span(tensor) for other, tensor in inputs.items()}
     for buffer, kind, dtype in ((weights, "weights", torch.float32), (loss_mask, "loss_mask", torch.bool)):
         if buffer is None:
             continue
@@ -110,9 +109,15 @@ def check_out(out: Out, config: RolloutCorrectionConfig | None, **inputs: Tensor
             raise ValueError(f"out {kind} must have the device of {name}, {like.device}, got {buffer.device}")
         if not buffer.is_contiguous():
             raise ValueError(f"out {kind} must be contiguous, got strides {buffer.stride()}; make it with torch.empty")
-        own = _span(buffer)
+
+    # While torch.compile traces, and inside a transform, nothing has an address to compare.
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return
+    spans = {other: _span(tensor) for other, tensor in inputs.items()}
+    for buffer, kind in ((weights, "weights"), (loss_mask, "loss_mask")):
+        start, end = (0, 0) if buffer is None else _span(buffer)
         for other, span in spans.items():
-            if own[0] < span[1] and span[0] < own[1]:
+            if start < span[1] and span[0] < end:
                 raise ValueError(f"out {kind} and {other} share memory; give a buffer of its own")
 
 
@@ -126,16 +131,12 @@ def copied_to(out: Out | None, output: CorrectionOutput) -> CorrectionOutput:
     return output._replace(weights=weights, loss_mask=loss_mask.copy_(output.loss_mask))
 
 
-_NOWHERE = 0, 0
-
-
 def _span(x: Tensor) -> tuple[int, int]:
-    """Addresses of the first element, and of the end of the last; an empty span where there is no memory to compare."""
-    on_device = x.device.type not in ("cpu", "meta") and why_no_address(x) is None
-    if not (on_device or in_host_memory(x)) or not x.numel():
-        return _NOWHERE
-    start, size = x.data_ptr(), x.element_size()
+    """Addresses of the first element, and of the end of the last; (0, 0) where there is no memory to compare."""
+    if x.is_meta or why_no_address(x) is not None or not x.numel():
+        return 0, 0
+    start = x.data_ptr()
     if x.is_contiguous():
-        return start, start + size * x.numel()
+        return start, start + x.nbytes
     reach = sum((length - 1) * stride for length, stride in zip(x.shape, x.stride(), strict=True))
-    return start, start + size * (reach + 1)
+    return start, start + x.element_size() * (reach + 1)

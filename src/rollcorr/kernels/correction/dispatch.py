@@ -21,6 +21,8 @@ from rollcorr.kernels.correction.rows import MissingRowError, known_rows
 from rollcorr.kernels.correction.torch.blocks import torch_correction
 from rollcorr.kernels.correction.torch.table import Reduction
 
+_CHOICES = get_args(Implementation)
+
 VARIABLE = "ROLLCORR_IMPL"
 """Environment variable: what "auto" means, wherever that implementation takes the batch."""
 
@@ -55,8 +57,8 @@ def correction_kernel(
             a criterion is for denoising steps only.
         ImportError: `impl="cpu"`, and the library was not built; `impl="triton"`, and Triton or a GPU is missing.
     """
-    if impl not in get_args(Implementation):
-        raise ValueError(f"impl must be one of {', '.join(map(repr, get_args(Implementation)))}, got {impl!r}")
+    if impl not in _CHOICES:
+        raise ValueError(f"impl must be one of {', '.join(map(repr, _CHOICES))}, got {impl!r}")
     impl = asked_for(impl, config)
     if impl in ("reference", "cpu", "triton") and reduce is not None:
         raise ValueError(f"impl={impl!r} needs whole sequences: gather them first, or use impl='auto'")
@@ -73,7 +75,7 @@ def correction_kernel(
         functional = transformed is not None or is_jit_tracing()
         impl = "reference" if functional else _chosen(batch, config)
     if impl == "cpu":
-        return cpu_correction(batch, config, out=out)
+        return cpu_correction(batch, config, out=out, checked=chosen_here)
     if impl == "triton":
         return triton.triton_correction(batch, config, out=out)
 
@@ -138,9 +140,8 @@ def _chosen(batch: Batch, config: RolloutCorrectionConfig) -> Implementation:
     named = "auto" if torch.compiler.is_compiling() else os.environ.get(VARIABLE, "auto")
     if named == "auto":
         return _fastest(batch, config)
-    choices = get_args(Implementation)
-    if named not in choices:
-        raise ValueError(f"the environment variable {VARIABLE} must be one of {', '.join(choices)}, got {named!r}")
+    if named not in _CHOICES:
+        raise ValueError(f"the environment variable {VARIABLE} must be one of {', '.join(_CHOICES)}, got {named!r}")
 
     # The batch of a log on the CPU and that of a step on a GPU are of one process: one name cannot take both.
     refusals = {"cpu": why_not, "triton": triton.why_not}

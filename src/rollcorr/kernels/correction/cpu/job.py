@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import struct
 from functools import lru_cache
 from typing import Any
 
@@ -68,9 +69,13 @@ class Job(ctypes.Structure):
     ]
 
 
+OF_BATCH = struct.Struct("=8Q5q3q3i")
+"""The fields of a job that follow from the batch: addresses, sizes, strides and types, in the order of `Job`."""
+
+
 @lru_cache(maxsize=64)
 def thresholds_of(config: RolloutCorrectionConfig) -> bytes:
-    """The fields that follow from the configuration alone, as the bytes of a job."""
+    """The fields that follow from the configuration alone: the bytes of a job behind `OF_BATCH`."""
     bound, veto = config.safety_bound, config.rollout_token_veto_threshold
     cap = config.is_upper if config.is_mode == "truncate" and config.is_upper is not None else math.inf
     least = config.rollout_is_floor or 0.0
@@ -108,7 +113,7 @@ def thresholds_of(config: RolloutCorrectionConfig) -> bytes:
             job.token_criterion[KINDS.index(criterion.kind)] = i
             accepted = (max(accepted[0], band[0]), min(accepted[1], band[1]))
     job.accepted = _rounded(accepted)
-    return bytes(job)
+    return bytes(job)[OF_BATCH.size :]
 
 
 def _criterion(criterion: Criterion) -> tuple[CriterionFields, tuple[float, float]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ from rollcorr.core.layout import check_cu_seqlens
 from rollcorr.core.mergeable_statistics import STATISTICS_DTYPE, Statistics
 from rollcorr.core.tops import TOP, merge_tops
 from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, outputs, why_no_addresses
-from rollcorr.kernels.correction.cpu.job import LOG_PROB_TYPES, MASK_TYPES, MAX_CRITERIA, Job, thresholds_of
+from rollcorr.kernels.correction.cpu.job import LOG_PROB_TYPES, MASK_TYPES, MAX_CRITERIA, OF_BATCH, thresholds_of
 from rollcorr.kernels.correction.cpu.library import Library, library, status
 from rollcorr.kernels.correction.rows import empty_statistics
 
@@ -32,10 +31,11 @@ def why_not(batch: Batch, config: RolloutCorrectionConfig) -> str | None:
     """Why the compiled kernel cannot take this batch, or None when it can."""
     if (hidden := why_no_addresses(batch)) is not None:
         return hidden
-    for name, tensor in batch.named:
-        if tensor.device.type != "cpu":
+    named = batch.named
+    for name, tensor in named:
+        if not tensor.is_cpu:
             return f"{name} is on {tensor.device}"
-    for name, tensor in batch.named[:2]:
+    for name, tensor in named[:2]:
         if tensor.dtype not in LOG_PROB_TYPES:
             return f"{name} is {tensor.dtype}, and it reads float32 and bfloat16"
         if not _rows_are_contiguous(tensor):
@@ -55,34 +55,46 @@ def _why_incomplete(config: RolloutCorrectionConfig) -> str | None:
 
 
 def cpu_correction(
-    batch: Batch, config: RolloutCorrectionConfig, *, out: Out | None = None, level: str | None = None
+    batch: Batch,
+    config: RolloutCorrectionConfig,
+    *,
+    out: Out | None = None,
+    level: str | None = None,
+    checked: bool = False,
 ) -> CorrectionOutput:
-    """As `rollcorr.kernels.correction.correction_kernel`; the mask may hold numbers; `level` names an instruction set.
+    """As `rollcorr.kernels.correction.correction_kernel`; the mask may hold numbers.
+
+    Args:
+        batch: what is corrected.
+        config: what to compute.
+        out: buffers for the outputs.
+        level: names an instruction set.
+        checked: whether `why_not` has just let this batch pass.
 
     Raises:
         ValueError: the batch is not one that it takes (`why_not`), or `cu_seqlens` does not describe it.
         ImportError: the library was not built, or does not run here.
     """
     lib = library(level)
-    reason = why_not(batch, config)
+    reason = None if checked else why_not(batch, config)
     if reason is not None:
         raise ValueError(f"impl='cpu' cannot take this batch: {reason}; use impl='auto' or 'torch'")
-    if batch.mask.dtype not in MASK_TYPES or not _rows_are_contiguous(batch.mask):
-        batch = batch._replace(mask=(batch.mask != 0).contiguous())
+    batch = _readable(batch)
 
     weights, loss_mask = outputs(batch.mask, config, out)
     if out is None:
         _ask_for_large_pages(lib, weights, loss_mask)
-    job = _job(batch, config)
     offsets = None if batch.cu_seqlens is None else _offsets(batch.cu_seqlens, batch.mask.numel(), lib)
 
     # On the CPU, whatever `torch.set_default_device` says: C writes to their addresses.
-    kept = torch.empty(job.sequences, dtype=torch.bool, device="cpu")
-    rows = torch.empty(job.tasks, lib.row_numbers, dtype=STATISTICS_DTYPE, device="cpu")
-    job.offsets, job.weights, job.loss_mask = _address(offsets), _address(weights), _address(loss_mask)
-    job.sequence_kept, job.rows = _address(kept), _address(rows)
-    lib.functions.rollcorr_correct(ctypes.byref(job))
-    return CorrectionOutput(weights, loss_mask, kept, _statistics(rows[0], config, lib.level))
+    share = _Share.of(batch)
+    kept = torch.empty(share.sequences, dtype=torch.bool, device="cpu")
+    rows = torch.empty(share.tasks * lib.row_numbers, dtype=STATISTICS_DTYPE, device="cpu")
+    lib.functions.rollcorr_correct(_job(batch, config, share, offsets, weights, loss_mask, kept, rows))
+
+    # The first set of rows ends as that of the batch. Of its rows those that this configuration has are taken.
+    template, places = _layout(config, lib.level)
+    return CorrectionOutput(weights, loss_mask, kept, template.unpack(rows.index_select(0, places)))
 
 
 class Seen(NamedTuple):
@@ -112,50 +124,96 @@ def cpu_detail(
         weights: applied weights before normalization, contiguous float32; None if there are none.
         level: names an instruction set.
     """
-    lib = library(level)
-    if batch.mask.dtype not in MASK_TYPES or not _rows_are_contiguous(batch.mask):
-        batch = batch._replace(mask=(batch.mask != 0).contiguous())
-    job = _job(batch, config)
+    lib, batch = library(level), _readable(batch)
     offsets = None if batch.cu_seqlens is None else _offsets(batch.cu_seqlens, batch.mask.numel(), lib)
-    job.offsets, job.weights = _address(offsets), _address(weights)
+    share = _Share.of(batch)
+    job = _job(batch, config, share, offsets, weights)
 
     # A row of eight-byte numbers for each thread: both histograms, which are integers, and then the entries.
-    threads = max(1, min(job.threads, job.tasks))
+    threads = max(1, min(share.threads, share.tasks))
     seen = torch.zeros(threads, int(lib.functions.rollcorr_seen_size()) // 8, dtype=torch.int64, device="cpu")
     histograms = seen[:, : 2 * BINS].view(threads, 2, BINS)
     entries = seen[:, 2 * BINS :].view(STATISTICS_DTYPE).view(threads, TOP, 3)
     entries[..., 1:] = -1.0
-    sums = torch.empty(3, job.sequences, dtype=STATISTICS_DTYPE, device="cpu")
-    lib.functions.rollcorr_detail(ctypes.byref(job), seen.data_ptr(), sums.data_ptr())
+    sums = torch.empty(3, share.sequences, dtype=STATISTICS_DTYPE, device="cpu")
+    lib.functions.rollcorr_detail(job, seen.data_ptr(), sums.data_ptr())
 
     log_ratio, weight = histograms.sum(0).to(STATISTICS_DTYPE).unbind()
     return Seen(log_ratio, weight, merge_tops(entries), sums)
 
 
-def _job(batch: Batch, config: RolloutCorrectionConfig) -> Job:
-    """A job without its outputs and offsets. It holds addresses: the tensors must outlive it."""
-    job = Job.from_buffer_copy(thresholds_of(config))
-    for name, tensor, types in (
-        ("train", batch.train, LOG_PROB_TYPES),
-        ("rollout", batch.rollout, LOG_PROB_TYPES),
-        ("mask", batch.mask, MASK_TYPES),
-    ):
-        setattr(job, name, tensor.data_ptr())
-        setattr(job, f"{name}_type", types[tensor.dtype])
-        setattr(job, f"{name}_stride", tensor.stride(0))
-    job.sequences, job.length = batch.sequences, batch.mask.shape[-1]
-    job.sequences_per_task = max(1, TASK_TOKENS * job.sequences // max(1, batch.mask.numel()))
-    job.tasks = max(1, -(-job.sequences // job.sequences_per_task))
-    job.threads = torch.get_num_threads()
-    return job
+class _Share(NamedTuple):
+    """How the sequences of a batch are shared among threads.
+
+    Attributes:
+        sequences: B.
+        each: sequences of one task.
+        tasks: how many there are.
+        threads: that take them.
+    """
+
+    sequences: int
+    each: int
+    tasks: int
+    threads: int
+
+    @classmethod
+    def of(cls, batch: Batch) -> _Share:
+        """A task has about `TASK_TOKENS` tokens, and at least one sequence."""
+        sequences = batch.sequences
+        each = max(1, TASK_TOKENS * sequences // max(1, batch.mask.numel()))
+        return cls(sequences, each, max(1, -(-sequences // each)), torch.get_num_threads())
+
+
+def _job(
+    batch: Batch,
+    config: RolloutCorrectionConfig,
+    share: _Share,
+    offsets: Tensor | None,
+    weights: Tensor | None,
+    loss_mask: Tensor | None = None,
+    kept: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> bytes:
+    """A job as C reads it. It holds addresses: the tensors must outlive it."""
+    train, rollout, mask, _ = batch
+    of_batch = OF_BATCH.pack(
+        train.data_ptr(),
+        rollout.data_ptr(),
+        mask.data_ptr(),
+        _address(offsets),
+        _address(weights),
+        _address(loss_mask),
+        _address(kept),
+        _address(rows),
+        share.sequences,
+        mask.shape[-1],
+        share.each,
+        share.tasks,
+        share.threads,
+        train.stride(0),
+        rollout.stride(0),
+        mask.stride(0),
+        LOG_PROB_TYPES[train.dtype],
+        LOG_PROB_TYPES[rollout.dtype],
+        MASK_TYPES[mask.dtype],
+    )
+    return of_batch + thresholds_of(config)
+
+
+def _readable(batch: Batch) -> Batch:
+    """The batch with a mask that C reads: of a dtype that it knows, the tokens of a row next to each other."""
+    if batch.mask.dtype in MASK_TYPES and _rows_are_contiguous(batch.mask):
+        return batch
+    return batch._replace(mask=(batch.mask != 0).contiguous())
 
 
 def _rows_are_contiguous(tensor: Tensor) -> bool:
     return tensor.shape[-1] <= 1 or tensor.numel() == 0 or tensor.stride(-1) == 1
 
 
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _ask_for_large_pages(lib: Library, *fresh: Tensor | None) -> None:
@@ -170,12 +228,6 @@ def _offsets(cu_seqlens: Tensor, tokens: int, lib: Library) -> Tensor:
     if not lib.functions.rollcorr_offsets_fit(offsets.data_ptr(), offsets.numel() - 1, tokens):
         check_cu_seqlens(cu_seqlens, tokens)
     return offsets
-
-
-def _statistics(rows: Tensor, config: RolloutCorrectionConfig, level: str) -> Statistics:
-    """The rows that this configuration has, in the order that every kernel gives them."""
-    template, places = _layout(config, level)
-    return template.unpack(rows[places])
 
 
 @lru_cache(maxsize=64)

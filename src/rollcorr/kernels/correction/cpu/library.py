@@ -93,9 +93,9 @@ def load(folder: Path, level: str) -> Library | str:
         return f"this processor has no {level}"
     functions.rollcorr_offsets_fit.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
     functions.rollcorr_large_pages.argtypes = [ctypes.c_void_p, ctypes.c_int64]
-    functions.rollcorr_correct.argtypes = [ctypes.POINTER(Job)]
+    functions.rollcorr_correct.argtypes = [ctypes.c_char_p]  # the bytes of a job
     functions.rollcorr_correct.restype = functions.rollcorr_large_pages.restype = None
-    functions.rollcorr_detail.argtypes = [ctypes.POINTER(Job), ctypes.c_void_p, ctypes.c_void_p]
+    functions.rollcorr_detail.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p]
     functions.rollcorr_detail.restype, functions.rollcorr_seen_size.restype = None, ctypes.c_int64
     names = {kind: _names(functions, kind) for kind in ("sums", "criterion_sums", "moments", "extremes")}
     abilities = Abilities(missing_rows(_row_names(names)), KINDS, SCOPES)

@@ -65,6 +65,7 @@ def torch_correction(
         tokens = (HostTokenPass if readable else TokenPass)(config, batch.sequences, batch.mask.device)
         for piece in share:
             tokens.read(*piece)
+        tokens.finish()
         return tokens
 
     table, rows = _joined(in_threads(read, pieces, threads_for(batch.mask)))
@@ -132,8 +133,15 @@ def token_blocks(mask: Tensor, cu_seqlens: Tensor | None, size: int | None = Non
     step = size if cu_seqlens is not None else max(1, size // max(1, mask.shape[1]))
     for start in range(0, max(1, mask.shape[0]), step):
         tokens = min(step, mask.shape[0] - start)
-        lengths = None if cu_seqlens is None else (cu_seqlens.to(torch.int64) - start).clamp_(0, tokens).diff()
-        yield Block(slice(start, start + tokens), lengths)
+        yield Block(slice(start, start + tokens), _lengths(cu_seqlens, start, tokens, whole=tokens == mask.shape[0]))
+
+
+def _lengths(cu_seqlens: Tensor | None, start: int, tokens: int, *, whole: bool) -> Tensor | None:
+    """How many tokens of each sequence lie in a block, (B,), when packed; None when padded."""
+    if cu_seqlens is None:
+        return None
+    offsets = cu_seqlens.to(torch.int64)
+    return offsets.diff() if whole else (offsets - start).clamp_(0, tokens).diff()
 
 
 def _spread(per_sequence: Tensor, out: Tensor, block: Block) -> None:

@@ -1,15 +1,17 @@
 """Regular blocks of tokens: nearly all there are, and cheaper, but only where values can be read without a wait.
 
 A block is regular if every token that counts has finite log-probs, a log-ratio within ±20 and an ordinary log μ. Then
-no token is missing, none is capped and none has probability zero: half of the passes over the block fall away, and the
-others need no masks if all of its tokens count. Any other block is read as on a device. Whether a block is regular
-follows from its range, which is two passes; a mean and a square give its spread, unless digits would cancel.
+no token is missing, none is capped and none has probability zero: more than half of the passes over the block fall
+away. The tokens that count are brought together first, so what is left needs no masks. Any other block is read as on a
+device. Whether a block is regular follows from its range; a sum and a square give its spread, unless digits would
+cancel.
 
 Arithmetic stays float64, so that results differ from those of the long way by rounding alone.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -17,8 +19,10 @@ from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.core.divergence import CAP
+from rollcorr.core.mergeable_statistics import STATISTICS_DTYPE
+from rollcorr.kernels.correction.torch.counted_tokens import CountedTokens, counted_tokens
 from rollcorr.kernels.correction.torch.table import Block
-from rollcorr.kernels.correction.torch.tokens import FAR, TokenPass
+from rollcorr.kernels.correction.torch.tokens import TokenPass
 
 ORDINARY = 40.0
 """Nats: log μ of a regular block lies within ± this, so that μ and μ |e^d − 1| are far from the ends of float64."""
@@ -26,23 +30,44 @@ ORDINARY = 40.0
 CANCELS = 1e-6
 """A sum of squares around the mean below this share of the one around a fixed center is computed anew."""
 
+HAIR = 1e-9
+"""Nats: a log-ratio that is farther than this from a bound on weights is on the same side of it as its exponential."""
 
-class Range(NamedTuple):
-    """What is known of a block before it is read.
 
-    Attributes:
-        tokens: how many of its tokens count.
-        whole: whether all do.
-        low: the smallest log-ratio, or 0 of a token that does not count.
-        high: the largest, likewise.
-        ends: the smallest and the largest of each row; None where a 0 that does not count may be one, and when packed.
+class _Buffers(NamedTuple):
+    """float64 memory for the tokens that count, (n,) each, where the long way has its own.
+
+    Four buffers are enough, and few enough to stay in a core's cache: log π and log μ are written over as soon as their
+    sums are known, and e^d − 1 becomes the weight in its place.
     """
 
-    tokens: float
-    whole: bool
-    low: float
-    high: float
-    ends: tuple[Tensor, Tensor] | None
+    train: Tensor
+    rollout: Tensor
+    log_ratio: Tensor
+    expm1: Tensor
+
+    @classmethod
+    def of(cls, columns: Tensor, n: int) -> _Buffers:
+        """The first columns of a block, (C, rows, T) or (C, tokens), cut to n tokens."""
+        return cls(*columns.view(len(columns), -1)[:4, :n].unbind())
+
+
+class _Found(NamedTuple):
+    """What a regular block says about its sequences, (S,) each.
+
+    Attributes:
+        tokens: which they are.
+        sums: Σ of columns.
+        bounded: Σ of the weights, where a bound acts on one of them.
+        smallest: log-ratio.
+        largest: log-ratio.
+    """
+
+    tokens: CountedTokens
+    sums: dict[str, Tensor]
+    bounded: Tensor | None
+    smallest: Tensor
+    largest: Tensor
 
 
 class HostTokenPass(TokenPass):
@@ -53,148 +78,191 @@ class HostTokenPass(TokenPass):
         judged = self._judging or config.rollout_token_veto_threshold is not None
         self._may_be_regular = not judged and (config.rollout_is != "token" or config.is_mode != "icepop")
         self._reach = min(CAP, config.safety_bound)
-        self._first = 0 if judged else self._columns.index("expm1")  # the columns before it follow from others
+        self._untouched = _untouched(config)
+
+        # What regular blocks give is put together at the end: an operation on a few numbers takes as long as one on a
+        # thousand.
+        self._found: list[_Found] = []
+        self._sums = dict.fromkeys(self._counted_rows(), 0.0)
+        self._moments: dict[str, list[tuple[float, float, float]]] = {row: [] for row, _, _ in self._samples}
+        self._most_difference = 0.0
 
     def read(
         self, block: Block, train: Tensor, rollout: Tensor, mask: Tensor, weights: Tensor | None, loss_mask: Tensor
     ) -> None:
         """Read a block; `weights` and `loss_mask` are its outputs."""
-        found = self._range(train, rollout, mask) if self._may_be_regular and mask.numel() else None
-        if found is None:
-            super().read(block, train, rollout, mask, weights, loss_mask)
+        tokens = counted_tokens(mask, block) if self._may_be_regular and mask.numel() else None
+        if tokens is not None:
+            self._scratch.fit(mask.shape)
+            buffers = _Buffers.of(self._scratch.columns, tokens.number)
+            tokens.take(train, buffers.train, buffers.expm1)
+            tokens.take(rollout, buffers.rollout, buffers.expm1)
+            torch.sub(buffers.train, buffers.rollout, out=buffers.log_ratio)
+            smallest, largest = tokens.extremes(buffers.log_ratio)
+            low, high = self._range(buffers, smallest.tolist(), largest.tolist())
+            if low <= high:
+                sums, squares = self._read_regular(tokens, buffers, low, high)
+                tokens.mark(loss_mask)
+                bounded = None
+                if weights is not None and self._config.rollout_is == "token":
+                    offset = sums["expm1"].sum().item() / tokens.number
+                    bounded = self._weigh_regular(tokens, buffers, (low, high), weights, offset, squares)
+                elif weights is not None:
+                    weights.copy_(loss_mask)  # the sequence's weight is multiplied in at the end
+                self._found.append(_Found(tokens, sums, bounded, smallest, largest))
+                return
+        super().read(block, train, rollout, mask, weights, loss_mask)
+
+    def finish(self) -> None:
+        """Put together what the regular blocks gave."""
+        if not self._found:
             return
-        scratch = self._scratch
-        torch.expm1(scratch("log_ratio"), out=scratch("expm1"))
-        squares = self._compare_regular(block, found)
-        if weights is not None:
-            self._weigh_regular(weights, found)
-        loss_mask.copy_(scratch.shaped("valid"))
-        for kind in self._kinds:
-            self._estimate(kind)
-        totals = self.table.add_regular(
-            None if found.whole else scratch.shaped("valid"), scratch.columns[self._first :], block
-        )
-        self._describe_regular(dict(zip(self._columns[self._first :], totals.tolist(), strict=True)), squares, found)
+        device = self._nothing.device
+        sequences = [i for found in self._found for i in range(found.tokens.at.start, found.tokens.at.stop)]
+        at = torch.tensor(sequences, device=device)
+        counts = [n for found in self._found for n in found.tokens.counts]
+        counted = torch.tensor(counts, dtype=STATISTICS_DTYPE, device=device)
+        sums = {name: torch.cat([found.sums[name] for found in self._found]) for name in self._found[0].sums}
+        if "weight" in self._columns:
+            sums |= self._sums_of_weights(counted, sums["expm1"])
+        self.table.add_counted(at, counted, sums)
+        ends = (torch.cat([getattr(found, side) for found in self._found]) for side in ("smallest", "largest"))
+        self.table.widen("log_ratio", at, *ends)
 
-    def _range(self, train: Tensor, rollout: Tensor, mask: Tensor) -> Range | None:
-        """Widen the tokens and take their log-ratios, 0 at tokens that do not count; None if one is not regular."""
-        scratch = self._scratch
-        scratch.fit(mask.shape)
-        torch.ne(mask.view(torch.uint8), 0, out=scratch.shaped("valid"))  # a bool's true may be any byte but 0
-        scratch.shaped("train").copy_(train)
-        scratch.shaped("rollout").copy_(rollout)
-        valid, pi, mu = scratch("valid"), scratch("train"), scratch("rollout")
+        merged = [number for parts in self._moments.values() for number in _merged(parts)]
+        listed = [*self._sums.values(), *merged, self._most_difference]
+        numbers = iter(torch.tensor(listed, dtype=STATISTICS_DTYPE, device=device).unbind())
+        for name in self._sums:
+            self.rows.add(name, next(numbers))
+        for name in self._moments:
+            self.rows.moments(name, next(numbers), next(numbers), next(numbers))
+        self.rows.extremes("prob_diff_abs", self._nothing, next(numbers))
 
-        count = float(valid.sum())
-        whole = count == valid.numel()
-        if not whole:
-            # What stands outside the mask must not decide which way the block is read: the last digits tell.
-            spare = scratch("spare").view(torch.bool)[: valid.numel()]
-            scratch.log_probs.masked_fill_(torch.eq(valid, 0.0, out=spare), 0.0)
+    def _sums_of_weights(self, counted: Tensor, expm1: Tensor) -> dict[str, Tensor]:
+        """Σ of the weights over each sequence, before and after truncation: w = (e^d − 1) + 1, where no bound acts."""
+        raw, start = expm1 + counted, 0
+        weight = raw.clone()
+        for found in self._found:
+            end = start + len(found.tokens.counts)
+            if found.bounded is not None:
+                weight[start:end] = found.bounded
+            start = end
+        return {"raw": raw, "weight": weight}
 
-        torch.sub(pi, mu, out=scratch("log_ratio"))
-        d = scratch.shaped("log_ratio")
-        smallest, largest = d.amin(-1), d.amax(-1)
-        of_rows = [smallest, largest] if d.dim() == 2 else [smallest.view(1), largest.view(1)]
-        lows, highs = (x.tolist() for x in of_rows)
-        regular = all(-self._reach <= low <= high <= self._reach for low, high in zip(lows, highs, strict=True))
-        if not regular:
-            return None
-        least, most = (float(x) for x in torch.aminmax(mu))
-        if not -ORDINARY <= least <= most <= ORDINARY:
-            return None
+    def _counted_rows(self) -> list[str]:
+        """The sums that blocks leave in the rows. What is capped or saturated is in no regular block."""
+        rows = ["prob_diff_abs", "expm1_squares", "abs_log_ratio", "capped_high", "capped_low"]
+        rows += ["ratio_above_10pct", "ratio_below_10pct"]
+        if self._config.rollout_is == "token":
+            rows += ["is_high", "is_low"]
+            rows += [] if self._config.safety_bound == CAP else ["saturated_high", "saturated_low"]
+        return rows
 
-        # A 0 that does not count is no end of a row that reaches to both sides of it.
-        known = d.dim() == 2 and (whole or (max(lows) < 0 < min(highs)))
-        return Range(count, whole, min(lows), max(highs), (smallest, largest) if known else None)
+    def _range(self, buffers: _Buffers, smallest: list[float], largest: list[float]) -> tuple[float, float]:
+        """The ends of the log-ratios of a regular block, given those of its sequences; (inf, −inf) of another."""
+        least, most = (x.item() for x in torch.aminmax(buffers.rollout))
 
-    def _compare_regular(self, block: Block, found: Range) -> float:
-        """How far apart the policies are; returns Σ (e^d − 1)²."""
-        scratch, rows = self._scratch, self.rows
-        d, expm1, work = scratch("log_ratio"), scratch("expm1"), scratch("work")
+        # A NaN is within no bounds. A sequence without tokens has infinite ends, the wrong way round.
+        reach = self._reach
+        near = all(-reach <= low <= high <= reach or low > high for low, high in zip(smallest, largest, strict=True))
+        if not (near and -ORDINARY <= least <= most <= ORDINARY):
+            return math.inf, -math.inf
+        return min(smallest), max(largest)
+
+    def _read_regular(
+        self, tokens: CountedTokens, buffers: _Buffers, low: float, high: float
+    ) -> tuple[dict[str, Tensor], float]:
+        """What is known of tokens before they are weighed; returns Σ of columns over sequences, and Σ (e^d − 1)²."""
+        pi, mu, d, _ = buffers
+        sums, total = {"train": tokens.sums(pi), "rollout": tokens.sums(mu), "log_ratio": tokens.sums(d)}, self._sums
+        total["abs_log_ratio"] += torch.abs(d, out=pi).sum().item()
+        if self._kinds:
+            sums["k2"] = tokens.sums(torch.square(d, out=pi).mul_(0.5))
+        self._count_beyond("ratio_above_10pct", "ratio_below_10pct", self._ten_percent, (low, high), d, pi)
+        mean = sums["log_ratio"].sum().item() / tokens.number
+        self._describe_sample("log_ratio", d, mean, torch.dot(d, d).item(), mean, pi)
+
+        expm1 = torch.expm1(d, out=buffers.expm1)
+        sums["expm1"], squares = tokens.sums(expm1), torch.dot(expm1, expm1).item()
+        total["expm1_squares"] += squares
 
         # |π − μ| = μ |e^d − 1| loses no digits where the two are near. It is taken in float64: ranks of a group cut the
         # tokens into other blocks, and must agree to the last digits.
-        difference = torch.exp(scratch("rollout"), out=scratch("spare")).mul_(expm1).abs_()
-        rows.add("prob_diff_abs", self._nothing + difference.sum())
-        rows.extremes("prob_diff_abs", self._nothing, self._nothing + difference.amax())
+        difference = mu.exp_().mul_(expm1).abs_()
+        total["prob_diff_abs"] += difference.sum().item()
+        self._most_difference = max(self._most_difference, difference.amax().item())
+        return sums, squares
 
-        squares = torch.dot(expm1, expm1)
-        rows.add("expm1_squares", squares)
-        rows.add("abs_log_ratio", torch.abs(d, out=work).sum())
-        rows.add("capped_high", self._nothing)
-        rows.add("capped_low", self._nothing)
-        low, high = self._ten_percent
-        rows.add("ratio_above_10pct", self._count_above(high, found))
-        rows.add("ratio_below_10pct", self._count_below(low, found))
+    def _weigh_regular(
+        self,
+        tokens: CountedTokens,
+        buffers: _Buffers,
+        ends: tuple[float, float],
+        out: Tensor,
+        offset: float,
+        squares: float,
+    ) -> Tensor | None:
+        """Token-level weights, in place of e^d − 1; returns Σ over each sequence where a bound acts on one of them.
 
-        if found.ends is not None:
-            self.table.set_extremes("log_ratio", *found.ends, block)
-            return float(squares)
-        if found.whole:
-            self.table.extreme("log_ratio_min", d, block)
-            self.table.extreme("log_ratio_max", d, block)
-            return float(squares)
-        outside = torch.eq(scratch("valid"), 0.0, out=scratch("spare"))
-        torch.add(d, outside, alpha=FAR, out=work)
-        self.table.extreme("log_ratio_min", scratch.shaped("work"), block)
-        torch.sub(d, outside, alpha=FAR, out=work)
-        self.table.extreme("log_ratio_max", scratch.shaped("work"), block)
-        return float(squares)
+        Args:
+            tokens: which they are.
+            buffers: d and e^d − 1 of them.
+            ends: the smallest and the largest log-ratio.
+            out: the block of weights.
+            offset: mean of e^d − 1.
+            squares: Σ (e^d − 1)².
+        """
+        config, work, n = self._config, buffers.train, tokens.number
+        self._count_beyond("is_high", "is_low", self._band, ends, buffers.log_ratio, work)
 
-    def _weigh_regular(self, out: Tensor, found: Range) -> None:
-        """Token-level weights, 0 where nothing is counted. Sequence levels only mark what counts."""
-        config, scratch, rows = self._config, self._scratch, self.rows
-        if config.rollout_is != "token":
-            out.copy_(scratch.shaped("valid"))
-            return
-        low, high = self._band
-        rows.add("is_high", self._count_above(high, found))
-        rows.add("is_low", self._count_below(low, found))
-        if config.safety_bound != CAP:
-            rows.add("saturated_high", self._nothing)
-            rows.add("saturated_low", self._nothing)
+        # Spreads are taken around 1. The mean of weights near 0 has no digits there.
+        weight = buffers.expm1.add_(1.0)
+        mean = 1.0 + offset if offset > -0.5 else weight.sum().item() / n
+        untouched = config.is_mode == "none" or self._untouched[0] <= ends[0] <= ends[1] <= self._untouched[1]
+        for row in ("weight_raw", "weight") if untouched else ("weight_raw",):
+            self._describe_sample(row, weight, mean, squares, offset, work)
+        if untouched:
+            tokens.put(weight, out, work)
+            return None
 
-        weight, valid = scratch("weight"), scratch("valid")
-        raw = torch.add(scratch("expm1"), valid, out=weight if config.is_mode == "none" else scratch("raw"))
-        if config.is_mode == "truncate":
-            torch.clamp(raw, min=config.rollout_is_floor, max=config.is_upper, out=weight)
-            if config.rollout_is_floor is not None and not found.whole:
-                weight.mul_(valid)
-        out.copy_(scratch.shaped("weight"))
+        weight.clamp_(min=config.rollout_is_floor, max=config.is_upper)
+        tokens.put(weight, out, work)
+        sums = tokens.sums(weight)
+        mean = sums.sum().item() / n
+        self._describe_sample("weight", weight, mean, torch.dot(weight, weight).item(), mean, work)
+        return sums
 
-    def _describe_regular(self, total: dict[str, float], squares: float, found: Range) -> None:
-        """Moments of the samples: squares around a fixed center, moved to the mean where that cancels few digits."""
-        scratch, valid = self._scratch, self._scratch("valid")
-        names, numbers = [], []
-        at_least_one = max(found.tokens, 1.0)
-        for row, values, _ in self._samples:
-            mean, offset = total[values] / at_least_one, 0.0
-            unclipped = values == "raw" or (values == "weight" and self._config.is_mode == "none")
-            if unclipped:  # around 1, which Σ (e^d − 1)² is already
-                around, offset = squares, total["expm1"] / at_least_one
-            else:
-                around, offset = float(torch.dot(scratch(values), scratch(values))), mean
-            m2 = around - found.tokens * offset * offset
-            if m2 < CANCELS * around:
-                deviation = torch.addcmul(scratch(values), valid, self._nothing + mean, value=-1.0, out=scratch("work"))
-                m2 = float(torch.dot(deviation, deviation))
-            names.append(row)
-            numbers += [found.tokens, mean, m2]
-        parts = iter(torch.tensor(numbers, dtype=torch.float64, device=valid.device).unbind())
-        for row in names:
-            self.rows.moments(row, next(parts), next(parts), next(parts))
+    def _describe_sample(
+        self, row: str, values: Tensor, mean: float, squares: float, offset: float, work: Tensor
+    ) -> None:
+        """Note n, mean and M2, given the squares around a center that lies `offset` below the mean."""
+        n = values.shape[0]
+        m2 = squares - n * offset * offset
+        if m2 < CANCELS * squares:
+            deviation = torch.sub(values, mean, out=work)
+            m2 = torch.dot(deviation, deviation).item()
+        if row in self._moments:  # without truncation there is one sample of weights
+            self._moments[row].append((float(n), mean, m2))
 
-    def _count_above(self, bound: float, found: Range) -> Tensor:
-        """How many log-ratios of tokens that count are above a bound, 0-d."""
-        if found.high <= bound:
-            return self._nothing
-        above = torch.gt(self._scratch("log_ratio"), bound, out=self._scratch("work"))
-        return above.sum() if found.whole else torch.dot(above, self._scratch("valid"))
+    def _count_beyond(
+        self, above: str, below: str, band: tuple[float, float], ends: tuple[float, float], d: Tensor, work: Tensor
+    ) -> None:
+        """Add how many log-ratios are above and below a band to two rows; their ends tell where none is."""
+        if ends[1] > band[1]:
+            self._sums[above] += torch.gt(d, band[1], out=work).sum().item()
+        if ends[0] < band[0]:
+            self._sums[below] += torch.lt(d, band[0], out=work).sum().item()
 
-    def _count_below(self, bound: float, found: Range) -> Tensor:
-        """As `_count_above`, below it."""
-        if found.low >= bound:
-            return self._nothing
-        below = torch.lt(self._scratch("log_ratio"), bound, out=self._scratch("work"))
-        return below.sum() if found.whole else torch.dot(below, self._scratch("valid"))
+
+def _merged(parts: list[tuple[float, float, float]]) -> tuple[float, float, float]:
+    """n, mean and M2 of several samples together, as `core.mergeable_statistics.merge_moments` has them."""
+    total = sum(n for n, _, _ in parts)
+    center = sum(n * mean for n, mean, _ in parts) / total
+    return total, center, sum(m2 + n * (mean - center) ** 2 for n, mean, m2 in parts)
+
+
+def _untouched(config: RolloutCorrectionConfig) -> tuple[float, float]:
+    """The log-ratios whose weights no floor and no ceiling changes, nats."""
+    floor, ceiling = config.rollout_is_floor, config.is_upper
+    low = -math.inf if floor is None else math.log(floor) + HAIR
+    return low, math.inf if ceiling is None else math.log(ceiling) - HAIR

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -67,27 +67,16 @@ class SequenceTable:
             self._sums.add_(sums)
         return sums.sum(-1)
 
-    def add_regular(self, valid: Tensor | None, values: Tensor, block: Block) -> Tensor:
-        """As `add`, for a block whose valid tokens are all measured and none of them capped.
+    def add_counted(self, at: Tensor, counted: Tensor, sums: Mapping[str, Tensor]) -> None:
+        """Add what sequences have in blocks where every token that counts is measured, and none is capped.
 
         Args:
-            valid: 1 at tokens that count, (rows, T) or (n,); None where all do.
-            values: for each column from "expm1" on, (C − 4, rows, T) or (C − 4, n).
-            block: which tokens these are.
+            at: which sequence each entry is of, (S,); one may occur in several blocks.
+            counted: how many tokens it has there, (S,) float64.
+            sums: column → Σ over these, (S,): all but what follows from `counted` and "log_ratio".
         """
-        first, log_ratio = self._names.index("expm1"), self._names.index("log_ratio")
-        if block.lengths is None:
-            at = block.at
-            sums = torch.sum(values, dim=-1, out=self._sums[first:, at])
-            # valid, compared and measured
-            self._sums[: first - 1, at] = values.shape[-1] if valid is None else valid.sum(-1)
-            self._sums[first - 1, at] = sums[log_ratio - first]  # capped
-            return sums.sum(-1)
-        sums = _segments(values.reshape(-1), "sum", block.lengths.repeat(len(values))).view(len(values), -1)
-        self._sums[first:].add_(sums)
-        self._sums[: first - 1].add_(block.lengths if valid is None else _segments(valid, "sum", block.lengths))
-        self._sums[first - 1].add_(sums[log_ratio - first])
-        return sums.sum(-1)
+        known = {"valid": counted, "compared": counted, "measured": counted, "capped": sums["log_ratio"], **sums}
+        self._sums.index_add_(1, at, torch.stack([known[name] for name in self._names]))
 
     def extreme(self, column: str, values: Tensor, block: Block) -> None:
         """Track the smallest or the largest value of each sequence: `column` ends in _min or _max.
@@ -98,17 +87,22 @@ class SequenceTable:
             block: which tokens these are.
         """
         smallest = column.endswith("_min")
-        out = self._column(column, torch.inf if smallest else -torch.inf)
-        if block.lengths is not None:
-            ends = _segments(values, "min" if smallest else "max", block.lengths)
-            (torch.minimum if smallest else torch.maximum)(out, ends, out=out)
-        elif values.shape[-1]:
-            (torch.amin if smallest else torch.amax)(values, dim=-1, out=out[block.at])
+        if block.lengths is None:
+            ends = self._column(column, torch.inf if smallest else -torch.inf)[block.at]
+            if values.shape[-1]:
+                (torch.amin if smallest else torch.amax)(values, dim=-1, out=ends)
+            return
 
-    def set_extremes(self, column: str, smallest: Tensor, largest: Tensor, block: Block) -> None:
-        """The smallest and the largest value of each row of a padded block, (rows,), where they are known."""
-        self._column(f"{column}_min", torch.inf)[block.at] = smallest
-        self._column(f"{column}_max", -torch.inf)[block.at] = largest
+        # The first block says something of every sequence, and of one that has no token there, nothing.
+        ends = _segments(values, "min" if smallest else "max", block.lengths)
+        found = self._columns.setdefault(column, ends)
+        if found is not ends:
+            (torch.minimum if smallest else torch.maximum)(found, ends, out=found)
+
+    def widen(self, column: str, at: Tensor, smallest: Tensor, largest: Tensor) -> None:
+        """Take in the smallest and the largest value that sequences have in blocks, (S,) each, as in `add_counted`."""
+        self._column(f"{column}_min", torch.inf).scatter_reduce_(0, at, smallest, "amin")
+        self._column(f"{column}_max", -torch.inf).scatter_reduce_(0, at, largest, "amax")
 
     def join(self, other: SequenceTable) -> None:
         """Add the columns that a pass over other blocks of the same batch filled."""
