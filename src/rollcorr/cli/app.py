@@ -18,7 +18,7 @@ PANELS: dict[str, tuple[str, ...]] = {
     "Start here": ("demo", "explain", "presets", "info"),
     "Diagnose a rollout log": ("check", "check-schedule", "null", "calibrate", "advise", "import"),
     "Follow a run": ("watch", "report", "compare"),
-    "Train and simulate": ("train", "simulate", "convert-config"),
+    "Train, simulate, convert": ("train", "simulate", "convert-config"),
 }
 """What `rollcorr --help` shows: the commands in groups, in the order in which a newcomer needs them."""
 
