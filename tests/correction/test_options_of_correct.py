@@ -126,6 +126,12 @@ def test_a_misspelled_option_of_every_configuration_is_answered_with_the_nearest
         options(**{wrong: 1})
 
 
+@pytest.mark.parametrize("loss", [{"clip_ratio_low": 0.2}, "ppo"])
+def test_a_loss_that_is_no_configuration_is_refused(loss):
+    with pytest.raises(TypeError, match=r"loss must be a LossConfig, such as LossConfig\(clip_ratio_low=0.2\); got"):
+        policy_loss(None, None, None, loss=loss)
+
+
 def test_a_configuration_keeps_its_signature_and_warns_where_it_was_made():
     assert "clip_ratio_low" in inspect.signature(LossConfig).parameters
     with pytest.warns(InertOptionWarning) as found:

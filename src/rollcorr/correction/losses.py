@@ -172,7 +172,7 @@ def policy_loss(
     """
     if misspelled:
         raise _no_such_option(next(iter(misspelled)))
-    loss = loss or LossConfig()
+    loss = loss_config_of(loss)
     if config is None and correction is not None:
         config = correction.config
     settings = config if isinstance(config, RolloutCorrectionConfig) else resolve(config)
@@ -230,6 +230,19 @@ def policy_loss(
         statistics=token.statistics | regularization_rows,
         correction=token.correction,
     )
+
+
+def loss_config_of(loss: LossConfig | None) -> LossConfig:
+    """The loss's configuration; None is the defaults.
+
+    Raises:
+        TypeError: it is something else, such as a dictionary.
+    """
+    if loss is None:
+        return LossConfig()
+    if not isinstance(loss, LossConfig):
+        raise TypeError(f"loss must be a LossConfig, such as LossConfig(clip_ratio_low=0.2); got {loss!r}")
+    return loss
 
 
 def _no_such_option(name: str) -> TypeError:
