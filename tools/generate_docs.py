@@ -27,7 +27,7 @@ from rollout_log_pages import dumps_page, schema_page
 from references import linked, preset_source  # noqa: E402
 
 from rollcorr.config import RolloutCorrectionConfig  # noqa: E402
-from rollcorr.config.presets import PRESETS, SHORT, VERL_2025_11, VERL_2025_12  # noqa: E402
+from rollcorr.config.presets import PRESETS, SHORT, START_WITH, VERL_2025_11, VERL_2025_12  # noqa: E402
 from rollcorr.core.diffusion_metrics import DIFFUSION_METRICS  # noqa: E402
 from rollcorr.core.health_ranges import HealthyRange  # noqa: E402
 from rollcorr.core.histograms import RELATIVE_ERROR  # noqa: E402
@@ -45,6 +45,8 @@ def presets_page() -> str:
     return f"""# Presets
 
 {GENERATED}
+
+{START_WITH.replace("docs/choosing.md", "[choosing.md](choosing.md)")}
 
 A preset is a `RolloutCorrectionConfig` with a name. `rollcorr presets` lists them, and `rollcorr presets NAME`
 prints one as YAML. The three spellings below mean the same; a fourth is the name

@@ -21,7 +21,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LANES = {
     "verl": (("test_verl*.py",), ("trainer/ppo/rollout_corr_helper.py", "trainer/ppo/core_algos.py")),
-    "trl": (("test_trl.py", "test_trl_real.py"), ("trainer/grpo_trainer.py", "trainer/rloo_trainer.py")),
+    "trl": (
+        ("test_trl.py", "test_trl_monitor.py", "test_trl_real.py"),
+        ("trainer/grpo_trainer.py", "trainer/rloo_trainer.py"),
+    ),
 }
 
 

@@ -9,8 +9,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from rollcorr import health
 from rollcorr.cli import app
+from rollcorr.diagnostics import read_null
 from rollcorr.diagnostics.log_check import tally as module
+from rollcorr.diagnostics.null import noise_of
 from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
 
 
@@ -37,6 +40,22 @@ def measure(*arguments):
 
 def invoke(*arguments):
     return CliRunner().invoke(app, ["check", *map(str, arguments)], env={"COLUMNS": "200"})
+
+
+def test_a_null_of_few_tokens_is_written_and_says_how_many_it_needs_and_why(log, tmp_path):
+    done = measure(log(0.01), "-o", tmp_path / "null.json")
+    assert done.exit_code == 0
+    assert "640 tokens in 32 sequences are too few to judge weights by: the spread" in done.stderr
+    assert "at least 1,000 tokens in 8 sequences, and better 10,000 tokens" in done.stderr
+
+    # A verdict with it says the same.
+    judged = health({"token_count": 5000.0, "k3_kl": 1e-4}, null=noise_of(read_null(tmp_path / "null.json")))
+    assert "null.json has too few tokens" in judged.not_judged[0]
+
+    done = measure(log(0.01, "a.parquet"), log(0.01, "b.parquet", seed=1), "-o", tmp_path / "larger.json")
+    assert "note: 1,280 tokens in 64 sequences show what is typical, and hardly what is rare" in done.stdout
+    done = measure(*(log(0.01, f"{i}.parquet", seed=i) for i in range(16)), "-o", tmp_path / "good.json")
+    assert "note" not in done.output
 
 
 def test_a_log_that_is_like_its_null_gives_exit_code_0(log, tmp_path):

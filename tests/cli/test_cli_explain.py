@@ -1,6 +1,7 @@
 """`rollcorr explain METRIC` and `rollcorr presets`."""
 
 import json
+from pathlib import Path
 
 import pytest
 import yaml
@@ -12,7 +13,7 @@ from rollcorr.config.conversion import resolve
 from rollcorr.config.presets import PRESETS
 from rollcorr.core.metric_registry import METRICS
 from rollcorr.core.metric_type import Metric
-from rollcorr.diagnostics.metric_explanation import explain_metric
+from rollcorr.diagnostics.metric_explanation import SCALES, explain_metric
 
 
 def invoke(*arguments):
@@ -32,6 +33,29 @@ def test_a_metric_is_explained_by_its_name_in_a_log(name):
     assert "tm: mean over V" in lines["where"]
     assert lines["a finding"].endswith("above 0.1")
     assert "look for a cause before correcting" in lines["fix"]
+
+
+def test_how_large_is_large_is_said_with_its_source():
+    lines = dict(line.split("  ", 1) for line in invoke("explain", "k3_kl").stdout.splitlines())
+    scale = lines["scale"]
+    assert "below 1e-4 negligible, below 0.01 small" in scale
+    assert "bfloat16 6e-4" in scale
+    for page in ("choosing", "remove_the_mismatch_first"):
+        assert f"docs/{page}.md" in scale
+    assert set(SCALES) <= set(METRICS)
+
+
+def test_the_orders_of_magnitude_are_those_of_the_pages():
+    docs = Path(__file__).parents[2] / "docs"
+    measured = (docs / "remove_the_mismatch_first.md").read_text(encoding="utf-8")
+    for row in (
+        "`TransformersEngine` | float32 | 1.8e-12 | 1.9e-6",
+        "`TransformersEngine` | float16 | 9.7e-6 | 0.0044",
+        "`TransformersEngine` | bfloat16 | 6.1e-4 | 0.035",
+        "`CTranslate2Engine` | int8 | 2.1e-3 | 0.065",
+    ):
+        assert row in measured
+    assert "`k3_kl` below 1e-4" in (docs / "choosing.md").read_text(encoding="utf-8")
 
 
 def test_every_metric_is_explained_and_listed():
@@ -59,6 +83,7 @@ def test_an_unknown_metric_is_answered_with_the_nearest_and_exit_code_2():
 def test_presets_are_listed_with_what_they_do():
     result = invoke("presets")
     assert result.exit_code == 0
+    assert result.stdout.startswith("Start with `measure`: it changes no loss.")
     for name, preset in PRESETS.items():
         assert any(line.startswith(f"{name} ") and preset.description in line for line in result.stdout.splitlines())
 

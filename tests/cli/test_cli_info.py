@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 import rollcorr
 from rollcorr.cli import app
+from rollcorr.cli.app import PANELS
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,3 +34,12 @@ def test_the_version_is_written_once():
     assert (result.exit_code, result.output) == (0, f"{rollcorr.__version__}\n")
     assert re.search(r"(?m)^version = \"", (ROOT / "pyproject.toml").read_text(encoding="utf-8")) is None
     assert f"version: {rollcorr.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+
+
+def test_every_command_has_its_place_in_the_help():
+    """The first group is for who has just installed the package."""
+    commands = [command.name or command.callback.__name__.replace("_", "-") for command in app.registered_commands]
+    assert commands == [name for names in PANELS.values() for name in names]
+    shown = CliRunner().invoke(app, ["--help"]).stdout
+    places = [shown.index(f" {panel} ") for panel in PANELS]
+    assert places == sorted(places)

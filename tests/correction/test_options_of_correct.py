@@ -1,14 +1,17 @@
 """What `correct` does without a configuration, with options in place of one, and where there is no weight."""
 
 import dataclasses
+import inspect
 import warnings
 
 import pytest
 import torch
 from implementations import per_implementation
 
-from rollcorr import RolloutCorrectionConfig, correct
+from rollcorr import LossConfig, RolloutCorrectionConfig, SamplingSpec, correct, policy_loss
 from rollcorr.config import InertOptionWarning
+from rollcorr.diffusion import DiffusionActorConfig
+from rollcorr.engines import GenerationSettings
 
 NAN, INF = float("nan"), float("inf")
 
@@ -78,6 +81,62 @@ def test_an_unknown_option_is_answered_with_the_nearest():
         correct(*batch(), rolout_is="token")
     with pytest.raises(ValueError, match="rollout_is must be one of"):
         correct(*batch(), rollout_is="tokens")
+
+
+def test_a_misspelled_argument_is_answered_like_an_option():
+    with pytest.raises(
+        TypeError, match=r"there is no option 'context_groups' of correct.*Did you mean 'context_group'\?"
+    ):
+        correct(*batch(), context_groups=None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"clip_ratio": 0.2},
+            r"'clip_ratio' of policy_loss.* 'clip_ratio_low' or 'clip_ratio_high' or 'clip_ratio_c'\? "
+            r"Write loss=LossConfig\(clip_ratio_low=…\) or",
+        ),
+        ({"clip_ratio_low": 0.2}, r"itself has no option 'clip_ratio_low'; write loss=LossConfig\(clip_ratio_low=…\)"),
+        ({"rollout_is": "token"}, r"write config=RolloutCorrectionConfig\(rollout_is=…\)"),
+        ({"corection": None}, r"of policy_loss; known are policies, .*Did you mean 'correction'\?"),
+        ({"zzz": 1}, r"no option 'zzz' of policy_loss; known are policies, advantages, .*context_group\.$"),
+    ],
+)
+def test_a_misspelled_argument_of_the_loss_is_answered_with_where_the_right_one_goes(options, message):
+    with pytest.raises(TypeError, match=message):
+        policy_loss(None, None, None, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong", "right"),
+    [
+        (LossConfig, "clip_ratio_hi", "clip_ratio_high"),
+        (RolloutCorrectionConfig, "rolout_is", "rollout_is"),
+        (SamplingSpec, "temprature", "temperature"),
+        (DiffusionActorConfig, "clip_rato", "clip_ratio"),
+        (GenerationSettings, "max_new_token", "max_new_tokens"),
+    ],
+)
+def test_a_misspelled_option_of_every_configuration_is_answered_with_the_nearest(options, wrong, right):
+    with pytest.raises(
+        TypeError, match=rf"there is no option '{wrong}' of {options.__name__};.*Did you mean '{right}'"
+    ):
+        options(**{wrong: 1})
+
+
+@pytest.mark.parametrize("loss", [{"clip_ratio_low": 0.2}, "ppo"])
+def test_a_loss_that_is_no_configuration_is_refused(loss):
+    with pytest.raises(TypeError, match=r"loss must be a LossConfig, such as LossConfig\(clip_ratio_low=0.2\); got"):
+        policy_loss(None, None, None, loss=loss)
+
+
+def test_a_configuration_keeps_its_signature_and_warns_where_it_was_made():
+    assert "clip_ratio_low" in inspect.signature(LossConfig).parameters
+    with pytest.warns(InertOptionWarning) as found:
+        LossConfig(loss_scale_factor=3.0)
+    assert found[0].filename == __file__
 
 
 def test_a_wrong_name_is_answered_with_the_nearest_presets():

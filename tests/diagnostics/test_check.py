@@ -109,7 +109,10 @@ def test_the_training_side_is_old_log_prob_then_log_prob_and_said(tmp_path):
 def test_a_copied_old_log_prob_is_degenerate_and_bypass_measures_the_current_policy(tmp_path):
     train, rollout, mask = tensors()
     path = log(tmp_path / "log.parquet", (1, rollout, rollout, mask), log_prob=train)
-    assert check_logs([path]).health.warnings[0].title.startswith("degenerate")
+    result = check_logs([path]).health
+    (finding,) = result.notes
+    assert finding.title.startswith("degenerate")
+    assert result.verdict == "not judged"
     bypass = check_logs([path], RolloutCorrectionConfig(bypass_mode=True))
     assert bypass.train_column == "log_prob"
     assert bypass.health.values["kl"] != 0

@@ -1,11 +1,13 @@
 """The rules that need more than one number, each at its limit and beyond it."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.diagnostics.health.evidence import Evidence
+from rollcorr.diagnostics.health.noise import Noise
 from rollcorr.diagnostics.health.rules import (
     RULES,
     band_narrower_than_mismatch,
@@ -41,11 +43,30 @@ def test_every_rule_is_silent_without_numbers():
 
 def test_identical_policies_are_degenerate_and_bypass_is_named_as_the_cause():
     zeros = {"kl": 0.0, "k3_kl": -0.0, "log_ratio_abs_mean": 0.0, "chi2_token": 0.0}
-    assert "copy of the other" in identical_policies(now(**zeros)).reason
+    assert "logged as the other's too" in identical_policies(now(**zeros)).reason
     bypass = RolloutCorrectionConfig(bypass_mode=True)
     assert "bypass mode sets old_log_prob" in identical_policies(now(bypass, **zeros)).reason
+    assert identical_policies(now(bypass, **zeros)).severity == "warning"
     assert identical_policies(now(**{**zeros, "log_ratio_abs_mean": 1e-9})) is None
     assert identical_policies(Evidence(current={"token_count": 0.0, **zeros})) is None
+
+
+def test_identical_policies_are_a_note_unless_something_shows_two_programs():
+    """One float32 program that samples and trains agrees exactly, and is right."""
+    alike = {"kl": 0.0, "k3_kl": 0.0}
+    assert identical_policies(now(**alike)).severity == "note"
+    assert identical_policies(over("kl", [0.0] * 20)).severity == "note"
+
+    # A null of the same two sides: exact zeros there are one program, noise there is two.
+    evidence = now(**alike)
+    of_one_program, of_two = (Noise(sigma=sigma, source="null.json", is_null=True) for sigma in (0.0, 1e-7))
+    assert identical_policies(replace(evidence, noise=of_one_program)).severity == "note"
+    assert identical_policies(replace(evidence, noise=of_two)).severity == "warning"
+    assert "null.json shows two computations" in identical_policies(replace(evidence, noise=of_two)).reason
+
+    # So are earlier steps, also those that a window has let go.
+    assert identical_policies(over("kl", [1e-6] * 5 + [0.0] * 10)).severity == "warning"
+    assert identical_policies(replace(over("kl", [0.0] * 10), differed=True)).severity == "warning"
 
 
 def test_one_different_step_among_the_recent_ones_is_not_degenerate():

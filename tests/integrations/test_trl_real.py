@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from rollcorr import Monitor, RolloutSample, read_rollout_log, read_run
 from rollcorr.config import IncompatibleSamplingError, InertOptionWarning, RolloutCorrectionConfig, SamplingSpec
 from rollcorr.engines import GenerationSettings, TransformersEngine
 from rollcorr.integrations.trl import RolloutCorrectionMixin, attach
@@ -121,6 +122,30 @@ def test_twenty_steps_train_with_an_engine_in_the_place_of_vllm(make, tmp_path):
 
     trainer.evaluate(trainer.train_dataset.select(range(8)))
     assert "eval_rollout_corr/kl" in trainer.state.log_history[-1]
+
+
+@pytest.mark.parametrize("make", [grpo_trainer, rloo_trainer])
+def test_a_monitor_has_for_each_step_what_trl_logs_for_it(make, tmp_path):
+    """Two micro-batches for each optimizer step, and an evaluation in between, which is no step."""
+    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 4}
+    trainer = make(tmp_path / "trl", **options)
+    config = RolloutCorrectionConfig(rollout_is="sequence", rollout_rs="seq_mean_k3", rollout_rs_threshold=0.05)
+    with Monitor(tmp_path / "run", rollouts=RolloutSample()) as monitor:
+        attach(trainer, config, engine=engine_for(trainer), monitor=monitor).train()
+        trainer.evaluate(trainer.train_dataset.select(range(8)))
+
+    run = read_run(tmp_path / "run")
+    logs = [entry for entry in trainer.state.log_history if "rollout_corr/kl" in entry]
+    assert len(run.series) == len(logs) == monitor.steps == 4
+    for metrics, log in zip(run.series, logs, strict=True):
+        assert metrics["loss"] == pytest.approx(log["loss"], rel=1e-4, abs=1e-4)
+        assert metrics["reward/mean"] == pytest.approx(log["reward"], rel=1e-5)
+        assert metrics["rollout_corr/kl"] == pytest.approx(log["rollout_corr/kl"], rel=1e-6, abs=1e-9)
+        for name in ("reward", "entropy", "completions/mean_length", "num_tokens", "step_time"):
+            assert metrics[f"trl/{name}"] == pytest.approx(log[name])
+    rows = [row for part in read_rollout_log(tmp_path / "run") for row in part.to_rows()]
+    assert len(rows) == 4 * 8
+    assert len({row["group_id"] for row in rows}) == 4 * 2
 
 
 def test_a_corrected_batch_is_cut_into_micro_batches_as_trl_cuts_its_own(tmp_path):

@@ -44,8 +44,9 @@ class StandInTrainer:
     def __init__(self, batch=None, loss_type="grpo", *, use_vllm=True, **options):
         self.batch = recorded_batch() if batch is None else batch
         self.model = torch.nn.Linear(1, 1)
-        self.accelerator = SimpleNamespace(is_main_process=True, unwrap_model=lambda model: model)
+        self.accelerator = SimpleNamespace(is_main_process=True, unwrap_model=lambda model: model, process_index=0)
         self.state = SimpleNamespace(global_step=3)
+        self.callbacks, self.num_generations, self.reward_weights = [], 4, torch.tensor([1.0, 0.5])
         self.temperature, self.loss_type = 1.0, loss_type
         self.use_vllm, self.vllm_generation = use_vllm, None
         self.vllm_importance_sampling_correction = options.get("correction", True)
@@ -58,7 +59,7 @@ class StandInTrainer:
             vllm_importance_sampling_clip_min=options.get("lower"),
         )
         self.forward_passes = []
-        self._metrics = defaultdict(list)
+        self._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
         self.logged = []
 
     def _generate_and_score_completions(self, inputs):
@@ -68,8 +69,44 @@ class StandInTrainer:
         self.forward_passes.append((ids.shape, mask.shape, width, batch_size, inputs))
         return tensor(RECORDED["batch"]["old_per_token_logps"]), None, None
 
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        """Of two functions; the second scores even rows alone, and none scores the last one."""
+        rewards = torch.arange(2.0 * len(prompts)).reshape(-1, 2) + self.state.global_step
+        rewards[1::2, 1] = rewards[-1] = float("nan")
+        return rewards
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        return torch.tensor(0.25)
+
     def log(self, logs, start_time=None):
+        logs.update({name: sum(values) / len(values) for name, values in self._metrics["train"].items()})
+        self._metrics["train"].clear()
         self.logged.append(logs)
+
+    def add_callback(self, callback):
+        self.callbacks.append(callback)
+
+    def remove_callback(self, callback):
+        self.callbacks.remove(callback)
+
+    def train(self, steps, *, first=0, generate_every=1, log_every=1):
+        """The calls of transformers' and TRL's trainers, in their order: two micro-batches for each step."""
+        self.state.global_step = first
+        for callback in self.callbacks:
+            callback.on_train_begin(self.args, self.state, None)
+        for step in range(first, first + steps):
+            if step % generate_every == 0:
+                self._calculate_rewards([], ["prompt"] * len(self.batch["advantages"]), [], [])
+                self._generate_and_score_completions([])
+                self._metrics["train"]["kl"].append(float(step))
+            self._metrics["train"]["num_tokens"] = [100.0 * step]
+            for _ in range(2):
+                self.training_step(self.model, {})
+            self.state.global_step = step + 1
+            for callback in self.callbacks:
+                callback.on_step_end(self.args, self.state, None)
+            if self.state.global_step % log_every == 0:
+                self.log({})
 
 
 class StandInRLOOTrainer(StandInTrainer):

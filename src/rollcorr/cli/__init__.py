@@ -7,7 +7,7 @@ import traceback
 from types import FrameType
 
 from rollcorr.cli.advice import advise_on, calibrate_thresholds
-from rollcorr.cli.app import app
+from rollcorr.cli.app import app, arrange_commands
 from rollcorr.cli.configuration import convert_config
 from rollcorr.cli.demonstration import demo
 from rollcorr.cli.diagnosis import check, report
@@ -41,6 +41,8 @@ __all__ = [
     "train",
     "watch",
 ]
+
+arrange_commands()
 
 
 def main() -> None:

@@ -7,11 +7,35 @@ from contextlib import contextmanager
 from typing import Annotated
 
 import typer
+from typer.models import CommandInfo
 
 import rollcorr
 from rollcorr.config.secrets import redact_text
 
 app = typer.Typer(name="rollcorr", no_args_is_help=True, pretty_exceptions_show_locals=False)
+
+PANELS: dict[str, tuple[str, ...]] = {
+    "Start here": ("demo", "explain", "presets", "info"),
+    "Diagnose a rollout log": ("check", "check-schedule", "null", "calibrate", "advise", "import"),
+    "Follow a run": ("watch", "report", "compare"),
+    "Train, simulate, convert": ("train", "simulate", "convert-config"),
+}
+"""What `rollcorr --help` shows: the commands in groups, in the order in which a newcomer needs them."""
+
+
+def arrange_commands() -> None:
+    """Put the commands into their groups. Called once, when all of them have joined."""
+    groups = {name: panel for panel, names in PANELS.items() for name in names}
+    order = list(groups)
+    for command in app.registered_commands:
+        command.rich_help_panel = groups[_name_of(command)]
+    app.registered_commands.sort(key=lambda command: order.index(_name_of(command)))
+
+
+def _name_of(command: CommandInfo) -> str:
+    function = command.callback
+    assert function is not None
+    return command.name or function.__name__.replace("_", "-")
 
 
 def _show_version(wanted: bool) -> None:

@@ -45,10 +45,11 @@ def presets(
 
     Exit codes: 0 found, 2 there is no such preset.
     """
-    from rollcorr.config.presets import PRESETS, preset_fields
+    from rollcorr.config.presets import PRESETS, START_WITH, preset_fields
     from rollcorr.config.yaml_text import dump_yaml
 
     if name is None:
+        typer.echo(f"{START_WITH}\n")
         typer.echo(_aligned({name: preset.description for name, preset in PRESETS.items()}))
         return
     with exit_on(ValueError):

@@ -54,6 +54,7 @@ def measure(
     Exit codes: 0 written, 2 bad input, 130 interrupted.
     """
     from rollcorr.diagnostics.log_check import null_of_logs
+    from rollcorr.diagnostics.null import is_large, remark_on_size
     from rollcorr.diagnostics.report.console import row_progress
     from rollcorr.rollout_log import RolloutLogError
     from rollcorr.run_directory.stored_run import BadInputError
@@ -80,3 +81,7 @@ def measure(
         raise typer.Exit(130) from None
     profile = null.profile
     typer.echo(f"{output}: {profile.row_count:,} sequences, {profile.tokens:,} tokens, k3 {profile.k3:.3g} per token")
+    remark = remark_on_size(null)
+    if remark:
+        judges = is_large(null)
+        typer.echo(f"{'note' if judges else 'warning'}: {remark}", err=not judges)

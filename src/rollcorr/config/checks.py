@@ -5,14 +5,18 @@ Every error names the option, the value it got, the limit, and what to write ins
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import functools
 import math
 import operator
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
+from typing import Any, TypeVar
 
 _Limit = float | None
+_Options = TypeVar("_Options")
 
 
 class InertOptionWarning(UserWarning):
@@ -23,6 +27,48 @@ def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
     """A hint that names the closest known spelling (" Did you mean 'rollout_is'?"), or nothing."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def unknown_option(
+    name: str, owner: str, known: Iterable[str], elsewhere: Mapping[str, Iterable[str]] | None = None
+) -> TypeError:
+    """The error for an option that its owner does not have: it names the right one.
+
+    Args:
+        name: what was given.
+        owner: the function or class that it was given to.
+        known: the options of the owner.
+        elsewhere: how options of something that the owner takes are written, "{}" being one of them, and their names.
+    """
+    known = list(known)
+    homes = {other: place for place, names in (elsewhere or {}).items() for other in names if other not in known}
+    if name in homes:
+        return TypeError(f"{owner} itself has no option {name!r}; write {homes[name].format(f'{name}=…')}")
+
+    # A name that others begin with stands for all of them: "clip_ratio" may be either side.
+    every = [*known, *homes]
+    begin = [other for other in every if other.startswith(name)]
+    near = begin or difflib.get_close_matches(name, every, n=1, cutoff=0.6)
+    hint = f" Did you mean {' or '.join(repr(other) for other in near)}?" if near else ""
+    where = dict.fromkeys(homes[other].format(f"{other}=…") for other in near if other in homes)
+    written = f" Write {' or '.join(where)}." if where else ""
+    return TypeError(f"there is no option {name!r} of {owner}; known are {', '.join(known)}.{hint}{written}")
+
+
+def names_unknown_options(cls: type[_Options]) -> type[_Options]:
+    """A decorator of a dataclass: an option that it does not have is answered with the nearest one."""
+    plain = cls.__init__
+    known = [field.name for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
+
+    @functools.wraps(plain)
+    def checked(self: Any, *values: Any, **options: Any) -> None:  # noqa: ANN401
+        for name in options:
+            if name not in known:
+                raise unknown_option(name, cls.__name__, known)
+        plain(self, *values, **options)
+
+    cls.__init__ = checked  # type: ignore[misc, assignment]
+    return cls
 
 
 def in_one_line(error: object, *, characters: int = 1500) -> str:
@@ -37,8 +83,8 @@ def in_one_line(error: object, *, characters: int = 1500) -> str:
 def warn_inert(config: object, inert: Iterable[tuple[str, str]]) -> None:
     """Warn, from a dataclass's `__post_init__`, of each (option, reason) that can have no effect."""
     for option, reason in inert:
-        # Frames: here, __post_init__, the generated __init__, its caller.
-        warnings.warn(f"{option}={getattr(config, option)!r} {reason}", InertOptionWarning, stacklevel=4)
+        # Frames: here, __post_init__, the generated __init__, that of `names_unknown_options`, its caller.
+        warnings.warn(f"{option}={getattr(config, option)!r} {reason}", InertOptionWarning, stacklevel=5)
 
 
 def check_choice(option: str, value: object, choices: Iterable[str], *, optional: bool = False) -> None:

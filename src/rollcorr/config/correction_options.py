@@ -16,7 +16,14 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
-from rollcorr.config.checks import check_bool, check_choice, check_number, nearest, warn_inert
+from rollcorr.config.checks import (
+    check_bool,
+    check_choice,
+    check_number,
+    names_unknown_options,
+    unknown_option,
+    warn_inert,
+)
 from rollcorr.config.criteria import (
     Criterion,
     Threshold,
@@ -53,6 +60,7 @@ LARGEST_SAFETY_BOUND = 88.0
 
 
 @with_named_presets
+@names_unknown_options
 @dataclass(frozen=True, kw_only=True)
 class RolloutCorrectionConfig:
     """What to weight, what to reject, and in which operating mode. The defaults only measure.
@@ -332,5 +340,5 @@ def _replaced(config: Any, impl: str, options: tuple[tuple[str, Any], ...]) -> A
     known = [field.name for field in dataclasses.fields(config)]
     for name, _ in options:
         if name not in known:
-            raise TypeError(f"there is no option {name!r}; known are {', '.join(known)}.{nearest(name, known)}")
+            raise unknown_option(name, type(config).__name__, known)
     return dataclasses.replace(config, **({"impl": impl} | dict(options)))

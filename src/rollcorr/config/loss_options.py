@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-from rollcorr.config.checks import check_choice, check_number, warn_inert
+from rollcorr.config.checks import check_choice, check_number, names_unknown_options, warn_inert
 
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 LOSS_AGG_MODES: tuple[LossAggMode, ...] = get_args(LossAggMode)
 
 
+@names_unknown_options
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
     """How the policy loss is clipped and added up.

@@ -16,6 +16,12 @@ from typing import Any, TypeVar
 from rollcorr.config.checks import nearest
 from rollcorr.config.criteria import join_band
 
+START_WITH = (
+    "Start with `measure`: it changes no loss. A few dozen steps later its numbers say whether a correction is needed, "
+    "and which one (docs/choosing.md)."
+)
+"""What a newcomer should read before the list."""
+
 VERL = "verl 0.9.1"
 
 

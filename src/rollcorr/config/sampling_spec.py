@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from rollcorr.config.checks import check_choice, check_integer, check_number
+from rollcorr.config.checks import check_choice, check_integer, check_number, names_unknown_options
 from rollcorr.config.finding import Finding, HasFindings
 
 __all__ = [
@@ -106,6 +106,7 @@ class IncompatibleSamplingError(ValueError):
     """Two log-probs that are not comparable were about to be subtracted. The text says why, and what to change."""
 
 
+@names_unknown_options
 @dataclass(frozen=True, kw_only=True)
 class SamplingSpec:
     """What a log-prob is the log-prob of: the sampling settings, and who applied them.

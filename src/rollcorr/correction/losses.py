@@ -10,14 +10,16 @@ that the choice makes sense. `rollcorr.correction.denominators` counts what the 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from rollcorr.config import LossAggMode, LossConfig, Normalizer, RolloutCorrectionConfig
+from rollcorr.config.checks import unknown_option
 from rollcorr.config.conversion import resolve
 from rollcorr.core.aggregation import Denominators
 from rollcorr.core.boundary import check_floating, check_tensors
@@ -133,6 +135,7 @@ def policy_loss(
     entropy: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     context_group: ProcessGroup | None = None,
+    **misspelled: NoReturn,
 ) -> PolicyLossOutput:
     """Σ per-token loss / denominator + kl_coef · KL(π_θ‖π_ref) − entropy_coef · H(π_θ).
 
@@ -156,17 +159,20 @@ def policy_loss(
         context_group: ranks that hold other tokens of the same sequences. The losses of the ranks then add up to that
             of whole sequences; `counts` and the correction are those of whole sequences, the statistics the rank's own.
             None: that of `correction`.
+        misspelled: takes nothing; such a name is answered with the nearest right one.
 
     Returns:
         The loss, its parts and its statistics. With nothing to average the loss is 0 and connected to the graph.
 
     Raises:
-        TypeError: an argument is no tensor.
+        TypeError: an argument is no tensor, or there is no option of that name.
         ValueError: shapes or devices differ; a policy that the mode needs is missing; the behavior ratio π/μ would be
             applied twice or not at all; a coefficient is set without its tensor; the correction is of other tokens,
             of other ranks or of the policies in the other order, or does not know the step that it is a part of.
     """
-    loss = loss or LossConfig()
+    if misspelled:
+        raise _no_such_option(next(iter(misspelled)))
+    loss = loss_config_of(loss)
     if config is None and correction is not None:
         config = correction.config
     settings = config if isinstance(config, RolloutCorrectionConfig) else resolve(config)
@@ -224,6 +230,29 @@ def policy_loss(
         statistics=token.statistics | regularization_rows,
         correction=token.correction,
     )
+
+
+def loss_config_of(loss: LossConfig | None) -> LossConfig:
+    """The loss's configuration; None is the defaults.
+
+    Raises:
+        TypeError: it is something else, such as a dictionary.
+    """
+    if loss is None:
+        return LossConfig()
+    if not isinstance(loss, LossConfig):
+        raise TypeError(f"loss must be a LossConfig, such as LossConfig(clip_ratio_low=0.2); got {loss!r}")
+    return loss
+
+
+def _no_such_option(name: str) -> TypeError:
+    """What to write in place of an option that `policy_loss` does not have."""
+    own = [option for option in inspect.signature(policy_loss).parameters if option != "misspelled"]
+    elsewhere = {
+        "loss=LossConfig({})": [field.name for field in fields(LossConfig)],
+        "config=RolloutCorrectionConfig({})": [field.name for field in fields(RolloutCorrectionConfig)],
+    }
+    return unknown_option(name, "policy_loss", own, elsewhere)
 
 
 def loss_metrics(statistics: Statistics, *, prefix: str = "actor/") -> dict[str, float]:

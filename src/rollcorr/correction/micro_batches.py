@@ -12,7 +12,7 @@ from rollcorr.config import LossConfig, RolloutCorrectionConfig
 from rollcorr.config.conversion import resolve
 from rollcorr.core.aggregation import Denominators
 from rollcorr.correction.denominators import aggregation_mode, count_denominators, rescaling, sum_denominators
-from rollcorr.correction.losses import PolicyLogProbs, PolicyLossOutput, policy_loss
+from rollcorr.correction.losses import PolicyLogProbs, PolicyLossOutput, loss_config_of, policy_loss
 from rollcorr.correction.process_groups import check_groups
 from rollcorr.correction.split_gradients import SplitGradients
 
@@ -81,7 +81,7 @@ class BypassGradients(SplitGradients):
                 f"config={config!r} is not in bypass mode, so what is kept is known beforehand: call "
                 "policy_loss(…, denominators=…), or set bypass_mode=True"
             )
-        self.config, self.loss = settings, loss or LossConfig()
+        self.config, self.loss = settings, loss_config_of(loss)
 
         # The response mask is known before the first forward pass, and so are its counts. The kept counts follow.
         self.original = count_denominators(

@@ -4,13 +4,18 @@ There are two kinds of group. The ranks of a *data-parallel* group hold differen
 once, after the correction. The ranks of a *context* group hold different tokens of the same sequences. They share
 per-sequence sums, once, before anything is decided. docs/guides/distributed.md says who sends what.
 
-Everything is gathered and then added in rank order, so that no sum depends on the order of arrival.
+Everything is gathered and then added in rank order, so that no sum depends on the order of arrival. Each vector of
+statistics begins with a mark, a number that says what it holds, and fills blocks of one size: so ranks that are not in
+the same call meet in one exchange all the same, and where the numbers are in host memory, they are told.
 `rollcorr.correction.denominators` counts what a loss is divided by, over these groups.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -25,16 +30,109 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+HEADER = 1
+"""Numbers in front of a vector: its mark."""
+
+BLOCK = 256
+"""Vectors that are marked fill whole blocks of this many numbers, 2 kB. An exchange costs more than its bytes."""
+
+
 def gather_statistics(statistics: Statistics, group: ProcessGroup | None) -> Statistics:
     """Merge statistics over the ranks of a group: one all-gather of a small float64 vector.
 
     Args:
         statistics: this rank's rows; every rank must have the same ones.
         group: the process group; None returns the statistics as they are.
+
+    Raises:
+        RuntimeError: a rank sends something else, seen where the numbers are in host memory; or the exchange failed.
     """
     if group is None:
         return statistics
-    return merge_statistics(statistics.unpack(part) for part in _gather(statistics.pack(), group))
+    vector = statistics.pack()
+    mark = -number_of(tuple(statistics.names.items()))
+    parts = gather_marked(vector, mark, group, room=filled_blocks(vector.numel()))
+
+    # On a device the marks stay unread, because reading them would wait. `Monitor.step` reads them.
+    if parts.device.type == "cpu":
+        for rank, other in enumerate(parts[:, 0].tolist()):
+            if other != mark:
+                raise RuntimeError(
+                    _out_of_step(rank, "statistics", "Monitor.step" if other > 0 else "other statistics")
+                )
+    return merge_statistics(statistics.unpack(part[HEADER : HEADER + vector.numel()]) for part in parts)
+
+
+def gather_marked(vector: Tensor, mark: int, group: ProcessGroup, *, room: int) -> Tensor:
+    """The vectors of all ranks behind their marks, (P, room), in rank order.
+
+    Args:
+        vector: (n,) float64; one that has no room is left out, and its mark is sent alone.
+        mark: what the vector holds, `number_of` it: negative for statistics, positive for a step of a Monitor.
+        group: the process group.
+        room: how many numbers each rank sends, the same on all ranks; `filled_blocks` of the numbers.
+    """
+    sent = torch.zeros(room, dtype=vector.dtype, device=vector.device)
+    sent[0] = mark
+    if vector.numel() <= room - HEADER:
+        sent[HEADER : HEADER + vector.numel()] = vector
+    return _gather(_where_the_group_reads(sent, group), group)
+
+
+def filled_blocks(numbers: int) -> int:
+    """The room that a mark and so many numbers take, in whole blocks."""
+    return -(-(HEADER + numbers) // BLOCK) * BLOCK
+
+
+@lru_cache(maxsize=1024)
+def number_of(layout: object) -> int:
+    """A number that tells a layout from every other, small enough to be exact in float64; at least 1."""
+    digest = hashlib.blake2b(repr(layout).encode(), digest_size=8).digest()
+    return 1 + (int.from_bytes(digest, "big") >> 12)
+
+
+def check_in_step(marks: Iterable[float]) -> None:
+    """Check that all ranks are in `Monitor.step`.
+
+    Raises:
+        RuntimeError: one of them is still in `correct`.
+    """
+    for rank, mark in enumerate(marks):
+        if mark < 0:
+            raise RuntimeError(_out_of_step(rank, "Monitor.step", "correct"))
+
+
+def _out_of_step(rank: int, here: str, there: str) -> str:
+    why = (
+        "its rows are those of another configuration or another detail"
+        if there == "other statistics"
+        else "one of the two has made fewer calls of `correct` in this step"
+    )
+    return (
+        f"the ranks are not in the same exchange: this rank is in that of {here}, and rank {rank} of the group in that "
+        f"of {there}; {why}. Every rank must make the same calls in the same order: one call of `correct` for each "
+        "step, on all rows of the rank, and none of them left out for an empty batch. With a Monitor, correct(..., "
+        "over_ranks=False) exchanges nothing"
+    )
+
+
+@contextmanager
+def explained_failure(group: ProcessGroup) -> Iterator[None]:
+    """What an error of torch.distributed most likely means: it says what failed, and not why.
+
+    Raises:
+        RuntimeError: the exchange failed.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"an exchange over {group.size()} ranks failed. Either a rank has ended, and the first error of all ranks "
+            "says why; or the ranks did not make the same calls. Each of them must call `correct`, with the same "
+            "configuration, and `Monitor.step` equally often and in the same order: one with fewer calls makes the "
+            "others wait, until the timeout of the group ends it. With TORCH_DISTRIBUTED_DEBUG=DETAIL torch names the "
+            f"calls that do not match, at once. torch.distributed said: {error}"
+        ) from error
 
 
 def context_reduction(group: ProcessGroup | None) -> Reduction | None:
@@ -182,8 +280,25 @@ def _buckets(tensors: list[Tensor], limit: int = 2**26) -> Iterator[list[Tensor]
         yield bucket
 
 
+def reads_host_memory(group: ProcessGroup) -> bool:
+    """Whether the group's backend can send what is on the host: gloo can, and NCCL cannot."""
+    return "cpu" in _devices_of(group)
+
+
+def _devices_of(group: ProcessGroup) -> list[str]:
+    """The kinds of device that the group has a backend for, as in "cpu:gloo,cuda:nccl"."""
+    return [pair.partition(":")[0] for pair in torch.distributed.get_backend_config(group).split(",")]
+
+
+def _where_the_group_reads(vector: Tensor, group: ProcessGroup) -> Tensor:
+    """The vector, moved if the group's backend cannot send it from where it is."""
+    devices = _devices_of(group)
+    return vector if vector.device.type in devices else vector.to(torch.device(devices[0]))
+
+
 def _gather(vector: Tensor, group: ProcessGroup) -> Tensor:
     """The vectors of all ranks, (P, n), in rank order."""
     parts = [torch.empty_like(vector) for _ in range(group.size())]
-    torch.distributed.all_gather(parts, vector.contiguous(), group=group)
+    with explained_failure(group):
+        torch.distributed.all_gather(parts, vector.contiguous(), group=group)
     return torch.stack(parts)

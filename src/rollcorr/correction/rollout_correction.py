@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.config.checks import unknown_option
 from rollcorr.config.conversion import resolve
 from rollcorr.core.boundary import check_floating, in_host_memory, plain, truth
 from rollcorr.core.layout import bounded_offsets, check_layout, sequence_count
@@ -33,6 +36,9 @@ from rollcorr.kernels.correction.torch.table import BlockRows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+_OPTIONS = tuple(field.name for field in dataclasses.fields(RolloutCorrectionConfig))
 
 
 def correct(
@@ -104,6 +110,10 @@ def correct(
     check_floating(train_log_prob=train_log_prob, rollout_log_prob=rollout_log_prob)
     if response_mask.is_floating_point():
         _check_no_log_probs(response_mask)
+    for name in options:
+        if name not in _OPTIONS:
+            own = [option for option in inspect.signature(correct).parameters if option != "options"]
+            raise unknown_option(name, "correct", (*own, *_OPTIONS))
     resolved = (
         config if isinstance(config, RolloutCorrectionConfig) and not options else configuration_of(config, options)
     )

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from rollcorr.config import InertOptionWarning, Normalizer, RolloutCorrectionConfig, resolve
-from rollcorr.config.checks import check_choice, check_number, warn_inert
+from rollcorr.config.checks import check_choice, check_number, names_unknown_options, warn_inert
 from rollcorr.config.criteria import without_criterion
 from rollcorr.core.diffusion import Reduction, power_of
 
@@ -20,6 +20,7 @@ _NORMALIZERS: dict[RsDenominator, Normalizer] = {"all": "original", "kept": "kep
 STEP_KL = "step_kl"
 
 
+@names_unknown_options
 @dataclass(frozen=True, kw_only=True)
 class DiffusionActorConfig:
     """How denoising steps are trained on, and what is done about the rollout's mismatch.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from numbers import Integral
 
 from rollcorr.config import SamplingSpec
+from rollcorr.config.checks import names_unknown_options
 
 # Every setting at the value that turns it off.
 _OFF = SamplingSpec()
@@ -22,6 +23,7 @@ _NUMBERS = {
 }
 
 
+@names_unknown_options
 @dataclass(frozen=True, kw_only=True)
 class GenerationSettings:
     """How an engine samples. Each engine also refuses what it cannot do exactly as the settings say.

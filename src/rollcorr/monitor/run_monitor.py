@@ -70,6 +70,7 @@ class Monitor:
     Attributes:
         steps: completed steps.
         config: the configuration that every call of `correct` starts from.
+        config_was_given: whether it was asked for here, by `config` or by `options`.
         directory: where the files are.
 
     Raises:
@@ -92,6 +93,7 @@ class Monitor:
         **options: Any,  # noqa: ANN401
     ) -> None:
         self.config = configuration_of(config, options)
+        self.config_was_given = config is not None or bool(options)
         self.directory = RunDirectory(Path(run_dir))
         self.steps = start or 0
         self._group, self._context_group = group, context_group
@@ -236,6 +238,7 @@ class Monitor:
         Raises:
             TypeError, ValueError: a metric is no number, or its name is taken. The step has not ended: call it again.
             OSError: `metrics.jsonl` or the rollout log cannot be written.
+            RuntimeError: another rank is still in `correct`, or an exchange failed.
         """
         self._totals.forget_values()
         for name, value in {"reward": reward, **own}.items():
@@ -255,6 +258,17 @@ class Monitor:
         self._begin_step()
         self._raise_alarms(step, metrics)
         return metrics
+
+    def use_config(self, config: RolloutCorrectionConfig) -> None:
+        """Take on the configuration of a trainer that corrects by this Monitor, also in the run's directory."""
+        self.config = self._judged_config = config
+        if self._file is not None:
+            self._write_config()
+
+    @property
+    def ranks(self) -> int:
+        """How many data-parallel ranks make a step together."""
+        return 1 if self._group is None else self._group.size()
 
     @property
     def alarms(self) -> tuple[Finding, ...]:
@@ -339,8 +353,7 @@ class Monitor:
                     start,
                 )
             drop_later_steps(self.directory, start)
-        if self.config is not None:
-            write_text_durably(self.directory.config, dump_yaml({"rollout_correction": _plain(self.config)}))
+        self._write_config()
         # The file is first: what a tracker shows is in the file.
         self._file = JsonLines(self.directory.metrics)
         self._opened.callback(self._file.close)
@@ -365,6 +378,10 @@ class Monitor:
         for log in self.directory.rollouts.glob(f"{prefix}*.parquet"):
             if int(log.stem.rpartition("_")[2]) > self.steps:
                 log.unlink()
+
+    def _write_config(self) -> None:
+        if self.config is not None:
+            write_text_durably(self.directory.config, dump_yaml({"rollout_correction": _plain(self.config)}))
 
     def _write(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._file is None:

@@ -25,6 +25,7 @@ from rollcorr.diagnostics.health.health_check import (
     unjudged,
 )
 from rollcorr.diagnostics.health.noise import Noise
+from rollcorr.diagnostics.health.rules import COMPARISON
 from rollcorr.diagnostics.health.trend import SeriesWatch
 
 _Key = tuple[str, str | None]
@@ -104,6 +105,7 @@ class RunningJudge:
         self.recent = RecentSteps()
         self._null = null
         self._watch = SeriesWatch()
+        self._differed = False
         self._first: list[tuple[int, dict[str, float]]] = []
         self._counted: Counter[str] = Counter()
         self._alarms: dict[_Key, Finding] = {}
@@ -160,6 +162,7 @@ class RunningJudge:
             config=config,
             changes=self._watch.changes,
             noise=self._null,
+            differed=self._differed,
         )
         report = judge(evidence, broken=self.recent.broken())
         found = {(finding.code, finding.metric): finding for finding in report.warnings}
@@ -180,6 +183,7 @@ class RunningJudge:
         if bare.get("token_count", 1.0) > 0:
             self.recent.add(step, bare)
             self._watch.add(step, bare)
+            self._differed = self._differed or any(bare.get(name) for name in COMPARISON)
             if len(self._first) < 2 * FIRST_STEPS:
                 self._first.append((step, bare))
             self._counted.update({name: bare[name] for name in _COUNTS if name in bare})

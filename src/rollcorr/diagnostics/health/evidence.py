@@ -38,6 +38,7 @@ class Evidence:
         diffusion: the log-probs are densities of a diffusion sampler, not probabilities of tokens.
         changes: metric → its latest lasting rise, of those that were watched and had one.
         noise: the noise of a token, measured where both policies were the same; None without such a null.
+        differed: the policies differed in an earlier step, which the history may no longer hold.
     """
 
     current: Mapping[str, float]
@@ -46,6 +47,7 @@ class Evidence:
     diffusion: bool = False
     changes: Mapping[str, Change] = field(default_factory=dict)
     noise: Noise | None = None
+    differed: bool = False
 
     @property
     def level(self) -> Literal["token", "sequence", "geometric"] | None:

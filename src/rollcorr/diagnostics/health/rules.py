@@ -67,23 +67,38 @@ COMPARISON = ("kl", "k3_kl", "log_ratio_abs_mean", "chi2_token")
 
 
 def identical_policies(evidence: Evidence) -> Finding | None:
-    """Every difference is exactly 0: the metrics are degenerate, as when old_log_prob is a copy of rollout_log_prob."""
+    """Every difference is exactly 0. One program that samples and trains may do that; two programs cannot.
+
+    A note, unless something shows that there are two: bypass mode, a null that differs, or earlier steps that did.
+    """
     names = [name for name in COMPARISON if name in evidence.current]
     values = [value for name in names for value in (evidence.current[name], *evidence.recent(name))]
     if not evidence.measured or not values or any(values):
         return None
 
     bypass = evidence.config is not None and evidence.config.bypass_mode
-    cause = "bypass mode sets old_log_prob to rollout_log_prob" if bypass else "one side is a copy of the other"
+    noise = 0.0 if evidence.noise is None else evidence.noise.sigma
+    earlier = evidence.differed or any(value for name in names for _, value in evidence.series(name))
+    reason = (
+        "fine if one program samples and trains; if two do, the log-probs of one side were logged as the other's too"
+    )
+    if bypass:
+        reason = "bypass mode sets old_log_prob to rollout_log_prob; every metric is then empty"
+    elif noise > 0 and evidence.noise is not None:
+        reason = f"{evidence.noise.source} shows two computations that differ, so one side is a copy of the other here"
+    elif earlier:
+        reason = "they differed in earlier steps: unless the weights arrive at once since then, one side is now a copy"
     return Finding(
         code="identical_policies",
         metric=names[0],
         title="degenerate: both policies agree to the last bit",
         value=0.0,
-        limit="not exactly 0",
-        reason=f"two separate computations never agree exactly, so most likely {cause}; every metric is then empty",
+        limit="not exactly 0, unless one program does both",
+        reason=reason,
         fix="in bypass mode measure the current policy against the rollout (log_prob, not old_log_prob); else check "
-        "that the trainer recomputes its log-probs. If one program does both, no correction is needed",
+        "that the trainer recomputes its log-probs, and that the sampler's are its own. If one program does both, no "
+        "correction is needed",
+        severity="warning" if bypass or noise > 0 or earlier else "note",
         **evidence.when(names[0], lambda value: value == 0),
     )
 

@@ -4,7 +4,9 @@ from .null_file import NullMismatchError as NullMismatchError
 from .null_file import read_null as read_null
 from .origin import Origin as Origin
 from .row_table import RowTable as RowTable
+from .run_null import is_large as is_large
 from .run_null import noise_beside as noise_beside
 from .run_null import noise_of as noise_of
+from .run_null import remark_on_size as remark_on_size
 from .token_share import TokenShare as TokenShare
 from .token_share import TokenSums as TokenSums

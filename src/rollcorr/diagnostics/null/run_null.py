@@ -9,6 +9,32 @@ from rollcorr.diagnostics.null.excess import MIN_ROWS
 from rollcorr.diagnostics.null.null_file import FEW_TOKENS, MismatchNull, read_null
 from rollcorr.run_directory.directory import RunDirectory
 
+GOOD_TOKENS = 10_000
+"""With fewer tokens the rare ones, which thresholds are about, are hardly in a null."""
+
+
+def is_large(null: MismatchNull) -> bool:
+    """Whether a null is large enough to judge weights by."""
+    return null.profile.tokens >= FEW_TOKENS and null.profile.row_count >= MIN_ROWS
+
+
+def remark_on_size(null: MismatchNull) -> str:
+    """What a null is too small for, how many tokens it needs, and why; empty for one that is large enough."""
+    has = f"{null.profile.tokens:,} tokens in {null.profile.row_count:,} sequences"
+    if not is_large(null):
+        return (
+            f"{has} are too few to judge weights by: the spread of so few tokens is mostly chance, so verdicts with "
+            f"this null stay 'not judged'. It needs at least {FEW_TOKENS:,} tokens in {MIN_ROWS} sequences, and better "
+            f"{GOOD_TOKENS:,} tokens: log more rollouts of the same weights, and measure again"
+        )
+    if null.profile.tokens < GOOD_TOKENS:
+        return (
+            f"{has} show what is typical, and hardly what is rare: a token in a thousand is there "
+            f"{null.profile.tokens / 1000:.0f} times, and thresholds are about such tokens. Better take "
+            f"{GOOD_TOKENS:,} tokens or more"
+        )
+    return ""
+
 
 def noise_of(null: MismatchNull, *, is_null: bool = True) -> Noise:
     """The noise of a token as a null measured it; one that is too small to judge by gives the noise alone.
@@ -18,8 +44,7 @@ def noise_of(null: MismatchNull, *, is_null: bool = True) -> Noise:
         is_null: the two policies behind it are known to be the same.
     """
     profile = null.profile
-    is_large = profile.tokens >= FEW_TOKENS and profile.row_count >= MIN_ROWS
-    return Noise(sigma=profile.std, source=null.name, k3=profile.k3, is_null=is_null and is_large)
+    return Noise(sigma=profile.std, source=null.name, k3=profile.k3, is_null=is_null and is_large(null))
 
 
 def noise_beside(run: Path) -> Noise | None:

@@ -28,12 +28,14 @@ from rollcorr.integrations.trl.generation_batch import (
     write_to_rloo_batch,
 )
 from rollcorr.integrations.trl.importance_sampling_options import config_from_trl
+from rollcorr.integrations.trl.monitored_steps import MonitoredSteps, asked_of_monitor
 from rollcorr.integrations.trl.sampling_backends import EngineGeneration, GenerationRecorder
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from rollcorr.core.mergeable_statistics import Statistics
+    from rollcorr.monitor import Monitor
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +64,7 @@ class RolloutCorrectionMixin:
         rollout_correction: a configuration, a preset's name or a dictionary. None: what TRL's own
             `vllm_importance_sampling_*` options say (`config_from_trl`).
         rollout_engine: an engine that samples in the place of vLLM. Leave `use_vllm` out then.
+        rollout_monitor: counts, logs and judges each step of the trainer; see `attach`.
         args: TRL's, handed on.
         kwargs: TRL's, handed on.
 
@@ -73,17 +76,21 @@ class RolloutCorrectionMixin:
     _correction_statistics: dict[str, Statistics]
     _token_log_prob: Tensor | None
     _awaits_token_log_prob: bool
+    _monitored_steps: MonitoredSteps | None
+    _monitor_callback: Any
 
     def __init__(
         self,
         *args: Any,  # noqa: ANN401
         rollout_correction: Asked = None,
         rollout_engine: Engine | None = None,
+        rollout_monitor: Monitor | None = None,
         **kwargs: Any,  # noqa: ANN401
     ) -> None:
         super().__init__(*args, **kwargs)
-        parts = _checked_config(self, rollout_correction), _generation(self, rollout_engine)
-        _start(self, *parts, follows_trl=rollout_correction is None)
+        asked = asked_of_monitor(rollout_correction, rollout_monitor)
+        parts = _parts(self, asked, rollout_engine, rollout_monitor)
+        _start(self, *parts, follows_trl=asked is None)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL's batch, with the correction in it."""
@@ -102,6 +109,20 @@ class RolloutCorrectionMixin:
             self._token_log_prob, self._awaits_token_log_prob = scores[0].detach(), False
         return scores
 
+    def _calculate_rewards(self, inputs: Any, prompts: Any, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
+        """As TRL's: those of all ranks. A Monitor gets this rank's."""
+        rewards: Tensor = cast("Any", super())._calculate_rewards(inputs, prompts, *args, **kwargs)
+        if self._monitored_steps is not None and _mode(self) == "train":
+            self._monitored_steps.remember_rewards(rewards, len(prompts))
+        return rewards
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
+        """As TRL's: the loss of one micro-batch. A Monitor counts it."""
+        loss: Tensor = cast("Any", super()).training_step(*args, **kwargs)
+        if self._monitored_steps is not None:
+            self._monitored_steps.add_loss(loss)
+        return loss
+
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
         """As TRL's, with the metrics of all generation batches since the last call: one transfer.
 
@@ -117,24 +138,29 @@ class RolloutCorrectionMixin:
         cast("Any", super()).log(logs, *args, **kwargs)
 
 
-def attach(trainer: Trainer, config: Asked = None, *, engine: Engine | None = None) -> Trainer:
+def attach(
+    trainer: Trainer, config: Asked = None, *, engine: Engine | None = None, monitor: Monitor | None = None
+) -> Trainer:
     """Correct the batches of a trainer that exists already. Call it before `trainer.train()`.
 
     The trainer's class becomes a subclass of its own with `RolloutCorrectionMixin`. One line of the log says what is
-    active. Calling it again replaces the configuration.
+    active. Calling it again replaces the configuration and the Monitor.
 
     Args:
         trainer: a `GRPOTrainer` or `RLOOTrainer`, or one derived from them.
-        config: a configuration, a preset's name or a dictionary. None: what TRL's own `vllm_importance_sampling_*`
-            options say (`config_from_trl`).
+        config: a configuration, a preset's name or a dictionary. None: the one that the Monitor was made with, else
+            what TRL's own `vllm_importance_sampling_*` options say (`config_from_trl`).
         engine: an engine that samples in the place of vLLM. Build the trainer without `use_vllm` then.
+        monitor: a `rollcorr.Monitor`, made after the trainer, on every rank. Every optimizer step of the trainer is
+            a step of it, with the correction of its batch, its rewards, its loss, and TRL's own metrics as `trl/…`.
 
     Returns:
         The trainer.
 
     Raises:
         TypeError: it has no `_generate_and_score_completions`, so it is none of TRL's online trainers.
-        ValueError: TRL's loss cannot do what the configuration asks for, or the engine cannot sample for this trainer.
+        ValueError: TRL's loss cannot do what the configuration asks for, the engine cannot sample for this trainer, or
+            the Monitor was made with another configuration, or for other ranks.
     """
     if not hasattr(trainer, "_generate_and_score_completions"):
         raise TypeError(
@@ -142,22 +168,53 @@ def attach(trainer: Trainer, config: Asked = None, *, engine: Engine | None = No
             "_generate_and_score_completions"
         )
     # What is refused leaves the trainer as it was.
-    parts = _checked_config(trainer, config), _generation(trainer, engine)
+    asked = asked_of_monitor(config, monitor)
+    parts = _parts(trainer, asked, engine, monitor)
     if not isinstance(trainer, RolloutCorrectionMixin):
         plain = type(trainer)
         trainer.__class__ = type(f"Corrected{plain.__name__}", (RolloutCorrectionMixin, plain), {})
-    _start(trainer, *parts, follows_trl=config is None)
+    _start(trainer, *parts, follows_trl=asked is None)
     return trainer
 
 
-def _generation(trainer: Trainer, engine: Engine | None) -> EngineGeneration | None:
-    return None if engine is None else EngineGeneration(engine, trainer)
+_Parts = tuple[RolloutCorrectionConfig, EngineGeneration | None, MonitoredSteps | None]
+
+
+def _parts(trainer: Trainer, asked: Asked, engine: Engine | None, monitor: Monitor | None) -> _Parts:
+    """What a trainer is corrected by, checked before anything of it changes."""
+    config = _checked_config(trainer, asked)
+    generation = None if engine is None else EngineGeneration(engine, trainer)
+    if monitor is None:
+        return config, generation, None
+
+    # Two configurations cannot both be right, and the run's directory holds one.
+    of_monitor = _checked_config(trainer, asked_of_monitor(None, monitor))
+    if monitor.config_was_given and of_monitor != config:
+        raise ValueError(
+            f"the Monitor was made with {of_monitor}, and attach was given {config}: give the configuration to one of "
+            "them"
+        )
+    group = _group()
+    return config, generation, MonitoredSteps(trainer, monitor, config, 1 if group is None else group.size())
 
 
 def _start(
-    trainer: Trainer, config: RolloutCorrectionConfig, generation: EngineGeneration | None, *, follows_trl: bool
+    trainer: Trainer,
+    config: RolloutCorrectionConfig,
+    generation: EngineGeneration | None,
+    steps: MonitoredSteps | None,
+    *,
+    follows_trl: bool,
 ) -> None:
-    """Put the engine in place, and say what is active."""
+    """Put the engine and the Monitor in place, and say what is active."""
+    earlier = getattr(trainer, "_monitor_callback", None)
+    if earlier is not None:
+        trainer.remove_callback(earlier)
+    trainer._monitored_steps, trainer._monitor_callback = steps, None
+    if steps is not None:
+        trainer._monitor_callback = steps.callback()
+        trainer.add_callback(trainer._monitor_callback)
+
     trainer._correction_config = config
     trainer._correction_statistics = {}
     trainer._token_log_prob, trainer._awaits_token_log_prob = None, False
@@ -196,8 +253,11 @@ def _correct_batch(trainer: Trainer, batch: dict[str, Any]) -> None:
     old = trainer._token_log_prob if _is_rloo(trainer) else batch["old_per_token_logps"]
 
     # Outside the mask TRL's own ratio is 1 as well, and VESPO takes its log there.
-    config = trainer._correction_config
-    correction = correct(old, rollout, tokens_in_loss(batch), config, group=_group(), fill=1.0)
+    config, steps, mask = trainer._correction_config, trainer._monitored_steps, tokens_in_loss(batch)
+    if steps is not None and _mode(trainer) == "train":
+        correction = steps.correct(batch, old, rollout, mask)
+    else:
+        correction = correct(old, rollout, mask, config, group=_group(), fill=1.0)
     if _is_rloo(trainer):
         write_to_rloo_batch(batch, correction)
     else:
@@ -285,6 +345,11 @@ def _start_up_line(trainer: Trainer, *, follows_trl: bool) -> str:
         f"rollcorr corrects {type(trainer).__name__} ({loss_type}) by {source}: {_weights_text(config)}; "
         f"{_rejection_text(config)}; sampler: {_sampler_text(trainer)}; "
         f"the loss is divided by {_divisor_text(config, loss_type)}"
+        + (
+            ""
+            if trainer._monitored_steps is None
+            else f"; steps go to {trainer._monitored_steps.monitor.directory.path}"
+        )
     )
 
 

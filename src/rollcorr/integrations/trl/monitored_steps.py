@@ -1,0 +1,149 @@
+"""A `rollcorr.Monitor` in TRL's training loop: each optimizer step of the trainer is one step of the Monitor.
+
+The adapter corrects by the Monitor, which counts and logs the batch; a callback of the trainer ends the step. Batches
+of an evaluation are corrected without the Monitor.
+
+    loss              the step's loss, as TRL logs it: the sum over the micro-batches of the step
+    reward/…          of the completions that were corrected in the step: the weighted sum of TRL's reward functions
+    trl/NAME          TRL's own metrics, each the mean of what TRL has added since the last step
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from rollcorr.config import RolloutCorrectionConfig
+    from rollcorr.correction import Correction
+    from rollcorr.monitor import Monitor
+
+TRL_PREFIX = "trl/"
+
+Trainer = Any  # one of TRL's trainers: they are not imported here
+
+
+def asked_of_monitor(asked: Any, monitor: Monitor | None) -> Any:  # noqa: ANN401 (what `attach` takes as configuration)
+    """The configuration that `attach` was given, else the one that the Monitor was made with, else None."""
+    if asked is None and monitor is not None and monitor.config_was_given:
+        return "disabled" if monitor.config is None else monitor.config
+    return asked
+
+
+class MonitoredSteps:
+    """The steps of a trainer that a Monitor counts.
+
+    Args:
+        trainer: one of TRL's trainers.
+        monitor: what counts them. It takes on the trainer's configuration.
+        config: what the trainer corrects by.
+        ranks: how many data-parallel ranks the trainer has.
+
+    Raises:
+        ValueError: the Monitor was made for other ranks.
+    """
+
+    def __init__(self, trainer: Trainer, monitor: Monitor, config: RolloutCorrectionConfig, ranks: int) -> None:
+        if monitor.ranks != ranks:
+            raise ValueError(
+                f"the trainer has {ranks} ranks and the Monitor counts {monitor.ranks}: make it after the trainer, on "
+                "every rank, with group=torch.distributed.group.WORLD where there are several"
+            )
+        monitor.use_config(config)
+        self.monitor = monitor
+        self._trainer = trainer
+        self._loss: Tensor | None = None
+        self._scored: Tensor | None = None
+        self._rewards: list[Tensor] = []
+
+        # TRL starts a new list for a metric when it logs, so a list is known by itself and not by its name.
+        self._read: dict[str, tuple[list[float], int]] = {name: (v, len(v)) for name, v in self._lists().items()}
+
+    def remember_rewards(self, of_functions: Tensor, own_rows: int) -> None:
+        """Keep the rewards of this rank's completions until their batch is corrected.
+
+        Args:
+            of_functions: of all ranks, (rows, functions); NaN where a function gave none.
+            own_rows: how many of the rows are this rank's.
+        """
+        weights = self._trainer.reward_weights.to(of_functions.device)
+        rewards = (of_functions * weights).nansum(1).masked_fill(of_functions.isnan().all(1), torch.nan)
+        first = self._trainer.accelerator.process_index * own_rows
+        self._scored = rewards[first : first + own_rows].detach()
+
+    def correct(self, batch: dict[str, Any], old: Tensor, rollout: Tensor, mask: Tensor) -> Correction:
+        """Correct a batch by the Monitor, which also logs it."""
+        columns: dict[str, object] = {"response_ids": batch["completion_ids"], "advantages": batch["advantages"]}
+        generations = getattr(self._trainer, "num_generations", None)
+        if generations is not None:
+            # The answers to one prompt are neighbors, counted over all ranks.
+            first = self._trainer.accelerator.process_index * len(mask)
+            columns["group_id"] = [
+                f"{self.monitor.steps + 1}-{(first + row) // generations}" for row in range(len(mask))
+            ]
+
+        correction = self.monitor.correct(old, rollout, mask, columns=columns, fill=1.0)
+        if self._scored is not None:
+            self._rewards.append(self._scored)
+            self._scored = None
+        return correction
+
+    def add_loss(self, loss: Tensor) -> None:
+        """Count the loss of a micro-batch: those of a step add up."""
+        self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
+
+    def check_start(self, step: int) -> None:
+        """Check that the Monitor goes on where the trainer does.
+
+        Raises:
+            ValueError: it has more or fewer steps; says how to make it.
+        """
+        if self.monitor.steps != step:
+            raise ValueError(
+                f"the trainer goes on after step {step} and the Monitor after step {self.monitor.steps}: make the "
+                f"Monitor with start={step}, or with another directory"
+            )
+
+    def end_step(self) -> None:
+        """One optimizer step is over: hand over what it has, and let the Monitor write and judge it."""
+        own: dict[str, object] = {TRL_PREFIX + name: value for name, value in self._new_metrics().items()}
+        if self._loss is not None:
+            own = {"loss": self._loss, **own}
+        reward = torch.cat(self._rewards) if self._rewards else None
+        self._loss, self._rewards = None, []
+        self.monitor.step(reward=reward, **own)
+
+    def callback(self) -> Any:  # noqa: ANN401 (a `transformers.TrainerCallback`, which is not imported at the top)
+        """What the trainer calls at its start and after each step."""
+        from transformers import TrainerCallback
+
+        steps = self
+
+        class RolloutMonitorCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
+            """Ends the Monitor's step with the trainer's."""
+
+            def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:  # noqa: ANN401
+                steps.check_start(state.global_step)
+
+            def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:  # noqa: ANN401
+                steps.end_step()
+
+        return RolloutMonitorCallback()
+
+    def _lists(self) -> dict[str, list[float]]:
+        return dict(self._trainer._metrics["train"])
+
+    def _new_metrics(self) -> dict[str, float]:
+        """The mean of what TRL has added to each of its metrics, without NaN, as TRL itself logs it."""
+        found = {}
+        for name, values in self._lists().items():
+            before, count = self._read.get(name, (None, 0))
+            added = values[count:] if values is before else values
+            self._read[name] = (values, len(values))
+            valid = [value for value in added if not math.isnan(value)]
+            if valid:
+                found[name] = sum(valid) / len(valid)
+        return found

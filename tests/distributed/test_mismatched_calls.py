@@ -1,0 +1,36 @@
+"""Ranks that do not make the same calls are told, where that can be seen, and else what the likely reason is."""
+
+import mismatched_ranks
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
+
+
+@pytest.fixture(scope="module")
+def errors(tmp_path_factory):
+    """What each rank was told in each scenario, in one start."""
+    path = tmp_path_factory.mktemp("mismatched")
+    mp.start_processes(mismatched_ranks.run, args=(str(path),), nprocs=mismatched_ranks.SIZE, start_method="spawn")
+    return [torch.load(path / f"{rank}.pt") for rank in range(mismatched_ranks.SIZE)]
+
+
+@pytest.mark.parametrize("scenario", ["fewer_calls", "fewer_calls_later"])
+def test_fewer_calls_on_one_rank_are_named_on_both(errors, scenario):
+    first, second = (error[scenario] for error in errors)
+    assert "this rank is in that of statistics, and rank 1 of the group in that of Monitor.step" in first
+    assert "this rank is in that of Monitor.step, and rank 0 of the group in that of correct" in second
+    assert all("one of the two has made fewer calls of `correct` in this step" in text for text in (first, second))
+
+
+def test_other_configurations_are_named_on_both(errors):
+    for rank, error in enumerate(errors):
+        assert f"rank {1 - rank} of the group in that of other statistics" in error["other_configurations"]
+        assert "its rows are those of another configuration or another detail" in error["other_configurations"]
+
+
+def test_a_call_that_one_rank_never_makes_ends_with_the_timeout_and_the_likely_reason(errors):
+    assert "one with fewer calls makes the others wait, until the timeout of the group ends it" in errors[0]["no_call"]
+    assert "torch.distributed said:" in errors[0]["no_call"]
+    assert "no_call" not in errors[1]

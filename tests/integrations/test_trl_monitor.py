@@ -1,0 +1,186 @@
+"""A Monitor in TRL's loop: each optimizer step is one of its steps, and its directory is read like any other."""
+
+import math
+from contextlib import ExitStack
+
+import pytest
+import torch
+from trl_stand_in import StandInRLOOTrainer, StandInTrainer, recorded_batch
+
+from rollcorr import Monitor, RolloutCorrectionConfig, RolloutSample, correct, read_rollout_log, read_run
+from rollcorr.integrations.trl import RolloutCorrectionMixin, attach
+from rollcorr.run_directory import read_metrics
+
+REJECTING = {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.7_1.5"}
+
+
+@pytest.fixture
+def monitor_in():
+    """Make Monitors that are closed after the test."""
+    with ExitStack() as opened:
+        yield lambda *arguments, **options: opened.enter_context(Monitor(*arguments, **options))
+
+
+@pytest.fixture
+def watched(monitor_in):
+    """Make a trainer with a Monitor."""
+
+    def make(folder, config=None, *, monitor=None, **options):
+        made = monitor_in(folder, **(monitor or {}))
+        return attach(StandInTrainer(**options), config, monitor=made), made
+
+    return make
+
+
+def steps_of(folder):
+    return read_metrics(folder / "metrics.jsonl")
+
+
+def test_a_step_of_trl_is_one_step_with_its_correction_its_rewards_its_loss_and_the_metrics_of_trl(tmp_path, watched):
+    trainer, monitor = watched(tmp_path, REJECTING)
+    trainer.train(2)
+    first, second = steps_of(tmp_path)
+
+    batch = recorded_batch()
+    inputs = (batch["old_per_token_logps"], batch["sampling_per_token_logps"], batch["completion_mask"])
+    expected = correct(*inputs, RolloutCorrectionConfig(**REJECTING), fill=1.0).metrics()
+    finite = {name: value for name, value in expected.items() if math.isfinite(value)}
+    assert {name: first[name] for name in finite} == pytest.approx(finite)
+    assert monitor.steps == 2
+
+    # By hand: row r has the rewards 2 r + step and, if r is even, half of 2 r + 1 + step; the last row has none.
+    rewards = torch.tensor([2.0 * row + (0.5 * (2 * row + 1) if row % 2 == 0 else 0) for row in range(7)])
+    assert first["reward/mean"] == pytest.approx(rewards.mean().item())
+    assert first["reward/max"] == rewards.max()
+    assert second["reward/max"] == rewards.max() + 1.5
+    assert first["reward/nonfinite_count"] == 1
+    assert (first["loss"], first["trl/kl"], second["trl/kl"]) == (0.5, 0.0, 1.0)
+    assert (first["trl/num_tokens"], second["trl/num_tokens"]) == (0.0, 100.0)
+
+
+def test_the_log_of_trl_stays_as_it_is(tmp_path, watched):
+    trainer, _ = watched(tmp_path, REJECTING)
+    plain = attach(StandInTrainer(), REJECTING)
+    trainer.train(2)
+    plain.train(2)
+    assert [dict(logs) for logs in trainer.logged] == [dict(logs) for logs in plain.logged]
+    assert "rollout_corr/kl" in trainer.logged[0]
+
+
+def test_each_step_has_what_trl_added_in_it_however_rarely_trl_logs(tmp_path, watched):
+    trainer, _ = watched(tmp_path)
+    trainer.train(5, log_every=3)
+    assert [metrics["trl/kl"] for metrics in steps_of(tmp_path)] == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_a_step_that_goes_on_with_an_earlier_batch_has_no_correction_of_its_own(tmp_path, watched):
+    trainer, _ = watched(tmp_path, monitor={"rollouts": RolloutSample()})
+    trainer.train(4, generate_every=2)
+    steps = steps_of(tmp_path)
+    assert ["rollout_corr/kl" in metrics for metrics in steps] == [True, False, True, False]
+    assert ["reward/mean" in metrics for metrics in steps] == [True, False, True, False]
+    assert [metrics["loss"] for metrics in steps] == [0.5] * 4
+
+
+def test_an_evaluation_is_corrected_and_is_no_part_of_the_step(tmp_path, watched):
+    trainer, monitor = watched(tmp_path, REJECTING)
+    trainer.model.eval()
+    trainer._calculate_rewards([], ["prompt"] * 8, [], [])
+    assert "tool_mask" in trainer._generate_and_score_completions([])
+    trainer.model.train()
+    trainer._monitored_steps.end_step()
+    assert steps_of(tmp_path) == [{"step": 1}]
+    assert monitor.verdict == "not judged"
+
+
+def test_the_run_directory_is_read_like_any_other(tmp_path, watched):
+    trainer, monitor = watched(tmp_path, "tis", monitor={"rollouts": RolloutSample()})
+    trainer.train(3)
+    monitor.close()
+    run = read_run(tmp_path)
+    assert run.config == RolloutCorrectionConfig.preset("tis")
+    assert [metrics["step"] for metrics in run.series] == [1, 2, 3]
+
+    rows = [row for part in read_rollout_log(tmp_path) for row in part.to_rows()]
+    assert len(rows) == 3 * 8
+    assert {row["group_id"] for row in rows} == {f"{step}-{group}" for step in (1, 2, 3) for group in (0, 1)}
+    assert rows[0]["response_ids"] is not None
+    assert rows[8]["reward"] == rows[0]["reward"] + 1.5
+
+
+def test_alarms_sound_in_the_loop_of_trl(tmp_path, watched):
+    heard = []
+    batch = recorded_batch()
+    batch["sampling_per_token_logps"] = 3 * batch["sampling_per_token_logps"]
+    trainer, monitor = watched(tmp_path, batch=batch, monitor={"on_alarm": heard.append})
+    trainer.train(4)
+    assert heard
+    assert monitor.verdict == "unhealthy"
+
+
+def test_either_the_monitor_or_attach_brings_the_configuration(tmp_path, caplog, monitor_in):
+    for name, given, of_monitor, found in [
+        ("of trl", None, (), ("sequence", 3.0)),
+        ("of attach", "tis", (), ("token", 2.0)),
+        ("of the monitor", None, ("tis",), ("token", 2.0)),
+        ("of both", "tis", ("tis",), ("token", 2.0)),
+    ]:
+        monitor = monitor_in(tmp_path / name, *of_monitor)
+        trainer = attach(StandInTrainer(mode="sequence_truncate"), given, monitor=monitor)
+        trainer.train(1)
+        config = trainer._correction_config
+        assert (config.rollout_is, config.rollout_is_threshold) == found
+        assert monitor.config == read_run(tmp_path / name).config == config
+        assert f"steps go to {tmp_path / name}" in caplog.text
+
+    trainer = StandInTrainer()
+    with pytest.raises(ValueError, match="give the configuration to one of them"):
+        attach(trainer, "icepop", monitor=monitor_in(tmp_path / "other", "tis"))
+    assert type(trainer) is StandInTrainer
+
+
+def test_a_monitor_that_does_not_go_on_where_the_trainer_does_is_refused(tmp_path, watched):
+    trainer, _ = watched(tmp_path / "fresh")
+    with pytest.raises(ValueError, match="after step 20 and the Monitor after step 0: make the Monitor with start=20"):
+        trainer.train(1, first=20)
+
+    trainer, monitor = watched(tmp_path / "resumed", monitor={"start": 20})
+    trainer.train(1, first=20)
+    assert monitor.steps == 21
+
+
+def test_a_monitor_of_other_ranks_is_refused(tmp_path, monkeypatch, watched):
+    monkeypatch.setattr("rollcorr.integrations.trl.corrected_trainer._group", lambda: torch.distributed.group)
+    monkeypatch.setattr(torch.distributed.group, "size", lambda: 2, raising=False)
+    with pytest.raises(ValueError, match="has 2 ranks and the Monitor counts 1: make it after the trainer"):
+        watched(tmp_path)
+
+
+def test_attaching_again_replaces_the_monitor(tmp_path, watched, monitor_in):
+    trainer, first = watched(tmp_path / "first")
+    attach(trainer, monitor=monitor_in(tmp_path / "second"))
+    trainer.train(1)
+    assert (first.steps, len(trainer.callbacks)) == (0, 1)
+    assert len(steps_of(tmp_path / "second")) == 1
+    attach(trainer)
+    assert not trainer.callbacks
+
+
+def test_the_mixin_takes_a_monitor(tmp_path, monitor_in):
+    class Trainer(RolloutCorrectionMixin, StandInTrainer):
+        pass
+
+    monitor = monitor_in(tmp_path)
+    Trainer(rollout_correction="tis", rollout_monitor=monitor).train(1)
+    assert monitor.steps == 1
+
+
+def test_rloo_is_watched_with_what_its_loss_can_do(tmp_path, monitor_in):
+    """Its configuration rejects sequences where a log-prob is missing; the directory says so."""
+    from test_trl import Sampler
+
+    monitor = monitor_in(tmp_path, rollout_is="sequence")
+    trainer = attach(StandInRLOOTrainer(Sampler()), monitor=monitor)
+    trainer.train(1)
+    assert read_run(tmp_path).config.nonfinite == "reject_sequence"
+    assert steps_of(tmp_path)[0]["rollout_corr/token_count"] > 0
