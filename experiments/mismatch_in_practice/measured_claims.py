@@ -1,4 +1,4 @@
-"""Every claim of the document on one page, judged by the rows where they can judge it."""
+"""The claims of the document that fixed rollouts, the laboratory or arithmetic can judge, and their judges."""
 
 from __future__ import annotations
 
@@ -21,41 +21,18 @@ from measured_rows import (
 )
 
 REPEATS, FAILS, PARTLY = "repeats", "does not repeat", "repeats in part"
-TRAINED = "[the trained study](trained.md)"
 LABORATORY = "[the laboratory](../../docs/laboratory.md#the-published-orders)"
 Verdict = tuple[str, str]
 Judge = Callable[[Rows, Rows], Verdict | None]
 
 
 class Claim(NamedTuple):
-    """What the document says, where, and how the rows judge it; None while they are missing."""
+    """What the document says, where, how the rows judge it (None while they are missing), and what the verdict comes from."""
 
     section: str
     text: str
     judge: Judge
-
-
-def claims_page(grid: Rows, temperature: Rows) -> str:
-    """The page."""
-    lines = [
-        "# Each claim of the document",
-        "",
-        "<!-- Written by `measured.py --page`. Edit measured_claims.py, then run it again. -->",
-        "",
-        "The document is Qi Fang and Daanish Khazi, [Mismatch Praxis: Rollout Settings and IS "
-        "Corrections](https://www.llmdata.com/blog/mismatch-praxis/), 2025. Verdicts are computed from the tables of "
-        "[the measured study](measured.md); those on training are given by "
-        f"{TRAINED}, and those on orders by {LABORATORY}. The policy here is small ([how it is "
-        'measured](measured.md#how-it-is-measured)), so "repeats" is about the direction and the mechanism; numbers '
-        "stand beside it.",
-        "",
-        "| section | claim | verdict | what was seen here |",
-        "| --- | --- | --- | --- |",
-    ]
-    for claim in CLAIMS:
-        verdict, seen = claim.judge(grid, temperature) or ("not measured yet", "–")
-        lines.append(f"| {claim.section} | {claim.text} | {verdict} | {seen} |")
-    return "\n".join(lines) + "\n"
+    source: str = "measured"
 
 
 def _one(grid: Rows, *, longest: bool = True, **wanted: Any) -> Row | None:  # noqa: ANN401
@@ -65,10 +42,6 @@ def _one(grid: Rows, *, longest: bool = True, **wanted: Any) -> Row | None:  # n
 
 def _fixed(verdict: str, seen: str) -> Judge:
     return lambda grid, temperature: (verdict, seen)
-
-
-def _training(what: str) -> Judge:
-    return _fixed("see there", f"{what}: {TRAINED}")
 
 
 def _not_here(because: str) -> Judge:
@@ -425,27 +398,25 @@ CLAIMS: tuple[Claim, ...] = (
     Claim(
         "3, Table 1",
         "Orders of bias and variance of token and sequence weights",
-        _fixed("see there", f"as bounds they hold; three are not attained: {LABORATORY}"),
+        _fixed(PARTLY, f"as bounds they hold; three are not attained: {LABORATORY}"),
+        "laboratory",
     ),
     Claim(
         "3",
         "1 % drift per token over 1,000 tokens gives a weight of 0.00004",
-        _fixed(REPEATS, f"arithmetic: 0.99^1000 = {0.99**1000:.1e}"),
+        _fixed(REPEATS, f"0.99^1000 = {0.99**1000:.1e}"),
+        "arithmetic",
     ),
     Claim(
         "3",
         "χ² = 0.01 and T = 1,000 amplify the variance 20,000 times",
-        _fixed(REPEATS, f"arithmetic: 1.01^1000 = {1.01**1000:,.0f}; {LABORATORY} has it as an exact sum"),
+        _fixed(REPEATS, f"1.01^1000 = {1.01**1000:,.0f}; {LABORATORY} has it as an exact sum"),
+        "arithmetic",
     ),
     Claim("3", "Var ρ(y) ≈ (1 + χ̄²)^T − 1", _exponent),
     Claim("4", "Beyond T × KL = 20 most weights are at the clamp: T_max = 20 / KL", _clamp_rule),
     Claim("4", "Well below it one is usually safe from the clamp", _safe_below),
     Claim("4", "Below the clamp the effective sample size is lost already", _before_clamp),
-    Claim(
-        "5.1, figure 1",
-        "Token-TIS and no correction end alike, Seq-TIS is the worst, at 1.0 and at 0.4",
-        _training("reward over training"),
-    ),
     Claim("5.2, figure 2b", "χ²_seq of Seq-TIS exceeds 10³", _high_variance),
     Claim("5.2, figure 2c", "The ESS of Token-TIS is 0.9 to 1.0", _token_ess),
     Claim(
@@ -453,18 +424,8 @@ CLAIMS: tuple[Claim, ...] = (
         "Under Seq-TIS the ESS is low and most weights are below 1/C: a few sequences carry the update",
         _few_carry,
     ),
-    Claim(
-        "5.2",
-        "Seq-TIS trains worse because its variance outweighs its smaller bias",
-        _training("accuracy by correction"),
-    ),
     Claim("5.3, figure 3", "The low-weight fraction rises with length", _monotone),
     Claim("5.3, figure 3", "Temperature 0.4 has more low weights than 1.0", _colder_is_lower),
-    Claim(
-        "5.4, figure 4a",
-        "With temperature 0.7, top-p 0.8, top-k 20 all three corrections fail to train",
-        _training("the truncated column"),
-    ),
     Claim("5.4, figure 4b", "There nearly all sequences have a low weight", _cut_is_low),
     Claim("5.4, figure 4c", "… and the ESS is near 1, because all weights are clamped: a false positive", _cut_ess),
     Claim(
@@ -472,15 +433,8 @@ CLAIMS: tuple[Claim, ...] = (
         "The KL there is far above that of temperature 1, and T_max falls to hundreds of tokens",
         _kl_of_cut,
     ),
-    Claim(
-        "5.4, figure 5b",
-        "The response length stops at 20 / KL",
-        _not_here(f"rollouts are fixed, so lengths cannot react; see also {TRAINED}"),
-    ),
     Claim("5.4", "A two-sided clip is a dilemma: all weights alike, or a few decide", _dilemma),
-    Claim("6", "Seq-MIS inherits the variance of sequence weights", _training("Seq-MIS in the column that breaks")),
     Claim(
         "6", "Geo-RS with the recommended 1.0002 to 1.001 rejects every sample where means are 1.01 to 1.05", _geometric
     ),
-    Claim("7", "Token-TIS with default sampling is the most robust choice", _training("all cells")),
 )
