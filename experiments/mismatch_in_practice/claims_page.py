@@ -1,4 +1,7 @@
-"""Every claim of the document on one page, whichever study judges it: `measured.py --page` and `trained.py --page` write it."""
+"""Every claim of the document on one page, whichever study judges it.
+
+`measured.py --page` and `trained.py --page` write it.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,14 @@ PAGE = HERE / "claims.md"
 
 HEAD = """# Each claim of the document
 
-<!-- Written by `measured.py --page` and by `trained.py --page`. Edit measured_claims.py or trained_page.py, then run one. -->
+<!-- Written by `measured.py --page` and by `trained.py --page`. Edit measured_claims.py or trained_page.py. -->
 
-The document is Qi Fang and Daanish Khazi, [Mismatch Praxis: Rollout Settings and IS
-Corrections](https://www.llmdata.com/blog/mismatch-praxis/), 2025. Each claim has a verdict, and the page that it comes from:
-[measured](measured.md) on fixed rollouts of real engines, [trained](trained.md) in short trainings, or computed in
-[the laboratory](../../docs/laboratory.md#the-published-orders) and by arithmetic. The policies here are small
-([how it is measured](measured.md#how-it-is-measured)), so "repeats" is about the direction and the mechanism; numbers stand beside it.
+The document is Qi Fang and Daanish Khazi,
+[Mismatch Praxis: Rollout Settings and IS Corrections](https://www.llmdata.com/blog/mismatch-praxis/), 2025. Each claim
+has a verdict, and the page that it comes from: [measured](measured.md) on fixed rollouts of real engines,
+[trained](trained.md) in short trainings, or computed in [the laboratory](../../docs/laboratory.md#the-published-orders)
+and by arithmetic. The policies here are small ([how it is measured](measured.md#how-it-is-measured)), so "repeats" is
+about the direction and the mechanism; numbers stand beside it.
 
 | section | claim | verdict | from | what was seen here |
 | --- | --- | --- | --- | --- |
@@ -42,7 +46,9 @@ class Line(NamedTuple):
 def claims_text() -> str:
     """The page, from the committed tables and cells."""
     grid, temperature = (read_table(HERE / "measured" / f"{name}.csv") for name in ("grid", "temperature"))
-    cells = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((HERE / "trained" / "cells").glob("*.json"))]
+    cells = [
+        json.loads(path.read_text(encoding="utf-8")) for path in sorted((HERE / "trained" / "cells").glob("*.json"))
+    ]
     lines = [*_measured_lines(grid, temperature), *_trained_lines(cells)]
     lines.sort(key=lambda line: line.section.partition(",")[0])  # a stable sort: the order of the document's own text
     return HEAD + "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -27,7 +27,7 @@ Judge = Callable[[Rows, Rows], Verdict | None]
 
 
 class Claim(NamedTuple):
-    """What the document says, where, how the rows judge it (None while they are missing), and what the verdict comes from."""
+    """What the document says, where, how the rows judge it (None while they are missing), and what judges it."""
 
     section: str
     text: str
