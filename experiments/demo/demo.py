@@ -250,8 +250,8 @@ def page_data(root: Path, chosen: Sequence[DemoRun] = RUNS) -> ComparisonData:
 
 NULL_REMARK = (
     "Findings compare the runs with null.json. This file holds what sampler and trainer differ by when both have the "
-    f"same weights: the noise that is normal. It was measured before the training, on {NULL_ROWS} responses of the int8 "
-    "sampler."
+    f"same weights: the noise that is normal. It was measured before the training, on {NULL_ROWS} responses of the "
+    "int8 sampler."
 )
 
 
