@@ -120,7 +120,7 @@ def overall(found: Sequence[tuple[str, Verdict | None]]) -> Verdict:
     if len(words) == 1:
         whys = dict.fromkeys(verdict.why for _, verdict in judged if verdict.why)
         return Verdict(judged[0][1].word, "", "; ".join(whys))
-    parts = "; ".join(f"{source}: {verdict}" for source, verdict in judged)
+    parts = "; ".join(f"{source} {verdict.word}" for source, verdict in judged)
     return Verdict(PARTLY if words & {REPEATS, PARTLY} else UNDECIDED, "", parts)
 
 

@@ -16,7 +16,9 @@ TOKEN, SEQUENCE = "decoupled_token_is", "sequence_truncated_4"
 
 def off_policy(evidence: Evidence) -> Verdict | None:
     """Without correction the expected gradient is another one."""
-    rows = sorted(select(evidence.exact, kind="noise", estimator="none", T=32, batch_size=256), key=lambda row: row["kl"])
+    rows = sorted(
+        select(evidence.exact, kind="noise", estimator="none", T=32, batch_size=256), key=lambda row: row["kl"]
+    )
     if not rows:
         return None
     first, last = rows[0], rows[-1]

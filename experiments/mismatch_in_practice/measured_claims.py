@@ -16,7 +16,6 @@ from claims_verdicts import (
     REPEATS,
     UNDECIDED,
     Evidence,
-    Judge,
     Verdict,
     by_cases,
     by_direction,
@@ -144,9 +143,7 @@ def raw_hides(evidence: Evidence) -> Verdict | None:
     if direction(raw["kl"], raw["kl_error"]) < 0:
         seen += "; a KL cannot be negative, so what frameworks report as KL is not a KL here"
     seen += f". With processed log-probs it is {_kl(good)}. The k3 falls from {raw['k3']:.2g} to {good['k3']:.2g}."
-    holds = [
-        direction(raw["kl"], raw["kl_error"]) != 0 and good["k3"] < 0.1 * raw["k3"] for raw, good in pairs
-    ]
+    holds = [direction(raw["kl"], raw["kl_error"]) != 0 and good["k3"] < 0.1 * raw["k3"] for raw, good in pairs]
     return by_cases(sum(holds), len(holds), f"{seen} It falls below a tenth in {sum(holds)} of {len(holds)} engines.")
 
 
@@ -218,12 +215,17 @@ def default_is_smallest(evidence: Evidence) -> Verdict | None:
         return None
     signs = [
         direction(
-            abs(row["kl"]) - abs(base[row["engine"]]["kl"]), math.hypot(row["kl_error"], base[row["engine"]]["kl_error"])
+            abs(row["kl"]) - abs(base[row["engine"]]["kl"]),
+            math.hypot(row["kl_error"], base[row["engine"]]["kl_error"]),
         )
         for row in others
     ]
     larger, smaller = signs.count(1), signs.count(-1)
-    near = [f"{row['engine']}, {SAMPLINGS[row['sampling']]}, {row['mode']}" for row, s in zip(others, signs, strict=True) if not s]
+    near = [
+        f"{row['engine']}, {SAMPLINGS[row['sampling']]}, {row['mode']}"
+        for row, s in zip(others, signs, strict=True)
+        if not s
+    ]
     seen = (
         f"We compared it with temperature 0.4 and with cut sampling, raw and processed, in engines with equal weights. "
         f"|mean −log ρ| is larger there in {larger} of {len(others)} cases, and smaller in {smaller}."
@@ -355,7 +357,9 @@ def log_weight_is_total_kl(evidence: Evidence) -> Verdict | None:
     gaps = [abs(row["log_weight_mean"] + row["t_times_kl"]) / max(1.0, abs(row["t_times_kl"])) for row in evidence.grid]
     if not gaps:
         return None
-    return said(max(gaps) < 1e-4, f"It is an identity. In {len(gaps):,} cases the two differ by at most {max(gaps):.0e}.")
+    return said(
+        max(gaps) < 1e-4, f"It is an identity. In {len(gaps):,} cases the two differ by at most {max(gaps):.0e}."
+    )
 
 
 def variance_law(evidence: Evidence) -> Verdict | None:
@@ -486,7 +490,9 @@ def chi2_exceeds(evidence: Evidence) -> Verdict | None:
     largest = max(rows, key=lambda row: row["chi2_seq"])
     seen = f"The largest χ²_seq of a sample is {largest['chi2_seq']:.3g} ({name_of(largest)}, T = {largest['T']:,})."
     if largest["chi2_seq"] > 1e3:
-        return Verdict(UNDECIDED, seen, "it is above 10³ in some samples, and a sample of this size misses the rare ones")
+        return Verdict(
+            UNDECIDED, seen, "it is above 10³ in some samples, and a sample of this size misses the rare ones"
+        )
     streams = min(row["windows"] for row in rows)
     return Verdict(CANNOT, seen, f"{streams} sequences do not hold the rare ones that make χ²_seq large")
 
@@ -498,7 +504,9 @@ def token_ess(evidence: Evidence) -> Verdict | None:
         return None
     least = min(rows, key=lambda row: row["token_ess"])
     high = sum(row["token_ess"] >= 0.9 for row in rows)
-    seen = f"It is 0.9 or more in {high} of {len(rows)} pairs with T × KL below 20; the least is {least['token_ess']:.3f}"
+    seen = (
+        f"It is 0.9 or more in {high} of {len(rows)} pairs with T × KL below 20; the least is {least['token_ess']:.3f}"
+    )
     return by_cases(high, len(rows), f"{seen} ({name_of(least)}).")
 
 
@@ -556,7 +564,9 @@ def colder_is_lower(evidence: Evidence) -> Verdict | None:
         )
         for warm, cold in pairs
     ]
-    lower = {name_of(warm) for (warm, cold), _ in zip(pairs, signs, strict=True) if cold["low_weight"] < warm["low_weight"]}
+    lower = {
+        name_of(warm) for (warm, cold), _ in zip(pairs, signs, strict=True) if cold["low_weight"] < warm["low_weight"]
+    }
     more, fewer = signs.count(1), signs.count(-1)
     seen = (
         f"Of {len(pairs)} cases with T × KL above 0.1, {more} have more low weights at 0.4 by two standard errors, and "
@@ -628,10 +638,12 @@ def beyond_t_max(evidence: Evidence) -> Verdict | None:
         if row["kl"] > 0 and row["T"] > CLAMP / row["kl"]
     ]
     if not rows:
-        return Verdict(CANNOT, "", f"no response here is longer than 20 / KL under this sampling")
+        return Verdict(CANNOT, "", "no response here is longer than 20 / KL under this sampling")
     shown = ", ".join(f"{row['low_weight']:.0%} ({name_of(row)}, T = {row['T']:,})" for row in rows)
     holds = sum(row["low_weight"] > 0.5 for row in rows)
-    return by_cases(holds, len(rows), f"Responses longer than 20 / KL, and their low weights, clamped ones included: {shown}.")
+    return by_cases(
+        holds, len(rows), f"Responses longer than 20 / KL, and their low weights, clamped ones included: {shown}."
+    )
 
 
 def dilemma(evidence: Evidence) -> Verdict | None:
