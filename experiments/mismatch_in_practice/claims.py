@@ -54,8 +54,8 @@ CLAIMS = (
     ),
     Claim(
         "1",
-        "Identical parameters can even contradict each other: one backend gives a token a probability of about 1, the other "
-        "about 0.",
+        "Identical parameters can even contradict each other: one backend gives a token a probability of about 1, the "
+        "other about 0.",
         {"measured": measured.contradictory},
     ),
     Claim("1", "Without correction, training becomes off-policy.", {"laboratory": laboratory.off_policy}),
@@ -79,7 +79,8 @@ CLAIMS = (
     ),
     Claim(
         "2",
-        "At temperature 1.0 without top-p and top-k there is no mismatch of sampling, with raw and with processed log-probs.",
+        "At temperature 1.0 without top-p and top-k there is no mismatch of sampling, with raw and with processed "
+        "log-probs.",
         {"measured": measured.default_has_none},
     ),
     Claim(
@@ -90,7 +91,8 @@ CLAIMS = (
     ),
     Claim(
         "2",
-        "Two softmaxes over logits that differ by a fixed perturbation approach each other as τ grows: the KL goes to 0.",
+        "Two softmaxes over logits that differ by a fixed perturbation approach each other as τ grows: the KL goes "
+        "to 0.",
         {"measured": measured.vanishes},
     ),
     Claim(
@@ -100,8 +102,8 @@ CLAIMS = (
     ),
     Claim(
         "2",
-        "If the backends disagree on the top token, sharpening gives ≈ 1 on one side and ≈ 0 on the other: large local KL "
-        "spikes.",
+        "If the backends disagree on the top token, sharpening gives ≈ 1 on one side and ≈ 0 on the other: large "
+        "local KL spikes.",
         {"measured": measured.top_token},
     ),
     Claim("2", "Flattening (τ > 1) dampens the discrepancies in the head.", {"measured": measured.dampening}),
@@ -123,25 +125,28 @@ CLAIMS = (
     ),
     Claim(
         "2",
-        "Top-p and top-k are a mismatch, and the importance ratio is biased, with raw and with processed log-probs alike.",
+        "Top-p and top-k are a mismatch, and the importance ratio is biased, with raw and with processed log-probs "
+        "alike.",
         {"measured": measured.cut_is_a_mismatch},
         "summary, 5.4",
     ),
     Claim(
         "2",
-        "To recompute the cut from the trainer's own logits is fragile: sampled tokens fall out of it, with log π = −∞.",
+        "To recompute the cut from the trainer's own logits is fragile: sampled tokens fall out of it, with log π = "
+        "−∞.",
         {"measured": measured.recomputed_mask},
     ),
     Claim(
         "2",
-        'The simplest path has the least mismatch: temperature 1.0, top-p 1.0, top-k −1 and processed log-probs. "Removing any '
-        'top-p/top-k truncation" reduces it.',
+        "The simplest path has the least mismatch: temperature 1.0, top-p 1.0, top-k −1 and processed log-probs. "
+        '"Removing any top-p/top-k truncation" reduces it.',
         {"measured": measured.default_is_smallest},
         "7",
     ),
     Claim(
         "2",
-        "If the rollout's mask is kept and replayed (DeepSeek's Keep Sampling Mask), both policies have the same actions.",
+        "If the rollout's mask is kept and replayed (DeepSeek's Keep Sampling Mask), both policies have the same "
+        "actions.",
         {"measured": measured.replay_shares_support, "trained": trained.replay_shares_support},
     ),
     Claim(
@@ -152,8 +157,8 @@ CLAIMS = (
     ),
     Claim(
         "2",
-        "VERL, Prime-RL, SkyRL, TRL, OAT and SLIME scale by the temperature in the actor, and none of them cuts there; vLLM "
-        "reports raw log-probs by default.",
+        "VERL, Prime-RL, SkyRL, TRL, OAT and SLIME scale by the temperature in the actor, and none of them cuts "
+        "there; vLLM reports raw log-probs by default.",
         cannot("the code of these projects on 2 December 2025 was not checked"),
     ),
     Claim(
@@ -228,7 +233,9 @@ CLAIMS = (
         "summary, 7",
     ),
     Claim(
-        "4", "The table of T_max = 20 / KL, from 0.0006 → 33,000 to 0.05 → 400.", {"arithmetic": laboratory.t_max_table}
+        "4",
+        "The table of T_max: from 33,000 tokens at a KL of 0.0006 to 400 tokens at 0.05.",
+        {"arithmetic": laboratory.t_max_table},
     ),
     Claim(
         "4",
@@ -250,27 +257,29 @@ CLAIMS = (
         "5.1",
         'Token-TIS "outperforms no correction despite its bias", and "consistently improved over no-correction".',
         {"trained": trained.token_outperforms},
-        "said in summary, 7",
+        "summary, 7",
     ),
     Claim(
         "5.1",
-        "At temperature 1.0 Token-TIS recovers sooner from a degradation in mid-training; no correction ends comparable to it.",
+        "At temperature 1.0 Token-TIS recovers sooner from a degradation in mid-training; no correction ends "
+        "comparable to it.",
         {"trained": trained.token_recovers},
         "figure 1b",
     ),
     Claim(
         "5.1",
-        'Seq-TIS is "consistently the worst", in the long-horizon, high-mismatch regime: its variance costs more than its '
-        "smaller bias gains.",
+        'Seq-TIS is "consistently the worst", in the long-horizon, high-mismatch regime: its variance costs more than '
+        "its smaller bias gains.",
         {"trained": trained.sequence_is_worst},
         "3, 4, 5.2, 7; figure 1",
     ),
     Claim(
         "5.1",
-        "At temperature 0.4 the order is the same: Token-TIS and no correction end at about 1.9 (of 2), Seq-TIS at 1.4.",
+        "At temperature 0.4 the order is the same: Token-TIS and no correction end at about 1.9 (of 2), Seq-TIS at "
+        "1.4.",
         cannot(
-            "in float32 with new weights neither temperature has a mismatch that could order the corrections; the scores are "
-            "those of a reward with a bonus for length"
+            "in float32 with new weights neither temperature has a mismatch that could order the corrections; the "
+            "scores are those of a reward with a bonus for length"
         ),
         "figure 1a",
     ),
@@ -305,12 +314,12 @@ CLAIMS = (
     ),
     Claim(
         "5.2",
-        "Under Seq-TIS most weights (there 80 to 90 %) are below 1/C: truncation leaves low weights free, and a few sequences "
-        "carry the update.",
+        "Under Seq-TIS most weights (there 80 to 90 %) are below 1/C: truncation leaves low weights free, and a few "
+        "sequences carry the update.",
         {"measured": measured.low_weights, "trained": trained.low_weights},
         "4; figure 2d",
     ),
-    Claim("5.2", "Weights of Seq-TIS are frequently at the clamp.", {"trained": trained.clamping}, "said in 7"),
+    Claim("5.2", "Weights of Seq-TIS are frequently at the clamp.", {"trained": trained.clamping}, "7"),
     Claim(
         "5.3",
         "The share of low weights rises monotonically with length (there from 20 to 30 % to 80 to 90 %).",
@@ -325,8 +334,8 @@ CLAIMS = (
     ),
     Claim(
         "5.4",
-        "With temperature 0.7, top-p 0.8 and top-k 20 training fails under all three corrections: deployment decoding can be "
-        "very brittle.",
+        "With temperature 0.7, top-p 0.8 and top-k 20 training fails under all three corrections: deployment decoding "
+        "can be very brittle.",
         {"trained": trained.all_fail},
         "figure 4a",
     ),
@@ -402,7 +411,7 @@ CLAIMS = (
     Claim("6", "The threshold of Geo-RS needs careful tuning.", {"measured": measured.geometric_tuning}, "7"),
     Claim(
         "6",
-        "Geo-RS-Seq-TIS still inherits the variance of sequence weights.",
+        "Geo-RS-Seq-TIS still inherits the variance of sequence weights, and is difficult to tune.",
         {"laboratory": laboratory.geometric_sequence},
     ),
     Claim(
@@ -412,7 +421,8 @@ CLAIMS = (
     ),
     Claim(
         "7",
-        '"We do not claim that Seq-TIS is universally worse": with shorter tasks or tighter KL its advantages may be attainable.',
+        '"We do not claim that Seq-TIS is universally worse": with shorter tasks or tighter KL its advantages may be '
+        "attainable.",
         {"trained": trained.sequence_may_win},
     ),
     Claim(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from claims import CLAIMS, SECTIONS, Claim
-from claims_verdicts import WORDS, Evidence, Verdict, committed_evidence, overall
+from claims_verdicts import PARTLY, WORDS, Evidence, Verdict, committed_evidence, overall
 
 HERE = Path(__file__).resolve().parent
 FRAME = HERE / "claims_frame.md"
@@ -45,11 +46,11 @@ def _summary(verdicts: list[Verdict]) -> Iterator[str]:
 
 def _block(number: int, claim: Claim, found: dict[str, Verdict | None], verdict: Verdict) -> Iterator[str]:
     """A claim, its verdict, and what each source saw."""
-    yield f"**{number}.** {claim.text}" + (f" ({claim.also})" if claim.also else "") + "  "
+    place = claim.also if claim.also.startswith("figure") else f"also {claim.also}"
+    yield f"**{number}.** {claim.text}" + (f" ({place})" if claim.also else "") + "  "
     yield f"→ **{verdict.word}**" + str(verdict)[len(verdict.word) :]
-    yield ""
-    for source, part in found.items():
-        yield from _bullet(source, part, alone=len(found) == 1)
+    bullets = [line for source, part in found.items() for line in _bullet(source, part, alone=len(found) == 1)]
+    yield from ["", *bullets] if bullets else []
 
 
 def _bullet(source: str, part: Verdict | None, *, alone: bool) -> Iterator[str]:
@@ -57,6 +58,13 @@ def _bullet(source: str, part: Verdict | None, *, alone: bool) -> Iterator[str]:
     if part is None:
         yield f"- *{source}*: not measured yet"
     elif not alone:
-        yield f"- *{source}* {part}. {part.seen}".rstrip()
+        # Which part repeats is said above, in the verdict of the claim.
+        own = part.word if part.word == PARTLY else str(part)
+        yield f"- *{source}* ({own}): {_signs(part.seen)}".rstrip(": ")
     elif part.seen:
-        yield f"- *{source}*: {part.seen}" if source else f"- {part.seen}"
+        yield f"- *{source}*: {_signs(part.seen)}" if source else f"- {_signs(part.seen)}"
+
+
+def _signs(text: str) -> str:
+    """Numbers with a minus sign, as in the formulas beside them."""
+    return re.sub(r"(?<![\w^])-(?=\d)", "−", text)

@@ -97,7 +97,7 @@ def said(truth: bool, seen: str) -> Verdict:
 def by_direction(sign: int, seen: str) -> Verdict:
     """A claim of a difference, by its `direction`."""
     if sign == 0:
-        return Verdict(UNDECIDED, seen, "the difference is below two standard errors, or has no error")
+        return Verdict(UNDECIDED, seen, "there is no difference of two standard errors")
     return said(sign > 0, seen)
 
 
@@ -120,8 +120,12 @@ def overall(found: Sequence[tuple[str, Verdict | None]]) -> Verdict:
     if len(words) == 1:
         whys = dict.fromkeys(verdict.why for _, verdict in judged if verdict.why)
         return Verdict(judged[0][1].word, "", "; ".join(whys))
-    parts = "; ".join(f"{source} {verdict.word}" for source, verdict in judged)
+    parts = "; ".join(_brief(source, verdict) for source, verdict in judged)
     return Verdict(PARTLY if words & {REPEATS, PARTLY} else UNDECIDED, "", parts)
+
+
+def _brief(source: str, verdict: Verdict) -> str:
+    return f"{source}: {verdict}" if verdict.word == PARTLY else f"{source}: {verdict.word}"
 
 
 def _laboratory_table(name: str) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
-from claims_verdicts import FAILS, PARTLY, REPEATS, Evidence, Judge, Verdict, by_cases, said
+from claims_verdicts import CANNOT, FAILS, PARTLY, REPEATS, Evidence, Judge, Verdict, by_cases, said
 from measured_rows import CLAMP, Row, select
 
 PUBLISHED_T_MAX = {0.0006: 33_000, 0.001: 20_000, 0.002: 10_000, 0.005: 4_000, 0.01: 2_000, 0.02: 1_000, 0.05: 400}
@@ -23,8 +23,8 @@ def off_policy(evidence: Evidence) -> Verdict | None:
         return None
     first, last = rows[0], rows[-1]
     seen = (
-        f"Without correction the bias of the gradient is {first['bias']:.1%} of the gradient at a KL of {first['kl']:g} "
-        f"per token, and {last['bias']:.0%} at {last['kl']:g} (32 tokens with noise)."
+        f"Without correction the bias of the gradient is {first['bias']:.1%} of the gradient at a KL of "
+        f"{first['kl']:g} per token, and {last['bias']:.0%} at {last['kl']:g} (32 tokens with noise)."
     )
     return said(all(b["bias"] > a["bias"] for a, b in itertools.pairwise(rows)), seen)
 
@@ -55,7 +55,7 @@ def order(estimator: str, *quantities: str) -> Judge:
         if above:
             return Verdict(FAILS, seen)
         if lower:
-            return Verdict(PARTLY, seen, f"it holds as an upper bound; the growth is slower for: {', '.join(lower)}")
+            return Verdict(PARTLY, seen, f"it holds as an upper bound; slower growth: {'; '.join(lower)}")
         return Verdict(REPEATS, seen)
 
     wanted = {(estimator, quantity) for quantity in quantities}
@@ -133,25 +133,33 @@ def log_normal(evidence: Evidence) -> Verdict | None:
 
 def mask_variance(evidence: Evidence) -> Verdict | None:
     """What rejecting sequences leaves of the effective sample size, as T × KL grows."""
-    return _lost(evidence, "decoupled_seq_is_rs", "Seq-MIS (band 0.5 to 2)")
+    rows = select(evidence.regimes, kind="noise", estimator="decoupled_seq_is_rs", batch_size=1024)
+    rows = sorted(rows, key=lambda row: row["t_times_kl"])[:3]
+    if len(rows) < 2:
+        return None
+    shown = "; ".join(f"{row['ess']:.2g} and {row['kept']:.1%} at T × KL = {row['t_times_kl']:.2g}" for row in rows)
+    falls = all(b["ess"] < a["ess"] for a, b in itertools.pairwise(rows)) and rows[1]["ess"] < 0.5
+    return said(falls, f"ESS and kept sequences of Seq-MIS with the band 0.5 to 2: {shown} (noise, 128 tokens).")
 
 
 def geometric_sequence(evidence: Evidence) -> Verdict | None:
-    """Geo-RS-Seq-TIS: what is left of the effective sample size."""
-    return _lost(evidence, "decoupled_geo_rs_seq_tis", "Geo-RS-Seq-TIS (band 0.999 to 1.001)")
-
-
-def _lost(evidence: Evidence, estimator: str, name: str) -> Verdict | None:
-    rows = select(evidence.regimes, kind="noise", estimator=estimator, batch_size=1024)
-    if not rows:
+    """Geo-RS with sequence weights beside Geo-RS with token weights: in short sequences the band bounds both."""
+    found = [
+        select(evidence.regimes, kind="noise", estimator=f"decoupled_geo_rs_{weights}_tis", batch_size=1024)
+        for weights in ("seq", "token")
+    ]
+    if not all(found):
         return None
-    rows = sorted(rows, key=lambda row: row["t_times_kl"])
-    shown = ", ".join(
-        f"{row['ess']:.2g} at T × KL = {row['t_times_kl']:.2g}, where {row['kept']:.1%} of the sequences are kept"
-        for row in rows[:3]
+    sequence, token = (min(rows, key=lambda row: row["t_times_kl"]) for rows in found)
+    length = int(sequence["T"])
+    seen = (
+        f"At T × KL = {sequence['t_times_kl']:.2g} and {length} tokens the deviation of the gradient is "
+        f"{sequence['deviation']:.2f} with sequence weights and {token['deviation']:.2f} with token weights; "
+        f"{sequence['kept']:.0%} of the sequences are kept. At 10,000 tokens the band would allow weights up to "
+        f"{1.001**10_000:,.0f}."
     )
-    falls = all(b["ess"] < a["ess"] for a, b in itertools.pairwise(rows[:3])) and rows[1]["ess"] < 0.5
-    return said(falls, f"The ESS of {name} is {shown} (noise, 128 tokens).")
+    why = f"a kept sequence of {length} tokens has a weight of at most 1.001^{length} = {1.001**length:.2f}"
+    return Verdict(CANNOT, seen, f"{why}, and no cell trains with it")
 
 
 def garbage_gain(evidence: Evidence) -> str:
@@ -194,8 +202,8 @@ def usually_safe(evidence: Evidence) -> Verdict:
     """The document's own bound, over its own range."""
     low, high = (kl * SAFE_LENGTH for kl in SAFE_KL)
     seen = (
-        f"At {SAFE_LENGTH:,} tokens a KL of {SAFE_KL[0]:g} to {SAFE_KL[1]:g} makes T × KL = {low:.0f} to {high:.0f}, and "
-        f"the limit is 20. The document's own table allows {CLAMP / SAFE_KL[1]:,.0f} tokens at {SAFE_KL[1]:g}."
+        f"At {SAFE_LENGTH:,} tokens a KL of {SAFE_KL[0]:g} to {SAFE_KL[1]:g} makes T × KL = {low:.0f} to {high:.0f}, "
+        f"and the limit is 20. The document's own table allows {CLAMP / SAFE_KL[1]:,.0f} tokens at {SAFE_KL[1]:g}."
     )
     return Verdict(PARTLY, seen, f"at {SAFE_LENGTH:,} tokens it holds up to a KL of {CLAMP / SAFE_LENGTH:g}")
 

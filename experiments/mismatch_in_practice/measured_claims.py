@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from claims_verdicts import (
     CANNOT,
     FAILS,
+    NEARLY_ALL,
     PARTLY,
     REPEATS,
     UNDECIDED,
@@ -42,6 +43,9 @@ from measured_rows import (
 EXACT = "float32"
 NEAR_ZERO_AND_ONE = 0.9
 """A difference of probabilities that only ≈ 1 against ≈ 0 can have."""
+
+ROUNDING = 1e-7
+"""A k3 that the rounding of float32 may have, nats per token."""
 
 RECOMMENDED_MEAN = 1.01
 """From here on the document saw every sample rejected."""
@@ -74,12 +78,12 @@ def backends_differ(evidence: Evidence) -> Verdict | None:
         f"The trainer computes in float32. The k3 of another program in float32 is {exact['k3']:.1g} nats per token, "
         f"which is rounding; that of lower precisions and other engines is {shown}."
     )
-    differ = [name for name, row in others.items() if row["k3"] > 100 * exact["k3"]]
-    if exact["k3"] > 1e-7:
+    differ = [name for name, row in others.items() if row["k3"] > ROUNDING]
+    if exact["k3"] > ROUNDING:
         return by_cases(len(differ) + 1, len(others) + 1, seen)
     if not differ:
         return Verdict(FAILS, seen)
-    return Verdict(PARTLY, seen, f"{', '.join(differ)} differ; two programs in float32 do not")
+    return Verdict(PARTLY, seen, f"{' and '.join(differ)} differ; two programs in float32 do not")
 
 
 def contradictory(evidence: Evidence) -> Verdict | None:
@@ -102,7 +106,7 @@ def _gaps(rows: Rows) -> str:
 
 def precision_helps(evidence: Evidence) -> Verdict | None:
     """k3 by precision; the two named fixes were not run."""
-    rows = [row for row in at_the_end(evidence, sampling="1.0", mode="processed", updates=0)]
+    rows = at_the_end(evidence, sampling="1.0", mode="processed", updates=0)
     k3 = {row["engine"]: row["k3"] for row in sorted(rows, key=lambda row: row["k3"])}
     if EXACT not in k3 or "bf16" not in k3:
         return None
@@ -116,14 +120,14 @@ def default_has_none(evidence: Evidence) -> Verdict | None:
     """At temperature 1 without a cut, raw and processed log-probs are the same."""
     rows = same_weights(at_the_end(evidence, sampling="1.0", mode="raw"))
     pairs = [(row, *_twin(evidence, row, mode="processed")) for row in rows]
-    gaps = [abs(pair[0]["kl"] - pair[1]["kl"]) for pair in pairs if len(pair) == 2]
-    if not gaps:
+    same = [abs(pair[0]["kl"] - pair[1]["kl"]) < 1e-6 for pair in pairs if len(pair) == 2]
+    if not same:
         return None
     seen = (
-        f"The two modes differ by at most {max(gaps):.1g} nats per token in {len(gaps)} engines with equal weights. What "
-        "is left is the mismatch of the engines themselves."
+        f"Raw and processed log-probs agree in {sum(same)} of {len(same)} engines with equal weights. What is left is "
+        "the mismatch of the engines themselves."
     )
-    return said(max(gaps) < 1e-6, seen)
+    return by_cases(sum(same), len(same), seen)
 
 
 def _twin(evidence: Evidence, row: Row, **changed: object) -> list[Row]:
@@ -161,7 +165,7 @@ def cut_is_a_mismatch(evidence: Evidence) -> Verdict | None:
         found[mode] = rows[0]
     raw, cut, replayed = found.values()
     seen = (
-        f"{SAMPLINGS[CUT].capitalize()}, bf16: the mean of −log ρ is {_kl(raw)} raw, {_kl(cut)} processed and "
+        f"Cut sampling, bf16: the mean of −log ρ is {_kl(raw)} raw, {_kl(cut)} processed and "
         f"{_kl(replayed)} replayed. Only the step from processed to replayed isolates the cut: the raw number also "
         "contains temperature 0.7."
     )
@@ -183,7 +187,8 @@ def recomputed_mask(evidence: Evidence) -> Verdict | None:
     share = 1 - (1 - row["outside"]) ** row["T"]
     seen = (
         f"If the trainer recomputes top-p and top-k, {row['outside']:.3%} of the sampled tokens get probability 0 "
-        f"({row['engine']}). If they were spread evenly, {share:.0%} of the responses of {row['T']:,} tokens would have one."
+        f"({row['engine']}). If they were spread evenly, {share:.0%} of the responses of {row['T']:,} tokens would "
+        "have one."
     )
     return said(row["outside"] > 0, seen)
 
@@ -197,8 +202,8 @@ def replay_shares_support(evidence: Evidence) -> Verdict | None:
     gone = [abs(row["kl"]) < 0.1 * twin["kl"] for row, twin in pairs]
     row, twin = pairs[0]
     seen = (
-        f"If the trainer reuses the sampler's mask, the mean of −log ρ goes from {_kl(twin)} to {_kl(row)}, and "
-        f"the mean token weight from {twin['token_mean_weight']:.3f} to {row['token_mean_weight']:.4f} ({row['engine']})."
+        f"If the trainer reuses the sampler's mask, the mean of −log ρ goes from {_kl(twin)} to {_kl(row)}, and the "
+        f"mean token weight from {twin['token_mean_weight']:.3f} to {row['token_mean_weight']:.4f} ({row['engine']})."
     )
     return by_cases(sum(gone), len(gone), seen)
 
@@ -232,9 +237,8 @@ def default_is_smallest(evidence: Evidence) -> Verdict | None:
     )
     if near:
         seen += f" No difference of two standard errors: {'; '.join(near)}."
-    if smaller:
-        return by_cases(larger, len(others), seen)
-    return by_direction(int(larger > 0), seen)
+    verdict = by_cases(larger, len(others), seen)
+    return verdict._replace(why=f"larger elsewhere in {larger} of {len(others)} cases") if verdict.why else verdict
 
 
 def _knobs(evidence: Evidence) -> dict[str, dict[float, Row]]:
@@ -251,7 +255,8 @@ def _change(row: Row, base: Row, column: str) -> int:
 
 
 def _ratios(knobs: Mapping[str, Mapping[float, Row]], temperature: float, column: str) -> str:
-    return ", ".join(f"× {rows[temperature][column] / rows[1.0][column]:.2g} ({knob})" for knob, rows in knobs.items())
+    ratios = [f"{rows[temperature][column] / rows[1.0][column]:.2g} ({knob})" for knob, rows in knobs.items()]
+    return f"{', '.join(ratios)} times"
 
 
 def vanishes(evidence: Evidence) -> Verdict | None:
@@ -289,12 +294,13 @@ def top_token(evidence: Evidence) -> Verdict | None:
     grows = sum(cold["largest_probability_gap"] > warm["largest_probability_gap"] for warm, cold in pairs)
     far = [name_of(cold) for _, cold in pairs if cold["largest_probability_gap"] > NEAR_ZERO_AND_ONE]
     seen = (
-        f"The largest difference of a sampled token's probability is larger at temperature 0.4 than at 1.0 in {grows} of "
-        f"{len(pairs)} pairs. It is above {NEAR_ZERO_AND_ONE} at 0.4 for: {', '.join(far) or 'none'}."
+        f"The largest difference of a sampled token's probability is larger at temperature 0.4 than at 1.0 in {grows} "
+        f"of {len(pairs)} pairs. It is above {NEAR_ZERO_AND_ONE} at 0.4 for: {'; '.join(far) or 'none'}."
     )
     if evidence.temperature:
         shares = {row["knob"]: row["other_top"] for row in evidence.temperature}
-        seen += f" The top token differs in {', '.join(f'{share:.1%} ({knob})' for knob, share in shares.items())} of the contexts."
+        shown = ", ".join(f"{share:.1%} ({knob})" for knob, share in shares.items())
+        seen += f" The top token differs in {shown} of the contexts."
     if not far and grows > len(pairs) / 2:
         return Verdict(PARTLY, seen, "the largest differences grow; ≈ 1 against ≈ 0 did not occur")
     return by_cases(grows, len(pairs), seen)
@@ -317,13 +323,13 @@ def tail_grows(evidence: Evidence) -> Verdict | None:
     shares = {t: [rows[t]["kl_tail"] / rows[t]["kl"] for rows in knobs.values()] for t in (1.0, 1.5, 10.0)}
     shown = ", ".join(f"{min(found):.0%} to {max(found):.0%} at {t:g}" for t, found in shares.items())
     seen = (
-        f"The tail's share of the KL is {shown}. Its amount at 1.5 is {_ratios(knobs, 1.5, 'kl_tail')} that at 1.0, at 2 "
-        f"{_ratios(knobs, 2.0, 'kl_tail')}, at 10 {_ratios(knobs, 10.0, 'kl_tail')}."
+        f"The tail's share of the KL is {shown}. Its amount at 1.5 is {_ratios(knobs, 1.5, 'kl_tail')} that at 1.0, at "
+        f"2 {_ratios(knobs, 2.0, 'kl_tail')}, at 10 {_ratios(knobs, 10.0, 'kl_tail')}."
     )
     share_grows = all(low < high for low, high in zip(shares[1.0], shares[1.5], strict=True))
     amounts = [_change(rows[1.5], rows[1.0], "kl_tail") for rows in knobs.values()]
     if share_grows and min(amounts) <= 0:
-        return Verdict(PARTLY, seen, "the tail's share grows; its amount at 1.5 does not, by two standard errors")
+        return Verdict(PARTLY, seen, "the tail's share grows; its amount at 1.5 does not grow by two standard errors")
     return said(share_grows, seen)
 
 
@@ -346,7 +352,8 @@ def any_temperature(evidence: Evidence) -> Verdict | None:
         return None
     colder = min(_change(rows[0.4], rows[1.0], "kl") for rows in knobs.values())
     warmer = min(_change(rows[2.0], rows[1.0], "kl") for rows in knobs.values())
-    seen = f"With the same contexts, the KL at 0.4 is {_ratios(knobs, 0.4, 'kl')} that at 1.0; at 2 {_ratios(knobs, 2.0, 'kl')}."
+    colder_ratios, warmer_ratios = (_ratios(knobs, temperature, "kl") for temperature in (0.4, 2.0))
+    seen = f"In the same contexts the KL at 0.4 is {colder_ratios} that at 1.0. At 2 it is {warmer_ratios} that."
     if colder > 0 > warmer:
         return Verdict(PARTLY, seen, "below 1 the KL grows; above 1 it falls, so 1.0 is no minimum")
     return by_direction(min(colder, warmer), seen)
@@ -354,12 +361,14 @@ def any_temperature(evidence: Evidence) -> Verdict | None:
 
 def log_weight_is_total_kl(evidence: Evidence) -> Verdict | None:
     """log w = −T × KL of the trajectory, on average over trajectories."""
-    gaps = [abs(row["log_weight_mean"] + row["t_times_kl"]) / max(1.0, abs(row["t_times_kl"])) for row in evidence.grid]
-    if not gaps:
+    if not evidence.grid:
         return None
-    return said(
-        max(gaps) < 1e-4, f"It is an identity. In {len(gaps):,} cases the two differ by at most {max(gaps):.0e}."
-    )
+    equal = [
+        abs(row["log_weight_mean"] + row["t_times_kl"]) < 1e-4 * max(1.0, abs(row["t_times_kl"]))
+        for row in evidence.grid
+    ]
+    seen = f"It is an identity: the mean log weight is −T × KL in {sum(equal):,} of {len(equal):,} cases."
+    return by_cases(sum(equal), len(equal), seen)
 
 
 def variance_law(evidence: Evidence) -> Verdict | None:
@@ -384,8 +393,8 @@ def variance_law(evidence: Evidence) -> Verdict | None:
     shown = " ".join(f"By {knob}: {'; '.join(found)}." for knob, found in groups.items() if found)
     seen = (
         f"The law predicts that the slope of log(1 + χ²_seq) in T, divided by log(1 + χ̄²), is 1. {shown} Errors of "
-        f"{min(errors):.2f} to {max(errors):.2f} make it a weak test. {fits} of {len(pairs)} pairs have enough points below "
-        "T log(1 + χ̄²) = 1."
+        f"{min(errors):.2f} to {max(errors):.2f} make it a weak test. {fits} of {len(pairs)} pairs have enough points "
+        "below T log(1 + χ̄²) = 1."
     )
     counts = "; ".join(f"{knob}: {agree[knob]} of {len(found)} fits agree" for knob, found in groups.items() if found)
     verdict = by_cases(sum(agree.values()), fits, seen)
@@ -428,7 +437,7 @@ def clamp_rule(evidence: Evidence) -> Verdict | None:
     if not pairs:
         return None
     reached = [half * pair[-1]["kl"] / CLAMP for pair in pairs if (half := half_clamped(pair)) is not None]
-    seen = f"We looked for the length at which half of the sequences are clamped, in {len(pairs)} pairs with T_max ≤ {longest:,}."
+    seen = f"In {len(pairs)} pairs with T_max ≤ {longest:,} we looked for the length where half of the weights clamp."
     if reached:
         seen += f" It is {min(reached):.1f} to {max(reached):.1f} times 20 / KL in {len(reached)} of them."
     if len(reached) < len(pairs):
@@ -446,8 +455,8 @@ def safe_below(evidence: Evidence) -> Verdict | None:
     worst = max(rows, key=clamped)
     safe = sum(clamped(row) < 0.1 for row in rows)
     seen = (
-        f"Of {len(rows)} cases with a KL of 0.001 to 0.005 and up to {longest_of(rows):,} tokens, {safe} have less than "
-        f"10 % of the weights at the clamp; the worst has {clamped(worst):.0%}."
+        f"Of {len(rows)} cases with a KL of 0.001 to 0.005 and up to {longest_of(rows):,} tokens, {safe} have less "
+        f"than 10 % of the weights at the clamp; the worst has {clamped(worst):.0%}."
     )
     return by_cases(safe, len(rows), seen)
 
@@ -546,8 +555,8 @@ def rises_with_length(evidence: Evidence) -> Verdict | None:
     )
     starts, ends = ([pair[i]["low_weight"] for pair in pairs] for i in (0, -1))
     seen = (
-        f"It rises in {rising} of {len(pairs)} pairs with T × KL above 2: from {min(starts):.0%} to {max(starts):.0%} at "
-        f"T = {pairs[0][0]['T']} to {min(ends):.0%} to {max(ends):.0%} at T = {pairs[0][-1]['T']:,}."
+        f"It rises in {rising} of {len(pairs)} pairs with T × KL above 2: from {min(starts):.0%} to {max(starts):.0%} "
+        f"at T = {pairs[0][0]['T']} to {min(ends):.0%} to {max(ends):.0%} at T = {pairs[0][-1]['T']:,}."
     )
     return by_cases(rising, len(pairs), seen)
 
@@ -570,10 +579,12 @@ def colder_is_lower(evidence: Evidence) -> Verdict | None:
     more, fewer = signs.count(1), signs.count(-1)
     seen = (
         f"Of {len(pairs)} cases with T × KL above 0.1, {more} have more low weights at 0.4 by two standard errors, and "
-        f"{fewer} have fewer. Fewer without regard to errors, at some length: {', '.join(sorted(lower)) or 'none'}."
+        f"{fewer} have fewer. Fewer without regard to errors, at some length: {'; '.join(sorted(lower)) or 'none'}."
     )
     if not more + fewer:
         return by_direction(0, seen)
+    if fewer == 0 and more < NEARLY_ALL * len(pairs):
+        return Verdict(PARTLY, seen, f"in {more} of {len(pairs)} cases, and in none the other way")
     return by_cases(more, more + fewer, seen)
 
 
@@ -597,15 +608,17 @@ def cut_ess(evidence: Evidence) -> Verdict | None:
     deceived = [other for other in evidence.grid if other["ess"] > 0.9 and clamped(other) > 0.5]
     found = sum(other["false_positive"] for other in deceived)
     seen = (
-        f"With processed log-probs (bf16, T = {row['T']:,}) T × KL is {row['t_times_kl']:.0f}, {clamped(row):.0%} of the "
-        f"weights are clamped, and the ESS is {row['ess']:.2f}. In {len(deceived)} of {len(evidence.grid):,} cases of all "
-        "samplings more than half of the weights are clamped and the ESS is above 0.9, which is misleading"
+        f"With processed log-probs (bf16, T = {row['T']:,}) T × KL is {row['t_times_kl']:.0f}, {clamped(row):.0%} of "
+        f"the weights are clamped, and the ESS is {row['ess']:.2f}. In {len(deceived)} of {len(evidence.grid):,} cases "
+        "of all samplings more than half of the weights are clamped and the ESS is above 0.9, which is misleading"
     )
     seen += f" ({_list(deceived)}). The library's warning finds {found} of them." if deceived else "."
     if row["ess"] > 0.9 and clamped(row) > 0.5:
         return Verdict(REPEATS, seen)
     if deceived:
-        return Verdict(PARTLY, seen, "not for bf16 under this sampling, where the ESS is low; elsewhere")
+        return Verdict(
+            PARTLY, seen, "a misleading ESS occurs, but not for bf16 under this sampling, where the ESS is low"
+        )
     return Verdict(FAILS, seen)
 
 
@@ -669,8 +682,8 @@ def extreme_without_garbage(evidence: Evidence) -> str:
         return ""
     shares = [row["low_weight"] for row in rows]
     return (
-        f"No recorded sequence is broken, and still {min(shares):.0%} to {max(shares):.0%} of the weights are below 1/4 "
-        f"where T × KL is 2 to 20 ({len(rows)} pairs)."
+        f"No recorded sequence is broken, and still {min(shares):.0%} to {max(shares):.0%} of the weights are below "
+        f"1/4 where T × KL is 2 to 20 ({len(rows)} pairs)."
     )
 
 

@@ -9,7 +9,6 @@ from claims_verdicts import (
     CANNOT,
     PARTLY,
     REPEATS,
-    UNDECIDED,
     Evidence,
     Judge,
     Verdict,
@@ -90,12 +89,13 @@ def token_recovers(evidence: Evidence) -> Verdict | None:
         f"correction: {shown}. At the end they differ by {gap_text(lead)}."
     )
     sooner = sum(token[seed] < none[seed] for seed in seeds)
-    later = sum(token[seed] > none[seed] for seed in seeds)
-    if sooner and not later:
-        if direction(lead.mean, lead.error):
-            return Verdict(PARTLY, seen, "Token-TIS recovers sooner; the two do not become comparable")
+    comparable = direction(lead.mean, lead.error) == 0
+    if sooner == len(seeds) and comparable:
         return Verdict(REPEATS, seen)
-    return Verdict(UNDECIDED, seen, f"Token-TIS is back sooner in {sooner} seeds and later in {later}")
+    if not sooner and not comparable:
+        return said(False, seen)
+    ends = "the two end comparable" if comparable else "the two do not end comparable"
+    return Verdict(PARTLY, seen, f"Token-TIS is back sooner in {sooner} of {len(seeds)} seeds; {ends}")
 
 
 def _back(step: float) -> str:
@@ -109,12 +109,12 @@ def sequence_is_worst(evidence: Evidence) -> Verdict | None:
     leads = {other: _lead(evidence, MISMATCHED, "seq_tis", other) for other in ("token_tis", "none")}
     if None in leads.values():
         return None
-    shown = " and ".join(f"{CORRECTION_TITLES[other]} {gap_text(lead)}" for other, lead in leads.items() if lead)
+    shown = "; ".join(f"minus {CORRECTION_TITLES[other]} {gap_text(lead)}" for other, lead in leads.items() if lead)
     distance = overall(select(evidence.cells, MISMATCHED, "seq_tis"), "t_times_kl")
     assert distance is not None
     seen = (
-        f"Stale and quantized, which is no setting of the document: final held-out accuracy of Seq-TIS minus that of "
-        f"{shown}. T × KL is {distance.mean:.1f}. {SIZE}"
+        f"Stale and quantized, which is no setting of the document: final held-out accuracy of Seq-TIS, {shown}. "
+        f"T × KL is {distance.mean:.1f}. {SIZE}"
     )
     signs = [_sign(lead) or 0 for lead in leads.values()]
     if max(signs) == -1:
@@ -168,16 +168,26 @@ def chi2_exceeds(evidence: Evidence) -> Verdict | None:
         return None
     above = sum(value > 1e3 for value in values)
     seen = (
-        f"Stale and quantized: {above} of {len(values)} steps have a χ²_seq above 1,000; the largest is {max(values):,.0f}. "
-        f"A step has 64 sequences. {SIZE}"
+        f"Stale and quantized: {above} of {len(values)} steps have a χ²_seq above 1,000; the largest is "
+        f"{max(values):,.0f}. A step has 64 sequences. {SIZE}"
     )
     verdict = by_cases(above, len(values), seen)
     return verdict._replace(why=f"in {above} of {len(values)} steps") if verdict.why else verdict
 
 
 def clamping(evidence: Evidence) -> Verdict | None:
-    """Weights at the clamp under Seq-TIS."""
-    return metric("seq_tis", "saturated_low", "the share of weights at the lower clamp is", above=0.1)(evidence)
+    """Steps with a weight at the clamp under Seq-TIS."""
+    cells = select(evidence.cells, MISMATCHED, "seq_tis")
+    values = [value for cell in cells for value in finite(cell["metrics"]["saturated_low"])]
+    if not values:
+        return None
+    steps = sum(value > 0 for value in values)
+    seen = (
+        f"Stale and quantized: {steps} of {len(values)} steps have a weight at the lower clamp; over all steps "
+        f"{mean(values):.1%} of the weights are there."
+    )
+    verdict = by_cases(steps, len(values), seen)
+    return verdict._replace(why=f"in {steps} of {len(values)} steps") if verdict.why else verdict
 
 
 def cut_distance(evidence: Evidence) -> Estimate | None:
@@ -250,8 +260,8 @@ def kl_rises(evidence: Evidence) -> Verdict | None:
     last = first + mean(changes)
     rising = sum(change > 0 for change in changes)
     seen = (
-        f"Cut sampling: the mean of −log ρ goes from {first:.2g} in the first 5 steps to {last:.2g} in the last 10; it rises in "
-        f"{rising} of {len(changes)} trainings (mean change {mean(changes):+.2g} ± {spread(changes):.1g})."
+        f"Cut sampling: the mean of −log ρ goes from {first:.2g} in the first 5 steps to {last:.2g} in the last 10; it "
+        f"rises in {rising} of {len(changes)} trainings (mean change {mean(changes):+.2g} ± {spread(changes):.1g})."
     )
     return by_direction(direction(mean(changes), spread(changes)), seen)
 
@@ -272,8 +282,8 @@ def replay_helps(evidence: Evidence) -> Verdict | None:
     if lead is None or before is None:
         return None
     seen = (
-        f"Cut sampling: final held-out accuracy with replayed kept sets minus that without: {gap_text(lead)}. Nothing fails "
-        "here without them either."
+        f"Cut sampling: final held-out accuracy with replayed kept sets minus that without: {gap_text(lead)}. Nothing "
+        "fails here without them either."
     )
     return by_direction(_sign(lead) or 0, seen)
 
@@ -286,8 +296,8 @@ def mask_variance(evidence: Evidence) -> Verdict | None:
     if ess is None or rejected is None or lead is None:
         return None
     seen = (
-        f"Stale and quantized: the ESS of Seq-MIS is {ess}, and {rejected.mean:.0%} of the sequences are rejected. It trains "
-        f"all the same: final held-out accuracy minus that of Token-TIS is {gap_text(lead)}."
+        f"Stale and quantized: the ESS of Seq-MIS is {ess}, and {rejected.mean:.0%} of the sequences are rejected. It "
+        f"trains all the same: final held-out accuracy minus that of Token-TIS is {gap_text(lead)}."
     )
     return by_direction(direction(0.5 - ess.mean, ess.error), seen)
 
@@ -305,8 +315,8 @@ def geometric(evidence: Evidence) -> Verdict | None:
         return None
     high = [rejected for ratio, rejected in steps if ratio >= 1.01]
     seen = (
-        f"Stale and quantized, Geo-RS with 1/1.001 to 1.001 and Token-TIS: the mean ratio exp(KL) is 1.01 or more in {len(high)} "
-        f"of {len(steps)} steps"
+        "Stale and quantized, Geo-RS with 1/1.001 to 1.001 and Token-TIS: the mean ratio exp(KL) is 1.01 or more in "
+        f"{len(high)} of {len(steps)} steps"
     )
     if not high:
         return Verdict(CANNOT, f"{seen}.", "no step has so large a mean ratio")
