@@ -277,16 +277,13 @@ CLAIMS = (
         "5.1",
         "At temperature 0.4 the order is the same: Token-TIS and no correction end at about 1.9 (of 2), Seq-TIS at "
         "1.4.",
-        cannot(
-            "in float32 with new weights neither temperature has a mismatch that could order the corrections; the "
-            "scores are those of a reward with a bonus for length"
-        ),
+        {"measured": measured.nothing_to_order},
         "figure 1a",
     ),
     Claim(
         "5.1",
         "Training at temperature 0.4 degrades no more than at 1.0.",
-        cannot("no cell trains at temperature 0.4; their runs degrade over 10,000 tokens, and answers have 271 here"),
+        {"measured": measured.nothing_to_order},
     ),
     Claim(
         "5.2",

@@ -25,8 +25,8 @@ WORDS = (REPEATS, PARTLY, FAILS, UNDECIDED, CANNOT)
 MARGIN = 2.0
 """Standard errors that make a difference."""
 
-NEARLY_ALL = 0.9
-"""A claim about many cases repeats if it holds in this share of them; below the rest of it, it does not repeat."""
+NEARLY_ALL, HARDLY_ANY = 0.9, 0.1
+"""A claim about many cases repeats if it holds in the first share of them; up to the second, it does not repeat."""
 
 
 class Verdict(NamedTuple):
@@ -105,7 +105,7 @@ def by_cases(holds: int, cases: int, seen: str) -> Verdict:
     """A claim about many cases."""
     if holds >= NEARLY_ALL * cases:
         return Verdict(REPEATS, seen)
-    if holds <= (1 - NEARLY_ALL) * cases:
+    if holds <= HARDLY_ANY * cases:
         return Verdict(FAILS, seen)
     return Verdict(PARTLY, seen, f"in {holds} of {cases} cases")
 
@@ -125,7 +125,9 @@ def overall(found: Sequence[tuple[str, Verdict | None]]) -> Verdict:
 
 
 def _brief(source: str, verdict: Verdict) -> str:
-    return f"{source}: {verdict}" if verdict.word == PARTLY else f"{source}: {verdict.word}"
+    if verdict.word == PARTLY and verdict.why:
+        return f"{source} in part ({verdict.why})"
+    return f"{source} {verdict.word}"
 
 
 def _laboratory_table(name: str) -> list[dict[str, Any]]:

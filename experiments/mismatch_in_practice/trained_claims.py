@@ -109,11 +109,13 @@ def sequence_is_worst(evidence: Evidence) -> Verdict | None:
     leads = {other: _lead(evidence, MISMATCHED, "seq_tis", other) for other in ("token_tis", "none")}
     if None in leads.values():
         return None
-    shown = "; ".join(f"minus {CORRECTION_TITLES[other]} {gap_text(lead)}" for other, lead in leads.items() if lead)
+    shown = "; ".join(
+        f"Seq-TIS minus {CORRECTION_TITLES[other]} {gap_text(lead)}" for other, lead in leads.items() if lead
+    )
     distance = overall(select(evidence.cells, MISMATCHED, "seq_tis"), "t_times_kl")
     assert distance is not None
     seen = (
-        f"Stale and quantized, which is no setting of the document: final held-out accuracy of Seq-TIS, {shown}. "
+        f"Stale and quantized, which is no setting of the document: final held-out accuracy, {shown}. "
         f"T × KL is {distance.mean:.1f}. {SIZE}"
     )
     signs = [_sign(lead) or 0 for lead in leads.values()]
@@ -168,7 +170,7 @@ def chi2_exceeds(evidence: Evidence) -> Verdict | None:
         return None
     above = sum(value > 1e3 for value in values)
     seen = (
-        f"Stale and quantized: {above} of {len(values)} steps have a χ²_seq above 1,000; the largest is "
+        f"Stale and quantized: the χ²_seq is above 1,000 in {above} of {len(values)} steps; the largest is "
         f"{max(values):,.0f}. A step has 64 sequences. {SIZE}"
     )
     verdict = by_cases(above, len(values), seen)
@@ -296,7 +298,7 @@ def mask_variance(evidence: Evidence) -> Verdict | None:
     if ess is None or rejected is None or lead is None:
         return None
     seen = (
-        f"Stale and quantized: the ESS of Seq-MIS is {ess}, and {rejected.mean:.0%} of the sequences are rejected. It "
+        f"Stale and quantized: the ESS of Seq-MIS is {ess}, and {rejected.mean:.0%} of the tokens are rejected. It "
         f"trains all the same: final held-out accuracy minus that of Token-TIS is {gap_text(lead)}."
     )
     return by_direction(direction(0.5 - ess.mean, ess.error), seen)
@@ -320,10 +322,10 @@ def geometric(evidence: Evidence) -> Verdict | None:
     )
     if not high:
         return Verdict(CANNOT, f"{seen}.", "no step has so large a mean ratio")
-    seen += f"; {mean(high):.0%} of the sequences are rejected in those."
+    seen += f"; {mean(high):.0%} of the tokens are rejected in those."
     if mean(high) >= 0.95:
         return Verdict(REPEATS, seen)
-    return Verdict(PARTLY, seen, "most are rejected, not every one") if mean(high) > 0.5 else said(False, seen)
+    return Verdict(PARTLY, seen, "most are rejected, but not every one") if mean(high) > 0.5 else said(False, seen)
 
 
 def token_is_robust(evidence: Evidence) -> Verdict | None:

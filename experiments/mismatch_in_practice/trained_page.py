@@ -92,7 +92,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
-def select(found: Cells, column: str, correction: str) -> Cells:
+def select(found: Sequence[dict[str, Any]], column: str, correction: str) -> Cells:
     """The seeds of one training."""
     return [cell for cell in found if (cell["column"], cell["correction"]) == (column, correction)]
 
