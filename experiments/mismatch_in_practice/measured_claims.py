@@ -51,6 +51,9 @@ ROUNDING = 1e-7
 RECOMMENDED_MEAN = 1.01
 """From here on the document saw every sample rejected."""
 
+DECISIVE = 0.4
+"""The largest error of a fitted ratio that can tell 0 from 1."""
+
 FAR = 5 * CLAMP
 """Where T × KL is far above the clamp."""
 
@@ -68,13 +71,18 @@ def at_the_end(evidence: Evidence, **wanted: object) -> list[Row]:
     return select(evidence.grid, T=longest_of(evidence.grid), **wanted)
 
 
+def _nothing(evidence: Evidence, why: str) -> Verdict | None:
+    """No row is in the range of a claim; None if nothing was measured at all."""
+    return Verdict(CANNOT, "", why) if evidence.grid else None
+
+
 def backends_differ(evidence: Evidence) -> Verdict | None:
     """Two programs of one precision, and several precisions, all with the same weights."""
     rows = {row["engine"]: row for row in same_weights(at_the_end(evidence, sampling="1.0", mode="processed"))}
     exact, others = rows.pop(EXACT, None), rows
     if exact is None or not others:
         return None
-    shown = ", ".join(f"{name} {row['k3']:.2g}" for name, row in others.items())
+    shown = ", ".join(f"{row['k3']:.2g} ({name})" for name, row in others.items())
     seen = (
         f"The trainer computes in float32. The k3 of another program in float32 is {exact['k3']:.1g} nats per token, "
         f"which is rounding; that of lower precisions and other engines is {shown}."
@@ -111,7 +119,7 @@ def precision_helps(evidence: Evidence) -> Verdict | None:
     k3 = {row["engine"]: row["k3"] for row in sorted(rows, key=lambda row: row["k3"])}
     if EXACT not in k3 or "bf16" not in k3:
         return None
-    seen = f"k3 in nats per token, by precision: {', '.join(f'{name} {value:.2g}' for name, value in k3.items())}."
+    seen = f"k3 in nats per token, by precision: {', '.join(f'{value:.2g} ({name})' for name, value in k3.items())}."
     if k3[EXACT] < 0.1 * k3["bf16"]:
         return Verdict(PARTLY, seen, "higher precision helps; FP16 and a head in FP32 themselves were not run")
     return Verdict(FAILS, seen)
@@ -390,10 +398,9 @@ def nothing_to_order(evidence: Evidence) -> Verdict | None:
 
 def variance_law(evidence: Evidence) -> Verdict | None:
     """The fitted growth of the second moment, by knob."""
-    groups: dict[str, list[str]] = {"precision": [], "staleness": []}
-    agree = dict.fromkeys(groups, 0)
-    errors = []
     pairs = pairs_of(select(evidence.grid, sampling="1.0", mode="processed"))
+    shown: dict[str, list[str]] = {"precision": [], "staleness": []}
+    agree: dict[str, list[bool]] = {"precision": [], "staleness": []}
     for pair in pairs:
         fit = growth_fit(pair)
         if fit is None or fit[2] <= 1e-6:
@@ -401,20 +408,25 @@ def variance_law(evidence: Evidence) -> Verdict | None:
         slope, error, expected, first, last = fit
         ratio, error = slope / expected, error / expected
         knob = "staleness" if pair[0]["updates"] else "precision"
-        groups[knob].append(f"{name_of(pair[0])}, T {first} to {last}: {ratio:.2f} ± {error:.2f}")
-        agree[knob] += direction(ratio - 1, error) == 0
-        errors.append(error)
-    fits = sum(map(len, groups.values()))
+        shown[knob].append(f"{ratio:.2f} ± {error:.2f} ({name_of(pair[0])}, T {first} to {last:,})")
+
+        # A fit whose error covers 0 and 1 alike agrees with everything.
+        if error <= DECISIVE:
+            agree[knob].append(direction(ratio - 1, error) == 0)
+    fits = sum(map(len, shown.values()))
     if not fits:
         return None
-    shown = " ".join(f"By {knob}: {'; '.join(found)}." for knob, found in groups.items() if found)
+    listed = " ".join(f"By {knob}: {'; '.join(found)}." for knob, found in shown.items() if found)
+    decisive = [holds for found in agree.values() for holds in found]
     seen = (
-        f"The law predicts that the slope of log(1 + χ²_seq) in T, divided by log(1 + χ̄²), is 1. {shown} Errors of "
-        f"{min(errors):.2f} to {max(errors):.2f} make it a weak test. {fits} of {len(pairs)} pairs have enough points "
-        "below T log(1 + χ̄²) = 1."
+        f"The law predicts that the slope of log(1 + χ²_seq) in T, divided by log(1 + χ̄²), is 1. We found, in {fits} "
+        f"of {len(pairs)} pairs with enough points below T log(1 + χ̄²) = 1: {listed} {len(decisive)} of them have an "
+        f"error of {DECISIVE} or less, and count."
     )
-    counts = "; ".join(f"{knob}: {agree[knob]} of {len(found)} fits agree" for knob, found in groups.items() if found)
-    verdict = by_cases(sum(agree.values()), fits, seen)
+    if not decisive:
+        return Verdict(UNDECIDED, seen, "no fit is exact enough")
+    counts = "; ".join(f"{knob}: {sum(found)} of {len(found)} fits agree" for knob, found in agree.items() if found)
+    verdict = by_cases(sum(decisive), len(decisive), seen)
     return verdict._replace(why=counts) if verdict.word == PARTLY else verdict
 
 
@@ -452,14 +464,15 @@ def clamp_rule(evidence: Evidence) -> Verdict | None:
         if pair[-1]["kl"] > 0 and pair[0]["T"] <= CLAMP / pair[-1]["kl"] <= longest
     ]
     if not pairs:
-        return None
+        return _nothing(evidence, "no pair here has a T_max within its lengths")
     reached = [half * pair[-1]["kl"] / CLAMP for pair in pairs if (half := half_clamped(pair)) is not None]
     seen = f"In {len(pairs)} pairs with T_max ≤ {longest:,} we looked for the length where half of the weights clamp."
     if reached:
         seen += f" It is {min(reached):.1f} to {max(reached):.1f} times 20 / KL in {len(reached)} of them."
     if len(reached) < len(pairs):
         seen += f" In {len(pairs) - len(reached)} it is not reached within {longest:,} tokens."
-    seen += " A few sequences have most of the KL, so the typical one reaches the clamp later."
+    if reached and min(reached) > 1:
+        seen += " A few sequences have most of the KL, so the typical one reaches the clamp later."
     near = sum(0.5 <= ratio <= 2 for ratio in reached)
     return by_cases(near, len(pairs), f"{seen} Within a factor of 2 of the rule: {near} of {len(pairs)}.")
 
@@ -468,7 +481,7 @@ def safe_below(evidence: Evidence) -> Verdict | None:
     """The clamp where the KL is that of the document's typical mismatch."""
     rows = [row for row in select(evidence.grid, mode="processed") if 0.001 <= row["kl"] <= 0.005]
     if not rows:
-        return None
+        return _nothing(evidence, "no case here has a KL of 0.001 to 0.005")
     worst = max(rows, key=clamped)
     safe = sum(clamped(row) < 0.1 for row in rows)
     seen = (
@@ -482,7 +495,7 @@ def before_clamp(evidence: Evidence) -> Verdict | None:
     """ESS below T × KL = 20, where few weights are clamped."""
     rows = [row for row in select(evidence.grid, mode="processed") if _between(row) and clamped(row) < 0.1]
     if not rows:
-        return None
+        return _nothing(evidence, "no case here has a T × KL of 2 to 20 with few clamped weights")
     lost = sum(row["ess"] < 0.5 for row in rows)
     seen = f"{lost} of {len(rows)} cases with T × KL of 2 to 20, and under 10 % at the clamp, have an ESS below 0.5."
     return said(lost >= 0.1 * len(rows), seen)
@@ -496,7 +509,7 @@ def log_normal(evidence: Evidence) -> Verdict | None:
     """The ESS beside that of log-normal weights with the same T × KL, exp(−2 T × KL)."""
     rows = [row for row in select(evidence.grid, mode="processed") if 0.5 <= distance(row) < RANGE[1]]
     if not rows:
-        return None
+        return _nothing(evidence, "no case here has a T × KL of 0.5 to 20")
     lost = sum(row["ess"] < 0.5 for row in rows)
     later = sum(row["ess"] > 2 * max(math.exp(-2 * distance(row)), 1 / row["windows"]) for row in rows)
     seen = (
@@ -540,7 +553,7 @@ def sequence_ess(evidence: Evidence) -> Verdict | None:
     """The ESS of Seq-TIS, at temperature 1."""
     rows = [row for row in at_the_end(evidence, sampling="1.0", mode="processed") if _between(row)]
     if not rows:
-        return None
+        return _nothing(evidence, "no case here has a T × KL of 2 to 20")
     shown = ", ".join(f"{row['ess']:.2f} ({name_of(row)})" for row in rows)
     seen = f"Where T × KL is 2 to 20 it is {shown}."
     return by_cases(sum(row["ess"] < 0.5 for row in rows), len(rows), seen)
@@ -550,7 +563,7 @@ def low_weights(evidence: Evidence) -> Verdict | None:
     """The share of low weights, at temperature 1."""
     rows = [row for row in at_the_end(evidence, sampling="1.0", mode="processed") if _between(row)]
     if not rows:
-        return None
+        return _nothing(evidence, "no case here has a T × KL of 2 to 20")
     shown = ", ".join(f"{row['low_weight']:.0%} ({name_of(row)})" for row in rows)
     holds = sum(row["low_weight"] > 0.5 for row in rows)
     return by_cases(holds, len(rows), f"Where T × KL is 2 to 20 the low weights are {shown}.")
@@ -564,7 +577,7 @@ def rises_with_length(evidence: Evidence) -> Verdict | None:
         if distance(pair[-1]) > 2 and len(pair) > 1
     ]
     if not pairs:
-        return None
+        return _nothing(evidence, "no pair here has a T × KL above 2")
     rising = sum(
         all(b["low_weight"] >= a["low_weight"] - 2 * b["low_weight_error"] for a, b in itertools.pairwise(pair))
         and pair[-1]["low_weight"] > pair[0]["low_weight"]
@@ -583,7 +596,7 @@ def colder_is_lower(evidence: Evidence) -> Verdict | None:
     rows = [row for row in select(evidence.grid, sampling="1.0", mode="processed") if distance(row) > 0.1]
     pairs = [(row, cold) for row in rows for cold in _twin(evidence, row, sampling="0.4")]
     if not pairs:
-        return None
+        return _nothing(evidence, "no case here has a T × KL above 0.1")
     signs = [
         direction(
             cold["low_weight"] - warm["low_weight"], math.hypot(cold["low_weight_error"], warm["low_weight_error"])
@@ -679,14 +692,14 @@ def dilemma(evidence: Evidence) -> Verdict | None:
     """A two-sided clip: is there a C that leaves weights free, and the ESS high?"""
     rows = [row for row in select(evidence.grid, mode="processed", T=512) if _between(row) and row["clip_ess"]]
     if not rows:
-        return None
+        return _nothing(evidence, "no case here has a T × KL of 2 to 20 at T = 512")
     stuck = 0
     for row in rows:
         found = zip(*(clip_values(row, name) for name in ("at_lower", "at_upper", "ess")), strict=True)
         stuck += not any(low + high < 0.5 and size > 0.5 for low, high, size in found)
     seen = (
         "We clipped weights to [1/C, C]. A good C leaves most weights unclipped and keeps the ESS above 0.5. "
-        f"In {stuck} of {len(rows)} cases with T × KL of 2 to 20 and T = 512, no tested C does both."
+        f"In {stuck} of {len(rows)} cases of all samplings with T × KL of 2 to 20 and T = 512, no tested C does both."
     )
     return by_cases(stuck, len(rows), seen)
 
@@ -734,6 +747,6 @@ def geometric_tuning(evidence: Evidence) -> Verdict | None:
     seen = (
         f"The band of 1/1.001 to 1.001 rejects {first['geometric_outside']:.0%} where the mean ratio is "
         f"{first['geometric_mean']:.4f} ({name_of(first)}), and {last['geometric_outside']:.0%} where it is "
-        f"{last['geometric_mean']:.4f} ({name_of(last)}); {len(rows)} pairs. So the right band depends on the mismatch."
+        f"{last['geometric_mean']:.4f} ({name_of(last)}); {len(rows)} pairs."
     )
     return said(last["geometric_outside"] - first["geometric_outside"] > 0.5, seen)

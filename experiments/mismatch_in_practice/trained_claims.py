@@ -21,7 +21,6 @@ from trained_page import (
     COLUMN_TITLES,
     CORRECTION_TITLES,
     Estimate,
-    accuracy,
     at_the_end,
     finite,
     gain,
@@ -83,10 +82,12 @@ def token_recovers(evidence: Evidence) -> Verdict | None:
     lead = _lead(evidence, MISMATCHED, "token_tis", "none")
     if not seeds or lead is None:
         return None
-    shown = "; ".join(f"seed {seed}: {_back(token[seed])}, {_back(none[seed])}" for seed in seeds)
+    shown = "; ".join(
+        f"seed {seed}: {_back(token[seed])} with Token-TIS, {_back(none[seed])} without" for seed in seeds
+    )
     seen = (
-        "We looked for the step at which held-out accuracy is back at its start, stale and quantized. Token-TIS and no "
-        f"correction: {shown}. At the end they differ by {gap_text(lead)}."
+        "We looked for the step at which held-out accuracy is back at its start, stale and quantized; "
+        f"{shown}. At the end they differ by {gap_text(lead)}."
     )
     sooner = sum(token[seed] < none[seed] for seed in seeds)
     comparable = direction(lead.mean, lead.error) == 0
@@ -100,8 +101,8 @@ def token_recovers(evidence: Evidence) -> Verdict | None:
 
 def _back(step: float) -> str:
     if step == 0:
-        return "never below"
-    return "never back" if math.isinf(step) else f"step {step:.0f}"
+        return "it never fell"
+    return "never" if math.isinf(step) else f"step {step:.0f}"
 
 
 def sequence_is_worst(evidence: Evidence) -> Verdict | None:
@@ -280,13 +281,11 @@ def replay_shares_support(evidence: Evidence) -> Verdict | None:
 def replay_helps(evidence: Evidence) -> Verdict | None:
     """Replayed kept sets against no correction, under cut sampling."""
     lead = _lead(evidence, CUT, "replay", "none")
-    before = accuracy(select(evidence.cells, CUT, "none"), at=0)
-    if lead is None or before is None:
+    gained = gain(select(evidence.cells, CUT, "none"))
+    if lead is None or gained is None:
         return None
-    seen = (
-        f"Cut sampling: final held-out accuracy with replayed kept sets minus that without: {gap_text(lead)}. Nothing "
-        "fails here without them either."
-    )
+    seen = f"Cut sampling: final held-out accuracy with replayed kept sets minus that without is {gap_text(lead)}. Without them "
+    seen += f"the accuracy changes by {gap_text(gained)} in training."
     return by_direction(_sign(lead) or 0, seen)
 
 
@@ -346,5 +345,11 @@ def token_is_robust(evidence: Evidence) -> Verdict | None:
                 behind.append(title)
     seen = f"Final held-out accuracy minus that of Token-TIS: {'; '.join(shown)}."
     if ahead:
-        return by_direction(-1, f"{seen} Ahead of it by two standard errors: {', '.join(dict.fromkeys(ahead))}.")
-    return by_direction(int(bool(behind)), seen)
+        return by_direction(-1, f"{seen} Ahead of it by two standard errors: {_names(ahead)}.")
+    if not behind or len(behind) == len(shown):
+        return by_direction(int(bool(behind)), seen)
+    return Verdict(PARTLY, seen, f"nothing is ahead of it by two standard errors; behind it is only {_names(behind)}")
+
+
+def _names(titles: list[str]) -> str:
+    return " and ".join(dict.fromkeys(titles))
