@@ -121,7 +121,7 @@ CLAIMS = (
         "2",
         "Any τ other than 1 tends to increase the KL; τ ≈ 1.0 is a robust operating point.",
         {"measured": measured.any_temperature},
-        "7",
+        "summary, 7",
     ),
     Claim(
         "2",
@@ -269,7 +269,7 @@ CLAIMS = (
     Claim(
         "5.1",
         'Seq-TIS is "consistently the worst", in the long-horizon, high-mismatch regime: its variance costs more than '
-        "its smaller bias gains.",
+        "its smaller bias gains. (The document's own limit of this claim is in section 7.)",
         {"trained": trained.sequence_is_worst},
         "3, 4, 5.2, 7; figure 1",
     ),

@@ -94,10 +94,10 @@ def said(truth: bool, seen: str) -> Verdict:
     return Verdict(REPEATS if truth else FAILS, seen)
 
 
-def by_direction(sign: int, seen: str) -> Verdict:
-    """A claim of a difference, by its `direction`."""
+def by_direction(sign: int, seen: str, *, why: str = "there is no difference of two standard errors") -> Verdict:
+    """A claim of a difference, by its `direction`; `why` it is undecided where that is 0."""
     if sign == 0:
-        return Verdict(UNDECIDED, seen, "there is no difference of two standard errors")
+        return Verdict(UNDECIDED, seen, why)
     return said(sign > 0, seen)
 
 

@@ -274,7 +274,7 @@ def vanishes(evidence: Evidence) -> Verdict | None:
     if not knobs:
         return None
     shares = [rows[10.0]["kl"] / rows[1.0]["kl"] for rows in knobs.values()]
-    seen = f"At temperature 10 the KL is {min(shares):.1%} to {max(shares):.1%} of that at 1 ({', '.join(knobs)})."
+    seen = f"At temperature 10 the KL is {min(shares):.1%} to {max(shares):.1%} of that at 1 ({'; '.join(knobs)})."
     return said(max(shares) < 0.1, seen)
 
 
@@ -650,9 +650,10 @@ def cut_ess(evidence: Evidence) -> Verdict | None:
     if row["ess"] > 0.9 and clamped(row) > 0.5:
         return Verdict(REPEATS, seen)
     if deceived:
-        return Verdict(
-            PARTLY, seen, "a misleading ESS occurs, but not for bf16 under this sampling, where the ESS is low"
+        own = (
+            f"for bf16 under this sampling the ESS is {row['ess']:.2f}, with {clamped(row):.0%} of the weights clamped"
         )
+        return Verdict(PARTLY, seen, f"a misleading ESS occurs, but {own}")
     return Verdict(FAILS, seen)
 
 

@@ -147,11 +147,19 @@ def metric(
             return None
         seen = f"Stale and quantized, mean over steps: {sentence} {value} ({_seeds(value)})."
         if above is not None:
-            return by_direction(direction(value.mean - above, value.error), seen)
+            return _beyond(value.mean - above, value, above, seen)
         assert below is not None
-        return by_direction(direction(below - value.mean, value.error), seen)
+        return _beyond(below - value.mean, value, below, seen)
 
     return judge
+
+
+def _beyond(difference: float, value: Estimate, level: float, seen: str) -> Verdict:
+    """Whether a value is beyond a level by two standard errors."""
+    why = f"it is within two standard errors of {level}"
+    if math.isnan(value.error):
+        why = "one seed has no error"
+    return by_direction(direction(difference, value.error), seen, why=why)
 
 
 def _seeds(value: Estimate) -> str:
@@ -172,7 +180,7 @@ def chi2_exceeds(evidence: Evidence) -> Verdict | None:
     above = sum(value > 1e3 for value in values)
     seen = (
         f"Stale and quantized: the χ²_seq is above 1,000 in {above} of {len(values)} steps; the largest is "
-        f"{max(values):,.0f}. A step has 64 sequences. {SIZE}"
+        f"{max(values):,.0f}. {SIZE}"
     )
     verdict = by_cases(above, len(values), seen)
     return verdict._replace(why=f"in {above} of {len(values)} steps") if verdict.why else verdict
@@ -241,7 +249,7 @@ def _cut_metric(evidence: Evidence, name: str, sentence: str, above: float) -> V
     if value is None:
         return None
     seen = f"Cut sampling, Seq-TIS, mean over steps: {sentence} {value} ({_seeds(value)})."
-    return _too_near(evidence, seen) or by_direction(direction(value.mean - above, value.error), seen)
+    return _too_near(evidence, seen) or _beyond(value.mean - above, value, above, seen)
 
 
 def kl_of_cut(evidence: Evidence) -> Verdict | None:
@@ -284,8 +292,10 @@ def replay_helps(evidence: Evidence) -> Verdict | None:
     gained = gain(select(evidence.cells, CUT, "none"))
     if lead is None or gained is None:
         return None
-    seen = f"Cut sampling: final held-out accuracy with replayed kept sets minus that without is {gap_text(lead)}. Without them "
-    seen += f"the accuracy changes by {gap_text(gained)} in training."
+    seen = (
+        f"Cut sampling: final held-out accuracy with replayed kept sets minus that without is {gap_text(lead)}. "
+        f"Without them training changes the accuracy by {gap_text(gained)}."
+    )
     return by_direction(_sign(lead) or 0, seen)
 
 
@@ -297,10 +307,10 @@ def mask_variance(evidence: Evidence) -> Verdict | None:
     if ess is None or rejected is None or lead is None:
         return None
     seen = (
-        f"Stale and quantized: the ESS of Seq-MIS is {ess}, and {rejected.mean:.0%} of the tokens are rejected. It "
-        f"trains all the same: final held-out accuracy minus that of Token-TIS is {gap_text(lead)}."
+        f"Stale and quantized: the ESS of Seq-MIS is {ess}, and {rejected.mean:.0%} of the tokens are rejected. Its "
+        f"final held-out accuracy minus that of Token-TIS is {gap_text(lead)}."
     )
-    return by_direction(direction(0.5 - ess.mean, ess.error), seen)
+    return _beyond(0.5 - ess.mean, ess, 0.5, seen)
 
 
 def geometric(evidence: Evidence) -> Verdict | None:
@@ -316,7 +326,7 @@ def geometric(evidence: Evidence) -> Verdict | None:
         return None
     high = [rejected for ratio, rejected in steps if ratio >= 1.01]
     seen = (
-        "Stale and quantized, Geo-RS with 1/1.001 to 1.001 and Token-TIS: the mean ratio exp(KL) is 1.01 or more in "
+        "Stale and quantized, Geo-RS with 0.999 to 1.001 and Token-TIS: the mean ratio exp(KL) is 1.01 or more in "
         f"{len(high)} of {len(steps)} steps"
     )
     if not high:

@@ -1,6 +1,6 @@
 """The page and the figures of the trained study, from the files of its cells: `trained.py --page` writes them.
 
-Cells may be missing; the page then says which, and judges no claim that needs them.
+Cells may be missing; the page then says which. What they say of the document is judged in trained_claims.py.
 """
 
 from __future__ import annotations
