@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import laboratory_claims as laboratory
 import measured_claims as measured
+import measured_weight_claims as weights
 import trained_claims as trained
 from claims_verdicts import CANNOT, Evidence, Judge, Verdict
 
@@ -40,7 +41,7 @@ def cannot(because: str) -> dict[str, Judge]:
 def extreme_weights(evidence: Evidence) -> Verdict:
     """What the studies have of garbage, without a verdict."""
     seen = " ".join(
-        part for part in (measured.extreme_without_garbage(evidence), laboratory.garbage_gain(evidence)) if part
+        part for part in (weights.extreme_without_garbage(evidence), laboratory.garbage_gain(evidence)) if part
     )
     return Verdict(CANNOT, seen, "it needs rollouts whose own faults are known, and the engines here have none")
 
@@ -184,7 +185,7 @@ CLAIMS = (
     Claim(
         "3",
         "The variance of sequence weights is about (1 + χ̄²)^T − 1, exponential in the length (Table 1).",
-        {"measured": measured.variance_law, "laboratory": laboratory.growth},
+        {"measured": weights.variance_law, "laboratory": laboratory.growth},
         "4",
     ),
     Claim(
@@ -213,7 +214,7 @@ CLAIMS = (
     Claim(
         "4",
         "The log weight of a trajectory is −T times its own KL estimate: log w = −T × KL.",
-        {"measured": measured.log_weight_is_total_kl},
+        {"measured": weights.log_weight_is_total_kl},
     ),
     Claim(
         "4",
@@ -223,13 +224,13 @@ CLAIMS = (
     Claim(
         "4",
         "Where T × KL is far above 20, most trajectories share one clamped weight, and the correction disappears.",
-        {"measured": measured.far_above_clamp},
+        {"measured": weights.far_above_clamp},
         "7",
     ),
     Claim(
         "4",
         "Sequence weights are viable only where T × KL < 20; from there on they collapse.",
-        {"measured": measured.collapses},
+        {"measured": weights.collapses},
         "summary, 7",
     ),
     Claim(
@@ -240,17 +241,17 @@ CLAIMS = (
     Claim(
         "4",
         "T_max = 20 / KL is the length at which the clamp takes over.",
-        {"measured": measured.clamp_rule, "laboratory": laboratory.t_max},
+        {"measured": weights.clamp_rule, "laboratory": laboratory.t_max},
     ),
     Claim(
         "4",
         '"With typical mismatch" (KL of 0.001 to 0.005) and below 10,000 tokens one is usually safe from the clamp.',
-        {"arithmetic": laboratory.usually_safe, "measured": measured.safe_below},
+        {"arithmetic": laboratory.usually_safe, "measured": weights.safe_below},
     ),
     Claim(
         "4",
         "Sequence weights can fail before the clamp: T × KL < 20 is not sufficient.",
-        {"measured": measured.before_clamp},
+        {"measured": weights.before_clamp},
         "summary, 7",
     ),
     Claim(
@@ -277,25 +278,25 @@ CLAIMS = (
         "5.1",
         "At temperature 0.4 the order is the same: Token-TIS and no correction end at about 1.9 (of 2), Seq-TIS at "
         "1.4.",
-        {"measured": measured.nothing_to_order},
+        {"measured": weights.nothing_to_order},
         "figure 1a",
     ),
     Claim(
         "5.1",
         "Training at temperature 0.4 degrades no more than at 1.0.",
-        {"measured": measured.nothing_to_order},
+        {"measured": weights.nothing_to_order},
     ),
     Claim(
         "5.2",
         "χ²_seq of Seq-TIS routinely exceeds 10³, with spikes of 10⁵ to 10⁶: a few outliers decide.",
-        {"measured": measured.chi2_exceeds, "trained": trained.chi2_exceeds},
+        {"measured": weights.chi2_exceeds, "trained": trained.chi2_exceeds},
         "figure 2b",
     ),
     Claim(
         "5.2",
         "The ESS of Token-TIS stays at 0.9 to 1.0.",
         {
-            "measured": measured.token_ess,
+            "measured": weights.token_ess,
             "trained": trained.metric("token_tis", "ess", "the ESS of Token-TIS is", above=0.9),
         },
         "figure 2c",
@@ -304,7 +305,7 @@ CLAIMS = (
         "5.2",
         "The ESS of Seq-TIS is low (there 0.3 to 0.4): the effective batch is far smaller.",
         {
-            "measured": measured.sequence_ess,
+            "measured": weights.sequence_ess,
             "trained": trained.metric("seq_tis", "ess", "the ESS of Seq-TIS is", below=0.5),
         },
         "7; figure 2c",
@@ -313,20 +314,20 @@ CLAIMS = (
         "5.2",
         "Under Seq-TIS most weights (there 80 to 90 %) are below 1/C: truncation leaves low weights free, and a few "
         "sequences carry the update.",
-        {"measured": measured.low_weights, "trained": trained.low_weights},
+        {"measured": weights.low_weights, "trained": trained.low_weights},
         "4; figure 2d",
     ),
     Claim("5.2", "Weights of Seq-TIS are frequently at the clamp.", {"trained": trained.clamping}, "7"),
     Claim(
         "5.3",
         "The share of low weights rises monotonically with length (there from 20 to 30 % to 80 to 90 %).",
-        {"measured": measured.rises_with_length},
+        {"measured": weights.rises_with_length},
         "figure 3",
     ),
     Claim(
         "5.3",
         "Temperature 0.4 has slightly more low weights than 1.0, at every length.",
-        {"measured": measured.colder_is_lower},
+        {"measured": weights.colder_is_lower},
         "figure 3",
     ),
     Claim(
@@ -339,19 +340,19 @@ CLAIMS = (
     Claim(
         "5.4",
         "Under this cut sampling nearly 100 % of the Seq-TIS weights are low.",
-        {"measured": measured.cut_is_low, "trained": trained.cut_is_low},
+        {"measured": weights.cut_is_low, "trained": trained.cut_is_low},
         "figure 4b",
     ),
     Claim(
         "5.4",
         'Under this cut sampling the ESS is near 1 because all weights are clamped: a "false positive".',
-        {"measured": measured.cut_ess, "trained": trained.deceptive_ess},
+        {"measured": weights.cut_ess, "trained": trained.deceptive_ess},
         "figure 4c",
     ),
     Claim(
         "5.4",
         "Under this cut sampling the KL is far larger than at temperature 1.0 (there 0.033 against 0.001).",
-        {"measured": measured.kl_of_cut, "trained": trained.kl_of_cut},
+        {"measured": weights.kl_of_cut, "trained": trained.kl_of_cut},
         "figure 5a",
     ),
     Claim(
@@ -372,7 +373,7 @@ CLAIMS = (
     Claim(
         "5.4",
         "Most sequences beyond that length are clamped or have very low weights (a hypothesis there).",
-        {"measured": measured.beyond_t_max},
+        {"measured": weights.beyond_t_max},
     ),
     Claim(
         "5.4",
@@ -382,7 +383,7 @@ CLAIMS = (
     Claim(
         "5.4",
         "A lower bound is a dilemma: all weights are alike, or a few large ones decide.",
-        {"measured": measured.dilemma},
+        {"measured": weights.dilemma},
     ),
     Claim(
         "5.4",
@@ -403,9 +404,9 @@ CLAIMS = (
     Claim(
         "6",
         "With the recommended 1.0002 to 1.001, Geo-RS rejected every sample, because means were 1.01 to 1.05.",
-        {"measured": measured.geometric, "trained": trained.geometric},
+        {"measured": weights.geometric, "trained": trained.geometric},
     ),
-    Claim("6", "The threshold of Geo-RS needs careful tuning.", {"measured": measured.geometric_tuning}, "7"),
+    Claim("6", "The threshold of Geo-RS needs careful tuning.", {"measured": weights.geometric_tuning}, "7"),
     Claim(
         "6",
         "Geo-RS-Seq-TIS still inherits the variance of sequence weights, and is difficult to tune.",
@@ -414,7 +415,7 @@ CLAIMS = (
     Claim(
         "7",
         "Even far below the clamp, log-normal weights crush the effective sample size.",
-        {"measured": measured.log_normal, "laboratory": laboratory.log_normal},
+        {"measured": weights.log_normal, "laboratory": laboratory.log_normal},
     ),
     Claim(
         "7",

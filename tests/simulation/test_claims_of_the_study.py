@@ -15,6 +15,7 @@ import claims  # noqa: E402
 import claims_page  # noqa: E402
 import laboratory_claims  # noqa: E402
 import measured_claims  # noqa: E402
+import measured_weight_claims  # noqa: E402
 import trained_claims  # noqa: E402
 from claims_verdicts import (  # noqa: E402
     CANNOT,
@@ -188,11 +189,11 @@ def test_the_variance_law_is_judged_by_every_fit():
             for T in (16, 64, 256)
         ]
 
-    assert word(measured_claims.variance_law, *pair(0, 1.0), *pair(8, 1.05)) == REPEATS
-    assert judged(measured_claims.variance_law, *pair(0, 1.0), *pair(8, 0.3)).why == (
+    assert word(measured_weight_claims.variance_law, *pair(0, 1.0), *pair(8, 1.05)) == REPEATS
+    assert judged(measured_weight_claims.variance_law, *pair(0, 1.0), *pair(8, 0.3)).why == (
         "precision: 1 of 1 fits agree; staleness: 0 of 1 fits agree"
     )
-    assert word(measured_claims.variance_law, *pair(0, 0.3)) == FAILS
+    assert word(measured_weight_claims.variance_law, *pair(0, 0.3)) == FAILS
 
 
 def test_the_cut_is_isolated_by_replayed_kept_sets():
@@ -206,14 +207,14 @@ def test_the_cut_is_isolated_by_replayed_kept_sets():
 
 def test_the_kl_of_a_cut_is_compared_with_the_same_estimate_at_temperature_1():
     plain = row(kl=-0.0002, kl_error=0.0002)
-    assert word(measured_claims.kl_of_cut, plain, row(sampling=CUT, kl=0.015, kl_error=0.004)) == REPEATS
-    assert word(measured_claims.kl_of_cut, plain, row(sampling=CUT, kl=0.001, kl_error=0.004)) == UNDECIDED
+    assert word(measured_weight_claims.kl_of_cut, plain, row(sampling=CUT, kl=0.015, kl_error=0.004)) == REPEATS
+    assert word(measured_weight_claims.kl_of_cut, plain, row(sampling=CUT, kl=0.001, kl_error=0.004)) == UNDECIDED
 
 
 def test_one_case_that_fails_before_the_clamp_shows_that_it_can_happen():
     failed, fine = row(k3=0.01, ess=0.3), row(k3=0.01, ess=0.7)
-    assert word(measured_claims.before_clamp, *[failed] * 2, *[fine] * 8) == REPEATS
-    assert word(measured_claims.before_clamp, *[fine] * 10) == FAILS
+    assert word(measured_weight_claims.before_clamp, *[failed] * 2, *[fine] * 8) == REPEATS
+    assert word(measured_weight_claims.before_clamp, *[fine] * 10) == FAILS
 
 
 def test_pairs_that_never_reach_the_clamp_count_against_its_rule():
@@ -223,33 +224,33 @@ def test_pairs_that_never_reach_the_clamp_count_against_its_rule():
         return [row(engine=engine, T=T, kl=0.02, saturated_low=low) for T, low in zip(lengths, shares, strict=True)]
 
     near = [row(engine="near", T=T, kl=0.02, saturated_low=low) for T, low in ((16, 0.0), (512, 0.1), (2048, 1.0))]
-    assert word(measured_claims.clamp_rule, *near) == REPEATS
-    assert judged(measured_claims.clamp_rule, *near, *pair("never", 0.2)).why == "in 1 of 2 cases"
-    assert word(measured_claims.clamp_rule, *pair("never", 0.2)) == FAILS
+    assert word(measured_weight_claims.clamp_rule, *near) == REPEATS
+    assert judged(measured_weight_claims.clamp_rule, *near, *pair("never", 0.2)).why == "in 1 of 2 cases"
+    assert word(measured_weight_claims.clamp_rule, *pair("never", 0.2)) == FAILS
 
 
 def test_more_low_weights_when_colder_are_counted_among_all_cases():
     warm = [row(T=T, k3=0.01, low_weight=0.2) for T in (64, 128, 256, 512)]
     colder = [row(sampling="0.4", T=T, low_weight=0.4) for T in (64, 128, 256, 512)]
-    assert word(measured_claims.colder_is_lower, *warm, *colder) == REPEATS
+    assert word(measured_weight_claims.colder_is_lower, *warm, *colder) == REPEATS
     equal = [row(sampling="0.4", T=T, low_weight=0.2) for T in (64, 128, 256)]
     assert (
-        judged(measured_claims.colder_is_lower, *warm, colder[3], *equal).why
+        judged(measured_weight_claims.colder_is_lower, *warm, colder[3], *equal).why
         == "in 1 of 4 cases, and in none the other way"
     )
     fewer = [row(sampling="0.4", T=T, low_weight=0.0) for T in (64, 128, 256, 512)]
-    assert word(measured_claims.colder_is_lower, *warm, *fewer) == FAILS
+    assert word(measured_weight_claims.colder_is_lower, *warm, *fewer) == FAILS
 
 
 def test_geometric_rejection_is_judged_only_where_the_mean_is_as_large_as_the_document_s():
     small = row(geometric_mean=1.001, geometric_outside=0.3)
-    assert word(measured_claims.geometric, small) == CANNOT
-    assert word(measured_claims.geometric, small, row(geometric_mean=1.02, geometric_outside=1.0)) == REPEATS
-    assert word(measured_claims.geometric, small, row(geometric_mean=1.02, geometric_outside=0.5)) == FAILS
+    assert word(measured_weight_claims.geometric, small) == CANNOT
+    assert word(measured_weight_claims.geometric, small, row(geometric_mean=1.02, geometric_outside=1.0)) == REPEATS
+    assert word(measured_weight_claims.geometric, small, row(geometric_mean=1.02, geometric_outside=0.5)) == FAILS
 
 
 def test_a_sample_without_the_rare_sequences_does_not_refute_a_large_chi2():
-    assert word(measured_claims.chi2_exceeds, row(chi2_seq=268.0)) == CANNOT
+    assert word(measured_weight_claims.chi2_exceeds, row(chi2_seq=268.0)) == CANNOT
 
 
 def heated(growth, *, tail=None):
