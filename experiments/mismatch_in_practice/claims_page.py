@@ -1,72 +1,70 @@
-"""Every claim of the document on one page, whichever study judges it.
-
-`measured.py --page` and `trained.py --page` write it.
-"""
+"""Every claim of the document on one page: `measured.py --page` and `trained.py --page` write it."""
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import measured_claims
-import trained_page
-from measured_rows import read_table
+from claims import CLAIMS, SECTIONS, Claim
+from claims_verdicts import PARTLY, WORDS, Evidence, Verdict, committed_evidence, overall
 
 HERE = Path(__file__).resolve().parent
+FRAME = HERE / "claims_frame.md"
 PAGE = HERE / "claims.md"
 
-HEAD = """# Each claim of the document
 
-<!-- Written by `measured.py --page` and by `trained.py --page`. Edit measured_claims.py or trained_page.py. -->
-
-The document is Qi Fang and Daanish Khazi,
-[Mismatch Praxis: Rollout Settings and IS Corrections](https://www.llmdata.com/blog/mismatch-praxis/), 2025. Each claim
-has a verdict, and the page that it comes from: [measured](measured.md) on fixed rollouts of real engines,
-[trained](trained.md) in short trainings, or computed in [the laboratory](../../docs/laboratory.md#the-published-orders)
-and by arithmetic. The policies here are small ([how it is measured](measured.md#how-it-is-measured)), so "repeats" is
-about the direction and the mechanism; numbers stand beside it.
-
-| section | claim | verdict | from | what was seen here |
-| --- | --- | --- | --- | --- |
-"""
-
-
-class Line(NamedTuple):
-    """One row of the page."""
-
-    section: str
-    claim: str
-    verdict: str
-    source: str
-    seen: str
-
-
-def claims_text() -> str:
-    """The page, from the committed tables and cells."""
-    grid, temperature = (read_table(HERE / "measured" / f"{name}.csv") for name in ("grid", "temperature"))
-    cells = [
-        json.loads(path.read_text(encoding="utf-8")) for path in sorted((HERE / "trained" / "cells").glob("*.json"))
-    ]
-    lines = [*_measured_lines(grid, temperature), *_trained_lines(cells)]
-    lines.sort(key=lambda line: line.section.partition(",")[0])  # a stable sort: the order of the document's own text
-    return HEAD + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+def claims_text(evidence: Evidence) -> str:
+    """The page, from the tables and cells."""
+    judged = [(claim, {source: judge(evidence) for source, judge in claim.judges.items()}) for claim in CLAIMS]
+    verdicts = [overall(list(found.items())) for _, found in judged]
+    lines = list(_summary(verdicts))
+    section = ""
+    for number, ((claim, found), verdict) in enumerate(zip(judged, verdicts, strict=True), 1):
+        if claim.section != section:
+            section = claim.section
+            lines += ["", f"## {section} {SECTIONS[section]}"]
+        lines += ["", *_block(number, claim, found, verdict)]
+    return FRAME.read_text(encoding="utf-8") + "\n".join(lines) + "\n"
 
 
 def write_claims_page() -> Path:
     """Write claims.md; its path."""
-    PAGE.write_text(claims_text(), encoding="utf-8")
+    PAGE.write_text(claims_text(committed_evidence()), encoding="utf-8")
     return PAGE
 
 
-def _measured_lines(grid: measured_claims.Rows, temperature: measured_claims.Rows) -> Iterator[Line]:
-    for claim in measured_claims.CLAIMS:
-        verdict, seen = claim.judge(grid, temperature) or ("not measured yet", "–")
-        yield Line(claim.section, claim.text, verdict, claim.source, seen)
+def _summary(verdicts: list[Verdict]) -> Iterator[str]:
+    """The numbers of the claims by verdict."""
+    yield "| verdict | claims | their numbers |"
+    yield "| --- | --- | --- |"
+    for word in WORDS:
+        numbers = [str(number) for number, verdict in enumerate(verdicts, 1) if verdict.word == word]
+        if numbers:
+            yield f"| {word} | {len(numbers)} | {', '.join(numbers)} |"
 
 
-def _trained_lines(cells: list[dict[str, Any]]) -> Iterator[Line]:
-    for claim in trained_page.CLAIMS:
-        verdict = claim.judge(cells) or trained_page.UNJUDGED
-        yield Line(claim.section, claim.text, verdict.word, "trained", verdict.evidence)
+def _block(number: int, claim: Claim, found: dict[str, Verdict | None], verdict: Verdict) -> Iterator[str]:
+    """A claim, its verdict, and what each source saw."""
+    place = claim.also if claim.also.startswith("figure") else f"also {claim.also}"
+    yield f"**{number}.** {claim.text}" + (f" ({place})" if claim.also else "") + "  "
+    yield f"→ **{verdict.word}**" + str(verdict)[len(verdict.word) :]
+    bullets = [line for source, part in found.items() for line in _bullet(source, part, alone=len(found) == 1)]
+    yield from ["", *bullets] if bullets else []
+
+
+def _bullet(source: str, part: Verdict | None, *, alone: bool) -> Iterator[str]:
+    """What a source saw; its own verdict too where it is one of several."""
+    if part is None:
+        yield f"- *{source}*: not measured yet"
+    elif not alone:
+        # Which part repeats is said above, in the verdict of the claim.
+        own = part.word if part.word == PARTLY else str(part)
+        yield f"- *{source}* ({own}): {_signs(part.seen)}".rstrip(": ")
+    elif part.seen:
+        yield f"- *{source}*: {_signs(part.seen)}" if source else f"- {_signs(part.seen)}"
+
+
+def _signs(text: str) -> str:
+    """Numbers with a minus sign, as in the formulas beside them."""
+    return re.sub(r"(?<![\w^])-(?=\d)", "−", text)

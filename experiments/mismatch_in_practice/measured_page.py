@@ -1,6 +1,6 @@
 """The pages of the measured study, from its tables: `measured.py --page` writes them.
 
-Cells may be missing; the page then says how many, and no claim is judged that needs them.
+Cells may be missing; the page then says how many, and leaves out what needs them.
 """
 
 from __future__ import annotations
