@@ -46,7 +46,7 @@ def presets_page() -> str:
 
 {GENERATED}
 
-{START_WITH.replace("docs/choosing.md", "[choosing.md](choosing.md)")}
+{START_WITH.replace("docs/guides/choosing.md", "[choosing.md](../guides/choosing.md)")}
 
 A preset is a `RolloutCorrectionConfig` with a name. `rollcorr presets` lists them, and `rollcorr presets NAME`
 prints one as YAML. The three spellings below mean the same; a fourth is the name

@@ -240,11 +240,29 @@ def page_data(root: Path, chosen: Sequence[DemoRun] = RUNS) -> ComparisonData:
             "sampler and the correction differ. Accuracy is always measured in the same way: on held-out "
             f"problems ({results[chosen[0].name]['problems']}), in float32."
         ),
+        remarks=(_setting(chosen[0].config(root)), NULL_REMARK),
         roles=tuple(run.role for run in chosen),
         extra=((HELD_OUT_PANEL, {name: [tuple(point) for point in one["held_out"]] for name, one in results.items()}),),
         samples=tuple(samples(results)),
     )
     return dataclasses.replace(data, conclusions=tuple(conclusions(data, results)))
+
+
+NULL_REMARK = (
+    "Findings compare the runs with null.json. This file holds what sampler and trainer differ by when both have the "
+    f"same weights: the noise that is normal. It was measured before the training, on {NULL_ROWS} responses of the "
+    "int8 sampler."
+)
+
+
+def _setting(config: GrpoConfig) -> str:
+    """What all runs share, and how to make them again."""
+    rows = config.rollout.rows
+    return (
+        f"Every run: a Llama policy of 0.15 M parameters, {config.steps} steps of {rows} responses with about 270 "
+        f"tokens each, GRPO with {rows // config.optim.mini_batch_size} updates per step at a learning rate of "
+        f"{config.optim.lr:g}, seed {config.seed}, temperature 1. `make demo` makes the runs and this page again."
+    )
 
 
 HELD_OUT_PANEL = Panel(
@@ -254,6 +272,7 @@ HELD_OUT_PANEL = Panel(
     absent="not measured",
     bounds=(0.0, 1.0),
     width=11.4,
+    see=f"Of the policy that is trained, sampled in float32. One standard error is 0.03 at {PROBLEMS} problems.",
 )
 
 
@@ -284,7 +303,8 @@ def conclusions(data: ComparisonData, results: dict[str, Any]) -> list[str]:
     verdict = f"The verdict is {reports[fault].verdict!r}, and no fault was named."
     named = next((cause.finding for cause in reports[fault].causes if cause.finding.severity != "note"), None)
     if named is not None:
-        verdict = f"rollcorr finds the fault from step {named.first_step} on and names it: {named.title!r}."
+        found = named.evidence.get("found_at_step", named.first_step)
+        verdict = f"rollcorr, which reads the run's metrics, can tell at step {found:g}, and says: {named.title!r}."
 
     # A sampler that keeps the first weights goes on earning what they earn.
     after = _ends(results[fault])[1]
@@ -292,22 +312,30 @@ def conclusions(data: ComparisonData, results: dict[str, Any]) -> list[str]:
     hidden = ""
     if reward is not None and reward > 2 * after + 0.1:
         hidden = (
-            f" The reward hides it: its median over the last ten steps is {reward:.2f}, for the old weights earn it."
+            f" The reward does not show it: over the last ten steps its median is {reward:.2f}, "
+            "for the old weights earn it."
         )
 
     fix = _differences(texts[healthy], texts[fault])
-    correction = _differences(texts[corrected], texts[uncorrected])
+    repaired = 100 * (_ends(results[healthy])[1] - after)
     gain = 100 * (_ends(results[corrected])[1] - _ends(results[uncorrected])[1])
+    still = ""
+    if reports[corrected].verdict == "unhealthy":
+        still = (
+            " The verdict is 'unhealthy' all the same, for the verdict is on the mismatch: sampler and trainer still "
+            "differ. The correction makes up for that here; it does not remove it, and on longer responses it may fail."
+        )
     return [
         f"A healthy run ({healthy}): the accuracy {_change(results[healthy])}. "
         f"The verdict is {reports[healthy].verdict!r}.",
         f"A fault ({fault}): the sampler never gets new weights. The accuracy {_change(results[fault])}."
         f"{hidden} {verdict}",
-        f"Its fix: {fix}. This is all in which {fault} and {healthy} differ, and with it the accuracy is "
-        f"{_percent(_ends(results[healthy])[1])} in the end, not {_percent(after)}.",
+        f"Its fix: {fix}. The runs {fault} and {healthy} differ in nothing else. With the fix the accuracy is "
+        f"{_percent(_ends(results[healthy])[1])} in the end, not {_percent(after)}: {repaired:+.0f} percentage points.",
         f"A cheap sampler without correction ({uncorrected}): the accuracy {_change(results[uncorrected])}.",
         f"The same cheap sampler with correction ({corrected}): the accuracy {_change(results[corrected])}. "
-        f"It has {correction}. The correction is worth {gain:+.0f} percentage points.",
+        f"Its configuration adds {_settings(texts[corrected], texts[uncorrected])}. The correction is worth "
+        f"{gain:+.0f} percentage points.{still}",
     ]
 
 
@@ -315,6 +343,11 @@ def _differences(text: str, other: str) -> str:
     """What one configuration sets otherwise than another."""
     pairs = config_differences([text, other]).items()
     return ", ".join(f"{option}={mine} instead of {theirs}" for option, (mine, theirs) in pairs)
+
+
+def _settings(text: str, other: str) -> str:
+    """What one configuration sets that another does not, without the other's values."""
+    return ", ".join(f"{option}={mine}" for option, (mine, _) in config_differences([text, other]).items())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -307,9 +307,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             console.print("every asserted number holds" if not wrong else f"{len(wrong)} do not hold")
             return 1 if wrong else 0
 
+    from claims_page import write_claims_page
     from measured_page import write_page
 
-    for path in write_page(RESULTS):
+    for path in (*write_page(RESULTS), write_claims_page()):
         console.print(f"wrote {path}")
     return 0
 

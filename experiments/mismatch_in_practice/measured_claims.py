@@ -1,486 +1,352 @@
-"""Every claim of the document on one page, judged by the rows where they can judge it."""
+"""Judges of sections 1 and 2 that read the tables of the measured study: fixed rollouts of real engines.
+
+A *pair* is an engine, a sampling, a staleness and a kind of log-probs; a *case* is a pair at one length.
+"""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import math
+from collections.abc import Mapping
 
+from claims_verdicts import (
+    CANNOT,
+    FAILS,
+    PARTLY,
+    Evidence,
+    Verdict,
+    by_cases,
+    by_direction,
+    direction,
+    said,
+)
 from measured_rows import (
     CUT,
     Row,
     Rows,
-    clamped,
-    distance,
-    growth_fit,
-    half_clamped,
     longest_of,
     name_of,
-    pairs_of,
     select,
 )
 
-REPEATS, FAILS, PARTLY = "repeats", "does not repeat", "repeats in part"
-TRAINED = "[the trained study](trained.md)"
-LABORATORY = "[the laboratory](../../docs/background/laboratory.md#the-published-orders)"
-Verdict = tuple[str, str]
-Judge = Callable[[Rows, Rows], Verdict | None]
+BRIEF = {"1.0": "temperature 1.0", "0.4": "temperature 0.4", CUT: "cut sampling"}
+EXACT = "float32"
+NEAR_ZERO_AND_ONE = 0.9
+"""A difference of probabilities that only ≈ 1 against ≈ 0 can have."""
+
+ROUNDING = 1e-7
+"""A k3 that the rounding of float32 may have, nats per token."""
 
 
-class Claim(NamedTuple):
-    """What the document says, where, and how the rows judge it; None while they are missing."""
-
-    section: str
-    text: str
-    judge: Judge
+def same_weights(rows: Rows) -> list[Row]:
+    """Rows of engines that compute from the trainer's own weights: neither stale nor rounded."""
+    return [row for row in rows if row["updates"] == 0 and "bits" not in row["engine"]]
 
 
-def claims_page(grid: Rows, temperature: Rows) -> str:
-    """The page."""
-    lines = [
-        "# Each claim of the document",
-        "",
-        "<!-- Written by `measured.py --page`. Edit measured_claims.py, then run it again. -->",
-        "",
-        "The document is Qi Fang and Daanish Khazi, [Mismatch Praxis: Rollout Settings and IS "
-        "Corrections](https://www.llmdata.com/blog/mismatch-praxis/), 2025. Verdicts are computed from the tables of "
-        "[the measured study](measured.md); those on training are given by "
-        f"{TRAINED}, and those on orders by {LABORATORY}. The policy here is small ([how it is "
-        'measured](measured.md#how-it-is-measured)), so "repeats" is about the direction and the mechanism; numbers '
-        "stand beside it.",
-        "",
-        "| section | claim | verdict | what was seen here |",
-        "| --- | --- | --- | --- |",
-    ]
-    for claim in CLAIMS:
-        verdict, seen = claim.judge(grid, temperature) or ("not measured yet", "–")
-        lines.append(f"| {claim.section} | {claim.text} | {verdict} | {seen} |")
-    return "\n".join(lines) + "\n"
+def at_the_end(evidence: Evidence, **wanted: object) -> list[Row]:
+    """The longest responses."""
+    return select(evidence.grid, T=longest_of(evidence.grid), **wanted)
 
 
-def _one(grid: Rows, *, longest: bool = True, **wanted: Any) -> Row | None:  # noqa: ANN401
-    rows = sorted(select(grid, **({"engine": "bf16", "updates": 0} | wanted)), key=lambda row: row["T"])
-    return rows[-1 if longest else 0] if rows else None
+def nothing(evidence: Evidence, why: str) -> Verdict | None:
+    """No row is in the range of a claim; None if nothing was measured at all."""
+    return Verdict(CANNOT, "", why) if evidence.grid else None
 
 
-def _fixed(verdict: str, seen: str) -> Judge:
-    return lambda grid, temperature: (verdict, seen)
-
-
-def _training(what: str) -> Judge:
-    return _fixed("see there", f"{what}: {TRAINED}")
-
-
-def _not_here(because: str) -> Judge:
-    return _fixed("cannot be tested here", f"because {because}")
-
-
-def _said(truth: bool, seen: str) -> Verdict:
-    return (REPEATS if truth else FAILS), seen
-
-
-def _same_weights_differ(grid: Rows, temperature: Rows) -> Verdict | None:
-    exact, bf16 = _one(grid, engine="float32", sampling="1.0"), _one(grid, sampling="1.0")
-    if exact is None or bf16 is None:
+def backends_differ(evidence: Evidence) -> Verdict | None:
+    """Two programs of one precision, and several precisions, all with the same weights."""
+    rows = {row["engine"]: row for row in same_weights(at_the_end(evidence, sampling="1.0", mode="processed"))}
+    exact, others = rows.pop(EXACT, None), rows
+    if exact is None or not others:
         return None
-    gap = bf16["largest_probability_gap"]
-    seen = f"bfloat16 differs by k3 = {bf16['k3']:.2g} nats per token, two float32 programs by {exact['k3']:.1g}"
-    return _said(bf16["k3"] > 100 * exact["k3"], f"{seen}; the largest difference of a probability is {gap:.2f}")
+    shown = ", ".join(f"{row['k3']:.2g} ({name})" for name, row in others.items())
+    seen = (
+        f"The trainer computes in float32. The k3 of another program in float32 is {exact['k3']:.1g} nats per token, "
+        f"which is rounding; that of lower precisions and other engines is {shown}."
+    )
+    differ = [name for name, row in others.items() if row["k3"] > ROUNDING]
+    if exact["k3"] > ROUNDING:
+        return by_cases(len(differ) + 1, len(others) + 1, seen)
+    if not differ:
+        return Verdict(FAILS, seen)
+    return Verdict(PARTLY, seen, f"{' and '.join(differ)} differ; two programs in float32 do not")
 
 
-def _contradictory(grid: Rows, temperature: Rows) -> Verdict | None:
-    rows = [row for row in select(grid, sampling="1.0", updates=0, mode="processed") if row["engine"] != "float32"]
-    if not rows:
+def contradictory(evidence: Evidence) -> Verdict | None:
+    """The largest difference of a sampled token's probability."""
+    rows = [row for row in at_the_end(evidence, sampling="1.0", mode="processed", updates=0) if row["engine"] != EXACT]
+    equal = same_weights(rows)
+    if not equal:
         return None
-    gaps = {row["engine"]: row["largest_probability_gap"] for row in rows}
-    text = ", ".join(f"{name}: {gap:.2f}" for name, gap in gaps.items())
-    far = [name for name, gap in gaps.items() if gap > 0.9]
-    if not far:
-        return FAILS, f"largest difference of a probability: {text}"
-    return (REPEATS if "bf16" in far else PARTLY), f"largest difference of a probability: {text}"
+    rounded = [row for row in rows if row not in equal]
+    tokens = max(row["T"] * row["windows"] for row in equal)
+    seen = f"With equal weights the largest difference of a probability over {tokens:,} tokens is {_gaps(equal)}."
+    if rounded:
+        seen += f" Rounded weights are other weights; they come to {_gaps(rounded)}."
+    return said(any(row["largest_probability_gap"] > NEAR_ZERO_AND_ONE for row in equal), seen)
 
 
-def _raw_hides(grid: Rows, temperature: Rows) -> Verdict | None:
-    raw, good = (_one(grid, sampling="0.4", mode=mode) for mode in ("raw", "processed"))
-    if raw is None or good is None:
+def _gaps(rows: Rows) -> str:
+    return ", ".join(f"{row['largest_probability_gap']:.2f} ({row['engine']})" for row in rows)
+
+
+def precision_helps(evidence: Evidence) -> Verdict | None:
+    """k3 by precision; the two named fixes were not run."""
+    rows = at_the_end(evidence, sampling="1.0", mode="processed", updates=0)
+    k3 = {row["engine"]: row["k3"] for row in sorted(rows, key=lambda row: row["k3"])}
+    if EXACT not in k3 or "bf16" not in k3:
         return None
-    seen = f"at temperature 0.4 k3 is {raw['k3']:.2g} with raw and {good['k3']:.2g} with processed log-probs"
-    return _said(raw["k3"] > 10 * good["k3"], f"{seen}; the mean of −log ρ is {raw['kl']:+.3f}, so it is no KL")
+    seen = f"k3 in nats per token, by precision: {', '.join(f'{value:.2g} ({name})' for name, value in k3.items())}."
+    if k3[EXACT] < 0.1 * k3["bf16"]:
+        return Verdict(PARTLY, seen, "higher precision helps; FP16 and a head in FP32 themselves were not run")
+    return Verdict(FAILS, seen)
 
 
-def _cut_mismatch(grid: Rows, temperature: Rows) -> Verdict | None:
-    raw, cut = (_one(grid, sampling=CUT, mode=mode) for mode in ("raw", "processed"))
-    plain = _one(grid, sampling="1.0", mode="processed")
-    if raw is None or cut is None or plain is None:
+def default_has_none(evidence: Evidence) -> Verdict | None:
+    """At temperature 1 without a cut, raw and processed log-probs are the same."""
+    rows = same_weights(at_the_end(evidence, sampling="1.0", mode="raw"))
+    pairs = [(row, *same_case(evidence, row, mode="processed")) for row in rows]
+    same = [abs(pair[0]["kl"] - pair[1]["kl"]) < 1e-6 for pair in pairs if len(pair) == 2]
+    if not same:
         return None
     seen = (
-        f"the mean of −log ρ is {raw['kl']:+.3f} raw, {cut['kl']:+.3f} processed, {plain['kl']:+.4f} at temperature 1"
+        f"Raw and processed log-probs agree in {sum(same)} of {len(same)} engines with equal weights. What is left is "
+        "the mismatch of the engines themselves."
     )
-    return _said(min(abs(raw["kl"]), cut["kl"]) > 10 * abs(plain["kl"]), seen)
+    return by_cases(sum(same), len(same), seen)
 
 
-def _recomputed_mask(grid: Rows, temperature: Rows) -> Verdict | None:
-    row = _one(grid, sampling=CUT, mode="replayed")
-    if row is None:
+def same_case(evidence: Evidence, row: Row, **changed: object) -> list[Row]:
+    """The same case with some columns changed: no row, or one."""
+    wanted = {name: row[name] for name in ("engine", "sampling", "updates", "mode", "T")} | changed
+    return select(evidence.grid, **wanted)
+
+
+def raw_hides(evidence: Evidence) -> Verdict | None:
+    """Temperature 0.4, raw against processed."""
+    rows = same_weights(at_the_end(evidence, sampling="0.4", mode="raw"))
+    pairs = [(row, twin) for row in rows for twin in same_case(evidence, row, mode="processed")]
+    shown = next((pair for pair in pairs if pair[0]["engine"] == "bf16"), None)
+    if shown is None:
         return None
-    stream = 1 - (1 - row["outside"]) ** row["T"]
-    seen = f"{row['outside']:.3%} of the sampled tokens are outside the trainer's own set, so "
-    return _said(row["outside"] > 0, seen + f"{stream:.0%} of responses of {row['T']:,} tokens have one")
+    raw, good = shown
+    seen = f"Temperature 0.4, bf16. With raw log-probs the mean of −log ρ is {kl_text(raw)}"
+    if direction(raw["kl"], raw["kl_error"]) < 0:
+        seen += "; a KL cannot be negative, so what frameworks report as KL is not a KL here"
+    seen += f". With processed log-probs it is {kl_text(good)}. The k3 falls from {raw['k3']:.2g} to {good['k3']:.2g}."
+    holds = [direction(raw["kl"], raw["kl_error"]) != 0 and good["k3"] < 0.1 * raw["k3"] for raw, good in pairs]
+    return by_cases(sum(holds), len(holds), f"{seen} It falls below a tenth in {sum(holds)} of {len(holds)} engines.")
 
 
-def _replay(grid: Rows, temperature: Rows) -> Verdict | None:
-    replayed, cut = (_one(grid, sampling=CUT, mode=mode) for mode in ("replayed", "processed"))
-    if replayed is None or cut is None:
-        return None
-    seen = (
-        f"mean −log ρ falls from {cut['kl']:.4f} to {replayed['kl']:+.5f}; ESS of Token-TIS {replayed['token_ess']:.3f}"
-    )
-    return _said(abs(replayed["kl"]) < 0.1 * cut["kl"], seen)
+def kl_text(row: Row) -> str:
+    """The mean of −log ρ and its error."""
+    return f"{row['kl']:+.2g} ± {row['kl_error']:.1g}"
 
 
-def _at(temperature: Rows, knob: str, value: float) -> Row | None:
-    rows = select(temperature, knob=knob, temperature=value)
-    return rows[0] if rows else None
-
-
-def _vanishes(grid: Rows, temperature: Rows) -> Verdict | None:
-    knobs = dict.fromkeys(row["knob"] for row in temperature)
-    shares = {}
-    for knob in knobs:
-        one, ten = _at(temperature, knob, 1.0), _at(temperature, knob, 10.0)
-        if one is None or ten is None:
-            return None
-        shares[knob] = ten["kl"] / one["kl"]
-    if not shares:
-        return None
-    text = ", ".join(f"{knob}: {share:.1%}" for knob, share in shares.items())
-    return _said(max(shares.values()) < 0.1, f"KL at temperature 10, as a share of that at 1: {text}")
-
-
-def _sharpening(grid: Rows, temperature: Rows) -> Verdict | None:
-    shares = {}
-    for knob in dict.fromkeys(row["knob"] for row in temperature):
-        one, cold = _at(temperature, knob, 1.0), _at(temperature, knob, 0.4)
-        if one is None or cold is None:
-            return None
-        shares[knob] = (cold["kl_head"] / one["kl_head"], cold["kl_head"] / cold["kl"])
-    if not shares:
-        return None
-    text = ", ".join(f"{knob}: × {factor:.1f} ({share:.0%} of the KL)" for knob, (factor, share) in shares.items())
-    return _said(all(factor > 1.2 for factor, _ in shares.values()), f"KL of the head at 0.4 against 1.0: {text}")
-
-
-def _flattening(grid: Rows, temperature: Rows) -> Verdict | None:
+def cut_is_a_mismatch(evidence: Evidence) -> Verdict | None:
+    """Top-p and top-k, with raw and with processed log-probs."""
     found = {}
-    for knob in dict.fromkeys(row["knob"] for row in temperature):
-        one, warm = _at(temperature, knob, 1.0), _at(temperature, knob, 1.5)
-        if one is None or warm is None:
+    for mode in ("raw", "processed", "replayed"):
+        rows = at_the_end(evidence, engine="bf16", updates=0, sampling=CUT, mode=mode)
+        if not rows:
             return None
-        found[knob] = (warm["kl"] / one["kl"], warm["kl_tail"] / one["kl_tail"])
-    if not found:
-        return None
-    text = ", ".join(f"{knob}: KL × {whole:.2f}, tail × {tail:.2f}" for knob, (whole, tail) in found.items())
-    seen = f"at temperature 1.5 against 1.0: {text}. The tail grows, the KL as a whole falls"
-    if all(whole > 1 for whole, _ in found.values()):
-        return REPEATS, f"at temperature 1.5 against 1.0: {text}"
-    return (PARTLY if all(tail > 1 for _, tail in found.values()) else FAILS), seen
-
-
-def _any_temperature(grid: Rows, temperature: Rows) -> Verdict | None:
-    one, cold = (_one(grid, sampling=sampling, mode="processed") for sampling in ("1.0", "0.4"))
-    warm = _at(temperature, "bf16", 2.0)
-    base = _at(temperature, "bf16", 1.0)
-    if one is None or cold is None or warm is None or base is None:
-        return None
+        found[mode] = rows[0]
+    raw, cut, replayed = found.values()
     seen = (
-        f"k3 {cold['k3']:.2g} at 0.4 against {one['k3']:.2g} at 1.0, each on its own samples; the KL at 2.0 is "
-        f"{warm['kl'] / base['kl']:.2f} of that at 1.0"
+        f"Cut sampling, bf16: the mean of −log ρ is {kl_text(raw)} raw, {kl_text(cut)} processed and "
+        f"{kl_text(replayed)} replayed. Only the step from processed to replayed isolates the cut: the raw number also "
+        "contains temperature 0.7."
     )
-    colder, warmer = cold["k3"] > one["k3"], warm["kl"] > base["kl"]
-    if colder and warmer:
-        return REPEATS, seen
-    return (PARTLY if colder or warmer else FAILS), seen
+    signs = (direction(-raw["kl"], raw["kl_error"]), beyond(cut, replayed))
+    return by_direction(min(signs), seen)
 
 
-def _exponent(grid: Rows, temperature: Rows) -> Verdict | None:
-    ratios = []
-    for engine in ("bf16", "int8", "int8, 5 bits"):
-        rows = sorted(select(grid, engine=engine, sampling="1.0", updates=0, mode="processed"), key=lambda r: r["T"])
-        fit = growth_fit(rows) if rows else None
-        if fit is not None:
-            slope, error, expected, first, last = fit
-            ratios.append((engine, slope / expected, error / expected, first, last))
-    if not ratios:
-        return None
-    text = "; ".join(
-        f"{name}, T = {first} … {last}: {ratio:.2f} ± {error:.2f}" for name, ratio, error, first, last in ratios
-    )
-    within = [abs(ratio - 1) <= max(2 * error, 0.2) for _, ratio, error, *_ in ratios]
-    verdict = REPEATS if all(within) else (PARTLY if any(within) else FAILS)
-    return verdict, f"fitted slope of log(1 + χ²_seq), divided by log(1 + χ̄²): {text}"
+def beyond(row: Row, other: Row) -> int:
+    """The direction of the difference between two means of −log ρ."""
+    return direction(row["kl"] - other["kl"], math.hypot(row["kl_error"], other["kl_error"]))
 
 
-def _high_variance(grid: Rows, temperature: Rows) -> Verdict | None:
-    rows = [row for row in select(grid, sampling="1.0", mode="processed") if row["T"] == longest_of(grid)]
+def recomputed_mask(evidence: Evidence) -> Verdict | None:
+    """Tokens that the trainer's own cut would leave out."""
+    rows = same_weights(at_the_end(evidence, sampling=CUT, mode="replayed"))
     if not rows:
         return None
-    largest = max(rows, key=lambda row: row["chi2_seq"])
-    everything = max((row for row in select(grid, sampling="1.0", mode="processed")), key=lambda row: row["chi2_seq"])
+    row = max(rows, key=lambda row: row["outside"])
+    share = 1 - (1 - row["outside"]) ** row["T"]
     seen = (
-        f"largest χ²_seq of a sample: {everything['chi2_seq']:.3g} ({name_of(everything)}, T = {everything['T']:,}); "
-        f"at T = {largest['T']:,}: {largest['chi2_seq']:.3g}. {rows[0]['windows']} sequences do not hold the rare ones "
-        "that would make it larger"
+        f"If the trainer recomputes top-p and top-k, {row['outside']:.3%} of the sampled tokens get probability 0 "
+        f"({row['engine']}). If they were spread evenly, {share:.0%} of the responses of {row['T']:,} tokens would "
+        "have one."
     )
-    return _said(everything["chi2_seq"] > 1e3, seen)
+    return said(row["outside"] > 0, seen)
 
 
-def _few_carry(grid: Rows, temperature: Rows) -> Verdict | None:
-    rows = [row for row in select(grid, sampling="1.0", mode="processed", T=longest_of(grid)) if 2 < distance(row) < 20]
-    if not rows:
-        return None
-    text = "; ".join(f"{name_of(row)}: {row['ess']:.2f}, {row['low_weight']:.0%}" for row in rows)
-    holds = sum(row["ess"] < 0.5 and row["low_weight"] > 0.5 for row in rows)
-    seen = f"ESS and low weights where T × KL is 2 to 20 (document: 0.3 to 0.4, 80 to 90 %): {text}"
-    return _share(holds, len(rows)), seen
-
-
-def _token_ess(grid: Rows, temperature: Rows) -> Verdict | None:
-    rows = [row for row in select(grid, sampling="1.0", mode="processed", T=longest_of(grid)) if distance(row) < 20]
-    if not rows:
-        return None
-    least = min(rows, key=lambda row: row["token_ess"])
-    return _said(
-        least["token_ess"] >= 0.9, f"the least where T × KL < 20 is {least['token_ess']:.3f} ({name_of(least)})"
-    )
-
-
-def _before_clamp(grid: Rows, temperature: Rows) -> Verdict | None:
-    rows = [row for row in select(grid, mode="processed") if 2 < distance(row) < 10 and clamped(row) < 0.1]
-    if not rows:
-        return None
-    lost = sum(row["ess"] < 0.5 for row in rows)
-    seen = f"{lost} of {len(rows)} cases with T × KL of 2 to 10 have an ESS below 0.5 (under 10 % at the clamp)"
-    return _share(lost, len(rows)), seen
-
-
-def _share(holds: int, cases: int) -> str:
-    """A claim about many cases: all but a tenth of them, more than a half, or fewer."""
-    if holds >= 0.9 * cases:
-        return REPEATS
-    return PARTLY if holds > cases / 2 else FAILS
-
-
-def _safe_below(grid: Rows, temperature: Rows) -> Verdict | None:
-    rows = [row for row in select(grid, mode="processed") if 0 < row["t_times_kl"] < 10]
-    if not rows:
-        return None
-    worst = max(row["saturated_low"] for row in rows)
-    return _said(
-        worst < 0.2, f"at T × KL below 10 at most {worst:.0%} of the weights are at the clamp ({len(rows)} cases)"
-    )
-
-
-def _clamp_rule(grid: Rows, temperature: Rows) -> Verdict | None:
-    ratios = []
-    for pair in pairs_of(select(grid, mode="processed")):
-        half, kl = half_clamped(pair), pair[-1]["kl"]
-        if half is not None and kl > 0 and 20 / kl >= pair[0]["T"]:
-            ratios.append(half * kl / 20)
-    if not ratios:
-        return None
-    seen = (
-        f"half of the weights are clamped at {min(ratios):.2f} to {max(ratios):.2f} times 20 / KL "
-        f"({len(ratios)} pairs): some streams carry most of the KL, so the typical weight is larger than exp(−T × KL)"
-    )
-    near = 0.5 <= sorted(ratios)[len(ratios) // 2] <= 2
-    return (REPEATS if near else PARTLY), seen
-
-
-def _monotone(grid: Rows, temperature: Rows) -> Verdict | None:
-    pairs = [
-        pair for pair in pairs_of(select(grid, mode="processed", sampling=("1.0", "0.4"))) if distance(pair[-1]) > 2
-    ]
+def replay_shares_support(evidence: Evidence) -> Verdict | None:
+    """Replayed kept sets."""
+    rows = same_weights(at_the_end(evidence, sampling=CUT, mode="replayed"))
+    pairs = [(row, twin) for row in rows for twin in same_case(evidence, row, mode="processed")]
     if not pairs:
         return None
-    rising = [
-        pair
-        for pair in pairs
-        if all(b["low_weight"] >= a["low_weight"] - 2 * b["low_weight_error"] for a, b in itertools.pairwise(pair))
+    gone = [abs(row["kl"]) < 0.1 * twin["kl"] for row, twin in pairs]
+    row, twin = pairs[0]
+    seen = (
+        f"If the trainer reuses the sampler's mask, the mean of −log ρ goes from {kl_text(twin)} to {kl_text(row)}, "
+        f"and the mean token weight from {twin['token_mean_weight']:.3f} to {row['token_mean_weight']:.4f} "
+        f"({row['engine']})."
+    )
+    return by_cases(sum(gone), len(gone), seen)
+
+
+def default_is_smallest(evidence: Evidence) -> Verdict | None:
+    """Temperature 1.0, no cut and processed log-probs against every other way to sample."""
+    base = {row["engine"]: row for row in same_weights(at_the_end(evidence, sampling="1.0", mode="processed"))}
+    others = [
+        row
+        for row in same_weights(at_the_end(evidence, sampling=("0.4", CUT), mode=("raw", "processed")))
+        if row["engine"] in base
     ]
-    ends = [pair[-1]["low_weight"] for pair in pairs]
-    seen = f"it rises in {len(rising)} of {len(pairs)} pairs with T × KL > 2, to {min(ends):.0%} … {max(ends):.0%}"
-    return _said(len(rising) >= 0.8 * len(pairs), seen)
-
-
-def _colder_is_lower(grid: Rows, temperature: Rows) -> Verdict | None:
-    more = less = 0
-    for row in select(grid, sampling="1.0", mode="processed"):
-        wanted = {name: row[name] for name in ("engine", "updates", "T", "mode")}
-        for other in select(grid, sampling="0.4", **wanted):
-            gap = other["low_weight"] - row["low_weight"]
-            error = (other["low_weight_error"] ** 2 + row["low_weight_error"] ** 2) ** 0.5
-            more, less = more + (gap > 2 * error and gap > 0), less + (gap < -2 * error and gap < 0)
-    if not more + less:
+    if not others:
         return None
-    seen = f"more low weights at 0.4 in {more} cases, fewer in {less}, by more than two standard errors"
-    verdict = REPEATS if more > 3 * less else (FAILS if less > more else PARTLY)
-    return verdict, seen
-
-
-def _cut_is_low(grid: Rows, temperature: Rows) -> Verdict | None:
-    row = _one(grid, sampling=CUT, mode="processed")
-    return None if row is None else _said(row["low_weight"] > 0.9, f"{row['low_weight']:.0%} at T = {row['T']:,}")
-
-
-def _cut_ess(grid: Rows, temperature: Rows) -> Verdict | None:
-    row = _one(grid, sampling=CUT, mode="processed")
-    if row is None:
-        return None
-    deceived = [other for other in grid if other["ess"] > 0.9 and clamped(other) > 0.5]
-    found = sum(other["false_positive"] for other in deceived)
+    signs = [
+        direction(
+            abs(row["kl"]) - abs(base[row["engine"]]["kl"]),
+            math.hypot(row["kl_error"], base[row["engine"]]["kl_error"]),
+        )
+        for row in others
+    ]
+    larger, smaller = signs.count(1), signs.count(-1)
+    near = [
+        f"{row['engine']}, {BRIEF[row['sampling']]}, {row['mode']}"
+        for row, s in zip(others, signs, strict=True)
+        if not s
+    ]
     seen = (
-        f"T × KL = {row['t_times_kl']:.0f}, {clamped(row):.0%} at the clamp, ESS {row['ess']:.3f}; over all cases "
-        f"{len(deceived)} have an ESS above 0.9 from clamped weights, and the health rule finds {found} of them"
+        f"We compared it with temperature 0.4 and with cut sampling, raw and processed, in engines with equal weights. "
+        f"|mean −log ρ| is larger there in {larger} of {len(others)} cases, and smaller in {smaller}."
     )
-    if row["ess"] > 0.9 and clamped(row) > 0.5:
-        return REPEATS, seen
-    if deceived:
-        return PARTLY, f"not at this distance, but at larger ones and with raw log-probs: {seen}"
-    return FAILS, seen
+    if near:
+        seen += f" No difference of two standard errors: {'; '.join(near)}."
+    verdict = by_cases(larger, len(others), seen)
+    return verdict._replace(why=f"larger elsewhere in {larger} of {len(others)} cases") if verdict.why else verdict
 
 
-def _kl_of_cut(grid: Rows, temperature: Rows) -> Verdict | None:
-    cut, plain = _one(grid, sampling=CUT, mode="processed"), _one(grid, sampling="1.0", mode="processed")
-    if cut is None or plain is None:
+def _knobs(evidence: Evidence) -> dict[str, dict[float, Row]]:
+    found: dict[str, dict[float, Row]] = {}
+    for row in evidence.temperature:
+        found.setdefault(row["knob"], {})[row["temperature"]] = row
+    return found if found and all({0.4, 1.0, 1.5, 2.0, 10.0} <= set(rows) for rows in found.values()) else {}
+
+
+def _change(row: Row, base: Row, column: str) -> int:
+    """The direction of a change; a part has the relative error of the whole KL."""
+    errors = [entry[column] * entry["kl_error"] / entry["kl"] for entry in (row, base)]
+    return direction(row[column] - base[column], math.hypot(*errors))
+
+
+def _ratios(knobs: Mapping[str, Mapping[float, Row]], temperature: float, column: str) -> str:
+    ratios = [f"{rows[temperature][column] / rows[1.0][column]:.2g} ({knob})" for knob, rows in knobs.items()]
+    return ", ".join(ratios)
+
+
+def vanishes(evidence: Evidence) -> Verdict | None:
+    """The KL at temperature 10."""
+    knobs = _knobs(evidence)
+    if not knobs:
         return None
-    seen = f"{cut['kl']:.3f} against k3 {plain['k3']:.2g} (document: 0.033 and 0.001); T_max = {20 / cut['kl']:,.0f}"
-    return _said(cut["kl"] > 10 * plain["k3"], seen)
+    shares = [rows[10.0]["kl"] / rows[1.0]["kl"] for rows in knobs.values()]
+    seen = f"At temperature 10 the KL is {min(shares):.1%} to {max(shares):.1%} of that at 1 ({'; '.join(knobs)})."
+    return said(max(shares) < 0.1, seen)
 
 
-def _dilemma(grid: Rows, temperature: Rows) -> Verdict | None:
-    rows = [row for row in select(grid, mode="processed", T=512) if 2 < distance(row) < 20]
-    if not rows:
+def sharpening(evidence: Evidence) -> Verdict | None:
+    """The head's part of the KL at temperature 0.4."""
+    knobs = _knobs(evidence)
+    if not knobs:
         return None
-    escapes = 0
-    for row in rows:
-        lower = [float(value) for value in str(row["clip_at_lower"]).split()]
-        upper = [float(value) for value in str(row["clip_at_upper"]).split()]
-        ess = [float(value) for value in str(row["clip_ess"]).split()]
-        bounds = zip(lower, upper, ess, strict=True)
-        escapes += any(low + high < 0.5 and size > 0.5 for low, high, size in bounds)
     seen = (
-        f"{len(rows) - escapes} of {len(rows)} cases at T × KL of 2 to 20 have no C with an ESS above 0.5 and fewer "
-        "than half of the weights at a bound"
+        f"In the same contexts, the KL of the head at temperature 0.4, divided by that at 1.0, is "
+        f"{_ratios(knobs, 0.4, 'kl_head')}. 1/τ is 2.5."
     )
-    return (REPEATS if not escapes else (PARTLY if escapes < len(rows) else FAILS)), seen
+    signs = [_change(rows[0.4], rows[1.0], "kl_head") for rows in knobs.values()]
+    factors = [rows[0.4]["kl_head"] / rows[1.0]["kl_head"] for rows in knobs.values()]
+    if min(signs) > 0 and not all(1.25 < factor < 5 for factor in factors):
+        return Verdict(PARTLY, seen, "the head's KL grows, and not by about 1/τ")
+    return by_direction(min(signs), seen)
 
 
-def _geometric(grid: Rows, temperature: Rows) -> Verdict | None:
-    rows = select(grid, sampling="1.0", mode="processed", T=longest_of(grid))
-    rows = [row for row in rows if row["engine"] != "float32"]
-    if not rows:
+def top_token(evidence: Evidence) -> Verdict | None:
+    """The largest difference of a probability at 0.4 and at 1.0."""
+    rows = [row for row in at_the_end(evidence, sampling="1.0", mode="processed") if row["engine"] != EXACT]
+    pairs = [(row, twin) for row in rows for twin in same_case(evidence, row, sampling="0.4")]
+    if not pairs:
         return None
-    text = "; ".join(
-        f"{name_of(row)}: mean {row['geometric_mean']:.4f}, {row['geometric_outside']:.0%}" for row in rows
+    grows = sum(cold["largest_probability_gap"] > warm["largest_probability_gap"] for warm, cold in pairs)
+    far = [name_of(cold) for _, cold in pairs if cold["largest_probability_gap"] > NEAR_ZERO_AND_ONE]
+    seen = (
+        f"The largest difference of a sampled token's probability is larger at temperature 0.4 than at 1.0 in {grows} "
+        f"of {len(pairs)} pairs. It is above {NEAR_ZERO_AND_ONE} at 0.4 for: {'; '.join(far) or 'none'}."
     )
-    high = [row for row in rows if row["geometric_mean"] > 1.01]
-    if not high:
-        return "cannot be tested here", f"because no pair of policies here has so large a mean: {text}"
-    return _said(
-        all(row["geometric_outside"] > 0.95 for row in high),
-        f"mean exp of the absolute log-ratio per token, and the share outside 1.001, at T = {rows[0]['T']:,}: {text}",
-    )
+    if evidence.temperature:
+        shares = {row["knob"]: row["other_top"] for row in evidence.temperature}
+        shown = ", ".join(f"{share:.1%} ({knob})" for knob, share in shares.items())
+        seen += f" The top token differs in {shown} of the contexts."
+    if not far and grows > len(pairs) / 2:
+        return Verdict(PARTLY, seen, "the largest differences grow; ≈ 1 against ≈ 0 did not occur")
+    return by_cases(grows, len(pairs), seen)
 
 
-def _precision_source(grid: Rows, temperature: Rows) -> Verdict | None:
-    names = ("float32", "bf16", "int8", "int8, 5 bits", "bf16, 4 bits", "int8, 3 bits")
-    found = {name: _one(grid, engine=name, sampling="1.0", mode="processed") for name in names}
-    measured = {name: row["k3"] for name, row in found.items() if row is not None}
-    if len(measured) < 3 or "float32" not in measured:
+def dampening(evidence: Evidence) -> Verdict | None:
+    """The head's part of the KL above temperature 1."""
+    knobs = _knobs(evidence)
+    if not knobs:
         return None
-    text = ", ".join(f"{name} {value:.2g}" for name, value in measured.items())
-    return _said(measured["float32"] < 0.01 * measured["bf16"], f"k3 by precision: {text}")
+    seen = f"The KL of the head at temperature 2, divided by that at 1.0, is {_ratios(knobs, 2.0, 'kl_head')}."
+    return by_direction(-max(_change(rows[2.0], rows[1.0], "kl_head") for rows in knobs.values()), seen)
 
 
-CLAIMS: tuple[Claim, ...] = (
-    Claim("1", "Separate backends differ although their weights are equal", _same_weights_differ),
-    Claim(
-        "1", "Equal weights can contradict each other: probability ≈ 1 on one side, ≈ 0 on the other", _contradictory
-    ),
-    Claim("1", "Higher precision (FP16, FP32 head) reduces the mismatch at its source", _precision_source),
-    Claim("1", "Batch-invariant kernels reduce it too", _not_here("no engine on a CPU has such kernels as a switch")),
-    Claim("2", "Raw log-probs at a temperature other than 1 are a mismatch; processed ones correct it", _raw_hides),
-    Claim("2", "Top-p and top-k are a mismatch with raw and with processed log-probs", _cut_mismatch),
-    Claim("2", "A cut that the trainer recomputes is fragile: tokens near its edge fall out", _recomputed_mask),
-    Claim("2", "Replayed kept sets give both sides the same actions", _replay),
-    Claim("2", "At a fixed perturbation the KL goes to 0 as the temperature grows", _vanishes),
-    Claim("2", "Sharpening (τ < 1) amplifies the mismatch in the head", _sharpening),
-    Claim("2", "Flattening (τ > 1) brings mismatch from the tail, and the KL grows", _flattening),
-    Claim("2", "Any temperature other than 1 tends to increase the KL; 1.0 is a robust point", _any_temperature),
-    Claim(
-        "2",
-        "The actors of six frameworks scale by temperature, and none replays a cut",
-        _not_here("it describes other projects on 2 December 2025"),
-    ),
-    Claim(
-        "3, Table 1",
-        "Orders of bias and variance of token and sequence weights",
-        _fixed("see there", f"as bounds they hold; three are not attained: {LABORATORY}"),
-    ),
-    Claim(
-        "3",
-        "1 % drift per token over 1,000 tokens gives a weight of 0.00004",
-        _fixed(REPEATS, f"arithmetic: 0.99^1000 = {0.99**1000:.1e}"),
-    ),
-    Claim(
-        "3",
-        "χ² = 0.01 and T = 1,000 amplify the variance 20,000 times",
-        _fixed(REPEATS, f"arithmetic: 1.01^1000 = {1.01**1000:,.0f}; {LABORATORY} has it as an exact sum"),
-    ),
-    Claim("3", "Var ρ(y) ≈ (1 + χ̄²)^T − 1", _exponent),
-    Claim("4", "Beyond T × KL = 20 most weights are at the clamp: T_max = 20 / KL", _clamp_rule),
-    Claim("4", "Well below it one is usually safe from the clamp", _safe_below),
-    Claim("4", "Below the clamp the effective sample size is lost already", _before_clamp),
-    Claim(
-        "5.1, figure 1",
-        "Token-TIS and no correction end alike, Seq-TIS is the worst, at 1.0 and at 0.4",
-        _training("reward over training"),
-    ),
-    Claim("5.2, figure 2b", "χ²_seq of Seq-TIS exceeds 10³", _high_variance),
-    Claim("5.2, figure 2c", "The ESS of Token-TIS is 0.9 to 1.0", _token_ess),
-    Claim(
-        "5.2, figures 2c, 2d",
-        "Under Seq-TIS the ESS is low and most weights are below 1/C: a few sequences carry the update",
-        _few_carry,
-    ),
-    Claim(
-        "5.2",
-        "Seq-TIS trains worse because its variance outweighs its smaller bias",
-        _training("accuracy by correction"),
-    ),
-    Claim("5.3, figure 3", "The low-weight fraction rises with length", _monotone),
-    Claim("5.3, figure 3", "Temperature 0.4 has more low weights than 1.0", _colder_is_lower),
-    Claim(
-        "5.4, figure 4a",
-        "With temperature 0.7, top-p 0.8, top-k 20 all three corrections fail to train",
-        _training("the truncated column"),
-    ),
-    Claim("5.4, figure 4b", "There nearly all sequences have a low weight", _cut_is_low),
-    Claim("5.4, figure 4c", "… and the ESS is near 1, because all weights are clamped: a false positive", _cut_ess),
-    Claim(
-        "5.4, figure 5a",
-        "The KL there is far above that of temperature 1, and T_max falls to hundreds of tokens",
-        _kl_of_cut,
-    ),
-    Claim(
-        "5.4, figure 5b",
-        "The response length stops at 20 / KL",
-        _not_here(f"rollouts are fixed, so lengths cannot react; see also {TRAINED}"),
-    ),
-    Claim("5.4", "A two-sided clip is a dilemma: all weights alike, or a few decide", _dilemma),
-    Claim("6", "Seq-MIS inherits the variance of sequence weights", _training("Seq-MIS in the column that breaks")),
-    Claim(
-        "6", "Geo-RS with the recommended 1.0002 to 1.001 rejects every sample where means are 1.01 to 1.05", _geometric
-    ),
-    Claim("7", "Token-TIS with default sampling is the most robust choice", _training("all cells")),
-)
+def tail_grows(evidence: Evidence) -> Verdict | None:
+    """The tail's part of the KL above temperature 1: its share, and its amount."""
+    knobs = _knobs(evidence)
+    if not knobs:
+        return None
+    shares = {t: [rows[t]["kl_tail"] / rows[t]["kl"] for rows in knobs.values()] for t in (1.0, 1.5, 10.0)}
+    shown = ", ".join(f"{min(found):.0%} to {max(found):.0%} at {t:g}" for t, found in shares.items())
+    seen = (
+        f"The tail's share of the KL is {shown}. Its KL, divided by that at 1.0, is {_ratios(knobs, 1.5, 'kl_tail')} "
+        f"at temperature 1.5; {_ratios(knobs, 2.0, 'kl_tail')} at 2; {_ratios(knobs, 10.0, 'kl_tail')} at 10."
+    )
+    share_grows = all(low < high for low, high in zip(shares[1.0], shares[1.5], strict=True))
+    amounts = [_change(rows[1.5], rows[1.0], "kl_tail") for rows in knobs.values()]
+    if share_grows and min(amounts) <= 0:
+        return Verdict(PARTLY, seen, "the tail's share grows; its amount at 1.5 does not grow by two standard errors")
+    return said(share_grows, seen)
+
+
+def very_hot(evidence: Evidence) -> Verdict | None:
+    """The whole KL far above temperature 1."""
+    knobs = _knobs(evidence)
+    if not knobs:
+        return None
+    seen = (
+        f"The KL, divided by that at temperature 1.0, is {_ratios(knobs, 2.0, 'kl')} at 2, and "
+        f"{_ratios(knobs, 10.0, 'kl')} at 10. The χ² was not measured above temperature 1."
+    )
+    verdict = by_direction(min(_change(rows[t], rows[1.0], "kl") for rows in knobs.values() for t in (2.0, 10.0)), seen)
+    if verdict.word != FAILS:
+        return verdict
+
+    # Both softmaxes are computed in float64 here, so the document's example of tail noise cannot occur.
+    return verdict._replace(why="where logits differ; an engine whose tail underflows was not run above temperature 1")
+
+
+def any_temperature(evidence: Evidence) -> Verdict | None:
+    """The KL on both sides of temperature 1."""
+    knobs = _knobs(evidence)
+    if not knobs:
+        return None
+    colder = min(_change(rows[0.4], rows[1.0], "kl") for rows in knobs.values())
+    warmer = min(_change(rows[2.0], rows[1.0], "kl") for rows in knobs.values())
+    colder_ratios, warmer_ratios = (_ratios(knobs, temperature, "kl") for temperature in (0.4, 2.0))
+    seen = f"In the same contexts, the KL divided by that at 1.0 is {colder_ratios} at 0.4, and {warmer_ratios} at 2."
+    if colder > 0 > warmer:
+        return Verdict(PARTLY, seen, "below 1 the KL grows; above 1 it falls, so 1.0 is no minimum")
+    return by_direction(min(colder, warmer), seen)

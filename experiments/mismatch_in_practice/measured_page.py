@@ -1,6 +1,6 @@
 """The pages of the measured study, from its tables: `measured.py --page` writes them.
 
-Cells may be missing; the page then says how many, and no claim is judged that needs them.
+Cells may be missing; the page then says how many, and leaves out what needs them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from measured_claims import claims_page
 from measured_figures import write_figures
 from measured_rows import (
     CLAMP,
@@ -35,16 +34,15 @@ FRAME = HERE / "measured_frame.md"
 
 
 def write_page(folder: Path, target: Path = HERE) -> list[Path]:
-    """Write measured.md and claims.md, and the figures beside the tables; the paths."""
+    """Write measured.md, and the figures beside the tables; the paths."""
     paths = write_figures(read_table(folder / "grid.csv"), read_table(folder / "temperature.csv"), folder)
-    for name, text in page_texts(folder).items():
-        (target / name).write_text(text, encoding="utf-8")
-        paths.append(target / name)
-    return paths
+    page = target / "measured.md"
+    page.write_text(page_text(folder), encoding="utf-8")
+    return [*paths, page]
 
 
-def page_texts(folder: Path) -> dict[str, str]:
-    """The pages by name, from the tables in a folder."""
+def page_text(folder: Path) -> str:
+    """The page, from the tables in a folder."""
     grid, temperature = read_table(folder / "grid.csv"), read_table(folder / "temperature.csv")
     run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     longest = longest_of(grid)
@@ -65,8 +63,7 @@ def page_texts(folder: Path) -> dict[str, str]:
         "health": health_table(grid),
         "clip": clip_table(grid, run["clips"]),
     }
-    page = re.sub(r"<<(\w+)>>", lambda found: values[found.group(1)], FRAME.read_text(encoding="utf-8"))
-    return {"measured.md": page, "claims.md": claims_page(grid, temperature)}
+    return re.sub(r"<<(\w+)>>", lambda found: values[found.group(1)], FRAME.read_text(encoding="utf-8"))
 
 
 def table(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:

@@ -404,9 +404,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.no_page:
         return 0
 
+    from claims_page import write_claims_page
     from trained_page import write_page
 
     write_page(read_cells(), [cell.name for cell in cells()], facts())
+    write_claims_page()
     return 0
 
 

@@ -1,6 +1,6 @@
 """The page and the figures of the trained study, from the files of its cells: `trained.py --page` writes them.
 
-Cells may be missing; the page then says which, and judges no claim that needs them.
+Cells may be missing; the page then says which. What they say of the document is judged in trained_claims.py.
 """
 
 from __future__ import annotations
@@ -37,9 +37,6 @@ COLORS = {
     "seq_mis": "#ff7f0e",
     "replay": "#9467bd",
 }
-MARGIN = 2.0
-"""Standard errors that make a difference."""
-
 LAST = 10
 """Steps at the end of a training over which a metric is averaged."""
 
@@ -50,21 +47,14 @@ Cells = list[dict[str, Any]]
 
 
 class Estimate(NamedTuple):
-    """A mean over seeds and its standard error."""
+    """A mean over seeds and its standard error; NaN where a single seed has none."""
 
     mean: float
     error: float
     seeds: int
 
     def __str__(self) -> str:
-        return f"{self.mean:.3f} ± {self.error:.3f}"
-
-
-class Verdict(NamedTuple):
-    """What became of a claim: "repeats", "does not repeat", "cannot be tested here" or "open", and why."""
-
-    word: str
-    evidence: str
+        return f"{self.mean:.3f}" if math.isnan(self.error) else f"{self.mean:.3f} ± {self.error:.3f}"
 
 
 def write_page(found: Cells, names: Sequence[str], facts: Mapping[str, str]) -> None:
@@ -86,7 +76,6 @@ def write_page(found: Cells, names: Sequence[str], facts: Mapping[str, str]) -> 
         "missing": ", ".join(f"`{name}`" for name in missing) or "none",
         "summary": _summary(found),
         "results": _results(found),
-        "verdicts": _verdicts(found),
         "mismatch": _mismatch(found),
         "warnings": _warnings(found),
         "alarm": f"{ALARM:g}",
@@ -103,7 +92,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
-def select(found: Cells, column: str, correction: str) -> Cells:
+def select(found: Sequence[dict[str, Any]], column: str, correction: str) -> Cells:
     """The seeds of one training."""
     return [cell for cell in found if (cell["column"], cell["correction"]) == (column, correction)]
 
@@ -117,19 +106,19 @@ def accuracy(found: Cells, *, at: int = -1) -> Estimate | None:
         return None
     values = [cell["held_out"][at]["accuracy"] for cell in found]
     of_problems = math.hypot(*(cell["held_out"][at]["standard_error"] for cell in found)) / len(found)
-    return Estimate(_mean(values), max(of_problems, _spread(values)), len(found))
+    return Estimate(mean(values), _larger(of_problems, spread(values)), len(found))
 
 
 def at_the_end(found: Cells, metric: str) -> Estimate | None:
     """A metric over the last steps, over seeds; None where it is not measured."""
-    values = [_mean(_finite(cell["metrics"][metric][-LAST:])) for cell in found if metric in cell["metrics"]]
-    return Estimate(_mean(values), _spread(values), len(values)) if values else None
+    values = [mean(finite(cell["metrics"][metric][-LAST:])) for cell in found if metric in cell["metrics"]]
+    return Estimate(mean(values), spread(values), len(values)) if values else None
 
 
 def overall(found: Cells, metric: str) -> Estimate | None:
     """A metric over all steps, over seeds."""
-    values = [_mean(_finite(cell["metrics"][metric])) for cell in found if metric in cell["metrics"]]
-    return Estimate(_mean(values), _spread(values), len(values)) if values else None
+    values = [mean(finite(cell["metrics"][metric])) for cell in found if metric in cell["metrics"]]
+    return Estimate(mean(values), spread(values), len(values)) if values else None
 
 
 def gap(a: Cells, b: Cells) -> Estimate | None:
@@ -144,7 +133,7 @@ def gap(a: Cells, b: Cells) -> Estimate | None:
         return None
     gaps = [mine["accuracy"] - theirs["accuracy"] for mine, theirs in pairs]
     errors = [point["standard_error"] for pair in pairs for point in pair]
-    return Estimate(_mean(gaps), max(math.hypot(*errors) / len(pairs), _spread(gaps)), len(pairs))
+    return Estimate(mean(gaps), _larger(math.hypot(*errors) / len(pairs), spread(gaps)), len(pairs))
 
 
 def gain(cells: Cells) -> Estimate | None:
@@ -152,7 +141,8 @@ def gain(cells: Cells) -> Estimate | None:
     return gap(cells, [cell | {"held_out": cell["held_out"][:1]} for cell in cells])
 
 
-def _gap_text(value: Estimate) -> str:
+def gap_text(value: Estimate) -> str:
+    """A difference with its sign, its error and its seeds."""
     return f"{value.mean:+.3f} ± {value.error:.3f} ({value.seeds} {'seed' if value.seeds == 1 else 'seeds'})"
 
 
@@ -197,154 +187,6 @@ def _results(found: Cells) -> str:
         )
     header = ("sampler", "correction", "seeds", "held-out before", "held-out after", "gain")
     return table((*header, f"reward, last {LAST} steps", "each seed"), rows)
-
-
-def _verdicts(found: Cells) -> str:
-    rows = []
-    for claim in CLAIMS:
-        verdict = claim.judge(found) or Verdict("open", "its cells are not all done")
-        rows.append((claim.text, claim.section, f"**{verdict.word}**", verdict.evidence))
-    return table(("claim", "section", "here", "why"), rows)
-
-
-class Claim(NamedTuple):
-    """What the document says of its trainings, and how the cells judge it; None where they are not done."""
-
-    text: str
-    section: str
-    judge: Callable[[Cells], Verdict | None]
-
-
-def _token_keeps_up(found: Cells) -> Verdict | None:
-    """Token-TIS against no correction, in the two columns that sample the whole distribution."""
-    evidence, worse = [], False
-    for column in ("clean", "stale_quantized"):
-        lead = gap(select(found, column, "token_tis"), select(found, column, "none"))
-        if lead is None:
-            return None
-        worse = worse or lead.mean < -MARGIN * lead.error
-        evidence.append(f"{COLUMN_TITLES[column]}: {_gap_text(lead)}")
-    return Verdict("does not repeat" if worse else "repeats", "Token-TIS against none, " + "; ".join(evidence))
-
-
-def _sequence_is_worst(found: Cells) -> Verdict | None:
-    sequence = select(found, "stale_quantized", "seq_tis")
-    leads = [gap(sequence, select(found, "stale_quantized", other)) for other in ("token_tis", "none")]
-    measured = [lead for lead in leads if lead is not None]
-    if len(measured) < len(leads):
-        return None
-    worst = all(lead.mean < -MARGIN * lead.error for lead in measured)
-    token, none = map(_gap_text, measured)
-    evidence = f"stale and quantized: Seq-TIS against Token-TIS {token}, against none {none}"
-    return Verdict("repeats" if worst else "does not repeat", evidence)
-
-
-def _within(column: str, correction: str, metric: str, low: float, high: float) -> Callable[[Cells], Verdict | None]:
-    """Whether a metric, averaged over a training, is in a range that the document names."""
-
-    def judge(found: Cells) -> Verdict | None:
-        value = overall(select(found, column, correction), metric)
-        if value is None:
-            return None
-        word = "repeats" if low <= value.mean <= high else "does not repeat"
-        seeds = f"{value.seeds} {'seed' if value.seeds == 1 else 'seeds'}"
-        return Verdict(word, f"{COLUMN_TITLES[column]}: {value.mean:.3g} ± {value.error:.1g} ({seeds})")
-
-    return judge
-
-
-def _all_fail(found: Cells) -> Verdict | None:
-    evidence, learns = [], False
-    for correction in ("none", "token_tis", "seq_tis"):
-        gained = gain(select(found, "truncated", correction))
-        if gained is None:
-            return None
-        learns = learns or gained.mean > MARGIN * gained.error
-        evidence.append(f"{CORRECTION_TITLES[correction]} {_gap_text(gained)}")
-    still = [norm == 0 for cell in found if cell["column"] == "truncated" for norm in cell["metrics"]["grad_norm"]]
-    why = f"gain in held-out accuracy: {', '.join(evidence)}; in {_mean(still):.0%} of the steps every group was all "
-    why += "right or all wrong, and nothing was learned"
-    return Verdict("does not repeat" if learns else "repeats", why)
-
-
-def _replay_helps(found: Cells) -> Verdict | None:
-    lead = gap(select(found, "truncated", "replay"), select(found, "truncated", "none"))
-    if lead is None:
-        return None
-    word = "repeats" if lead.mean > MARGIN * lead.error else "does not repeat"
-    return Verdict(word, f"replayed kept sets against none: {_gap_text(lead)}")
-
-
-def _masking_is_no_better(found: Cells) -> Verdict | None:
-    lead = gap(select(found, "stale_quantized", "seq_mis"), select(found, "stale_quantized", "token_tis"))
-    if lead is None:
-        return None
-    word = "does not repeat" if lead.mean > MARGIN * lead.error else "repeats"
-    return Verdict(word, f"stale and quantized: Seq-MIS against Token-TIS {_gap_text(lead)}")
-
-
-def _larger_kl(found: Cells) -> Verdict | None:
-    truncated, clean = (overall(select(found, column, "none"), "kl") for column in ("truncated", "clean"))
-    if truncated is None or clean is None:
-        return None
-    word = "repeats" if truncated.mean > 10 * abs(clean.mean) else "does not repeat"
-    return Verdict(word, f"{truncated.mean:.2g} nats per token against {clean.mean:.2g} in the clean column")
-
-
-def _not_here(why: str) -> Callable[[Cells], Verdict | None]:
-    return lambda found: Verdict("cannot be tested here", why)
-
-
-CLAIMS = (
-    Claim("Token-TIS ends as well as no correction, or better", "5.1, 7", _token_keeps_up),
-    Claim("Seq-TIS is the worst of the three", "5.1, 7", _sequence_is_worst),
-    Claim(
-        "The ESS of Token-TIS stays at 0.9 to 1.0",
-        "5.2",
-        _within("stale_quantized", "token_tis", "ess", 0.9, 1.0),
-    ),
-    Claim("The ESS of Seq-TIS is 0.3 to 0.4", "5.2", _within("stale_quantized", "seq_tis", "ess", 0.3, 0.4)),
-    Claim("Seq-TIS: χ²_seq exceeds 1,000", "5.2", _within("stale_quantized", "seq_tis", "chi2_seq", 1e3, math.inf)),
-    Claim(
-        "80 to 90 % of the sequences have a weight below 1/4 under Seq-TIS",
-        "5.2",
-        _within("stale_quantized", "seq_tis", "low_weight", 0.8, 0.9),
-    ),
-    Claim("With temperature 0.7, top-p 0.8 and top-k 20 all three fail", "5.4", _all_fail),
-    Claim(
-        "… there nearly all sequences have a low weight",
-        "5.4",
-        _within("truncated", "seq_tis", "low_weight", 0.9, 1),
-    ),
-    Claim(
-        "… and the ESS is near 1 all the same, because every weight is clamped",
-        "5.4",
-        _within("truncated", "seq_tis", "ess", 0.9, 1),
-    ),
-    Claim("… and the KL is more than ten times that of temperature 1", "5.4", _larger_kl),
-    Claim("Replayed kept sets make top-p and top-k usable (cited there, not run)", "2", _replay_helps),
-    Claim("Seq-MIS, built on the same weights, does no better than Token-TIS", "6", _masking_is_no_better),
-    Claim(
-        "Geo-RS with the recommended band rejects every sample",
-        "6",
-        _within("stale_quantized", "geo_rs_token_tis", "rejected", 0.99, 1.0),
-    ),
-    Claim(
-        "The response length stops at 20 / KL tokens",
-        "5.4",
-        _not_here("the length of a right answer is fixed by the task, and nothing rewards more"),
-    ),
-    Claim(
-        "Temperature 0.4 keeps the order of the corrections",
-        "5.1",
-        _not_here("temperature 0.4 is no column of this grid"),
-    ),
-    Claim(
-        "Low weights come with length, up to 10,000 tokens",
-        "5.3",
-        _not_here("all answers have nearly one length; the measured study varies it"),
-    ),
-)
 
 
 def _mismatch(found: Cells) -> str:
@@ -413,7 +255,7 @@ def _first(smooth: Sequence[float], holds: Callable[[float], bool]) -> int | Non
 
 
 def _smooth(values: Sequence[float | None]) -> list[float]:
-    return [_mean(_finite(values[max(0, i - SMOOTH + 1) : i + 1])) for i in range(len(values))]
+    return [mean(finite(values[max(0, i - SMOOTH + 1) : i + 1])) for i in range(len(values))]
 
 
 def _warnings(found: Cells) -> str:
@@ -466,20 +308,26 @@ def _all(found: Cells, name: str) -> str:
     return ", ".join(dict.fromkeys(str(cell[name]) for cell in found))
 
 
-def _finite(values: Sequence[float | None]) -> list[float]:
+def finite(values: Sequence[float | None]) -> list[float]:
+    """The values that are there."""
     return [value for value in values if value is not None and math.isfinite(value)]
 
 
-def _mean(values: Sequence[float]) -> float:
+def mean(values: Sequence[float]) -> float:
+    """Their mean; NaN without values."""
     return sum(values) / len(values) if values else math.nan
 
 
-def _spread(values: Sequence[float]) -> float:
-    """The standard error of a mean over seeds; 0 for a single one."""
+def spread(values: Sequence[float]) -> float:
+    """The standard error of a mean over seeds; NaN for a single one."""
     if len(values) < 2:
-        return 0.0
-    mean = _mean(values)
-    return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
+        return math.nan
+    center = mean(values)
+    return math.sqrt(sum((value - center) ** 2 for value in values) / (len(values) - 1) / len(values))
+
+
+def _larger(error: float, other: float) -> float:
+    return error if math.isnan(other) else max(error, other)
 
 
 def _curves(found: Cells, what: str, path: Path, *, logarithmic: bool = False) -> None:
@@ -498,7 +346,7 @@ def _curves(found: Cells, what: str, path: Path, *, logarithmic: bool = False) -
                 panel.plot(x, y, color=color, linewidth=0.6, alpha=0.5)
             if lines:
                 length = min(len(x) for x, _ in lines)
-                means = [_mean([y[i] for _, y in lines]) for i in range(length)]
+                means = [mean([y[i] for _, y in lines]) for i in range(length)]
                 panel.plot(lines[0][0][:length], means, color=color, linewidth=2, label=CORRECTION_TITLES[correction])
         panel.set_title(COLUMN_TITLES[column], fontsize=10)
         panel.set_xlabel("training step")

@@ -18,7 +18,7 @@ from rollcorr.config.criteria import join_band
 
 START_WITH = (
     "Start with `measure`: it changes no loss. A few dozen steps later its numbers say whether a correction is needed, "
-    "and which one (docs/choosing.md)."
+    "and which one (docs/guides/choosing.md)."
 )
 """What a newcomer should read before the list."""
 

@@ -31,10 +31,10 @@ SYMBOLS: dict[str, str] = {
 }
 """Symbols of docs/reference/notation.md that formulas of metrics use."""
 
-_STEPS = "below {} negligible, below {} small, below {} moderate, beyond that severe or a fault (docs/choosing.md)"
+_STEPS = "below {} negligible, below {} small, below {} moderate, beyond that severe or a fault (docs/guides/choosing.md)"
 _MEASURED = (
     "measured with equal weights, the trainer in float32, a Llama of 260,000 parameters, temperature 1 "
-    "(docs/remove_the_mismatch_first.md): a sampler in {}"
+    "(docs/guides/remove_the_mismatch_first.md): a sampler in {}"
 )
 
 SCALES: dict[str, str] = {

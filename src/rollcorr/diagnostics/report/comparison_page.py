@@ -64,6 +64,7 @@ class ComparisonData:
         comparison: of these runs, in the same order.
         title: heading.
         subtitle: one line under it.
+        remarks: what a reader has to know besides, a paragraph each.
         conclusions: sentences that come before everything else.
         roles: what each run is, in a sentence; empty for none.
         extra: (panel, run name → (step, value) points) of what was measured besides the metrics; drawn first.
@@ -74,6 +75,7 @@ class ComparisonData:
     comparison: RunComparison
     title: str
     subtitle: str
+    remarks: tuple[str, ...] = ()
     conclusions: tuple[str, ...] = ()
     roles: tuple[str, ...] = ()
     extra: tuple[tuple[Panel, Mapping[str, Sequence[tuple[float, float]]]], ...] = ()
@@ -136,6 +138,7 @@ def write_comparison(data: ComparisonData, directory: Path) -> Path:
                 HEADLINES.get(name, name): [ABSENT if value is None else format_number(value) for value in values]
                 for name, values in data.comparison.values.items()
             },
+            latest={panel.title: [_latest(curves.get(name, ())) for name in names] for panel, curves in data.extra},
             contents=[verdict_content(report) for report in data.comparison.reports],
             consequences=CONSEQUENCES,
         )
@@ -145,11 +148,13 @@ def write_comparison(data: ComparisonData, directory: Path) -> Path:
 
 def last_values(curves: Mapping[str, Sequence[tuple[float, float]]]) -> str:
     """The latest finite value of each run."""
-    latest = {
-        name: next((value for _, value in reversed(points) if math.isfinite(value)), None)
-        for name, points in curves.items()
-    }
-    return "; ".join(f"{name} {format_number(value)}" for name, value in latest.items() if value is not None)
+    latest = {name: _latest(points) for name, points in curves.items()}
+    return "; ".join(f"{name} {value}" for name, value in latest.items() if value != ABSENT)
+
+
+def _latest(points: Sequence[tuple[float, float]]) -> str:
+    value = next((value for _, value in reversed(points) if math.isfinite(value)), None)
+    return ABSENT if value is None else format_number(value)
 
 
 def config_differences(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:

@@ -96,6 +96,8 @@ class Panel:
         width: of the figure, inches.
         across: what the x axis shows.
         guides: dashed lines, beside those of the registry.
+        see: what to look for, in a sentence.
+        smooth: whether a long series gets a rolling mean; not for one that jumps by design.
     """
 
     name: str
@@ -108,6 +110,8 @@ class Panel:
     width: float = 5.6
     across: Literal["step", "timestep"] = "step"
     guides: tuple[Guide, ...] = ()
+    see: str = ""
+    smooth: bool = True
 
 
 PANELS: tuple[Panel, ...] = (
@@ -246,13 +250,20 @@ def panels_of(series: Mapping[str, Sequence[Point]], *, diffusion: bool) -> tupl
 
 
 COMPARED: tuple[Panel, ...] = (
-    Panel(name="reward", title="Mean reward of a step", curves={"reward/mean": "reward"}, absent="not logged"),
+    Panel(
+        name="reward",
+        title="Mean reward of a step",
+        curves={"reward/mean": "reward"},
+        absent="not logged",
+        see="The sampler earns it. Where the sampler lags behind, it says little about the policy that is trained.",
+    ),
     Panel(
         name="k3",
-        title="KL (k3) between rollout and train, nats per token",
+        title="KL (k3) between rollout and train, nats per token, logarithmic",
         curves={"k3_kl": "KL (k3)"},
         absent="not measured",
         log=True,
+        see="How far sampler and trainer are apart. With equal weights it stays at the level of rounding.",
     ),
     Panel(
         name="effective_sample_size",
@@ -260,12 +271,14 @@ COMPARED: tuple[Panel, ...] = (
         curves={"rollout_is_eff_sample_size": "effective sample size"},
         absent="no run has importance weights",
         bounds=(0.0, 1.0),
+        see="Near 1 all responses count alike; near 0 a few decide the update.",
     ),
     Panel(
         name="mean_weight",
         title="Mean importance weight",
         curves={"rollout_is_mean": "mean weight"},
         absent="no run has importance weights",
+        see="The ideal is 1. Truncation alone takes it a little below.",
     ),
     Panel(
         name="rejected",
@@ -280,15 +293,23 @@ COMPARED: tuple[Panel, ...] = (
         curves={"engine/staleness": "staleness"},
         absent="not logged",
         bounds=(0.0,),
+        smooth=False,
+        see="A line that only rises belongs to a sampler that gets no new weights.",
     ),
     Panel(
         name="grad_norm",
-        title="Norm of the gradient",
+        title="Norm of the gradient before it is clipped, logarithmic",
         curves={"actor/grad_norm": "norm"},
         absent="not logged",
         log=True,
     ),
-    Panel(name="entropy", title="Entropy of a token, nats", curves={"actor/entropy": "entropy"}, absent="not logged"),
+    Panel(
+        name="entropy",
+        title="Entropy of a token in the trainer, nats",
+        curves={"actor/entropy": "entropy"},
+        absent="not logged",
+        see="A steep rise often comes with a collapse.",
+    ),
 )
 """The panels of a comparison: one metric each, a curve for each run."""
 
@@ -348,7 +369,7 @@ def _figure(panel: Panel, curves: Mapping[str, Array], guides: Sequence[Guide], 
         if label in drawn:
             color = theme.curves[number % len(theme.curves)]
             dashes = DASHES[number // len(theme.curves) % len(DASHES)]
-            _draw_curve(axes, points, label=label, color=color, dashes=dashes)
+            _draw_curve(axes, points, label=label, color=color, dashes=dashes, smooth=panel.smooth)
     _set_scale(axes, panel, np.concatenate([points[:, 1] for points in drawn.values()]), guides)
     _draw_guides(axes, guides, theme)
     _style(axes, theme, legend=legend_rows > 0, across=panel.across)
@@ -387,15 +408,18 @@ def _finite(points: Sequence[Point]) -> Array:
     return array[np.isfinite(array).all(axis=1)]
 
 
-def _draw_curve(axes: Axes, points: Array, *, label: str, color: str, dashes: str) -> None:
+def _draw_curve(axes: Axes, points: Array, *, label: str, color: str, dashes: str, smooth: bool) -> None:
     """A line with markers when short, a rolling mean over the raw line when longer, binned when very long."""
     if len(points) <= MARKED:
         axes.plot(*points.T, color=color, linestyle=dashes, linewidth=1.8, marker="o", markersize=3.5, label=label)
         return
     if len(points) <= MOST_POINTS:
+        if not smooth:
+            axes.plot(*points.T, color=color, linestyle=dashes, linewidth=1.4, alpha=0.8, label=label)
+            return
         axes.plot(*points.T, color=color, linewidth=0.8, alpha=0.35)
-        smooth = rolling_mean(points[:, 1], max(3, len(points) // 20))
-        axes.plot(points[:, 0], smooth, color=color, linestyle=dashes, label=label)
+        means = rolling_mean(points[:, 1], max(3, len(points) // 20))
+        axes.plot(points[:, 0], means, color=color, linestyle=dashes, label=label)
         return
 
     bins = np.array_split(points, MOST_POINTS)
