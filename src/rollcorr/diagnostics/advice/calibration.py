@@ -44,11 +44,17 @@ SPLICES, SPLICES_AGAIN = 20_000, 2_000
 """Spliced sequences for a value, and for each replicate of it."""
 LARGEST_RATIO = math.exp(88.0)
 """Largest ratio that float32 holds."""
+TIE = 1e-6
+"""Part by which a threshold is written farther out, eight units in the last place of float32: the correction compares in
+float32, and a value that many sequences share must not be rejected for its rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CalibratedLimit:
     """A threshold for one setting and length.
+
+    What lies beyond it is rejected, and what lies on it is kept. Where many sequences share one value, as the extremes of
+    a policy with few different log-ratios do, they are kept or rejected together, and the share is the rate at most.
 
     Attributes:
         setting: a criterion ("seq_mean_k3"), "veto", or what a weight threshold is ("token ceiling", "token band",
@@ -69,11 +75,9 @@ class CalibratedLimit:
 
     @property
     def text(self) -> str:
-        """The threshold as the configuration reads it."""
-        if self.lower is None or self.upper is None:
-            one = self.upper or self.lower
-            return "" if one is None else f"{one.value:.9g}"
-        return f"{self.lower.value:.9g}_{self.upper.value:.9g}"
+        """The threshold as the configuration reads it, with `TIE` on the outer side."""
+        ends = (self.lower, 1 - TIE), (self.upper, 1 + TIE)
+        return "_".join(f"{end.value * outward:.9g}" for end, outward in ends if end is not None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from rollcorr.core.metric_registry import finalize
 from rollcorr.diagnostics.health.causes import COURSE, with_causes
 from rollcorr.diagnostics.health.evidence import bare_metrics
 from rollcorr.diagnostics.health.health_check import HealthReport, health
+from rollcorr.diagnostics.health.trend import AGE
 from rollcorr.diagnostics.hypotheses import rank_hypotheses
 from rollcorr.diagnostics.log_check.log_null import first_steps_null
 from rollcorr.diagnostics.log_check.log_tally import LogTally, one_thread, read_log
@@ -191,7 +192,9 @@ def check_logs(
     # All rows together are judged. The steps are history, for the rules and the panels.
     whole = _metrics(merge_parts(tally.parts.values()))
     steps = sorted(step for step in tally.parts if step is not None)
-    series = tuple({"step": step, **_metrics(tally.parts[step])} for step in steps) or ({"step": 0, **whole},)
+    ages = _ages(tally)
+    series = tuple({"step": step, **_metrics(tally.parts[step]), **ages.get(step, {})} for step in steps)
+    series = series or ({"step": 0, **whole},)
     provenance = tally.sample.estimate()
     found = _log_findings(tally, provenance, diffusion=diffusion, kept=read.kept)
 
@@ -344,6 +347,12 @@ def _metrics(part: Part) -> dict[str, float]:
     if share.tokens >= FEW_TOKENS:
         metrics["log/token_id_share"] = share.share
     return metrics
+
+
+def _ages(tally: Tally) -> dict[int, dict[str, float]]:
+    """Step → the mean age of the weights behind its tokens, where steps and versions are counted alike."""
+    ages = {step: {AGE: age} for step, _, age in tally.versions.by_step()}
+    return ages if all(age[AGE] >= 0 for age in ages.values()) else {}
 
 
 def _judged(finding: Finding) -> Finding:
