@@ -2,9 +2,9 @@
 
     python experiments/diagnosis/threads.py OUTPUT [--model DIR] [--seed 0]
 
-Written from the text of the threads alone. The author of the first seven had not seen the rules that judge them; the last
-three were written later, by someone who had (`written_late`). The cause is the one that the thread established, in the
-words of this project.
+Written from the text of the threads alone. The author of the first seven had not seen the rules that judge them; the
+last three were written later, by someone who had (`written_late`). The cause is the one that the thread established, in
+the words of this project.
 """
 
 from __future__ import annotations
@@ -204,16 +204,17 @@ def _cache_that_outlives_a_sync(model: nn.Module, path: Path, seed: int) -> None
 
 
 def _text_tokenized_again(model: nn.Module, path: Path, seed: int) -> None:
-    # The ids are those of the decoded text. Every row loses its last id, and in one of fifty rows two tokens become one:
-    # from there on each id stands beside the log-prob of the token before it. The trainer scores the ids that it has.
+    # The ids are those of the decoded text. Every row loses its last id, and in one of fifty rows two tokens become
+    # one: from there on each id stands beside the log-prob of the token before it. The trainer scores what it has.
     prompts, ids, rollout = _sampled(model, seed=seed, rows=150)
     generator = torch.Generator("cpu").manual_seed(seed + 1)
     again = []
     for row, tokens in enumerate(ids):
         if row % 50 == 7 and len(tokens) > 8:
             at = int(torch.randint(2, max(3, len(tokens) // 2), (1,), generator=generator, device="cpu"))
-            tokens = [*tokens[:at], *tokens[at + 1 :]]  # noqa: PLW2901 (the row as the client has it)
-        again.append(tokens if len(tokens) < 2 else tokens[:-1])
+            again.append([*tokens[:at], *tokens[at + 1 : -1]])
+        else:
+            again.append(tokens[: max(1, len(tokens) - 1)])
     write_log(
         path,
         prompt_ids=prompts,
@@ -298,8 +299,8 @@ THREADS = (
     Thread(
         repository="allenai/open-instruct",
         number=1473,
-        symptom="the mean difference grows from step to step, also with a learning rate of 0; responses had the prompts "
-        "of other rows",
+        symptom="the mean difference grows from step to step, also with a learning rate of 0; responses had the "
+        "prompts of other rows",
         cause="template",
         write=_responses_of_other_prompts,
         written_late=True,

@@ -216,7 +216,7 @@ def test_a_value_that_many_sequences_share_is_kept_with_its_threshold():
     random = np.random.default_rng(0)
     rollout = np.full((1000, 40), -1.7, dtype=np.float32)
     train = (rollout + 1e-3 * random.normal(size=rollout.shape)).astype(np.float32)
-    for first, last, d in ((0, 150, 0.0337), (150, 300, -0.0337), (300, 330, 0.11)):
+    for first, last, d in ((0, 150, 0.026), (150, 300, -0.026), (300, 330, 0.11)):
         train[first:last, 7] = rollout[first:last, 7] + np.float32(d)
     profile = MismatchProfile.of(train.ravel(), rollout.ravel(), np.ones(40_000, dtype=bool), np.full(1000, 40))
     null = MismatchNull(name="pool", kind="log", profile=profile, share=profile.share)
@@ -226,6 +226,12 @@ def test_a_value_that_many_sequences_share_is_kept_with_its_threshold():
         both = torch.from_numpy(train), torch.from_numpy(rollout)
         kept = correct(*both, torch.ones(1000, 40), config).loss_mask.any(1)
         assert int((~kept).sum()) == 30, setting
+
+    # A framework that computes all of it in float32 keeps them too.
+    d = train - rollout
+    for setting, size in (("seq_max_k2", d * d / 2), ("seq_max_k3", np.expm1(d) - d)):
+        assert size.dtype == np.float32
+        assert int((size.max(1) > np.float32(found.limit(setting, 40).text)).sum()) == 30, setting
     threshold = float(found.limit("veto", 40).text)
     veto = RolloutCorrectionConfig(rollout_is="token", rollout_token_veto_threshold=threshold)
     assert correct(*both, torch.ones(1000, 40), veto).loss_mask.any(1).all()

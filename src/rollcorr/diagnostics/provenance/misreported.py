@@ -157,8 +157,8 @@ def find_shifts(pairs: PairRows) -> Undone:
         reason = f"the rollout's log-probs are {', '.join(words)}"
     fix = ""
     if (late & shifted).any():
-        reason += f", {int((late & shifted).sum())} of them from some later token on: a text that was tokenized again, or a "
-        reason += "token that one side left out"
+        reason += f", {int((late & shifted).sum())} of them from some later token on: a text that was tokenized again, "
+        reason += "or a token that one side left out"
         fix = "store the ids and the log-probs that the engine returned for one request; do not tokenize its text again"
     finding = provenance_finding("shifted", reason, confidence_of(z), evidence, fix=fix)
     here = extent(pairs, shifted & pairs.judged, tokens)

@@ -17,7 +17,7 @@ from rollcorr.diagnostics.provenance.provenance_findings import confidence_of, p
 MISSING_SHARE = 0.01
 """Share of tokens without a log-prob, in the log or in a row, above which they are named."""
 AS_LIKELY = 0.3
-"""Relative difference of the mean log-prob up to which tokens count as likely as the others: the policy sampled them."""
+"""Relative difference of the mean log-prob up to which tokens are as likely as the others: the policy sampled them."""
 
 
 def find_placeholders(pairs: PairRows) -> Undone:
