@@ -7,7 +7,7 @@ a cumulative sum (Page, 1954) collects what exceeds an allowance:
     S_t = max(0, S_{t−1} + min(x_t − m − allowance, cap))            a change is found when S_t > limit
 
 The cap keeps single spikes from being a change. What grows from the first step on has no steps that were well, so the
-first steps are also asked for a trend (Mann, 1945). The onset is looked for when a change is found, and twice more.
+first steps are also asked for a trend (Mann, 1945). The onset is looked for when a change is found, and thrice more.
 
 A rise from the first steps on is that of a sampler which is never synchronized, or that of weights whose age grew with
 them. `AgeWatch` tells the two apart where the age is recorded.
@@ -45,7 +45,7 @@ TREND_FACTOR = 3.0
 """Growth that a trend needs besides, from the first three steps to the last three."""
 REMEMBERED = 200
 """Steps in which an onset is looked for."""
-SETTLED = 20
+SETTLED = 40
 """Steps after a change was found in which its onset is looked for again."""
 NOISE_STEPS = 30
 """Steps that tell how noisy a metric is."""
@@ -252,7 +252,7 @@ class ChangeDetector:
         """Go on with a change that lasts: look for its onset with more steps for a while, and for its end."""
         change = self.changes[-1]
         self._since_found += 1
-        if self._since_found in (SETTLED // 2, SETTLED):
+        if self._since_found in (SETTLED // 4, SETTLED // 2, SETTLED):
             change = self._located(found=change.found)
         latest = median(value for _, value in list(self._values)[-FEWEST_STEPS:])
         z = (latest - math.log(change.baseline)) / self._error()
