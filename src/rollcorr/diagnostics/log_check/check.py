@@ -227,7 +227,7 @@ def check_logs(
             findings=with_causes((*causes, *others, *notes, *_mixed(tally.origin))),
             not_judged=(
                 *_partial(read),
-                *(_with_settings(sentence, hypotheses) for sentence in weights.not_judged),
+                *(_with_settings(sentence, hypotheses, tally) for sentence in weights.not_judged),
                 *verdict.not_judged,
             ),
         ),
@@ -256,9 +256,10 @@ def _remark(finding: Finding, diffusion: bool) -> str:
     return f"{finding.title}" + (f", in {rows:,} picture{'s' * (rows != 1)}" if rows else "")
 
 
-def _with_settings(sentence: str, hypotheses: Sequence[Finding]) -> str:
+def _with_settings(sentence: str, hypotheses: Sequence[Finding], tally: Tally) -> str:
     """A sentence on the weights, which says that the settings agree if nothing speaks against it."""
     agrees = sentence.startswith(NOT_JUDGED) and all(finding.severity == "note" for finding in hypotheses)
+    agrees = agrees and not tally.profile.ids.repeats  # then settings do not show
     return f"settings agree; {sentence}" if agrees else sentence
 
 
@@ -344,7 +345,7 @@ def _metrics(part: Part) -> dict[str, float]:
     metrics["log/zero_fraction"] = part.zeros / tokens if tokens else 0.0
     metrics["log/contradicted_zero_count"] = float(part.contradicted)
     share = part.ids.share()
-    if share.tokens >= FEW_TOKENS:
+    if share.tokens >= FEW_TOKENS and not part.ids.repeats:
         metrics["log/token_id_share"] = share.share
     return metrics
 
