@@ -37,6 +37,9 @@ FALLS = -0.5
 token more or less weighs about 1/length or less, so the power is −1 or lower, and that of a stale cache is about 0."""
 REPEATED_FADES, REPEATED_SURELY, REPEATED_FALLS = 8.0, 6.0, -0.3
 """`FADES`, `SURELY_FADES` and `FALLS` where the responses repeat few tokens."""
+CACHE_FADES = 9.0
+"""Fading below which it is no stale cache: the response's own keys are right and soon outweigh those of the prompt, while
+a prompt that lacks its BOS keeps differing."""
 ALIKE = 0.2
 """Standard deviation of the logarithm of the prompts' lengths below which nothing depends on them."""
 STOCHASTIC = 0.08
@@ -154,7 +157,7 @@ def _fading_causes(times: str, fading: Fading, evidence: dict[str, float], *, re
         evidence["power_of_prompt_length"] = fading.power
     shown = f"{times}, and {format_number(fading.ratio)} times as much at the first {EARLY} tokens as after {SETTLED}"
     large = OTHER_PROMPT if math.isfinite(fading.power) else OTHER_PROMPT_ALONE
-    prompt = fading.early >= large or fading.power <= FALLS
+    prompt = fading.early >= large or fading.power <= FALLS or fading.ratio < CACHE_FADES
     if repeats and math.isfinite(fading.power):
         prompt = fading.power <= REPEATED_FALLS
     first, second = ("template", "stale_prefix_cache") if prompt else ("stale_prefix_cache", "template")
