@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 CLASSES: Mapping[str, frozenset[str]] = {
     "weights": frozenset({"weights_differ", "frozen_sampler"}),
-    "staleness": frozenset({"staleness", "stale_weights"}),
+    "staleness": frozenset({"stale_by_lag"}),
     "prefix": frozenset({"stale_prefix_cache"}),
     "template": frozenset({"template"}),
     "stochastic": frozenset({"stochastic_trainer"}),

@@ -278,10 +278,18 @@ def score_threads(folder: Path, results: Path) -> list[dict[str, object]]:
     """Public threads: whether the first hypothesis is what the thread found."""
     rows = []
     for thread in THREADS:
-        judged = judge(folder / f"{thread.name}.parquet")
+        judged = judge(folder / f"{thread.name}.parquet", null_steps=thread.null_steps)
         right = names(thread.cause, judged.first) and (thread.cause == "noise") == (not judged.cause)
         row = {"thread": f"{thread.repository}#{thread.number}", "cause": thread.cause, "first": judged.first}
-        rows.append(row | {"right": right, "verdict": judged.verdict, "named": " ".join(judged.named)})
+        rows.append(
+            row
+            | {
+                "written_late": thread.written_late,
+                "right": right,
+                "verdict": judged.verdict,
+                "named": " ".join(judged.named),
+            }
+        )
     _write(results / "threads.csv", rows)
     return rows
 

@@ -1,6 +1,6 @@
 """How often the check names a cause, by how strong it is and how many rows show it.
 
-    python experiments/diagnosis/sweep.py RESULTS [--seeds 10] [--causes tempered,shifted]
+    python experiments/diagnosis/sweep.py RESULTS [--seeds 10] [--first-seed 0] [--causes tempered,shifted]
 
 The faults are those of `pair_faults.py`: pairs of log-probs of a synthetic policy, of which a share of the rows is
 changed. RESULTS gets sweep.csv (one row per cause, severity and share), half.csv (the share of rows at which half of
@@ -45,7 +45,7 @@ def named(pairs: Pairs, scratch: Path) -> str:
     return "" if not judged.named or class_of(judged.first) in NOT_A_CAUSE else judged.first
 
 
-def sweep(causes: Iterable[str], *, seeds: int) -> list[dict[str, object]]:
+def sweep(causes: Iterable[str], *, seeds: int, first_seed: int = 0) -> list[dict[str, object]]:
     """One row per cause, severity and share: how many of the seeds were named rightly, wrongly and not at all."""
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -54,7 +54,7 @@ def sweep(causes: Iterable[str], *, seeds: int) -> list[dict[str, object]]:
             for severity in SWEEP[cause]:
                 for share in SHARES:
                     found = []
-                    for seed in range(seeds):
+                    for seed in range(first_seed, first_seed + seeds):
                         healthy = healthy_pairs(rows=ROWS, length=LENGTH, seed=seed)
                         broken = inject(cause, healthy, severity=severity, share=share, seed=seed)
                         found.append(named(broken, Path(folder)))
@@ -142,11 +142,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
     parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--causes", default=",".join(SWEEP), help="separated by commas")
     options = parser.parse_args()
 
     started = time.perf_counter()
-    rows = sweep(options.causes.split(","), seeds=options.seeds)
+    rows = sweep(options.causes.split(","), seeds=options.seeds, first_seed=options.first_seed)
     options.results.mkdir(parents=True, exist_ok=True)
     for name, table in (("sweep.csv", rows), ("half.csv", half_points(rows))):
         with (options.results / name).open("w", encoding="utf-8", newline="") as file:

@@ -2,9 +2,9 @@
 
     python experiments/diagnosis/threads.py OUTPUT [--model DIR] [--seed 0]
 
-Written from the text of the threads alone, before and without any knowledge of the rules that judge them. The cause is
-the one that the thread established, in the words of this project. Three of the ten threads that were chosen could not
-be read when the fixtures were written, so nothing stands for them: `UNREAD`.
+Written from the text of the threads alone. The author of the first seven had not seen the rules that judge them; the
+last three were written later, by someone who had (`written_late`). The cause is the one that the thread established, in
+the words of this project.
 """
 
 from __future__ import annotations
@@ -28,9 +28,6 @@ from rollcorr import SamplingSpec
 ROWS = 32
 TOKENS = 120
 
-UNREAD = ("allenai/open-instruct#1473", "NovaSky-AI/SkyRL#2246", "eval-protocol/python-sdk#457")
-"""Threads without a fixture: their text was not to be had."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Thread:
@@ -42,6 +39,8 @@ class Thread:
         symptom: what was seen.
         cause: what the thread found, as a class of `expected.py`.
         write: writes the log from a model, a path and a seed.
+        null_steps: first and last step that the thread's author knew to be right; None where nobody did.
+        written_late: by someone who knew the rules.
     """
 
     repository: str
@@ -49,6 +48,8 @@ class Thread:
     symptom: str
     cause: str
     write: Callable[[nn.Module, Path, int], None]
+    null_steps: tuple[int, int] | None = None
+    written_late: bool = False
 
     @property
     def name(self) -> str:
@@ -154,6 +155,75 @@ def _write_steps(path: Path, sampler: nn.Module, trainers: list[nn.Module], *, s
     )
 
 
+def _responses_of_other_prompts(model: nn.Module, path: Path, seed: int) -> None:
+    # An index of the data is off, so the trainer scores responses after the prompts of other rows: more of them at each
+    # step, although the learning rate is 0. That the share grows is how this fixture shows a difference that grows.
+    columns: list[list] = [[], [], [], [], []]
+    for step in range(20):
+        prompts, ids, rollout = _sampled(model, seed=seed + step, rows=16, tokens=80)
+        wrong = round(16 * step / 19)
+        assigned = [*prompts[1:wrong], *prompts[: min(wrong, 1)], *prompts[wrong:]]
+        scored = score(model, assigned, ids)
+        for column, values in zip(columns, (assigned, ids, rollout, scored, [step] * 16), strict=True):
+            column += values
+    prompts, ids, rollout, scored, steps = columns
+    write_log(
+        path,
+        prompt_ids=prompts,
+        response_ids=ids,
+        rollout_log_prob=rollout,
+        old_log_prob=scored,
+        steps=steps,
+    )
+
+
+def _cache_that_outlives_a_sync(model: nn.Module, path: Path, seed: int) -> None:
+    # Three steps of an asynchronous run. The weights change between the second and the third; the engine then samples
+    # with the new weights after prompts whose keys and values are those of the old ones. The first two steps are right.
+    generator = torch.Generator("cpu").manual_seed(seed)
+    *_, later = train(copied(model).requires_grad_(True), 8, generator=generator, learning_rate=1e-3)
+    columns: list[list] = [[], [], [], [], []]
+    for step, weights in ((1, model), (2, model), (3, copied(later))):
+        prompts = make_prompts(model, 48, generator=generator)
+        cached = in_engine(model, "bf16") if weights is not model else None
+        drawn = sample(in_engine(weights, "bf16"), prompts, tokens=100, generator=generator, cache_model=cached)
+        scored = score(weights, prompts, drawn.ids)
+        for column, values in zip(columns, (prompts, drawn.ids, drawn.log_prob, scored, [step] * 48), strict=True):
+            column += values
+    prompts, ids, rollout, scored, steps = columns
+    write_log(
+        path,
+        prompt_ids=prompts,
+        response_ids=ids,
+        rollout_log_prob=rollout,
+        old_log_prob=scored,
+        sampling=SamplingSpec(engine="vllm"),
+        steps=steps,
+        versions=steps,
+    )
+
+
+def _text_tokenized_again(model: nn.Module, path: Path, seed: int) -> None:
+    # The ids are those of the decoded text. Every row loses its last id, and in one of fifty rows two tokens become
+    # one: from there on each id stands beside the log-prob of the token before it. The trainer scores what it has.
+    prompts, ids, rollout = _sampled(model, seed=seed, rows=150)
+    generator = torch.Generator("cpu").manual_seed(seed + 1)
+    again = []
+    for row, tokens in enumerate(ids):
+        if row % 50 == 7 and len(tokens) > 8:
+            at = int(torch.randint(2, max(3, len(tokens) // 2), (1,), generator=generator, device="cpu"))
+            again.append([*tokens[:at], *tokens[at + 1 : -1]])
+        else:
+            again.append(tokens[: max(1, len(tokens) - 1)])
+    write_log(
+        path,
+        prompt_ids=prompts,
+        response_ids=again,
+        rollout_log_prob=[row[: len(tokens)] for row, tokens in zip(rollout, again, strict=True)],
+        old_log_prob=score(model, prompts, again),
+    )
+
+
 def _one_position_to_the_left(model: nn.Module, path: Path, seed: int) -> None:
     # The trainer's log-prob of a token stands where that of the token before it belongs.
     prompts, ids, rollout = _sampled(model, seed=seed)
@@ -225,6 +295,32 @@ THREADS = (
         symptom="the KL rises 36-fold over the run whatever the interval of syncs; no sync carries the adapter",
         cause="weights",
         write=_adapter_that_never_arrives,
+    ),
+    Thread(
+        repository="allenai/open-instruct",
+        number=1473,
+        symptom="the mean difference grows from step to step, also with a learning rate of 0; responses had the "
+        "prompts of other rows",
+        cause="template",
+        write=_responses_of_other_prompts,
+        written_late=True,
+    ),
+    Thread(
+        repository="NovaSky-AI/SkyRL",
+        number=2246,
+        symptom="the batch after a weight sync differs by 0.87 nats in the mean; the prefix cache was not cleared",
+        cause="prefix",
+        write=_cache_that_outlives_a_sync,
+        null_steps=(1, 2),
+        written_late=True,
+    ),
+    Thread(
+        repository="eval-protocol/python-sdk",
+        number=457,
+        symptom="rare rows differ by tens of nats; ids came from the decoded text, log-probs from what was sampled",
+        cause="shift",
+        write=_text_tokenized_again,
+        written_late=True,
     ),
 )
 

@@ -21,7 +21,7 @@ from mismatch_pools import (
 )
 
 from rollcorr import RolloutCorrectionConfig, correct
-from rollcorr.diagnostics import calibrate, noise_table
+from rollcorr.diagnostics import MismatchNull, MismatchProfile, calibrate, noise_table
 from rollcorr.diagnostics.advice.order_statistics import _ranks, quantile_estimate
 from rollcorr.run_directory.stored_run import BadInputError
 
@@ -209,6 +209,32 @@ def test_the_thresholds_are_what_a_configuration_reads():
         config = RolloutCorrectionConfig(rollout_rs=setting, rollout_rs_threshold=found.limit(setting, 40).text)
         kept = correct(train, rollout, torch.ones(1000, 40), config).loss_mask.any(1)
         assert float(1 - kept.double().mean()) == pytest.approx(0.05, abs=0.004), setting
+
+
+def test_a_value_that_many_sequences_share_is_kept_with_its_threshold():
+    """The largest |d| of 30 % of the sequences is one of two values, that of 3 % is larger: only these may go."""
+    random = np.random.default_rng(0)
+    rollout = np.full((1000, 40), -1.7, dtype=np.float32)
+    train = (rollout + 1e-3 * random.normal(size=rollout.shape)).astype(np.float32)
+    for first, last, d in ((0, 150, 0.026), (150, 300, -0.026), (300, 330, 0.11)):
+        train[first:last, 7] = rollout[first:last, 7] + np.float32(d)
+    profile = MismatchProfile.of(train.ravel(), rollout.ravel(), np.ones(40_000, dtype=bool), np.full(1000, 40))
+    null = MismatchNull(name="pool", kind="log", profile=profile, share=profile.share)
+    found = calibrate(null, lengths=[40])
+    for setting in ("seq_max_k2", "seq_max_k3"):
+        config = RolloutCorrectionConfig(rollout_rs=setting, rollout_rs_threshold=found.limit(setting, 40).text)
+        both = torch.from_numpy(train), torch.from_numpy(rollout)
+        kept = correct(*both, torch.ones(1000, 40), config).loss_mask.any(1)
+        assert int((~kept).sum()) == 30, setting
+
+    # A framework that computes all of it in float32 keeps them too.
+    d = train - rollout
+    for setting, size in (("seq_max_k2", d * d / 2), ("seq_max_k3", np.expm1(d) - d)):
+        assert size.dtype == np.float32
+        assert int((size.max(1) > np.float32(found.limit(setting, 40).text)).sum()) == 30, setting
+    threshold = float(found.limit("veto", 40).text)
+    veto = RolloutCorrectionConfig(rollout_is="token", rollout_token_veto_threshold=threshold)
+    assert correct(*both, torch.ones(1000, 40), veto).loss_mask.any(1).all()
 
 
 def test_the_file_holds_what_was_calibrated(tmp_path):

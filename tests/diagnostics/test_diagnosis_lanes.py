@@ -110,7 +110,7 @@ def test_a_replayed_log_scores_both_sides_over_the_sets_that_it_records(lanes, m
 def test_every_thread_has_a_cause_of_the_table_and_stands_once(lanes):
     threads, expected = lanes["threads"], lanes["expected"]
     assert all(thread.cause in expected.CLASSES for thread in threads.THREADS)
-    assert len({thread.name for thread in threads.THREADS}) + len(threads.UNREAD) == 10
+    assert len({thread.name for thread in threads.THREADS}) == len(threads.THREADS) == 10
 
 
 def test_every_fault_is_made_and_expected_and_codes_belong_to_one_class(lanes):

@@ -238,3 +238,36 @@ def test_a_share_that_a_quantized_engine_may_have_names_no_weights_by_itself(sha
         k3=ratio * 1e-3, expected=1e-3, ratio=ratio, z=1.0, share=of(share), null_share=of(0.04), excess_share=0.1
     )
     assert _id_explains_more(excess) == explains
+
+
+def test_ids_in_effect_by_hand():
+    """Counts 6, 2 and 0: 8² / (36 + 4) = 1.6."""
+    sums = TokenSums.of(np.array([0, 0, 0, 0, 0, 0, 1, 1]), np.zeros(8))
+    assert sums.effective == pytest.approx(1.6)
+    assert sums.repeats
+    assert not TokenSums.of(np.arange(20), np.zeros(20)).repeats
+    assert not TokenSums.empty().repeats, "without ids nothing is known"
+
+
+def test_responses_that_repeat_one_token_name_no_cause_by_the_id(tmp_path):
+    """A policy that collapsed: the same contexts come again, so rounding is a function of the id, and of the place."""
+    random = np.random.default_rng(0)
+    rows = []
+    for _ in range(32):
+        ids = np.where(random.random(60) < 0.9, 7, random.integers(3, 40, size=60))
+        rollout = np.where(ids == 7, -0.1, -4.0) + 0.05 * random.normal(size=60).clip(-1, 1)
+        train = rollout + np.where(ids == 7, 0.004, -0.012)
+        rows.append(
+            {
+                "prompt_ids": [1, 2],
+                "response_ids": ids.tolist(),
+                "rollout_log_prob": rollout.tolist(),
+                "old_log_prob": train.tolist(),
+            }
+        )
+    result = check_logs([write_rows(tmp_path / "log.parquet", rows)])
+    assert result.profile.share.share > 0.9
+    assert first_cause(result) is None
+    assert "The responses repeat 1.2 tokens" in result.health.not_judged[0]
+    assert "settings agree" not in result.health.not_judged[0]
+    assert "on these every cause looks alike" in result.provenance.unknown[-1]

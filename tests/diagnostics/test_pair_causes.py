@@ -221,6 +221,42 @@ def test_token_ids_alone_bound_how_unlikely_a_sampled_token_can_be():
         estimate_provenance(train, rollout, pairs.mask, cu_seqlens=pairs.cu_seqlens, token_ids=ids[:5])
 
 
+@pytest.mark.parametrize("filled", [0.0, -9999.0, math.nan])
+def test_a_list_that_is_too_short_is_told_from_tokens_that_nobody_sampled(filled):
+    """The last log-probs of some rows are missing, and the trainer finds those tokens as likely as the others."""
+    pairs = healthy(rows=32)
+    ends = pairs.cu_seqlens[1:]
+    place = torch.arange(len(pairs.train))
+    short = (ends[pairs.row] - place <= 20) & (pairs.row % 3 == 0)
+    broken = pairs.rollout.masked_fill(short, filled)
+    found = estimate_provenance(pairs.train, broken, pairs.mask, cu_seqlens=pairs.cu_seqlens)
+    assert named(found) == {"placeholder"}
+    assert rows_named(found, "placeholder") == 11
+
+    # What a tool or the padding wrote there is more of a surprise.
+    foreign = pairs.train.masked_fill(short, -9.0)
+    found = estimate_provenance(foreign, broken, pairs.mask, cu_seqlens=pairs.cu_seqlens)
+    assert named(found) == {"foreign_tokens"}
+
+
+@pytest.mark.parametrize("lag", [1, -1, 3])
+def test_rows_that_are_shifted_from_some_token_on_are_named_with_these_tokens(lag):
+    """Two of 24 rows lose a token, or have one too many, at their 40th: the rest stands beside its neighbor."""
+    pairs = healthy()
+    rollout = pairs.rollout.clone()
+    starts = pairs.cu_seqlens.tolist()
+    for row in (3, 17):
+        tail = slice(starts[row] + 40, starts[row + 1])
+        rollout[tail] = rollout[tail].roll(lag)
+    found = estimate_provenance(pairs.train, rollout, pairs.mask, cu_seqlens=pairs.cu_seqlens)
+    assert named(found) == {"shifted"}
+    finding = found.finding("shifted")
+    assert finding.rows == 2
+    tails = sum(starts[row + 1] - starts[row] - 40 for row in (3, 17))
+    assert finding.tokens == pytest.approx(tails, abs=12)
+    assert "from some later token on" in finding.reason
+
+
 def test_many_short_rows_do_not_show_a_cause_by_chance():
     broken = faults().inject("tempered", healthy(rows=3000, length=16, spread=0.1), severity=0.7, share=0.3)
     assert named(estimate(broken)) == {"tempered"}

@@ -77,6 +77,35 @@ def test_a_run_that_starts_broken_and_stays_so_cannot_be_judged_by_itself():
     assert "unchanged since steps 1 to 5; the start was not judged" in report.not_judged[0]
 
 
+def of_age(age_of, k3_of, *, steps=60):
+    """Steps with a recorded age of the weights; k3 is a function of the step and of how old they really are."""
+    noise = [math.exp(0.05 * (-1) ** step) for step in range(steps)]
+    return [
+        {"step": step, **metrics_of(k3_of(step) * noise[step - 1]), "engine/staleness": float(age_of(step))}
+        for step in range(1, steps + 1)
+    ]
+
+
+def test_a_rise_that_goes_with_the_recorded_age_is_staleness_and_not_a_frozen_sampler():
+    """The weights are up to 8 updates old: the mismatch grows for 8 steps and stays."""
+    lag = lambda step: min(step - 1, 8)  # noqa: E731 (a course is one expression)
+    steps = of_age(lag, lambda step: 1e-5 * (1 + lag(step)) ** 1.5)
+    report = health(steps)
+    (warning,) = report.warnings
+    assert warning.code == "stale_by_lag"
+    assert "now 8 updates" in warning.title
+    judge = RunningJudge()
+    for metrics in steps:
+        judge.judge(metrics["step"], bare_metrics(metrics), None)
+    assert [alarm.code for alarm in judge.alarms if alarm.metric == "k3_kl"] == ["stale_by_lag"]
+
+
+@pytest.mark.parametrize("age_of", [lambda _: 0, lambda _: 8, lambda step: min(step - 1, 8)])
+def test_a_rise_that_goes_on_at_one_recorded_age_is_a_frozen_sampler(age_of):
+    (warning,) = health(of_age(age_of, lambda step: 1e-5 * step**1.5)).warnings
+    assert warning.code == "frozen_sampler"
+
+
 def test_the_share_that_the_token_id_explains_is_watched_too():
     share = [0.02, 0.04, 0.01, 0.03] * 5 + [0.25] * 10
     steps = [{"step": s, **metrics_of(1e-5), "log/token_id_share": x} for s, x in enumerate(share, start=1)]

@@ -36,6 +36,28 @@ def test_growth_with_a_recorded_age_that_grows_too_is_staleness():
     assert codes(VersionCells(grows)) == ["stale_by_lag"]
 
 
+def test_a_sampler_that_grows_worse_at_one_recorded_age_is_frozen_although_the_age_grew_before():
+    """The log says 8 versions at most."""
+    lag = [min(step, 8) for step in range(40)]
+    frozen = {(step, step - age): (1000.0, 0.1 * (1 + step) ** 2) for step, age in enumerate(lag)}
+    assert codes(VersionCells(frozen)) == ["frozen_sampler"]
+    stale = {(step, step - age): (1000.0, 0.001 * (1 + age) ** 4 * 1.01**step) for step, age in enumerate(lag)}
+    assert codes(VersionCells(stale)) == ["stale_by_lag"]
+
+
+def test_check_names_a_constant_lag_and_not_a_frozen_sampler(tmp_path):
+    rows = []
+    for step in range(30):
+        lag = min(step, 8)
+        fault = rollouts(rows=8, length=40, seed=step, weights=0.02 * lag)
+        versions = [{"start": 0, "length": 40, "version": step - lag}]
+        rows += [{**row, "step": step, "policy_versions": versions} for row in fault]
+    result = check_logs([write_rows(tmp_path / "log.parquet", rows)])
+    assert result.hypotheses[0].code == "stale_by_lag"
+    assert "frozen_sampler" not in {finding.code for finding in result.health.findings}
+    assert result.series[20]["engine/staleness"] == 8
+
+
 def test_the_same_mismatch_at_every_step_and_age_is_nothing():
     noise = np.random.default_rng(0).uniform(0.8, 1.2, size=100)
     assert codes(cells(lambda step, lag: 0.001 * noise[step], lags=(0, 1, 2))) == []

@@ -44,11 +44,17 @@ SPLICES, SPLICES_AGAIN = 20_000, 2_000
 """Spliced sequences for a value, and for each replicate of it."""
 LARGEST_RATIO = math.exp(88.0)
 """Largest ratio that float32 holds."""
+TIE, TIE_OF_RATIO = 1e-5, 2e-7
+"""Part of a threshold, in nats, by which it is written farther out, and nats more for a ratio. Frameworks compare in
+float32, and a value that many sequences share must not be rejected for its rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CalibratedLimit:
     """A threshold for one setting and length.
+
+    What lies beyond it is rejected, and what lies on it is kept. Where many sequences share one value, as the extremes
+    of a policy with few different log-ratios do, they are kept or rejected together; the share is the rate at most.
 
     Attributes:
         setting: a criterion ("seq_mean_k3"), "veto", or what a weight threshold is ("token ceiling", "token band",
@@ -69,11 +75,14 @@ class CalibratedLimit:
 
     @property
     def text(self) -> str:
-        """The threshold as the configuration reads it."""
-        if self.lower is None or self.upper is None:
-            one = self.upper or self.lower
-            return "" if one is None else f"{one.value:.9g}"
-        return f"{self.lower.value:.9g}_{self.upper.value:.9g}"
+        """The threshold as the configuration reads it, `TIE` farther out."""
+        ends = (self.lower, -1), (self.upper, 1)
+        return "_".join(f"{self._farther_out(end.value, sign):.9g}" for end, sign in ends if end is not None)
+
+    def _farther_out(self, value: float, sign: int) -> float:
+        if self.setting.endswith(("k2", "k3")) or value <= 0:
+            return value * (1 + sign * TIE)
+        return value * math.exp(sign * (TIE_OF_RATIO + TIE * abs(math.log(value))))
 
 
 @dataclass(frozen=True, kw_only=True)

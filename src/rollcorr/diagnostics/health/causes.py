@@ -27,6 +27,7 @@ OF_THE_MISMATCH = frozenset(
         "low_weights",
         "pinned_at_threshold",
         "saturation",
+        "stale_by_lag",
         "sustained_rejection",
         "token_share_rose",
     }
@@ -42,7 +43,7 @@ NO_CAUSE = frozenset(
     {"out_of_range", "identical_policies", "skipped_updates", "unexplained", "excess", "matched", "processed"}
 )
 """Codes that name no cause."""
-COURSE = ("frozen_sampler", "changed_at_step", "growing_mismatch", "above_null", "step_divergence")
+COURSE = ("frozen_sampler", "stale_by_lag", "changed_at_step", "growing_mismatch", "above_null", "step_divergence")
 """Codes that explain the size of the mismatch where no other finding does, the strongest first."""
 
 

@@ -28,7 +28,7 @@ LEAST_SPREAD = 0.05
 """A spread from step to step below this, nats, is taken for it."""
 COARSE = 20
 """Places of the first, coarse look."""
-BEFORE = 20
+BEFORE = 60
 """Steps before an onset that tell the level there."""
 
 

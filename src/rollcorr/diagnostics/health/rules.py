@@ -46,6 +46,12 @@ _RISE_WORDS = {
         "check that the weight sync runs, reaches the process that samples, and covers every parameter",
         "compare a checksum of one parameter on both sides after a sync, or sync by hand: k3 falls back to its start",
     ),
+    "stale_by_lag": (
+        "the mismatch has grown with the age of the weights, now {age} updates",
+        "the recorded age of the weights that sampled has grown with it, and at one age it does not grow",
+        "sync the weights more often, limit the age of what is trained on, or correct with the recorded log-probs",
+        "limit the age to one version: the mismatch falls to that of the null",
+    ),
     "changed_at_step": (
         "the mismatch rose {factor}-fold at step {onset} and stayed",
         "a rise within one step is a change of the setup, not of the policy",
@@ -350,7 +356,12 @@ def contradicted_zeros(evidence: Evidence) -> Finding | None:
 
 def frozen_sampler(evidence: Evidence) -> Finding | None:
     """The mismatch grows from the first steps on, as where the sampler keeps its first weights."""
-    return _rise(evidence, "frozen_sampler", lambda change: change.from_start)
+    return _rise(evidence, "frozen_sampler", lambda change: _rise_code(change) == "frozen_sampler")
+
+
+def stale_by_lag(evidence: Evidence) -> Finding | None:
+    """The mismatch grew from the first steps on, and so did the recorded age of the weights."""
+    return _rise(evidence, "stale_by_lag", lambda change: _rise_code(change) == "stale_by_lag")
 
 
 def changed_at_step(evidence: Evidence) -> Finding | None:
@@ -416,6 +427,7 @@ Rule = Callable[[Evidence], Finding | None]
 RULES: tuple[Rule, ...] = (
     above_null,
     frozen_sampler,
+    stale_by_lag,
     changed_at_step,
     growing_mismatch,
     token_share_rose,
@@ -436,6 +448,7 @@ RULES: tuple[Rule, ...] = (
 
 STEP_RULES: tuple[Rule, ...] = (
     frozen_sampler,
+    stale_by_lag,
     changed_at_step,
     growing_mismatch,
     identical_policies,
@@ -464,7 +477,9 @@ def _rise(evidence: Evidence, code: str, applies: Callable[[Change], bool]) -> F
     return Finding(
         code=code,
         metric=name,
-        title=title.format(onset=change.onset, factor=format_number(change.factor)),
+        title=title.format(
+            onset=change.onset, factor=format_number(change.factor), age=format_number(change.age or 0.0)
+        ),
         value=change.value,
         limit=f"at most {FACTOR:g} times {format_number(change.baseline)}, its start",
         reason=f"it rose {format_number(change.factor)}-fold in {change.lasted} steps{until}; {cause}",
@@ -480,7 +495,7 @@ def _rise(evidence: Evidence, code: str, applies: Callable[[Change], bool]) -> F
 
 def _rise_code(change: Change) -> str:
     if change.from_start:
-        return "frozen_sampler"
+        return "frozen_sampler" if change.age is None else "stale_by_lag"
     return "changed_at_step" if change.shape == "step" else "growing_mismatch"
 
 

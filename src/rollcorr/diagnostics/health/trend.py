@@ -7,13 +7,16 @@ a cumulative sum (Page, 1954) collects what exceeds an allowance:
     S_t = max(0, S_{t−1} + min(x_t − m − allowance, cap))            a change is found when S_t > limit
 
 The cap keeps single spikes from being a change. What grows from the first step on has no steps that were well, so the
-first steps are also asked for a trend (Mann, 1945). The onset is looked for when a change is found, and twice more.
+first steps are also asked for a trend (Mann, 1945). The onset is looked for when a change is found, and thrice more.
+
+A rise from the first steps on is that of a sampler which is never synchronized, or that of weights whose age grew with
+them. `AgeWatch` tells the two apart where the age is recorded.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import median
@@ -42,7 +45,7 @@ TREND_FACTOR = 3.0
 """Growth that a trend needs besides, from the first three steps to the last three."""
 REMEMBERED = 200
 """Steps in which an onset is looked for."""
-SETTLED = 20
+SETTLED = 40
 """Steps after a change was found in which its onset is looked for again."""
 NOISE_STEPS = 30
 """Steps that tell how noisy a metric is."""
@@ -54,6 +57,12 @@ WATCHED: Mapping[str, float] = {"k3_kl": 1e-11, "log_ratio_std": 4.5e-6, "log/to
 """The metrics that are watched, and the smallest value that counts: below it a change is rounding, or means nothing."""
 AT_START = 5
 """A change that began within this many steps has no steps before it that were well."""
+AGE = "engine/staleness"
+"""The metric with the recorded age of the weights that sampled, in updates."""
+MOST_AGES = 64
+"""Different ages that are remembered."""
+FEWEST_AT_AGE = 6
+"""Steps of one age below which it is not known whether the mismatch grows at that age."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +80,8 @@ class Change:
         ended: the step from which on the metric was well again; None while the change lasts.
         well: steps measured since it ended.
         lasted: steps from the onset to the end, or to now.
+        age: the recorded age of the weights that it goes with, in updates; None where none is recorded, or where the
+            mismatch grows though the age stays the same.
     """
 
     onset: int
@@ -83,6 +94,7 @@ class Change:
     ended: int | None
     well: int
     lasted: int
+    age: float | None = None
 
     @property
     def factor(self) -> float:
@@ -100,9 +112,12 @@ class SeriesWatch:
 
     def __init__(self) -> None:
         self._detectors: dict[str, ChangeDetector] = {}
+        self._age = AgeWatch()
 
     def add(self, step: int, bare: Mapping[str, float]) -> None:
         """Take the metrics of a step in, by bare name."""
+        if AGE in bare and "k3_kl" in bare:
+            self._age.add(bare[AGE], bare["k3_kl"])
         for name, least in WATCHED.items():
             if name in bare:
                 self._detectors.setdefault(name, ChangeDetector()).add(step, max(bare[name], least))
@@ -110,7 +125,45 @@ class SeriesWatch:
     @property
     def changes(self) -> dict[str, Change]:
         """Metric → its latest change, of those that had one."""
-        return {name: found.change for name, found in self._detectors.items() if found.change is not None}
+        age = self._age.explains
+        changes = {name: found.change for name, found in self._detectors.items()}
+        return {name: replace(change, age=age) for name, change in changes.items() if change is not None}
+
+
+class AgeWatch:
+    """Whether k3 goes with the recorded age of the weights: the age has grown, and at one age k3 has not."""
+
+    def __init__(self) -> None:
+        self._start: float | None = None
+        self._latest: deque[tuple[float, float]] = deque(maxlen=FEWEST_STEPS)
+        self._first: dict[int, list[float]] = {}
+        self._steps: Counter[int] = Counter()
+
+    def add(self, age: float, k3: float) -> None:
+        """Take a step in: the mean age of its weights, in updates, and k3 in nats."""
+        if not (math.isfinite(age) and math.isfinite(k3)):
+            return
+        self._start = age if self._start is None else self._start
+        self._latest.append((age, k3))
+        if round(age) in self._first or len(self._first) < MOST_AGES:
+            first = self._first.setdefault(round(age), [])
+            if len(first) < FEWEST_FIRST_STEPS:
+                first.append(k3)
+            self._steps[round(age)] += 1
+
+    @property
+    def explains(self) -> float | None:
+        """The age of the latest steps, in updates, if k3 goes with it; else None."""
+        if self._start is None:
+            return None
+        age = median(of_step for of_step, _ in self._latest)
+        if age - self._start < 1:
+            return None
+
+        # A sampler that keeps its first weights differs more at each step, whatever age it reports.
+        before, now = self._first.get(round(age), []), median(k3 for _, k3 in self._latest)
+        grows_at_this_age = bool(before) and now >= TREND_FACTOR * median(before)
+        return None if self._steps[round(age)] >= FEWEST_AT_AGE and grows_at_this_age else age
 
 
 class ChangeDetector:
@@ -199,7 +252,7 @@ class ChangeDetector:
         """Go on with a change that lasts: look for its onset with more steps for a while, and for its end."""
         change = self.changes[-1]
         self._since_found += 1
-        if self._since_found in (SETTLED // 2, SETTLED):
+        if self._since_found in (SETTLED // 4, SETTLED // 2, SETTLED):
             change = self._located(found=change.found)
         latest = median(value for _, value in list(self._values)[-FEWEST_STEPS:])
         z = (latest - math.log(change.baseline)) / self._error()

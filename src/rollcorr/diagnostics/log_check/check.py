@@ -19,6 +19,7 @@ from rollcorr.core.metric_registry import finalize
 from rollcorr.diagnostics.health.causes import COURSE, with_causes
 from rollcorr.diagnostics.health.evidence import bare_metrics
 from rollcorr.diagnostics.health.health_check import HealthReport, health
+from rollcorr.diagnostics.health.trend import AGE
 from rollcorr.diagnostics.hypotheses import rank_hypotheses
 from rollcorr.diagnostics.log_check.log_null import first_steps_null
 from rollcorr.diagnostics.log_check.log_tally import LogTally, one_thread, read_log
@@ -191,7 +192,9 @@ def check_logs(
     # All rows together are judged. The steps are history, for the rules and the panels.
     whole = _metrics(merge_parts(tally.parts.values()))
     steps = sorted(step for step in tally.parts if step is not None)
-    series = tuple({"step": step, **_metrics(tally.parts[step])} for step in steps) or ({"step": 0, **whole},)
+    ages = _ages(tally)
+    series = tuple({"step": step, **_metrics(tally.parts[step]), **ages.get(step, {})} for step in steps)
+    series = series or ({"step": 0, **whole},)
     provenance = tally.sample.estimate()
     found = _log_findings(tally, provenance, diffusion=diffusion, kept=read.kept)
 
@@ -224,7 +227,7 @@ def check_logs(
             findings=with_causes((*causes, *others, *notes, *_mixed(tally.origin))),
             not_judged=(
                 *_partial(read),
-                *(_with_settings(sentence, hypotheses) for sentence in weights.not_judged),
+                *(_with_settings(sentence, hypotheses, tally) for sentence in weights.not_judged),
                 *verdict.not_judged,
             ),
         ),
@@ -253,9 +256,10 @@ def _remark(finding: Finding, diffusion: bool) -> str:
     return f"{finding.title}" + (f", in {rows:,} picture{'s' * (rows != 1)}" if rows else "")
 
 
-def _with_settings(sentence: str, hypotheses: Sequence[Finding]) -> str:
+def _with_settings(sentence: str, hypotheses: Sequence[Finding], tally: Tally) -> str:
     """A sentence on the weights, which says that the settings agree if nothing speaks against it."""
     agrees = sentence.startswith(NOT_JUDGED) and all(finding.severity == "note" for finding in hypotheses)
+    agrees = agrees and not tally.profile.ids.repeats  # then settings do not show
     return f"settings agree; {sentence}" if agrees else sentence
 
 
@@ -341,9 +345,15 @@ def _metrics(part: Part) -> dict[str, float]:
     metrics["log/zero_fraction"] = part.zeros / tokens if tokens else 0.0
     metrics["log/contradicted_zero_count"] = float(part.contradicted)
     share = part.ids.share()
-    if share.tokens >= FEW_TOKENS:
+    if share.tokens >= FEW_TOKENS and not part.ids.repeats:
         metrics["log/token_id_share"] = share.share
     return metrics
+
+
+def _ages(tally: Tally) -> dict[int, dict[str, float]]:
+    """Step → the mean age of the weights behind its tokens, where steps and versions are counted alike."""
+    ages = {step: {AGE: age} for step, _, age in tally.versions.by_step()}
+    return ages if all(age[AGE] >= 0 for age in ages.values()) else {}
 
 
 def _judged(finding: Finding) -> Finding:

@@ -37,6 +37,7 @@ class Excess:
         share: what the token id explains in the log.
         null_share: and in the null.
         excess_share: what it explains of the variance beyond the null's; NaN where there is none.
+        repeats: the responses repeat few tokens, so that neither the id nor the position tells anything.
     """
 
     k3: float
@@ -46,6 +47,7 @@ class Excess:
     share: TokenShare
     null_share: TokenShare
     excess_share: float
+    repeats: bool = False
 
 
 def compare_with_null(profile: MismatchProfile, null: MismatchNull) -> Excess:
@@ -64,6 +66,7 @@ def compare_with_null(profile: MismatchProfile, null: MismatchNull) -> Excess:
         share=share,
         null_share=null_share,
         excess_share=(share.between - null_share.between) / more if more > 0 else math.nan,
+        repeats=profile.ids.repeats,
     )
 
 

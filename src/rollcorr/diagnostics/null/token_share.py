@@ -21,6 +21,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rollcorr.diagnostics.provenance.pair_sample import FEW_IDS
+
 MOST_IDS = 1 << 18
 """Ids that have sums of their own; larger ones share them (id modulo this). Three float64 for each: 6 MB at most."""
 STEP_IDS = 1 << 10
@@ -99,6 +101,22 @@ class TokenSums:
         padded[:, : self.sums.shape[1]] = self.sums
         total = padded.reshape(3, -1, limit).sum(1) if width else padded
         return TokenSums(total[:, : _size(self.largest, limit)], self.largest, limit)
+
+    @property
+    def effective(self) -> float:
+        """How many ids there are in effect, (Σ n)² / Σ n²: 1 if every token is the same; NaN without a token."""
+        count = self.sums[0]
+        square = float(count @ count)
+        return float(count.sum()) ** 2 / square if square else np.nan
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the policy says so few different tokens that which one it is, and where, tells nothing.
+
+        The same contexts then come again and again. Rounding, which is a function of the context, looks like a property
+        of the id, and a response is unsure at its beginning alone.
+        """
+        return self.effective < FEW_IDS
 
     def share(self) -> TokenShare:
         """How much of Var(d) the id explains."""

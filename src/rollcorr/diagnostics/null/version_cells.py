@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollcorr.config.finding import Finding
+from rollcorr.diagnostics.health.trend import AgeWatch
 from rollcorr.diagnostics.numbers import format_number
 
 Cell = tuple[float, float]
@@ -113,20 +114,23 @@ def judge_versions(versions: VersionCells) -> tuple[Finding, ...]:
     age = [value for _, _, value in series]
     third = max(len(series) // 3, 1)
     start, end = float(np.median(k3[:third])), float(np.median(k3[-third:]))
-    age_grew = float(np.mean(age[-third:]) - np.mean(age[:third]))
     if start <= 0 or end < GROWTH * start or rank_correlation(k3) < RANK:
         return tuple(found)
 
     ratio = end / start
-    if age_grew >= 1:
-        reason = f"k3 grew {format_number(ratio)} times, and the recorded age by {format_number(age_grew)} versions"
+    watch = AgeWatch()
+    for of_step, value in zip(age, k3, strict=True):
+        watch.add(of_step, value)
+    if watch.explains is not None:
+        grew = format_number(watch.explains - age[0])
+        reason = f"k3 grew {format_number(ratio)} times, and the recorded age by {grew} versions"
         if not found:
             found.append(_finding("stale_by_lag", "the mismatch grows with the age of the weights", ratio, reason))
         return tuple(found)
     reason = (
         f"k3 grew {format_number(ratio)} times from steps {series[0][0]}–{series[third - 1][0]} to "
-        f"{series[-third][0]}–{series[-1][0]}, while the recorded age of the weights stayed the same: the sampler does "
-        "not hold the versions that the log records"
+        f"{series[-third][0]}–{series[-1][0]}, and the recorded age of the weights does not explain it: the sampler "
+        "does not hold the versions that the log records"
     )
     frozen = _finding("frozen_sampler", "the sampler keeps old weights", ratio, reason, first_step=series[0][0])
     return (frozen, *found)

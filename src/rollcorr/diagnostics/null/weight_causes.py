@@ -35,6 +35,11 @@ OTHER_PROMPT, OTHER_PROMPT_ALONE = 0.4, 0.06
 FALLS = -0.5
 """Power of the prompt's length by which the excess at the beginning goes, below which the prompt itself differs: a
 token more or less weighs about 1/length or less, so the power is −1 or lower, and that of a stale cache is about 0."""
+REPEATED_FADES, REPEATED_SURELY, REPEATED_FALLS = 8.0, 6.0, -0.3
+"""`FADES`, `SURELY_FADES` and `FALLS` where the responses repeat few tokens."""
+CACHE_FADES = 9.0
+"""Fading below which it is no stale cache: the response's own keys are right and soon outweigh those of the prompt, while
+a prompt that lacks its BOS keeps differing."""
 ALIKE = 0.2
 """Standard deviation of the logarithm of the prompts' lengths below which nothing depends on them."""
 STOCHASTIC = 0.08
@@ -112,9 +117,11 @@ def name_causes(
         )
         return [cause("template", reason, {**evidence, "rows_spared": float(spared)}, confidence=0.95)]
 
+    # Where few tokens are repeated, the first ones alone leave a choice: any fault fades, and some fade more.
     fading = fading_of(profile, sample, null.profile, leave_out=leave_out)
-    if fading.ratio >= FADES and math.log(fading.ratio) - 1.5 * fading.error >= math.log(SURELY_FADES):
-        return _fading_causes(times, fading, evidence)
+    fades, surely = (REPEATED_FADES, REPEATED_SURELY) if excess.repeats else (FADES, SURELY_FADES)
+    if fading.ratio >= fades and math.log(fading.ratio) - 1.5 * fading.error >= math.log(surely):
+        return _fading_causes(times, fading, evidence, repeats=excess.repeats)
 
     context = context_share(sample, leave_out=leave_out)
     known = context.tokens >= FEW_TOKENS and excess.ratio >= LARGE_EXCESS
@@ -133,20 +140,29 @@ def name_causes(
     if excess.share.tokens:
         of_null = f"the null's: {excess.null_share.share:.0%}"
         reason += f", and the token id explains {excess.share.share:.0%} of the variance ({of_null})"
-    return [cause("weights_differ", reason, evidence, confidence=0.95 if known else 0.8)]
+    confidence = 0.95 if known else 0.8
+    if excess.repeats:
+        reason += f"; the responses repeat {profile.ids.effective:.2g} tokens, so the cause shows less clearly"
+        confidence = 0.5
+    return [cause("weights_differ", reason, evidence, confidence=confidence)]
 
 
-def _fading_causes(times: str, fading: Fading, evidence: dict[str, float]) -> list[Finding]:
-    """An excess that fades: another prompt where it is large, or larger for short prompts; else a stale cache."""
+def _fading_causes(times: str, fading: Fading, evidence: dict[str, float], *, repeats: bool = False) -> list[Finding]:
+    """An excess that fades: another prompt where it is large, or larger for short prompts; else a stale cache.
+
+    Where the responses repeat few tokens, the size says nothing: all of it lies at the beginning.
+    """
     evidence = {**evidence, "fading": fading.ratio, "early_k3": fading.early}
     if math.isfinite(fading.power):
         evidence["power_of_prompt_length"] = fading.power
     shown = f"{times}, and {format_number(fading.ratio)} times as much at the first {EARLY} tokens as after {SETTLED}"
     large = OTHER_PROMPT if math.isfinite(fading.power) else OTHER_PROMPT_ALONE
-    prompt = fading.early >= large or fading.power <= FALLS
+    prompt = fading.early >= large or fading.power <= FALLS or fading.ratio < CACHE_FADES
+    if repeats and math.isfinite(fading.power):
+        prompt = fading.power <= REPEATED_FALLS
     first, second = ("template", "stale_prefix_cache") if prompt else ("stale_prefix_cache", "template")
     return [
-        cause(first, shown, evidence, confidence=0.9 if fading.early >= large else 0.7),
+        cause(first, shown, evidence, confidence=0.9 if fading.early >= large and not repeats else 0.7),
         cause(second, f"{shown}; less likely", evidence, confidence=0.3),
     ]
 

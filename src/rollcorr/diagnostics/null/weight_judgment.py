@@ -87,7 +87,7 @@ def judge_weights(
 def _without_null(profile: MismatchProfile) -> WeightJudgment:
     """The share alone speaks."""
     share = profile.share
-    explains = share.share >= max(SHARE, 2 * share.error)
+    explains = share.share >= max(SHARE, 2 * share.error) and not profile.ids.repeats
     if share.tokens >= FEW_TOKENS and explains and profile.k3 > ROUNDING:
         reason = (
             f"the token id explains {share.share:.0%} of the variance of the log-ratio; rounding explains 5 % at most, "
@@ -104,6 +104,8 @@ def _without_null(profile: MismatchProfile) -> WeightJudgment:
     )
     if not share.tokens:
         sentence += ". Without token ids in the log, less can be told"
+    elif profile.ids.repeats:
+        sentence += f". The responses repeat {profile.ids.effective:.2g} tokens, so less can be told"
     return WeightJudgment(not_judged=(sentence,))
 
 
@@ -143,7 +145,7 @@ def _id_explains_more(excess: Excess) -> bool:
     moves with the weights (0.03 to 0.13 within one run at int8).
     """
     share, null = excess.share, excess.null_share
-    if min(share.tokens, null.tokens) < FEW_TOKENS or excess.k3 <= ROUNDING:
+    if min(share.tokens, null.tokens) < FEW_TOKENS or excess.k3 <= ROUNDING or excess.repeats:
         return False
     error = math.hypot(share.error, null.error)
     more = share.share - null.share >= max(MORE, (Z + 1) * error)

@@ -126,8 +126,10 @@ def _one_factor(fixed: Tensor, pairs: PairRows, tokens: Tensor, side: int) -> bo
 
 
 def find_shifts(pairs: PairRows) -> Undone:
-    """Rows whose two sides go together at another lag than 0."""
-    lag_of = _row_lags(pairs)
+    """Rows whose two sides go together at another lag than 0, from their start or from some later token on."""
+    late_lag, tail = _late_lags(pairs)
+    late = late_lag != 0
+    lag_of = torch.where(late, late_lag, _row_lags(pairs))
     pooled = _pooled_lag(pairs) if not lag_of.any() else 0
     if pooled:
         lag_of = torch.full_like(lag_of, pooled)
@@ -138,32 +140,82 @@ def find_shifts(pairs: PairRows) -> Undone:
     if not len(lags):
         return Undone(pairs)
 
+    shifted = lag_of != 0
+    inside = pairs.of_rows(shifted) & (tail | ~pairs.of_rows(late))
     rollout, words = pairs.rollout, []
     for lag, count in zip(lags.tolist(), counts.tolist(), strict=True):
-        rollout = torch.where(pairs.of_rows(lag_of == lag), pairs.moved(lag, pairs.rollout), rollout)
+        rollout = torch.where(inside & pairs.of_rows(lag_of == lag), pairs.moved(lag, pairs.rollout), rollout)
         words.append(f"{'late' if lag > 0 else 'early'} by {_tokens(abs(lag))} in {count} rows")
-    shifted = lag_of != 0
-    tokens = pairs.of_rows(shifted) & pairs.valid
+    tokens = inside & pairs.valid
     main = int(lags[counts.argmax()])
-    before, after = (_together(pairs, values, shifted) for values in (pairs.rollout, rollout))
+    before, after = (_together(pairs, values, shifted, inside) for values in (pairs.rollout, rollout))
     evidence = {"lag": float(main), "correlation_at_0": before, f"correlation_at_{main}": after}
     z = (math.atanh(min(after, 0.9999)) - math.atanh(before)) * math.sqrt(int(tokens.sum()))
     if pooled or (len(words) == 1 and bool(shifted[pairs.judged].all())):
         reason = f"the rollout's log-probs are {'late' if main > 0 else 'early'} by {_tokens(abs(main))}"
     else:
         reason = f"the rollout's log-probs are {', '.join(words)}"
-    finding = provenance_finding("shifted", reason, confidence_of(z), evidence)
+    fix = ""
+    if (late & shifted).any():
+        reason += f", {int((late & shifted).sum())} of them from some later token on: a text that was tokenized again, "
+        reason += "or a token that one side left out"
+        fix = "store the ids and the log-probs that the engine returned for one request; do not tokenize its text again"
+    finding = provenance_finding("shifted", reason, confidence_of(z), evidence, fix=fix)
     here = extent(pairs, shifted & pairs.judged, tokens)
     return Undone(pairs.with_rollout(rollout), [replace(finding, **here)], main)
+
+
+def _late_lags(pairs: PairRows) -> tuple[Tensor, Tensor]:
+    """The lag of each row that is shifted from some token on, (rows,), 0 for the others; and its tokens, (N,)."""
+    valid = pairs.valid
+    at_zero = pairs.correlation(pairs.rollout, valid)
+    lag_of = torch.zeros(pairs.rows, dtype=torch.long, device="cpu")
+    inside = torch.zeros_like(valid)
+    open_rows = (at_zero < SAME) & (pairs.count(valid) >= 3 * ROW_TOKENS)
+    if not open_rows.any():
+        return lag_of, inside
+
+    own = (doubt(pairs.train) - doubt(pairs.rollout)).abs()
+    best = torch.zeros_like(at_zero)
+    for lag in LAGS:
+        moved = pairs.moved(lag, pairs.rollout)
+        both = valid & is_known(moved) & pairs.of_rows(open_rows)
+        gain = (own - (doubt(pairs.train) - doubt(moved)).abs()).masked_fill(~both, 0.0)
+
+        # The tail of a row whose gain is largest begins where the shift does.
+        running = gain.cumsum(0)
+        total = pairs.total(gain)
+        before = torch.cat([total.new_zeros(1), total.cumsum(0)[:-1]])
+        tail = total[pairs.row] - (running - gain - before[pairs.row])
+        most = torch.zeros_like(at_zero).scatter_reduce_(0, pairs.row, tail.masked_fill(~both, 0.0), "amax")
+        first = torch.full_like(most, torch.inf).scatter_reduce_(
+            0, pairs.row, pairs.position.double().masked_fill(~both | (tail < most[pairs.row]), torch.inf), "amin"
+        )
+        late = pairs.keep & (pairs.position >= first[pairs.row])
+        here = late & both
+
+        # The start of the row goes together as it is: a tail that fits by chance has no such start.
+        start = valid & ~late & pairs.of_rows(open_rows)
+        as_it_is = (pairs.correlation(pairs.rollout, start) >= SAME) & (pairs.count(start) >= ROW_TOKENS)
+
+        count, at_lag = pairs.count(here), pairs.correlation(moved, here)
+        stays = pairs.correlation(pairs.rollout, here)
+        moves = at_lag.clamp(max=0.9999).atanh() - stays.clamp(min=-0.9999, max=0.9999).atanh()
+        sure = (at_lag >= 0.75) & (at_lag - stays >= 0.3) & (moves * (count - 3).clamp(min=0).sqrt() >= 5)
+        better = open_rows & as_it_is & sure & (count >= ROW_TOKENS) & (most > best)
+        best = torch.where(better, most, best)
+        lag_of = lag_of.masked_fill(better, lag)
+        inside = torch.where(pairs.of_rows(better), late, inside)
+    return lag_of, inside
 
 
 def _tokens(count: int) -> str:
     return "one token" if count == 1 else f"{count} tokens"
 
 
-def _together(pairs: PairRows, rollout: Tensor, rows: Tensor) -> float:
-    """The mean correlation of some rows."""
-    correlation = pairs.correlation(rollout, pairs.keep & is_known(pairs.train) & is_known(rollout))
+def _together(pairs: PairRows, rollout: Tensor, rows: Tensor, inside: Tensor) -> float:
+    """The mean correlation of some rows, over these of their tokens."""
+    correlation = pairs.correlation(rollout, inside & pairs.keep & is_known(pairs.train) & is_known(rollout))
     return float(correlation[rows].mean())
 
 

@@ -12,6 +12,10 @@ from torch import Tensor
 from rollcorr.diagnostics.provenance.estimate import estimate_provenance
 from rollcorr.diagnostics.provenance.provenance_findings import Provenance
 
+FEW_IDS = 10.0
+"""Ids in effect, (Σ n)² / Σ n², below which responses repeat themselves."""
+AMBIGUOUS = frozenset({"tempered", "raw", "processed", "truncated", "template", "turn_drift"})
+"""Codes of causes that other weights look like where responses repeat themselves."""
 TOKENS = 1 << 16
 """About how many tokens the sample holds: twice as many at most, and at least one sequence."""
 
@@ -105,12 +109,34 @@ class PairSample:
         sizes = torch.tensor([0, *(len(row.train) for row in rows)], device="cpu")
         columns = ([row.train for row in rows], [row.rollout for row in rows], [row.mask for row in rows])
         train, rollout, mask = (torch.cat([torch.zeros(0, device="cpu"), *column]) for column in columns)
-        return estimate_provenance(train, rollout, mask, cu_seqlens=sizes.cumsum(0))
+        found = estimate_provenance(train, rollout, mask, cu_seqlens=sizes.cumsum(0))
+        ids = [row.response_ids for row in rows]
+        known = [row_ids for row_ids in ids if row_ids is not None]
+        if not known or len(known) < len(ids):
+            return found
+        count = torch.bincount(torch.cat(known)[mask.bool()].clamp(min=0)).double()
+        different = float(count.sum() ** 2 / count.square().sum().clamp(min=1))
+        return found if different >= FEW_IDS else _of_repetition(found, different)
 
     @property
     def few(self) -> bool:
         """Whether no more has to be left out."""
         return self.held <= 2 * TOKENS or len(self.rows) <= 1
+
+
+def _of_repetition(found: Provenance, different: float) -> Provenance:
+    """What can be told of responses that repeat few tokens: settings and prompts look like weights there.
+
+    An update of the weights moves the one log-prob that there is, as a temperature does; and every response is unsure
+    at its beginning alone.
+    """
+    kept = [finding for finding in found.findings if finding.code not in AMBIGUOUS]
+    sentence = (
+        f"settings of the sampling, and other prompts: the responses repeat {different:.2g} tokens, and on "
+        "these every cause looks alike"
+    )
+    unknown = (*found.unknown, sentence)
+    return replace(found, findings=tuple(kept), temperature_ratio=1.0, kept_mass=1.0, unknown=unknown)
 
 
 def _thinned(stride: int, rows: Mapping[int, SampleRow]) -> PairSample:

@@ -16,6 +16,8 @@ from rollcorr.diagnostics.provenance.provenance_findings import confidence_of, p
 
 MISSING_SHARE = 0.01
 """Share of tokens without a log-prob, in the log or in a row, above which they are named."""
+AS_LIKELY = 0.3
+"""Relative difference of the mean log-prob up to which tokens are as likely as the others: the policy sampled them."""
 
 
 def find_placeholders(pairs: PairRows) -> Undone:
@@ -30,7 +32,7 @@ def find_placeholders(pairs: PairRows) -> Undone:
         holes = filled | missing
         if not holes.any():
             continue
-        findings += _holes_found(pairs, side, holes, missing, values)
+        findings += _holes_found(pairs, side, holes, missing, values, other)
         blank = values.masked_fill(holes, torch.nan)
         pairs = replace(pairs, rollout=blank) if side == "rollout" else replace(pairs, train=blank)
     return Undone(pairs, findings)
@@ -104,7 +106,9 @@ def _matters(pairs: PairRows, missing: Tensor) -> bool:
     return bool(whole.any()) or count >= max(3, MISSING_SHARE * int(pairs.keep.sum()))
 
 
-def _holes_found(pairs: PairRows, side: str, holes: Tensor, missing: Tensor, values: Tensor) -> list[Finding]:
+def _holes_found(
+    pairs: PairRows, side: str, holes: Tensor, missing: Tensor, values: Tensor, other: Tensor
+) -> list[Finding]:
     """Holes in runs inside rows that have values are tokens of another origin; the others are placeholders."""
     # Holes of a row that are scattered lie in about as many runs as there are holes times the share of other tokens.
     of_row, kept = pairs.count(holes), pairs.count(pairs.keep).clamp(min=1)
@@ -119,6 +123,8 @@ def _holes_found(pairs: PairRows, side: str, holes: Tensor, missing: Tensor, val
         foreign = torch.zeros_like(holes)
     elif int(foreign.sum()) >= 0.8 * int(holes.sum()):
         foreign = holes
+    if _list_too_short(pairs, foreign, holes, other):
+        foreign = torch.zeros_like(holes)
     if foreign.any():
         longest = int(length[foreign].max())
         words = _what(values, foreign, missing)
@@ -147,6 +153,22 @@ def _holes_found(pairs: PairRows, side: str, holes: Tensor, missing: Tensor, val
             )
         )
     return findings
+
+
+def _list_too_short(pairs: PairRows, foreign: Tensor, holes: Tensor, other: Tensor) -> bool:
+    """Whether runs of holes are the ends of rows of sampled tokens: the engine's list had fewer values than tokens.
+
+    What a tool or the padding put there is more surprising to the trainer, or less, than what the policy sampled.
+    """
+    rest = pairs.keep & is_known(other) & ~holes
+    if not foreign.any() or not rest.any():
+        return False
+    last = pairs.keep & ~(pairs.moved(1, pairs.keep.double()).nan_to_num(0.0) > 0)
+    ends_in_hole = pairs.count(last & holes) > 0
+    with_runs = pairs.count(foreign) > 0
+    at_end = float((ends_in_hole & with_runs).sum()) / float(with_runs.sum())
+    expected, seen = float(other[rest].mean()), float(other[foreign].mean())
+    return at_end >= 0.8 and abs(seen - expected) <= AS_LIKELY * abs(expected)
 
 
 def _what(values: Tensor, tokens: Tensor, missing: Tensor) -> str:
