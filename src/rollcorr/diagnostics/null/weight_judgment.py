@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 
 from rollcorr.config.finding import Finding
-from rollcorr.diagnostics.null.excess import MIN_ROWS, ROUNDING, Excess, compare_with_null
+from rollcorr.diagnostics.null.excess import MIN_ROWS, NOTICEABLE, ROUNDING, Excess, compare_with_null
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
 from rollcorr.diagnostics.null.null_file import FEW_TOKENS, MismatchNull
 from rollcorr.diagnostics.null.weight_causes import cause, name_causes
@@ -23,8 +23,6 @@ MORE = 0.05
 """Share beyond that of the null from which the id is said to explain more."""
 FACTOR = 3.0
 """k3 over that of the null, from which a log is never called healthy."""
-NOTICEABLE = 1.5
-"""k3 over that of the null, below which nothing is said about its size."""
 Z = 4.0
 """Standard errors from which a difference is believed."""
 
