@@ -127,7 +127,7 @@ def check(
         if output is not None:
             from rollcorr.diagnostics.report import check_report, write_report
 
-            page = write_report(check_report(result), output)
+            page = write_report(check_report(result, what_if=what_if), output)
 
     if as_json:
         verdict = to_json(
