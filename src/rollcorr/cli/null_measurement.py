@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rollcorr.cli.app import app, exit_on
-from rollcorr.cli.logs import COLUMNS_OPTION, LIMIT_OPTION, file_options
+from rollcorr.cli.logs import COLUMNS_OPTION, LIMIT_OPTION, file_options, share_memory
 
 if TYPE_CHECKING:
     from rollcorr.config import SamplingSpec
@@ -109,6 +109,7 @@ def measure(
 
     Exit codes: 0 written, 2 bad input, 130 interrupted.
     """
+    share_memory()
     from rollcorr.diagnostics.log_check import null_of_logs
     from rollcorr.diagnostics.report.console import row_progress
     from rollcorr.engines import EngineError

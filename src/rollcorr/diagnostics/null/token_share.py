@@ -29,7 +29,7 @@ STEP_IDS = 1 << 10
 """Ids that have sums of their own within one training step; the others share them."""
 FIRST_IDS = 1 << 15
 """The same for the first steps of a log, which serve as its null: where unlike ids share sums, less is explained."""
-AT_ONCE = 1 << 20
+AT_ONCE = 1 << 19
 """Tokens that are counted at once: new sums of many ids, for each batch, would cost more than the counting."""
 
 Tokens = tuple[NDArray[np.integer], NDArray[np.float64]]
@@ -149,15 +149,16 @@ class TokenSums:
 
 def _count(tokens: Sequence[Tokens], largest: int, limit: int) -> NDArray[np.float64]:
     """Tokens, Σ d and Σ d² of each id: (3, ids)."""
-    column = np.concatenate([ids for ids, _ in tokens]).astype(np.int64, copy=False)
+    column = np.concatenate([ids for ids, _ in tokens], dtype=np.int64)
     if largest >= limit:
-        column = column % limit
+        column &= limit - 1
     log_ratio = np.concatenate([d for _, d in tokens])
     size = _size(largest, limit)
     sums = np.empty((3, size))
     sums[0] = np.bincount(column, minlength=size)
     sums[1] = np.bincount(column, log_ratio, size)
-    sums[2] = np.bincount(column, log_ratio * log_ratio, size)
+    np.square(log_ratio, out=log_ratio)
+    sums[2] = np.bincount(column, log_ratio, size)
     return sums
 
 
