@@ -208,8 +208,8 @@ class Measurement:
             if not self.keep_going:
                 raise
             tally = replace(tally, unreadable=(in_one_line(error),))
-        first = {step: profile.counted() for step, profile in tally.first.items()}
-        return replace(tally, profile=tally.profile.counted(), first=first)
+        by_step = {step: profile.counted() for step, profile in tally.first.items()}
+        return replace(tally, profile=tally.profile.counted(), first=by_step)
 
     def of_batch(self, batch: RolloutBatch, *, first: int, stride: int = 1) -> Tally:
         """The tally of a batch, whose first row is row `first` of the log; `stride` is that of the sample so far."""

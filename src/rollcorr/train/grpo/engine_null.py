@@ -158,8 +158,11 @@ class _Trainer:
     @torch.no_grad()
     def score(self, rollout: Rollout, rows_at_once: int) -> Tensor:
         """log π of the responses, of the distribution that they were sampled from, (B, T) nats."""
-        support = "recompute" if rollout.log_kept_mass is None else "kept_mass"
-        spec = rollout.sampling.for_actor(support if rollout.kept is None else "replay")
+        # What the engine recorded of a truncation is better than to do it anew from other logits.
+        if rollout.kept is not None:
+            spec = rollout.sampling.for_actor("replay")
+        else:
+            spec = rollout.sampling.for_actor("recompute" if rollout.log_kept_mass is None else "kept_mass")
         actor = Actor.of(rollout, spec)
         parts = torch.arange(len(rollout.tokens), device="cpu").split(rows_at_once)
         return torch.cat([actor.score(self._model, rollout, rows).log_prob.float() for rows in parts])
