@@ -23,6 +23,10 @@ For whoever writes or reads a [rollout log](../guides/rollout_log.md): its schem
 
 - Every column may be null or absent, which means "not recorded". The length of a response is that of the first token column that its row
   records, in the order above. A file without `response_ids` is fine.
+- `prompt` and the columns from `dimensions` on came with version 1.1. They are for [denoising
+  steps](../guides/rollout_log.md#denoising-steps).
+- `routing_difference` came with version 1.2. It is for mixture-of-experts models where both sides record which experts a token went to:
+  `rollcorr.rollout_log.routing_difference(rollout_experts, train_experts)` makes it from two tensors (…, layers, experts per token).
 - In lists of floats a null or NaN is a missing value and reads as NaN. In other lists null is an error.
 - Log-probs are float32. NaN, ±inf, −0.0 and subnormal values come back bit for bit from Parquet.
 - Columns with names `x_…` are your own: one number, flag or text for each sequence. They are written, read and converted with the rest.
