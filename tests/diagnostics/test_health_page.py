@@ -7,7 +7,6 @@ from pathlib import Path
 
 from rollcorr.core.health_ranges import RANGES
 from rollcorr.core.metric_registry import METRICS
-from rollcorr.diagnostics.health.health_check import limit_in_words
 from rollcorr.diagnostics.health.rules import RULES
 
 DIFFUSION_CODES = ("step_divergence", "schedule_differs", "one_sided_gradients", "growth_by_timestep")
@@ -23,15 +22,12 @@ def rows(heading):
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
 
 
-def test_the_page_lists_every_range_with_its_limit():
-    listed = {
-        re.findall(r"`(\w+)`", name)[0]: (ideal, limit) for name, ideal, limit in rows("Ranges of single metrics")
-    }
-    assert set(listed) == set(RANGES)
-    for name, (ideal, limit) in listed.items():
-        assert ideal == RANGES[name].ideal
-        if name not in ("ppl_ratio", "t_times_kl"):  # no limit; the rule `horizon`
-            assert limit == limit_in_words(RANGES[name])
+def test_the_ranges_stand_on_the_page_of_metrics_and_the_health_page_leads_there():
+    assert "../reference/metrics.md#healthy-ranges" in HEALTH
+    metrics = (GUIDES.parent / "reference" / "metrics.md").read_text(encoding="utf-8").split("## Healthy ranges")[1]
+    ideals = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", metrics, re.MULTILINE))
+    assert ideals.pop("rollout_rs_CRITERION_masked_fraction")
+    assert ideals == {name: one.ideal for name, one in RANGES.items()}
 
 
 def test_the_page_lists_every_rule():
