@@ -2,37 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from rollcorr.diagnostics.advice.noise_table import NOISE_LENGTHS, SIGMAS, NoiseRow, noise_table
-from rollcorr.diagnostics.advice.situations import FEW_TIMES, SEQUENCE_WEIGHTS_UNTIL, SITUATIONS
+from rollcorr.diagnostics.advice.noise_table import NOISE_LENGTHS, SIGMAS, noise_table
+from rollcorr.diagnostics.advice.situations import FEW_TIMES
 from rollcorr.diagnostics.advice.spliced_rows import FEWEST
 from rollcorr.diagnostics.report.advice_text import share_text
 
 Table = Callable[[Sequence[str], Iterable[Sequence[object]]], str]
+Limit = tuple[str, str]
+"""The setting with its threshold, and what the shares are of."""
 
 
 def calibration_page(generated: str, table: Table) -> str:
     """The page, as Markdown."""
-    rows = noise_table()
-    sections = "\n\n".join(
-        f"### T = {length:,}\n\n{_table_at(rows, place, table)}" for place, length in enumerate(NOISE_LENGTHS)
-    )
-    situations = table(
-        ("mismatch", "signs", f"T × KL below {SEQUENCE_WEIGHTS_UNTIL:g}", "beyond"),
-        [(one.name, one.signs, f"`{one.short}`", f"`{one.long}`") for one in SITUATIONS],
-    )
+    by_length = [_shares(place) for place in range(len(NOISE_LENGTHS))]
+    first = by_length[0]
+
+    # What no length changes stands once, and what noise never reaches is only named.
+    same = {limit for limit in first if all(shares[limit] == first[limit] for shares in by_length)}
+    never = {limit for limit in same if set(first[limit]) == {"0"}}
+    lengths = ", ".join(f"{length:,}" for length in NOISE_LENGTHS[:-1]) + f" and {NOISE_LENGTHS[-1]:,}"
+    sections = [f"### Equal at T = {lengths}\n\n{_table_of(first, same - never, table)}"]
+    for length, shares in zip(NOISE_LENGTHS, by_length, strict=True):
+        sections.append(f"### T = {length:,}\n\n{_table_of(shares, set(first) - same, table)}")
+
     frame = Path(__file__).with_name("calibration_frame.md").read_text(encoding="utf-8")
     return frame.format(
-        generated=generated, sections=sections, situations=situations, few_times=FEW_TIMES, fewest=FEWEST
+        generated=generated,
+        sections="\n\n".join(sections),
+        never=_in_words([f"`{limit[0]}`" for limit in first if limit in never]),
+        few_times=FEW_TIMES,
+        fewest=FEWEST,
     )
 
 
-def _table_at(rows: Sequence[NoiseRow], place: int, table: Table) -> str:
-    """The table of one length: a row for each limit, a column for each σ."""
-    shares: dict[tuple[str, str], list[str]] = {}
-    for row in rows:
+def _shares(place: int) -> dict[Limit, list[str]]:
+    """Each limit at one length → its shares, by σ."""
+    shares: dict[Limit, list[str]] = {}
+    for row in noise_table():
         shares.setdefault((row.limit, row.shows), []).append(share_text(row.shares[place]))
+    return shares
+
+
+def _table_of(shares: Mapping[Limit, Sequence[str]], limits: set[Limit], table: Table) -> str:
+    """A row for each of these limits, a column for each σ."""
     header = ("limit", "share", *(f"σ = {sigma:g}" for sigma in SIGMAS))
-    return table(header, [(f"`{limit}`", shows, *cells) for (limit, shows), cells in shares.items()])
+    rows = [(f"`{limit[0]}`", limit[1], *cells) for limit, cells in shares.items() if limit in limits]
+    return table(header, rows)
+
+
+def _in_words(names: Sequence[str]) -> str:
+    return ", ".join(names[:-1]) + f" and {names[-1]}"
