@@ -181,8 +181,8 @@ def _growth(seconds: Seconds) -> str:
     least, most = dense[0], dense[-1]
     times = {name: most[name]["min"] / least[name]["min"] for name in (VERL, COPY, "cpu, out=")}
     return (
-        f"For 8 times the tokens, dense,\nverl takes {times[VERL]:.0f} times as long, the copy {times[COPY]:.0f} times, "
-        f"and `cpu, out=` {times['cpu, out=']:.0f} times."
+        f"For 8 times the tokens, dense,\nverl takes {times[VERL]:.0f} times as long, "
+        f"the copy {times[COPY]:.0f} times, and `cpu, out=` {times['cpu, out=']:.0f} times."
     )
 
 
