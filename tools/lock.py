@@ -1,4 +1,4 @@
-"""Write constraints.txt: every package of [dev], [release] and [docs] with one version, for each Python that is supported.
+"""Write constraints.txt: every package of [dev], [release] and [docs] with one version, for each supported Python.
 
 `make lock` keeps the versions that the file has, where they still fit; `make lock ARGS=--upgrade` takes the newest.
 It needs uv, which resolves for all versions of Python at once, and a package index.
