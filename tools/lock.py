@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LOCK = ROOT / "constraints.txt"
 HEADER = """\
-# Written by `make lock`. every package of [dev], [release] and [docs], pinned, for the Makefile and for CI.
+# Written by `make lock`. Every package of [dev], [release] and [docs], pinned, for the Makefile and for CI.
 # The package itself takes the ranges of pyproject.toml: it is tested with torch 2.6 too.
 """
 
