@@ -263,7 +263,7 @@ COMPARED: tuple[Panel, ...] = (
         curves={"k3_kl": "KL (k3)"},
         absent="not measured",
         log=True,
-        see="How far sampler and trainer are apart (logarithmic). With equal weights it stays at the level of rounding.",
+        see="How far sampler and trainer are apart (logarithmic). Equal weights keep it at the level of rounding.",
     ),
     Panel(
         name="effective_sample_size",
