@@ -28,7 +28,7 @@ LOCK = (ROOT / "constraints.txt").read_text(encoding="utf-8")
 NOT_TOGETHER = {"vllm", "triton"}
 """vllm brings the torch that it was built with, and torch for a GPU brings the Triton that it was built with."""
 
-FOR_DEVELOPERS = {"all", "dev", "release"}
+FOR_DEVELOPERS = {"all", "dev", "docs", "release"}
 
 
 def canonical(name):

@@ -23,8 +23,8 @@ from calibration_page import calibration_page  # noqa: E402
 from laboratory_page import laboratory_page  # noqa: E402
 from options_page import options_page  # noqa: E402
 from performance_page import performance_page  # noqa: E402
-from rollout_log_pages import dumps_page, schema_page
 from references import linked, preset_source  # noqa: E402
+from rollout_log_pages import dumps_page, schema_page  # noqa: E402
 
 from rollcorr.config import RolloutCorrectionConfig  # noqa: E402
 from rollcorr.config.presets import PRESETS, SHORT, START_WITH, VERL_2025_11, VERL_2025_12  # noqa: E402

@@ -1,4 +1,4 @@
-"""Write constraints.txt: every package of [dev], [release] and [docs] with one version, for each Python that is supported.
+"""Write constraints.txt: every package of [dev], [release] and [docs] with one version, for each supported Python.
 
 `make lock` keeps the versions that the file has, where they still fit; `make lock ARGS=--upgrade` takes the newest.
 It needs uv, which resolves for all versions of Python at once, and a package index.
@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LOCK = ROOT / "constraints.txt"
 HEADER = """\
-# Written by `make lock`. every package of [dev], [release] and [docs], pinned, for the Makefile and for CI.
+# Written by `make lock`. Every package of [dev], [release] and [docs], pinned, for the Makefile and for CI.
 # The package itself takes the ranges of pyproject.toml: it is tested with torch 2.6 too.
 """
 

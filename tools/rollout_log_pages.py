@@ -21,17 +21,23 @@ For whoever writes or reads a [rollout log](../guides/rollout_log.md): its schem
 
 {table(("column", "type", "unit", "per", "meaning"), rows)}
 
-- Every column may be null or absent, which means "not recorded". The length of a response is that of the first token column that its row
-  records, in the order above. A file without `response_ids` is fine.
+- Every column may be null or absent, which means "not recorded". The length of a response is that of the first
+  token column that its row records, in the order above. A file without `response_ids` is fine.
+- `prompt` and the columns from `dimensions` on came with version 1.1. They are for [denoising
+  steps](../guides/rollout_log.md#denoising-steps).
+- `routing_difference` came with version 1.2. It is for mixture-of-experts models where both sides record which
+  experts a token went to: `rollcorr.rollout_log.routing_difference(rollout_experts, train_experts)` makes it from
+  two tensors (…, layers, experts per token).
 - In lists of floats a null or NaN is a missing value and reads as NaN. In other lists null is an error.
 - Log-probs are float32. NaN, ±inf, −0.0 and subnormal values come back bit for bit from Parquet.
-- Columns with names `x_…` are your own: one number, flag or text for each sequence. They are written, read and converted with the rest.
-  The first batch of a Parquet file decides which there are, and of what type.
+- Columns with names `x_…` are your own: one number, flag or text for each sequence. They are written, read and
+  converted with the rest. The first batch of a Parquet file decides which there are, and of what type.
 - The file's metadata holds `rollcorr.schema_version` (`{SCHEMA_VERSION}`) and `rollcorr.units` (JSON, column → unit).
-- A minor version adds columns, and older readers skip them. A major version changes a meaning, and older readers ask for an upgrade.
+- A minor version adds columns, and older readers skip them. A major version changes a meaning, and older readers
+  ask for an upgrade.
 - Files that others wrote are read if their columns have these names, or with
-  [`--columns`](../guides/rollout_log.md#logs-of-other-frameworks). Further columns are skipped, except `x_…`. float64 and float16 become
-  float32, large and fixed-size lists become lists, integer flags become booleans.
+  [`--columns`](../guides/rollout_log.md#logs-of-other-frameworks). Further columns are skipped, except `x_…`.
+  float64 and float16 become float32, large and fixed-size lists become lists, integer flags become booleans.
 
 Where to go next: [the rollout log](../guides/rollout_log.md), [dumps of other frameworks](dumps.md).
 """
@@ -46,13 +52,14 @@ def dumps_page(generated: str, table: Table) -> str:
 
 {generated}
 
-For whoever has a dump of one of these frameworks, or writes a [rollout log](../guides/rollout_log.md) inside its training step. The names
-were read in the source of the version that is stated. "tensor in a step" is what the framework calls the column inside its training step.
-The same tables are data: `rollcorr.rollout_log.FRAMEWORKS`.
+For whoever has a dump of one of these frameworks, or writes a [rollout log](../guides/rollout_log.md) inside its
+training step. The names were read in the source of the version that is stated. "tensor in a step" is what the
+framework calls the column inside its training step. The same tables are data: `rollcorr.rollout_log.FRAMEWORKS`.
 
 {sections}
 
-Where to go next: [how to read such a dump](../guides/rollout_log.md#logs-of-other-frameworks), [every column](rollout_log_schema.md).
+Where to go next: [how to read such a dump](../guides/rollout_log.md#logs-of-other-frameworks), [every
+column](rollout_log_schema.md).
 """
 
 
@@ -61,9 +68,7 @@ def framework_section(framework: Framework, table: Table) -> str:
     files = [(dump.name, f"`{dump.files}`", dump.setting, dump.form) for dump in framework.dumps]
     names = [name for name in COLUMNS if name in framework.tensors or any(name in d.fields for d in framework.dumps)]
     dumps = [dump for dump in framework.dumps if dump.fields]
-    columns = [
-        (f"`{name}`", *(dump.fields.get(name) for dump in dumps), framework.tensors.get(name)) for name in names
-    ]
+    columns = [(f"`{name}`", *(dump.fields.get(name) for dump in dumps), framework.tensors.get(name)) for name in names]
     remarks = []
     for dump in framework.dumps:
         lacks = f" Not enough for a check: {dump.lacks}. Instead: {dump.instead}." if dump.lacks else ""

@@ -261,7 +261,8 @@ def _setting(config: GrpoConfig) -> str:
     return (
         f"Every run: a Llama policy of 0.15 M parameters, {config.steps} steps of {rows} responses with about 270 "
         f"tokens each, GRPO with {rows // config.optim.mini_batch_size} updates per step at a learning rate of "
-        f"{config.optim.lr:g}, seed {config.seed}, temperature 1. `make demo` makes the runs and this page again."
+        f"{config.optim.lr:g}, seed {config.seed}, temperature 1. The command make demo makes the runs and the page "
+        "again."
     )
 
 

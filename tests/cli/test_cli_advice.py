@@ -1,6 +1,7 @@
 """`rollcorr calibrate`, `rollcorr advise` and `rollcorr check --what-if`: what they print, and their exit codes."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -84,3 +85,24 @@ def test_every_preset_side_by_side(folder):
     assert by_preset["decoupled_geo_rs"]["rejected_sequences"] > 0.5
     assert by_preset["decoupled_token_is"]["rejected_tokens"] == 0
     assert "what_if" not in json.loads(invoke("check", folder / "log.parquet", "--json").output)
+
+
+def test_the_page_has_the_same_presets_as_the_text_and_the_json(folder, tmp_path):
+    log = (folder / "log.parquet", "--null", folder / "null.json", "--what-if")
+    shown = invoke("check", *log, "-o", tmp_path)
+    document = json.loads(invoke("check", *log, "--json").output)
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    section = page.partition('id="what-if"')[2].partition("<h2")[0]
+    cell = r"<t[dh](?: [^>]*)?>(?:<code>)?(.*?)(?:</code>)?</t[dh]>"
+    cells = [re.findall(cell, line) for line in section.splitlines()]
+    heading, *rows = [line for line in cells if line]
+    assert [row[0] for row in rows] == [row["preset"] for row in document["what_if"]]
+
+    # The terminal has the same texts, in the same order.
+    table = shown.output.partition("what each preset would do to this log")[2]
+    lines = [re.split(r"\s{2,}", line.strip()) for line in table.splitlines() if line.strip()]
+    assert lines[: len(rows) + 1] == [heading, *rows]
+
+    # Without the option there is no such table.
+    invoke("check", *log[:-1], "-o", tmp_path / "without")
+    assert "what-if" not in (tmp_path / "without" / "report.html").read_text(encoding="utf-8")

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from rollcorr import health
 from rollcorr.cli import app
+from rollcorr.cli.logs import share_memory
 from rollcorr.diagnostics import read_null
 from rollcorr.diagnostics.log_check import tally as module
 from rollcorr.diagnostics.null import noise_of
@@ -225,3 +226,18 @@ def test_with_keep_going_a_bad_file_is_named_and_the_rest_is_judged(log, tmp_pat
     document = json.loads(invoke(good, tmp_path / "broken.parquet", "--keep-going", "--json").stdout)
     (problem,) = document["unreadable"]
     assert "broken.parquet" in problem
+
+
+def test_arrow_shares_the_systems_memory_unless_the_user_chose_or_it_is_loaded(monkeypatch):
+    name = "ARROW_DEFAULT_MEMORY_POOL"
+    for loaded, chosen, then in ((False, None, "system"), (False, "mimalloc", "mimalloc"), (True, None, None)):
+        with monkeypatch.context() as here:
+            here.setenv(name, chosen or "")
+            if chosen is None:
+                here.delenv(name)
+            if loaded:
+                here.setitem(sys.modules, "pyarrow", sys)
+            else:
+                here.delitem(sys.modules, "pyarrow", raising=False)
+            share_memory()
+            assert os.environ.get(name) == then

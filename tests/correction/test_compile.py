@@ -34,6 +34,7 @@ MODES = {
 }
 
 pytestmark = [
+    pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="torch 2.6 cannot trace tuples with properties"),
     pytest.mark.filterwarnings("ignore::rollcorr.config.InertOptionWarning"),
     # Inductor's own imports use what Python has deprecated.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),

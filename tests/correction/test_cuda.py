@@ -91,6 +91,7 @@ def test_a_correction_neither_reads_nor_sends_a_value(level, options, impl, pack
     assert correction.statistics.pack().is_cuda
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="torch 2.6 cannot split a fake tensor without rows")
 @both_layouts
 def test_everything_else_that_correct_can_be_asked_for_waits_no_more(packed):
     train, rollout, mask, cu_seqlens = batch(packed)

@@ -1,10 +1,13 @@
 """The share of Var(d) that the token id explains: by hand, without bias for rare ids, exact under merges."""
 
+from functools import reduce
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollcorr.diagnostics.null import token_share
 from rollcorr.diagnostics.null.token_share import TokenSums
 
 
@@ -77,3 +80,19 @@ def test_ids_beyond_the_limit_share_sums_and_memory_stays_bounded():
 
 def test_padding_ids_are_left_out():
     assert share_of([-1, -1, 3, 3], [9.0, 9.0, 1.0, 2.0]).tokens == 2
+
+
+def test_tokens_of_many_batches_are_counted_at_once(monkeypatch):
+    counted = []
+    count = token_share._count
+    monkeypatch.setattr(token_share, "_count", lambda *arguments: counted.append(arguments) or count(*arguments))
+    monkeypatch.setattr(token_share, "AT_ONCE", 1000)
+
+    # 30 batches of 100 tokens are three times a thousand.
+    random = np.random.default_rng(0)
+    ids, log_ratio = random.integers(0, 5000, size=3000), random.normal(size=3000)
+    batches = zip(ids.reshape(30, 100), log_ratio.reshape(30, 100), strict=True)
+    merged = reduce(TokenSums.merge, (TokenSums.of(*batch) for batch in batches), TokenSums.empty())
+    assert len(counted) == 3
+    np.testing.assert_allclose(merged.sums, TokenSums.of(ids, log_ratio).sums, atol=1e-12)
+    assert len(counted) == 4  # nothing was left over

@@ -62,3 +62,16 @@ def test_an_active_null_is_what_check_takes(model, tmp_path):
     assert null.kind == "engine"
     assert null.origin.engine == ("transformers",)
     assert 1e-6 < null.profile.k3 < 1e-2
+
+
+def test_a_second_score_stands_in_for_what_the_engine_reported(model):
+    def score(rollout):
+        return torch.full(rollout.tokens.response_ids.shape, -1.0)
+
+    def again(rollout):
+        return torch.full(rollout.tokens.response_ids.shape, -2.0)
+
+    batch = measure_null(engine_of(model), PROMPTS, seed=0, score=score, again=again, model="stories")
+    log_ratio = batch.packed("old_log_prob") - batch.packed("rollout_log_prob")
+    assert log_ratio[batch.packed("response_mask")].unique().tolist() == [1.0]
+    assert batch.objects("model") == ["stories"] * 12

@@ -22,7 +22,7 @@ SPILLS = {
     "hip": ("vgpr_spill_count", "private_segment_fixed_size"),
 }
 
-MOST_REGISTERS = {"standard": 128, "standard, aligned rows": 136, "standard, packed, bfloat16, int64 mask": 128}
+MOST_REGISTERS = {"standard": 128, "standard, aligned rows": 136, "standard, packed, bfloat16, int64 mask": 136}
 """For each thread: 16 programs of a warp are resident on a multiprocessor, or 15."""
 
 MOST_INSTRUCTIONS = {torch.float32: 60, torch.bfloat16: 65}

@@ -1,4 +1,4 @@
-"""docs/guides/rollout_log.md says what the code does: its code runs, its example is read, its codes are all there are."""
+"""docs/guides/rollout_log.md says what the code does: code runs, the example is read, all codes are listed."""
 
 import re
 from pathlib import Path

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from rollcorr.cli.app import app, exit_on
-from rollcorr.cli.logs import COLUMNS_OPTION, LIMIT_OPTION, file_options
+from rollcorr.cli.logs import COLUMNS_OPTION, LIMIT_OPTION, file_options, share_memory
 
 
 @app.command("calibrate")
@@ -96,6 +96,7 @@ def advise_on(
 
     Exit codes: 0 a preset, 1 repair something first, 2 bad input, 3 not judged, 130 interrupted.
     """
+    share_memory()
     from rich.console import Console
 
     from rollcorr.diagnostics.advice import advise

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from rollcorr.cli.app import app, exit_on
-from rollcorr.cli.logs import COLUMNS_OPTION, LIMIT_OPTION, file_options
+from rollcorr.cli.logs import COLUMNS_OPTION, LIMIT_OPTION, file_options, share_memory
 from rollcorr.cli.null_measurement import parse_steps
 
 
@@ -93,6 +93,8 @@ def check(
 
     Exit codes: 0 healthy, 1 unhealthy, 2 bad input, 3 not judged, 130 interrupted.
     """
+    share_memory()
+
     # Imported here, so that `--help` and the other commands do not load torch and Arrow for it.
     from rich.console import Console
 
@@ -127,7 +129,7 @@ def check(
         if output is not None:
             from rollcorr.diagnostics.report import check_report, write_report
 
-            page = write_report(check_report(result), output)
+            page = write_report(check_report(result, what_if=what_if), output)
 
     if as_json:
         verdict = to_json(

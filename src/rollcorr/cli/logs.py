@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +21,16 @@ COLUMNS_OPTION = typer.Option(
     metavar="OURS=THEIRS,…",
     help="What the files call our columns, for example rollout_log_prob=logprobs. Our name stands on the left.",
 )
+
+
+def share_memory() -> None:
+    """Let Arrow use the system's allocator, as NumPy does: what one has freed the other takes, 40 MB of a large log.
+
+    Called before Arrow is loaded, which then takes it from the environment; processes that read inherit that. An
+    allocator that the user has chosen stays.
+    """
+    if "pyarrow" not in sys.modules:
+        os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
 
 
 def file_options(limits: list[str] | None, columns: list[str] | None) -> tuple[FileLimits, dict[str, str]]:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rollcorr.cli.app import app, exit_on
-from rollcorr.cli.logs import COLUMNS_OPTION, LIMIT_OPTION, file_options
+from rollcorr.cli.logs import COLUMNS_OPTION, LIMIT_OPTION, file_options, share_memory
+
+if TYPE_CHECKING:
+    from rollcorr.config import SamplingSpec
+    from rollcorr.train.grpo.engine_null import EngineNullConfig
 
 
 def parse_steps(text: str | None) -> tuple[int, int] | None:
@@ -29,17 +36,58 @@ def parse_steps(text: str | None) -> tuple[int, int] | None:
 
 @app.command("null")
 def measure(
-    logs: Annotated[
-        list[Path],
-        typer.Argument(help="Rollout logs whose two sides are the same policy: files, folders or glob patterns."),
-    ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write the null (JSON).")],
+    logs: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[LOG]...",
+            help="Rollout logs whose two sides are the same policy: files, folders or glob patterns. "
+            "None with --engine.",
+        ),
+    ] = None,
     steps: Annotated[
-        str | None, typer.Option(metavar="FIRST:LAST", help="Only these steps. [default: all rows]")
+        str | None, typer.Option(metavar="FIRST:LAST", help="Only these steps of the logs. [default: all rows]")
     ] = None,
     train_column: Annotated[
         str | None,
         typer.Option(help="Trainer's log-probs: old_log_prob or log_prob. [default: the one that is recorded]"),
+    ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Measure with this engine: transformers, ctranslate2, vllm, vllm_server or sglang."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="DIR", help="The model that the engine samples from and the trainer scores.")
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Prompts like those of the run: a rollout log with prompt_ids, or a .txt of lines."
+        ),
+    ] = None,
+    sides: Annotated[
+        str,
+        typer.Option(
+            help="What is compared: run (engine against trainer), engine (its sampling against its own scoring), or "
+            "trainer (its score twice, in other batches)."
+        ),
+    ] = "run",
+    rows: Annotated[int, typer.Option(help="Responses to sample; prompts are repeated where there are fewer.")] = 256,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens of the longest response.")] = 256,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Sampling: the mass that is kept.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Sampling: the number of tokens that are kept; -1 for all.")] = -1,
+    dtype: Annotated[str, typer.Option(help="Precision of the engine, where it has this option.")] = "bfloat16",
+    train_dtype: Annotated[str, typer.Option(help="Precision of the trainer.")] = "float32",
+    engine_option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="An option of the engine, for example url=http://localhost:8000."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seeds the draws.")] = 0,
+    rollouts: Annotated[
+        Path | None, typer.Option(metavar="LOG", help="Also keep what the engine sampled, as a rollout log (.parquet).")
     ] = None,
     workers: Annotated[int, typer.Option(help="How many processes read the log. The numbers do not depend on it.")] = 1,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
@@ -48,33 +96,62 @@ def measure(
 ) -> None:
     """Measure what a correct sampler and trainer differ by, for `rollcorr check --null FILE`.
 
-    Give rollouts whose two sides are known to be the same policy: the first steps of a run that was right, or what an
-    engine was made to sample for this purpose. A log whose sides show other sampling settings is refused.
+    From logs: give rollouts whose two sides are known to be the same policy, such as the first steps of a run that was
+    right. A log whose sides show other sampling settings is refused.
+
+        rollcorr null run/rollouts --steps 1:3 -o null.json
+
+    From an engine: it samples from a model, and the trainer scores the same tokens with the same weights. Use the
+    engine, precision, prompts, lengths and sampling settings of the run: all of them change the null.
+
+        rollcorr null --engine transformers --model DIR --prompts run/rollouts -o null.json
+        rollcorr null --engine vllm_server --engine-option url=http://HOST:8000 --model DIR --prompts p.txt -o n.json
 
     Exit codes: 0 written, 2 bad input, 130 interrupted.
     """
+    share_memory()
     from rollcorr.diagnostics.log_check import null_of_logs
     from rollcorr.diagnostics.null import is_large, remark_on_size
     from rollcorr.diagnostics.report.console import row_progress
+    from rollcorr.engines import EngineError
     from rollcorr.rollout_log import RolloutLogError
     from rollcorr.run_directory.stored_run import BadInputError
 
     try:
-        with exit_on(BadInputError, RolloutLogError):
+        with exit_on(BadInputError, RolloutLogError, EngineError):
             if output.exists() and not overwrite:
                 raise BadInputError(f"{output} exists; choose another name, or give --overwrite")
+            _check_source(logs, engine, model, prompts, rollouts, overwrite=overwrite)
             file_limits, column_names = file_options(limit, columns)
-            with row_progress() as on_rows:
-                null = null_of_logs(
-                    logs,
-                    name=output.name,
-                    steps=parse_steps(steps),
-                    train_column=train_column,
-                    workers=workers,
-                    file_limits=file_limits,
-                    column_names=column_names,
-                    on_rows=on_rows,
-                )
+            with TemporaryDirectory() as folder:
+                kept = rollouts or Path(folder) / "rollouts.parquet"
+                if engine is not None and model is not None and prompts is not None:
+                    with row_progress("sampling") as on_rows, _as_bad_input():
+                        config = _engine_config(
+                            engine_option or [],
+                            engine=engine,
+                            model=model,
+                            sides=sides,
+                            rows=rows,
+                            max_new_tokens=max_new_tokens,
+                            dtype=dtype,
+                            train_dtype=train_dtype,
+                            sampling=_sampling(temperature, top_p, top_k),
+                            seed=seed,
+                        )
+                        _write_rollouts(config, prompts, kept, on_rows, overwrite=overwrite)
+                with row_progress() as on_rows:
+                    null = null_of_logs(
+                        [kept] if engine else logs or [],
+                        name=output.name,
+                        kind="engine" if engine else "log",
+                        steps=parse_steps(steps),
+                        train_column=train_column,
+                        workers=workers,
+                        file_limits=file_limits,
+                        column_names=column_names,
+                        on_rows=on_rows,
+                    )
             null.save(output)
     except KeyboardInterrupt:
         typer.echo(f"interrupted: {output} was not written", err=True)
@@ -85,3 +162,86 @@ def measure(
     if remark:
         judges = is_large(null)
         typer.echo(f"{'note' if judges else 'warning'}: {remark}", err=not judges)
+
+
+def _check_source(
+    logs: list[Path] | None,
+    engine: str | None,
+    model: str | None,
+    prompts: Path | None,
+    rollouts: Path | None,
+    *,
+    overwrite: bool,
+) -> None:
+    """Check that there is one source of rollouts, and that it is whole.
+
+    Raises:
+        BadInputError: there is none, there are two, or a part is missing.
+    """
+    from rollcorr.run_directory.stored_run import BadInputError
+
+    if engine is None:
+        given = [
+            name for name, value in (("--model", model), ("--prompts", prompts), ("--rollouts", rollouts)) if value
+        ]
+        if given:
+            raise BadInputError(f"{given[0]} belongs to --engine NAME; give it too, or logs alone")
+        if not logs:
+            raise BadInputError("give rollout logs, or --engine NAME --model DIR --prompts FILE")
+        return
+    if logs:
+        raise BadInputError(f"logs ({logs[0]}) and --engine {engine} exclude each other; give one")
+    if model is None or prompts is None:
+        missing = (
+            "--model DIR" if model is None else "--prompts FILE (a rollout log with prompt_ids, or a .txt of lines)"
+        )
+        raise BadInputError(f"--engine {engine} needs {missing}")
+    if rollouts is not None and rollouts.exists() and not overwrite:
+        raise BadInputError(f"{rollouts} exists; choose another name, or give --overwrite")
+
+
+@contextmanager
+def _as_bad_input() -> Iterator[None]:
+    """What a setting of the engine is refused with names options of a run; here they have names of their own."""
+    from rollcorr.run_directory.stored_run import BadInputError
+
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        text = str(error).replace("rollout.engine_options.", "--engine-option ").replace("rollout.sampling.", "--")
+        raise BadInputError(text.replace("rollout.", "--")) from error
+
+
+def _engine_config(options: list[str], **settings: Any) -> EngineNullConfig:  # noqa: ANN401
+    """The configuration with the options of the engine, whose values are read as YAML."""
+    from rollcorr.config.yaml_text import load_yaml
+    from rollcorr.train.grpo.engine_null import EngineNullConfig
+
+    given = {}
+    for option in options:
+        name, equals, value = option.partition("=")
+        if not (name and equals):
+            raise ValueError(f"--engine-option {option[:60]!r} is not of the form NAME=VALUE")
+        given[name] = load_yaml(value)
+    return EngineNullConfig(engine_options=given, **settings)
+
+
+def _sampling(temperature: float, top_p: float, top_k: int) -> SamplingSpec:
+    """The sampling settings, with log-probs of what is sampled."""
+    from rollcorr.config import SamplingSpec
+    from rollcorr.train.grpo.engine_null import processed
+
+    return processed(SamplingSpec(temperature=temperature, top_p=top_p, top_k=top_k))
+
+
+def _write_rollouts(
+    config: EngineNullConfig, prompts: Path, target: Path, on_rows: Callable[[int, int], None], *, overwrite: bool
+) -> None:
+    """Sample and score, and write the rollouts; nothing is left after an interrupt."""
+    from rollcorr.rollout_log import RolloutLogWriter
+    from rollcorr.train.grpo.engine_null import engine_null_rollouts, read_prompts
+
+    batches = list(engine_null_rollouts(config, read_prompts(prompts), on_rows=on_rows))
+    with RolloutLogWriter(target, overwrite=overwrite) as log:
+        for batch in batches:
+            log.write(batch)

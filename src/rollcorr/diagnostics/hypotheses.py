@@ -20,7 +20,8 @@ WEAK = 0.5
 """Confidence of a cause whose own is not known."""
 
 _EXPLAINED_BY: Mapping[str, frozenset[str]] = {
-    "weights_differ": frozenset({"stale_by_lag", "frozen_sampler"}),
+    "weights_differ": frozenset({"stale_by_lag", "frozen_sampler", "moe_routing_differs"}),
+    "stochastic_trainer": frozenset({"moe_routing_differs"}),
     "zeros": frozenset({"placeholder", "foreign_tokens", "truncated"}),
     "sentinel": frozenset({"placeholder", "foreign_tokens"}),
     "contradicted_zeros": frozenset({"placeholder", "foreign_tokens", "truncated", "zeros"}),

@@ -31,7 +31,9 @@ SYMBOLS: dict[str, str] = {
 }
 """Symbols of docs/reference/notation.md that formulas of metrics use."""
 
-_STEPS = "below {} negligible, below {} small, below {} moderate, beyond that severe or a fault (docs/guides/choosing.md)"
+_STEPS = (
+    "below {} negligible, below {} small, below {} moderate, beyond that severe or a fault (docs/guides/choosing.md)"
+)
 _MEASURED = (
     "measured with equal weights, the trainer in float32, a Llama of 260,000 parameters, temperature 1 "
     "(docs/guides/remove_the_mismatch_first.md): a sampler in {}"

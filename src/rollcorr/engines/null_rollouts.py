@@ -20,6 +20,8 @@ def measure_null(
     *,
     seed: int,
     score: Callable[[Rollout], Tensor] | None = None,
+    again: Callable[[Rollout], Tensor] | None = None,
+    model: str | None = None,
 ) -> RolloutBatch:
     """Sample from an engine, and score the same tokens again with the same weights.
 
@@ -30,6 +32,9 @@ def measure_null(
         score: the trainer's log-probs of a rollout's responses, (B, T) nats, with the weights that the engine holds,
             and of the same distribution as `rollout_log_prob`. None lets the engine score them: then only the
             difference between sampling and scoring in this engine shows, which is less than that to a trainer.
+        again: also scores the rollout, and stands in place of the log-probs that the engine reported: with `score`,
+            the null of a trainer alone.
+        model: name of the model, recorded in the log.
 
     Returns:
         A batch of a rollout log, π in `old_log_prob`. `RolloutLogWriter` writes it.
@@ -48,15 +53,17 @@ def measure_null(
     rollout = engine.generate(prompts, seed=seed)
     tokens = rollout.tokens
     train = _engine_score(engine, rollout) if score is None else score(rollout)
+    sampled = rollout.rollout_log_prob if again is None else again(rollout).to(rollout.rollout_log_prob.device)
     return RolloutBatch.from_padded(
         tokens.response_mask,
         prompt_ids=tokens.prompt_ids,
         prompt_mask=tokens.prompt_mask,
         response_ids=tokens.response_ids,
-        rollout_log_prob=rollout.rollout_log_prob,
+        rollout_log_prob=sampled,
         old_log_prob=train.to(rollout.rollout_log_prob.device),
         sampling=rollout.sampling,
         policy_versions=engine.weight_version,
+        model=model,
     )
 
 

@@ -9,6 +9,7 @@ from rollcorr.rollout_log.jsonl import JsonlSource
 from rollcorr.rollout_log.parquet import ParquetSource
 from rollcorr.rollout_log.pickled import PickledSource
 from rollcorr.rollout_log.reader import SHARD_TOKENS, count_rows, log_files, log_shards, read_rollout_log, read_shard
+from rollcorr.rollout_log.routing_difference import routing_difference
 from rollcorr.rollout_log.schema import COLUMNS, SCHEMA_VERSION, TOKEN_COLUMNS, Column
 from rollcorr.rollout_log.source import BatchLimits, LogSource, Shard
 from rollcorr.rollout_log.validate import CHECK_COLUMNS, ValidationReport, validate_batch, validate_rollout_log
@@ -43,6 +44,7 @@ __all__ = [
     "parse_column_names",
     "read_rollout_log",
     "read_shard",
+    "routing_difference",
     "validate_batch",
     "validate_rollout_log",
 ]

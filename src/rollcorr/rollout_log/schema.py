@@ -21,7 +21,7 @@ import numpy as np
 from rollcorr.rollout_log.arrow import pa, pc
 from rollcorr.rollout_log.errors import log_error
 
-SCHEMA_VERSION = "1.1"
+SCHEMA_VERSION = "1.2"
 VERSION_KEY = "rollcorr.schema_version"
 UNITS_KEY = "rollcorr.units"
 
@@ -65,6 +65,13 @@ _COLUMNS = (
     Column("reward", "float32", "reward", "sequence", "reward of the whole sequence"),
     Column("token_rewards", "list<float32>", "reward", "token", "reward of each token"),
     Column("advantages", "list<float32>", "reward, or normalized", "token", "advantage of each token"),
+    Column(
+        "routing_difference",
+        "list<float32>",
+        "share of layers",
+        "token",
+        "MoE: layers whose set of routed experts differs between sampler and trainer, 0 to 1",
+    ),
     Column("policy_versions", SPANS, "weight version", "list", "which weights sampled which token; spans tile the row"),
     Column("sampling", SAMPLING, "–", "sequence", "sampling settings, as in `SamplingSpec`"),
     Column(
@@ -214,8 +221,8 @@ def conform_column(array: pa.Array, column: str, *, file: str | None = None, fir
     if pa.types.is_list(target):
         values = array.flatten()
         nested = [values, *(values.flatten() if pa.types.is_struct(values.type) else [])]
-        missing = np.logical_or.reduce([pc.is_null(part).to_numpy(zero_copy_only=False) for part in nested])
-        if missing.any():
+        if any(part.null_count for part in nested):
+            missing = np.logical_or.reduce([pc.is_null(part).to_numpy(zero_copy_only=False) for part in nested])
             _, lengths, _ = ragged(array)
             row = first_row + int(np.repeat(np.arange(len(lengths)), lengths)[missing.argmax()])
             fix = "only log-probs, rewards and advantages may miss single values"

@@ -154,9 +154,12 @@ def _ids(batch: RolloutBatch) -> RowFindings:
     for name in ("prompt_ids", "response_ids", "kept_ids"):
         if batch.has(name):
             values, sizes, _ = ragged(batch.records.column(name))
+            ids = _numpy(values)
+            if not len(ids) or ids.min() >= 0:
+                continue
             row_of = np.repeat(np.arange(len(batch)), sizes)
             finding = _error("negative", name, "negative ids", "leave padding out instead of marking it")
-            yield _where(batch, _numpy(values) < 0, row_of, finding)
+            yield _where(batch, ids < 0, row_of, finding)
 
 
 def _spans(batch: RolloutBatch) -> RowFindings:
@@ -295,6 +298,11 @@ def _log_probs(batch: RolloutBatch) -> RowFindings:
     densities = batch.has("dimensions")
     for name in LOG_PROB_COLUMNS:
         if batch.has(name):
+            # Where the extremes of all tokens are log-probs, all of them are. NaN is no extreme that passes.
+            every = _numpy(ragged(batch.records.column(name))[0])
+            largest = np.finfo(np.float32).max if densities else 0.0
+            if not len(every) or (every.min() > JSON_MINUS_INFINITY and every.max() <= largest):
+                continue
             value, row_of = _sampled(batch, name)
             checks = (
                 ((value > 0) & (not densities), _POSITIVE),
@@ -311,11 +319,14 @@ def _zeros(batch: RolloutBatch) -> RowFindings:
     Tokens that a truncation left without a choice are not judged, nor those that another column calls certain too: a
     number that was filled in does not agree with one that was computed.
     """
-    alone = _without_choice(batch)
     for name in LOG_PROB_COLUMNS:
         if batch.has(name):
+            every = _numpy(ragged(batch.records.column(name))[0])
+            if np.count_nonzero(every == 0) <= ZERO_SHARE * ZERO_TOKENS:
+                continue  # too few for any row
             value, row_of = _sampled(batch, name)
-            judged = ~_sampled(batch, name, of=alone | _certain_elsewhere(batch, name))[0]
+            alone = _without_choice(batch) | _certain_elsewhere(batch, name)
+            judged = ~_sampled(batch, name, of=alone)[0]
             value, row_of = value[judged], row_of[judged]
             zeros = np.bincount(row_of[value == 0], minlength=len(batch))
             tokens = np.bincount(row_of, minlength=len(batch))

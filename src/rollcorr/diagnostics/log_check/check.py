@@ -28,6 +28,7 @@ from rollcorr.diagnostics.log_check.tally import Part, Tally, merge_parts
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
 from rollcorr.diagnostics.null.null_file import FEW_TOKENS, MismatchNull
 from rollcorr.diagnostics.null.origin import Origin
+from rollcorr.diagnostics.null.routing import judge_routing
 from rollcorr.diagnostics.null.run_null import noise_of
 from rollcorr.diagnostics.null.version_cells import judge_versions
 from rollcorr.diagnostics.null.weight_judgment import NOT_JUDGED, WeightJudgment, judge_weights
@@ -214,13 +215,16 @@ def check_logs(
     versions = judge_versions(tally.versions) if not diffusion else ()
     course = [finding for finding in verdict.findings if finding.code in COURSE]
     implied = () if diffusion else provenance.findings
-    hypotheses = rank_hypotheses(pairs=(*found, *implied), profile=weights.findings, series=(*versions, *course))
+    routing = () if diffusion else judge_routing(tally.routing, used, in_excess=_in_excess(weights))
+    hypotheses = rank_hypotheses(
+        pairs=(*found, *implied), profile=(*routing, *weights.findings), series=(*versions, *course)
+    )
 
     # A hypothesis is shown once, and what only measures the mismatch goes under the one that explains it.
     causes = [finding for finding in hypotheses if finding.severity != "note"]
     named = {finding.code for finding in hypotheses}
     others = [finding for finding in (*found, *verdict.findings) if finding.code not in named]
-    notes = [finding for finding in (*weights.findings, *course) if finding.severity == "note"]
+    notes = [finding for finding in (*routing, *weights.findings, *course) if finding.severity == "note"]
     return CheckResult(
         health=replace(
             verdict,
@@ -261,6 +265,11 @@ def _with_settings(sentence: str, hypotheses: Sequence[Finding], tally: Tally) -
     agrees = sentence.startswith(NOT_JUDGED) and all(finding.severity == "note" for finding in hypotheses)
     agrees = agrees and not tally.profile.ids.repeats  # then settings do not show
     return f"settings agree; {sentence}" if agrees else sentence
+
+
+def _in_excess(weights: WeightJudgment) -> bool:
+    """Whether the comparison with a null found more than noise."""
+    return any(finding.severity != "note" for finding in weights.findings)
 
 
 def _judge_weights(

@@ -11,6 +11,7 @@ from rollcorr.diagnostics.log_check.tally import FIRST_STEPS, Measurement, Tally
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
 from rollcorr.diagnostics.null.null_file import Kind, MismatchNull
 from rollcorr.diagnostics.null.sampled_rows import log_ratios
+from rollcorr.diagnostics.null.token_share import FIRST_IDS
 from rollcorr.diagnostics.null.weight_judgment import judge_weights
 from rollcorr.diagnostics.provenance.provenance_findings import NOT_COMPARABLE
 from rollcorr.rollout_log import FileLimits, RolloutBatch
@@ -136,7 +137,7 @@ def _of_steps(tally: Tally, steps: tuple[int, int]) -> MismatchProfile:
     Raises:
         BadInputError: there are none.
     """
-    profile = MismatchProfile().folded()
+    profile = MismatchProfile().folded(FIRST_IDS)
     for part in tally.first.values():
         profile = profile.merge(part)
     if not profile.tokens:

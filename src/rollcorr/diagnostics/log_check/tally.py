@@ -12,6 +12,7 @@ from functools import reduce
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
@@ -23,9 +24,11 @@ from rollcorr.correction.result import Correction
 from rollcorr.correction.rollout_correction import correct
 from rollcorr.diagnostics.log_check.denoising import DENOISING_COLUMNS, denoising_statistics
 from rollcorr.diagnostics.log_check.preset_totals import PresetTotals
-from rollcorr.diagnostics.null.mismatch_profile import CAP, MismatchProfile
+from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
 from rollcorr.diagnostics.null.origin import Origin
-from rollcorr.diagnostics.null.token_share import STEP_IDS, TokenSums
+from rollcorr.diagnostics.null.routing import RoutingSums
+from rollcorr.diagnostics.null.token_ratios import TokenRatios, slice_sums
+from rollcorr.diagnostics.null.token_share import FIRST_IDS, STEP_IDS, TokenSums
 from rollcorr.diagnostics.null.version_cells import VersionCells
 from rollcorr.diagnostics.provenance.pair_sample import PairSample
 from rollcorr.rollout_log import RolloutBatch, RolloutLogError, Shard, read_shard, validate_batch
@@ -44,6 +47,7 @@ COLUMNS = (
     "prompt_ids",
     "response_ids",
     "policy_versions",
+    "routing_difference",
     "reward",
     "sampling",
     "engine",
@@ -93,6 +97,7 @@ class Tally:
             steps of the null, one entry for all of them.
         origin: the engines, models and settings that are recorded.
         versions: the mismatch by step and version of the weights, where both are recorded.
+        routing: the mismatch by whether the routing of experts differs, where that is recorded.
         presets: what each preset would do, where that was asked for.
     """
 
@@ -107,6 +112,7 @@ class Tally:
     first: Mapping[int, MismatchProfile] = field(default_factory=dict)
     origin: Origin = field(default_factory=Origin)
     versions: VersionCells = field(default_factory=VersionCells)
+    routing: RoutingSums = field(default_factory=RoutingSums)
     presets: PresetTotals = field(default_factory=PresetTotals)
 
     def merge(self, later: Tally) -> Tally:
@@ -130,6 +136,7 @@ class Tally:
             first={step: first[step] for step in sorted(first)[:FIRST_STEPS]},
             origin=self.origin.merge(later.origin),
             versions=self.versions.merge(later.versions),
+            routing=self.routing.merge(later.routing),
             presets=self.presets.merge(later.presets),
         )
 
@@ -201,15 +208,16 @@ class Measurement:
             if not self.keep_going:
                 raise
             tally = replace(tally, unreadable=(in_one_line(error),))
-        return tally
+        by_step = {step: profile.counted() for step, profile in tally.first.items()}
+        return replace(tally, profile=tally.profile.counted(), first=by_step)
 
     def of_batch(self, batch: RolloutBatch, *, first: int, stride: int = 1) -> Tally:
         """The tally of a batch, whose first row is row `first` of the log; `stride` is that of the sample so far."""
         rollout, train = batch.packed("rollout_log_prob"), batch.packed(self.train_column)
         mask = batch.packed("response_mask")
         if self.denoising:
-            rollout, train = (x.masked_fill(x == JSON_MINUS_INFINITY, torch.nan) for x in (rollout, train))
-            parts = dict(self._parts(batch, train, rollout, mask, None, MismatchProfile()))
+            rollout, train = (_without_sentinels(x) for x in (rollout, train))
+            parts = dict(self._parts(batch, train, rollout, mask, None, None))
             findings = merge_findings(validate_batch(batch))
             return Tally(parts=parts, findings=findings, rows=len(batch), origin=Origin.of(batch))
 
@@ -226,18 +234,21 @@ class Measurement:
         )
 
         # An engine's −9999 stands for minus infinity: it is missing, as NaN is. The sample keeps it, as a placeholder.
-        rollout, train = (x.masked_fill_(x == JSON_MINUS_INFINITY, torch.nan) for x in (rollout, train))
-        profile = _profile(batch, train, rollout, mask, ids, first=first)
+        rollout, train = (_without_sentinels(x) for x in (rollout, train))
+        ratios = TokenRatios.of(train.numpy(), rollout.numpy(), mask.numpy(), batch.lengths.numpy())
+        columns = _Columns.of(batch, ids, first=first)
+        profile = columns.profile(ratios)
         return Tally(
-            parts=dict(self._parts(batch, train, rollout, mask, ids, profile)),
+            parts=dict(self._parts(batch, train, rollout, mask, ratios, columns.ids)),
             findings=merge_findings(validate_batch(batch)),
             sample=sample,
             claims=_claims(batch),
             rows=len(batch),
             profile=profile,
-            first=self._first_steps(batch, profile, train, rollout, mask, ids, first=first),
+            first=self._first_steps(batch, profile, ratios, columns),
             origin=Origin.of(batch),
-            versions=_versions(batch, train, rollout, mask),
+            versions=_versions(batch, ratios),
+            routing=_routing(batch, ratios),
             presets=PresetTotals.of(batch, train, rollout, mask) if self.what_if else PresetTotals(),
         )
 
@@ -245,12 +256,8 @@ class Measurement:
         self,
         batch: RolloutBatch,
         profile: MismatchProfile,
-        train: Tensor,
-        rollout: Tensor,
-        mask: Tensor,
-        ids: Tensor | None,
-        *,
-        first: int,
+        ratios: TokenRatios,
+        columns: _Columns,
     ) -> dict[int, MismatchProfile]:
         """The profiles of the steps that may serve as the null; `profile` is that of the whole batch."""
         if not batch.has("step"):
@@ -266,9 +273,9 @@ class Measurement:
         found = {}
         for step, rows in wanted.items():
             if bool(rows.all()):
-                found[step] = profile.folded()
+                found[step] = profile.folded(FIRST_IDS)
             elif bool(rows.any()):
-                found[step] = _profile(batch, train, rollout, mask, ids, first=first, rows=rows).folded()
+                found[step] = columns.of_rows(rows.numpy()).profile(ratios.of_rows(rows.numpy())).folded(FIRST_IDS)
         return found
 
     def _parts(
@@ -277,28 +284,30 @@ class Measurement:
         train: Tensor,
         rollout: Tensor,
         mask: Tensor,
-        ids: Tensor | None,
-        profile: MismatchProfile,
+        ratios: TokenRatios | None,
+        ids: NDArray[np.integer] | None,
     ) -> Iterator[tuple[int | None, Part]]:
-        """What was seen of each step; `profile` is that of the whole batch."""
+        """What was seen of each step; without `ratios` the tokens are denoising steps."""
         rewards = batch.values("reward") if batch.has("reward") else rollout.new_full((len(batch),), torch.nan)
         for step, rows in _by_step(batch):
-            if self.denoising:
+            if ratios is None:
                 statistics = merge_statistics(self._denoising(batch, rows, train, rollout))
                 yield step, Part(statistics, 0, 0, *_rewards(rewards[rows]), ids=TokenSums.empty(STEP_IDS))
                 continue
 
             # The rows of a step need not lie together, so they are packed anew; mostly a batch is of one step.
-            own, lengths, sums = (train, rollout, mask), batch.lengths[rows], profile.ids
+            own, lengths, of_step, own_ids = (train, rollout, mask), batch.lengths[rows], ratios, ids
             if not bool(rows.all()):
                 tokens = rows.repeat_interleave(batch.lengths)
                 own = (train[tokens], rollout[tokens], mask[tokens])
-                valid = tokens & mask
-                sums = _id_sums(train[valid], rollout[valid], None if ids is None else ids[valid])
+                of_step = ratios.of_rows(rows.numpy())
+                own_ids = None if ids is None else ids[tokens.numpy()]
             cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
             correction = correct(*own, self.config, cu_seqlens=cu_seqlens)
-            valid = own[2]
-            yield step, _part(correction, own[0][valid], own[1][valid], rewards[rows], sums.folded(STEP_IDS))
+            sums = TokenSums.empty(STEP_IDS)
+            if own_ids is not None:
+                sums = TokenSums.of(*of_step.ids_and_d(own_ids), limit=STEP_IDS)
+            yield step, _part(correction, *own, rewards[rows], sums)
 
     def _denoising(self, batch: RolloutBatch, rows: Tensor, train: Tensor, rollout: Tensor) -> Iterator[Statistics]:
         return denoising_statistics(
@@ -311,79 +320,78 @@ def _rewards(rewards: Tensor) -> tuple[int, float]:
     return int((~rewards.isnan()).sum()), float(rewards.nansum())
 
 
-def _part(correction: Correction, train: Tensor, rollout: Tensor, rewards: Tensor, ids: TokenSums) -> Part:
-    """What one stretch of rows shows; `train` and `rollout` hold the valid tokens only."""
+def _part(
+    correction: Correction, train: Tensor, rollout: Tensor, mask: Tensor, rewards: Tensor, ids: TokenSums
+) -> Part:
+    """What one stretch of rows shows."""
     if correction.statistics is None:
         raise ValueError("a configuration that corrects nothing has nothing to measure; use the preset 'disabled'")
-    contradicted = ((rollout == 0) & (train < CONTRADICTION)) | ((train == 0) & (rollout < CONTRADICTION))
-    zeros = int(((rollout == 0) | (train == 0)).sum())
-    return Part(
-        correction.statistics,
-        zeros,
-        int(contradicted.sum()),
-        *_rewards(rewards),
-        ids=ids,
-    )
+    zero = ((rollout == 0) | (train == 0)) & mask
+    zeros, contradicted = int(zero.sum()), 0
+    if zeros:
+        contradicted = int(((rollout + train)[zero] < CONTRADICTION).sum())
+    return Part(correction.statistics, zeros, contradicted, *_rewards(rewards), ids=ids)
 
 
-def _id_sums(train: Tensor, rollout: Tensor, ids: Tensor | None) -> TokenSums:
-    """d by token id, of the rows of one step among others."""
-    if ids is None:
-        return TokenSums.empty(STEP_IDS)
-    log_ratio = train.double() - rollout
-    known = log_ratio.isfinite()
-    return TokenSums.of(ids[known].numpy(), log_ratio[known].numpy(), limit=STEP_IDS)
+def _without_sentinels(log_prob: Tensor) -> Tensor:
+    """Log-probs with NaN in place of −9999, in the same memory."""
+    sentinels = log_prob == JSON_MINUS_INFINITY
+    return log_prob.masked_fill_(sentinels, torch.nan) if bool(sentinels.any()) else log_prob
 
 
-def _versions(batch: RolloutBatch, train: Tensor, rollout: Tensor, mask: Tensor) -> VersionCells:
+def _routing(batch: RolloutBatch, ratios: TokenRatios) -> RoutingSums:
+    """The mismatch by routing; empty where the batch does not record it."""
+    if not batch.has("routing_difference"):
+        return RoutingSums()
+    return RoutingSums.of(ratios, batch.packed("routing_difference").numpy())
+
+
+def _versions(batch: RolloutBatch, ratios: TokenRatios) -> VersionCells:
     """k3 by step and version of a batch; empty unless every row records both, and its spans tile its tokens."""
     if not (batch.has("policy_versions") and batch.has("step")):
         return VersionCells()
     spans, sizes, _ = ragged(batch.records.column("policy_versions"))
     length, version = (spans.field(name).to_numpy(zero_copy_only=False) for name in ("length", "version"))
+    length = length.astype(np.int64)
     row = np.repeat(np.arange(len(batch)), sizes)
-    if (np.bincount(row, length, len(batch)) != batch.lengths.numpy()).any():
+    if (length < 0).any() or (np.bincount(row, length, len(batch)) != batch.lengths.numpy()).any():
         return VersionCells()
-
-    log_ratio = (train.double() - rollout).clamp(-CAP, CAP)
-    valid = mask & log_ratio.isfinite()
-    log_ratio = log_ratio.masked_fill(~valid, 0.0)
-    span = np.repeat(np.arange(len(row)), length)
-    k3 = np.bincount(span, (log_ratio.expm1() - log_ratio).numpy(), len(row))
-    tokens = np.bincount(span, valid.numpy(), len(row))
-    steps = batch.values("step").numpy()[row]
-    return VersionCells.of(steps, version.astype(np.int64), k3.astype(np.float64), tokens.astype(np.float64))
+    k3, tokens = slice_sums(ratios.k3, length), slice_sums(ratios.valid, length)
+    return VersionCells.of(batch.values("step").numpy()[row], version.astype(np.int64), k3, tokens)
 
 
-def _profile(
-    batch: RolloutBatch,
-    train: Tensor,
-    rollout: Tensor,
-    mask: Tensor,
-    ids: Tensor | None,
-    *,
-    first: int,
-    rows: Tensor | None = None,
-) -> MismatchProfile:
-    """The profile of a batch, or of some of its rows; `first` is the position of its first row in the log."""
-    lengths = batch.lengths
-    if rows is not None:
-        tokens = rows.repeat_interleave(lengths)
-        train, rollout, mask = train[tokens], rollout[tokens], mask[tokens]
-        ids, lengths = None if ids is None else ids[tokens], lengths[rows]
-    prompts = ragged(batch.records.column("prompt_ids"))[1] if batch.has("prompt_ids") else None
-    if prompts is not None and rows is not None:
-        prompts = prompts[rows.numpy()]
-    position = np.arange(first, first + len(batch))
-    return MismatchProfile.of(
-        train.numpy(),
-        rollout.numpy(),
-        mask.numpy(),
-        lengths.numpy(),
-        ids=None if ids is None else ids.numpy(),
-        prompts=prompts,
-        index=position if rows is None else position[rows.numpy()],
-    )
+@dataclass(frozen=True, eq=False)
+class _Columns:
+    """What a profile needs of a batch beside the ratios.
+
+    Attributes:
+        ids: the response ids, packed; None where a row lacks them.
+        prompts: tokens of each prompt; None where they are not recorded.
+        index: position of each row in the log.
+        lengths: tokens of each row.
+    """
+
+    ids: NDArray[np.integer] | None
+    prompts: NDArray[np.int64] | None
+    index: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, batch: RolloutBatch, ids: Tensor | None, *, first: int) -> _Columns:
+        """The columns of a batch, whose first row is row `first` of the log."""
+        prompts = ragged(batch.records.column("prompt_ids"))[1] if batch.has("prompt_ids") else None
+        own = None if ids is None else ids.numpy()
+        return cls(own, prompts, np.arange(first, first + len(batch)), batch.lengths.numpy())
+
+    def of_rows(self, rows: NDArray[np.bool_]) -> _Columns:
+        """Those of some rows, which (B,) is true for."""
+        ids = None if self.ids is None else self.ids[np.repeat(rows, self.lengths)]
+        prompts = None if self.prompts is None else self.prompts[rows]
+        return _Columns(ids, prompts, self.index[rows], self.lengths[rows])
+
+    def profile(self, ratios: TokenRatios) -> MismatchProfile:
+        """The profile of the rows; `ratios` are theirs."""
+        return MismatchProfile.of_ratios(ratios, ids=self.ids, prompts=self.prompts, index=self.index)
 
 
 def _by_step(batch: RolloutBatch) -> Iterator[tuple[int | None, Tensor]]:

@@ -19,6 +19,8 @@ SYSTEMATIC = 0.1
 """Relative difference of k3 that two nulls of one engine may have beyond chance: other prompts, other batches."""
 ROUNDING = 1e-9
 """k3 in nats below which a mismatch is float32 rounding of the log-probs themselves, and no cause is looked for."""
+NOTICEABLE = 1.5
+"""k3 over that of the null, below which nothing is said about its size."""
 MIN_ROWS = 8
 """Fewer rows have no standard error to speak of."""
 BIN_TOKENS = 50
@@ -83,8 +85,11 @@ def k3_by_surprise(null: MismatchProfile) -> NDArray[np.float64]:
     over the null's own tokens the mean is the null's k3.
     """
     count, _, _, k3 = null.by("surprise")
-    if count.sum() < BIN_TOKENS:
-        return np.full(len(count), null.k3)
+    return np.full(len(count), null.k3) if count.sum() < BIN_TOKENS else pooled_mean(count, k3)
+
+
+def pooled_mean(count: NDArray[np.float64], k3: NDArray[np.float64]) -> NDArray[np.float64]:
+    """k3 per token in each bin, from its tokens and its Σ k3, with neighbors pooled; `BIN_TOKENS` tokens at least."""
     group = pooled_bins(count)
     mean: NDArray[np.float64] = (np.bincount(group, k3) / np.bincount(group, count))[group]
     return mean

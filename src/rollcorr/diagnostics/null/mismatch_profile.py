@@ -14,7 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollcorr.diagnostics.null.row_table import FIELDS, RowTable
-from rollcorr.diagnostics.null.token_share import MOST_IDS, TokenShare, TokenSums
+from rollcorr.diagnostics.null.token_ratios import CAP as CAP
+from rollcorr.diagnostics.null.token_ratios import TokenRatios
+from rollcorr.diagnostics.null.token_share import MOST_IDS, STEP_IDS, TokenShare, TokenSums
 
 Floats = NDArray[np.float64]
 
@@ -28,8 +30,6 @@ SIZE_OCTAVES, SIZE_OFFSET = 32, 25
 """Octaves of |d|: 2^−25, below float32 rounding, to 64 nats."""
 FINE, COARSE = 8, 4
 """Parts of an octave: in the histogram of d, and in those of rows."""
-CAP = 20.0
-"""Nats to which d is cut for k3, as the metrics do."""
 CELL = ("tokens", "sum_d", "sum_d2", "sum_k3")
 LENGTH = ("rows", "tokens", "sum_d", "sum_d2", "sum_k3", "sum_mean2")
 """Sums of each bin of lengths; the last is Σ over rows of (mean d)²."""
@@ -96,36 +96,33 @@ class MismatchProfile:
             index: position of each row in the log, (B,), rising; None counts from 0.
             id_limit: ids with sums of their own.
         """
-        log_ratio = train.astype(np.float64)
-        log_ratio -= rollout
-        valid = mask & np.isfinite(log_ratio)
-        index = np.arange(len(lengths)) if index is None else index
+        ratios = TokenRatios.of(train, rollout, mask, lengths)
+        return cls.of_ratios(ratios, ids=ids, prompts=prompts, index=index, id_limit=id_limit)
 
-        # Positions count masked tokens too: they are what the models saw.
-        ends = lengths.cumsum()
-        row = np.repeat(np.arange(len(lengths)), lengths)[valid]
-        position = (np.arange(len(mask)) - np.repeat(ends - lengths, lengths))[valid] + 1
-        d, surprise = log_ratio[valid], -rollout[valid]
-
-        # d past ±20 nats overflows exp and decides every sum; the metrics cut it there too.
-        cut = np.clip(d, -CAP, CAP)
-        square, k3 = d * d, np.expm1(cut) - cut
-        weights = (None, d, square, k3)
-
-        cell = surprise_bins(surprise) * POSITION_BINS + np.minimum(_exponent(position), POSITION_BINS - 1)
-        cells = np.stack([np.bincount(cell, w, SURPRISE_BINS * POSITION_BINS) for w in weights])
-
-        table = _row_table(row, weights, d, len(lengths))
-        table[:, 6] = -1 if prompts is None else prompts
+    @classmethod
+    def of_ratios(
+        cls,
+        ratios: TokenRatios,
+        *,
+        ids: NDArray[np.integer] | None = None,
+        prompts: NDArray[np.int64] | None = None,
+        index: NDArray[np.int64] | None = None,
+        id_limit: int = MOST_IDS,
+    ) -> MismatchProfile:
+        """The same of ratios that are known already; the other arguments are those of `of`."""
+        index = np.arange(len(ratios.lengths)) if index is None else index
+        table = np.empty((len(ratios.lengths), len(FIELDS)))
+        table[:, :-1] = ratios.by_row()
+        table[:, -1] = -1 if prompts is None else prompts
         measured = table[:, 0] > 0
         return cls(
-            cells=cells.astype(np.float64).reshape(len(CELL), SURPRISE_BINS, POSITION_BINS),
+            cells=_cells_of(ratios),
             lengths=_by_length(table[measured]),
-            sizes=_by_size(d, FINE),
+            sizes=_sizes_of(ratios),
             row_sizes=np.stack([_by_size(x, COARSE) for x in _row_statistics(table[measured])]),
-            ids=TokenSums.empty(id_limit) if ids is None else TokenSums.of(ids[valid], d, limit=id_limit),
+            ids=TokenSums.empty(id_limit) if ids is None else TokenSums.of(*ratios.ids_and_d(ids), limit=id_limit),
             rows=RowTable.of(table[measured], index[measured]),
-            missing=int(mask.sum()) - len(d),
+            missing=ratios.missing,
         )
 
     def merge(self, later: MismatchProfile) -> MismatchProfile:
@@ -140,9 +137,13 @@ class MismatchProfile:
             missing=self.missing + later.missing,
         )
 
-    def folded(self) -> MismatchProfile:
-        """The same with sums for few ids, to be held for many steps."""
-        return replace(self, ids=self.ids.folded())
+    def folded(self, limit: int = STEP_IDS) -> MismatchProfile:
+        """The same with sums for fewer ids, to be held for several steps."""
+        return replace(self, ids=self.ids.with_limit(limit))
+
+    def counted(self) -> MismatchProfile:
+        """The same with every token counted, to be sent elsewhere."""
+        return replace(self, ids=self.ids.counted())
 
     def without(self, part: MismatchProfile) -> MismatchProfile:
         """The profile of the other rows, `part` being some of these."""
@@ -233,33 +234,49 @@ def surprise_bins(surprise: NDArray[np.float32]) -> NDArray[np.int64]:
     return np.clip(_exponent(surprise) + SURPRISE_OFFSET, 0, SURPRISE_BINS - 1)
 
 
-def _exponent(values: NDArray[np.generic]) -> NDArray[np.int64]:
+def _exponent(values: NDArray[np.generic]) -> NDArray[np.int32]:
     """⌊log2 x⌋ of positive numbers, from the bits of their float32; −127 for 0 and what is negative."""
-    bits = np.maximum(values.astype(np.float32), 0).view(np.int32)
-    return ((bits >> 23) - 127).astype(np.int64)
+    exponents: NDArray[np.int32] = np.maximum(values, np.float32(0), dtype=np.float32).view(np.int32)
+    exponents >>= 23
+    exponents -= 127
+    return exponents
+
+
+def _cells_of(ratios: TokenRatios) -> Floats:
+    """The sums `CELL` by surprise and position. Positions count masked tokens too: they are what the models saw."""
+    bins = SURPRISE_BINS * POSITION_BINS
+    cell = surprise_bins(ratios.surprise).astype(np.int64)
+    cell *= POSITION_BINS
+    position = np.arange(1, int(ratios.lengths.max(initial=0)) + 1)
+    by_position = np.minimum(_exponent(position), POSITION_BINS - 1)
+    cell += np.concatenate([by_position[:0], *(by_position[:length] for length in ratios.lengths.tolist())])
+
+    # Tokens that do not count go to a cell of their own, which is cut off.
+    if ratios.count < len(cell):
+        np.copyto(cell, bins, where=~ratios.valid)
+    weights = (None, ratios.d, ratios.d * ratios.d, ratios.k3)
+    sums = np.stack([np.bincount(cell, weight, bins + 1)[:bins] for weight in weights])
+    return sums.astype(np.float64).reshape(len(CELL), SURPRISE_BINS, POSITION_BINS)
+
+
+def _sizes_of(ratios: TokenRatios) -> Floats:
+    """How many tokens fall in each bin of sign and size of d. Those that do not count hold 0, and are taken out."""
+    sizes = _by_size(ratios.d, FINE)
+    sizes[1, 0] -= len(ratios.d) - ratios.count
+    return sizes
 
 
 def _by_size(values: Floats, parts: int) -> Floats:
     """How many values fall in each bin of sign and size: (2, bins)."""
     bits = values.astype(np.float32).view(np.int32)
     within = 23 - int(np.log2(parts))
-    size = ((bits & 0x7FFFFFFF) >> within).astype(np.int64) - (127 - SIZE_OFFSET) * parts
     bins = SIZE_OCTAVES * parts
+    size = bits & 0x7FFFFFFF
+    size >>= within
+    size -= (127 - SIZE_OFFSET) * parts
     np.clip(size, 0, bins - 1, out=size)
-    size += np.where(bits < 0, 0, bins)
+    size += ((bits >> 31) + 1) * bins  # positive ones after the negative ones
     return np.bincount(size, minlength=2 * bins).reshape(2, bins).astype(np.float64)
-
-
-def _row_table(row: NDArray[np.int64], weights: tuple[Floats | None, ...], d: Floats, rows: int) -> Floats:
-    """The columns of `row_table.FIELDS` for each row of a batch; rows without a token have zeros."""
-    table = np.zeros((rows, len(FIELDS)))
-    for column, weight in enumerate(weights):
-        table[:, column] = np.bincount(row, weight, rows)
-    if len(row):
-        starts = np.flatnonzero(np.diff(row, prepend=-1))
-        table[row[starts], 4] = np.minimum.reduceat(d, starts)
-        table[row[starts], 5] = np.maximum.reduceat(d, starts)
-    return table
 
 
 def _row_statistics(table: Floats) -> tuple[Floats, Floats, Floats]:

@@ -15,7 +15,9 @@ with n_i tokens, S_i their sum and Q_i their sum of squares. Tokens of one row c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +29,13 @@ MOST_IDS = 1 << 18
 """Ids that have sums of their own; larger ones share them (id modulo this). Three float64 for each: 6 MB at most."""
 STEP_IDS = 1 << 10
 """Ids that have sums of their own within one training step; the others share them."""
+FIRST_IDS = 1 << 15
+"""The same for the first steps of a log, which serve as its null: where unlike ids share sums, less is explained."""
+AT_ONCE = 1 << 19
+"""Tokens that are counted at once: new sums of many ids, for each batch, would cost more than the counting."""
+
+Tokens = tuple[NDArray[np.integer], NDArray[np.float64]]
+"""Ids and d of some tokens, (n,) each."""
 
 
 class TokenShare(NamedTuple):
@@ -54,14 +63,16 @@ class TokenSums:
     """Tokens, Σ d and Σ d² of each id.
 
     Attributes:
-        sums: (3, ids) float64; counts are exact up to 2^53.
+        known: (3, ids) float64, of the tokens that have been counted; counts are exact up to 2^53.
         largest: largest id seen; −1 without any.
-        limit: ids with sums of their own; id i has column i modulo this.
+        limit: ids with sums of their own, a power of 2; id i has column i modulo this.
+        waiting: ids and d of tokens that are not counted yet, in the order in which they came.
     """
 
-    sums: NDArray[np.float64]
+    known: NDArray[np.float64]
     largest: int = -1
     limit: int = MOST_IDS
+    waiting: tuple[Tokens, ...] = ()
 
     @classmethod
     def empty(cls, limit: int = MOST_IDS) -> TokenSums:
@@ -70,23 +81,39 @@ class TokenSums:
 
     @classmethod
     def of(cls, ids: NDArray[np.integer], log_ratio: NDArray[np.float64], *, limit: int = MOST_IDS) -> TokenSums:
-        """The sums of some tokens: ids (n,) and d (n,), finite. Negative ids are padding and left out."""
+        """The sums of some tokens: ids (n,) and d (n,), finite. Negative ids are padding and left out.
+
+        Where the limit is high the arrays are held until they are counted, and must not change.
+        """
         if len(ids) and ids.min() < 0:
             ids, log_ratio = ids[ids >= 0], log_ratio[ids >= 0]
         if not len(ids):
             return cls.empty(limit)
         largest = int(ids.max())
-        column = ids if largest < limit else ids % limit
-        size = _size(largest, limit)
-        sums = np.stack([np.bincount(column, weights, size) for weights in (None, log_ratio, log_ratio * log_ratio)])
-        return cls(sums.astype(np.float64, copy=False), largest, limit)
+        if limit > STEP_IDS:
+            return cls(np.zeros((3, 0)), largest, limit, ((ids, log_ratio),))
+        return cls(_count([(ids, log_ratio)], largest, limit), largest, limit)
+
+    @cached_property
+    def sums(self) -> NDArray[np.float64]:
+        """(3, ids) of all tokens."""
+        return _added(self.known, _count(self.waiting, self.largest, self.limit)) if self.waiting else self.known
+
+    def counted(self) -> TokenSums:
+        """The same with nothing waiting."""
+        return TokenSums(self.sums, self.largest, self.limit)
+
+    def with_limit(self, limit: int) -> TokenSums:
+        """The same tokens with sums for fewer ids; those that wait are not counted for it."""
+        if self.known.size:
+            return self.folded(limit)
+        return TokenSums(self.known, self.largest, limit, self.waiting)
 
     def merge(self, other: TokenSums) -> TokenSums:
         """The sums of both together; both have the same limit."""
-        large, small = (self.sums, other.sums) if self.sums.shape[1] >= other.sums.shape[1] else (other.sums, self.sums)
-        total = large.copy()
-        total[:, : small.shape[1]] += small
-        return TokenSums(total, max(self.largest, other.largest), self.limit)
+        known, waiting = _added(self.known, other.known), (*self.waiting, *other.waiting)
+        merged = TokenSums(known, max(self.largest, other.largest), self.limit, waiting)
+        return merged.counted() if sum(len(ids) for ids, _ in waiting) >= AT_ONCE else merged
 
     def without(self, part: TokenSums) -> TokenSums:
         """The sums of the rest, after a part that is in them was taken out."""
@@ -136,6 +163,31 @@ class TokenSums:
         spread = square / count
         error = float(np.sqrt((2 * spread * spread * count / (count - 1)).sum()) / tokens / variance)
         return TokenShare(between / variance, error, between, variance, int(tokens), len(count))
+
+
+def _count(tokens: Sequence[Tokens], largest: int, limit: int) -> NDArray[np.float64]:
+    """Tokens, Σ d and Σ d² of each id: (3, ids)."""
+    column = np.concatenate([ids for ids, _ in tokens], dtype=np.int64)
+    if largest >= limit:
+        column &= limit - 1
+    log_ratio = np.concatenate([d for _, d in tokens])
+    size = _size(largest, limit)
+    sums = np.empty((3, size))
+    sums[0] = np.bincount(column, minlength=size)
+    sums[1] = np.bincount(column, log_ratio, size)
+    np.square(log_ratio, out=log_ratio)
+    sums[2] = np.bincount(column, log_ratio, size)
+    return sums
+
+
+def _added(one: NDArray[np.float64], two: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The sum of two tables of sums, the narrower one filled up with zeros."""
+    large, small = (one, two) if one.shape[1] >= two.shape[1] else (two, one)
+    if not small.shape[1]:
+        return large
+    total = large.copy()
+    total[:, : small.shape[1]] += small
+    return total
 
 
 def _size(largest: int, limit: int) -> int:

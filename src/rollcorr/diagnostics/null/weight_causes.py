@@ -38,8 +38,8 @@ token more or less weighs about 1/length or less, so the power is −1 or lower,
 REPEATED_FADES, REPEATED_SURELY, REPEATED_FALLS = 8.0, 6.0, -0.3
 """`FADES`, `SURELY_FADES` and `FALLS` where the responses repeat few tokens."""
 CACHE_FADES = 9.0
-"""Fading below which it is no stale cache: the response's own keys are right and soon outweigh those of the prompt, while
-a prompt that lacks its BOS keeps differing."""
+"""Fading below which it is no stale cache: the response's own keys are right and soon outweigh those of the prompt,
+while a prompt that lacks its BOS keeps differing."""
 ALIKE = 0.2
 """Standard deviation of the logarithm of the prompts' lengths below which nothing depends on them."""
 STOCHASTIC = 0.08

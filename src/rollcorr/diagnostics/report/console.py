@@ -16,8 +16,14 @@ from rich.table import Table
 
 from rollcorr.diagnostics.health.health_check import HealthReport
 from rollcorr.diagnostics.log_check.preset_totals import WhatIf
-from rollcorr.diagnostics.numbers import format_number, shown_metrics
-from rollcorr.diagnostics.report.verdict_content import CONSEQUENCES, EXPECTED, ShownFinding, verdict_content
+from rollcorr.diagnostics.numbers import shown_metrics
+from rollcorr.diagnostics.report.verdict_content import (
+    CONSEQUENCES,
+    EXPECTED,
+    ShownFinding,
+    verdict_content,
+    what_if_content,
+)
 
 
 def show_health(console: Console, health: HealthReport, *, subject: str, remarks: Sequence[str] = ()) -> None:
@@ -60,45 +66,32 @@ def to_json(health: HealthReport, **more: object) -> str:
 
 def show_what_if(console: Console, rows: Sequence[WhatIf]) -> None:
     """Print what each preset would do to a log, a line each."""
-    console.print("\n[bold]what each preset would do to this log[/]")
-    if not rows:
-        console.print("nothing was measured: no valid token of a language model has log-probs of both policies")
-        return
-    headings = ("preset", "sequences rejected", "tokens rejected", "ESS", "gradient change", "k3 beyond random, nats")
-    table = Table(*headings, box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for row in rows:
-        change = "not recorded" if row.gradient_change is None else f"{row.gradient_change:.1%}"
-        if not row.effective_share:
-            change = "nothing left"
-        gain = "–"
-        if row.gain is not None and row.gain_error is not None:
-            gain = f"{format_number(row.gain)} ± {format_number(row.gain_error)}"
-        shares = (f"{row.rejected_sequences:.1%}", f"{row.rejected_tokens:.1%}", f"{row.effective_share:.3f}")
-        table.add_row(row.preset, *shares, change, gain)
-    console.print(table)
-    console.print(
-        "[dim]ESS: of all tokens, rejected ones with weight 0. Gradient change: relative, of the coefficients of the "
-        "log-probs; it needs the column advantages. Beyond random: how much k3 per token is lower in what is left than "
-        "after rejecting as many at random; a filter on k3 lowers it by construction.[/]"
-    )
+    content = what_if_content(rows)
+    console.print(f"\n[bold]{content.title}[/]")
+    if content.rows:
+        table = Table(*content.headings, box=None, padding=(0, 2, 0, 0), header_style="dim")
+        for row in content.rows:
+            table.add_row(*row)
+        console.print(table)
+    console.print(f"[dim]{escape(content.note)}[/]")
 
 
 @contextmanager
-def row_progress() -> Iterator[Callable[[int, int], None]]:
+def row_progress(what: str = "reading") -> Iterator[Callable[[int, int], None]]:
     """A progress bar over rows on stderr, with the time that is left; nothing when stderr is not a terminal.
 
-    Each call passes the rows read since the last call, and the rows of the whole log.
+    Each call passes the rows read since the last call, and the rows of the whole log. `what` stands before the bar.
     """
     console = Console(stderr=True)
     columns = (
-        TextColumn("reading"),
+        TextColumn(what),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("rows,"),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("reading", total=None)
+        task = progress.add_task(what, total=None)
         yield lambda rows, total: progress.update(task, advance=rows, total=total)
 
 

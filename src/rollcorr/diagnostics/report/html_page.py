@@ -30,7 +30,13 @@ if TYPE_CHECKING:
     from rollcorr.diagnostics.log_check.check import CheckResult
 
 from rollcorr.diagnostics.report.plots import DARK, LAST, LIGHT, Panel, Theme, draw, over_timesteps, panels_of, to_png
-from rollcorr.diagnostics.report.verdict_content import CONSEQUENCES, EXPECTED, verdict_content
+from rollcorr.diagnostics.report.verdict_content import (
+    CONSEQUENCES,
+    EXPECTED,
+    WhatIfContent,
+    verdict_content,
+    what_if_content,
+)
 
 HTML_FILE = "report.html"
 
@@ -49,6 +55,7 @@ class ReportData:
         config_text: configuration, shown as it stands.
         remarks: what the reader should know about the input.
         pictures: (heading, PNG file) of what a diffusion model drew.
+        what_if: what every preset would do, where that was asked for.
     """
 
     title: str
@@ -60,6 +67,7 @@ class ReportData:
     config_text: str
     remarks: tuple[str, ...] = ()
     pictures: tuple[tuple[str, Path], ...] = ()
+    what_if: WhatIfContent | None = None
 
 
 def run_report(run: Run, *, diffusion: bool = False) -> ReportData:
@@ -82,8 +90,14 @@ def run_report(run: Run, *, diffusion: bool = False) -> ReportData:
     )
 
 
-def check_report(result: CheckResult) -> ReportData:
-    """The report of checked rollout logs: judged over all their rows."""
+def check_report(result: CheckResult, *, what_if: bool | None = None) -> ReportData:
+    """The report of checked rollout logs: judged over all their rows.
+
+    Args:
+        result: of `check_logs`.
+        what_if: show what every preset would do; None does so where it was measured.
+    """
+    shows_presets = bool(result.what_if) if what_if is None else what_if
     count, diffusion = len(result.files), result.health.diffusion
     what = "pictures" if diffusion else "sequences"
     return ReportData(
@@ -95,6 +109,7 @@ def check_report(result: CheckResult) -> ReportData:
         metrics_title="All metrics, over all rows",
         config_text=dump_yaml(result.config.to_dict()),
         remarks=result.remarks,
+        what_if=what_if_content(result.what_if) if shows_presets else None,
     )
 
 

@@ -259,11 +259,11 @@ COMPARED: tuple[Panel, ...] = (
     ),
     Panel(
         name="k3",
-        title="KL (k3) between rollout and train, nats per token, logarithmic",
+        title="KL (k3) between rollout and train, nats per token",
         curves={"k3_kl": "KL (k3)"},
         absent="not measured",
         log=True,
-        see="How far sampler and trainer are apart. With equal weights it stays at the level of rounding.",
+        see="How far sampler and trainer are apart (logarithmic). Equal weights keep it at the level of rounding.",
     ),
     Panel(
         name="effective_sample_size",
@@ -298,7 +298,7 @@ COMPARED: tuple[Panel, ...] = (
     ),
     Panel(
         name="grad_norm",
-        title="Norm of the gradient before it is clipped, logarithmic",
+        title="Norm of the gradient before it is clipped",
         curves={"actor/grad_norm": "norm"},
         absent="not logged",
         log=True,

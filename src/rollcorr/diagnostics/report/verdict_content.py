@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from rollcorr.config.finding import Finding
 from rollcorr.diagnostics.health.causes import Folded
 from rollcorr.diagnostics.health.health_check import HealthReport
+from rollcorr.diagnostics.log_check.preset_totals import WhatIf
 from rollcorr.diagnostics.numbers import format_number, headlines
 
 CONSEQUENCES = "from this follows"
@@ -83,6 +84,58 @@ def verdict_content(health: HealthReport) -> VerdictContent:
         numbers=numbers,
         entries=tuple(_entry(cause, health.expected) for cause in health.causes),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhatIfContent:
+    """What every preset would do to a log, as it is shown.
+
+    Attributes:
+        title: heading.
+        headings: of the columns.
+        rows: one for each preset, as texts in the order of `headings`; empty where nothing was measured.
+        note: what the numbers mean, or why there are none.
+    """
+
+    title: str
+    headings: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str
+
+
+def what_if_content(rows: Sequence[WhatIf]) -> WhatIfContent:
+    """Put what each preset would do into words."""
+    note = (
+        "ESS: of all tokens, rejected ones with weight 0. Gradient change: relative, of the coefficients of the "
+        "log-probs; it needs the column advantages. Beyond random: how much k3 per token is lower in what is left than "
+        "after rejecting as many at random; a filter on k3 lowers it by construction."
+    )
+    if not rows:
+        note = "nothing was measured: no valid token of a language model has log-probs of both policies"
+    return WhatIfContent(
+        title="what each preset would do to this log",
+        headings=(
+            "preset",
+            "sequences rejected",
+            "tokens rejected",
+            "ESS",
+            "gradient change",
+            "k3 beyond random, nats",
+        ),
+        rows=tuple(_what_if_row(row) for row in rows),
+        note=note,
+    )
+
+
+def _what_if_row(row: WhatIf) -> tuple[str, ...]:
+    change = "not recorded" if row.gradient_change is None else f"{row.gradient_change:.1%}"
+    if not row.effective_share:
+        change = "nothing left"
+    gain = "–"
+    if row.gain is not None and row.gain_error is not None:
+        gain = f"{format_number(row.gain)} ± {format_number(row.gain_error)}"
+    shares = (f"{row.rejected_sequences:.1%}", f"{row.rejected_tokens:.1%}", f"{row.effective_share:.3f}")
+    return (row.preset, *shares, change, gain)
 
 
 def _headline(health: HealthReport) -> str:

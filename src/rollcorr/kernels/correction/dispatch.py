@@ -155,7 +155,7 @@ def _chosen(batch: Batch, config: RolloutCorrectionConfig) -> Implementation:
 
 @lru_cache(maxsize=32)
 def _warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=5)
+    warnings.warn(message, stacklevel=7)  # the line that calls `correct`
 
 
 def _fastest(batch: Batch, config: RolloutCorrectionConfig) -> Implementation:

@@ -58,7 +58,7 @@ def _float32_precision() -> str:
 
 def _switches() -> list[tuple[Any, str]]:
     """The switches of single backends, which torch has from 2.9 on and sets together with its older one."""
-    owners = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]
+    owners: list[Any] = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]
     return [(owner, owner.fp32_precision) for owner in owners if hasattr(owner, "fp32_precision")]
 
 

@@ -139,10 +139,10 @@ def launches(batch: Batch, buffers: Buffers, splits: int, config: RolloutCorrect
 
 
 def _most_registers(layout: dict[str, Any]) -> int | None:
-    """What the token pass fits into without a spill: rows of 16 n tokens take a few more, and token criteria many."""
+    """What the token pass fits into without a spill: a test of ranges takes a few more, and token criteria many."""
     if layout["PLAN"].token_criteria:
         return None
-    return REGISTERS + 8 if layout["ALIGN"] == 1 else REGISTERS
+    return REGISTERS + 8 if layout["ALIGN"] else REGISTERS
 
 
 def _alignment(T: int) -> int:

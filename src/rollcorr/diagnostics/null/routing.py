@@ -1,0 +1,181 @@
+"""Tokens that the two sides of a mixture-of-experts model route to other experts: do they carry the mismatch?
+
+The router's choice is a step function. Where two experts are about equally good, rounding decides, and the two sides
+then compute other functions of the same context. A log that records the share of layers whose experts differ
+(`routing_difference`) tells these tokens apart. The others are an internal null: what the two sides differ by, at the
+same probabilities, where they use the same experts.
+
+    beyond = Σ_{routing differs} (k3 − k3 of the others at the same probability),    share = beyond / Σ k3
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollcorr.config.finding import Finding
+from rollcorr.diagnostics.null.excess import NOTICEABLE, SYSTEMATIC, k3_by_surprise, pooled_mean
+from rollcorr.diagnostics.null.mismatch_profile import SURPRISE_BINS, surprise_bins
+from rollcorr.diagnostics.null.null_file import FEW_TOKENS, MismatchNull
+from rollcorr.diagnostics.null.token_ratios import Floats, TokenRatios, slice_sums
+from rollcorr.diagnostics.numbers import format_number
+
+FEW_ROUTED = 200
+"""Fewer tokens whose routing differs are not judged."""
+TIMES = 3.0
+"""k3 of these tokens over that of the others at the same probability, from which routing matters."""
+CARRIES = 0.5
+"""Share of all k3 that must go beyond that of the others, before routing is the cause."""
+Z = 4.0
+"""Standard errors from which a difference is believed."""
+
+
+def _no_cells() -> Floats:
+    return np.zeros((2, 2, SURPRISE_BINS))
+
+
+@dataclass(frozen=True, eq=False)
+class RoutingSums:
+    """Tokens and Σ k3 by probability, of tokens with the same routing and of the others.
+
+    Attributes:
+        cells: (same or other routing, tokens or Σ k3, surprise bin).
+        by_row: over rows, of the tokens with other routing: Σ (row's tokens)², Σ (row's k3)², Σ tokens · k3.
+        differing: Σ of the share of layers that differ, over all tokens.
+    """
+
+    cells: Floats = field(default_factory=_no_cells)
+    by_row: Floats = field(default_factory=lambda: np.zeros(3))
+    differing: float = 0.0
+
+    @classmethod
+    def of(cls, ratios: TokenRatios, difference: NDArray[np.float32]) -> RoutingSums:
+        """The sums of a packed batch; `difference`: share of layers whose experts differ, (N,), NaN where unknown."""
+        known = ratios.valid & (difference >= 0)
+        other = known & (difference > 0)
+        bins = surprise_bins(ratios.surprise)
+        cells = [
+            [np.bincount(bins[tokens], weight, SURPRISE_BINS) for weight in (None, ratios.k3[tokens])]
+            for tokens in (known & ~other, other)
+        ]
+        count = slice_sums(other, ratios.lengths)
+        k3 = slice_sums(np.where(other, ratios.k3, 0.0), ratios.lengths)
+        by_row = np.array([(count * count).sum(), (k3 * k3).sum(), (count * k3).sum()])
+        return cls(np.array(cells, dtype=np.float64), by_row, float(difference[known].sum(dtype=np.float64)))
+
+    def merge(self, later: RoutingSums) -> RoutingSums:
+        """The sums of both stretches; `later` comes after."""
+        return RoutingSums(self.cells + later.cells, self.by_row + later.by_row, self.differing + later.differing)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingExcess:
+    """What the tokens with other routing add.
+
+    Attributes:
+        tokens: with other routing.
+        token_share: of all tokens whose routing is known.
+        layers: mean share of the layers that differ, over all tokens.
+        ratio: their k3 over that of the others at the same probability.
+        z: its logarithm in standard errors, rows being independent, `SYSTEMATIC` included.
+        share: of all k3 that goes beyond that of the others.
+    """
+
+    tokens: int
+    token_share: float
+    layers: float
+    ratio: float
+    z: float
+    share: float
+
+
+def routing_excess(sums: RoutingSums) -> RoutingExcess | None:
+    """The numbers behind the judgment; None where too few tokens have the same, or another, routing."""
+    (same_count, same_k3), (count, k3) = sums.cells
+    tokens, total = float(count.sum()), float(k3.sum())
+    if tokens < FEW_ROUTED or same_count.sum() < FEW_TOKENS or total <= 0:
+        return None
+    expected = float((count * pooled_mean(same_count, same_k3)).sum())
+    if expected <= 0:
+        return None
+
+    # The error of a ratio of sums over rows.
+    mean = total / tokens
+    tokens_square, k3_square, product = sums.by_row.tolist()
+    residual = max(k3_square - 2 * mean * product + mean**2 * tokens_square, 0.0)
+    error = math.sqrt(residual / total**2 + SYSTEMATIC**2)
+    everything = tokens + float(same_count.sum())
+    return RoutingExcess(
+        tokens=int(tokens),
+        token_share=tokens / everything,
+        layers=sums.differing / everything,
+        ratio=total / expected,
+        z=math.log(total / expected) / error,
+        share=(total - expected) / (total + float(same_k3.sum())),
+    )
+
+
+def judge_routing(sums: RoutingSums, null: MismatchNull | None, *, in_excess: bool) -> tuple[Finding, ...]:
+    """Whether other routing is why the two sides differ.
+
+    Args:
+        sums: of the log.
+        null: what the log was compared with; None without one.
+        in_excess: the comparison found more than noise. With a null and no excess, routing is part of its noise.
+
+    Returns:
+        A warning where tokens with other routing carry the excess and the others are ordinary; a note where they differ
+        more than the others and do not explain it; nothing else.
+    """
+    found = routing_excess(sums)
+    if found is None or found.ratio < TIMES or found.z < Z:
+        return ()
+    reason = (
+        f"{found.token_share:.1%} of the tokens were routed to other experts by the trainer. Their k3 is "
+        f"{format_number(found.ratio)} times that of the other tokens at the same probability, and {found.share:.0%} "
+        "of all k3 is due to that"
+    )
+    carries, ordinary = found.share >= CARRIES, True
+    if null is not None:
+        same = _against(sums.cells[0], null)
+        ordinary = same < NOTICEABLE
+        reason += f". Where the routing is the same, k3 is {format_number(same)} times what {null.name} predicts"
+    is_cause = carries and ordinary and (null is None or in_excess)
+    sure = found.z**2 / (1 + found.z**2)
+    return (
+        Finding(
+            code="moe_routing_differs",
+            metric="k3_kl",
+            title="the two sides route tokens to other experts, and these carry the mismatch"
+            if is_cause
+            else "tokens that are routed to other experts differ more",
+            value=found.ratio,
+            limit=f"below {TIMES:g} × that of the other tokens",
+            reason=reason,
+            fix="replay the sampler's routing on the trainer (router replay), or compute router logits in float32 on "
+            "both sides"
+            if is_cause
+            else "",
+            confirm="score some of these rows with the sampler's experts forced on the trainer: the excess vanishes",
+            severity="warning" if is_cause else "note",
+            confidence=sure * (0.95 if null is not None else 0.8),
+            tokens=found.tokens,
+            evidence={
+                "routing_ratio": found.ratio,
+                "z": found.z,
+                "k3_share": found.share,
+                "token_share": found.token_share,
+                "layer_share": found.layers,
+            },
+        ),
+    )
+
+
+def _against(cells: Floats, null: MismatchNull) -> float:
+    """k3 of some tokens over what the null has at their probabilities."""
+    count, k3 = cells
+    expected = float((count * k3_by_surprise(null.profile)).sum())
+    return float(k3.sum()) / expected if expected > 0 else math.inf

@@ -1,0 +1,247 @@
+"""The rollouts of an active null, without a run: the same weights sampled and scored, or scored twice.
+
+A model's weights are loaded once. The engine takes a copy of them, as it does in a run, and samples responses. Two
+log-probs of each token are then compared, and `SIDES` says which.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from rollcorr.config import SamplingSpec
+from rollcorr.engines.base import Engine, Rollout
+from rollcorr.engines.transport.weight_folder import without_progress_bars
+from rollcorr.train.grpo.actor import Actor
+from rollcorr.train.grpo.engine_choice import CLASSES, make_engine
+from rollcorr.train.grpo.grpo_config import GrpoConfig, RolloutConfig
+from rollcorr.train.grpo.policy import Policy
+from rollcorr.train.model_files import model_directory
+from rollcorr.train.steps import derived_seed
+
+if TYPE_CHECKING:
+    from rollcorr.rollout_log import RolloutBatch
+
+SIDES: Mapping[str, str] = {
+    "run": "what the engine reports while it samples, against the trainer's score: what a run shows",
+    "engine": "what the engine reports while it samples, against its own score in one pass: prefill against decode",
+    "trainer": "the trainer's score, against its score of the same tokens in other batches: the trainer alone",
+}
+"""Which two log-probs an active null compares."""
+BLOCK = 64
+"""Responses that are sampled at once."""
+LOGITS = 1 << 27
+"""Logits that may be in memory at once: half a gigabyte in float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineNullConfig:
+    """What an active null measures.
+
+    Attributes:
+        engine: a name of `CLASSES`.
+        model: directory of a `transformers` model, or an id of the hub.
+        engine_options: as `rollout.engine_options` of a run.
+        sides: a name of `SIDES`.
+        rows: responses; prompts are repeated where there are fewer.
+        max_new_tokens: the longest response.
+        dtype: precision of the engine's copy, where the engine has this option.
+        train_dtype: precision of the trainer.
+        sampling: temperature and truncation. The engine reports processed log-probs where these change anything.
+        seed: seeds the draws.
+    """
+
+    engine: str
+    model: str
+    engine_options: Mapping[str, Any] = field(default_factory=dict)
+    sides: str = "run"
+    rows: int = 256
+    max_new_tokens: int = 256
+    dtype: str = "bfloat16"
+    train_dtype: str = "float32"
+    sampling: SamplingSpec = field(default_factory=SamplingSpec)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, known in (("engine", CLASSES), ("sides", SIDES)):
+            value = getattr(self, name)
+            if value not in known:
+                raise ValueError(f"--{name} {value!r} is none of {', '.join(known)}")
+        for name in ("dtype", "train_dtype"):
+            value = getattr(self, name)
+            if value not in ("bfloat16", "float16", "float32"):
+                option = name.replace("_", "-")
+                raise ValueError(f"--{option} {value!r} is none of bfloat16, float16, float32")
+        for name in ("rows", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+
+
+def engine_null_rollouts(
+    config: EngineNullConfig,
+    prompts: Sequence[Sequence[int] | str],
+    *,
+    on_rows: Callable[[int, int], None] = lambda rows, total: None,
+) -> Iterator[RolloutBatch]:
+    """Sample and score, block by block: batches of a rollout log whose two sides have the same weights.
+
+    Args:
+        config: what to measure.
+        prompts: token ids, or texts for the model's own tokenizer.
+        on_rows: called after each block with its rows, and the rows in all.
+
+    Raises:
+        FileNotFoundError: there is no such model, or it has no tokenizer and the prompts are texts.
+        ValueError: there is no prompt, or the engine refuses a setting or an option.
+        ImportError: the engine's package is missing; names the extra.
+        EngineError: the engine did not start, or failed.
+    """
+    from rollcorr.engines import measure_null  # it needs Arrow
+
+    policy = _load(config, with_tokenizer=any(isinstance(prompt, str) for prompt in prompts))
+    ids = [policy.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
+    if not ids or not all(ids):
+        raise ValueError("every prompt needs at least one token, and there must be one prompt; give others")
+    wanted = [ids[row % len(ids)] for row in range(config.rows)]
+
+    run = GrpoConfig(
+        rollout=RolloutConfig(
+            engine=config.engine,  # type: ignore[arg-type] # checked above
+            engine_options=dict(config.engine_options),
+            max_new_tokens=config.max_new_tokens,
+            dtype=config.dtype,  # type: ignore[arg-type]
+            sampling=config.sampling,
+        )
+    )
+    engine = make_engine(run, policy)
+    trainer = _Trainer(policy.model.eval().to(getattr(torch, config.train_dtype)), config)
+    size = trainer.rows_at_once(longest=max(map(len, wanted)))
+    block = min(BLOCK, size) if config.engine == "transformers" else BLOCK
+    try:
+        for first in range(0, len(wanted), block):
+            rows = wanted[first : first + block]
+            yield measure_null(
+                engine,
+                rows,
+                seed=derived_seed(config.seed, "null", first),
+                score=None if config.sides == "engine" else lambda rollout: trainer.score(rollout, size),
+                again=(lambda rollout: trainer.score(rollout, -(-size // 2))) if config.sides == "trainer" else None,
+                model=config.model,
+            )
+            on_rows(len(rows), len(wanted))
+    finally:
+        _close(engine)
+
+
+class _Trainer:
+    """Scores rollouts as a training step does.
+
+    Args:
+        model: a causal language model, in the trainer's precision.
+        config: what is measured.
+    """
+
+    def __init__(self, model: nn.Module, config: EngineNullConfig) -> None:
+        self._model, self._config = model, config
+
+    def rows_at_once(self, *, longest: int) -> int:
+        """Rows whose logits fit in `LOGITS`, 1 at least; `longest` is the longest prompt."""
+        vocabulary = int(self._model.config.vocab_size)  # type: ignore[union-attr, arg-type]
+        return max(1, min(BLOCK, LOGITS // (vocabulary * (self._config.max_new_tokens + longest))))
+
+    @torch.no_grad()
+    def score(self, rollout: Rollout, rows_at_once: int) -> Tensor:
+        """log π of the responses, of the distribution that they were sampled from, (B, T) nats."""
+        # What the engine recorded of a truncation is better than to do it anew from other logits.
+        if rollout.kept is not None:
+            spec = rollout.sampling.for_actor("replay")
+        else:
+            spec = rollout.sampling.for_actor("recompute" if rollout.log_kept_mass is None else "kept_mass")
+        actor = Actor.of(rollout, spec)
+        parts = torch.arange(len(rollout.tokens), device="cpu").split(rows_at_once)
+        return torch.cat([actor.score(self._model, rollout, rows).log_prob.float() for rows in parts])
+
+
+def _load(config: EngineNullConfig, *, with_tokenizer: bool) -> Policy:
+    """The model in float32, with its tokenizer or the special ids of its configuration."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        directory = model_directory(config.model)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(str(error).replace("model.path", "--model")) from error
+    if not (directory / "config.json").is_file():
+        raise FileNotFoundError(
+            f"--model {config.model}: no config.json there; give a directory written by `save_pretrained`"
+        )
+    with without_progress_bars():
+        model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True).float()
+    if with_tokenizer:
+        try:
+            return Policy(model, AutoTokenizer.from_pretrained(directory, local_files_only=True))
+        except (OSError, ValueError) as error:
+            raise FileNotFoundError(
+                f"--model {config.model}: no tokenizer there for prompts of text; save it beside the model, or give "
+                "a rollout log with prompt_ids as --prompts"
+            ) from error
+    return Policy(model, _SpecialIds.of(model.config))
+
+
+@dataclass(frozen=True)
+class _SpecialIds:
+    """What a policy asks of its tokenizer when the prompts are ids."""
+
+    eos_token_id: int
+    pad_token_id: int | None
+
+    @classmethod
+    def of(cls, config: Any) -> _SpecialIds:  # noqa: ANN401 (a configuration of transformers)
+        """The special ids of a model's configuration."""
+        eos = config.eos_token_id
+        eos = eos[0] if isinstance(eos, (list, tuple)) else eos
+        return cls(0 if eos is None else int(eos), config.pad_token_id)
+
+
+def read_prompts(path: Path) -> list[list[int] | str]:
+    """The prompts of a file: each line of a .txt, or `prompt_ids` (else `prompt`) of the rows of a rollout log.
+
+    Raises:
+        ValueError: there is none.
+        RolloutLogError: the log cannot be read.
+        OSError: the file cannot be read.
+    """
+    if path.suffix == ".txt":
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        if not lines:
+            raise ValueError(f"--prompts {path}: no line with a prompt")
+        return list(lines)
+
+    from rollcorr.rollout_log import read_rollout_log
+
+    found: list[list[int] | str] = []
+    for batch in read_rollout_log(path, columns=["prompt_ids", "prompt"]):
+        column = next((name for name in ("prompt_ids", "prompt") if batch.has(name)), None)
+        if column is not None:
+            found += [prompt for prompt in batch.objects(column) if prompt]
+    if not found:
+        raise ValueError(f"--prompts {path}: no prompt_ids and no prompt; give a log that has one, or a .txt of lines")
+    return found
+
+
+def processed(sampling: SamplingSpec) -> SamplingSpec:
+    """The settings with processed log-probs where raw ones would not be those of what was sampled."""
+    changes = sampling.temperature != 1 or sampling.truncates
+    return dataclasses.replace(sampling, logprobs="processed") if changes else sampling
+
+
+def _close(engine: Engine) -> None:
+    """Let an engine that holds a process or a connection go."""
+    close = getattr(engine, "close", None)
+    if close is not None:
+        close()
