@@ -81,10 +81,10 @@ about 0.1 ms of Python to any batch.
 
 ## Operations, waits and bytes
 
-The counts are for 64 dense sequences of 2,048 tokens on one thread. On a GPU an operation is a kernel launch, and a wait stops the
-queue until a value has reached the host. Bytes are read and written, in memory or cache; torch does not see those of
-compiled C, which reads 9 per token and writes 5. `tests/kernels/test_correction_counts.py` checks these counts, and
-that memory grows by the outputs and less than a twentieth.
+The counts are for 64 dense sequences of 2,048 tokens on one thread. On a GPU an operation is a kernel launch, and a
+wait stops the queue until a value has reached the host. Bytes are read and written, in memory or cache; torch does
+not see those of compiled C, which reads 9 per token and writes 5. `tests/kernels/test_correction_counts.py` checks
+these counts, and that memory grows by the outputs and less than a twentieth.
 
 {_counts(result["counts"], table)}
 
@@ -132,9 +132,9 @@ The script first proves the kernels: recorded cases and 200 random batches again
 graph. Each stage is its own process, so a failure leaves the rest.
 
 On fake CUDA tensors (`tests/correction/test_cuda.py`), eager torch needs 193 launches for a padded micro-batch with
-one criterion, 199 packed, and no wait. verl 0.9.1 needs 308 launches and 49 waits. `torch.compile(fullgraph=True)` takes
-`correct` and every `policy_loss` as one graph (torch 2.6 is too old), and on CUDA tensors neither reads a value. On
-the CPU, inductor's float64 takes at least ten times as long as eager torch.
+one criterion, 199 packed, and no wait. verl 0.9.1 needs 308 launches and 49 waits. `torch.compile(fullgraph=True)`
+takes `correct` and every `policy_loss` as one graph (torch 2.6 is too old), and on CUDA tensors neither reads a
+value. On the CPU, inductor's float64 takes at least ten times as long as eager torch.
 
 Where to go next: [what a correction computes](correction.md), [limits](limits.md)."""
 
