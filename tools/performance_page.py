@@ -14,7 +14,7 @@ VERL, COPY = "verl 0.9.1", "copy"
 QUIET = 0.5  # load average below which the machine was ours
 MEANING = {
     VERL: "verl's helper, on the padded tensors",
-    COPY: "14 bytes a token, 7 read and 7 written",
+    COPY: "14 bytes per token, 7 read and 7 written",
     "cpu, out=, metrics not read": "compiled C, buffers reused; statistics stay tensors",
     "cpu, out=": "the same and every metric as a number",
     "cpu, fresh outputs": "the same into fresh memory",
@@ -46,8 +46,7 @@ def performance_page(generated: str, table: Table) -> str:
 
 {generated}
 
-What a correction costs, what it costs at least, and how to measure it again. Everything here is about the
-correction step: log-probs and a mask in; weights, a loss mask and statistics out.
+For everyone who asks what a correction costs: log-probs and a mask go in; weights, a loss mask and statistics come out.
 
 ```bash
 make bench                               # measure
@@ -59,14 +58,16 @@ make docs                                # write this page from it
 
 {_provenance(result)}
 
-The configuration is token weights truncated at 2 and the criterion `seq_mean_k3` at 0.01, with every metric on the
-host unless a row says otherwise; verl's helper computes its 43. Log-probs are float32 and the mask is bool.
-Responses have 1,024 to 8,192 tokens of 8,192 ("padded", 9/16 of the places hold a token), the same tokens packed,
-or all 8,192 ("dense"). All contenders take turns in one process, so that what disturbs one disturbs its neighbors.
-`min` is the least of {_runs(result["seconds"])} runs, ratios are of minima, and CPU is the time of all threads
-together, the least of the runs too: others on the machine disturb it less.
+The configuration is token weights truncated at 2 and `seq_mean_k3` at 0.01. Every metric is read on the host unless a
+row says otherwise; verl's helper computes its 43. Log-probs are float32, the mask is bool. Responses have 1,024 to
+8,192 tokens of 8,192 ("padded": 9/16 are tokens), the same tokens packed, or all 8,192 ("dense"). M is 1,048,576. All
+contenders take turns in one process, {_runs(result["seconds"])} times, so that a disturbance hits all of them.
 
-{_batches(result["seconds"], table)}
+{_second(result)}
+
+{_times(result, table)}
+
+`benchmarks/results/correction_cpu.json` has all figures.
 
 ## Targets
 
@@ -74,62 +75,49 @@ together, the least of the runs too: others on the machine disturb it less.
 
 {_targets(result, table)}
 
-Where the compiled kernel misses a target at 1 M tokens and meets it at 8 M, the batch stays in the last-level cache
-between runs, and so does that of the others. {_growth(result["seconds"])}
-So the ratio at 1 M tokens is as much the machine's as the kernel's, which is bound by arithmetic in both. A call and
-`.metrics()` add about 0.1 ms of Python, whatever the batch.
+At 1 M tokens every batch stays in the last-level cache between runs. {_growth(result["seconds"])} So the ratios at 1
+M tokens say as much about the machine as about the kernel, whose time is arithmetic. A call and `.metrics()` add
+about 0.1 ms of Python to any batch.
 
-What torch alone costs is some 50 operations and three exponentials on each block, at 0.2 to 0.5 ns a token each
-when a block's float64 buffers are in the second-level cache, and the asking for them. In host memory, where a look
-at a value is no wait, the tokens that count are brought together first, and a block without missing, extreme or
-capped ones takes some 35 operations and two exponentials in four buffers. Log-ratios stay float64 there too: float32
-holds neither their last digits nor k3 near 0.
+## Operations, waits and bytes
 
-## Asked of torch
-
-For 64 sequences of 2,048 tokens, dense, on one thread. An operation is a kernel launch on a GPU; a wait stops its
-queue until a value has come to the host. Bytes are those that operations read and write, in memory or in cache;
-what compiled C does is not seen by torch: it reads 9 bytes a token and writes 5.
-`tests/kernels/test_correction_counts.py` holds these counts, and that memory grows by the outputs and less than a
-twentieth.
+The counts are for 64 dense sequences of 2,048 tokens on one thread. On a GPU an operation is a kernel launch, and a
+wait stops the queue until a value has reached the host. Bytes are read and written, in memory or cache; torch does
+not see those of compiled C, which reads 9 per token and writes 5. `tests/kernels/test_correction_counts.py` checks
+these counts, and that memory grows by the outputs and less than a twentieth.
 
 {_counts(result["counts"], table)}
 
-## How
+## How it works
 
-*One read.* Tokens are read once, in blocks that stay in cache, and leave sums: counts, Σ d, Σ d², Σ expm1(d), Σ of
-weights less 1 and of their squares, extremes of d. Means, spreads, perplexities, χ², k3 and the decisions about
-whole sequences follow from the sums; the largest k2 and k3 follow from the extremes of d, because both are convex.
+*One read.* Tokens are read once, in blocks that stay in cache. Each block leaves counts, sums of d, d², expm1(d) and
+weights, and the extremes of d. All metrics and the decisions about sequences follow from these; the largest k2 and k3
+do, because both are convex in d.
 
-*Floors.* Weights and a bool mask from float32 log-probs and a bool mask are 14 bytes a token; metrics alone are 9.
-Nothing is faster than a copy of the same bytes. Fresh memory costs several times the arithmetic, which is what
-`out=` is for.
+*Lower limit.* Weights and a mask move 14 bytes per token, metrics alone 9. Nothing is faster than a copy of the same
+bytes. Fresh memory costs several times the arithmetic, so reuse buffers with `out=`.
 
-*Compiled C* (`impl="cpu"`, taken by `"auto"` when there was a C compiler at installation): 512 tokens at a time in
-float32 vectors, sums over blocks in float64, `expm1` and k3 from one series without cancellation, decisions as
-comparisons of d. AVX-512, AVX2 or the compiler's own vectors, chosen when it runs; the last is what arm64 gets, and
-`make test-arm` compiles it. It has been run on x86-64 only.
+*Compiled C* (`impl="cpu"`, which `"auto"` takes if installation found a C compiler) works on 512 tokens at a time in
+float32 vectors, and adds blocks in float64 ([precision](correction.md#precision)). It uses AVX-512, AVX2 or the
+compiler's own vectors. `make test-arm` compiles it for arm64; it has run on x86-64 only.
 
-*Torch alone* (`impl="torch"`): the same sums in float64, {_block()} tokens at a time. Masks are float64 too,
-because eager torch compares into numbers and sums them several times as fast as bool; all per-sequence sums of a
-block are one operation; packed sums are `segment_reduce`. Each thread takes whole blocks. In host memory numpy adds up
-sequences of different lengths.
+*Eager torch* (`impl="torch"`) computes the same sums in float64, {_block()} tokens at a time; each thread takes whole
+blocks. Masks are float64 too, because eager torch sums numbers several times as fast as bools. A block takes some 50
+operations and three exponentials, at 0.2 to 0.5 ns per token each. In host memory, where it collects the tokens that
+count, a block without missing, extreme or capped tokens takes some 35 and two.
 
 ## On a GPU
 
-`impl="triton"` is three launches and no wait. `"auto"` takes it once a probe has shown on the machine at hand that it
-computes what torch computes ([correction.md](correction.md#implementations)).
+`impl="triton"` is three launches and no wait. `"auto"` takes it after [a probe](correction.md#proof-on-a-gpu) on the
+machine.
 
-The first launch reads the tokens, 512 at a time and by one warp. A block whose tokens are all valid and within ±2.75
-nats is read with nothing to select or to cap; a block without a valid token is only cleared; any other is read in full.
-On sm_90 a token of a regular block costs 53 to 57 instructions in float32, and 63 in bfloat16 with an int64 mask; one
-of any other block costs 135 to 170. A program spends about 1,100 beside its tokens, of which it has up to 4,096.
-Before, every token cost 134, and four warps spent 1,195 each. A thread takes 128 registers, 136 where ranges count.
-`tests/kernels/triton_compilation.py cuda:90` counts all this in the machine code.
+The first launch reads the tokens: one warp per program, 512 tokens at a time, at most 4,096. A *regular* block, all
+valid and within ±2.75 nats, costs 53 to 57 instructions per token on sm_90 (63 in bfloat16 with an int64 mask), any
+other block 135 to 170, and a program 1,100 more. A thread takes 128 registers, or 136 to count ranges.
+`tests/kernels/triton_compilation.py cuda:90` counts this in the machine code.
 
-The second launch decides about sequences, and could be left to torch: on the table that the first one writes, torch's
-decisions are 121 launches with one criterion and 259 with all (`tests/kernels/test_decision_copies.py`). At 2.5 to 5 µs
-each that is 0.3 to 1.3 ms, several times what all three kernels are expected to take at 8 M tokens. So it stays.
+The second launch decides about sequences. torch would need 121 to 259 launches for that
+(`tests/kernels/test_decision_copies.py`), 0.3 to 1.3 ms at 2.5 to 5 µs each.
 
 {gpu_section(table)}
 
@@ -139,17 +127,16 @@ make gpu             # on a machine with one GPU, and no network: under 9 minute
 make gpu-dry         # the same script on the CPU, to see that it runs
 ```
 
-The script proves before it measures: recorded cases and 200 random batches against float64, one sequence of more than
-2³¹ tokens, two runs with equal bits, a step of every mode with waiting forbidden, and 100 replays of a captured graph.
-Each stage is a process of its own and writes every row as it is found, so what fails or runs out of time leaves the
-rest.
+The script first proves the kernels: recorded cases and 200 random batches against float64, a sequence of more than
+2³¹ tokens, two runs with equal bits, a step of every mode with waiting forbidden, and 100 replays of a captured
+graph. Each stage is its own process, so a failure leaves the rest.
 
-What eager torch asks of a GPU is counted without one, on fake CUDA tensors (`tests/correction/test_cuda.py`): for a
-micro-batch 193 launches with one criterion, padded, and 199 packed; between the log-probs and the gradient no value is
-read, and none of the host's memory is sent. verl 0.9.1 asks for 308, and waits 49 times.
-`torch.compile(fullgraph=True)` takes `correct` and every `policy_loss` as one graph. On the CPU that is for code that
-is compiled anyway, not for speed: inductor's float64 takes ten times as long as eager torch or more, which works in
-blocks that stay in cache."""
+On fake CUDA tensors (`tests/correction/test_cuda.py`), eager torch needs 193 launches for a padded micro-batch with
+one criterion, 199 packed, and no wait. verl 0.9.1 needs 308 launches and 49 waits. `torch.compile(fullgraph=True)`
+takes `correct` and every `policy_loss` as one graph (torch 2.6 is too old), and on CUDA tensors neither reads a
+value. On the CPU, inductor's float64 takes at least ten times as long as eager torch.
+
+Where to go next: [what a correction computes](correction.md), [limits](limits.md)."""
 
 
 def _provenance(result: dict[str, Any]) -> str:
@@ -164,9 +151,9 @@ def _quiet(load: float, threads: int) -> str:
     if load < QUIET:
         return "Nothing else ran."
     return (
-        f"Other work kept {load:g} processes busy on those {threads} cores, so read times as upper bounds, and the "
-        "CPU column before the clock: what takes milliseconds finds an undisturbed moment, what takes a second does "
-        "not, and threads that wait for one another lose most."
+        f"Other work kept {load:g} processes busy on those {threads} cores. So read times as upper bounds, and trust "
+        "the CPU time more than the clock: milliseconds find an undisturbed moment, seconds do not, and threads that "
+        "wait for one another lose most."
     )
 
 
@@ -192,22 +179,36 @@ def _block() -> str:
     return f"{CPU_BLOCK:,}"
 
 
-def _batches(seconds: Seconds, table: Table) -> str:
-    header = ("ms", "min", "median", "CPU", "× verl", "× verl, CPU", "× copy", "")
-    parts = []
-    for title, of in seconds.items():
-        rows = [
-            (
-                f"`{name}`" if name in MEANING and name not in (VERL, COPY) else name,
-                *(f"{row[key] * 1e3:.2f}" for key in ("min", "median", "cpu")),
-                *(f"{of[VERL][key] / row[key]:.1f}" for key in ("min", "cpu")),
-                f"{row['min'] / of[COPY]['min']:.2f}",
-                MEANING.get(name, ""),
-            )
-            for name, row in of.items()
-        ]
-        parts.append(f"### {title}\n\n{table(header, rows)}")
-    return "\n\n".join(parts)
+def _named(name: str) -> str:
+    """A contender in a table: ours are code."""
+    return name if name in (VERL, COPY) or name not in MEANING else f"`{name}`"
+
+
+def _short(title: str) -> str:
+    """The title of a batch for a column: 8,388,608 tokens, dense → 8 M dense."""
+    tokens, layout = title.split(" tokens, ")
+    return f"{int(tokens.replace(',', '')) >> 20} M {layout}"
+
+
+def _second(result: dict[str, Any]) -> str:
+    """What the table shows; on a busy machine the CPU time says more than the median."""
+    if _clock(result) == "min":
+        return "Milliseconds, the least / the median of the runs:"
+    return "Milliseconds, the least of the runs by the clock / the least CPU time of all threads together:"
+
+
+def _times(result: dict[str, Any], table: Table) -> str:
+    seconds = result["seconds"]
+    second = "median" if _clock(result) == "min" else "cpu"
+    rows = [
+        (
+            _named(name),
+            *(f"{of[name]['min'] * 1e3:.2f} / {of[name][second] * 1e3:.2f}" for of in seconds.values()),
+            MEANING.get(name, ""),
+        )
+        for name in next(iter(seconds.values()))
+    ]
+    return table(("", *map(_short, seconds), "what it is"), rows)
 
 
 def _clock(result: dict[str, Any]) -> str:
@@ -246,20 +247,20 @@ def _targets(result: dict[str, Any], table: Table) -> str:
             text = f"{figure:.{2 if peer == COPY else 1}f}"
             cells.append(text if _met(figure, side, limit) else f"**{text}**")
         rows.append((f"`{contender}`", f"{side} {limit:g} × {'the copy' if peer == COPY else 'verl'}", *cells))
-    return table(("", "target", *seconds), rows)
+    return table(("", "target", *map(_short, seconds)), rows)
 
 
 def _counts(counts: dict[str, dict[str, float]], table: Table) -> str:
     rows = [
         (
-            name if name in (VERL, COPY) else f"`{name}`",
+            _named(name),
             f"{row['operations']:.0f}",
             f"{row['waits']:.0f}",
             _bytes(name, row),
         )
         for name, row in counts.items()
     ]
-    return table(("", "operations", "waits", "bytes a token"), rows)
+    return table(("", "operations", "waits", "bytes per token"), rows)
 
 
 def _bytes(name: str, row: dict[str, float]) -> str:
