@@ -247,7 +247,9 @@ def _engine(model: nn.Module, settings: GenerationSettings, engine: Mapping[str,
         return CTranslate2Engine(
             model, settings, compute_type=engine["compute_type"], batch_size=ROWS_AT_A_TIME * 4, threads=threads
         )
-    options = VllmOptions(python=engine["python"], engine_args={"max_model_len": LONGEST})
+    # A share of the memory, so that other programs may run beside it.
+    limits = {"max_model_len": LONGEST, "gpu_memory_utilization": 0.4}
+    options = VllmOptions(python=engine["python"], engine_args=limits, env={"VLLM_CPU_KVCACHE_SPACE": "1"})
     return VllmEngine(model, settings, options)
 
 
