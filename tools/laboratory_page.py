@@ -43,7 +43,9 @@ def laboratory_page(generated: str, table: Table) -> str:
         "example": _example(),
         "agreement": _agreement(),
         "ranking": _ranking(table),
+        "ranking_error": _ranking_error(),
         "gains": _gains(table),
+        "gains_error": _gains_error(),
         "winners": _winners(table),
         "orders": _orders(table),
         "growth": _growth(table),
@@ -112,7 +114,7 @@ def _ranking(table: Table) -> str:
         cells = []
         for regime in REGIMES:
             found = by_regime[regime][entry.estimator]
-            number = f"{found.direction:.3f} ± {found.error:.3f}"
+            number = f"{found.direction:.3f}"
             if found.tied:
                 number = f"**{number}**"
             cells.append(number if found.resolved else f"{number} †")
@@ -123,8 +125,25 @@ def _ranking(table: Table) -> str:
     )
 
 
+def _ranking_error() -> str:
+    """The largest standard error in the ranking."""
+    rows = _read("regimes")
+    errors = [entry.error for regime in REGIMES for entry in ranked_estimators(rows, 1024, regime=regime)]
+    return f"{max(errors):.3f}"
+
+
+def _gain_rows() -> Rows:
+    return [row for row in _read("threshold") if row["unit"] and row["batch_size"] == 1024]
+
+
+def _gains_error() -> str:
+    """The largest standard error of a direction error that a gain is the difference of."""
+    rows = _gain_rows()
+    return f"{max(max(row['direction_error'], row['random_direction_error']) for row in rows):.3f}"
+
+
 def _gains(table: Table) -> str:
-    rows = [row for row in _read("threshold") if row["unit"] and row["batch_size"] == 1024]
+    rows = _gain_rows()
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
     lines = []
     for family in dict.fromkeys(row["family"] for row in rows):
@@ -133,8 +152,7 @@ def _gains(table: Table) -> str:
             candidates = [row for row in rows if (row["family"], row["kind"]) == (family, kind)]
             row = min(candidates, key=lambda row: abs(row["kept"] - 0.8))
             gain = row["random_direction"] - row["direction"]
-            error = max(row["direction_error"], row["random_direction_error"])
-            cells.append(f"{gain:+.3f} ± {error:.3f} ({1 - row['kept']:.0%} at {row['threshold']:g})")
+            cells.append(f"{gain:+.3f} ({1 - row['kept']:.0%} at {row['threshold']:g})")
         lines.append((f"`{family}`", candidates[0]["unit"], *cells))
     return table(("criterion", "rejects", *(f"{kind}: gain (rejected, threshold)" for kind in kinds)), lines)
 
