@@ -195,6 +195,36 @@ def test_every_generated_page_is_current():
     assert {page for page, text in PAGES.items() if generate_docs.GENERATED in text} == set(generate_docs.PAGES)
 
 
+def words(text):
+    """The words of a page outside its code."""
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    return len(re.findall(r"\w[\w'’.-]*", prose))
+
+
+HAND_WRITTEN = [
+    page
+    for page, text in PAGES.items()
+    if page.startswith("docs/")
+    and not page.startswith("docs/reference/api/")
+    and "<!-- Written by tools/generate_docs.py." not in text
+]
+READ_IN_ORDER = ("docs/guides/", "docs/tutorials/", "docs/background/", "docs/coming_from/")
+
+
+def test_the_hand_written_pages_can_be_read_in_an_afternoon():
+    """At 240 words per minute, 28,000 words are two hours."""
+    counts = {page: words(PAGES[page]) for page in HAND_WRITTEN}
+    longest = sorted(counts, key=counts.get, reverse=True)[:5]
+    assert sum(counts.values()) <= 28_000, {page: counts[page] for page in longest}
+
+
+@pytest.mark.parametrize("page", [page for page in HAND_WRITTEN if page.startswith(READ_IN_ORDER)])
+def test_a_page_ends_with_where_to_go_next(page):
+    last = PAGES[page].rstrip().split("\n\n")[-1]
+    assert last.startswith("Where to go next:"), last
+    assert re.search(r"\]\([^)]+\)", last), "it links nowhere"
+
+
 def test_the_metrics_page_lists_every_metric_once():
     tables = PAGES["docs/reference/metrics.md"].split("## Healthy ranges")[0]
     listed = re.findall(r"^\| `(\w+)` \|", tables, re.MULTILINE)

@@ -114,4 +114,7 @@ For everyone who calls the library: each public name has a section with its form
 takes and returns, its errors and its source. [What is stable](../stable.md) says which of these names stay.
 
 {table(("import from", "what it is for", "names"), rows)}
+
+Where to go next: [your own training loop](../../tutorials/own_loop.md) uses these names in order;
+[notation](../notation.md) explains the symbols of the formulas.
 """

@@ -36,6 +36,45 @@ from rollcorr.core.tops import TOP  # noqa: E402
 
 GENERATED = "<!-- Written by tools/generate_docs.py. Edit the table in the code, then run it again. -->"
 
+TRAINER_METRICS = (
+    (
+        "`reward/mean`, `reward/std`, `reward/accuracy`",
+        "reward, reward, share",
+        "over the step's responses; population deviation",
+    ),
+    ("`response/length_mean`", "tokens", "with the end token"),
+    ("`actor/loss`, `actor/grad_norm`", None, "mean over optimizer steps; norm before clipping"),
+    (
+        "`actor/policy_kl`",
+        "nats",
+        "mean of log π_old − log π_θ (in bypass mode log μ − log π_θ) over tokens in the loss",
+    ),
+    ("`actor/clip_fraction_high`, `_low`, `_dual`", "share", "tokens where the clip binds and the gradient is 0"),
+    ("`actor/entropy`, `actor/kl_ref`", "nats", "over response tokens; `kl_ref` with a reference policy"),
+    (
+        "`sampling/outside_fraction`",
+        "share",
+        "sampled tokens outside the trainer's support; 0 with `replay`; only under a truncation",
+    ),
+    (
+        "`sampling/kept_mass`",
+        "share",
+        "mean mass of that support in the trainer's whole softmax; only under a truncation",
+    ),
+    (
+        "`actor/skipped_steps`",
+        "optimizer steps",
+        "skipped since the run began: a loss or gradient not finite, or nothing kept",
+    ),
+    (
+        "`engine/staleness`, `engine/staleness_max`",
+        "policy versions",
+        "age of the weights behind the response tokens: mean and maximum",
+    ),
+    ("`perf/tokens_per_second`, `perf/…_seconds`", None, "response tokens per second of the step; seconds by phase"),
+)
+"""What `rollcorr train` logs besides the correction's metrics: name, unit, meaning."""
+
 
 def presets_page() -> str:
     """docs/reference/presets.md: every preset with its exact values."""
@@ -45,6 +84,8 @@ def presets_page() -> str:
     return f"""# Presets
 
 {GENERATED}
+
+For whoever configures a correction: every named configuration with its exact values and its source.
 
 {START_WITH.replace("docs/guides/choosing.md", "[choosing.md](../guides/choosing.md)")}
 
@@ -89,6 +130,9 @@ The names of November and December 2025. Their thresholds may be given as the tw
 {_value_table(older)}
 
 {_argument_table(older)}
+
+Where to go next: [choosing.md](../guides/choosing.md) for which preset fits your run, [options.md](options.md) for what
+each field means, [migration.md](../coming_from/migration.md) for configurations of verl.
 """
 
 
@@ -137,6 +181,8 @@ def metrics_page() -> str:
     return f"""# Metrics
 
 {GENERATED}
+
+For whoever reads a metric in a log, a report or a configuration: its unit, formula, healthy range and source.
 
 `Correction.metrics()` returns these under the prefix `{PREFIX}`; `rollcorr.core.metric(name)` looks one up, and so does
 `rollcorr explain METRIC` on the command line.
@@ -209,12 +255,22 @@ largest |d| and the {TOP} sequences with the largest |S_i|.
 
 {_metric_table(detail)}
 
+## Trainer
+
+`rollcorr train` logs these besides. In decoupled mode its `rollout_corr/…` metrics describe the batch once, π_old
+against μ. In bypass mode they describe every forward pass of the update, π_θ against μ.
+
+{_table(("metric", "unit", "what"), TRAINER_METRICS)}
+
 ## Healthy ranges
 
 Limits are exclusive. [health.md](../guides/health.md) says how a run is judged by them,
 [troubleshooting.md](../guides/troubleshooting.md) what to do in which order.
 
 {_range_table()}
+
+Where to go next: [health.md](../guides/health.md) for the verdict on a run, [notation.md](notation.md) for the symbols,
+[presets.md](presets.md) for what is done about a mismatch.
 """
 
 

@@ -47,6 +47,9 @@ The block `algorithm.loss` of the trainer for language models, and the fields of
 The block `algorithm.loss` has the fields of `rollcorr.diffusion.DiffusionActorConfig`.
 
 {_blocks(FlowGrpoConfig, table)}
+
+Where to go next: [presets](presets.md) for named sets of options, [the trainer](../guides/trainer.md) for how a run
+reads them.
 """
 
 

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
-from rollcorr.rollout_log import COLUMNS, FRAMEWORKS, SCHEMA_VERSION
+from rollcorr.rollout_log import COLUMNS, FRAMEWORKS, SCHEMA_VERSION, FileLimits
 from rollcorr.rollout_log.frameworks import Framework
 
 Table = Callable[..., str]
+
+LIMIT_MEANINGS = {
+    "rows": "rows of a file",
+    "row_tokens": "values of one row in any column, except kept ids",
+    "row_kept_ids": "kept ids of one row",
+    "line_bytes": "bytes of a line of JSON",
+    "page_bytes": "decompressed bytes of the largest pages of a row group, over all columns that are read",
+    "footer_bytes": "bytes of the footer of a Parquet file",
+    "pickle_bytes": "bytes of a `.pkl` file, or of the pickle in a `.pt` file without its tensors",
+    "pickle_objects": "numbers in the lists of a pickle; a list or an object counts 7, a text 1 and 1 per 8 bytes",
+}
 
 
 def schema_page(generated: str, table: Table) -> str:
     """docs/reference/rollout_log_schema.md: every column, and what holds for all of them."""
     rows = [(f"`{c.name}`", f"`{c.type}`", c.unit, c.per, c.meaning) for c in COLUMNS.values()]
+    limits = [(f"`{f.name}`", f"{f.default:,}", LIMIT_MEANINGS[f.name]) for f in dataclasses.fields(FileLimits)]
     return f"""# Columns of the rollout log
 
 {generated}
@@ -38,6 +51,20 @@ For whoever writes or reads a [rollout log](../guides/rollout_log.md): its schem
 - Files that others wrote are read if their columns have these names, or with
   [`--columns`](../guides/rollout_log.md#logs-of-other-frameworks). Further columns are skipped, except `x_…`.
   float64 and float16 become float32, large and fixed-size lists become lists, integer flags become booleans.
+
+## Limits of a file
+
+These are the fields of `FileLimits`. [The rollout log](../guides/rollout_log.md#files-of-strangers) says what happens
+beyond them, and how to raise one.
+
+{table(("limit", "default", "what it bounds"), limits)}
+
+- Three limits are fixed. JSON has at most 64 levels. A Parquet file has at most 524,288 column chunks, and the columns
+  that are read have at most 256 parts.
+- The footer of a Parquet file and the header of each page must agree on sizes before data is read. In a row group of
+  more than 16 million values, row lengths are decoded first, and batches become smaller where rows are long.
+- Other files that commands read have limits too. YAML: 1 MiB, 20,000 values with aliases expanded, 64 levels.
+  `metrics.jsonl`: 128 MiB, 1 MiB per line, 4,194,304 numbers. Beyond them a command ends with one line and exit code 2.
 
 Where to go next: [the rollout log](../guides/rollout_log.md), [dumps of other frameworks](dumps.md).
 """

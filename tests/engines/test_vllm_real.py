@@ -1,4 +1,4 @@
-"""vLLM itself, on the CPU: `make test-vllm`. Figures are printed; the page docs/guides/engines.md quotes them.
+"""vLLM itself, on the CPU: `make test-vllm`. Figures are printed; docs/gallery.md quotes them.
 
 Starting vLLM takes most of the time, so each engine serves several tests, which hand it the weights that they need.
 """

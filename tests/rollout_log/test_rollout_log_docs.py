@@ -10,7 +10,9 @@ from rollcorr.rollout_log import read_rollout_log, validate_rollout_log
 
 pytest.importorskip("pyarrow", reason="needs rollcorr[log]")
 
-PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "rollout_log.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "guides" / "rollout_log.md").read_text(encoding="utf-8")
+LIMITS = (DOCS / "reference" / "rollout_log_schema.md").read_text(encoding="utf-8").split("## Limits of a file")[1]
 
 
 def blocks(language):
@@ -44,7 +46,6 @@ def test_every_code_of_a_problem_is_listed():
     codes = set(re.findall(r'code="(\w+)"', source)) | set(re.findall(r'_warning\(\s*"(\w+)"', source))
     codes |= set(re.findall(r'_error\("(\w+)"', source)) | set(re.findall(r'code = "(\w+)"', source))
     assert {"length", "zeros", "membership"} <= codes
-    listed = set(
-        re.findall(r"`(\w+)`", "".join(line.split("|")[1] for line in PAGE.splitlines() if line.startswith("| `")))
-    )
+    rows = [line for line in [*PAGE.splitlines(), *LIMITS.splitlines()] if line.startswith("| `")]
+    listed = set(re.findall(r"`(\w+)`", "".join(row.split("|")[1] for row in rows)))
     assert codes - listed - {"suffix"} == set()
