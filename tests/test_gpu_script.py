@@ -131,7 +131,7 @@ def test_the_page_shows_predictions_alone_or_beside_what_was_found(tmp_path):
 
     without = gpu_section(table, tmp_path / "none.json")
     assert "No run on a GPU has happened" in without
-    assert "correction by Triton, 8 M tokens | 70 µs to 90 µs | not measured" in without
+    assert "correction by Triton, 8 M tokens | 40 µs to 55 µs | not measured" in without
 
     found = tmp_path / "gpu_cuda.json"
     names = dict.fromkeys(("torch", "triton", "python", "date", "commit", "command"), "x") | {"device": "NVIDIA H200"}
@@ -145,6 +145,6 @@ def test_the_page_shows_predictions_alone_or_beside_what_was_found(tmp_path):
     found.write_text(json.dumps(names | {"stages": stages}), encoding="utf-8")
     page = gpu_section(table, found)
     assert "No run" not in page
-    assert "correction by Triton, 8 M tokens | 70 µs to 90 µs | 81 µs" in page
+    assert "correction by Triton, 8 M tokens | 40 µs to 55 µs | 81 µs" in page
     assert "correctness | wrong | 3 s | 1 row" in page
     assert "WRONG; differing: ['packed']" in page
