@@ -6,7 +6,8 @@ The sampler and the trainer have the same weights, and the difference between th
 cache (fp32), bfloat16, or int8 weights and inputs. Groups differ in engine, temperature and truncation; the logs of a
 group differ in size and in what they record. Short responses are pieces of longer ones, each with all that came before
 it as its prompt. Responses of 1,000 to 8,000 tokens are spliced from those of the group's other logs, because the
-model's context ends at 512. All other responses are drawn anew for their log.
+model's context ends at 512: no part occurs twice in a response, but the responses of a log share parts. All other
+responses are drawn anew for their log.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +32,8 @@ from rollcorr import SamplingSpec
 POOL_ROWS = 192
 POOL_TOKENS = 160
 NULL_ROWS = 64
+SPLICED_FROM = 24_000
+"""Tokens at least, of other logs, that long responses are spliced from."""
 
 SHORT, MEDIUM, LONG = "short", "medium", "long"
 SIZES = (SHORT, MEDIUM, SHORT, MEDIUM, SHORT, LONG)
@@ -181,7 +184,7 @@ class Supply:
         if size == MEDIUM:
             return [self.row() for _ in range(self._between(16, 32))]
         length = (1_000, 2_000, 4_000, 8_000)[self._between(0, 3)]
-        return self._spliced(length, rows=max(2, 12_000 // length))
+        return self._spliced(length, rows=self._between(16, 24))
 
     def row(self) -> Row:
         """A row that no other log holds."""
@@ -201,12 +204,12 @@ class Supply:
         return self._pieces.pop(0)
 
     def _spliced(self, length: int, *, rows: int) -> list[Row]:
-        """Responses one after the other, in a new order, until each row has its length; the first gives the prompt."""
-        while sum(len(row.ids) for row in self._drawn) < 1.5 * length * rows:
+        """Responses one after the other, in a new order for each row, until it has its length."""
+        while sum(len(row.ids) for row in self._drawn) < max(SPLICED_FROM, 2 * length):
             self.row()
-        order = iter(torch.randperm(len(self._drawn), generator=self._generator, device="cpu").tolist())
         spliced = []
         for _ in range(rows):
+            order = iter(torch.randperm(len(self._drawn), generator=self._generator, device="cpu").tolist())
             parts = [self._drawn[next(order)]]
             while sum(len(part.ids) for part in parts) < length:
                 parts.append(self._drawn[next(order)])
@@ -262,7 +265,9 @@ def _offsets(kept: list[list[int]]) -> list[int]:
     return offsets
 
 
-def write_healthy(folder: Path, model: nn.Module, *, logs: int, seed: int) -> list[LogEntry]:
+def write_healthy(
+    folder: Path, model: nn.Module, *, logs: int, seed: int, sizes: Sequence[str] = SIZES
+) -> list[LogEntry]:
     """Write `logs` logs, in turn from each group, and a null of each group from rows of its own."""
     folder.mkdir(parents=True, exist_ok=True)
     entries = []
@@ -276,8 +281,8 @@ def write_healthy(folder: Path, model: nn.Module, *, logs: int, seed: int) -> li
 
         for number in range(place, logs, len(GROUPS)):
             turn = number // len(GROUPS)
-            size = SIZES[turn % len(SIZES)]
-            recorded = RECORDED[turn // len(SIZES) % len(RECORDED)]
+            size = sizes[turn % len(sizes)]
+            recorded = RECORDED[turn // len(sizes) % len(RECORDED)]
             drawn = supply.log(size)
             path = f"healthy/{number:04d}.parquet"
             write_rows(folder / path, drawn, group, recorded=recorded, step=1)
@@ -309,11 +314,15 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="folder of a causal model of transformers")
     parser.add_argument("--logs", type=int, default=504)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sizes", default=",".join(SIZES), help="in turn, separated by commas")
     options = parser.parse_args()
 
     torch.set_num_threads(1)
     started = time.perf_counter()
-    entries = write_healthy(options.output, load_model(options.model), logs=options.logs, seed=options.seed)
+    sizes = options.sizes.split(",")
+    entries = write_healthy(
+        options.output, load_model(options.model), logs=options.logs, seed=options.seed, sizes=sizes
+    )
     tokens = sum(entry.tokens for entry in entries)
     sys.stdout.write(f"{len(entries)} logs, {tokens} tokens in {time.perf_counter() - started:.0f} s\n")
 

@@ -12,6 +12,7 @@ import argparse
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -343,8 +344,14 @@ def _entry(
         tokens=sum(map(len, drawn.ids)),
         k3=mean_k3(drawn.rollout, drawn.train),
         null_k3=null_k3,
-        detail=detail,
+        detail="; ".join(filter(None, (detail, f"{ids_in_effect(drawn.ids):.0f} ids in effect"))),
     )
+
+
+def ids_in_effect(responses: Sequence[Sequence[int]]) -> float:
+    """(Σ n)² / Σ n² over the counts n of the ids: a run that has collapsed repeats a few of them."""
+    counts = Counter(token for ids in responses for token in ids).values()
+    return sum(counts) ** 2 / max(1, sum(count**2 for count in counts))
 
 
 def write_fault(folder: Path, run: Run, fault: str, number: int, nulls: Mapping[str, LogEntry]) -> LogEntry:

@@ -208,6 +208,16 @@ def _shifted(pairs: Pairs, severity: float, tokens: Tensor, _: torch.Generator) 
     return replace(pairs, rollout=rollout)
 
 
+def _late_shift(pairs: Pairs, severity: float, tokens: Tensor, generator: torch.Generator) -> Pairs:
+    """As `_shifted`, but from some token on: the first tenth to half of each row is right."""
+    rollout = pairs.rollout.clone()
+    for start, end in _spans(pairs, tokens):
+        right = 0.1 + 0.4 * float(torch.rand(1, generator=generator))
+        begin = start + round(right * (end - start))
+        rollout[begin:end] = rollout[begin:end].roll(int(severity))
+    return replace(pairs, rollout=rollout)
+
+
 def _other_request(pairs: Pairs, severity: str, tokens: Tensor, generator: torch.Generator) -> Pairs:
     """The affected rows exchange their log-probs ("swap"), or get those of requests that the log lacks ("lost")."""
     rollout = pairs.rollout.clone()
@@ -308,6 +318,7 @@ _INJECTIONS: Mapping[str, Callable[..., Pairs]] = {
     "raw": _raw,
     "truncated": _truncated,
     "shifted": _shifted,
+    "late_shift": _late_shift,
     "other_request": _other_request,
     "zero": _placeholder(0.0),
     "constant": _placeholder(-1.0),
@@ -327,6 +338,7 @@ SWEEP: Mapping[str, tuple[float | str, ...]] = {
     "raw": (0.5, 0.7, 0.8, 0.9, 1.1, 1.3),
     "truncated": (0.8, 0.9, 0.95, 0.98, 50.0, 20.0),
     "shifted": (1, -1, 2, -3),
+    "late_shift": (1, -1, 2, -3),
     "other_request": ("swap", "lost"),
     "zero": (1.0, 0.5, 0.1, 0.02),
     "constant": (1.0, 0.5, 0.1, 0.02),
@@ -347,6 +359,7 @@ EXPECTED: Mapping[str, frozenset[str]] = {
     "raw": frozenset({"tempered", "raw"}),
     "truncated": frozenset({"truncated"}),
     "shifted": frozenset({"shifted"}),
+    "late_shift": frozenset({"shifted"}),
     "other_request": frozenset({"other_request"}),
     "zero": frozenset({"placeholder"}),
     "constant": frozenset({"placeholder"}),

@@ -115,7 +115,7 @@ def draw(rows: Sequence[Mapping[str, object]], path: Path) -> None:
     columns = 4
     height = math.ceil(len(causes) / columns)
     figure = Figure(figsize=(3.1 * columns, 2.3 * height), layout="constrained")
-    panels = figure.subplots(height, columns, squeeze=False, sharex=True, sharey=True).flat
+    panels = list(figure.subplots(height, columns, squeeze=False, sharex=True, sharey=True).flat)
     for panel, cause in zip(panels, causes, strict=False):
         of_cause = [row for row in rows if row["cause"] == cause]
         for severity in dict.fromkeys(row["severity"] for row in of_cause):
@@ -130,7 +130,7 @@ def draw(rows: Sequence[Mapping[str, object]], path: Path) -> None:
         panel.set_title(cause, fontsize=9)
         panel.set_xscale("log")
         panel.legend(fontsize=6)
-    for panel in list(panels)[len(causes) :]:
+    for panel in panels[len(causes) :]:
         panel.set_visible(False)
     figure.supxlabel("share of the rows that show it")
     figure.supylabel("share of the logs in which it is named first")

@@ -153,6 +153,14 @@ def test_each_cause_of_an_excess_is_named(tmp_path, null, fault, code):
         assert code in {finding.code for finding in result.health.warnings}
 
 
+def test_slow_fading_is_another_prompt_unless_the_lengths_of_the_prompts_say_that_it_is_the_same(tmp_path, null):
+    """It fades to a sixth; an excess that prompts of 3 and of 29 tokens share is not one of the prompt itself."""
+    rows = rollouts(rows=96, fading=0.2, dropout=0.06)
+    assert first_cause(check_logs([write_rows(tmp_path / "lengths.parquet", rows)], null=null)) == "stale_prefix_cache"
+    alike = [{**row, "prompt_ids": [1] * 9} for row in rows]
+    assert first_cause(check_logs([write_rows(tmp_path / "alike.parquet", alike)], null=null)) == "template"
+
+
 def test_without_a_null_weights_are_named_where_the_id_explains_much(tmp_path):
     result = check_logs([write_rows(tmp_path / "log.parquet", rollouts(weights=0.2))])
     assert first_cause(result) == "weights_differ"

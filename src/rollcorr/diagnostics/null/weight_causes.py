@@ -39,7 +39,9 @@ REPEATED_FADES, REPEATED_SURELY, REPEATED_FALLS = 8.0, 6.0, -0.3
 """`FADES`, `SURELY_FADES` and `FALLS` where the responses repeat few tokens."""
 CACHE_FADES = 9.0
 """Fading below which it is no stale cache: the response's own keys are right and soon outweigh those of the prompt,
-while a prompt that lacks its BOS keeps differing."""
+while a prompt that lacks its BOS keeps differing. It decides where the prompts' lengths leave it open."""
+SURELY_ABOVE = 2.0
+"""Standard errors above `FALLS` from which the power says that the prompt itself is the same."""
 ALIKE = 0.2
 """Standard deviation of the logarithm of the prompts' lengths below which nothing depends on them."""
 STOCHASTIC = 0.08
@@ -78,12 +80,14 @@ class Fading(NamedTuple):
         error: standard error of its log, rows being independent.
         early: k3 of the beginning, nats per token.
         power: of the prompt's length that k3 of the beginning goes by; NaN where the lengths are not known or alike.
+        power_error: its standard error.
     """
 
     ratio: float
     error: float
     early: float
     power: float = math.nan
+    power_error: float = math.nan
 
 
 def name_causes(
@@ -157,7 +161,9 @@ def _fading_causes(times: str, fading: Fading, evidence: dict[str, float], *, re
         evidence["power_of_prompt_length"] = fading.power
     shown = f"{times}, and {format_number(fading.ratio)} times as much at the first {EARLY} tokens as after {SETTLED}"
     large = OTHER_PROMPT if math.isfinite(fading.power) else OTHER_PROMPT_ALONE
-    prompt = fading.early >= large or fading.power <= FALLS or fading.ratio < CACHE_FADES
+    same_prompt = fading.power - SURELY_ABOVE * fading.power_error > FALLS
+    slowly = fading.ratio < CACHE_FADES and not same_prompt
+    prompt = fading.early >= large or fading.power <= FALLS or slowly
     if repeats and math.isfinite(fading.power):
         prompt = fading.power <= REPEATED_FALLS
     first, second = ("template", "stale_prefix_cache") if prompt else ("stale_prefix_cache", "template")
@@ -199,8 +205,8 @@ def fading_of(
         logs = np.log(without[:, 0] / without[:, 2]) - np.log(without[:, 1] / without[:, 3])
     error = float(np.sqrt((len(sums) - 1) * np.var(logs)))
     ratio = float((total[0] / total[2]) / (total[1] / total[3]))
-    power = _power_of_length(profile, np.array(index), table[:, 0] + table[:, 2])
-    return Fading(ratio, error if math.isfinite(error) else math.inf, float(total[0] / total[4]), power)
+    power, power_error = _power_of_length(profile, np.array(index), table[:, 0] + table[:, 2])
+    return Fading(ratio, error if math.isfinite(error) else math.inf, float(total[0] / total[4]), power, power_error)
 
 
 def _spared_by_length(profile: MismatchProfile, excess: Excess) -> int:
@@ -216,8 +222,12 @@ def _spared_by_length(profile: MismatchProfile, excess: Excess) -> int:
     return int(spared.sum()) if prompt[spared].min() > prompt[hit].max() else 0
 
 
-def _power_of_length(profile: MismatchProfile, index: NDArray[np.int64], early: NDArray[np.float64]) -> float:
-    """The power b of early ~ length^b over rows: least squares of the logarithms; NaN where it is not known.
+def _power_of_length(
+    profile: MismatchProfile, index: NDArray[np.int64], early: NDArray[np.float64]
+) -> tuple[float, float]:
+    """The power b of early ~ length^b over rows and its standard error: least squares of the logarithms.
+
+    Both are NaN where it is not known.
 
     Args:
         profile: has the lengths of the prompts.
@@ -227,11 +237,17 @@ def _power_of_length(profile: MismatchProfile, index: NDArray[np.int64], early: 
     lengths = dict(zip(profile.rows.index.tolist(), profile.rows.column("prompt").tolist(), strict=True))
     length = np.array([lengths.get(number, -1.0) for number in index.tolist()])
     known = (length > 0) & (early > 0)
-    if int(known.sum()) < 8:
-        return math.nan
+    rows = int(known.sum())
+    if rows < 8:
+        return math.nan, math.nan
+
     x, y = np.log(length[known]), np.log(early[known])
-    spread = float(np.var(x))
-    return float(np.mean((x - x.mean()) * y)) / spread if spread > ALIKE**2 else math.nan
+    x, y = x - x.mean(), y - y.mean()
+    spread = float(np.square(x).sum())
+    if spread <= rows * ALIKE**2:
+        return math.nan, math.nan
+    power = float(x @ y) / spread
+    return power, math.sqrt(float(np.square(y - power * x).sum()) / (rows - 2) / spread)
 
 
 def cause(code: str, reason: str, evidence: dict[str, float], *, confidence: float) -> Finding:
