@@ -97,7 +97,7 @@ def compiled(one: launch.Launch, target: GPUTarget) -> CompiledKernel:
             if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
                 attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(one.kernel, signature, constants, attributes)
-    limits = one.limits if target.backend == "cuda" else {}
+    limits = one.limits(target.arch // 10) if target.backend == "cuda" else {}
     return triton.compile(source, target=target, options={"num_warps": one.warps, "enable_fp_fusion": True} | limits)
 
 
