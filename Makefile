@@ -119,11 +119,11 @@ test-oracle: $(STAMP) ## Hold each implementation against float64: 200 random ba
 	ROLLCORR_ORACLE_SEEDS=10 $(BIN)/python -m pytest tests/correction/test_oracle.py --numprocesses 2
 
 # The oldest version that is supported, that of torch 2.11, and the newest. Each has a folder of its own, which is put
-# before the environment. The interpreter of 3.4 needs a numpy that still turns arrays of one element into numbers.
+# before the environment. Up to 3.6, the interpreter needs a numpy that still turns arrays of one element into numbers.
 TRITON_VERSIONS ?= 3.4.0 3.6.0 3.9.0
 $(VENV)/triton-%/.installed: $(STAMP)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $(@D) triton==$*
-	case $* in 3.4*) $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $(@D) numpy==2.2.6;; esac
+	case $* in 3.[456].*) $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $(@D) numpy==2.2.6;; esac
 	@touch $@
 
 test-triton: $(TRITON_VERSIONS:%=$(VENV)/triton-%/.installed) ## Test the GPU kernels without a GPU, on three versions of Triton: interpreted, and compiled for four GPUs (2 GB)

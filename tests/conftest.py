@@ -85,8 +85,10 @@ def implementation(request: pytest.FixtureRequest) -> Iterator[Runs]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let Triton's interpreter take extremes of NaN with numpy, which warns of them; a GPU does not."""
+    """Let Triton's interpreter do what numpy warns of, and a GPU does not: extremes of NaN; up to Triton 3.6, numbers
+    from arrays of one element, which numpy refuses from 2.4 on (`make test-triton` has an older one for these)."""
     config.addinivalue_line("filterwarnings", "ignore:All-NaN (slice|axis) encountered:RuntimeWarning:triton")
+    config.addinivalue_line("filterwarnings", "ignore:Conversion of an array with ndim > 0:DeprecationWarning:triton")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -25,6 +25,9 @@ SPILLS = {
 MOST_REGISTERS = {"standard": 128, "standard, aligned rows": 136, "standard, packed, bfloat16, int64 mask": 136}
 """For each thread: 16 programs of a warp are resident on a multiprocessor, or 15."""
 
+MOST_ON_BLACKWELL = 168
+"""There, the assembler of Triton 3.6 needs more for the same code; those of 3.4 and 3.9 take up to 130."""
+
 MOST_INSTRUCTIONS = {torch.float32: 60, torch.bfloat16: 65}
 """For each token of a regular block, of which a thread reads 16 at a time. bfloat16 and int64 have to be unpacked."""
 
@@ -50,6 +53,7 @@ def test_no_register_spills(target):
             assert kernel["loads_after_a_store"] == 0, kernel  # one group of loads
             assert kernel["load_groups"] <= MOST_LOAD_GROUPS, kernel
         if target.startswith("cuda") and kernel["kernel"] == "read_tokens" and kernel["case"].startswith("standard"):
-            assert kernel["registers"] <= MOST_REGISTERS[kernel["case"]], kernel
+            most = MOST_ON_BLACKWELL if target == "cuda:100" else MOST_REGISTERS[kernel["case"]]
+            assert kernel["registers"] <= most, kernel
             dtype = torch.bfloat16 if "bfloat16" in kernel["case"] else torch.float32
             assert kernel["regular"] <= MOST_INSTRUCTIONS[dtype], kernel

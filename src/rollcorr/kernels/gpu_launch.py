@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -18,7 +19,8 @@ class Launch(NamedTuple):
         arguments: what it is given at run time, by name.
         constants: what it is compiled for, by name.
         warps: warps of a program.
-        registers: the most that a thread may take on NVIDIA's hardware, or None to leave it to the assembler.
+        registers: the most that a thread may take on NVIDIA's hardware, by the first number of the compute capability.
+            The assembler decides for one that is not listed, and for all where this is None.
     """
 
     kernel: Any
@@ -26,12 +28,12 @@ class Launch(NamedTuple):
     arguments: dict[str, Any]
     constants: dict[str, Any]
     warps: int = 4
-    registers: int | None = None
+    registers: Mapping[int, int] | None = None
 
-    @property
-    def limits(self) -> dict[str, int]:
-        """Options of Triton that only NVIDIA's compiler knows."""
-        return {} if self.registers is None else {"maxnreg": self.registers}
+    def limits(self, generation: int) -> dict[str, int]:
+        """Options of Triton that only NVIDIA's compiler knows, for GPUs of compute capability `generation`.x."""
+        most = (self.registers or {}).get(generation)
+        return {} if most is None else {"maxnreg": most}
 
     def run(self, **options: Any) -> None:  # noqa: ANN401 (Triton's own options)
         """Launch the kernel on the device of its arguments; one without programs does nothing."""
@@ -39,5 +41,7 @@ class Launch(NamedTuple):
             return
         device = next(x.device for x in self.arguments.values() if isinstance(x, Tensor))
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            limits = self.limits if torch.version.hip is None else {}
+            limits = {}
+            if self.registers and device.type == "cuda" and torch.version.hip is None:
+                limits = self.limits(torch.cuda.get_device_capability(device)[0])
             self.kernel[self.grid](**self.arguments, **self.constants, num_warps=self.warps, **limits, **options)

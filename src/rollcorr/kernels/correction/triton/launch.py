@@ -22,8 +22,16 @@ PROGRAMS = 2048
 holds 16 warps of 128 for each thread, and an H200 has 132 of them. More would wait, and each leaves a row of the table.
 """
 
-REGISTERS = 128
-"""For each thread of the token pass. Left to itself, the assembler takes up to 168 for what fits into as few."""
+REGISTERS = {8: 128, 9: 128}
+"""For each thread of the token pass, by the first number of the compute capability. Left to itself, the assembler takes
+up to 168 for what fits into as few. On Blackwell it does not fit: there the assembler decides, and takes 128 to 168.
+"""
+
+RANGES_TESTED = {8: 136, 9: 136}
+"""Where tests of ranges take a few more."""
+
+TOKEN_CRITERIA = {9: 192, 10: 208}
+"""With token weights and token criteria. Left to itself, the assembler of Triton 3.9 stops at 168 here, and spills."""
 
 SHORTEST_SHARE = 2
 """Blocks that a program reads at least, where a sequence is split: what it does beside them costs as much as one."""
@@ -138,11 +146,12 @@ def launches(batch: Batch, buffers: Buffers, splits: int, config: RolloutCorrect
     ]
 
 
-def _most_registers(layout: dict[str, Any]) -> int | None:
-    """What the token pass fits into without a spill: a test of ranges takes a few more, and token criteria many."""
-    if layout["PLAN"].token_criteria:
-        return None
-    return REGISTERS + 8 if layout["ALIGN"] else REGISTERS
+def _most_registers(layout: dict[str, Any]) -> dict[int, int]:
+    """What the token pass fits into without a spill, by the first number of the compute capability."""
+    plan = layout["PLAN"]
+    if plan.token_criteria:
+        return TOKEN_CRITERIA if plan.level == "token" else {}
+    return RANGES_TESTED if layout["ALIGN"] else REGISTERS
 
 
 def _alignment(T: int) -> int:
