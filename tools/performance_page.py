@@ -111,20 +111,11 @@ count, a block without missing, extreme or capped tokens takes some 35 and two.
 `impl="triton"` is three launches and no wait. `"auto"` takes it after [a probe](correction.md#proof-on-a-gpu) on the
 machine.
 
-<<<<<<< HEAD
 The first launch reads the tokens: one warp per program, 512 tokens at a time, at most 4,096. A *regular* block, all
 valid and within ±2.75 nats, costs 53 to 57 instructions per token on sm_90 (63 in bfloat16 with an int64 mask), any
 other block 135 to 170, and a program 1,100 more. A thread takes 128 registers, or 136 to count ranges.
-`tests/kernels/triton_compilation.py cuda:90` counts this in the machine code.
-=======
-The first launch reads the tokens, 512 at a time and by one warp. A block whose tokens are all valid and within ±2.75
-nats is read with nothing to select or to cap; a block without a valid token is only cleared; any other is read in full.
-On sm_90 a token of a regular block costs 53 to 57 instructions in float32, and 63 in bfloat16 with an int64 mask; one
-of any other block costs 135 to 170. A program spends about 1,100 beside its tokens, of which it has up to 4,096.
-Before, every token cost 134, and four warps spent 1,195 each. A thread takes 128 registers, 136 where ranges count.
 On sm_100 the assembler takes 128 to 168, by the version of Triton, and a token of a regular block costs 43 to 60.
-`tests/kernels/triton_compilation.py cuda:90` counts all this in the machine code.
->>>>>>> t14
+`tests/kernels/triton_compilation.py cuda:90` counts this in the machine code.
 
 The second launch decides about sequences. torch would need 121 to 259 launches for that
 (`tests/kernels/test_decision_copies.py`), 0.3 to 1.3 ms at 2.5 to 5 µs each.
