@@ -18,6 +18,7 @@ from rollcorr.config.presets import PRESETS
 from rollcorr.config.yaml_text import load_yaml
 from rollcorr.core.diffusion_metrics import DIFFUSION_METRICS
 from rollcorr.core.metric_registry import CRITERIA, METRICS, criterion_metrics
+from rollcorr.simulation import read_simulation_file
 
 ROOT = Path(__file__).parents[1]
 PAGES = {
@@ -117,8 +118,17 @@ def test_a_deeper_import_would_be_found():
 @pytest.mark.parametrize("page", with_a_match(r"```yaml\n(?:.*\n)*?.*rollout_"))
 def test_the_yaml_of_a_page_is_read_without_a_warning(page):
     for text in re.findall(r"```yaml\n(.*?)```", PAGES[page], re.DOTALL):
-        if "rollout_" in text:
+        if "rollout_" in text and "estimators:" not in text:
             convert(load_yaml(text))
+
+
+@pytest.mark.parametrize("page", with_a_match(r"```yaml\n(?:[^`].*\n)*estimators:"))
+def test_the_study_of_a_page_is_one_that_simulate_reads(page, tmp_path):
+    for text in re.findall(r"```yaml\n(.*?)```", PAGES[page], re.DOTALL):
+        if "estimators:" in text:
+            path = tmp_path / "study.yaml"
+            path.write_text(text, encoding="utf-8")
+            assert read_simulation_file(path).cells()
 
 
 def test_the_three_steps_go_from_metrics_to_the_preset_they_name():

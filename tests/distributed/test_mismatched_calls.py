@@ -32,5 +32,6 @@ def test_other_configurations_are_named_on_both(errors):
 
 def test_a_call_that_one_rank_never_makes_ends_with_the_timeout_and_the_likely_reason(errors):
     assert "one with fewer calls makes the others wait, until the timeout of the group ends it" in errors[0]["no_call"]
+    assert "`mini_batch` and `Monitor.step` equally often" in errors[0]["no_call"]
     assert "torch.distributed said:" in errors[0]["no_call"]
     assert "no_call" not in errors[1]

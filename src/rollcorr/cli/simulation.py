@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from rollcorr.simulation import Cell, StudyResult
+    from rollcorr.simulation.studies import ResultRow
 
 
 @app.command()
@@ -68,6 +69,8 @@ def simulate(
         elif quick:
             raise ValueError("--quick is a subset of the built-in study; for less work, lower samples in the file")
         else:
+            if not file.exists():
+                raise ValueError(f"there is no file {file}; `rollcorr simulate --help` shows an example of ten lines")
             cells, run = read_simulation_file(file).cells(), run_file_cell
         command = " ".join(["rollcorr simulate", *sys.argv[2:]])
         with _cell_progress() as on_cell:
@@ -97,6 +100,39 @@ def _cell_progress() -> Iterator[Callable[[Cell, int, int], None]]:
         yield lambda cell, number, total: progress.update(task, description=cell.study, completed=number, total=total)
 
 
+_COLUMNS = {
+    "direction\nerror": "direction",
+    "at\nrandom": "random_direction",
+    "\nbias": "bias",
+    "\ndeviation": "deviation",
+    "\nESS": "ess",
+    "\nkept": "kept",
+}
+"""Header → the column of the CSV file. Two lines each, so that names of presets fit beside them in 80 characters."""
+
+SHORTEST_NAME = 12
+"""Characters of a name that stay, however narrow the terminal is."""
+
+
+def _cell(row: ResultRow, column: str) -> str:
+    if row[column] == "":
+        return ""
+    return f"{float(row[column]):.3f}" + ("*" if column == "bias" and _is_uncertain(row) else "")
+
+
+def _is_uncertain(row: ResultRow) -> bool:
+    """Whether next to nothing is kept of drawn sequences: their noise, taken out of the bias, then leaves 0."""
+    return not row["exact"] and float(row["kept"]) < 0.01
+
+
+def _shortened(name: str, room: int) -> str:
+    """The beginning and the end of a name that is too long: options of one estimator often differ at the end."""
+    if len(name) <= room:
+        return name
+    end = (room - 1) // 2
+    return name[: room - 1 - end] + "…" + name[-end:]
+
+
 def _show(console: Console, result: StudyResult, folder: Path) -> None:
     """The estimators of a file from best to worst, and where everything is."""
     from rich.table import Table
@@ -107,13 +143,22 @@ def _show(console: Console, result: StudyResult, folder: Path) -> None:
         method = "exact" if rows[0]["exact"] else "sampled"
         title = f"T = {length}, T × KL = {rows[0]['t_times_kl']:.3g}, batches of {rows[0]['batch_size']}, {method}"
         table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-        table.add_column("estimator", no_wrap=True)
-        for column in ("direction error", "at random", "bias", "deviation", "ESS", "kept"):
-            table.add_column(column, justify="right")
-        for row in sorted(rows, key=lambda row: row["direction"]):
-            numbers = (row[name] for name in ("direction", "random_direction", "bias", "deviation", "ess", "kept"))
-            table.add_row(row["estimator"], *("" if value == "" else f"{value:.3f}" for value in numbers))
+
+        # Numbers keep their width. The names share what is left, because they are also in the CSV file.
+        rows.sort(key=lambda row: row["direction"])
+        columns = {header: [_cell(row, column) for row in rows] for header, column in _COLUMNS.items()}
+        widths = [max(map(len, [*header.split("\n"), *cells])) for header, cells in columns.items()]
+        numbers = sum(widths) + 2 * (len(widths) + 1)
+        console.width = max(console.width, SHORTEST_NAME + numbers)
+        room = console.width - numbers
+        table.add_column("\nestimator", no_wrap=True)
+        for header, width in zip(columns, widths, strict=True):
+            table.add_column(header, justify="right", width=width, no_wrap=True)
+        for row, *cells in zip(rows, *columns.values(), strict=True):
+            table.add_row(_shortened(str(row["estimator"]), room), *cells)
         console.print(table)
+        if any(_is_uncertain(row) for row in rows):
+            console.print("* less than 1 % of the tokens are kept: too few to measure the bias", soft_wrap=True)
 
     state = "interrupted; the same command goes on from here" if result.interrupted else "done"
     console.print(

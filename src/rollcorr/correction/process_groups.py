@@ -129,9 +129,9 @@ def explained_failure(group: ProcessGroup) -> Iterator[None]:
         raise RuntimeError(
             f"an exchange over {group.size()} ranks failed. Either a rank has ended, and the first error of all ranks "
             "says why; or the ranks did not make the same calls. Each of them must call `correct`, with the same "
-            "configuration, and `Monitor.step` equally often and in the same order: one with fewer calls makes the "
-            "others wait, until the timeout of the group ends it. With TORCH_DISTRIBUTED_DEBUG=DETAIL torch names the "
-            f"calls that do not match, at once. torch.distributed said: {error}"
+            "configuration, `mini_batch` and `Monitor.step` equally often and in the same order: one with fewer calls "
+            "makes the others wait, until the timeout of the group ends it. With TORCH_DISTRIBUTED_DEBUG=DETAIL torch "
+            f"names the calls that do not match, at once. torch.distributed said: {error}"
         ) from error
 
 
