@@ -145,8 +145,8 @@ def attach(
     """Correct the batches of a trainer that exists already. Call it before `trainer.train()`.
 
     The trainer's class becomes a subclass of its own with `RolloutCorrectionMixin`. One line of the log says what is
-    active. Give everything in one call. A second call replaces what it is given and keeps the rest: configuration, engine
-    and Monitor.
+    active. Give everything in one call. A second call replaces what it is given and keeps the rest: configuration,
+    engine and Monitor.
 
     Args:
         trainer: a `GRPOTrainer` or `RLOOTrainer`, or one derived from them.
