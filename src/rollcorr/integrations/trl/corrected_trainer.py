@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+THE_POLICY = "the policy itself"  # what samples where there is neither vLLM nor an engine
+
 Asked = RolloutCorrectionConfig | str | Mapping[str, Any] | None
 Trainer = Any  # one of TRL's trainers: they are not imported here
 
@@ -178,7 +180,8 @@ def attach(
     parts = _parts(trainer, asked, engine, monitor)
     if not isinstance(trainer, RolloutCorrectionMixin):
         plain = type(trainer)
-        trainer.__class__ = type(f"Corrected{plain.__name__}", (RolloutCorrectionMixin, plain), {})
+        names = {"_named_by_user": plain.__name__}
+        trainer.__class__ = type(f"Corrected{plain.__name__}", (RolloutCorrectionMixin, plain), names)
     _start(trainer, *parts, asked=asked)
     return trainer
 
@@ -347,9 +350,14 @@ def _start_up_line(trainer: Trainer) -> str:
         source = "default, as RLOOTrainer has no options for it"
     else:
         source = "TRL's vllm_importance_sampling_* options"
+    name = f"{getattr(trainer, '_named_by_user', type(trainer).__name__)} ({loss_type})"
+    nothing = _why_nothing(trainer, source)
+    if nothing is None:
+        start = f"rollcorr corrects {name} by {source}"
+    else:
+        start = f"rollcorr is attached to {name}, but corrects nothing: {nothing}. Configuration"
     return (
-        f"rollcorr corrects {type(trainer).__name__} ({loss_type}) by {source}: {_weights_text(config)}; "
-        f"{_rejection_text(config)}; sampler: {_sampler_text(trainer)}; "
+        f"{start}: {_weights_text(config)}; {_rejection_text(config)}; sampler: {_sampler_text(trainer)}; "
         f"the loss is divided by {_divisor_text(config, loss_type)}"
         + (
             ""
@@ -357,6 +365,16 @@ def _start_up_line(trainer: Trainer) -> str:
             else f"; steps go to {trainer._monitored_steps.monitor.directory.path}"
         )
     )
+
+
+def _why_nothing(trainer: Trainer, source: str) -> str | None:
+    """Why no batch will be corrected; None if some may be."""
+    config = trainer._correction_config
+    if _sampler_text(trainer) == THE_POLICY:
+        return "TRL's own sampler reports no log-probs; set use_vllm=True, or give attach an engine"
+    if not config.weights_reach_loss and not config.criteria and config.rollout_token_veto_threshold is None:
+        return f"{source} only measures" if trainer._correction_asked is not None else f"by {source}, it only measures"
+    return None
 
 
 def _weights_text(config: RolloutCorrectionConfig) -> str:
@@ -387,7 +405,7 @@ def _sampler_text(trainer: Trainer) -> str:
     engine = getattr(getattr(trainer, "vllm_generation", None), "engine", None)
     if engine is not None:
         return type(engine).__name__
-    return "vLLM" if trainer.use_vllm else "the policy itself, which reports no log-probs: nothing is corrected"
+    return "vLLM" if trainer.use_vllm else THE_POLICY
 
 
 def _divisor_text(config: RolloutCorrectionConfig, loss_type: str) -> str:
