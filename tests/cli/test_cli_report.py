@@ -1,10 +1,12 @@
 """`rollcorr report RUN`: what it writes, what it prints, and its exit codes."""
 
 import json
+import sys
 
 import pytest
 from typer.testing import CliRunner
 
+import rollcorr.diagnostics.report as report_package
 from rollcorr.cli import app
 from rollcorr.core.metric_registry import PREFIX
 
@@ -50,6 +52,39 @@ def test_findings_give_exit_code_1_and_the_page_still(run, tmp_path):
     )
     assert finding in result.stdout
     assert "KL is too far from 0" in (tmp_path / "elsewhere" / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.fixture(params=["matplotlib", "jinja2"])
+def without_figures(request, monkeypatch):
+    """As if one package of the extra `report` were not installed."""
+    for name in [request.param, *(name for name in sys.modules if name.startswith(f"{request.param}."))]:
+        monkeypatch.setitem(sys.modules, name, None)
+
+    # The page's modules are imported once more, whatever earlier tests have loaded.
+    for module in ("html_page", "plots"):
+        monkeypatch.delitem(sys.modules, f"{report_package.__name__}.{module}", raising=False)
+    monkeypatch.delitem(vars(report_package), "write_report", raising=False)
+    return {"matplotlib": "figures need matplotlib", "jinja2": "reports need Jinja2"}[request.param]
+
+
+def test_without_the_extra_there_is_a_verdict_and_its_exit_code_and_a_line_that_says_what_to_install(
+    run, without_figures
+):
+    path = run(kl=0.5)
+    for arguments in ((path,), (path, "--json")):
+        result = invoke(*arguments)
+        assert result.exit_code == 1
+        assert result.stderr == f"no page: {without_figures}: pip install 'rollcorr[report]'\n"
+        assert "unhealthy" in result.stdout
+    assert json.loads(result.stdout)["report"] is None
+    assert not (path / "report").exists()
+
+
+def test_without_the_extra_a_page_that_was_asked_for_is_bad_input(run, tmp_path, without_figures):
+    result = invoke(run(), "-o", tmp_path / "page")
+    assert result.exit_code == 2
+    assert result.stderr == f"error: {without_figures}: pip install 'rollcorr[report]'\n"
+    assert result.stdout == ""
 
 
 def test_json_is_for_machines(run):

@@ -8,8 +8,9 @@ import pytest
 
 from rollcorr.core.metric_registry import PREFIX
 from rollcorr.diagnostics.report import html_page as report
-from rollcorr.diagnostics.report.html_page import caption, reward_gain, run_report, series_by_name, write_report
+from rollcorr.diagnostics.report.html_page import caption, reward_gain, series_by_name, write_report
 from rollcorr.diagnostics.report.plots import PANELS, REWARD
+from rollcorr.diagnostics.report.report_data import run_report
 from rollcorr.run_directory.stored_run import read_run
 
 HEALTHY = {"token_count": 4000.0, "kl": 2e-4, "k3_kl": 1e-4, "chi2_token": 2e-4, "ppl_ratio": 1.0002}

@@ -12,7 +12,8 @@ from rollcorr.config import Finding, RolloutCorrectionConfig
 from rollcorr.diagnostics.health.causes import folded, with_causes
 from rollcorr.diagnostics.health.health_check import HealthReport, health
 from rollcorr.diagnostics.report.console import show_health, to_json
-from rollcorr.diagnostics.report.html_page import ReportData, render
+from rollcorr.diagnostics.report.html_page import render
+from rollcorr.diagnostics.report.report_data import ReportData
 from rollcorr.diagnostics.report.verdict_content import verdict_content
 
 

@@ -292,11 +292,10 @@ def test_a_sequence_that_rloo_rejects_has_no_advantage():
             REJECTING,
             ["its own configuration", "rejection by token_k1", "kept tokens"],
         ),
-        (StandInTrainer(use_vllm=False), "measure", ["measured only", "nothing is corrected"]),
         (
             StandInRLOOTrainer(Sampler()),
             None,
-            ["StandInRLOOTrainer (rloo) by default", "sampler: vLLM", "by all sequences"],
+            ["StandInRLOOTrainer (rloo)", "by default", "sampler: vLLM", "by all sequences"],
         ),
     ],
 )
@@ -305,6 +304,51 @@ def test_one_line_says_what_is_active(trainer, config, parts, caplog):
     [record] = caplog.records
     assert all(part in record.getMessage() for part in parts), record.getMessage()
     assert "\n" not in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("trainer", "config", "name", "reason"),
+    [
+        (
+            StandInTrainer(use_vllm=False),
+            "tis",
+            "StandInTrainer (grpo)",
+            "TRL's own sampler reports no log-probs; set use_vllm=True, or "
+            "give attach an engine. Configuration: token weights, at most 2;",
+        ),
+        (
+            StandInTrainer(),
+            "measure",
+            "StandInTrainer (grpo)",
+            "its own configuration only measures. Configuration:",
+        ),
+        (
+            StandInRLOOTrainer(Sampler()),
+            None,
+            "StandInRLOOTrainer (rloo)",
+            "by default, as RLOOTrainer has no options for it, it only measures. Configuration:",
+        ),
+        (
+            StandInTrainer(correction=False),
+            None,
+            "StandInTrainer (grpo)",
+            "by TRL's vllm_importance_sampling_* options, it only measures.",
+        ),
+    ],
+)
+def test_the_line_says_when_nothing_is_corrected_and_why(trainer, config, name, reason, caplog):
+    attach(trainer, config)
+    assert caplog.messages[0].startswith(f"rollcorr is attached to {name}, but corrects nothing: {reason}")
+
+
+def test_the_line_names_the_class_of_the_user(caplog):
+    class Mine(RolloutCorrectionMixin, StandInTrainer):
+        pass
+
+    Mine(rollout_correction="tis")
+    attach(attach(StandInTrainer(), "tis"), "icepop")
+    starts = [message.partition(" by ")[0] for message in caplog.messages]
+    assert starts == ["rollcorr corrects Mine (grpo)"] + 2 * ["rollcorr corrects StandInTrainer (grpo)"]
 
 
 def test_the_page_shows_the_line(caplog):
@@ -408,6 +452,36 @@ def test_an_engine_answers_as_vllm_does():
     torch.manual_seed(0)
     trainer.vllm_generation.generate([[1]])
     assert engine.seeds[2] == engine.seeds[0]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "temperature", "fix"),
+    [
+        (
+            {"temperature": 0.7, "logprobs": "processed"},
+            1.0,
+            "use SamplingSpec(temperature=trainer.temperature) for the engine, or SimpleNamespace(temperature=0.7)",
+        ),
+        ({"top_p": 0.9, "logprobs": "processed"}, 1.0, "remove top_p from the engine's SamplingSpec"),
+        (
+            {"temperature": 0.7, "top_k": 8, "min_p": 0.1, "logprobs": "processed"},
+            1.0,
+            "use SamplingSpec(temperature=trainer.temperature) for the engine, or SimpleNamespace(temperature=0.7); "
+            "remove top_k, min_p from the engine's SamplingSpec",
+        ),
+        (
+            {"temperature": 0.7, "logprobs": "raw", "engine": "vllm"},
+            0.7,
+            SamplingSpec(engine="vllm").engine_sampling.processed,
+        ),
+    ],
+)
+def test_what_must_change_at_an_engine_is_said_in_the_words_of_trl(sampling, temperature, fix):
+    trainer = StandInTrainer()
+    trainer.temperature = temperature
+    with pytest.raises(IncompatibleSamplingError) as caught:
+        EngineGeneration(FakeEngine(**sampling), trainer)
+    assert str(caught.value).endswith(f". To fix it: {fix}")
 
 
 def test_what_an_engine_cannot_do_for_this_trainer_is_refused():

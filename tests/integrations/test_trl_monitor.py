@@ -162,8 +162,42 @@ def test_attaching_again_replaces_the_monitor(tmp_path, watched, monitor_in):
     trainer.train(1)
     assert (first.steps, len(trainer.callbacks)) == (0, 1)
     assert len(steps_of(tmp_path / "second")) == 1
+
+
+def test_attaching_again_keeps_what_is_not_given(tmp_path, monitor_in):
+    from test_trl import FakeEngine
+
+    monitor, engine = monitor_in(tmp_path, "tis"), FakeEngine()
+    trainer = StandInTrainer(use_vllm=False)
+    attach(trainer, monitor=monitor)
+    attach(trainer, engine=engine)
     attach(trainer)
-    assert not trainer.callbacks
+    trainer.train(1)
+    assert trainer._correction_config == RolloutCorrectionConfig.preset("tis")
+    assert trainer.vllm_generation.engine is engine
+    assert (len(trainer.callbacks), len(steps_of(tmp_path))) == (1, 1)
+    assert steps_of(tmp_path)[0]["rollout_corr/token_count"] > 0
+
+
+def test_attaching_again_with_a_configuration_keeps_the_monitor_and_another_monitor_keeps_the_configuration(
+    tmp_path, watched, monitor_in
+):
+    trainer, monitor = watched(tmp_path / "first", "tis")
+    attach(trainer, "measure")
+    trainer.train(1)
+    assert monitor.steps == 1
+    assert read_run(tmp_path / "first").config == RolloutCorrectionConfig.preset("measure")
+
+    attach(trainer, monitor=monitor_in(tmp_path / "second"))
+    trainer.train(1)
+    assert monitor.steps == 1
+    assert read_run(tmp_path / "second").config == RolloutCorrectionConfig.preset("measure")
+
+    # The Monitor that is kept was made with a configuration, which a second one contradicts.
+    attach(trainer, monitor=monitor_in(tmp_path / "third", "tis"))
+    with pytest.raises(ValueError, match="give the configuration to one of them"):
+        attach(trainer, "icepop")
+    assert trainer._correction_config == RolloutCorrectionConfig.preset("tis")
 
 
 def test_the_mixin_takes_a_monitor(tmp_path, monitor_in):

@@ -25,10 +25,13 @@ def report(
     diffusion: Annotated[bool, typer.Option("--diffusion", help="The run trained a diffusion sampler.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
 ) -> None:
-    """Judge a training run and write its report. Exit codes: 0 healthy, 1 unhealthy, 2 bad input, 3 not judged."""
+    """Judge a training run and write its report. Exit codes: 0 healthy, 1 unhealthy, 2 bad input, 3 not judged.
+
+    The page needs the extra `report`. Without it, this prints the verdict alone, and --output is refused.
+    """
     from rich.console import Console
 
-    from rollcorr.diagnostics.report import run_report, show_health, to_json, write_report
+    from rollcorr.diagnostics.report import run_report, show_health, to_json
     from rollcorr.run_directory.stored_run import BadInputError, read_run
 
     with exit_on(BadInputError):
@@ -37,13 +40,24 @@ def report(
         # A run may be a stranger's: a link in it must not make this command write somewhere else.
         if output is None and (run / "report").is_symlink():
             raise BadInputError(f"{run / 'report'} is a symbolic link; name a folder for the report with --output")
-        page = write_report(data, output or run / "report")
+        page = None
+        try:
+            from rollcorr.diagnostics.report import write_report
+        except ImportError as error:
+            # The verdict needs no figures. Whoever names a folder wants them.
+            if output is not None:
+                raise
+            typer.echo(f"no page: {error}", err=True)
+        else:
+            page = write_report(data, output or run / "report")
+
     if as_json:
-        typer.echo(to_json(data.health, report=str(page), remarks=data.remarks))
+        typer.echo(to_json(data.health, report=None if page is None else str(page), remarks=data.remarks))
     else:
         console = Console(highlight=False)
         show_health(console, data.health, subject=f"{data.title}: {data.subtitle}", remarks=data.remarks)
-        console.print(f"\nreport: {page}", soft_wrap=True)
+        if page is not None:
+            console.print(f"\nreport: {page}", soft_wrap=True)
     raise typer.Exit(data.health.exit_code)
 
 

@@ -22,10 +22,10 @@ from .report.comparison_page import ShownResponse as ShownResponse
 from .report.comparison_page import ShownSample as ShownSample
 from .report.comparison_page import comparison_report as comparison_report
 from .report.comparison_page import write_comparison as write_comparison
-from .report.html_page import ReportData as ReportData
-from .report.html_page import check_report as check_report
-from .report.html_page import run_report as run_report
 from .report.html_page import write_report as write_report
+from .report.report_data import ReportData as ReportData
+from .report.report_data import check_report as check_report
+from .report.report_data import run_report as run_report
 from .run_comparison import RunComparison as RunComparison
 from .run_comparison import compare_runs as compare_runs
 from .run_comparison import comparison_table as comparison_table

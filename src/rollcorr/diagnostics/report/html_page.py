@@ -6,18 +6,14 @@ import base64
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollcorr.config.yaml_text import dump_yaml
 from rollcorr.core.metric_registry import PREFIX, metric
 from rollcorr.diagnostics.health.diffusion_rules import step_range
-from rollcorr.diagnostics.health.evidence import Metrics, bare_metrics, history_of
+from rollcorr.diagnostics.health.evidence import Metrics, bare_metrics
 from rollcorr.diagnostics.health.health_check import HealthReport, healthy_range
-from rollcorr.diagnostics.numbers import format_number, shown_metrics
-from rollcorr.diagnostics.run_comparison import run_health
-from rollcorr.run_directory.stored_run import Run
+from rollcorr.diagnostics.numbers import format_number
 
 try:
     import jinja2
@@ -27,90 +23,11 @@ except ImportError as error:
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from rollcorr.diagnostics.log_check.check import CheckResult
-
 from rollcorr.diagnostics.report.plots import DARK, LAST, LIGHT, Panel, Theme, draw, over_timesteps, panels_of, to_png
-from rollcorr.diagnostics.report.verdict_content import (
-    CONSEQUENCES,
-    EXPECTED,
-    WhatIfContent,
-    verdict_content,
-    what_if_content,
-)
+from rollcorr.diagnostics.report.report_data import ReportData
+from rollcorr.diagnostics.report.verdict_content import CONSEQUENCES, EXPECTED, verdict_content
 
 HTML_FILE = "report.html"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReportData:
-    """Everything a page shows.
-
-    Attributes:
-        title: heading.
-        subtitle: one line under it: what was looked at.
-        health: the verdict.
-        series: one dictionary of metrics per step.
-        metrics: the numbers of the last table, by bare name; those of the last step, or of the whole log.
-        metrics_title: the heading of that table.
-        config_text: configuration, shown as it stands.
-        remarks: what the reader should know about the input.
-        pictures: (heading, PNG file) of what a diffusion model drew.
-        what_if: what every preset would do, where that was asked for.
-    """
-
-    title: str
-    subtitle: str
-    health: HealthReport
-    series: Sequence[Metrics]
-    metrics: Mapping[str, float]
-    metrics_title: str
-    config_text: str
-    remarks: tuple[str, ...] = ()
-    pictures: tuple[tuple[str, Path], ...] = ()
-    what_if: WhatIfContent | None = None
-
-
-def run_report(run: Run, *, diffusion: bool = False) -> ReportData:
-    """The report of a training run: judged by its recent steps, as a diffusion sampler's if it is one."""
-    verdict = run_health(run, diffusion=diffusion)
-    measured = history_of(run.series)
-    step, last = measured[-1] if measured else (run.series[-1]["step"], bare_metrics(run.series[-1]))
-    return ReportData(
-        title=f"Run {run.path.resolve().name}",
-        subtitle=f"{len(run.series)} step{'s' * (len(run.series) != 1)}, the last is {run.series[-1]['step']}",
-        health=verdict,
-        series=run.series,
-        metrics={
-            name: value for name, value in shown_metrics(last, diffusion=verdict.diffusion).items() if name != "step"
-        },
-        metrics_title=f"All metrics of step {step}",
-        config_text=run.config_text,
-        remarks=run.remarks,
-        pictures=run.pictures,
-    )
-
-
-def check_report(result: CheckResult, *, what_if: bool | None = None) -> ReportData:
-    """The report of checked rollout logs: judged over all their rows.
-
-    Args:
-        result: of `check_logs`.
-        what_if: show what every preset would do; None does so where it was measured.
-    """
-    shows_presets = bool(result.what_if) if what_if is None else what_if
-    count, diffusion = len(result.files), result.health.diffusion
-    what = "pictures" if diffusion else "sequences"
-    return ReportData(
-        title=f"Rollout log {Path(result.files[0]).name}" + (f" and {count - 1} more" if count > 1 else ""),
-        subtitle=f"{result.rows:,} {what}, {len(result.series)} step{'s' * (len(result.series) != 1)}",
-        health=result.health,
-        series=result.series,
-        metrics=shown_metrics(bare_metrics(result.metrics), diffusion=diffusion),
-        metrics_title="All metrics, over all rows",
-        config_text=dump_yaml(result.config.to_dict()),
-        remarks=result.remarks,
-        what_if=what_if_content(result.what_if) if shows_presets else None,
-    )
 
 
 def write_report(data: ReportData, directory: Path) -> Path:

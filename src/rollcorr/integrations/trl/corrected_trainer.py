@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+THE_POLICY = "the policy itself"  # what samples where there is neither vLLM nor an engine
+
 Asked = RolloutCorrectionConfig | str | Mapping[str, Any] | None
 Trainer = Any  # one of TRL's trainers: they are not imported here
 
@@ -72,6 +74,7 @@ class RolloutCorrectionMixin:
         ValueError: TRL's loss cannot do what the configuration asks for, or the engine cannot sample for this trainer.
     """
 
+    _correction_asked: Asked
     _correction_config: RolloutCorrectionConfig
     _correction_statistics: dict[str, Statistics]
     _token_log_prob: Tensor | None
@@ -90,7 +93,7 @@ class RolloutCorrectionMixin:
         super().__init__(*args, **kwargs)
         asked = asked_of_monitor(rollout_correction, rollout_monitor)
         parts = _parts(self, asked, rollout_engine, rollout_monitor)
-        _start(self, *parts, follows_trl=asked is None)
+        _start(self, *parts, asked=asked)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL's batch, with the correction in it."""
@@ -144,12 +147,13 @@ def attach(
     """Correct the batches of a trainer that exists already. Call it before `trainer.train()`.
 
     The trainer's class becomes a subclass of its own with `RolloutCorrectionMixin`. One line of the log says what is
-    active. Calling it again replaces the configuration and the Monitor.
+    active. Give everything in one call. A second call replaces what it is given and keeps the rest: configuration,
+    engine and Monitor.
 
     Args:
         trainer: a `GRPOTrainer` or `RLOOTrainer`, or one derived from them.
         config: a configuration, a preset's name or a dictionary. None: the one that the Monitor was made with, else
-            what TRL's own `vllm_importance_sampling_*` options say (`config_from_trl`).
+            that of an earlier call, else what TRL's own `vllm_importance_sampling_*` options say (`config_from_trl`).
         engine: an engine that samples in the place of vLLM. Build the trainer without `use_vllm` then.
         monitor: a `rollcorr.Monitor`, made after the trainer, on every rank. Every optimizer step of the trainer is
             a step of it, with the correction of its batch, its rewards, its loss, and TRL's own metrics as `trl/…`.
@@ -169,11 +173,16 @@ def attach(
         )
     # What is refused leaves the trainer as it was.
     asked = asked_of_monitor(config, monitor)
+    if isinstance(trainer, RolloutCorrectionMixin):
+        asked = trainer._correction_asked if asked is None else asked
+        steps = trainer._monitored_steps
+        monitor = steps.monitor if monitor is None and steps is not None else monitor
     parts = _parts(trainer, asked, engine, monitor)
     if not isinstance(trainer, RolloutCorrectionMixin):
         plain = type(trainer)
-        trainer.__class__ = type(f"Corrected{plain.__name__}", (RolloutCorrectionMixin, plain), {})
-    _start(trainer, *parts, follows_trl=asked is None)
+        names = {"_named_by_user": plain.__name__}
+        trainer.__class__ = type(f"Corrected{plain.__name__}", (RolloutCorrectionMixin, plain), names)
+    _start(trainer, *parts, asked=asked)
     return trainer
 
 
@@ -204,7 +213,7 @@ def _start(
     generation: EngineGeneration | None,
     steps: MonitoredSteps | None,
     *,
-    follows_trl: bool,
+    asked: Asked,
 ) -> None:
     """Put the engine and the Monitor in place, and say what is active."""
     earlier = getattr(trainer, "_monitor_callback", None)
@@ -215,7 +224,7 @@ def _start(
         trainer._monitor_callback = steps.callback()
         trainer.add_callback(trainer._monitor_callback)
 
-    trainer._correction_config = config
+    trainer._correction_asked, trainer._correction_config = asked, config
     trainer._correction_statistics = {}
     trainer._token_log_prob, trainer._awaits_token_log_prob = None, False
 
@@ -230,7 +239,7 @@ def _start(
         trainer.vllm_generation = GenerationRecorder(trainer.vllm_generation)
 
     if trainer.accelerator.is_main_process:
-        logger.warning("%s", _start_up_line(trainer, follows_trl=follows_trl))
+        logger.warning("%s", _start_up_line(trainer))
 
 
 def _checked_config(trainer: Trainer, asked: Asked) -> RolloutCorrectionConfig:
@@ -332,18 +341,23 @@ def _warn_without_log_probs() -> None:
     )
 
 
-def _start_up_line(trainer: Trainer, *, follows_trl: bool) -> str:
+def _start_up_line(trainer: Trainer) -> str:
     """One line: whose options, which weights, what rejects, what samples, and what the loss is divided by."""
     config, loss_type = trainer._correction_config, _loss_type(trainer)
-    if not follows_trl:
+    if trainer._correction_asked is not None:
         source = "its own configuration"
     elif _is_rloo(trainer):
         source = "default, as RLOOTrainer has no options for it"
     else:
         source = "TRL's vllm_importance_sampling_* options"
+    name = f"{getattr(trainer, '_named_by_user', type(trainer).__name__)} ({loss_type})"
+    nothing = _why_nothing(trainer, source)
+    if nothing is None:
+        start = f"rollcorr corrects {name} by {source}"
+    else:
+        start = f"rollcorr is attached to {name}, but corrects nothing: {nothing}. Configuration"
     return (
-        f"rollcorr corrects {type(trainer).__name__} ({loss_type}) by {source}: {_weights_text(config)}; "
-        f"{_rejection_text(config)}; sampler: {_sampler_text(trainer)}; "
+        f"{start}: {_weights_text(config)}; {_rejection_text(config)}; sampler: {_sampler_text(trainer)}; "
         f"the loss is divided by {_divisor_text(config, loss_type)}"
         + (
             ""
@@ -351,6 +365,16 @@ def _start_up_line(trainer: Trainer, *, follows_trl: bool) -> str:
             else f"; steps go to {trainer._monitored_steps.monitor.directory.path}"
         )
     )
+
+
+def _why_nothing(trainer: Trainer, source: str) -> str | None:
+    """Why no batch will be corrected; None if some may be."""
+    config = trainer._correction_config
+    if _sampler_text(trainer) == THE_POLICY:
+        return "TRL's own sampler reports no log-probs; set use_vllm=True, or give attach an engine"
+    if not config.weights_reach_loss and not config.criteria and config.rollout_token_veto_threshold is None:
+        return f"{source} only measures" if trainer._correction_asked is not None else f"by {source}, it only measures"
+    return None
 
 
 def _weights_text(config: RolloutCorrectionConfig) -> str:
@@ -381,7 +405,7 @@ def _sampler_text(trainer: Trainer) -> str:
     engine = getattr(getattr(trainer, "vllm_generation", None), "engine", None)
     if engine is not None:
         return type(engine).__name__
-    return "vLLM" if trainer.use_vllm else "the policy itself, which reports no log-probs: nothing is corrected"
+    return "vLLM" if trainer.use_vllm else THE_POLICY
 
 
 def _divisor_text(config: RolloutCorrectionConfig, loss_type: str) -> str:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollcorr.config import SamplingSpec, check_compatible
+from rollcorr.config import IncompatibleSamplingError, SamplingSpec
+from rollcorr.config.sampling_spec import compare
 from rollcorr.engines import Engine
 
 Ids = list[list[int]]
@@ -44,7 +45,7 @@ class EngineGeneration:
             )
         self.engine = engine
         self._trainer = trainer
-        check_compatible(engine.sampling, SamplingSpec(temperature=trainer.temperature, logprobs="tempered"))
+        _check_sampling(engine.sampling, trainer)
 
     def sync_weights(self) -> None:
         """Give the engine the trainer's weights, and verify that they arrived.
@@ -122,6 +123,29 @@ class GenerationRecorder:
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 (whatever the sampler has)
         return getattr(self._generation, name)
+
+
+def _check_sampling(sampling: SamplingSpec, trainer: Any) -> None:  # noqa: ANN401 (one of TRL's trainers)
+    """Check that the engine reports what TRL scores; what to change is in the words of TRL's user."""
+    comparison = compare(sampling, SamplingSpec(temperature=trainer.temperature, logprobs="tempered"))
+    if comparison.verdict != "different":
+        return
+
+    fixes, plain = [], SamplingSpec()
+    if sampling.temperature != trainer.temperature:
+        of_trainer = f"{type(trainer.args).__name__}(temperature={sampling.temperature:g})"
+        fixes.append(f"use SamplingSpec(temperature=trainer.temperature) for the engine, or {of_trainer}")
+    truncations = [name for name in ("top_k", "top_p", "min_p") if getattr(sampling, name) != getattr(plain, name)]
+    if truncations:
+        fixes.append(f"remove {', '.join(truncations)} from the engine's SamplingSpec")
+
+    # These two are answered above: neither TRL's logits nor its support can be changed.
+    answered = {"support"} | ({"temperature"} if sampling.temperature != trainer.temperature else set())
+    fixes += [finding.fix for finding in comparison.errors if finding.code not in answered]
+    raise IncompatibleSamplingError(
+        f"the engine's log-probs are not comparable with the trainer's: {comparison.reason}. To fix it: "
+        + "; ".join(dict.fromkeys(fixes))
+    )
 
 
 def _policy(trainer: Any) -> nn.Module:  # noqa: ANN401 (one of TRL's trainers)
