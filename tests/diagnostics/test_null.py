@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollcorr.diagnostics import check_logs, null_of_logs, read_null
+from rollcorr.diagnostics import advise, check_logs, null_of_logs, read_null
 from rollcorr.diagnostics.null.excess import Excess
 from rollcorr.diagnostics.null.null_file import NullMismatchError
 from rollcorr.diagnostics.null.token_share import TokenShare, TokenSums
@@ -271,3 +271,59 @@ def test_responses_that_repeat_one_token_name_no_cause_by_the_id(tmp_path):
     assert "The responses repeat 1.2 tokens" in result.health.not_judged[0]
     assert "settings agree" not in result.health.not_judged[0]
     assert "on these every cause looks alike" in result.provenance.unknown[-1]
+
+
+def shifted(rows, share):
+    """The first rows with log-probs that come late by one token."""
+    for row in rows[: int(share * len(rows))]:
+        row["rollout_log_prob"][1:] = row["rollout_log_prob"][:-1]
+    return rows
+
+
+def constant(rows, share):
+    for row in rows[: int(share * len(rows))]:
+        row["rollout_log_prob"] = [-1.0] * len(row["rollout_log_prob"])
+    return rows
+
+
+def swapped(rows, share):
+    """The first rows have the log-probs of their neighbor."""
+    some = rows[: int(share * len(rows))]
+    values = [row["rollout_log_prob"] for row in some]
+    for row, other in zip(some, [*values[1:], values[0]], strict=True):
+        row["rollout_log_prob"] = other
+    return rows
+
+
+def in_log10(rows, share):
+    for row in rows[: int(share * len(rows))]:
+        row["rollout_log_prob"] = [value / np.log(10) for value in row["rollout_log_prob"]]
+    return rows
+
+
+ROW_FAULTS = [
+    (shifted, 0.31, "shifted"),
+    (constant, 0.16, "placeholder"),
+    (swapped, 0.19, "other_request"),
+    (in_log10, 0.31, "wrong_unit"),
+]
+
+
+@pytest.mark.parametrize(("fault", "share", "code"), ROW_FAULTS)
+def test_values_of_other_tokens_in_some_rows_do_not_look_like_other_weights(tmp_path, null, fault, share, code):
+    log = write_rows(tmp_path / "log.parquet", fault(rollouts(rows=96), share))
+    result = check_logs([log], null=null)
+    causes = [finding.code for finding in result.hypotheses if finding.severity != "note"]
+    assert (causes, result.health.verdict) == ([code], "unhealthy")
+    assert any("other rows" in remark for remark in result.remarks)
+
+    # What they do to the numbers stands under them, and the advice says the same.
+    assert {f.follows_from for f in result.health.findings if f.code == "out_of_range"} <= {code, None}
+    assert [finding.code for finding in advise(result).repairs][:1] == [code]
+
+
+@pytest.mark.parametrize(("fault", "share", "code"), ROW_FAULTS)
+def test_other_weights_behind_the_other_rows_are_still_found(tmp_path, null, fault, share, code):
+    log = write_rows(tmp_path / "log.parquet", fault(rollouts(rows=96, weights=0.1), share))
+    causes = [finding.code for finding in check_logs([log], null=null).hypotheses if finding.severity != "note"]
+    assert {"weights_differ", code} <= set(causes)
