@@ -82,7 +82,7 @@ def test_a_null_that_is_not_there_says_how_to_make_one(tmp_path):
     ("of_null", "of_log", "refused"),
     [
         ({"engine": "vllm"}, {"engine": "sglang"}, True),
-        ({"sampling": {"temperature": 1.0}}, {"sampling": {"temperature": 0.7}}, True),
+        ({"sampling": {"temperature": 1.0}}, {"sampling": {"temperature": 0.7, "logprobs": "processed"}}, True),
         ({"engine": "vllm", "engine_version": "1"}, {"engine": "vllm", "engine_version": "2"}, False),
         ({"engine": "vllm", "model": "a"}, {"engine": "vllm", "model": "b"}, False),
         ({"engine": "vllm"}, {}, False),
@@ -327,3 +327,26 @@ def test_other_weights_behind_the_other_rows_are_still_found(tmp_path, null, fau
     log = write_rows(tmp_path / "log.parquet", fault(rollouts(rows=96, weights=0.1), share))
     causes = [finding.code for finding in check_logs([log], null=null).hypotheses if finding.severity != "note"]
     assert {"weights_differ", code} <= set(causes)
+
+
+def test_a_mismatch_far_below_the_null_is_not_judged(tmp_path, null):
+    log = write_rows(tmp_path / "log.parquet", rollouts(rows=96, noise=0.008))
+    health = check_logs([log], null=null).health
+    assert (health.verdict, health.exit_code) == ("not judged", 3)
+    assert "these are not the log-probs that the null was made of" in " ".join(health.not_judged)
+
+
+def test_settings_that_contradict_themselves_are_named_before_the_null_is_refused(tmp_path):
+    rows, settings = rollouts(rows=64), {"temperature": 0.7, "logprobs": "processed"}
+    null = null_of_logs([write_rows(tmp_path / "null.parquet", rows, sampling=settings)])
+    log = write_rows(tmp_path / "log.parquet", rows, sampling={**settings, "logprobs": "raw"})
+    result = check_logs([log], null=null)
+    assert (result.health.verdict, result.health.exit_code, result.null) == ("unhealthy", 1, None)
+    assert "temperature 0.7" in result.health.findings[0].reason
+    assert any("null.json was not used" in sentence for sentence in result.health.not_judged)
+
+
+def test_a_path_in_place_of_a_null_is_told_how_to_read_it(tmp_path):
+    log = write_rows(tmp_path / "log.parquet", rollouts(rows=4))
+    with pytest.raises(TypeError, match="read_null"):
+        check_logs([log], null="null.json")
