@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollcorr.diagnostics import check_logs, null_of_logs, read_null
+from rollcorr.diagnostics import advise, check_logs, null_of_logs, read_null
 from rollcorr.diagnostics.null.excess import Excess
 from rollcorr.diagnostics.null.null_file import NullMismatchError
 from rollcorr.diagnostics.null.token_share import TokenShare, TokenSums
@@ -82,7 +82,7 @@ def test_a_null_that_is_not_there_says_how_to_make_one(tmp_path):
     ("of_null", "of_log", "refused"),
     [
         ({"engine": "vllm"}, {"engine": "sglang"}, True),
-        ({"sampling": {"temperature": 1.0}}, {"sampling": {"temperature": 0.7}}, True),
+        ({"sampling": {"temperature": 1.0}}, {"sampling": {"temperature": 0.7, "logprobs": "processed"}}, True),
         ({"engine": "vllm", "engine_version": "1"}, {"engine": "vllm", "engine_version": "2"}, False),
         ({"engine": "vllm", "model": "a"}, {"engine": "vllm", "model": "b"}, False),
         ({"engine": "vllm"}, {}, False),
@@ -279,3 +279,82 @@ def test_responses_that_repeat_one_token_name_no_cause_by_the_id(tmp_path):
     assert "The responses repeat 1.2 tokens" in result.health.not_judged[0]
     assert "settings agree" not in result.health.not_judged[0]
     assert "on these every cause looks alike" in result.provenance.unknown[-1]
+
+
+def shifted(rows, share):
+    """The first rows with log-probs that come late by one token."""
+    for row in rows[: int(share * len(rows))]:
+        row["rollout_log_prob"][1:] = row["rollout_log_prob"][:-1]
+    return rows
+
+
+def constant(rows, share):
+    for row in rows[: int(share * len(rows))]:
+        row["rollout_log_prob"] = [-1.0] * len(row["rollout_log_prob"])
+    return rows
+
+
+def swapped(rows, share):
+    """The first rows have the log-probs of their neighbor."""
+    some = rows[: int(share * len(rows))]
+    values = [row["rollout_log_prob"] for row in some]
+    for row, other in zip(some, [*values[1:], values[0]], strict=True):
+        row["rollout_log_prob"] = other
+    return rows
+
+
+def in_log10(rows, share):
+    for row in rows[: int(share * len(rows))]:
+        row["rollout_log_prob"] = [value / np.log(10) for value in row["rollout_log_prob"]]
+    return rows
+
+
+ROW_FAULTS = [
+    (shifted, 0.31, "shifted"),
+    (constant, 0.16, "placeholder"),
+    (swapped, 0.19, "other_request"),
+    (in_log10, 0.31, "wrong_unit"),
+]
+
+
+@pytest.mark.parametrize(("fault", "share", "code"), ROW_FAULTS)
+def test_values_of_other_tokens_in_some_rows_do_not_look_like_other_weights(tmp_path, null, fault, share, code):
+    log = write_rows(tmp_path / "log.parquet", fault(rollouts(rows=96), share))
+    result = check_logs([log], null=null)
+    causes = [finding.code for finding in result.hypotheses if finding.severity != "note"]
+    assert (causes, result.health.verdict) == ([code], "unhealthy")
+    assert any("other rows" in remark for remark in result.remarks)
+
+    # What they do to the numbers stands under them, and the advice says the same.
+    assert {f.follows_from for f in result.health.findings if f.code == "out_of_range"} <= {code, None}
+    assert [finding.code for finding in advise(result).repairs][:1] == [code]
+
+
+@pytest.mark.parametrize(("fault", "share", "code"), ROW_FAULTS)
+def test_other_weights_behind_the_other_rows_are_still_found(tmp_path, null, fault, share, code):
+    log = write_rows(tmp_path / "log.parquet", fault(rollouts(rows=96, weights=0.1), share))
+    causes = [finding.code for finding in check_logs([log], null=null).hypotheses if finding.severity != "note"]
+    assert {"weights_differ", code} <= set(causes)
+
+
+def test_a_mismatch_far_below_the_null_is_not_judged(tmp_path, null):
+    log = write_rows(tmp_path / "log.parquet", rollouts(rows=96, noise=0.008))
+    health = check_logs([log], null=null).health
+    assert (health.verdict, health.exit_code) == ("not judged", 3)
+    assert "these are not the log-probs that the null was made of" in " ".join(health.not_judged)
+
+
+def test_settings_that_contradict_themselves_are_named_before_the_null_is_refused(tmp_path):
+    rows, settings = rollouts(rows=64), {"temperature": 0.7, "logprobs": "processed"}
+    null = null_of_logs([write_rows(tmp_path / "null.parquet", rows, sampling=settings)])
+    log = write_rows(tmp_path / "log.parquet", rows, sampling={**settings, "logprobs": "raw"})
+    result = check_logs([log], null=null)
+    assert (result.health.verdict, result.health.exit_code, result.null) == ("unhealthy", 1, None)
+    assert "temperature 0.7" in result.health.findings[0].reason
+    assert any("null.json was not used" in sentence for sentence in result.health.not_judged)
+
+
+def test_a_path_in_place_of_a_null_is_told_how_to_read_it(tmp_path):
+    log = write_rows(tmp_path / "log.parquet", rollouts(rows=4))
+    with pytest.raises(TypeError, match="read_null"):
+        check_logs([log], null="null.json")

@@ -115,6 +115,11 @@ def _main_cause(findings: Sequence[Finding]) -> str | None:
     wide = [finding for finding in named if finding.row_share is None or finding.row_share >= 0.5]
     if wide:
         return wide[0].code
+
+    # Where the other rows are ordinary, these few make all of the mismatch.
+    few = [finding for finding in warned if finding.row_share is not None and finding.code not in NO_CAUSE]
+    if few and any(finding.code == "ordinary_noise" for finding in findings):
+        return few[0].code
     return next((code for code in COURSE if any(finding.code == code for finding in warned)), None)
 
 

@@ -26,8 +26,9 @@ from rollcorr.diagnostics.log_check.log_tally import LogTally, one_thread, read_
 from rollcorr.diagnostics.log_check.preset_totals import WhatIf
 from rollcorr.diagnostics.log_check.tally import Part, Tally, merge_parts
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
-from rollcorr.diagnostics.null.null_file import FEW_TOKENS, MismatchNull
+from rollcorr.diagnostics.null.null_file import FEW_TOKENS, MismatchNull, NullMismatchError
 from rollcorr.diagnostics.null.origin import Origin
+from rollcorr.diagnostics.null.other_rows import judge_other_rows
 from rollcorr.diagnostics.null.routing import judge_routing
 from rollcorr.diagnostics.null.run_null import noise_of
 from rollcorr.diagnostics.null.version_cells import judge_versions
@@ -155,9 +156,12 @@ def check_logs(
         BadInputError: there is no row, the log lacks the log-probs of a side, or the null is of another engine, other
             sampling settings or another vocabulary.
         RolloutLogError: a log cannot be read; the message names file, row and column.
+        TypeError: the null is not one that was read (`read_null`).
         ImportError: Ray is asked for and not installed.
         OSError: there is no cluster at the address, or a worker was killed.
     """
+    if null is not None and not isinstance(null, MismatchNull):
+        raise TypeError(f"null is a {type(null).__name__}, not a MismatchNull: give read_null(Path({str(null)!r}))")
     if null is not None and null_steps is not None:
         raise BadInputError(
             f"a null ({null.name}) and steps {null_steps[0]}:{null_steps[1]} exclude each other; give one"
@@ -202,7 +206,7 @@ def check_logs(
     # Densities of a diffusion sampler have no tokens, and rules of their own.
     used, weights = None, WeightJudgment()
     if not diffusion and bare_metrics(whole).get("token_count", 0.0) > 0:
-        used, weights = _judge_weights(tally, null, null_steps)
+        used, weights = _judge_weights(tally, null, null_steps, provenance)
         remarks += weights.remarks
     verdict = health(
         whole,
@@ -273,25 +277,39 @@ def _in_excess(weights: WeightJudgment) -> bool:
 
 
 def _judge_weights(
-    tally: Tally, null: MismatchNull | None, null_steps: tuple[int, int] | None
+    tally: Tally, null: MismatchNull | None, null_steps: tuple[int, int] | None, provenance: Provenance
 ) -> tuple[MismatchNull | None, WeightJudgment]:
     """What the null says about the rows that are judged, and the null that was used."""
     if null is not None:
-        remarks = null.check_origin(tally.origin, largest_id=tally.profile.ids.largest)
+        try:
+            remarks = null.check_origin(tally.origin, largest_id=tally.profile.ids.largest)
+        except NullMismatchError:
+            # Settings that contradict themselves are the answer, and no null could be measured with them.
+            if not tally.claims:
+                raise
+            unused = f"{null.name} was not used: it is of other settings, and those that this log records are a fault"
+            judged = judge_weights(tally.profile, None)
+            return None, replace(judged, not_judged=(f"{NOT_JUDGED}: {unused}",) * bool(judged.not_judged))
         judged = judge_weights(tally.profile, null, sample=tally.sample)
+        if _in_excess(judged):
+            judged = judge_other_rows(null, tally.sample, provenance) or judged
         return null, replace(judged, remarks=(*remarks, *judged.remarks))
 
     # The steps of the null are not judged by themselves.
     first = first_steps_null(tally, null_steps)
     if first is None:
         return None, judge_weights(tally.profile, None)
+    leave_out, start_is_right = null_steps or (min(tally.first), max(tally.first)), null_steps is not None
     judged = judge_weights(
         tally.profile.without(first.profile),
         first,
         sample=tally.sample,
-        leave_out=null_steps or (min(tally.first), max(tally.first)),
-        start_is_right=null_steps is not None,
+        leave_out=leave_out,
+        start_is_right=start_is_right,
     )
+    if _in_excess(judged):
+        others = judge_other_rows(first, tally.sample, provenance, leave_out=leave_out, start_is_right=start_is_right)
+        judged = others or judged
     return first, judged
 
 

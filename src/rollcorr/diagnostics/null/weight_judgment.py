@@ -127,6 +127,11 @@ def _with_null(
     larger = excess.ratio >= NOTICEABLE and excess.z >= Z
     by_id = _id_explains_more(excess, share_limit(profile))
     if not larger and not by_id:
+        if excess.z <= -Z and excess.expected > ROUNDING:
+            return [], [
+                f"not judged: k3 is well below the null's ({format_number(excess.ratio)} times what {null.name} "
+                "predicts): these are not the log-probs that the null was made of"
+            ]
         if excess.ratio >= FACTOR:
             return [], [
                 f"cannot tell whether the weights agree: k3 is {format_number(excess.ratio)} times that of "

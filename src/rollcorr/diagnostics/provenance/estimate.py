@@ -112,7 +112,16 @@ def estimate_provenance(
         kept_mass=judged.kept_mass,
         lag=undone.lag,
         unknown=tuple(judged.unknown),
+        misreported=_changed(recorded, undone.pairs),
     )
+
+
+def _changed(before: PairRows, after: PairRows) -> Tensor:
+    """Tokens that were left out, or whose value on a side became another one or none, (N,)."""
+    changed = before.keep & ~after.keep
+    for old, new in ((before.train, after.train), (before.rollout, after.rollout)):
+        changed |= (old != new) & ~(old.isnan() & new.isnan())
+    return changed
 
 
 def _rows(train: Tensor, rollout: Tensor, mask: Tensor, cu_seqlens: Tensor | None) -> PairRows:

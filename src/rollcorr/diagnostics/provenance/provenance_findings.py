@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+from torch import Tensor
 
 from rollcorr.config.finding import Finding, HasFindings
 
@@ -82,6 +84,9 @@ _CONFIRM: Mapping[Code, str] = {
     "matched": "a null (`rollcorr null`) or response_ids in the log",
     "unexplained": "a null (`rollcorr null`) or response_ids in the log",
 }
+OF_ROWS = frozenset({"shifted", "other_request", "wrong_unit", "placeholder", "foreign_tokens"})
+"""Codes of values that are not the log-probs of their tokens. They are known token by token: the others are judged
+without them."""
 NAMES_NO_CAUSE = frozenset({"matched", "unexplained", "processed"})
 """Codes that say what was looked for and not found."""
 
@@ -97,6 +102,8 @@ class Provenance(HasFindings):
         kept_mass: mean mass that a truncation kept, under the trainer's policy; 1.0 when none was found.
         lag: tokens by which the rollout's log-probs come late, from −4 to 4, in most of the rows that are shifted.
         unknown: what these inputs cannot tell.
+        misreported: true on tokens whose values a finding of some rows (`OF_ROWS`) covers, packed, (N,); None where
+            they were not looked for.
     """
 
     findings: tuple[Finding, ...]
@@ -105,6 +112,7 @@ class Provenance(HasFindings):
     kept_mass: float
     lag: int
     unknown: tuple[str, ...]
+    misreported: Tensor | None = field(default=None, repr=False, compare=False)
 
     @property
     def codes(self) -> tuple[str, ...]:
