@@ -274,8 +274,9 @@ def truncated(rows=30, length=12, seed=0):
     alone = torch.rand(rows, length, generator=generator) < 0.6
     train = torch.where(alone, -0.02, -4 * torch.rand(rows, length, generator=generator) - 0.4)
     rollout = torch.where(alone, 0.0, train - math.log(0.8))
-    kept = KeptSets.of([[7] if one else [7, 1, 2, 3, 4] for one in alone.flatten().tolist()])
-    ids, mask = torch.full((rows, length), 7), torch.ones(rows, length)
+    ids, mask = torch.randint(7, 207, (rows, length), generator=generator), torch.ones(rows, length)
+    pairs = zip(ids.flatten().tolist(), alone.flatten().tolist(), strict=True)
+    kept = KeptSets.of([[token] if one else [token, 1, 2, 3, 4] for token, one in pairs])
     return train, rollout, mask, {"kept": kept, "response_ids": ids}
 
 
@@ -297,7 +298,7 @@ def test_kept_sets_that_cannot_be_replayed_are_a_finding(tmp_path):
     train, rollout, mask, columns = truncated()
     ids = columns["kept"].ids.clone()
     first = int(columns["kept"].offsets.diff().argmax())
-    ids[columns["kept"].offsets[first] + 1] = 7
+    ids[columns["kept"].offsets[first] + 1] = ids[columns["kept"].offsets[first]]
     columns["kept"] = KeptSets(ids, columns["kept"].offsets)
     result = check_logs([log(tmp_path / "log.parquet", (1, train, rollout, mask), **columns)])
     (finding,) = [f for f in result.health.findings if f.code == "kept_twice"]
