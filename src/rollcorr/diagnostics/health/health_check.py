@@ -217,7 +217,7 @@ def unjudged(
             what, keep = "denoising step", ""
         return "", (
             f"nothing was measured: no valid {what} has log-probs of both policies; let the engine return log-probs"
-            f"{keep}, and ask for a correction (the preset `disabled` measures without correcting)",
+            f"{keep}, and ask for a correction (the preset `measure` changes nothing in the loss)",
         )
 
     # One step may be small where many are not.

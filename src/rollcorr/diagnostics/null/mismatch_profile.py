@@ -109,7 +109,15 @@ class MismatchProfile:
         index: NDArray[np.int64] | None = None,
         id_limit: int = MOST_IDS,
     ) -> MismatchProfile:
-        """The same of ratios that are known already; the other arguments are those of `of`."""
+        """The same of ratios that are known already.
+
+        Args:
+            ratios: log-ratios of the tokens, by row.
+            ids: as in `of`.
+            prompts: as in `of`.
+            index: as in `of`.
+            id_limit: as in `of`.
+        """
         index = np.arange(len(ratios.lengths)) if index is None else index
         table = np.empty((len(ratios.lengths), len(FIELDS)))
         table[:, :-1] = ratios.by_row()

@@ -120,7 +120,12 @@ class RolloutCorrectionMixin:
         return rewards
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
-        """As TRL's: the loss of one micro-batch. A Monitor counts it."""
+        """As TRL's: the loss of one micro-batch. A Monitor counts it.
+
+        Args:
+            args: TRL's, handed on.
+            kwargs: TRL's, handed on.
+        """
         loss: Tensor = cast("Any", super()).training_step(*args, **kwargs)
         if self._monitored_steps is not None:
             self._monitored_steps.add_loss(loss)

@@ -70,13 +70,20 @@ class _Found(NamedTuple):
     largest: Tensor
 
 
+SUMMED = frozenset(
+    ("valid", "compared", "measured", "capped", "train", "rollout", "log_ratio", "k2", "expm1", "raw", "weight")
+)
+"""Columns of a sequence that regular blocks give. With another one, every block is read in full."""
+
+
 class HostTokenPass(TokenPass):
     """As `TokenPass`, for tensors whose values can be read."""
 
     def __init__(self, config: RolloutCorrectionConfig, sequences: int, device: torch.device) -> None:
         super().__init__(config, sequences, device)
         judged = self._judging or config.rollout_token_veto_threshold is not None
-        self._may_be_regular = not judged and (config.rollout_is != "token" or config.is_mode != "icepop")
+        known = SUMMED.issuperset(self._columns)
+        self._may_be_regular = known and not judged and (config.rollout_is != "token" or config.is_mode != "icepop")
         self._reach = min(CAP, config.safety_bound)
         self._untouched = _untouched(config)
 
