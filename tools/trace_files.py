@@ -32,8 +32,8 @@ def files_of(call: Callable[[], object]) -> list[str]:
     names: set[str] = set()
 
     def record(frame: FrameType, event: str, _: object) -> None:
-        # The body of a module runs when it is imported, and Python asks for a hash: neither is a step of the call.
-        if event == "call" and frame.f_code.co_name not in ("<module>", "__hash__"):
+        # The body of a module runs when it is imported; that is no step of the call.
+        if event == "call" and frame.f_code.co_name != "<module>":
             names.add(frame.f_code.co_filename)
 
     previous = sys.getprofile()

@@ -142,5 +142,6 @@ def test_windows_of_several_lengths_and_workers_give_the_same_numbers(tmp_path):
 @pytest.mark.parametrize("page", ["health", "diffusion"])
 def test_the_pages_list_every_rule(page):
     text = (Path(__file__).parents[2] / "docs" / "guides" / f"{page}.md").read_text(encoding="utf-8")
+    first_cells = "\n".join(line.split("|")[1] for line in text.splitlines() if line.startswith("|"))
     for code in ("step_divergence", "schedule_differs", "one_sided_gradients", "growth_by_timestep"):
-        assert f"`{code}`" in text
+        assert f"`{code}`" in first_cells

@@ -146,16 +146,9 @@ class RolloutCorrectionConfig:
 
         # What follows from the fields is known from here on: torch.compile cannot trace a value that is kept when it is
         # first asked for.
-        for derived in ("criteria", "is_lower", "is_upper", "is_mode", "weights_reach_loss", "_hash"):
+        for derived in ("criteria", "is_lower", "is_upper", "is_mode", "weights_reach_loss"):
             getattr(self, derived)
         warn_inert(self, self._inert_options())
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Everything but the hash: another process has other hashes of texts."""
-        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
     @classmethod
     def preset(cls, name: str, **arguments: Threshold | None) -> Self:
@@ -224,11 +217,6 @@ class RolloutCorrectionConfig:
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values; `RolloutCorrectionConfig(**config.to_dict())` equals the original."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
-
-    @cached_property
-    def _hash(self) -> int:
-        """Of the fields that are compared. Every call of `correct` looks up what it keeps for a configuration."""
-        return hash(tuple(getattr(self, field.name) for field in fields(self) if field.compare))
 
     @cached_property
     def _is_band(self) -> tuple[float | None, float | None]:
