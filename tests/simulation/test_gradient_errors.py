@@ -12,6 +12,7 @@ from rollcorr import correct
 from rollcorr.config import PRESETS, RolloutCorrectionConfig
 from rollcorr.simulation import (
     KINDS,
+    LossCoefficients,
     batch_gradient,
     every_count,
     every_sequence,
@@ -54,6 +55,24 @@ def test_untruncated_sequence_weights_have_no_bias_and_token_weights_have_one():
     bias = {c: gradient_error(gradient_sums(rows, c), rows.pair.gradient, 8).bias.value for c in (None, whole, token)}
     assert bias[whole] < 1e-6
     assert 1e-3 < bias[token] < bias[None]
+
+
+def test_a_formula_of_ones_own_is_measured_as_a_configuration_is():
+    """Token weights truncated at 1.1, by hand: the same sums as those of the package's own."""
+    rows = sample_rows(make_pair("noise", 0.3, vocabulary=4, length=6), 300, torch.Generator().manual_seed(0))
+    weights = (rows.train_log_prob - rows.rollout_log_prob).exp().clamp(max=1.1)
+    own = gradient_sums(rows, LossCoefficients(weights * rows.advantages[:, None], rows.mask))
+    config = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=1.1)
+    expected = gradient_error(gradient_sums(rows, config), rows.pair.gradient, 8)
+    found = gradient_error(own, rows.pair.gradient, 8)
+    for name in ("bias", "deviation", "direction", "ess", "kept"):
+        assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-5, abs=1e-7), name
+
+
+def test_coefficients_of_another_shape_are_refused():
+    rows = every_sequence(make_pair("noise", 0.3, vocabulary=3, length=4))
+    with pytest.raises(ValueError, match=r"must be \(n, T\) = \(81, 4\); got \(81,\) and \(81, 4\)"):
+        gradient_sums(rows, LossCoefficients(rows.advantages, rows.mask))
 
 
 def test_decoupled_and_bypass_reinforce_presets_agree_on_the_first_update():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rollcorr.config import CRITERIA, PRESETS, RolloutCorrectionConfig
+from rollcorr.config import CRITERIA, PRESETS, InertOptionWarning, RolloutCorrectionConfig
 from rollcorr.simulation import (
     KINDS,
     Cell,
@@ -18,7 +18,7 @@ from rollcorr.simulation import (
     threshold_sweep,
 )
 from rollcorr.simulation.ranking import ranked_estimators
-from rollcorr.simulation.simulation_file import run_file_cell
+from rollcorr.simulation.simulation_file import chosen_estimators, run_file_cell
 from rollcorr.simulation.studies import APART, STUDIES
 from rollcorr.simulation.study_run import cell_key
 
@@ -193,6 +193,20 @@ def test_a_file_of_ten_lines_measures_a_pair_and_an_estimator_of_ones_own(tmp_pa
     assert [(row["T"], row["exact"]) for row in rows[::6]] == [(3, True), (40, False)]
     assert {row["estimator"] for row in rows} == {"none", "seq_is", "mine"}
     assert {row["batch_size"] for row in rows} == {8, 64}
+
+
+def test_an_estimator_may_be_a_preset_with_some_fields_replaced(tmp_path):
+    text = TEN_LINES.replace(
+        "rollout_is: sequence, rollout_is_threshold: 0.5_4.0", "preset: mis, rollout_is_threshold: 3"
+    )
+    found = chosen_estimators(read_simulation_file(write(tmp_path, text)).estimators)["mine"]
+    assert found == RolloutCorrectionConfig.preset("mis").with_options(rollout_is_threshold=3)
+
+
+def test_a_warning_about_an_estimator_names_it(tmp_path):
+    text = TEN_LINES.replace("rollout_is: sequence", "rollout_rs_threshold: 0.9_1.1, rollout_is: sequence")
+    with pytest.warns(InertOptionWarning, match=r"estimator 'mine': rollout_rs_threshold='0.9_1.1' has no effect"):
+        read_simulation_file(write(tmp_path, text))
 
 
 def test_a_pair_may_be_given_as_tables(tmp_path):

@@ -117,7 +117,13 @@ SHORTEST_NAME = 12
 def _cell(row: ResultRow, column: str) -> str:
     if row[column] == "":
         return ""
-    return f"{float(row[column]):.3f}" + ("*" if column == "bias" and _is_uncertain(row) else "")
+    number = f"{float(row[column]):.3f}"
+    if column == "bias" and _is_uncertain(row):
+        return number + "*"
+
+    # The ranking is by this column: without its standard errors, ties would look decided.
+    ranked = column == "direction" and not row["exact"]
+    return f"{number} ± {float(row['direction_error']):.3f}" if ranked else number
 
 
 def _is_uncertain(row: ResultRow) -> bool:

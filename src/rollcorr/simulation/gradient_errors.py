@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
-from rollcorr.simulation.loss_coefficients import loss_coefficients
+from rollcorr.simulation.loss_coefficients import LossCoefficients, loss_coefficients
 from rollcorr.simulation.sequence_rows import SequenceRows
 
 GROUPS = 20
@@ -107,17 +107,23 @@ class GradientSums:
 _SUMS = ("weight", "kept_weight", "first", "second", "token_second", "factors", "tokens")
 
 
-def gradient_sums(rows: SequenceRows, config: RolloutCorrectionConfig | None) -> GradientSums:
+def gradient_sums(rows: SequenceRows, estimator: RolloutCorrectionConfig | LossCoefficients | None) -> GradientSums:
     """Measure every row once.
 
     Args:
         rows: sampled or exact rows, whole (their probabilities sum to 1).
-        config: the correction; None: none.
+        estimator: a configuration; None: no correction; or `LossCoefficients` of these rows, for a formula of your own:
+            with weights w (n, T), `LossCoefficients(w * rows.advantages[:, None], rows.mask)`.
 
     Raises:
         ValueError: one row's gradient depends on the others (batch normalization, the normalizer "weights"). Such an
-            estimator is no mean over rows: measure batches, with `batch_gradient`.
+            estimator is no mean over rows: measure batches, with `batch_gradient`. Or coefficients have another shape
+            than the rows.
     """
+    config = estimator if isinstance(estimator, RolloutCorrectionConfig) else None
+    if isinstance(estimator, LossCoefficients) and {one.shape for one in estimator} != {rows.mask.shape}:
+        shapes = " and ".join(str(tuple(one.shape)) for one in estimator)
+        raise ValueError(f"coefficients and loss_mask must be (n, T) = {tuple(rows.mask.shape)}; got {shapes}")
     if config is not None and (config.normalizer == "weights" or config.rollout_is_batch_normalize):
         raise ValueError(
             f"normalizer={config.normalizer!r} with rollout_is_batch_normalize={config.rollout_is_batch_normalize} "
@@ -133,8 +139,12 @@ def gradient_sums(rows: SequenceRows, config: RolloutCorrectionConfig | None) ->
     step = max(1, CHUNK // max(rows.tokens.shape[1], size))
     for start in range(0, len(rows), step):
         part = rows.part(start, start + step)
+        if isinstance(estimator, LossCoefficients):
+            used = LossCoefficients(*(one[start : start + step] for one in estimator))
+        else:
+            used = loss_coefficients(part, config)
         group = torch.arange(start, start + len(part), device=device) * groups // len(rows)
-        for name, amount in _row_amounts(part, config).items():
+        for name, amount in _row_amounts(part, used).items():
             scaled = amount * part.probability.view(-1, *[1] * (amount.dim() - 1))
             sums[name].index_add_(0, group, scaled)
     by_original = config is not None and config.normalizer == "original"
@@ -228,9 +238,9 @@ def inverse_kept(batch_size: int, kept: float) -> float:
     return float((log_probability.exp() / count).sum())
 
 
-def _row_amounts(rows: SequenceRows, config: RolloutCorrectionConfig | None) -> dict[str, Tensor]:
+def _row_amounts(rows: SequenceRows, used: LossCoefficients) -> dict[str, Tensor]:
     """What each row adds to each sum."""
-    coefficients, loss_mask = loss_coefficients(rows, config)
+    coefficients, loss_mask = used
     gradient = rows.score_sums(coefficients).flatten(1)
 
     # κ is what the loss multiplied A with. Where A is 0 it cannot be read back.

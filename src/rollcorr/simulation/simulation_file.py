@@ -5,6 +5,7 @@
     estimators:
       - decoupled_token_is
       - {name: mine, rollout_is: sequence, rollout_is_threshold: 4.0}
+      - {name: wide, preset: decoupled_geo_rs, rollout_rs_threshold: "0.9_1.1"}     # a preset, with some fields replaced
     batch_sizes: [64, 1024]
     samples: 4096
     seed: 0
@@ -16,6 +17,7 @@ numbers; `next_state` of the same shape is optional (the state is then the last 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -161,13 +163,32 @@ def chosen_estimators(chosen: object) -> Estimators:
                 )
             named[entry] = known[entry]
         elif isinstance(entry, Mapping):
-            options = dict(entry)
-            name = str(options.pop("name", ", ".join(f"{key}={value}" for key, value in options.items())))
-            _check_keys(f"estimator {name!r}", options, RolloutCorrectionConfig().to_dict())
-            named[name] = RolloutCorrectionConfig(**options)
+            name = str(entry.get("name", ", ".join(f"{key}={value}" for key, value in entry.items())))
+            named[name] = _configuration(name, {key: value for key, value in entry.items() if key != "name"})
         else:
             raise TypeError(f"an estimator is a name or a mapping of options; got {entry!r}")
     return named
+
+
+def _configuration(name: str, options: dict[str, Any]) -> RolloutCorrectionConfig:
+    """An estimator of one's own: fields of a configuration, or a preset with some of its fields replaced.
+
+    Raises:
+        TypeError, ValueError: an option or the preset is unknown, or a value is wrong.
+    """
+    preset = options.pop("preset", None)
+    _check_keys(f"estimator {name!r}", options, ["preset", *RolloutCorrectionConfig().to_dict()])
+
+    # A warning of the configuration does not know which of the estimators it is about.
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if preset is None:
+            config = RolloutCorrectionConfig(**options)
+        else:
+            config = RolloutCorrectionConfig.preset(str(preset)).with_options(**options)
+    for warning in caught:
+        warnings.warn(f"estimator {name!r}: {warning.message}", warning.category, stacklevel=2)
+    return config
 
 
 def _check_keys(where: str, given: Mapping[Any, Any], known: Any) -> None:  # noqa: ANN401 (any collection of names)
