@@ -16,7 +16,7 @@ import torch
 from omegaconf import OmegaConf
 
 from rollcorr.config import InertOptionWarning
-from rollcorr.integrations import verl, verl_plugin
+from rollcorr.integrations import verl, verl_variables
 from rollcorr.integrations.verl import TensorBatch
 from rollcorr.integrations.verl import v2025_11 as verl_2025_11
 
@@ -121,7 +121,7 @@ def modules(monkeypatch):
     for name in ("need_critic", "compute_rollout_correction_and_add_to_batch"):
         source = found["verl.trainer.ppo.utils" if name == "need_critic" else HELPER]
         setattr(found["verl.trainer.ppo.v1.trainer_base"], name, getattr(source, name))
-    for variable in (verl_plugin.SWITCH, verl_plugin.RAY_HOOK, verl_plugin.RAY_HOOK_BEFORE):
+    for variable in (verl_variables.SWITCH, verl_variables.RAY_HOOK, verl_variables.RAY_HOOK_BEFORE):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))  # tests of other rooms may have a real one
     yield found
@@ -203,13 +203,13 @@ def test_install_refuses_a_verl_whose_functions_take_other_arguments(modules):
 
 
 def test_uninstall_puts_back_all_that_install_replaced(modules, monkeypatch):
-    monkeypatch.setenv(verl_plugin.RAY_HOOK, "json.loads")
+    monkeypatch.setenv(verl_variables.RAY_HOOK, "json.loads")
     registry = modules["verl.trainer.ppo.core_algos"].POLICY_LOSS_REGISTRY
     before = {name: dict(vars(module)) for name, module in modules.items()}, dict(registry), dict(os.environ)
     verl.install()
     verl.install()
     assert registry != before[1]
-    assert os.environ[verl_plugin.RAY_HOOK_BEFORE] == "json.loads"
+    assert os.environ[verl_variables.RAY_HOOK_BEFORE] == "json.loads"
     verl.uninstall()
     verl.uninstall()
     assert ({name: dict(vars(module)) for name, module in modules.items()}, dict(registry), dict(os.environ)) == before
@@ -236,7 +236,7 @@ def test_install_after_ray_says_that_workers_keep_verls_functions(modules, monke
     context.worker.mode = 1
     verl.install()
     verl.uninstall()
-    context.worker.mode, context.runtime_env = 0, {"env_vars": {verl_plugin.SWITCH: "1"}}
+    context.worker.mode, context.runtime_env = 0, {"env_vars": {verl_variables.SWITCH: "1"}}
     verl.install()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollcorr.integrations import verl, verl_plugin
+from rollcorr.integrations import verl, verl_plugin, verl_variables
 
 NAME = "rollcorr.integrations.verl_plugin"
 
@@ -19,7 +19,7 @@ def installs(monkeypatch):
     """How often `install` was called; nothing is installed."""
     calls = []
     monkeypatch.setattr(verl, "install", lambda: calls.append(1))
-    for variable in (verl_plugin.SWITCH, verl_plugin.MODULES, verl_plugin.RAY_HOOK_BEFORE):
+    for variable in (verl_variables.SWITCH, verl_variables.MODULES, verl_variables.RAY_HOOK_BEFORE):
         monkeypatch.delenv(variable, raising=False)
     return calls
 
@@ -79,7 +79,7 @@ def test_ray_workers_get_the_switch_beside_what_they_had(installs, monkeypatch):
 
 
 def test_a_hook_that_ray_had_before_is_called_first(installs, monkeypatch):
-    monkeypatch.setenv(verl_plugin.RAY_HOOK_BEFORE, "builtins.dict")
+    monkeypatch.setenv(verl_variables.RAY_HOOK_BEFORE, "builtins.dict")
     assert set(verl_plugin.with_plugin({"pip": []})) == {"pip", "env_vars"}
 
 
@@ -91,4 +91,30 @@ def test_a_user_who_does_not_ask_imports_nothing_but_the_plugin():
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("ROLLCORR", "VERL"))}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     imported = {name for name in json.loads(done.stdout) if name.split(".")[0] in ("rollcorr", "torch", "numpy")}
-    assert imported == {"rollcorr", "rollcorr.integrations", NAME}
+    assert imported == {"rollcorr", "rollcorr.integrations", "rollcorr.integrations.verl_variables", NAME}
+
+
+@pytest.mark.parametrize("first", ["rollcorr.integrations.verl", NAME])
+def test_the_switch_acts_whatever_is_imported_first(tmp_path, first):
+    """A worker that unpickles something of ours before verl is there ended: the plugin met a package half imported."""
+    package = tmp_path / "verl" / "trainer" / "ppo"
+    package.mkdir(parents=True)
+    (tmp_path / "verl" / "trainer" / "__init__.py").touch()
+    helper = "def apply_bypass_mode(batch, rollout_corr_config=None, policy_loss_config=None): ...\n"
+    for path, text in {
+        "../../__init__.py": f"import importlib\n\nimportlib.import_module({NAME!r})\n",
+        "__init__.py": "",
+        "rollout_corr_helper.py": helper,
+        "core_algos.py": "POLICY_LOSS_REGISTRY = {}\n",
+        "utils.py": "def need_critic(config): ...\n",
+    }.items():
+        (package / path).write_text(text, encoding="utf-8")
+    program = (
+        f"import {first}, verl; from verl.trainer.ppo.rollout_corr_helper import apply_bypass_mode; "
+        "print(apply_bypass_mode.__module__)"
+    )
+    paths = os.pathsep.join([str(tmp_path), *(path for path in sys.path if path)])
+    environment = {**os.environ, "ROLLCORR_VERL": "1", "PYTHONPATH": paths}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == ["rollcorr.integrations.verl.trainer"], done.stderr
+    assert done.stderr.count("replaces in verl") == 1

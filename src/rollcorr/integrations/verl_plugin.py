@@ -12,11 +12,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-SWITCH = "ROLLCORR_VERL"
-MODULES = "VERL_USE_EXTERNAL_MODULES"
-RAY_HOOK = "RAY_RUNTIME_ENV_HOOK"
-RAY_HOOK_BEFORE = "ROLLCORR_RAY_RUNTIME_ENV_HOOK"
-WITH_PLUGIN = f"{__name__}.with_plugin"
+from rollcorr.integrations.verl_variables import MODULES, RAY_HOOK_BEFORE, SWITCH
 
 ON = ("1", "on", "true", "yes")
 OFF = ("0", "off", "false", "no")

@@ -20,7 +20,7 @@ from typing import Any
 
 from rollcorr import __version__
 from rollcorr.integrations.verl.bypass import wire_bypass_mode
-from rollcorr.integrations.verl_plugin import RAY_HOOK, RAY_HOOK_BEFORE, SWITCH, WITH_PLUGIN
+from rollcorr.integrations.verl_variables import RAY_HOOK, RAY_HOOK_BEFORE, SWITCH, WITH_PLUGIN
 
 logger = logging.getLogger(__name__)
 
