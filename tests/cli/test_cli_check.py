@@ -51,7 +51,7 @@ def test_a_null_of_few_tokens_is_written_and_says_how_many_it_needs_and_why(log,
 
     # A verdict with it says the same.
     judged = health({"token_count": 5000.0, "k3_kl": 1e-4}, null=noise_of(read_null(tmp_path / "null.json")))
-    assert "null.json has too few tokens" in judged.not_judged[0]
+    assert "null.json has too few tokens (640 in 32 sequences; at least 1,000 in 8 are needed)" in judged.not_judged[0]
 
     done = measure(log(0.01, "a.parquet"), log(0.01, "b.parquet", seed=1), "-o", tmp_path / "larger.json")
     assert "note: 1,280 tokens in 64 sequences show what is typical, and hardly what is rare" in done.stdout

@@ -1,6 +1,7 @@
 """Ranges by hand: at the limit and beyond it; then series, empty batches and names."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -66,6 +67,14 @@ def test_a_series_that_stays_as_it_began_says_that_its_start_was_not_judged():
     assert report.not_judged[0].startswith("unchanged since steps 1 to 5; the start was not judged")
     assert health(series(40), null=NULL).verdict == "healthy"
     assert "9 steps with a token, and 10 are needed" in health(series(9)).not_judged[0]
+
+
+@pytest.mark.parametrize("steps", [3, 40])
+def test_a_null_that_is_too_small_is_named_with_what_it_lacks(steps):
+    """A report of a long run said "measure a null" to somebody who had just put one there."""
+    small = replace(NULL, is_null=False, too_small="437 in 40 sequences; at least 1,000 in 8 are needed")
+    (sentence,) = health(series(steps), null=small).not_judged
+    assert "null.json has too few tokens (437 in 40 sequences; at least 1,000 in 8 are needed)" in sentence
 
 
 def test_a_mismatch_of_three_times_the_null_is_never_healthy():

@@ -245,7 +245,10 @@ def _by_the_first_steps(evidence: Evidence) -> tuple[str, str]:
     """The first steps as a null, and what stays unjudged with it."""
     steps = [step for step, _ in evidence.history]
     fix = _RECORD_EXACT_KL if evidence.diffusion else _GIVE_A_NULL
-    lacking = "there is no null" if evidence.noise is None else f"{evidence.noise.source} has too few tokens"
+    lacking = "there is no null"
+    if evidence.noise is not None:
+        size = evidence.noise.too_small
+        lacking = f"{evidence.noise.source} has too few tokens{size and f' ({size})'}"
     if evidence.diffusion:
         lacking = "the exact KL is not recorded"
     if not any(name in evidence.current for name in WATCHED):
@@ -258,7 +261,8 @@ def _by_the_first_steps(evidence: Evidence) -> tuple[str, str]:
         return "", f"weights not judged: {lacking}, and there are {few}; {fix}"
     against = f"steps {steps[0]} to {steps[FIRST_STEPS - 1]} of this run"
     since = "" if evidence.changes else f"unchanged since steps {steps[0]} to {steps[FIRST_STEPS - 1]}; "
-    return against, f"{since}the start was not judged; {fix}"
+    why = f": {lacking}" if evidence.noise is not None and evidence.noise.too_small and not evidence.diffusion else ""
+    return against, f"{since}the start was not judged{why}; {fix}"
 
 
 def _expected(evidence: Evidence) -> tuple[dict[str, float], str]:

@@ -44,7 +44,11 @@ def noise_of(null: MismatchNull, *, is_null: bool = True) -> Noise:
         is_null: the two policies behind it are known to be the same.
     """
     profile = null.profile
-    return Noise(sigma=profile.std, source=null.name, k3=profile.k3, is_null=is_null and is_large(null))
+    few = f"{profile.tokens:,} in {profile.row_count:,} sequences; at least {FEW_TOKENS:,} in {MIN_ROWS} are needed"
+    too_small = "" if is_large(null) else few
+    return Noise(
+        sigma=profile.std, source=null.name, k3=profile.k3, is_null=is_null and is_large(null), too_small=too_small
+    )
 
 
 def noise_beside(run: Path) -> Noise | None:
