@@ -97,6 +97,27 @@ def test_log_probs_that_a_framework_did_not_compute_are_missing():
         read_fields({**TRL, "old_per_token_logps": None}, "trl")
 
 
+@pytest.mark.parametrize(
+    ("batch", "name", "fix"),
+    [
+        (TRL, "old_per_token_logps", "compute it first"),
+        (TRL, "sampling_per_token_logps", "let the sampler report"),
+        (TRL, "completion_mask", "it marks the sampled tokens"),
+        (VERL, "old_log_probs", "compute it first"),
+        (VERL, "rollout_log_probs", "let the sampler report"),
+        (SLIME, "log_probs", "compute it first"),
+    ],
+)
+@pytest.mark.parametrize("fields", [None, "its own"])
+def test_a_field_that_is_none_is_named_with_what_to_do(batch, name, fix, fields):
+    """All names were there, so the error listed exactly the names that it wanted."""
+    framework = {id(TRL): "trl", id(VERL): "verl", id(SLIME): "slime"}[id(batch)]
+    with pytest.raises(ValueError, match=rf"\b{name} is None: {fix}") as error:
+        read_fields({**batch, name: None}, fields and framework)
+    assert f"{name} (None)" in str(error.value)
+    assert "no framework's fields" not in str(error.value)
+
+
 def test_a_batch_that_fits_nobody_or_two_is_named():
     with pytest.raises(ValueError, match=r"no framework's fields. rollcorr: old_log_prob or train_log_prob"):
         read_fields({"logits": TRAIN})

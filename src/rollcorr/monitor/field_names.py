@@ -118,9 +118,7 @@ def read_fields(
     """
     held = _held_by(batch)
     found = _names_for(held, names)
-    train, rollout, mask = (
-        _first(held, wanted) for wanted in (found.train_log_prob, found.rollout_log_prob, found.response_mask)
-    )
+    train, rollout, mask = (_first(held, group) for group in _wanted(found))
     columns = {column: held[name] for column, name in found.columns.items() if held.get(name) is not None}
     if "cu_seqlens" in held and held["cu_seqlens"] is not None:
         return BatchFields(train, rollout, mask, torch.as_tensor(held["cu_seqlens"], device=train.device), columns)
@@ -171,25 +169,58 @@ def _names_for(held: Mapping[str, Any], names: str | FieldNames | None) -> Field
             raise ValueError(
                 f"the batch has the fields of {' and of '.join(fitting)}; say which: fields={fitting[0]!r}"
             )
+        if not fitting and (empty := _named_but_empty(held)):
+            raise ValueError(f"{empty}; the batch has {_listed(held)}")
         if not fitting:
             wanted = "; ".join(f"{name}: {', '.join(_required(known))}" for name, known in FIELD_NAMES.items())
-            raise ValueError(f"the batch has {', '.join(held)}, and no framework's fields. {wanted}")
+            raise ValueError(f"the batch has {_listed(held)}, and no framework's fields. {wanted}")
         found = FIELD_NAMES[fitting[0]]
 
     missing = _missing(held, found)
     if missing:
-        raise ValueError(f"the batch has no {', no '.join(missing)}; it has {', '.join(held)}")
+        empty = "".join(f". {text}" for text in _empty(held, found))
+        raise ValueError(f"the batch has no {', no '.join(missing)}; it has {_listed(held)}{empty}")
     return found
 
 
+def _wanted(names: FieldNames) -> tuple[tuple[str, ...], ...]:
+    """The names of each tensor that a correction needs."""
+    return names.train_log_prob, names.rollout_log_prob, names.response_mask
+
+
 def _required(names: FieldNames) -> list[str]:
-    return [" or ".join(wanted) for wanted in (names.train_log_prob, names.rollout_log_prob, names.response_mask)]
+    return [" or ".join(group) for group in _wanted(names)]
 
 
 def _missing(held: Mapping[str, Any], names: FieldNames) -> list[str]:
     """What is not there, or None, as TRL's log-probs are where it computed none."""
-    wanted = (names.train_log_prob, names.rollout_log_prob, names.response_mask)
-    return [" or ".join(group) for group in wanted if all(held.get(name) is None for name in group)]
+    return [" or ".join(group) for group in _wanted(names) if all(held.get(name) is None for name in group)]
+
+
+def _named_but_empty(held: Mapping[str, Any]) -> str:
+    """What is None, and what to do about it, in a batch that has all names of a framework; empty for any other."""
+    for known in FIELD_NAMES.values():
+        if all(any(name in held for name in group) for group in _wanted(known)):
+            return "; ".join(_empty(held, known))
+    return ""
+
+
+def _empty(held: Mapping[str, Any], names: FieldNames) -> list[str]:
+    """The names that stand for nothing, each with what to do about it."""
+    fixes = (
+        "compute it first (the trainer's forward pass over this batch, before the update)",
+        "let the sampler report the log-probs of its tokens",
+        "it marks the sampled tokens with 1",
+    )
+    return [
+        f"{next(name for name in group if name in held)} is None: {fix}"
+        for group, fix in zip(_wanted(names), fixes, strict=True)
+        if any(name in held for name in group) and all(held.get(name) is None for name in group)
+    ]
+
+
+def _listed(held: Mapping[str, Any]) -> str:
+    return ", ".join(name if value is not None else f"{name} (None)" for name, value in held.items())
 
 
 def _first(held: Mapping[str, Any], wanted: Sequence[str]) -> Any:  # noqa: ANN401 - a tensor, or a list of them
