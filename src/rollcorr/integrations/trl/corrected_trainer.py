@@ -356,11 +356,14 @@ def _start_up_line(trainer: Trainer) -> str:
     else:
         source = "TRL's vllm_importance_sampling_* options"
     name = f"{getattr(trainer, '_named_by_user', type(trainer).__name__)} ({loss_type})"
-    nothing = _why_nothing(trainer, source)
-    if nothing is None:
-        start = f"rollcorr corrects {name} by {source}"
+    if _sampler_text(trainer) == THE_POLICY:
+        reason = "TRL's own sampler reports no log-probs; set use_vllm=True, or give attach an engine"
+        start = f"rollcorr is attached to {name}, but corrects nothing: {reason}. Configuration"
+    elif _only_measures(config):
+        reason = f"by {source}" if trainer._correction_asked is None else "as configured"
+        start = f"rollcorr is attached to {name} and measures only, {reason}. Configuration"
     else:
-        start = f"rollcorr is attached to {name}, but corrects nothing: {nothing}. Configuration"
+        start = f"rollcorr corrects {name} by {source}"
     return (
         f"{start}: {_weights_text(config)}; {_rejection_text(config)}; sampler: {_sampler_text(trainer)}; "
         f"the loss is divided by {_divisor_text(config, loss_type)}"
@@ -372,14 +375,9 @@ def _start_up_line(trainer: Trainer) -> str:
     )
 
 
-def _why_nothing(trainer: Trainer, source: str) -> str | None:
-    """Why no batch will be corrected; None if some may be."""
-    config = trainer._correction_config
-    if _sampler_text(trainer) == THE_POLICY:
-        return "TRL's own sampler reports no log-probs; set use_vllm=True, or give attach an engine"
-    if not config.weights_reach_loss and not config.criteria and config.rollout_token_veto_threshold is None:
-        return f"{source} only measures" if trainer._correction_asked is not None else f"by {source}, it only measures"
-    return None
+def _only_measures(config: RolloutCorrectionConfig) -> bool:
+    """Whether nothing of it reaches the loss."""
+    return not config.weights_reach_loss and not config.criteria and config.rollout_token_veto_threshold is None
 
 
 def _weights_text(config: RolloutCorrectionConfig) -> str:
