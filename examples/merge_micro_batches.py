@@ -8,7 +8,7 @@ import torch
 from rollcorr import correct, merge_statistics
 
 generator = torch.Generator().manual_seed(0)
-rollout_log_prob = -torch.rand(12, 64, generator=generator)
+rollout_log_prob = -0.5 - torch.rand(12, 64, generator=generator)
 train_log_prob = rollout_log_prob + 0.1 * torch.randn(12, 64, generator=generator)
 response_mask = torch.arange(64) < torch.randint(1, 65, (12, 1), generator=generator)
 

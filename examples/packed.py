@@ -10,7 +10,7 @@ from rollcorr import correct
 lengths = torch.tensor([5, 0, 3, 8])  # an empty response is fine
 padded_mask = torch.arange(8) < lengths[:, None]
 generator = torch.Generator().manual_seed(0)
-rollout = -torch.rand(4, 8, generator=generator)
+rollout = -0.5 - torch.rand(4, 8, generator=generator)
 train = rollout + 0.1 * torch.randn(4, 8, generator=generator)
 
 padded = correct(train, rollout, padded_mask, "decoupled_seq_is_rs")

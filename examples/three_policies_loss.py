@@ -9,7 +9,7 @@ from rollcorr import BypassGradients, PolicyLogProbs, RolloutCorrectionConfig, c
 
 generator = torch.Generator().manual_seed(0)
 response_mask = torch.arange(32) < torch.randint(4, 33, (8, 1), generator=generator)
-rollout_log_prob = -2 * torch.rand(8, 32, generator=generator)  # μ: the sampler
+rollout_log_prob = -0.5 - 2 * torch.rand(8, 32, generator=generator)  # μ: the sampler
 old_log_prob = rollout_log_prob + 0.05 * torch.randn(8, 32, generator=generator)  # π_old: the trainer, at the start
 model = torch.nn.ParameterList([torch.zeros(8, 32)])  # a number for each token
 drift = model[0]

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 
 from rollcorr.cli import app
@@ -65,6 +66,18 @@ def test_the_code_of_a_page_runs_and_prints_what_stands_below_it(page, tmp_path,
             exec(compile(code, page, "exec"), names)
         if output:
             assert printed.getvalue() == output
+    assert above_zero(names) == [], "`rollcorr check` calls a log-prob above 0 a fault"
+
+
+def above_zero(names):
+    """The log-probs among these values, also those of a batch, that no probability can have."""
+    batches = [value for value in names.values() if isinstance(value, dict) and "__name__" not in value]
+    held = {name: value for values in (names, *batches) for name, value in values.items() if isinstance(name, str)}
+    log_probs = {
+        name: value for name, value in held.items() if re.search(r"log_?probs?$|logps$|^rollout$|^packed$", name)
+    }
+    tensors = {name: value for name, value in log_probs.items() if isinstance(value, torch.Tensor)}
+    return [name for name, tensor in tensors.items() if tensor.is_floating_point() and (tensor > 0).any()]
 
 
 def test_pages_with_a_test_of_their_own_are_run_there():
