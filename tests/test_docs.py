@@ -73,9 +73,8 @@ def above_zero(names):
     """The log-probs among these values, also those of a batch, that no probability can have."""
     batches = [value for value in names.values() if isinstance(value, dict) and "__name__" not in value]
     held = {name: value for values in (names, *batches) for name, value in values.items() if isinstance(name, str)}
-    log_probs = {
-        name: value for name, value in held.items() if re.search(r"log_?probs?$|logps$|^rollout$|^packed$", name)
-    }
+    pattern = re.compile(r"(old|rollout|train)_log_?probs?|old_per_token_logps|sampling_per_token_logps|rollout|packed")
+    log_probs = {name: value for name, value in held.items() if pattern.fullmatch(name)}
     tensors = {name: value for name, value in log_probs.items() if isinstance(value, torch.Tensor)}
     return [name for name, tensor in tensors.items() if tensor.is_floating_point() and (tensor > 0).any()]
 
