@@ -5,7 +5,7 @@
     estimators:
       - decoupled_token_is
       - {name: mine, rollout_is: sequence, rollout_is_threshold: 4.0}
-      - {name: wide, preset: decoupled_geo_rs, rollout_rs_threshold: "0.9_1.1"}     # a preset, with some fields replaced
+      - {name: wide, preset: decoupled_geo_rs, rollout_rs_threshold: "0.9_1.1"}     # a preset, some options replaced
     batch_sizes: [64, 1024]
     samples: 4096
     seed: 0
