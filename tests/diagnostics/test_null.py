@@ -178,6 +178,36 @@ def test_a_log_of_three_times_the_null_is_not_healthy_even_from_few_rows(tmp_pat
     assert "cannot tell whether the weights agree" in result.health.not_judged[0]
 
 
+def test_one_message_says_what_was_judged_and_against_what(tmp_path, null):
+    """The pairs alone say that the weights are not judged; beside a null that judged them this was listed first."""
+    same = check_logs([write_rows(tmp_path / "same.parquet", rollouts())], null=null)
+    (only,) = same.hypotheses
+    assert only.code == "ordinary_noise"
+    assert only.title == f"the sampling settings agree, and the mismatch is the ordinary noise of {null.name}"
+    assert [finding.title for finding in same.health.notes] == [only.title]
+
+    other = check_logs([write_rows(tmp_path / "other.parquet", rollouts(weights=0.03))], null=null)
+    assert first_cause(other) == "weights_differ"
+    assert [finding.title for finding in other.hypotheses if finding.code == "matched"] == [
+        "the sampling settings agree"
+    ]
+    alone = check_logs([write_rows(tmp_path / "alone.parquet", rollouts())])
+    assert [finding.title for finding in alone.hypotheses] == [
+        "the sampling settings agree; the weights are not judged"
+    ]
+
+
+def test_a_null_that_is_too_small_is_not_what_the_weights_were_judged_against(tmp_path):
+    rows = rollouts(rows=4, length=80)
+    small = null_of_logs([write_rows(tmp_path / "null.parquet", rows)])
+    result = check_logs([write_rows(tmp_path / "log.parquet", rollouts())], null=small)
+    assert "weights not judged: null.json has 4 rows" in " ".join(result.health.not_judged)
+    assert result.health.judged_against == ""
+    assert [finding.title for finding in result.hypotheses] == [
+        "the sampling settings agree; the weights are not judged"
+    ]
+
+
 def steps(tmp_path, faults, name="log.parquet"):
     """A log with one entry of `faults` per step."""
     rows = []

@@ -20,7 +20,7 @@ from rollcorr.diagnostics.health.causes import COURSE, with_causes
 from rollcorr.diagnostics.health.evidence import bare_metrics
 from rollcorr.diagnostics.health.health_check import HealthReport, health
 from rollcorr.diagnostics.health.trend import AGE
-from rollcorr.diagnostics.hypotheses import rank_hypotheses
+from rollcorr.diagnostics.hypotheses import in_one_message, rank_hypotheses
 from rollcorr.diagnostics.log_check.log_null import first_steps_null
 from rollcorr.diagnostics.log_check.log_tally import LogTally, one_thread, read_log
 from rollcorr.diagnostics.log_check.preset_totals import WhatIf
@@ -218,7 +218,10 @@ def check_logs(
     )
     versions = judge_versions(tally.versions) if not diffusion else ()
     course = [finding for finding in verdict.findings if finding.code in COURSE]
-    implied = () if diffusion else provenance.findings
+    implied, of_weights = in_one_message(
+        () if diffusion else provenance.findings, weights.findings, judged_against=weights.judged_against
+    )
+    weights = replace(weights, findings=of_weights)
     routing = () if diffusion else judge_routing(tally.routing, used, in_excess=_in_excess(weights))
     hypotheses = rank_hypotheses(
         pairs=(*found, *implied), profile=(*routing, *weights.findings), series=(*versions, *course)
