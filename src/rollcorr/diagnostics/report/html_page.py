@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 from rollcorr.diagnostics.report.plots import DARK, LAST, LIGHT, Panel, Theme, draw, over_timesteps, panels_of, to_png
 from rollcorr.diagnostics.report.report_data import ReportData
-from rollcorr.diagnostics.report.verdict_content import CONSEQUENCES, EXPECTED, verdict_content
+from rollcorr.diagnostics.report.verdict_content import CONSEQUENCES, EXPECTED, expected_text, verdict_content
 
 HTML_FILE = "report.html"
 
@@ -165,7 +165,7 @@ def _definition(name: str, value: float, health: HealthReport) -> dict[str, Any]
     return {
         "name": found.name,
         "value": value,
-        "expected": health.expected.get(name),
+        "expected": expected_text(name, health),
         "unit": unit,
         "formula": formula,
         "ideal": found.healthy.ideal if found.healthy is not None else "",
