@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from rollcorr.diagnostics import advise, check_logs, null_of_logs, read_null
+from rollcorr.diagnostics import advise, calibrate, check_logs, null_of_logs, read_null
+from rollcorr.diagnostics.null import noise_beside
 from rollcorr.diagnostics.null.excess import Excess
 from rollcorr.diagnostics.null.null_file import NullMismatchError
 from rollcorr.diagnostics.null.token_share import TokenShare, TokenSums
@@ -100,6 +101,38 @@ def test_a_foreign_null_is_refused_and_a_doubtful_one_is_named(tmp_path, of_null
         assert "was measured with" in remarks or "is not recorded" in remarks
 
 
+@pytest.mark.parametrize(
+    ("sides", "words"), [("engine", "the engine with itself"), ("trainer", "the trainer with itself")]
+)
+def test_a_null_of_one_side_alone_is_kept_as_such_and_refused_for_a_run(tmp_path, sides, words):
+    """It shows less than a run does, so the ordinary noise of a run would be taken for other weights."""
+    log = write_rows(tmp_path / "log.parquet", rollouts(rows=16, length=80))
+    null_of_logs([log], kind="engine", sides=sides).save(tmp_path / "null.json")
+    one_sided = read_null(tmp_path / "null.json")
+    assert one_sided.sides == sides
+    refused = f"measured with --sides {sides}: it compares {words}.*measure a null with --sides run"
+    with pytest.raises(NullMismatchError, match=refused):
+        check_logs([log], null=one_sided)
+    with pytest.raises(NullMismatchError, match=refused):
+        calibrate(one_sided)
+    with pytest.raises(NullMismatchError, match=refused):
+        noise_beside(tmp_path)
+
+
+def test_which_sides_a_null_of_an_earlier_release_compares_is_not_recorded(tmp_path):
+    log = write_rows(tmp_path / "log.parquet", rollouts(rows=16, length=80))
+    for kind, sides in (("log", "run"), ("engine", None)):
+        document = json.loads(null_of_logs([log], kind=kind).to_json())
+        assert document.pop("sides") == "run"
+        (tmp_path / "null.json").write_text(json.dumps(document), encoding="utf-8")
+        assert read_null(tmp_path / "null.json").sides == sides
+    remarks = " ".join(check_logs([log], null=read_null(tmp_path / "null.json")).remarks)
+    assert "the two sides of this log is not recorded" in remarks
+    (tmp_path / "null.json").write_text(json.dumps(document | {"sides": "both"}), encoding="utf-8")
+    with pytest.raises(BadInputError, match=r"a damaged null .sides 'both' is none of run, engine, trainer"):
+        read_null(tmp_path / "null.json")
+
+
 def test_a_null_of_another_vocabulary_is_refused(tmp_path, null):
     rows = [{**row, "response_ids": [i + 5_000 for i in row["response_ids"]]} for row in rollouts(rows=8)]
     with pytest.raises(NullMismatchError, match="another vocabulary"):
@@ -109,6 +142,19 @@ def test_a_null_of_another_vocabulary_is_refused(tmp_path, null):
 def test_a_log_with_other_settings_makes_no_null(tmp_path):
     log = write_rows(tmp_path / "log.parquet", rollouts(rows=64, temperature=0.6))
     with pytest.raises(BadInputError, match="these rollouts are no null"):
+        null_of_logs([log])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"temperature": 0.7, "logprobs": "raw"}, {"top_p": 0.9, "logprobs": "raw"}],
+    ids=lambda one: next(iter(one)),
+)
+def test_recorded_settings_that_contradict_themselves_make_no_null(tmp_path, settings):
+    """Raw log-probs of a tempered sampler are of what was never sampled, however well the two sides agree."""
+    log = write_rows(tmp_path / "log.parquet", rollouts(rows=64), sampling=settings)
+    name, value = next(iter(settings.items()))
+    with pytest.raises(BadInputError, match=f"these rollouts are no null: .*recorded settings say so.*{name}.?{value}"):
         null_of_logs([log])
 
 

@@ -179,8 +179,10 @@ def calibrate(
         Thresholds and alarms with 95 % intervals, which are about the sampling of the null's rows.
 
     Raises:
-        BadInputError: the null has fewer than 200 rows, or a rate or length is out of range.
+        BadInputError: the null has fewer than 200 rows or compares one side with itself, or a rate or length is out of
+            range.
     """
+    null.check_sides()
     _check(null, rate, alarm_rate, lengths, sequences)
     rows = UnitRows.of_table(null.profile.rows)
     limits = [*_token_limits(null, rate, seed)]

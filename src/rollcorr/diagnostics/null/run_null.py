@@ -51,9 +51,11 @@ def noise_beside(run: Path) -> Noise | None:
     """The noise of the null in a run's directory; None where there is none, or a link to a file elsewhere.
 
     Raises:
-        BadInputError: the file cannot be read as a null.
+        BadInputError: the file cannot be read as a null, or its null is of one side compared with itself.
     """
     file = RunDirectory(run).null
     if file.is_symlink() or not file.is_file():
         return None
-    return noise_of(read_null(file))
+    null = read_null(file)
+    null.check_sides()
+    return noise_of(null)
