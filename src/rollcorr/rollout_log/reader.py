@@ -24,6 +24,12 @@ from rollcorr.run_directory.directory import RunDirectory
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
+
+def path_texts(paths: Paths) -> list[str]:
+    """One path, or several, as texts."""
+    return [os.fspath(path) for path in ([paths] if isinstance(paths, (str, os.PathLike)) else paths)]
+
+
 OWN_SOURCES: tuple[LogSource, ...] = (ParquetSource(), JsonlSource())
 """The formats of this library."""
 SOURCES: tuple[LogSource, ...] = (*OWN_SOURCES, PickledSource())
@@ -155,7 +161,7 @@ def log_files(paths: Paths, *, source: LogSource | None = None) -> list[Path]:
     """
     sources = SOURCES if source is None else (source,)
     found: dict[Path, None] = {}
-    for path in [paths] if isinstance(paths, (str, os.PathLike)) else paths:
+    for path in path_texts(paths):
         files = _expand(Path(path), sources)
         if not files and _is_run(Path(path)):
             raise log_error(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -151,9 +152,9 @@ class Calibration:
         }
         return json.dumps(document, ensure_ascii=False, indent=1, allow_nan=False)
 
-    def save(self, path: Path) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write the JSON document, whole or not at all."""
-        write_text_durably(path, self.to_json() + "\n")
+        write_text_durably(Path(path), self.to_json() + "\n")
 
 
 def calibrate(

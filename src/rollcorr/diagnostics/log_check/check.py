@@ -35,6 +35,7 @@ from rollcorr.diagnostics.null.version_cells import judge_versions
 from rollcorr.diagnostics.null.weight_judgment import NOT_JUDGED, WeightJudgment, judge_weights
 from rollcorr.diagnostics.provenance.provenance_findings import NOT_COMPARABLE, Provenance
 from rollcorr.rollout_log import FileLimits, log_files
+from rollcorr.rollout_log.reader import Paths
 from rollcorr.run_directory.stored_run import BadInputError
 
 DIAGNOSIS = RolloutCorrectionConfig(
@@ -111,7 +112,7 @@ class CheckResult:
 
 @one_thread()
 def check_logs(
-    paths: Sequence[str | Path],
+    paths: Paths,
     config: RolloutCorrectionConfig = DIAGNOSIS,
     *,
     train_column: str | None = None,
@@ -161,7 +162,7 @@ def check_logs(
         OSError: there is no cluster at the address, or a worker was killed.
     """
     if null is not None and not isinstance(null, MismatchNull):
-        raise TypeError(f"null is a {type(null).__name__}, not a MismatchNull: give read_null(Path({str(null)!r}))")
+        raise TypeError(f"null is a {type(null).__name__}, not a MismatchNull: give read_null({str(null)!r})")
     if null is not None and null_steps is not None:
         raise BadInputError(
             f"a null ({null.name}) and steps {null_steps[0]}:{null_steps[1]} exclude each other; give one"
@@ -245,7 +246,7 @@ def check_logs(
         metrics=whole,
         series=series,
         rows=tally.rows,
-        files=tuple(str(file) for file in log_files([str(path) for path in paths])),
+        files=tuple(str(file) for file in log_files(paths)),
         train_column=column,
         provenance=provenance,
         config=config,

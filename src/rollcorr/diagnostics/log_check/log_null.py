@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping
 
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.diagnostics.log_check.log_tally import one_thread, read_log
@@ -15,6 +14,7 @@ from rollcorr.diagnostics.null.token_share import FIRST_IDS
 from rollcorr.diagnostics.null.weight_judgment import judge_weights
 from rollcorr.diagnostics.provenance.provenance_findings import NOT_COMPARABLE
 from rollcorr.rollout_log import FileLimits, RolloutBatch
+from rollcorr.rollout_log.reader import Paths
 from rollcorr.run_directory.stored_run import BadInputError
 
 MEASUREMENT = RolloutCorrectionConfig(rollout_is="token", apply_is=False)
@@ -23,7 +23,7 @@ MEASUREMENT = RolloutCorrectionConfig(rollout_is="token", apply_is=False)
 
 @one_thread()
 def null_of_logs(
-    paths: Sequence[str | Path],
+    paths: Paths,
     *,
     name: str = "null.json",
     kind: Kind = "log",

@@ -8,6 +8,7 @@ a null of the same engine, sampling settings and vocabulary; another one is refu
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -162,17 +163,18 @@ class MismatchNull:
         }
         return json.dumps(_without_nan(document), allow_nan=False)
 
-    def save(self, path: Path) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write the null, whole or not at all."""
-        write_text_durably(path, self.to_json() + "\n")
+        write_text_durably(Path(path), self.to_json() + "\n")
 
 
-def read_null(path: Path) -> MismatchNull:
+def read_null(path: str | os.PathLike[str]) -> MismatchNull:
     """Read a null.
 
     Raises:
         BadInputError: there is no such file, it is no null, it is damaged, or a newer release wrote it.
     """
+    path = Path(path)
     try:
         if path.stat().st_size > LARGEST_FILE:
             raise BadInputError(f"{path}: {path.stat().st_size:,} bytes; a null has {LARGEST_FILE:,} at most")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -30,7 +31,7 @@ from rollcorr.diagnostics.report.verdict_content import CONSEQUENCES, EXPECTED, 
 HTML_FILE = "report.html"
 
 
-def write_report(data: ReportData, directory: Path) -> Path:
+def write_report(data: ReportData, directory: str | os.PathLike[str]) -> Path:
     """Write report.html and one PNG per figure into a directory; return the path of the page.
 
     A symbolic link in the place of a file is replaced and not followed.
@@ -39,6 +40,7 @@ def write_report(data: ReportData, directory: Path) -> Path:
         data: the run.
         directory: where to; made if it is not there.
     """
+    directory = Path(directory)
     series = series_by_name(data.series)
     series |= over_timesteps(series)
     panels = panels_of(series, diffusion=data.health.diffusion)
