@@ -277,6 +277,18 @@ def test_the_first_steps_serve_as_the_null_but_are_not_judged_themselves(tmp_pat
     assert few.null is None
 
 
+def test_first_steps_of_several_ages_serve_as_no_null_unless_they_are_known_to_be_right(tmp_path):
+    rows = []
+    for step in range(1, 11):
+        versions = [{"start": 0, "length": 60, "version": step - step % 3}]
+        rows += [{**row, "step": step, "policy_versions": versions} for row in rollouts(rows=12, length=60, seed=step)]
+    log = write_rows(tmp_path / "log.parquet", rows)
+    result = check_logs([log])
+    assert (result.health.verdict, result.health.judged_against) == ("not judged", "")
+    assert "steps 1 to 5 of this log have weights of 0 to 2 updates of age" in result.health.not_judged[0]
+    assert check_logs([log], null_steps=(1, 5)).health.verdict == "healthy"
+
+
 def test_steps_that_are_known_to_be_right_let_the_rest_be_healthy(tmp_path):
     log = steps(tmp_path, [{}] * 4)
     result = check_logs([log], null_steps=(1, 2))

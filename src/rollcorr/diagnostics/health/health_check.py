@@ -44,7 +44,7 @@ from rollcorr.diagnostics.health.evidence import (
 )
 from rollcorr.diagnostics.health.noise import SIGNED, Noise, expected_from_noise, ranges_from_noise
 from rollcorr.diagnostics.health.rules import COMPARISON, RULES, STEP_RULES
-from rollcorr.diagnostics.health.trend import WATCHED
+from rollcorr.diagnostics.health.trend import AGE, WATCHED
 from rollcorr.diagnostics.numbers import format_number, label
 
 __all__ = ["Finding", "HealthReport", "health", "healthy_range", "is_broken", "judge", "limit_in_words"]
@@ -266,8 +266,21 @@ def _by_the_first_steps(evidence: Evidence) -> tuple[str, str]:
         few = f"{len(steps)} steps {measured}, and {2 * FIRST_STEPS} are needed to compare with the first ones"
         return "", f"weights not judged: {lacking}, and there are {few}; {fix}"
     against = f"steps {steps[0]} to {steps[FIRST_STEPS - 1]} of this run"
+
+    # Old weights differ by more than fresh ones: steps of both are not one mismatch that later ones could equal.
+    mixed = ages_in_words(metrics[AGE] for _, metrics in evidence.history[:FIRST_STEPS] if AGE in metrics)
+    if mixed and not evidence.changes:
+        return "", f"weights not judged: {lacking}, and {against} {mixed}; {fix}"
     since = "" if evidence.changes else f"unchanged since steps {steps[0]} to {steps[FIRST_STEPS - 1]}; "
     return against, f"{since}the start was not judged; {fix}"
+
+
+def ages_in_words(ages: Iterable[float]) -> str:
+    """What keeps steps from being one baseline: that their weights are of several ages; empty if they are of one."""
+    rounded = {round(age) for age in ages}
+    if len(rounded) < 2:
+        return ""
+    return f"have weights of {min(rounded)} to {max(rounded)} updates of age, so they are no one baseline"
 
 
 def _expected(evidence: Evidence) -> tuple[dict[str, float], dict[str, tuple[float, float]], str]:

@@ -56,7 +56,7 @@ _RISE_WORDS = {
         "limit the age to one version: the mismatch falls to that of the null",
     ),
     "changed_at_step": (
-        "the mismatch rose {factor}-fold at step {onset} and stayed",
+        "the mismatch rose at step {onset} to {factor} times its start, and stayed",
         "a rise within one step is a change of the setup, not of the policy",
         "look at what happened at that step: a sync that failed or stopped, a restarted engine, another setting, a "
         "checkpoint that one side did not load",
@@ -489,7 +489,7 @@ def _rise(evidence: Evidence, code: str, applies: Callable[[Change], bool]) -> F
         ),
         value=change.value,
         limit=f"at most {FACTOR:g} times {format_number(change.baseline)}, its start",
-        reason=f"it rose {format_number(change.factor)}-fold in {change.lasted} steps{until}; {cause}",
+        reason=f"it reached {format_number(change.factor)} times its start in {change.lasted} steps{until}; {cause}",
         fix=fix,
         confirm=confirm,
         severity="note" if change.is_over or negligible else "warning",

@@ -18,13 +18,13 @@ from rollcorr.config.yaml_text import read_yaml
 from rollcorr.core.metric_registry import finalize
 from rollcorr.diagnostics.health.causes import COURSE, with_causes
 from rollcorr.diagnostics.health.evidence import bare_metrics
-from rollcorr.diagnostics.health.health_check import HealthReport, health
+from rollcorr.diagnostics.health.health_check import HealthReport, ages_in_words, health
 from rollcorr.diagnostics.health.trend import AGE
 from rollcorr.diagnostics.hypotheses import in_one_message, rank_hypotheses
 from rollcorr.diagnostics.log_check.log_null import first_steps_null
 from rollcorr.diagnostics.log_check.log_tally import LogTally, one_thread, read_log
 from rollcorr.diagnostics.log_check.preset_totals import WhatIf
-from rollcorr.diagnostics.log_check.tally import Part, Tally, merge_parts
+from rollcorr.diagnostics.log_check.tally import FIRST_STEPS, Part, Tally, merge_parts
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
 from rollcorr.diagnostics.null.null_file import FEW_TOKENS, MismatchNull, NullMismatchError
 from rollcorr.diagnostics.null.origin import Origin
@@ -208,6 +208,8 @@ def check_logs(
     used, weights = None, WeightJudgment()
     if not diffusion and bare_metrics(whole).get("token_count", 0.0) > 0:
         used, weights = _judge_weights(tally, null, null_steps, provenance)
+        if null_steps is None:
+            weights = _of_one_age(weights, used, ages)
         remarks += weights.remarks
     verdict = health(
         whole,
@@ -315,6 +317,20 @@ def _judge_weights(
         others = judge_other_rows(first, tally.sample, provenance, leave_out=leave_out, start_is_right=start_is_right)
         judged = others or judged
     return first, judged
+
+
+def _of_one_age(
+    weights: WeightJudgment, used: MismatchNull | None, ages: Mapping[int, Mapping[str, float]]
+) -> WeightJudgment:
+    """What the first steps tell of a log that is as they are: nothing, where their weights are of several ages."""
+    if used is None or used.kind != "first steps" or weights.findings:
+        return weights
+    first = [ages[step][AGE] for step in sorted(ages)[:FIRST_STEPS]]
+    mixed = ages_in_words(first)
+    if not mixed:
+        return weights
+    sentence = f"{NOT_JUDGED}: {used.name} {mixed}; give --null FILE"
+    return replace(weights, not_judged=(sentence,), judged_against="")
 
 
 def _log_findings(tally: Tally, provenance: Provenance, *, diffusion: bool, kept: bool) -> list[Finding]:
