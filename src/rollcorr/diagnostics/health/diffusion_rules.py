@@ -159,7 +159,7 @@ def one_sided_gradients(evidence: Evidence) -> Finding | None:
         value=max(negative, positive),
         limit=f"within {ONE_SIDED:g} of the other sign's share, {min(negative, positive):.3g}",
         reason="the mismatch moves the ratios of all steps to one side before any update, so the clip removes one sign",
-        fix="leave bypass mode, or use loss_mode=grpo_guard, which centers the ratios; then " + _CLOSER,
+        fix=f"use loss_mode=grpo_guard, which centers the ratios{evidence.or_leave_bypass}; then " + _CLOSER,
         evidence={"zeroed_negative": negative, "zeroed_positive": positive},
         **evidence.when(name, lambda value: value > ONE_SIDED),
     )
