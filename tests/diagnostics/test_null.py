@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from rollcorr.diagnostics import advise, calibrate, check_logs, null_of_logs, read_null
-from rollcorr.diagnostics.null import noise_beside
+from rollcorr.diagnostics.null import noise_beside, other_rows
 from rollcorr.diagnostics.null.excess import Excess
 from rollcorr.diagnostics.null.null_file import NullMismatchError
-from rollcorr.diagnostics.null.token_share import TokenShare, TokenSums
+from rollcorr.diagnostics.null.token_share import FIRST_IDS, TokenShare, TokenSums
 from rollcorr.diagnostics.null.weight_judgment import _id_explains_more
 from rollcorr.diagnostics.provenance.pair_sample import PairSample
 from rollcorr.run_directory.stored_run import BadInputError
@@ -416,6 +416,22 @@ def test_values_of_other_tokens_in_some_rows_do_not_look_like_other_weights(tmp_
     # What they do to the numbers stands under them, and the advice says the same.
     assert {f.follows_from for f in result.health.findings if f.code == "out_of_range"} <= {code, None}
     assert [finding.code for finding in advise(result).repairs][:1] == [code]
+
+
+def test_other_rows_are_compared_with_first_steps_by_folded_ids_alike(tmp_path, monkeypatch):
+    seen = []
+    judge = other_rows.judge_weights
+    monkeypatch.setattr(
+        other_rows, "judge_weights", lambda profile, *a, **k: (seen.append(profile), judge(profile, *a, **k))[1]
+    )
+    rows = []
+    for step in range(1, 11):
+        own = rollouts(rows=12, length=60, seed=step)
+        rows += [{**row, "step": step} for row in (constant(own, 0.5) if step > 5 else own)]
+    rows[0]["response_ids"][0] += FIRST_IDS
+    result = check_logs([write_rows(tmp_path / "log.parquet", rows)])
+    assert "placeholder" in {finding.code for finding in result.hypotheses}
+    assert [profile.ids.limit for profile in seen] == [FIRST_IDS]
 
 
 @pytest.mark.parametrize(("fault", "share", "code"), ROW_FAULTS)

@@ -197,6 +197,8 @@ def check_logs(
 
     # All rows together are judged. The steps are history, for the rules and the panels.
     whole = _metrics(merge_parts(tally.parts.values()))
+    whole.pop("log/token_id_share", None)  # of folded ids, as that of a step
+    whole |= _exact_share(tally.profile)
     steps = sorted(step for step in tally.parts if step is not None)
     ages = _ages(tally)
     series = tuple({"step": step, **_metrics(tally.parts[step]), **ages.get(step, {})} for step in steps)
@@ -395,6 +397,16 @@ def _metrics(part: Part) -> dict[str, float]:
     if share.tokens >= FEW_TOKENS and not part.ids.repeats:
         metrics["log/token_id_share"] = share.share
     return metrics
+
+
+def _exact_share(profile: MismatchProfile) -> dict[str, float]:
+    """The share of the token id over all rows, from their own ids: limits on it are of exact ids, not of ids mod 1,024.
+
+    Empty where there are no ids, or too few to tell.
+    """
+    share = profile.share
+    told = share.tokens >= FEW_TOKENS and not profile.ids.repeats
+    return {"log/token_id_share": share.share} if told else {}
 
 
 def _ages(tally: Tally) -> dict[int, dict[str, float]]:
