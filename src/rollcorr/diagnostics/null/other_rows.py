@@ -16,6 +16,7 @@ from rollcorr.diagnostics.null.excess import MIN_ROWS, ROUNDING, k3_by_surprise
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile, surprise_bins
 from rollcorr.diagnostics.null.null_file import FEW_TOKENS, MismatchNull
 from rollcorr.diagnostics.null.sampled_rows import log_ratios
+from rollcorr.diagnostics.null.token_share import FIRST_IDS
 from rollcorr.diagnostics.null.weight_judgment import WeightJudgment, judge_weights
 from rollcorr.diagnostics.provenance.pair_sample import PairSample, SampleRow
 from rollcorr.diagnostics.provenance.provenance_findings import OF_ROWS, Provenance
@@ -70,6 +71,10 @@ def judge_other_rows(
     else:
         hit = []
     profile = _profile_of(others)
+
+    # The first steps of a log know the share of folded ids alone, and exact ids explain more.
+    if null.kind == "first steps":
+        profile = profile.folded(FIRST_IDS)
     if profile.row_count < MIN_ROWS or profile.tokens < FEW_TOKENS:
         return None
 
