@@ -28,6 +28,11 @@ for name in (*DISPLAY, *LAUNCHER):
     os.environ.pop(name, None)
 os.environ["TERM"] = "xterm-256color"
 
+# A job that a script starts with &, or under nohup, ignores Ctrl-C or hang-ups, and so would every program of the tests.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
+
 # CTranslate2 multiplies int16 with Intel's MKL alone, which it uses on other makers' processors only when asked.
 os.environ.setdefault("CT2_USE_MKL", "1")
 

@@ -18,6 +18,7 @@ from rollcorr.simulation import (
     threshold_sweep,
 )
 from rollcorr.simulation.ranking import ranked_estimators
+from rollcorr.simulation.simulation_figures import write_figures
 from rollcorr.simulation.simulation_file import chosen_estimators, run_file_cell
 from rollcorr.simulation.studies import APART, STUDIES
 from rollcorr.simulation.study_run import cell_key
@@ -128,6 +129,26 @@ def test_the_committed_million_samples_agree_with_exact_values():
     assert {row["estimator"] for row in rows} == set(every_estimator())
     assert all(row["draws"] == "1000000" for row in rows)
     assert all(float(row["largest_z"]) < float(row["limit"]) for row in rows)
+
+
+def test_the_committed_results_can_be_drawn(tmp_path):
+    """What `rollcorr simulate` draws at the end of a long run, from the tables that such a run left."""
+
+    def typed(value):
+        """As `run_cells` gives it: a table is text, and the rows of a run are not."""
+        if value in ("True", "False"):
+            return value == "True"
+        try:
+            return float(value)
+        except ValueError:
+            return value
+
+    rows = {
+        study: [{name: typed(value) for name, value in row.items()} for row in committed(study)] for study in STUDIES
+    }
+    figures = write_figures(rows, tmp_path)
+    assert {figure.name for figure in figures} == {figure.name for figure in RESULTS.glob("*.png")}
+    assert all(figure.read_bytes().startswith(b"\x89PNG") for figure in figures)
 
 
 CELLS = [Cell("growth", {"length": length}) for length in (10, 20, 30)]
