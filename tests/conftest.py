@@ -28,7 +28,7 @@ for name in (*DISPLAY, *LAUNCHER):
     os.environ.pop(name, None)
 os.environ["TERM"] = "xterm-256color"
 
-# A job that a script starts with &, or under nohup, ignores Ctrl-C or hang-ups, and so would every program of the tests.
+# A job that a script starts with &, or under nohup, ignores Ctrl-C or hang-ups, and so would the programs of the tests.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
