@@ -42,11 +42,6 @@ static Row row_of(const Job *job, int64_t i) {
     };
 }
 
-static void start_block(Block *block, const Row *data, int64_t start) {
-    block->tokens = data->length - start < BLOCK ? (int)(data->length - start) : BLOCK;
-    block->vectors = (block->tokens + LANES - 1) / LANES;
-}
-
 /* Valid tokens; without those that are missing, where they are rejected. */
 static void write_present(const Block *block, uint8_t *restrict out) {
     const int32_t *valid = (const int32_t *)block->valid, *measured = (const int32_t *)block->measured;
@@ -61,28 +56,28 @@ static void write_kept(const Block *block, uint8_t *restrict out) {
     for (int i = 0; i < tokens; i++) out[i] = (uint8_t)(kept[i] & 1);
 }
 
-/* Past the cache where that is possible, which spares reading the buffer first. */
 static void write_weights(const Block *block, const vf *weights, float *out) {
-#if LANES == 16
-    if ((uintptr_t)out % sizeof(vf) == 0 && block->tokens % LANES == 0) {
-        EACH_VECTOR(v, block) _mm512_stream_ps(out + v * LANES, (__m512)weights[v]);
-        return;
-    }
-#endif
-    memcpy(out, weights, (size_t)block->tokens * sizeof(float));
+    if (block->tokens % LANES == 0 && can_pass_cache(out)) EACH_VECTOR(v, block) store_past_cache(out + v * LANES, weights[v]);
+    else memcpy(out, weights, (size_t)block->tokens * sizeof(float));
 }
 
-/* Load a block and sort its tokens; returns whether it has a valid one. */
+/* Load a block and sort its tokens; returns whether it has a valid one. It may end before `block->tokens` did. */
 static int read_block(Block *block, const Row *data, int64_t start, Mismatch *sums) {
     const Job *job = block->job;
-    int uniformly = job->mask_type == MASK_BYTE ? uniform((const uint8_t *)data->mask + start, block->tokens) : -1;
-    if (uniformly == 0) return 0;
-    int plain = uniformly == 1 && block->tokens % LANES == 0;
-    if (!plain && read_mask(data->mask, job->mask_type, start, block) == 0) return 0;
+    int is = job->mask_type == MASK_BYTE ? end_at_change(block, (const uint8_t *)data->mask + start) : MIXED;
+    block->regular = 0;
+    if (is == PADDING) return 0;
+    if (is == MIXED) {
+        int found = read_mask(data->mask, job->mask_type, start, block);
+        if (found == 0) return 0;
+        if (found == block->vectors * LANES) is = VALID;
+    }
     block->train = read_log_probs(data->train, job->train_type, start, block, block->train_copy);
     block->rollout = read_log_probs(data->rollout, job->rollout_type, start, block, block->rollout_copy);
-    if (plain) {
+    if (is == VALID) {
         set_plain(block);
+        block->regular = survey(block, sums);
+        if (block->regular) return 1;
         subtract(block, sums);
         if (!block->wide) return 1;
         read_mask(data->mask, job->mask_type, start, block); /* not plain: something is infinite or huge */
@@ -102,6 +97,11 @@ static void pass_block(Block *block, const Row *data, int64_t start, Sequence *s
     if (!read_block(block, data, start, &sums)) { /* padding: nothing else is read */
         memset(mask_out, 0, (size_t)block->tokens);
         if (weights_out) memset(weights_out, 0, (size_t)block->tokens * sizeof(float));
+        return;
+    }
+    if (block->regular && is_quiet(block, &sums)) {
+        pass_quiet(block, &sums, weights_out, s, rows);
+        memset(mask_out, 1, (size_t)block->tokens);
         return;
     }
     measure(block, &sums, s, rows);
@@ -139,7 +139,7 @@ static int is_compared(const Job *job, const Row *data, int64_t i) {
 static void spread_weight(Block *block, const Row *data, const Derived *derived, float weight) {
     int whole = block->job->nonfinite == NEUTRAL || derived->missing == 0;
     for (int64_t start = 0; start < data->length; start += BLOCK) {
-        start_block(block, data, start);
+        set_tokens(block, data->length - start);
         read_mask(data->mask, block->job->mask_type, start, block);
         const int32_t *valid = (const int32_t *)block->valid;
         float *out = data->weights + start;
@@ -154,8 +154,8 @@ static void pass_sequence(Block *block, int64_t i, Rows *rows) {
     const Job *job = block->job;
     Row data = row_of(job, i);
     Sequence s = {.range = {INFINITY, -INFINITY}};
-    for (int64_t start = 0; start < data.length; start += BLOCK) {
-        start_block(block, &data, start);
+    for (int64_t start = 0; start < data.length; start += block->tokens) {
+        set_tokens(block, data.length - start);
         pass_block(block, &data, start, &s, rows);
     }
     Derived derived = derive(job, &s);
