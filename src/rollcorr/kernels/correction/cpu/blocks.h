@@ -25,10 +25,10 @@ typedef struct {
     int tokens, vectors;
     const float *train, *rollout; /* readable to the end of the last vector */
     double n_valid, n_measured, n_zero, n_counted, n_missing;
-    int plain;            /* every lane is measured: masks need no looking at */
-    int regular, nearest; /* plain and as regular.h says; |d| is at most REACH, or at most NEAREST */
-    int reach;            /* elsewhere: how far d goes: to CAP, or beyond */
-    int wide;             /* float32 sums do not hold it */
+    int plain;   /* every lane is measured: masks need no looking at */
+    int regular; /* plain, and as regular.h says */
+    int reach;   /* elsewhere: how far d goes: to CAP, or beyond */
+    int wide;    /* float32 sums do not hold it */
     const vi *valid, *measured, *zero, *counted; /* classes of tokens: the arrays below, or EVERY and NONE */
     vi classes[4][VECTORS], kept[VECTORS];
     vf d[VECTORS], rho[VECTORS], expm1[VECTORS], k2[VECTORS], k3[VECTORS], weight[VECTORS], less_one[VECTORS];
@@ -60,12 +60,8 @@ static void set_tokens(Block *block, int64_t tokens) {
 
 /* Whether a byte mask is 1 throughout (1), 0 throughout (0), or neither (-1), without spreading it over lanes. */
 static int uniform(const uint8_t *mask, int tokens) {
-    uint8_t not_one = 0, not_zero = 0;
-    for (int i = 0; i < tokens; i++) {
-        not_one |= mask[i] ^ 1;
-        not_zero |= mask[i];
-    }
-    return not_zero == 0 ? 0 : not_one == 0 ? 1 : -1;
+    static const uint8_t zeros[BLOCK], ones[BLOCK] = {[0 ... BLOCK - 1] = 1};
+    return memcmp(mask, ones, (size_t)tokens) == 0 ? 1 : memcmp(mask, zeros, (size_t)tokens) == 0 ? 0 : -1;
 }
 
 /* How many bytes are like the first. */
@@ -134,12 +130,15 @@ static void set_plain(Block *block) {
 static inline void fetch_ahead(const float *x) { __builtin_prefetch((const void *)((uintptr_t)x + BLOCK * sizeof *x)); }
 
 typedef struct { /* sums of one block that go to its sequence or to the batch */
-    double d, squares, m2, magnitude, train, rollout, expm1, expm1_squares, k3, chi2, difference, most_difference;
+    double d, squares, m2, magnitude, train, rollout, expm1, expm1_squares, k3, chi2, difference, most_difference, farthest;
     Extremes log_ratio;
 } Mismatch;
 
 /* Σ (x − mean)² of n values from Σ x and Σ x². */
-static inline double spread(double n, double sum, double squares) { return fmax(squares - sum * sum / n, 0); }
+static inline double spread(double n, double sum, double squares) {
+    double m2 = squares - sum * sum / n;
+    return m2 > 0 ? m2 : 0;
+}
 
 /* How many d lie outside a band that contains 0; most blocks lie inside, which their extremes tell. */
 static double count_outside(const Block *block, const Mismatch *sums, float lower, float upper) {

@@ -61,30 +61,33 @@ static void write_weights(const Block *block, const vf *weights, float *out) {
     else memcpy(out, weights, (size_t)block->tokens * sizeof(float));
 }
 
-/* Load a block and sort its tokens; returns whether it has a valid one. It may end before `block->tokens` did. */
-static int read_block(Block *block, const Row *data, int64_t start, Mismatch *sums) {
+/* Load a block, which may end before `block->tokens` did; tell whether its tokens are valid. */
+static int read_block(Block *block, const Row *data, int64_t start) {
     const Job *job = block->job;
     int is = job->mask_type == MASK_BYTE ? end_at_change(block, (const uint8_t *)data->mask + start) : MIXED;
-    block->regular = 0;
-    if (is == PADDING) return 0;
     if (is == MIXED) {
         int found = read_mask(data->mask, job->mask_type, start, block);
-        if (found == 0) return 0;
-        if (found == block->vectors * LANES) is = VALID;
+        is = found == 0 ? PADDING : found == block->vectors * LANES ? VALID : MIXED;
     }
+    if (is == PADDING) return is;
     block->train = read_log_probs(data->train, job->train_type, start, block, block->train_copy);
     block->rollout = read_log_probs(data->rollout, job->rollout_type, start, block, block->rollout_copy);
+    block->regular = block->wide = 0;
+    if (is == VALID) set_plain(block);
+    return is;
+}
+
+/* Find d, and which tokens have one. A block that is valid throughout was summed as if it were quiet. */
+static void sort_block(Block *block, const Row *data, int64_t start, int is, Mismatch *sums) {
     if (is == VALID) {
-        set_plain(block);
-        block->regular = survey(block, sums);
-        if (block->regular) return 1;
+        block->regular = is_within(sums, REGULAR_REACH);
+        if (block->regular) return;
         subtract(block, sums);
-        if (!block->wide) return 1;
-        read_mask(data->mask, job->mask_type, start, block); /* not plain: something is infinite or huge */
+        if (!block->wide) return;
+        read_mask(data->mask, block->job->mask_type, start, block); /* not plain: something is infinite or huge */
     }
     classify(block);
     subtract(block, sums);
-    return 1;
 }
 
 static void pass_block(Block *block, const Row *data, int64_t start, Sequence *s, Rows *rows) {
@@ -94,16 +97,17 @@ static void pass_block(Block *block, const Row *data, int64_t start, Sequence *s
     float *weights_out = job->level == TOKEN_WEIGHTS ? data->weights + start : 0;
     uint8_t *mask_out = data->loss_mask + start;
     Mismatch sums;
-    if (!read_block(block, data, start, &sums)) { /* padding: nothing else is read */
+    int is = read_block(block, data, start);
+    if (is == PADDING) { /* nothing else is read */
         memset(mask_out, 0, (size_t)block->tokens);
         if (weights_out) memset(weights_out, 0, (size_t)block->tokens * sizeof(float));
         return;
     }
-    if (block->regular && is_quiet(block, &sums)) {
-        pass_quiet(block, &sums, weights_out, s, rows);
+    if (is == VALID && pass_quiet(block, &sums, weights_out, s, rows)) {
         memset(mask_out, 1, (size_t)block->tokens);
         return;
     }
+    sort_block(block, data, start, is, &sums);
     measure(block, &sums, s, rows);
     double weight_before = s->weight;
     const vf *weights = weights_out ? weigh_tokens(block, &sums, s, rows) : 0;

@@ -7,7 +7,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#define ABI 5 /* raise with every change of what a field or a name means; library.py compares it, and sizes */
+#define ABI 6 /* raise with every change of what a field or a name means; library.py compares it, and sizes */
 #define MAX_CRITERIA 11
 #define CAP 20.0 /* nats; largest d in k3 and chi², as rollcorr.core.divergence.CAP */
 
@@ -96,6 +96,7 @@ typedef struct {
     Band band, veto, ten_percent;
     Band weighted; /* outside, IcePop gives no weight */
     Band untouched, accepted; /* inside, no bound on a weight is met; no token-level criterion rejects */
+    Band quiet;               /* inside, nothing at all is decided about single tokens; empty where that is always done */
     WideBand wide_band, wide_weighted, low_weight;
     double bound; /* the safety bound, nats */
 } Job;

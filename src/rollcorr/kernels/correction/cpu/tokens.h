@@ -188,9 +188,9 @@ static void sum_wide(const Block *block, Mismatch *sums) {
     *sums = wide;
 }
 
-/* The mismatch of a block that is not quiet. `sums` holds what `survey` or `subtract` found. */
+/* The mismatch of a block that is not quiet. `sums` holds what `sum_as` or `subtract` found. */
 static void measure(Block *block, Mismatch *sums, Sequence *s, Rows *rows) {
-    if (block->regular) sum_regular(block, sums, 0, TO_BLOCK);
+    if (block->regular) sum_as(block, sums, 0, TO_BLOCK);
     else exponentiate(block, sums);
     if (block->wide) sum_wide(block, sums);
     else sums->m2 = sample(block, block->d, block->measured, block->n_measured, sums->d).m2;

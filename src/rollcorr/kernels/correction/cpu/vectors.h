@@ -69,11 +69,26 @@ static inline vf rounded_off(vf a, vf b, vf difference) {
 typedef float v4f __attribute__((vector_size(16), may_alias));
 typedef int32_t v4i __attribute__((vector_size(16), may_alias));
 
-static inline double total(vf x) {
+typedef double v4d __attribute__((vector_size(32)));
+
+static inline v4f sum_of_quarters(vf x) {
     v4f part[LANES / 4];
     memcpy(part, &x, sizeof x);
     for (int i = 1; i < LANES / 4; i++) part[0] += part[i];
-    return ((double)part[0][0] + (double)part[0][1]) + ((double)part[0][2] + (double)part[0][3]);
+    return part[0];
+}
+
+static inline double total(vf x) {
+    v4f part = sum_of_quarters(x);
+    return ((double)part[0] + (double)part[1]) + ((double)part[2] + (double)part[3]);
+}
+
+/* The totals of four vectors, for less than four times the cost of one. */
+static inline v4d totals(vf a, vf b, vf c, vf d) {
+    v4f of_a = sum_of_quarters(a), of_b = sum_of_quarters(b), of_c = sum_of_quarters(c), of_d = sum_of_quarters(d);
+    v4d sum = {0};
+    for (int i = 0; i < 4; i++) sum += __builtin_convertvector(((v4f){of_a[i], of_b[i], of_c[i], of_d[i]}), v4d);
+    return sum;
 }
 
 static inline double exact_total(vf x) {
@@ -89,6 +104,19 @@ static inline double count(vi minus_ones) {
     return -(part[0][0] + part[0][1] + part[0][2] + part[0][3]);
 }
 
+#if defined(__x86_64__)
+static inline v4f larger_of_four(v4f a, v4f b) { return (v4f)_mm_max_ps((__m128)a, (__m128)b); }
+#else
+static inline v4f larger_of_four(v4f a, v4f b) { return (v4f)(((a > b) & (v4i)a) | (~(a > b) & (v4i)b)); }
+#endif
+
+static inline v4f larger_quarter(vf x) {
+    v4f part[LANES / 4];
+    memcpy(part, &x, sizeof x);
+    for (int i = 1; i < LANES / 4; i++) part[0] = larger_of_four(part[0], part[i]);
+    return part[0];
+}
+
 static inline double smallest(vf x) {
     v4f part[LANES / 4];
     memcpy(part, &x, sizeof x);
@@ -101,6 +129,14 @@ static inline double smallest(vf x) {
 }
 
 static inline double largest(vf x) { return -smallest(-x); }
+
+/* The largest of each of four vectors. */
+static inline v4f largest_of_each(vf a, vf b, vf c, vf d) {
+    v4f of_a = larger_quarter(a), of_b = larger_quarter(b), of_c = larger_quarter(c), of_d = larger_quarter(d);
+    v4f found = {of_a[0], of_b[0], of_c[0], of_d[0]};
+    for (int i = 1; i < 4; i++) found = larger_of_four(found, (v4f){of_a[i], of_b[i], of_c[i], of_d[i]});
+    return found;
+}
 
 /* A sum in float32 with what rounding took from it: the two together are good to 1e-9 of what was added (Dekker). It
    starts at an anchor that is larger than anything it adds, so one subtraction tells what arrived. */
@@ -145,17 +181,16 @@ static inline Exponential exponential(vf x) {
     return (Exponential){grown + e.scale, grown + less, e.scale * t + (less * (1.0f + e.r) - e.n * 0.693147181f)};
 }
 
-/* The same without reduction. For |x| <= 0.3 the polynomial is (e^x − 1 − x) / x² with the least relative error, 6e-8.
-   For |x| <= 2.75 it is (e^½x − 1 − ½x) / x², to 6e-8 too, and with h = e^½x − 1, e^x = (1 + h)². */
-static inline Exponential exponential_near(vf x, const int nearest) {
-    if (nearest) {
-        vf s = splat(1.38981803e-3f) * x + 8.35566441e-3f;
-        s = s * x + 0.0416667714f;
-        s = s * x + 0.166666165f;
-        s = s * x + 0.5f;
-        vf k3 = x * x * s, expm1 = x + k3;
-        return (Exponential){expm1 + 1.0f, expm1, k3};
-    }
+/* The same for |x| <= 1, where (e^x − 1 − x) / x² is the polynomial with the least relative error, 9e-8. */
+static inline Exponential exponential_quiet(vf x) {
+    vf square = x * x, high = square * 2.49608154e-5f + (x * 2.03254852e-4f + 1.38913353e-3f);
+    vf middle = x * 8.33093047e-3f + 0.0416665156f, low = x * 0.166666962f + 0.5f;
+    vf k3 = square * (square * (square * high + middle) + low), expm1 = x + k3;
+    return (Exponential){expm1 + 1.0f, expm1, k3};
+}
+
+/* The same for |x| <= 2.75, by way of h = e^½x − 1: e^x = (1 + h)². The polynomial is (e^½x − 1 − ½x) / x², to 6e-8. */
+static inline Exponential exponential_regular(vf x) {
     vf s = splat(5.4314397e-9f) * x + 1.00828295e-7f;
     s = s * x + 1.5509844e-6f;
     s = s * x + 2.1684224e-5f;
@@ -163,7 +198,7 @@ static inline Exponential exponential_near(vf x, const int nearest) {
     s = s * x + 2.6041877e-3f;
     s = s * x + 0.020833338f;
     s = s * x + 0.125f;
-    vf tail = x * x * s, h = x * 0.5f + tail, k3 = h * h + (tail + tail), root = h + 1.0f;
+    vf half_tail = x * x * s, h = x * 0.5f + half_tail, k3 = h * h + (half_tail + half_tail), root = h + 1.0f;
     return (Exponential){root * root, x + k3, k3};
 }
 
