@@ -145,8 +145,8 @@ static double count_outside(const Block *block, const Mismatch *sums, float lowe
     if (sums->log_ratio.min >= lower && sums->log_ratio.max <= upper) return 0;
     vi found = {0};
     EACH_VECTOR(v, block) {
-        vf d = block->d[v]; /* not kept of a quiet block */
-        if (block->regular) d = load(block->train + v * LANES) - load(block->rollout + v * LANES);
+        vf d = block->d[v];
+        if (block->plain) d = load(block->train + v * LANES) - load(block->rollout + v * LANES); /* no d of a quiet block */
         found += (d < lower) | (d > upper);
     }
     return count(found);

@@ -223,7 +223,7 @@ PUBLIC void rollcorr_correct(const Job *job) {
         started++;
     take_tasks(&work);
     while (started > 0) pthread_join(threads[--started], 0);
-    for (int64_t task = 1; task < job->tasks; task++) merge_rows(&job->rows[0], &job->rows[task]);
+    for (int64_t task = 1; task < job->tasks; task++) merge_rows(&job->rows[0], &job->rows[task], job->criteria_count);
     finish_rows(job, &job->rows[0]);
 }
 

@@ -125,13 +125,13 @@ static inline void clear_rows(Rows *rows) {
         for (int i = 0; i < SAMPLES; i++) rows->criterion_extremes[c][i] = nothing;
 }
 
-static inline void merge_rows(Rows *rows, const Rows *other) {
+static inline void merge_rows(Rows *rows, const Rows *other, int criteria) {
     const Moments *moments = other->moments;
     const Extremes *extremes = other->extremes;
     for (int i = 0; i < N_SUMS; i++) rows->sums[i] += other->sums[i];
     for (int i = 0; i < N_MOMENTS; i++) add_moments(&rows->moments[i], moments[i].n, moments[i].mean, moments[i].m2);
     for (int i = 0; i < N_EXTREMES; i++) add_extremes(&rows->extremes[i], extremes[i].min, extremes[i].max);
-    for (int c = 0; c < MAX_CRITERIA; c++) {
+    for (int c = 0; c < criteria; c++) {
         for (int i = 0; i < N_CRITERION_SUMS; i++) rows->criterion_sums[c][i] += other->criterion_sums[c][i];
         for (int i = 0; i < SAMPLES; i++) {
             moments = &other->criterion_moments[c][i];

@@ -11,20 +11,22 @@
 
 #define QUIET_REACH 1.0    /* nats; largest |d| of a quiet block */
 #define REGULAR_REACH 2.75 /* nats; largest |d| of a regular block */
-#define ORDINARY 60.0      /* nats; largest |log μ| of both */
-#define ANCHOR (192.0f * VECTORS) /* of exact sums: half as large again as a power of two above what a lane can hold */
+#define ORDINARY 15.0      /* nats; largest |log μ| of both: few tokens are sampled at e^-15 */
+#define ANCHOR (48.0f * VECTORS) /* of exact sums: half as large again as a power of two, so that no lane leaves its binade */
 
 enum { TO_NOBODY, TO_MEMORY, PAST_CACHE, TO_BLOCK }; /* where weights go; the last keeps all vectors, of regular blocks */
 
 /* Everything that is summed over such a block. */
 INLINE void sum_as(Block *block, Mismatch *sums, float *weights, const int destination) {
+    const float *train_at = block->train, *rollout_at = block->rollout;
+    const int vectors = block->vectors;
     Exact train_sum = {splat(ANCHOR), {0}}, rollout_sum = train_sum;
     vf sum_magnitude = {0}, squares = {0}, sum_k3 = {0}, expm1_squares = {0}, sum_difference = {0}, most_difference = {0};
     vf least = splat(INFINITY), most = -least, farthest = {0};
-    EACH_VECTOR(v, block) {
-        fetch_ahead(block->train + v * LANES);
-        fetch_ahead(block->rollout + v * LANES);
-        vf train = load(block->train + v * LANES), rollout = load(block->rollout + v * LANES), d = train - rollout;
+    for (int v = 0; v < vectors; v++) {
+        fetch_ahead(train_at + v * LANES);
+        fetch_ahead(rollout_at + v * LANES);
+        vf train = load(train_at + v * LANES), rollout = load(rollout_at + v * LANES), d = train - rollout;
         Exponential e = destination == TO_BLOCK ? exponential_regular(d) : exponential_quiet(d);
         vf difference = exp_of_ordinary(rollout) * magnitude(e.expm1); /* |π − μ| = μ |ρ − 1| */
         if (destination == TO_MEMORY) store(weights + v * LANES, e.exp);
@@ -47,17 +49,17 @@ INLINE void sum_as(Block *block, Mismatch *sums, float *weights, const int desti
         most = larger(most, d);
         farthest = larger(farthest, magnitude(rollout));
     }
-    v4d exact = totals(train_sum.high - ANCHOR, rollout_sum.high - ANCHOR, train_sum.low, rollout_sum.low);
-    v4d of_d = totals(sum_magnitude, squares, sum_k3, expm1_squares);
+    double train_high = total(train_sum.high - ANCHOR), rollout_high = total(rollout_sum.high - ANCHOR);
+    double train_low = total(train_sum.low), rollout_low = total(rollout_sum.low);
     v4f most_of = largest_of_each(-least, most, farthest, most_difference);
-    sums->train = exact[0] + exact[2];
-    sums->rollout = exact[1] + exact[3];
-    sums->d = (exact[0] - exact[1]) + (exact[2] - exact[3]); /* exponentiated, so it must not be rounded */
-    sums->magnitude = of_d[0];
-    sums->squares = of_d[1];
-    sums->k3 = of_d[2];
+    sums->train = train_high + train_low;
+    sums->rollout = rollout_high + rollout_low;
+    sums->d = (train_high - rollout_high) + (train_low - rollout_low); /* exponentiated, so it must not be rounded */
+    sums->magnitude = total(sum_magnitude);
+    sums->squares = total(squares);
+    sums->k3 = total(sum_k3);
     sums->expm1 = sums->d + sums->k3;
-    sums->expm1_squares = of_d[3];
+    sums->expm1_squares = total(expm1_squares);
     sums->chi2 = sums->expm1_squares + 2 * sums->expm1; /* ρ² − 1 = (ρ − 1)² + 2 (ρ − 1) */
     sums->difference = total(sum_difference);
     sums->log_ratio = (Extremes){-(double)most_of[0], (double)most_of[1]};

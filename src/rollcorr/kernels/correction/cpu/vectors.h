@@ -69,8 +69,6 @@ static inline vf rounded_off(vf a, vf b, vf difference) {
 typedef float v4f __attribute__((vector_size(16), may_alias));
 typedef int32_t v4i __attribute__((vector_size(16), may_alias));
 
-typedef double v4d __attribute__((vector_size(32)));
-
 static inline v4f sum_of_quarters(vf x) {
     v4f part[LANES / 4];
     memcpy(part, &x, sizeof x);
@@ -83,13 +81,6 @@ static inline double total(vf x) {
     return ((double)part[0] + (double)part[1]) + ((double)part[2] + (double)part[3]);
 }
 
-/* The totals of four vectors, for less than four times the cost of one. */
-static inline v4d totals(vf a, vf b, vf c, vf d) {
-    v4f of_a = sum_of_quarters(a), of_b = sum_of_quarters(b), of_c = sum_of_quarters(c), of_d = sum_of_quarters(d);
-    v4d sum = {0};
-    for (int i = 0; i < 4; i++) sum += __builtin_convertvector(((v4f){of_a[i], of_b[i], of_c[i], of_d[i]}), v4d);
-    return sum;
-}
 
 static inline double exact_total(vf x) {
     double sum = 0;
@@ -130,7 +121,7 @@ static inline double smallest(vf x) {
 
 static inline double largest(vf x) { return -smallest(-x); }
 
-/* The largest of each of four vectors. */
+/* The largest lanes of four vectors at once. */
 static inline v4f largest_of_each(vf a, vf b, vf c, vf d) {
     v4f of_a = larger_quarter(a), of_b = larger_quarter(b), of_c = larger_quarter(c), of_d = larger_quarter(d);
     v4f found = {of_a[0], of_b[0], of_c[0], of_d[0]};
@@ -202,7 +193,7 @@ static inline Exponential exponential_regular(vf x) {
     return (Exponential){root * root, x + k3, k3};
 }
 
-/* e^x for |x| <= 60, to 2e-7 of itself: 2^f from the polynomial with the least relative error, |f| <= 1/2, and 2^n. */
+/* e^x for |x| <= 15, to 3e-7 of itself: 2^f from the polynomial with the least relative error, |f| <= 1/2, and 2^n. */
 static inline vf exp_of_ordinary(vf x) {
     const vf round = splat(12582912.0f);
     vf shifted = x * 1.44269504f + round, f = x * 1.44269504f - (shifted - round);
