@@ -76,6 +76,18 @@ static int leading_run(const uint8_t *mask, int tokens) {
     return run;
 }
 
+/* How many bytes at the end are 0. */
+static int trailing_zeros(const uint8_t *mask, int tokens) {
+    uint64_t word;
+    int end = tokens;
+    for (; end >= 8; end -= 8) {
+        memcpy(&word, mask + end - 8, sizeof word);
+        if (word != 0) break;
+    }
+    while (end > 0 && mask[end - 1] == 0) end--;
+    return tokens - end;
+}
+
 enum { PADDING, VALID, MIXED };
 
 /* End a block where its mask changes, if a long run of valid tokens or of others comes before; tell which it is. Valid
@@ -85,8 +97,7 @@ static int end_at_change(Block *block, const uint8_t *mask) {
     if (value < 0 && mask[0] <= 1) run = leading_run(mask, tokens), value = mask[0];
     if (value == 1) run -= run % LANES;
     if (value < 0 || (run < tokens && run < SHORTEST)) {
-        while (mask[tokens - 1] == 0) tokens--; /* what follows belongs to the padding */
-        set_tokens(block, tokens);
+        set_tokens(block, tokens - trailing_zeros(mask, tokens)); /* what follows belongs to the padding */
         return MIXED;
     }
     set_tokens(block, run);
