@@ -105,3 +105,20 @@ def test_a_sum_of_log_ratios_is_better_than_each_of_them(level):
     from_rounded = (train - rollout).double().sum().item()
     assert abs(from_rounded - exact) > 1e-6
     assert output.statistics.read().moments["log_ratio"].total == pytest.approx(exact, abs=1e-7)
+
+
+@levels
+@configurations
+def test_what_comes_before_a_sequence_changes_no_bit_of_it(level, config):
+    train, rollout, mask = close_policies(6, 2080)
+    generator = torch.Generator().manual_seed(5)
+    for row, spread in ((1, 0.3), (3, 2.0), (4, 30.0)):
+        train[row] += spread * torch.randn(2080, generator=generator)
+    train[5, 512:1024] *= 3.0
+    whole = cpu_correction(train, rollout, mask, config, level=level)
+    for row in range(6):
+        alone = cpu_correction(train[row, None], rollout[row, None], mask[row, None], config, level=level)
+        assert torch.equal(alone.loss_mask[0], whole.loss_mask[row])
+        assert alone.weights is None or torch.equal(alone.weights[0], whole.weights[row])
+    expected = reference_correction(train, rollout, mask, config)
+    assert_same(whole, expected, **CLOSE)

@@ -22,11 +22,13 @@ enum { REACH_CAP, REACH_FAR };
 
 typedef struct {
     const Job *job;
+    int expected; /* what a block is taken for at first, after what the one before it in its sequence was */
     int tokens, vectors;
     const float *train, *rollout; /* readable to the end of the last vector */
     double n_valid, n_measured, n_zero, n_counted, n_missing;
     int plain;   /* every lane is measured: masks need no looking at */
     int regular; /* plain, and as regular.h says */
+    int summed;  /* and its sums and vectors are there */
     int reach;   /* elsewhere: how far d goes: to CAP, or beyond */
     int wide;    /* float32 sums do not hold it */
     const vi *valid, *measured, *zero, *counted; /* classes of tokens: the arrays below, or EVERY and NONE */

@@ -72,17 +72,18 @@ static int read_block(Block *block, const Row *data, int64_t start) {
     if (is == PADDING) return is;
     block->train = read_log_probs(data->train, job->train_type, start, block, block->train_copy);
     block->rollout = read_log_probs(data->rollout, job->rollout_type, start, block, block->rollout_copy);
-    block->regular = block->wide = 0;
+    block->regular = block->summed = block->wide = 0;
     if (is == VALID) set_plain(block);
     return is;
 }
 
-/* Find d, and which tokens have one. A block that is valid throughout was summed as if it were quiet. */
+/* Find d, and which tokens have one. A block that is valid throughout was summed as what it was expected to be. */
 static void sort_block(Block *block, const Row *data, int64_t start, int is, Mismatch *sums) {
     if (is == VALID) {
-        block->regular = is_within(sums, REGULAR_REACH);
-        if (block->regular) return;
-        subtract(block, sums);
+        block->regular = block->expected != EXPECT_OTHER && is_within(sums, REGULAR_REACH);
+        if (!block->regular) subtract(block, sums);
+        int within = sums->log_ratio.min >= -REGULAR_REACH && sums->log_ratio.max <= REGULAR_REACH;
+        block->expected = within ? EXPECT_REGULAR : EXPECT_OTHER;
         if (!block->wide) return;
         read_mask(data->mask, block->job->mask_type, start, block); /* not plain: something is infinite or huge */
     }
@@ -103,9 +104,15 @@ static void pass_block(Block *block, const Row *data, int64_t start, Sequence *s
         if (weights_out) memset(weights_out, 0, (size_t)block->tokens * sizeof(float));
         return;
     }
-    if (is == VALID && pass_quiet(block, &sums, weights_out, s, rows)) {
-        memset(mask_out, 1, (size_t)block->tokens);
-        return;
+    if (is == VALID && block->expected != EXPECT_OTHER) {
+        sum_expected(block, &sums, weights_out);
+        if (is_quiet(job, &sums, block->tokens)) {
+            if (weights_out && block->summed) write_weights(block, block->rho, weights_out);
+            add_quiet(block, &sums, weights_out != 0, s, rows);
+            memset(mask_out, 1, (size_t)block->tokens);
+            block->expected = EXPECT_QUIET;
+            return;
+        }
     }
     sort_block(block, data, start, is, &sums);
     measure(block, &sums, s, rows);
@@ -158,6 +165,7 @@ static void pass_sequence(Block *block, int64_t i, Rows *rows) {
     const Job *job = block->job;
     Row data = row_of(job, i);
     Sequence s = {.range = {INFINITY, -INFINITY}};
+    expect_first(block);
     for (int64_t start = 0; start < data.length; start += block->tokens) {
         set_tokens(block, data.length - start);
         pass_block(block, &data, start, &s, rows);

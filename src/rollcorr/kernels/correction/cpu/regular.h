@@ -2,7 +2,8 @@
    policies are close. Nothing has to be masked, capped or summed twice there, and one polynomial gives e^d.
 
    A *quiet* block is one where no bound on a token acts either. One loop does all that it needs: its weights go straight
-   to memory, and nothing is kept. The same loop tells whether the block was quiet; if not, it is read again in full. */
+   to memory, and nothing is kept. The same loop tells whether the block was quiet; if not, it is read again. What the next
+   block of the sequence is taken for follows from that, so the results of a sequence depend on nothing but its tokens. */
 
 #ifndef ROLLCORR_REGULAR_H
 #define ROLLCORR_REGULAR_H
@@ -81,21 +82,32 @@ static inline int is_quiet(const Job *job, const Mismatch *sums, double n) {
            4 * sums->d * sums->d <= n * sums->squares;
 }
 
-/* Take a block that is valid throughout as a quiet one; returns whether it was. `sums` are good either way, but for what
-   is built on an exponential. */
-static int pass_quiet(Block *block, Mismatch *sums, float *weights, Sequence *s, Rows *rows) {
-    const Job *job = block->job;
-    double n = block->tokens;
-    if (!weights) sum_as(block, sums, weights, TO_NOBODY);
+enum { EXPECT_QUIET, EXPECT_REGULAR, EXPECT_OTHER };
+
+static void expect_first(Block *block) {
+    const Band quiet = block->job->quiet;
+    block->expected = quiet.lower <= quiet.upper ? EXPECT_QUIET : EXPECT_REGULAR;
+}
+
+/* Sum a block that is valid throughout as the quiet or regular one that it is expected to be. If it is neither, all but
+   what is built on an exponential is right. */
+static void sum_expected(Block *block, Mismatch *sums, float *weights) {
+    block->summed = block->expected == EXPECT_REGULAR;
+    if (block->summed) sum_as(block, sums, weights, TO_BLOCK);
+    else if (!weights) sum_as(block, sums, weights, TO_NOBODY);
     else if (can_pass_cache(weights)) sum_as(block, sums, weights, PAST_CACHE);
     else sum_as(block, sums, weights, TO_MEMORY);
-    if (!is_quiet(job, sums, n)) return 0;
+}
 
+/* The rows of a quiet block; `weighing` if there are weights, which are its ratios. */
+static void add_quiet(const Block *block, Mismatch *sums, int weighing, Sequence *s, Rows *rows) {
+    const Job *job = block->job;
+    double n = block->tokens;
     sums->m2 = spread(n, sums->d, sums->squares);
     add_mismatch(block, sums, s, rows);
     if (job->needs_k2) s->k2 += sums->squares / 2;
     s->kept += n;
-    if (!weights) return 1;
+    if (!weighing) return;
     if (job->mode == ICEPOP)
         add_extremes(&rows->extremes[EXTREMES_weight], exp(sums->log_ratio.min), exp(sums->log_ratio.max));
     double weight = n + sums->expm1, m2 = spread(n, sums->expm1, sums->expm1_squares);
@@ -104,7 +116,6 @@ static int pass_quiet(Block *block, Mismatch *sums, float *weights, Sequence *s,
     s->raw_weight += weight;
     s->weight += weight;
     s->kept_weight += weight;
-    return 1;
 }
 
 #endif

@@ -190,8 +190,8 @@ static void sum_wide(const Block *block, Mismatch *sums) {
 
 /* The mismatch of a block that is not quiet. `sums` holds what `sum_as` or `subtract` found. */
 static void measure(Block *block, Mismatch *sums, Sequence *s, Rows *rows) {
-    if (block->regular) sum_as(block, sums, 0, TO_BLOCK);
-    else exponentiate(block, sums);
+    if (!block->regular) exponentiate(block, sums);
+    else if (!block->summed) sum_as(block, sums, 0, TO_BLOCK);
     if (block->wide) sum_wide(block, sums);
     else sums->m2 = sample(block, block->d, block->measured, block->n_measured, sums->d).m2;
     add_mismatch(block, sums, s, rows);
