@@ -89,8 +89,8 @@ static void expect_first(Block *block) {
     block->expected = quiet.lower <= quiet.upper ? EXPECT_QUIET : EXPECT_REGULAR;
 }
 
-/* Sum a block that is valid throughout as the quiet or regular one that it is expected to be. If it is neither, all but
-   what is built on an exponential is right. */
+/* Sum a block that is valid throughout as the quiet or regular one that it is expected to be. If it is neither,
+   its extremes and Σ d² say so, and nothing else of the sums is read. */
 static void sum_expected(Block *block, Mismatch *sums, float *weights) {
     block->summed = block->expected == EXPECT_REGULAR;
     if (block->summed) sum_as(block, sums, weights, TO_BLOCK);

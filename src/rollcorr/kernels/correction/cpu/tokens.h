@@ -1,4 +1,4 @@
-/* The tokens of one sequence, 512 at a time: d, ρ, k3 and their sums, token-level weights and rejections.
+/* Any block that is not quiet: d, ρ, k3 and their sums, token-level weights and rejections.
 
    A block is summed in float32, blocks in float64. ρ − 1 and k3 = ρ − 1 − d come from the series of one exponential,
    never from a difference of near-equal numbers. Spreads are taken around the block's own mean. Counts are integers.
