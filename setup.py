@@ -101,7 +101,8 @@ def extension(level: str) -> Extension:
         f"rollcorr.kernels.correction.cpu.correction_{level}",
         [str(SOURCES / FOLDER / "correction.c")],
         depends=[
-            str(SOURCES / FOLDER / name) for name in ("detail.h", "job.h", "sequences.h", "tokens.h", "vectors.h")
+            str(SOURCES / FOLDER / name)
+            for name in ("blocks.h", "detail.h", "job.h", "regular.h", "sequences.h", "tokens.h", "vectors.h")
         ],
         extra_compile_args=[*FLAGS, *LEVELS[level]],
         extra_link_args=["-pthread"],

@@ -31,6 +31,7 @@ static Job job_for(int64_t sequences, int64_t tokens) {
     job.least = job.mode == TRUNCATE && job.level != NO_WEIGHTS ? 0.5f : 0.0f;
     job.floor = expf(-bound), job.ceiling = expf(bound);
     job.band = job.untouched = job.accepted = (Band){-0.7f, 0.7f};
+    job.quiet = (Band){-0.3f, 0.7f};
     job.ten_percent = (Band){-0.1f, 0.1f}, job.veto = (Band){-5.0f, INFINITY};
     job.wide_band = (WideBand){-0.7, 0.7}, job.low_weight = (WideBand){-0.7, INFINITY};
     job.criteria_count = MAX_CRITERIA;

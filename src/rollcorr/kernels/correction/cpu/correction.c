@@ -42,11 +42,6 @@ static Row row_of(const Job *job, int64_t i) {
     };
 }
 
-static void start_block(Block *block, const Row *data, int64_t start) {
-    block->tokens = data->length - start < BLOCK ? (int)(data->length - start) : BLOCK;
-    block->vectors = (block->tokens + LANES - 1) / LANES;
-}
-
 /* Valid tokens; without those that are missing, where they are rejected. */
 static void write_present(const Block *block, uint8_t *restrict out) {
     const int32_t *valid = (const int32_t *)block->valid, *measured = (const int32_t *)block->measured;
@@ -61,35 +56,39 @@ static void write_kept(const Block *block, uint8_t *restrict out) {
     for (int i = 0; i < tokens; i++) out[i] = (uint8_t)(kept[i] & 1);
 }
 
-/* Past the cache where that is possible, which spares reading the buffer first. */
 static void write_weights(const Block *block, const vf *weights, float *out) {
-#if LANES == 16
-    if ((uintptr_t)out % sizeof(vf) == 0 && block->tokens % LANES == 0) {
-        EACH_VECTOR(v, block) _mm512_stream_ps(out + v * LANES, (__m512)weights[v]);
-        return;
-    }
-#endif
-    memcpy(out, weights, (size_t)block->tokens * sizeof(float));
+    if (block->tokens % LANES == 0 && can_pass_cache(out)) EACH_VECTOR(v, block) store_past_cache(out + v * LANES, weights[v]);
+    else memcpy(out, weights, (size_t)block->tokens * sizeof(float));
 }
 
-/* Load a block and sort its tokens; returns whether it has a valid one. */
-static int read_block(Block *block, const Row *data, int64_t start, Mismatch *sums) {
+/* Load a block, which may end before `block->tokens` did; tell whether its tokens are valid. */
+static int read_block(Block *block, const Row *data, int64_t start) {
     const Job *job = block->job;
-    int uniformly = job->mask_type == MASK_BYTE ? uniform((const uint8_t *)data->mask + start, block->tokens) : -1;
-    if (uniformly == 0) return 0;
-    int plain = uniformly == 1 && block->tokens % LANES == 0;
-    if (!plain && read_mask(data->mask, job->mask_type, start, block) == 0) return 0;
+    int is = job->mask_type == MASK_BYTE ? end_at_change(block, (const uint8_t *)data->mask + start) : MIXED;
+    if (is == MIXED) {
+        int found = read_mask(data->mask, job->mask_type, start, block);
+        is = found == 0 ? PADDING : found == block->vectors * LANES ? VALID : MIXED;
+    }
+    if (is == PADDING) return is;
     block->train = read_log_probs(data->train, job->train_type, start, block, block->train_copy);
     block->rollout = read_log_probs(data->rollout, job->rollout_type, start, block, block->rollout_copy);
-    if (plain) {
-        set_plain(block);
-        subtract(block, sums);
-        if (!block->wide) return 1;
-        read_mask(data->mask, job->mask_type, start, block); /* not plain: something is infinite or huge */
+    block->regular = block->summed = block->wide = 0;
+    if (is == VALID) set_plain(block);
+    return is;
+}
+
+/* Find d, and which tokens have one. A block that is valid throughout was summed as what it was expected to be. */
+static void sort_block(Block *block, const Row *data, int64_t start, int is, Mismatch *sums) {
+    if (is == VALID) {
+        block->regular = block->expected != EXPECT_OTHER && is_within(sums, REGULAR_REACH);
+        if (!block->regular) subtract(block, sums);
+        int within = sums->log_ratio.min >= -REGULAR_REACH && sums->log_ratio.max <= REGULAR_REACH;
+        block->expected = within ? EXPECT_REGULAR : EXPECT_OTHER;
+        if (!block->wide) return;
+        read_mask(data->mask, block->job->mask_type, start, block); /* not plain: something is infinite or huge */
     }
     classify(block);
     subtract(block, sums);
-    return 1;
 }
 
 static void pass_block(Block *block, const Row *data, int64_t start, Sequence *s, Rows *rows) {
@@ -99,11 +98,23 @@ static void pass_block(Block *block, const Row *data, int64_t start, Sequence *s
     float *weights_out = job->level == TOKEN_WEIGHTS ? data->weights + start : 0;
     uint8_t *mask_out = data->loss_mask + start;
     Mismatch sums;
-    if (!read_block(block, data, start, &sums)) { /* padding: nothing else is read */
+    int is = read_block(block, data, start);
+    if (is == PADDING) { /* nothing else is read */
         memset(mask_out, 0, (size_t)block->tokens);
         if (weights_out) memset(weights_out, 0, (size_t)block->tokens * sizeof(float));
         return;
     }
+    if (is == VALID && block->expected != EXPECT_OTHER) {
+        sum_expected(block, &sums, weights_out);
+        if (is_quiet(job, &sums, block->tokens)) {
+            if (weights_out && block->summed) write_weights(block, block->rho, weights_out);
+            add_quiet(block, &sums, weights_out != 0, s, rows);
+            memset(mask_out, 1, (size_t)block->tokens);
+            block->expected = EXPECT_QUIET;
+            return;
+        }
+    }
+    sort_block(block, data, start, is, &sums);
     measure(block, &sums, s, rows);
     double weight_before = s->weight;
     const vf *weights = weights_out ? weigh_tokens(block, &sums, s, rows) : 0;
@@ -139,7 +150,7 @@ static int is_compared(const Job *job, const Row *data, int64_t i) {
 static void spread_weight(Block *block, const Row *data, const Derived *derived, float weight) {
     int whole = block->job->nonfinite == NEUTRAL || derived->missing == 0;
     for (int64_t start = 0; start < data->length; start += BLOCK) {
-        start_block(block, data, start);
+        set_tokens(block, data->length - start);
         read_mask(data->mask, block->job->mask_type, start, block);
         const int32_t *valid = (const int32_t *)block->valid;
         float *out = data->weights + start;
@@ -154,8 +165,9 @@ static void pass_sequence(Block *block, int64_t i, Rows *rows) {
     const Job *job = block->job;
     Row data = row_of(job, i);
     Sequence s = {.range = {INFINITY, -INFINITY}};
-    for (int64_t start = 0; start < data.length; start += BLOCK) {
-        start_block(block, &data, start);
+    expect_first(block);
+    for (int64_t start = 0; start < data.length; start += block->tokens) {
+        set_tokens(block, data.length - start);
         pass_block(block, &data, start, &s, rows);
     }
     Derived derived = derive(job, &s);
@@ -219,7 +231,7 @@ PUBLIC void rollcorr_correct(const Job *job) {
         started++;
     take_tasks(&work);
     while (started > 0) pthread_join(threads[--started], 0);
-    for (int64_t task = 1; task < job->tasks; task++) merge_rows(&job->rows[0], &job->rows[task]);
+    for (int64_t task = 1; task < job->tasks; task++) merge_rows(&job->rows[0], &job->rows[task], job->criteria_count);
     finish_rows(job, &job->rows[0]);
 }
 

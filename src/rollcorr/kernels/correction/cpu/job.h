@@ -7,7 +7,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#define ABI 5 /* raise with every change of what a field or a name means; library.py compares it, and sizes */
+#define ABI 6 /* raise with every change of what a field or a name means; library.py compares it, and sizes */
 #define MAX_CRITERIA 11
 #define CAP 20.0 /* nats; largest d in k3 and chi², as rollcorr.core.divergence.CAP */
 
@@ -96,6 +96,7 @@ typedef struct {
     Band band, veto, ten_percent;
     Band weighted; /* outside, IcePop gives no weight */
     Band untouched, accepted; /* inside, no bound on a weight is met; no token-level criterion rejects */
+    Band quiet;               /* inside, nothing at all is decided about single tokens; empty where that is always done */
     WideBand wide_band, wide_weighted, low_weight;
     double bound; /* the safety bound, nats */
 } Job;
@@ -124,13 +125,13 @@ static inline void clear_rows(Rows *rows) {
         for (int i = 0; i < SAMPLES; i++) rows->criterion_extremes[c][i] = nothing;
 }
 
-static inline void merge_rows(Rows *rows, const Rows *other) {
+static inline void merge_rows(Rows *rows, const Rows *other, int criteria) {
     const Moments *moments = other->moments;
     const Extremes *extremes = other->extremes;
     for (int i = 0; i < N_SUMS; i++) rows->sums[i] += other->sums[i];
     for (int i = 0; i < N_MOMENTS; i++) add_moments(&rows->moments[i], moments[i].n, moments[i].mean, moments[i].m2);
     for (int i = 0; i < N_EXTREMES; i++) add_extremes(&rows->extremes[i], extremes[i].min, extremes[i].max);
-    for (int c = 0; c < MAX_CRITERIA; c++) {
+    for (int c = 0; c < criteria; c++) {
         for (int i = 0; i < N_CRITERION_SUMS; i++) rows->criterion_sums[c][i] += other->criterion_sums[c][i];
         for (int i = 0; i < SAMPLES; i++) {
             moments = &other->criterion_moments[c][i];

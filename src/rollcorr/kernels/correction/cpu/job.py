@@ -26,6 +26,9 @@ _MODES = ("none", "truncate", "icepop")
 _NONFINITE = {"reject_token": 0, "raise": 0, "reject_sequence": 1, "neutral": 2}
 _NORMALIZATION = {"valid": 1, "kept": 2}
 
+EVERYTHING, NOTHING = (-math.inf, math.inf), (math.inf, -math.inf)
+"""Bands, nats."""
+
 Fields = list[tuple[str, Any]]
 
 
@@ -63,7 +66,7 @@ class Job(ctypes.Structure):
         ("criteria", CriterionFields * MAX_CRITERIA),
         ("token_criterion", ctypes.c_int32 * len(KINDS)),
         *_fields(ctypes.c_float, "cap least floor ceiling"),
-        *_fields(Band, "band veto ten_percent weighted untouched accepted"),
+        *_fields(Band, "band veto ten_percent weighted untouched accepted quiet"),
         *_fields(WideBand, "wide_band wide_weighted low_weight"),
         *_fields(ctypes.c_double, "bound"),
     ]
@@ -80,7 +83,8 @@ def thresholds_of(config: RolloutCorrectionConfig) -> bytes:
     cap = config.is_upper if config.is_mode == "truncate" and config.is_upper is not None else math.inf
     least = config.rollout_is_floor or 0.0
     low, high = log_band(*exceedance_band(config))
-    accepted = (-math.inf, math.inf)
+    untouched = max(low, -bound, math.log(least) if least else -math.inf), min(high, bound, math.log(cap))
+    zeroing, vetoed, accepted = zeroing_band(config), log_band(veto, None), EVERYTHING
     job = Job(
         level=_LEVELS.index(config.rollout_is),
         mode=_MODES.index(config.is_mode),
@@ -97,23 +101,31 @@ def thresholds_of(config: RolloutCorrectionConfig) -> bytes:
         ceiling=math.exp(bound),
         bound=bound,
         band=_rounded((low, high)),
-        weighted=_rounded(zeroing_band(config)),
+        weighted=_rounded(zeroing),
         wide_band=(low, high),
-        wide_weighted=zeroing_band(config),
+        wide_weighted=zeroing,
         low_weight=log_band(None if config.is_upper is None else 1 / config.is_upper, None),
-        veto=_rounded(log_band(veto, None)),
+        veto=_rounded(vetoed),
         ten_percent=_rounded(log_band(0.9, 1.1)),
-        untouched=_rounded(
-            (max(low, -bound, math.log(least) if least else -math.inf), min(high, bound, math.log(cap)))
-        ),
+        untouched=_rounded(untouched),
     )
     for i, criterion in enumerate(config.criteria):
         job.criteria[i], band = _criterion(criterion)
         if criterion.scope == "token":
             job.token_criterion[KINDS.index(criterion.kind)] = i
-            accepted = (max(accepted[0], band[0]), min(accepted[1], band[1]))
+            accepted = _both(accepted, band)
     job.accepted = _rounded(accepted)
+
+    # A divergence has moments and extremes of its own at token level, which need every token's.
+    described = any(criterion.scope == "token" and criterion.kind != "k1" for criterion in config.criteria)
+    weighed = _both(untouched, zeroing) if config.rollout_is == "token" else EVERYTHING
+    job.quiet = _rounded(NOTHING if described else _both(_both(accepted, vetoed), weighed))
     return bytes(job)[OF_BATCH.size :]
+
+
+def _both(band: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
+    """What lies in two bands."""
+    return max(band[0], other[0]), min(band[1], other[1])
 
 
 def _criterion(criterion: Criterion) -> tuple[CriterionFields, tuple[float, float]]:

@@ -1,4 +1,4 @@
-/* The tokens of one sequence, 512 at a time: d, ρ, k3 and their sums, token-level weights and rejections.
+/* Any block that is not quiet: d, ρ, k3 and their sums, token-level weights and rejections.
 
    A block is summed in float32, blocks in float64. ρ − 1 and k3 = ρ − 1 − d come from the series of one exponential,
    never from a difference of near-equal numbers. Spreads are taken around the block's own mean. Counts are integers.
@@ -10,96 +10,7 @@
 #ifndef ROLLCORR_TOKENS_H
 #define ROLLCORR_TOKENS_H
 
-#include "sequences.h"
-#include "vectors.h"
-
-#define BLOCK 512
-#define VECTORS (BLOCK / LANES)
-#define EACH_VECTOR(v, block) for (int v = 0; v < (block)->vectors; v++)
-#define INLINE static inline __attribute__((always_inline))
-
-#define FLOAT_CAP ((float)CAP)
-#define EXPM1_OF_CAP 485165194.4f
-#define EXP_DOMAIN 87.0f /* nats; e^±87 is a normal float32 */
-#define HOLDS 1e5        /* largest Σ |d| and |Σ log μ| of a block that float32 sums hold to what exp makes of them */
-#define HOLDS_DIFFERENCE 1e20 /* the same for Σ |π − μ|, which e^87 bounds */
-#define NEAR 0.34        /* nats; largest |d| that the series of `tail` takes as it is */
-
-enum { REACH_NEAR, REACH_CAP, REACH_FAR };
-
-typedef struct {
-    const Job *job;
-    int tokens, vectors;
-    const float *train, *rollout; /* readable to the end of the last vector */
-    double n_valid, n_measured, n_zero, n_counted, n_missing;
-    int plain; /* every lane is measured: masks need no looking at */
-    int reach; /* how far d goes: to NEAR, to CAP, or beyond */
-    int wide;  /* float32 sums do not hold it */
-    const vi *valid, *measured, *zero, *counted; /* classes of tokens: the arrays below, or EVERY and NONE */
-    vi classes[4][VECTORS], kept[VECTORS];
-    vf d[VECTORS], rho[VECTORS], expm1[VECTORS], k2[VECTORS], k3[VECTORS], weight[VECTORS], less_one[VECTORS];
-    float train_copy[BLOCK], rollout_copy[BLOCK];
-} Block;
-
-static const int32_t EVERY[BLOCK] __attribute__((aligned(64))) = {[0 ... BLOCK - 1] = -1};
-static const int32_t NONE[BLOCK] __attribute__((aligned(64)));
-
-/* The tokens of a block as float32: in place if they are and fill their vectors, else copied and padded with 0. */
-static const float *read_log_probs(const char *row, int type, int64_t start, const Block *block, float *copy) {
-    int tokens = block->tokens;
-    if (type == FLOAT32 && tokens % LANES == 0) return (const float *)row + start;
-    if (type == FLOAT32) {
-        memcpy(copy, (const float *)row + start, (size_t)tokens * sizeof(float));
-    } else {
-        const uint16_t *halves = (const uint16_t *)row + start;
-        uint32_t *bits = (uint32_t *)(void *)copy;
-        for (int i = 0; i < tokens; i++) bits[i] = (uint32_t)halves[i] << 16;
-    }
-    for (int i = tokens; i < block->vectors * LANES; i++) copy[i] = 0.0f;
-    return copy;
-}
-
-/* Whether a byte mask is 1 throughout (1), 0 throughout (0), or neither (-1), without spreading it over lanes. */
-static int uniform(const uint8_t *mask, int tokens) {
-    uint8_t not_one = 0, not_zero = 0;
-    for (int i = 0; i < tokens; i++) {
-        not_one |= mask[i] ^ 1;
-        not_zero |= mask[i];
-    }
-    return not_zero == 0 ? 0 : not_one == 0 ? 1 : -1;
-}
-
-/* Spread a mask over the lanes of `valid`, -1 or 0; return how many tokens are valid. */
-static int read_mask(const char *row, int type, int64_t start, Block *block) {
-    int32_t *valid = (int32_t *)block->classes[0], found = 0;
-    int tokens = block->tokens, lanes = block->vectors * LANES;
-#define READ(kind)                                                                   \
-    {                                                                                \
-        const kind *mask = (const kind *)row + start;                                \
-        for (int i = 0; i < tokens; i++) valid[i] = -(int32_t)(mask[i] != (kind)0); \
-        break;                                                                       \
-    }
-    switch (type) {
-        case MASK_INT32: READ(int32_t)
-        case MASK_INT64: READ(int64_t)
-        case MASK_FLOAT32: READ(float)
-        default: READ(uint8_t)
-    }
-    for (int i = tokens; i < lanes; i++) valid[i] = 0;
-    for (int i = 0; i < lanes; i++) found -= valid[i];
-    block->valid = block->classes[0];
-    block->n_valid = found;
-    return found;
-}
-
-/* Every lane is measured. */
-static void set_plain(Block *block) {
-    block->plain = 1;
-    block->valid = block->measured = block->counted = (const vi *)EVERY;
-    block->zero = (const vi *)NONE;
-    block->n_valid = block->n_measured = block->n_counted = block->tokens;
-    block->n_zero = block->n_missing = 0;
-}
+#include "regular.h"
 
 /* Sort valid tokens by their bits: measured (both finite), zero (log π = −inf under a finite log μ), missing. */
 static void classify(Block *block) {
@@ -155,11 +66,6 @@ static void add_sample(Moments *moments, double n, double sum, double m2) {
     if (n > 0) add_moments(moments, n, sum / n, m2);
 }
 
-typedef struct { /* sums of one block that go to its sequence or to the batch */
-    double d, m2, magnitude, train, rollout, expm1, k3, chi2, difference, most_difference;
-    Extremes log_ratio;
-} Mismatch;
-
 /* d and its sums. A plain block is one that is valid throughout; if a value is not finite, neither is Σ |d|. */
 INLINE void subtract_as(Block *block, Mismatch *sums, const int plain) {
     const vf inf = splat(INFINITY);
@@ -194,11 +100,7 @@ static void subtract(Block *block, Mismatch *sums) {
     double least = sums->log_ratio.min, most = sums->log_ratio.max; /* infinite where nothing is measured */
     block->wide = !(sums->magnitude < HOLDS && fabs(sums->rollout) < HOLDS);
     block->reach = least < -CAP || most > CAP ? REACH_FAR : REACH_CAP;
-    if (!(least < -NEAR) && !(most > NEAR)) block->reach = REACH_NEAR;
 }
-
-/* Have the next block come from memory during this one's arithmetic. Past the end of the data it does nothing. */
-static inline void fetch_ahead(const float *x) { __builtin_prefetch((const void *)((uintptr_t)x + BLOCK * sizeof *x)); }
 
 /* What is built on e^d: ρ, ρ − 1, k3, chi² and |π − μ|, their sums, and the vectors that later steps read. */
 INLINE void exponentiate_as(Block *block, Mismatch *sums, const int plain, const int reach) {
@@ -206,29 +108,22 @@ INLINE void exponentiate_as(Block *block, Mismatch *sums, const int plain, const
     EACH_VECTOR(v, block) {
         fetch_ahead(block->train + v * LANES);
         fetch_ahead(block->rollout + v * LANES);
-        vf d = block->d[v], from = load(block->rollout + v * LANES), part = {0};
+        /* d is rounded to up to 1e-6, and e^d by as much of itself. */
+        vf d = block->d[v], from = load(block->rollout + v * LANES);
+        vf part = rounded_off(load(block->train + v * LANES), from, d);
+        if (!plain) part = where(block->measured[v], part);
         Exponential e;
-        if (reach != REACH_NEAR) { /* d is rounded to up to 1e-6, and e^d by as much of itself */
-            part = rounded_off(load(block->train + v * LANES), from, d);
-            if (!plain) part = where(block->measured[v], part);
-            if (reach == REACH_FAR) part = where(magnitude(d) < EXP_DOMAIN, part);
-        }
-        if (reach == REACH_NEAR) {
-            e.k3 = tail(d);
-            e.expm1 = d + e.k3;
-            e.exp = e.expm1 + 1.0f;
-        } else if (reach == REACH_CAP) {
+        if (reach == REACH_CAP) {
             e = exponential(d);
         } else {
+            part = where(magnitude(d) < EXP_DOMAIN, part);
             vf inside = smaller(larger(d, splat(-EXP_DOMAIN)), splat(EXP_DOMAIN));
             e = exponential(inside);
             e.k3 = smaller(e.k3 + (inside - smaller(d, inside)), splat(EXPM1_OF_CAP - FLOAT_CAP));
         }
-        if (reach != REACH_NEAR) {
-            e.k3 += where(d <= FLOAT_CAP, part * e.expm1);
-            e.expm1 += part * e.exp;
-            e.exp += part * e.exp;
-        }
+        e.k3 += where(d <= FLOAT_CAP, part * e.expm1);
+        e.expm1 += part * e.exp;
+        e.exp += part * e.exp;
         block->rho[v] = e.exp;
         block->expm1[v] = e.expm1;
         block->k3[v] = e.k3;
@@ -259,10 +154,9 @@ INLINE void exponentiate_as(Block *block, Mismatch *sums, const int plain, const
 }
 
 static void exponentiate(Block *block, Mismatch *sums) {
-    if (block->reach == REACH_NEAR && block->plain) exponentiate_as(block, sums, 1, REACH_NEAR);
-    else if (block->reach != REACH_FAR && block->plain) exponentiate_as(block, sums, 1, REACH_CAP);
-    else if (block->reach != REACH_FAR) exponentiate_as(block, sums, 0, REACH_CAP);
-    else exponentiate_as(block, sums, 0, REACH_FAR);
+    if (block->reach == REACH_FAR) exponentiate_as(block, sums, 0, REACH_FAR);
+    else if (block->plain) exponentiate_as(block, sums, 1, REACH_CAP);
+    else exponentiate_as(block, sums, 0, REACH_CAP);
     if (!(sums->difference < HOLDS_DIFFERENCE)) block->wide = 1;
 }
 
@@ -294,48 +188,13 @@ static void sum_wide(const Block *block, Mismatch *sums) {
     *sums = wide;
 }
 
-/* How many d lie outside a band that contains 0; most blocks lie inside, which their extremes tell. */
-static double count_outside(const Block *block, const Mismatch *sums, float lower, float upper) {
-    if (sums->log_ratio.min >= lower && sums->log_ratio.max <= upper) return 0;
-    vi found = {0};
-    EACH_VECTOR(v, block) found += (block->d[v] < lower) | (block->d[v] > upper);
-    return count(found);
-}
-
-/* The same for a band without a hair: d as float64 has it. Blocks that stay inside, and that is most, are not read. */
-static double count_beyond(const Block *block, const Mismatch *sums, double lower, double upper) {
-    const int32_t *measured = (const int32_t *)block->measured;
-    int found = 0;
-    if (sums->log_ratio.min > lower && sums->log_ratio.max < upper) return 0;
-    for (int i = 0; i < block->tokens; i++) {
-        double d = (double)block->train[i] - (double)block->rollout[i];
-        found += measured[i] != 0 && (d < lower || d > upper);
-    }
-    return found;
-}
-
-/* How far apart the policies are, whatever is done about it. `sums` holds what `subtract` found. */
+/* The mismatch of a block that is not quiet. `sums` holds what `sum_as` or `subtract` found. */
 static void measure(Block *block, Mismatch *sums, Sequence *s, Rows *rows) {
-    const Band ten = block->job->ten_percent;
-    exponentiate(block, sums);
+    if (!block->regular) exponentiate(block, sums);
+    else if (!block->summed) sum_as(block, sums, 0, TO_BLOCK);
     if (block->wide) sum_wide(block, sums);
     else sums->m2 = sample(block, block->d, block->measured, block->n_measured, sums->d).m2;
-
-    s->valid += block->n_valid;
-    s->measured += block->n_measured;
-    s->zero += block->n_zero;
-    s->log_ratio += sums->d;
-    s->train += sums->train;
-    s->rollout += sums->rollout;
-    s->k3 += sums->k3;
-    add_extremes(&s->range, sums->log_ratio.min, sums->log_ratio.max);
-    add_sample(&rows->moments[MOMENTS_log_ratio], block->n_measured, sums->d, sums->m2);
-    rows->sums[SUM_abs_log_ratio] += sums->magnitude;
-    rows->sums[SUM_chi2_token] += sums->chi2;
-    rows->sums[SUM_prob_diff_abs] += sums->difference;
-    rows->sums[SUM_ratio_outside_10pct] += count_outside(block, sums, ten.lower, ten.upper);
-    rows->sums[SUM_capped] += count_beyond(block, sums, -CAP, CAP);
-    add_extremes(&rows->extremes[EXTREMES_prob_diff_abs], 0, sums->most_difference); /* no metric reads the minimum */
+    add_mismatch(block, sums, s, rows);
 }
 
 /* Moments of weights, from w − 1 where they are near 1 and from w where they are near 0: each is exact there. */

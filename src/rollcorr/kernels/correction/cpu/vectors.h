@@ -34,6 +34,17 @@ static inline vf load(const float *x) {
     return out;
 }
 
+static inline void store(float *out, vf x) { memcpy(out, &x, sizeof x); }
+
+/* Past the cache, which spares reading the buffer first. Only where it helps, and to the address of a whole vector. */
+#if defined(__AVX512F__)
+static inline int can_pass_cache(const float *out) { return (uintptr_t)out % sizeof(vf) == 0; }
+static inline void store_past_cache(float *out, vf x) { _mm512_stream_ps(out, (__m512)x); }
+#else
+static inline int can_pass_cache(const float *out) { return 0 * (out != 0); }
+static inline void store_past_cache(float *out, vf x) { store(out, x); }
+#endif
+
 #if defined(__AVX512F__)
 static inline vf smaller(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
 static inline vf larger(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
@@ -58,12 +69,18 @@ static inline vf rounded_off(vf a, vf b, vf difference) {
 typedef float v4f __attribute__((vector_size(16), may_alias));
 typedef int32_t v4i __attribute__((vector_size(16), may_alias));
 
-static inline double total(vf x) {
+static inline v4f sum_of_quarters(vf x) {
     v4f part[LANES / 4];
     memcpy(part, &x, sizeof x);
     for (int i = 1; i < LANES / 4; i++) part[0] += part[i];
-    return ((double)part[0][0] + (double)part[0][1]) + ((double)part[0][2] + (double)part[0][3]);
+    return part[0];
 }
+
+static inline double total(vf x) {
+    v4f part = sum_of_quarters(x);
+    return ((double)part[0] + (double)part[1]) + ((double)part[2] + (double)part[3]);
+}
+
 
 static inline double exact_total(vf x) {
     double sum = 0;
@@ -78,6 +95,19 @@ static inline double count(vi minus_ones) {
     return -(part[0][0] + part[0][1] + part[0][2] + part[0][3]);
 }
 
+#if defined(__x86_64__)
+static inline v4f larger_of_four(v4f a, v4f b) { return (v4f)_mm_max_ps((__m128)a, (__m128)b); }
+#else
+static inline v4f larger_of_four(v4f a, v4f b) { return (v4f)(((a > b) & (v4i)a) | (~(a > b) & (v4i)b)); }
+#endif
+
+static inline v4f larger_quarter(vf x) {
+    v4f part[LANES / 4];
+    memcpy(part, &x, sizeof x);
+    for (int i = 1; i < LANES / 4; i++) part[0] = larger_of_four(part[0], part[i]);
+    return part[0];
+}
+
 static inline double smallest(vf x) {
     v4f part[LANES / 4];
     memcpy(part, &x, sizeof x);
@@ -90,6 +120,26 @@ static inline double smallest(vf x) {
 }
 
 static inline double largest(vf x) { return -smallest(-x); }
+
+/* The largest lanes of four vectors at once. */
+static inline v4f largest_of_each(vf a, vf b, vf c, vf d) {
+    v4f of_a = larger_quarter(a), of_b = larger_quarter(b), of_c = larger_quarter(c), of_d = larger_quarter(d);
+    v4f found = {of_a[0], of_b[0], of_c[0], of_d[0]};
+    for (int i = 1; i < 4; i++) found = larger_of_four(found, (v4f){of_a[i], of_b[i], of_c[i], of_d[i]});
+    return found;
+}
+
+/* A sum in float32 with what rounding took from it: the two together are good to 1e-9 of what was added (Dekker). It
+   starts at an anchor that is larger than anything it adds, so one subtraction tells what arrived. */
+typedef struct {
+    vf high, low;
+} Exact;
+
+static inline void add_exactly(Exact *sum, vf x) {
+    vf before = sum->high;
+    sum->high += x;
+    sum->low += x - (sum->high - before);
+}
 
 /* e^r − 1 − r = r² (1/2 + r/6 + …) for |r| <= 0.35: to r^7, so within 1e-7 of itself. */
 static inline vf tail(vf r) {
@@ -120,6 +170,39 @@ static inline Exponential exponential(vf x) {
     Reduced e = reduce(x);
     vf t = tail(e.r), less = e.scale - 1.0f, grown = e.scale * (e.r + t);
     return (Exponential){grown + e.scale, grown + less, e.scale * t + (less * (1.0f + e.r) - e.n * 0.693147181f)};
+}
+
+/* The same for |x| <= 1, where (e^x − 1 − x) / x² is the polynomial with the least relative error, 9e-8. */
+static inline Exponential exponential_quiet(vf x) {
+    vf square = x * x, high = square * 2.49608154e-5f + (x * 2.03254852e-4f + 1.38913353e-3f);
+    vf middle = x * 8.33093047e-3f + 0.0416665156f, low = x * 0.166666962f + 0.5f;
+    vf k3 = square * (square * (square * high + middle) + low), expm1 = x + k3;
+    return (Exponential){expm1 + 1.0f, expm1, k3};
+}
+
+/* The same for |x| <= 2.75, by way of h = e^½x − 1: e^x = (1 + h)². The polynomial is (e^½x − 1 − ½x) / x², to 6e-8. */
+static inline Exponential exponential_regular(vf x) {
+    vf s = splat(5.4314397e-9f) * x + 1.00828295e-7f;
+    s = s * x + 1.5509844e-6f;
+    s = s * x + 2.1684224e-5f;
+    s = s * x + 2.604117e-4f;
+    s = s * x + 2.6041877e-3f;
+    s = s * x + 0.020833338f;
+    s = s * x + 0.125f;
+    vf half_tail = x * x * s, h = x * 0.5f + half_tail, k3 = h * h + (half_tail + half_tail), root = h + 1.0f;
+    return (Exponential){root * root, x + k3, k3};
+}
+
+/* e^x for |x| <= 15, to 3e-7 of itself: 2^f from the polynomial with the least relative error, |f| <= 1/2, and 2^n. */
+static inline vf exp_of_ordinary(vf x) {
+    const vf round = splat(12582912.0f);
+    vf shifted = x * 1.44269504f + round, f = x * 1.44269504f - (shifted - round);
+    vf p = splat(1.3276472e-3f) * f + 9.67554148e-3f;
+    p = p * f + 0.0555071327f;
+    p = p * f + 0.240221197f;
+    p = p * f + 0.693146967f;
+    p = p * f + 1.00000007f;
+    return (vf)((vu)p + ((vu)shifted << 23));
 }
 
 /* e^x alone, for a probability. */
