@@ -301,6 +301,18 @@ def test_rows_that_are_shifted_from_some_token_on_are_named_with_these_tokens(la
     assert "from some later token on" in finding.reason
 
 
+@pytest.mark.parametrize("lag", [1, -3])
+def test_a_row_that_mostly_goes_together_may_still_be_shifted_from_some_token_on(lag):
+    """Where the right start is long, or the policy sure of most tokens, the whole row correlates by 0.8."""
+    broken = faults().inject("late_shift", healthy(temperature=0.5), severity=lag, share=0.2)
+    assert rows_named(estimate(broken), "shifted") == int(broken.affected.sum()) == 5
+
+
+@pytest.mark.parametrize(("noise", "temperature", "seed"), [(1.0, 0.5, 1), (2.0, 0.7, 3)])
+def test_one_surprising_token_beside_another_is_no_shift(noise, temperature, seed):
+    assert named(estimate(healthy(seed, rows=48, length=120, noise=noise, temperature=temperature))) == set()
+
+
 def test_many_short_rows_do_not_show_a_cause_by_chance():
     broken = faults().inject("tempered", healthy(rows=3000, length=16, spread=0.1), severity=0.7, share=0.3)
     assert named(estimate(broken)) == {"tempered"}
