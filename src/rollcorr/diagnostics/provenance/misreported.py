@@ -133,9 +133,10 @@ def _one_factor(fixed: Tensor, pairs: PairRows, tokens: Tensor, side: int) -> bo
 
 def find_shifts(pairs: PairRows) -> Undone:
     """Rows whose two sides go together at another lag than 0, from their start or from some later token on."""
-    late_lag, tail = _late_lags(pairs)
+    of_rows = _row_lags(pairs)
+    late_lag, tail = _late_lags(pairs, of_rows)
     late = late_lag != 0
-    lag_of = torch.where(late, late_lag, _row_lags(pairs))
+    lag_of = torch.where(late, late_lag, of_rows)
     pooled = _pooled_lag(pairs) if not lag_of.any() else 0
     if pooled:
         lag_of = torch.full_like(lag_of, pooled)
@@ -171,8 +172,11 @@ def find_shifts(pairs: PairRows) -> Undone:
     return Undone(pairs.with_rollout(rollout), [replace(finding, **here)], main)
 
 
-def _late_lags(pairs: PairRows) -> tuple[Tensor, Tensor]:
-    """The lag of each row that is shifted from some token on, (rows,), 0 for the others; and its tokens, (N,)."""
+def _late_lags(pairs: PairRows, of_rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The lag of each row that is shifted from some token on, (rows,), 0 for the others; and its tokens, (N,).
+
+    `of_rows` are the lags of whole rows, (rows,): such a row has a right start only where that is seen.
+    """
     valid = pairs.valid
     at_zero = pairs.correlation(pairs.rollout, valid)
     lag_of = torch.zeros(pairs.rows, dtype=torch.long, device="cpu")
@@ -207,7 +211,7 @@ def _late_lags(pairs: PairRows) -> tuple[Tensor, Tensor]:
 
         at_lag, stays = pairs.correlation(moved, here), pairs.correlation(pairs.rollout, here)
         z = _shift_z(pairs, here, at_lag, stays)
-        sure = ((z >= SHIFT_Z) & as_it_is) | (z >= 2 * SHIFT_Z)
+        sure = ((z >= SHIFT_Z) & as_it_is) | ((z >= 2 * SHIFT_Z) & (of_rows == 0))
 
         # One surprising token beside another makes any correlation high, and the tail was chosen for what it gains.
         telling = here & ((doubt(pairs.train) > TELLING) | (doubt(moved) > TELLING))
