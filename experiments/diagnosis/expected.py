@@ -48,6 +48,10 @@ FAULTS: Mapping[str, tuple[str, ...]] = {
 }
 """Fault → classes that name it. A rotary base that differs is a model that differs, as weights are."""
 
+ALONE: Mapping[str, tuple[str, ...]] = {"prefix_cache": ("prefix", "template")}
+"""Fault → further classes that are right for it without a null. An old prefix cache fades as another prompt does, and
+docs/guides/sampling.md says that pairs cannot tell them apart."""
+
 
 def class_of(code: str) -> str:
     """The class of a code; the code itself when no class holds it."""
@@ -57,3 +61,15 @@ def class_of(code: str) -> str:
 def names(fault: str, code: str) -> bool:
     """Whether a code is right for a fault, or for a class."""
     return class_of(code) in FAULTS.get(fault, (fault,))
+
+
+def right_alone(fault: str, code: str, *, id_explains: bool) -> bool:
+    """Whether a first hypothesis is right for a fault without a null.
+
+    Where the token id explains enough of the variance, it must be the fault's own class, or that the weights differ.
+    Elsewhere that it cannot be told is right too; a setting of the sampling never is.
+    """
+    name = class_of(code)
+    if name == "weights" or names(fault, code) or name in ALONE.get(fault, ()):
+        return True
+    return not id_explains and (not code or name in NOT_A_CAUSE)

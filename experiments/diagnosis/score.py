@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from expected import FAULTS, NOT_A_CAUSE, class_of, names
+from expected import FAULTS, NOT_A_CAUSE, class_of, names, right_alone
 from log_files import LogEntry, read_index
 from series_faults import STEPS, SeriesEntry, read_series
 from threads import THREADS
@@ -36,6 +36,9 @@ DELAYS = (0, 3, 6, 10)
 
 ONSET_TOLERANCE = 3
 
+ID_EXPLAINS = 0.2
+"""Share of Var(d) that the token id explains, from which on the weights must be named without a null."""
+
 
 @dataclass(frozen=True)
 class Judged:
@@ -47,6 +50,7 @@ class Judged:
         cause: code of the first hypothesis that names something wrong and warns; empty when none does.
         warnings: codes of the findings that warn.
         onsets: first steps that the warnings give.
+        id_share: share of Var(d) that the token id explains; NaN without ids.
     """
 
     verdict: str
@@ -54,6 +58,7 @@ class Judged:
     cause: str
     warnings: tuple[str, ...]
     onsets: tuple[int, ...]
+    id_share: float
 
     @property
     def first(self) -> str:
@@ -71,6 +76,7 @@ def judge(path: Path, *, null: Any = None, null_steps: tuple[int, int] | None = 
         next((finding.code for finding in warned if class_of(finding.code) not in NOT_A_CAUSE), ""),
         tuple(finding.code for finding in result.health.warnings),
         tuple(finding.first_step for finding in result.health.warnings if finding.first_step is not None),
+        result.metrics.get("log/token_id_share", math.nan),
     )
 
 
@@ -118,6 +124,8 @@ def score_live(folder: Path, results: Path) -> list[dict[str, object]]:
                 "right": _right(entry.fault, with_null),
                 "verdict_without_null": alone.verdict,
                 "first_without_null": alone.first,
+                "id_share": round(alone.id_share, 3),
+                "right_without_null": _right_alone(entry.fault, alone),
                 "detail": entry.detail,
             }
         )
@@ -143,9 +151,28 @@ def score_live(folder: Path, results: Path) -> list[dict[str, object]]:
                 "first": _counted(log["first"] for log in of_fault),
                 "first_without_null": _counted(log["first_without_null"] for log in of_fault),
             }
+            | _alone(of_fault)
         )
     _write(results / "live.csv", faults)
+    whole = _alone([log for log in logs if log["fault"] in FAULTS])
+    sys.stdout.write(f"\nall faults without a null: {'  '.join(f'{name} {count}' for name, count in whole.items())}\n")
     return faults
+
+
+def _alone(logs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Logs that are right without a null, of those that the token id explains, and of the others."""
+    counted = {}
+    for name, explained in (("id_explains", True), ("others", False)):
+        right = [bool(log["right_without_null"]) for log in logs if (log["id_share"] >= ID_EXPLAINS) is explained]
+        counted[f"right_without_null_{name}"] = f"{sum(right)}/{len(right)}"
+    return counted
+
+
+def _right_alone(fault: str, alone: Judged) -> bool:
+    """As `_right`, for a check without a null, which never says healthy."""
+    if fault in FAULTS:
+        return right_alone(fault, alone.first, id_explains=alone.id_share >= ID_EXPLAINS)
+    return not alone.cause
 
 
 def _right(fault: str, judged: Judged) -> bool:

@@ -120,6 +120,17 @@ def test_every_fault_is_made_and_expected_and_codes_belong_to_one_class(lanes):
     assert len(codes) == len(set(codes))
 
 
+def test_without_a_null_the_weights_must_be_named_where_the_token_id_explains_enough(lanes):
+    right = lanes["expected"].right_alone
+    assert right("rope_theta", "weights_differ", id_explains=True)
+    assert not right("rope_theta", "unexplained", id_explains=True)
+    assert right("rope_theta", "unexplained", id_explains=False)
+    assert right("no_bos", "template", id_explains=True)
+    assert right("prefix_cache", "template", id_explains=False)
+    assert not right("left_pads", "truncated", id_explains=False)
+    assert not right("rope_theta", "template", id_explains=False)
+
+
 def test_a_log_of_a_fault_is_written_with_its_entry(lanes, model, tmp_path):
     faults, files = lanes["live_faults"], lanes["log_files"]
     prompts = [[1, 403, 407], [1, 403, 407, 261]]

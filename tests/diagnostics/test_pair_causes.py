@@ -11,6 +11,7 @@ import torch
 
 from rollcorr.diagnostics.log_check.check import check_logs
 from rollcorr.diagnostics.provenance.estimate import estimate_provenance
+from rollcorr.diagnostics.provenance.pairs import CERTAIN, UNCERTAIN, certain_share
 from rollcorr.diagnostics.provenance.provenance_findings import NAMES_NO_CAUSE
 from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
 
@@ -181,14 +182,57 @@ def test_rounding_to_16_bits_says_how_much_of_the_difference_it_makes():
 
 
 def test_a_truncation_on_both_sides_contradicts_itself_and_is_not_claimed():
+    """Every likely token is certain, the even ones on one side alone and the odd ones on the other."""
     pairs = healthy()
-    certain = torch.arange(len(pairs.train)) % 10
-    choice = (pairs.train < -0.01) & (pairs.train > -0.6)
-    train = pairs.train.masked_fill(choice & (certain < 2), 0.0)
-    rollout = pairs.rollout.masked_fill(choice & (certain > 7), 0.0)
+    even = torch.arange(len(pairs.train)) % 2 == 0
+    likely = pairs.train > -0.6
+    train = pairs.train.masked_fill(likely & even, 0.0)
+    rollout = pairs.rollout.masked_fill(likely & ~even, 0.0)
     found = estimate_provenance(train, rollout, pairs.mask, cu_seqlens=pairs.cu_seqlens)
     assert "truncated" not in found.codes
     assert any("contradicts itself" in sentence for sentence in found.unknown)
+
+
+def test_certain_tokens_are_a_truncation_only_where_likelier_ones_are_certain_too():
+    """The same number of exact zeros: on the likeliest tokens with a choice, then on any that are still likely."""
+    base = healthy().train.double()
+    choice = ((base < UNCERTAIN) & (base > -0.7)).nonzero().squeeze(-1)
+    likeliest = choice[base[choice].argsort(descending=True)[:200]]
+    scattered = choice[:: len(choice) // 200][:200]
+    cut, holes = base.clone(), base.clone()
+    cut[likeliest], holes[scattered] = 0.0, 0.0
+    assert certain_share(base, cut) == pytest.approx(200 / len(base))
+    assert certain_share(base, holes) == 0.0
+
+
+def test_tokens_that_come_near_to_certain_deny_a_truncation():
+    """Doubts to the power 2.5: of 1,000 about 690 become certain, the rest nearly so, as no truncation leaves them."""
+    doubts = torch.logspace(-2.9, -1.6, 1000, dtype=torch.float64)
+    base, other = (torch.log1p(-x) for x in (doubts, doubts**2.5))
+    certain, nearly = other > CERTAIN, (other <= CERTAIN) & (other > 10 * CERTAIN)
+    assert int(certain.sum()) > 2 * int(nearly.sum()) > 600
+    assert certain_share(base, other) == 0.0
+    assert certain_share(base, other.masked_fill(nearly, 0.0)) > 0.9
+
+
+@pytest.mark.parametrize(("cause", "severity", "share", "seed"), [("tempered", 0.5, 0.1, 1), ("zero", 0.02, 0.25, 7)])
+def test_few_rows_that_are_cold_or_have_a_few_zeros_are_not_called_truncated(cause, severity, share, seed):
+    broken = faults().inject(cause, healthy(seed), severity=severity, share=share, seed=seed)
+    assert "truncated" not in named(estimate(broken))
+
+
+@pytest.mark.parametrize("temperature", [0.5, 0.7])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_other_weights_of_a_cold_policy_are_not_called_truncated(temperature, seed):
+    """Large noise on the logits makes some tokens certain on one side; rows that have one were once picked for it."""
+    assert "truncated" not in named(estimate(healthy(seed, rows=48, length=120, noise=2.0, temperature=temperature)))
+
+
+@pytest.mark.parametrize("top_p", [0.9, 0.98])
+def test_a_truncation_of_one_row_is_named_with_this_row(top_p):
+    broken = faults().inject("truncated", healthy(), severity=top_p, share=1 / 24)
+    assert named(estimate(broken)) == {"truncated"}
+    assert rows_named(estimate(broken), "truncated") == 1
 
 
 def test_a_low_temperature_alone_makes_tokens_certain_and_is_no_truncation():
@@ -255,6 +299,18 @@ def test_rows_that_are_shifted_from_some_token_on_are_named_with_these_tokens(la
     tails = sum(starts[row + 1] - starts[row] - 40 for row in (3, 17))
     assert finding.tokens == pytest.approx(tails, abs=12)
     assert "from some later token on" in finding.reason
+
+
+@pytest.mark.parametrize("lag", [1, -3])
+def test_a_row_that_mostly_goes_together_may_still_be_shifted_from_some_token_on(lag):
+    """Where the right start is long, or the policy sure of most tokens, the whole row correlates by 0.8."""
+    broken = faults().inject("late_shift", healthy(temperature=0.5), severity=lag, share=0.2)
+    assert rows_named(estimate(broken), "shifted") == int(broken.affected.sum()) == 5
+
+
+@pytest.mark.parametrize(("noise", "temperature", "seed"), [(1.0, 0.5, 1), (2.0, 0.7, 3)])
+def test_one_surprising_token_beside_another_is_no_shift(noise, temperature, seed):
+    assert named(estimate(healthy(seed, rows=48, length=120, noise=noise, temperature=temperature))) == set()
 
 
 def test_many_short_rows_do_not_show_a_cause_by_chance():

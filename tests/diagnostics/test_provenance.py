@@ -292,7 +292,29 @@ def test_a_few_unlikely_tokens_are_no_crowd():
     assert seen.exponent == crowds(of_logits(*base), of_logits(*other)).exponent == pytest.approx(1.5, rel=1e-6)
 
 
-@pytest.mark.parametrize(("sharper", "words"), [("rollout", "at least 0.6"), ("trainer", "at most 1.5")])
+@pytest.mark.parametrize("sharper", ["rollout", "trainer"])
+@pytest.mark.parametrize("beta", [1.25, 2.0])
+@pytest.mark.parametrize(("noise", "error"), [(0.0, 0.02), (0.05, 0.04), (0.2, 0.1)])
+def test_a_known_ratio_is_met_roughly_and_noise_pulls_it_towards_1(sharper, beta, noise, error):
+    """Samples of a policy and of its power β: the error grows with the noise of the other side's logits."""
+    generator = torch.Generator().manual_seed(3)
+    z = -(1.3 + 4.7 * torch.rand(3000, 1, generator=generator)) * torch.arange(1, 101).log()
+    theirs = z + noise * torch.randn(z.shape, generator=generator)
+    ids = torch.multinomial(z.softmax(-1), 1, generator=generator)
+    flat, sharp = (x.log_softmax(-1).gather(-1, ids).T for x in (z, beta * theirs))
+    train, rollout = (flat, sharp) if sharper == "rollout" else (sharp, flat)
+    ratio = 1 / beta if sharper == "rollout" else beta
+
+    found = estimate_provenance(train, rollout)
+    off = math.log(found.temperature_ratio) / math.log(ratio)
+    assert 1 - error / math.log(beta) <= off <= 1 + 0.02 / math.log(beta)
+
+    finding = found.finding("tempered")
+    assert finding.reason == f"the rollout's temperature is about {found.temperature_ratio:.2g} times the trainer's"
+    assert finding.value == float(f"{found.temperature_ratio:.2g}")
+
+
+@pytest.mark.parametrize(("sharper", "words"), [("rollout", "at least 0.6"), ("trainer", "at most 1.6")])
 def test_likely_tokens_alone_bound_the_temperature_from_the_side_that_is_said(sharper, words):
     """A power β lifts the logit of a likely token by β or more, so β is at most what shows; 1/β is at least 1 over it.
 

@@ -22,6 +22,12 @@ MIN_PAIRS = 16
 """Fewer pairs in all rows together are not judged."""
 SAME = 0.7
 """Correlation of two sides' doubts above which a row is taken to be about the same tokens without a further look."""
+LATE = 0.9
+"""The same for a row that may be shifted from some token on: what comes before goes together."""
+TELLING, FEW_TELLING = 0.1, 4
+"""Doubt of a token that tells one lag from another, on either side; and how many of these a tail must have at least."""
+SHIFT_Z = 5.0
+"""Standard errors between a row at a lag and as it is."""
 MATE_TOKENS, MATE_ROWS = 64, 256
 """First tokens by which the other row is looked for, and how many rows it is looked for, at most."""
 UNITS = {
@@ -127,9 +133,10 @@ def _one_factor(fixed: Tensor, pairs: PairRows, tokens: Tensor, side: int) -> bo
 
 def find_shifts(pairs: PairRows) -> Undone:
     """Rows whose two sides go together at another lag than 0, from their start or from some later token on."""
-    late_lag, tail = _late_lags(pairs)
+    of_rows = _row_lags(pairs)
+    late_lag, tail = _late_lags(pairs, of_rows)
     late = late_lag != 0
-    lag_of = torch.where(late, late_lag, _row_lags(pairs))
+    lag_of = torch.where(late, late_lag, of_rows)
     pooled = _pooled_lag(pairs) if not lag_of.any() else 0
     if pooled:
         lag_of = torch.full_like(lag_of, pooled)
@@ -165,13 +172,16 @@ def find_shifts(pairs: PairRows) -> Undone:
     return Undone(pairs.with_rollout(rollout), [replace(finding, **here)], main)
 
 
-def _late_lags(pairs: PairRows) -> tuple[Tensor, Tensor]:
-    """The lag of each row that is shifted from some token on, (rows,), 0 for the others; and its tokens, (N,)."""
+def _late_lags(pairs: PairRows, of_rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The lag of each row that is shifted from some token on, (rows,), 0 for the others; and its tokens, (N,).
+
+    `of_rows` are the lags of whole rows, (rows,): such a row has a right start only where that is seen.
+    """
     valid = pairs.valid
     at_zero = pairs.correlation(pairs.rollout, valid)
     lag_of = torch.zeros(pairs.rows, dtype=torch.long, device="cpu")
     inside = torch.zeros_like(valid)
-    open_rows = (at_zero < SAME) & (pairs.count(valid) >= 3 * ROW_TOKENS)
+    open_rows = (at_zero < LATE) & (pairs.count(valid) >= 3 * ROW_TOKENS)
     if not open_rows.any():
         return lag_of, inside
 
@@ -194,19 +204,30 @@ def _late_lags(pairs: PairRows) -> tuple[Tensor, Tensor]:
         late = pairs.keep & (pairs.position >= first[pairs.row])
         here = late & both
 
-        # The start of the row goes together as it is: a tail that fits by chance has no such start.
+        # The start of the row goes together as it is, unless it is too short to tell: a tail that fits by chance has no
+        # such start, and is not as sure.
         start = valid & ~late & pairs.of_rows(open_rows)
         as_it_is = (pairs.correlation(pairs.rollout, start) >= SAME) & (pairs.count(start) >= ROW_TOKENS)
 
-        count, at_lag = pairs.count(here), pairs.correlation(moved, here)
-        stays = pairs.correlation(pairs.rollout, here)
-        moves = at_lag.clamp(max=0.9999).atanh() - stays.clamp(min=-0.9999, max=0.9999).atanh()
-        sure = (at_lag >= 0.75) & (at_lag - stays >= 0.3) & (moves * (count - 3).clamp(min=0).sqrt() >= 5)
-        better = open_rows & as_it_is & sure & (count >= ROW_TOKENS) & (most > best)
+        at_lag, stays = pairs.correlation(moved, here), pairs.correlation(pairs.rollout, here)
+        z = _shift_z(pairs, here, at_lag, stays)
+        sure = ((z >= SHIFT_Z) & as_it_is) | ((z >= 2 * SHIFT_Z) & (of_rows == 0))
+
+        # One surprising token beside another makes any correlation high, and the tail was chosen for what it gains.
+        telling = here & ((doubt(pairs.train) > TELLING) | (doubt(moved) > TELLING))
+        sure &= pairs.count(telling) >= FEW_TELLING
+        better = open_rows & sure & (pairs.count(here) >= ROW_TOKENS) & (most > best)
         best = torch.where(better, most, best)
         lag_of = lag_of.masked_fill(better, lag)
         inside = torch.where(pairs.of_rows(better), late, inside)
     return lag_of, inside
+
+
+def _shift_z(pairs: PairRows, tokens: Tensor, at_lag: Tensor, as_it_is: Tensor) -> Tensor:
+    """Standard errors between two correlations of each row, Fisher's, (rows,); 0 unless the one at the lag is high."""
+    gain = at_lag.clamp(max=0.9999).atanh() - as_it_is.clamp(min=-0.9999, max=0.9999).atanh()
+    z = gain * (pairs.count(tokens) - 3).clamp(min=0).sqrt()
+    return z.masked_fill((at_lag < 0.75) | (at_lag - as_it_is < 0.3), 0.0)
 
 
 def _tokens(count: int) -> str:
@@ -234,9 +255,8 @@ def _row_lags(pairs: PairRows) -> Tensor:
     for lag in LAGS:
         moved = some.moved(lag, some.rollout)
         tokens = some.keep & is_known(some.train) & is_known(moved)
-        at_lag, count = some.correlation(moved, tokens), some.count(tokens)
-        gain = at_lag.clamp(max=0.9999).atanh() - at_zero.clamp(min=-0.9999, max=0.9999).atanh()
-        sure = (at_lag >= 0.75) & (at_lag - at_zero >= 0.3) & (gain * (count - 3).clamp(min=0).sqrt() >= 5)
+        at_lag = some.correlation(moved, tokens)
+        sure = _shift_z(some, tokens, at_lag, at_zero) >= SHIFT_Z
         better = open_rows & sure & (at_lag > best)
         best = torch.where(better, at_lag, best)
         lag_of = lag_of.masked_fill(better, lag)

@@ -54,7 +54,7 @@ def _truncated_rows(groups: Groups) -> None:
     for count, others in ((rollouts, trainers), (trainers, rollouts)):
         rows = long_rows & (count >= 1) & (count >= 0.01 * pairs.count(valid)) & (others == 0)
         whole = float(rows.sum()) >= MOST * float(long_rows.sum())
-        if whole or int(rows.sum()) < 2 or float(count[rows].sum()) < 8:
+        if whole or float(count[rows].sum()) < 8:
             continue
         _take(groups, rows, find_truncation)
 

@@ -26,8 +26,10 @@ CERTAIN = -1e-5
 """Log-prob above which a side says "probability 1"."""
 UNCERTAIN = -1e-3
 """Log-prob below which a side says that there was a choice."""
-ALONE = -0.75
-"""Log-prob below which hardly any token is the only one that a truncation leaves."""
+AS_LIKELY_ALONE = 0.5
+"""Share of the tokens likelier than most of those left alone that must be left alone too, as a truncation does."""
+NEARLY = 0.1
+"""Nearly certain tokens for each certain one, above which certainty is the end of a scale and not a truncation."""
 LARGEST_LOGIT = 9.0
 """Logit above which a power of a policy may be as good as certain."""
 FEW = 20
@@ -125,24 +127,25 @@ def logit(log_prob: Tensor) -> Tensor:
 def certain_share(base: Tensor, other: Tensor, *, exponent: float = 1.0) -> float:
     """Share of tokens to which `other` gives probability 1 and `base` does not: a truncation left them alone.
 
-    Where `other` is `base` to a power, tokens that the power alone makes certain do not count. Nothing counts where
-    more than a few of them were unlikely: no truncation leaves such a token alone, but a zero may stand in any place.
-    Nothing counts either where more tokens are nearly certain than certain: so do other weights look, whose
-    probabilities come as close to 1 as they happen to, while the only token of a truncation has exactly 1.
+    A truncation leaves a token alone because it is likely, and gives it exactly 1. So nothing counts where
+
+    - likelier tokens are not left alone as well: other weights find any token certain, and a zero that was filled in
+      stands in any place;
+    - many tokens come near 1: a low temperature, like other weights, brings them as close to it as they happen to be.
+
+    Where `other` is `base` to a power, tokens that the power alone makes certain do not count either.
     """
-    certain = (other > CERTAIN) & (base < UNCERTAIN)
-    if int((certain & (base < ALONE)).sum()) > 0.2 * int(certain.sum()):
+    choice = base < UNCERTAIN
+    certain = choice & (other > CERTAIN)
+    nearly = choice & (other <= CERTAIN) & (other > 10 * CERTAIN)
+    if not certain.any() or int(nearly.sum()) > NEARLY * int(certain.sum()):
         return 0.0
-    if nearly_certain(base, other) > int(certain.sum()):
+    likelier = choice & (base > base[certain].median())
+    if likelier.any() and float(certain[likelier].double().mean()) < AS_LIKELY_ALONE:
         return 0.0
     if exponent > 1:
         certain &= logit(base) * exponent < LARGEST_LOGIT
     return float(certain.double().mean())
-
-
-def nearly_certain(base: Tensor, other: Tensor) -> int:
-    """How many tokens have between one and ten times the doubt of a certain one, while `base` sees a choice."""
-    return int(((other <= CERTAIN) & (other > 10 * CERTAIN) & (base < UNCERTAIN)).sum())
 
 
 def mean_and_z(values: Tensor) -> tuple[float, float]:

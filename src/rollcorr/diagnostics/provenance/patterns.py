@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torch import Tensor
@@ -82,7 +82,7 @@ def find_temperature(train: Tensor, rollout: Tensor, judged: Judgment, *, trunca
         line = slope(train, rollout)
         if abs(line.exponent - 1) >= EXPONENT and line.z >= Z:
             ratio = 1 / line.exponent
-            reason = f"the rollout's temperature is {format_number(ratio)} times the trainer's, or further off"
+            reason = f"the rollout's temperature is about {ratio:.2g} times the trainer's, or further off"
             return _tempered(train, rollout, judged, ratio, line.z, reason, {"slope": line.exponent})
     if not seen.likely:
         judged.unknown.append("the temperature: no token leaves a choice")
@@ -107,10 +107,10 @@ def find_temperature(train: Tensor, rollout: Tensor, judged: Judgment, *, trunca
     }
 
     # One crowd alone bounds β from one side: unlikely tokens from below, likely ones from above.
-    bound = ""
+    rough = "about"
     if truncated or seen.unlikely < FEW:
-        bound = "at most " if truncated == rollout_is_sharper else "at least "
-    reason = f"the rollout's temperature is {bound}{format_number(ratio)} times the trainer's"
+        rough = "at most" if truncated == rollout_is_sharper else "at least"
+    reason = f"the rollout's temperature is {rough} {ratio:.2g} times the trainer's"
 
     # The first finding is the temperature itself, the second the sampler.
     findings = _tempered(train, rollout, judged, ratio, z, reason, evidence)
@@ -120,11 +120,15 @@ def find_temperature(train: Tensor, rollout: Tensor, judged: Judgment, *, trunca
 def _tempered(
     train: Tensor, rollout: Tensor, judged: Judgment, ratio: float, z: float, reason: str, shown: Mapping[str, float]
 ) -> list[Finding]:
-    """The finding of a temperature, and what the mean ratio says about which side the tokens follow."""
+    """The finding of a temperature, and what the mean ratio says about which side the tokens follow.
+
+    Two digits of the ratio are shown: noise moves where the crowds meet, towards 1.
+    """
     judged.temperature_ratio = ratio
     excess, honest_z = mean_and_z((train - rollout).exp() - 1)
     evidence = {"temperature_ratio": ratio, **shown, "mean_ratio": 1 + excess, "mean_ratio_z": honest_z}
-    findings = [provenance_finding("tempered", reason, confidence_of(z), evidence)]
+    tempered = provenance_finding("tempered", reason, confidence_of(z), evidence)
+    findings = [replace(tempered, value=float(f"{ratio:.2g}"))]
 
     # E_μ[ρ] = 1 for any trainer, if μ sampled.
     if excess > 0 and honest_z >= Z - 1:

@@ -98,7 +98,8 @@ class Provenance(HasFindings):
     Attributes:
         findings: what was found, most serious first. A warning asks for a fix; "matched" and "processed" are notes.
         tokens: valid tokens that were compared.
-        temperature_ratio: rollout's temperature over the trainer's, best fit; 1.0 when nothing speaks for another.
+        temperature_ratio: rollout's temperature over the trainer's; 1.0 when nothing speaks for another. Without logits
+            it is rough, and the more the two sides differ by noise or weights, the nearer it is to 1.
         kept_mass: mean mass that a truncation kept, under the trainer's policy; 1.0 when none was found.
         lag: tokens by which the rollout's log-probs come late, from −4 to 4, in most of the rows that are shifted.
         unknown: what these inputs cannot tell.
