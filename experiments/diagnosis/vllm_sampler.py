@@ -1,8 +1,8 @@
 """vLLM on the CPU as the sampler of live faults: an engine serves many logs, and its weights are replaced between them.
 
-`make .venv-vllm/.installed` makes the environment, and its Python runs `live_faults.py --engine vllm`. Each engine is a
-process of its own. It starts from random weights, gets those of a log in place, as in a training run, and must then
-score a probe as the model does. So a fault in a log is the one that was asked for.
+`make .venv-vllm/.installed` makes the environment, and its Python runs `live_faults.py --engine vllm`. An engine starts
+from random weights, gets those of a log in place, as in a training run, and must then score a probe as the model does.
+So a fault in a log is the one that was asked for.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",  # the models are local folders
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # its worker is a process of its own anyway
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process: nothing to start beside it
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
@@ -32,6 +32,9 @@ ENVIRONMENT = {
 
 BLOCK = 32
 """Tokens of a block of vLLM's cache, the fewest that it takes on the CPU; it finds whole blocks of a prompt again."""
+
+BATCHED = 16_384
+"""Tokens of one forward pass: all prompts of a log. With seeds, vLLM on the CPU fails where it must cut a prompt."""
 
 SMALLEST_HEAD = 32
 """vLLM's attention on the CPU takes heads of this size or more."""
@@ -183,6 +186,7 @@ class VllmSampler:
             logprobs_mode="processed_logprobs",
             enable_prefix_caching=True,
             block_size=BLOCK,
+            max_num_batched_tokens=BATCHED,
             max_model_len=model.config.max_position_embeddings,
             enforce_eager=True,
             disable_log_stats=True,
