@@ -243,7 +243,8 @@ def test_a_check_computes_with_one_thread_and_leaves_the_callers_as_they_were(tm
 
 
 @pytest.mark.parametrize(
-    ("share", "ratio", "explains"), [(0.13, 1.3, False), (0.13, 1.6, True), (0.25, 1.1, True), (0.06, 9.0, False)]
+    ("share", "ratio", "explains"),
+    [(0.13, 1.3, False), (0.13, 1.6, True), (0.17, 1.3, True), (0.25, 1.1, True), (0.06, 9.0, False)],
 )
 def test_a_share_that_a_quantized_engine_may_have_names_no_weights_by_itself(share, ratio, explains):
     def of(value):
