@@ -204,8 +204,8 @@ laboratory: $(STAMP) ## Measure every correction where the exact gradient is kno
 diagnosis: $(STAMP) ## Make logs with known faults and without, and score `rollcorr check` on them (half an hour on one core)
 	OMP_NUM_THREADS=1 PYTHON=$(BIN)/python experiments/diagnosis/run.sh $(ARGS)
 
-diagnosis-vllm: $(STAMP) $(VLLM_STAMP) ## The same faults with vLLM on the CPU as the sampler (a quarter of an hour on one core)
-	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python experiments/diagnosis/live_faults.py runs/diagnosis/vllm --engine vllm --seed 7219 $(ARGS)
+diagnosis-vllm: $(STAMP) $(VLLM_STAMP) ## The same faults with vLLM on the CPU as the sampler (20 minutes on one core)
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python experiments/diagnosis/live_faults.py runs/diagnosis/vllm --engine vllm --seed 8117 $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python experiments/diagnosis/score.py experiments/diagnosis/results/vllm --live runs/diagnosis/vllm
 
 study-measured: $(STAMP) ## Measure what rollouts of real engines do to the weights, then write its pages (half an hour on 2 cores; goes on)
