@@ -2,7 +2,7 @@
 .PHONY: help install demo demo-seeds demo-diffusion demo-diffusion-seeds test test-oldest coverage test-anywhere
 .PHONY: test-slow test-crash test-hostile test-oracle test-triton test-compile calibration test-ray test-arm test-verl
 .PHONY: test-trl test-frameworks test-vllm check docs docs-site lock release-check wheels bench gpu-wheels gpu gpu-dry
-.PHONY: laboratory diagnosis study-measured study-measured-quick study-trained clean
+.PHONY: laboratory diagnosis diagnosis-vllm study-measured study-measured-quick study-trained clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -203,6 +203,10 @@ laboratory: $(STAMP) ## Measure every correction where the exact gradient is kno
 
 diagnosis: $(STAMP) ## Make logs with known faults and without, and score `rollcorr check` on them (half an hour on one core)
 	OMP_NUM_THREADS=1 PYTHON=$(BIN)/python experiments/diagnosis/run.sh $(ARGS)
+
+diagnosis-vllm: $(STAMP) $(VLLM_STAMP) ## The same faults with vLLM on the CPU as the sampler (20 minutes on one core)
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python experiments/diagnosis/live_faults.py runs/diagnosis/vllm --engine vllm --seed 8117 $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python experiments/diagnosis/score.py experiments/diagnosis/results/vllm --live runs/diagnosis/vllm
 
 study-measured: $(STAMP) ## Measure what rollouts of real engines do to the weights, then write its pages (half an hour on 2 cores; goes on)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python experiments/mismatch_in_practice/measured.py $(ARGS)

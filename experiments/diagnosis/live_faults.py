@@ -1,9 +1,10 @@
 """Rollout logs with live faults: a small real model samples with one thing wrong, and a float32 trainer scores it.
 
-    python experiments/diagnosis/live_faults.py OUTPUT [--model DIR] [--logs 10] [--seed 0] [--only stale_1,int4]
+    python experiments/diagnosis/live_faults.py OUTPUT [--engine vllm] [--logs 10] [--seed 0] [--only stale_1,int4]
 
 OUTPUT/<fault>/<number>.parquet are the logs, OUTPUT/null/*.parquet a log per engine from other prompts without any
-fault, and OUTPUT/index.csv says what each log holds. Equal arguments give equal logs.
+fault, and OUTPUT/index.csv says what each log holds. Equal arguments give equal logs. The sampler is the model itself,
+token by token; with `--engine vllm` it is vLLM on the CPU, in whose environment this must run (`vllm_sampler.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from log_files import LogEntry, mean_k3, read_index, write_index, write_log
 from small_model import (
     DEFAULT_MODEL,
     LEARNING_RATE,
+    Responses,
     copied,
     dropout,
     first_token,
@@ -39,6 +41,7 @@ from small_model import (
     with_rope_theta,
 )
 from torch import nn
+from vllm_sampler import DTYPES, vllm_sampler
 
 from rollcorr import SamplingSpec
 
@@ -46,7 +49,14 @@ UPDATES = 20
 """Policy-gradient updates of a run; its snapshots are what is stale."""
 
 NULL_ROWS = 64
-NULL_ENGINES = ("fp32", "bf16", "int8", "ctranslate2")
+PROGRAMS = {"ctranslate2": "ctranslate2"} | dict.fromkeys(DTYPES, "vllm")
+"""Engine → the name that its logs record, where that is not transformers."""
+
+NULL_ENGINES: Mapping[str, tuple[str, ...]] = {
+    "model": ("fp32", "bf16", "int8", "ctranslate2"),
+    "vllm": ("vllm_fp32", "vllm_bf16"),
+}
+"""What samples → the engines of its logs."""
 TEMPERATURES = (1.0, 0.7)
 
 ENGINES = ("bf16", "bf16", "int8", "bf16", "fp32", "bf16", "int8", "bf16", "bf16", "fp32")
@@ -68,6 +78,7 @@ class Case:
         options: of `sample`.
         scoring: of `score`.
         around: a context in which the trainer scores.
+        longest_prompt: tokens.
         lag: updates between the two sides, for the recorded versions.
         detail: what the index says of it.
     """
@@ -78,6 +89,7 @@ class Case:
     options: Mapping[str, object] = field(default_factory=dict)
     scoring: Mapping[str, object] = field(default_factory=dict)
     around: Callable[[], object] = nullcontext
+    longest_prompt: int = 40
     lag: int = 0
     detail: str = ""
 
@@ -108,7 +120,7 @@ class Run:
 
 
 def in_engine(model: nn.Module, engine: str) -> nn.Module:
-    """The weights as an engine holds them."""
+    """The weights as an engine holds them; vLLM rounds them itself."""
     if engine == "bf16":
         return copied(model).to(torch.bfloat16)
     if engine == "int8":
@@ -162,12 +174,16 @@ def _rope_theta(run: Run, number: int, engine: str) -> Case:
 def _prefix_cache(run: Run, number: int, engine: str) -> Case:
     model = run.snapshots[-1]
     old = in_engine(run.snapshots[-17], engine)
-    return Case(in_engine(model, engine), model, options={"cache_model": old}, detail="prompt cache 16 updates old")
+
+    # vLLM caches whole blocks; the prompts of a real run have several.
+    longest = 120 if engine in DTYPES else Case.longest_prompt
+    detail = "prompt cache 16 updates old"
+    return Case(in_engine(model, engine), model, options={"cache_model": old}, longest_prompt=longest, detail=detail)
 
 
 def _left_pads(run: Run, number: int, engine: str) -> Case:
     model = run.snapshots[-1]
-    at_sampler = number % 2 == 0
+    at_sampler = number % 2 == 0 and engine not in DTYPES  # vLLM does not pad
     side = {"pads_unmasked": True}
     return Case(
         in_engine(model, engine),
@@ -193,7 +209,7 @@ def _int4(run: Run, number: int, engine: str) -> Case:
 
 def _quantized(run: Run, number: int, engine: str) -> Case:
     model = run.snapshots[-1]
-    activations = number % 2 == 0
+    activations = number % 2 == 0 and engine not in DTYPES
     sampler = in_float8(model, activations=activations).to(torch.bfloat16)
     return Case(sampler, model, detail="float8 weights" + " and inputs" * activations)
 
@@ -231,16 +247,28 @@ FAULTS: Mapping[str, Callable[[Run, int, str], Case]] = {
     "healthy_bf16": _healthy,
     "healthy_int8": _healthy,
     "healthy_ctranslate2": _healthy,
+    "healthy_vllm_fp32": _healthy,
+    "healthy_vllm_bf16": _healthy,
 }
-FIXED_ENGINES = {
-    "int4": "bf16",
-    "quantized": "bf16",
-    "healthy_fp32": "fp32",
-    "healthy_bf16": "bf16",
-    "healthy_int8": "int8",
-    "healthy_ctranslate2": "ctranslate2",
-}
+FIXED_ENGINES = {"int4": "bf16", "quantized": "bf16"}
 FINE = ("stale_1", "stale_head", "unsynced_layer", "prefix_cache")
+
+
+def faults_of(sampler: str) -> tuple[str, ...]:
+    """The faults, and the controls of a sampler's engines."""
+    controls = {f"healthy_{engine}" for engine in NULL_ENGINES[sampler]}
+    return tuple(fault for fault in FAULTS if not fault.startswith("healthy_") or fault in controls)
+
+
+def engine_of(sampler: str, fault: str, number: int) -> str:
+    """The engine of one log."""
+    if fault.startswith("healthy_"):
+        return fault.removeprefix("healthy_")
+    engines = FINE_ENGINES if fault in FINE else ENGINES
+    engine = FIXED_ENGINES.get(fault, engines[number % len(engines)])
+    if sampler == "vllm":
+        return "vllm_fp32" if engine == "fp32" else "vllm_bf16"
+    return engine
 
 
 @dataclass(frozen=True)
@@ -255,21 +283,20 @@ class Drawn:
 
 def draw(case: Case, prompts: list[list[int]], *, engine: str, temperature: float, tokens: int, seed: int) -> Drawn:
     """Sample with one side and score with the other."""
+    fed = [case.fed(prompt) for prompt in prompts]
+    how = {"tokens": tokens, "temperature": temperature, **case.options}
     if engine == "ctranslate2":
-        ids, rollout = _ctranslate2(case.sampler, prompts, tokens=tokens, seed=seed)
+        responses = _ctranslate2(case.sampler, fed, tokens=tokens, seed=seed)
+    elif engine in DTYPES:
+        responses = vllm_sampler().sample(case.sampler, fed, engine=engine, seed=seed, **how)
     else:
-        generator = torch.Generator("cpu").manual_seed(seed)
-        fed = [case.fed(prompt) for prompt in prompts]
-        responses = sample(
-            case.sampler, fed, tokens=tokens, generator=generator, temperature=temperature, **case.options
-        )
-        ids, rollout = responses.ids, responses.log_prob
+        responses = sample(case.sampler, fed, generator=torch.Generator("cpu").manual_seed(seed), **how)
     with case.around():
-        train_log_prob = score(case.trainer, prompts, ids, temperature=temperature, **case.scoring)
-    return Drawn(prompts, ids, rollout, train_log_prob)
+        train_log_prob = score(case.trainer, prompts, responses.ids, temperature=temperature, **case.scoring)
+    return Drawn(prompts, responses.ids, responses.log_prob, train_log_prob)
 
 
-def _ctranslate2(model: nn.Module, prompts: list[list[int]], *, tokens: int, seed: int) -> tuple[list, list]:
+def _ctranslate2(model: nn.Module, prompts: list[list[int]], *, tokens: int, seed: int) -> Responses:
     """Responses and log-probs of CTranslate2 with int8 weights, at temperature 1."""
     from rollcorr.engines import CTranslate2Engine, GenerationSettings
 
@@ -280,7 +307,7 @@ def _ctranslate2(model: nn.Module, prompts: list[list[int]], *, tokens: int, see
     mask = rollout.tokens.response_mask.bool()
     pairs = zip(rollout.tokens.response_ids, rollout.rollout_log_prob, mask, strict=True)
     rows = [(ids[kept].tolist(), log_prob[kept].tolist()) for ids, log_prob, kept in pairs]
-    return [ids for ids, _ in rows], [log_prob for _, log_prob in rows]
+    return Responses([ids for ids, _ in rows], [log_prob for _, log_prob in rows])
 
 
 def write_drawn(path: Path, drawn: Drawn, *, engine: str, temperature: float, step: int, version: int) -> None:
@@ -288,7 +315,7 @@ def write_drawn(path: Path, drawn: Drawn, *, engine: str, temperature: float, st
     sampling = SamplingSpec(
         temperature=temperature,
         logprobs="raw" if temperature == 1.0 else "processed",
-        engine="ctranslate2" if engine == "ctranslate2" else "transformers",
+        engine=PROGRAMS.get(engine, "transformers"),
     )
     rows = len(drawn.ids)
     write_log(
@@ -308,9 +335,9 @@ def null_name(engine: str, temperature: float) -> str:
     return f"null/{engine}_t{temperature}.parquet"
 
 
-def write_nulls(folder: Path, model: nn.Module, *, seed: int) -> Iterator[LogEntry]:
+def write_nulls(folder: Path, model: nn.Module, *, sampler: str, seed: int) -> Iterator[LogEntry]:
     """One log per engine and temperature, of the start's weights, from prompts that no other log uses."""
-    for engine in NULL_ENGINES:
+    for engine in NULL_ENGINES[sampler]:
         for temperature in TEMPERATURES:
             if engine == "ctranslate2" and temperature != 1.0:
                 continue  # its log-probs are raw, whatever it samples with
@@ -354,16 +381,18 @@ def ids_in_effect(responses: Sequence[Sequence[int]]) -> float:
     return sum(counts) ** 2 / max(1, sum(count**2 for count in counts))
 
 
-def write_fault(folder: Path, run: Run, fault: str, number: int, nulls: Mapping[str, LogEntry]) -> LogEntry:
+def write_fault(
+    folder: Path, run: Run, fault: str, number: int, nulls: Mapping[str, LogEntry], *, sampler: str
+) -> LogEntry:
     """Write one log of a fault."""
-    fine = fault in FINE
-    engine = FIXED_ENGINES.get(fault, (FINE_ENGINES if fine else ENGINES)[number % len(ENGINES)])
+    engine = engine_of(sampler, fault, number)
     temperature = 0.7 if number % 5 == 3 and engine != "ctranslate2" else 1.0
     case = FAULTS[fault](run, number, engine)
 
     seed = run.seed * 1_000 + 17 * number + 7 * list(FAULTS).index(fault)
     generator = torch.Generator("cpu").manual_seed(seed)
-    prompts = make_prompts(run.start, ROWS[number % len(ROWS)], generator=generator)
+    rows = ROWS[number % len(ROWS)]
+    prompts = make_prompts(run.start, rows, generator=generator, longest=case.longest_prompt)
     tokens = TOKENS[number % len(TOKENS)]
     drawn = draw(case, prompts, engine=engine, temperature=temperature, tokens=tokens, seed=seed + 1)
 
@@ -394,18 +423,19 @@ def write_logs(
     only: Sequence[str] = (),
     first: int = 0,
     learning_rate: float = LEARNING_RATE,
+    sampler: str = "model",
 ) -> list[LogEntry]:
     """Write the nulls, then `logs` logs of every fault; the index grows with each."""
     folder.mkdir(parents=True, exist_ok=True)
     nulls = {entry.path: entry for entry in read_index(folder) if entry.fault == "null"}
     if not nulls:
-        nulls = {entry.path: entry for entry in write_nulls(folder, model, seed=seed)}
+        nulls = {entry.path: entry for entry in write_nulls(folder, model, sampler=sampler, seed=seed)}
         write_index(folder, list(nulls.values()))
 
     run, entries = Run(model, seed=seed, learning_rate=learning_rate), []
-    for fault in only or FAULTS:
+    for fault in only or faults_of(sampler):
         for number in range(first, first + logs):
-            entries.append(write_fault(folder, run, fault, number, nulls))
+            entries.append(write_fault(folder, run, fault, number, nulls, sampler=sampler))
         write_index(folder, entries)
     return entries
 
@@ -414,6 +444,7 @@ def main() -> None:
     """Write the logs that the arguments name."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
+    parser.add_argument("--engine", choices=tuple(NULL_ENGINES), default="model", help="what samples")
     parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="folder of a causal model of transformers")
     parser.add_argument("--logs", type=int, default=10, help="logs of each fault")
     parser.add_argument("--first", type=int, default=0, help="number of the first log")
@@ -433,6 +464,7 @@ def main() -> None:
         only=only,
         first=options.first,
         learning_rate=options.learning_rate,
+        sampler=options.engine,
     )
     for entry in entries:
         sys.stdout.write(f"{entry.path}  {entry.engine} T={entry.temperature}  k3 {entry.k3:.2e} ({entry.detail})\n")

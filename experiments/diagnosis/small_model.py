@@ -294,8 +294,13 @@ def dropout(model: nn.Module, *, attention: float, residual: float, seed: int) -
 
 
 def with_rope_theta(model: nn.Module, theta: float) -> nn.Module:
-    """A copy whose rotary embedding has another base."""
+    """A copy whose rotary embedding has another base, and whose configuration says so."""
     other = copied(model)
+    parameters = getattr(other.config, "rope_parameters", None)  # an attribute of its own before transformers 5
+    if parameters is None:
+        other.config.rope_theta = theta
+    else:
+        parameters["rope_theta"] = theta
     for module in other.modules():
         if hasattr(module, "inv_freq"):
             pairs = module.inv_freq.numel()

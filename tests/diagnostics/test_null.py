@@ -207,6 +207,13 @@ def test_slow_fading_is_another_prompt_unless_the_lengths_of_the_prompts_say_tha
     assert first_cause(check_logs([write_rows(tmp_path / "alike.parquet", alike)], null=null)) == "template"
 
 
+def test_weights_whose_excess_fades_a_little_are_told_from_a_prompt_by_the_last_tokens(tmp_path, null):
+    """It fades to a third, as in a response whose context grows; a token and the one before it explain most of it."""
+    for seed in range(2):
+        log = write_rows(tmp_path / f"{seed}.parquet", rollouts(rows=64, seed=seed, weights=0.1, fading=0.3))
+        assert first_cause(check_logs([log], null=null)) == "weights_differ"
+
+
 def test_without_a_null_weights_are_named_where_the_id_explains_much(tmp_path):
     result = check_logs([write_rows(tmp_path / "log.parquet", rollouts(weights=0.2))])
     assert first_cause(result) == "weights_differ"
@@ -324,7 +331,8 @@ def test_a_check_computes_with_one_thread_and_leaves_the_callers_as_they_were(tm
 
 
 @pytest.mark.parametrize(
-    ("share", "ratio", "explains"), [(0.13, 1.3, False), (0.13, 1.6, True), (0.25, 1.1, True), (0.06, 9.0, False)]
+    ("share", "ratio", "explains"),
+    [(0.13, 1.3, False), (0.13, 1.6, True), (0.17, 1.3, True), (0.25, 1.1, True), (0.06, 9.0, False)],
 )
 def test_a_share_that_a_quantized_engine_may_have_names_no_weights_by_itself(share, ratio, explains):
     def of(value):

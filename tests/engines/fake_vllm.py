@@ -71,7 +71,8 @@ class LLM:
         self.processed = logprobs_mode == "processed_logprobs"
         self.version = "default"
         config = SimpleNamespace(max_model_len=max_model_len)
-        self.llm_engine = SimpleNamespace(model_config=config)
+        core = SimpleNamespace(shutdown=lambda: None)
+        self.llm_engine = SimpleNamespace(model_config=config, engine_core=core)
 
     def collective_rpc(self, method, args=()):
         return [getattr(self.worker, method)(*args)]

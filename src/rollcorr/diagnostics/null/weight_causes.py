@@ -6,7 +6,8 @@ All of them make k3 larger. They differ in where it is larger.
   variance, and the token with the one before it explains more.
 - *A stochastic trainer* (dropout) shows at every position too, and nothing explains it.
 - *A prompt that differs* shows most at the first tokens and fades as the response takes over. So does *a stale prefix
-  cache*, but weaker, and not more for shorter prompts: a missing or an extra token weighs most in a short one.
+  cache*, but weaker, and not more for shorter prompts: a missing or an extra token weighs most in a short one. Weights
+  fade a little too, as the context grows, but they stay a function of the last tokens, which a prompt is not.
 - *Padding that is not masked* spares the longest prompts, which have none.
 """
 
@@ -35,6 +36,9 @@ OTHER_PROMPT, OTHER_PROMPT_ALONE = 0.4, 0.06
 FALLS = -0.5
 """Power of the prompt's length by which the excess at the beginning goes, below which the prompt itself differs: a
 token more or less weighs about 1/length or less, so the power is −1 or lower, and that of a stale cache is about 0."""
+WEIGHTS_FADE, WEIGHTS_CONTEXT = 4.0, 0.38
+"""Fading below which weights may be the cause, and the share that a token and the one before it must then explain: of
+logs that fade so little, it was 0.42 or more for other weights, and 0.33 or less for other prompts and stale caches."""
 REPEATED_FADES, REPEATED_SURELY, REPEATED_FALLS = 8.0, 6.0, -0.3
 """`FADES`, `SURELY_FADES` and `FALLS` where the responses repeat few tokens."""
 CACHE_FADES = 9.0
@@ -124,11 +128,12 @@ def name_causes(
     # Where few tokens are repeated, the first ones alone leave a choice: any fault fades, and some fade more.
     fading = fading_of(profile, sample, null.profile, leave_out=leave_out)
     fades, surely = (REPEATED_FADES, REPEATED_SURELY) if excess.repeats else (FADES, SURELY_FADES)
-    if fading.ratio >= fades and math.log(fading.ratio) - 1.5 * fading.error >= math.log(surely):
-        return _fading_causes(times, fading, evidence, repeats=excess.repeats)
-
     context = context_share(sample, leave_out=leave_out)
     known = context.tokens >= FEW_TOKENS and excess.ratio >= LARGE_EXCESS
+    of_weights = known and fading.ratio < WEIGHTS_FADE and context.share >= WEIGHTS_CONTEXT
+    if fading.ratio >= fades and math.log(fading.ratio) - 1.5 * fading.error >= math.log(surely) and not of_weights:
+        return _fading_causes(times, fading, evidence, repeats=excess.repeats)
+
     if known:
         evidence |= {"context_share": context.share, "context_share_error": context.error}
     if known and context.share < STOCHASTIC:

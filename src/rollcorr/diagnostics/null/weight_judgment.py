@@ -153,15 +153,17 @@ def share_limit(profile: MismatchProfile) -> float:
 def _id_explains_more(excess: Excess, limit: float = SHARE) -> bool:
     """Whether the token id explains more than in the null, beyond chance.
 
-    A mismatch of about the null's size must reach the limit: a quantized engine errs by token as well, by a share that
-    moves with the weights (0.03 to 0.13 within one run at int8).
+    A mismatch of about the null's size must reach the limit, or exceed the null by more than half of it: a quantized
+    engine errs by token as well, by a share that moves with the weights (0.03 to 0.13 within one run at int8).
     """
     share, null = excess.share, excess.null_share
     if min(share.tokens, null.tokens) < FEW_TOKENS or excess.k3 <= ROUNDING or excess.repeats:
         return False
     error = math.hypot(share.error, null.error)
-    more = share.share - null.share >= max(MORE, (Z + 1) * error)
-    return more and (share.share >= limit or excess.ratio >= NOTICEABLE)
+    beyond = share.share - null.share
+    if beyond < max(MORE, (Z + 1) * error):
+        return False
+    return share.share >= limit or excess.ratio >= NOTICEABLE or beyond - 2 * error >= limit / 2
 
 
 def _ordinary_noise(excess: Excess, null: MismatchNull) -> Finding:
