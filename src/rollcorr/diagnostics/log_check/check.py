@@ -19,16 +19,18 @@ from rollcorr.core.metric_registry import finalize
 from rollcorr.diagnostics.health.causes import COURSE, with_causes
 from rollcorr.diagnostics.health.evidence import bare_metrics
 from rollcorr.diagnostics.health.health_check import HealthReport, health
+from rollcorr.diagnostics.health.noise import Noise
 from rollcorr.diagnostics.health.trend import AGE
 from rollcorr.diagnostics.hypotheses import rank_hypotheses
 from rollcorr.diagnostics.log_check.log_null import first_steps_null
 from rollcorr.diagnostics.log_check.log_tally import LogTally, one_thread, read_log
 from rollcorr.diagnostics.log_check.preset_totals import WhatIf
+from rollcorr.diagnostics.log_check.row_causes import RISES, attribute_zeros, judge_rest
 from rollcorr.diagnostics.log_check.tally import Part, Tally, merge_parts
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
 from rollcorr.diagnostics.null.null_file import FEW_TOKENS, MismatchNull, NullMismatchError
 from rollcorr.diagnostics.null.origin import Origin
-from rollcorr.diagnostics.null.other_rows import judge_other_rows
+from rollcorr.diagnostics.null.other_rows import OtherRows, certain_cause, judge_other_rows, other_rows
 from rollcorr.diagnostics.null.routing import judge_routing
 from rollcorr.diagnostics.null.run_null import noise_of
 from rollcorr.diagnostics.null.version_cells import judge_versions
@@ -201,22 +203,30 @@ def check_logs(
     series = tuple({"step": step, **_metrics(tally.parts[step]), **ages.get(step, {})} for step in steps)
     series = series or ({"step": 0, **whole},)
     provenance = tally.sample.estimate()
+    provenance = replace(provenance, findings=tuple(map(read.in_its_file, provenance.findings)))
     found = _log_findings(tally, provenance, diffusion=diffusion, kept=read.kept)
 
     # Densities of a diffusion sampler have no tokens, and rules of their own.
-    used, weights = None, WeightJudgment()
+    used, weights, other = None, WeightJudgment(), None
     if not diffusion and bare_metrics(whole).get("token_count", 0.0) > 0:
-        used, weights = _judge_weights(tally, null, null_steps, provenance)
+        other = other_rows(tally.sample, provenance)
+        used, weights = _judge_weights(tally, null, null_steps, other)
         remarks += weights.remarks
     verdict = health(
         whole,
         config,
         series=series if len(steps) > 1 else (),
         diffusion=diffusion,
-        null=None if used is None else noise_of(used, is_null=False),  # the weights are judged by `judge_weights`
+        null=_noise(used, other),
         judged_against=None if diffusion else weights.judged_against,
     )
     versions = judge_versions(tally.versions) if not diffusion else ()
+    verdict = replace(verdict, findings=attribute_zeros(verdict.findings, provenance))
+    if other is not None and (cause := certain_cause(provenance)) is not None:
+        rest = judge_rest(cause, other, config, metrics_of=_metrics, ages=ages, noise=_noise(used, other))
+        if rest is not None:
+            verdict = replace(verdict, findings=_with_rises_of_rest(rest.attribute(verdict.findings), rest.rises))
+            versions = rest.attribute(versions)
     course = [finding for finding in verdict.findings if finding.code in COURSE]
     implied = () if diffusion else provenance.findings
     routing = () if diffusion else judge_routing(tally.routing, used, in_excess=_in_excess(weights))
@@ -276,8 +286,29 @@ def _in_excess(weights: WeightJudgment) -> bool:
     return any(finding.severity != "note" for finding in weights.findings)
 
 
+def _with_rises_of_rest(findings: Sequence[Finding], rises: Sequence[Finding]) -> tuple[Finding, ...]:
+    """A rise of the other rows takes the place of the same one of all rows."""
+    codes = {finding.code for finding in rises} if any(finding.code in RISES for finding in findings) else set()
+    return (
+        *(finding for finding in rises if finding.code in codes),
+        *(finding for finding in findings if finding.code not in codes),
+    )
+
+
+def _noise(null: MismatchNull | None, others: OtherRows | None) -> Noise | None:
+    """The noise of a token; the weights are judged by `judge_weights`."""
+    if null is not None:
+        return noise_of(null, is_null=False)
+
+    # What the log itself shows is noise only where its values are the log-probs of their tokens.
+    if others is None or not others.judgeable:
+        return None
+    profile = others.alike().profile
+    return Noise(sigma=profile.std, source="as observed in the other rows; the noise itself was not judged")
+
+
 def _judge_weights(
-    tally: Tally, null: MismatchNull | None, null_steps: tuple[int, int] | None, provenance: Provenance
+    tally: Tally, null: MismatchNull | None, null_steps: tuple[int, int] | None, others: OtherRows | None
 ) -> tuple[MismatchNull | None, WeightJudgment]:
     """What the null says about the rows that are judged, and the null that was used."""
     if null is not None:
@@ -291,26 +322,31 @@ def _judge_weights(
             judged = judge_weights(tally.profile, None)
             return None, replace(judged, not_judged=(f"{NOT_JUDGED}: {unused}",) * bool(judged.not_judged))
         judged = judge_weights(tally.profile, null, sample=tally.sample)
-        if _in_excess(judged):
-            judged = judge_other_rows(null, tally.sample, provenance) or judged
+        if _in_excess(judged) and others is not None:
+            judged = judge_other_rows(null, others) or judged
         return null, replace(judged, remarks=(*remarks, *judged.remarks))
 
     # The steps of the null are not judged by themselves.
     first = first_steps_null(tally, null_steps)
-    if first is None:
-        return None, judge_weights(tally.profile, None)
-    leave_out, start_is_right = null_steps or (min(tally.first), max(tally.first)), null_steps is not None
+    if first is None or first.null is None:
+        of_rows = tally.profile if others is None or not others.judgeable else others.alike().profile
+        judged = judge_weights(of_rows, None)
+        if first is None:
+            return None, judged
+        steps = f"steps {first.steps[0]} to {first.steps[1]} were not used"
+        return None, replace(judged, not_judged=(f"{NOT_JUDGED}: {steps}: {first.remark}",))
+    leave_out, start_is_right = first.steps, null_steps is not None
     judged = judge_weights(
         tally.profile.without(first.profile),
-        first,
+        first.null,
         sample=tally.sample,
         leave_out=leave_out,
         start_is_right=start_is_right,
     )
-    if _in_excess(judged):
-        others = judge_other_rows(first, tally.sample, provenance, leave_out=leave_out, start_is_right=start_is_right)
-        judged = others or judged
-    return first, judged
+    if _in_excess(judged) and others is not None:
+        of_others = judge_other_rows(first.null, others, leave_out=leave_out, start_is_right=start_is_right)
+        judged = of_others or judged
+    return first.null, replace(judged, remarks=(*judged.remarks, *filter(None, [first.remark])))
 
 
 def _log_findings(tally: Tally, provenance: Provenance, *, diffusion: bool, kept: bool) -> list[Finding]:
