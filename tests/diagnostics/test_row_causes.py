@@ -1,6 +1,8 @@
 """Rows whose values are not the log-probs of their tokens: where they lie, and what follows from them."""
 
 import json
+from functools import cache
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from null_logs import rollouts, write_rows
 
 from rollcorr.diagnostics import check_logs, null_of_logs
 from rollcorr.diagnostics.log_check.row_causes import RISES
+from rollcorr.diagnostics.provenance import pair_sample
 from rollcorr.diagnostics.report.console import to_json
 from rollcorr.diagnostics.report.verdict_content import verdict_content
 from rollcorr.run_directory.stored_run import BadInputError
@@ -21,15 +24,20 @@ def late(row):
     return {**row, "rollout_log_prob": [values[0], *values[:-1]]}
 
 
-def series(*, faults=(), steps=STEPS, rows=ROWS, **of_step):
-    """Rows of a log of steps, from 1: `faults` maps a step to the function that damages its first `count` rows."""
+@cache
+def rows_of(step, weights):
+    return tuple({**row, "step": step} for row in rollouts(rows=ROWS, length=60, seed=step, weights=weights))
+
+
+def series(*, faults=(), weights=lambda step: 0.0):
+    """Rows of a log of steps, from 1: each fault is a function that damages a row, two steps, and how many rows."""
     found = []
-    for step in range(1, steps + 1):
-        own = rollouts(rows=rows, length=60, seed=step, **{name: value(step) for name, value in of_step.items()})
+    for step in range(1, STEPS + 1):
+        own = list(rows_of(step, weights(step)))
         for fault, first, last, count in faults:
             if first <= step <= last:
                 own[:count] = [fault(row) for row in own[:count]]
-        found += [{**row, "step": step} for row in own]
+        found += own
     return found
 
 
@@ -113,8 +121,21 @@ def test_a_null_of_some_steps_is_judged_by_these_alone(tmp_path):
     assert null_of_logs([late_fault], steps=(1, 5)).profile.row_count == 5 * ROWS
 
     early_fault = write_rows(tmp_path / "early.parquet", series(faults=[(late, 3, STEPS, 4)]))
-    with pytest.raises(BadInputError, match=r"no null: .*shifted \(and 11 more rows\)"):
+    with pytest.raises(BadInputError, match=r"no null: .*early.parquet, row 24: .*shifted \(and 11 more rows\)"):
         null_of_logs([early_fault], steps=(1, 5))
+
+
+def test_the_steps_of_a_null_have_a_sample_of_their_own_in_a_large_log(tmp_path):
+    """The sample of the log is every fourth row; those that are shifted lie between."""
+    rows = series()
+    rows[25:28] = [late(row) for row in rows[25:28]]
+    log = write_rows(tmp_path / "log.parquet", rows)
+    with mock.patch.object(pair_sample, "TOKENS", 1 << 11):
+        result = check_logs([log], null_steps=(1, 5))
+        assert "shifted" not in result.provenance.codes
+        assert result.null.profile.row_count == 5 * ROWS - 3
+        with pytest.raises(BadInputError, match=r"shifted \(and 2 more rows\)"):
+            null_of_logs([log], steps=(1, 5))
 
 
 @pytest.mark.parametrize("null_steps", [None, (1, 5)])

@@ -8,6 +8,7 @@ from functools import reduce
 from pathlib import Path
 
 from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.config.finding import Finding
 from rollcorr.diagnostics.log_check.log_tally import one_thread, read_log
 from rollcorr.diagnostics.log_check.tally import FIRST_STEPS, Measurement, Tally
 from rollcorr.diagnostics.null.excess import MIN_ROWS
@@ -73,7 +74,7 @@ def null_of_logs(
     )
     if read.tally.interrupted:
         raise KeyboardInterrupt
-    return _null_of(read.tally, name=name, kind=kind, steps=steps)
+    return _null_of(read.tally, name=name, kind=kind, steps=steps, placed=read.in_its_file)
 
 
 def null_of_batch(
@@ -94,14 +95,21 @@ def null_of_batch(
     return _null_of(measurement.of_batch(batch, first=0), name=name, kind=kind)
 
 
-def _null_of(tally: Tally, *, name: str, kind: Kind, steps: tuple[int, int] | None = None) -> MismatchNull:
-    """The null of a tally, unless it shows two policies."""
+def _null_of(
+    tally: Tally,
+    *,
+    name: str,
+    kind: Kind,
+    steps: tuple[int, int] | None = None,
+    placed: Callable[[Finding], Finding] | None = None,
+) -> MismatchNull:
+    """The null of a tally, unless it shows two policies; `placed` gives a finding the file that its first row is in."""
     if steps is not None:
         tally = replace(tally, sample=_sample_of_steps(tally))
     profile = tally.profile if steps is None else _of_steps(tally, steps)
     for finding in (*tally.sample.estimate().warnings, *judge_weights(profile, None).findings):
         if finding.code in NOT_COMPARABLE or finding.code == "weights_differ":
-            raise BadInputError(f"these rollouts are no null: {finding}")
+            raise BadInputError(f"these rollouts are no null: {finding if placed is None else placed(finding)}")
 
     rows = tally.sample.rows
     return MismatchNull(
@@ -163,7 +171,7 @@ def _without_certain_rows(baseline: Baseline, sample: PairSample) -> Baseline:
     if others is None or baseline.null is None:
         return baseline
     others = others.alike()
-    rest, name = others.profile, baseline.null.name
+    rest, name = others.profile.folded(FIRST_IDS), baseline.null.name  # as the steps are, and as the others will be
     if others.left_out:
         some = f"{others.left_out} of {len(sample.rows)} rows"
     else:

@@ -17,6 +17,7 @@ from rollcorr.diagnostics.null.excess import MIN_ROWS, ROUNDING, k3_by_surprise
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile, surprise_bins
 from rollcorr.diagnostics.null.null_file import FEW_TOKENS, MismatchNull
 from rollcorr.diagnostics.null.sampled_rows import log_ratios
+from rollcorr.diagnostics.null.token_share import FIRST_IDS
 from rollcorr.diagnostics.null.weight_judgment import WeightJudgment, judge_weights
 from rollcorr.diagnostics.provenance.pair_sample import PairSample, SampleRow
 from rollcorr.diagnostics.provenance.provenance_findings import OF_ROWS, Provenance
@@ -142,6 +143,10 @@ def judge_other_rows(
     others = others.outside(leave_out)
     others = others._without([index for index, row in others.rows.items() if _times(row, null) > HIT])
     profile = others.profile
+
+    # The first steps of a log know the share of folded ids alone, and exact ids explain more.
+    if null.kind == "first steps":
+        profile = profile.folded(FIRST_IDS)
     if not enough(profile):
         return None
 
