@@ -181,3 +181,9 @@ def test_zeros_that_only_a_shift_put_there_follow_from_it(tmp_path):
 
     log = write_rows(tmp_path / "filled.parquet", series(faults=[(with_a_gap, 9, STEPS, 4)]))
     assert finding_of(check_logs([log]), "contradicted_zeros").follows_from != "shifted"
+
+
+def test_a_setting_that_all_rows_show_only_together_claims_no_first_step(tmp_path):
+    rows = [{**row, "step": index // 12} for index, row in enumerate(rollouts(rows=96, length=60, temperature=0.6))]
+    found = check_logs([write_rows(tmp_path / "log.parquet", rows)]).provenance.finding("tempered")
+    assert (found.rows, found.first_step, found.steps, found.first_row, found.file) == (96, None, None, None, None)

@@ -161,6 +161,7 @@ def _from_rows(pairs: PairRows) -> Judgment:
         return judged
     of_rest = _from_pairs(rest.train[valid], rest.rollout[valid])
     here = extent(pairs, rest.count(valid) > 0, valid)
+    here |= {"first_row": None, "first_step": None, "steps": None}  # judged together: which rows show it is not known
     findings = [replace(f, **here) if f.code not in NAMES_NO_CAUSE else f for f in of_rest.findings]
     if not groups.findings:
         of_rest.findings = findings
