@@ -19,20 +19,18 @@ from rollcorr.core.metric_registry import finalize
 from rollcorr.diagnostics.health.causes import COURSE, with_causes
 from rollcorr.diagnostics.health.evidence import bare_metrics
 from rollcorr.diagnostics.health.health_check import HealthReport, health
-from rollcorr.diagnostics.health.noise import Noise
 from rollcorr.diagnostics.health.trend import AGE
 from rollcorr.diagnostics.hypotheses import rank_hypotheses
 from rollcorr.diagnostics.log_check.log_null import first_steps_null
 from rollcorr.diagnostics.log_check.log_tally import LogTally, one_thread, read_log
 from rollcorr.diagnostics.log_check.preset_totals import WhatIf
-from rollcorr.diagnostics.log_check.row_causes import RISES, attribute_zeros, judge_rest
+from rollcorr.diagnostics.log_check.row_causes import judge_rest, noise_of_log
 from rollcorr.diagnostics.log_check.tally import Part, Tally, merge_parts
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
 from rollcorr.diagnostics.null.null_file import FEW_TOKENS, MismatchNull, NullMismatchError
 from rollcorr.diagnostics.null.origin import Origin
-from rollcorr.diagnostics.null.other_rows import OtherRows, certain_cause, judge_other_rows, other_rows
+from rollcorr.diagnostics.null.other_rows import OtherRows, judge_other_rows, other_rows
 from rollcorr.diagnostics.null.routing import judge_routing
-from rollcorr.diagnostics.null.run_null import noise_of
 from rollcorr.diagnostics.null.version_cells import judge_versions
 from rollcorr.diagnostics.null.weight_judgment import NOT_JUDGED, WeightJudgment, judge_weights
 from rollcorr.diagnostics.provenance.provenance_findings import NOT_COMPARABLE, Provenance
@@ -212,21 +210,20 @@ def check_logs(
         other = other_rows(tally.sample, provenance)
         used, weights = _judge_weights(tally, null, null_steps, other)
         remarks += weights.remarks
+    noise = noise_of_log(used, other)  # the weights are judged by `judge_weights`
     verdict = health(
         whole,
         config,
         series=series if len(steps) > 1 else (),
         diffusion=diffusion,
-        null=_noise(used, other),
+        null=noise,
         judged_against=None if diffusion else weights.judged_against,
     )
     versions = judge_versions(tally.versions) if not diffusion else ()
-    verdict = replace(verdict, findings=attribute_zeros(verdict.findings, provenance))
-    if other is not None and (cause := certain_cause(provenance)) is not None:
-        rest = judge_rest(cause, other, config, metrics_of=_metrics, ages=ages, noise=_noise(used, other))
-        if rest is not None:
-            verdict = replace(verdict, findings=_with_rises_of_rest(rest.attribute(verdict.findings), rest.rises))
-            versions = rest.attribute(versions)
+    if other is not None:
+        rest = judge_rest(other, provenance, config, metrics_of=_metrics, ages=ages, noise=noise)
+        verdict = replace(verdict, findings=rest.attribute(verdict.findings, with_rises=True))
+        versions = rest.attribute(versions)
     course = [finding for finding in verdict.findings if finding.code in COURSE]
     implied = () if diffusion else provenance.findings
     routing = () if diffusion else judge_routing(tally.routing, used, in_excess=_in_excess(weights))
@@ -284,27 +281,6 @@ def _with_settings(sentence: str, hypotheses: Sequence[Finding], tally: Tally) -
 def _in_excess(weights: WeightJudgment) -> bool:
     """Whether the comparison with a null found more than noise."""
     return any(finding.severity != "note" for finding in weights.findings)
-
-
-def _with_rises_of_rest(findings: Sequence[Finding], rises: Sequence[Finding]) -> tuple[Finding, ...]:
-    """A rise of the other rows takes the place of the same one of all rows."""
-    codes = {finding.code for finding in rises} if any(finding.code in RISES for finding in findings) else set()
-    return (
-        *(finding for finding in rises if finding.code in codes),
-        *(finding for finding in findings if finding.code not in codes),
-    )
-
-
-def _noise(null: MismatchNull | None, others: OtherRows | None) -> Noise | None:
-    """The noise of a token; the weights are judged by `judge_weights`."""
-    if null is not None:
-        return noise_of(null, is_null=False)
-
-    # What the log itself shows is noise only where its values are the log-probs of their tokens.
-    if others is None or not others.judgeable:
-        return None
-    profile = others.alike().profile
-    return Noise(sigma=profile.std, source="as observed in the other rows; the noise itself was not judged")
 
 
 def _judge_weights(

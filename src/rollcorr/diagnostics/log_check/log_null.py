@@ -171,17 +171,14 @@ def _without_certain_rows(baseline: Baseline, sample: PairSample) -> Baseline:
     if others is None or baseline.null is None:
         return baseline
     others = others.alike()
-    rest, name = others.profile.folded(FIRST_IDS), baseline.null.name  # as the steps are, and as the others will be
-    if others.left_out:
-        some = f"{others.left_out} of {len(sample.rows)} rows"
-    else:
-        some = f"{others.in_part} of {len(sample.rows)} rows in part"
-    held = f"{some} of {name.removesuffix(' of this log')} hold {NOT_OF_THEIR_TOKENS}"
+    rest = others.profile.folded(FIRST_IDS)  # as the steps are, and as the others will be
+    steps = f"{len(sample.rows)} rows of steps {baseline.steps[0]} to {baseline.steps[1]}"
+    held = f"{others.left_out or others.in_part} of {steps} hold {NOT_OF_THEIR_TOKENS}"
     if not enough(rest):
         few = f"{rest.row_count} others with {rest.tokens:,} tokens are left, {MIN_ROWS} and {FEW_TOKENS:,} are needed"
         return replace(baseline, null=None, remark=f"they are no null: {held}; {few}")
     null = replace(baseline.null, profile=rest, share=rest.share)
-    return replace(baseline, null=null, remark=f"{held}, and are left out of the null")
+    return replace(baseline, null=null, remark=f"{held}; these are left out of the null")
 
 
 def _sample_of_steps(tally: Tally) -> PairSample:

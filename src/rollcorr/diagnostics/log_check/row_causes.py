@@ -22,7 +22,9 @@ from rollcorr.diagnostics.health.health_check import health
 from rollcorr.diagnostics.health.noise import Noise
 from rollcorr.diagnostics.health.trend import FACTOR
 from rollcorr.diagnostics.log_check.tally import FIRST_STEPS, Part, merge_parts, part_of
-from rollcorr.diagnostics.null.other_rows import OtherRows, certain_cause, profile_of
+from rollcorr.diagnostics.null.null_file import MismatchNull
+from rollcorr.diagnostics.null.other_rows import OtherRows, profile_of
+from rollcorr.diagnostics.null.run_null import noise_of
 from rollcorr.diagnostics.null.token_ratios import TokenRatios
 from rollcorr.diagnostics.null.token_share import STEP_IDS, TokenSums
 from rollcorr.diagnostics.provenance.pair_sample import SampleRow
@@ -40,41 +42,53 @@ class RestVerdict:
     """What the rules find in the other rows.
 
     Attributes:
-        cause: the finding of the rows that are left out.
+        zeros_from: the code of the finding that zeros follow from which one side contradicts; None without any.
         others: the other rows.
-        findings: the rules' findings on them.
+        findings: the rules' findings on them; None where they are too few to be judged.
     """
 
-    cause: Finding
+    zeros_from: str | None
     others: OtherRows
-    findings: tuple[Finding, ...]
+    findings: tuple[Finding, ...] | None
 
-    @property
-    def rises(self) -> tuple[Finding, ...]:
+    def attribute(self, findings: Iterable[Finding], *, with_rises: bool = False) -> tuple[Finding, ...]:
+        """Findings about all rows: what the other rows do not show follows from the cause, or was known to follow.
+
+        Args:
+            findings: about all rows.
+            with_rises: if there is a lasting rise, those that the other rows show come first, each in place of that of
+                all rows.
+        """
+        found = [self._attributed(finding) for finding in findings]
+        rises = self._rises() if with_rises and any(finding.code in RISES for finding in found) else ()
+        codes = {finding.code for finding in rises}
+        return (*rises, *(finding for finding in found if finding.code not in codes))
+
+    def _rises(self) -> tuple[Finding, ...]:
         """The lasting rises that the other rows show by themselves."""
         return tuple(
             replace(finding, title=f"in the other rows {finding.title}", follows_from=None)
-            for finding in self.findings
+            for finding in self.findings or ()
             if finding.code in RISES and finding.severity != "note"
         )
 
-    def attribute(self, findings: Iterable[Finding]) -> tuple[Finding, ...]:
-        """Findings about all rows: what the other rows do not show follows from the cause, or was known to follow."""
-        return tuple(
-            replace(finding, follows_from=self.cause.code)
-            if finding.follows_from is None and _measures(finding) and not self._shows(finding)
-            else finding
-            for finding in findings
-        )
+    def _attributed(self, finding: Finding) -> Finding:
+        if finding.follows_from is not None:
+            return finding
+        if finding.code == "contradicted_zeros":
+            return replace(finding, follows_from=self.zeros_from)
+        if self.findings is None or not _measures(finding) or self._shows(finding, self.findings):
+            return finding
+        return replace(finding, follows_from=self.others.cause.code)
 
-    def _shows(self, finding: Finding) -> bool:
-        """Whether the other rows show it too. A rise that they do show has a finding of its own in `rises`."""
+    def _shows(self, finding: Finding, of_others: Sequence[Finding]) -> bool:
+        """Whether the other rows show it too. A rise that they do show has a finding of its own."""
         if finding.code in RISES:
-            return finding.first_step is None or (not self.rises and self._rises_since(finding.first_step))
+            return finding.first_step is None or (not self._rises() and self._rises_since(finding.first_step))
         return any(
             (rest.code, rest.metric) == (finding.code, finding.metric)
             and (rest.severity != "note" or finding.severity == "note")
-            for rest in self.findings
+            for rest in of_others
         )
 
     def _rises_since(self, onset: int) -> bool:
@@ -91,20 +105,15 @@ class RestVerdict:
         return bool(late > FACTOR * early)
 
 
-def attribute_zeros(findings: Iterable[Finding], provenance: Provenance) -> tuple[Finding, ...]:
-    """Zeros that one side contradicts follow from values that are not those of their tokens, if nothing else has any.
+def _zeros_from(provenance: Provenance, cause: Finding) -> str | None:
+    """Code of the finding that zeros follow from which one side contradicts, where no other ones are left.
 
     A row that is shifted, with a pad in place of the value that is missing, has a zero at its end; and where a token is
     certain, its zero stands at the wrong one.
     """
-    cause = certain_cause(provenance)
-    if cause is None or provenance.zeros_left != 0:
-        return tuple(findings)
-    filled = next((finding for code in FILLED if (finding := provenance.finding(code)) is not None), cause)
-    return tuple(
-        replace(finding, follows_from=filled.code) if finding.code == "contradicted_zeros" else finding
-        for finding in findings
-    )
+    if provenance.zeros_left != 0:
+        return None
+    return next((code for code in FILLED if provenance.finding(code) is not None), cause.code)
 
 
 def _measures(finding: Finding) -> bool:
@@ -114,39 +123,50 @@ def _measures(finding: Finding) -> bool:
     return finding.code in OF_THE_MISMATCH
 
 
+def noise_of_log(null: MismatchNull | None, others: OtherRows | None) -> Noise | None:
+    """The noise of a token by the null of a log, which is not known to be right; else that of its other rows.
+
+    None without both: what a log shows is noise only where its values are the log-probs of their tokens.
+    """
+    if null is not None:
+        return noise_of(null, is_null=False)
+    if others is None or not others.judgeable:
+        return None
+    sigma = others.alike().profile.std
+    return Noise(sigma=sigma, source="as observed in the other rows; the noise itself was not judged")
+
+
 def judge_rest(
-    cause: Finding,
     others: OtherRows,
+    provenance: Provenance,
     config: RolloutCorrectionConfig,
     *,
     metrics_of: Callable[[Part], Mapping[str, float]],
     ages: Mapping[int, Mapping[str, float]],
     noise: Noise | None,
-) -> RestVerdict | None:
+) -> RestVerdict:
     """Judge the rows that a cause of some rows leaves.
 
     Args:
-        cause: the certain finding of some rows.
         others: the other rows of the spread sample.
+        provenance: the estimate of that sample.
         config: what is measured.
         metrics_of: the metrics of a part, as the whole log's are made.
         ages: step → the metric of the recorded age of its weights, where that is known.
         noise: of a token.
-
-    Returns:
-        The verdict; None where too few rows are left.
     """
     others = others.alike()
-    if not others.judgeable:
-        return None
-    if config.nonfinite == "raise":
-        config = replace(config, nonfinite="reject_token")
-    parts = _parts(others.rows, config)
-    steps = sorted(step for step in parts if step is not None)
-    series = [{"step": step, **metrics_of(parts[step]), **ages.get(step, {})} for step in steps]
-    whole = metrics_of(merge_parts(parts.values()))
-    verdict = health(whole, config, series=series if len(steps) > 1 else (), null=noise, judged_against="")
-    return RestVerdict(cause=cause, others=others, findings=verdict.findings)
+    findings = None
+    if others.judgeable:
+        # A check counts what is missing and goes on.
+        config = replace(config, nonfinite="reject_token") if config.nonfinite == "raise" else config
+        parts = _parts(others.rows, config)
+        steps = sorted(step for step in parts if step is not None)
+        series = [{"step": step, **metrics_of(parts[step]), **ages.get(step, {})} for step in steps]
+        whole = metrics_of(merge_parts(parts.values()))
+        history = series if len(steps) > 1 else ()
+        findings = health(whole, config, series=history, null=noise, judged_against="").findings
+    return RestVerdict(zeros_from=_zeros_from(provenance, others.cause), others=others, findings=findings)
 
 
 def _parts(rows: Mapping[int, SampleRow], config: RolloutCorrectionConfig) -> dict[int | None, Part]:

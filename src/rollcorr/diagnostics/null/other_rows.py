@@ -40,12 +40,14 @@ class OtherRows:
     """The rows of a sample that no certain finding of the log-probs covers, as far as it does not.
 
     Attributes:
+        cause: the certain finding; of several, that of most tokens.
         rows: row of the log → its tokens that are not covered.
         left_out: rows that are left out.
         in_part: rows of which only some tokens are.
         every: the sample's rows are all rows of the log.
     """
 
+    cause: Finding
     rows: Mapping[int, SampleRow]
     left_out: int
     in_part: int
@@ -90,16 +92,6 @@ class OtherRows:
         )
 
 
-def certain_cause(provenance: Provenance) -> Finding | None:
-    """The certain finding of values that are not the log-probs of their tokens; of several, that of most tokens."""
-    certain = [
-        finding
-        for finding in provenance.findings
-        if finding.code in OF_ROWS and finding.severity != "note" and (finding.confidence or 0.0) >= CERTAIN
-    ]
-    return max(certain, key=lambda finding: finding.tokens or 0, default=None)
-
-
 def other_rows(sample: PairSample, provenance: Provenance) -> OtherRows | None:
     """The other rows of a sample; None where no finding of some rows is certain.
 
@@ -107,7 +99,12 @@ def other_rows(sample: PairSample, provenance: Provenance) -> OtherRows | None:
         sample: whole rows of the log.
         provenance: the estimate of that sample.
     """
-    if certain_cause(provenance) is None or provenance.misreported is None:
+    certain = [
+        finding
+        for finding in provenance.findings
+        if finding.code in OF_ROWS and finding.severity != "note" and (finding.confidence or 0.0) >= CERTAIN
+    ]
+    if not certain or provenance.misreported is None:
         return None
     rows = {index: sample.rows[index] for index in sorted(sample.rows)}
     parts = provenance.misreported.split([len(row.train) for row in rows.values()])
@@ -117,7 +114,13 @@ def other_rows(sample: PairSample, provenance: Provenance) -> OtherRows | None:
         if _few_of(covered, row.mask.bool()):
             others[index] = row._replace(mask=row.mask.bool() & ~covered)
             in_part += bool((covered & row.mask.bool()).any())
-    return OtherRows(rows=others, left_out=len(rows) - len(others), in_part=in_part, every=sample.stride == 1)
+    return OtherRows(
+        cause=max(certain, key=lambda finding: finding.tokens or 0),
+        rows=others,
+        left_out=len(rows) - len(others),
+        in_part=in_part,
+        every=sample.stride == 1,
+    )
 
 
 def judge_other_rows(
