@@ -113,6 +113,7 @@ def test_a_rise_that_the_other_rows_show_too_stands_by_itself(tmp_path, onset):
     assert [(rise.first_step, rise.follows_from) for rise in rises] == [(onset, "weights_differ")]
     assert rises[0].title.startswith("in the other rows the mismatch")
     assert rises[0].evidence["factor"] < 100, "the shift has no part in it"
+    assert {f.follows_from for f in result.health.warnings if f.metric == "chi2_token"} == {"shifted"}
     assert {cause.finding.code for cause in result.health.causes} >= {"shifted", "weights_differ"}
 
 

@@ -52,7 +52,7 @@ class RestVerdict:
     findings: tuple[Finding, ...] | None
 
     def attribute(self, findings: Iterable[Finding], *, with_rises: bool = False) -> tuple[Finding, ...]:
-        """Findings about all rows: what the other rows do not show follows from the cause, or was known to follow.
+        """Findings about all rows: what the other rows do not show follows from the cause, unless it has another one.
 
         Args:
             findings: about all rows.
@@ -73,7 +73,8 @@ class RestVerdict:
         )
 
     def _attributed(self, finding: Finding) -> Finding:
-        if finding.follows_from is not None:
+        # What follows from a rise of all rows may be of these rows alone, as the rise may be.
+        if finding.follows_from is not None and finding.follows_from not in RISES:
             return finding
         if finding.code == "contradicted_zeros":
             return replace(finding, follows_from=self.zeros_from)
