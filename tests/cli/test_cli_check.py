@@ -203,6 +203,15 @@ def test_bad_input_gives_exit_code_2_and_says_what_is_wrong(log, tmp_path, argum
     assert result.stdout == ""
 
 
+@pytest.mark.parametrize("command", [["null", "-o", "null.json"], ["check"]])
+def test_a_run_that_kept_no_rollouts_is_told_how_to_keep_them(tmp_path, command):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "rollout_corr/kl": 0.01}\n', encoding="utf-8")
+    result = CliRunner().invoke(app, [*command, str(tmp_path)], env={"COLUMNS": "400"})
+    assert result.exit_code == 2
+    for part in ("this run kept no rollouts", "rollouts=RolloutSample() of the Monitor", "or name rollout logs"):
+        assert part in result.output
+
+
 def test_a_column_of_the_wrong_length_is_named_with_file_and_row(tmp_path):
     rows = [{"rollout_log_prob": [-1.0, -2.0], "old_log_prob": [-1.0, -2.0]}, {"rollout_log_prob": [-1.0]}]
     rows[1]["old_log_prob"] = [-1.0, -2.0]

@@ -37,7 +37,8 @@ def test_an_engine_that_rounds_is_measured_against_its_trainer(prompts, tmp_path
     assert run.exit_code == 0, run.output
     assert "40 sequences" in run.output
     document = json.loads((tmp_path / "run.json").read_text(encoding="utf-8"))
-    assert (document["kind"], document["origin"]["engine"]) == ("engine", ["transformers"])
+    assert (document["kind"], document["sides"]) == ("engine", "run")
+    assert document["origin"]["engine"] == ["transformers"]
     assert document["origin"]["model"] == [str(STORIES)]
 
     # The rollouts were kept, and are healthy against the null that was made of them.
@@ -51,6 +52,11 @@ def test_an_engine_that_rounds_is_measured_against_its_trainer(prompts, tmp_path
         assert measure(prompts, tmp_path / f"{sides}.json", "--sides", sides).exit_code == 0
     assert 1e-9 < k3_of(tmp_path / "engine.json") < k3_of(tmp_path / "run.json")
     assert k3_of(tmp_path / "trainer.json") < 1e-9
+
+    # So neither is a null for a run.
+    refused = invoke("check", tmp_path / "rollouts.parquet", "--null", tmp_path / "engine.json")
+    assert refused.exit_code == 2
+    assert "measured with --sides engine" in " ".join(refused.output.split())
 
 
 def test_a_truncated_sampler_is_scored_over_what_it_kept(prompts, tmp_path):

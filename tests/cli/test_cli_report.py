@@ -48,7 +48,8 @@ def test_findings_give_exit_code_1_and_the_page_still(run, tmp_path):
     assert result.exit_code == 1
     assert result.stdout.startswith("unhealthy, 2 findings")
     finding = (
-        "KL is too far from 0: kl 0.5, limit −0.1 to 0.1, from noise alone 1.00e−04; first at step 1, 3 steps in all"
+        "KL is too far from 0: kl 0.5, limit −0.1 to 0.1, from noise alone −3.40e−04 to 5.40e−04; first at step 1, "
+        "3 steps in all"
     )
     assert finding in result.stdout
     assert "KL is too far from 0" in (tmp_path / "elsewhere" / "report.html").read_text(encoding="utf-8")

@@ -42,9 +42,15 @@ def null_at(name, tokens, rows):
     return null_of(POOLS[name](rows, tokens, seed=1))
 
 
+@lru_cache(maxsize=4)
+def calibrated(name, tokens, rows, length):
+    """Thresholds and alarms of a pool: the tests of both share them, for the bootstrap behind them costs the most."""
+    return calibrate(null_at(name, tokens, rows), rate=0.05, lengths=[length], alarm_rate=0.02, sequences=64)
+
+
 @pytest.mark.parametrize(("name", "tokens", "length", "rows", "sequences"), WHOLE if FULL else SAMPLE)
 def test_thresholds_reject_their_rate_on_a_disjoint_pool(name, tokens, length, rows, sequences):
-    found = calibrate(null_at(name, tokens, rows), rate=0.05, lengths=[length])
+    found = calibrated(name, tokens, rows, length)
 
     # Other sequences, a part at a time: 2,000 sequences of 8,000 tokens do not fit beside everything else.
     parts = length // tokens
@@ -173,7 +179,7 @@ def test_a_null_without_tokens_of_rows_gives_thresholds_of_its_histogram():
 
 
 def test_healthy_steps_rarely_raise_the_alarms():
-    found = calibrate(null_at("synthetic", 100, 8000), lengths=[100], alarm_rate=0.02, sequences=64)
+    found = calibrated("synthetic", 100, 8000, 100)
     steps = synthetic_pool(64 * 1000, 100, seed=8).reshape(1000, -1)
     k3, std = (np.expm1(steps) - steps).mean(1), steps.std(1)
     for alarm, values in zip(found.alarms, (k3, std), strict=True):
@@ -266,9 +272,11 @@ def test_the_table_of_noise_is_what_noise_does():
 
 def test_a_splice_has_the_mean_of_all_rows_and_not_of_the_table_alone(monkeypatch):
     """The table keeps every fourth row here, and these have three times the k3 of the others."""
+    from rollcorr.diagnostics.advice import calibration
     from rollcorr.diagnostics.null import row_table
 
     monkeypatch.setattr(row_table, "ROWS", 256)
+    monkeypatch.setattr(calibration, "REPLICATES", 8)  # they make the interval, and the value alone is asked for
     pool = synthetic_pool(2000, 40, seed=1)
     pool[::4] *= math.sqrt(3)
     null = null_of(pool)

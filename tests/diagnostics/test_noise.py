@@ -8,7 +8,7 @@ import torch
 
 from rollcorr.config import InertOptionWarning, RolloutCorrectionConfig
 from rollcorr.correction import correct
-from rollcorr.diagnostics.health.noise import Noise, expected_from_noise
+from rollcorr.diagnostics.health.noise import SIGNED, Noise, expected_from_noise, ranges_from_noise
 
 CASES = [
     (0.05, 100, {"rollout_is": "sequence", "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"}),
@@ -55,3 +55,36 @@ def test_expectations_by_hand():
 @pytest.mark.parametrize("sigma", [0.0, math.nan, 50.0])
 def test_a_noise_that_is_none_expects_nothing(sigma):
     assert expected_from_noise(Noise(sigma=sigma, source="a test"), {"k3_kl": 1.0}, None) == {}
+
+
+@pytest.mark.parametrize(("sigma", "length"), [(0.02, 50), (0.2, 20)])
+def test_a_range_holds_95_percent_of_batches(sigma, length):
+    """400 batches of 60 sequences: 380 expected, and a binomial seldom leaves 380 ± 18 (four standard errors)."""
+    batches, rows = 400, 60
+    d = sigma * torch.randn(batches, rows, length, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    d -= sigma**2 / 2
+    sums = d.sum(-1)
+    measured = {
+        "kl": -d.mean((1, 2)),
+        "t_times_kl": -sums.mean(1),
+        "chi2_token": torch.expm1(2 * d).mean((1, 2)),
+        "chi2_seq": torch.expm1(2 * sums).mean(1),
+        "ppl_ratio": torch.exp(-d.mean(-1)).mean(1),
+    }
+    counts = {"token_count": float(rows * length), "sequence_count": float(rows)}
+    ranges = ranges_from_noise(Noise(sigma=sigma, source="a test"), counts | dict.fromkeys(measured, 0.0))
+
+    # The mean of few sequences with a spread of 1.8 in the exponent is far from normal: no range is claimed.
+    assert set(ranges) == SIGNED - {"kl_joint"} - ({"chi2_seq"} if sigma == 0.2 else set())
+    for name, (low, high) in ranges.items():
+        inside = int(((measured[name] >= low) & (measured[name] <= high)).sum())
+        assert abs(inside - 380) <= 18, (name, inside)
+
+
+def test_ranges_by_hand():
+    counts = {"token_count": 400.0, "sequence_count": 4.0, "kl": 0.0, "t_times_kl": 0.0}
+    ranges = ranges_from_noise(Noise(sigma=0.1, source="a test"), counts)
+    assert ranges["kl"] == pytest.approx((0.005 - 1.96 * 0.005, 0.005 + 1.96 * 0.005))
+    assert ranges["t_times_kl"] == pytest.approx((0.5 - 0.98, 0.5 + 0.98))
+    assert ranges_from_noise(Noise(sigma=0.1, source="a test"), {"kl": 0.0}) == {}
+    assert ranges_from_noise(Noise(sigma=50.0, source="a test"), counts) == {}

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from rollcorr.diagnostics import advise, check_logs, null_of_logs, read_null
+from rollcorr.diagnostics import advise, calibrate, check_logs, null_of_logs, read_null
+from rollcorr.diagnostics.null import noise_beside, other_rows
 from rollcorr.diagnostics.null.excess import Excess
 from rollcorr.diagnostics.null.null_file import NullMismatchError
-from rollcorr.diagnostics.null.token_share import TokenShare, TokenSums
+from rollcorr.diagnostics.null.token_share import FIRST_IDS, TokenShare, TokenSums
 from rollcorr.diagnostics.null.weight_judgment import _id_explains_more
 from rollcorr.diagnostics.provenance.pair_sample import PairSample
 from rollcorr.run_directory.stored_run import BadInputError
@@ -100,6 +101,38 @@ def test_a_foreign_null_is_refused_and_a_doubtful_one_is_named(tmp_path, of_null
         assert "was measured with" in remarks or "is not recorded" in remarks
 
 
+@pytest.mark.parametrize(
+    ("sides", "words"), [("engine", "the engine with itself"), ("trainer", "the trainer with itself")]
+)
+def test_a_null_of_one_side_alone_is_kept_as_such_and_refused_for_a_run(tmp_path, sides, words):
+    """It shows less than a run does, so the ordinary noise of a run would be taken for other weights."""
+    log = write_rows(tmp_path / "log.parquet", rollouts(rows=16, length=80))
+    null_of_logs([log], kind="engine", sides=sides).save(tmp_path / "null.json")
+    one_sided = read_null(tmp_path / "null.json")
+    assert one_sided.sides == sides
+    refused = f"measured with --sides {sides}: it compares {words}.*measure a null with --sides run"
+    with pytest.raises(NullMismatchError, match=refused):
+        check_logs([log], null=one_sided)
+    with pytest.raises(NullMismatchError, match=refused):
+        calibrate(one_sided)
+    with pytest.raises(NullMismatchError, match=refused):
+        noise_beside(tmp_path)
+
+
+def test_which_sides_a_null_of_an_earlier_release_compares_is_not_recorded(tmp_path):
+    log = write_rows(tmp_path / "log.parquet", rollouts(rows=16, length=80))
+    for kind, sides in (("log", "run"), ("engine", None)):
+        document = json.loads(null_of_logs([log], kind=kind).to_json())
+        assert document.pop("sides") == "run"
+        (tmp_path / "null.json").write_text(json.dumps(document), encoding="utf-8")
+        assert read_null(tmp_path / "null.json").sides == sides
+    remarks = " ".join(check_logs([log], null=read_null(tmp_path / "null.json")).remarks)
+    assert "the two sides of this log is not recorded" in remarks
+    (tmp_path / "null.json").write_text(json.dumps(document | {"sides": "both"}), encoding="utf-8")
+    with pytest.raises(BadInputError, match=r"a damaged null .sides 'both' is none of run, engine, trainer"):
+        read_null(tmp_path / "null.json")
+
+
 def test_a_null_of_another_vocabulary_is_refused(tmp_path, null):
     rows = [{**row, "response_ids": [i + 5_000 for i in row["response_ids"]]} for row in rollouts(rows=8)]
     with pytest.raises(NullMismatchError, match="another vocabulary"):
@@ -109,6 +142,19 @@ def test_a_null_of_another_vocabulary_is_refused(tmp_path, null):
 def test_a_log_with_other_settings_makes_no_null(tmp_path):
     log = write_rows(tmp_path / "log.parquet", rollouts(rows=64, temperature=0.6))
     with pytest.raises(BadInputError, match="these rollouts are no null"):
+        null_of_logs([log])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"temperature": 0.7, "logprobs": "raw"}, {"top_p": 0.9, "logprobs": "raw"}],
+    ids=lambda one: next(iter(one)),
+)
+def test_recorded_settings_that_contradict_themselves_make_no_null(tmp_path, settings):
+    """Raw log-probs of a tempered sampler are of what was never sampled, however well the two sides agree."""
+    log = write_rows(tmp_path / "log.parquet", rollouts(rows=64), sampling=settings)
+    name, value = next(iter(settings.items()))
+    with pytest.raises(BadInputError, match=f"these rollouts are no null: .*recorded settings say so.*{name}.?{value}"):
         null_of_logs([log])
 
 
@@ -178,6 +224,36 @@ def test_a_log_of_three_times_the_null_is_not_healthy_even_from_few_rows(tmp_pat
     assert "cannot tell whether the weights agree" in result.health.not_judged[0]
 
 
+def test_one_message_says_what_was_judged_and_against_what(tmp_path, null):
+    """The pairs alone say that the weights are not judged; beside a null that judged them this was listed first."""
+    same = check_logs([write_rows(tmp_path / "same.parquet", rollouts())], null=null)
+    (only,) = same.hypotheses
+    assert only.code == "ordinary_noise"
+    assert only.title == f"the sampling settings agree, and the mismatch is the ordinary noise of {null.name}"
+    assert [finding.title for finding in same.health.notes] == [only.title]
+
+    other = check_logs([write_rows(tmp_path / "other.parquet", rollouts(weights=0.03))], null=null)
+    assert first_cause(other) == "weights_differ"
+    assert [finding.title for finding in other.hypotheses if finding.code == "matched"] == [
+        "the sampling settings agree"
+    ]
+    alone = check_logs([write_rows(tmp_path / "alone.parquet", rollouts())])
+    assert [finding.title for finding in alone.hypotheses] == [
+        "the sampling settings agree; the weights are not judged"
+    ]
+
+
+def test_a_null_that_is_too_small_is_not_what_the_weights_were_judged_against(tmp_path):
+    rows = rollouts(rows=4, length=80)
+    small = null_of_logs([write_rows(tmp_path / "null.parquet", rows)])
+    result = check_logs([write_rows(tmp_path / "log.parquet", rollouts())], null=small)
+    assert "weights not judged: null.json has 4 rows" in " ".join(result.health.not_judged)
+    assert result.health.judged_against == ""
+    assert [finding.title for finding in result.hypotheses] == [
+        "the sampling settings agree; the weights are not judged"
+    ]
+
+
 def steps(tmp_path, faults, name="log.parquet"):
     """A log with one entry of `faults` per step."""
     rows = []
@@ -199,6 +275,18 @@ def test_the_first_steps_serve_as_the_null_but_are_not_judged_themselves(tmp_pat
 
     few = check_logs([steps(tmp_path, [{}] * 9, "few.parquet")])
     assert few.null is None
+
+
+def test_first_steps_of_several_ages_serve_as_no_null_unless_they_are_known_to_be_right(tmp_path):
+    rows = []
+    for step in range(1, 11):
+        versions = [{"start": 0, "length": 60, "version": step - step % 3}]
+        rows += [{**row, "step": step, "policy_versions": versions} for row in rollouts(rows=12, length=60, seed=step)]
+    log = write_rows(tmp_path / "log.parquet", rows)
+    result = check_logs([log])
+    assert (result.health.verdict, result.health.judged_against) == ("not judged", "")
+    assert "steps 1 to 5 of this log have weights of 0 to 2 updates of age" in result.health.not_judged[0]
+    assert check_logs([log], null_steps=(1, 5)).health.verdict == "healthy"
 
 
 def test_steps_that_are_known_to_be_right_let_the_rest_be_healthy(tmp_path):
@@ -332,6 +420,22 @@ def test_values_of_other_tokens_in_some_rows_do_not_look_like_other_weights(tmp_
     # What they do to the numbers stands under them, and the advice says the same.
     assert {f.follows_from for f in result.health.findings if f.code == "out_of_range"} <= {code, None}
     assert [finding.code for finding in advise(result).repairs][:1] == [code]
+
+
+def test_other_rows_are_compared_with_first_steps_by_folded_ids_alike(tmp_path, monkeypatch):
+    seen = []
+    judge = other_rows.judge_weights
+    monkeypatch.setattr(
+        other_rows, "judge_weights", lambda profile, *a, **k: (seen.append(profile), judge(profile, *a, **k))[1]
+    )
+    rows = []
+    for step in range(1, 11):
+        own = rollouts(rows=12, length=60, seed=step)
+        rows += [{**row, "step": step} for row in (constant(own, 0.5) if step > 5 else own)]
+    rows[0]["response_ids"][0] += FIRST_IDS
+    result = check_logs([write_rows(tmp_path / "log.parquet", rows)])
+    assert "placeholder" in {finding.code for finding in result.hypotheses}
+    assert [profile.ids.limit for profile in seen] == [FIRST_IDS]
 
 
 @pytest.mark.parametrize(("fault", "share", "code"), ROW_FAULTS)

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from rollcorr.core.metric_registry import METRICS
-from rollcorr.diagnostics.numbers import HEADLINES, LABELS, format_number, label
+from rollcorr.diagnostics.numbers import HEADLINES, LABELS, format_number, format_range, label
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,20 @@ from rollcorr.diagnostics.numbers import HEADLINES, LABELS, format_number, label
 )
 def test_numbers_have_about_four_digits(value, text):
     assert format_number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "text"),
+    [
+        (-0.0012345, 0.0812345, "−0.001 to 0.081"),
+        (0.9987654, 1.0012345, "0.9988 to 1.0012"),
+        (-123.4, 5678.9, "−100 to 5,700"),
+        (2.0, 2.0, "2 to 2"),
+        (-math.inf, 1.0, "−∞ to 1"),
+    ],
+)
+def test_a_range_has_the_digits_that_its_width_needs(low, high, text):
+    assert format_range(low, high) == text
 
 
 def test_every_range_that_warns_has_a_label():

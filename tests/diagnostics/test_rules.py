@@ -7,6 +7,7 @@ import pytest
 
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.diagnostics.health.evidence import Evidence
+from rollcorr.diagnostics.health.health_check import health
 from rollcorr.diagnostics.health.noise import Noise
 from rollcorr.diagnostics.health.rules import (
     RULES,
@@ -218,3 +219,29 @@ def test_a_zero_that_the_other_side_contradicts_is_a_placeholder():
     name = "log/contradicted_zero_count"
     assert contradicted_zeros(now(**{name: 0.0})) is None
     assert contradicted_zeros(now(**{name: 1.0})).severity == "warning"
+
+
+OWN = RolloutCorrectionConfig(rollout_is="sequence", rollout_is_threshold=2.0)
+
+
+@pytest.mark.parametrize(
+    ("config", "advised"),
+    [
+        (OWN, ""),
+        (replace(OWN, bypass_mode=True, loss_type="reinforce"), "or leave bypass mode"),
+        (None, "or leave bypass mode if it is on"),
+    ],
+)
+def test_only_a_run_in_bypass_mode_is_told_to_leave_it(config, advised):
+    step = {"rollout_rs_seq_masked_fraction": 0.08, "log_ppl_abs_diff": 1.5, "rollout_is_max": 2.0}
+    step |= {"actor/zeroed_fraction_negative": 0.6, "actor/zeroed_fraction_positive": 0.1}
+    steps = [{"step": number, "token_count": 4000.0, "kl": 0.01, **step} for number in range(1, 11)]
+    found = [*health(steps, config).findings, *health(steps, config, diffusion=True).findings]
+    fixes = {finding.code: finding.fix for finding in found}
+    rules = {"gap_at_start", "sustained_rejection", "one_sided_gradients"} | (
+        {"pinned_at_threshold"} if config else set()
+    )
+    assert rules <= set(fixes)
+    for rule in rules:
+        assert ("bypass" in fixes[rule]) == bool(advised), fixes[rule]
+        assert advised in fixes[rule]

@@ -61,6 +61,48 @@ def test_the_health_check_and_the_running_judge_name_the_same_cause(kind):
     assert ours.fix
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_baseline_of_an_alarm_is_that_of_the_report(kind):
+    """The onset may move when more steps show it. The baseline moved with it."""
+    series = broken(kind, 0)
+    judge, began = RunningJudge(), []
+    steps = [{"step": step, **metrics_of(k3)} for step, k3 in enumerate(series.k3, start=1)]
+    for metrics in steps:
+        changes = judge.judge(metrics["step"], bare_metrics(metrics), None)
+        began += [finding for finding in changes.began if finding.metric == "k3_kl"]
+    (lasting,) = [finding for finding in health(steps).findings if finding.metric == "k3_kl"]
+    assert {alarm.evidence["baseline"] for alarm in began} == {lasting.evidence["baseline"]}
+    assert {alarm.limit for alarm in began} == {lasting.limit}
+
+
+def test_a_step_is_compared_with_first_steps_of_its_own_age():
+    """A sampler that is synchronized every fourth step: old weights differ 30-fold, fresh ones must not hide there."""
+    ages = [step % 4 for step in range(60)]
+    k3 = [1e-5 * (1, 10, 20, 30)[age] for age in ages]
+    right, broken_at_40 = ChangeDetector(), ChangeDetector()
+    for step, (value, age) in enumerate(zip(k3, ages, strict=True), start=1):
+        right.add(step, value, age=age)
+        broken_at_40.add(step, value * (1 if step < 40 else 15), age=age)
+    assert right.changes == []
+    assert broken_at_40.change.found <= 46
+    assert broken_at_40.change.onset >= 37
+
+
+def test_first_steps_of_several_ages_are_no_baseline_of_a_verdict():
+    steps = of_age(lambda step: step % 3, lambda step: 1e-5 * (1 + step % 3))
+    report = health(steps)
+    assert (report.verdict, report.judged_against) == ("not judged", "")
+    assert "steps 1 to 5 of this run have weights of 0 to 2 updates of age" in report.not_judged[0]
+    same_age = health(of_age(lambda step: 2, lambda step: 1e-5))
+    assert same_age.judged_against == "steps 1 to 5 of this run"
+
+    # The Monitor says the same.
+    judge = RunningJudge()
+    for metrics in steps:
+        judge.judge(metrics["step"], bare_metrics(metrics), None)
+    assert judge.not_judged == report.not_judged
+
+
 def test_what_a_restart_cured_stays_a_warning_until_it_would_have_come_back():
     k3 = [1e-5] * 30 + [1e-3] * 20 + [1e-5] * 30
     early, late = ([{"step": s, **metrics_of(x)} for s, x in enumerate(k3[:end], start=1)] for end in (60, 80))

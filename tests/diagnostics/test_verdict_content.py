@@ -20,6 +20,7 @@ from rollcorr.diagnostics.report.verdict_content import verdict_content
 def report():
     """A run with a cause, two levels of consequences, evidence, a mixture, and a note."""
     steps = [{"step": s, **metrics_of(k3)} for s, k3 in enumerate(broken("never synced", 2).k3, start=1)]
+    steps = [step | {"token_count": 4000.0, "sequence_count": 20.0} for step in steps]
     steps = [step | {"kl": 0.3, "t_times_kl": 150.0, "saturated_low_fraction": 0.9} for step in steps]
     steps = [step | {"saturated_high_fraction": 0.0, "rollout_is_eff_sample_size": 0.99} for step in steps]
     found = health(steps, RolloutCorrectionConfig(rollout_is="sequence"))
@@ -48,6 +49,7 @@ def report():
         judged_against=found.judged_against,
         not_judged=found.not_judged,
         expected=found.expected,
+        expected_ranges=found.expected_ranges,
         expected_from=found.expected_from,
     )
 
@@ -81,6 +83,7 @@ def from_json(shown):
         judged_against=document["judged_against"],
         not_judged=tuple(document["not_judged"]),
         expected=document["expected"],
+        expected_ranges={name: tuple(ends) for name, ends in document["expected_ranges"].items()},
         expected_from=document["expected_from"],
     ), document["verdict"]
 
@@ -150,6 +153,22 @@ def test_every_number_stands_beside_what_noise_alone_would_show():
     (kl,) = [entry for entry in entries_of(content.entries) if entry.finding.metric == "kl"]
     assert "from noise alone" in kl.numbers
     assert "as in the first steps of this run" in " ".join(content.sentences)
+
+
+def test_an_estimate_of_either_sign_stands_beside_a_range_and_never_beside_one_number():
+    """A KL of −0.002 beside "from noise alone 1.00e−04" looked like a fault."""
+    counts = {"token_count": 4000.0, "sequence_count": 40.0}
+    shown = health({**counts, "kl": -0.002, "k3_kl": 0.005, "chi2_token": -0.001, "log_ratio_std": 0.1})
+    assert set(shown.expected_ranges) == {"kl", "chi2_token"}
+    assert set(shown.expected) == {"k3_kl", "log_ratio_std"}
+    numbers = {number.name: number.expected for number in verdict_content(shown).numbers}
+    assert numbers["kl"] == "0.0019 to 0.0081"
+    assert numbers["k3_kl"] == "0.005"
+    assert "a range holds 95 % of batches of this size" in " ".join(verdict_content(shown).sentences)
+
+    # Without the size of the batch chance is not known, and neither is a range.
+    unknown = health({"kl": -0.002, "k3_kl": 0.005, "log_ratio_std": 0.1})
+    assert (unknown.expected_ranges, set(unknown.expected)) == ({}, {"k3_kl", "log_ratio_std"})
 
 
 def finding(code, severity="warning", **fields):

@@ -103,3 +103,23 @@ def test_first_steps_of_a_log_tell_the_share_of_many_ids(tmp_path):
     evidence = found["weights_differ"].evidence
     assert evidence["token_id_share"] > 0.5
     assert abs(evidence["null_token_id_share"]) < 0.05
+
+
+def test_the_share_over_all_rows_is_of_exact_ids_and_that_of_a_step_of_folded_ones(tmp_path):
+    """Both were of ids modulo 1,024, and the limits of 20 and 30 % are of exact ids."""
+    random, ids, rollout = tokens(60, 5)
+    d = 0.02 * random.normal(size=len(ids)) + 0.06 * np.random.default_rng(99).normal(size=VOCABULARY)[ids]
+    columns = {"response_ids": ids, "rollout_log_prob": rollout, "old_log_prob": rollout + d}
+    rows = [
+        {name: values.reshape(60, LENGTH)[row].tolist() for name, values in columns.items()} | {"step": row // 30}
+        for row in range(60)
+    ]
+    with RolloutLogWriter(tmp_path / "log.parquet") as log:
+        log.write(RolloutBatch.from_rows(rows))
+    result = check_logs([tmp_path / "log.parquet"])
+    assert result.metrics["log/token_id_share"] == result.profile.share.share
+    steps = [step["log/token_id_share"] for step in result.series]
+    folded = result.profile.folded(1024).share.share
+    assert max(steps) < 0.8 * result.profile.share.share
+    assert folded < 0.8 * result.profile.share.share
+    assert result.health.values["log/token_id_share"] == result.profile.share.share

@@ -420,6 +420,22 @@ def test_a_path_without_a_log_is_told_at_once(tmp_path, path):
         read_rollout_log(tmp_path / path)
 
 
+@pytest.mark.parametrize("with_folder", [False, True])
+def test_a_run_without_rollouts_is_told_what_is_missing_and_how_to_keep_them(tmp_path, with_folder):
+    """Its metrics.jsonl was read as a log that lacks its columns."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n', encoding="utf-8")
+    if with_folder:
+        (tmp_path / "rollouts").mkdir()
+    with pytest.raises(RolloutLogError, match=r"kept no rollouts.*rollouts=RolloutSample\(\) of the Monitor"):
+        log_files(tmp_path)
+
+
+def test_the_metrics_beside_logs_are_no_log(tmp_path):
+    for name in ("metrics.jsonl", "step_1.jsonl"):
+        (tmp_path / name).write_text('{"step": 1}\n', encoding="utf-8")
+    assert [file.name for file in log_files(tmp_path)] == ["step_1.jsonl"]
+
+
 def test_an_unknown_ending_is_told(tmp_path):
     (tmp_path / "log.csv").write_text("step\n")
     for act in (RolloutLogWriter, count_rows):

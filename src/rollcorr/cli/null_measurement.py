@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -15,6 +15,7 @@ from rollcorr.cli.logs import COLUMNS_OPTION, LIMIT_OPTION, file_options, share_
 
 if TYPE_CHECKING:
     from rollcorr.config import SamplingSpec
+    from rollcorr.diagnostics.null.null_file import Sides
     from rollcorr.train.grpo.engine_null import EngineNullConfig
 
 
@@ -145,6 +146,7 @@ def measure(
                         [kept] if engine else logs or [],
                         name=output.name,
                         kind="engine" if engine else "log",
+                        sides=cast("Sides", sides) if engine else "run",  # checked with the engine's settings
                         steps=parse_steps(steps),
                         train_column=train_column,
                         workers=workers,

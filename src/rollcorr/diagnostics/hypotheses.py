@@ -16,6 +16,8 @@ NOT_A_CAUSE = frozenset({"matched", "processed", "ordinary_noise", "unexplained"
 """Codes that say that nothing, or nothing known, was found."""
 COURSE_OF_A_CAUSE = frozenset({"changed_at_step", "growing_mismatch", "token_share_rose", "above_null"})
 """Codes that say when or by how much the mismatch changed: they go under whatever says why."""
+SETTINGS_AGREE = "the sampling settings agree"
+"""What "matched" says where the weights have a finding of their own."""
 WEAK = 0.5
 """Confidence of a cause whose own is not known."""
 
@@ -27,6 +29,41 @@ _EXPLAINED_BY: Mapping[str, frozenset[str]] = {
     "contradicted_zeros": frozenset({"placeholder", "foreign_tokens", "truncated", "zeros"}),
 }
 """Consequence → the causes that explain it, besides the rules of `rank_hypotheses`."""
+
+
+def in_one_message(
+    pairs: Sequence[Finding], profile: Sequence[Finding], *, judged_against: str
+) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
+    """The findings of the pairs and of the null, without what one says and the other has overtaken.
+
+    The pairs see the settings alone, so "matched" says that the weights are not judged. Where a null judged them too,
+    one message says both; where a cause was found, "matched" is left with the settings.
+
+    Args:
+        pairs: findings of provenance.
+        profile: findings of the comparison with a null, or of the token ids.
+        judged_against: what the weights were compared with; empty without a null.
+
+    Returns:
+        The findings of the pairs, and those of the profile.
+    """
+    if not profile or not any(finding.code == "matched" for finding in pairs):
+        return tuple(pairs), tuple(profile)
+
+    if any(_is_cause(finding) for finding in profile):
+        settings_alone = [
+            replace(finding, title=SETTINGS_AGREE, reason="no pattern of a setting in the log-ratios", confirm="")
+            if finding.code == "matched"
+            else finding
+            for finding in pairs
+        ]
+        return tuple(settings_alone), tuple(profile)
+
+    both = f"{SETTINGS_AGREE}, and the mismatch is the ordinary noise of {judged_against}"
+    return (
+        tuple(finding for finding in pairs if finding.code != "matched"),
+        tuple(replace(finding, title=both) if finding.code == "ordinary_noise" else finding for finding in profile),
+    )
 
 
 def rank_hypotheses(

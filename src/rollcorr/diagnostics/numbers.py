@@ -106,3 +106,17 @@ def format_number(value: float) -> str:
     else:
         text = f"{value:.4f}" if 0.9 <= size < 10 else f"{value:.4g}"
     return text.replace("-", "−")
+
+
+def format_range(low: float, high: float) -> str:
+    """Two ends with the digits that the width of the range needs.
+
+    Example:
+        >>> format_range(-0.0012345, 0.0812345)
+        '−0.001 to 0.081'
+    """
+    width = high - low
+    if not (math.isfinite(width) and width > 0):
+        return f"{format_number(low)} to {format_number(high)}"
+    digits = 1 - math.floor(math.log10(width / 2))
+    return f"{format_number(round(low, digits))} to {format_number(round(high, digits))}"

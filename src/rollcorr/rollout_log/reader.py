@@ -20,8 +20,15 @@ from rollcorr.rollout_log.parquet import ParquetSource
 from rollcorr.rollout_log.pickled import PickledSource
 from rollcorr.rollout_log.schema import with_mask
 from rollcorr.rollout_log.source import BatchLimits, LogSource, Shard
+from rollcorr.run_directory.directory import RunDirectory
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+def path_texts(paths: Paths) -> list[str]:
+    """One path, or several, as texts."""
+    return [os.fspath(path) for path in ([paths] if isinstance(paths, (str, os.PathLike)) else paths)]
+
 
 OWN_SOURCES: tuple[LogSource, ...] = (ParquetSource(), JsonlSource())
 """The formats of this library."""
@@ -154,8 +161,16 @@ def log_files(paths: Paths, *, source: LogSource | None = None) -> list[Path]:
     """
     sources = SOURCES if source is None else (source,)
     found: dict[Path, None] = {}
-    for path in [paths] if isinstance(paths, (str, os.PathLike)) else paths:
+    for path in path_texts(paths):
         files = _expand(Path(path), sources)
+        if not files and _is_run(Path(path)):
+            raise log_error(
+                "missing",
+                "this run kept no rollouts: it has metrics, and no log-probs of tokens",
+                fix="let it keep them: rollouts=RolloutSample() of the Monitor, log.rollouts of `rollcorr train`; or "
+                "name rollout logs",
+                file=path,
+            )
         if not files:
             raise log_error("missing", f"no rollout log here; looked for {_endings(sources)}", file=path)
         found.update(dict.fromkeys(files))
@@ -198,13 +213,19 @@ def _expand(path: Path, sources: Sequence[LogSource]) -> list[Path]:
 
     if path.is_dir():
         folder = path / "rollouts" if (path / "rollouts").is_dir() else path
-        candidates = list(folder.iterdir())
+        # The metrics of a run have the ending of a log, and are none.
+        candidates = [file for file in folder.iterdir() if file != RunDirectory(path).metrics]
     else:
         candidates = [Path(name) for name in glob.glob(str(path), recursive=True)]
     endings = tuple(ending for source in sources for ending in source.endings)
     logs = [file for file in candidates if file.is_file() and file.name.endswith(endings) and file.name[0] != "."]
     not_pickled = [file for file in logs if not file.name.endswith(PickledSource.endings)]
     return sorted(not_pickled or logs, key=_natural)
+
+
+def _is_run(path: Path) -> bool:
+    """Whether a folder is that of a run, by its metrics."""
+    return RunDirectory(path).metrics.is_file()
 
 
 def _natural(path: Path) -> list[tuple[int, int | str]]:

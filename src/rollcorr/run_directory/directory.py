@@ -17,6 +17,7 @@ Every file is whole after a crash, except for the last line of `metrics.jsonl`, 
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from rollcorr.run_directory.durable_files import flush_to_disk
@@ -45,7 +46,8 @@ class RunDirectory:
         summary: the quality before and after.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        path = Path(path)
         self.path = path
         self.history = path / "history.json"
         self.config = path / "config.yaml"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,8 +29,8 @@ class GrowingMetrics:
         path: the file; it need not exist yet.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
         self._position = 0
         self._file_number = 0
 

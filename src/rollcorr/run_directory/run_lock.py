@@ -45,8 +45,8 @@ class RunLock:
         OSError: the directory cannot be made or written; on entering.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self.path = directory / "run.lock"
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.path = Path(directory) / "run.lock"
         self._handle = -1
         self._made_directory = False
 

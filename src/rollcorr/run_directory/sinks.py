@@ -66,10 +66,10 @@ class JsonLines:
         path: the file; new lines are added to those that it has.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         # Without a buffer, a line that could not be written is not tried again when the file is closed.
-        self._path = path
-        self._file = path.open("ab", buffering=0)
+        self._path = Path(path)
+        self._file = self._path.open("ab", buffering=0)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add a line.

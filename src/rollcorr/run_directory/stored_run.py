@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import reprlib
 from collections.abc import Mapping
@@ -60,7 +61,7 @@ class Run:
     pictures: tuple[tuple[str, Path], ...] = ()
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: str | os.PathLike[str]) -> Run:
     """Read a run directory. A cut-off last line, which a killed run leaves, is left out, and a remark says so.
 
     A symbolic link out of the directory is not followed, so that a stranger's run shows no file of its reader's. A
@@ -70,6 +71,7 @@ def read_run(path: Path) -> Run:
         BadInputError: there is no such directory, no metrics.jsonl, no whole line in it, or a broken one in its middle,
             or it is a link out of the directory.
     """
+    path = Path(path)
     directory, remarks = RunDirectory(path), []
     if not path.is_dir():
         raise BadInputError(f"{path} is not a run directory; give the folder that holds {directory.metrics.name}")
@@ -112,13 +114,13 @@ def read_run(path: Path) -> Run:
     )
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The lines of a `metrics.jsonl`. A cut-off last line, which a killed run leaves, is left out.
 
     Raises:
         BadInputError: the file cannot be opened, or another line is not a JSON object; the message names the line.
     """
-    return _read_lines(path)[0]
+    return _read_lines(Path(path))[0]
 
 
 def drop_later_steps(directory: RunDirectory, step: int) -> list[int]:

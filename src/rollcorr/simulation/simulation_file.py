@@ -16,6 +16,7 @@ numbers; `next_state` of the same shape is optional (the state is then the last 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -86,14 +87,14 @@ class SimulationFile:
         return [Cell("estimators", {"length": length, **shared}) for length in self.length]
 
 
-def read_simulation_file(path: Path) -> SimulationFile:
+def read_simulation_file(path: str | os.PathLike[str]) -> SimulationFile:
     """Read and check a file.
 
     Raises:
         OSError: it cannot be read.
         TypeError, ValueError: it is no YAML, or a key or value in it is wrong.
     """
-    document = load_yaml(path.read_text(encoding="utf-8"))
+    document = load_yaml(Path(path).read_text(encoding="utf-8"))
     if not isinstance(document, Mapping):
         raise TypeError(f"{path} must hold keys such as pair and length; got {type(document).__name__}")
     known = [field.name for field in fields(SimulationFile)]

@@ -13,6 +13,7 @@ import csv
 import hashlib
 import io
 import json
+import os
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -53,7 +54,7 @@ class StudyResult:
 
 def run_cells(
     cells: Sequence[Cell],
-    folder: Path,
+    folder: str | os.PathLike[str],
     *,
     command: str,
     run: Callable[[Cell], list[ResultRow]] = run_cell,
@@ -72,6 +73,7 @@ def run_cells(
         OSError: the folder cannot be written.
         ValueError: a setting of a cell is wrong.
     """
+    folder = Path(folder)
     (folder / "cells").mkdir(parents=True, exist_ok=True)
     finished: list[tuple[Cell, list[ResultRow], float]] = []
     reused, interrupted = 0, False

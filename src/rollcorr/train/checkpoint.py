@@ -18,6 +18,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
 import pickle
 import secrets
 from collections.abc import Callable, Iterator, Mapping
@@ -161,9 +162,9 @@ def has_checkpoints(directory: Path) -> bool:
     return any(path.is_dir() for path in (*paths_by_step(directory).values(), *set_aside))
 
 
-def latest_checkpoint(directory: Path) -> Path | None:
+def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
     """The newest sound checkpoint in a directory, or None. Nothing is changed there."""
-    for path in reversed(paths_by_step(directory).values()):
+    for path in reversed(paths_by_step(Path(directory)).values()):
         try:
             _verify(path)
         except DamagedCheckpointError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import os
 import re
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ FREE_FORM = (CORRECTION_KEY, "model.config", ENGINE_OPTIONS_KEY)
 Config = TypeVar("Config", bound=RunConfig)
 
 
-def read_config(path: str | Path | None, overrides: Sequence[str], config_class: type[Config]) -> Config:
+def read_config(path: str | os.PathLike[str] | None, overrides: Sequence[str], config_class: type[Config]) -> Config:
     """A configuration of one class: defaults, then the YAML file, then each `dotted.name=value`; the later one wins.
 
     A block of correction options given after a preset's name changes that preset.
@@ -70,7 +71,7 @@ def read_config(path: str | Path | None, overrides: Sequence[str], config_class:
     return config
 
 
-def recipe_of(path: str | Path | None = None, overrides: Sequence[str] = ()) -> str | None:
+def recipe_of(path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()) -> str | None:
     """What a file and its overrides say under `recipe`; None if they say nothing.
 
     Raises:

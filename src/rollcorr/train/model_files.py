@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -12,7 +13,7 @@ NEEDED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 """What a model and its tokenizer are made of. Other formats of the same weights are left where they are."""
 
 
-def model_directory(path: str | Path) -> Path:
+def model_directory(path: str | os.PathLike[str]) -> Path:
     """The directory that holds a model.
 
     A directory is taken as it is. Else a hub id names one: what the hub's cache lacks is downloaded, with a progress
@@ -21,11 +22,12 @@ def model_directory(path: str | Path) -> Path:
     Raises:
         FileNotFoundError: there is no such directory, and the text is no hub id, or the hub did not give the model.
     """
+    path = os.fspath(path)
     directory = Path(path)
     if directory.is_dir():
         return directory
-    if not HUB_ID.fullmatch(str(path)) or str(path).startswith("."):
-        raise FileNotFoundError(f"model.path {str(path)!r} does not exist")
+    if not HUB_ID.fullmatch(path) or path.startswith("."):
+        raise FileNotFoundError(f"model.path {path!r} does not exist")
 
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError

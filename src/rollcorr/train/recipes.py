@@ -7,6 +7,7 @@ flow_grpo    a diffusion model: rollcorr.train.flow_grpo.flow_grpo_trainer
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -29,7 +30,7 @@ RECIPES = {
 """Recipe by name → module and class, imported when it is chosen. The first one is the default."""
 
 
-def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Any:  # noqa: ANN401 (the recipe's)
+def load_config(path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()) -> Any:  # noqa: ANN401 (the recipe's)
     """The configuration of the recipe that the file or an override names under `recipe`; grpo when none does.
 
     Defaults come first, then the YAML file, then each `dotted.name=value`; the later one wins. A block of correction

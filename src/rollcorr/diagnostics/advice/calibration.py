@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -151,9 +152,9 @@ class Calibration:
         }
         return json.dumps(document, ensure_ascii=False, indent=1, allow_nan=False)
 
-    def save(self, path: Path) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write the JSON document, whole or not at all."""
-        write_text_durably(path, self.to_json() + "\n")
+        write_text_durably(Path(path), self.to_json() + "\n")
 
 
 def calibrate(
@@ -179,8 +180,10 @@ def calibrate(
         Thresholds and alarms with 95 % intervals, which are about the sampling of the null's rows.
 
     Raises:
-        BadInputError: the null has fewer than 200 rows, or a rate or length is out of range.
+        BadInputError: the null has fewer than 200 rows or compares one side with itself, or a rate or length is out of
+            range.
     """
+    null.check_sides()
     _check(null, rate, alarm_rate, lengths, sequences)
     rows = UnitRows.of_table(null.profile.rows)
     limits = [*_token_limits(null, rate, seed)]

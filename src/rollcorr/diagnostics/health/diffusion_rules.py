@@ -15,6 +15,7 @@ from statistics import median
 from rollcorr.config.finding import Finding
 from rollcorr.core.health_ranges import HealthyRange
 from rollcorr.diagnostics.health.evidence import RECENT_STEPS, Evidence
+from rollcorr.diagnostics.health.noise import RANGE_Z
 
 KL_WARNS = 0.1
 """Nats of exact KL per step above which the rollouts are noticeably another policy's."""
@@ -75,6 +76,14 @@ def expected_at(exact_kl: float) -> dict[str, float]:
     """What J shows at an exact KL: its mean is −KL, and while the KL is small k3 is the KL too."""
     expected = {"kl_joint": exact_kl}
     return expected | {"k3_kl_joint": exact_kl} if exact_kl <= KL_FAILS else expected
+
+
+def range_at(exact_kl: float, steps: float) -> dict[str, tuple[float, float]]:
+    """The range of the mean of −J over that many denoising steps, whose variance is 2 KL each; empty if unknown."""
+    if not (exact_kl > 0 and steps > 0):
+        return {}
+    error = RANGE_Z * math.sqrt(2 * exact_kl / steps)
+    return {"kl_joint": (exact_kl - error, exact_kl + error)}
 
 
 def step_divergence(evidence: Evidence) -> Finding | None:
@@ -150,7 +159,7 @@ def one_sided_gradients(evidence: Evidence) -> Finding | None:
         value=max(negative, positive),
         limit=f"within {ONE_SIDED:g} of the other sign's share, {min(negative, positive):.3g}",
         reason="the mismatch moves the ratios of all steps to one side before any update, so the clip removes one sign",
-        fix="leave bypass mode, or use loss_mode=grpo_guard, which centers the ratios; then " + _CLOSER,
+        fix=f"use loss_mode=grpo_guard, which centers the ratios{evidence.or_leave_bypass}; then " + _CLOSER,
         evidence={"zeroed_negative": negative, "zeroed_positive": positive},
         **evidence.when(name, lambda value: value > ONE_SIDED),
     )

@@ -75,6 +75,13 @@ class Evidence:
         return self.config.rollout_token_veto_threshold is not None and not measured_only
 
     @property
+    def or_leave_bypass(self) -> str:
+        """What ends a fix that leaving bypass mode would be too: nothing where that mode is off."""
+        if self.config is None:
+            return ", or leave bypass mode if it is on"
+        return ", or leave bypass mode" if self.config.bypass_mode else ""
+
+    @property
     def measured(self) -> bool:
         """Whether there was any valid token: without one no number means anything."""
         return self.current.get("token_count", 1.0) > 0

@@ -31,6 +31,7 @@ from rollcorr.diagnostics.health.diffusion_rules import (
     DIFFUSION_RULES,
     JUDGED_BY_EXACT_KL,
     expected_at,
+    range_at,
     step_range,
 )
 from rollcorr.diagnostics.health.evidence import (
@@ -41,9 +42,9 @@ from rollcorr.diagnostics.health.evidence import (
     history_of,
     recent_medians,
 )
-from rollcorr.diagnostics.health.noise import Noise, expected_from_noise
+from rollcorr.diagnostics.health.noise import SIGNED, Noise, expected_from_noise, ranges_from_noise
 from rollcorr.diagnostics.health.rules import COMPARISON, RULES, STEP_RULES
-from rollcorr.diagnostics.health.trend import WATCHED
+from rollcorr.diagnostics.health.trend import AGE, WATCHED
 from rollcorr.diagnostics.numbers import format_number, label
 
 __all__ = ["Finding", "HealthReport", "health", "healthy_range", "is_broken", "judge", "limit_in_words"]
@@ -87,6 +88,8 @@ class HealthReport(HasFindings):
         not_judged: what could not be judged, and why: a sentence each. A report with such a sentence and without a
             warning is "not judged", never "healthy".
         expected: metric → its value from noise alone, at this length and these thresholds.
+        expected_ranges: metric → the range that holds 95 % of batches of this size, from noise alone, of estimates that
+            have either sign, such as `kl`; these are not in `expected`.
         expected_from: what noise that is, in words; empty where it is not known.
         diffusion: it is about denoising steps.
     """
@@ -97,6 +100,7 @@ class HealthReport(HasFindings):
     judged_against: str = ""
     not_judged: tuple[str, ...] = ()
     expected: Mapping[str, float] = field(default_factory=dict, repr=False)
+    expected_ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict, repr=False)
     expected_from: str = ""
     diffusion: bool = False
 
@@ -162,9 +166,14 @@ def health(
     )
     report = judge(evidence)
     against, not_judged = unjudged(evidence, judged_against)
-    expected, expected_from = _expected(evidence)
+    expected, ranges, expected_from = _expected(evidence)
     return replace(
-        report, judged_against=against, not_judged=not_judged, expected=expected, expected_from=expected_from
+        report,
+        judged_against=against,
+        not_judged=not_judged,
+        expected={name: value for name, value in expected.items() if name not in SIGNED},
+        expected_ranges=ranges,
+        expected_from=expected_from,
     )
 
 
@@ -257,22 +266,37 @@ def _by_the_first_steps(evidence: Evidence) -> tuple[str, str]:
         few = f"{len(steps)} steps {measured}, and {2 * FIRST_STEPS} are needed to compare with the first ones"
         return "", f"weights not judged: {lacking}, and there are {few}; {fix}"
     against = f"steps {steps[0]} to {steps[FIRST_STEPS - 1]} of this run"
+
+    # Old weights differ by more than fresh ones: steps of both are not one mismatch that later ones could equal.
+    mixed = ages_in_words(metrics[AGE] for _, metrics in evidence.history[:FIRST_STEPS] if AGE in metrics)
+    if mixed and not evidence.changes:
+        return "", f"weights not judged: {lacking}, and {against} {mixed}; {fix}"
     since = "" if evidence.changes else f"unchanged since steps {steps[0]} to {steps[FIRST_STEPS - 1]}; "
     return against, f"{since}the start was not judged; {fix}"
 
 
-def _expected(evidence: Evidence) -> tuple[dict[str, float], str]:
-    """What the headline numbers would be from noise alone, and what noise that is."""
+def ages_in_words(ages: Iterable[float]) -> str:
+    """What keeps steps from being one baseline: that their weights are of several ages; empty if they are of one."""
+    rounded = {round(age) for age in ages}
+    if len(rounded) < 2:
+        return ""
+    return f"have weights of {min(rounded)} to {max(rounded)} updates of age, so they are no one baseline"
+
+
+def _expected(evidence: Evidence) -> tuple[dict[str, float], dict[str, tuple[float, float]], str]:
+    """What the headline numbers would be from noise alone, the ranges of signed ones, and what noise that is."""
     if evidence.diffusion:
         exact = evidence.get("exact_kl_mean")
         if math.isnan(exact):
-            return {}, ""
-        return expected_at(exact), f"an exact KL of {format_number(exact)} nats, at which J averages −KL"
+            return {}, {}, ""
+        words = f"an exact KL of {format_number(exact)} nats, at which J averages −KL"
+        return expected_at(exact), range_at(exact, evidence.get("token_count")), words
     noise = evidence.noise or _own_noise(evidence)
     if noise is None:
-        return {}, ""
+        return {}, {}, ""
     words = f"noise of {format_number(noise.sigma)} nats per token, {noise.source}"
-    return expected_from_noise(noise, evidence.current, evidence.config), words
+    ranges = ranges_from_noise(noise, evidence.current)
+    return expected_from_noise(noise, evidence.current, evidence.config), ranges, words
 
 
 def _own_noise(evidence: Evidence) -> Noise | None:

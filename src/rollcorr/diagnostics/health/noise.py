@@ -6,7 +6,9 @@ Rounding makes the log-ratio d of a token nearly normal. The rollout policy samp
     S ~ N(−T σ²/2, T σ²)          the sum over T tokens; the effective sample size of sequence weights is exp(−T σ²)
     G ~ N(−σ²/2, σ²/T)            the mean over T tokens
 
-with tokens independent and all responses of the mean length. A metric far from this expectation shows something that
+with tokens independent and all responses of the mean length. An estimate that has either sign, such as the mean of −d,
+is seldom near its expectation: chance moves it by its standard error, σ / √N over N tokens. Of such a metric the range
+is given that holds 95 % of batches. A metric far from this expectation shows something that
 noise of this size does not explain; a metric near it is what this noise, this length and these thresholds make of it.
 """
 
@@ -17,6 +19,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rollcorr.config import Criterion, RolloutCorrectionConfig
+
+SIGNED = frozenset({"kl", "t_times_kl", "ppl_ratio", "chi2_token", "chi2_seq", "kl_joint"})
+"""Estimates that chance moves to either side of 0, or of 1: from noise alone they have a range."""
+RANGE_Z = 1.96
+"""Standard errors of the range that holds 95 % of batches."""
+MOST_SKEWED = 0.5
+"""Skewness of a mean, above which it is not normal and its range is not given."""
+MOST_SPREAD = 100.0
+"""Variance of a log, nats², beyond which no batch is large enough for a range."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +53,10 @@ class _Normal:
 
     mean: float
     std: float
+
+    def times(self, factor: float) -> _Normal:
+        """The value times a factor."""
+        return _Normal(factor * self.mean, abs(factor) * self.std)
 
     def below(self, x: float) -> float:
         """P(value < x)."""
@@ -100,6 +115,56 @@ def expected_from_noise(
         expected |= _of_weights(sigma, length, config)
         expected |= dict(_of_rejection(sigma, length, config))
     return {name: value for name, value in expected.items() if name in metrics and math.isfinite(value)}
+
+
+def ranges_from_noise(noise: Noise, metrics: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+    """Metric of `SIGNED` → the range that holds 95 % of batches of this size, where the policies differ by noise alone.
+
+    Args:
+        noise: of a token.
+        metrics: by bare name; without `token_count`, and for metrics of sequences `sequence_count`, there is no range.
+            Only metrics in it are answered.
+    """
+    sigma, tokens = noise.sigma, metrics.get("token_count", 0.0)
+    if not (0 < sigma < 10 and tokens > 0):
+        return {}
+    k3 = sigma**2 / 2 if noise.k3 is None else noise.k3
+    token = _Normal(-(sigma**2) / 2, sigma)
+
+    # −d of a token is normal, and so is its mean. exp(2 d) of a token, exp(2 S) and exp(−G) of a sequence are
+    # lognormal.
+    error = sigma / math.sqrt(tokens)
+    ranges: dict[str, tuple[float, float] | None] = {
+        "kl": _around(k3, error),
+        "chi2_token": _mean_of_exp(token.times(2), tokens, less=1.0),
+    }
+    rows = metrics.get("sequence_count", 0.0)
+    if rows > 0:
+        length = tokens / rows
+        of_sequence = _Normal(token.mean, sigma / math.sqrt(length))
+        ranges |= {
+            "t_times_kl": _around(length * k3, length * error),
+            "chi2_seq": _mean_of_exp(_sums(sigma, length).times(2), rows, less=1.0),
+            "ppl_ratio": _mean_of_exp(of_sequence.times(-1), rows),
+        }
+    return {name: within for name, within in ranges.items() if within is not None and name in metrics}
+
+
+def _around(center: float, error: float) -> tuple[float, float]:
+    return center - RANGE_Z * error, center + RANGE_Z * error
+
+
+def _mean_of_exp(log_value: _Normal, count: float, *, less: float = 0.0) -> tuple[float, float] | None:
+    """The range of the mean of `count` draws of exp(log_value) − less; None where its skewness is above the limit."""
+    spread = log_value.std**2
+    if spread > MOST_SPREAD:
+        return None
+    skewness = (math.exp(spread) + 2) * math.sqrt(math.expm1(spread)) / math.sqrt(count)
+    if skewness > MOST_SKEWED:
+        return None
+    log_mean = log_value.mean + spread / 2
+    center = math.expm1(log_mean) + (1.0 - less)  # exact near 1, where the excess is all that is left
+    return _around(center, math.exp(log_mean) * math.sqrt(math.expm1(spread) / count))
 
 
 def _of_weights(sigma: float, length: float | None, config: RolloutCorrectionConfig) -> dict[str, float]:

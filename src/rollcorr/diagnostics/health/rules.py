@@ -56,7 +56,7 @@ _RISE_WORDS = {
         "limit the age to one version: the mismatch falls to that of the null",
     ),
     "changed_at_step": (
-        "the mismatch rose {factor}-fold at step {onset} and stayed",
+        "the mismatch rose at step {onset} to {factor} times its start, and stayed",
         "a rise within one step is a change of the setup, not of the policy",
         "look at what happened at that step: a sync that failed or stopped, a restarted engine, another setting, a "
         "checkpoint that one side did not load",
@@ -193,7 +193,7 @@ def sustained_rejection(evidence: Evidence) -> Finding | None:
     else:
         limit = SUSTAINED_DRIFT
         reason = "the rollout side has drifted from the trainer"
-        fix = "lower the drift (precision, staleness), or leave bypass mode"
+        fix = f"lower the drift (precision, staleness){evidence.or_leave_bypass}"
 
     return Finding(
         code="sustained_rejection",
@@ -222,7 +222,7 @@ def gap_at_start(evidence: Evidence) -> Finding | None:
         value=value,
         limit=f"at most {FIRST_STEPS_LOG_PPL_GAP:g} in the first {FIRST_STEPS} steps",
         reason="before training has moved the policy, both sides should agree: this is a fault in the setup",
-        fix="narrow the precision gap, compare sampling settings and alignment, or leave bypass mode",
+        fix=f"narrow the precision gap, compare sampling settings and alignment{evidence.or_leave_bypass}",
         severity="note" if closed_since else "warning",
         **evidence.when(name, lambda value: value > FIRST_STEPS_LOG_PPL_GAP),
     )
@@ -251,7 +251,8 @@ def pinned_at_threshold(evidence: Evidence) -> Finding | None:
         value=max(first),
         limit=f"below {config.is_upper:g} in most of the first {FIRST_STEPS} steps",
         reason="truncation acts from the start, so the gap between rollout and trainer is larger than it should be",
-        fix="lower the precision gap or leave bypass mode; rollout_is_ratio_fraction_high is how much is truncated",
+        fix=f"lower the precision gap{evidence.or_leave_bypass}; rollout_is_ratio_fraction_high is how much is "
+        "truncated",
         severity=_diffusion_severity(evidence),
         **evidence.when(name, lambda value: value >= threshold),
     )
@@ -389,7 +390,7 @@ def token_share_rose(evidence: Evidence) -> Finding | None:
         metric=name,
         title=f"the token id explains more of the difference since step {change.onset}",
         value=change.value,
-        limit=f"about {format_number(change.baseline)}, as before",
+        limit=f"about {format_number(change.baseline)}, as before (within a step, with ids modulo 1,024)",
         reason="rounding differs from token to token by chance; where the token itself decides, the weights differ",
         fix=_RISE_WORDS["changed_at_step"][2],
         severity="note" if change.is_over or evidence.get("k3_kl") < NEGLIGIBLE_STEP["k3_kl"] else "warning",
@@ -489,7 +490,7 @@ def _rise(evidence: Evidence, code: str, applies: Callable[[Change], bool]) -> F
         ),
         value=change.value,
         limit=f"at most {FACTOR:g} times {format_number(change.baseline)}, its start",
-        reason=f"it rose {format_number(change.factor)}-fold in {change.lasted} steps{until}; {cause}",
+        reason=f"it reached {format_number(change.factor)} times its start in {change.lasted} steps{until}; {cause}",
         fix=fix,
         confirm=confirm,
         severity="note" if change.is_over or negligible else "warning",

@@ -3,11 +3,13 @@
 The values are looked at by their logarithm, because a mismatch grows by factors. Against the median of the first steps
 a cumulative sum (Page, 1954) collects what exceeds an allowance:
 
-    x_t = ln value_t            m = median of the first 5 to 20 steps, more of them where the steps are noisy
+    x_t = ln value_t            m = median of the first 5 to 20 steps, more of them where the steps are noisy; of those
+                                with the recorded age of step t, where 3 or more have it
     S_t = max(0, S_{t−1} + min(x_t − m − allowance, cap))            a change is found when S_t > limit
 
 The cap keeps single spikes from being a change. What grows from the first step on has no steps that were well, so the
 first steps are also asked for a trend (Mann, 1945). The onset is looked for when a change is found, and thrice more.
+The baseline stays that of the first steps, whatever comes later.
 
 A rise from the first steps on is that of a sampler which is never synchronized, or that of weights whose age grew with
 them. `AgeWatch` tells the two apart where the age is recorded.
@@ -74,7 +76,7 @@ class Change:
         found: the step at which it was found.
         shape: it rose at once, or goes on growing.
         from_start: it began with the first steps, so that no steps before it were well.
-        baseline: the median before it, or the first value where there is none.
+        baseline: the median of the first steps; of the first three, where they show a trend. It never changes.
         value: the median of the latest steps.
         z: ln(value / baseline) in standard errors of the two medians, by the noise from step to step.
         ended: the step from which on the metric was well again; None while the change lasts.
@@ -120,7 +122,8 @@ class SeriesWatch:
             self._age.add(bare[AGE], bare["k3_kl"])
         for name, least in WATCHED.items():
             if name in bare:
-                self._detectors.setdefault(name, ChangeDetector()).add(step, max(bare[name], least))
+                detector = self._detectors.setdefault(name, ChangeDetector())
+                detector.add(step, max(bare[name], least), age=bare.get(AGE))
 
     @property
     def changes(self) -> dict[str, Change]:
@@ -172,7 +175,7 @@ class ChangeDetector:
     def __init__(self) -> None:
         self.changes: list[Change] = []
         self._values: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)
-        self._first: list[float] = []
+        self._first: list[tuple[int | None, float]] = []
         self._differences: deque[float] = deque(maxlen=NOISE_STEPS)
         self._steps = self._well = self._above = self._since_found = 0
         self._sum = self._trend = 0.0
@@ -188,8 +191,14 @@ class ChangeDetector:
         """Whether a change was found that has not ended."""
         return bool(self.changes) and self.changes[-1].ended is None
 
-    def add(self, step: int, value: float) -> None:
-        """Take a step in. A value that is not positive and finite is left out: it has no logarithm."""
+    def add(self, step: int, value: float, *, age: float | None = None) -> None:
+        """Take a step in. A value that is not positive and finite is left out: it has no logarithm.
+
+        Args:
+            step: its number.
+            value: of the metric.
+            age: the recorded age of the weights behind it, in updates; None where it is not recorded.
+        """
         if not (value > 0 and math.isfinite(value)):
             return
         x = math.log(value)
@@ -199,7 +208,7 @@ class ChangeDetector:
         self._values.append((step, x))
         self._steps += 1
 
-        excess = self._excess(x)
+        excess = self._excess(x, None if age is None or not math.isfinite(age) else round(age))
         self._sum = max(0.0, self._sum + min(excess, CAP))
         self._above = self._above + 1 if excess > 0 else 0
         grows = self._has_trend(x)
@@ -207,21 +216,39 @@ class ChangeDetector:
             self._follow(step, x, excess)
         elif grows or (self._sum > LIMIT and self._above >= FEWEST_STEPS):
             self._well = self._since_found = 0
-            self.changes.append(self._located(found=step))
+            self.changes.append(self._located(found=step, level=self._start_level(grows=grows)))
         elif self.changes:
             self.changes[-1] = replace(self.changes[-1], well=self.changes[-1].well + 1)
 
-    def _excess(self, x: float) -> float:
-        """How far a value lies above the baseline and its allowance, nats. The baseline is fixed once it is known."""
+    def _excess(self, x: float, age: int | None) -> float:
+        """How far a value lies above the baseline and its allowance, nats. The baseline is fixed once it is known.
+
+        Old weights differ by more than fresh ones, so a step is compared with first steps of its own age, if it can be.
+        """
         spread = self._spread()
         needed = math.ceil((1.25 * spread / BASELINE_ERROR) ** 2)  # the error of a median is 1.25 σ / √n
         needed = min(max(needed, FEWEST_FIRST_STEPS), MOST_FIRST_STEPS)
         suspicious = self._sum > 0 and len(self._first) >= FEWEST_FIRST_STEPS
-        if len(self._first) < needed and not suspicious and not self.changes:
-            self._first.append(x)
+        alike = [value for of_age, value in self._first if of_age == age]
+        has_room = len(alike) < needed and len(self._first) < MOST_FIRST_STEPS
+        if has_room and not suspicious and not self.changes:
+            self._first.append((age, x))
+            alike.append(x)
         if len(self._first) < FEWEST_STEPS:
             return 0.0
-        return x - median(self._first) - math.log(FACTOR) - 0.5 * max(0.0, spread - NOISY)
+        baseline = median(alike if len(alike) >= FEWEST_STEPS else [value for _, value in self._first])
+        return x - baseline - math.log(FACTOR) - 0.5 * max(0.0, spread - NOISY)
+
+    def _start_level(self, *, grows: bool) -> float:
+        """The log of the baseline: that of the first change; without one, by the first steps.
+
+        Args:
+            grows: they show a trend, so that only the very first are the start.
+        """
+        if self.changes:
+            return math.log(self.changes[0].baseline)
+        first = [value for _, value in self._first]
+        return median(first[:FEWEST_STEPS] if grows else first)
 
     def _spread(self) -> float:
         """Standard deviation from step to step, nats, by the median: neither spikes nor a steady growth count."""
@@ -253,7 +280,7 @@ class ChangeDetector:
         change = self.changes[-1]
         self._since_found += 1
         if self._since_found in (SETTLED // 4, SETTLED // 2, SETTLED):
-            change = self._located(found=change.found)
+            change = self._located(found=change.found, level=math.log(change.baseline))
         latest = median(value for _, value in list(self._values)[-FEWEST_STEPS:])
         z = (latest - math.log(change.baseline)) / self._error()
         change = replace(change, value=math.exp(latest), z=z, lasted=step - change.onset + 1)
@@ -267,13 +294,12 @@ class ChangeDetector:
             self._start_is_remembered = False
         self.changes[-1] = change
 
-    def _located(self, *, found: int) -> Change:
-        """The change with the onset that fits the remembered values best."""
+    def _located(self, *, found: int, level: float) -> Change:
+        """The change with the onset that fits the remembered values best; `level` is the log of its baseline."""
         steps = [step for step, _ in self._values]
         values = [value for _, value in self._values]
         place, shape = onset_of(values)
-        before = values[:place] or values[:1]
-        level, latest = median(before[-MOST_FIRST_STEPS:]), median(values[-FEWEST_STEPS:])
+        latest = median(values[-FEWEST_STEPS:])
         return Change(
             onset=steps[place],
             found=found,

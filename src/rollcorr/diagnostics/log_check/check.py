@@ -7,7 +7,6 @@ shards that depend on it alone, so any number of readers gives the same numbers 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,26 +14,26 @@ from pathlib import Path
 from rollcorr.config import Finding, RolloutCorrectionConfig, resolve
 from rollcorr.config.checks import in_one_line
 from rollcorr.config.yaml_text import read_yaml
-from rollcorr.core.metric_registry import finalize
 from rollcorr.diagnostics.health.causes import COURSE, with_causes
 from rollcorr.diagnostics.health.evidence import bare_metrics
 from rollcorr.diagnostics.health.health_check import HealthReport, health
-from rollcorr.diagnostics.health.trend import AGE
-from rollcorr.diagnostics.hypotheses import rank_hypotheses
-from rollcorr.diagnostics.log_check.log_null import first_steps_null
+from rollcorr.diagnostics.hypotheses import in_one_message, rank_hypotheses
+from rollcorr.diagnostics.log_check.log_findings import log_findings, log_remarks, mixed_settings, partial_sentence
+from rollcorr.diagnostics.log_check.log_metrics import log_metrics
 from rollcorr.diagnostics.log_check.log_tally import LogTally, one_thread, read_log
+from rollcorr.diagnostics.log_check.log_weights import in_excess, judge_log_weights
 from rollcorr.diagnostics.log_check.preset_totals import WhatIf
-from rollcorr.diagnostics.log_check.row_causes import judge_rest, noise_of_log
-from rollcorr.diagnostics.log_check.tally import Part, Tally, merge_parts
+from rollcorr.diagnostics.log_check.row_causes import RestVerdict, judge_rest, noise_of_log
+from rollcorr.diagnostics.log_check.tally import Tally
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
-from rollcorr.diagnostics.null.null_file import FEW_TOKENS, MismatchNull, NullMismatchError
-from rollcorr.diagnostics.null.origin import Origin
-from rollcorr.diagnostics.null.other_rows import OtherRows, judge_other_rows, other_rows
+from rollcorr.diagnostics.null.null_file import MismatchNull
+from rollcorr.diagnostics.null.other_rows import other_rows
 from rollcorr.diagnostics.null.routing import judge_routing
 from rollcorr.diagnostics.null.version_cells import judge_versions
-from rollcorr.diagnostics.null.weight_judgment import NOT_JUDGED, WeightJudgment, judge_weights
-from rollcorr.diagnostics.provenance.provenance_findings import NOT_COMPARABLE, Provenance
+from rollcorr.diagnostics.null.weight_judgment import NOT_JUDGED, WeightJudgment
+from rollcorr.diagnostics.provenance.provenance_findings import Provenance
 from rollcorr.rollout_log import FileLimits, log_files
+from rollcorr.rollout_log.reader import Paths
 from rollcorr.run_directory.stored_run import BadInputError
 
 DIAGNOSIS = RolloutCorrectionConfig(
@@ -45,9 +44,6 @@ DIAGNOSIS = RolloutCorrectionConfig(
 Token weights are the ones that stay informative at any length; the other levels and criteria say little before a level
 and a band have been chosen, and are measured with `--preset` or `--config`.
 """
-
-_ABOUT_THE_POLICIES = {"positive", "sentinel", "zeros", "kept", "kept_length", "kept_offsets", "kept_twice"}
-"""Codes of the log's validation that make the verdict: they are about the policies. The rest become remarks."""
 
 
 def choose_config(*, preset: str | None = None, file: Path | None = None) -> RolloutCorrectionConfig:
@@ -111,7 +107,7 @@ class CheckResult:
 
 @one_thread()
 def check_logs(
-    paths: Sequence[str | Path],
+    paths: Paths,
     config: RolloutCorrectionConfig = DIAGNOSIS,
     *,
     train_column: str | None = None,
@@ -160,12 +156,7 @@ def check_logs(
         ImportError: Ray is asked for and not installed.
         OSError: there is no cluster at the address, or a worker was killed.
     """
-    if null is not None and not isinstance(null, MismatchNull):
-        raise TypeError(f"null is a {type(null).__name__}, not a MismatchNull: give read_null(Path({str(null)!r}))")
-    if null is not None and null_steps is not None:
-        raise BadInputError(
-            f"a null ({null.name}) and steps {null_steps[0]}:{null_steps[1]} exclude each other; give one"
-        )
+    _check_null(null, null_steps)
     read = read_log(
         paths,
         config,
@@ -180,80 +171,40 @@ def check_logs(
         column_names=column_names,
         on_rows=on_rows,
     )
-    tally, column = read.tally, read.train_column
+    tally = read.tally
     diffusion = diffusion or read.denoising
-
-    remarks = [f"π is the column {column}, μ is rollout_log_prob"]
-    if read.denoising:
-        remarks.append(
-            "log-probs are of denoising steps; weights and bounds are of the joint likelihood ratio, over all D"
-        )
-    remarks += [_remark(finding, diffusion) for finding in tally.findings if finding.code not in _ABOUT_THE_POLICIES]
-    if tally.interrupted:
-        remarks.append(f"interrupted: this covers {tally.rows} of {read.total} rows only")
-
-    remarks += [f"left out: {problem}" for problem in read.unreadable]
-
-    # All rows together are judged. The steps are history, for the rules and the panels.
-    whole = _metrics(merge_parts(tally.parts.values()))
-    steps = sorted(step for step in tally.parts if step is not None)
-    ages = _ages(tally)
-    series = tuple({"step": step, **_metrics(tally.parts[step]), **ages.get(step, {})} for step in steps)
-    series = series or ({"step": 0, **whole},)
+    measured = log_metrics(tally)
     provenance = tally.sample.estimate()
     provenance = replace(provenance, findings=tuple(map(read.in_its_file, provenance.findings)))
-    found = _log_findings(tally, provenance, diffusion=diffusion, kept=read.kept)
 
     # Densities of a diffusion sampler have no tokens, and rules of their own.
-    used, weights, other = None, WeightJudgment(), None
-    if not diffusion and bare_metrics(whole).get("token_count", 0.0) > 0:
-        other = other_rows(tally.sample, provenance)
-        used, weights = _judge_weights(tally, null, null_steps, other)
-        remarks += weights.remarks
-    noise = noise_of_log(used, other)  # the weights are judged by `judge_weights`
+    used, weights, others = None, WeightJudgment(), None
+    if not diffusion and bare_metrics(measured.whole).get("token_count", 0.0) > 0:
+        others = other_rows(tally.sample, provenance)
+        used, weights = judge_log_weights(tally, null, null_steps, others, measured.ages)
+
+    # All rows together are judged. The steps are history, for the rules and the panels.
+    noise = noise_of_log(used, others)  # the weights are judged by `judge_weights`
     verdict = health(
-        whole,
+        measured.whole,
         config,
-        series=series if len(steps) > 1 else (),
+        series=measured.history,
         diffusion=diffusion,
         null=noise,
         judged_against=None if diffusion else weights.judged_against,
     )
-    versions = judge_versions(tally.versions) if not diffusion else ()
-    if other is not None:
-        rest = judge_rest(other, provenance, config, metrics_of=_metrics, ages=ages, noise=noise)
-        verdict = replace(verdict, findings=rest.attribute(verdict.findings, with_rises=True))
-        versions = rest.attribute(versions)
-    course = [finding for finding in verdict.findings if finding.code in COURSE]
-    implied = () if diffusion else provenance.findings
-    routing = () if diffusion else judge_routing(tally.routing, used, in_excess=_in_excess(weights))
-    hypotheses = rank_hypotheses(
-        pairs=(*found, *implied), profile=(*routing, *weights.findings), series=(*versions, *course)
-    )
-
-    # A hypothesis is shown once, and what only measures the mismatch goes under the one that explains it.
-    causes = [finding for finding in hypotheses if finding.severity != "note"]
-    named = {finding.code for finding in hypotheses}
-    others = [finding for finding in (*found, *verdict.findings) if finding.code not in named]
-    notes = [finding for finding in (*routing, *weights.findings, *course) if finding.severity == "note"]
+    rest = None if others is None else judge_rest(others, provenance, config, ages=measured.ages, noise=noise)
+    explained, hypotheses = _explained(verdict, read, weights, used, provenance, rest, diffusion=diffusion)
     return CheckResult(
-        health=replace(
-            verdict,
-            findings=with_causes((*causes, *others, *notes, *_mixed(tally.origin))),
-            not_judged=(
-                *_partial(read),
-                *(_with_settings(sentence, hypotheses, tally) for sentence in weights.not_judged),
-                *verdict.not_judged,
-            ),
-        ),
-        metrics=whole,
-        series=series,
+        health=explained,
+        metrics=measured.whole,
+        series=measured.series,
         rows=tally.rows,
-        files=tuple(str(file) for file in log_files([str(path) for path in paths])),
-        train_column=column,
+        files=tuple(str(file) for file in log_files(paths)),
+        train_column=read.train_column,
         provenance=provenance,
         config=config,
-        remarks=tuple(remarks),
+        remarks=(*log_remarks(read, diffusion=diffusion), *weights.remarks),
         interrupted=tally.interrupted,
         unreadable=read.unreadable,
         hypotheses=hypotheses,
@@ -263,12 +214,61 @@ def check_logs(
     )
 
 
-def _remark(finding: Finding, diffusion: bool) -> str:
-    """A finding of the log's validation in a line; of denoising steps without what it says of tokens."""
+def _check_null(null: object, null_steps: tuple[int, int] | None) -> None:
+    """Check that there is one null at most, and that it is one.
+
+    Raises:
+        BadInputError: a null and steps of the log are given.
+        TypeError: the null is not one that was read.
+    """
+    if null is not None and not isinstance(null, MismatchNull):
+        raise TypeError(f"null is a {type(null).__name__}, not a MismatchNull: give read_null({str(null)!r})")
+    if null is not None and null_steps is not None:
+        raise BadInputError(
+            f"a null ({null.name}) and steps {null_steps[0]}:{null_steps[1]} exclude each other; give one"
+        )
+
+
+def _explained(
+    verdict: HealthReport,
+    read: LogTally,
+    weights: WeightJudgment,
+    used: MismatchNull | None,
+    provenance: Provenance,
+    rest: RestVerdict | None,
+    *,
+    diffusion: bool,
+) -> tuple[HealthReport, tuple[Finding, ...]]:
+    """The verdict with its causes, and the list of all hypotheses: one fault shows to several that look at a log."""
+    tally = read.tally
+    if rest is not None:
+        verdict = replace(verdict, findings=rest.attribute(verdict.findings, with_rises=True))
+    found = log_findings(tally, provenance, diffusion=diffusion, kept=read.kept)
+    course = [finding for finding in verdict.findings if finding.code in COURSE]
+
+    # Densities show no settings, record no versions of weights, and have no router.
+    implied: tuple[Finding, ...] = ()
+    versions: tuple[Finding, ...] = ()
+    of_weights = list(weights.findings)
     if not diffusion:
-        return str(finding)
-    rows = finding.rows or 0
-    return f"{finding.title}" + (f", in {rows:,} picture{'s' * (rows != 1)}" if rows else "")
+        implied, judged = in_one_message(provenance.findings, weights.findings, judged_against=weights.judged_against)
+        versions = judge_versions(tally.versions)
+        versions = versions if rest is None else rest.attribute(versions)
+        of_weights = [*judge_routing(tally.routing, used, in_excess=in_excess(weights)), *judged]
+    hypotheses = rank_hypotheses(pairs=(*found, *implied), profile=of_weights, series=(*versions, *course))
+
+    # A hypothesis is shown once, and what only measures the mismatch goes under the one that explains it.
+    causes = [finding for finding in hypotheses if finding.severity != "note"]
+    named = {finding.code for finding in hypotheses}
+    others = [finding for finding in (*found, *verdict.findings) if finding.code not in named]
+    notes = [finding for finding in (*of_weights, *course) if finding.severity == "note"]
+    not_judged = (_with_settings(sentence, hypotheses, tally) for sentence in weights.not_judged)
+    report = replace(
+        verdict,
+        findings=with_causes((*causes, *others, *notes, *mixed_settings(tally.origin))),
+        not_judged=(*partial_sentence(read), *not_judged, *verdict.not_judged),
+    )
+    return report, hypotheses
 
 
 def _with_settings(sentence: str, hypotheses: Sequence[Finding], tally: Tally) -> str:
@@ -276,138 +276,3 @@ def _with_settings(sentence: str, hypotheses: Sequence[Finding], tally: Tally) -
     agrees = sentence.startswith(NOT_JUDGED) and all(finding.severity == "note" for finding in hypotheses)
     agrees = agrees and not tally.profile.ids.repeats  # then settings do not show
     return f"settings agree; {sentence}" if agrees else sentence
-
-
-def _in_excess(weights: WeightJudgment) -> bool:
-    """Whether the comparison with a null found more than noise."""
-    return any(finding.severity != "note" for finding in weights.findings)
-
-
-def _judge_weights(
-    tally: Tally, null: MismatchNull | None, null_steps: tuple[int, int] | None, others: OtherRows | None
-) -> tuple[MismatchNull | None, WeightJudgment]:
-    """What the null says about the rows that are judged, and the null that was used."""
-    if null is not None:
-        try:
-            remarks = null.check_origin(tally.origin, largest_id=tally.profile.ids.largest)
-        except NullMismatchError:
-            # Settings that contradict themselves are the answer, and no null could be measured with them.
-            if not tally.claims:
-                raise
-            unused = f"{null.name} was not used: it is of other settings, and those that this log records are a fault"
-            judged = judge_weights(tally.profile, None)
-            return None, replace(judged, not_judged=(f"{NOT_JUDGED}: {unused}",) * bool(judged.not_judged))
-        judged = judge_weights(tally.profile, null, sample=tally.sample)
-        if _in_excess(judged) and others is not None:
-            judged = judge_other_rows(null, others) or judged
-        return null, replace(judged, remarks=(*remarks, *judged.remarks))
-
-    # The steps of the null are not judged by themselves.
-    first = first_steps_null(tally, null_steps)
-    if first is None or first.null is None:
-        of_rows = tally.profile if others is None or not others.judgeable else others.alike().profile
-        judged = judge_weights(of_rows, None)
-        if first is None:
-            return None, judged
-        steps = f"steps {first.steps[0]} to {first.steps[1]} were not used"
-        return None, replace(judged, not_judged=(f"{NOT_JUDGED}: {steps}: {first.remark}",))
-    leave_out, start_is_right = first.steps, null_steps is not None
-    judged = judge_weights(
-        tally.profile.without(first.profile),
-        first.null,
-        sample=tally.sample,
-        leave_out=leave_out,
-        start_is_right=start_is_right,
-    )
-    if _in_excess(judged) and others is not None:
-        of_others = judge_other_rows(first.null, others, leave_out=leave_out, start_is_right=start_is_right)
-        judged = of_others or judged
-    return first.null, replace(judged, remarks=(*judged.remarks, *filter(None, [first.remark])))
-
-
-def _log_findings(tally: Tally, provenance: Provenance, *, diffusion: bool, kept: bool) -> list[Finding]:
-    """What the log's validation, its recorded settings and the log-probs themselves add to the verdict."""
-    found = [_judged(finding) for finding in tally.findings if finding.code in _ABOUT_THE_POLICIES]
-
-    # Densities may exceed 1 or be 0, and follow no rule of token probabilities.
-    if diffusion:
-        reason = "a sampler wrote −9999 in place of a log-prob; it is read as missing"
-        fix = "store missing log-probs as NaN (null in JSONL); find out why the sampler returned none"
-        return [
-            replace(finding, reason=reason, fix=fix, limit="0 pictures", tokens=None)
-            for finding in found
-            if finding.code == "sentinel"
-        ]
-    found += tally.claims.values()
-    return found + [_implied(finding, kept=kept) for finding in provenance.warnings if finding.code in NOT_COMPARABLE]
-
-
-def _partial(read: LogTally) -> tuple[str, ...]:
-    """The sentence that a verdict on part of a log needs."""
-    if not read.unreadable:
-        return ()
-    some = "1 file" if len(read.unreadable) == 1 else f"{len(read.unreadable)} files"
-    return (f"this is the verdict on part of the log: {some} could not be read to the end",)
-
-
-def _mixed(origin: Origin) -> list[Finding]:
-    """Several settings, engines or models in one log: what holds for all rows together may not hold for each."""
-    mixed = {}
-    settings = [json.loads(text) for text in origin.sampling]
-    for name in dict.fromkeys(name for one in settings for name in one):
-        values = dict.fromkeys(str(one.get(name, "not recorded")) for one in settings)
-        if len(values) > 1:
-            mixed[name.replace("_", " ")] = tuple(values)
-    for name in ("engine", "engine_version", "model"):
-        if len(getattr(origin, name)) > 1:
-            mixed[name.replace("_", " ")] = getattr(origin, name)
-    if not mixed:
-        return []
-    return [
-        Finding(
-            code="mixed_settings",
-            metric="log/sampling",
-            title="the rows were not all sampled alike",
-            reason="; ".join(f"{name}: {', '.join(values)}" for name, values in mixed.items()),
-            fix="check the rows of each setting by themselves; a fault of some of them is diluted here",
-            severity="note",
-        )
-    ]
-
-
-def _metrics(part: Part) -> dict[str, float]:
-    """The metrics of a part: the registry's, the reward, and what was counted in the raw log-probs."""
-    metrics = finalize(part.statistics.read())
-    tokens = bare_metrics(metrics).get("token_count", 0.0)
-    if part.rewards:
-        metrics["reward/mean"] = part.reward / part.rewards
-    metrics["log/zero_fraction"] = part.zeros / tokens if tokens else 0.0
-    metrics["log/contradicted_zero_count"] = float(part.contradicted)
-    share = part.ids.share()
-    if share.tokens >= FEW_TOKENS and not part.ids.repeats:
-        metrics["log/token_id_share"] = share.share
-    return metrics
-
-
-def _ages(tally: Tally) -> dict[int, dict[str, float]]:
-    """Step → the mean age of the weights behind its tokens, where steps and versions are counted alike."""
-    ages = {step: {AGE: age} for step, _, age in tally.versions.by_step()}
-    return ages if all(age[AGE] >= 0 for age in ages.values()) else {}
-
-
-def _judged(finding: Finding) -> Finding:
-    """A finding of the log's validation, as one that makes the verdict."""
-    return replace(
-        finding,
-        metric=f"log/{finding.column}",
-        value=float(finding.rows or 0),
-        limit="0 sequences",
-        severity="warning",
-    )
-
-
-def _implied(finding: Finding, *, kept: bool) -> Finding:
-    """A finding of provenance, with what this log has for its fix."""
-    if kept and finding.code == "truncated":
-        return replace(finding, fix=f"{finding.fix}; this log has the sets, in kept_ids and kept_offsets")
-    return finding

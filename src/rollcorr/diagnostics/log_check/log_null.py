@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
-from pathlib import Path
 
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.finding import Finding
@@ -13,7 +12,7 @@ from rollcorr.diagnostics.log_check.log_tally import one_thread, read_log
 from rollcorr.diagnostics.log_check.tally import FIRST_STEPS, Measurement, Tally
 from rollcorr.diagnostics.null.excess import MIN_ROWS
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
-from rollcorr.diagnostics.null.null_file import FEW_TOKENS, Kind, MismatchNull
+from rollcorr.diagnostics.null.null_file import FEW_TOKENS, Kind, MismatchNull, Sides
 from rollcorr.diagnostics.null.other_rows import NOT_OF_THEIR_TOKENS, enough, other_rows
 from rollcorr.diagnostics.null.sampled_rows import log_ratios
 from rollcorr.diagnostics.null.token_share import FIRST_IDS
@@ -21,6 +20,7 @@ from rollcorr.diagnostics.null.weight_judgment import judge_weights
 from rollcorr.diagnostics.provenance.pair_sample import PairSample
 from rollcorr.diagnostics.provenance.provenance_findings import NOT_COMPARABLE
 from rollcorr.rollout_log import FileLimits, RolloutBatch
+from rollcorr.rollout_log.reader import Paths
 from rollcorr.run_directory.stored_run import BadInputError
 
 MEASUREMENT = RolloutCorrectionConfig(rollout_is="token", apply_is=False)
@@ -29,10 +29,11 @@ MEASUREMENT = RolloutCorrectionConfig(rollout_is="token", apply_is=False)
 
 @one_thread()
 def null_of_logs(
-    paths: Sequence[str | Path],
+    paths: Paths,
     *,
     name: str = "null.json",
     kind: Kind = "log",
+    sides: Sides = "run",
     train_column: str | None = None,
     steps: tuple[int, int] | None = None,
     workers: int = 1,
@@ -46,6 +47,8 @@ def null_of_logs(
         paths: files, folders (also run folders) or patterns.
         name: what verdicts call it.
         kind: "log", or "engine" where an engine made the rollouts for this purpose.
+        sides: which two log-probs the rollouts hold, as `rollcorr null --sides`; a null of one side compared with
+            itself is refused where a run is judged.
         train_column: where π is: old_log_prob or log_prob; None as in `check_logs`.
         steps: first and last step that count; None for all rows.
         workers: processes that read.
@@ -58,7 +61,8 @@ def null_of_logs(
 
     Raises:
         BadInputError: there is no row or no row of these steps, the log lacks a side, or its two sides are visibly not
-            of one policy: other sampling settings, a shift, or weights that differ so much that the token id tells.
+            of one policy: other sampling settings, also where only the recorded ones say so, a shift, or weights that
+            differ so much that the token id tells.
         RolloutLogError: a log cannot be read.
         KeyboardInterrupt: it was interrupted; part of a log is no null.
     """
@@ -74,11 +78,16 @@ def null_of_logs(
     )
     if read.tally.interrupted:
         raise KeyboardInterrupt
-    return _null_of(read.tally, name=name, kind=kind, steps=steps, placed=read.in_its_file)
+    return _null_of(read.tally, name=name, kind=kind, sides=sides, steps=steps, placed=read.in_its_file)
 
 
 def null_of_batch(
-    batch: RolloutBatch, *, name: str = "null.json", kind: Kind = "engine", train_column: str = "old_log_prob"
+    batch: RolloutBatch,
+    *,
+    name: str = "null.json",
+    kind: Kind = "engine",
+    sides: Sides = "run",
+    train_column: str = "old_log_prob",
 ) -> MismatchNull:
     """The same for rollouts in memory, as `rollcorr.engines.measure_null` returns them.
 
@@ -86,13 +95,14 @@ def null_of_batch(
         batch: rollouts whose two sides are the same policy.
         name: what verdicts call the null.
         kind: who made the rollouts.
+        sides: as in `null_of_logs`: "engine" for `measure_null` without `score`, "trainer" for one with `again`.
         train_column: where π is.
 
     Raises:
-        BadInputError: the two sides are visibly not of one policy.
+        BadInputError: the two sides are visibly not of one policy, or the recorded settings contradict themselves.
     """
     measurement = Measurement(config=MEASUREMENT, train_column=train_column, batch_size=len(batch))
-    return _null_of(measurement.of_batch(batch, first=0), name=name, kind=kind)
+    return _null_of(measurement.of_batch(batch, first=0), name=name, kind=kind, sides=sides)
 
 
 def _null_of(
@@ -100,6 +110,7 @@ def _null_of(
     *,
     name: str,
     kind: Kind,
+    sides: Sides,
     steps: tuple[int, int] | None = None,
     placed: Callable[[Finding], Finding] | None = None,
 ) -> MismatchNull:
@@ -107,6 +118,11 @@ def _null_of(
     if steps is not None:
         tally = replace(tally, sample=_sample_of_steps(tally))
     profile = tally.profile if steps is None else _of_steps(tally, steps)
+
+    # Numbers may agree by chance where settings do not, as raw log-probs of short answers that a sampler is sure of.
+    claim = next(iter(tally.claims.values()), None)
+    if claim is not None:
+        raise BadInputError(f"these rollouts are no null: {claim}")
     for finding in (*tally.sample.estimate().warnings, *judge_weights(profile, None).findings):
         if finding.code in NOT_COMPARABLE or finding.code == "weights_differ":
             raise BadInputError(f"these rollouts are no null: {finding if placed is None else placed(finding)}")
@@ -118,6 +134,7 @@ def _null_of(
         profile=profile,
         share=profile.share,
         origin=tally.origin,
+        sides=sides,
         sample=tuple(log_ratios(rows[index] for index in sorted(rows))) if steps is None else (),
     )
 

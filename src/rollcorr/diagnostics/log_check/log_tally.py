@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -25,6 +24,7 @@ from rollcorr.rollout_log import (
     missing_column,
     read_shard,
 )
+from rollcorr.rollout_log.reader import Paths, path_texts
 from rollcorr.run_directory.stored_run import BadInputError
 
 
@@ -76,7 +76,7 @@ class LogTally:
 
 
 def read_log(
-    paths: Sequence[str | Path],
+    paths: Paths,
     config: RolloutCorrectionConfig,
     *,
     train_column: str | None = None,
@@ -91,6 +91,7 @@ def read_log(
     on_rows: Callable[[int, int], None] | None = None,
 ) -> LogTally:
     """Read a log once. Arguments and errors are those of `check_logs`."""
+    paths = path_texts(paths)
     if train_column not in (None, "old_log_prob", "log_prob"):
         raise BadInputError(f"the training side is old_log_prob or log_prob, not {train_column!r}")
     if workers < 1 or (workers > 1 and ray is not None):
@@ -101,12 +102,11 @@ def read_log(
     if config.nonfinite == "raise":
         config = replace(config, nonfinite="reject_token")
 
-    files = [str(path) for path in paths]
     unreadable: list[str] = []
     if keep_going:
-        shards, unreadable = _readable_shards(files, file_limits, column_names)
+        shards, unreadable = _readable_shards(paths, file_limits, column_names)
     else:
-        shards = log_shards(files, file_limits=file_limits, column_names=column_names)
+        shards = log_shards(paths, file_limits=file_limits, column_names=column_names)
     total, tally = sum(shard.rows for shard in shards), Tally()
     column, kept, denoising, with_kl = train_column or "", False, False, False
     try:
@@ -136,7 +136,7 @@ def read_log(
         problems = (*unreadable, *tally.unreadable)
         seen = problems[0] if problems else "there is no row"
         seen = "nothing was read before the interrupt" if tally.interrupted else seen
-        raise BadInputError(f"{', '.join(map(str, paths))}: {seen}; give a log with at least one sequence")
+        raise BadInputError(f"{', '.join(paths)}: {seen}; give a log with at least one sequence")
     # A file in several shards is one file.
     problems = tuple(dict.fromkeys((*unreadable, *tally.unreadable)))
     return LogTally(

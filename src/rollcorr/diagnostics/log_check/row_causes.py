@@ -7,7 +7,7 @@ there follows from the cause of the rows; a rise that they do find there is that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,7 +21,8 @@ from rollcorr.diagnostics.health.causes import OF_THE_MISMATCH, WITHOUT_A_MISMAT
 from rollcorr.diagnostics.health.health_check import health
 from rollcorr.diagnostics.health.noise import Noise
 from rollcorr.diagnostics.health.trend import FACTOR
-from rollcorr.diagnostics.log_check.tally import FIRST_STEPS, Part, merge_parts, part_of
+from rollcorr.diagnostics.log_check.log_metrics import metrics_of_parts
+from rollcorr.diagnostics.log_check.tally import FIRST_STEPS, Part, part_of
 from rollcorr.diagnostics.null.null_file import MismatchNull
 from rollcorr.diagnostics.null.other_rows import OtherRows, profile_of
 from rollcorr.diagnostics.null.run_null import noise_of
@@ -142,7 +143,6 @@ def judge_rest(
     provenance: Provenance,
     config: RolloutCorrectionConfig,
     *,
-    metrics_of: Callable[[Part], Mapping[str, float]],
     ages: Mapping[int, Mapping[str, float]],
     noise: Noise | None,
 ) -> RestVerdict:
@@ -152,7 +152,6 @@ def judge_rest(
         others: the other rows of the spread sample.
         provenance: the estimate of that sample.
         config: what is measured.
-        metrics_of: the metrics of a part, as the whole log's are made.
         ages: step → the metric of the recorded age of its weights, where that is known.
         noise: of a token.
     """
@@ -161,12 +160,8 @@ def judge_rest(
     if others.judgeable:
         # A check counts what is missing and goes on.
         config = replace(config, nonfinite="reject_token") if config.nonfinite == "raise" else config
-        parts = _parts(others.rows, config)
-        steps = sorted(step for step in parts if step is not None)
-        series = [{"step": step, **metrics_of(parts[step]), **ages.get(step, {})} for step in steps]
-        whole = metrics_of(merge_parts(parts.values()))
-        history = series if len(steps) > 1 else ()
-        findings = health(whole, config, series=history, null=noise, judged_against="").findings
+        measured = metrics_of_parts(_parts(others.rows, config), others.profile, ages)
+        findings = health(measured.whole, config, series=measured.history, null=noise, judged_against="").findings
     return RestVerdict(zeros_from=_zeros_from(provenance, others.cause), others=others, findings=findings)
 
 

@@ -8,6 +8,7 @@ a null of the same engine, sampling settings and vocabulary; another one is refu
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -32,6 +33,12 @@ FEW_TOKENS = 1000
 """A null with fewer tokens does not know how rare events are."""
 
 Kind = Literal["log", "engine", "first steps"]
+Sides = Literal["run", "engine", "trainer"]
+_SIDES_IN_WORDS: Mapping[Sides, str] = {
+    "run": "the engine with the trainer",
+    "engine": "the engine with itself",
+    "trainer": "the trainer with itself",
+}
 
 
 class NullMismatchError(BadInputError):
@@ -48,6 +55,7 @@ class MismatchNull:
         profile: the mismatch.
         share: what the token id explained, from exact ids; a file keeps the sums of ids only folded to 1,024.
         origin: the engines, versions, models and sampling settings behind it.
+        sides: which two log-probs were compared, as `rollcorr null --sides`; None where a file does not record it.
         sample: d of the valid tokens of some rows, nats, a tensor's worth of at most 131,072 values in all.
     """
 
@@ -56,7 +64,20 @@ class MismatchNull:
     profile: MismatchProfile
     share: TokenShare
     origin: Origin = field(default_factory=Origin)
+    sides: Sides | None = "run"
     sample: tuple[NDArray[np.float64], ...] = ()
+
+    def check_sides(self) -> None:
+        """Check that it compares what a run compares: the engine with the trainer.
+
+        Raises:
+            NullMismatchError: it compares one of them with itself, which shows less noise than a run has.
+        """
+        if self.sides in ("engine", "trainer"):
+            raise NullMismatchError(
+                f"{self.name} was measured with --sides {self.sides}: it compares {_SIDES_IN_WORDS[self.sides]}, and a "
+                f"run compares {_SIDES_IN_WORDS['run']}, which shows more; measure a null with --sides run"
+            )
 
     def check_origin(self, origin: Origin, *, largest_id: int = -1) -> tuple[str, ...]:
         """Check that a log may be compared with this null.
@@ -69,8 +90,9 @@ class MismatchNull:
             Remarks on what differs or is not recorded, without forbidding the comparison.
 
         Raises:
-            NullMismatchError: another engine, other sampling settings or another vocabulary.
+            NullMismatchError: another engine, other sampling settings, another vocabulary, or other sides than a run's.
         """
+        self.check_sides()
         for what in ("engine", "sampling"):
             ours, theirs = set(getattr(self.origin, what)), set(getattr(origin, what))
             if ours and theirs - ours:
@@ -96,6 +118,8 @@ class MismatchNull:
             for what, word in (("engine", "engine"), ("sampling", "sampling settings"))
             if not (getattr(self.origin, what) and getattr(origin, what))
         ]
+        if self.sides is None:
+            unknown.append("two sides")
         if unknown:
             remarks.append(f"whether {self.name} has the {' and the '.join(unknown)} of this log is not recorded")
         return tuple(remarks)
@@ -107,6 +131,7 @@ class MismatchNull:
             "format": FORMAT,
             "version": VERSION,
             "kind": self.kind,
+            "sides": self.sides,
             "origin": {
                 **asdict(self.origin),
                 "sampling": [json.loads(text) for text in self.origin.sampling],
@@ -138,17 +163,18 @@ class MismatchNull:
         }
         return json.dumps(_without_nan(document), allow_nan=False)
 
-    def save(self, path: Path) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write the null, whole or not at all."""
-        write_text_durably(path, self.to_json() + "\n")
+        write_text_durably(Path(path), self.to_json() + "\n")
 
 
-def read_null(path: Path) -> MismatchNull:
+def read_null(path: str | os.PathLike[str]) -> MismatchNull:
     """Read a null.
 
     Raises:
         BadInputError: there is no such file, it is no null, it is damaged, or a newer release wrote it.
     """
+    path = Path(path)
     try:
         if path.stat().st_size > LARGEST_FILE:
             raise BadInputError(f"{path}: {path.stat().st_size:,} bytes; a null has {LARGEST_FILE:,} at most")
@@ -195,12 +221,18 @@ def _from_document(document: Mapping[str, Any], name: str) -> MismatchNull:
     texts = {f.name: tuple(map(str, origin[f.name])) for f in fields(Origin) if f.name != "sampling"}
     settings = tuple(json.dumps(entry, sort_keys=True) for entry in origin["sampling"])
     kind: Kind = "engine" if document["kind"] == "engine" else "log"
+
+    # The two sides of a log are those of a run. Earlier releases did not record those of an engine's null.
+    sides: Sides | None = document.get("sides", None if kind == "engine" else "run")
+    if sides is not None and sides not in _SIDES_IN_WORDS:
+        raise ValueError(f"sides {sides!r} is none of {', '.join(_SIDES_IN_WORDS)}")
     return MismatchNull(
         name=name,
         kind=kind,
         profile=profile,
         share=TokenShare(*(_number(token_id[key]) for key in TokenShare._fields)),
         origin=Origin(**texts, sampling=settings),
+        sides=sides,
         sample=tuple(_array(row, (None,)) for row in document["sample"]),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from rollcorr.diagnostics.health.noise import Noise
@@ -47,13 +48,15 @@ def noise_of(null: MismatchNull, *, is_null: bool = True) -> Noise:
     return Noise(sigma=profile.std, source=null.name, k3=profile.k3, is_null=is_null and is_large(null))
 
 
-def noise_beside(run: Path) -> Noise | None:
+def noise_beside(run: str | os.PathLike[str]) -> Noise | None:
     """The noise of the null in a run's directory; None where there is none, or a link to a file elsewhere.
 
     Raises:
-        BadInputError: the file cannot be read as a null.
+        BadInputError: the file cannot be read as a null, or its null is of one side compared with itself.
     """
-    file = RunDirectory(run).null
+    file = RunDirectory(Path(run)).null
     if file.is_symlink() or not file.is_file():
         return None
-    return noise_of(read_null(file))
+    null = read_null(file)
+    null.check_sides()
+    return noise_of(null)

@@ -80,9 +80,10 @@ def judge_weights(
         not_judged = [f"unchanged since {null.name}; {_START}"] if unchanged else [*not_judged, _START]
     elif not findings and not not_judged:
         findings = [_ordinary_noise(excess, null)]
-    return WeightJudgment(
-        findings=tuple(findings), not_judged=tuple(not_judged), judged_against=null.name, excess=excess
-    )
+
+    # A null that is too small was looked at, and nothing was judged by it.
+    against = "" if any(sentence.startswith(NOT_JUDGED) for sentence in not_judged) else null.name
+    return WeightJudgment(findings=tuple(findings), not_judged=tuple(not_judged), judged_against=against, excess=excess)
 
 
 def _without_null(profile: MismatchProfile) -> WeightJudgment:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,7 +103,7 @@ def comparison_report(runs: Sequence[Run], metrics: Sequence[str] = (), **shown:
     return ComparisonData(**{"runs": tuple(runs), "comparison": comparison, **texts, **shown})
 
 
-def write_comparison(data: ComparisonData, directory: Path) -> Path:
+def write_comparison(data: ComparisonData, directory: str | os.PathLike[str]) -> Path:
     """Write comparison.html and one PNG per figure into a directory; return the path of the page.
 
     A symbolic link in the place of a file is replaced and not followed.
@@ -111,6 +112,7 @@ def write_comparison(data: ComparisonData, directory: Path) -> Path:
         data: the runs to compare.
         directory: where to; made if it is not there.
     """
+    directory = Path(directory)
     names = data.comparison.names
     series = [series_by_name(run.series) for run in data.runs]
     panels = list(data.extra)

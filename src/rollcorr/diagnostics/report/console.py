@@ -56,6 +56,7 @@ def to_json(health: HealthReport, **more: object) -> str:
         "not_judged": list(health.not_judged),
         "judged_against": health.judged_against,
         "expected": dict(health.expected),
+        "expected_ranges": dict(health.expected_ranges),
         "expected_from": health.expected_from,
         "findings": [asdict(finding) for finding in health.findings],
         "metrics": shown_metrics(health.values, diffusion=health.diffusion),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -25,12 +26,12 @@ if TYPE_CHECKING:
 
 from rollcorr.diagnostics.report.plots import DARK, LAST, LIGHT, Panel, Theme, draw, over_timesteps, panels_of, to_png
 from rollcorr.diagnostics.report.report_data import ReportData
-from rollcorr.diagnostics.report.verdict_content import CONSEQUENCES, EXPECTED, verdict_content
+from rollcorr.diagnostics.report.verdict_content import CONSEQUENCES, EXPECTED, expected_text, verdict_content
 
 HTML_FILE = "report.html"
 
 
-def write_report(data: ReportData, directory: Path) -> Path:
+def write_report(data: ReportData, directory: str | os.PathLike[str]) -> Path:
     """Write report.html and one PNG per figure into a directory; return the path of the page.
 
     A symbolic link in the place of a file is replaced and not followed.
@@ -39,6 +40,7 @@ def write_report(data: ReportData, directory: Path) -> Path:
         data: the run.
         directory: where to; made if it is not there.
     """
+    directory = Path(directory)
     series = series_by_name(data.series)
     series |= over_timesteps(series)
     panels = panels_of(series, diffusion=data.health.diffusion)
@@ -165,7 +167,7 @@ def _definition(name: str, value: float, health: HealthReport) -> dict[str, Any]
     return {
         "name": found.name,
         "value": value,
-        "expected": health.expected.get(name),
+        "expected": expected_text(name, health),
         "unit": unit,
         "formula": formula,
         "ideal": found.healthy.ideal if found.healthy is not None else "",

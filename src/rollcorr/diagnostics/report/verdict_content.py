@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from rollcorr.config.finding import Finding
 from rollcorr.diagnostics.health.causes import Folded
 from rollcorr.diagnostics.health.health_check import HealthReport
 from rollcorr.diagnostics.log_check.preset_totals import WhatIf
-from rollcorr.diagnostics.numbers import format_number, headlines
+from rollcorr.diagnostics.numbers import format_number, format_range, headlines
 
 CONSEQUENCES = "from this follows"
 """What stands above the consequences of a finding."""
@@ -25,7 +25,7 @@ class Number(NamedTuple):
         name: of the metric.
         label: the metric in words.
         value: as text.
-        expected: what noise alone would show, as text; empty where that is not known.
+        expected: what noise alone would show, as text: a number or a range; empty where that is not known.
         alarming: whether a warning is about it.
     """
 
@@ -74,7 +74,7 @@ def verdict_content(health: HealthReport) -> VerdictContent:
     """Put a verdict into words."""
     alarming = {finding.metric for finding in health.warnings}
     numbers = tuple(
-        Number(name, label, format_number(health.values[name]), _expected(name, health.expected), name in alarming)
+        Number(name, label, format_number(health.values[name]), expected_text(name, health), name in alarming)
         for name, label in headlines(diffusion=health.diffusion).items()
         if name in health.values
     )
@@ -82,7 +82,7 @@ def verdict_content(health: HealthReport) -> VerdictContent:
         headline=_headline(health),
         sentences=tuple(_sentences(health)),
         numbers=numbers,
-        entries=tuple(_entry(cause, health.expected) for cause in health.causes),
+        entries=tuple(_entry(cause, health) for cause in health.causes),
     )
 
 
@@ -153,21 +153,22 @@ def _sentences(health: HealthReport) -> Iterator[str]:
         yield sentence if "not judged" in sentence else f"not judged: {sentence}"
     if health.judged_against:
         yield f"the weights were compared with {health.judged_against}"
-    if health.expected:
-        yield f"{EXPECTED}: {health.expected_from}"
+    if health.expected or health.expected_ranges:
+        ranges = "; a range holds 95 % of batches of this size" if health.expected_ranges else ""
+        yield f"{EXPECTED}: {health.expected_from}{ranges}"
 
 
-def _entry(cause: Folded, expected: Mapping[str, float]) -> ShownFinding:
+def _entry(cause: Folded, health: HealthReport) -> ShownFinding:
     finding = cause.finding
     return ShownFinding(
         finding=finding,
-        numbers=_numbers(finding, expected),
+        numbers=_numbers(finding, health),
         lines=tuple((heading, text) for heading, text in _lines(finding) if text),
-        consequences=tuple(_entry(consequence, expected) for consequence in cause.consequences),
+        consequences=tuple(_entry(consequence, health) for consequence in cause.consequences),
     )
 
 
-def _numbers(finding: Finding, expected: Mapping[str, float]) -> str:
+def _numbers(finding: Finding, health: HealthReport) -> str:
     parts = []
     if finding.value is not None:
         parts.append(" ".join(part for part in (finding.metric, format_number(finding.value)) if part))
@@ -175,7 +176,7 @@ def _numbers(finding: Finding, expected: Mapping[str, float]) -> str:
         parts.append(finding.metric)
     if finding.limit:
         parts.append(f"limit {finding.limit}")
-    from_noise = _expected(finding.metric or "", expected)
+    from_noise = expected_text(finding.metric or "", health)
     if from_noise:
         parts.append(f"{EXPECTED} {from_noise}")
     text = ", ".join(parts)
@@ -206,8 +207,11 @@ def _concerned(finding: Finding) -> Iterator[str]:
         yield f"{finding.row_share:.1%} of the rows"
 
 
-def _expected(name: str, expected: Mapping[str, float]) -> str:
-    return format_number(expected[name]) if name in expected else ""
+def expected_text(name: str, health: HealthReport) -> str:
+    """What noise alone gives for a metric: a number, a range for one of either sign, or nothing where it is unknown."""
+    if name in health.expected_ranges:
+        return format_range(*health.expected_ranges[name])
+    return format_number(health.expected[name]) if name in health.expected else ""
 
 
 def _count(number: int, noun: str) -> str:

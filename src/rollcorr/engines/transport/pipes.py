@@ -24,7 +24,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollcorr.config.secrets import redact
@@ -58,7 +57,7 @@ class WorkerProcess:
         *,
         env: Mapping[str, str] | None = None,
         name: str = "worker",
-        folder: Path | None = None,
+        folder: str | os.PathLike[str] | None = None,
     ) -> None:
         self.name = name
         redact(dict(env or {}))  # a program that fails may print them
@@ -187,14 +186,16 @@ class _Guarded(NamedTuple):
     life: int
 
 
-def _start(command: Sequence[str], env: Mapping[str, str], *, name: str, folder: Path | None) -> _Guarded:
+def _start(
+    command: Sequence[str], env: Mapping[str, str], *, name: str, folder: str | os.PathLike[str] | None
+) -> _Guarded:
     """Start the guard, which starts the program with the same standard streams."""
     cannot = f"the {name} {command[0]!r} cannot be started"
     if shutil.which(command[0], path=env.get("PATH")) is None:
         raise EngineUnavailableError(f"{cannot}: there is no such program")
 
     told, life = os.pipe()
-    place = "" if folder is None else str(folder)
+    place = "" if folder is None else os.fspath(folder)
     watching = [sys.executable, "-I", "-S", guard.__file__, str(told), str(os.getpid()), place]
     try:
         process = subprocess.Popen(

@@ -11,6 +11,7 @@ DIR/lora/, DIR/base.json        a checkpoint: adapters, and where everything els
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -102,7 +103,7 @@ class DiffusionPolicy:
 
 
 def load_policy(
-    path: str | Path,
+    path: str | os.PathLike[str],
     *,
     height: int | None = None,
     width: int | None = None,
@@ -128,7 +129,8 @@ def load_policy(
     """
     import diffusers
 
-    directory = demo_model_directory(SMALL_MODEL) if str(path) == SMALL_MODEL else model_directory(path)
+    path = os.fspath(path)
+    directory = demo_model_directory(SMALL_MODEL) if path == SMALL_MODEL else model_directory(path)
 
     base = _base_of(directory)
     part = {name: _part(directory, base, name) for name in ("transformer", "scheduler")}
@@ -162,13 +164,14 @@ def load_policy(
     )
 
 
-def save_policy(policy: DiffusionPolicy, directory: Path) -> None:
+def save_policy(policy: DiffusionPolicy, directory: str | os.PathLike[str]) -> None:
     """Write what was trained, and where the rest is; `load_policy` reads the result.
 
     Args:
         policy: what was trained.
         directory: where to.
     """
+    directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     note = {"path": str(policy.base.resolve())}
     if policy.lora.rank:

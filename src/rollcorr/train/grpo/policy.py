@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +90,9 @@ def make_tiny_policy(*, seed: int = 0, **overrides: Any) -> Policy:  # noqa: ANN
     return Policy(_initialize(config, seed), tokenizer)
 
 
-def load_policy(path: str | None, *, config: Mapping[str, Any] | None = None, seed: int = 0) -> Policy:
+def load_policy(
+    path: str | os.PathLike[str] | None, *, config: Mapping[str, Any] | None = None, seed: int = 0
+) -> Policy:
     """Load a policy in float32.
 
     Args:
@@ -107,10 +110,11 @@ def load_policy(path: str | None, *, config: Mapping[str, Any] | None = None, se
         raise ValueError(f"give either model.path or model.config, got path={path!r} and config={config!r}")
     if path is None:
         return _from_config(dict(config or {}), seed)
+    path = os.fspath(path)
     return _from_directory(demo_model_directory(path) if path == DEMO_POLICY else model_directory(path))
 
 
-def save_policy(policy: Policy, directory: Path) -> None:
+def save_policy(policy: Policy, directory: str | os.PathLike[str]) -> None:
     """Write model (safetensors) and tokenizer into a directory that `load_policy` reads.
 
     Args:

@@ -1,0 +1,105 @@
+"""What a log says of itself: findings and remarks of its validation, its recorded settings and its log-probs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+
+from rollcorr.config import Finding
+from rollcorr.diagnostics.log_check.log_tally import LogTally
+from rollcorr.diagnostics.log_check.tally import Tally
+from rollcorr.diagnostics.null.origin import Origin
+from rollcorr.diagnostics.provenance.provenance_findings import NOT_COMPARABLE, Provenance
+
+_ABOUT_THE_POLICIES = {"positive", "sentinel", "zeros", "kept", "kept_length", "kept_offsets", "kept_twice"}
+"""Codes of the log's validation that make the verdict: they are about the policies. The rest become remarks."""
+
+
+def log_remarks(read: LogTally, *, diffusion: bool) -> Iterator[str]:
+    """What the reader should know about the input, a line each."""
+    yield f"π is the column {read.train_column}, μ is rollout_log_prob"
+    if read.denoising:
+        yield "log-probs are of denoising steps; weights and bounds are of the joint likelihood ratio, over all D"
+    for finding in read.tally.findings:
+        if finding.code not in _ABOUT_THE_POLICIES:
+            yield _remark(finding, diffusion)
+    if read.tally.interrupted:
+        yield f"interrupted: this covers {read.tally.rows} of {read.total} rows only"
+    yield from (f"left out: {problem}" for problem in read.unreadable)
+
+
+def log_findings(tally: Tally, provenance: Provenance, *, diffusion: bool, kept: bool) -> list[Finding]:
+    """What the log's validation, its recorded settings and the log-probs themselves add to the verdict."""
+    found = [_judged(finding) for finding in tally.findings if finding.code in _ABOUT_THE_POLICIES]
+
+    # Densities may exceed 1 or be 0, and follow no rule of token probabilities.
+    if diffusion:
+        reason = "a sampler wrote −9999 in place of a log-prob; it is read as missing"
+        fix = "store missing log-probs as NaN (null in JSONL); find out why the sampler returned none"
+        return [
+            replace(finding, reason=reason, fix=fix, limit="0 pictures", tokens=None)
+            for finding in found
+            if finding.code == "sentinel"
+        ]
+    found += tally.claims.values()
+    return found + [_implied(finding, kept=kept) for finding in provenance.warnings if finding.code in NOT_COMPARABLE]
+
+
+def partial_sentence(read: LogTally) -> tuple[str, ...]:
+    """The sentence that a verdict on part of a log needs."""
+    if not read.unreadable:
+        return ()
+    some = "1 file" if len(read.unreadable) == 1 else f"{len(read.unreadable)} files"
+    return (f"this is the verdict on part of the log: {some} could not be read to the end",)
+
+
+def mixed_settings(origin: Origin) -> list[Finding]:
+    """Several settings, engines or models in one log: what holds for all rows together may not hold for each."""
+    mixed = {}
+    settings = [json.loads(text) for text in origin.sampling]
+    for name in dict.fromkeys(name for one in settings for name in one):
+        values = dict.fromkeys(str(one.get(name, "not recorded")) for one in settings)
+        if len(values) > 1:
+            mixed[name.replace("_", " ")] = tuple(values)
+    for name in ("engine", "engine_version", "model"):
+        if len(getattr(origin, name)) > 1:
+            mixed[name.replace("_", " ")] = getattr(origin, name)
+    if not mixed:
+        return []
+    return [
+        Finding(
+            code="mixed_settings",
+            metric="log/sampling",
+            title="the rows were not all sampled alike",
+            reason="; ".join(f"{name}: {', '.join(values)}" for name, values in mixed.items()),
+            fix="check the rows of each setting by themselves; a fault of some of them is diluted here",
+            severity="note",
+        )
+    ]
+
+
+def _remark(finding: Finding, diffusion: bool) -> str:
+    """A finding of the log's validation in a line; of denoising steps without what it says of tokens."""
+    if not diffusion:
+        return str(finding)
+    rows = finding.rows or 0
+    return f"{finding.title}" + (f", in {rows:,} picture{'s' * (rows != 1)}" if rows else "")
+
+
+def _judged(finding: Finding) -> Finding:
+    """A finding of the log's validation, as one that makes the verdict."""
+    return replace(
+        finding,
+        metric=f"log/{finding.column}",
+        value=float(finding.rows or 0),
+        limit="0 sequences",
+        severity="warning",
+    )
+
+
+def _implied(finding: Finding, *, kept: bool) -> Finding:
+    """A finding of provenance, with what this log has for its fix."""
+    if kept and finding.code == "truncated":
+        return replace(finding, fix=f"{finding.fix}; this log has the sets, in kept_ids and kept_offsets")
+    return finding

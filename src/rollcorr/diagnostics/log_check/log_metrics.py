@@ -1,0 +1,86 @@
+"""The metrics of a log: over all rows, which are judged, and of each step, which are its history."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rollcorr.core.metric_registry import finalize
+from rollcorr.diagnostics.health.evidence import bare_metrics
+from rollcorr.diagnostics.health.trend import AGE
+from rollcorr.diagnostics.log_check.tally import Part, Tally, merge_parts
+from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
+from rollcorr.diagnostics.null.null_file import FEW_TOKENS
+
+
+@dataclass(frozen=True)
+class LogMetrics:
+    """The metrics of a log.
+
+    Attributes:
+        whole: over all rows, prefixed.
+        steps: of each step, with "step", the reward and the age of the weights; empty where no step is recorded.
+        ages: step → the mean age of the weights behind its tokens, by metric.
+    """
+
+    whole: Mapping[str, float]
+    steps: tuple[Mapping[str, float], ...]
+    ages: Mapping[int, Mapping[str, float]]
+
+    @property
+    def series(self) -> tuple[Mapping[str, float], ...]:
+        """The steps; one entry without any."""
+        return self.steps or ({"step": 0, **self.whole},)
+
+    @property
+    def history(self) -> tuple[Mapping[str, float], ...]:
+        """The steps that rules over time read: one step has none."""
+        return self.steps if len(self.steps) > 1 else ()
+
+
+def log_metrics(tally: Tally) -> LogMetrics:
+    """The metrics of a tally."""
+    return metrics_of_parts(tally.parts, tally.profile, _ages(tally))
+
+
+def metrics_of_parts(
+    parts: Mapping[int | None, Part], profile: MismatchProfile, ages: Mapping[int, Mapping[str, float]]
+) -> LogMetrics:
+    """The metrics of some rows, from their parts by step, their profile, and the ages of the steps."""
+    whole = _metrics(merge_parts(parts.values()))
+    whole.pop("log/token_id_share", None)  # of folded ids, as that of a step
+    whole |= _exact_share(profile)
+    steps = sorted(step for step in parts if step is not None)
+    return LogMetrics(
+        whole, tuple({"step": step, **_metrics(parts[step]), **ages.get(step, {})} for step in steps), ages
+    )
+
+
+def _metrics(part: Part) -> dict[str, float]:
+    """The metrics of a part: the registry's, the reward, and what was counted in the raw log-probs."""
+    metrics = finalize(part.statistics.read())
+    tokens = bare_metrics(metrics).get("token_count", 0.0)
+    if part.rewards:
+        metrics["reward/mean"] = part.reward / part.rewards
+    metrics["log/zero_fraction"] = part.zeros / tokens if tokens else 0.0
+    metrics["log/contradicted_zero_count"] = float(part.contradicted)
+    share = part.ids.share()
+    if share.tokens >= FEW_TOKENS and not part.ids.repeats:
+        metrics["log/token_id_share"] = share.share
+    return metrics
+
+
+def _exact_share(profile: MismatchProfile) -> dict[str, float]:
+    """The share of the token id over all rows, from their own ids: limits on it are of exact ids, not of ids mod 1,024.
+
+    Empty where there are no ids, or too few to tell.
+    """
+    share = profile.share
+    told = share.tokens >= FEW_TOKENS and not profile.ids.repeats
+    return {"log/token_id_share": share.share} if told else {}
+
+
+def _ages(tally: Tally) -> dict[int, dict[str, float]]:
+    """Step → the mean age of the weights behind its tokens, where steps and versions are counted alike."""
+    ages = {step: {AGE: age} for step, _, age in tally.versions.by_step()}
+    return ages if all(age[AGE] >= 0 for age in ages.values()) else {}
