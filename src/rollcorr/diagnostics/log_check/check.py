@@ -23,11 +23,12 @@ from rollcorr.diagnostics.log_check.log_metrics import log_metrics
 from rollcorr.diagnostics.log_check.log_tally import LogTally, one_thread, read_log
 from rollcorr.diagnostics.log_check.log_weights import in_excess, judge_log_weights
 from rollcorr.diagnostics.log_check.preset_totals import WhatIf
+from rollcorr.diagnostics.log_check.row_causes import RestVerdict, judge_rest, noise_of_log
 from rollcorr.diagnostics.log_check.tally import Tally
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
 from rollcorr.diagnostics.null.null_file import MismatchNull
+from rollcorr.diagnostics.null.other_rows import other_rows
 from rollcorr.diagnostics.null.routing import judge_routing
-from rollcorr.diagnostics.null.run_null import noise_of
 from rollcorr.diagnostics.null.version_cells import judge_versions
 from rollcorr.diagnostics.null.weight_judgment import NOT_JUDGED, WeightJudgment
 from rollcorr.diagnostics.provenance.provenance_findings import Provenance
@@ -174,22 +175,26 @@ def check_logs(
     diffusion = diffusion or read.denoising
     measured = log_metrics(tally)
     provenance = tally.sample.estimate()
+    provenance = replace(provenance, findings=tuple(map(read.in_its_file, provenance.findings)))
 
     # Densities of a diffusion sampler have no tokens, and rules of their own.
-    used, weights = None, WeightJudgment()
+    used, weights, others = None, WeightJudgment(), None
     if not diffusion and bare_metrics(measured.whole).get("token_count", 0.0) > 0:
-        used, weights = judge_log_weights(tally, null, null_steps, provenance, measured.ages)
+        others = other_rows(tally.sample, provenance)
+        used, weights = judge_log_weights(tally, null, null_steps, others, measured.ages)
 
     # All rows together are judged. The steps are history, for the rules and the panels.
+    noise = noise_of_log(used, others)  # the weights are judged by `judge_weights`
     verdict = health(
         measured.whole,
         config,
         series=measured.history,
         diffusion=diffusion,
-        null=None if used is None else noise_of(used, is_null=False),  # the weights are judged by `judge_weights`
+        null=noise,
         judged_against=None if diffusion else weights.judged_against,
     )
-    explained, hypotheses = _explained(verdict, read, weights, used, provenance, diffusion=diffusion)
+    rest = None if others is None else judge_rest(others, provenance, config, ages=measured.ages, noise=noise)
+    explained, hypotheses = _explained(verdict, read, weights, used, provenance, rest, diffusion=diffusion)
     return CheckResult(
         health=explained,
         metrics=measured.whole,
@@ -230,11 +235,14 @@ def _explained(
     weights: WeightJudgment,
     used: MismatchNull | None,
     provenance: Provenance,
+    rest: RestVerdict | None,
     *,
     diffusion: bool,
 ) -> tuple[HealthReport, tuple[Finding, ...]]:
     """The verdict with its causes, and the list of all hypotheses: one fault shows to several that look at a log."""
     tally = read.tally
+    if rest is not None:
+        verdict = replace(verdict, findings=rest.attribute(verdict.findings, with_rises=True))
     found = log_findings(tally, provenance, diffusion=diffusion, kept=read.kept)
     course = [finding for finding in verdict.findings if finding.code in COURSE]
 
@@ -245,6 +253,7 @@ def _explained(
     if not diffusion:
         implied, judged = in_one_message(provenance.findings, weights.findings, judged_against=weights.judged_against)
         versions = judge_versions(tally.versions)
+        versions = versions if rest is None else rest.attribute(versions)
         of_weights = [*judge_routing(tally.routing, used, in_excess=in_excess(weights)), *judged]
     hypotheses = rank_hypotheses(pairs=(*found, *implied), profile=of_weights, series=(*versions, *course))
 

@@ -40,13 +40,19 @@ class LogMetrics:
 
 def log_metrics(tally: Tally) -> LogMetrics:
     """The metrics of a tally."""
-    whole = _metrics(merge_parts(tally.parts.values()))
+    return metrics_of_parts(tally.parts, tally.profile, _ages(tally))
+
+
+def metrics_of_parts(
+    parts: Mapping[int | None, Part], profile: MismatchProfile, ages: Mapping[int, Mapping[str, float]]
+) -> LogMetrics:
+    """The metrics of some rows, from their parts by step, their profile, and the ages of the steps."""
+    whole = _metrics(merge_parts(parts.values()))
     whole.pop("log/token_id_share", None)  # of folded ids, as that of a step
-    whole |= _exact_share(tally.profile)
-    ages = _ages(tally)
-    steps = sorted(step for step in tally.parts if step is not None)
+    whole |= _exact_share(profile)
+    steps = sorted(step for step in parts if step is not None)
     return LogMetrics(
-        whole, tuple({"step": step, **_metrics(tally.parts[step]), **ages.get(step, {})} for step in steps), ages
+        whole, tuple({"step": step, **_metrics(parts[step]), **ages.get(step, {})} for step in steps), ages
     )
 
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import reduce
 
 from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.config.finding import Finding
 from rollcorr.diagnostics.log_check.log_tally import one_thread, read_log
 from rollcorr.diagnostics.log_check.tally import FIRST_STEPS, Measurement, Tally
+from rollcorr.diagnostics.null.excess import MIN_ROWS
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
-from rollcorr.diagnostics.null.null_file import Kind, MismatchNull, Sides
+from rollcorr.diagnostics.null.null_file import FEW_TOKENS, Kind, MismatchNull, Sides
+from rollcorr.diagnostics.null.other_rows import NOT_OF_THEIR_TOKENS, enough, other_rows
 from rollcorr.diagnostics.null.sampled_rows import log_ratios
 from rollcorr.diagnostics.null.token_share import FIRST_IDS
 from rollcorr.diagnostics.null.weight_judgment import judge_weights
+from rollcorr.diagnostics.provenance.pair_sample import PairSample
 from rollcorr.diagnostics.provenance.provenance_findings import NOT_COMPARABLE
 from rollcorr.rollout_log import FileLimits, RolloutBatch
 from rollcorr.rollout_log.reader import Paths
@@ -72,7 +78,7 @@ def null_of_logs(
     )
     if read.tally.interrupted:
         raise KeyboardInterrupt
-    return _null_of(read.tally, name=name, kind=kind, sides=sides, steps=steps)
+    return _null_of(read.tally, name=name, kind=kind, sides=sides, steps=steps, placed=read.in_its_file)
 
 
 def null_of_batch(
@@ -100,9 +106,17 @@ def null_of_batch(
 
 
 def _null_of(
-    tally: Tally, *, name: str, kind: Kind, sides: Sides, steps: tuple[int, int] | None = None
+    tally: Tally,
+    *,
+    name: str,
+    kind: Kind,
+    sides: Sides,
+    steps: tuple[int, int] | None = None,
+    placed: Callable[[Finding], Finding] | None = None,
 ) -> MismatchNull:
-    """The null of a tally, unless it shows two policies."""
+    """The null of a tally, unless it shows two policies; `placed` gives a finding the file that its first row is in."""
+    if steps is not None:
+        tally = replace(tally, sample=_sample_of_steps(tally))
     profile = tally.profile if steps is None else _of_steps(tally, steps)
 
     # Numbers may agree by chance where settings do not, as raw log-probs of short answers that a sampler is sure of.
@@ -111,7 +125,7 @@ def _null_of(
         raise BadInputError(f"these rollouts are no null: {claim}")
     for finding in (*tally.sample.estimate().warnings, *judge_weights(profile, None).findings):
         if finding.code in NOT_COMPARABLE or finding.code == "weights_differ":
-            raise BadInputError(f"these rollouts are no null: {finding}")
+            raise BadInputError(f"these rollouts are no null: {finding if placed is None else placed(finding)}")
 
     rows = tally.sample.rows
     return MismatchNull(
@@ -125,10 +139,28 @@ def _null_of(
     )
 
 
-def first_steps_null(tally: Tally, steps: tuple[int, int] | None) -> MismatchNull | None:
+@dataclass(frozen=True, kw_only=True)
+class Baseline:
+    """The steps of a log that are to be its null.
+
+    Attributes:
+        null: what they make; None where too few of their rows are of any use.
+        steps: the first and the last of them.
+        profile: the mismatch of all of their rows; these are not judged.
+        remark: what was left out, or why they are no null; empty without either.
+    """
+
+    null: MismatchNull | None
+    steps: tuple[int, int]
+    profile: MismatchProfile
+    remark: str = ""
+
+
+def first_steps_null(tally: Tally, steps: tuple[int, int] | None) -> Baseline | None:
     """The null that the first steps of a log make, or the steps that were asked for.
 
-    Without steps asked for, None where the log has fewer than twice `FIRST_STEPS`.
+    Rows that certainly hold other values than the log-probs of their tokens are left out. Without steps asked for, None
+    where the log has fewer than twice `FIRST_STEPS`.
 
     Raises:
         BadInputError: the log has no step of those asked for, or no other.
@@ -140,13 +172,35 @@ def first_steps_null(tally: Tally, steps: tuple[int, int] | None) -> MismatchNul
     profile = _of_steps(tally, (lowest, highest))
     if not any(step < lowest or step > highest for step in recorded):
         raise BadInputError(f"every step of this log lies in {lowest}:{highest}; nothing is left to be judged")
-    return MismatchNull(
-        name=f"steps {lowest} to {highest} of this log",
-        kind="first steps",
+
+    name = f"steps {lowest} to {highest} of this log"
+    baseline = Baseline(
+        null=MismatchNull(name=name, kind="first steps", profile=profile, share=profile.share, origin=tally.origin),
+        steps=(lowest, highest),
         profile=profile,
-        share=profile.share,
-        origin=tally.origin,
     )
+    return _without_certain_rows(baseline, _sample_of_steps(tally))
+
+
+def _without_certain_rows(baseline: Baseline, sample: PairSample) -> Baseline:
+    """A baseline without the rows of a certain finding; without a null where too few others are left."""
+    others = other_rows(sample, sample.estimate())
+    if others is None or baseline.null is None:
+        return baseline
+    others = others.alike()
+    rest = others.profile.folded(FIRST_IDS)  # as the steps are, and as the others will be
+    steps = f"{len(sample.rows)} rows of steps {baseline.steps[0]} to {baseline.steps[1]}"
+    held = f"{others.left_out or others.in_part} of {steps} hold {NOT_OF_THEIR_TOKENS}"
+    if not enough(rest):
+        few = f"{rest.row_count} others with {rest.tokens:,} tokens are left, {MIN_ROWS} and {FEW_TOKENS:,} are needed"
+        return replace(baseline, null=None, remark=f"they are no null: {held}; {few}")
+    null = replace(baseline.null, profile=rest, share=rest.share)
+    return replace(baseline, null=null, remark=f"{held}; these are left out of the null")
+
+
+def _sample_of_steps(tally: Tally) -> PairSample:
+    """The sequences of the steps that the tally kept apart."""
+    return reduce(PairSample.merge, tally.first_samples.values(), PairSample())
 
 
 def _of_steps(tally: Tally, steps: tuple[int, int]) -> MismatchProfile:

@@ -10,6 +10,7 @@ import torch
 
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.checks import in_one_line
+from rollcorr.config.finding import Finding
 from rollcorr.diagnostics.log_check.denoising import DENOISING_COLUMNS, has_exact_kl, timestep_values
 from rollcorr.diagnostics.log_check.shard_readers import read_shards
 from rollcorr.diagnostics.log_check.tally import COLUMNS, KEPT_COLUMNS, Measurement, Tally
@@ -53,6 +54,7 @@ class LogTally:
         denoising: its tokens are denoising steps.
         with_exact_kl: and it records what their exact KL needs.
         unreadable: what could not be read, a sentence for each file.
+        before: the files with rows, in the order of the log, each with the rows of the log before it.
     """
 
     tally: Tally
@@ -62,6 +64,15 @@ class LogTally:
     denoising: bool = False
     with_exact_kl: bool = False
     unreadable: tuple[str, ...] = ()
+    before: tuple[tuple[int, str], ...] = ()
+
+    def in_its_file(self, finding: Finding) -> Finding:
+        """A finding whose first row is counted in the log, with that row's file, counted there."""
+        if finding.first_row is None or finding.file is not None:
+            return finding
+        index = finding.first_row
+        before, file = max(((before, file) for before, file in self.before if before <= index), default=(0, None))
+        return replace(finding, file=file, first_row=index - before)
 
 
 def read_log(
@@ -136,6 +147,7 @@ def read_log(
         denoising=denoising,
         with_exact_kl=with_kl,
         unreadable=problems,
+        before=tuple(dict.fromkeys((shard.before - shard.first_row, shard.file) for shard in shards)),
     )
 
 

@@ -10,16 +10,15 @@ from rollcorr.diagnostics.health.trend import AGE
 from rollcorr.diagnostics.log_check.log_null import first_steps_null
 from rollcorr.diagnostics.log_check.tally import FIRST_STEPS, Tally
 from rollcorr.diagnostics.null.null_file import MismatchNull, NullMismatchError
-from rollcorr.diagnostics.null.other_rows import judge_other_rows
+from rollcorr.diagnostics.null.other_rows import OtherRows, judge_other_rows
 from rollcorr.diagnostics.null.weight_judgment import NOT_JUDGED, WeightJudgment, judge_weights
-from rollcorr.diagnostics.provenance.provenance_findings import Provenance
 
 
 def judge_log_weights(
     tally: Tally,
     null: MismatchNull | None,
     null_steps: tuple[int, int] | None,
-    provenance: Provenance,
+    others: OtherRows | None,
     ages: Mapping[int, Mapping[str, float]],
 ) -> tuple[MismatchNull | None, WeightJudgment]:
     """What a null says about the rows that are judged, and the null that was used.
@@ -28,7 +27,7 @@ def judge_log_weights(
         tally: of the log.
         null: what to compare it with; None for its own first steps.
         null_steps: of these, those that are known to be right; None for the lowest ones.
-        provenance: what the log-probs say: rows that certainly hold other values are left out.
+        others: the rows that are left where some certainly hold other values; None where none do.
         ages: step → mean age of the weights.
 
     Raises:
@@ -36,8 +35,8 @@ def judge_log_weights(
         BadInputError: the log has no step of those asked for, or no other.
     """
     if null is not None:
-        return _by_null(tally, null, provenance)
-    used, weights = _by_first_steps(tally, null_steps, provenance)
+        return _by_null(tally, null, others)
+    used, weights = _by_first_steps(tally, null_steps, others)
 
     # Whoever names the steps has judged them.
     return used, weights if null_steps is not None else _of_one_age(weights, used, ages)
@@ -48,7 +47,7 @@ def in_excess(weights: WeightJudgment) -> bool:
     return any(finding.severity != "note" for finding in weights.findings)
 
 
-def _by_null(tally: Tally, null: MismatchNull, provenance: Provenance) -> tuple[MismatchNull | None, WeightJudgment]:
+def _by_null(tally: Tally, null: MismatchNull, others: OtherRows | None) -> tuple[MismatchNull | None, WeightJudgment]:
     """By a null that was measured; one of other settings is an error, unless the log's own settings are one."""
     try:
         remarks = null.check_origin(tally.origin, largest_id=tally.profile.ids.largest)
@@ -60,31 +59,36 @@ def _by_null(tally: Tally, null: MismatchNull, provenance: Provenance) -> tuple[
         judged = judge_weights(tally.profile, None)
         return None, replace(judged, not_judged=(f"{NOT_JUDGED}: {unused}",) * bool(judged.not_judged))
     judged = judge_weights(tally.profile, null, sample=tally.sample)
-    if in_excess(judged):
-        judged = judge_other_rows(null, tally.sample, provenance) or judged
+    if in_excess(judged) and others is not None:
+        judged = judge_other_rows(null, others) or judged
     return null, replace(judged, remarks=(*remarks, *judged.remarks))
 
 
 def _by_first_steps(
-    tally: Tally, null_steps: tuple[int, int] | None, provenance: Provenance
+    tally: Tally, null_steps: tuple[int, int] | None, others: OtherRows | None
 ) -> tuple[MismatchNull | None, WeightJudgment]:
     """By the first steps of the log, or those that are known to be right; without any, by the token ids alone."""
     # The steps of the null are not judged by themselves.
     first = first_steps_null(tally, null_steps)
-    if first is None:
-        return None, judge_weights(tally.profile, None)
-    leave_out, start_is_right = null_steps or (min(tally.first), max(tally.first)), null_steps is not None
+    if first is None or first.null is None:
+        of_rows = tally.profile if others is None or not others.judgeable else others.alike().profile
+        judged = judge_weights(of_rows, None)
+        if first is None:
+            return None, judged
+        steps = f"steps {first.steps[0]} to {first.steps[1]} were not used"
+        return None, replace(judged, not_judged=(f"{NOT_JUDGED}: {steps}: {first.remark}",))
+    leave_out, start_is_right = first.steps, null_steps is not None
     judged = judge_weights(
         tally.profile.without(first.profile),
-        first,
+        first.null,
         sample=tally.sample,
         leave_out=leave_out,
         start_is_right=start_is_right,
     )
-    if in_excess(judged):
-        others = judge_other_rows(first, tally.sample, provenance, leave_out=leave_out, start_is_right=start_is_right)
-        judged = others or judged
-    return first, judged
+    if in_excess(judged) and others is not None:
+        of_others = judge_other_rows(first.null, others, leave_out=leave_out, start_is_right=start_is_right)
+        judged = of_others or judged
+    return first.null, replace(judged, remarks=(*judged.remarks, *filter(None, [first.remark])))
 
 
 def _of_one_age(

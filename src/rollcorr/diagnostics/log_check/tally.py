@@ -30,14 +30,13 @@ from rollcorr.diagnostics.null.routing import RoutingSums
 from rollcorr.diagnostics.null.token_ratios import TokenRatios, slice_sums
 from rollcorr.diagnostics.null.token_share import FIRST_IDS, STEP_IDS, TokenSums
 from rollcorr.diagnostics.null.version_cells import VersionCells
+from rollcorr.diagnostics.provenance.pair_rows import CONTRADICTION
 from rollcorr.diagnostics.provenance.pair_sample import PairSample
 from rollcorr.rollout_log import RolloutBatch, RolloutLogError, Shard, read_shard, validate_batch
 from rollcorr.rollout_log.schema import ragged
 
 FIRST_STEPS = 5
 """Steps at the start of a log that serve as its null when no other is given."""
-CONTRADICTION = -1.0
-"""Where one side is exactly 0.0 (probability 1) and the other below this, in nats, one of them was not computed."""
 COLUMNS = (
     "step",
     "response_mask",
@@ -95,6 +94,7 @@ class Tally:
         profile: the mismatch of all rows.
         first: step → the mismatch of its rows, for the lowest `FIRST_STEPS` steps; or, where the measurement names the
             steps of the null, one entry for all of them.
+        first_samples: the same steps → sequences of theirs, so that they can be judged alone.
         origin: the engines, models and settings that are recorded.
         versions: the mismatch by step and version of the weights, where both are recorded.
         routing: the mismatch by whether the routing of experts differs, where that is recorded.
@@ -110,6 +110,7 @@ class Tally:
     unreadable: tuple[str, ...] = ()
     profile: MismatchProfile = field(default_factory=MismatchProfile)
     first: Mapping[int, MismatchProfile] = field(default_factory=dict)
+    first_samples: Mapping[int, PairSample] = field(default_factory=dict)
     origin: Origin = field(default_factory=Origin)
     versions: VersionCells = field(default_factory=VersionCells)
     routing: RoutingSums = field(default_factory=RoutingSums)
@@ -123,6 +124,9 @@ class Tally:
         first = dict(self.first)
         for step, profile in later.first.items():
             first[step] = first[step].merge(profile) if step in first else profile
+        samples = dict(self.first_samples)
+        for step, sample in later.first_samples.items():
+            samples[step] = samples[step].merge(sample) if step in samples else sample
         return Tally(
             parts=parts,
             findings=merge_findings((*self.findings, *later.findings)),
@@ -134,6 +138,7 @@ class Tally:
             profile=self.profile.merge(later.profile),
             # A step that is among the lowest of all was among the lowest of every part, so nothing of it is lost.
             first={step: first[step] for step in sorted(first)[:FIRST_STEPS]},
+            first_samples={step: samples[step] for step in sorted(samples)[:FIRST_STEPS]},
             origin=self.origin.merge(later.origin),
             versions=self.versions.merge(later.versions),
             routing=self.routing.merge(later.routing),
@@ -200,7 +205,8 @@ class Measurement:
             on_rows(0)
             for batch in read_shard(shard, columns=self.columns, batch_size=self.batch_size):
                 first = shard.before + batch.first_row - shard.first_row
-                tally = tally.merge(self.of_batch(batch, first=first, stride=tally.sample.stride))
+                beyond = max(tally.first) if len(tally.first) == FIRST_STEPS else None
+                tally = tally.merge(self.of_batch(batch, first=first, stride=tally.sample.stride, beyond=beyond))
                 on_rows(len(batch))
         except KeyboardInterrupt:
             tally = replace(tally, interrupted=True)
@@ -211,8 +217,15 @@ class Measurement:
         by_step = {step: profile.counted() for step, profile in tally.first.items()}
         return replace(tally, profile=tally.profile.counted(), first=by_step)
 
-    def of_batch(self, batch: RolloutBatch, *, first: int, stride: int = 1) -> Tally:
-        """The tally of a batch, whose first row is row `first` of the log; `stride` is that of the sample so far."""
+    def of_batch(self, batch: RolloutBatch, *, first: int, stride: int = 1, beyond: int | None = None) -> Tally:
+        """The tally of a batch.
+
+        Args:
+            batch: some rows of the log.
+            first: the row of the log that is its first one.
+            stride: of the sample so far.
+            beyond: a step after which no step is among the lowest `FIRST_STEPS`, as far as is known.
+        """
         rollout, train = batch.packed("rollout_log_prob"), batch.packed(self.train_column)
         mask = batch.packed("response_mask")
         if self.denoising:
@@ -222,16 +235,15 @@ class Measurement:
             return Tally(parts=parts, findings=findings, rows=len(batch), origin=Origin.of(batch))
 
         ids = _ids(batch)
-        sample = PairSample.of(
-            train,
-            rollout,
-            mask,
-            batch.lengths,
-            first=first,
-            stride=stride,
-            response_ids=ids,
-            steps=batch.values("step") if batch.has("step") else None,
-        )
+        steps = batch.values("step") if batch.has("step") else None
+        wanted = {} if steps is None else self._wanted_first(steps, beyond)
+
+        def sampled(stride: int = 1, wanted: Tensor | None = None) -> PairSample:
+            columns = (train, rollout, mask, batch.lengths)
+            return PairSample.of(*columns, first=first, stride=stride, response_ids=ids, steps=steps, wanted=wanted)
+
+        sample = sampled(stride)
+        first_samples = {step: sampled(wanted=rows) for step, rows in wanted.items()}
 
         # An engine's −9999 stands for minus infinity: it is missing, as NaN is. The sample keeps it, as a placeholder.
         rollout, train = (_without_sentinels(x) for x in (rollout, train))
@@ -245,38 +257,22 @@ class Measurement:
             claims=_claims(batch),
             rows=len(batch),
             profile=profile,
-            first=self._first_steps(batch, profile, ratios, columns),
+            first=_first_profiles(wanted, profile, ratios, columns),
+            first_samples=first_samples,
             origin=Origin.of(batch),
             versions=_versions(batch, ratios),
             routing=_routing(batch, ratios),
             presets=PresetTotals.of(batch, train, rollout, mask) if self.what_if else PresetTotals(),
         )
 
-    def _first_steps(
-        self,
-        batch: RolloutBatch,
-        profile: MismatchProfile,
-        ratios: TokenRatios,
-        columns: _Columns,
-    ) -> dict[int, MismatchProfile]:
-        """The profiles of the steps that may serve as the null; `profile` is that of the whole batch."""
-        if not batch.has("step"):
-            return {}
-        steps = batch.values("step")
-        if self.null_steps is None:
-            wanted = {step: steps == step for step in steps.unique().tolist()[:FIRST_STEPS]}
-        else:
+    def _wanted_first(self, steps: Tensor, beyond: int | None) -> dict[int, Tensor]:
+        """The steps of a batch that may serve as the null, each with its rows (B,); as in `Tally.first`."""
+        if self.null_steps is not None:
             lowest, highest = self.null_steps
-            wanted = {lowest: (steps >= lowest) & (steps <= highest)}
-
-        # Mostly a batch is of one step, and its profile is there already.
-        found = {}
-        for step, rows in wanted.items():
-            if bool(rows.all()):
-                found[step] = profile.folded(FIRST_IDS)
-            elif bool(rows.any()):
-                found[step] = columns.of_rows(rows.numpy()).profile(ratios.of_rows(rows.numpy())).folded(FIRST_IDS)
-        return found
+            rows = (steps >= lowest) & (steps <= highest)
+            return {lowest: rows} if bool(rows.any()) else {}
+        lowest_steps = steps.unique().tolist()[:FIRST_STEPS]
+        return {step: steps == step for step in lowest_steps if beyond is None or step <= beyond}
 
     def _parts(
         self,
@@ -307,7 +303,7 @@ class Measurement:
             sums = TokenSums.empty(STEP_IDS)
             if own_ids is not None:
                 sums = TokenSums.of(*of_step.ids_and_d(own_ids), limit=STEP_IDS)
-            yield step, _part(correction, *own, rewards[rows], sums)
+            yield step, part_of(correction, *own, rewards[rows], sums)
 
     def _denoising(self, batch: RolloutBatch, rows: Tensor, train: Tensor, rollout: Tensor) -> Iterator[Statistics]:
         return denoising_statistics(
@@ -315,12 +311,26 @@ class Measurement:
         )
 
 
+def _first_profiles(
+    wanted: Mapping[int, Tensor], profile: MismatchProfile, ratios: TokenRatios, columns: _Columns
+) -> dict[int, MismatchProfile]:
+    """The profiles of the steps that may serve as the null; `profile` is that of the whole batch."""
+    found = {}
+    for step, rows in wanted.items():
+        # Mostly a batch is of one step, and its profile is there already.
+        of_step = profile
+        if not bool(rows.all()):
+            of_step = columns.of_rows(rows.numpy()).profile(ratios.of_rows(rows.numpy()))
+        found[step] = of_step.folded(FIRST_IDS)
+    return found
+
+
 def _rewards(rewards: Tensor) -> tuple[int, float]:
     """Sequences with a reward, and their sum."""
     return int((~rewards.isnan()).sum()), float(rewards.nansum())
 
 
-def _part(
+def part_of(
     correction: Correction, train: Tensor, rollout: Tensor, mask: Tensor, rewards: Tensor, ids: TokenSums
 ) -> Part:
     """What one stretch of rows shows."""

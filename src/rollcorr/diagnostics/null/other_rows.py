@@ -6,12 +6,13 @@ rows say would drown in it. So these are compared with the null by themselves, f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor
 
+from rollcorr.config.finding import Finding
 from rollcorr.diagnostics.null.excess import MIN_ROWS, ROUNDING, k3_by_surprise
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile, surprise_bins
 from rollcorr.diagnostics.null.null_file import FEW_TOKENS, MismatchNull
@@ -29,12 +30,102 @@ HIT = 20.0
 """k3 of a row over the null's, above which it counts as one more row of the same fault, which was not certain there."""
 FEW = 0.25
 """The most of such rows, as a share of those that are certain. More of them are a fault of their own."""
+NOT_OF_THEIR_TOKENS = "values that are not the log-probs of their tokens"
+BESIDE = 9
+"""Rows of the log, itself and its neighbors, that a row is compared with where there is no null."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherRows:
+    """The rows of a sample that no certain finding of the log-probs covers, as far as it does not.
+
+    Attributes:
+        cause: the certain finding; of several, that of most tokens.
+        rows: row of the log → its tokens that are not covered.
+        left_out: rows that are left out.
+        in_part: rows of which only some tokens are.
+        every: the sample's rows are all rows of the log.
+    """
+
+    cause: Finding
+    rows: Mapping[int, SampleRow]
+    left_out: int
+    in_part: int
+    every: bool
+
+    @property
+    def profile(self) -> MismatchProfile:
+        """Their mismatch."""
+        return profile_of(self.rows)
+
+    @property
+    def judgeable(self) -> bool:
+        """Whether they are enough to judge weights by."""
+        return enough(self.profile)
+
+    def outside(self, steps: tuple[int, int] | None) -> OtherRows:
+        """Without the rows of some steps, from the first to the last."""
+        if steps is None:
+            return self
+        return replace(self, rows={index: row for index, row in self.rows.items() if not row.within(steps)})
+
+    def alike(self) -> OtherRows:
+        """Without the few that the same fault has hit though it is not certain there.
+
+        They stand out from the rows beside them in the log, which have the same weights.
+        """
+        k3 = np.array([_k3(row) for row in self.rows.values()])
+        if len(k3) < BESIDE:
+            return self
+        around = np.lib.stride_tricks.sliding_window_view(np.pad(k3, BESIDE // 2, mode="symmetric"), BESIDE)
+        usual = np.maximum(np.median(around, axis=1), ROUNDING)
+        return self._without([index for index, hit in zip(self.rows, k3 > HIT * usual, strict=True) if hit])
+
+    def _without(self, hit: Sequence[int]) -> OtherRows:
+        """Without these rows, unless they are so many that they are a fault of their own."""
+        if len(hit) > FEW * self.left_out:
+            return self
+        return replace(
+            self,
+            rows={index: row for index, row in self.rows.items() if index not in hit},
+            left_out=self.left_out + len(hit),
+        )
+
+
+def other_rows(sample: PairSample, provenance: Provenance) -> OtherRows | None:
+    """The other rows of a sample; None where no finding of some rows is certain.
+
+    Args:
+        sample: whole rows of the log.
+        provenance: the estimate of that sample.
+    """
+    certain = [
+        finding
+        for finding in provenance.findings
+        if finding.code in OF_ROWS and finding.severity != "note" and (finding.confidence or 0.0) >= CERTAIN
+    ]
+    if not certain or provenance.misreported is None:
+        return None
+    rows = {index: sample.rows[index] for index in sorted(sample.rows)}
+    parts = provenance.misreported.split([len(row.train) for row in rows.values()])
+    others: dict[int, SampleRow] = {}
+    in_part = 0
+    for (index, row), covered in zip(rows.items(), parts, strict=True):
+        if _few_of(covered, row.mask.bool()):
+            others[index] = row._replace(mask=row.mask.bool() & ~covered)
+            in_part += bool((covered & row.mask.bool()).any())
+    return OtherRows(
+        cause=max(certain, key=lambda finding: finding.tokens or 0),
+        rows=others,
+        left_out=len(rows) - len(others),
+        in_part=in_part,
+        every=sample.stride == 1,
+    )
 
 
 def judge_other_rows(
     null: MismatchNull,
-    sample: PairSample,
-    provenance: Provenance,
+    others: OtherRows,
     *,
     leave_out: tuple[int, int] | None = None,
     start_is_right: bool = True,
@@ -43,54 +134,74 @@ def judge_other_rows(
 
     Args:
         null: what to compare them with.
-        sample: whole rows of the log.
-        provenance: the estimate of that sample.
+        others: these rows.
         leave_out: first and last step whose rows are the null's.
         start_is_right: as for `judge_weights`.
 
     Returns:
-        The judgment; None without such a finding, or where too little is left: 8 rows and as many tokens as a null
-        needs.
+        The judgment; None where too little is left: 8 rows and as many tokens as a null needs.
     """
-    certain = any(finding.code in OF_ROWS and (finding.confidence or 0.0) >= CERTAIN for finding in provenance.findings)
-    if not certain or provenance.misreported is None:
-        return None
-
-    rows = {index: sample.rows[index] for index in sorted(sample.rows)}
-    parts = provenance.misreported.split([len(row.train) for row in rows.values()])
-    others: dict[int, SampleRow] = {}
-    for (index, row), covered in zip(rows.items(), parts, strict=True):
-        outside = leave_out is None or row.step is None or not leave_out[0] <= row.step <= leave_out[1]
-        if outside and _few_of(covered, row.mask.bool()):
-            others[index] = row._replace(mask=row.mask.bool() & ~covered)
-
     # A row in which the fault is not certain would make an excess alone.
-    hit = [index for index, row in others.items() if _times(row, null) > HIT]
-    if len(hit) <= FEW * (len(rows) - len(others)):
-        others = {index: row for index, row in others.items() if index not in hit}
-    else:
-        hit = []
-    profile = _profile_of(others)
+    certain = others.left_out
+    others = others.outside(leave_out)
+    others = others._without([index for index, row in others.rows.items() if _times(row, null) > HIT])
+    profile = others.profile
 
     # The first steps of a log know the share of folded ids alone, and exact ids explain more.
     if null.kind == "first steps":
         profile = profile.folded(FIRST_IDS)
-    if profile.row_count < MIN_ROWS or profile.tokens < FEW_TOKENS:
+    if not enough(profile):
         return None
 
-    rest = PairSample(sample.stride, others, sum(len(row.train) for row in others.values()))
+    rest = PairSample(1, others.rows, sum(len(row.train) for row in others.rows.values()))
     judged = judge_weights(profile, null, sample=rest, leave_out=leave_out, start_is_right=start_is_right)
-    remark = (
-        f"values that are not the log-probs of their tokens are left out of the comparison with {null.name}, which is "
-        f"that of {profile.row_count:,} other rows"
-    )
-    if hit:
-        remark += f"; {len(hit)} more rows with over {HIT:g} times its k3 count as such"
     findings = [
         replace(finding, title=f"in the other rows {finding.title}") if finding.code == "ordinary_noise" else finding
         for finding in judged.findings
     ]
-    return replace(judged, findings=tuple(findings), remarks=(*judged.remarks, remark))
+    not_judged = [
+        f"the other rows are {sentence}" if sentence.startswith("unchanged") else sentence
+        for sentence in judged.not_judged
+    ]
+    remark = _remark(others, profile, certain, against=null.name, outside=leave_out)
+    return replace(judged, findings=tuple(findings), not_judged=tuple(not_judged), remarks=(*judged.remarks, remark))
+
+
+def _remark(
+    others: OtherRows, profile: MismatchProfile, certain: int, *, against: str, outside: tuple[int, int] | None
+) -> str:
+    """Which rows were compared, and which were not."""
+    of_sample = "" if others.every else " of the sample"
+    parts = []
+    if certain:
+        parts.append(f"{_rows(certain)}{of_sample} hold{'s' * (certain == 1)} {NOT_OF_THEIR_TOKENS}")
+    if others.in_part:
+        parts.append(f"single values are left out of {_rows(others.in_part)}{'' if certain else of_sample}")
+    compared = f"{'the other' if certain else 'the'} {_rows(profile.row_count)}"
+    if outside is None:
+        compared += f" were compared with {against}"
+    else:
+        after = all(row.step is None or row.step > outside[1] for row in others.rows.values())
+        compared += f" {'after' if after else 'outside of'} steps {outside[0]} to {outside[1]} were compared with these"
+    hit = others.left_out - certain
+    if hit:
+        compared += f", without {hit} more with over {HIT:g} times their k3"
+    return "; ".join([*parts, compared])
+
+
+def _rows(count: int) -> str:
+    return f"{count:,} row{'s' * (count != 1)}"
+
+
+def enough(profile: MismatchProfile) -> bool:
+    """Whether a profile has as many rows and tokens as judging weights takes."""
+    return profile.row_count >= MIN_ROWS and profile.tokens >= FEW_TOKENS
+
+
+def _k3(row: SampleRow) -> float:
+    """Mean k3 per token of a row, nats."""
+    (log_ratio,) = log_ratios([row])
+    return float((np.expm1(log_ratio) - log_ratio).mean()) if len(log_ratio) else 0.0
 
 
 def _few_of(covered: Tensor, mask: Tensor) -> bool:
@@ -108,7 +219,8 @@ def _times(row: SampleRow, null: MismatchNull) -> float:
     return float((np.expm1(log_ratio) - log_ratio).mean()) / max(expected, ROUNDING)
 
 
-def _profile_of(rows: dict[int, SampleRow]) -> MismatchProfile:
+def profile_of(rows: Mapping[int, SampleRow]) -> MismatchProfile:
+    """The mismatch of some rows of a log."""
     if not rows:
         return MismatchProfile()
 

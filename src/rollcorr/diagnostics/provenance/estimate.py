@@ -55,6 +55,7 @@ def estimate_provenance(
     tempered: Mapping[float, Tensor] | None = None,
     logits: Tensor | None = None,
     token_ids: Tensor | None = None,
+    steps: Tensor | None = None,
 ) -> Provenance:
     """Say what two log-probs of the same sampled tokens are log-probs of.
 
@@ -68,12 +69,13 @@ def estimate_provenance(
             tells whether the tokens were sampled from what the engine reports.
         token_ids: the sampled tokens, same shape as the log-probs. Needed with logits. Alone they bound the size of
             the vocabulary, and with it how unlikely a sampled token can be.
+        steps: the training step of each sequence, (B,), where known: findings say with which step they begin.
 
     Returns:
         Findings with evidence, and what could not be told. Reads values: for diagnosis, not for the step path.
 
     Raises:
-        ValueError: shapes differ, or logits come without token ids.
+        ValueError: shapes differ, logits come without token ids, or there is not one step for each sequence.
     """
     mask = torch.ones_like(train_log_prob, dtype=torch.bool) if mask is None else mask != 0
     check_layout(train_log_prob=train_log_prob, rollout_log_prob=rollout_log_prob, mask=mask, cu_seqlens=cu_seqlens)
@@ -81,7 +83,7 @@ def estimate_provenance(
         raise ValueError("logits and token_ids come together: give both or neither")
     if token_ids is not None and token_ids.shape != train_log_prob.shape:
         raise ValueError(f"token_ids {tuple(token_ids.shape)} and log-probs {tuple(train_log_prob.shape)} differ")
-    recorded = _rows(train_log_prob, rollout_log_prob, mask, cu_seqlens)
+    recorded = _rows(train_log_prob, rollout_log_prob, mask, cu_seqlens, steps)
 
     # What was misreported is undone first, so that what follows compares the log-probs of the same tokens.
     stored = find_storage(recorded)
@@ -113,6 +115,7 @@ def estimate_provenance(
         lag=undone.lag,
         unknown=tuple(judged.unknown),
         misreported=_changed(recorded, undone.pairs),
+        zeros_left=int(undone.pairs.contradicted_zeros.sum()) if recorded.contradicted_zeros.any() else None,
     )
 
 
@@ -124,14 +127,17 @@ def _changed(before: PairRows, after: PairRows) -> Tensor:
     return changed
 
 
-def _rows(train: Tensor, rollout: Tensor, mask: Tensor, cu_seqlens: Tensor | None) -> PairRows:
+def _rows(train: Tensor, rollout: Tensor, mask: Tensor, cu_seqlens: Tensor | None, steps: Tensor | None) -> PairRows:
     """Both sides as rows, on the CPU."""
     row = _sequences(train, cu_seqlens)
     rows = int(train.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1)
+    if steps is not None and steps.shape != (rows,):
+        raise ValueError(f"steps {tuple(steps.shape)} need one entry for each of {rows} sequences")
+    step = None if steps is None else steps.detach().cpu()
     count = torch.bincount(row, minlength=rows)
     first = count.cumsum(0) - count
     position = torch.arange(len(row), device="cpu") - first[row]
-    return PairRows(_flat(train), _flat(rollout), mask.cpu().flatten(), row, position, rows)
+    return PairRows(_flat(train), _flat(rollout), mask.cpu().flatten(), row, position, rows, step)
 
 
 def _ranked(findings: list[Finding]) -> list[Finding]:
@@ -155,6 +161,7 @@ def _from_rows(pairs: PairRows) -> Judgment:
         return judged
     of_rest = _from_pairs(rest.train[valid], rest.rollout[valid])
     here = extent(pairs, rest.count(valid) > 0, valid)
+    here |= {"first_row": None, "first_step": None, "steps": None}  # judged together: which rows show it is not known
     findings = [replace(f, **here) if f.code not in NAMES_NO_CAUSE else f for f in of_rest.findings]
     if not groups.findings:
         of_rest.findings = findings

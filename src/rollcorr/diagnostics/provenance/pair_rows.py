@@ -15,6 +15,8 @@ ROW_TOKENS = 8
 """A row with fewer pairs is not judged on its own."""
 LONG_ROW = 64
 """A row of so many pairs may be the only one that shows a cause."""
+CONTRADICTION = -1.0
+"""Where one side is exactly 0.0 (probability 1) and the other below this, in nats, one of them was not computed."""
 LEAST_SHARE = 0.01
 """Share of the rows that must show a cause where all of these are shorter: of thousands, some look like anything."""
 
@@ -30,6 +32,7 @@ class PairRows:
         row: row of each token, (N,) and not decreasing.
         position: index of each token in its row, masked ones counted, (N,).
         rows: number of rows, also those without a token.
+        step: training step of each row, (rows,); None where not known.
     """
 
     train: Tensor
@@ -38,11 +41,17 @@ class PairRows:
     row: Tensor
     position: Tensor
     rows: int
+    step: Tensor | None = None
 
     @property
     def valid(self) -> Tensor:
         """Tokens that have a log-prob on both sides, (N,)."""
         return self.keep & is_known(self.train) & is_known(self.rollout)
+
+    @property
+    def contradicted_zeros(self) -> Tensor:
+        """Tokens to which one side gives probability 1 and the other less than 1/e, (N,)."""
+        return self.valid & ((self.train == 0) | (self.rollout == 0)) & (self.train + self.rollout < CONTRADICTION)
 
     @property
     def judged(self) -> Tensor:
@@ -115,12 +124,26 @@ class Extent(TypedDict):
     rows: int
     tokens: int
     row_share: float
+    first_row: int | None
+    first_step: int | None
+    steps: int | None
 
 
 def extent(pairs: PairRows, rows: Tensor, tokens: Tensor) -> Extent:
-    """The rows and tokens that show a cause, and the share of the rows that have a token at all."""
-    count = int(rows.sum())
-    return Extent(rows=count, tokens=int(tokens.sum()), row_share=count / max(int(pairs.judged.sum()), 1))
+    """The rows and tokens that show a cause, the share of the rows that have a token at all, and the first of them.
+
+    The first row is counted among the rows of `pairs`.
+    """
+    which = rows.nonzero().squeeze(-1)
+    steps = which.new_zeros(0) if pairs.step is None else pairs.step[which].unique()
+    return Extent(
+        rows=len(which),
+        tokens=int(tokens.sum()),
+        row_share=len(which) / max(int(pairs.judged.sum()), 1),
+        first_row=int(which[0]) if len(which) else None,
+        first_step=int(steps[0]) if len(steps) else None,
+        steps=len(steps) or None,
+    )
 
 
 def doubt(log_prob: Tensor) -> Tensor:

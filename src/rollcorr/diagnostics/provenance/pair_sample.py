@@ -37,6 +37,10 @@ class SampleRow(NamedTuple):
     response_ids: Tensor | None = None
     step: int | None = None
 
+    def within(self, steps: tuple[int, int]) -> bool:
+        """Whether its step is one of these, from the first to the last."""
+        return self.step is not None and steps[0] <= self.step <= steps[1]
+
     def copied(self) -> SampleRow:
         """The row without the batch that it is a view of."""
         ids = None if self.response_ids is None else self.response_ids.clone()
@@ -72,6 +76,7 @@ class PairSample:
         stride: int = 1,
         response_ids: Tensor | None = None,
         steps: Tensor | None = None,
+        wanted: Tensor | None = None,
     ) -> PairSample:
         """The sample of a packed batch, and the index of its first sequence.
 
@@ -86,13 +91,16 @@ class PairSample:
             stride: of the sample so far.
             response_ids: (N,), where recorded.
             steps: (B,), where recorded.
+            wanted: true on the sequences to sample from, (B,); None for all.
         """
         sizes = lengths.tolist()
         columns = [x.split(sizes) for x in (train, rollout, mask)]
         ids = [None] * len(sizes) if response_ids is None else response_ids.split(sizes)
         step_of = [None] * len(sizes) if steps is None else steps.tolist()
         parts = (SampleRow(*row) for row in zip(*columns, ids, step_of, strict=True))
-        rows = {i: row for i, row in enumerate(parts, start=first) if i % stride == 0 and bool(row.mask.any())}
+        some = range(len(sizes)) if wanted is None else wanted.nonzero().squeeze(-1).tolist()
+        those = {first + i for i in some if (first + i) % stride == 0}
+        rows = {i: row for i, row in enumerate(parts, start=first) if i in those and bool(row.mask.any())}
         thin = _thinned(stride, rows)
         return replace(thin, rows={i: row.copied() for i, row in thin.rows.items()})
 
@@ -104,12 +112,20 @@ class PairSample:
         return both if both.few else _thinned(2 * stride, both.rows)
 
     def estimate(self) -> Provenance:
-        """What the sample implies."""
-        rows = [self.rows[index] for index in sorted(self.rows)]
+        """What the sample implies. The first row of a finding is counted in the log, over all of its files."""
+        order = sorted(self.rows)
+        rows = [self.rows[index] for index in order]
+        known_steps = [row.step for row in rows if row.step is not None]
+        steps = torch.tensor(known_steps, device="cpu") if rows and len(known_steps) == len(rows) else None
         sizes = torch.tensor([0, *(len(row.train) for row in rows)], device="cpu")
         columns = ([row.train for row in rows], [row.rollout for row in rows], [row.mask for row in rows])
         train, rollout, mask = (torch.cat([torch.zeros(0, device="cpu"), *column]) for column in columns)
-        found = estimate_provenance(train, rollout, mask, cu_seqlens=sizes.cumsum(0))
+        found = estimate_provenance(train, rollout, mask, cu_seqlens=sizes.cumsum(0), steps=steps)
+        of_log = [
+            finding if finding.first_row is None else replace(finding, first_row=order[finding.first_row])
+            for finding in found.findings
+        ]
+        found = replace(found, findings=tuple(of_log))
         ids = [row.response_ids for row in rows]
         known = [row_ids for row_ids in ids if row_ids is not None]
         if not known or len(known) < len(ids):

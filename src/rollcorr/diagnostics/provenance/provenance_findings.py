@@ -105,6 +105,9 @@ class Provenance(HasFindings):
         unknown: what these inputs cannot tell.
         misreported: true on tokens whose values a finding of some rows (`OF_ROWS`) covers, packed, (N,); None where
             they were not looked for.
+        zeros_left: tokens at exactly 0 on one side, which the other side contradicts, that are left once these values
+            are undone: a row that is shifted back has its values at their own tokens, and none where the shift filled
+            one in. None where there are no such tokens to begin with.
     """
 
     findings: tuple[Finding, ...]
@@ -114,6 +117,7 @@ class Provenance(HasFindings):
     lag: int
     unknown: tuple[str, ...]
     misreported: Tensor | None = field(default=None, repr=False, compare=False)
+    zeros_left: int | None = None
 
     @property
     def codes(self) -> tuple[str, ...]:

@@ -1,0 +1,190 @@
+"""What follows from some rows: findings that a log no longer has once these rows are left out.
+
+A fault of some rows makes numbers of the whole log wrong, and their course: a shift that begins at a step looks like
+weights that changed there. So the rules judge the other rows of the spread sample by themselves. What they do not find
+there follows from the cause of the rows; a rise that they do find there is that of the other rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.config.finding import Finding
+from rollcorr.config.sampling_spec import JSON_MINUS_INFINITY
+from rollcorr.correction.rollout_correction import correct
+from rollcorr.diagnostics.health.causes import OF_THE_MISMATCH, WITHOUT_A_MISMATCH
+from rollcorr.diagnostics.health.health_check import health
+from rollcorr.diagnostics.health.noise import Noise
+from rollcorr.diagnostics.health.trend import FACTOR
+from rollcorr.diagnostics.log_check.log_metrics import metrics_of_parts
+from rollcorr.diagnostics.log_check.tally import FIRST_STEPS, Part, part_of
+from rollcorr.diagnostics.null.null_file import MismatchNull
+from rollcorr.diagnostics.null.other_rows import OtherRows, profile_of
+from rollcorr.diagnostics.null.run_null import noise_of
+from rollcorr.diagnostics.null.token_ratios import TokenRatios
+from rollcorr.diagnostics.null.token_share import STEP_IDS, TokenSums
+from rollcorr.diagnostics.provenance.pair_sample import SampleRow
+from rollcorr.diagnostics.provenance.provenance_findings import Code, Provenance
+
+RISES = frozenset({"frozen_sampler", "stale_by_lag", "changed_at_step", "growing_mismatch"})
+"""Codes of a lasting rise of the mismatch."""
+FILLED: tuple[Code, ...] = ("placeholder", "foreign_tokens")
+"""Codes of values that were filled in: they explain zeros before any other cause does."""
+_RANGES = frozenset({"out_of_range", "recovered"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestVerdict:
+    """What the rules find in the other rows.
+
+    Attributes:
+        zeros_from: the code of the finding that zeros follow from which one side contradicts; None without any.
+        others: the other rows.
+        findings: the rules' findings on them; None where they are too few to be judged.
+    """
+
+    zeros_from: str | None
+    others: OtherRows
+    findings: tuple[Finding, ...] | None
+
+    def attribute(self, findings: Iterable[Finding], *, with_rises: bool = False) -> tuple[Finding, ...]:
+        """Findings about all rows: what the other rows do not show follows from the cause, unless it has another one.
+
+        Args:
+            findings: about all rows.
+            with_rises: if there is a lasting rise, those that the other rows show come first, each in place of that of
+                all rows.
+        """
+        found = [self._attributed(finding) for finding in findings]
+        rises = self._rises() if with_rises and any(finding.code in RISES for finding in found) else ()
+        codes = {finding.code for finding in rises}
+        return (*rises, *(finding for finding in found if finding.code not in codes))
+
+    def _rises(self) -> tuple[Finding, ...]:
+        """The lasting rises that the other rows show by themselves."""
+        return tuple(
+            replace(finding, title=f"in the other rows {finding.title}", follows_from=None)
+            for finding in self.findings or ()
+            if finding.code in RISES and finding.severity != "note"
+        )
+
+    def _attributed(self, finding: Finding) -> Finding:
+        # What follows from a rise of all rows may be of these rows alone, as the rise may be.
+        if finding.follows_from is not None and finding.follows_from not in RISES:
+            return finding
+        if finding.code == "contradicted_zeros":
+            return replace(finding, follows_from=self.zeros_from)
+        if self.findings is None or not _measures(finding) or self._shows(finding, self.findings):
+            return finding
+        return replace(finding, follows_from=self.others.cause.code)
+
+    def _shows(self, finding: Finding, of_others: Sequence[Finding]) -> bool:
+        """Whether the other rows show it too. A rise that they do show has a finding of its own."""
+        if finding.code in RISES:
+            return finding.first_step is None or (not self._rises() and self._rises_since(finding.first_step))
+        return any(
+            (rest.code, rest.metric) == (finding.code, finding.metric)
+            and (rest.severity != "note" or finding.severity == "note")
+            for rest in of_others
+        )
+
+    def _rises_since(self, onset: int) -> bool:
+        """Whether k3 of the other rows has risen since a step by more than a metric may rise.
+
+        Few rows show no course to a rule, so what lies before the step and after it is also compared.
+        """
+        steps = sorted({row.step for row in self.others.rows.values() if row.step is not None})
+        before = [step for step in steps if step < onset] or steps[:FIRST_STEPS]
+        early, late = (
+            profile_of({index: row for index, row in self.others.rows.items() if (row.step in before) == early}).k3
+            for early in (True, False)
+        )
+        return bool(late > FACTOR * early)
+
+
+def _zeros_from(provenance: Provenance, cause: Finding) -> str | None:
+    """Code of the finding that zeros follow from which one side contradicts, where no other ones are left.
+
+    A row that is shifted, with a pad in place of the value that is missing, has a zero at its end; and where a token is
+    certain, its zero stands at the wrong one.
+    """
+    if provenance.zeros_left != 0:
+        return None
+    return next((code for code in FILLED if provenance.finding(code) is not None), cause.code)
+
+
+def _measures(finding: Finding) -> bool:
+    """Whether a finding measures the mismatch, its size or its course."""
+    if finding.code in _RANGES:
+        return finding.metric not in WITHOUT_A_MISMATCH
+    return finding.code in OF_THE_MISMATCH
+
+
+def noise_of_log(null: MismatchNull | None, others: OtherRows | None) -> Noise | None:
+    """The noise of a token by the null of a log, which is not known to be right; else that of its other rows.
+
+    None without both: what a log shows is noise only where its values are the log-probs of their tokens.
+    """
+    if null is not None:
+        return noise_of(null, is_null=False)
+    if others is None or not others.judgeable:
+        return None
+    sigma = others.alike().profile.std
+    return Noise(sigma=sigma, source="as observed in the other rows; the noise itself was not judged")
+
+
+def judge_rest(
+    others: OtherRows,
+    provenance: Provenance,
+    config: RolloutCorrectionConfig,
+    *,
+    ages: Mapping[int, Mapping[str, float]],
+    noise: Noise | None,
+) -> RestVerdict:
+    """Judge the rows that a cause of some rows leaves.
+
+    Args:
+        others: the other rows of the spread sample.
+        provenance: the estimate of that sample.
+        config: what is measured.
+        ages: step → the metric of the recorded age of its weights, where that is known.
+        noise: of a token.
+    """
+    others = others.alike()
+    findings = None
+    if others.judgeable:
+        # A check counts what is missing and goes on.
+        config = replace(config, nonfinite="reject_token") if config.nonfinite == "raise" else config
+        measured = metrics_of_parts(_parts(others.rows, config), others.profile, ages)
+        findings = health(measured.whole, config, series=measured.history, null=noise, judged_against="").findings
+    return RestVerdict(zeros_from=_zeros_from(provenance, others.cause), others=others, findings=findings)
+
+
+def _parts(rows: Mapping[int, SampleRow], config: RolloutCorrectionConfig) -> dict[int | None, Part]:
+    """What some rows show, step by step."""
+    of_step: dict[int | None, list[SampleRow]] = {}
+    for row in rows.values():
+        of_step.setdefault(row.step, []).append(row)
+    return {step: _part(own, config) for step, own in of_step.items()}
+
+
+def _part(rows: Sequence[SampleRow], config: RolloutCorrectionConfig) -> Part:
+    """What the rows of one step show; a sentinel is missing, as in the tally of the log."""
+    mask = torch.cat([row.mask.bool() for row in rows])
+    sides = (torch.cat([row.train for row in rows]), torch.cat([row.rollout for row in rows]))
+    train, rollout = (side.masked_fill(side == JSON_MINUS_INFINITY, torch.nan) for side in sides)
+    lengths = torch.tensor([len(row.train) for row in rows], device="cpu")
+    correction = correct(train, rollout, mask, config, cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]))
+
+    sums, ids = TokenSums.empty(STEP_IDS), [row.response_ids for row in rows]
+    known = [row_ids for row_ids in ids if row_ids is not None]
+    if len(known) == len(rows):
+        ratios = TokenRatios.of(train.numpy(), rollout.numpy(), mask.numpy(), lengths.numpy())
+        sums = TokenSums.of(*ratios.ids_and_d(torch.cat(known).numpy().astype(np.int64)), limit=STEP_IDS)
+    no_rewards = torch.full((len(rows),), torch.nan, device="cpu")
+    return part_of(correction, train, rollout, mask, no_rewards, sums)
