@@ -70,6 +70,14 @@ _RISE_WORDS = {
     ),
 }
 """Code of a rise → its title, reason, fix, and what would confirm it."""
+_NEGLIGIBLE_WORDS = (
+    "the mismatch has grown since step {onset}, by no more than rounding explains",
+    "rounding grows with the logits of a young policy as it sharpens, and explains all of it",
+    "nothing to do: this becomes a warning where {metric} reaches {floor}",
+    "",
+)
+"""The same of a rise that is still negligible: a note on rounding must not ask for a repair."""
+NOTHING_TO_DO = "nothing to do while k3 is that small"
 
 COMPARISON = ("kl", "k3_kl", "log_ratio_abs_mean", "chi2_token")
 """Metrics of the mismatch: without any of them nothing was compared."""
@@ -384,6 +392,7 @@ def token_share_rose(evidence: Evidence) -> Finding | None:
     if change is None:
         return None
     beside = next((metric for metric in RISES if metric in evidence.changes), None)
+    negligible = evidence.get("k3_kl") < NEGLIGIBLE_STEP["k3_kl"]
     return Finding(
         code="token_share_rose",
         metric=name,
@@ -391,8 +400,8 @@ def token_share_rose(evidence: Evidence) -> Finding | None:
         value=change.value,
         limit=f"about {format_number(change.baseline)}, as before",
         reason="rounding differs from token to token by chance; where the token itself decides, the weights differ",
-        fix=_RISE_WORDS["changed_at_step"][2],
-        severity="note" if change.is_over or evidence.get("k3_kl") < NEGLIGIBLE_STEP["k3_kl"] else "warning",
+        fix=NOTHING_TO_DO if negligible else _RISE_WORDS["changed_at_step"][2],
+        severity="note" if change.is_over or negligible else "warning",
         first_step=change.onset,
         steps=change.lasted,
         confidence=change.z**2 / (1 + change.z**2),
@@ -468,16 +477,11 @@ def _rise(evidence: Evidence, code: str, applies: Callable[[Change], bool]) -> F
     if name is None or not applies(evidence.changes[name]):
         return None
     change = evidence.changes[name]
-    title, cause, fix, confirm = _RISE_WORDS[code]
 
     # The logits of a policy grow as it sharpens, and the rounding of a right sampler with them.
     floor = NEGLIGIBLE_STEP if change.shape == "step" and not change.from_start else NEGLIGIBLE
     negligible = change.ended is None and change.value < floor[name]
-    if negligible:
-        cause = (
-            "it is still so small that rounding explains it, which grows with the logits of a young policy as it "
-            "sharpens"
-        )
+    title, cause, fix, confirm = _NEGLIGIBLE_WORDS if negligible else _RISE_WORDS[code]
     until = ""
     if change.ended is not None:
         until = f"; it was back at its start from step {change.ended} on"
@@ -490,7 +494,7 @@ def _rise(evidence: Evidence, code: str, applies: Callable[[Change], bool]) -> F
         value=change.value,
         limit=f"at most {FACTOR:g} times {format_number(change.baseline)}, its start",
         reason=f"it rose {format_number(change.factor)}-fold in {change.lasted} steps{until}; {cause}",
-        fix=fix,
+        fix=fix.format(metric=name, floor=format_number(floor[name])),
         confirm=confirm,
         severity="note" if change.is_over or negligible else "warning",
         first_step=change.onset,
