@@ -348,12 +348,12 @@ class _Fits(NamedTuple):
     Attributes:
         wanted: these rows, (w,).
         correlation: Pearson's of the doubts over the tokens that both have, (w, rows); 0 where they are too few.
-        count: these tokens, (w, rows).
+        tokens: how many these are, (w, rows).
     """
 
     wanted: Tensor
     correlation: Tensor
-    count: Tensor
+    tokens: Tensor
 
 
 def _fits_of_rows(pairs: PairRows, unrelated: Tensor) -> _Fits:
@@ -379,7 +379,7 @@ def _fits_of_rows(pairs: PairRows, unrelated: Tensor) -> _Fits:
 def _mates(fits: _Fits) -> dict[int, int]:
     """Row → the row whose trainer's log-probs its rollout side goes with, where one is found."""
     wanted, correlation = fits.wanted, fits.correlation
-    z = correlation.clamp(max=0.999).atanh() * (fits.count - 3).clamp(min=0).sqrt()
+    z = correlation.clamp(max=0.999).atanh() * (fits.tokens - 3).clamp(min=0).sqrt()
     z[torch.arange(len(wanted), device="cpu"), wanted] = 0.0
     best = z.max(-1)
     sure = (best.values >= 7) & (correlation.gather(-1, best.indices.unsqueeze(-1)).squeeze(-1) >= 0.85)
