@@ -3,10 +3,11 @@
 import pytest
 
 from rollcorr import health
+from rollcorr.diagnostics import check_logs, null_of_logs
 from rollcorr.diagnostics.health.evidence import bare_metrics
 from rollcorr.diagnostics.health.noise import Noise
-from rollcorr.diagnostics.null.version_cells import VersionCells, judge_versions
 from rollcorr.monitor.running_judge import RunningJudge
+from tests.diagnostics.null_logs import rollouts, write_rows
 
 NULL = Noise(sigma=1.3e-3, source="null.json", k3=8e-7, is_null=True)
 
@@ -90,8 +91,15 @@ def test_an_excess_that_stays_is_told_to_be_there_from_the_first_step_on():
     assert "first step on" not in later.title
 
 
-def test_recorded_versions_do_not_make_a_frozen_sampler_of_what_was_there_at_the_first_step():
-    cells = VersionCells({(step, step): (1000.0, 1000.0 * 0.005 * (1 + step)) for step in range(1, 13)})
-    assert [finding.code for finding in judge_versions(cells)] == ["frozen_sampler"]
-    assert [finding.code for finding in judge_versions(cells, null_k3=0.009)] == ["frozen_sampler"]
-    assert judge_versions(cells, null_k3=8e-7) == ()
+def test_recorded_versions_do_not_make_a_frozen_sampler_of_what_was_there_at_the_first_step(tmp_path):
+    """The age is 0 at every step, and k3 grows: of a trainer that is changed from the first step on, and ever more."""
+    null = null_of_logs([write_rows(tmp_path / "null.parquet", rollouts(rows=96, seed=100))])
+    for first, code in ((0.1, "weights_differ"), (0.0, "frozen_sampler")):
+        rows = []
+        for step in range(1, 11):
+            of_step = rollouts(rows=8, length=50, seed=step, weights=first + 0.03 * (step - 1))
+            version = [{"start": 0, "length": 50, "version": step}]
+            rows += [{**row, "step": step, "policy_versions": version} for row in of_step]
+        result = check_logs([write_rows(tmp_path / f"{code}.parquet", rows)], null=null)
+        assert result.hypotheses[0].code == code
+        assert ("frozen_sampler" in by_code(result.health.findings)) is (code == "frozen_sampler")

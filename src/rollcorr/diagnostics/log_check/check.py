@@ -8,7 +8,6 @@ shards that depend on it alone, so any number of readers gives the same numbers 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -217,8 +216,7 @@ def check_logs(
         null=None if used is None else noise_of(used, is_null=False),  # the weights are judged by `judge_weights`
         judged_against=None if diffusion else weights.judged_against,
     )
-    null_k3 = math.inf if used is None else used.profile.k3
-    versions = judge_versions(tally.versions, null_k3=null_k3) if not diffusion else ()
+    versions = judge_versions(tally.versions, used) if not diffusion else ()
     course = [finding for finding in verdict.findings if finding.code in COURSE]
     implied = () if diffusion else provenance.findings
     routing = () if diffusion else judge_routing(tally.routing, used, in_excess=_in_excess(weights))

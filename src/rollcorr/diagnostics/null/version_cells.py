@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from rollcorr.config.finding import Finding
 from rollcorr.diagnostics.health.rules import ABOVE_NULL, FIRST_STEP, SAME_ORDER
 from rollcorr.diagnostics.health.trend import AgeWatch
+from rollcorr.diagnostics.null.null_file import MismatchNull
 from rollcorr.diagnostics.numbers import format_number
 
 Cell = tuple[float, float]
@@ -102,13 +103,13 @@ class VersionCells:
         return low, high, len(ends)
 
 
-def judge_versions(versions: VersionCells, *, null_k3: float = math.inf) -> tuple[Finding, ...]:
+def judge_versions(versions: VersionCells, null: MismatchNull | None = None) -> tuple[Finding, ...]:
     """Whether the mismatch follows the recorded age of the weights, or grows although that stays the same.
 
     Args:
         versions: of the log.
-        null_k3: of a null, nats per token; what has been in excess of it since before the first update, and has only
-            grown, is no sampler that keeps its weights. inf where there is none.
+        null: what has been in excess of it since before the first update, and has only grown, is no sampler that keeps
+            its weights. None where there is none.
     """
     found = []
     youngest, oldest, steps = versions.growth_with_age()
@@ -140,7 +141,8 @@ def judge_versions(versions: VersionCells, *, null_k3: float = math.inf) -> tupl
         if not found:
             found.append(_finding("stale_by_lag", BY_AGE, end, limit, reason, growth=ratio))
         return tuple(found)
-    if series[0][0] <= FIRST_STEP and k3[0] >= max(ABOVE_NULL * null_k3, SAME_ORDER * end):
+    in_excess = null is not None and k3[0] >= max(ABOVE_NULL * null.profile.k3, SAME_ORDER * end)
+    if in_excess and series[0][0] <= FIRST_STEP:
         return tuple(found)
     reason = (
         f"k3 grew {format_number(ratio)} times from steps {series[0][0]}–{series[third - 1][0]} to "
