@@ -94,7 +94,7 @@ def test_an_excess_that_stays_is_told_to_be_there_from_the_first_step_on():
 def test_recorded_versions_do_not_make_a_frozen_sampler_of_what_was_there_at_the_first_step(tmp_path):
     """The age is 0 at every step, and k3 grows: of a trainer that is changed from the first step on, and ever more."""
     null = null_of_logs([write_rows(tmp_path / "null.parquet", rollouts(rows=96, seed=100))])
-    for first, code in ((0.1, "weights_differ"), (0.0, "frozen_sampler")):
+    for first, code in ((0.2, "weights_differ"), (0.0, "frozen_sampler")):
         rows = []
         for step in range(1, 11):
             of_step = rollouts(rows=8, length=50, seed=step, weights=first + 0.03 * (step - 1))
