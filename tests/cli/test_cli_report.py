@@ -55,6 +55,18 @@ def test_findings_give_exit_code_1_and_the_page_still(run, tmp_path):
     assert "KL is too far from 0" in (tmp_path / "elsewhere" / "report.html").read_text(encoding="utf-8")
 
 
+def test_a_run_with_rollouts_is_told_how_to_ask_the_tokens_unless_it_is_healthy(run, tmp_path):
+    path = run(kl=0.5)
+    asks = f"rollouts are logged: `rollcorr check {path}`"
+    assert asks not in " ".join(invoke(path).stdout.split()), "there are none"
+    (path / "rollouts").mkdir()
+    (path / "rollouts" / "step_000001.parquet").touch()
+    shown = invoke(path)
+    assert asks in " ".join(shown.stdout.split())
+    assert asks in (path / "report" / "report.html").read_text(encoding="utf-8")
+    assert asks in " ".join(json.loads(invoke(path, "--json").stdout)["remarks"])
+
+
 @pytest.fixture(params=["matplotlib", "jinja2"])
 def without_figures(request, monkeypatch):
     """As if one package of the extra `report` were not installed."""

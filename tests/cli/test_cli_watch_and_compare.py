@@ -77,6 +77,7 @@ def test_watch_without_a_run_is_bad_input(tmp_path):
     shown = invoke("watch", tmp_path / "nowhere", "--once")
     assert shown.exit_code == 2
     assert "is not a run directory" in shown.stderr
+    assert "It must exist" in invoke("watch", "--help").stdout, "the help says so before"
 
 
 def test_a_line_is_read_when_it_is_whole(tmp_path):

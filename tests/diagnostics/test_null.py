@@ -474,3 +474,15 @@ def test_a_path_in_place_of_a_null_is_told_how_to_read_it(tmp_path):
     log = write_rows(tmp_path / "log.parquet", rollouts(rows=4))
     with pytest.raises(TypeError, match="read_null"):
         check_logs([log], null="null.json")
+
+
+@pytest.mark.parametrize(("weights", "code"), [(0.0, "ordinary_noise"), (0.3, "weights_differ")])
+def test_the_value_of_a_finding_on_k3_is_a_k3_and_its_ratio_is_evidence(null, folder, weights, code):
+    log = write_rows(folder / f"value_{code}.parquet", rollouts(seed=50, weights=weights))
+    result = check_logs([log], null=null)
+    finding = next(finding for finding in result.hypotheses if finding.code == code)
+    assert finding.metric == "k3_kl"
+    assert finding.value == pytest.approx(result.health.values["k3_kl"], rel=1e-3)
+    assert finding.evidence["ratio"] == pytest.approx(finding.value / finding.evidence["expected_k3"], rel=1e-3)
+    assert "the null's" in finding.limit
+    assert "×" not in finding.limit, "a limit on k3 is a k3"

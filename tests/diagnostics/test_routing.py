@@ -81,6 +81,8 @@ def test_tokens_with_other_routing_that_carry_the_excess_are_the_cause(null, tmp
     found = hypotheses(log, null)
     assert next(iter(found)) == "moe_routing_differs"
     cause = found["moe_routing_differs"]
+    assert 0 < cause.value < 1, "the value of k3_kl is a k3, and its ratio is evidence"
+    assert cause.evidence["routing_ratio"] > 3
     assert cause.severity == "warning"
     assert cause.evidence["k3_share"] > 0.9
     assert "router replay" in cause.fix

@@ -22,13 +22,17 @@ def codes(versions):
 def test_a_mismatch_that_grows_with_the_recorded_age_is_staleness():
     assert codes(cells(lambda step, lag: 0.001 * (1 + lag) ** 2, lags=(0, 1, 4))) == ["stale_by_lag"]
     (finding,) = judge_versions(cells(lambda step, lag: 0.001 * (1 + lag) ** 2, lags=(0, 1)))
-    assert finding.value == pytest.approx(4.0)
+    assert finding.evidence["growth"] == pytest.approx(4.0)
+    assert finding.value == pytest.approx(0.004), "the value of k3_kl is a k3"
+    assert finding.limit == "below 1.5 times 0.001, that of the newest weights"
 
 
 def test_a_mismatch_that_grows_while_the_recorded_age_stays_is_a_frozen_sampler():
     (finding,) = judge_versions(cells(lambda step, lag: 0.001 * step**2))
     assert finding.code == "frozen_sampler"
-    assert finding.value == pytest.approx(110.5 / 6.5), "medians of the last and the first third"
+    assert finding.evidence["growth"] == pytest.approx(110.5 / 6.5), "medians of the last and the first third"
+    assert finding.value == pytest.approx(0.1105), "the value of k3_kl is a k3"
+    assert finding.limit == "below 3 times 0.0065, its start"
 
 
 def test_growth_with_a_recorded_age_that_grows_too_is_staleness():

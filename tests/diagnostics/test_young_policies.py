@@ -18,7 +18,10 @@ def test_growth_far_below_what_matters_is_a_note(growth):
     assert not report.warnings
     assert report.verdict == "not judged"
     assert "unchanged" not in " ".join(report.not_judged)
-    assert [finding for finding in report.notes if "young policy" in finding.reason]
+    (note,) = [finding for finding in report.notes if "young policy" in finding.reason]
+    assert note.fix.startswith("nothing to do")
+    assert not note.confirm, "what rounding explains needs no test"
+    assert "sync" not in f"{note.title} {note.reason} {note.fix}"
 
 
 def test_the_same_growth_at_a_size_that_matters_is_a_warning():

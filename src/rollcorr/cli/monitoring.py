@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @app.command()
 def watch(
-    run: Annotated[Path, typer.Argument(help="The run directory. It need not hold metrics.jsonl yet.")],
+    run: Annotated[Path, typer.Argument(help="The run directory. It must exist; it need not hold metrics.jsonl yet.")],
     every: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Show what is there, and stop.")] = False,
 ) -> None:

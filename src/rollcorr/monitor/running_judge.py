@@ -163,6 +163,7 @@ class RunningJudge:
             changes=self._watch.changes,
             noise=self._null,
             differed=self._differed,
+            first=self._first[0] if self._first else None,
         )
         report = judge(evidence, broken=self.recent.broken())
         found = {(finding.code, finding.metric): finding for finding in report.warnings}

@@ -39,6 +39,7 @@ class Evidence:
         changes: metric → its latest lasting rise, of those that were watched and had one.
         noise: the noise of a token, measured where both policies were the same; None without such a null.
         differed: the policies differed in an earlier step, which the history may no longer hold.
+        first: (step, numbers by bare name) of the first step that measured anything; None without a series.
     """
 
     current: Mapping[str, float]
@@ -48,6 +49,7 @@ class Evidence:
     changes: Mapping[str, Change] = field(default_factory=dict)
     noise: Noise | None = None
     differed: bool = False
+    first: tuple[int, Mapping[str, float]] | None = None
 
     @property
     def level(self) -> Literal["token", "sequence", "geometric"] | None:

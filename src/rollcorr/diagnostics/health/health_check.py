@@ -163,6 +163,7 @@ def health(
         diffusion=diffusion,
         changes=changes_in(history),
         noise=null,
+        first=history[0] if history else None,
     )
     report = judge(evidence)
     against, not_judged = unjudged(evidence, judged_against)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from rollcorr.config.finding import Finding, Severity
 from rollcorr.diagnostics.health.evidence import Evidence
-from rollcorr.diagnostics.health.trend import FACTOR, Change
+from rollcorr.diagnostics.health.noise import Noise
+from rollcorr.diagnostics.health.trend import AGE, FACTOR, Change
 from rollcorr.diagnostics.numbers import format_number
 
 SAFETY_BOUND = 20.0
@@ -32,6 +34,10 @@ LOW_WEIGHT = 0.5
 ABOVE_NULL = 3.0
 """k3 over that of a null, above which the weights are not the same."""
 
+FIRST_STEP = 1
+"""Largest number of a step that no update came before: trainers count from 0 or from 1."""
+SAME_ORDER = 0.1
+"""Share of today's k3 that the first step must have had, for the same cause to make both."""
 LEAST_K3 = 1e-9
 """k3 in nats that float32 rounding of the log-probs alone may cause."""
 
@@ -42,6 +48,7 @@ NEGLIGIBLE = {"k3_kl": 1e-4, "log_ratio_std": 1.4e-2}
 right sampler reaches 6e-5, because rounding grows with the logits as the policy sharpens."""
 NEGLIGIBLE_STEP = {"k3_kl": 1e-5, "log_ratio_std": 4.5e-3}
 """The same of a rise within one step, which no policy makes: below these it is rounding at most."""
+NOTHING_TO_DO = "nothing to do while k3 is that small"
 _RISE_WORDS = {
     "frozen_sampler": (
         "the mismatch has grown since the first steps: the sampler seems not to be synchronized",
@@ -70,6 +77,21 @@ _RISE_WORDS = {
     ),
 }
 """Code of a rise → its title, reason, fix, and what would confirm it."""
+_FROM_EXCESS_WORDS = (
+    "the mismatch has grown since the first step, where it was in excess already",
+    "what both sides differ by from the first step on shows more as the policy sharpens; a sampler that keeps its "
+    "weights does not differ there",
+    "find what differs at the first step; look at the weight sync if the mismatch still grows then",
+    "with that fixed, k3 is the null's at the first step, and stays there",
+)
+"""A rise from a first step that was in excess already: no update had come before, so none was missed."""
+_NEGLIGIBLE_WORDS = (
+    "the mismatch has grown since step {onset}, by no more than rounding explains",
+    "rounding grows with the logits of a young policy as it sharpens, and explains all of it",
+    NOTHING_TO_DO,
+    "",
+)
+"""The same of a rise that is still negligible: a note on rounding must not ask for a repair."""
 
 COMPARISON = ("kl", "k3_kl", "log_ratio_abs_mean", "chi2_token")
 """Metrics of the mismatch: without any of them nothing was compared."""
@@ -360,12 +382,18 @@ def contradicted_zeros(evidence: Evidence) -> Finding | None:
 
 def frozen_sampler(evidence: Evidence) -> Finding | None:
     """The mismatch grows from the first steps on, as where the sampler keeps its first weights."""
-    return _rise(evidence, "frozen_sampler", lambda change: _rise_code(change) == "frozen_sampler")
+    finding = _rise(evidence, "frozen_sampler", lambda change: _rise_code(change, evidence) == "frozen_sampler")
+    if finding is None or not (_starts_in_excess(evidence) and _is_fresh_on_record(evidence)):
+        return finding
+
+    # What a frozen sampler reports as its version is often the one that it should have.
+    reason = f"{finding.reason}; the recorded age of its weights is 0 throughout, and that may be wrong"
+    return replace(finding, reason=reason, follows_from="above_null" if _is_judged_by_null(evidence) else None)
 
 
 def stale_by_lag(evidence: Evidence) -> Finding | None:
     """The mismatch grew from the first steps on, and so did the recorded age of the weights."""
-    return _rise(evidence, "stale_by_lag", lambda change: _rise_code(change) == "stale_by_lag")
+    return _rise(evidence, "stale_by_lag", lambda change: _rise_code(change, evidence) == "stale_by_lag")
 
 
 def changed_at_step(evidence: Evidence) -> Finding | None:
@@ -375,7 +403,10 @@ def changed_at_step(evidence: Evidence) -> Finding | None:
 
 def growing_mismatch(evidence: Evidence) -> Finding | None:
     """The mismatch has grown since some step of the run."""
-    return _rise(evidence, "growing_mismatch", lambda change: not change.from_start and change.shape == "growth")
+    finding = _rise(evidence, "growing_mismatch", lambda change: _rise_code(change, evidence) == "growing_mismatch")
+    if finding is None or not _differs_from_start(evidence):
+        return finding
+    return replace(finding, follows_from="above_null" if _is_judged_by_null(evidence) else None)
 
 
 def token_share_rose(evidence: Evidence) -> Finding | None:
@@ -385,6 +416,7 @@ def token_share_rose(evidence: Evidence) -> Finding | None:
     if change is None:
         return None
     beside = next((metric for metric in RISES if metric in evidence.changes), None)
+    negligible = evidence.get("k3_kl") < NEGLIGIBLE_STEP["k3_kl"]
     return Finding(
         code="token_share_rose",
         metric=name,
@@ -392,13 +424,13 @@ def token_share_rose(evidence: Evidence) -> Finding | None:
         value=change.value,
         limit=f"about {format_number(change.baseline)}, as before (within a step, with ids modulo 1,024)",
         reason="rounding differs from token to token by chance; where the token itself decides, the weights differ",
-        fix=_RISE_WORDS["changed_at_step"][2],
-        severity="note" if change.is_over or evidence.get("k3_kl") < NEGLIGIBLE_STEP["k3_kl"] else "warning",
+        fix=NOTHING_TO_DO if negligible else _RISE_WORDS["changed_at_step"][2],
+        severity="note" if change.is_over or negligible else "warning",
         first_step=change.onset,
         steps=change.lasted,
         confidence=change.z**2 / (1 + change.z**2),
         evidence=_rise_evidence(change),
-        follows_from=None if beside is None else _rise_code(evidence.changes[beside]),
+        follows_from=None if beside is None else _rise_code(evidence.changes[beside], evidence),
     )
 
 
@@ -408,21 +440,39 @@ def above_null(evidence: Evidence) -> Finding | None:
     if noise is None or not noise.is_null:
         return None
     expected = noise.sigma**2 / 2 if noise.k3 is None else noise.k3
-    limit = ABOVE_NULL * max(expected, LEAST_K3)
+    limit = ABOVE_NULL * _null_k3(noise)
     if not value >= limit:
         return None
-    return Finding(
+    times, start = format_number(value / _null_k3(noise)), _start_k3(evidence)
+    finding = Finding(
         code="above_null",
         metric="k3_kl",
-        title=f"the mismatch is {format_number(value / max(expected, LEAST_K3))} times that of {noise.source}",
+        title=f"the mismatch is {times} times that of {noise.source}",
         value=value,
         limit=f"below {ABOVE_NULL:g} times {format_number(expected)}",
         reason="two policies with the same weights differ by less on this engine",
         fix="check the weight sync: every parameter (output head, tied and renamed ones, adapters), its version at the "
         "time of sampling, and a quantization of the sampler",
         confirm="score a few of these rows with the sampler's own weights: the excess vanishes",
-        evidence={"k3": value, "expected_k3": expected},
+        evidence={"k3": value, "expected_k3": expected, "ratio": value / _null_k3(noise)},
         **evidence.when("k3_kl", lambda value: value >= limit),
+    )
+    from_start = _starts_in_excess(evidence) and (_differs_from_start(evidence) or _is_fresh_on_record(evidence))
+    if evidence.first is None or not from_start:
+        return finding
+
+    # Before the first update both sides have the same weights, unless they loaded others.
+    return replace(
+        finding,
+        title=f"the two sides differ from the first step on: the mismatch is {times} times that of {noise.source}",
+        reason=f"it was {format_number(start / _null_k3(noise))} times that at step {evidence.first[0]}, before any "
+        "update that a sampler could miss",
+        fix="compare what each side was set up with: the temperature and the other sampling settings, whether the "
+        "engine's log-probs are of the processed logits, the tokens and their positions, the checkpoint that it loaded "
+        "and its precision",
+        confirm="log rollouts and give them to `rollcorr check` with this null: the tokens tell these apart",
+        evidence={**finding.evidence, "k3_at_first_step": start},
+        first_step=evidence.first[0],
     )
 
 
@@ -469,16 +519,15 @@ def _rise(evidence: Evidence, code: str, applies: Callable[[Change], bool]) -> F
     if name is None or not applies(evidence.changes[name]):
         return None
     change = evidence.changes[name]
-    title, cause, fix, confirm = _RISE_WORDS[code]
 
     # The logits of a policy grow as it sharpens, and the rounding of a right sampler with them.
     floor = NEGLIGIBLE_STEP if change.shape == "step" and not change.from_start else NEGLIGIBLE
     negligible = change.ended is None and change.value < floor[name]
+    title, cause, fix, confirm = _RISE_WORDS[code]
     if negligible:
-        cause = (
-            "it is still so small that rounding explains it, which grows with the logits of a young policy as it "
-            "sharpens"
-        )
+        title, cause, fix, confirm = _NEGLIGIBLE_WORDS
+    elif code == "growing_mismatch" and _differs_from_start(evidence):
+        title, cause, fix, confirm = _FROM_EXCESS_WORDS
     until = ""
     if change.ended is not None:
         until = f"; it was back at its start from step {change.ended} on"
@@ -501,10 +550,45 @@ def _rise(evidence: Evidence, code: str, applies: Callable[[Change], bool]) -> F
     )
 
 
-def _rise_code(change: Change) -> str:
+def _rise_code(change: Change, evidence: Evidence) -> str:
+    if change.from_start and change.age is not None:
+        return "stale_by_lag"
     if change.from_start:
-        return "frozen_sampler" if change.age is None else "stale_by_lag"
+        return "growing_mismatch" if _differs_from_start(evidence) else "frozen_sampler"
     return "changed_at_step" if change.shape == "step" else "growing_mismatch"
+
+
+def _null_k3(noise: Noise) -> float:
+    """k3 of a null, nats; at least what rounding makes."""
+    return max(noise.sigma**2 / 2 if noise.k3 is None else noise.k3, LEAST_K3)
+
+
+def _is_judged_by_null(evidence: Evidence) -> bool:
+    """Whether `above_null` speaks: elsewhere the caller compares with the null."""
+    return evidence.noise is not None and evidence.noise.is_null
+
+
+def _start_k3(evidence: Evidence) -> float:
+    """k3 of the step that no update came before, nats; NaN where that step is not recorded."""
+    if evidence.first is None or evidence.first[0] > FIRST_STEP:
+        return math.nan
+    return evidence.first[1].get("k3_kl", math.nan)
+
+
+def _starts_in_excess(evidence: Evidence) -> bool:
+    """Whether k3 was several times the null's before the first update: no weight sync can have failed by then."""
+    return evidence.noise is not None and _start_k3(evidence) >= ABOVE_NULL * _null_k3(evidence.noise)
+
+
+def _differs_from_start(evidence: Evidence) -> bool:
+    """Whether what made that excess makes that of now as well: it is of the same order."""
+    return _starts_in_excess(evidence) and _start_k3(evidence) >= SAME_ORDER * evidence.get("k3_kl")
+
+
+def _is_fresh_on_record(evidence: Evidence) -> bool:
+    """Whether an age of the weights is recorded, and is 0 at every step."""
+    ages = [age for _, age in evidence.series(AGE)]
+    return bool(ages) and not any(ages)
 
 
 def _rise_evidence(change: Change) -> dict[str, float]:

@@ -252,7 +252,7 @@ def _explained(
     of_weights = list(weights.findings)
     if not diffusion:
         implied, judged = in_one_message(provenance.findings, weights.findings, judged_against=weights.judged_against)
-        versions = judge_versions(tally.versions)
+        versions = judge_versions(tally.versions, used)
         versions = versions if rest is None else rest.attribute(versions)
         of_weights = [*judge_routing(tally.routing, used, in_excess=in_excess(weights)), *judged]
     hypotheses = rank_hypotheses(pairs=(*found, *implied), profile=of_weights, series=(*versions, *course))

@@ -79,6 +79,7 @@ class RoutingExcess:
         tokens: with other routing.
         token_share: of all tokens whose routing is known.
         layers: mean share of the layers that differ, over all tokens.
+        k3: their k3 per token, nats.
         ratio: their k3 over that of the others at the same probability.
         z: its logarithm in standard errors, rows being independent, `SYSTEMATIC` included.
         share: of all k3 that goes beyond that of the others.
@@ -87,6 +88,7 @@ class RoutingExcess:
     tokens: int
     token_share: float
     layers: float
+    k3: float
     ratio: float
     z: float
     share: float
@@ -112,6 +114,7 @@ def routing_excess(sums: RoutingSums) -> RoutingExcess | None:
         tokens=int(tokens),
         token_share=tokens / everything,
         layers=sums.differing / everything,
+        k3=total / tokens,
         ratio=total / expected,
         z=math.log(total / expected) / error,
         share=(total - expected) / (total + float(same_k3.sum())),
@@ -152,8 +155,8 @@ def judge_routing(sums: RoutingSums, null: MismatchNull | None, *, in_excess: bo
             title="the two sides route tokens to other experts, and these carry the mismatch"
             if is_cause
             else "tokens that are routed to other experts differ more",
-            value=found.ratio,
-            limit=f"below {TIMES:g} × that of the other tokens",
+            value=found.k3,
+            limit=f"below {TIMES:g} times {format_number(found.k3 / found.ratio)}, that of the other tokens",
             reason=reason,
             fix="replay the sampler's routing on the trainer (router replay), or compute router logits in float32 on "
             "both sides"

@@ -15,7 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollcorr.config.finding import Finding
+from rollcorr.diagnostics.health.rules import ABOVE_NULL, FIRST_STEP, SAME_ORDER
 from rollcorr.diagnostics.health.trend import AgeWatch
+from rollcorr.diagnostics.null.null_file import MismatchNull
 from rollcorr.diagnostics.numbers import format_number
 
 Cell = tuple[float, float]
@@ -31,6 +33,8 @@ RANK = 0.8
 """Rank correlation of k3 with the step from which the growth is steady."""
 CELL_TOKENS = 200
 """Fewer tokens of an age within a step are not compared."""
+BY_AGE = "the mismatch grows with the age of the weights"
+"""Title of `stale_by_lag`."""
 
 
 @dataclass(frozen=True)
@@ -79,33 +83,43 @@ class VersionCells:
             sums[2] += count * (step - version)
         return [(step, total / count, age / count) for step, (count, total, age) in steps.items()]
 
-    def growth_with_age(self) -> tuple[float, int]:
-        """k3 at the highest age over k3 at the lowest within a step, and the number of steps that have two ages.
+    def growth_with_age(self) -> tuple[float, float, int]:
+        """k3 at the lowest and at the highest age within a step, and the number of steps that have two ages.
 
-        The geometric mean over those steps. NaN without any.
+        Both are geometric means over those steps, nats per token. NaN without any.
         """
         by_step: dict[int, list[tuple[int, float]]] = {}
         for (step, version), (count, total) in self.cells.items():
             if count >= CELL_TOKENS and total > 0:
                 by_step.setdefault(step, []).append((step - version, total / count))
-        ratios = []
+        ends = []
         for ages in by_step.values():
             (youngest, low), (oldest, high) = min(ages), max(ages)
             if oldest > youngest:
-                ratios.append(math.log(high / low))
-        return (math.exp(float(np.mean(ratios))), len(ratios)) if ratios else (math.nan, 0)
+                ends.append((math.log(low), math.log(high)))
+        if not ends:
+            return math.nan, math.nan, 0
+        low, high = np.exp(np.mean(ends, axis=0)).tolist()
+        return low, high, len(ends)
 
 
-def judge_versions(versions: VersionCells) -> tuple[Finding, ...]:
-    """Whether the mismatch follows the recorded age of the weights, or grows although that stays the same."""
+def judge_versions(versions: VersionCells, null: MismatchNull | None = None) -> tuple[Finding, ...]:
+    """Whether the mismatch follows the recorded age of the weights, or grows although that stays the same.
+
+    Args:
+        versions: of the log.
+        null: what has been in excess of it since before the first update, and has only grown, is no sampler that keeps
+            its weights. None where there is none.
+    """
     found = []
-    growth, steps = versions.growth_with_age()
-    if steps and growth >= BY_LAG:
+    youngest, oldest, steps = versions.growth_with_age()
+    if steps and oldest >= BY_LAG * youngest:
         reason = (
-            f"within a step, k3 of the oldest weights is {format_number(growth)} times that of the newest "
+            f"within a step, k3 of the oldest weights is {format_number(oldest / youngest)} times that of the newest "
             f"({steps} steps have both)"
         )
-        found.append(_finding("stale_by_lag", "the mismatch grows with the age of the weights", growth, reason))
+        limit = f"below {BY_LAG:g} times {format_number(youngest)}, that of the newest weights"
+        found.append(_finding("stale_by_lag", BY_AGE, oldest, limit, reason, growth=oldest / youngest))
 
     series = versions.by_step()
     if len(series) < MIN_STEPS:
@@ -117,7 +131,7 @@ def judge_versions(versions: VersionCells) -> tuple[Finding, ...]:
     if start <= 0 or end < GROWTH * start or rank_correlation(k3) < RANK:
         return tuple(found)
 
-    ratio = end / start
+    ratio, limit = end / start, f"below {GROWTH:g} times {format_number(start)}, its start"
     watch = AgeWatch()
     for of_step, value in zip(age, k3, strict=True):
         watch.add(of_step, value)
@@ -125,14 +139,18 @@ def judge_versions(versions: VersionCells) -> tuple[Finding, ...]:
         grew = format_number(watch.explains - age[0])
         reason = f"k3 grew {format_number(ratio)} times, and the recorded age by {grew} versions"
         if not found:
-            found.append(_finding("stale_by_lag", "the mismatch grows with the age of the weights", ratio, reason))
+            found.append(_finding("stale_by_lag", BY_AGE, end, limit, reason, growth=ratio))
+        return tuple(found)
+    in_excess = null is not None and k3[0] >= max(ABOVE_NULL * null.profile.k3, SAME_ORDER * end)
+    if in_excess and series[0][0] <= FIRST_STEP:
         return tuple(found)
     reason = (
         f"k3 grew {format_number(ratio)} times from steps {series[0][0]}–{series[third - 1][0]} to "
         f"{series[-third][0]}–{series[-1][0]}, and the recorded age of the weights does not explain it: the sampler "
         "does not hold the versions that the log records"
     )
-    frozen = _finding("frozen_sampler", "the sampler keeps old weights", ratio, reason, first_step=series[0][0])
+    title = "the sampler keeps old weights"
+    frozen = _finding("frozen_sampler", title, end, limit, reason, growth=ratio, first_step=series[0][0])
     return (frozen, *found)
 
 
@@ -155,19 +173,20 @@ _FIXES = {
 }
 
 
-def _finding(code: str, title: str, value: float, reason: str, *, first_step: int | None = None) -> Finding:
+def _finding(
+    code: str, title: str, k3: float, limit: str, reason: str, *, growth: float, first_step: int | None = None
+) -> Finding:
     fix, confirm = _FIXES[code]
-    limit = GROWTH if code == "frozen_sampler" else BY_LAG
     return Finding(
         code=code,
         metric="k3_kl",
         title=title,
-        value=value,
-        limit=f"below {limit:g} ×",
+        value=k3,
+        limit=limit,
         reason=reason,
         fix=fix,
         confirm=confirm,
         confidence=0.95,
-        evidence={"growth": value},
+        evidence={"growth": growth},
         first_step=first_step,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +31,10 @@ SHIFT_Z = 5.0
 """Standard errors between a row at a lag and as it is."""
 MATE_TOKENS, MATE_ROWS = 64, 256
 """First tokens by which the other row is looked for, and how many rows it is looked for, at most."""
+FEW_MATES = 0.1
+"""Share of the rows in question below which the rows found elsewhere may be chance."""
+OWN_FIT = 3.0
+"""Standard errors by which rows must go with their own trainer's side before they are no other request's."""
 UNITS = {
     "log2": "log base 2",
     "log10": "log base 10",
@@ -314,7 +319,10 @@ def find_other_requests(pairs: PairRows) -> Undone:
     # Of another policy's log-probs the trainer's are the lower ones; of another request's they are as high.
     tokens = pairs.of_rows(unrelated) & valid
     one_sided = abs(float(distance[tokens].clamp(-3, 3).mean())) / float(distance[tokens].abs().clamp(max=3).mean())
-    mates = _mates(pairs, unrelated)
+    fits = _fits_of_rows(pairs, unrelated)
+    mates = _mates(fits)
+    if len(mates) < FEW_MATES * len(fits.wanted) and _own_fit(fits) > OWN_FIT:
+        return Undone(pairs)
     others = (count >= 12) & ~unrelated
     others_agree = bool(others.any()) and float(together[others].median()) >= SAME
     enough = int(tokens.sum()) >= 32
@@ -354,13 +362,27 @@ def _shuffled_distance(pairs: PairRows) -> Tensor:
     return total / (len(parts) * count.clamp(min=1))
 
 
-def _mates(pairs: PairRows, unrelated: Tensor) -> dict[int, int]:
-    """Row → the row whose trainer's log-probs its rollout side goes with, where one is found."""
+class _Fits(NamedTuple):
+    """How the rollout's side of some rows goes with the trainer's side of every row.
+
+    Attributes:
+        wanted: these rows, (w,).
+        correlation: Pearson's of the doubts over the tokens that both have, (w, rows); 0 where they are too few.
+        tokens: how many these are, (w, rows).
+    """
+
+    wanted: Tensor
+    correlation: Tensor
+    tokens: Tensor
+
+
+def _fits_of_rows(pairs: PairRows, unrelated: Tensor) -> _Fits:
+    """Each row in question against every row, by their first tokens."""
     wanted = unrelated.nonzero().squeeze(-1)[:MATE_ROWS]
     valid = pairs.valid & (pairs.position < MATE_TOKENS)
-    train, rollout, mask = (torch.zeros(pairs.rows, MATE_TOKENS, dtype=torch.float32, device="cpu") for _ in range(3))
+    train, rollout, mask = (torch.zeros(pairs.rows, MATE_TOKENS, dtype=torch.float64, device="cpu") for _ in range(3))
     here = pairs.row[valid], pairs.position[valid]
-    train[here], rollout[here] = doubt(pairs.train[valid]).float(), doubt(pairs.rollout[valid]).float()
+    train[here], rollout[here] = doubt(pairs.train[valid]), doubt(pairs.rollout[valid])
     mask[here] = 1.0
 
     # Pearson's over the tokens that both have, as sums that are products of matrices.
@@ -369,10 +391,34 @@ def _mates(pairs: PairRows, unrelated: Tensor) -> dict[int, int]:
     mean_x, mean_y = (x @ mask.T) / n, (m @ train.T) / n
     covariance = (x @ train.T) / n - mean_x * mean_y
     variance = (x.square() @ mask.T / n - mean_x.square()) * (m @ train.square().T / n - mean_y.square())
-    correlation = covariance / variance.clamp(min=1e-8).sqrt()
-    correlation[(n < 12) | (variance < 1e-8)] = 0.0
-    z = correlation.clamp(max=0.999).atanh() * (n - 3).clamp(min=0).sqrt()
+    correlation = covariance / variance.clamp(min=1e-16).sqrt()
+    correlation[(n < 12) | (variance < 1e-16)] = 0.0
+    return _Fits(wanted, correlation, n)
+
+
+def _mates(fits: _Fits) -> dict[int, int]:
+    """Row → the row whose trainer's log-probs its rollout side goes with, where one is found."""
+    wanted, correlation = fits.wanted, fits.correlation
+    z = correlation.clamp(max=0.999).atanh() * (fits.tokens - 3).clamp(min=0).sqrt()
     z[torch.arange(len(wanted), device="cpu"), wanted] = 0.0
     best = z.max(-1)
     sure = (best.values >= 7) & (correlation.gather(-1, best.indices.unsqueeze(-1)).squeeze(-1) >= 0.85)
     return {int(wanted[i]): int(best.indices[i]) for i in sure.nonzero().squeeze(-1).tolist()}
+
+
+def _own_fit(fits: _Fits) -> float:
+    """Standard errors by which these rows go better with their own trainer's side than with those of other rows.
+
+    Of another request's log-probs the own side is one like any other: its rank among all of them is uniform, of mean
+    ½ and variance 1/12. Another policy's log-probs of the same tokens still go with them. The rows were picked for a
+    bad fit, which lowers the rank.
+    """
+    known = fits.correlation != 0
+    own = fits.correlation.gather(-1, fits.wanted.unsqueeze(-1))
+    others = known.scatter(-1, fits.wanted.unsqueeze(-1), False)
+    compared = others.sum(-1)
+    ranked = (compared > 0) & (own.squeeze(-1) != 0)
+    if not ranked.any():
+        return 0.0
+    rank = ((fits.correlation < own) & others).sum(-1)[ranked] / compared[ranked]
+    return (float(rank.double().mean()) - 0.5) * math.sqrt(12 * int(ranked.sum()))

@@ -17,6 +17,7 @@ from rollcorr.diagnostics.numbers import format_number
 from rollcorr.diagnostics.provenance.pairs import (
     FEW,
     Crowds,
+    Slope,
     certain_share,
     crowds,
     logit,
@@ -33,6 +34,11 @@ EXPONENT = 0.05
 """Smallest |β − 1| that is called a temperature: an honest mismatch can look like less."""
 CERTAIN_SHARE = 0.01
 """Share of tokens with probability 1 on one side only, above which it was truncated."""
+LEFT_OVER = 0.5
+"""Share of Var(d) that a slope may leave and still be a temperature's: 0.006 to 0.4 where the engine's noise is up to
+0.15 nats, and mostly 0.67 to 1 where the weights are old."""
+TOGETHER = 0.8
+"""Squared correlation of the two sides that a temperature keeps: 0.93 and more."""
 MASS_LOST = 0.01
 """Smallest 1 − mean ratio that is called a truncation when no token is certain."""
 HIGHER = 0.58
@@ -80,7 +86,7 @@ def find_temperature(train: Tensor, rollout: Tensor, judged: Judgment, *, trunca
     # the other.
     if seen.likely < FEW and not truncated:
         line = slope(train, rollout)
-        if abs(line.exponent - 1) >= EXPONENT and line.z >= Z:
+        if abs(line.exponent - 1) >= EXPONENT and line.z >= Z and _is_a_power(train, rollout, line):
             ratio = 1 / line.exponent
             reason = f"the rollout's temperature is about {ratio:.2g} times the trainer's, or further off"
             return _tempered(train, rollout, judged, ratio, line.z, reason, {"slope": line.exponent})
@@ -143,6 +149,16 @@ def _tempered(
         reason = "the mean ratio is 1: the tokens follow the log-probs reported"
         findings.append(provenance_finding("processed", reason, confidence_of(Z)))
     return findings
+
+
+def _is_a_power(train: Tensor, rollout: Tensor, line: Slope) -> bool:
+    """Whether a power explains the difference of two sides that find every token unlikely.
+
+    A temperature makes d a function of the policy, so little is left: what Σ p^β differs by between contexts. Other
+    weights move each context by itself, and their slope is that of a regression to the mean.
+    """
+    left = float((rollout - line.exponent * train).var()) / max(float((rollout - train).var()), 1e-30)
+    return left <= LEFT_OVER and line.low >= TOGETHER * line.high
 
 
 def find_truncation(train: Tensor, rollout: Tensor, judged: Judgment) -> list[Finding]:

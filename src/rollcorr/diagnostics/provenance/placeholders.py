@@ -12,10 +12,13 @@ from rollcorr.config.finding import Finding
 from rollcorr.config.sampling_spec import JSON_MINUS_INFINITY
 from rollcorr.diagnostics.numbers import format_number
 from rollcorr.diagnostics.provenance.pair_rows import ROW_TOKENS, PairRows, Undone, extent, is_known, is_recorded, runs
+from rollcorr.diagnostics.provenance.pairs import UNCERTAIN
 from rollcorr.diagnostics.provenance.provenance_findings import confidence_of, provenance_finding
 
 MISSING_SHARE = 0.01
 """Share of tokens without a log-prob, in the log or in a row, above which they are named."""
+MORE_OFTEN = 3.0
+"""How many times as often as nine in ten of the other values a value must stand to be a constant."""
 AS_LIKELY = 0.3
 """Relative difference of the mean log-prob up to which tokens are as likely as the others: the policy sampled them."""
 
@@ -57,12 +60,16 @@ def _constants(pairs: PairRows, values: Tensor, other: Tensor, there: Tensor) ->
         return filled
 
     # A value that many tokens have. Of a truthful value the other side says about the same.
-    distinct, counts = values[there].unique(return_counts=True)
+    distinct, of_token, counts = values[there].unique(return_inverse=True, return_counts=True)
+    times = torch.zeros(len(values), dtype=torch.long, device="cpu")
+    times[there] = counts[of_token]
     for index in counts.argsort(descending=True)[:6].tolist():
         constant, tokens = float(distinct[index]), int(counts[index])
         if tokens < 3:
             break
         here = there & (values == constant)
+        if _repeats_with_its_context(pairs, here, there, values, times):
+            continue
         doubted = _doubted(other, constant, floor=index == 0, ceiling=index == len(distinct) - 1) & there
         expected = float(doubted.double().sum()) / int(there.sum())
         surprised = int((doubted & here).sum())
@@ -84,6 +91,20 @@ def _constants(pairs: PairRows, values: Tensor, other: Tensor, there: Tensor) ->
         if int((doubted & here).sum()) >= 2:
             filled |= here
     return filled
+
+
+def _repeats_with_its_context(pairs: PairRows, here: Tensor, there: Tensor, values: Tensor, times: Tensor) -> bool:
+    """Whether a value is no more frequent than repeated contexts make the other values at these places.
+
+    A policy gives the same value to the same token after the same tokens. Responses over a few tokens repeat such
+    contexts, and where the other side has been updated in between, it says another value each time.
+    """
+    places = torch.zeros(int(pairs.position.max()) + 1, dtype=torch.bool, device="cpu")
+    places[pairs.position[here]] = True
+    beside = there & ~here & places[pairs.position] & (values < UNCERTAIN)
+    ordered = times[beside].sort().values
+    usual = int(ordered[int(0.9 * len(ordered))]) if len(ordered) else 1
+    return int(here.sum()) < MORE_OFTEN * usual
 
 
 def _doubted(other: Tensor, constant: float, *, floor: bool, ceiling: bool) -> Tensor:

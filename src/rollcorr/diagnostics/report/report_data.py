@@ -13,6 +13,7 @@ from rollcorr.diagnostics.health.health_check import HealthReport
 from rollcorr.diagnostics.numbers import shown_metrics
 from rollcorr.diagnostics.report.verdict_content import WhatIfContent, what_if_content
 from rollcorr.diagnostics.run_comparison import run_health
+from rollcorr.run_directory.directory import RunDirectory
 from rollcorr.run_directory.stored_run import Run
 
 if TYPE_CHECKING:
@@ -63,9 +64,18 @@ def run_report(run: Run, *, diffusion: bool = False) -> ReportData:
         },
         metrics_title=f"All metrics of step {step}",
         config_text=run.config_text,
-        remarks=run.remarks,
+        remarks=(*run.remarks, *_where_tokens_are(run, verdict)),
         pictures=run.pictures,
     )
+
+
+def _where_tokens_are(run: Run, verdict: HealthReport) -> tuple[str, ...]:
+    """How to ask the tokens, where the run logged some: its metrics say how large a mismatch is, and seldom why."""
+    directory = RunDirectory(run.path)
+    if verdict.healthy or not directory.rollouts.is_dir() or not any(directory.rollouts.iterdir()):
+        return ()
+    null = f" --null {directory.null}" if directory.null.is_file() and not verdict.diffusion else ""
+    return (f"rollouts are logged: `rollcorr check {run.path}{null}` looks at the tokens, and names causes by them",)
 
 
 def check_report(result: CheckResult, *, what_if: bool | None = None) -> ReportData:
