@@ -15,11 +15,11 @@ from setuptools.command.build_ext import build_ext
 SOURCES = Path("src")
 FOLDER = Path("rollcorr/kernels/correction/cpu")
 NOTE = "not_built.txt"
-WITHOUT = "ROLLCORR_WITHOUT_KERNEL"
-"""Environment variable: build a wheel for every platform, on a machine that has a compiler."""
+WANTED = "ROLLCORR_KERNELS"
+"""Environment variable: the libraries to build, as in "avx2,avx512"; "none": a wheel for every platform."""
 
-LEFT_OUT = "this wheel is the one for every platform; pip install --no-binary rollcorr rollcorr compiles them"
-FLAGS = ["-std=gnu11", "-O3", "-g0", "-fno-math-errno", "-fvisibility=hidden", "-pthread"]
+LEFT_OUT = "this wheel leaves it out; pip install --no-binary rollcorr rollcorr compiles it"
+FLAGS = ["-std=gnu11", "-O2", "-g0", "-fno-math-errno", "-fvisibility=hidden", "-pthread"]
 LEVELS = {
     "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"],
     "avx2": ["-mavx2", "-mfma"],
@@ -49,7 +49,7 @@ class BuildOptional(build_ext):
     def build_extension(self, ext: Extension) -> None:
         """Build one library, or keep the reason."""
         level, shared_temp = ext.name.rpartition("_")[2], self.build_temp
-        if os.environ.get(WITHOUT):
+        if level not in os.environ.get(WANTED, level).split(","):
             self.reasons[level] = LEFT_OUT
             return
         self.build_temp = os.path.join(shared_temp, level)  # the levels compile one source into different objects

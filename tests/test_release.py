@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -134,24 +135,31 @@ def wheel_of(sources, **environment):
 
 
 def test_a_wheel_without_the_kernel_is_for_every_platform_and_says_so(sources):
-    path = wheel_of(sources, ROLLCORR_WITHOUT_KERNEL="1", CC="false")
+    path = wheel_of(sources, ROLLCORR_KERNELS="none", CC="false")
     assert path.name.endswith("-py3-none-any.whl")
     with zipfile.ZipFile(path) as wheel:
         names = wheel.namelist()
         note = wheel.read("rollcorr/kernels/correction/cpu/not_built.txt").decode()
         about = next(name for name in names if name.endswith(".dist-info/WHEEL"))
         assert "Root-Is-Purelib: true" in wheel.read(about).decode()
-    assert note.startswith("all: this wheel is the one for every platform")
+    assert note.startswith("all: this wheel leaves it out")
     assert not [name for name in names if name.endswith(".so") or name.startswith("rollcorr_demo_models")]
     assert "rollcorr/kernels/correction/cpu/library.py" in names
 
 
-@pytest.mark.skipif(os.name != "posix", reason="a shell script stands for the compiler")
-def test_a_wheel_with_the_kernel_names_the_platform_and_no_python(sources, tmp_path):
-    compiler = tmp_path / "compiler"
-    compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"\n', encoding="utf-8")
-    compiler.chmod(0o755)
-    path = wheel_of(sources, CC=str(compiler), LDSHARED=str(compiler))
+@pytest.fixture
+def compiler(tmp_path):
+    """A program that writes an empty library wherever a compiler would write one."""
+    if os.name != "posix":
+        pytest.skip("a shell script stands for the compiler")
+    path = tmp_path / "compiler"
+    path.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"\n', encoding="utf-8")
+    path.chmod(0o755)
+    return {"CC": str(path), "LDSHARED": str(path)}
+
+
+def test_a_wheel_with_the_kernel_names_the_platform_and_no_python(sources, compiler):
+    path = wheel_of(sources, **compiler)
     assert re.search(r"-py3-none-(linux|macosx)\w+\.whl$", path.name), path.name
     with zipfile.ZipFile(path) as wheel:
         names = wheel.namelist()
@@ -159,6 +167,19 @@ def test_a_wheel_with_the_kernel_names_the_platform_and_no_python(sources, tmp_p
         assert "Root-Is-Purelib: false" in wheel.read(about).decode()
     assert "rollcorr/kernels/correction/cpu/correction_portable.so" in names
     assert not [name for name in names if name.endswith("not_built.txt")]
+
+
+@pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="other processors have one library")
+def test_a_wheel_holds_the_libraries_that_are_asked_for_and_notes_the_others(sources, compiler):
+    path = wheel_of(sources, **compiler, ROLLCORR_KERNELS="avx512,avx2")
+    folder = "rollcorr/kernels/correction/cpu"
+    with zipfile.ZipFile(path) as wheel:
+        libraries = {Path(name).name for name in wheel.namelist() if name.endswith(".so")}
+        note = wheel.read(f"{folder}/not_built.txt").decode()
+    assert libraries == {"correction_avx512.so", "correction_avx2.so"}
+    assert note.startswith("portable: this wheel leaves it out")
+    assert "compiles it" in note
+    assert len(note.splitlines()) == 1
 
 
 def release_check():

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -34,6 +35,8 @@ except ImportError:  # Python 3.10
 ROOT = Path(__file__).parents[1]
 MODELS = Path("src") / "rollcorr_demo_models"
 TORCH_VERSION = re.compile(r"^torch==.*$", re.MULTILINE)
+KERNELS = ("avx512", "avx2") if platform.machine().lower() in ("x86_64", "amd64") else ("portable",)
+"""The libraries of a compiled wheel. x86-64 processors without AVX2 are older than 2015, and compute in eager torch."""
 LIMIT = 1_000_000
 """Bytes of each file of rollcorr. The models of the demos may be larger."""
 
@@ -136,7 +139,7 @@ def build(sources: Path, folder: Path, tools: Path) -> Path:
     # The wheels come from the source archive, as they would on a user's machine. The first build is isolated, so that
     # [build-system] is proved too.
     say("build the source archive, and from it the wheel with the compiled kernel")
-    run(tools, *make, raw, sources, folder=folder, compiler=True)
+    run(tools, *make, raw, sources, folder=folder, compiler=True, ROLLCORR_KERNELS=",".join(KERNELS))
     archive = next(raw.glob("*.tar.gz"))
     built.mkdir()
     shutil.move(archive, built)
@@ -155,7 +158,7 @@ def build(sources: Path, folder: Path, tools: Path) -> Path:
         opened.extractall(folder / "unpacked", filter="data")
     unpacked = next((folder / "unpacked").iterdir())
     same_tools = (*make, built, "--no-isolation")
-    run(tools, *same_tools, "--wheel", unpacked, folder=folder, compiler=True, ROLLCORR_WITHOUT_KERNEL="1")
+    run(tools, *same_tools, "--wheel", unpacked, folder=folder, compiler=True, ROLLCORR_KERNELS="none")
     run(tools, *same_tools, sources / MODELS, folder=folder)
     return built
 
@@ -236,7 +239,7 @@ def try_all(files: dict[str, Path], folder: Path, base: Path, tools: Path) -> No
 
     portable = clean(folder, "portable", base)
     install(portable, base, files["portable"])
-    try_package(portable, folder, kernel="this wheel is the one for every platform")
+    try_package(portable, folder, kernel="this wheel leaves it out")
     try_models(portable, folder, lambda: install(portable, base, files["models"]))
 
     # The environment sees setuptools, which builds, and no compiler.
