@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.xdist_group("ranks"),
     pytest.mark.skipif(
         not hasattr(torch.cpu.Stream, "record_event"),
-        reason="FSDP2 of this torch does not run on a CPU: torch 2.7 or newer",
+        reason="FSDP2 needs torch 2.7 or newer on a CPU",
     ),
 ]
 

@@ -14,9 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip(
-    "triton", minversion="3.4", reason="no Triton, or an old one; `make test-triton` installs 3.4 and newer"
-)
+pytest.importorskip("triton", minversion="3.4", reason="no Triton from 3.4 on: `make test-triton` installs it")
 
 SCRIPT = Path(__file__).with_name("triton_compilation.py")
 SPILLS = {
