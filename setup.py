@@ -19,7 +19,15 @@ WANTED = "ROLLCORR_KERNELS"
 """Environment variable: the libraries to build, as in "avx2,avx512"; "none": a wheel for every platform."""
 
 LEFT_OUT = "this wheel leaves it out; pip install --no-binary rollcorr rollcorr compiles it"
-FLAGS = ["-std=gnu11", "-O2", "-g0", "-fno-math-errno", "-fvisibility=hidden", "-pthread"]
+FLAGS = [
+    "-std=gnu11",
+    "-O2",
+    "-g0",
+    "-fno-asynchronous-unwind-tables",
+    "-fno-math-errno",
+    "-fvisibility=hidden",
+    "-pthread",
+]
 LEVELS = {
     "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"],
     "avx2": ["-mavx2", "-mfma"],
