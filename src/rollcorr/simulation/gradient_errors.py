@@ -113,17 +113,24 @@ def gradient_sums(rows: SequenceRows, estimator: RolloutCorrectionConfig | LossC
     Args:
         rows: sampled or exact rows, whole (their probabilities sum to 1).
         estimator: a configuration; None: no correction; or `LossCoefficients` of these rows, for a formula of your own:
-            with weights w (n, T), `LossCoefficients(w * rows.advantages[:, None], rows.mask)`.
+            with weights w (n, T), `LossCoefficients(w * rows.advantages[:, None], rows.mask)`. Tokens outside its mask
+            are rejected. A row's numbers must not depend on other rows.
 
     Raises:
         ValueError: one row's gradient depends on the others (batch normalization, the normalizer "weights"). Such an
             estimator is no mean over rows: measure batches, with `batch_gradient`. Or coefficients have another shape
-            than the rows.
+            than the rows, or one is not finite.
     """
     config = estimator if isinstance(estimator, RolloutCorrectionConfig) else None
     if isinstance(estimator, LossCoefficients) and {one.shape for one in estimator} != {rows.mask.shape}:
         shapes = " and ".join(str(tuple(one.shape)) for one in estimator)
         raise ValueError(f"coefficients and loss_mask must be (n, T) = {tuple(rows.mask.shape)}; got {shapes}")
+    if isinstance(estimator, LossCoefficients):
+        loss_mask = estimator.loss_mask.bool() & rows.mask
+        estimator = LossCoefficients(estimator.coefficients.masked_fill(~loss_mask, 0.0), loss_mask)
+        infinite = int((~estimator.coefficients.isfinite()).sum())
+        if infinite:
+            raise ValueError(f"{infinite} coefficients of tokens in the loss are NaN or infinite")
     if config is not None and (config.normalizer == "weights" or config.rollout_is_batch_normalize):
         raise ValueError(
             f"normalizer={config.normalizer!r} with rollout_is_batch_normalize={config.rollout_is_batch_normalize} "
@@ -167,6 +174,11 @@ def gradient_error(sums: GradientSums, truth: Tensor, batch_size: int) -> Gradie
         groups = len(sums.weight)
         left_out = [_numbers(sums.without(group), truth, batch_size) for group in range(groups)]
         errors = {name: _jackknife([numbers[name] for numbers in left_out]) for name in value}
+
+    # A square below 0 by noise counts as 0, and would have no error there: the bias is off by what one more standard
+    # error of its square makes of it.
+    square, spread = value.pop("squared_bias"), errors.pop("squared_bias")
+    errors["bias"] = math.sqrt(max(square, 0.0) + spread) - value["bias"]
     estimates = {name: Estimate(value[name], errors[name]) for name in value}
     return GradientError(batch_size=batch_size, exact=sums.rows is None, **estimates)
 
@@ -281,7 +293,7 @@ def _numbers(sums: GradientSums, truth: Tensor, batch_size: int) -> dict[str, fl
         none_kept, inverse = (1 - p) ** batch_size, inverse_kept(batch_size, p)
 
     expected = (1 - none_kept) * mean
-    squared_bias = max(float((expected - truth).square().sum()) - noise, 0.0)
+    squared_bias = float((expected - truth).square().sum()) - noise
     variance = spread * inverse + none_kept * (1 - none_kept) * float(mean.square().sum())
 
     # E|ĝ|², without the noise that a sampled mean adds to its own square.
@@ -291,9 +303,10 @@ def _numbers(sums: GradientSums, truth: Tensor, batch_size: int) -> dict[str, fl
     factor, factor_square = sums.factors.sum(0).tolist()
     readable, valid, in_loss = sums.tokens.sum(0).tolist()
     return {
-        "bias": math.sqrt(squared_bias / scale),
+        "squared_bias": squared_bias / scale,
+        "bias": math.sqrt(max(squared_bias, 0.0) / scale),
         "deviation": math.sqrt(variance / scale),
-        "mse": (squared_bias + variance) / scale,
+        "mse": (max(squared_bias, 0.0) + variance) / scale,
         "direction": math.sqrt(max(1 - aligned, 0.0)),
         "ess": factor**2 / (readable * factor_square) if factor_square else 0.0,
         "kept": in_loss / valid,
