@@ -232,7 +232,7 @@ def _corrected(
     impl: Implementation,
 ) -> CorrectionOutput:
     """What the kernel makes of the batch, merged over the ranks, and with its weights normalized."""
-    with torch.no_grad():
+    with torch.set_grad_enabled(False):
         # Decisions about a sequence are those of all its slices: the kernel exchanges them over the context group.
         output = _kernel(inputs, config, out, impl)
         statistics = output.statistics
@@ -250,7 +250,7 @@ def _corrected(
         weights = output.weights
         if weights is not None and config.rollout_is_batch_normalize:
             weights = weights.div_(mean_weight(statistics).to(weights.dtype))
-    return output._replace(weights=weights, statistics=statistics)
+    return CorrectionOutput(weights, output.loss_mask, output.sequence_kept, statistics)
 
 
 def _without_weight(inputs: _CorrectionInputs, config: RolloutCorrectionConfig) -> Tensor:

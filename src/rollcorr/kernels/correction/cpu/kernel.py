@@ -209,7 +209,7 @@ def _readable(batch: Batch) -> Batch:
 
 
 def _rows_are_contiguous(tensor: Tensor) -> bool:
-    return tensor.shape[-1] <= 1 or tensor.numel() == 0 or tensor.stride(-1) == 1
+    return tensor.is_contiguous() or tensor.shape[-1] <= 1 or tensor.stride(-1) == 1
 
 
 def _address(tensor: Tensor | None) -> int:
