@@ -152,7 +152,7 @@ def in_host_memory(*tensors: Tensor) -> bool:
     """
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
-    return all([why_no_address(x) is None and x.is_cpu for x in tensors])
+    return all(why_no_address(x) is None and x.is_cpu for x in tensors)
 
 
 def has_storage(tensor: Tensor) -> bool:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from rollcorr.config import Implementation, RolloutCorrectionConfig
-from rollcorr.core.boundary import is_jit_tracing, is_transformed, truth
+from rollcorr.core.boundary import in_host_memory, is_jit_tracing, is_transformed, truth
+from rollcorr.core.layout import check_cu_seqlens
 from rollcorr.kernels.correction import triton
 from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, copied_to
 from rollcorr.kernels.correction.cpu import cpu_correction, status, why_not
@@ -75,6 +76,8 @@ def correction_kernel(
         impl = "reference" if functional else _chosen(batch, config)
     if impl == "cpu":
         return cpu_correction(batch, config, out=out, checked=chosen_here)
+    if cu_seqlens is not None and in_host_memory(cu_seqlens):
+        check_cu_seqlens(cu_seqlens, mask.numel())
     if impl == "triton":
         return triton.triton_correction(batch, config, out=out)
 
