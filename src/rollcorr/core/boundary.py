@@ -51,7 +51,7 @@ def check_tensors(**tensors: object) -> None:
             raise TypeError(f"{name} must be a tensor, got {type_name(tensor)}; give torch.as_tensor({name})")
 
         # Nearly every tensor of nearly every call is an ordinary one, for which one question is enough.
-        if not (usual and _is_ordinary(tensor)):
+        if not (usual and is_ordinary(tensor)):
             _check_kind(name, tensor)
 
             # While torch.compile traces, no tensor has memory, and all of them are fake.
@@ -206,7 +206,7 @@ def truth(mask: Tensor) -> Tensor:
     return mask != 0
 
 
-def _is_ordinary(tensor: Tensor) -> bool:
+def is_ordinary(tensor: Tensor) -> bool:
     """Whether a tensor passes all the checks below, outside of a trace: dense, of real numbers, with memory of its own.
 
     Some that pass them are not ordinary: those of a subclass, without elements, or on a device without memory.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
-from rollcorr.core.boundary import check_tensors, has_storage, why_no_address, why_no_kernel
+from rollcorr.core.boundary import check_tensors, has_storage, is_ordinary, why_no_address, why_no_kernel
 from rollcorr.core.layout import sequence_count
 from rollcorr.core.mergeable_statistics import Statistics
 
@@ -97,8 +97,9 @@ def check_out(out: Out, config: RolloutCorrectionConfig | None, **inputs: Tensor
             else "out has a weights buffer, but rollout_is=None computes no weights; give out=(None, loss_mask)"
         )
     name, like = next(iter(inputs.items()))
+    usual = not torch.compiler.is_compiling() and is_ordinary(like)
     for buffer, kind, dtype in ((weights, "weights", torch.float32), (loss_mask, "loss_mask", torch.bool)):
-        if buffer is None:
+        if buffer is None or (usual and _fits(buffer, like, dtype)):
             continue
         check_tensors(**{f"out {kind}": buffer})
         if buffer.dtype != dtype:
@@ -121,6 +122,17 @@ def check_out(out: Out, config: RolloutCorrectionConfig | None, **inputs: Tensor
         for other, first, last in spans:
             if start < last and first < end:
                 raise ValueError(f"out {kind} and {other} share memory; give a buffer of its own")
+
+
+def _fits(buffer: Tensor, like: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a buffer is ordinary and has the dtype, shape and device that it must: then no check of it would fail."""
+    return (
+        is_ordinary(buffer)
+        and buffer.dtype == dtype
+        and buffer.shape == like.shape
+        and buffer.device == like.device
+        and buffer.is_contiguous()
+    )
 
 
 def copied_to(out: Out | None, output: CorrectionOutput) -> CorrectionOutput:

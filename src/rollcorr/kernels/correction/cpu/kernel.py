@@ -90,11 +90,12 @@ def cpu_correction(
     share = _Share.of(batch)
     kept = torch.empty(share.sequences, dtype=torch.bool, device="cpu")
     rows = torch.empty(share.tasks * lib.row_numbers, dtype=STATISTICS_DTYPE, device="cpu")
-    lib.functions.rollcorr_correct(_job(batch, config, share, offsets, weights, loss_mask, kept, rows))
 
-    # The first set of rows ends as that of the batch. Of its rows those that this configuration has are taken.
+    # The library has the rows of every configuration. It is told where those of this one are, and gives their numbers.
     template, places = _layout(config, lib.level)
-    return CorrectionOutput(weights, loss_mask, kept, template.unpack(rows.index_select(0, places)))
+    numbers = torch.empty(places.numel(), dtype=STATISTICS_DTYPE, device="cpu")
+    lib.functions.rollcorr_correct(_job(batch, config, share, offsets, weights, loss_mask, kept, rows, places, numbers))
+    return CorrectionOutput(weights, loss_mask, kept, template.unpack(numbers))
 
 
 class Seen(NamedTuple):
@@ -174,6 +175,8 @@ def _job(
     loss_mask: Tensor | None = None,
     kept: Tensor | None = None,
     rows: Tensor | None = None,
+    places: Tensor | None = None,
+    numbers: Tensor | None = None,
 ) -> bytes:
     """A job as C reads it. It holds addresses: the tensors must outlive it."""
     train, rollout, mask, _ = batch
@@ -186,14 +189,17 @@ def _job(
         _address(loss_mask),
         _address(kept),
         _address(rows),
+        _address(places),
+        _address(numbers),
         share.sequences,
         mask.shape[-1],
         share.each,
         share.tasks,
         share.threads,
-        train.stride(0),
-        rollout.stride(0),
-        mask.stride(0),
+        0 if places is None else places.numel(),
+        train.stride()[0],
+        rollout.stride()[0],
+        mask.stride()[0],
         LOG_PROB_TYPES[train.dtype],
         LOG_PROB_TYPES[rollout.dtype],
         MASK_TYPES[mask.dtype],
@@ -237,4 +243,4 @@ def _layout(config: RolloutCorrectionConfig, level: str) -> tuple[Statistics, Te
     lib, criteria = library(level), tuple(criterion.name for criterion in config.criteria)
     named = [(kind, name) for kind, names in template.names.items() for name in names]
     places = [place for kind, name in named for place in lib.places(kind, name, criteria)]
-    return template, torch.tensor(places, device="cpu")
+    return template, torch.tensor(places, dtype=torch.int64, device="cpu")
