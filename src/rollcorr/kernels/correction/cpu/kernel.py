@@ -87,7 +87,7 @@ def cpu_correction(
     offsets = None if batch.cu_seqlens is None else _offsets(batch.cu_seqlens, batch.mask.numel(), lib)
 
     # On the CPU, whatever `torch.set_default_device` says: C writes to their addresses.
-    share = _Share.of(batch)
+    share = _shared(batch.sequences, batch.mask.numel(), torch.get_num_threads())
     kept = torch.empty(share.sequences, dtype=torch.bool, device="cpu")
     rows = torch.empty(share.tasks * lib.row_numbers, dtype=STATISTICS_DTYPE, device="cpu")
 
@@ -127,7 +127,7 @@ def cpu_detail(
     """
     lib, batch = library(level), _readable(batch)
     offsets = None if batch.cu_seqlens is None else _offsets(batch.cu_seqlens, batch.mask.numel(), lib)
-    share = _Share.of(batch)
+    share = _shared(batch.sequences, batch.mask.numel(), torch.get_num_threads())
     job = _job(batch, config, share, offsets, weights)
 
     # A row of eight-byte numbers for each thread: both histograms, which are integers, and then the entries.
@@ -158,12 +158,12 @@ class _Share(NamedTuple):
     tasks: int
     threads: int
 
-    @classmethod
-    def of(cls, batch: Batch) -> _Share:
-        """A task has about `TASK_TOKENS` tokens, and at least one sequence."""
-        sequences = batch.sequences
-        each = max(1, TASK_TOKENS * sequences // max(1, batch.mask.numel()))
-        return cls(sequences, each, max(1, -(-sequences // each)), torch.get_num_threads())
+
+@lru_cache(maxsize=64)
+def _shared(sequences: int, tokens: int, threads: int) -> _Share:
+    """A task has about `TASK_TOKENS` tokens, and at least one sequence."""
+    each = max(1, TASK_TOKENS * sequences // max(1, tokens))
+    return _Share(sequences, each, max(1, -(-sequences // each)), threads)
 
 
 def _job(
