@@ -118,3 +118,33 @@ def test_a_buffer_that_is_an_input_is_an_error():
         correct(train, rollout, mask, CONFIG, out=(train, torch.zeros_like(mask)))
     with pytest.raises(ValueError, match="out loss_mask and response_mask share memory"):
         correct(train, rollout, mask, CONFIG, out=(torch.zeros(5, 33), mask))
+
+
+def test_buffers_that_fitted_one_batch_are_checked_again_for_the_next():
+    out = torch.zeros(5, 33), torch.zeros(5, 33, dtype=torch.bool)
+    train, rollout, mask = batch()
+    correct(train, rollout, mask, CONFIG, out=out)
+    with pytest.raises(ValueError, match=r"the shape of train_log_prob, \(4, 33\), got \(5, 33\)"):
+        correct(train[:4], rollout[:4], mask[:4], CONFIG, out=out)
+    with pytest.raises(ValueError, match="out weights and rollout_log_prob share memory"):
+        correct(train, out[0], mask, CONFIG, out=out)
+    with pytest.raises(ValueError, match="out loss_mask and response_mask share memory"):
+        correct(train, rollout, out[1], CONFIG, out=out)
+
+    out[0].resize_(5, 32)
+    with pytest.raises(ValueError, match=r"the shape of train_log_prob, \(5, 33\), got \(5, 32\)"):
+        correct(train, rollout, mask, CONFIG, out=out)
+
+
+@pytest.mark.parametrize("impl", ["auto", *IMPLEMENTATIONS])
+@pytest.mark.parametrize(
+    ("offsets", "said"),
+    [([1, 99, 165], "start at 0"), ([0, 99, 50, 165], "entry 2 is 50 after 99"), ([0, 99, 166], "165, got 166")],
+)
+def test_offsets_that_leave_the_data_are_refused_before_anything_is_written(impl, offsets, said):
+    packed, weights = [x.flatten() for x in batch()], torch.full((165,), 9.0)
+    out = weights, torch.zeros(165, dtype=torch.bool)
+    with pytest.raises(ValueError, match=f"cu_seqlens must .*{said}"):
+        correct(*packed, CONFIG, cu_seqlens=torch.tensor(offsets), out=out, impl=impl)
+    assert (weights == 9.0).all()
+    assert not out[1].any()

@@ -22,7 +22,10 @@ INTEGERS = frozenset(
 )
 
 _REAL = FLOATING | INTEGERS | {torch.bool}
+_PLAIN = Tensor, torch.nn.Parameter
 _FAKE, _PROXY = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY
+_active_mode = torch._C._get_dispatch_mode  # of torch's tracing, or None
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # by a transform of torch.func
 _TRACED = ("FakeTensor", "FunctionalTensor")  # torch's own, which stand for plain tensors while it traces
 
 
@@ -39,7 +42,7 @@ def check_tensors(**tensors: object) -> None:
     """
     first: tuple[str, torch.device] | None = None
     compiling = torch.compiler.is_compiling()
-    fake_mode = None if compiling else _mode(_FAKE)
+    fake_mode = None if compiling else _active_mode(_FAKE)
     usual = not compiling and fake_mode is None
     for name, tensor in tensors.items():
         if tensor is None:
@@ -48,7 +51,7 @@ def check_tensors(**tensors: object) -> None:
             raise TypeError(f"{name} must be a tensor, got {type_name(tensor)}; give torch.as_tensor({name})")
 
         # Nearly every tensor of nearly every call is an ordinary one, for which one question is enough.
-        if not (usual and _is_ordinary(tensor)):
+        if not (usual and is_ordinary(tensor)):
             _check_kind(name, tensor)
 
             # While torch.compile traces, no tensor has memory, and all of them are fake.
@@ -139,7 +142,7 @@ def is_transformed(tensor: Tensor) -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+    return _is_wrapped(tensor)
 
 
 def in_host_memory(*tensors: Tensor) -> bool:
@@ -149,17 +152,19 @@ def in_host_memory(*tensors: Tensor) -> bool:
     """
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
-    for x in tensors:
-        if type(x) not in (Tensor, torch.nn.Parameter) or not x.is_cpu or why_no_address(x) is not None:
-            return False
-    return True
+    return all(why_no_address(x) is None and x.is_cpu for x in tensors)
+
+
+def has_storage(tensor: Tensor) -> bool:
+    """Whether a tensor can say where its memory is; it says 0 where there is none: on meta, or without elements."""
+    return type(tensor) in _PLAIN and not _is_wrapped(tensor)
 
 
 def why_no_address(tensor: Tensor) -> str | None:
     """Why a kernel that reads memory by its address must not have this tensor, or None. As the end of "it is …"."""
-    if type(tensor) not in (Tensor, torch.nn.Parameter):
+    if type(tensor) not in _PLAIN:
         return f"a {type(tensor).__name__}, whose memory it cannot read"
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if _is_wrapped(tensor):
         return "inside a transform of torch.func, where it has no memory"
     if tensor.is_neg():
         return "a view of the negative of its memory; call resolve_neg()"
@@ -174,7 +179,7 @@ def why_no_kernel() -> str | None:
         return "torch.compile is tracing"
     if is_jit_tracing():
         return "torch.jit.trace is tracing"
-    if _mode(_FAKE) is not None or _mode(_PROXY) is not None:
+    if _active_mode(_FAKE) is not None or _active_mode(_PROXY) is not None:
         return "torch is tracing with fake tensors or proxies"
     return None
 
@@ -186,7 +191,7 @@ def is_jit_tracing() -> bool:
 
 def plain(tensor: Tensor) -> Tensor:
     """The same tensor without a subclass that only adds methods to it."""
-    if type(tensor) in (Tensor, torch.nn.Parameter) or _dispatches(tensor):
+    if type(tensor) in _PLAIN or _dispatches(tensor):
         return tensor
     return tensor.as_subclass(Tensor)
 
@@ -201,7 +206,7 @@ def truth(mask: Tensor) -> Tensor:
     return mask != 0
 
 
-def _is_ordinary(tensor: Tensor) -> bool:
+def is_ordinary(tensor: Tensor) -> bool:
     """Whether a tensor passes all the checks below, outside of a trace: dense, of real numbers, with memory of its own.
 
     Some that pass them are not ordinary: those of a subclass, without elements, or on a device without memory.
@@ -211,7 +216,7 @@ def _is_ordinary(tensor: Tensor) -> bool:
         and tensor.dtype in _REAL
         and tensor.layout is torch.strided
         and not tensor.is_nested
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and not _is_wrapped(tensor)
         and tensor.data_ptr() != 0
     )
 
@@ -248,14 +253,9 @@ def _check_fake(name: str, tensor: Tensor, mode: Any) -> None:  # noqa: ANN401 (
         raise ValueError(f"{name} is a real tensor inside a FakeTensorMode; convert it with mode.from_tensor({name})")
 
 
-def _mode(key: Any) -> Any:  # noqa: ANN401
-    """The mode of torch's tracing that is active now, or None."""
-    return torch._C._get_dispatch_mode(key)
-
-
 def _dispatches(tensor: Tensor) -> bool:
     """Whether a subclass computes in its own way, rather than only adding methods."""
     kind = type(tensor)
-    if kind is Tensor or kind is torch.nn.Parameter:
+    if kind in _PLAIN:
         return False
     return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__

@@ -15,7 +15,11 @@ BY_TIMESTEP = "abs_log_ratio_per_dimension/t_"
 
 def _of_steps(finalizer: Finalizer) -> Finalizer:
     """The same, but only where the rows are of denoising steps."""
-    return dataclasses.replace(finalizer, rows=(*finalizer.rows, "moments:log_ratio_per_dimension"))
+    return dataclasses.replace(
+        finalizer,
+        rows=(*finalizer.rows, "moments:log_ratio_per_dimension"),
+        at=lambda *places: finalizer.at(*places[:-1]),
+    )
 
 
 DIFFUSION_METRICS: dict[str, Metric] = metric_table(

@@ -6,35 +6,43 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rollcorr.core.histograms import quantile
-from rollcorr.core.mergeable_statistics import HostStatistics
+from rollcorr.core.histograms import BINS, quantile
+from rollcorr.core.mergeable_statistics import Moments, population_std
+
+Numbers = list[float]
+"""The numbers of all rows, one after the other: `HostStatistics.numbers`."""
+
+MEAN, M2 = 1, 2
+"""Places in a row of moments, which begins with the count."""
 
 
 @dataclass(frozen=True)
 class Finalizer:
     """A number made from rows of merged statistics.
 
+    The places of its rows are the same at every step of a run, so it is told them once, and then reads numbers.
+
     Attributes:
         rows: the rows it reads, each as "kind:name" with kind sums, moments, extremes, histograms or tops.
-        compute: rows → number.
+        at: where each of these rows begins → a function that makes the metric from the numbers of all rows.
         description: the arithmetic in words, e.g. "mean of log_ratio".
     """
 
     rows: tuple[str, ...]
-    compute: Callable[[HostStatistics], float]
+    at: Callable[..., Callable[[Numbers], float]]
     description: str
 
 
 def total(name: str) -> Finalizer:
     """The sum itself."""
-    return Finalizer((f"sums:{name}",), lambda s: s.sums[name], f"sum {name}")
+    return Finalizer((f"sums:{name}",), lambda row: lambda x: x[row], f"sum {name}")
 
 
-def share(numerator: str, denominator: str, *, scale: float = 1.0) -> Finalizer:
+def share(numerator: str, denominator: str) -> Finalizer:
     """sums[numerator] / sums[denominator]; 0 when there is nothing to divide by."""
     return Finalizer(
         (f"sums:{numerator}", f"sums:{denominator}"),
-        lambda s: scale * s.sums[numerator] / s.sums[denominator] if s.sums[denominator] else 0.0,
+        lambda above, below: lambda x: x[above] / x[below] if x[below] else 0.0,
         f"sum {numerator} / sum {denominator}",
     )
 
@@ -43,7 +51,7 @@ def complement_share(numerator: str, denominator: str) -> Finalizer:
     """1 − sums[numerator] / sums[denominator]; 0 when there is nothing to divide by."""
     return Finalizer(
         (f"sums:{numerator}", f"sums:{denominator}"),
-        lambda s: (s.sums[denominator] - s.sums[numerator]) / s.sums[denominator] if s.sums[denominator] else 0.0,
+        lambda above, below: lambda x: (x[below] - x[above]) / x[below] if x[below] else 0.0,
         f"1 − sum {numerator} / sum {denominator}",
     )
 
@@ -53,45 +61,68 @@ def exp_share(numerator: str, denominator: str) -> Finalizer:
     inner = share(numerator, denominator)
     return Finalizer(
         inner.rows,
-        lambda s: _exp(inner.compute(s)) if s.sums[denominator] else 0.0,
+        lambda above, below: lambda x: _exp(x[above] / x[below]) if x[below] else 0.0,
         f"exp({inner.description})",
     )
 
 
 def mean(name: str, *, scale: float = 1.0) -> Finalizer:
     """The mean of a sample."""
-    return Finalizer((f"moments:{name}",), lambda s: scale * s.moments[name].mean or 0.0, f"mean of {name}")
+
+    def at(row: int) -> Callable[[Numbers], float]:
+        place = row + MEAN
+        return lambda x: scale * x[place] or 0.0
+
+    return Finalizer((f"moments:{name}",), at, f"mean of {name}")
 
 
 def std(name: str) -> Finalizer:
     """The population standard deviation of a sample."""
-    return Finalizer((f"moments:{name}",), lambda s: s.moments[name].std, f"population std of {name}")
+
+    def at(row: int) -> Callable[[Numbers], float]:
+        place = row + M2
+        return lambda x: population_std(x[row], x[place])
+
+    return Finalizer((f"moments:{name}",), at, f"population std of {name}")
 
 
 def effective_sample_size(name: str) -> Finalizer:
     """(Σ w)² / (n Σ w²)."""
     return Finalizer(
-        (f"moments:{name}",), lambda s: s.moments[name].effective_sample_size, f"(Σ w)² / (n Σ w²) of {name}"
+        (f"moments:{name}",),
+        lambda row: lambda x: Moments(*x[row : row + 3]).effective_sample_size,
+        f"(Σ w)² / (n Σ w²) of {name}",
     )
 
 
 def lowest(name: str) -> Finalizer:
-    """The minimum of a sample."""
-    return Finalizer((f"extremes:{name}",), lambda s: _seen(s, name, s.extremes[name].min), f"min of {name}")
+    """The minimum of a sample; of an empty one the minimum is above the maximum."""
+
+    def at(low: int) -> Callable[[Numbers], float]:
+        high = low + 1
+        return lambda x: x[low] if x[low] <= x[high] else 0.0
+
+    return Finalizer((f"extremes:{name}",), at, f"min of {name}")
 
 
 def highest(name: str) -> Finalizer:
     """The maximum of a sample."""
-    return Finalizer((f"extremes:{name}",), lambda s: _seen(s, name, s.extremes[name].max), f"max of {name}")
+
+    def at(low: int) -> Callable[[Numbers], float]:
+        high = low + 1
+        return lambda x: x[high] if x[low] <= x[high] else 0.0
+
+    return Finalizer((f"extremes:{name}",), at, f"max of {name}")
 
 
 def farthest(name: str, *, center: float = 0.0) -> Finalizer:
     """max |x − center| of a sample, from its two extremes."""
-    return Finalizer(
-        (f"extremes:{name}",),
-        lambda s: _seen(s, name, max(abs(end - center) for end in (s.extremes[name].min, s.extremes[name].max))),
-        f"max |{name} − {center:g}|" if center else f"max |{name}|",
-    )
+
+    def at(low: int) -> Callable[[Numbers], float]:
+        high = low + 1
+        return lambda x: max(abs(x[low] - center), abs(x[high] - center)) if x[low] <= x[high] else 0.0
+
+    return Finalizer((f"extremes:{name}",), at, f"max |{name} − {center:g}|" if center else f"max |{name}|")
 
 
 def quantile_of(name: str, q: float, *, absolute: bool = False) -> Finalizer:
@@ -99,7 +130,7 @@ def quantile_of(name: str, q: float, *, absolute: bool = False) -> Finalizer:
     of = f"|{name}|" if absolute else name
     return Finalizer(
         (f"histograms:{name}",),
-        lambda s: quantile(s.histograms[name], q, absolute=absolute),
+        lambda row: lambda x: quantile(x[row : row + BINS], q, absolute=absolute),
         f"{q:g} quantile of {of}",
     )
 
@@ -107,11 +138,11 @@ def quantile_of(name: str, q: float, *, absolute: bool = False) -> Finalizer:
 def length_times_kl() -> Finalizer:
     """Mean response length × KL: the typical −log of a sequence weight (T × KL)."""
 
-    def compute(s: HostStatistics) -> float:
-        sequences = s.sums["sequences"]
-        return -s.moments["log_ratio"].mean * s.sums["tokens"] / sequences if sequences else 0.0
+    def at(log_ratio: int, tokens: int, sequences: int) -> Callable[[Numbers], float]:
+        place = log_ratio + MEAN
+        return lambda x: -x[place] * x[tokens] / x[sequences] if x[sequences] else 0.0
 
-    return Finalizer(("moments:log_ratio", "sums:tokens", "sums:sequences"), compute, "mean length × kl")
+    return Finalizer(("moments:log_ratio", "sums:tokens", "sums:sequences"), at, "mean length × kl")
 
 
 LONGEST = 1e9
@@ -121,19 +152,16 @@ LONGEST = 1e9
 def viable_length() -> Finalizer:
     """min(safety_bound / KL, 1e9), in tokens; 1e9 when KL ≤ 0. The bound travels as an extreme: it merges to itself."""
 
-    def compute(s: HostStatistics) -> float:
-        kl = -s.moments["log_ratio"].mean
-        if not s.moments["log_ratio"].count:
-            return 0.0
-        bound = s.extremes["safety_bound"].max
-        return bound / kl if kl > bound / LONGEST else LONGEST
+    def at(log_ratio: int, safety_bound: int) -> Callable[[Numbers], float]:
+        def compute(x: Numbers) -> float:
+            if not x[log_ratio]:
+                return 0.0
+            kl, bound = -x[log_ratio + MEAN], x[safety_bound + 1]
+            return bound / kl if kl > bound / LONGEST else LONGEST
 
-    return Finalizer(("moments:log_ratio", "extremes:safety_bound"), compute, "safety_bound / kl")
+        return compute
 
-
-def _seen(statistics: HostStatistics, name: str, value: float) -> float:
-    extremes = statistics.extremes[name]
-    return value if extremes.min <= extremes.max else 0.0
+    return Finalizer(("moments:log_ratio", "extremes:safety_bound"), at, "safety_bound / kl")
 
 
 def _exp(x: float) -> float:

@@ -27,6 +27,13 @@ def check_layout(*, cu_seqlens: Tensor | None = None, **tensors: Tensor) -> None
         ValueError: two shapes or devices differ, the rank is wrong, an argument cannot be computed with
             (`check_tensors`), or `cu_seqlens` does not describe the tokens.
     """
+    check_shapes(cu_seqlens=cu_seqlens, **tensors)
+    if cu_seqlens is not None and in_host_memory(cu_seqlens):
+        check_cu_seqlens(cu_seqlens, next(iter(tensors.values())).numel())
+
+
+def check_shapes(*, cu_seqlens: Tensor | None = None, **tensors: Tensor) -> None:
+    """As `check_layout`, for who checks the values of `cu_seqlens` later."""
     check_tensors(**tensors, cu_seqlens=cu_seqlens)
     (first_name, first), *others = tensors.items()
     for name, tensor in others:
@@ -50,8 +57,6 @@ def check_layout(*, cu_seqlens: Tensor | None = None, **tensors: Tensor) -> None
             f"cu_seqlens has one entry, which is no sequence, but {first_name} has {first.numel()} tokens; give the "
             "first token of each sequence, then the number of tokens"
         )
-    if in_host_memory(cu_seqlens):
-        check_cu_seqlens(cu_seqlens, first.numel())
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> None:

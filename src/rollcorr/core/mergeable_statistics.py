@@ -18,6 +18,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -208,23 +210,7 @@ class Statistics:
         """Bring every row to the host in one transfer."""
         # Each transfer waits for the device, so all rows travel together, as one list of numbers.
         vector = self.rows.vector if isinstance(self.rows, _PackedRows) else self.pack()
-        numbers, names, start = vector.to("cpu").tolist(), self.names, 0
-        of_kind: dict[str, list[float]] = {}
-        for kind, size in _SIZES.items():
-            end = start + size * len(names[kind])
-            of_kind[kind] = numbers[start:end]
-            start = end
-
-        # Rows of two and three numbers are taken apart by their places: one list for each place.
-        moments, extremes = of_kind["moments"], of_kind["extremes"]
-        tops = dict(zip(names["tops"], _in_rows(of_kind["tops"], 3 * TOP), strict=True))
-        return HostStatistics(
-            dict(zip(names["sums"], of_kind["sums"], strict=True)),
-            dict(zip(names["moments"], map(Moments, moments[::3], moments[1::3], moments[2::3]), strict=True)),
-            dict(zip(names["extremes"], map(Extremes, extremes[::2], extremes[1::2]), strict=True)),
-            dict(zip(names["histograms"], _in_rows(of_kind["histograms"], BINS), strict=True)),
-            {name: host_entries(_in_rows(row, 3)) for name, row in tops.items()},
-        )
+        return HostStatistics(tuple([self.names[kind] for kind in _KINDS]), vector.tolist())
 
     def metrics(self, *, prefix: str = "rollout_corr/") -> dict[str, float]:
         """Every metric of the registry that these rows suffice for, in one transfer; of merged statistics too."""
@@ -280,6 +266,11 @@ def merge_statistics(parts: Iterable[Statistics]) -> Statistics:
     return Statistics(names, merged)
 
 
+def population_std(count: float, m2: float) -> float:
+    """sqrt(M2 / n); 0 for an empty sample."""
+    return (m2 / count) ** 0.5 if count else 0.0
+
+
 class Moments(NamedTuple):
     """Count, mean and M2 = Σ (x − mean)² of a sample, on the host."""
 
@@ -294,8 +285,8 @@ class Moments(NamedTuple):
 
     @property
     def std(self) -> float:
-        """Population standard deviation, sqrt(M2 / n); 0 for an empty sample."""
-        return (self.m2 / self.count) ** 0.5 if self.count else 0.0
+        """Population standard deviation; 0 for an empty sample."""
+        return population_std(self.count, self.m2)
 
     @property
     def effective_sample_size(self) -> float:
@@ -314,23 +305,55 @@ class Extremes(NamedTuple):
 
 @dataclass(frozen=True)
 class HostStatistics:
-    """The rows of a `Statistics` as Python numbers, from which the metric registry makes metrics."""
+    """The rows of a `Statistics` as Python numbers, from which the metric registry makes metrics.
 
-    sums: Mapping[str, float]
-    moments: Mapping[str, Moments]
-    extremes: Mapping[str, Extremes]
-    histograms: Mapping[str, Sequence[float]]
-    tops: Mapping[str, tuple[Entry, ...]]
+    Attributes:
+        names: the names of the rows, kind by kind.
+        numbers: the numbers of all rows one after the other, as `Statistics.pack` has them.
+    """
 
-    @property
-    def names(self) -> tuple[tuple[str, ...], ...]:
-        """The names of the rows that are here, kind by kind."""
-        return tuple(self.sums), tuple(self.moments), tuple(self.extremes), tuple(self.histograms), tuple(self.tops)
+    names: tuple[tuple[str, ...], ...]
+    numbers: list[float]
+
+    @cached_property
+    def sums(self) -> Mapping[str, float]:
+        """Name → Σ x."""
+        return {name: number for name, (number,) in self._rows("sums")}
+
+    @cached_property
+    def moments(self) -> Mapping[str, Moments]:
+        """Name → count, mean and M2."""
+        return {name: Moments(*row) for name, row in self._rows("moments")}
+
+    @cached_property
+    def extremes(self) -> Mapping[str, Extremes]:
+        """Name → smallest and largest value."""
+        return {name: Extremes(*row) for name, row in self._rows("extremes")}
+
+    @cached_property
+    def histograms(self) -> Mapping[str, Sequence[float]]:
+        """Name → counts, BINS long."""
+        return dict(self._rows("histograms"))
+
+    @cached_property
+    def tops(self) -> Mapping[str, tuple[Entry, ...]]:
+        """Name → the entries that exist, worst first."""
+        return {name: host_entries([row[i : i + 3] for i in range(0, 3 * TOP, 3)]) for name, row in self._rows("tops")}
+
+    def _rows(self, kind: str) -> Iterator[tuple[str, list[float]]]:
+        """The rows of a kind, by name."""
+        for row, place in row_places(self.names).items():
+            of, _, name = row.partition(":")
+            if of == kind:
+                yield name, self.numbers[place : place + _SIZES[kind]]
 
 
-def row_names(names: tuple[tuple[str, ...], ...]) -> frozenset[str]:
-    """Rows as finalizers name them, "kind:name", from their names kind by kind."""
-    return frozenset(f"{kind}:{name}" for kind, of_kind in zip(_KINDS, names, strict=True) for name in of_kind)
+@lru_cache(maxsize=64)
+def row_places(names: tuple[tuple[str, ...], ...]) -> Mapping[str, int]:
+    """Where each row begins in `HostStatistics.numbers`, by its name as finalizers have it, "kind:name"."""
+    rows = [(kind, name) for kind, of_kind in zip(_KINDS, names, strict=True) for name in of_kind]
+    ends = accumulate(_SIZES[kind] for kind, _ in rows)
+    return {f"{kind}:{name}": end - _SIZES[kind] for (kind, name), end in zip(rows, ends, strict=True)}
 
 
 def moments_of(values: Tensor, mask: Tensor) -> Tensor:
@@ -366,10 +389,6 @@ def no_extremes(device: torch.device) -> Tensor:
     nothing = torch.full((2,), torch.inf, dtype=STATISTICS_DTYPE, device=device)
     nothing[1:].neg_()
     return nothing
-
-
-def _in_rows(numbers: list[float], size: int) -> list[list[float]]:
-    return [numbers[i : i + size] for i in range(0, len(numbers), size)]
 
 
 def _stack(rows: Iterable[Tensor], shape: Sequence[int], device: torch.device | str | None) -> Tensor:

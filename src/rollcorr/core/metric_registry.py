@@ -15,6 +15,7 @@ from functools import lru_cache
 from rollcorr.core.criterion_metrics import CRITERIA, criterion_metrics
 from rollcorr.core.diffusion_metrics import BY_TIMESTEP, DIFFUSION_METRICS, STEP_KL_METRICS, by_timestep
 from rollcorr.core.finalizers import (
+    Numbers,
     complement_share,
     effective_sample_size,
     exp_share,
@@ -30,7 +31,7 @@ from rollcorr.core.finalizers import (
     viable_length,
 )
 from rollcorr.core.health_ranges import RANGES
-from rollcorr.core.mergeable_statistics import HostStatistics, row_names
+from rollcorr.core.mergeable_statistics import HostStatistics, row_places
 from rollcorr.core.metric_type import IS_GUIDE, MATHS, OWN, PRAXIS, Metric, R, V, metric_table
 
 __all__ = ["CRITERIA", "METRICS", "PREFIX", "Metric", "criterion_metrics", "finalize", "metric"]
@@ -240,7 +241,8 @@ def finalize(statistics: HostStatistics, *, prefix: str = PREFIX) -> dict[str, f
         prefix: put before each name.
     """
     computable, has_timesteps = _plan(statistics.names, prefix)
-    metrics = {name: compute(statistics) for name, compute in computable}
+    numbers = statistics.numbers
+    metrics = {name: compute(numbers) for name, compute in computable}
 
     # Diffusion alone has one row for each timestep that occurred.
     if has_timesteps:
@@ -248,16 +250,18 @@ def finalize(statistics: HostStatistics, *, prefix: str = PREFIX) -> dict[str, f
     return metrics
 
 
-Computation = Callable[[HostStatistics], float]
-
-
 @lru_cache(maxsize=64)
-def _plan(names: tuple[tuple[str, ...], ...], prefix: str) -> tuple[tuple[tuple[str, Computation], ...], bool]:
+def _plan(
+    names: tuple[tuple[str, ...], ...], prefix: str
+) -> tuple[tuple[tuple[str, Callable[[Numbers], float]], ...], bool]:
     """The metrics that these rows suffice for, with their prefix, in the registry's order; and whether timesteps occur.
 
     It is the same at every step of a run.
     """
-    rows = row_names(names)
-    finalizers = ((name, found.finalizer) for name, found in _REGISTRY.items())
-    computable = ((prefix + name, found.compute) for name, found in finalizers if rows.issuperset(found.rows))
-    return tuple(computable), any(row.startswith(f"moments:{BY_TIMESTEP}") for row in rows)
+    places = row_places(names)
+    computable = tuple(
+        (prefix + name, found.finalizer.at(*(places[row] for row in found.finalizer.rows)))
+        for name, found in _REGISTRY.items()
+        if places.keys() >= set(found.finalizer.rows)
+    )
+    return computable, any(row.startswith(f"moments:{BY_TIMESTEP}") for row in places)

@@ -15,7 +15,7 @@ from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.checks import unknown_option
 from rollcorr.config.conversion import resolve
 from rollcorr.core.boundary import check_floating, in_host_memory, plain, truth
-from rollcorr.core.layout import bounded_offsets, check_layout, sequence_count
+from rollcorr.core.layout import bounded_offsets, check_layout, check_shapes, sequence_count
 from rollcorr.core.mergeable_statistics import Statistics
 from rollcorr.core.ratios import classify_tokens
 from rollcorr.correction.denominators import count_denominators
@@ -100,8 +100,8 @@ def correct(
         >>> correct(train, rollout, torch.tensor([[1, 1, 0]]), rollout_is="token").weights
         tensor([[1.6487, 1.0000, 0.0000]])
     """
-    # Kernels take addresses and offsets without checks of their own, so everything is checked first.
-    check_layout(
+    # Kernels take addresses without checks of their own, so everything but the values of `cu_seqlens` is checked first.
+    check_shapes(
         cu_seqlens=cu_seqlens,
         train_log_prob=train_log_prob,
         rollout_log_prob=rollout_log_prob,
@@ -232,7 +232,7 @@ def _corrected(
     impl: Implementation,
 ) -> CorrectionOutput:
     """What the kernel makes of the batch, merged over the ranks, and with its weights normalized."""
-    with torch.no_grad():
+    with torch.set_grad_enabled(False):
         # Decisions about a sequence are those of all its slices: the kernel exchanges them over the context group.
         output = _kernel(inputs, config, out, impl)
         statistics = output.statistics
@@ -250,7 +250,7 @@ def _corrected(
         weights = output.weights
         if weights is not None and config.rollout_is_batch_normalize:
             weights = weights.div_(mean_weight(statistics).to(weights.dtype))
-    return output._replace(weights=weights, statistics=statistics)
+    return CorrectionOutput(weights, output.loss_mask, output.sequence_kept, statistics)
 
 
 def _without_weight(inputs: _CorrectionInputs, config: RolloutCorrectionConfig) -> Tensor:
@@ -277,6 +277,7 @@ def _kernel(
         return correction_kernel(train, rollout, mask, config, cu_seqlens=cu_seqlens, reduce=reduce, out=out, impl=impl)
 
     # The specification stays free of exchanges: it gets whole sequences, and each rank keeps its own tokens.
+    check_layout(response_mask=mask, cu_seqlens=cu_seqlens)
     whole = gather_slices(train, rollout, inputs.valid, cu_seqlens=cu_seqlens, group=context_group)
     train, rollout, mask = whole.tensors
     output = correction_kernel(train, rollout, mask, config, cu_seqlens=whole.cu_seqlens, impl=impl)

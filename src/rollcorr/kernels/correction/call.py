@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
-from rollcorr.core.boundary import check_tensors, why_no_address, why_no_kernel
+from rollcorr.core.boundary import check_tensors, has_storage, is_ordinary, why_no_address, why_no_kernel
 from rollcorr.core.layout import sequence_count
 from rollcorr.core.mergeable_statistics import Statistics
 
@@ -46,8 +46,10 @@ def why_no_addresses(batch: Batch) -> str | None:
     """Why a kernel that reads memory by its address must not have this batch, or None when it may."""
     if (tracing := why_no_kernel()) is not None:
         return tracing
-    hidden = ((name, why_no_address(tensor)) for name, tensor in batch.named)
-    return next((f"{name} is {reason}" for name, reason in hidden if reason is not None), None)
+    for name, tensor in batch.named:
+        if (reason := why_no_address(tensor)) is not None:
+            return f"{name} is {reason}"
+    return None
 
 
 class CorrectionOutput(NamedTuple):
@@ -95,8 +97,9 @@ def check_out(out: Out, config: RolloutCorrectionConfig | None, **inputs: Tensor
             else "out has a weights buffer, but rollout_is=None computes no weights; give out=(None, loss_mask)"
         )
     name, like = next(iter(inputs.items()))
+    usual = not torch.compiler.is_compiling() and is_ordinary(like)
     for buffer, kind, dtype in ((weights, "weights", torch.float32), (loss_mask, "loss_mask", torch.bool)):
-        if buffer is None:
+        if buffer is None or (usual and _fits(buffer, like, dtype)):
             continue
         check_tensors(**{f"out {kind}": buffer})
         if buffer.dtype != dtype:
@@ -113,12 +116,23 @@ def check_out(out: Out, config: RolloutCorrectionConfig | None, **inputs: Tensor
     # While torch.compile traces, and inside a transform, nothing has an address to compare.
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
         return
-    spans = {other: _span(tensor) for other, tensor in inputs.items()}
+    spans = [(other, *_span(tensor)) for other, tensor in inputs.items()]
     for buffer, kind in ((weights, "weights"), (loss_mask, "loss_mask")):
         start, end = (0, 0) if buffer is None else _span(buffer)
-        for other, span in spans.items():
-            if start < span[1] and span[0] < end:
+        for other, first, last in spans:
+            if start < last and first < end:
                 raise ValueError(f"out {kind} and {other} share memory; give a buffer of its own")
+
+
+def _fits(buffer: Tensor, like: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a buffer is ordinary and has the dtype, shape and device that it must: then no check of it would fail."""
+    return (
+        is_ordinary(buffer)
+        and buffer.dtype == dtype
+        and buffer.shape == like.shape
+        and buffer.device == like.device
+        and buffer.is_contiguous()
+    )
 
 
 def copied_to(out: Out | None, output: CorrectionOutput) -> CorrectionOutput:
@@ -133,9 +147,9 @@ def copied_to(out: Out | None, output: CorrectionOutput) -> CorrectionOutput:
 
 def _span(x: Tensor) -> tuple[int, int]:
     """Addresses of the first element, and of the end of the last; (0, 0) where there is no memory to compare."""
-    if x.is_meta or why_no_address(x) is not None or not x.numel():
+    start = x.data_ptr() if has_storage(x) else 0
+    if start == 0:
         return 0, 0
-    start = x.data_ptr()
     if x.is_contiguous():
         return start, start + x.nbytes
     reach = sum((length - 1) * stride for length, stride in zip(x.shape, x.stride(), strict=True))

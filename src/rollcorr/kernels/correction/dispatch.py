@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from rollcorr.config import Implementation, RolloutCorrectionConfig
-from rollcorr.core.boundary import is_jit_tracing, is_transformed, truth
+from rollcorr.core.boundary import in_host_memory, is_jit_tracing, is_transformed, truth
+from rollcorr.core.layout import check_cu_seqlens
 from rollcorr.kernels.correction import triton
 from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, copied_to
 from rollcorr.kernels.correction.cpu import cpu_correction, status, why_not
@@ -68,18 +69,19 @@ def correction_kernel(
         known_rows(config)
 
     batch = Batch(train_log_prob, rollout_log_prob, mask, cu_seqlens)
-    transformed = next((name for name, tensor in batch.named if is_transformed(tensor)), None)
     chosen_here = impl == "auto" and reduce is None
     if chosen_here:
         # Only the reference writes into no buffer, which a transform or a trace would have to know of.
-        functional = transformed is not None or is_jit_tracing()
+        functional = _transformed(batch) is not None or is_jit_tracing()
         impl = "reference" if functional else _chosen(batch, config)
     if impl == "cpu":
         return cpu_correction(batch, config, out=out, checked=chosen_here)
+    if cu_seqlens is not None and in_host_memory(cu_seqlens):
+        check_cu_seqlens(cu_seqlens, mask.numel())
     if impl == "triton":
         return triton.triton_correction(batch, config, out=out)
 
-    if impl != "reference" and transformed is not None:
+    if impl != "reference" and (transformed := _transformed(batch)) is not None:
         raise ValueError(
             f"impl={impl!r} cannot take this batch: {transformed} is inside a transform of torch.func, where it has no "
             "memory; use impl='reference', and no context_group"
@@ -94,6 +96,11 @@ def correction_kernel(
             if not chosen_here:
                 raise
     return copied_to(out, reference_correction(batch, config))
+
+
+def _transformed(batch: Batch) -> str | None:
+    """The first tensor that a transform of `torch.func` holds, by name."""
+    return next((name for name, tensor in batch.named if is_transformed(tensor)), None)
 
 
 def chosen_implementation(batch: Batch, config: RolloutCorrectionConfig) -> Implementation:

@@ -233,6 +233,7 @@ PUBLIC void rollcorr_correct(const Job *job) {
     while (started > 0) pthread_join(threads[--started], 0);
     for (int64_t task = 1; task < job->tasks; task++) merge_rows(&job->rows[0], &job->rows[task], job->criteria_count);
     finish_rows(job, &job->rows[0]);
+    for (int64_t i = 0; i < job->number_count; i++) job->numbers[i] = ((const double *)job->rows)[job->places[i]];
 }
 
 /* One `Seen` for each of job->threads and one more, filled with what was seen before; `sums` are three for each sequence. */

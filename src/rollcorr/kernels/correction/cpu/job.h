@@ -7,7 +7,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#define ABI 6 /* raise with every change of what a field or a name means; library.py compares it, and sizes */
+#define ABI 7 /* raise with every change of what a field or a name means; library.py compares it, and sizes */
 #define MAX_CRITERIA 11
 #define CAP 20.0 /* nats; largest d in k3 and chi², as rollcorr.core.divergence.CAP */
 
@@ -85,7 +85,9 @@ typedef struct {
     float *weights;                     /* contiguous; NULL without importance sampling */
     uint8_t *loss_mask, *sequence_kept; /* contiguous */
     Rows *rows;                         /* one for each task; the first ends as that of the batch */
-    int64_t sequences, length, sequences_per_task, tasks, threads;
+    const int64_t *places;              /* which of its numbers the configuration has */
+    double *numbers;                    /* they go here */
+    int64_t sequences, length, sequences_per_task, tasks, threads, number_count;
     int64_t train_stride, rollout_stride, mask_stride; /* tokens from row to row */
     int32_t train_type, rollout_type, mask_type, level, mode, nonfinite, normalization;
     int32_t needs_k2, vetoing, banded_below; /* flags */

@@ -87,14 +87,15 @@ def cpu_correction(
     offsets = None if batch.cu_seqlens is None else _offsets(batch.cu_seqlens, batch.mask.numel(), lib)
 
     # On the CPU, whatever `torch.set_default_device` says: C writes to their addresses.
-    share = _Share.of(batch)
+    share = _shared(batch.sequences, batch.mask.numel(), torch.get_num_threads())
     kept = torch.empty(share.sequences, dtype=torch.bool, device="cpu")
     rows = torch.empty(share.tasks * lib.row_numbers, dtype=STATISTICS_DTYPE, device="cpu")
-    lib.functions.rollcorr_correct(_job(batch, config, share, offsets, weights, loss_mask, kept, rows))
 
-    # The first set of rows ends as that of the batch. Of its rows those that this configuration has are taken.
+    # The library has the rows of every configuration. It is told where those of this one are, and gives their numbers.
     template, places = _layout(config, lib.level)
-    return CorrectionOutput(weights, loss_mask, kept, template.unpack(rows.index_select(0, places)))
+    numbers = torch.empty(places.numel(), dtype=STATISTICS_DTYPE, device="cpu")
+    lib.functions.rollcorr_correct(_job(batch, config, share, offsets, weights, loss_mask, kept, rows, places, numbers))
+    return CorrectionOutput(weights, loss_mask, kept, template.unpack(numbers))
 
 
 class Seen(NamedTuple):
@@ -126,7 +127,7 @@ def cpu_detail(
     """
     lib, batch = library(level), _readable(batch)
     offsets = None if batch.cu_seqlens is None else _offsets(batch.cu_seqlens, batch.mask.numel(), lib)
-    share = _Share.of(batch)
+    share = _shared(batch.sequences, batch.mask.numel(), torch.get_num_threads())
     job = _job(batch, config, share, offsets, weights)
 
     # A row of eight-byte numbers for each thread: both histograms, which are integers, and then the entries.
@@ -157,12 +158,12 @@ class _Share(NamedTuple):
     tasks: int
     threads: int
 
-    @classmethod
-    def of(cls, batch: Batch) -> _Share:
-        """A task has about `TASK_TOKENS` tokens, and at least one sequence."""
-        sequences = batch.sequences
-        each = max(1, TASK_TOKENS * sequences // max(1, batch.mask.numel()))
-        return cls(sequences, each, max(1, -(-sequences // each)), torch.get_num_threads())
+
+@lru_cache(maxsize=64)
+def _shared(sequences: int, tokens: int, threads: int) -> _Share:
+    """A task has about `TASK_TOKENS` tokens, and at least one sequence."""
+    each = max(1, TASK_TOKENS * sequences // max(1, tokens))
+    return _Share(sequences, each, max(1, -(-sequences // each)), threads)
 
 
 def _job(
@@ -174,6 +175,8 @@ def _job(
     loss_mask: Tensor | None = None,
     kept: Tensor | None = None,
     rows: Tensor | None = None,
+    places: Tensor | None = None,
+    numbers: Tensor | None = None,
 ) -> bytes:
     """A job as C reads it. It holds addresses: the tensors must outlive it."""
     train, rollout, mask, _ = batch
@@ -186,14 +189,17 @@ def _job(
         _address(loss_mask),
         _address(kept),
         _address(rows),
+        _address(places),
+        _address(numbers),
         share.sequences,
         mask.shape[-1],
         share.each,
         share.tasks,
         share.threads,
-        train.stride(0),
-        rollout.stride(0),
-        mask.stride(0),
+        0 if places is None else places.numel(),
+        train.stride()[0],
+        rollout.stride()[0],
+        mask.stride()[0],
         LOG_PROB_TYPES[train.dtype],
         LOG_PROB_TYPES[rollout.dtype],
         MASK_TYPES[mask.dtype],
@@ -209,7 +215,7 @@ def _readable(batch: Batch) -> Batch:
 
 
 def _rows_are_contiguous(tensor: Tensor) -> bool:
-    return tensor.shape[-1] <= 1 or tensor.numel() == 0 or tensor.stride(-1) == 1
+    return tensor.is_contiguous() or tensor.shape[-1] <= 1 or tensor.stride(-1) == 1
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -237,4 +243,4 @@ def _layout(config: RolloutCorrectionConfig, level: str) -> tuple[Statistics, Te
     lib, criteria = library(level), tuple(criterion.name for criterion in config.criteria)
     named = [(kind, name) for kind, names in template.names.items() for name in names]
     places = [place for kind, name in named for place in lib.places(kind, name, criteria)]
-    return template, torch.tensor(places, device="cpu")
+    return template, torch.tensor(places, dtype=torch.int64, device="cpu")

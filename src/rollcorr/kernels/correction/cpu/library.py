@@ -15,7 +15,7 @@ LEVELS = ("avx512", "avx2", "portable")
 
 FOLDER = Path(__file__).parent
 NOT_BUILT = "not_built.txt"
-ABI = 6
+ABI = 7
 
 
 class Library(NamedTuple):
