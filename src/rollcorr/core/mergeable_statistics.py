@@ -210,7 +210,7 @@ class Statistics:
         """Bring every row to the host in one transfer."""
         # Each transfer waits for the device, so all rows travel together, as one list of numbers.
         vector = self.rows.vector if isinstance(self.rows, _PackedRows) else self.pack()
-        return HostStatistics(tuple([self.names[kind] for kind in _KINDS]), vector.tolist())
+        return HostStatistics(tuple([self.names[kind] for kind in _KINDS]), vector.cpu().tolist())
 
     def metrics(self, *, prefix: str = "rollout_corr/") -> dict[str, float]:
         """Every metric of the registry that these rows suffice for, in one transfer; of merged statistics too."""
