@@ -71,7 +71,8 @@ def explain_metric(name: str) -> dict[str, str]:
     except KeyError:
         hint = nearest(bare, METRICS)
         raise ValueError(
-            f"no metric is called {name[:80]!r}.{hint} `rollcorr explain` without a name lists them"
+            f"no metric of a correction is called {name[:80]!r}.{hint} `rollcorr explain` without a name lists them; "
+            "docs/reference/metrics.md has those of a trainer, such as engine/staleness, too"
         ) from None
     return dict(_lines(found))
 

@@ -108,8 +108,7 @@ def _lock(handle: int, path: Path) -> None:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise RunInUseError(
-            f"run_dir {str(path.parent)!r} is in use by {_holder(handle)}: wait until it has ended, stop it, or choose "
-            "another run_dir"
+            f"the run directory {str(path.parent)!r} is in use by {_holder(handle)}, or choose another one"
         ) from error
     except OSError as error:
         if error.errno not in NO_LOCKS:
@@ -130,12 +129,14 @@ def _is_in_folder(handle: int, path: Path) -> bool:
 
 
 def _holder(handle: int) -> str:
-    """Who has the lock, by the text of the file."""
+    """Who has the lock, by the text of the file, and what to do about it."""
     try:
         holder = json.loads(os.pread(handle, 4096, 0))
-        return f"process {holder['pid']} on {holder['host']}, which started at {holder['started']}"
+        name = f"process {holder['pid']} on {holder['host']}, which started at {holder['started']}"
+        own = (holder["pid"], holder["host"]) == (os.getpid(), socket.gethostname())
     except (OSError, ValueError, KeyError, TypeError):  # it has the lock, and has not written its name yet
-        return "another process"
+        name, own = "another process", False
+    return "this process: close the earlier Monitor" if own else f"{name}: wait until it has ended, stop it"
 
 
 _HELD: set[int] = set()
