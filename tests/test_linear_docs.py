@@ -1,10 +1,10 @@
-"""The figures on the page of log-probs without logits are those of the committed results."""
+"""The gallery's figures of log-probs without logits are those of the committed results."""
 
 import json
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "guides" / "linear_logprob.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")
 PATHS = (ROOT / "benchmarks" / "results").glob("linear_logprob_cpu_float32_*.json")
 RESULTS = sorted((json.loads(path.read_text(encoding="utf-8")) for path in PATHS), key=lambda of: of["vocabulary"])
 
