@@ -93,7 +93,11 @@ def test_a_forked_child_does_not_end_the_lock_of_its_parent(tmp_path):
 
 def test_the_same_process_cannot_hold_it_twice_and_may_take_it_again(tmp_path):
     for _ in range(2):
-        with RunLock(tmp_path), pytest.raises(RunInUseError, match="is in use by this process: close the earlier Monitor"), RunLock(tmp_path):
+        with (
+            RunLock(tmp_path),
+            pytest.raises(RunInUseError, match="by this process: close the earlier"),
+            RunLock(tmp_path),
+        ):
             pass
 
 
