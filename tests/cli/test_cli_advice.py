@@ -7,7 +7,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from rollcorr import RolloutCorrectionConfig
 from rollcorr.cli import app
+from rollcorr.config import load_yaml, resolve
 from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
 
 
@@ -73,6 +75,31 @@ def test_advice_with_yaml_to_paste(folder):
     document = json.loads(invoke("advise", folder / "log.parquet", "--null", folder / "null.json", "--json").output)
     assert (document["decision"], document["preset"]) == ("correct", "decoupled_token_is")
     assert invoke("advise", folder / "log.parquet", "--rate", "0.9").exit_code == 2
+
+
+def test_the_file_of_an_advice_is_the_yaml_alone(folder, tmp_path):
+    asked = ("advise", folder / "log.parquet", "--null", folder / "null.json", "-o", tmp_path / "correction.yaml")
+    shown = invoke(*asked)
+    assert shown.exit_code == 0, shown.output
+    written = (tmp_path / "correction.yaml").read_text(encoding="utf-8")
+    assert shown.output.endswith("\n\n" + written)
+    assert resolve(load_yaml(written)) == RolloutCorrectionConfig.decoupled_token_is()
+    assert [file.name for file in tmp_path.iterdir()] == ["correction.yaml"]
+
+    again = invoke(*asked)
+    assert (again.exit_code, "exists; choose another name" in again.output) == (2, True)
+    assert invoke(*asked, "--overwrite").exit_code == 0
+    nowhere = invoke(*asked[:-1], tmp_path / "missing" / "correction.yaml")
+    assert (nowhere.exit_code, "Traceback" in nowhere.output) == (2, False)
+
+
+def test_without_a_configuration_no_file_is_written(tmp_path):
+    with RolloutLogWriter(tmp_path / "log.parquet") as log:
+        one = torch.full((1, 4), -1.0)
+        log.write(RolloutBatch.from_padded(torch.ones(1, 4), rollout_log_prob=one, old_log_prob=one))
+    shown = invoke("advise", tmp_path / "log.parquet", "-o", tmp_path / "correction.yaml")
+    assert (shown.exit_code, "is not written" in shown.output) == (3, True)
+    assert not (tmp_path / "correction.yaml").exists()
 
 
 def test_every_preset_side_by_side(folder):

@@ -2,6 +2,7 @@
 
 import math
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -106,6 +107,31 @@ def test_the_run_directory_is_read_like_any_other(tmp_path, watched):
     assert {row["group_id"] for row in rows} == {f"{step}-{group}" for step in (1, 2, 3) for group in (0, 1)}
     assert rows[0]["response_ids"] is not None
     assert rows[8]["reward"] == rows[0]["reward"] + 1.5
+
+
+def test_the_log_says_which_engine_sampled_and_with_which_settings(tmp_path, monitor_in):
+    from test_trl import FakeEngine
+
+    monitor = monitor_in(tmp_path, rollouts=RolloutSample())
+    engine = FakeEngine(engine="transformers", temperature=1.0, logprobs="processed", policy_version=3)
+    trainer = attach(StandInTrainer(use_vllm=False), engine=engine, monitor=monitor)
+    trainer.train(2)
+    monitor.close()
+    rows = [row for part in read_rollout_log(tmp_path) for row in part.to_rows()]
+    assert {row["engine"] for row in rows} == {"transformers"}
+    assert {(row["sampling"]["temperature"], row["sampling"]["logprobs"]) for row in rows} == {(1.0, "processed")}
+    assert {row.get("policy_versions") for row in rows} == {None}
+
+
+@pytest.mark.parametrize("generation", [None, SimpleNamespace(), SimpleNamespace(engine=object())])
+def test_a_sampler_without_a_spec_leaves_the_settings_out(tmp_path, watched, generation):
+    trainer, monitor = watched(tmp_path, monitor={"rollouts": RolloutSample()})
+    trainer.vllm_generation = generation
+    trainer.train(1)
+    monitor.close()
+    rows = [row for part in read_rollout_log(tmp_path) for row in part.to_rows()]
+    assert len(rows) == 8
+    assert {row.get("sampling") for row in rows} == {None}
 
 
 def test_alarms_sound_in_the_loop_of_trl(tmp_path, watched):

@@ -146,6 +146,7 @@ def test_a_monitor_has_for_each_step_what_trl_logs_for_it(make, tmp_path):
     rows = [row for part in read_rollout_log(tmp_path / "run") for row in part.to_rows()]
     assert len(rows) == 4 * 8
     assert len({row["group_id"] for row in rows}) == 4 * 2
+    assert {(row["engine"], row["sampling"]["temperature"]) for row in rows} == {("transformers", trainer.temperature)}
 
 
 def test_a_corrected_batch_is_cut_into_micro_batches_as_trl_cuts_its_own(tmp_path):

@@ -11,9 +11,10 @@ from omegaconf import OmegaConf
 from verl_goldens import assert_metrics, golden
 
 from rollcorr import correct
-from rollcorr.config import InertOptionWarning
+from rollcorr.config import InertOptionWarning, convert, converted_document
 from rollcorr.integrations import verl
 from rollcorr.integrations.verl import RolloutCorrectionConfig, TensorBatch
+from rollcorr.integrations.verl.v2025_11 import RolloutCorrectionConfig as OfNovember
 
 
 @pytest.fixture(autouse=True)
@@ -196,7 +197,7 @@ def test_the_raw_configuration_keeps_what_it_is_given_and_checks_it_on_use():
     config = RolloutCorrectionConfig(rollout_is="tokne", rollout_rs_threshold=[1])
     assert config["rollout_is"] == config.get("rollout_is") == config.rollout_is == "tokne"
     assert dict(config)["rollout_rs_threshold"] == [1]
-    assert len(config) == len(list(config)) == 10
+    assert len(config) == len(list(config)) == 15
     with pytest.raises(KeyError):
         config["rollout"]
     with pytest.raises(ValueError, match="'token'"):
@@ -265,11 +266,84 @@ def test_the_veto_works_here_too_and_by_parity():
         assert metrics["rollout_corr/rollout_is_veto_fraction"] == 0.5
 
 
+def corrected_batch(ratios, config):
+    """The batch of these ratios (NaN: no log-prob, on a valid token), corrected; and its metrics."""
+    train, rollout, _ = log_probs(ratios)
+    batch = TensorBatch(
+        {
+            "old_log_probs": train,
+            "rollout_log_probs": rollout,
+            "response_mask": torch.ones_like(train, dtype=torch.long),
+        }
+    )
+    return verl.compute_rollout_correction_and_add_to_batch(batch, config)
+
+
+@pytest.mark.parametrize("verl_parity", [False, True])
+@pytest.mark.parametrize("kind", [dict, OmegaConf.create])
+def test_weights_that_are_only_measured_leave_the_batch_without_weights(kind, verl_parity):
+    options = {"rollout_is": "token", "rollout_rs": "token_k2", "rollout_rs_threshold": 0.5, "verl_parity": verl_parity}
+    _, of_weights = corrected_batch([4.0, 0.5], kind(options))
+    batch, metrics = corrected_batch([4.0, 0.5], kind({**options, "apply_is": False}))
+    assert "rollout_is_weights" not in batch.batch
+    assert batch.batch["response_mask"].tolist() == [[0, 1]]
+    assert metrics == of_weights
+    assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(1.25)
+
+
+def test_a_converted_file_of_october_that_only_measured_still_does():
+    old = {"rollout_is_threshold": 2.0, "rollout_is": False, "rollout_is_level": "token"}
+    document = converted_document({"algorithm": old}, convert({"algorithm": old}))
+    batch, metrics = corrected_batch([4.0, 0.5], document["algorithm"]["rollout_correction"])
+    assert "rollout_is_weights" not in batch.batch
+    assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(1.25)
+
+
+@per_implementation
+def test_a_floor_and_missing_log_probs_are_treated_as_asked():
+    batch, _ = corrected_batch([4.0, 0.1], {"rollout_is": "token", "rollout_is_floor": 0.5})
+    assert batch.batch["rollout_is_weights"].flatten().tolist() == pytest.approx([2.0, 0.5])
+
+    for policy, kept in (("reject_token", [1, 0]), ("reject_sequence", [0, 0]), ("neutral", [1, 1])):
+        batch, _ = corrected_batch([1.5, math.nan], {"nonfinite": policy})
+        assert batch.batch["response_mask"].tolist() == [kept]
+    with pytest.raises(ValueError, match="log-prob"):
+        corrected_batch([1.5, math.nan], {"nonfinite": "raise"})
+
+
+@per_implementation
+def test_the_safety_bound_and_the_units_of_a_mean_are_those_asked_for():
+    batch, _ = corrected_batch(
+        [math.exp(3)], {"rollout_is": "token", "rollout_is_threshold": "0.5_inf", "safety_bound": 1}
+    )
+    assert batch.batch["rollout_is_weights"].item() == pytest.approx(math.e)
+
+    normalized = {"rollout_is": "token", "rollout_is_batch_normalize": True, "rollout_is_threshold": 10.0}
+    normalized |= {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0"}
+    for units, mean in (("valid", 2.5), ("kept", 1.0)):
+        batch, _ = corrected_batch([1.0, 4.0], {**normalized, "batch_normalize_over": units})
+        assert batch.batch["rollout_is_weights"][0, 0] == pytest.approx(1 / mean)
+
+
+@pytest.mark.parametrize("option", [{"rollout_is_floor": 0.5}, {"nonfinite": "neutral"}, {"safety_bound": 9.0}])
+def test_parity_refuses_an_option_that_verl_does_not_have(option):
+    with pytest.raises(ValueError, match=f"leave out {next(iter(option))}"):
+        corrected_batch([1.5], {"rollout_is": "token", "verl_parity": True, **option})
+
+
 def test_unknown_keys_are_named_with_the_nearest():
     with pytest.raises(ValueError, match=r"'rollout_treshold'.*Did you mean 'rollout_"):
         RolloutCorrectionConfig.read({"rollout_treshold": 2.0})
-    with pytest.raises(ValueError, match="v2025_11"):
+    with pytest.raises(ValueError, match=r"convert-config.*v2025_11"):
         RolloutCorrectionConfig.read({"bypass_old_logprob_for_rollout": True})
+    with pytest.raises(ValueError, match=r"'q'\. Its keys are rollout_is, .*impl$"):
+        RolloutCorrectionConfig.read({"q": 1})
+    with pytest.raises(ValueError, match=r"'normalizer'\. The actor of verl divides .*policy_loss"):
+        RolloutCorrectionConfig.read({"normalizer": "original"})
+    with pytest.raises(ValueError, match=r"'apply_is'\. It is newer than November 2025"):
+        OfNovember.read({"apply_is": False})
+    with pytest.raises(ValueError, match=r"Did you mean 'rollout_token_veto_threshold'"):
+        OfNovember.read({"rollout_token_veto": 1e-4})
 
 
 @pytest.mark.parametrize("struct", [False, True])

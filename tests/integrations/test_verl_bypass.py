@@ -294,6 +294,12 @@ def test_another_loss_stays_and_what_it_ignores_is_named():
     assert not verl.wire_bypass_mode(run_config({"bypass_mode": True}, loss_mode="gspo"))  # nothing to ignore
 
 
+def test_a_run_that_only_measures_its_weights_starts_without_a_warning():
+    measured = {"rollout_is": "token", "apply_is": False, "nonfinite": "neutral"}
+    assert not verl.wire_bypass_mode(run_config(measured))
+    assert verl.wire_bypass_mode(run_config({**measured, "bypass_mode": True}))
+
+
 def test_two_corrections_that_differ_are_refused():
     config = run_config(REJECTION, loss_mode="bypass_mode", rollout_correction={"bypass_mode": True})
     with pytest.raises(ValueError, match=r"rollout_rs is 'token_k1', but actor_rollout_ref.*rollout_rs is None"):
@@ -320,6 +326,8 @@ def test_a_run_without_a_place_for_the_actors_switch_is_refused():
         ({"rollout_is_batch_normalize": True}, "rollout_is_batch_normalize=True has no effect"),
         ({"rollout_is": "token", "bypass_mode": True}, "rollout_is='token' does not weight the loss"),
         ({"rollout_is": "token", "rollout_is_threshold": None}, "rollout_is='token' has no effect"),
+        ({"apply_is": False}, "apply_is=False has no effect without rollout_is"),
+        ({"rollout_is_floor": 0.5}, "rollout_is_floor=0.5 has no effect without rollout_is"),
     ],
 )
 def test_an_option_that_cannot_act_is_named_before_the_run_starts(correction, message):
@@ -334,6 +342,7 @@ def test_an_option_that_cannot_act_is_named_before_the_run_starts(correction, me
         ({"rollout_rs": "token_k4", "rollout_rs_threshold": 1}, "token_k4"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": "2.0_0.5"}, "2.0_0.5"),
         ({"rollout_treshold": 1}, "Did you mean"),
+        ({"normalizer": "original"}, "normalizer"),
         ({"loss_type": "dpo"}, "'dpo'"),
     ],
 )

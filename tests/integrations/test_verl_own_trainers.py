@@ -118,14 +118,26 @@ def test_verl_alone_leaves_the_correction_of_a_bypass_run_inert(generation, corr
         (REINFORCE, [1.0, 0.5]),  # weights min(ρ, 2)
         ({"bypass_mode": "True"}, [1.25, 0.5]),
         (REJECTION | {"+rollout_token_veto_threshold": "2.0"}, [0.0, 0.0]),
+        (REINFORCE | {"+apply_is": "False"}, [0.5, 0.5]),
+        (REINFORCE | {"+rollout_is_floor": "1.5"}, [1.0, 0.75]),
     ],
-    ids=["rejection", "reinforce", "nothing", "veto"],
+    ids=["rejection", "reinforce", "nothing", "veto", "measured", "floor"],
 )
 def test_the_correction_of_a_bypass_run_acts_once_installed(generation, correction, expected, monkeypatch):
     lines = {name: value for name, value in correction.items() if not name.startswith("+")}
     new = [f"+algorithm.rollout_correction.{name[1:]}={correction[name]}" for name in correction.keys() - lines.keys()]
     trainer = built_trainer(composed(lines, *new), generation)
     assert step_gradient(trainer, generation, monkeypatch) == pytest.approx(expected)
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("generation", ["v1", "legacy"])
+@pytest.mark.parametrize(
+    ("line", "message"), [("apply_isn=False", "Did you mean 'apply_is'"), ("normalizer=kept", "actor")]
+)
+def test_a_key_that_cannot_act_is_refused_before_a_worker_is_built(generation, line, message):
+    with pytest.raises(ValueError, match=message):
+        built_trainer(composed({}, f"+algorithm.rollout_correction.{line}"), generation)
 
 
 @pytest.mark.usefixtures("installed")

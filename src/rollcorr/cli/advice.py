@@ -90,6 +90,11 @@ def advise_on(
     workers: Annotated[int, typer.Option(help="How many processes read the log. The numbers do not depend on it.")] = 1,
     limit: Annotated[list[str] | None, LIMIT_OPTION] = None,
     columns: Annotated[list[str] | None, COLUMNS_OPTION] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Also write the YAML alone, if the advice is to correct."),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Advise on a log: a preset with thresholds, reasons and YAML to paste; or what to repair before correcting.
@@ -105,9 +110,12 @@ def advise_on(
     from rollcorr.diagnostics.report.advice_text import show_advice
     from rollcorr.diagnostics.report.console import row_progress
     from rollcorr.rollout_log import RolloutLogError
+    from rollcorr.run_directory.durable_files import write_text_durably
     from rollcorr.run_directory.stored_run import BadInputError
 
     with exit_on(BadInputError, RolloutLogError):
+        if output is not None and output.exists() and not overwrite:
+            raise BadInputError(f"{output} exists; choose another name, or give --overwrite")
         if not 0 < rate < 0.5:
             raise BadInputError(f"the rate is a share between 0 and 0.5; got {rate:g}")
         file_limits, column_names = file_options(limit, columns)
@@ -125,6 +133,10 @@ def advise_on(
             typer.echo("interrupted: part of a log gives no advice", err=True)
             raise typer.Exit(130)
         advice = advise(result, rate=rate)
+        if output is not None and advice.yaml:
+            write_text_durably(output, advice.yaml)
+    if output is not None and not advice.yaml:
+        typer.echo(f"{output} is not written: there is no configuration to write", err=True)
     if as_json:
         typer.echo(advice.to_json())
     else:

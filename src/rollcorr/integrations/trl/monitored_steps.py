@@ -10,11 +10,14 @@ of an evaluation are corrected without the Monitor.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from rollcorr.config import SamplingSpec
 
 if TYPE_CHECKING:
     from rollcorr.config import RolloutCorrectionConfig
@@ -31,6 +34,16 @@ def asked_of_monitor(asked: Any, monitor: Monitor | None) -> Any:  # noqa: ANN40
     if asked is None and monitor is not None and monitor.config_was_given:
         return "disabled" if monitor.config is None else monitor.config
     return asked
+
+
+def sampling_of(trainer: Trainer) -> SamplingSpec | None:
+    """How the trainer's engine samples, and which engine it is; None where vLLM or the policy itself samples.
+
+    Without the policy version: TRL numbers its steps itself, and samples anew or trains on an earlier batch.
+    """
+    engine = getattr(getattr(trainer, "vllm_generation", None), "engine", None)
+    sampling = getattr(engine, "sampling", None)
+    return dataclasses.replace(sampling, policy_version=None) if isinstance(sampling, SamplingSpec) else None
 
 
 class MonitoredSteps:
@@ -84,6 +97,9 @@ class MonitoredSteps:
             columns["group_id"] = [
                 f"{self.monitor.steps + 1}-{(first + row) // generations}" for row in range(len(mask))
             ]
+        sampling = sampling_of(self._trainer)
+        if sampling is not None:
+            columns["sampling"] = sampling
 
         correction = self.monitor.correct(old, rollout, mask, columns=columns, fill=1.0)
         if self._scored is not None:

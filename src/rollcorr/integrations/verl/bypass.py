@@ -168,10 +168,19 @@ def _warn_of_inert_options(settings: RolloutCorrectionConfig) -> None:
             "loss_type='reinforce' has no effect without bypass mode; set bypass_mode=True, or loss_type='ppo_clip'",
         ),
         (
-            settings.rollout_is is not None and measured_only,
+            settings.rollout_is is not None and settings.apply_is and measured_only,
             f"rollout_is={settings.rollout_is!r} does not weight the loss in bypass mode with loss_type='ppo_clip', "
-            "whose ratio holds the correction already: weights are metrics only. Set rollout_is=None, or "
+            "whose ratio holds the correction already: weights are metrics only. Set apply_is=False, or "
             "loss_type='reinforce'",
+        ),
+        (
+            settings.rollout_is is None and not settings.apply_is,
+            "apply_is=False has no effect without rollout_is; set rollout_is, or leave this out",
+        ),
+        (
+            settings.rollout_is is None and settings.rollout_is_floor is not None,
+            f"rollout_is_floor={settings.rollout_is_floor!r} has no effect without rollout_is; set rollout_is, or "
+            "leave this out",
         ),
         (
             settings.rollout_is_batch_normalize and (settings.rollout_is is None or measured_only),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rollcorr.config import CRITERIA, InertOptionWarning, Threshold
 from rollcorr.config import RolloutCorrectionConfig as CheckedConfig
 from rollcorr.config.checks import nearest
+from rollcorr.config.generations import KEYS
 from rollcorr.config.presets import PRESETS, VERL, NamedPreset
 
 if TYPE_CHECKING:
@@ -17,13 +18,32 @@ if TYPE_CHECKING:
 
 Config = TypeVar("Config")
 
+# What a correction reads only where it computes weights.
+WEIGHT_OPTIONS = (
+    "rollout_is",
+    "rollout_is_threshold",
+    "rollout_is_batch_normalize",
+    "rollout_is_floor",
+    "apply_is",
+    "safety_bound",
+    "batch_normalize_over",
+)
+
+# Options of this library that say how the loss is divided, which is verl's own doing.
+NOT_IN_VERL = {
+    "normalizer": (
+        " The actor of verl divides its loss by token counts of its own: what is kept in a decoupled correction, all "
+        "tokens in bypass mode. Leave it out, or take rollcorr.policy_loss in the place of verl's loss"
+    ),
+}
+
 SUPPORTED_ROLLOUT_RS_OPTIONS: set[str] = set(CRITERIA)
 
 
 class RawConfig(Mapping[str, Any]):
     """A dataclass that reads as a mapping of its fields, for call sites such as `config.get("rollout_is", None)`.
 
-    Its last two fields, `verl_parity` and `impl`, are this library's; the others are options of one generation of verl.
+    Its last two fields, `verl_parity` and `impl`, say how it is computed; the others are options of a correction.
     """
 
     def to_config(self) -> CheckedConfig:
@@ -60,18 +80,20 @@ class RawConfig(Mapping[str, Any]):
             verl_parity: True asks for verl's numbers, whatever the mapping says.
 
         Raises:
-            ValueError: a key that this generation does not have; the nearest is suggested.
+            ValueError: a key that this generation does not have; says where it belongs, or suggests the nearest.
         """
         # A mapping of this class is complete; in any other, a missing level is no level.
         missing = {} if isinstance(config, cls) else {"rollout_is": None}
         options = missing | {key: config[key] for key in config if key != "_target_"}  # Hydra's key is no option
         for key in options:
             if key not in cls._fields():
-                raise ValueError(
-                    f"rollout_correction has no key {key!r}.{nearest(key, cls._fields())} Options of November 2025 "
-                    "belong to rollcorr.integrations.verl.v2025_11, newer ones to rollcorr.integrations.verl"
-                )
+                raise ValueError(f"rollout_correction has no key {key!r}.{cls._hint(key)}")
         return cls(**{**options, "verl_parity": verl_parity or options.get("verl_parity", False)})
+
+    @classmethod
+    def _hint(cls, key: str) -> str:
+        """What to write in the place of a key that this generation does not have, or why it cannot act."""
+        raise NotImplementedError
 
     @classmethod
     def _fields(cls) -> tuple[str, ...]:
@@ -110,7 +132,7 @@ def _construct(owner: type, name: str, **given: object) -> Any:  # noqa: ANN401 
 @with_verl_presets
 @dataclasses.dataclass(frozen=True)
 class RolloutCorrectionConfig(RawConfig):
-    """What verl's class of this name holds, with `to_config()` to check and convert it.
+    """What verl's class of this name holds and what this library adds, with `to_config()` to check and convert it.
 
     Attributes:
         rollout_is: level of the importance weights; None for none.
@@ -120,7 +142,13 @@ class RolloutCorrectionConfig(RawConfig):
         rollout_rs_threshold: one threshold for all, or one for each with commas.
         bypass_mode: take the rollout log-probs as old log-probs.
         loss_type: "ppo_clip" or "reinforce"; bypass mode only.
-        rollout_token_veto_threshold: reject a sequence with a token of ratio below this. Not in verl 0.9.1.
+        rollout_token_veto_threshold: reject a sequence with a token of ratio below this. Not in verl 0.9.1, like all
+            that follow.
+        apply_is: False measures the weights and returns none.
+        nonfinite: what a NaN or infinite log-prob does: "reject_token", "reject_sequence", "neutral" or "raise".
+        safety_bound: log weights are clamped to ± this many nats.
+        batch_normalize_over: the batch mean is that of all "valid" units, or of the "kept" ones.
+        rollout_is_floor: the smallest weight; None for none.
         verl_parity: compute verl 0.9.1's numbers where they differ from this library's.
         impl: which kernel computes the correction, as in `rollcorr.correct`.
     """
@@ -133,6 +161,11 @@ class RolloutCorrectionConfig(RawConfig):
     bypass_mode: bool = False
     loss_type: str = "ppo_clip"
     rollout_token_veto_threshold: float | None = None
+    apply_is: bool = True
+    nonfinite: str = "reject_token"
+    safety_bound: float = 20.0
+    batch_normalize_over: str = "valid"
+    rollout_is_floor: float | None = None
     verl_parity: bool = False
     impl: str = "auto"
 
@@ -150,13 +183,24 @@ class RolloutCorrectionConfig(RawConfig):
             ValueError: a value outside its limits.
         """
         # Thresholds that nothing uses are left out, so that they are not reported as inert in every step.
-        options: dict[str, Any] = {"rollout_token_veto_threshold": self.rollout_token_veto_threshold, "impl": self.impl}
+        names = ["rollout_token_veto_threshold", "nonfinite", "impl"]
         if _level(self) is not None:
-            names = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize")
-            options |= {name: self[name] for name in names}
+            names += WEIGHT_OPTIONS
         if self.rollout_rs is not None:
-            options |= {name: self[name] for name in ("rollout_rs", "rollout_rs_threshold")}
+            names += ["rollout_rs", "rollout_rs_threshold"]
+        options = {name: self[name] for name in names}
         return CheckedConfig(**options)
+
+    @classmethod
+    def _hint(cls, key: str) -> str:
+        if key in NOT_IN_VERL:
+            return NOT_IN_VERL[key]
+        if key in KEYS["2025-10"] or key in KEYS["2025-11"]:
+            return (
+                " It is an option of 2025: `rollcorr convert-config` rewrites it, and "
+                "rollcorr.integrations.verl.v2025_11 and .v2025_10 take the older ones"
+            )
+        return nearest(key, cls._fields()) or f" Its keys are {', '.join(cls._fields())}"
 
 
 def _level(config: RolloutCorrectionConfig) -> str | None:

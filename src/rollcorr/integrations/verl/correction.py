@@ -80,10 +80,10 @@ def corrected(train: Tensor, rollout: Tensor, response_mask: Tensor, config: Rol
     checked = config.to_correction()
     if config.verl_parity:
         weights, mask, metrics = parity.correct(train, rollout, response_mask, checked)
-        return weights, mask, parity.to_floats(metrics, prefix=PREFIX)
+        return weights if checked.apply_is else None, mask, parity.to_floats(metrics, prefix=PREFIX)
 
     correction = correct(train, rollout, response_mask, checked, group=_group(checked))
-    return correction.weights, correction.loss_mask.to(response_mask.dtype), correction.metrics()
+    return correction.loss_weights, correction.loss_mask.to(response_mask.dtype), correction.metrics()
 
 
 def weights_alone(

@@ -28,6 +28,10 @@ from rollcorr.core.layout import check_layout, sequence_max, sequence_sum
 SAFETY_BOUND = 20.0
 EPSILON = 1e-8
 
+# Where verl has no choice: its log weights end at ±20, it normalizes over all units, and it never looks for NaN, which
+# the default of `nonfinite` stands for.
+OF_VERL = {"nonfinite": "reject_token", "safety_bound": SAFETY_BOUND, "batch_normalize_over": "valid"}
+
 Metrics = dict[str, Tensor]
 
 
@@ -37,7 +41,8 @@ def correct(
     """Weights in the dtype that verl returns, or None; the mask in its own dtype; metrics.
 
     Raises:
-        ValueError: shapes that differ, a batch without a token, or a criterion of denoising steps.
+        ValueError: shapes that differ, a batch without a token, a criterion of denoising steps, or an option that verl
+            does not have.
     """
     check_token_criteria(config.criteria)
     wide_train, wide_rollout, mask = prepared(train, rollout, response_mask)
@@ -51,6 +56,12 @@ def correct(
             "verl has neither a floor of weights nor a band with an open side, so there are no numbers of verl to "
             "reproduce: leave out rollout_is_floor, close the band, or leave out verl_parity"
         )
+    for name, of_verl in OF_VERL.items():
+        if getattr(config, name) != of_verl:
+            raise ValueError(
+                f"verl has no {name}, so there are no numbers of verl to reproduce with {getattr(config, name)!r}: "
+                f"leave out {name}, or leave out verl_parity"
+            )
     if config.rollout_is is not None and config.is_upper is not None:
         bounds = config.is_lower, config.is_upper
         normalize = config.rollout_is_batch_normalize

@@ -7,6 +7,8 @@ from typing import Any
 
 from rollcorr.config import Level, convert
 from rollcorr.config import RolloutCorrectionConfig as CheckedConfig
+from rollcorr.config.checks import nearest
+from rollcorr.config.generations import KEYS
 from rollcorr.integrations.verl.config import RawConfig
 
 BAND_LEVELS: dict[str, Level] = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric"}
@@ -48,6 +50,12 @@ class RolloutCorrectionConfig(RawConfig):
         config = convert(options, schema="2025-11").config
         assert config is not None  # only October 2025 could switch everything off
         return config.with_options(impl=impl)
+
+    @classmethod
+    def _hint(cls, key: str) -> str:
+        if key in KEYS["newest"]:
+            return " It is newer than November 2025: rollcorr.integrations.verl takes the newest options"
+        return nearest(key, cls._fields()) or f" Its keys are {', '.join(cls._fields())}"
 
     @classmethod
     def token_is(cls, threshold: float = 2.0) -> RolloutCorrectionConfig:
