@@ -64,6 +64,13 @@ def test_a_cause_of_some_rows_says_with_which_step_and_row_it_begins(tmp_path):
     assert (in_json["first_step"], in_json["file"], in_json["first_row"]) == (9, str(second), 12)
 
 
+def test_a_cause_without_a_number_begins_with_its_steps(tmp_path):
+    log = write_rows(tmp_path / "log.parquet", series(faults=[(constant, 9, 12, 3)]))
+    entries = verdict_content(check_logs([log]).health).entries
+    [entry] = [entry for entry in entries if entry.finding.code == "placeholder"]
+    assert entry.numbers == "first at step 9, 4 steps in all"
+
+
 def in_log10(row):
     return {**row, "rollout_log_prob": [value / np.log(10) for value in row["rollout_log_prob"]]}
 
@@ -150,6 +157,7 @@ def test_settings_of_some_rows_do_not_explain_what_the_other_rows_show(tmp_path,
     result = check_logs([log], null_steps=(1, 5) if with_null else None)
     assert finding_of(result, "tempered").confidence > 0.99
     assert finding_of(result, "stochastic_trainer").follows_from is None
+    assert "-0%" not in finding_of(result, "stochastic_trainer").reason
     assert finding_of(result, "changed_at_step").follows_from == "stochastic_trainer"
 
 
