@@ -167,6 +167,30 @@ def test_the_trainers_side_is_named_when_the_fault_is_there():
     zeros = pairs.train.masked_fill((torch.arange(24) < 6)[pairs.row], 0.0)
     found = estimate_provenance(zeros, pairs.rollout, pairs.mask, cu_seqlens=pairs.cu_seqlens).finding("placeholder")
     assert "trainer log-probs are exactly 0" in found.reason
+    assert found.title == "placeholders in place of the trainer's log-probs"
+    assert "engine" not in found.fix + found.confirm + found.reason
+
+
+@pytest.mark.parametrize("seed", [0, 2, 5])
+def test_values_that_stand_three_times_by_chance_are_no_placeholder(seed):
+    """Float32 values of 30,240 tokens, whose two sides are of two temperatures, so that each doubts the other's."""
+    generator = torch.Generator().manual_seed(seed)
+    table, tau = 2 * torch.randn(32, 32, generator=generator), 0.5
+    token, columns = torch.randint(0, 32, (336,), generator=generator), []
+    for _ in range(90):
+        z = table[token]
+        mu = ((z + 0.02 * torch.randn(z.shape, generator=generator)) / tau).log_softmax(-1)
+        token = torch.multinomial(mu.exp(), 1, generator=generator)
+        pi = (z + 0.01 * torch.randn(z.shape, generator=generator)).log_softmax(-1)
+        columns.append((pi.gather(-1, token), mu.gather(-1, token)))
+        token = token[:, 0]
+    train, rollout = (torch.cat(side, dim=1) for side in zip(*columns, strict=True))
+    assert "placeholder" not in named(estimate_provenance(train, rollout))
+
+    # Chance does not explain that eight tokens have one value.
+    rollout[::42, 7] = -1.2345
+    found = estimate_provenance(train, rollout).finding("placeholder")
+    assert (found.tokens, found.title) == (8, "placeholders in place of the rollout's log-probs")
 
 
 def test_rounding_to_16_bits_says_how_much_of_the_difference_it_makes():

@@ -6,7 +6,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from null_logs import rollouts, write_rows
+from null_logs import log_softmax, rollouts, write_rows
 
 from rollcorr.diagnostics import check_logs, null_of_logs
 from rollcorr.diagnostics.log_check.row_causes import RISES
@@ -64,6 +64,13 @@ def test_a_cause_of_some_rows_says_with_which_step_and_row_it_begins(tmp_path):
     assert (in_json["first_step"], in_json["file"], in_json["first_row"]) == (9, str(second), 12)
 
 
+def test_a_cause_without_a_number_begins_with_its_steps(tmp_path):
+    log = write_rows(tmp_path / "log.parquet", series(faults=[(constant, 9, 12, 3)]))
+    entries = verdict_content(check_logs([log]).health).entries
+    [entry] = [entry for entry in entries if entry.finding.code == "placeholder"]
+    assert entry.numbers == "first at step 9, 4 steps in all"
+
+
 def in_log10(row):
     return {**row, "rollout_log_prob": [value / np.log(10) for value in row["rollout_log_prob"]]}
 
@@ -94,6 +101,64 @@ def test_rows_that_hold_other_values_from_a_step_on_explain_the_rise_there(tmp_p
 
     # A null says the same.
     assert check_logs([log], null_steps=(1, 5)).hypotheses[0].code == code
+
+
+def of_two_temperatures(step, count, weights=0.0):
+    """Rows sampled at temperature 0.5, the first ones scored at 1 and, from their step on, all with noise `weights`."""
+    random = np.random.default_rng(step)
+    z = 2 * random.normal(size=(ROWS, 100, 32))
+    scored = z + (0.01 + weights) * random.normal(size=z.shape)
+    temperature = np.where(np.arange(ROWS) < count, 1.0, 0.5)[:, None, None]
+    mu, pi = log_softmax(z / 0.5), log_softmax(scored / temperature)
+    ids = (mu + random.gumbel(size=mu.shape)).argmax(-1)[..., None]
+    sides = {
+        "response_ids": ids,
+        "rollout_log_prob": np.take_along_axis(mu, ids, -1),
+        "old_log_prob": np.take_along_axis(pi, ids, -1),
+    }
+    return [{"step": step, **{name: side[row, :, 0].tolist() for name, side in sides.items()}} for row in range(ROWS)]
+
+
+def tempered_series(first, count, weights=0.0):
+    """A log of steps, in which some rows have two temperatures from one of them on."""
+    late_steps = {step: of_two_temperatures(step, count, weights) for step in range(first, STEPS + 1)}
+    return [row for step in range(1, STEPS + 1) for row in late_steps.get(step) or of_two_temperatures(step, 0)]
+
+
+@pytest.mark.parametrize(("first", "count"), [(11, ROWS), (8, ROWS), (8, 5)])
+def test_rows_with_settings_of_their_own_from_a_step_on_explain_the_rise_there(tmp_path, first, count):
+    """Whatever their share of the rows: what the others do not show follows from the settings of these."""
+    rows = tempered_series(first, count)
+    log = write_rows(tmp_path / "log.parquet", rows)
+    right = [row for step in range(21, 26) for row in of_two_temperatures(step, 0)]
+    null = null_of_logs([write_rows(tmp_path / "null.parquet", right)])
+    results = [check_logs([log]), check_logs([log], null_steps=(1, 5)), check_logs([log], null=null)]
+    for result in results:
+        assert [cause.finding.code for cause in result.health.causes if cause.finding.severity != "note"] == [
+            "tempered"
+        ]
+        assert result.hypotheses[0].rows == (STEPS + 1 - first) * count
+        rise = finding_of(result, "changed_at_step")
+        assert (rise.follows_from, rise.first_step, result.hypotheses[0].first_step) == ("tempered", first, first)
+    assert "the other rows are unchanged since steps 1 to 5 of this log" in results[0].health.not_judged[0]
+    assert "rows hold log-probs of other sampling settings; the other" in results[2].remarks[-1]
+
+
+def test_settings_of_some_rows_explain_a_log_without_steps_too(tmp_path):
+    rows = [{**row, "step": None} for row in tempered_series(10, ROWS)]
+    result = check_logs([write_rows(tmp_path / "log.parquet", rows)])
+    assert [cause.finding.code for cause in result.health.causes if cause.finding.severity != "note"] == ["tempered"]
+    assert finding_of(result, "out_of_range").follows_from == "tempered"
+
+
+@pytest.mark.parametrize("with_null", [True, False])
+def test_settings_of_some_rows_do_not_explain_what_the_other_rows_show(tmp_path, with_null):
+    log = write_rows(tmp_path / "log.parquet", tempered_series(8, 5, weights=0.3))
+    result = check_logs([log], null_steps=(1, 5) if with_null else None)
+    assert finding_of(result, "tempered").confidence > 0.99
+    assert finding_of(result, "stochastic_trainer").follows_from is None
+    assert "-0%" not in finding_of(result, "stochastic_trainer").reason
+    assert finding_of(result, "changed_at_step").follows_from == "stochastic_trainer"
 
 
 def test_rows_that_become_more_with_the_steps_explain_a_growth_from_the_start(tmp_path):

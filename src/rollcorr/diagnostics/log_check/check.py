@@ -17,17 +17,18 @@ from rollcorr.config.yaml_text import read_yaml
 from rollcorr.diagnostics.health.causes import COURSE, with_causes
 from rollcorr.diagnostics.health.evidence import bare_metrics
 from rollcorr.diagnostics.health.health_check import HealthReport, health
+from rollcorr.diagnostics.health.noise import Noise
 from rollcorr.diagnostics.hypotheses import in_one_message, rank_hypotheses
 from rollcorr.diagnostics.log_check.log_findings import log_findings, log_remarks, mixed_settings, partial_sentence
 from rollcorr.diagnostics.log_check.log_metrics import log_metrics
 from rollcorr.diagnostics.log_check.log_tally import LogTally, one_thread, read_log
-from rollcorr.diagnostics.log_check.log_weights import in_excess, judge_log_weights
+from rollcorr.diagnostics.log_check.log_weights import in_excess, judge_log_weights, ordinary
 from rollcorr.diagnostics.log_check.preset_totals import WhatIf
 from rollcorr.diagnostics.log_check.row_causes import RestVerdict, judge_rest, noise_of_log
 from rollcorr.diagnostics.log_check.tally import Tally
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
 from rollcorr.diagnostics.null.null_file import MismatchNull
-from rollcorr.diagnostics.null.other_rows import other_rows
+from rollcorr.diagnostics.null.other_rows import OtherRows, other_rows
 from rollcorr.diagnostics.null.routing import judge_routing
 from rollcorr.diagnostics.null.version_cells import judge_versions
 from rollcorr.diagnostics.null.weight_judgment import NOT_JUDGED, WeightJudgment
@@ -178,23 +179,22 @@ def check_logs(
     provenance = replace(provenance, findings=tuple(map(read.in_its_file, provenance.findings)))
 
     # Densities of a diffusion sampler have no tokens, and rules of their own.
-    used, weights, others = None, WeightJudgment(), None
+    judged = _JudgedRows()
     if not diffusion and bare_metrics(measured.whole).get("token_count", 0.0) > 0:
-        others = other_rows(tally.sample, provenance)
-        used, weights = judge_log_weights(tally, null, null_steps, others, measured.ages)
+        judged = _judge_rows(tally, null, null_steps, provenance, config, measured.ages)
 
     # All rows together are judged. The steps are history, for the rules and the panels.
-    noise = noise_of_log(used, others)  # the weights are judged by `judge_weights`
     verdict = health(
         measured.whole,
         config,
         series=measured.history,
         diffusion=diffusion,
-        null=noise,
-        judged_against=None if diffusion else weights.judged_against,
+        null=judged.noise,  # the weights are judged by `judge_weights`
+        judged_against=None if diffusion else judged.weights.judged_against,
     )
-    rest = None if others is None else judge_rest(others, provenance, config, ages=measured.ages, noise=noise)
-    explained, hypotheses = _explained(verdict, read, weights, used, provenance, rest, diffusion=diffusion)
+    explained, hypotheses = _explained(
+        verdict, read, judged.weights, judged.used, provenance, judged.rest, diffusion=diffusion
+    )
     return CheckResult(
         health=explained,
         metrics=measured.whole,
@@ -204,14 +204,56 @@ def check_logs(
         train_column=read.train_column,
         provenance=provenance,
         config=config,
-        remarks=(*log_remarks(read, diffusion=diffusion), *weights.remarks),
+        remarks=(*log_remarks(read, diffusion=diffusion), *judged.weights.remarks),
         interrupted=tally.interrupted,
         unreadable=read.unreadable,
         hypotheses=hypotheses,
         profile=tally.profile,
-        null=used,
+        null=judged.used,
         what_if=tally.presets.rows(),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _JudgedRows:
+    """What a comparison says: the null that was used, the weights, the noise, and the rows that a cause leaves."""
+
+    used: MismatchNull | None = None
+    weights: WeightJudgment = field(default_factory=WeightJudgment)
+    noise: Noise | None = None
+    rest: RestVerdict | None = None
+
+    @property
+    def explains(self) -> bool:
+        """Whether the rows that are left are ordinary: by the null, else by the rules."""
+        if self.used is not None:
+            return ordinary(self.weights)
+        return self.rest is not None and self.rest.ordinary and not in_excess(self.weights)
+
+
+def _judge_rows(
+    tally: Tally,
+    null: MismatchNull | None,
+    null_steps: tuple[int, int] | None,
+    provenance: Provenance,
+    config: RolloutCorrectionConfig,
+    ages: Mapping[int, Mapping[str, float]],
+) -> _JudgedRows:
+    """Judge the weights and what some rows leave.
+
+    Rows with sampling settings of their own explain what the log shows if its other rows are ordinary.
+    """
+
+    def judge(others: OtherRows | None) -> _JudgedRows:
+        used, weights = judge_log_weights(tally, null, null_steps, others, ages)
+        noise = noise_of_log(used, others)
+        rest = None if others is None else judge_rest(others, provenance, config, ages=ages, noise=noise)
+        return _JudgedRows(used=used, weights=weights, noise=noise, rest=rest)
+
+    beside = other_rows(tally.sample, provenance, settings=True)
+    if beside is not None and (judged := judge(beside)).explains:
+        return judged
+    return judge(other_rows(tally.sample, provenance))
 
 
 def _check_null(null: object, null_steps: tuple[int, int] | None) -> None:

@@ -11,7 +11,7 @@ from rollcorr.diagnostics.log_check.log_null import first_steps_null
 from rollcorr.diagnostics.log_check.tally import FIRST_STEPS, Tally
 from rollcorr.diagnostics.null.null_file import MismatchNull, NullMismatchError
 from rollcorr.diagnostics.null.other_rows import OtherRows, judge_other_rows
-from rollcorr.diagnostics.null.weight_judgment import NOT_JUDGED, WeightJudgment, judge_weights
+from rollcorr.diagnostics.null.weight_judgment import FACTOR, NOT_JUDGED, WeightJudgment, judge_weights
 
 
 def judge_log_weights(
@@ -40,6 +40,12 @@ def judge_log_weights(
 
     # Whoever names the steps has judged them.
     return used, weights if null_steps is not None else _of_one_age(weights, used, ages)
+
+
+def ordinary(weights: WeightJudgment) -> bool:
+    """Whether a null was used, and the comparison leaves nothing to be explained."""
+    excess = weights.excess
+    return excess is not None and excess.ratio < FACTOR and not in_excess(weights)
 
 
 def in_excess(weights: WeightJudgment) -> bool:

@@ -29,7 +29,7 @@ from rollcorr.diagnostics.null.run_null import noise_of
 from rollcorr.diagnostics.null.token_ratios import TokenRatios
 from rollcorr.diagnostics.null.token_share import STEP_IDS, TokenSums
 from rollcorr.diagnostics.provenance.pair_sample import SampleRow
-from rollcorr.diagnostics.provenance.provenance_findings import Code, Provenance
+from rollcorr.diagnostics.provenance.provenance_findings import OF_ROWS, Code, Provenance
 
 RISES = frozenset({"frozen_sampler", "stale_by_lag", "changed_at_step", "growing_mismatch"})
 """Codes of a lasting rise of the mismatch."""
@@ -51,6 +51,13 @@ class RestVerdict:
     zeros_from: str | None
     others: OtherRows
     findings: tuple[Finding, ...] | None
+
+    @property
+    def ordinary(self) -> bool:
+        """Whether the rules find nothing wrong with the mismatch of the other rows."""
+        return self.findings is not None and not any(
+            finding.severity != "note" and _measures(finding) for finding in self.findings
+        )
 
     def attribute(self, findings: Iterable[Finding], *, with_rises: bool = False) -> tuple[Finding, ...]:
         """Findings about all rows: what the other rows do not show follows from the cause, unless it has another one.
@@ -115,7 +122,8 @@ def _zeros_from(provenance: Provenance, cause: Finding) -> str | None:
     """
     if provenance.zeros_left != 0:
         return None
-    return next((code for code in FILLED if provenance.finding(code) is not None), cause.code)
+    of_rows = cause.code if cause.code in OF_ROWS else None
+    return next((code for code in FILLED if provenance.finding(code) is not None), of_rows)
 
 
 def _measures(finding: Finding) -> bool:

@@ -20,10 +20,8 @@ from rollcorr.diagnostics.null.sampled_rows import log_ratios
 from rollcorr.diagnostics.null.token_share import FIRST_IDS
 from rollcorr.diagnostics.null.weight_judgment import WeightJudgment, judge_weights
 from rollcorr.diagnostics.provenance.pair_sample import PairSample, SampleRow
-from rollcorr.diagnostics.provenance.provenance_findings import OF_ROWS, Provenance
+from rollcorr.diagnostics.provenance.provenance_findings import OF_ROWS, OF_SETTINGS, SURE, Provenance
 
-CERTAIN = 0.99
-"""Confidence of a finding of some rows from which the others are judged without them."""
 MOSTLY = 0.5
 """Share of a row's tokens from which all of it is left out: of a shifted row one token keeps its value."""
 HIT = 20.0
@@ -31,6 +29,7 @@ HIT = 20.0
 FEW = 0.25
 """The most of such rows, as a share of those that are certain. More of them are a fault of their own."""
 NOT_OF_THEIR_TOKENS = "values that are not the log-probs of their tokens"
+OF_OTHER_SETTINGS = "log-probs of other sampling settings"
 BESIDE = 9
 """Rows of the log, itself and its neighbors, that a row is compared with where there is no null."""
 
@@ -52,6 +51,11 @@ class OtherRows:
     left_out: int
     in_part: int
     every: bool
+
+    @property
+    def held(self) -> str:
+        """What the rows that are left out hold, in words."""
+        return OF_OTHER_SETTINGS if self.cause.code in OF_SETTINGS else NOT_OF_THEIR_TOKENS
 
     @property
     def profile(self) -> MismatchProfile:
@@ -92,22 +96,30 @@ class OtherRows:
         )
 
 
-def other_rows(sample: PairSample, provenance: Provenance) -> OtherRows | None:
+def other_rows(sample: PairSample, provenance: Provenance, *, settings: bool = False) -> OtherRows | None:
     """The other rows of a sample; None where no finding of some rows is certain.
 
     Args:
         sample: whole rows of the log.
         provenance: the estimate of that sample.
+        settings: rows with sampling settings of their own are left out too; None without such rows. Other weights can
+            look like settings in some rows, so these explain a log only if its other rows are ordinary.
     """
-    certain = [
-        finding
-        for finding in provenance.findings
-        if finding.code in OF_ROWS and finding.severity != "note" and (finding.confidence or 0.0) >= CERTAIN
+    sure = [
+        finding for finding in provenance.findings if finding.severity != "note" and (finding.confidence or 0.0) >= SURE
     ]
-    if not certain or provenance.misreported is None:
+    of_settings = [finding for finding in sure if finding.code in OF_SETTINGS and finding.first_row is not None]
+    certain = [finding for finding in sure if finding.code in OF_ROWS]
+    left_out = provenance.misreported
+    if settings:
+        if not of_settings or left_out is None or provenance.of_settings is None:
+            return None
+        certain += of_settings
+        left_out = left_out | provenance.of_settings
+    if not certain or left_out is None:
         return None
     rows = {index: sample.rows[index] for index in sorted(sample.rows)}
-    parts = provenance.misreported.split([len(row.train) for row in rows.values()])
+    parts = left_out.split([len(row.train) for row in rows.values()])
     others: dict[int, SampleRow] = {}
     in_part = 0
     for (index, row), covered in zip(rows.items(), parts, strict=True):
@@ -174,7 +186,7 @@ def _remark(
     of_sample = "" if others.every else " of the sample"
     parts = []
     if certain:
-        parts.append(f"{_rows(certain)}{of_sample} hold{'s' * (certain == 1)} {NOT_OF_THEIR_TOKENS}")
+        parts.append(f"{_rows(certain)}{of_sample} hold{'s' * (certain == 1)} {others.held}")
     if others.in_part:
         parts.append(f"single values are left out of {_rows(others.in_part)}{'' if certain else of_sample}")
     compared = f"{'the other' if certain else 'the'} {_rows(profile.row_count)}"

@@ -139,7 +139,7 @@ def name_causes(
     if known and context.share < STOCHASTIC:
         reason = (
             f"{times}, at every position, and neither the token nor the one before it explains it "
-            f"({context.share:.0%} of the variance)"
+            f"({max(context.share, 0.0):.0%} of the variance)"
         )
         sure = context.share + context.error < STOCHASTIC
         stochastic = cause("stochastic_trainer", reason, evidence, confidence=0.9 if sure else 0.6)
@@ -147,8 +147,8 @@ def name_causes(
 
     reason = times
     if excess.share.tokens:
-        of_null = f"the null's: {excess.null_share.share:.0%}"
-        reason += f", and the token id explains {excess.share.share:.0%} of the variance ({of_null})"
+        of_null = f"the null's: {max(excess.null_share.share, 0.0):.0%}"
+        reason += f", and the token id explains {max(excess.share.share, 0.0):.0%} of the variance ({of_null})"
     confidence = 0.95 if known else 0.8
     if excess.repeats:
         reason += f"; the responses repeat {profile.ids.effective:.2g} tokens, so the cause shows less clearly"

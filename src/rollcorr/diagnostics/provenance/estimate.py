@@ -115,6 +115,7 @@ def estimate_provenance(
         lag=undone.lag,
         unknown=tuple(judged.unknown),
         misreported=_changed(recorded, undone.pairs),
+        of_settings=judged.certain_rows,
         zeros_left=int(undone.pairs.contradicted_zeros.sum()) if recorded.contradicted_zeros.any() else None,
     )
 
@@ -156,6 +157,7 @@ def _from_rows(pairs: PairRows) -> Judgment:
     rest = groups.pairs
     valid = rest.valid
     judged = groups.judged
+    judged.certain_rows = groups.certain
     if int(valid.sum()) < MIN_TOKENS:
         judged.findings = groups.findings
         return judged

@@ -11,6 +11,7 @@ from rollcorr.config.finding import Finding
 from rollcorr.diagnostics.provenance.pair_rows import ROW_TOKENS, PairRows, extent
 from rollcorr.diagnostics.provenance.pairs import CERTAIN, FEW, LIKELY, UNCERTAIN, logit
 from rollcorr.diagnostics.provenance.patterns import EXPONENT, Judgment, find_temperature, find_truncation
+from rollcorr.diagnostics.provenance.provenance_findings import SURE
 
 MOST = 0.8
 """Share of the rows from which on a group is the whole log."""
@@ -26,11 +27,13 @@ class Groups:
         pairs: the rows that are left to be judged.
         findings: of the groups.
         judged: the temperature and the kept mass of the largest group, and what could not be told.
+        certain: true on the rows of the groups whose finding is certain, (N,); None without such a group.
     """
 
     pairs: PairRows
     findings: list[Finding]
     judged: Judgment
+    certain: Tensor | None = None
 
 
 def find_groups(pairs: PairRows) -> Groups:
@@ -105,3 +108,6 @@ def _take(groups: Groups, rows: Tensor, find: Callable[[Tensor, Tensor, Judgment
     if found:
         groups.findings += [replace(finding, **extent(pairs, rows, tokens)) for finding in found]
         groups.pairs = pairs.without(pairs.of_rows(rows))
+        if any(finding.severity != "note" and (finding.confidence or 0.0) >= SURE for finding in found):
+            whole = pairs.of_rows(rows)
+            groups.certain = whole if groups.certain is None else groups.certain | whole

@@ -59,6 +59,7 @@ class Judgment:
     temperature_ratio: float = 1.0
     kept_mass: float = 1.0
     unknown: list[str] = field(default_factory=list)
+    certain_rows: Tensor | None = None
 
 
 def find_temperature(train: Tensor, rollout: Tensor, judged: Judgment, *, truncated: bool) -> list[Finding]:

@@ -19,8 +19,20 @@ MISSING_SHARE = 0.01
 """Share of tokens without a log-prob, in the log or in a row, above which they are named."""
 MORE_OFTEN = 3.0
 """How many times as often as nine in ten of the other values a value must stand to be a constant."""
+BY_CHANCE = 0.01
+"""Values expected to stand so often in a log by chance, from which a repeated value is no constant."""
+CROWDED = 3.0
+"""How many times as densely as on average the values may lie where one repeats by chance."""
+AROUND = 0.05
+"""Nats around a repeated value in which others must lie: chance repeats a value where there are many."""
+FLOAT32_CELL = 5e-7
+"""Nats between neighboring float32 log-probs: of a difference of logits and their log-sum-exp, a few nats large."""
 AS_LIKELY = 0.3
 """Relative difference of the mean log-prob up to which tokens are as likely as the others: the policy sampled them."""
+
+_OF_THE_TRAINER = "placeholders in place of the trainer's log-probs"
+_FIX_OF_THE_TRAINER = "store NaN for what is missing; have the trainer score every token that the mask counts"
+_CONFIRM_OF_THE_TRAINER = "score one row again with the trainer, and look at these tokens before anything fills them in"
 
 
 def find_placeholders(pairs: PairRows) -> Undone:
@@ -68,7 +80,9 @@ def _constants(pairs: PairRows, values: Tensor, other: Tensor, there: Tensor) ->
         if tokens < 3:
             break
         here = there & (values == constant)
-        if _repeats_with_its_context(pairs, here, there, values, times):
+        if _by_chance(tokens, constant, values[there], counts) or _repeats_with_its_context(
+            pairs, here, there, values, times
+        ):
             continue
         doubted = _doubted(other, constant, floor=index == 0, ceiling=index == len(distinct) - 1) & there
         expected = float(doubted.double().sum()) / int(there.sum())
@@ -91,6 +105,27 @@ def _constants(pairs: PairRows, values: Tensor, other: Tensor, there: Tensor) ->
         if int((doubted & here).sum()) >= 2:
             filled |= here
     return filled
+
+
+def _by_chance(tokens: int, constant: float, values: Tensor, counts: Tensor) -> bool:
+    """Whether a value stands as often as rounding makes some value stand in so many.
+
+    Stored values lie in cells, and a cell gets a Poisson count. Its mean λ shows in how many values stand twice, for
+    one that stands once: λ/2. So about n λ^(k−1)/k! values stand k times. Whole numbers are what people write.
+
+    Args:
+        tokens: how often the value stands, k.
+        constant: the value.
+        values: all of them, (n,).
+        counts: how often each distinct one stands.
+    """
+    around = int(((values - constant).abs() < AROUND).sum()) - tokens
+    if constant == round(constant) or around < 10 * tokens:
+        return False
+    once, twice = int((counts == 1).sum()), int((counts == 2).sum())
+    cell = CROWDED * max(2 * twice / max(once, 1), len(values) * FLOAT32_CELL)
+    logarithm = math.log(len(values)) + (tokens - 1) * math.log(cell) - math.lgamma(tokens + 1)
+    return logarithm > math.log(BY_CHANCE)
 
 
 def _repeats_with_its_context(pairs: PairRows, here: Tensor, there: Tensor, values: Tensor, times: Tensor) -> bool:
@@ -164,15 +199,14 @@ def _holes_found(
             "placeholder_share": count / total,
             "missing_share": int((rest & missing).sum()) / total,
         }
-        reason = f"{count} of {total} {side} log-probs are {words}, whatever the other side says: filled in, or greedy"
+        origin = "filled in, or greedy" if side == "rollout" else "filled in"
+        reason = f"{count} of {total} {side} log-probs are {words}, whatever the other side says: {origin}"
         if bool(missing[rest].all()):
             reason = f"{count} of {total} {side} log-probs are {words}"
-        findings.append(
-            replace(
-                provenance_finding("placeholder", reason, confidence_of(math.sqrt(count)), evidence),
-                **extent(pairs, rows, rest),
-            )
-        )
+        finding = provenance_finding("placeholder", reason, confidence_of(math.sqrt(count)), evidence)
+        if side == "trainer":
+            finding = replace(finding, title=_OF_THE_TRAINER, fix=_FIX_OF_THE_TRAINER, confirm=_CONFIRM_OF_THE_TRAINER)
+        findings.append(replace(finding, **extent(pairs, rows, rest)))
     return findings
 
 

@@ -84,6 +84,10 @@ _CONFIRM: Mapping[Code, str] = {
     "matched": "a null (`rollcorr null`) or response_ids in the log",
     "unexplained": "a null (`rollcorr null`) or response_ids in the log",
 }
+SURE = 0.99
+"""Confidence of a finding of some rows from which the others are judged without them."""
+OF_SETTINGS = frozenset({"tempered", "truncated", "raw"})
+"""Codes of sampling settings that the two sides do not share. Rows that show them are known row by row."""
 OF_ROWS = frozenset({"shifted", "other_request", "wrong_unit", "placeholder", "foreign_tokens"})
 """Codes of values that are not the log-probs of their tokens. They are known token by token: the others are judged
 without them."""
@@ -105,6 +109,8 @@ class Provenance(HasFindings):
         unknown: what these inputs cannot tell.
         misreported: true on tokens whose values a finding of some rows (`OF_ROWS`) covers, packed, (N,); None where
             they were not looked for.
+        of_settings: true on the rows that show settings of their own (`OF_SETTINGS`) with certainty, packed, (N,); None
+            where no rows do, or all together.
         zeros_left: tokens at exactly 0 on one side, which the other side contradicts, that are left once these values
             are undone: a row that is shifted back has its values at their own tokens, and none where the shift filled
             one in. None where there are no such tokens to begin with.
@@ -117,6 +123,7 @@ class Provenance(HasFindings):
     lag: int
     unknown: tuple[str, ...]
     misreported: Tensor | None = field(default=None, repr=False, compare=False)
+    of_settings: Tensor | None = field(default=None, repr=False, compare=False)
     zeros_left: int | None = None
 
     @property

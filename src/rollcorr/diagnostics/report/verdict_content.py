@@ -180,9 +180,8 @@ def _numbers(finding: Finding, health: HealthReport) -> str:
     if from_noise:
         parts.append(f"{EXPECTED} {from_noise}")
     text = ", ".join(parts)
-    if finding.steps:
-        text += f"; first at step {finding.first_step}, {_count(finding.steps, 'step')} in all"
-    return text
+    steps = f"first at step {finding.first_step}, {_count(finding.steps, 'step')} in all" if finding.steps else ""
+    return "; ".join(part for part in (text, steps) if part)
 
 
 def _lines(finding: Finding) -> Iterator[tuple[str, str]]:
