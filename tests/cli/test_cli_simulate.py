@@ -51,10 +51,10 @@ samples: 256
     lines = simulate(study, "-o", tmp_path / "out").output.splitlines()
 
     header = next(line for line in lines if line.startswith("estimator"))
-    rows = [line.split() for line in lines if re.search(r"\d\.\d{3} ", line)]
+    rows = [line.split() for line in lines if re.search(r"\d\.\d{3}±", line)]
     assert header.split()[1:] == ["error", "random", "bias", "deviation", "ESS", "kept"]
     assert [len(row) for row in rows] == [7, 7, 7]
-    assert all(re.fullmatch(r"\d+\.\d{3}\*?", number) for row in rows for number in row[1:])
+    assert all(re.fullmatch(r"\d+\.\d{3}\*?(±\.\d{3})?", number) for row in rows for number in row[1:])
     assert len({row[0] for row in rows}) == 3, "the two ends of a name tell two estimators apart"
     assert any(row[0] == "decoupled_k3_rs_token_tis" for row in rows) == (columns == 80)
 

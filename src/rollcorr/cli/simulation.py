@@ -123,7 +123,7 @@ def _cell(row: ResultRow, column: str) -> str:
 
     # The ranking is by this column: without its standard errors, ties would look decided.
     ranked = column == "direction" and not row["exact"]
-    return f"{number} ± {float(row['direction_error']):.3f}" if ranked else number
+    return f"{number}±{float(row['direction_error']):.3f}".replace("±0.", "±.") if ranked else number
 
 
 def _is_uncertain(row: ResultRow) -> bool:
