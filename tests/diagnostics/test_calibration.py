@@ -31,9 +31,14 @@ POOLS = {"synthetic": synthetic_pool, "laboratory": laboratory_pool}
 # Pool, tokens of its rows, wanted length, rows of the null, sequences that are judged.
 SAMPLE = [("synthetic", 100, 100, 8000, 8000), ("laboratory", 50, 100, 4000, 4000)]
 WHOLE = [
-    (name, tokens, length, 8000, sequences)
+    (name, tokens, length, rows, sequences)
     for name in POOLS
-    for tokens, length, sequences in ((100, 100, 8000), (500, 500, 8000), (500, 1000, 2500), (500, 8000, 2000))
+    for tokens, length, rows, sequences in (
+        (100, 100, 8000, 8000),
+        (500, 500, 8000, 8000),
+        (500, 1000, 16_000, 10_000),
+        (500, 8000, 16_000, 4000),
+    )
 ]
 
 
