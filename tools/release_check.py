@@ -152,6 +152,7 @@ def build(sources: Path, folder: Path, tools: Path) -> Path:
     print(run(tools, "-m", "auditwheel", "show", wheel, folder=folder).strip(), flush=True)
     smaller = ("--strip", "--zip-compression-level", 9)
     run(tools, "-m", "auditwheel", "repair", *smaller, "--wheel-dir", built, wheel, folder=folder, compiler=True)
+    leave_folders_out(next(built.glob("*.whl")))
 
     say("build the wheel without the compiled kernel, and the models")
     with tarfile.open(archive) as opened:
@@ -161,6 +162,16 @@ def build(sources: Path, folder: Path, tools: Path) -> Path:
     run(tools, *same_tools, "--wheel", unpacked, folder=folder, compiler=True, ROLLCORR_KERNELS="none")
     run(tools, *same_tools, sources / MODELS, folder=folder)
     return built
+
+
+def leave_folders_out(wheel: Path) -> None:
+    """Write a wheel anew without the entries of its folders: auditwheel adds them, and nothing reads them."""
+    smaller = wheel.with_suffix(".smaller")
+    with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(smaller, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as new:
+        for entry in old.infolist():
+            if not entry.is_dir():
+                new.writestr(entry, old.read(entry), compress_type=zipfile.ZIP_DEFLATED, compresslevel=9)
+    smaller.replace(wheel)
 
 
 def collect(built: Path, dist: Path) -> list[Path]:
