@@ -122,15 +122,7 @@ def gradient_sums(rows: SequenceRows, estimator: RolloutCorrectionConfig | LossC
             than the rows, or one is not finite.
     """
     config = estimator if isinstance(estimator, RolloutCorrectionConfig) else None
-    if isinstance(estimator, LossCoefficients) and {one.shape for one in estimator} != {rows.mask.shape}:
-        shapes = " and ".join(str(tuple(one.shape)) for one in estimator)
-        raise ValueError(f"coefficients and loss_mask must be (n, T) = {tuple(rows.mask.shape)}; got {shapes}")
-    if isinstance(estimator, LossCoefficients):
-        loss_mask = estimator.loss_mask.bool() & rows.mask
-        estimator = LossCoefficients(estimator.coefficients.masked_fill(~loss_mask, 0.0), loss_mask)
-        infinite = int((~estimator.coefficients.isfinite()).sum())
-        if infinite:
-            raise ValueError(f"{infinite} coefficients of tokens in the loss are NaN or infinite")
+    own = _checked(rows, estimator) if isinstance(estimator, LossCoefficients) else None
     if config is not None and (config.normalizer == "weights" or config.rollout_is_batch_normalize):
         raise ValueError(
             f"normalizer={config.normalizer!r} with rollout_is_batch_normalize={config.rollout_is_batch_normalize} "
@@ -146,10 +138,10 @@ def gradient_sums(rows: SequenceRows, estimator: RolloutCorrectionConfig | LossC
     step = max(1, CHUNK // max(rows.tokens.shape[1], size))
     for start in range(0, len(rows), step):
         part = rows.part(start, start + step)
-        if isinstance(estimator, LossCoefficients):
-            used = LossCoefficients(*(one[start : start + step] for one in estimator))
-        else:
+        if own is None:
             used = loss_coefficients(part, config)
+        else:
+            used = LossCoefficients(*(one[start : start + step] for one in own))
         group = torch.arange(start, start + len(part), device=device) * groups // len(rows)
         for name, amount in _row_amounts(part, used).items():
             scaled = amount * part.probability.view(-1, *[1] * (amount.dim() - 1))
@@ -248,6 +240,23 @@ def inverse_kept(batch_size: int, kept: float) -> float:
     log_choose = math.lgamma(batch_size + 1) - torch.lgamma(count + 1) - torch.lgamma(batch_size - count + 1)
     log_probability = log_choose + count * math.log(kept) + (batch_size - count) * math.log1p(-kept)
     return float((log_probability.exp() / count).sum())
+
+
+def _checked(rows: SequenceRows, own: LossCoefficients) -> LossCoefficients:
+    """Coefficients that fit the rows, 0 where a token is not in the loss.
+
+    Raises:
+        ValueError: they have another shape than the rows, or one of a token in the loss is not finite.
+    """
+    if {one.shape for one in own} != {rows.mask.shape}:
+        shapes = " and ".join(str(tuple(one.shape)) for one in own)
+        raise ValueError(f"coefficients and loss_mask must be (n, T) = {tuple(rows.mask.shape)}; got {shapes}")
+    loss_mask = own.loss_mask.bool() & rows.mask
+    coefficients = own.coefficients.masked_fill(~loss_mask, 0.0)
+    infinite = int((~coefficients.isfinite()).sum())
+    if infinite:
+        raise ValueError(f"{infinite} coefficients of tokens in the loss are NaN or infinite")
+    return LossCoefficients(coefficients, loss_mask)
 
 
 def _row_amounts(rows: SequenceRows, used: LossCoefficients) -> dict[str, Tensor]:
