@@ -110,7 +110,7 @@ def extension(level: str) -> Extension:
         [str(SOURCES / FOLDER / "correction.c")],
         depends=[
             str(SOURCES / FOLDER / name)
-            for name in ("blocks.h", "detail.h", "job.h", "regular.h", "sequences.h", "tokens.h", "vectors.h")
+            for name in ("blocks.h", "detail.h", "helpers.h", "job.h", "regular.h", "sequences.h", "tokens.h", "vectors.h")
         ],
         extra_compile_args=[*FLAGS, *LEVELS[level]],
         extra_link_args=["-pthread"],

@@ -183,6 +183,19 @@ def test_rows_may_lie_apart(level):
     assert_same(cpu_correction(*sliced, everything(), level=level), expected, **CLOSE)
 
 
+@levels
+@pytest.mark.parametrize("place", [0, 511, 512, 1023, 1024, 1500, 2047, 2048, 2599])
+@pytest.mark.parametrize("odd", [-0.3, 0.9, -2.0, 1.7, 6.0, -30.0, math.inf, -math.inf, math.nan])
+def test_one_odd_token_among_close_policies_gives_the_reference(level, place, odd):
+    """Wherever it stands in the longest block that is summed at once, and whatever bounds it meets."""
+    train, rollout, mask = noisy(2, 2600, 0.02, seed=place)
+    mask[0] = True
+    train[0, place] = rollout[0, place] + odd
+    config = everything()
+    expected = reference_correction(train, rollout, mask, config)
+    assert_same(cpu_correction(train, rollout, mask, config, level=level), expected, **CLOSE)
+
+
 @pytest.fixture
 def threads():
     before = torch.get_num_threads()
@@ -222,10 +235,14 @@ def test_statistics_of_shards_merge_to_those_of_the_whole(batch, config, parts):
 
 @levels
 @pytest.mark.parametrize("rollout_is", ["token", "sequence", None])
-@pytest.mark.parametrize("T", [16, 513, 700])
-def test_nothing_is_written_outside_the_outputs(level, rollout_is, T):
+@pytest.mark.parametrize("spread", [0.02, 0.4])
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("T", [16, 513, 700, 1337])
+def test_nothing_is_written_outside_the_outputs(level, rollout_is, T, whole, spread):
     """The buffers lie in larger ones; neighbours and inputs stay as they are."""
-    batch = noisy(3, T, 0.4)
+    batch = noisy(3, T, spread)
+    if whole:
+        batch = *batch[:2], torch.ones_like(batch[2])
     before = [x.clone() for x in batch]
     around = torch.full((3 * T + 64,), 7.0), torch.full((3 * T + 64,), True)
     weights, loss_mask = (x[32 : 32 + 3 * T].view(3, T) for x in around)

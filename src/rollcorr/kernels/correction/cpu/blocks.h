@@ -1,4 +1,5 @@
-/* A block: up to 512 tokens of one sequence, what is known about them, and what they add to the statistics. */
+/* A block: up to 512 tokens of one sequence, what is known about them, and what they add to the statistics. A block that
+   may be quiet (regular.h) has up to 1,024: nothing of it is kept. */
 
 #ifndef ROLLCORR_BLOCKS_H
 #define ROLLCORR_BLOCKS_H
@@ -7,6 +8,7 @@
 #include "vectors.h"
 
 #define BLOCK 512
+#define LONG_BLOCK 1024
 #define VECTORS (BLOCK / LANES)
 #define EACH_VECTOR(v, block) for (int v = 0; v < (block)->vectors; v++)
 #define INLINE static inline __attribute__((always_inline))
@@ -20,9 +22,17 @@
 
 enum { REACH_CAP, REACH_FAR };
 
+typedef struct { /* totals of one block, or of all quiet ones of a sequence, in the order in which they are found */
+    v4d of_d;   /* Σ d, what rounding took from it, Σ |d|, Σ d² */
+    v4d of_exp; /* Σ k3, Σ (ρ − 1)², Σ |π − μ|, Σ log μ */
+    v4f most;   /* largest −d, d, |log μ|, |π − μ| */
+} Totals;
+
 typedef struct {
     const Job *job;
     int expected; /* what a block is taken for at first, after what the one before it in its sequence was */
+    int64_t quiet_tokens;
+    Totals quiet; /* of the sequence's quiet blocks so far */
     int tokens, vectors;
     const float *train, *rollout; /* readable to the end of the last vector */
     double n_valid, n_measured, n_zero, n_counted, n_missing;
@@ -34,7 +44,7 @@ typedef struct {
     const vi *valid, *measured, *zero, *counted; /* classes of tokens: the arrays below, or EVERY and NONE */
     vi classes[4][VECTORS], kept[VECTORS];
     vf d[VECTORS], rho[VECTORS], expm1[VECTORS], k2[VECTORS], k3[VECTORS], weight[VECTORS], less_one[VECTORS];
-    float train_copy[BLOCK], rollout_copy[BLOCK];
+    float train_copy[LONG_BLOCK], rollout_copy[LONG_BLOCK];
 } Block;
 
 static const int32_t EVERY[BLOCK] __attribute__((aligned(64))) = {[0 ... BLOCK - 1] = -1};
@@ -55,25 +65,17 @@ static const float *read_log_probs(const char *row, int type, int64_t start, con
     return copy;
 }
 
-static void set_tokens(Block *block, int64_t tokens) {
-    block->tokens = tokens < BLOCK ? (int)tokens : BLOCK;
+static void set_tokens(Block *block, int64_t tokens, int most) {
+    block->tokens = tokens < most ? (int)tokens : most;
     block->vectors = (block->tokens + LANES - 1) / LANES;
-}
-
-/* Whether a byte mask is 1 throughout (1), 0 throughout (0), or neither (-1), without spreading it over lanes. */
-static int uniform(const uint8_t *mask, int tokens) {
-    static const uint8_t zeros[BLOCK], ones[BLOCK] = {[0 ... BLOCK - 1] = 1};
-    return memcmp(mask, ones, (size_t)tokens) == 0 ? 1 : memcmp(mask, zeros, (size_t)tokens) == 0 ? 0 : -1;
 }
 
 /* How many bytes are like the first. */
 static int leading_run(const uint8_t *mask, int tokens) {
-    uint64_t word, like = mask[0] * 0x0101010101010101u;
+    const vi like = (vi){0} + mask[0] * 0x01010101;
     int run = 0;
-    for (; run + 8 <= tokens; run += 8) {
-        memcpy(&word, mask + run, sizeof word);
-        if (word != like) break;
-    }
+    for (; run + (int)sizeof like <= tokens; run += (int)sizeof like)
+        if (!same_bits(mask + run, like)) break;
     while (run < tokens && mask[run] == mask[0]) run++;
     return run;
 }
@@ -95,14 +97,14 @@ enum { PADDING, VALID, MIXED };
 /* End a block where its mask changes, if a long run of valid tokens or of others comes before; tell which it is. Valid
    tokens are whole vectors then. */
 static int end_at_change(Block *block, const uint8_t *mask) {
-    int tokens = block->tokens, value = uniform(mask, tokens), run = tokens;
-    if (value < 0 && mask[0] <= 1) run = leading_run(mask, tokens), value = mask[0];
+    int tokens = block->tokens, value = mask[0], run = leading_run(mask, tokens);
     if (value == 1) run -= run % LANES;
-    if (value < 0 || (run < tokens && run < SHORTEST)) {
-        set_tokens(block, tokens - trailing_zeros(mask, tokens)); /* what follows belongs to the padding */
+    if (value > 1 || (run < tokens && run < SHORTEST)) {
+        if (tokens > BLOCK) tokens = BLOCK;
+        set_tokens(block, tokens - trailing_zeros(mask, tokens), BLOCK); /* what follows belongs to the padding */
         return MIXED;
     }
-    set_tokens(block, run);
+    set_tokens(block, run, LONG_BLOCK);
     return value == 1 ? VALID : PADDING;
 }
 
@@ -143,7 +145,7 @@ static void set_plain(Block *block) {
 static inline void fetch_ahead(const float *x) { __builtin_prefetch((const void *)((uintptr_t)x + BLOCK * sizeof *x)); }
 
 typedef struct { /* sums of one block that go to its sequence or to the batch */
-    double d, squares, m2, magnitude, train, rollout, expm1, expm1_squares, k3, chi2, difference, most_difference, farthest;
+    double d, squares, m2, magnitude, train, rollout, expm1, expm1_squares, k3, chi2, difference, most_difference;
     Extremes log_ratio;
 } Mismatch;
 
@@ -153,16 +155,17 @@ static inline double spread(double n, double sum, double squares) {
     return m2 > 0 ? m2 : 0;
 }
 
-/* How many d lie outside a band that contains 0; most blocks lie inside, which their extremes tell. */
-static double count_outside(const Block *block, const Mismatch *sums, float lower, float upper) {
-    if (sums->log_ratio.min >= lower && sums->log_ratio.max <= upper) return 0;
+/* How many ratios lie more than 10 % from 1. Most blocks have none, which the range of d tells. */
+static void count_ten_percent(const Block *block, Extremes range, Rows *rows) {
+    const float lower = block->job->ten_percent.lower, upper = block->job->ten_percent.upper;
+    if (range.min >= lower && range.max <= upper) return;
     vi found = {0};
     EACH_VECTOR(v, block) {
         vf d = block->d[v];
         if (block->plain) d = load(block->train + v * LANES) - load(block->rollout + v * LANES); /* no d of a quiet block */
         found += (d < lower) | (d > upper);
     }
-    return count(found);
+    rows->sums[SUM_ratio_outside_10pct] += count(found);
 }
 
 /* The same for a band without a hair: d as float64 has it. Blocks that stay inside, and that is most, are not read. */
@@ -179,7 +182,6 @@ static double count_beyond(const Block *block, const Mismatch *sums, double lowe
 
 /* How far apart the policies are, whatever is done about it. */
 static void add_mismatch(const Block *block, const Mismatch *sums, Sequence *s, Rows *rows) {
-    const Band ten = block->job->ten_percent;
     double n = block->n_measured;
     s->valid += block->n_valid;
     s->measured += n;
@@ -193,8 +195,6 @@ static void add_mismatch(const Block *block, const Mismatch *sums, Sequence *s, 
     rows->sums[SUM_abs_log_ratio] += sums->magnitude;
     rows->sums[SUM_chi2_token] += sums->chi2;
     rows->sums[SUM_prob_diff_abs] += sums->difference;
-    rows->sums[SUM_ratio_outside_10pct] += count_outside(block, sums, ten.lower, ten.upper);
-    rows->sums[SUM_capped] += count_beyond(block, sums, -CAP, CAP);
     add_extremes(&rows->extremes[EXTREMES_prob_diff_abs], 0, sums->most_difference); /* no metric reads the minimum */
 }
 

@@ -5,15 +5,12 @@
    written while it is in cache. Results do not depend on the number of threads: the unit of work is a fixed range of
    sequences with rows of its own, and rows merge in order. */
 
-#include <pthread.h>
-
+#include "helpers.h"
 #include "tokens.h"
 
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
-
-#define MAX_THREADS 64
 
 /* --- One sequence --------------------------------------------------------------------------------------------------- */
 
@@ -78,10 +75,11 @@ static int read_block(Block *block, const Row *data, int64_t start) {
 }
 
 /* Find d, and which tokens have one. A block that is valid throughout was summed as what it was expected to be. */
-static void sort_block(Block *block, const Row *data, int64_t start, int is, Mismatch *sums) {
+static void sort_block(Block *block, const Row *data, int64_t start, int is, const Totals *totals, Mismatch *sums) {
     if (is == VALID) {
-        block->regular = block->expected != EXPECT_OTHER && is_within(sums, REGULAR_REACH);
-        if (!block->regular) subtract(block, sums);
+        block->regular = block->expected != EXPECT_OTHER && is_within(totals, REGULAR_REACH);
+        if (block->regular) name_sums(totals, sums);
+        else subtract(block, sums);
         int within = sums->log_ratio.min >= -REGULAR_REACH && sums->log_ratio.max <= REGULAR_REACH;
         block->expected = within ? EXPECT_REGULAR : EXPECT_OTHER;
         if (!block->wide) return;
@@ -97,6 +95,7 @@ static void pass_block(Block *block, const Row *data, int64_t start, Sequence *s
     int judging = of[K1] >= 0 || of[K2] >= 0 || of[K3] >= 0;
     float *weights_out = job->level == TOKEN_WEIGHTS ? data->weights + start : 0;
     uint8_t *mask_out = data->loss_mask + start;
+    Totals totals;
     Mismatch sums;
     int is = read_block(block, data, start);
     if (is == PADDING) { /* nothing else is read */
@@ -105,16 +104,21 @@ static void pass_block(Block *block, const Row *data, int64_t start, Sequence *s
         return;
     }
     if (is == VALID && block->expected != EXPECT_OTHER) {
-        sum_expected(block, &sums, weights_out);
-        if (is_quiet(job, &sums, block->tokens)) {
+        sum_expected(block, &totals, weights_out);
+        if (block->tokens > BLOCK && !is_quiet(job, &totals, block->tokens)) { /* too long to be anything else */
+            set_tokens(block, BLOCK, BLOCK);
+            set_plain(block);
+            sum_expected(block, &totals, weights_out);
+        }
+        if (is_quiet(job, &totals, block->tokens)) {
             if (weights_out && block->summed) write_weights(block, block->rho, weights_out);
-            add_quiet(block, &sums, weights_out != 0, s, rows);
+            join_quiet(block, &totals, rows);
             memset(mask_out, 1, (size_t)block->tokens);
             block->expected = EXPECT_QUIET;
             return;
         }
     }
-    sort_block(block, data, start, is, &sums);
+    sort_block(block, data, start, is, &totals, &sums);
     measure(block, &sums, s, rows);
     double weight_before = s->weight;
     const vf *weights = weights_out ? weigh_tokens(block, &sums, s, rows) : 0;
@@ -150,7 +154,7 @@ static int is_compared(const Job *job, const Row *data, int64_t i) {
 static void spread_weight(Block *block, const Row *data, const Derived *derived, float weight) {
     int whole = block->job->nonfinite == NEUTRAL || derived->missing == 0;
     for (int64_t start = 0; start < data->length; start += BLOCK) {
-        set_tokens(block, data->length - start);
+        set_tokens(block, data->length - start, BLOCK);
         read_mask(data->mask, block->job->mask_type, start, block);
         const int32_t *valid = (const int32_t *)block->valid;
         float *out = data->weights + start;
@@ -165,11 +169,13 @@ static void pass_sequence(Block *block, int64_t i, Rows *rows) {
     const Job *job = block->job;
     Row data = row_of(job, i);
     Sequence s = {.range = {INFINITY, -INFINITY}};
-    expect_first(block);
+    start_sequence(block);
     for (int64_t start = 0; start < data.length; start += block->tokens) {
-        set_tokens(block, data.length - start);
+        int may_be_long = block->expected == EXPECT_QUIET && job->mask_type == MASK_BYTE;
+        set_tokens(block, data.length - start, may_be_long ? LONG_BLOCK : BLOCK);
         pass_block(block, &data, start, &s, rows);
     }
+    add_quiet(block, job->level == TOKEN_WEIGHTS, &s, rows);
     Derived derived = derive(job, &s);
     const int32_t *of = job->token_criterion;
     if (of[K1] < 0 && of[K2] < 0 && of[K3] < 0) { /* nothing but missing tokens is rejected one by one */
@@ -199,19 +205,18 @@ static void pass_task(const Job *job, int64_t task) {
 typedef struct {
     const Job *job;
     int64_t next;
-} Work;
+} Tasks;
 
-static void *take_tasks(void *argument) {
-    Work *work = argument;
+static void take_tasks(void *argument) {
+    Tasks *tasks = argument;
     for (;;) {
-        int64_t task = __atomic_fetch_add(&work->next, 1, __ATOMIC_RELAXED);
-        if (task >= work->job->tasks) break;
-        pass_task(work->job, task);
+        int64_t task = __atomic_fetch_add(&tasks->next, 1, __ATOMIC_RELAXED);
+        if (task >= tasks->job->tasks) break;
+        pass_task(tasks->job, task);
     }
 #if LANES == 16
-    _mm_sfence(); /* stores past the cache are seen by whoever joins this thread */
+    _mm_sfence(); /* stores past the cache are seen by whoever waits for this thread */
 #endif
-    return 0;
 }
 
 #include "detail.h"
@@ -220,17 +225,13 @@ static void *take_tasks(void *argument) {
 
 #define PUBLIC __attribute__((visibility("default")))
 
-/* Tasks go to whichever thread is free, so a core that somebody else uses holds up nobody. The caller works too, and
-   does everything when no thread can be had. */
+/* As many threads as there are tasks, and no more than torch has. */
+static int64_t threads_of(const Job *job) { return job->threads < job->tasks ? job->threads : job->tasks; }
+
+/* Tasks go to whichever thread is free, so a core that somebody else uses holds up nobody. */
 PUBLIC void rollcorr_correct(const Job *job) {
-    Work work = {job, 0};
-    pthread_t threads[MAX_THREADS];
-    int64_t wanted = (job->threads < job->tasks ? job->threads : job->tasks) - 1;
-    int started = 0;
-    while (started < wanted && started < MAX_THREADS && !pthread_create(&threads[started], 0, take_tasks, &work))
-        started++;
-    take_tasks(&work);
-    while (started > 0) pthread_join(threads[--started], 0);
+    Tasks tasks = {job, 0};
+    work_together(take_tasks, &tasks, threads_of(job));
     for (int64_t task = 1; task < job->tasks; task++) merge_rows(&job->rows[0], &job->rows[task], job->criteria_count);
     finish_rows(job, &job->rows[0]);
     for (int64_t i = 0; i < job->number_count; i++) job->numbers[i] = ((const double *)job->rows)[job->places[i]];
@@ -239,13 +240,7 @@ PUBLIC void rollcorr_correct(const Job *job) {
 /* One `Seen` for each of job->threads and one more, filled with what was seen before; `sums` are three for each sequence. */
 PUBLIC void rollcorr_detail(const Job *job, Seen *seen, double *sums) {
     Detail detail = {job, seen, sums, sums + job->sequences, sums + 2 * job->sequences, 0, 0};
-    pthread_t threads[MAX_THREADS];
-    int64_t wanted = (job->threads < job->tasks ? job->threads : job->tasks) - 1;
-    int started = 0;
-    while (started < wanted && started < MAX_THREADS && !pthread_create(&threads[started], 0, see_tasks, &detail))
-        started++;
-    see_tasks(&detail);
-    while (started > 0) pthread_join(threads[--started], 0);
+    work_together(see_tasks, &detail, threads_of(job));
 }
 
 PUBLIC int64_t rollcorr_seen_size(void) { return (int64_t)sizeof(Seen); }

@@ -93,13 +93,13 @@ static void see_sequence(const Detail *detail, Seen *seen, int64_t i) {
     detail->compared[i] = (double)compared;
 }
 
-static void *see_tasks(void *argument) {
+static void see_tasks(void *argument) {
     Detail *detail = argument;
     const Job *job = detail->job;
     Seen *seen = &detail->seen[__atomic_fetch_add(&detail->threads, 1, __ATOMIC_RELAXED)];
     for (;;) {
         int64_t task = __atomic_fetch_add(&detail->next, 1, __ATOMIC_RELAXED);
-        if (task >= job->tasks) return 0;
+        if (task >= job->tasks) return;
         int64_t first = task * job->sequences_per_task, last = first + job->sequences_per_task;
         for (int64_t i = first; i < last && i < job->sequences; i++) see_sequence(detail, seen, i);
     }

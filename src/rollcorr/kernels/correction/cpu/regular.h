@@ -13,16 +13,17 @@
 #define QUIET_REACH 1.0    /* nats; largest |d| of a quiet block */
 #define REGULAR_REACH 2.75 /* nats; largest |d| of a regular block */
 #define ORDINARY 15.0      /* nats; largest |log μ| of both: few tokens are sampled at e^-15 */
-#define ANCHOR (48.0f * VECTORS) /* of exact sums: half as large again as a power of two, so that no lane leaves its binade */
+#define ANCHOR (12.0f * VECTORS) /* of exact sums: half as large again as a power of two, so that no lane leaves its binade */
 
 enum { TO_NOBODY, TO_MEMORY, PAST_CACHE, TO_BLOCK }; /* where weights go; the last keeps all vectors, of regular blocks */
 
 /* Everything that is summed over such a block. */
-INLINE void sum_as(Block *block, Mismatch *sums, float *weights, const int destination) {
+INLINE void sum_as(Block *block, Totals *totals, float *weights, const int destination) {
     const float *train_at = block->train, *rollout_at = block->rollout;
     const int vectors = block->vectors;
-    Exact train_sum = {splat(ANCHOR), {0}}, rollout_sum = train_sum;
-    vf sum_magnitude = {0}, squares = {0}, sum_k3 = {0}, expm1_squares = {0}, sum_difference = {0}, most_difference = {0};
+    Exact sum_d = {splat(ANCHOR), {0}}; /* exponentiated, so it must not be rounded */
+    vf sum_magnitude = {0}, sum_squares = {0}, sum_rollout = {0};
+    vf sum_k3 = {0}, expm1_squares = {0}, sum_difference = {0}, most_difference = {0};
     vf least = splat(INFINITY), most = -least, farthest = {0};
     for (int v = 0; v < vectors; v++) {
         fetch_ahead(train_at + v * LANES);
@@ -38,79 +39,103 @@ INLINE void sum_as(Block *block, Mismatch *sums, float *weights, const int desti
             block->expm1[v] = e.expm1;
             block->k3[v] = e.k3;
         }
-        add_exactly(&train_sum, train);
-        add_exactly(&rollout_sum, rollout);
+        vf square = d * d;
+        add_exactly(&sum_d, d);
         sum_magnitude += magnitude(d);
-        squares += d * d;
+        sum_squares += square;
+        sum_rollout += rollout;
         sum_k3 += e.k3;
         expm1_squares += e.expm1 * e.expm1;
         sum_difference += difference;
-        most_difference = larger(most_difference, difference);
+        most_difference = larger_positive(most_difference, difference);
         least = smaller(least, d);
         most = larger(most, d);
-        farthest = larger(farthest, magnitude(rollout));
+        farthest = larger_positive(farthest, magnitude(rollout));
     }
-    double train_high = total(train_sum.high - ANCHOR), rollout_high = total(rollout_sum.high - ANCHOR);
-    double train_low = total(train_sum.low), rollout_low = total(rollout_sum.low);
-    v4f most_of = largest_of_each(-least, most, farthest, most_difference);
-    sums->train = train_high + train_low;
-    sums->rollout = rollout_high + rollout_low;
-    sums->d = (train_high - rollout_high) + (train_low - rollout_low); /* exponentiated, so it must not be rounded */
-    sums->magnitude = total(sum_magnitude);
-    sums->squares = total(squares);
-    sums->k3 = total(sum_k3);
-    sums->expm1 = sums->d + sums->k3;
-    sums->expm1_squares = total(expm1_squares);
-    sums->chi2 = sums->expm1_squares + 2 * sums->expm1; /* ρ² − 1 = (ρ − 1)² + 2 (ρ − 1) */
-    sums->difference = total(sum_difference);
-    sums->log_ratio = (Extremes){-(double)most_of[0], (double)most_of[1]};
-    sums->farthest = (double)most_of[2];
-    sums->most_difference = (double)most_of[3];
+    totals_of_each(&totals->of_d, sum_d.high - ANCHOR, sum_d.low, sum_magnitude, sum_squares);
+    totals_of_each(&totals->of_exp, sum_k3, expm1_squares, sum_difference, sum_rollout);
+    totals->most = largest_of_each(-least, most, farthest, most_difference);
 }
 
-/* Whether a block is regular; an upper limit on |d|. Extremes pass over a NaN, but Σ d² is NaN too. */
-static inline int is_within(const Mismatch *sums, double reach) {
-    return sums->squares < HOLDS && sums->log_ratio.min >= -reach && sums->log_ratio.max <= reach &&
-           sums->farthest <= ORDINARY;
+static inline double sum_of_d(const Totals *totals) { return totals->of_d[0] + totals->of_d[1]; }
+
+static Extremes range_of(const Totals *totals) { return (Extremes){-(double)totals->most[0], (double)totals->most[1]}; }
+
+/* The same by name, and what follows from it. */
+static void name_sums(const Totals *totals, Mismatch *sums) {
+    sums->d = sum_of_d(totals);
+    sums->magnitude = totals->of_d[2];
+    sums->squares = totals->of_d[3];
+    sums->k3 = totals->of_exp[0];
+    sums->expm1 = sums->d + sums->k3;
+    sums->expm1_squares = totals->of_exp[1];
+    sums->chi2 = sums->expm1_squares + 2 * sums->expm1; /* ρ² − 1 = (ρ − 1)² + 2 (ρ − 1) */
+    sums->difference = totals->of_exp[2];
+    sums->rollout = totals->of_exp[3];
+    sums->train = sums->rollout + sums->d;
+    sums->log_ratio = range_of(totals);
+    sums->most_difference = (double)totals->most[3];
+}
+
+/* Whether a block is regular; an upper limit on |d|. Extremes may pass over a NaN, but Σ d² is NaN too. */
+static inline int is_within(const Totals *totals, float reach) {
+    v4f most = totals->most;
+    return totals->of_d[3] < HOLDS && most[0] <= reach && most[1] <= reach && most[2] <= ORDINARY;
 }
 
 /* Whether nothing is decided about single tokens, and sums of squares say how far values spread: the mean is not large
-   beside them. Then Σ (x − mean)² = Σ x² − n mean² cancels no digits, neither of d nor of ρ − 1. */
-static inline int is_quiet(const Job *job, const Mismatch *sums, double n) {
-    double least = sums->log_ratio.min, most = sums->log_ratio.max;
-    return is_within(sums, QUIET_REACH) && least >= job->quiet.lower && most <= job->quiet.upper &&
-           4 * sums->d * sums->d <= n * sums->squares;
+   beside them. Then Σ (x − mean)² = Σ x² − n mean² cancels no digits, neither of d nor of ρ − 1. What holds for some
+   blocks holds for all of them together (Cauchy and Schwarz). */
+static inline int is_quiet(const Job *job, const Totals *totals, double n) {
+    double d = sum_of_d(totals);
+    return is_within(totals, QUIET_REACH) && -totals->most[0] >= job->quiet.lower &&
+           totals->most[1] <= job->quiet.upper && 4 * d * d <= n * totals->of_d[3];
 }
 
 enum { EXPECT_QUIET, EXPECT_REGULAR, EXPECT_OTHER };
 
-static void expect_first(Block *block) {
+static void start_sequence(Block *block) {
     const Band quiet = block->job->quiet;
     block->expected = quiet.lower <= quiet.upper ? EXPECT_QUIET : EXPECT_REGULAR;
+    block->quiet_tokens = 0;
+    block->quiet = (Totals){.most = {-INFINITY, -INFINITY}};
 }
 
 /* Sum a block that is valid throughout as the quiet or regular one that it is expected to be. If it is neither,
    its extremes and Σ d² say so, and nothing else of the sums is read. */
-static void sum_expected(Block *block, Mismatch *sums, float *weights) {
+static void sum_expected(Block *block, Totals *totals, float *weights) {
     block->summed = block->expected == EXPECT_REGULAR;
-    if (block->summed) sum_as(block, sums, weights, TO_BLOCK);
-    else if (!weights) sum_as(block, sums, weights, TO_NOBODY);
-    else if (can_pass_cache(weights)) sum_as(block, sums, weights, PAST_CACHE);
-    else sum_as(block, sums, weights, TO_MEMORY);
+    if (block->summed) sum_as(block, totals, weights, TO_BLOCK);
+    else if (!weights) sum_as(block, totals, weights, TO_NOBODY);
+    else if (can_pass_cache(weights)) sum_as(block, totals, weights, PAST_CACHE);
+    else sum_as(block, totals, weights, TO_MEMORY);
 }
 
-/* The rows of a quiet block; `weighing` if there are weights, which are its ratios. */
-static void add_quiet(const Block *block, Mismatch *sums, int weighing, Sequence *s, Rows *rows) {
+/* A quiet block joins those before it. Their rows are made once, at the end of the sequence. */
+static void join_quiet(Block *block, const Totals *totals, Rows *rows) {
+    block->quiet_tokens += block->tokens;
+    block->quiet.of_d += totals->of_d;
+    block->quiet.of_exp += totals->of_exp;
+    block->quiet.most = larger_of_four(block->quiet.most, totals->most);
+    count_ten_percent(block, range_of(totals), rows);
+}
+
+/* The rows of a sequence's quiet blocks; `weighing` if there are weights, which are the ratios. */
+static void add_quiet(Block *block, int weighing, Sequence *s, Rows *rows) {
     const Job *job = block->job;
-    double n = block->tokens;
-    sums->m2 = spread(n, sums->d, sums->squares);
-    add_mismatch(block, sums, s, rows);
-    if (job->needs_k2) s->k2 += sums->squares / 2;
+    double n = block->n_valid = block->n_measured = (double)block->quiet_tokens;
+    Mismatch sums;
+    if (n == 0) return;
+    name_sums(&block->quiet, &sums);
+    sums.m2 = spread(n, sums.d, sums.squares);
+    block->n_zero = 0;
+    add_mismatch(block, &sums, s, rows);
+    if (job->needs_k2) s->k2 += sums.squares / 2;
     s->kept += n;
     if (!weighing) return;
     if (job->mode == ICEPOP)
-        add_extremes(&rows->extremes[EXTREMES_weight], exp(sums->log_ratio.min), exp(sums->log_ratio.max));
-    double weight = n + sums->expm1, m2 = spread(n, sums->expm1, sums->expm1_squares);
+        add_extremes(&rows->extremes[EXTREMES_weight], exp(sums.log_ratio.min), exp(sums.log_ratio.max));
+    double weight = n + sums.expm1, m2 = spread(n, sums.expm1, sums.expm1_squares);
     add_moments(&rows->moments[MOMENTS_weight_raw], n, weight / n, m2);
     add_moments(&rows->moments[MOMENTS_weight], n, weight / n, m2);
     s->raw_weight += weight;

@@ -190,11 +190,18 @@ static void sum_wide(const Block *block, Mismatch *sums) {
 
 /* The mismatch of a block that is not quiet. `sums` holds what `sum_as` or `subtract` found. */
 static void measure(Block *block, Mismatch *sums, Sequence *s, Rows *rows) {
-    if (!block->regular) exponentiate(block, sums);
-    else if (!block->summed) sum_as(block, sums, 0, TO_BLOCK);
+    if (!block->regular) {
+        exponentiate(block, sums);
+    } else if (!block->summed) {
+        Totals totals;
+        sum_as(block, &totals, 0, TO_BLOCK);
+        name_sums(&totals, sums);
+    }
     if (block->wide) sum_wide(block, sums);
     else sums->m2 = sample(block, block->d, block->measured, block->n_measured, sums->d).m2;
     add_mismatch(block, sums, s, rows);
+    count_ten_percent(block, sums->log_ratio, rows);
+    rows->sums[SUM_capped] += count_beyond(block, sums, -CAP, CAP);
 }
 
 /* Moments of weights, from w − 1 where they are near 1 and from w where they are near 0: each is exact there. */

@@ -45,19 +45,36 @@ static inline int can_pass_cache(const float *out) { return 0 * (out != 0); }
 static inline void store_past_cache(float *out, vf x) { store(out, x); }
 #endif
 
+/* `larger_positive` is for values without a sign. Their bits are in order too, and integers are compared while the
+   processor adds floats elsewhere. */
 #if defined(__AVX512F__)
 static inline vf smaller(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
 static inline vf larger(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
+static inline vf larger_positive(vf a, vf b) { return (vf)_mm512_max_epi32((__m512i)a, (__m512i)b); }
 #elif defined(__AVX2__)
 static inline vf smaller(vf a, vf b) { return (vf)_mm256_min_ps((__m256)a, (__m256)b); }
 static inline vf larger(vf a, vf b) { return (vf)_mm256_max_ps((__m256)a, (__m256)b); }
+static inline vf larger_positive(vf a, vf b) { return (vf)_mm256_max_epi32((__m256i)a, (__m256i)b); }
 #elif defined(__x86_64__)
 static inline vf smaller(vf a, vf b) { return (vf)_mm_min_ps((__m128)a, (__m128)b); }
 static inline vf larger(vf a, vf b) { return (vf)_mm_max_ps((__m128)a, (__m128)b); }
+static inline vf larger_positive(vf a, vf b) { return larger(a, b); }
 #else
 static inline vf smaller(vf a, vf b) { return choose(a < b, a, b); }
 static inline vf larger(vf a, vf b) { return choose(a > b, a, b); }
+static inline vf larger_positive(vf a, vf b) { return larger(a, b); }
 #endif
+
+/* Whether memory holds the bits of a vector. */
+static inline int same_bits(const void *memory, vi x) {
+#if defined(__AVX512F__)
+    return _mm512_cmpneq_epi32_mask(_mm512_loadu_si512(memory), (__m512i)x) == 0;
+#elif defined(__AVX2__)
+    return _mm256_movemask_epi8(_mm256_cmpeq_epi32(_mm256_loadu_si256(memory), (__m256i)x)) == -1;
+#else
+    return memcmp(memory, &x, sizeof x) == 0;
+#endif
+}
 
 /* What rounding took from difference = a − b (Knuth): the two together are exact. */
 static inline vf rounded_off(vf a, vf b, vf difference) {
@@ -68,6 +85,7 @@ static inline vf rounded_off(vf a, vf b, vf difference) {
 /* Reductions over the lanes, by quarters. */
 typedef float v4f __attribute__((vector_size(16), may_alias));
 typedef int32_t v4i __attribute__((vector_size(16), may_alias));
+typedef double v4d __attribute__((vector_size(32), may_alias));
 
 static inline v4f sum_of_quarters(vf x) {
     v4f part[LANES / 4];
@@ -81,6 +99,32 @@ static inline double total(vf x) {
     return ((double)part[0] + (double)part[1]) + ((double)part[2] + (double)part[3]);
 }
 
+#if defined(__AVX__)
+#define AS_DOUBLES(x) ((v4d)_mm256_cvtps_pd((__m128)(x))) /* gcc goes by halves on its own */
+#else
+#define AS_DOUBLES(x) __builtin_convertvector(x, v4d)
+#endif
+
+/* Turn four rows of a 4 × 4 matrix into its columns. */
+static inline void transpose(v4f row[4]) {
+#if defined(__x86_64__)
+    _MM_TRANSPOSE4_PS(*(__m128 *)&row[0], *(__m128 *)&row[1], *(__m128 *)&row[2], *(__m128 *)&row[3]);
+#else
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < i; j++) {
+            float above = row[j][i];
+            row[j][i] = row[i][j];
+            row[i][j] = above;
+        }
+#endif
+}
+
+/* The totals of four vectors at once. */
+static inline void totals_of_each(v4d *out, vf a, vf b, vf c, vf d) {
+    v4f part[4] = {sum_of_quarters(a), sum_of_quarters(b), sum_of_quarters(c), sum_of_quarters(d)};
+    transpose(part);
+    *out = (AS_DOUBLES(part[0]) + AS_DOUBLES(part[1])) + (AS_DOUBLES(part[2]) + AS_DOUBLES(part[3]));
+}
 
 static inline double exact_total(vf x) {
     double sum = 0;
@@ -123,10 +167,9 @@ static inline double largest(vf x) { return -smallest(-x); }
 
 /* The largest lanes of four vectors at once. */
 static inline v4f largest_of_each(vf a, vf b, vf c, vf d) {
-    v4f of_a = larger_quarter(a), of_b = larger_quarter(b), of_c = larger_quarter(c), of_d = larger_quarter(d);
-    v4f found = {of_a[0], of_b[0], of_c[0], of_d[0]};
-    for (int i = 1; i < 4; i++) found = larger_of_four(found, (v4f){of_a[i], of_b[i], of_c[i], of_d[i]});
-    return found;
+    v4f part[4] = {larger_quarter(a), larger_quarter(b), larger_quarter(c), larger_quarter(d)};
+    transpose(part);
+    return larger_of_four(larger_of_four(part[0], part[1]), larger_of_four(part[2], part[3]));
 }
 
 /* A sum in float32 with what rounding took from it: the two together are good to 1e-9 of what was added (Dekker). It

@@ -1,0 +1,121 @@
+"""The threads of the compiled kernel stay between calls. Nobody notices, but for the time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollcorr import Correction, correct
+from rollcorr.kernels.correction.cpu import status
+
+pytestmark = pytest.mark.skipif(status()[0] is None, reason=f"{status()[1]}; `make install` builds it")
+TASKS = Path("/proc/self/task")
+
+
+@pytest.fixture(autouse=True)
+def three_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Several tasks, in which the policies are close."""
+    generator = torch.Generator().manual_seed(seed)
+    rollout = -2 * torch.rand(40, 4000, generator=generator)
+    train = rollout + 0.1 * torch.randn(40, 4000, generator=generator)
+    return train, rollout, torch.arange(4000) < torch.randint(1, 4001, (40, 1), generator=generator)
+
+
+def corrected(seed: int) -> Correction:
+    options = {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.8_1.3"}
+    return correct(*batch(seed), impl="cpu", **options)
+
+
+def equal(a: Correction, b: Correction) -> bool:
+    pairs = (a.weights, b.weights), (a.loss_mask, b.loss_mask), (a.statistics.pack(), b.statistics.pack())
+    return all(torch.equal(x, y) for x, y in pairs)
+
+
+def test_calls_at_the_same_time_each_get_their_own_numbers():
+    """One call has the helpers; the others work alone."""
+    expected = [corrected(seed) for seed in range(4)]
+    with ThreadPoolExecutor(4) as callers:
+        for _ in range(10):
+            for found, wanted in zip(callers.map(corrected, range(4)), expected, strict=True):
+                assert equal(found, wanted)
+
+
+@pytest.mark.skipif(not TASKS.exists(), reason="counts the threads of the process where Linux lists them")
+def test_calls_share_their_helpers():
+    corrected(0)
+    before = len(list(TASKS.iterdir()))
+    for seed in range(20):
+        corrected(seed)
+    assert len(list(TASKS.iterdir())) == before
+
+
+def test_more_threads_can_be_had_later():
+    expected = corrected(0)
+    for threads in (1, 2, 5, 3):
+        torch.set_num_threads(threads)
+        assert equal(corrected(0), expected)
+
+
+FORK = """
+import os, sys
+sys.path.insert(0, {folder!r})
+import torch
+torch.set_num_threads(3)
+from rollcorr import correct
+from test_cpu_helpers import batch
+
+tensors = batch(0)
+expected = correct(*tensors, impl="cpu").weights.numpy().tobytes()
+child = os.fork()
+if child == 0:  # where torch must not compute: its own threads do not survive a fork
+    same = [correct(*tensors, impl="cpu").weights.numpy().tobytes() == expected for _ in range(3)]
+    os._exit(0 if all(same) else 1)
+code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+assert correct(*tensors, impl="cpu").weights.numpy().tobytes() == expected
+sys.exit(code)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_process_gets_helpers_of_its_own():
+    """A data loader forks after the trainer has corrected a batch. The helpers stay behind, with their lock."""
+    program = FORK.format(folder=str(Path(__file__).parent))
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+SIGNAL = """
+import os, signal, sys
+sys.path.insert(0, {folder!r})
+import torch
+torch.set_num_threads(3)
+from rollcorr import correct
+from test_cpu_helpers import TASKS, batch
+
+tensors = batch(0)
+before = {{int(task.name) for task in TASKS.iterdir()}}  # torch's own are among them
+correct(*tensors, impl="cpu")
+helpers = [task for task in TASKS.iterdir() if int(task.name) not in before]
+for task in helpers:
+    blocked = next(line for line in (task / "status").read_text().splitlines() if line.startswith("SigBlk"))
+    assert int(blocked.split()[1], 16) >> (signal.SIGINT - 1) & 1, blocked
+assert helpers
+"""
+
+
+@pytest.mark.skipif(not TASKS.exists(), reason="reads the blocked signals of a thread where Linux shows them")
+def test_helpers_leave_signals_to_the_threads_of_python():
+    program = SIGNAL.format(folder=str(Path(__file__).parent))
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
