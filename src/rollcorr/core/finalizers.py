@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rollcorr.core.histograms import BINS, quantile
-from rollcorr.core.mergeable_statistics import Moments, population_std
+from rollcorr.core.mergeable_statistics import kish_sample_size, population_std
 
 Numbers = list[float]
 """The numbers of all rows, one after the other: `HostStatistics.numbers`."""
@@ -90,7 +90,7 @@ def effective_sample_size(name: str) -> Finalizer:
     """(Σ w)² / (n Σ w²)."""
     return Finalizer(
         (f"moments:{name}",),
-        lambda row: lambda x: Moments(*x[row : row + 3]).effective_sample_size,
+        lambda row: lambda x: kish_sample_size(*x[row : row + 3]),
         f"(Σ w)² / (n Σ w²) of {name}",
     )
 

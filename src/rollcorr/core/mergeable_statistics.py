@@ -271,6 +271,13 @@ def population_std(count: float, m2: float) -> float:
     return (m2 / count) ** 0.5 if count else 0.0
 
 
+def kish_sample_size(count: float, mean: float, m2: float) -> float:
+    """(Σ x)² / (n Σ x²), in [0, 1]; 0 when every value is 0 or there is none (Kish, 1965)."""
+    square = mean * mean
+    second_moment = m2 / count + square if count else 0.0
+    return min(1.0, square / second_moment) if second_moment > 0 else 0.0
+
+
 class Moments(NamedTuple):
     """Count, mean and M2 = Σ (x − mean)² of a sample, on the host."""
 
@@ -290,10 +297,8 @@ class Moments(NamedTuple):
 
     @property
     def effective_sample_size(self) -> float:
-        """(Σ x)² / (n Σ x²), in [0, 1]; 0 when every value is 0 or there is none (Kish, 1965)."""
-        square = self.mean * self.mean
-        second_moment = self.m2 / self.count + square if self.count else 0.0
-        return min(1.0, square / second_moment) if second_moment > 0 else 0.0
+        """(Σ x)² / (n Σ x²), in [0, 1]; 0 when every value is 0 or there is none."""
+        return kish_sample_size(*self)
 
 
 class Extremes(NamedTuple):

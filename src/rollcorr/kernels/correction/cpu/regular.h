@@ -29,8 +29,9 @@ INLINE void sum_as(Block *block, Totals *totals, float *weights, const int desti
         fetch_ahead(train_at + v * LANES);
         fetch_ahead(rollout_at + v * LANES);
         vf train = load(train_at + v * LANES), rollout = load(rollout_at + v * LANES), d = train - rollout;
+        vf probability = exp_of_ordinary(rollout);
         Exponential e = destination == TO_BLOCK ? exponential_regular(d) : exponential_quiet(d);
-        vf difference = exp_of_ordinary(rollout) * magnitude(e.expm1); /* |π − μ| = μ |ρ − 1| */
+        vf difference = probability * magnitude(e.expm1); /* |π − μ| = μ |ρ − 1| */
         if (destination == TO_MEMORY) store(weights + v * LANES, e.exp);
         if (destination == PAST_CACHE) store_past_cache(weights + v * LANES, e.exp);
         if (destination == TO_BLOCK) {
