@@ -79,6 +79,9 @@ def test_equal_options_are_checked_once():
 def test_an_unknown_option_is_answered_with_the_nearest():
     with pytest.raises(TypeError, match=r"there is no option 'rolout_is'.*Did you mean 'rollout_is'\?"):
         correct(*batch(), rolout_is="token")
+    with pytest.raises(TypeError, match=r"known are [^.]*\bimpl\b") as error:
+        correct(*batch(), implementation="torch")
+    assert str(error.value).count(" impl,") == 1  # an argument of correct and a field of its configuration
     with pytest.raises(ValueError, match="rollout_is must be one of"):
         correct(*batch(), rollout_is="tokens")
 

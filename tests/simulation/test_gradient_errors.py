@@ -20,6 +20,7 @@ from rollcorr.simulation import (
     gradient_sums,
     loss_coefficients,
     make_pair,
+    measure,
     mixed_rows,
     random_rejection,
     rejected_unit,
@@ -67,6 +68,14 @@ def test_a_formula_of_ones_own_is_measured_as_a_configuration_is():
     found = gradient_error(own, rows.pair.gradient, 8)
     for name in ("bias", "deviation", "direction", "ess", "kept"):
         assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-5, abs=1e-7), name
+
+
+def test_a_formula_of_ones_own_stands_in_the_table_of_configurations():
+    rows = every_sequence(make_pair("noise", 0.3, vocabulary=3, length=4))
+    own = LossCoefficients(rows.advantages[:, None].expand(rows.mask.shape), rows.mask)
+    plain, formula = measure(rows, {"none": None, "own": own}, (8,))
+    assert (formula["estimator"], formula["unit"]) == ("own", "")
+    assert formula["bias"] == pytest.approx(plain["bias"], rel=1e-6)
 
 
 def test_tokens_outside_the_mask_of_ones_own_formula_are_rejected():

@@ -40,7 +40,7 @@ def unknown_option(
         known: the options of the owner.
         elsewhere: how options of something that the owner takes are written, "{}" being one of them, and their names.
     """
-    known = list(known)
+    known = list(dict.fromkeys(known))
     homes = {other: place for place, names in (elsewhere or {}).items() for other in names if other not in known}
     if name in homes:
         return TypeError(f"{owner} itself has no option {name!r}; write {homes[name].format(f'{name}=…')}")

@@ -27,7 +27,7 @@ import torch
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.core import merge_statistics, metric_registry
 from rollcorr.correction import correct
-from rollcorr.simulation.estimators import Estimators, every_estimator, threshold_sweep
+from rollcorr.simulation.estimators import every_estimator, threshold_sweep
 from rollcorr.simulation.gradient_errors import (
     GradientError,
     GradientSums,
@@ -37,7 +37,7 @@ from rollcorr.simulation.gradient_errors import (
     rejected_unit,
     without_rejection,
 )
-from rollcorr.simulation.loss_coefficients import batch_gradient
+from rollcorr.simulation.loss_coefficients import LossCoefficients, batch_gradient
 from rollcorr.simulation.mismatches import KINDS, PolicyPair, make_pair, pair_at_kl
 from rollcorr.simulation.orders import (
     ORDER_CHECKS,
@@ -114,13 +114,16 @@ def run_cell(cell: Cell) -> list[ResultRow]:
 
 
 def measure(
-    rows: SequenceRows, estimators: Estimators, batch_sizes: tuple[int, ...], **labels: object
+    rows: SequenceRows,
+    estimators: Mapping[str, RolloutCorrectionConfig | LossCoefficients | None],
+    batch_sizes: tuple[int, ...],
+    **labels: object,
 ) -> list[ResultRow]:
     """A row for each estimator and batch size, with the matched random rejection beside each filter.
 
     Args:
         rows: sampled or exact.
-        estimators: name → configuration; None is no correction.
+        estimators: name → configuration; None is no correction; or a formula of your own, as `gradient_sums` takes it.
         batch_sizes: B, sequences.
         **labels: written in front of each row.
     """
@@ -136,16 +139,22 @@ def measure(
             unfiltered[config] = gradient_sums(rows, config)
         return unfiltered[config]
 
-    for name, config in estimators.items():
-        unit = None if config is None else rejected_unit(config)
-        sums, control = (measured(config) if unit is None else gradient_sums(rows, config)), None
-        if config is not None and unit is not None:
-            control = random_rejection(sums, measured(without_rejection(config)), rows, unit=unit)
+    for name, estimator in estimators.items():
+        unit, control = "", None
+        if estimator is None:
+            sums = measured(None)
+        elif isinstance(estimator, LossCoefficients):
+            sums = gradient_sums(rows, estimator)
+        elif (rejected := rejected_unit(estimator)) is None:
+            sums = measured(estimator)
+        else:
+            unit, sums = rejected, gradient_sums(rows, estimator)
+            control = random_rejection(sums, measured(without_rejection(estimator)), rows, unit=rejected)
         for batch_size in batch_sizes:
             error = gradient_error(sums, pair.gradient, batch_size)
             row = {**labels, **facts, "estimator": name, **_columns(error)}
             matched = None if control is None else gradient_error(control, pair.gradient, batch_size)
-            row["unit"] = unit or ""
+            row["unit"] = unit
             for column in ("bias", "deviation", "mse", "direction"):
                 row[f"random_{column}"] = "" if matched is None else getattr(matched, column).value
                 row[f"random_{column}_error"] = "" if matched is None else getattr(matched, column).error
