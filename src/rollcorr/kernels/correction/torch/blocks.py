@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from threading import Semaphore
 from typing import TypeVar
 
 import torch
@@ -19,7 +20,7 @@ from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.core.boundary import in_host_memory
 from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, outputs
 from rollcorr.kernels.correction.torch.decide import decide
-from rollcorr.kernels.correction.torch.regular import HostTokenPass
+from rollcorr.kernels.correction.torch.regular import HostTokenPass, filled_blocks, may_be_regular
 from rollcorr.kernels.correction.torch.table import Block, BlockRows, Reduction, SequenceTable
 from rollcorr.kernels.correction.torch.tokens import TokenPass
 
@@ -44,25 +45,29 @@ def torch_correction(
 ) -> CorrectionOutput:
     """As `rollcorr.kernels.correction.correction_kernel`; `block_tokens` sets a block's size."""
     weights, loss_mask = outputs(batch.mask, config, out)
-    blocks = list(token_blocks(batch.mask, batch.cu_seqlens, block_tokens))
+    readable = in_host_memory(batch.train, batch.rollout, batch.mask)
+    if readable and batch.cu_seqlens is None and batch.mask.numel() and may_be_regular(config):
+        blocks = list(filled_blocks(batch.mask, block_tokens or CPU_BLOCK))
+    else:
+        blocks = list(token_blocks(batch.mask, batch.cu_seqlens, block_tokens))
 
-    step = max(1, blocks[0].at.stop)
+    sizes = [block.at.stop - block.at.start for block in blocks]
     pieces = list(
         zip(
             blocks,
-            batch.train.split(step),
-            batch.rollout.split(step),
-            batch.mask.split(step),
-            [None] * len(blocks) if weights is None else weights.split(step),
-            loss_mask.split(step),
+            batch.train.split(sizes),
+            batch.rollout.split(sizes),
+            batch.mask.split(sizes),
+            [None] * len(blocks) if weights is None else weights.split(sizes),
+            loss_mask.split(sizes),
             strict=True,
         )
     )
 
-    readable = in_host_memory(batch.train, batch.rollout, batch.mask)
-
     def read(share: list[Piece]) -> TokenPass:
-        tokens = (HostTokenPass if readable else TokenPass)(config, batch.sequences, batch.mask.device)
+        tokens = TokenPass(config, batch.sequences, batch.mask.device)
+        if readable:
+            tokens = HostTokenPass(config, batch.sequences, batch.mask.device, block_tokens or CPU_BLOCK)
         for piece in share:
             tokens.read(*piece)
         tokens.finish()
@@ -99,8 +104,22 @@ def in_threads(read: Callable[[list[Item]], Result], blocks: list[Item], threads
     if threads == 1:
         return [read(blocks)]
     bounds = [len(blocks) * i // threads for i in range(threads + 1)]
+    own, begun = torch.get_num_threads(), Semaphore(0)
+
+    def read_alone(share: list[Item]) -> Result:
+        # torch would cut exp and dot of even a small block among more threads, and readers would wait for each other's.
+        torch.set_num_threads(1)
+        begun.release()
+        return read(share)
+
     with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(read, (blocks[start:end] for start, end in pairwise(bounds))))
+        try:
+            results = [pool.submit(read_alone, blocks[start:end]) for start, end in pairwise(bounds)]
+            for _ in results:
+                begun.acquire()
+        finally:
+            torch.set_num_threads(own)  # the number is a thread's own, but also what every new thread begins with
+        return [result.result() for result in results]
 
 
 def threads_for(tokens: Tensor) -> int:

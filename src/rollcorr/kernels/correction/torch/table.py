@@ -17,10 +17,12 @@ class Block(NamedTuple):
     Attributes:
         at: its rows when padded, its tokens when packed.
         lengths: how many of its tokens each sequence has, (B,), when packed; None when padded.
+        counts: how many tokens of each row count, when padded and read from host memory.
     """
 
     at: slice
     lengths: Tensor | None
+    counts: list[int] | None = None
 
     def ids(self) -> Tensor | None:
         """The sequence of each token, (n,) int64, when packed; None when padded."""
