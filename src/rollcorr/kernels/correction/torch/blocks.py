@@ -21,7 +21,7 @@ from rollcorr.core.boundary import in_host_memory
 from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, outputs
 from rollcorr.kernels.correction.torch.decide import decide
 from rollcorr.kernels.correction.torch.regular import HostTokenPass, filled_blocks, may_be_regular
-from rollcorr.kernels.correction.torch.table import Block, BlockRows, Reduction, SequenceTable
+from rollcorr.kernels.correction.torch.table import Block, BlockRows, Reduction, SequenceTable, lengths_in
 from rollcorr.kernels.correction.torch.tokens import TokenPass
 
 CPU_BLOCK = 1 << 15
@@ -46,8 +46,11 @@ def torch_correction(
     """As `rollcorr.kernels.correction.correction_kernel`; `block_tokens` sets a block's size."""
     weights, loss_mask = outputs(batch.mask, config, out)
     readable = in_host_memory(batch.train, batch.rollout, batch.mask)
-    if readable and batch.cu_seqlens is None and batch.mask.numel() and may_be_regular(config):
-        blocks = list(filled_blocks(batch.mask, block_tokens or CPU_BLOCK))
+    if readable and batch.mask.numel() and may_be_regular(config):
+        # Few and large: between operations readers wait for the interpreter, which costs more than a cache can save.
+        size = 2 * (block_tokens or CPU_BLOCK)
+        packed = batch.cu_seqlens is not None
+        blocks = list(token_blocks(batch.mask, batch.cu_seqlens, size) if packed else filled_blocks(batch.mask, size))
     else:
         blocks = list(token_blocks(batch.mask, batch.cu_seqlens, block_tokens))
 
@@ -160,7 +163,7 @@ def _lengths(cu_seqlens: Tensor | None, start: int, tokens: int, *, whole: bool)
     if cu_seqlens is None:
         return None
     offsets = cu_seqlens.to(torch.int64)
-    return offsets.diff() if whole else (offsets - start).clamp_(0, tokens).diff()
+    return offsets.diff() if whole else lengths_in(offsets, start, tokens)
 
 
 def _spread(per_sequence: Tensor, out: Tensor, block: Block) -> None:

@@ -40,7 +40,7 @@ class CountedTokens:
         """Take the mask, and where they lie: runs in order, or places in the flat block, (n,). Neither: everywhere."""
         self.at, self.counts, self.number = at, counts, sum(counts)
         self._whether, self._runs, self._index = whether, runs, index
-        self._is_even = counts[0] > 0 and counts.count(counts[0]) == len(counts)
+        self._is_even = 0 < counts[0] < SHORT and counts.count(counts[0]) == len(counts)
         if not self._is_even:
             lengths = np.array(counts)
             self._present = lengths > 0
@@ -85,7 +85,7 @@ class CountedTokens:
 
     def sums(self, values: np.ndarray) -> np.ndarray:
         """Σ over each sequence: (..., n) → (..., sequences)."""
-        if self._is_even:  # rows may be short: numpy would go from one to the next, torch takes several at a time
+        if self._is_even:
             return torch.from_numpy(values).unflatten(-1, (len(self.counts), -1)).sum(-1).numpy()
         return self._reduced(np.add, values, 0.0)
 
@@ -97,7 +97,7 @@ class CountedTokens:
         return self._reduced(np.minimum, values, np.inf), self._reduced(np.maximum, values, -np.inf)
 
     def _reduced(self, how: np.ufunc, values: np.ndarray, nothing: float) -> np.ndarray:
-        """Sequences of any lengths at once: numpy adds and compares several values at a time here, torch does not."""
+        """Sequences of any lengths at once. Short ones of one length are for torch, which is faster where it can be."""
         found = np.full((*values.shape[:-1], len(self.counts)), nothing)
         found[..., self._present] = how.reduceat(values, self._starts, axis=-1)
         return found

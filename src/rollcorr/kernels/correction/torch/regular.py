@@ -79,9 +79,9 @@ class HostTokenPass(TokenPass):
     """As `TokenPass`, for tensors whose values can be read."""
 
     def __init__(self, config: RolloutCorrectionConfig, sequences: int, device: torch.device, size: int) -> None:
-        """As `TokenPass`; `size` is how many tokens a block holds, of those that count or, read in full, of all."""
+        """As `TokenPass`; a block has `size` tokens where it is read in full, and twice as many where it is regular."""
         super().__init__(config, sequences, device)
-        self._size, self._memory = size, np.empty((4, size))
+        self._size, self._memory = size, np.empty((4, 0))
         self._may_be_regular = may_be_regular(config)
         self._reach = min(CAP, config.safety_bound)
         self._untouched = _untouched(config)
@@ -100,7 +100,7 @@ class HostTokenPass(TokenPass):
         tokens = counted_tokens(mask, block) if self._may_be_regular and mask.numel() else None
         if tokens is not None:
             if tokens.number > self._memory.shape[1]:
-                self._memory = np.empty((4, tokens.number))
+                self._memory = torch.empty(4, max(tokens.number, 2 * self._size), dtype=torch.float64).numpy()
             columns = self._memory[:, : tokens.number]
             buffers = _Buffers(*columns)
             tokens.take(train, buffers.train, buffers.expm1)
@@ -120,22 +120,14 @@ class HostTokenPass(TokenPass):
                 self._found.append(_Found(tokens, sums, bounded, smallest, largest))
                 return
 
-        # In full, padding takes room too. Fewer rows at a time, and those without the odd token are regular after all.
-        rows = max(1, self._size // max(1, mask.shape[-1]))
-        if block.counts is None or len(block.counts) <= rows:
+        # In full, a block takes more buffers. Parts of it without the odd token are regular after all.
+        step = max(1, self._size // max(1, mask.shape[-1])) if block.lengths is None else self._size
+        if len(mask) <= step:
             super().read(block, train, rollout, mask, weights, loss_mask)
             return
-        for start in range(0, len(block.counts), rows):
-            part = slice(start, start + rows)
-            at = slice(block.at.start + start, min(block.at.start + start + rows, block.at.stop))
-            self.read(
-                Block(at, None, block.counts[part]),
-                train[part],
-                rollout[part],
-                mask[part],
-                None if weights is None else weights[part],
-                loss_mask[part],
-            )
+        for at, part in block.parts(step):
+            of_part = None if weights is None else weights[at]
+            self.read(part, train[at], rollout[at], mask[at], of_part, loss_mask[at])
 
     def finish(self) -> None:
         """Put together what the regular blocks gave."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,6 +29,21 @@ class Block(NamedTuple):
         if self.lengths is None:
             return None
         return torch.repeat_interleave(self.lengths, output_size=self.at.stop - self.at.start)
+
+    def parts(self, step: int) -> Iterator[tuple[slice, Block]]:
+        """Blocks of `step` of its rows or tokens, and where in this block each lies."""
+        offsets = None if self.lengths is None else torch.cat([self.lengths[:1] * 0, self.lengths.cumsum(0)])
+        size = self.at.stop - self.at.start
+        for start in range(0, size, step):
+            end = min(start + step, size)
+            lengths = None if offsets is None else lengths_in(offsets, start, end - start)
+            counts = None if self.counts is None else self.counts[start:end]
+            yield slice(start, end), Block(slice(self.at.start + start, self.at.start + end), lengths, counts)
+
+
+def lengths_in(offsets: Tensor, start: int, tokens: int) -> Tensor:
+    """How many of some tokens in a row are of each sequence, (B,), given where sequences begin, (B + 1,) int64."""
+    return (offsets - start).clamp_(0, tokens).diff()
 
 
 class SequenceTable:
