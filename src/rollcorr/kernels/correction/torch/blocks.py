@@ -20,8 +20,8 @@ from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.core.boundary import in_host_memory
 from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, outputs
 from rollcorr.kernels.correction.torch.decide import decide
-from rollcorr.kernels.correction.torch.regular import HostTokenPass, filled_blocks, may_be_regular
-from rollcorr.kernels.correction.torch.table import Block, BlockRows, Reduction, SequenceTable, lengths_in
+from rollcorr.kernels.correction.torch.regular import HostTokenPass, clear_dropped, filled_blocks, may_be_regular
+from rollcorr.kernels.correction.torch.table import Block, BlockRows, Reduction, SequenceTable
 from rollcorr.kernels.correction.torch.tokens import TokenPass
 
 CPU_BLOCK = 1 << 15
@@ -83,8 +83,11 @@ def torch_correction(
     decision = decide(table, rows, config)
 
     # What was decided for sequences is multiplied into what the blocks wrote. Packed: the ids of one block at a time.
+    if readable:
+        clear_dropped(decision.kept, loss_mask, batch.cu_seqlens)
     for block in blocks if batch.cu_seqlens is not None else [Block(slice(None), None)]:
-        _spread(decision.kept, loss_mask, block)
+        if not readable:
+            _spread(decision.kept, loss_mask, block)
         if weights is not None and decision.weight is not None:
             _spread(decision.weight.float(), weights, block)
 
@@ -153,17 +156,9 @@ def token_blocks(mask: Tensor, cu_seqlens: Tensor | None, size: int | None = Non
         size = max(1, mask.numel())
     size = size or (CPU_BLOCK if mask.device.type == "cpu" else DEVICE_BLOCK)
     step = size if cu_seqlens is not None else max(1, size // max(1, mask.shape[1]))
-    for start in range(0, max(1, mask.shape[0]), step):
-        tokens = min(step, mask.shape[0] - start)
-        yield Block(slice(start, start + tokens), _lengths(cu_seqlens, start, tokens, whole=tokens == mask.shape[0]))
-
-
-def _lengths(cu_seqlens: Tensor | None, start: int, tokens: int, *, whole: bool) -> Tensor | None:
-    """How many tokens of each sequence lie in a block, (B,), when packed; None when padded."""
-    if cu_seqlens is None:
-        return None
-    offsets = cu_seqlens.to(torch.int64)
-    return offsets.diff() if whole else lengths_in(offsets, start, tokens)
+    lengths = None if cu_seqlens is None else cu_seqlens.to(torch.int64).diff()
+    for _, block in Block(slice(0, mask.shape[0]), lengths).parts(step):
+        yield block
 
 
 def _spread(per_sequence: Tensor, out: Tensor, block: Block) -> None:

@@ -40,11 +40,9 @@ class CountedTokens:
         """Take the mask, and where they lie: runs in order, or places in the flat block, (n,). Neither: everywhere."""
         self.at, self.counts, self.number = at, counts, sum(counts)
         self._whether, self._runs, self._index = whether, runs, index
-        self._is_even = 0 < counts[0] < SHORT and counts.count(counts[0]) == len(counts)
-        if not self._is_even:
-            lengths = np.array(counts)
-            self._present = lengths > 0
-            self._starts = (np.cumsum(lengths) - lengths)[self._present]
+        lengths = np.array(counts)
+        self._present = lengths > 0
+        self._starts = (np.cumsum(lengths) - lengths)[self._present]
 
     def take(self, source: Tensor, out: np.ndarray, spare: np.ndarray) -> None:
         """Widen the tokens of a block, (rows, T) or (tokens,), into (n,); `spare` is overwritten."""
@@ -85,19 +83,13 @@ class CountedTokens:
 
     def sums(self, values: np.ndarray) -> np.ndarray:
         """Σ over each sequence: (..., n) → (..., sequences)."""
-        if self._is_even:
-            return torch.from_numpy(values).unflatten(-1, (len(self.counts), -1)).sum(-1).numpy()
         return self._reduced(np.add, values, 0.0)
 
     def extremes(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The smallest and the largest of each sequence, (n,) → (sequences,); (inf, −inf) of one without tokens."""
-        if self._is_even:
-            rows = torch.from_numpy(values).view(len(self.counts), -1)
-            return rows.amin(-1).numpy(), rows.amax(-1).numpy()
         return self._reduced(np.minimum, values, np.inf), self._reduced(np.maximum, values, -np.inf)
 
     def _reduced(self, how: np.ufunc, values: np.ndarray, nothing: float) -> np.ndarray:
-        """Sequences of any lengths at once. Short ones of one length are for torch, which is faster where it can be."""
         found = np.full((*values.shape[:-1], len(self.counts)), nothing)
         found[..., self._present] = how.reduceat(values, self._starts, axis=-1)
         return found

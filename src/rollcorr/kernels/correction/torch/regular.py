@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -38,37 +37,6 @@ HAIR = 1e-9
 """Nats: a log-ratio that is farther than this from a bound on weights is on the same side of it as its exponential."""
 
 
-class _Buffers(NamedTuple):
-    """float64 memory for the tokens that count, (n,) each, where the long way has its own.
-
-    Four buffers are enough, and few enough to stay in a core's cache: log π and log μ are written over as soon as their
-    sums are known, and e^d − 1 becomes the weight in its place.
-    """
-
-    train: np.ndarray
-    rollout: np.ndarray
-    log_ratio: np.ndarray
-    expm1: np.ndarray
-
-
-class _Found(NamedTuple):
-    """What a regular block says about its sequences, (S,) each.
-
-    Attributes:
-        tokens: which they are.
-        sums: Σ of columns.
-        bounded: Σ of the weights, where a bound acts on one of them.
-        smallest: log-ratio.
-        largest: log-ratio.
-    """
-
-    tokens: CountedTokens
-    sums: dict[str, np.ndarray]
-    bounded: np.ndarray | None
-    smallest: np.ndarray
-    largest: np.ndarray
-
-
 SUMMED = frozenset(
     ("valid", "compared", "measured", "capped", "train", "rollout", "log_ratio", "k2", "expm1", "raw", "weight")
 )
@@ -88,7 +56,7 @@ class HostTokenPass(TokenPass):
 
         # What regular blocks give is put together at the end: an operation on a few numbers takes as long as one on a
         # thousand.
-        self._found: list[_Found] = []
+        self._found: list[tuple[CountedTokens, dict[str, np.ndarray]]] = []
         self._sums = dict.fromkeys(self._counted_rows(), 0.0)
         self._moments: dict[str, list[tuple[float, float, float]]] = {row: [] for row, _, _ in self._samples}
         self._most_difference = 0.0
@@ -100,24 +68,25 @@ class HostTokenPass(TokenPass):
         tokens = counted_tokens(mask, block) if self._may_be_regular and mask.numel() else None
         if tokens is not None:
             if tokens.number > self._memory.shape[1]:
-                self._memory = torch.empty(4, max(tokens.number, 2 * self._size), dtype=torch.float64).numpy()
+                self._memory = torch.empty(
+                    4, max(tokens.number, 2 * self._size), dtype=torch.float64, device="cpu"
+                ).numpy()
             columns = self._memory[:, : tokens.number]
-            buffers = _Buffers(*columns)
-            tokens.take(train, buffers.train, buffers.expm1)
-            tokens.take(rollout, buffers.rollout, buffers.expm1)
-            np.subtract(buffers.train, buffers.rollout, out=buffers.log_ratio)
-            smallest, largest = tokens.extremes(buffers.log_ratio)
-            low, high = self._range(buffers, smallest.tolist(), largest.tolist())
-            if low <= high:
+            pi, mu, d, spare = columns
+            tokens.take(train, pi, spare)
+            tokens.take(rollout, mu, spare)
+            smallest, largest = tokens.extremes(np.subtract(pi, mu, out=d))
+
+            # A NaN is within no bounds. A sequence without tokens has infinite ends, the wrong way round.
+            low, high, least, most = (float(x) for x in (smallest.min(), largest.max(), mu.min(), mu.max()))
+            if -self._reach <= low <= high <= self._reach and -ORDINARY <= least <= most <= ORDINARY:
                 sums, squares = self._read_regular(tokens, columns, low, high)
                 tokens.mark(loss_mask)
-                bounded = None
                 if weights is not None and self._config.rollout_is == "token":
-                    offset = float(sums["expm1"].sum()) / tokens.number
-                    bounded = self._weigh_regular(tokens, buffers, (low, high), weights, offset, squares)
+                    sums["weight"] = self._weigh_regular(tokens, columns, (low, high), weights, sums, squares)
                 elif weights is not None:
                     weights.copy_(loss_mask)  # the sequence's weight is multiplied in at the end
-                self._found.append(_Found(tokens, sums, bounded, smallest, largest))
+                self._found.append((tokens, sums | {"smallest": smallest, "largest": largest}))
                 return
 
         # In full, a block takes more buffers. Parts of it without the odd token are regular after all.
@@ -134,16 +103,17 @@ class HostTokenPass(TokenPass):
         if not self._found:
             return
         device = self._nothing.device
-        sequences = [i for found in self._found for i in range(found.tokens.at.start, found.tokens.at.stop)]
-        at = torch.tensor(sequences, device=device)
-        counts = [n for found in self._found for n in found.tokens.counts]
+        at = torch.tensor(
+            [i for tokens, _ in self._found for i in range(tokens.at.start, tokens.at.stop)], device=device
+        )
+        counts = [n for tokens, _ in self._found for n in tokens.counts]
         counted = torch.tensor(counts, dtype=STATISTICS_DTYPE, device=device)
-        sums = {name: _joined([found.sums[name] for found in self._found]) for name in self._found[0].sums}
-        if "weight" in self._columns:
-            sums |= self._sums_of_weights(counted, sums["expm1"])
-        self.table.add_counted(at, counted, sums)
-        smallest = _joined([found.smallest for found in self._found])
-        self.table.widen("log_ratio", at, smallest, _joined([found.largest for found in self._found]))
+        found = {
+            name: torch.from_numpy(np.concatenate([of_block[name] for _, of_block in self._found]))
+            for name in self._found[0][1]
+        }
+        self.table.add_counted(at, counted, found)
+        self.table.widen("log_ratio", at, found["smallest"], found["largest"])
 
         merged = [number for parts in self._moments.values() for number in _merged(parts)]
         listed = [*self._sums.values(), *merged, self._most_difference]
@@ -154,17 +124,6 @@ class HostTokenPass(TokenPass):
             self.rows.moments(name, next(numbers), next(numbers), next(numbers))
         self.rows.extremes("prob_diff_abs", self._nothing, next(numbers))
 
-    def _sums_of_weights(self, counted: Tensor, expm1: Tensor) -> dict[str, Tensor]:
-        """Σ of the weights over each sequence, before and after truncation: w = (e^d − 1) + 1, where no bound acts."""
-        raw, start = expm1 + counted, 0
-        weight = raw.clone()
-        for found in self._found:
-            end = start + len(found.tokens.counts)
-            if found.bounded is not None:
-                weight[start:end] = torch.from_numpy(found.bounded)
-            start = end
-        return {"raw": raw, "weight": weight}
-
     def _counted_rows(self) -> list[str]:
         """The sums that blocks leave in the rows. What is capped or saturated is in no regular block."""
         rows = ["prob_diff_abs", "expm1_squares", "abs_log_ratio", "capped_high", "capped_low"]
@@ -174,23 +133,13 @@ class HostTokenPass(TokenPass):
             rows += [] if self._config.safety_bound == CAP else ["saturated_high", "saturated_low"]
         return rows
 
-    def _range(self, buffers: _Buffers, smallest: list[float], largest: list[float]) -> tuple[float, float]:
-        """The ends of the log-ratios of a regular block, given those of its sequences; (inf, −inf) of another."""
-        least, most = buffers.rollout.min(), buffers.rollout.max()
-
-        # A NaN is within no bounds. A sequence without tokens has infinite ends, the wrong way round.
-        reach = self._reach
-        near = all(-reach <= low <= high <= reach or low > high for low, high in zip(smallest, largest, strict=True))
-        if not (near and -ORDINARY <= least <= most <= ORDINARY):
-            return math.inf, -math.inf
-        return min(smallest), max(largest)
-
     def _read_regular(
         self, tokens: CountedTokens, columns: np.ndarray, low: float, high: float
     ) -> tuple[dict[str, np.ndarray], float]:
         """What is known of tokens before they are weighed; returns Σ of columns over sequences, and Σ (e^d − 1)².
 
-        `columns` are the buffers as one, (4, n).
+        `columns` are log π, log μ, d and room for e^d − 1, (4, n) float64. Four are enough: log π and log μ are written
+        over as soon as their sums are known, and e^d − 1 becomes the weight in its place.
         """
         pi, mu, d, expm1 = columns
         sums, total = dict(zip(("train", "rollout", "log_ratio"), tokens.sums(columns[:3]), strict=True)), self._sums
@@ -204,6 +153,7 @@ class HostTokenPass(TokenPass):
         of_torch = torch.from_numpy(columns)
         torch.expm1(of_torch[2], out=of_torch[3])
         sums["expm1"], squares = tokens.sums(expm1), _squares(expm1)
+        sums["raw"] = sums["expm1"] + tokens.counts
         total["expm1_squares"] += squares
 
         # |π − μ| = μ |e^d − 1| loses no digits where the two are near. It is taken in float64: ranks of a group cut the
@@ -217,41 +167,42 @@ class HostTokenPass(TokenPass):
     def _weigh_regular(
         self,
         tokens: CountedTokens,
-        buffers: _Buffers,
+        columns: np.ndarray,
         ends: tuple[float, float],
         out: Tensor,
-        offset: float,
+        sums: dict[str, np.ndarray],
         squares: float,
-    ) -> np.ndarray | None:
-        """Token-level weights, in place of e^d − 1; returns Σ over each sequence where a bound acts on one of them.
+    ) -> np.ndarray:
+        """Token-level weights, in place of e^d − 1; returns their Σ over each sequence.
 
         Args:
             tokens: which they are.
-            buffers: d and e^d − 1 of them.
+            columns: as `_read_regular` leaves them.
             ends: the smallest and the largest log-ratio.
             out: the block of weights.
-            offset: mean of e^d − 1.
+            sums: Σ of e^d − 1 and of e^d over each sequence.
             squares: Σ (e^d − 1)².
         """
-        config, work, n = self._config, buffers.train, tokens.number
-        self._count_beyond("is_high", "is_low", self._band, ends, buffers.log_ratio)
+        config, n, (work, _, d, weight) = self._config, tokens.number, columns
+        self._count_beyond("is_high", "is_low", self._band, ends, d)
 
         # Spreads are taken around 1. The mean of weights near 0 has no digits there.
-        weight = np.add(buffers.expm1, 1.0, out=buffers.expm1)
+        weight += 1.0
+        offset = float(sums["expm1"].sum()) / n
         mean = 1.0 + offset if offset > -0.5 else float(weight.sum()) / n
         untouched = config.is_mode == "none" or self._untouched[0] <= ends[0] <= ends[1] <= self._untouched[1]
         for row in ("weight_raw", "weight") if untouched else ("weight_raw",):
             self._describe_sample(row, weight, mean, squares, offset, work)
         if untouched:
             tokens.put(weight, out, work)
-            return None
+            return sums["raw"]
 
         np.clip(weight, config.rollout_is_floor, config.is_upper, out=weight)
         tokens.put(weight, out, work)
-        sums = tokens.sums(weight)
-        mean = float(sums.sum()) / n
+        bounded = tokens.sums(weight)
+        mean = float(bounded.sum()) / n
         self._describe_sample("weight", weight, mean, _squares(weight), mean, work)
-        return sums
+        return bounded
 
     def _describe_sample(
         self, row: str, values: np.ndarray, mean: float, squares: float, offset: float, work: np.ndarray
@@ -294,8 +245,15 @@ def filled_blocks(mask: Tensor, size: int) -> Iterator[Block]:
     yield Block(slice(start, len(counts)), None, counts[start:])
 
 
-def _joined(parts: list[np.ndarray]) -> Tensor:
-    return torch.from_numpy(np.concatenate(parts))
+def clear_dropped(kept: Tensor, loss_mask: Tensor, cu_seqlens: Tensor | None) -> None:
+    """Clear the tokens of sequences that are not kept, in place; the rest of the loss mask is not read again."""
+    dropped, written = np.flatnonzero(~kept.numpy()), loss_mask.detach().numpy()
+    if cu_seqlens is None:
+        written[dropped] = False
+        return
+    offsets = cu_seqlens.tolist()
+    for i in dropped.tolist():
+        written[offsets[i] : offsets[i + 1]] = False
 
 
 def _squares(values: np.ndarray) -> float:

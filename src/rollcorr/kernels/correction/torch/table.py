@@ -31,19 +31,17 @@ class Block(NamedTuple):
         return torch.repeat_interleave(self.lengths, output_size=self.at.stop - self.at.start)
 
     def parts(self, step: int) -> Iterator[tuple[slice, Block]]:
-        """Blocks of `step` of its rows or tokens, and where in this block each lies."""
-        offsets = None if self.lengths is None else torch.cat([self.lengths[:1] * 0, self.lengths.cumsum(0)])
+        """Blocks of `step` of its rows or tokens, and where in this block each lies; one for a block without any."""
         size = self.at.stop - self.at.start
+        if size <= step:
+            yield slice(0, size), self
+            return
+        offsets = None if self.lengths is None else torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
         for start in range(0, size, step):
             end = min(start + step, size)
-            lengths = None if offsets is None else lengths_in(offsets, start, end - start)
+            lengths = None if offsets is None else (offsets - start).clamp_(0, end - start).diff()
             counts = None if self.counts is None else self.counts[start:end]
             yield slice(start, end), Block(slice(self.at.start + start, self.at.start + end), lengths, counts)
-
-
-def lengths_in(offsets: Tensor, start: int, tokens: int) -> Tensor:
-    """How many of some tokens in a row are of each sequence, (B,), given where sequences begin, (B + 1,) int64."""
-    return (offsets - start).clamp_(0, tokens).diff()
 
 
 class SequenceTable:
