@@ -68,14 +68,15 @@ class HostTokenPass(TokenPass):
         tokens = counted_tokens(mask, block) if self._may_be_regular and mask.numel() else None
         if tokens is not None:
             if tokens.number > self._memory.shape[1]:
-                self._memory = torch.empty(
-                    4, max(tokens.number, 2 * self._size), dtype=torch.float64, device="cpu"
-                ).numpy()
+                room = max(tokens.number, 2 * self._size)
+                self._memory = torch.empty(4, room, dtype=torch.float64, device="cpu").numpy()
             columns = self._memory[:, : tokens.number]
             pi, mu, d, spare = columns
             tokens.take(train, pi, spare)
             tokens.take(rollout, mu, spare)
-            smallest, largest = tokens.extremes(np.subtract(pi, mu, out=d))
+            with np.errstate(all="ignore"):  # ∞ − ∞ is no matter for a warning: the block is read in full
+                np.subtract(pi, mu, out=d)
+            smallest, largest = tokens.extremes(d)
 
             # A NaN is within no bounds. A sequence without tokens has infinite ends, the wrong way round.
             low, high, least, most = (float(x) for x in (smallest.min(), largest.max(), mu.min(), mu.max()))
