@@ -97,7 +97,10 @@ class CountedTokens:
 
 def row_counts(mask: Tensor) -> list[int]:
     """How many tokens of each row count, (B, T) → B numbers."""
-    return [int(np.count_nonzero(row)) for row in _bytes(mask)]
+    whether = _bytes(mask)
+    if whether.shape[1] < SHORT:
+        return np.count_nonzero(whether, axis=1).tolist()  # slower for a token, but one operation
+    return [int(np.count_nonzero(row)) for row in whether]
 
 
 def counted_tokens(mask: Tensor, block: Block) -> CountedTokens | None:
