@@ -163,10 +163,6 @@ def token_blocks(mask: Tensor, cu_seqlens: Tensor | None, size: int | None = Non
 
 def _spread(per_sequence: Tensor, out: Tensor, block: Block) -> None:
     """Multiply every token of a block by its sequence's value, in place."""
-    # The bytes of a bool are 0 and 1, and eager torch multiplies bytes several at a time. What torch.compile makes has
-    # no need of that, and its C++ of a bool that is seen as bytes does not compile.
-    if out.dtype == torch.bool and not torch.compiler.is_compiling():
-        per_sequence, out = per_sequence.view(torch.uint8), out.view(torch.uint8)
     ids = block.ids()
     out[block.at].mul_(per_sequence[block.at].unsqueeze(-1) if ids is None else per_sequence[ids])
 
