@@ -105,9 +105,10 @@ it is in cache. The threads stay between calls. The kernel uses AVX-512, AVX2 or
 `make test-arm` compiles it for arm64; it has run on x86-64 only.
 
 *Eager torch* (`impl="torch"`) computes the same sums in float64, {_block()} tokens at a time; each thread takes whole
-blocks. Masks are float64 too, because eager torch sums numbers several times as fast as bools. A block takes some 50
-operations and three exponentials, at 0.2 to 0.5 ns per token each. In host memory, where it collects the tokens that
-count, a block without missing, extreme or capped tokens takes some 35 and two.
+blocks, and runs no operation in threads of its own. Masks are float64 too, because eager torch sums numbers several
+times as fast as bools. A block takes some 50 operations and three exponentials, at 0.2 to 0.5 ns per token each. In
+host memory it collects the tokens that count, twice as many in a block. A block without missing, extreme or capped
+tokens then takes some 25 and two, most of them in numpy: Python's lock changes hands less often.
 
 ## On a GPU
 

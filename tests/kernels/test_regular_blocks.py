@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from counting import Counts
 
 from rollcorr import correct
 from rollcorr.config import RolloutCorrectionConfig
-from rollcorr.kernels.correction.torch import blocks, counted_tokens
+from rollcorr.kernels.correction.torch import blocks, counted_tokens, regular, tokens
 
 B, T = 6, 40
 CONFIGURATIONS = {
@@ -118,8 +123,61 @@ def test_tokens_that_count_are_found_wherever_they_lie(places, short, packed, na
 
 def test_a_mask_of_any_true_byte_counts_each_token_once():
     mask = torch.tensor([[1, 255, 0, 2], [0, 0, 0, 0]], dtype=torch.uint8).view(torch.bool)
-    tokens = counted_tokens.counted_tokens(mask, blocks.Block(slice(0, 2), None))
-    assert (tokens.number, tokens.counts) == (3, [3, 0])
+    found = counted_tokens.counted_tokens(mask, blocks.Block(slice(0, 2), None))
+    assert (found.number, found.counts) == (3, [3, 0])
     marked = torch.ones(2, 4, dtype=torch.bool)
-    tokens.mark(marked)
+    found.mark(marked)
     assert marked.view(torch.uint8).tolist() == [[1, 1, 0, 1], [0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_what_a_block_finds_is_no_matter_for_a_warning(odd):
+    train, rollout, mask = batch(0.3, whole=True)
+    if ODD[odd] is not None:
+        train[0, 5], rollout[0, 5] = ODD[odd]
+    rollout[1, 2] = train[1, 2] = -math.inf  # ∞ − ∞
+    with warnings.catch_warnings(), np.errstate(all="warn"):
+        warnings.simplefilter("error")
+        correct(train, rollout, mask, RolloutCorrectionConfig(rollout_is="token"), impl="torch")
+
+
+def test_padding_fills_no_block():
+    """Blocks are cut by tokens that count: 3 rows of 2 fit into 6, and a row that is longer has its own."""
+    mask = torch.arange(8) < torch.tensor([2, 2, 2, 8, 0, 3])[:, None]
+    found = [(block.at, block.counts) for block in regular.filled_blocks(mask, 6)]
+    assert found == [(slice(0, 3), [2, 2, 2]), (slice(3, 4), [8]), (slice(4, 6), [0, 3])]
+
+
+def test_an_odd_token_has_only_the_rows_around_it_read_in_full(monkeypatch):
+    """A block of 4 rows is taken apart, and of its halves only the one with the odd token is read in full."""
+    seen = []
+    read = tokens.TokenPass.read
+    monkeypatch.setattr(blocks, "CPU_BLOCK", 2 * T)
+    monkeypatch.setattr(
+        tokens.TokenPass, "read", lambda self, block, *of: (seen.append(block.at), read(self, block, *of))
+    )
+    train, rollout, mask = batch(0.3, whole=True)
+    train[1, 5] = math.nan
+    correct(train, rollout, mask, RolloutCorrectionConfig(rollout_is="token"), impl="torch")
+    assert seen == [slice(0, 2)]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_readers_leave_the_number_of_threads_as_it_was(fails):
+    """A reader has one thread; its caller, and a thread that begins later, have as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with pytest.raises(ValueError, match="odd") if fails else contextlib.nullcontext():
+            assert blocks.in_threads(partial(threads_of_a_reader, fails=fails), [0, 1, 2], 2) == [1, 1]
+        assert torch.get_num_threads() == 3
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(torch.get_num_threads).result() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def threads_of_a_reader(share, fails):
+    if fails:
+        raise ValueError("odd")
+    return torch.get_num_threads()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from threading import Semaphore
 from typing import TypeVar
 
 import torch
@@ -19,7 +20,7 @@ from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.core.boundary import in_host_memory
 from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, outputs
 from rollcorr.kernels.correction.torch.decide import decide
-from rollcorr.kernels.correction.torch.regular import HostTokenPass
+from rollcorr.kernels.correction.torch.regular import HostTokenPass, clear_dropped, filled_blocks, may_be_regular
 from rollcorr.kernels.correction.torch.table import Block, BlockRows, Reduction, SequenceTable
 from rollcorr.kernels.correction.torch.tokens import TokenPass
 
@@ -44,25 +45,32 @@ def torch_correction(
 ) -> CorrectionOutput:
     """As `rollcorr.kernels.correction.correction_kernel`; `block_tokens` sets a block's size."""
     weights, loss_mask = outputs(batch.mask, config, out)
-    blocks = list(token_blocks(batch.mask, batch.cu_seqlens, block_tokens))
+    readable = in_host_memory(batch.train, batch.rollout, batch.mask)
+    if readable and batch.mask.numel() and may_be_regular(config):
+        # Few and large: between operations readers wait for the interpreter, which costs more than a cache can save.
+        size = 2 * (block_tokens or CPU_BLOCK)
+        packed = batch.cu_seqlens is not None
+        blocks = list(token_blocks(batch.mask, batch.cu_seqlens, size) if packed else filled_blocks(batch.mask, size))
+    else:
+        blocks = list(token_blocks(batch.mask, batch.cu_seqlens, block_tokens))
 
-    step = max(1, blocks[0].at.stop)
+    sizes = [block.at.stop - block.at.start for block in blocks]
     pieces = list(
         zip(
             blocks,
-            batch.train.split(step),
-            batch.rollout.split(step),
-            batch.mask.split(step),
-            [None] * len(blocks) if weights is None else weights.split(step),
-            loss_mask.split(step),
+            batch.train.split(sizes),
+            batch.rollout.split(sizes),
+            batch.mask.split(sizes),
+            [None] * len(blocks) if weights is None else weights.split(sizes),
+            loss_mask.split(sizes),
             strict=True,
         )
     )
 
-    readable = in_host_memory(batch.train, batch.rollout, batch.mask)
-
     def read(share: list[Piece]) -> TokenPass:
-        tokens = (HostTokenPass if readable else TokenPass)(config, batch.sequences, batch.mask.device)
+        tokens = TokenPass(config, batch.sequences, batch.mask.device)
+        if readable:
+            tokens = HostTokenPass(config, batch.sequences, batch.mask.device, block_tokens or CPU_BLOCK)
         for piece in share:
             tokens.read(*piece)
         tokens.finish()
@@ -75,8 +83,11 @@ def torch_correction(
     decision = decide(table, rows, config)
 
     # What was decided for sequences is multiplied into what the blocks wrote. Packed: the ids of one block at a time.
+    if readable:
+        clear_dropped(decision.kept, loss_mask, batch.cu_seqlens)
     for block in blocks if batch.cu_seqlens is not None else [Block(slice(None), None)]:
-        _spread(decision.kept, loss_mask, block)
+        if not readable:
+            _spread(decision.kept, loss_mask, block)
         if weights is not None and decision.weight is not None:
             _spread(decision.weight.float(), weights, block)
 
@@ -99,8 +110,22 @@ def in_threads(read: Callable[[list[Item]], Result], blocks: list[Item], threads
     if threads == 1:
         return [read(blocks)]
     bounds = [len(blocks) * i // threads for i in range(threads + 1)]
+    own, begun = torch.get_num_threads(), Semaphore(0)
+
+    def read_alone(share: list[Item]) -> Result:
+        # torch would cut exp and dot of even a small block among more threads, and readers would wait for each other's.
+        torch.set_num_threads(1)
+        begun.release()
+        return read(share)
+
     with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(read, (blocks[start:end] for start, end in pairwise(bounds))))
+        try:
+            results = [pool.submit(read_alone, blocks[start:end]) for start, end in pairwise(bounds)]
+            for _ in results:
+                begun.acquire()
+        finally:
+            torch.set_num_threads(own)  # the number is a thread's own, but also what every new thread begins with
+        return [result.result() for result in results]
 
 
 def threads_for(tokens: Tensor) -> int:
@@ -131,25 +156,13 @@ def token_blocks(mask: Tensor, cu_seqlens: Tensor | None, size: int | None = Non
         size = max(1, mask.numel())
     size = size or (CPU_BLOCK if mask.device.type == "cpu" else DEVICE_BLOCK)
     step = size if cu_seqlens is not None else max(1, size // max(1, mask.shape[1]))
-    for start in range(0, max(1, mask.shape[0]), step):
-        tokens = min(step, mask.shape[0] - start)
-        yield Block(slice(start, start + tokens), _lengths(cu_seqlens, start, tokens, whole=tokens == mask.shape[0]))
-
-
-def _lengths(cu_seqlens: Tensor | None, start: int, tokens: int, *, whole: bool) -> Tensor | None:
-    """How many tokens of each sequence lie in a block, (B,), when packed; None when padded."""
-    if cu_seqlens is None:
-        return None
-    offsets = cu_seqlens.to(torch.int64)
-    return offsets.diff() if whole else (offsets - start).clamp_(0, tokens).diff()
+    lengths = None if cu_seqlens is None else cu_seqlens.to(torch.int64).diff()
+    for _, block in Block(slice(0, mask.shape[0]), lengths).parts(step):
+        yield block
 
 
 def _spread(per_sequence: Tensor, out: Tensor, block: Block) -> None:
     """Multiply every token of a block by its sequence's value, in place."""
-    # The bytes of a bool are 0 and 1, and eager torch multiplies bytes several at a time. What torch.compile makes has
-    # no need of that, and its C++ of a bool that is seen as bytes does not compile.
-    if out.dtype == torch.bool and not torch.compiler.is_compiling():
-        per_sequence, out = per_sequence.view(torch.uint8), out.view(torch.uint8)
     ids = block.ids()
     out[block.at].mul_(per_sequence[block.at].unsqueeze(-1) if ids is None else per_sequence[ids])
 

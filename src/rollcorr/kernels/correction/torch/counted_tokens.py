@@ -1,7 +1,8 @@
 """The tokens of a block that count, brought together: where they lie in it, and how many each sequence has.
 
 Nothing that is computed of them needs a mask, and padding costs nothing. This reads the mask's values, so it is for
-host memory alone.
+host memory alone. It works in numpy: on a few thousand numbers that costs a fraction of what torch asks, and leaves the
+interpreter to the other threads.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from rollcorr.kernels.correction.torch.table import Block
 SHORT = 512
 """Tokens: runs that are shorter than this on average are not copied one by one, because each costs an operation."""
 
-Place = tuple[int, slice] | slice
-"""Where a run of tokens is in its block: (row, columns), or tokens."""
+Place = tuple[int, slice]
+"""Where a run of tokens is in its block: row, columns."""
 
 
 class CountedTokens:
@@ -29,109 +30,114 @@ class CountedTokens:
     """
 
     def __init__(
-        self, at: slice, counts: list[int], number: int, runs: list[Place] | None = None, index: Tensor | None = None
+        self,
+        at: slice,
+        counts: list[int],
+        whether: np.ndarray,
+        runs: list[Place] | None = None,
+        index: np.ndarray | None = None,
     ) -> None:
-        """Take where they lie: runs in order, or places in the flat block, (n,) int64. Neither: everywhere."""
-        self.at, self.counts, self.number = at, counts, number
-        self._runs, self._index = runs, index
-        self._is_even = counts[0] > 0 and counts.count(counts[0]) == len(counts)
-        if not self._is_even:
-            lengths = np.array(counts)
-            self._present = lengths > 0
-            self._starts = (np.cumsum(lengths) - lengths)[self._present]
+        """Take the mask, and where they lie: runs in order, or places in the flat block, (n,). Neither: everywhere."""
+        self.at, self.counts, self.number = at, counts, sum(counts)
+        self._whether, self._runs, self._index = whether, runs, index
+        lengths = np.array(counts)
+        self._present = lengths > 0
+        self._starts = (np.cumsum(lengths) - lengths)[self._present]
 
-    def take(self, source: Tensor, out: Tensor, spare: Tensor) -> None:
+    def take(self, source: Tensor, out: np.ndarray, spare: np.ndarray) -> None:
         """Widen the tokens of a block, (rows, T) or (tokens,), into (n,); `spare` is overwritten."""
-        if self.number == source.numel():
-            out.view(source.shape).copy_(source)
-            return
+        narrow = source.detach()
+        block = (narrow if narrow.dtype in (torch.float32, torch.float64) else narrow.float()).numpy()
         if self._index is not None:
-            narrow = spare.view(source.dtype)[: self.number]
-            out.copy_(torch.index_select(source.reshape(-1), 0, self._index, out=narrow))
-            return
-        start = 0
-        for place in self._runs or ():
-            run = source[place]
-            end = start + run.numel()
-            out[start:end].view(run.shape).copy_(run)
-            start = end
+            # Told to clip, numpy writes to `out` at once; no place is out of bounds.
+            found = spare.view(block.dtype)[: self.number]
+            out[:] = block.reshape(-1).take(self._index, out=found, mode="clip")
+        elif self._runs is None:
+            out.reshape(block.shape)[:] = block
+        else:
+            start = 0
+            for place in self._runs:
+                run = block[place]
+                out[start : (start := start + len(run))] = run
 
-    def put(self, values: Tensor, out: Tensor, spare: Tensor) -> None:
+    def put(self, values: np.ndarray, out: Tensor, spare: np.ndarray) -> None:
         """Narrow (n,) into a contiguous block, which is 0 elsewhere; `spare` is overwritten."""
-        if self.number == out.numel():
-            out.copy_(values.view(out.shape))
-            return
-        out.zero_()
+        block = out.detach().numpy()
         if self._index is not None:
-            narrow = spare.view(out.dtype)[: self.number].copy_(values)
-            out.view(-1).index_copy_(0, self._index, narrow)
-            return
-        start = 0
-        for place in self._runs or ():
-            run = out[place]
-            end = start + run.numel()
-            run.copy_(values[start:end].view(run.shape))
-            start = end
+            narrow = spare.view(block.dtype)[: self.number]
+            narrow[:] = values
+            block.fill(0)
+            block.reshape(-1)[self._index] = narrow
+        elif self._runs is None:
+            block[:] = values.reshape(block.shape)
+        else:
+            block.fill(0)
+            start = 0
+            for place in self._runs:
+                run = block[place]
+                run[:] = values[start : (start := start + len(run))]
 
     def mark(self, out: Tensor) -> None:
         """True where a token counts, False elsewhere, in a contiguous bool block."""
-        if self.number == out.numel():
-            out.fill_(True)
-            return
-        out.zero_()
-        if self._index is not None:
-            out.view(-1).index_fill_(0, self._index, True)
-        for place in self._runs or ():
-            out[place].fill_(True)
+        np.not_equal(self._whether, 0, out=out.numpy())
 
-    def sums(self, values: Tensor) -> Tensor:
-        """Σ over each sequence: (n,) → (sequences,)."""
-        if self._is_even:
-            return values.view(len(self.counts), -1).sum(-1)
+    def sums(self, values: np.ndarray) -> np.ndarray:
+        """Σ over each sequence: (..., n) → (..., sequences)."""
         return self._reduced(np.add, values, 0.0)
 
-    def extremes(self, values: Tensor) -> tuple[Tensor, Tensor]:
+    def extremes(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The smallest and the largest of each sequence, (n,) → (sequences,); (inf, −inf) of one without tokens."""
-        if self._is_even:
-            rows = values.view(len(self.counts), -1)
-            return rows.amin(-1), rows.amax(-1)
         return self._reduced(np.minimum, values, np.inf), self._reduced(np.maximum, values, -np.inf)
 
-    def _reduced(self, how: np.ufunc, values: Tensor, nothing: float) -> Tensor:
-        """Sequences of any lengths at once: numpy adds and compares several values at a time here, torch does not."""
-        found = np.full(len(self.counts), nothing)
-        found[self._present] = how.reduceat(values.numpy(), self._starts)
-        return torch.from_numpy(found)
+    def _reduced(self, how: np.ufunc, values: np.ndarray, nothing: float) -> np.ndarray:
+        found = np.full((*values.shape[:-1], len(self.counts)), nothing)
+        found[..., self._present] = how.reduceat(values, self._starts, axis=-1)
+        return found
+
+
+def row_counts(mask: Tensor) -> list[int]:
+    """How many tokens of each row count, (B, T) → B numbers."""
+    whether = _bytes(mask)
+    if whether.shape[1] < SHORT:
+        return np.count_nonzero(whether, axis=1).tolist()  # slower for a token, but one operation
+    return [int(np.count_nonzero(row)) for row in whether]
 
 
 def counted_tokens(mask: Tensor, block: Block) -> CountedTokens | None:
     """The tokens of a block that count; None where there is none."""
-    whether = mask.view(torch.uint8).numpy()  # a bool's true may be any byte but 0
+    whether = _bytes(mask)
+    if block.lengths is not None:
+        return _packed(whether, block.lengths)
+
+    T = whether.shape[1]
+    counts = row_counts(mask) if block.counts is None else block.counts
+    number = sum(counts)
+    if number in (0, whether.size):
+        return CountedTokens(block.at, counts, whether) if number else None
+    runs = None if T < SHORT else _runs(whether, counts)
+    index = None if runs is not None else np.flatnonzero(whether)
+    return CountedTokens(block.at, counts, whether, runs, index)
+
+
+def _bytes(mask: Tensor) -> np.ndarray:
+    """A bool mask as numbers: its true may be any byte but 0."""
+    whether: np.ndarray = mask.view(torch.uint8).numpy()
+    return whether
+
+
+def _packed(whether: np.ndarray, lengths: Tensor) -> CountedTokens | None:
+    """As `counted_tokens`, of a packed block."""
     number = int(np.count_nonzero(whether))
     if not number:
         return None
-    if block.lengths is not None:
-        return _packed(whether, number, block.lengths)
-
-    rows, T = whether.shape
-    if number == whether.size:
-        return CountedTokens(block.at, [T] * rows, number)
-    counts = [int(np.count_nonzero(row)) for row in whether]
-    runs = None if T < SHORT else _runs(whether, counts)
-    index = None if runs is not None else torch.from_numpy(np.flatnonzero(whether))
-    return CountedTokens(block.at, counts, number, runs, index)
-
-
-def _packed(whether: np.ndarray, number: int, lengths: Tensor) -> CountedTokens:
-    """As `counted_tokens`, of a packed block."""
     inside = np.flatnonzero(lengths.numpy())
     first, last = int(inside[0]), int(inside[-1]) + 1
     counts, at = lengths[first:last].tolist(), slice(first, last)
     if number == whether.size:
-        return CountedTokens(at, counts, number)
+        return CountedTokens(at, counts, whether)
     index = np.flatnonzero(whether)
     counts = np.diff(np.searchsorted(index, np.cumsum([0, *counts]))).tolist()
-    return CountedTokens(at, counts, number, index=torch.from_numpy(index))
+    return CountedTokens(at, counts, whether, index=index)
 
 
 def _runs(whether: np.ndarray, counts: list[int]) -> list[Place] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,16 +17,31 @@ class Block(NamedTuple):
     Attributes:
         at: its rows when padded, its tokens when packed.
         lengths: how many of its tokens each sequence has, (B,), when packed; None when padded.
+        counts: how many tokens of each row count, when padded and read from host memory.
     """
 
     at: slice
     lengths: Tensor | None
+    counts: list[int] | None = None
 
     def ids(self) -> Tensor | None:
         """The sequence of each token, (n,) int64, when packed; None when padded."""
         if self.lengths is None:
             return None
         return torch.repeat_interleave(self.lengths, output_size=self.at.stop - self.at.start)
+
+    def parts(self, step: int) -> Iterator[tuple[slice, Block]]:
+        """Blocks of `step` of its rows or tokens, and where in this block each lies; one for a block without any."""
+        size = self.at.stop - self.at.start
+        if size <= step:
+            yield slice(0, size), self
+            return
+        offsets = None if self.lengths is None else torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
+        for start in range(0, size, step):
+            end = min(start + step, size)
+            lengths = None if offsets is None else (offsets - start).clamp_(0, end - start).diff()
+            counts = None if self.counts is None else self.counts[start:end]
+            yield slice(start, end), Block(slice(self.at.start + start, self.at.start + end), lengths, counts)
 
 
 class SequenceTable:
