@@ -100,7 +100,7 @@ bytes. Fresh memory costs several times the arithmetic, so reuse buffers with `o
 *Compiled C* (`impl="cpu"`, which `"auto"` takes if installation found a C compiler) works on 512 tokens at a time in
 float32 vectors, and adds blocks in float64 ([precision](correction.md#precision)). A block is *quiet* if it is valid
 throughout, no log-ratio is beyond ±1 nat, no |log μ| is above 15, and no bound on a token acts. One loop without masks
-takes 1,024 such tokens, in some 55 AVX-512 instructions for each 16. Any other block is read again, step by step, while
+takes 2,048 such tokens, in some 60 AVX-512 instructions for each 16. Any other block is read again, step by step, while
 it is in cache. The threads stay between calls. The kernel uses AVX-512, AVX2 or the compiler's own vectors.
 `make test-arm` compiles it for arm64; it has run on x86-64 only.
 

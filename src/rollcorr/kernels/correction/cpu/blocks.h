@@ -1,5 +1,5 @@
-/* A block: up to 512 tokens of one sequence, what is known about them, and what they add to the statistics. A block that
-   may be quiet (regular.h) has up to 1,024: nothing of it is kept. */
+/* A block: up to 512 tokens of one sequence, what is known about them, and what they add to the statistics. One that may
+   be quiet (regular.h) may be long, because nothing of it is kept. */
 
 #ifndef ROLLCORR_BLOCKS_H
 #define ROLLCORR_BLOCKS_H
@@ -8,7 +8,8 @@
 #include "vectors.h"
 
 #define BLOCK 512
-#define LONG_BLOCK 1024
+#define LONG_BLOCK (128 * LANES) /* float32 sums of that many numbers in a lane are good to 1e-6 */
+#define CALM 4 /* quiet blocks in a row, after which a long one is tried: a long one that fails is read for nothing */
 #define VECTORS (BLOCK / LANES)
 #define EACH_VECTOR(v, block) for (int v = 0; v < (block)->vectors; v++)
 #define INLINE static inline __attribute__((always_inline))
@@ -31,6 +32,7 @@ typedef struct { /* totals of one block, or of all quiet ones of a sequence, in 
 typedef struct {
     const Job *job;
     int expected; /* what a block is taken for at first, after what the one before it in its sequence was */
+    int calm;     /* quiet blocks since one that was not */
     int64_t quiet_tokens;
     Totals quiet; /* of the sequence's quiet blocks so far */
     int tokens, vectors;

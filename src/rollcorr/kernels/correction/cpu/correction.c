@@ -106,6 +106,7 @@ static void pass_block(Block *block, const Row *data, int64_t start, Sequence *s
     if (is == VALID && block->expected != EXPECT_OTHER) {
         sum_expected(block, &totals, weights_out);
         if (block->tokens > BLOCK && !is_quiet(job, &totals, block->tokens)) { /* too long to be anything else */
+            block->calm = 0;
             set_tokens(block, BLOCK, BLOCK);
             set_plain(block);
             sum_expected(block, &totals, weights_out);
@@ -118,6 +119,7 @@ static void pass_block(Block *block, const Row *data, int64_t start, Sequence *s
             return;
         }
     }
+    block->calm = 0;
     sort_block(block, data, start, is, &totals, &sums);
     measure(block, &sums, s, rows);
     double weight_before = s->weight;
@@ -171,7 +173,7 @@ static void pass_sequence(Block *block, int64_t i, Rows *rows) {
     Sequence s = {.range = {INFINITY, -INFINITY}};
     start_sequence(block);
     for (int64_t start = 0; start < data.length; start += block->tokens) {
-        int may_be_long = block->expected == EXPECT_QUIET && job->mask_type == MASK_BYTE;
+        int may_be_long = block->expected == EXPECT_QUIET && block->calm >= CALM && job->mask_type == MASK_BYTE;
         set_tokens(block, data.length - start, may_be_long ? LONG_BLOCK : BLOCK);
         pass_block(block, &data, start, &s, rows);
     }

@@ -13,7 +13,7 @@
 #define QUIET_REACH 1.0    /* nats; largest |d| of a quiet block */
 #define REGULAR_REACH 2.75 /* nats; largest |d| of a regular block */
 #define ORDINARY 15.0      /* nats; largest |log μ| of both: few tokens are sampled at e^-15 */
-#define ANCHOR (12.0f * VECTORS) /* of exact sums: half as large again as a power of two, so that no lane leaves its binade */
+#define ANCHOR 12288.0f      /* of exact sums: 1.5 · 2^13, so that no lane leaves its binade */
 
 enum { TO_NOBODY, TO_MEMORY, PAST_CACHE, TO_BLOCK }; /* where weights go; the last keeps all vectors, of regular blocks */
 
@@ -21,8 +21,8 @@ enum { TO_NOBODY, TO_MEMORY, PAST_CACHE, TO_BLOCK }; /* where weights go; the la
 INLINE void sum_as(Block *block, Totals *totals, float *weights, const int destination) {
     const float *train_at = block->train, *rollout_at = block->rollout;
     const int vectors = block->vectors;
-    Exact sum_d = {splat(ANCHOR), {0}}; /* exponentiated, so it must not be rounded */
-    vf sum_magnitude = {0}, sum_squares = {0}, sum_rollout = {0};
+    Exact train_sum = {splat(ANCHOR), {0}}, rollout_sum = train_sum;
+    vf sum_magnitude = {0}, sum_squares = {0};
     vf sum_k3 = {0}, expm1_squares = {0}, sum_difference = {0}, most_difference = {0};
     vf least = splat(INFINITY), most = -least, farthest = {0};
     for (int v = 0; v < vectors; v++) {
@@ -41,19 +41,23 @@ INLINE void sum_as(Block *block, Totals *totals, float *weights, const int desti
             block->k3[v] = e.k3;
         }
         vf square = d * d;
-        add_exactly(&sum_d, d);
+        add_exactly(&train_sum, train);
+        add_exactly(&rollout_sum, rollout);
         sum_magnitude += magnitude(d);
         sum_squares += square;
-        sum_rollout += rollout;
         sum_k3 += e.k3;
         expm1_squares += e.expm1 * e.expm1;
         sum_difference += difference;
         most_difference = larger_positive(most_difference, difference);
         least = smaller(least, d);
         most = larger(most, d);
-        farthest = larger_positive(farthest, magnitude(rollout));
+        farthest = farther(farthest, rollout);
     }
-    totals_of_each(&totals->of_d, sum_d.high - ANCHOR, sum_d.low, sum_magnitude, sum_squares);
+
+    /* Σ d is exponentiated, so it must not be rounded. The difference of the high parts is exact. */
+    vf d_high = train_sum.high - rollout_sum.high, d_low = train_sum.low - rollout_sum.low;
+    vf sum_rollout = (rollout_sum.high - ANCHOR) + rollout_sum.low;
+    totals_of_each(&totals->of_d, d_high, d_low, sum_magnitude, sum_squares);
     totals_of_each(&totals->of_exp, sum_k3, expm1_squares, sum_difference, sum_rollout);
     totals->most = largest_of_each(-least, most, farthest, most_difference);
 }
@@ -98,6 +102,7 @@ enum { EXPECT_QUIET, EXPECT_REGULAR, EXPECT_OTHER };
 static void start_sequence(Block *block) {
     const Band quiet = block->job->quiet;
     block->expected = quiet.lower <= quiet.upper ? EXPECT_QUIET : EXPECT_REGULAR;
+    block->calm = CALM;
     block->quiet_tokens = 0;
     block->quiet = (Totals){.most = {-INFINITY, -INFINITY}};
 }
@@ -114,6 +119,7 @@ static void sum_expected(Block *block, Totals *totals, float *weights) {
 
 /* A quiet block joins those before it. Their rows are made once, at the end of the sequence. */
 static void join_quiet(Block *block, const Totals *totals, Rows *rows) {
+    block->calm++;
     block->quiet_tokens += block->tokens;
     block->quiet.of_d += totals->of_d;
     block->quiet.of_exp += totals->of_exp;

@@ -51,6 +51,7 @@ static inline void store_past_cache(float *out, vf x) { store(out, x); }
 static inline vf smaller(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
 static inline vf larger(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
 static inline vf larger_positive(vf a, vf b) { return (vf)_mm512_max_epi32((__m512i)a, (__m512i)b); }
+static inline vf farther(vf a, vf b) { return (vf)_mm512_range_ps((__m512)a, (__m512)b, 11); } /* larger |x|, without sign */
 #elif defined(__AVX2__)
 static inline vf smaller(vf a, vf b) { return (vf)_mm256_min_ps((__m256)a, (__m256)b); }
 static inline vf larger(vf a, vf b) { return (vf)_mm256_max_ps((__m256)a, (__m256)b); }
@@ -75,6 +76,10 @@ static inline int same_bits(const void *memory, vi x) {
     return memcmp(memory, &x, sizeof x) == 0;
 #endif
 }
+
+#if !defined(__AVX512F__)
+static inline vf farther(vf a, vf b) { return larger_positive(a, magnitude(b)); }
+#endif
 
 /* What rounding took from difference = a − b (Knuth): the two together are exact. */
 static inline vf rounded_off(vf a, vf b, vf difference) {
