@@ -108,10 +108,7 @@ def extension(level: str) -> Extension:
     return Extension(
         f"rollcorr.kernels.correction.cpu.correction_{level}",
         [str(SOURCES / FOLDER / "correction.c")],
-        depends=[
-            str(SOURCES / FOLDER / name)
-            for name in ("blocks.h", "detail.h", "helpers.h", "job.h", "regular.h", "sequences.h", "tokens.h", "vectors.h")
-        ],
+        depends=[str(header) for header in sorted((SOURCES / FOLDER).glob("*.h"))],
         extra_compile_args=[*FLAGS, *LEVELS[level]],
         extra_link_args=["-pthread"],
         libraries=["m"],

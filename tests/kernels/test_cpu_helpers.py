@@ -69,6 +69,31 @@ def test_more_threads_can_be_had_later():
         assert equal(corrected(0), expected)
 
 
+def test_helpers_calculate_as_their_caller_does():
+    """Where tiny numbers become 0 for the caller, they do for the helpers: who took a task changes no bit."""
+    tiny = torch.full((40, 4000), -1e-39)
+    tensors = 3 * tiny, tiny, torch.ones(40, 4000, dtype=torch.bool)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush")
+    try:
+        found = [correct(*tensors, impl="cpu").statistics.pack() for _ in range(10)]
+        torch.set_num_threads(1)
+        alone = correct(*tensors, impl="cpu").statistics.pack()
+    finally:
+        torch.set_flush_denormal(False)
+    assert all(torch.equal(x, alone) for x in found)
+
+
+def test_details_at_the_same_time_are_those_of_each_batch():
+    def worst(seed: int):
+        return correct(*batch(seed), impl="cpu", detail=True).worst()
+
+    expected = [worst(seed) for seed in range(3)]
+    with ThreadPoolExecutor(3) as callers:
+        for _ in range(5):
+            assert list(callers.map(worst, range(3))) == expected
+
+
 FORK = """
 import os, sys
 sys.path.insert(0, {folder!r})

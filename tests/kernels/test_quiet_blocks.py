@@ -50,6 +50,22 @@ def test_one_token_on_either_side_of_a_limit_of_the_log_ratio(level, config):
 
 @levels
 @configurations
+@pytest.mark.parametrize("spread", [0.02, 0.15])
+@pytest.mark.parametrize("log_probs", [torch.float32, torch.bfloat16])
+def test_one_odd_token_anywhere_in_a_long_block(level, config, spread, log_probs):
+    """Before it, after it and in its place blocks are as long as they get."""
+    places = [0, 511, 512, 1023, 1024, 1500, 2047, 2048, 2599, 4095, 4096, 6000]
+    odd = torch.tensor([-0.2, 0.9, -2.0, 6.0, -30.0, math.inf, math.nan])
+    train, rollout, mask = close_policies(len(places) * len(odd), 6100, spread)
+    rows = torch.arange(len(mask))
+    at = torch.tensor(places).repeat_interleave(len(odd))
+    train[rows, at] = rollout[rows, at] + odd.repeat(len(places))
+    batch = train.to(log_probs), rollout.to(log_probs), mask
+    assert_same(cpu_correction(*batch, config, level=level), reference_correction(*batch, config), **CLOSE)
+
+
+@levels
+@configurations
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -200.0, -60.0, -15.1, -14.9, 0.0, 14.9, 15.1, 90.0])
 def test_one_log_prob_on_either_side_of_what_is_ordinary(level, config, value):
     train, rollout, mask = close_policies(4, 528)
@@ -105,6 +121,16 @@ def test_a_sum_of_log_ratios_is_better_than_each_of_them(level):
     from_rounded = (train - rollout).double().sum().item()
     assert abs(from_rounded - exact) > 1e-6
     assert output.statistics.read().moments["log_ratio"].total == pytest.approx(exact, abs=1e-7)
+
+
+@levels
+def test_a_sum_of_tiny_log_ratios_keeps_its_digits_beside_large_log_probs(level):
+    generator = torch.Generator().manual_seed(4)
+    rollout = -14 - 0.9 * torch.rand(2, 4096, generator=generator)
+    train = rollout + 3e-6 * torch.randn(2, 4096, generator=generator).abs()
+    output = cpu_correction(train, rollout, torch.ones_like(rollout, dtype=torch.bool), configuration(), level=level)
+    exact = (train.double() - rollout.double()).sum().item()
+    assert output.statistics.read().moments["log_ratio"].total == pytest.approx(exact, rel=1e-6, abs=1e-8)
 
 
 @levels

@@ -163,8 +163,9 @@ static void count_ten_percent(const Block *block, Extremes range, Rows *rows) {
     if (range.min >= lower && range.max <= upper) return;
     vi found = {0};
     EACH_VECTOR(v, block) {
-        vf d = block->d[v];
-        if (block->plain) d = load(block->train + v * LANES) - load(block->rollout + v * LANES); /* no d of a quiet block */
+        vf d; /* a quiet block keeps none, and may have more than fit */
+        if (block->plain) d = load(block->train + v * LANES) - load(block->rollout + v * LANES);
+        else d = block->d[v];
         found += (d < lower) | (d > upper);
     }
     rows->sums[SUM_ratio_outside_10pct] += count(found);

@@ -105,7 +105,7 @@ static void pass_block(Block *block, const Row *data, int64_t start, Sequence *s
     }
     if (is == VALID && block->expected != EXPECT_OTHER) {
         sum_expected(block, &totals, weights_out);
-        if (block->tokens > BLOCK && !is_quiet(job, &totals, block->tokens)) { /* too long to be anything else */
+        if (block->tokens > BLOCK && !is_quiet(job, &totals, block->tokens)) { /* its first 512 tokens are read again */
             block->calm = 0;
             set_tokens(block, BLOCK, BLOCK);
             set_plain(block);
@@ -239,7 +239,7 @@ PUBLIC void rollcorr_correct(const Job *job) {
     for (int64_t i = 0; i < job->number_count; i++) job->numbers[i] = ((const double *)job->rows)[job->places[i]];
 }
 
-/* One `Seen` for each of job->threads and one more, filled with what was seen before; `sums` are three for each sequence. */
+/* One `Seen` for each thread that may take part, filled with what was seen before; `sums` are three for each sequence. */
 PUBLIC void rollcorr_detail(const Job *job, Seen *seen, double *sums) {
     Detail detail = {job, seen, sums, sums + job->sequences, sums + 2 * job->sequences, 0, 0};
     work_together(see_tasks, &detail, threads_of(job));

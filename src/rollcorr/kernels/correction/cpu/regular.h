@@ -13,7 +13,9 @@
 #define QUIET_REACH 1.0    /* nats; largest |d| of a quiet block */
 #define REGULAR_REACH 2.75 /* nats; largest |d| of a regular block */
 #define ORDINARY 15.0      /* nats; largest |log μ| of both: few tokens are sampled at e^-15 */
-#define ANCHOR 12288.0f      /* of exact sums: 1.5 · 2^13, so that no lane leaves its binade */
+#define ANCHOR 12288.0f    /* of exact sums: 1.5 · 2^13 */
+_Static_assert((ORDINARY + REGULAR_REACH) * LONG_BLOCK / LANES < 4096, "a sum would leave the binade of its anchor");
+_Static_assert(LONG_BLOCK >= BLOCK, "no block is longer than a long one");
 
 enum { TO_NOBODY, TO_MEMORY, PAST_CACHE, TO_BLOCK }; /* where weights go; the last keeps all vectors, of regular blocks */
 
@@ -54,7 +56,7 @@ INLINE void sum_as(Block *block, Totals *totals, float *weights, const int desti
         farthest = farther(farthest, rollout);
     }
 
-    /* Σ d is exponentiated, so it must not be rounded. The difference of the high parts is exact. */
+    /* Σ d is exponentiated: it stays good to 1e-9, though each d is rounded to 1e-8. The high parts differ exactly. */
     vf d_high = train_sum.high - rollout_sum.high, d_low = train_sum.low - rollout_sum.low;
     vf sum_rollout = (rollout_sum.high - ANCHOR) + rollout_sum.low;
     totals_of_each(&totals->of_d, d_high, d_low, sum_magnitude, sum_squares);

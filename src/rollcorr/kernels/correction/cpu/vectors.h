@@ -177,8 +177,8 @@ static inline v4f largest_of_each(vf a, vf b, vf c, vf d) {
     return larger_of_four(larger_of_four(part[0], part[1]), larger_of_four(part[2], part[3]));
 }
 
-/* A sum in float32 with what rounding took from it: the two together are good to 1e-9 of what was added (Dekker). It
-   starts at an anchor that is larger than anything it adds, so one subtraction tells what arrived. */
+/* A sum in float32 with what rounding took from it (Dekker). It starts at an anchor that is larger than the whole sum, so
+   that the high part keeps one exponent; less the anchor, the two together are good to 1e-9 of what was added. */
 typedef struct {
     vf high, low;
 } Exact;
