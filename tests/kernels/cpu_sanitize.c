@@ -58,9 +58,14 @@ static void run_one(int64_t sequences, int64_t tokens, int packed) {
     size_t n = (size_t)tokens;
     float *train = malloc(n * 4 + 4), *rollout = malloc(n * 4 + 4);
     int64_t *mask = malloc(n * 8 + 8);
+    int close = (int)draw(2); /* policies with few odd tokens: blocks get as long as they can */
     for (size_t i = 0; i < n; i++) {
         train[i] = log_prob(), rollout[i] = log_prob();
         int valid = draw(10) != 0;
+        if (close && draw(3000)) {
+            rollout[i] = -(float)draw(1000) / 500.0f, train[i] = rollout[i] + (float)draw(1000) / 2000.0f - 0.25f;
+            valid = draw(3000) != 0;
+        }
         if (job.mask_type == MASK_INT64) mask[i] = valid;
         else if (job.mask_type == MASK_BYTE) ((uint8_t *)mask)[i] = (uint8_t)valid;
         else if (job.mask_type == MASK_INT32) ((int32_t *)mask)[i] = valid;
@@ -82,9 +87,9 @@ static void run_one(int64_t sequences, int64_t tokens, int packed) {
 }
 
 int main(void) {
-    static const int64_t lengths[] = {0, 1, 3, 15, 16, 17, 33, 511, 512, 513, 1030};
+    static const int64_t lengths[] = {0, 1, 3, 15, 16, 17, 33, 511, 512, 513, 1030, 2049, 5003};
     for (int round = 0; round < 6; round++)
-        for (int i = 0; i < 11; i++) {
+        for (int i = 0; i < 13; i++) {
             run_one(4, 4 * lengths[i], 0);
             run_one(5, lengths[i], 1);
             run_one(0, 0, i % 2);

@@ -192,7 +192,9 @@ def threads():
 
 @levels
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(("config", "spread"), [(everything(), 0.3), (STANDARD, 0.02)], ids=["every criterion", "close"])
+@pytest.mark.parametrize(
+    ("config", "spread"), [(everything(), 0.3), (STANDARD, 0.02)], ids=["every criterion", "close"]
+)
 def test_the_number_of_threads_changes_no_bit(level, packed, config, spread, threads):
     """Enough tokens for several tasks."""
     batch, cu_seqlens = noisy(200, 700, spread), None

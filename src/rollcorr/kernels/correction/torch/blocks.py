@@ -7,10 +7,12 @@ Nothing waits for a device: values are read only where they lie in host memory (
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cache
 from itertools import pairwise
-from threading import Semaphore
+from threading import Barrier, Lock
 from typing import TypeVar
 
 import torch
@@ -110,22 +112,56 @@ def in_threads(read: Callable[[list[Item]], Result], blocks: list[Item], threads
     if threads == 1:
         return [read(blocks)]
     bounds = [len(blocks) * i // threads for i in range(threads + 1)]
-    own, begun = torch.get_num_threads(), Semaphore(0)
-
-    def read_alone(share: list[Item]) -> Result:
-        # torch would cut exp and dot of even a small block among more threads, and readers would wait for each other's.
-        torch.set_num_threads(1)
-        begun.release()
-        return read(share)
-
-    with ThreadPoolExecutor(threads) as pool:
-        try:
-            results = [pool.submit(read_alone, blocks[start:end]) for start, end in pairwise(bounds)]
-            for _ in results:
-                begun.acquire()
-        finally:
-            torch.set_num_threads(own)  # the number is a thread's own, but also what every new thread begins with
+    with _starting:
+        pool = _readers(threads)
+    results = [pool.submit(read, blocks[start:end]) for start, end in pairwise(bounds)]
+    try:
         return [result.result() for result in results]
+    finally:
+        wait(results)  # after an error too, for they write to the caller's buffers
+
+
+_starting = Lock()
+
+
+@cache
+def _readers(threads: int) -> ThreadPoolExecutor:
+    """Threads that read blocks, and in which torch starts none of its own.
+
+    torch would cut exp and dot of even a small block among more threads, and readers would wait for those of each
+    other. They stay between calls, because torch's number of threads is a thread's own, but also what every new thread
+    begins with: it is 1 while readers start.
+    """
+    pool, begun = ThreadPoolExecutor(threads, "rollcorr"), Barrier(threads + 1)
+
+    def begin() -> None:
+        torch.get_num_threads()  # which a thread takes over from the process once, when it first asks
+        torch.set_num_threads(1)
+        begun.wait()
+
+    own = torch.get_num_threads()
+    try:
+        for _ in range(threads):
+            pool.submit(begin)
+        begun.wait()
+    except BaseException:
+        begun.abort()
+        pool.shutdown()
+        raise
+    finally:
+        torch.set_num_threads(own)
+    return pool
+
+
+def forget_readers() -> None:
+    """Start new readers at the next call. A fork leaves the old ones behind, with their lock."""
+    global _starting
+    _starting = Lock()
+    _readers.cache_clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=forget_readers)
 
 
 def threads_for(tokens: Tensor) -> int:
