@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from rollcorr.kernels.correction.cpu import LEVELS, status
 from rollcorr.kernels.correction.cpu.job import MAX_CRITERIA
@@ -141,6 +142,24 @@ def test_python_and_c_agree_on_numbers():
     text = (FOLDER / "job.h").read_text(encoding="utf-8")
     for name, value in (("ABI", ABI), ("MAX_CRITERIA", MAX_CRITERIA)):
         assert re.search(rf"#define {name} (\d+)", text).group(1) == str(value)
+
+
+@pytest.mark.parametrize(
+    ("capability", "levels"),
+    [
+        ("AVX512", LEVELS),
+        ("AVX512_VNNI", LEVELS),
+        ("AVX2", LEVELS[1:]),
+        ("DEFAULT", LEVELS[2:]),
+        ("SVE256", LEVELS[2:]),
+    ],
+)
+def test_a_library_runs_where_torch_finds_its_instructions(capability, levels, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    for level in LEVELS:
+        found = load.__wrapped__(FOLDER, level)
+        refused = found == f"torch finds no {level} on this processor"
+        assert refused == (level not in levels and (FOLDER / f"correction_{level}.so").exists())
 
 
 @needs_compiler

@@ -9,7 +9,7 @@
 
 #define BLOCK 512
 #define LONG_BLOCK (128 * LANES) /* float32 sums of that many numbers in a lane are good to 1e-6 */
-#define CALM 4 /* quiet blocks in a row, after which a long one is tried: a long one that fails is read for nothing */
+#define CALM 4 /* quiet blocks in a row, or one at the start, after which a long one is tried: if it fails, it was read for nothing */
 #define VECTORS (BLOCK / LANES)
 #define EACH_VECTOR(v, block) for (int v = 0; v < (block)->vectors; v++)
 #define INLINE static inline __attribute__((always_inline))

@@ -254,18 +254,6 @@ PUBLIC const char *rollcorr_criterion_sums(void) { return CRITERION_SUMS(AS_TEXT
 PUBLIC const char *rollcorr_moments(void) { return MOMENTS(AS_TEXT); }
 PUBLIC const char *rollcorr_extremes(void) { return EXTREMES(AS_TEXT); }
 
-/* Whether this processor runs what the compiler was told to use. */
-PUBLIC int rollcorr_runs_here(void) {
-#if defined(__AVX512F__)
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-#elif defined(__AVX2__)
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-#else
-    return 1;
-#endif
-}
-
 /* Offsets that rise from 0 to the token count; anything else would read beyond the data. */
 PUBLIC int rollcorr_offsets_fit(const int64_t *offsets, int64_t sequences, int64_t tokens) {
     if (offsets[0] != 0 || offsets[sequences] != tokens) return 0;

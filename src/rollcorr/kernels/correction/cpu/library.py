@@ -7,6 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from rollcorr.kernels.correction.cpu.job import KINDS, MAX_CRITERIA, SCOPES, Job
 from rollcorr.kernels.correction.rows import Abilities, missing_rows
 
@@ -81,6 +83,8 @@ def load(folder: Path, level: str) -> Library | str:
     path = folder / f"correction_{level}.so"
     if not path.exists():
         return _why_absent(folder, level)
+    if level not in _levels_of(torch.backends.cpu.get_cpu_capability()):
+        return f"torch finds no {level} on this processor"
     try:
         functions = ctypes.CDLL(str(path))
     except OSError as error:
@@ -89,8 +93,6 @@ def load(folder: Path, level: str) -> Library | str:
         getattr(functions, name).restype = ctypes.c_int64
     if (functions.rollcorr_abi(), functions.rollcorr_job_size()) != (ABI, ctypes.sizeof(Job)):
         return f"{path.name} was built from another version of rollcorr; reinstall rollcorr"
-    if not functions.rollcorr_runs_here():
-        return f"this processor has no {level}"
     functions.rollcorr_offsets_fit.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
     functions.rollcorr_large_pages.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     functions.rollcorr_correct.argtypes = [ctypes.c_char_p]  # the bytes of a job
@@ -100,6 +102,13 @@ def load(folder: Path, level: str) -> Library | str:
     names = {kind: _names(functions, kind) for kind in ("sums", "criterion_sums", "moments", "extremes")}
     abilities = Abilities(missing_rows(_row_names(names)), KINDS, SCOPES)
     return Library(level, functions, names, int(functions.rollcorr_rows_size()) // 8, abilities)
+
+
+def _levels_of(capability: str) -> tuple[str, ...]:
+    """What runs where torch names the widest vectors that it may use: "AVX512", "AVX2", or something else."""
+    if capability.startswith("AVX512"):
+        return LEVELS
+    return LEVELS[1:] if capability == "AVX2" else LEVELS[2:]
 
 
 def _row_names(names: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:

@@ -104,7 +104,7 @@ enum { EXPECT_QUIET, EXPECT_REGULAR, EXPECT_OTHER };
 static void start_sequence(Block *block) {
     const Band quiet = block->job->quiet;
     block->expected = quiet.lower <= quiet.upper ? EXPECT_QUIET : EXPECT_REGULAR;
-    block->calm = CALM;
+    block->calm = CALM - 1;
     block->quiet_tokens = 0;
     block->quiet = (Totals){.most = {-INFINITY, -INFINITY}};
 }
