@@ -6,7 +6,7 @@ import json
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton; 0 runs its kernels on a GPU
@@ -48,6 +48,15 @@ PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("rollcorr", max_examples=40, derandomize=True, **PATIENT)
 settings.register_profile("slow", max_examples=10_000, derandomize=False, **PATIENT)
 settings.load_profile("rollcorr")
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """`threads(3)` gives torch three threads until the test ends."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
 
 RAN_ON_TORCH = "ran on torch"
 """Property of a test: why "torch" ran where the test's id names another implementation."""

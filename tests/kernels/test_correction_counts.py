@@ -20,12 +20,9 @@ IMPLEMENTATIONS = [name for name in ("reference", "torch", "cpu") if implementat
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
+def one_thread(threads):
     """Operations in other threads are not seen."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    threads(1)
 
 
 def batch(blocks: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -22,11 +22,8 @@ def test_blocks_of_any_size_give_the_reference(batch, config, block):
 
 
 @pytest.fixture
-def three_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)
+def three_threads(threads):
+    threads(3)
 
 
 @pytest.mark.usefixtures("three_threads")

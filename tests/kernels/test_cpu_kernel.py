@@ -183,13 +183,6 @@ def test_rows_may_lie_apart(level):
     assert_same(cpu_correction(*sliced, everything(), level=level), expected, **CLOSE)
 
 
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 @levels
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(

@@ -141,13 +141,10 @@ def test_compiled_c_sees_what_torch_sees(options, dtype, packed):
 
 
 @pytest.mark.skipif(not implementations()["cpu"][0], reason="the compiled kernel does not run here")
-def test_what_compiled_c_sees_does_not_depend_on_threads():
+def test_what_compiled_c_sees_does_not_depend_on_threads(threads):
     train, rollout, mask = batch(400, 200)
-    before, seen = torch.get_num_threads(), []
-    try:
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
-            seen.append(correct(train, rollout, mask, CONFIG, detail=True, impl="cpu").statistics.pack())
-    finally:
-        torch.set_num_threads(before)
+    seen = []
+    for count in (1, 3):
+        threads(count)
+        seen.append(correct(train, rollout, mask, CONFIG, detail=True, impl="cpu").statistics.pack())
     assert torch.equal(*seen)

@@ -164,24 +164,19 @@ def test_an_odd_token_has_only_the_rows_around_it_read_in_full(monkeypatch):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_readers_leave_the_number_of_threads_as_it_was(fails):
+def test_readers_leave_the_number_of_threads_as_it_was(fails, threads):
     """A reader has one thread; its caller, and a thread that begins later, have as many as before."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
+    threads(3)
     blocks.forget_readers()
-    try:
-        with pytest.raises(ValueError, match="odd") if fails else contextlib.nullcontext():
-            assert blocks.in_threads(partial(threads_of_a_reader, fails=fails), [0, 1, 2], 2) == [1, 1]
-        assert torch.get_num_threads() == 3
-        with ThreadPoolExecutor(1) as pool:
-            assert pool.submit(torch.get_num_threads).result() == 3
-    finally:
-        torch.set_num_threads(before)
+    with pytest.raises(ValueError, match="odd") if fails else contextlib.nullcontext():
+        assert blocks.in_threads(partial(threads_of_a_reader, fails=fails), [0, 1, 2], 2) == [1, 1]
+    assert torch.get_num_threads() == 3
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(torch.get_num_threads).result() == 3
 
 
-def test_readers_that_cannot_start_leave_the_number_of_threads_and_may_start_later(monkeypatch):
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
+def test_readers_that_cannot_start_leave_the_number_of_threads_and_may_start_later(monkeypatch, threads):
+    threads(3)
     blocks.forget_readers()
     start = Thread.start
 
@@ -190,33 +185,26 @@ def test_readers_that_cannot_start_leave_the_number_of_threads_and_may_start_lat
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(Thread, "start", refuse)
-            with pytest.raises(RuntimeError, match="can't start"):
-                blocks.in_threads(partial(threads_of_a_reader, fails=False), [0, 1], 2)
-        assert torch.get_num_threads() == 3
-        with ThreadPoolExecutor(1) as pool:
-            assert pool.submit(torch.get_num_threads).result() == 3
-        assert blocks.in_threads(partial(threads_of_a_reader, fails=False), [0, 1], 2) == [1, 1]
-    finally:
-        torch.set_num_threads(before)
+    with monkeypatch.context() as patch:
+        patch.setattr(Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start"):
+            blocks.in_threads(partial(threads_of_a_reader, fails=False), [0, 1], 2)
+    assert torch.get_num_threads() == 3
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(torch.get_num_threads).result() == 3
+    assert blocks.in_threads(partial(threads_of_a_reader, fails=False), [0, 1], 2) == [1, 1]
 
 
-def test_callers_at_the_same_time_get_their_own_numbers(monkeypatch):
+def test_callers_at_the_same_time_get_their_own_numbers(monkeypatch, threads):
     """They share the readers."""
     monkeypatch.setattr(blocks, "CPU_BLOCK", T)
     batches = [batch(0.02 + 0.1 * i, whole=True) for i in range(3)]
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        expected = [correct(*of, impl="torch").statistics.pack() for of in batches]
-        with ThreadPoolExecutor(3) as callers:
-            for _ in range(5):
-                found = callers.map(lambda of: correct(*of, impl="torch").statistics.pack(), batches)
-                assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    finally:
-        torch.set_num_threads(before)
+    threads(3)
+    expected = [correct(*of, impl="torch").statistics.pack() for of in batches]
+    with ThreadPoolExecutor(3) as callers:
+        for _ in range(5):
+            found = callers.map(lambda of: correct(*of, impl="torch").statistics.pack(), batches)
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def threads_of_a_reader(share, fails):

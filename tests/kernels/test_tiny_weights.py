@@ -150,7 +150,7 @@ def test_no_dtype_falls_back_to_noise(dtype):
     assert metrics_of(output)["rollout_is_std"] == pytest.approx(std, rel=1e-6)
 
 
-def test_slices_threads_and_small_blocks_leave_the_spread_of_tiny_weights():
+def test_slices_threads_and_small_blocks_leave_the_spread_of_tiny_weights(threads):
     """Half of the tokens are e⁻²⁰ and half are 1; every slice, thread and block has mostly one kind."""
     d = -20 + 0.1 * torch.randn(6, 40, generator=torch.Generator().manual_seed(0))
     d[3:] = 0.0
@@ -158,12 +158,9 @@ def test_slices_threads_and_small_blocks_leave_the_spread_of_tiny_weights():
     config = configuration(rollout_is="token", rollout_is_threshold=None, safety_bound=30.0)
     mean, std, size = moments(d.double().exp())
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        outputs = [torch_correction(*batch, config, block_tokens=40)]
-    finally:
-        torch.set_num_threads(before)
+    threads(3)
+    outputs = [torch_correction(*batch, config, block_tokens=40)]
+    threads(1)
     outputs += reduced([Slice(*(x[:, at] for x in batch), None) for at in (slice(0, 7), slice(7, 40))], config)
     cu_seqlens = torch.arange(7) * 40
     flat = tuple(x.flatten() for x in batch)
