@@ -102,7 +102,7 @@ def test_a_library_that_was_never_built_says_what_to_do(tmp_path):
     ],
 )
 def test_a_library_of_another_version_is_not_used(tmp_path, source, said):
-    stubs = "long long rollcorr_job_size(void) { return 1; } long long rollcorr_rows_size(void) { return 1; }"
+    stubs = "long long rollcorr_job_size(void) { return 1; }"
     (tmp_path / "old.c").write_text(f"{source}\n{stubs}\n")
     target = tmp_path / "correction_portable.so"
     subprocess.run([COMPILER, "-shared", "-fPIC", tmp_path / "old.c", "-o", target], check=True)

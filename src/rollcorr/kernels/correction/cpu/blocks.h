@@ -72,12 +72,15 @@ static void set_tokens(Block *block, int64_t tokens, int most) {
     block->vectors = (block->tokens + LANES - 1) / LANES;
 }
 
-/* How many bytes are like the first. */
+/* How many bytes are like the first. The bytes of the next block come from memory while the log-probs of this one are
+   summed. */
 static int leading_run(const uint8_t *mask, int tokens) {
     const vi like = (vi){0} + mask[0] * 0x01010101;
     int run = 0;
-    for (; run + (int)sizeof like <= tokens; run += (int)sizeof like)
+    for (; run + (int)sizeof like <= tokens; run += (int)sizeof like) {
+        __builtin_prefetch((const void *)((uintptr_t)mask + (uintptr_t)(run + LONG_BLOCK)));
         if (!same_bits(mask + run, like)) break;
+    }
     while (run < tokens && mask[run] == mask[0]) run++;
     return run;
 }

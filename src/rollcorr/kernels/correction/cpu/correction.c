@@ -5,6 +5,10 @@
    written while it is in cache. Results do not depend on the number of threads: the unit of work is a fixed range of
    sequences with rows of its own, and rows merge in order. */
 
+#define _GNU_SOURCE /* sched_getcpu */
+
+#include <stdlib.h>
+
 #include "helpers.h"
 #include "tokens.h"
 
@@ -196,16 +200,17 @@ static void pass_sequence(Block *block, int64_t i, Rows *rows) {
 
 /* --- All of them ---------------------------------------------------------------------------------------------------- */
 
-static void pass_task(const Job *job, int64_t task) {
+static void pass_task(const Job *job, int64_t task, Rows *rows) {
     Block block;
     block.job = job;
-    clear_rows(&job->rows[task]);
+    clear_rows(rows);
     int64_t first = task * job->sequences_per_task, last = first + job->sequences_per_task;
-    for (int64_t i = first; i < last && i < job->sequences; i++) pass_sequence(&block, i, &job->rows[task]);
+    for (int64_t i = first; i < last && i < job->sequences; i++) pass_sequence(&block, i, rows);
 }
 
 typedef struct {
     const Job *job;
+    Rows *rows; /* of each task */
     int64_t next;
 } Tasks;
 
@@ -214,7 +219,7 @@ static void take_tasks(void *argument) {
     for (;;) {
         int64_t task = __atomic_fetch_add(&tasks->next, 1, __ATOMIC_RELAXED);
         if (task >= tasks->job->tasks) break;
-        pass_task(tasks->job, task);
+        pass_task(tasks->job, task, &tasks->rows[task]);
     }
 #if LANES == 16
     _mm_sfence(); /* stores past the cache are seen by whoever waits for this thread */
@@ -230,13 +235,18 @@ static void take_tasks(void *argument) {
 /* As many threads as there are tasks, and no more than torch has. */
 static int64_t threads_of(const Job *job) { return job->threads < job->tasks ? job->threads : job->tasks; }
 
-/* Tasks go to whichever thread is free, so a core that somebody else uses holds up nobody. */
-PUBLIC void rollcorr_correct(const Job *job) {
-    Tasks tasks = {job, 0};
+/* Tasks go to whichever thread is free, so a core that somebody else uses holds up nobody. Returns whether there was
+   memory for their rows; without it nothing is computed. */
+PUBLIC int rollcorr_correct(const Job *job) {
+    Rows *rows = malloc((size_t)job->tasks * sizeof *rows);
+    if (!rows) return 0;
+    Tasks tasks = {job, rows, 0};
     work_together(take_tasks, &tasks, threads_of(job));
-    for (int64_t task = 1; task < job->tasks; task++) merge_rows(&job->rows[0], &job->rows[task], job->criteria_count);
-    finish_rows(job, &job->rows[0]);
-    for (int64_t i = 0; i < job->number_count; i++) job->numbers[i] = ((const double *)job->rows)[job->places[i]];
+    for (int64_t task = 1; task < job->tasks; task++) merge_rows(rows, &rows[task], job->criteria_count);
+    finish_rows(job, rows);
+    for (int64_t i = 0; i < job->number_count; i++) job->numbers[i] = ((const double *)rows)[job->places[i]];
+    free(rows);
+    return 1;
 }
 
 /* One `Seen` for each thread that may take part, filled with what was seen before; `sums` are three for each sequence. */
@@ -248,7 +258,6 @@ PUBLIC void rollcorr_detail(const Job *job, Seen *seen, double *sums) {
 PUBLIC int64_t rollcorr_seen_size(void) { return (int64_t)sizeof(Seen); }
 PUBLIC int64_t rollcorr_abi(void) { return ABI; }
 PUBLIC int64_t rollcorr_job_size(void) { return (int64_t)sizeof(Job); }
-PUBLIC int64_t rollcorr_rows_size(void) { return (int64_t)sizeof(Rows); }
 PUBLIC const char *rollcorr_sums(void) { return SUMS(AS_TEXT); }
 PUBLIC const char *rollcorr_criterion_sums(void) { return CRITERION_SUMS(AS_TEXT); }
 PUBLIC const char *rollcorr_moments(void) { return MOMENTS(AS_TEXT); }

@@ -7,7 +7,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#define ABI 7 /* raise with every change of what a field or a name means; library.py compares it, and sizes */
+#define ABI 8 /* raise with every change of what a field or a name means; library.py compares it, and sizes */
 #define MAX_CRITERIA 11
 #define CAP 20.0 /* nats; largest d in k3 and chi², as rollcorr.core.divergence.CAP */
 
@@ -84,8 +84,7 @@ typedef struct {
     const int64_t *offsets;             /* packed: first token of each sequence, then the token count; else NULL */
     float *weights;                     /* contiguous; NULL without importance sampling */
     uint8_t *loss_mask, *sequence_kept; /* contiguous */
-    Rows *rows;                         /* one for each task; the first ends as that of the batch */
-    const int64_t *places;              /* which of its numbers the configuration has */
+    const int64_t *places;              /* which numbers of the rows the configuration has */
     double *numbers;                    /* they go here */
     int64_t sequences, length, sequences_per_task, tasks, threads, number_count;
     int64_t train_stride, rollout_stride, mask_stride; /* tokens from row to row */

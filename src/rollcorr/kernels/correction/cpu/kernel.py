@@ -89,12 +89,13 @@ def cpu_correction(
     # On the CPU, whatever `torch.set_default_device` says: C writes to their addresses.
     share = _shared(batch.sequences, batch.mask.numel(), torch.get_num_threads())
     kept = torch.empty(share.sequences, dtype=torch.bool, device="cpu")
-    rows = torch.empty(share.tasks * lib.row_numbers, dtype=STATISTICS_DTYPE, device="cpu")
 
     # The library has the rows of every configuration. It is told where those of this one are, and gives their numbers.
     template, places = _layout(config, lib.level)
     numbers = torch.empty(places.numel(), dtype=STATISTICS_DTYPE, device="cpu")
-    lib.functions.rollcorr_correct(_job(batch, config, share, offsets, weights, loss_mask, kept, rows, places, numbers))
+    job = _job(batch, config, share, offsets, weights, loss_mask, kept, places, numbers)
+    if not lib.functions.rollcorr_correct(job):
+        raise MemoryError(f"no memory for the statistics of {share.tasks} tasks")
     return CorrectionOutput(weights, loss_mask, kept, template.unpack(numbers))
 
 
@@ -174,7 +175,6 @@ def _job(
     weights: Tensor | None,
     loss_mask: Tensor | None = None,
     kept: Tensor | None = None,
-    rows: Tensor | None = None,
     places: Tensor | None = None,
     numbers: Tensor | None = None,
 ) -> bytes:
@@ -188,7 +188,6 @@ def _job(
         _address(weights),
         _address(loss_mask),
         _address(kept),
-        _address(rows),
         _address(places),
         _address(numbers),
         share.sequences,

@@ -17,7 +17,7 @@ LEVELS = ("avx512", "avx2", "portable")
 
 FOLDER = Path(__file__).parent
 NOT_BUILT = "not_built.txt"
-ABI = 7
+ABI = 8
 
 
 class Library(NamedTuple):
@@ -26,7 +26,6 @@ class Library(NamedTuple):
     level: str
     functions: ctypes.CDLL
     names: dict[str, tuple[str, ...]]  # sums, criterion_sums, moments, extremes
-    row_numbers: int  # in one set of rows
     abilities: Abilities
 
     def places(self, kind: str, name: str, criteria: tuple[str, ...]) -> range:
@@ -89,19 +88,19 @@ def load(folder: Path, level: str) -> Library | str:
         functions = ctypes.CDLL(str(path))
     except OSError as error:
         return f"{path.name} does not load ({error})"
-    for name in ("rollcorr_abi", "rollcorr_job_size", "rollcorr_rows_size"):
+    for name in ("rollcorr_abi", "rollcorr_job_size"):
         getattr(functions, name).restype = ctypes.c_int64
     if (functions.rollcorr_abi(), functions.rollcorr_job_size()) != (ABI, ctypes.sizeof(Job)):
         return f"{path.name} was built from another version of rollcorr; reinstall rollcorr"
     functions.rollcorr_offsets_fit.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
     functions.rollcorr_large_pages.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    functions.rollcorr_large_pages.restype = None
     functions.rollcorr_correct.argtypes = [ctypes.c_char_p]  # the bytes of a job
-    functions.rollcorr_correct.restype = functions.rollcorr_large_pages.restype = None
     functions.rollcorr_detail.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p]
     functions.rollcorr_detail.restype, functions.rollcorr_seen_size.restype = None, ctypes.c_int64
     names = {kind: _names(functions, kind) for kind in ("sums", "criterion_sums", "moments", "extremes")}
     abilities = Abilities(missing_rows(_row_names(names)), KINDS, SCOPES)
-    return Library(level, functions, names, int(functions.rollcorr_rows_size()) // 8, abilities)
+    return Library(level, functions, names, abilities)
 
 
 def _levels_of(capability: str) -> tuple[str, ...]:

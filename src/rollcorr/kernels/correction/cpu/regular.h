@@ -33,7 +33,7 @@ INLINE void sum_as(Block *block, Totals *totals, float *weights, const int desti
         vf train = load(train_at + v * LANES), rollout = load(rollout_at + v * LANES), d = train - rollout;
         vf probability = exp_of_ordinary(rollout);
         Exponential e = destination == TO_BLOCK ? exponential_regular(d) : exponential_quiet(d);
-        vf difference = probability * magnitude(e.expm1); /* |π − μ| = μ |ρ − 1| */
+        vf difference = probability * e.expm1, sign = sign_of(d); /* π − μ = μ (ρ − 1), which has the sign of d */
         if (destination == TO_MEMORY) store(weights + v * LANES, e.exp);
         if (destination == PAST_CACHE) store_past_cache(weights + v * LANES, e.exp);
         if (destination == TO_BLOCK) {
@@ -45,12 +45,12 @@ INLINE void sum_as(Block *block, Totals *totals, float *weights, const int desti
         vf square = d * d;
         add_exactly(&train_sum, train);
         add_exactly(&rollout_sum, rollout);
-        sum_magnitude += magnitude(d);
+        sum_magnitude += d * sign;
         sum_squares += square;
         sum_k3 += e.k3;
         expm1_squares += e.expm1 * e.expm1;
-        sum_difference += difference;
-        most_difference = larger_positive(most_difference, difference);
+        sum_difference += difference * sign;
+        most_difference = farther(most_difference, difference);
         least = smaller(least, d);
         most = larger(most, d);
         farthest = farther(farthest, rollout);

@@ -27,6 +27,7 @@ static inline vf splat(float x) { return x - (vf){0}; }
 static inline vf where(vi mask, vf x) { return (vf)(mask & (vi)x); }
 static inline vf choose(vi mask, vf x, vf otherwise) { return (vf)((mask & (vi)x) | (~mask & (vi)otherwise)); }
 static inline vf magnitude(vf x) { return (vf)((vi)x & 0x7fffffff); }
+static inline vf sign_of(vf x) { return (vf)(((vi)x & INT32_MIN) | 0x3f800000); } /* 1 or −1 */
 
 static inline vf load(const float *x) {
     vf out;
@@ -45,25 +46,24 @@ static inline int can_pass_cache(const float *out) { return 0 * (out != 0); }
 static inline void store_past_cache(float *out, vf x) { store(out, x); }
 #endif
 
-/* `larger_positive` is for values without a sign. Their bits are in order too, and integers are compared while the
-   processor adds floats elsewhere. */
+/* `farther` keeps the larger magnitude, in a vector without signs. The bits of such numbers are in their order, so AVX2
+   compares them as integers while the processor adds floats elsewhere. */
 #if defined(__AVX512F__)
 static inline vf smaller(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
 static inline vf larger(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
-static inline vf larger_positive(vf a, vf b) { return (vf)_mm512_max_epi32((__m512i)a, (__m512i)b); }
-static inline vf farther(vf a, vf b) { return (vf)_mm512_range_ps((__m512)a, (__m512)b, 11); } /* larger |x|, without sign */
+static inline vf farther(vf a, vf b) { return (vf)_mm512_range_ps((__m512)a, (__m512)b, 11); }
 #elif defined(__AVX2__)
 static inline vf smaller(vf a, vf b) { return (vf)_mm256_min_ps((__m256)a, (__m256)b); }
 static inline vf larger(vf a, vf b) { return (vf)_mm256_max_ps((__m256)a, (__m256)b); }
-static inline vf larger_positive(vf a, vf b) { return (vf)_mm256_max_epi32((__m256i)a, (__m256i)b); }
+static inline vf farther(vf a, vf b) { return (vf)_mm256_max_epi32((__m256i)a, (__m256i)magnitude(b)); }
 #elif defined(__x86_64__)
 static inline vf smaller(vf a, vf b) { return (vf)_mm_min_ps((__m128)a, (__m128)b); }
 static inline vf larger(vf a, vf b) { return (vf)_mm_max_ps((__m128)a, (__m128)b); }
-static inline vf larger_positive(vf a, vf b) { return larger(a, b); }
+static inline vf farther(vf a, vf b) { return larger(a, magnitude(b)); }
 #else
 static inline vf smaller(vf a, vf b) { return choose(a < b, a, b); }
 static inline vf larger(vf a, vf b) { return choose(a > b, a, b); }
-static inline vf larger_positive(vf a, vf b) { return larger(a, b); }
+static inline vf farther(vf a, vf b) { return larger(a, magnitude(b)); }
 #endif
 
 /* Whether memory holds the bits of a vector. */
@@ -76,10 +76,6 @@ static inline int same_bits(const void *memory, vi x) {
     return memcmp(memory, &x, sizeof x) == 0;
 #endif
 }
-
-#if !defined(__AVX512F__)
-static inline vf farther(vf a, vf b) { return larger_positive(a, magnitude(b)); }
-#endif
 
 /* What rounding took from difference = a − b (Knuth): the two together are exact. */
 static inline vf rounded_off(vf a, vf b, vf difference) {
