@@ -29,11 +29,14 @@ _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # by a transform 
 _TRACED = ("FakeTensor", "FunctionalTensor")  # torch's own, which stand for plain tensors while it traces
 
 
-def check_tensors(**tensors: object) -> None:
+def check_tensors(**tensors: object) -> bool:
     """Check that the named arguments are dense real tensors with their memory in place, all on one device.
 
     Subclasses that only add methods are allowed, and so are the tensors of `torch.func`, `torch.compile` and
     `FakeTensorMode`. An argument that is None is not checked.
+
+    Returns:
+        Whether all are ordinary tensors (`is_ordinary`), outside of any trace. Then other checks have little to do.
 
     Raises:
         TypeError: an argument is no tensor.
@@ -43,7 +46,7 @@ def check_tensors(**tensors: object) -> None:
     first: tuple[str, torch.device] | None = None
     compiling = torch.compiler.is_compiling()
     fake_mode = None if compiling else _active_mode(_FAKE)
-    usual = not compiling and fake_mode is None
+    ordinary = not compiling and fake_mode is None
     for name, tensor in tensors.items():
         if tensor is None:
             continue
@@ -51,7 +54,8 @@ def check_tensors(**tensors: object) -> None:
             raise TypeError(f"{name} must be a tensor, got {type_name(tensor)}; give torch.as_tensor({name})")
 
         # Nearly every tensor of nearly every call is an ordinary one, for which one question is enough.
-        if not (usual and is_ordinary(tensor)):
+        if not (ordinary and is_ordinary(tensor)):
+            ordinary = False
             _check_kind(name, tensor)
 
             # While torch.compile traces, no tensor has memory, and all of them are fake.
@@ -64,6 +68,7 @@ def check_tensors(**tensors: object) -> None:
             first = name, device
         elif device != first[1]:
             raise _different_devices(first, (name, device))
+    return ordinary
 
 
 def check_one_device(**tensors: Tensor) -> None:

@@ -32,9 +32,9 @@ def check_layout(*, cu_seqlens: Tensor | None = None, **tensors: Tensor) -> None
         check_cu_seqlens(cu_seqlens, next(iter(tensors.values())).numel())
 
 
-def check_shapes(*, cu_seqlens: Tensor | None = None, **tensors: Tensor) -> None:
-    """As `check_layout`, for who checks the values of `cu_seqlens` later."""
-    check_tensors(**tensors, cu_seqlens=cu_seqlens)
+def check_shapes(*, cu_seqlens: Tensor | None = None, **tensors: Tensor) -> bool:
+    """As `check_layout`, for who checks the values of `cu_seqlens` later. Returns what `check_tensors` does."""
+    ordinary = check_tensors(**tensors, cu_seqlens=cu_seqlens)
     (first_name, first), *others = tensors.items()
     for name, tensor in others:
         if tensor.shape != first.shape:
@@ -45,7 +45,7 @@ def check_shapes(*, cu_seqlens: Tensor | None = None, **tensors: Tensor) -> None
     if cu_seqlens is None:
         if first.dim() != 2:
             raise ValueError(f"expected (B, T), or (N,) with cu_seqlens; got {first_name} {tuple(first.shape)}")
-        return
+        return ordinary
 
     if first.dim() != 1:
         raise ValueError(f"with cu_seqlens, expected packed (N,) tensors; got {first_name} {tuple(first.shape)}")
@@ -57,6 +57,7 @@ def check_shapes(*, cu_seqlens: Tensor | None = None, **tensors: Tensor) -> None
             f"cu_seqlens has one entry, which is no sequence, but {first_name} has {first.numel()} tokens; give the "
             "first token of each sequence, then the number of tokens"
         )
+    return ordinary
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> None:

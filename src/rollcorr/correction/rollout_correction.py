@@ -101,7 +101,7 @@ def correct(
         tensor([[1.6487, 1.0000, 0.0000]])
     """
     # Kernels take addresses without checks of their own, so everything but the values of `cu_seqlens` is checked first.
-    check_shapes(
+    ordinary = check_shapes(
         cu_seqlens=cu_seqlens,
         train_log_prob=train_log_prob,
         rollout_log_prob=rollout_log_prob,
@@ -119,7 +119,7 @@ def correct(
     )
     if out is not None:
         log_probs = {"train_log_prob": train_log_prob, "rollout_log_prob": rollout_log_prob}
-        check_out(out, resolved, **log_probs, response_mask=response_mask)
+        check_out(out, resolved, ordinary=ordinary, **log_probs, response_mask=response_mask)
 
     # No rank may count twice.
     if group is not None and context_group is not None:

@@ -76,12 +76,13 @@ def outputs(mask: Tensor, config: RolloutCorrectionConfig, out: Out | None) -> O
     return weights, torch.empty(mask.shape, dtype=torch.bool, device=mask.device)
 
 
-def check_out(out: Out, config: RolloutCorrectionConfig | None, **inputs: Tensor) -> None:
+def check_out(out: Out, config: RolloutCorrectionConfig | None, *, ordinary: bool, **inputs: Tensor) -> None:
     """Check that the caller's buffers fit the batch and are not part of it.
 
     Args:
         out: (weights, loss_mask).
         config: what will be computed.
+        ordinary: whether all of the batch are ordinary tensors, as `check_tensors` has found.
         inputs: the batch, by name.
 
     Raises:
@@ -97,10 +98,10 @@ def check_out(out: Out, config: RolloutCorrectionConfig | None, **inputs: Tensor
             else "out has a weights buffer, but rollout_is=None computes no weights; give out=(None, loss_mask)"
         )
     name, like = next(iter(inputs.items()))
-    usual = not torch.compiler.is_compiling() and is_ordinary(like)
     for buffer, kind, dtype in ((weights, "weights", torch.float32), (loss_mask, "loss_mask", torch.bool)):
-        if buffer is None or (usual and _fits(buffer, like, dtype)):
+        if buffer is None or (ordinary and _fits(buffer, like, dtype)):
             continue
+        ordinary = False
         check_tensors(**{f"out {kind}": buffer})
         if buffer.dtype != dtype:
             raise ValueError(f"out {kind} must have dtype {dtype}, got {buffer.dtype}")
@@ -116,9 +117,11 @@ def check_out(out: Out, config: RolloutCorrectionConfig | None, **inputs: Tensor
     # While torch.compile traces, and inside a transform, nothing has an address to compare.
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
         return
-    spans = [(other, *_span(tensor)) for other, tensor in inputs.items()]
+    spans = [(other, *_span(tensor)) for other, tensor in inputs.items() if ordinary or has_storage(tensor)]
     for buffer, kind in ((weights, "weights"), (loss_mask, "loss_mask")):
-        start, end = (0, 0) if buffer is None else _span(buffer)
+        if buffer is None or not (ordinary or has_storage(buffer)):
+            continue
+        start, end = _span(buffer)
         for other, first, last in spans:
             if start < last and first < end:
                 raise ValueError(f"out {kind} and {other} share memory; give a buffer of its own")
@@ -147,10 +150,8 @@ def copied_to(out: Out | None, output: CorrectionOutput) -> CorrectionOutput:
 
 def _span(x: Tensor) -> tuple[int, int]:
     """Addresses of the first element, and of the end of the last; (0, 0) where there is no memory to compare."""
-    start = x.data_ptr() if has_storage(x) else 0
-    if start == 0:
-        return 0, 0
+    start = x.data_ptr()
     if x.is_contiguous():
-        return start, start + x.nbytes
+        return start, start and start + x.nbytes
     reach = sum((length - 1) * stride for length, stride in zip(x.shape, x.stride(), strict=True))
-    return start, start + x.element_size() * (reach + 1)
+    return start, start and start + x.element_size() * (reach + 1)
