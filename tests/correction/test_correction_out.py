@@ -120,6 +120,24 @@ def test_a_buffer_that_is_an_input_is_an_error():
         correct(train, rollout, mask, CONFIG, out=(torch.zeros(5, 33), mask))
 
 
+def test_a_buffer_that_is_the_other_one_is_an_error():
+    memory = torch.zeros(5, 33)
+    as_mask = memory.view(torch.bool).flatten()[: 5 * 33].view(5, 33)
+    with pytest.raises(ValueError, match="out loss_mask and out weights share memory"):
+        correct(*batch(), CONFIG, out=(memory, as_mask))
+
+
+@pytest.mark.parametrize("impl", ["auto", "torch", "reference"])
+def test_a_buffer_whose_memory_holds_other_numbers_is_an_error(impl):
+    negative, zeros = torch._neg_view(torch.zeros(5, 33)), torch._efficientzerotensor(5, 33)
+    for weights, said in (
+        (negative, "a view of the negative of its memory"),
+        (zeros, "a tensor of zeros without memory"),
+    ):
+        with pytest.raises(ValueError, match=f"out weights is {said}"):
+            correct(*batch(), CONFIG, out=(weights, BOOL.clone()), impl=impl)
+
+
 def test_buffers_that_fitted_one_batch_are_checked_again_for_the_next():
     out = torch.zeros(5, 33), torch.zeros(5, 33, dtype=torch.bool)
     train, rollout, mask = batch()

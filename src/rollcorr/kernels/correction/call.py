@@ -121,16 +121,20 @@ def check_out(out: Out, config: RolloutCorrectionConfig | None, *, ordinary: boo
     for buffer, kind in ((weights, "weights"), (loss_mask, "loss_mask")):
         if buffer is None or not (ordinary or has_storage(buffer)):
             continue
+        if not ordinary and (reason := why_no_address(buffer)) is not None:
+            raise ValueError(f"out {kind} is {reason}")
         start, end = _span(buffer)
         for other, first, last in spans:
             if start < last and first < end:
                 raise ValueError(f"out {kind} and {other} share memory; give a buffer of its own")
+        spans.append((f"out {kind}", start, end))
 
 
 def _fits(buffer: Tensor, like: Tensor, dtype: torch.dtype) -> bool:
     """Whether a buffer is ordinary and has the dtype, shape and device that it must: then no check of it would fail."""
     return (
         is_ordinary(buffer)
+        and not buffer.is_neg()
         and buffer.dtype == dtype
         and buffer.shape == like.shape
         and buffer.device == like.device

@@ -72,8 +72,8 @@ static void set_tokens(Block *block, int64_t tokens, int most) {
     block->vectors = (block->tokens + LANES - 1) / LANES;
 }
 
-/* How many bytes are like the first. The bytes of the next block come from memory while the log-probs of this one are
-   summed. */
+/* How many bytes are like the first. Those that a later block begins with come from memory while the log-probs of this
+   one are summed. */
 static int leading_run(const uint8_t *mask, int tokens) {
     const vi like = (vi){0} + mask[0] * 0x01010101;
     int run = 0;
