@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollcorr.config.finding import Finding
-from rollcorr.diagnostics.health.rules import ABOVE_NULL, FIRST_STEP, SAME_ORDER
 from rollcorr.diagnostics.health.trend import AgeWatch
+from rollcorr.diagnostics.health.weight_sync_rules import ABOVE_NULL, FIRST_STEP, SAME_ORDER
 from rollcorr.diagnostics.null.null_file import MismatchNull
 from rollcorr.diagnostics.numbers import format_number
 
