@@ -93,10 +93,27 @@ static void sort_block(Block *block, const Row *data, int64_t start, int is, con
     subtract(block, sums);
 }
 
+/* Sum a block that is valid throughout as what it is expected to be. If it is quiet, write what there is to write, let it
+   join the quiet ones before it, and return 1: nothing is left to do. */
+static int pass_if_quiet(Block *block, Totals *totals, float *weights_out, uint8_t *mask_out, Rows *rows) {
+    const Job *job = block->job;
+    sum_expected(block, totals, weights_out);
+    if (block->tokens > BLOCK && !is_quiet(job, totals, block->tokens)) { /* its first 512 tokens are read again */
+        block->calm = 0;
+        set_tokens(block, BLOCK, BLOCK);
+        set_plain(block);
+        sum_expected(block, totals, weights_out);
+    }
+    if (!is_quiet(job, totals, block->tokens)) return 0;
+    if (weights_out && block->summed) write_weights(block, block->rho, weights_out);
+    join_quiet(block, totals, rows);
+    memset(mask_out, 1, (size_t)block->tokens);
+    block->expected = EXPECT_QUIET;
+    return 1;
+}
+
 static void pass_block(Block *block, const Row *data, int64_t start, Sequence *s, Rows *rows) {
     const Job *job = block->job;
-    const int *of = job->token_criterion;
-    int judging = of[K1] >= 0 || of[K2] >= 0 || of[K3] >= 0;
     float *weights_out = job->level == TOKEN_WEIGHTS ? data->weights + start : 0;
     uint8_t *mask_out = data->loss_mask + start;
     Totals totals;
@@ -107,22 +124,12 @@ static void pass_block(Block *block, const Row *data, int64_t start, Sequence *s
         if (weights_out) memset(weights_out, 0, (size_t)block->tokens * sizeof(float));
         return;
     }
-    if (is == VALID && block->expected != EXPECT_OTHER) {
-        sum_expected(block, &totals, weights_out);
-        if (block->tokens > BLOCK && !is_quiet(job, &totals, block->tokens)) { /* its first 512 tokens are read again */
-            block->calm = 0;
-            set_tokens(block, BLOCK, BLOCK);
-            set_plain(block);
-            sum_expected(block, &totals, weights_out);
-        }
-        if (is_quiet(job, &totals, block->tokens)) {
-            if (weights_out && block->summed) write_weights(block, block->rho, weights_out);
-            join_quiet(block, &totals, rows);
-            memset(mask_out, 1, (size_t)block->tokens);
-            block->expected = EXPECT_QUIET;
-            return;
-        }
-    }
+    int is_summed = is == VALID && block->expected != EXPECT_OTHER;
+    if (is_summed && pass_if_quiet(block, &totals, weights_out, mask_out, rows)) return;
+
+    /* Any other block: find what each token is, measure, weigh and judge it. */
+    const int *of = job->token_criterion;
+    int judging = of[K1] >= 0 || of[K2] >= 0 || of[K3] >= 0;
     block->calm = 0;
     sort_block(block, data, start, is, &totals, &sums);
     measure(block, &sums, s, rows);
