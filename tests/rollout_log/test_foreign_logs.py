@@ -366,6 +366,13 @@ def test_near_names_are_suggested(suffix, tmp_path):
         check_logs([path], column_names={"log_prob": "rollout_logprobs"})
 
 
+def test_metrics_in_place_of_a_log_are_called_that(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "rollout_corr/kl": 0.01}\n')
+    with pytest.raises(BadInputError, match="these are the metrics of steps, without tokens; give a rollout log; `"):
+        check_logs([path])
+
+
 def test_names_of_columns_are_read_from_the_command_line():
     assert parse_column_names(["rollout_log_prob=a, old_log_prob=b", "reward=c"]) == {
         "rollout_log_prob": "a",

@@ -70,6 +70,10 @@ def missing_column(columns: Sequence[str], batch: RolloutBatch, source: LogSourc
     """
     file = batch.file or ""
     fields = fields_of(Path(file), source)
+    if any("rollout_corr/" in field for field in fields):
+        fix = "give a rollout log; `rollcorr report RUN` and `rollcorr watch RUN` read metrics"
+        return log_error("missing", "these are the metrics of steps, without tokens", fix=fix, file=file)
+
     form = next((form for ending, form in _FORMS.items() if file.endswith(ending)), "JSONL")
     known = recognize(fields, form=form)
     if known is not None:
