@@ -101,8 +101,8 @@ bytes. Fresh memory costs several times the arithmetic, so reuse buffers with `o
 float32 vectors, and adds blocks in float64 ([precision](correction.md#precision)). A block is *quiet* if it is valid
 throughout, no log-ratio is beyond ±1 nat, no |log μ| is above 15, and no bound on a token acts. One loop without masks
 takes 2,048 such tokens, in some 60 AVX-512 instructions for each 16. Any other block is read again, step by step, while
-it is in cache. The threads stay between calls, and look for the next call for 0.2 ms before they sleep. The kernel uses
-AVX-512, AVX2 or the compiler's own vectors. `make test-arm` compiles it for arm64; it has run on x86-64 only.
+it is in cache. The threads stay between calls. The kernel uses AVX-512, AVX2 or the compiler's own vectors.
+`make test-arm` compiles it for arm64; it has run on x86-64 only.
 
 *Eager torch* (`impl="torch"`) computes the same sums in float64, {_block()} tokens at a time; each thread takes whole
 blocks, and runs no operation in threads of its own. Masks are float64 too, because eager torch sums numbers several

@@ -5,8 +5,6 @@
    written while it is in cache. Results do not depend on the number of threads: the unit of work is a fixed range of
    sequences with rows of its own, and rows merge in order. */
 
-#define _GNU_SOURCE /* sched_getcpu */
-
 #include <stdlib.h>
 
 #include "helpers.h"

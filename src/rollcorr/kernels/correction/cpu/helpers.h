@@ -6,17 +6,14 @@
 
 #include <fenv.h>
 #include <pthread.h>
-#include <sched.h>
 #include <signal.h>
 #include <stdint.h>
-#include <time.h>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
 #define MOST_HELPERS 63
-#define AWAKE 200000  /* ns; how long a helper looks for the next call before it sleeps */
 #define PATIENCE 2000 /* looks at whether the helpers are done, before the caller sleeps until they are: some 50 µs on x86 */
 
 typedef void Work(void *); /* takes tasks until none is left; any number of threads do so at once */
@@ -27,7 +24,6 @@ typedef struct {
     Work *work; /* of the call that has the helpers; NULL between calls */
     void *argument;
     fenv_t mode;     /* of the caller's arithmetic, such as that tiny numbers become 0 */
-    int processor;   /* that the caller was on */
     int64_t threads; /* helpers that exist */
     int64_t places;  /* helpers that may still join the call */
     int64_t busy;    /* helpers that have joined it and are at work */
@@ -39,49 +35,15 @@ typedef struct {
      .finished = PTHREAD_COND_INITIALIZER}
 static Helpers helpers = NO_HELPERS;
 
-/* With the lock; who looks at it without will see it soon. */
-static void set_places(int64_t places) { __atomic_store_n(&helpers.places, places, __ATOMIC_RELAXED); }
-
-#if defined(__linux__)
-static int processor(void) { return sched_getcpu(); }
-#else
-static int processor(void) { return 0; } /* nobody knows, so no helper stays awake */
-#endif
-
-static int64_t nanoseconds(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
-}
-
-/* A hint that this thread only waits. */
-static inline void pause_briefly(void) {
-#if defined(__x86_64__)
-    _mm_pause();
-#endif
-}
-
-/* Look for the next call for a while, without the lock, and return with it. The second read of a batch often follows at
-   once, or its next part, and a helper that sleeps comes 30 µs late. On the caller's processor a helper would be in its
-   way, so there it sleeps. */
-static void look_for_a_call(void) {
-    if (processor() == helpers.processor) return;
-    pthread_mutex_unlock(&helpers.lock);
-    for (int64_t end = nanoseconds() + AWAKE; nanoseconds() < end; pause_briefly())
-        if (__atomic_load_n(&helpers.places, __ATOMIC_RELAXED) > 0 && pthread_mutex_trylock(&helpers.lock) == 0) return;
-    pthread_mutex_lock(&helpers.lock);
-}
-
 static void *help(void *unused) {
     (void)unused;
     pthread_mutex_lock(&helpers.lock);
     for (;;) {
-        if (helpers.places == 0) look_for_a_call();
         while (helpers.places == 0) pthread_cond_wait(&helpers.called, &helpers.lock);
         Work *work = helpers.work;
         void *argument = helpers.argument;
         fesetenv(&helpers.mode);
-        set_places(helpers.places - 1);
+        helpers.places--;
         helpers.busy++;
         pthread_mutex_unlock(&helpers.lock);
         work(argument);
@@ -127,10 +89,8 @@ static void work_together(Work *work, void *argument, int64_t threads) {
         helpers.work = work;
         helpers.argument = argument;
         fegetenv(&helpers.mode);
-        helpers.processor = processor();
-        int64_t places = wanted < helpers.threads ? wanted : helpers.threads;
-        set_places(places);
-        for (int64_t i = 0; i < places; i++) pthread_cond_signal(&helpers.called);
+        helpers.places = wanted < helpers.threads ? wanted : helpers.threads;
+        for (int64_t i = 0; i < helpers.places; i++) pthread_cond_signal(&helpers.called);
     }
     pthread_mutex_unlock(&helpers.lock);
     work(argument);
@@ -139,9 +99,13 @@ static void work_together(Work *work, void *argument, int64_t threads) {
     /* No task is left to take. Close the call to helpers that have not joined, then wait for those that have: each has at
        most one task to finish. */
     pthread_mutex_lock(&helpers.lock);
-    set_places(0);
+    helpers.places = 0;
     pthread_mutex_unlock(&helpers.lock);
-    for (int i = 0; i < PATIENCE && __atomic_load_n(&helpers.busy, __ATOMIC_ACQUIRE) > 0; i++) pause_briefly();
+    for (int i = 0; i < PATIENCE && __atomic_load_n(&helpers.busy, __ATOMIC_ACQUIRE) > 0; i++) {
+#if defined(__x86_64__)
+        _mm_pause();
+#endif
+    }
     pthread_mutex_lock(&helpers.lock);
     while (helpers.busy > 0) pthread_cond_wait(&helpers.finished, &helpers.lock);
     helpers.work = 0;
