@@ -180,6 +180,8 @@ def _job(
 ) -> bytes:
     """A job as C reads it. It holds addresses: the tensors must outlive it."""
     train, rollout, mask, _ = batch
+
+    # In the order of the fields of `Job`; what follows from the configuration comes behind.
     of_batch = OF_BATCH.pack(
         train.data_ptr(),
         rollout.data_ptr(),
