@@ -74,6 +74,7 @@ def cpu_correction(
     Raises:
         ValueError: the batch is not one that it takes (`why_not`), or `cu_seqlens` does not describe it.
         ImportError: the library was not built, or does not run here.
+        MemoryError: there is no room for the statistics of the batch.
     """
     lib = library(level)
     reason = None if checked else why_not(batch, config)
