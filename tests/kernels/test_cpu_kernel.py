@@ -25,7 +25,7 @@ from rollcorr.core.layout import pack
 from rollcorr.core.metric_registry import finalize
 from rollcorr.kernels.correction import correction_kernel, implementations
 from rollcorr.kernels.correction.call import Batch
-from rollcorr.kernels.correction.cpu import LEVELS, why_not
+from rollcorr.kernels.correction.cpu import LEVELS, kernel, why_not
 from rollcorr.kernels.correction.cpu.job import accepted_log_ratios
 from rollcorr.kernels.correction.cpu.library import FOLDER, Library, load
 
@@ -328,3 +328,13 @@ def test_it_is_listed_with_its_instruction_set():
     usable, note = implementations()["cpu"]
     assert usable
     assert note.endswith(USABLE[0])
+
+
+def test_no_memory_for_the_statistics_is_an_error_and_nothing_is_written(monkeypatch):
+    log_prob, out = torch.zeros(2, 3), (torch.full((2, 3), 7.0), torch.zeros(2, 3, dtype=torch.bool))
+    share = kernel._shared(2, 6, 1)._replace(tasks=1 << 50)
+    monkeypatch.setattr(kernel, "_shared", lambda *_: share)
+    with pytest.raises(MemoryError, match=f"no memory for the statistics of {1 << 50} tasks"):
+        correct(log_prob, log_prob, log_prob + 1, STANDARD, out=out, impl="cpu")
+    assert (out[0] == 7).all()
+    assert not out[1].any()
