@@ -373,6 +373,13 @@ def test_metrics_in_place_of_a_log_are_called_that(tmp_path):
         check_logs([path])
 
 
+def test_tokens_with_metrics_beside_them_are_a_log_with_other_names(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"old_log_prob": [-1.0], "rollout_logprobs": [-1.0], "rollout_corr/kl": 0.01}\n')
+    with pytest.raises(BadInputError, match=r"use --columns rollout_log_prob=rollout_logprobs$"):
+        check_logs([path])
+
+
 def test_names_of_columns_are_read_from_the_command_line():
     assert parse_column_names(["rollout_log_prob=a, old_log_prob=b", "reward=c"]) == {
         "rollout_log_prob": "a",

@@ -70,10 +70,6 @@ def missing_column(columns: Sequence[str], batch: RolloutBatch, source: LogSourc
     """
     file = batch.file or ""
     fields = fields_of(Path(file), source)
-    if any("rollout_corr/" in field for field in fields):
-        fix = "give a rollout log; `rollcorr report RUN` and `rollcorr watch RUN` read metrics"
-        return log_error("missing", "these are the metrics of steps, without tokens", fix=fix, file=file)
-
     form = next((form for ending, form in _FORMS.items() if file.endswith(ending)), "JSONL")
     known = recognize(fields, form=form)
     if known is not None:
@@ -92,6 +88,10 @@ def missing_column(columns: Sequence[str], batch: RolloutBatch, source: LogSourc
     taken = getattr(source, "names", {}).values()
     near = near_names(columns, [field for field in recorded if field not in taken])
     found = ", ".join(near[column] for column in columns if column in near)
+    if not found and any("rollout_corr/" in field for field in fields):
+        fix = "give a rollout log; `rollcorr report RUN` and `rollcorr watch RUN` read metrics"
+        return log_error("missing", "these are the metrics of steps, without tokens", fix=fix, file=file)
+
     shown = found or ", ".join(recorded[:_SHOWN_FIELDS])[:600] or "no columns"
     title = f"no column {' or '.join(columns)}{so}; the file has {shown}"
 
