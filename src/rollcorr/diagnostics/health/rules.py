@@ -50,6 +50,7 @@ def identical_policies(evidence: Evidence) -> Finding | None:
     if not evidence.measured or not values or any(values):
         return None
 
+    # Equal to the last bit is right for one program alone, so look for a sign that there are two.
     bypass = evidence.config is not None and evidence.config.bypass_mode
     noise = 0.0 if evidence.noise is None else evidence.noise.sigma
     earlier = evidence.differed or any(value for name in names for _, value in evidence.series(name))

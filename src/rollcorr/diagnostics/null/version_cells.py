@@ -111,6 +111,7 @@ def judge_versions(versions: VersionCells, null: MismatchNull | None = None) -> 
         null: what has been in excess of it since before the first update, and has only grown, is no sampler that keeps
             its weights. None where there is none.
     """
+    # The rows of one step are scored by one policy, so there only the age of the sampler's weights tells them apart.
     found = []
     youngest, oldest, steps = versions.growth_with_age()
     if steps and oldest >= BY_LAG * youngest:
@@ -121,6 +122,7 @@ def judge_versions(versions: VersionCells, null: MismatchNull | None = None) -> 
         limit = f"below {BY_LAG:g} times {format_number(youngest)}, that of the newest weights"
         found.append(_finding("stale_by_lag", BY_AGE, oldest, limit, reason, growth=oldest / youngest))
 
+    # Over the steps, k3 must have grown steadily: single steps scatter, so thirds of the run are compared.
     series = versions.by_step()
     if len(series) < MIN_STEPS:
         return tuple(found)
@@ -131,6 +133,7 @@ def judge_versions(versions: VersionCells, null: MismatchNull | None = None) -> 
     if start <= 0 or end < GROWTH * start or rank_correlation(k3) < RANK:
         return tuple(found)
 
+    # Where the recorded age grew with it, the sampler is late, as the log says.
     ratio, limit = end / start, f"below {GROWTH:g} times {format_number(start)}, its start"
     watch = AgeWatch()
     for of_step, value in zip(age, k3, strict=True):
@@ -141,6 +144,8 @@ def judge_versions(versions: VersionCells, null: MismatchNull | None = None) -> 
         if not found:
             found.append(_finding("stale_by_lag", BY_AGE, end, limit, reason, growth=ratio))
         return tuple(found)
+
+    # What was in excess before the first update does not come from an update that the sampler missed.
     in_excess = null is not None and k3[0] >= max(ABOVE_NULL * null.profile.k3, SAME_ORDER * end)
     if in_excess and series[0][0] <= FIRST_STEP:
         return tuple(found)
