@@ -76,7 +76,12 @@ def gather_marked(vector: Tensor, mark: int, group: ProcessGroup, *, room: int) 
     sent[0] = mark
     if vector.numel() <= room - HEADER:
         sent[HEADER : HEADER + vector.numel()] = vector
-    return _gather(_where_the_group_reads(sent, group), group)
+    return gather(sent, group)
+
+
+def gather(vector: Tensor, group: ProcessGroup) -> Tensor:
+    """Gather the vectors of all ranks, (P, n), in rank order, on a device that the group's backend reads."""
+    return _gather(_where_the_group_reads(vector, group), group)
 
 
 def filled_blocks(numbers: int) -> int:

@@ -1,5 +1,8 @@
 """One vector per rank and step, exchanged and brought to the host: one transfer, whatever it holds.
 
+With a context group the vectors are gathered over it first, and these together over the data-parallel group. So every
+rank reads the vectors of all ranks in one order.
+
 Ranks may have measured different things in a step: a rank without sequences has no statistics, and a number may be
 known to one rank only. So each vector begins with the number of its layout. Layouts are exchanged, as objects, only
 when one of them is new, which is in the first step of nearly every run.
@@ -20,6 +23,7 @@ from rollcorr.correction.process_groups import (
     check_in_step,
     explained_failure,
     filled_blocks,
+    gather,
     gather_marked,
     number_of,
     reads_host_memory,
@@ -35,18 +39,29 @@ class RankExchange:
 
     Args:
         group: the data-parallel ranks. None: this process alone.
+        context_group: the ranks that hold other tokens of the same sequences. None: the sequences are whole.
 
     Attributes:
-        rank: this one's number.
+        rank: this one's number among the data-parallel ranks.
+        context_ranks: how many ranks hold the same sequences.
         transfers: how often something was brought to the host.
     """
 
-    def __init__(self, group: ProcessGroup | None) -> None:
+    def __init__(self, group: ProcessGroup | None, context_group: ProcessGroup | None = None) -> None:
         self.rank = 0 if group is None else group.rank()
+        self.context_ranks = 1 if context_group is None else context_group.size()
         self.transfers = 0
-        self._group = group
+        self._groups = [group for group in (context_group, group) if group is not None]
         self._layouts: dict[int, Layout] = {}
         self._room = BLOCK
+
+    def counts_for(self, group: ProcessGroup | None) -> bool:
+        """Return whether this rank is the first, of those that step together, to hold what a group's ranks share."""
+        if group is None or not self._groups:
+            return True
+        here = {rank for own in self._groups for rank in torch.distributed.get_process_group_ranks(own)}
+        shared_by = torch.distributed.get_process_group_ranks(group)
+        return next(rank for rank in shared_by if rank in here) == torch.distributed.get_rank()
 
     def read(self, layout: Layout, vector: Tensor) -> list[tuple[Layout, Tensor]]:
         """The layouts and vectors of all ranks, on the host: one transfer, and another one if room is lacking.
@@ -54,7 +69,7 @@ class RankExchange:
         Raises:
             RuntimeError: a rank is still in `correct`, or an exchange failed.
         """
-        if self._group is None:
+        if not self._groups:
             return [(layout, self._to_host(vector))]
 
         number = number_of(layout)
@@ -71,22 +86,32 @@ class RankExchange:
 
     def _gathered(self, number: int, vector: Tensor) -> tuple[list[int], Tensor]:
         """The number of each rank's layout, and the vectors behind them, (P, room)."""
-        assert self._group is not None
-
-        # Where the group reads host memory, the transfer comes first, and the exchange after it.
-        if reads_host_memory(self._group):
-            parts = gather_marked(self._to_host(vector), number, self._group, room=self._room)
-        else:
-            parts = self._to_host(gather_marked(vector, number, self._group, room=self._room))
+        # Where the groups read host memory, the transfer comes first, and the exchange after it.
+        on_host = all(reads_host_memory(group) for group in self._groups)
+        if on_host:
+            vector = self._to_host(vector)
+        first, *others = self._groups
+        parts = gather_marked(vector, number, first, room=self._room)
+        for group in others:
+            parts = gather(parts, group).flatten(0, 1)
+        if not on_host:
+            parts = self._to_host(parts)
         return [int(other) for other in parts[:, 0].tolist()], parts
 
     def _learn(self, layout: Layout) -> bool:
         """Exchange the layouts; returns whether the vectors need more room than before."""
-        for found in objects_of_ranks(self._group, layout):
+        for found in self._of_all_ranks(layout):
             self._layouts[number_of(found)] = found
         before = self._room
         self._room = max(filled_blocks(sum(entry.size for entry in found)) for found in self._layouts.values())
         return self._room > before
+
+    def _of_all_ranks(self, own: object) -> list[Any]:
+        """Return an object of every rank, in the order of the vectors."""
+        found = [own]
+        for group in self._groups:
+            found = [one for part in objects_of_ranks(group, found) for one in part]
+        return found
 
     def _to_host(self, vector: Tensor) -> Tensor:
         self.transfers += 1

@@ -19,6 +19,7 @@ from rollcorr.config.yaml_text import dump_yaml
 from rollcorr.core.mergeable_statistics import Statistics
 from rollcorr.core.metric_registry import PREFIX
 from rollcorr.correction import Correction, PolicyLossOutput, correct
+from rollcorr.correction.process_groups import check_groups
 from rollcorr.correction.rollout_correction import configuration_of
 from rollcorr.diagnostics.health.evidence import RECENT_STEPS
 from rollcorr.diagnostics.health.health_check import Verdict
@@ -58,7 +59,8 @@ class Monitor:
         run_dir: the run's directory; `rollcorr report`, `watch` and `compare` read it.
         config: the correction, as `rollcorr.correct` takes it. None: the preset `measure`, or what `options` say.
         group: the data-parallel ranks. Every rank makes a Monitor, and calls `step` the same number of times.
-        context_group: the ranks that hold other tokens of the same sequences.
+        context_group: the ranks that hold other tokens of the same sequences. Each of them makes a Monitor, and calls
+            `step` as often as the others.
         start: steps that are done already, for a run that goes on from a checkpoint. What was logged after them is
             dropped, because those steps are computed again.
         sinks: where metrics go besides `metrics.jsonl`: "tensorboard", "wandb", "mlflow", "trackio", "stdout", or
@@ -76,7 +78,7 @@ class Monitor:
     Raises:
         FileExistsError: the directory has steps already, and `start` does not say how many of them count.
         ImportError: a sink or the rollout log needs a package that is missing; the message names the extra.
-        ValueError, TypeError: the configuration is wrong, or there is no sink of that name.
+        ValueError, TypeError: the configuration is wrong, the groups overlap, or there is no sink of that name.
     """
 
     def __init__(
@@ -97,7 +99,8 @@ class Monitor:
         self.directory = RunDirectory(Path(run_dir))
         self.steps = start or 0
         self._group, self._context_group = group, context_group
-        self._exchange = RankExchange(group)
+        check_groups(group, context_group)
+        self._exchange = RankExchange(group, context_group)
         self._writes = (context_group is None or context_group.rank() == 0) and self._exchange.rank == 0
         self._on_alarm = (on_alarm,) if callable(on_alarm) else tuple(on_alarm)
         self._judge = RunningJudge(_null_beside(self.directory))
@@ -206,6 +209,9 @@ class Monitor:
         Of a loss this is what `rollcorr.loss_metrics` shows, as `actor/…`. In bypass mode the loss measures the
         mismatch too, and its correction is counted with it.
 
+        Losses are of the rank's own tokens and add up over both groups. A correction that was computed with a group or
+        a context group has the statistics of all its ranks, and counts once: from the first of them.
+
         Raises:
             ValueError: it has other rows than what this step has already.
         """
@@ -213,8 +219,8 @@ class Monitor:
             self._totals.add_statistics("loss", measured)
         elif isinstance(measured, Correction):
             if measured.statistics is not None:
-                shared = measured.ranks[0] > 1
-                self._totals.add_statistics("shared correction" if shared else "correction", measured.statistics)
+                counts = self._counts_here(measured)
+                self._totals.add_statistics("correction" if counts else "counted elsewhere", measured.statistics)
                 self._judged_config = measured.config
         else:
             self._totals.add_statistics("loss", measured.statistics)
@@ -231,6 +237,8 @@ class Monitor:
             reward: as one of `own`. One for each sequence also goes into the rollout log.
             own: further metrics. A number or 0-d tensor is averaged over the ranks that give it. A tensor or list has
                 a mean, a spread and extremes over all of its values on all ranks: `name/mean`, `/std`, `/min`, `/max`.
+                In a context group each rank gives the values of its own tokens; equal values on all ranks of each
+                context group, such as one reward per sequence, count once.
 
         Returns:
             The metrics of the step, the same on every rank. They may hold NaN and infinity.
@@ -245,7 +253,7 @@ class Monitor:
             if value is not None:
                 self._totals.add_value(name, value)
         layout, vector = self._totals.pack()
-        metrics = merged_metrics(self._exchange.read(layout, vector), self._exchange.rank)
+        metrics = merged_metrics(self._exchange.read(layout, vector), self._exchange.context_ranks)
         step = self.steps + 1
 
         # The log comes first: a step whose metrics can be read has its rows too.
@@ -304,6 +312,21 @@ class Monitor:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _counts_here(self, correction: Correction) -> bool:
+        """Return whether the correction counts from this rank: every rank of its groups has the same statistics."""
+        # A pickled correction has left its groups behind; they are taken to be this Monitor's.
+        shared_over = (
+            own if own is not None else given
+            for own, given, ranks in zip(
+                (correction.group, correction.context_group),
+                (self._group, self._context_group),
+                correction.ranks,
+                strict=True,
+            )
+            if ranks > 1
+        )
+        return all(self._exchange.counts_for(group) for group in shared_over)
 
     def _begin_step(self) -> None:
         self._totals = StepTotals()

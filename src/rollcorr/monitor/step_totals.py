@@ -25,8 +25,9 @@ from rollcorr.core.mergeable_statistics import (
 from rollcorr.core.metric_registry import finalize, metric
 from rollcorr.diagnostics.health.evidence import bare_metrics
 
-Source = Literal["correction", "shared correction", "loss", "values", "number"]
-"""Where a part comes from. A shared correction is of all ranks already; values have a distribution."""
+Source = Literal["correction", "counted elsewhere", "loss", "values", "number"]
+"""Where a part comes from. A correction counted elsewhere is sent by another rank that has it too; values have a
+distribution."""
 
 LOSS_PREFIX = "actor/"
 
@@ -118,6 +119,8 @@ class StepTotals:
         """Everything as one vector, on the device of the data, and what is where in it."""
         parts: list[tuple[list[LayoutEntry], Tensor]] = []
         for (source, name), found in self._statistics.items():
+            if source == "counted elsewhere":
+                continue
             merged = found[0] if len(found) == 1 else merge_statistics(found)
             packed = merged.pack()
             parts.append(([LayoutEntry(source, name, tuple(merged.names.items()), packed.numel())], packed))
@@ -142,17 +145,17 @@ class StepTotals:
         return tuple(entry for entries, _ in (*there, *elsewhere) for entry in entries), vector
 
 
-def merged_metrics(ranks: Sequence[tuple[Layout, Tensor]], own: int) -> dict[str, float]:
-    """The metrics of a step over all ranks: corrections, then losses, then the trainer's own, in the order given.
+def merged_metrics(ranks: Sequence[tuple[Layout, Tensor]], context_ranks: int = 1) -> dict[str, float]:
+    """Compute the metrics of a step over all ranks: corrections, then losses, then the trainer's own, in their order.
 
     Args:
-        ranks: the layout and the vector of each, on the host.
-        own: which of them is this one.
+        ranks: the layout and the vector of each, on the host; the ranks of a context group one after the other.
+        context_ranks: how many ranks a context group has.
 
     Raises:
         ValueError: two ranks have measured differently.
     """
-    statistics: dict[tuple[str, str], list[Statistics]] = {}
+    statistics: dict[tuple[str, str], list[tuple[int, Statistics]]] = {}
     numbers: dict[str, list[float]] = {}
     for rank, (layout, vector) in enumerate(ranks):
         start, values = 0, vector.tolist()
@@ -160,14 +163,15 @@ def merged_metrics(ranks: Sequence[tuple[Layout, Tensor]], own: int) -> dict[str
             end = start + entry.size
             if entry.source == "number":
                 numbers.setdefault(entry.name, []).append(values[start])
-            elif entry.source != "shared correction" or rank == own:
-                # Every rank has a shared correction of all ranks: once is enough.
-                source: str = "correction" if entry.source == "shared correction" else entry.source
+            else:
                 found = Statistics.from_vector(dict(entry.rows), vector[start:end])
-                statistics.setdefault((source, entry.name), []).append(found)
+                statistics.setdefault((entry.source, entry.name), []).append((rank // context_ranks, found))
             start = end
 
-    read = {key: (merge_statistics(parts) if len(parts) > 1 else parts[0]).read() for key, parts in statistics.items()}
+    read: dict[tuple[str, str], HostStatistics] = {}
+    for key, held in statistics.items():
+        parts = _once_per_context(held) if key[0] == "values" else [part for _, part in held]
+        read[key] = (merge_statistics(parts) if len(parts) > 1 else parts[0]).read()
     metrics: dict[str, float] = {}
     if ("correction", "") in read:
         metrics |= finalize(read["correction", ""])
@@ -177,6 +181,22 @@ def merged_metrics(ranks: Sequence[tuple[Layout, Tensor]], own: int) -> dict[str
         if source == "values":
             metrics |= _distribution_metrics(name, host)
     return metrics | {name: sum(values) / len(values) for name, values in numbers.items()}
+
+
+def _once_per_context(held: Sequence[tuple[int, Statistics]]) -> list[Statistics]:
+    """Select the parts of a tensor that count, where the ranks of a context group may hold the same sequences.
+
+    If each context group's ranks give equal values, these are one for each sequence, and the first rank's count. Equal
+    parts have the mean, spread and extremes of one, so a coincidence among values per token changes no more than
+    `nonfinite_count`.
+
+    Args:
+        held: the number of the context group, and a part.
+    """
+    first = dict(reversed(held))
+    if all(part.pack().equal(first[context].pack()) for context, part in held):
+        return [first[context] for context in sorted(first)]
+    return [part for _, part in held]
 
 
 @lru_cache(maxsize=1024)
