@@ -80,6 +80,16 @@ def test_the_clip_by_hand():
     assert seen["ratio"] == pytest.approx(1.125)
 
 
+@pytest.mark.parametrize("log_ratio", [10.5, 19.5, 20.5])
+def test_only_ratios_above_e20_lose_their_gradient(log_ratio):
+    log_prob = torch.full((1, 1), log_ratio, dtype=torch.float64, requires_grad=True)
+    zero = torch.zeros(1, 1, dtype=torch.float64)
+    loss, _ = flow_grpo_loss(log_prob, zero, torch.tensor([-1.0]), zero + 1, clip_ratio=0.5)
+    loss.sum().backward()
+    assert loss.item() == pytest.approx(math.exp(min(log_ratio, 20.0)))
+    assert log_prob.grad.item() == pytest.approx(math.exp(log_ratio) if log_ratio < 20 else 0.0)
+
+
 def test_the_guard_by_hand():
     """m = 1, m_old = 0, s = 1/2, dt = −1/4: b = 2; log r = s (d + b) = (−1.8 + 2) / 2 = 0.1; the loss is ×4."""
     shape = {"dtype": torch.float64}

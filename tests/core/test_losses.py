@@ -176,6 +176,16 @@ def test_extreme_ratios_on_valid_tokens_stay_finite(log_ratio, advantage, clip_c
     assert means(statistics)["policy_kl"] == -log_ratio  # the metric is not clamped
 
 
+@pytest.mark.parametrize("log_ratio", [10.5, 19.5, 20.5])
+def test_only_ratios_above_e20_lose_their_gradient(log_ratio):
+    log_prob = torch.full((1, 1), log_ratio, dtype=torch.float64, requires_grad=True)
+    zero = torch.zeros(1, 1, dtype=torch.float64)
+    loss, _ = ppo_clip_loss(log_prob, zero, zero - 1, zero + 1, clip_low=0.2, clip_high=0.2)
+    loss.sum().backward()
+    assert loss.item() == pytest.approx(math.exp(min(log_ratio, 20.0)))
+    assert log_prob.grad.item() == pytest.approx(math.exp(log_ratio) if log_ratio < 20 else 0.0)
+
+
 def test_nan_on_a_kept_token_is_not_hidden():
     log_prob = torch.tensor([[NAN, -1.0]])
     loss, _ = ppo(log_prob, torch.zeros(1, 2), torch.ones(1, 2), torch.ones(1, 2))

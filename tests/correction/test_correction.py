@@ -249,6 +249,18 @@ def test_denominators_follow_the_normalizer():
     assert correction.denominators().tokens == kept.tokens
 
 
+@per_implementation
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_normalized_weights_are_summed_as_applied(level):
+    """The statistics hold Σ w before batch normalization; the loss divides by the sum after it."""
+    normalized = {"rollout_is_batch_normalize": True, "rollout_rs": "token_k1", "rollout_rs_threshold": "0.6_1.7"}
+    correction = correct(*batch(), config(rollout_is=level, **normalized))
+    applied = count_denominators(correction.loss_mask, weights=correction.weights)
+    summed = correction.denominators("weights")
+    assert summed.tokens.item() == pytest.approx(applied.tokens.item(), rel=1e-6)
+    assert summed.sequences.item() == pytest.approx(applied.sequences.item(), rel=1e-6)
+
+
 class _Reads(TorchDispatchMode):
     """Counts operations that bring a value to the host."""
 

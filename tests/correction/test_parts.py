@@ -454,6 +454,21 @@ def test_policies_of_which_only_one_is_given_are_compared_too():
         policy_loss(policies, batch.advantages, batch.mask, correction=correction)
 
 
+def test_a_rollout_argument_that_holds_the_train_policy_is_refused():
+    batch = Batch()
+    correction = correct(batch.old, batch.rollout, batch.mask, "decoupled_token_is")
+    policies = PolicyLogProbs(log_prob=batch.start, old_log_prob=batch.old.clone(), rollout_log_prob=batch.old)
+    with pytest.raises(ValueError, match="rollout_log_prob"):
+        policy_loss(policies, batch.advantages, batch.mask, correction=correction)
+
+
+def test_one_tensor_for_both_policies_is_not_swapped():
+    batch = Batch()
+    correction = correct(batch.old, batch.old, batch.mask, "decoupled_token_is")
+    policies = PolicyLogProbs(log_prob=batch.start, old_log_prob=batch.old, rollout_log_prob=batch.old[:])
+    assert policy_loss(policies, batch.advantages, batch.mask, correction=correction).loss.isfinite()
+
+
 def test_the_columns_of_one_tensor_are_not_taken_for_each_other():
     batch = Batch()
     both = torch.stack([batch.old, batch.rollout])

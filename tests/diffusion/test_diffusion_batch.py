@@ -12,6 +12,7 @@ from denoising import SCHEDULE, D, Denoiser, make_batch, perturbed, with_old
 from rollcorr import correct
 from rollcorr.config import InertOptionWarning, RolloutCorrectionConfig
 from rollcorr.core.diffusion import gaussian_kl
+from rollcorr.correction import count_denominators
 from rollcorr.diffusion import (
     DiffusionActorConfig,
     apply_bypass_mode_to_diffusion_batch,
@@ -19,6 +20,7 @@ from rollcorr.diffusion import (
     check_diffusion_batch,
     check_schedule,
 )
+from rollcorr.diffusion.step_correction import StepPair, correct_steps, step_kl
 from rollcorr.integrations.verl import compute_rollout_correction_and_rejection_mask
 
 NAN, INF = math.nan, math.inf
@@ -185,6 +187,26 @@ def test_the_exact_kl_rejects_by_its_bound_and_counts_beside_the_others():
     only = (by_ratio & (exact > bound * (1 + 1e-6))).double().mean().item()
     assert metrics["rollout_corr/rollout_rs_step_kl_alone_fraction"] == pytest.approx(only)
     assert "rollout_corr/rollout_rs_seq_mean_k1_alone_fraction" not in metrics
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_counts_beside_the_exact_kl_are_of_kept_steps(normalize):
+    """Some steps are rejected by the exact KL, some samples by their ratio: what is counted is what both keep."""
+    batch = sampled()
+    fields = {"rollout_is": "token", "rollout_is_batch_normalize": normalize}
+    config = actor("sum", **fields, rollout_rs="seq_mean_k1,step_kl", rollout_rs_threshold="0.3_3.0,0.2")
+    exact = step_kl(batch["prev_sample_mean"], batch["old_prev_sample_mean"], batch["std"])
+    pair = StepPair(batch["old_log_probs"], batch["rollout_log_probs"], exact, None, D)
+    correction = correct_steps(pair, config)
+    kept = correction.loss_mask
+    assert {0, 1, 2} == set(kept.sum(1).tolist())
+
+    for normalizer, weights in (("kept", None), ("weights", correction.weights)):
+        expected, counts = count_denominators(kept, weights=weights), correction.denominators(normalizer)
+        assert counts.tokens.item() == pytest.approx(expected.tokens.item(), rel=1e-6), normalizer
+        assert counts.sequences.item() == pytest.approx(expected.sequences.item(), rel=1e-6), normalizer
+    touched = (~kept).any(1).double().mean().item()
+    assert correction.metrics(prefix="")["rollout_rs_seq_masked_fraction"] == pytest.approx(touched)
 
 
 def test_the_exact_kl_and_the_joint_criteria_belong_to_denoising_steps():

@@ -134,6 +134,19 @@ def test_extreme_values_overflow_nothing(level, train, rollout):
 
 
 @levels
+@pytest.mark.parametrize("log_prob", [-195.6, -196.7, -300.06, -600.06])
+def test_perplexities_of_tiny_probabilities_keep_their_digits(level, log_prob):
+    """Equal addends round the same way each time: float32 sums of 512 lose the fourth digit of exp of their mean."""
+    rollout = torch.full((2, 512), log_prob)
+    batch = rollout + 0.5, rollout, torch.ones(2, 512, dtype=torch.bool)
+    config = configuration(rollout_is="token")
+    actual = numbers(cpu_correction(*batch, config, level=level))
+    expected = numbers(reference_correction(*batch, config))
+    for name in ("training_ppl", "rollout_ppl"):
+        assert actual[name] == pytest.approx(expected[name], rel=1e-5), name
+
+
+@levels
 @pytest.mark.parametrize("bound", [1.0, 5.0, 30.0, 40.0])
 @pytest.mark.parametrize("threshold", [None, 2.0, 1e6, "0.5_2.0"])
 def test_any_safety_bound_clamps_as_the_reference_does(level, bound, threshold):
