@@ -71,7 +71,7 @@ GOLDEN = Path(__file__).parent / "golden"
 @pytest.fixture(autouse=True)
 def nothing_hidden(monkeypatch) -> None:
     """What one test hides as a secret must not be hidden in the messages of another."""
-    monkeypatch.setattr(secrets, "_hidden_values", set())
+    monkeypatch.setattr(secrets, "_hidden_values", {})
 
 
 @pytest.fixture(scope="session")

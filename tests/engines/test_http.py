@@ -8,7 +8,10 @@ from local_server import serving
 
 from rollcorr.engines.base import EngineAnswerError, EngineUnavailableError
 from rollcorr.engines.transport.answer_body import brief
+from rollcorr.engines.transport.connections import read_address
 from rollcorr.engines.transport.http import JsonClient
+
+PASSWORD = "s3cr3t-V4lue"
 
 
 def echo(handler, body):
@@ -245,3 +248,21 @@ def test_a_secret_that_a_shortened_value_would_halve_is_hidden(before):
     text = f"{'x ' * (before // 2)}{SECRET}{' x' * 100}"
     assert "s3cret" not in brief({"message": [text]})
     assert "s3cret" not in brief("x " * 60 + SECRET + " x" * 10**6)
+
+
+def test_an_address_is_taken_apart():
+    address = read_address(f"http://me%40home:{PASSWORD}@host:80/api/?api_key=k&x=1")
+    assert address.url == "http://host:80/api/"
+    assert address.auth == ("me@home", PASSWORD)
+    assert address.query == {"api_key": "k", "x": "1"}
+    assert read_address("http://[::1]:80") == ("http://[::1]:80", None, {})
+
+
+@pytest.mark.parametrize("url", ["ftp://u:{}@h", "u:{}@h", "http://u:{}/x@h", "http://h:{}", "ws://h?token={}"])
+def test_a_wrong_address_is_refused_without_its_secret(url):
+    with pytest.raises(ValueError, match="url") as error:
+        read_address(url.format(PASSWORD))
+    assert "http://" in str(error.value)
+    assert error.value.__suppress_context__ or error.value.__context__ is None
+    if "@" in url or "?" in url:
+        assert PASSWORD not in str(error.value)

@@ -28,6 +28,8 @@ SECRETS = {
     "in Authorization": "b3arer-t0ken",
     "in X-API-Key": "x-api-k3y",
     "in a cookie": "c00kie-value",
+    "in a header of any name": "t3am-value",
+    "in a query of any name": "k-qu3ry-value",
     "from a reference": "ref3renced-value",
     "from headers_env": "env1ronment-value",
 }
@@ -103,9 +105,10 @@ def options_of(server, folder):
         "X-API-Key": SECRETS["in X-API-Key"],
         "Cookie": f"session={SECRETS['in a cookie']}",
         "X-Signature": "${env:REFERENCED}",
+        "X-Team": SECRETS["in a header of any name"],
     }
     options = {
-        "url": f"{url}?api_key={SECRETS['in the query']}",
+        "url": f"{url}?api_key={SECRETS['in the query']}&k={SECRETS['in a query of any name']}",
         "folder": str(folder),
         "headers": headers,
         "headers_env": {"X-Token": "FROM_ENVIRONMENT"},
@@ -124,7 +127,8 @@ def test_a_run_full_of_secrets_leaves_none(tmp_path, command, caplog):
 
         # Everything reached the server.
         path, headers = answer.seen[-1]
-        assert path.endswith(f"?api_key={SECRETS['in the query']}")
+        assert path.endswith(f"?api_key={SECRETS['in the query']}&k={SECRETS['in a query of any name']}")
+        assert headers["X-Team"] == SECRETS["in a header of any name"]
         assert headers["Authorization"] == f"Basic {ENCODED}"
         assert headers["X-API-Key"] == SECRETS["in X-API-Key"]
         assert headers["X-Signature"] == SECRETS["from a reference"]
@@ -154,7 +158,7 @@ def test_a_run_full_of_secrets_leaves_none(tmp_path, command, caplog):
 
     # The file keeps what is no secret.
     stored = load_yaml((run / "config.yaml").read_text(encoding="utf-8"))["rollout"]["engine_options"]
-    assert re.fullmatch(r"http://\*\*\*@127\.0\.0\.1:\d+\?api_key=\*\*\*", stored["url"])
+    assert re.fullmatch(r"http://\*\*\*@127\.0\.0\.1:\d+\?api_key=\*\*\*&k=\*\*\*", stored["url"])
     assert stored["headers"]["X-Signature"] == "${env:REFERENCED}"
     assert stored["headers_env"] == {"X-Token": "FROM_ENVIRONMENT"}
     assert "HTTP 500" in json.loads((run / "summary.json").read_text(encoding="utf-8"))["failure"]

@@ -194,6 +194,29 @@ def test_a_file_system_without_hard_links_works_too(tmp_path, monkeypatch):
         second.close()
 
 
+@pytest.fixture
+def permissive_umask():
+    """Let every new file be read and written by everybody, unless its writer asks for less."""
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_only_the_owner_reads_a_log(tmp_path, suffix, permissive_umask):
+    path = tmp_path / f"log{suffix}"
+    for overwrite in (False, True):
+        with RolloutLogWriter(path, overwrite=overwrite) as log:
+            log.write(batch_of(range(3)))
+            unfinished = [file for file in tmp_path.iterdir() if file != path]
+            assert [oct(file.stat().st_mode & 0o777) for file in unfinished] == ["0o600"]
+        assert oct(path.stat().st_mode & 0o777) == "0o600"
+        path.chmod(0o644)
+
+    convert_log(path, tmp_path / f"copy{suffix}")
+    assert oct((tmp_path / f"copy{suffix}").stat().st_mode & 0o777) == "0o600"
+
+
 def test_a_closed_writer_takes_nothing_more(tmp_path):
     log = RolloutLogWriter(tmp_path / "log.jsonl")
     log.close()

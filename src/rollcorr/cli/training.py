@@ -16,6 +16,9 @@ def train(
         list[str] | None,
         typer.Argument(metavar="[CONFIG.yaml] [dotted.name=value]…", help="A YAML file, and changes to its options."),
     ] = None,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Run code that the file names, or that lies in the run directory.")
+    ] = False,
 ) -> None:
     """Train a policy with rollout correction.
 
@@ -30,6 +33,9 @@ def train(
     The same command starts a run, continues it after whatever ended it, or reports that it is finished.
     Options that a checkpoint fixes, such as the model, cannot change within a run; the others can.
     Only one process can run in a directory at a time.
+
+    Options such as reward.function run code. Write them in the command.
+    If a file has them, or names code in the run directory, add --trust if you trust it.
 
     These files list all options:
     rollcorr/train/run_config.py                    for every recipe
@@ -52,6 +58,7 @@ def train(
     from rollcorr.engines.base import EngineError
     from rollcorr.run_directory.run_lock import RunInUseError
     from rollcorr.train import recipes
+    from rollcorr.train.config_file import check_trusted
 
     # Every option has a default, so this would start a run that nobody asked for.
     if not arguments:
@@ -61,12 +68,14 @@ def train(
         )
         raise typer.Exit(2)
 
-    given = arguments
-    files = [text for text in given if "=" not in text]
+    files = [text for text in arguments if "=" not in text]
+    overrides = [text for text in arguments if "=" in text]
     try:
         if len(files) > 1:
             raise ValueError(f"one configuration file at most, got {', '.join(files)}; write a change as name=value")
-        config = recipes.load_config(files[0] if files else None, [text for text in given if "=" in text])
+        config = recipes.load_config(files[0] if files else None, overrides)
+        if not trust:
+            check_trusted(config, overrides)
         summary = recipes.train(config)
     except KeyboardInterrupt as error:
         Console(stderr=True).print("stopped at once: the same command continues after the last checkpoint")

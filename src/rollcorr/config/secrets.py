@@ -1,12 +1,15 @@
 """Passwords, tokens and keys: taken from the environment, and never written or shown.
 
-An option may say `${env:NAME}`. It is resolved where the engine is built, so files hold the reference, not the value.
-A secret that stands in the options all the same is written as `***`. What counts as one:
+An option may contain `${env:NAME}`. It is resolved where the engine is built, so files hold the reference.
+A secret that stands in the options all the same is written as `***`. Hidden by its place, whatever its name:
 
-- the user part of an address: `http://user:password@host`
-- a value whose name says so: `api_key`, `password`, `HF_TOKEN`, `X-API-Key`, `Authorization`, `Cookie`; in a block of
-  options, in an address (`?token=…`), and in text (`api_key=…`)
-- `Bearer …` and `Basic …`, and a few shapes that services give to their keys (`hf_…`, `sk-…`)
+- the user part of an address, and each value of its query: `http://user:password@host?k=value`
+- each value under `headers`
+
+Elsewhere, and in text:
+
+- a value whose name is a secret's: `api_keys`, `password`, `HF_TOKEN`, `Authorization`, `{name: API_KEY, value: …}`
+- `Bearer …` and `Basic …`, private keys in PEM, and the shapes that services give to their keys (`hf_…`, `glpat-…`)
 - in text, every value that was hidden in the options of this process, wherever it appears: a server may send it back
 """
 
@@ -17,50 +20,65 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
-from urllib.parse import parse_qsl, quote, unquote, urlsplit, urlunsplit
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import quote, unquote
 
 HIDDEN = "***"
 """What stands for a secret."""
 
 REFERENCE = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
 
-# A name with one of these words is a secret's.
-_ALWAYS = {"password", "passwd", "passphrase", "pwd", "secret", "secrets", "authorization", "cookie", "apikey"}
-_ALWAYS |= {"credential", "credentials", "bearer"}
+# Names are compared in this form: `apiKey`, `API-Key` and `api_key` are the same.
+_BETWEEN_WORDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|[^A-Za-z0-9]+")
+_SECRET_NAME = re.compile(
+    r"passw|passphrase|(?:^|_)pwd(?:_|$)|secret|credential|cookie|bearer|authorization"
+    r"|(?:access|api|auth|refresh)_?tokens?_?\d*$|(?:access|account|api|auth|private|signing)_?keys?_?\d*$"
+)
 
-# A name that ends in one of these is a secret's, except after a word that makes it another thing.
-_AT_THE_END: dict[str, set[str]] = {
-    "token": {"stop", "eos", "bos", "pad", "unk", "mask", "sep", "cls", "image", "special", "end", "start", "per"},
-    "key": {"cache", "sort", "group", "partition", "primary", "public", "prompt", "image", "data", "input", "output"},
-    "auth": set(),
-    "jwt": set(),
-    "sig": set(),
-    "signature": set(),
-}
-_WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z0-9]+(?![a-z])")
+# A name with such an end is a secret's, except after a word that makes it another thing.
+_SECRET_END = re.compile(r"(?:token|(?:^|_)(?:key|auth|jwt|sig|signature))_?\d*$")
+_ORDINARY_END = re.compile(
+    r"(?:^|_)(?:bos|cache|cls|data|end|eos|group|image|input|mask|output|pad|partition|per|primary|prompt|public|sep"
+    r"|sort|special|start|stop|unk)_?(?:token|key)$"
+)
+_HEADERS = re.compile(r"(?:^|_)headers?$")
 _SCHEME = re.compile(r"(?i)^(?:bearer|basic|token|digest|apikey)\s+")
 
-# An address up to a space or a quote; the rest is taken apart by hand, for a password may hold any sign.
-_ADDRESS = re.compile(r"(?<![\w+.-])(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)(?P<rest>[^\s\"'<>`]+)")
+# A text may be quoted in another one, and then backslashes stand before its quotes, and "\n" in place of its line ends.
+_QUOTE = r"\\*[\"']?"
+_COMMA = rf"{_QUOTE},?[\s=]+"
 
-# An option that is an address as a whole, whose user part holds what would end an address in a text.
-_ADDRESS_WITH_QUOTES = re.compile(
-    r"\s*(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)(?P<user>.*[\s\"'<>`].*)@(?P<host>.*)", re.DOTALL
+# An address up to a space or a quote; the rest is taken apart by hand, for a password may hold any sign.
+_ADDRESS = re.compile(r"(?<![\w+.-])(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)(?P<rest>(?:(?!\\+n)[^\s\"'<>`])+)")
+_SECRETS = tuple(
+    re.compile(pattern)
+    for pattern in (
+        # Private keys: broken into lines, or with "\n" between them, or cut off.
+        r"(?P<before>-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----)(?P<value>[\s\S]*?)(?=-----END|\Z)",
+        # Headers; curl's headers and users; the lines of a .netrc.
+        rf"(?P<before>(?i:\b(?:proxy-)?(?:authorization|(?:set-)?cookie){_QUOTE}\s*[:=]\s*{_QUOTE}))(?P<value>[^\"'\r\n]+)",
+        rf"(?P<before>(?<![\w-])(?:-H|--header){_COMMA}{_QUOTE}[\w-]+:\s*)(?P<value>[^\"'\r\n]+)",
+        rf"(?P<before>(?<![\w-])(?:-u|--user){_COMMA}{_QUOTE}[^\s:\"']{{1,200}}:)(?P<value>[^\s\"']+)",
+        r"(?P<before>\blogin\s+\S{1,200}\s+password\s+)(?P<value>\S+)",
+        # The query of an address, whose beginning may be missing; and a query that is one value.
+        r"(?P<before>[?&][^\s?&=#\"'<>`]{1,200}=)(?P<value>[^\s&#\"'<>`]+)",
+        r"(?P<before>://[^\s?#\"'<>`]{1,1000}\?)(?P<value>[^\s=&#\"'<>`]{8,})(?![=&])",
+        # Values that show by their look that they are secrets.
+        r"\b(?P<before>[Bb]earer\s+)(?P<value>[A-Za-z0-9._~+/=-]{6,})",
+        r"\b(?P<before>[Bb]asic\s+)(?P<value>(?=[a-z]*[A-Z0-9+/=])[A-Za-z0-9+/]{6,}={0,2})",
+        r"(?P<before>(?<![\w-]))(?P<value>(?:hf|gh[pousr]|npm|gsk|[sr]k_live)_[A-Za-z0-9]{16,}|github_pat_\w{16,}"
+        r"|(?:sk|glpat|nvapi|xapp|xox[a-z])-[\w-]{10,}|AIza[\w-]{24,}|A[KS]IA[A-Z0-9]{16}"
+        r"|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)",
+    )
 )
-_HEADER = re.compile(
-    r"(?i)(?P<before>\b(?:proxy-)?(?:authorization|(?:set-)?cookie)\\?[\"']?\s*[:=]\s*\\?[\"']?)(?P<value>[^\"'\r\n]+)"
-)
-_NAME = re.compile(r"(?<![\w.-])(?P<name>[\w.-]+)(?P<sign>\\?[\"']?\s*[:=]\s*)")
+_NAME = re.compile(rf"(?<![\w.-])(?:(?P<flag>--[\w-]+){_COMMA}|(?P<name>[\w.-]+)(?P<sign>{_QUOTE}\s*[:=](?:\s|\\+n)*))")
+_CALLED = re.compile(rf"{_QUOTE}([\w.-]+)")
 _VALUE = re.compile(
-    r"\\\".*?\\\"|\"(?:[^\"\\]|\\.)*\"|'[^']*'|(?:(?:Bearer|Basic|Token)\s+)?(?:\$\{[^}]*\}|[^\s&,;\"'<>()\[\]{}])+"
-)
-_BEARER = re.compile(r"\b(?P<before>[Bb]earer\s+)(?P<value>[A-Za-z0-9._~+/=-]{6,})")
-_BASIC = re.compile(r"\b(?P<before>[Bb]asic\s+)(?P<value>(?=[a-z]*[A-Z0-9+/=])[A-Za-z0-9+/]{6,}={0,2})")
-_SHAPED = re.compile(
-    r"(?<![\w-])(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|AKIA[A-Z0-9]{16}"
-    r"|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
+    r"\\+(?P<quote>[\"']).*?\\+(?P=quote)|\"(?:[^\"\\]|\\.)*\"|'(?:[^']|'')*'|[\[{(](?:[^\n]*[\]})]|[^\n]*)"
+    # YAML: lines of a list, and a text of several lines.
+    r"|(?:-[ \t]+(?:(?!\\+n)[^\n])*(?:(?:\n|\\+n)[ \t]*|$))+|[|>][-+]?[ \t]*\n(?:[ \t]+[^\n]*\n?)+"
+    r"|(?:(?:Bearer|Basic|Token)\s+)?(?:\$\{[^}]*\}|(?!\\+n)[^\s&,;\"'<>()\[\]{}])+"
 )
 
 _SHORTEST = 4
@@ -68,32 +86,16 @@ _SHORTEST = 4
 _DISTINCT = 8
 """A hidden value with as many is looked for within words, and in other options."""
 
-_hidden_values: set[str] = set()
-
-
-class Address(NamedTuple):
-    """An HTTP address without what must not be shown.
-
-    Attributes:
-        url: scheme, host, port and path.
-        auth: user and password, or None.
-        query: names and values after the `?`.
-    """
-
-    url: str
-    auth: tuple[str, str] | None
-    query: dict[str, str]
+_hidden_values: dict[str, bool] = {}
+"""Each hidden value, and whether it is certainly a secret; what a header holds may be an option's value too."""
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether what an option, a header or a variable holds is a secret, by its name."""
-    words = [word.lower() for word in _WORD.findall(name)]
-    if not words:
-        return False
-    if _ALWAYS.intersection(words):
+    """Return whether an option, a header or a variable of this name contains a secret."""
+    words = _words(name)
+    if _SECRET_NAME.search(words):
         return True
-    others = _AT_THE_END.get(words[-1])
-    return others is not None and (len(words) == 1 or words[-2] not in others)
+    return _SECRET_END.search(words) is not None and _ORDINARY_END.search(words) is None
 
 
 def redact(value: Any, name: str = "") -> Any:  # noqa: ANN401 (any plain value)
@@ -115,15 +117,23 @@ def secret_places(value: Any, name: str = "") -> list[str]:  # noqa: ANN401 (any
 
 def redact_text(text: str) -> str:
     """A text for people with `***` for each secret in it: an error message, a progress line, a traceback."""
-    return _redact_text(_without_hidden_values(text, _SHORTEST), _ignore)
+    return _redact_text(_without_hidden_values(text), {})
 
 
-def remember(secret: object) -> None:
-    """Hide a value in every text from now on, also as it looks in an address, in JSON and in a `Basic` header."""
+def remember(secret: object, *, certain: bool = True) -> None:
+    """Hide a value in every text from now on, also as it looks in an address, in JSON and in a `Basic` header.
+
+    Args:
+        secret: the value.
+        certain: it is a secret, and is hidden in other options too. Otherwise it may be an ordinary word, and is hidden
+            only in texts, if it has 8 characters or more.
+    """
     plain = _SCHEME.sub("", str(secret).strip())
     encoded = base64.b64encode(plain.encode()).decode()
     forms = {plain, unquote(plain), quote(plain, safe=""), json.dumps(plain)[1:-1], repr(plain)[1:-1], encoded}
-    _hidden_values.update(form for form in forms if len(form) >= _SHORTEST and HIDDEN not in form)
+    for form in forms:
+        if len(form) >= (_SHORTEST if certain else _DISTINCT) and HIDDEN not in form:
+            _hidden_values[form] = certain or _hidden_values.get(form, False)
 
 
 def resolve_references(value: Any, name: str = "") -> Any:  # noqa: ANN401 (any plain value)
@@ -161,39 +171,15 @@ def header_values(headers: Mapping[str, str] | None, headers_env: Mapping[str, s
     return values
 
 
-def read_address(url: str) -> Address:
-    """Take an HTTP address apart, so that its user, password and query are sent but not shown.
-
-    Raises:
-        TypeError: it is no text.
-        ValueError: it is no HTTP address.
-    """
-    if not isinstance(url, str):
-        raise TypeError(f"url must be a text such as 'http://localhost:8000', got one of type {type(url).__name__}")
-    try:
-        parts = urlsplit(url)
-        is_usable = parts.hostname is not None and parts.port != 0 and url.startswith(("http://", "https://"))
-    except ValueError:
-        is_usable = False
-    if not is_usable:
-        shown = redact_text(redact(url, "url"))
-        raise ValueError(f"url must begin with http:// or https:// and name a host, got {shown!r}")
-
-    user_part, _, host = parts.netloc.rpartition("@")
-    user, _, password = user_part.partition(":")
-    return Address(
-        url=urlunsplit((parts.scheme, host, parts.path, "", "")),
-        auth=(unquote(user), unquote(password)) if user_part else None,
-        query=dict(parse_qsl(parts.query, keep_blank_values=True)),
-    )
-
-
 class RedactingFilter(logging.Filter):
     """Lets every record of a logger pass, with its secrets hidden."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Replace the message by what may be shown."""
+        """Replace the message, and the traceback, by what may be shown."""
         record.msg, record.args = redact_text(record.getMessage()), ()
+        if record.exc_info:
+            record.exc_text = redact_text(logging.Formatter().formatException(record.exc_info))
+            record.exc_info = None
         return True
 
 
@@ -205,51 +191,63 @@ def hide_in_log(name: str) -> None:
     logging.getLogger(name).addFilter(_LOG_FILTER)
 
 
-Learn = Callable[[object], None]
+def _words(name: str) -> str:
+    return _BETWEEN_WORDS.sub("_", name).lower()
 
 
-def _ignore(secret: object) -> None:
-    """A text may quote anything, so what is found there by its look is not looked for elsewhere."""
+def _redact(value: Any, name: str, path: str, places: list[str], *, inside: bool | None = None) -> Any:  # noqa: ANN401
+    """`redact`; adds the place of each secret to `places`. `inside` is None outside of secrets and headers."""
+    if is_secret_name(name.rpartition(".")[2]):
+        inside = True
+    elif inside is None and _HEADERS.search(_words(name)):
+        inside = False
 
-
-def _redact(value: Any, name: str, path: str, places: list[str], *, inside_secret: bool = False) -> Any:  # noqa: ANN401
-    """`redact`; adds the place of each secret to `places`."""
-    secret = inside_secret or is_secret_name(name.rpartition(".")[2])
     if isinstance(value, Mapping):
         if name == "headers_env":
             return {key: _redact_variable(item, f"{path}.{key}", places) for key, item in value.items()}
+        # `{name: API_KEY, value: …}`
+        called = {"value": str(value.get("name", value.get("key", "value")))}
         return {
-            key: _redact(item, str(key), f"{path}.{key}".lstrip("."), places, inside_secret=secret)
+            key: _redact(item, called.get(key, str(key)), f"{path}.{key}".lstrip("."), places, inside=inside)
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
         # `["--api-key", "value"]`: an argument names the one after it.
         names = [""] + [item.lstrip("-") if str(item).startswith("-") else "" for item in map(str, value)]
         return [
-            _redact(item, before, f"{path}.{index}", places, inside_secret=secret)
+            _redact(item, before, f"{path}.{index}", places, inside=inside)
             for index, (item, before) in enumerate(zip(value, names, strict=False))
         ]
-    if value is None or isinstance(value, bool) or (not secret and not isinstance(value, str)):
+    if value is None or isinstance(value, bool) or (inside is None and not isinstance(value, str)):
         return value
 
-    hidden, given = value, value
-    if isinstance(value, str):
-        # `user:password@host`, where the scheme was forgotten.
-        quoted = _ADDRESS_WITH_QUOTES.fullmatch(value)
-        if quoted is not None and not _only_references(quoted["user"]):
-            for part in (quoted["user"], quoted["user"].partition(":")[2]):
-                remember(part)
-            value = f"{quoted['scheme']}{HIDDEN}@{quoted['host']}"
-        forgotten = name in ("url", "uri", "address", "endpoint") and "://" not in value and "@" in value
-        hidden = _redact_text(f"http://{value}" if forgotten else value, remember)
-        hidden = hidden.removeprefix("http://") if forgotten else hidden
-    if secret and not _only_references(str(value)):
-        remember(value)
+    hidden = value
+    if inside is None:
+        hidden = _without_hidden_values(_redact_option(value, name), in_option=True)
+    elif not _only_references(str(value)):
+        # A cookie is several values, and a server may send one of them back.
+        remember(value, certain=inside)
+        for part in re.split(r"[;,\s=]+", str(value)):
+            remember(part, certain=False)
         hidden = HIDDEN
-    elif isinstance(hidden, str):
-        hidden = _without_hidden_values(hidden, _DISTINCT)
-    if hidden != given:
+    if hidden != value:
         places.append(path)
+    return hidden
+
+
+def _redact_option(value: str, name: str) -> str:
+    """Hide the secrets in one option's text, and remember them."""
+    found: dict[str, bool] = {}
+
+    # In an address as a whole, the user part ends at the last "@", whatever signs the password has.
+    scheme, mark, rest = value.rpartition("://")
+    user_part, at, host = rest.rpartition("@")
+    is_address = re.fullmatch(r"\s*[A-Za-z][\w+.-]*", scheme) or name in ("url", "uri", "address", "endpoint")
+    if at and is_address and _is_user_part(user_part):
+        value = f"{scheme}{mark}{_hide_user(user_part, found)}@{host}"
+    hidden = _redact_text(value, found)
+    for secret, certain in found.items():
+        remember(secret, certain=certain)
     return hidden
 
 
@@ -263,87 +261,93 @@ def _redact_variable(variable: object, path: str, places: list[str]) -> object:
     return HIDDEN
 
 
-def _redact_text(text: str, learn: Learn) -> str:
-    text = _ADDRESS.sub(lambda match: _hide_user(match, learn), text)
-    text = _HEADER.sub(lambda match: _hide_value(match, learn), text)
-    text = _hide_assigned(text, learn)
-    text = _BEARER.sub(lambda match: _hide_value(match, learn), text)
-    text = _BASIC.sub(lambda match: _hide_value(match, learn), text)
-    return _SHAPED.sub(lambda match: _hide_shaped(match, learn), text)
+def _redact_text(text: str, found: dict[str, bool]) -> str:
+    """A text with `***` for each secret. Adds to `found` what was hidden, and whether it is certainly a secret."""
+    text = _ADDRESS.sub(lambda match: _hide_in_address(match, found), text)
+    for pattern in _SECRETS:
+        text = pattern.sub(lambda match: _hide_value(match, found), text)
+    return _hide_assigned(text, found)
 
 
-def _hide_user(match: re.Match[str], learn: Learn) -> str:
+def _hide_in_address(match: re.Match[str], found: dict[str, bool]) -> str:
     """An address without its user part, unless the password is a reference."""
     rest = match["rest"]
     authority = re.split(r"[/?#]", REFERENCE.sub(lambda found: "r" * len(found[0]), rest), maxsplit=1)[0]
 
-    # A "/" within the password ends the authority too early. In an option every "@" counts, for the password's sake; a
-    # text may speak of `http://host:80/path@version`.
-    end, in_option = rest.rfind("@", 0, len(authority)), learn is remember
-    is_cut_off = ":" in authority and (in_option or (end < 0 and not authority.rpartition(":")[2].isdigit()))
-    if is_cut_off or (in_option and end >= 0):
+    # A "/" within the password ends the authority too early. But a text may speak of `http://host:80/path@version`.
+    end = rest.rfind("@", 0, len(authority))
+    if end < 0 and ":" in authority and not authority.rpartition(":")[2].isdigit():
         end = rest.rfind("@")
-    if end < 0:
+    if end < 0 or not _is_user_part(rest[:end]):
         return match[0]
-
-    user_part = rest[:end]
-    user, colon, password = REFERENCE.sub("\0", user_part).partition(":")
-    decisive = password if colon and password else user
-    if not decisive.strip("\0") or user_part == HIDDEN:
-        return match[0]
-    for secret in (user_part, user_part.partition(":")[2] or user):
-        learn(secret)
-    return f"{match['scheme']}{HIDDEN}{rest[end:]}"
+    return f"{match['scheme']}{_hide_user(rest[:end], found)}{rest[end:]}"
 
 
-def _hide_value(match: re.Match[str], learn: Learn) -> str:
+def _is_user_part(user_part: str) -> bool:
+    """Whether a user part has a secret: a password, or a user without one."""
+    user, _, password = user_part.partition(":")
+    return REFERENCE.sub("", password or user) not in ("", HIDDEN)
+
+
+def _hide_user(user_part: str, found: dict[str, bool]) -> str:
+    found |= {user_part: True, user_part.partition(":")[2]: True}
+    return HIDDEN
+
+
+def _hide_value(match: re.Match[str], found: dict[str, bool]) -> str:
     if _only_references(match["value"]):
         return match[0]
-    learn(match["value"])
+    is_query = match["before"][:1] in ("?", "&", ":")
+    found[match["value"]] = not is_query or is_secret_name(match["before"].strip("?&="))
     return match["before"] + HIDDEN
 
 
-def _hide_assigned(text: str, learn: Learn) -> str:
-    """`name=value` and `name: value` where the name is a secret's."""
-    shown, position = [], 0
+def _hide_assigned(text: str, found: dict[str, bool]) -> str:
+    """`name=value`, `name: value` and `--name value` where the name is a secret's."""
+    shown, position, called = [], 0, ""
     while named := _NAME.search(text, position):
         # The next search begins at the value, which may hold names itself: `http://host?token=…`.
         shown.append(text[position : named.end()])
         position = named.end()
-        if not is_secret_name(named["name"].rpartition(".")[2]):
-            continue
-        found = _VALUE.match(text, position)
-        if found is None:
-            continue
-        value = found[0].strip("\\\"'")
-        if value and _is_assigned_secret(named, value):
-            learn(value)
-            shown.append(found[0].replace(value, HIDDEN))
-            position = found.end()
+
+        # `{name: API_KEY, value: …}`
+        *blocks, name = (named["flag"] or named["name"]).split(".")
+        beside = _CALLED.match(text, position) if name in ("name", "key") else None
+        called = beside[1] if beside else called
+        secret = _secret_after(blocks, called if name == "value" else name, named["sign"])
+        given = _VALUE.match(text, position) if secret else None
+        value = given[0].strip("\\\"' \n") if given else ""
+        if given and re.fullmatch(secret, value) and not _only_references(value):
+            found[value] = True
+            shown.append(given[0].replace(value, HIDDEN))
+            position = given.end()
     return "".join([*shown, text[position:]])
 
 
-def _is_assigned_secret(named: re.Match[str], value: str) -> bool:
-    if _only_references(value):
-        return False
+def _secret_after(blocks: Sequence[str], name: str, sign: str | None) -> str:
+    """Return the pattern of the values that are secrets after a name; an empty one if none is."""
+    if any(_HEADERS.search(_words(block)) for block in blocks):
+        return r"[\s\S]+"
+    if _HEADERS.search(_words(name)):
+        return r"[\[{][\s\S]*"
+    if not is_secret_name(name):
+        return ""
+    if sign is None:  # a flag, in a command line or in a sentence
+        return r"(?![a-z]+\Z|-)[\s\S]+"
 
     # In this library a token is mostly what a model samples: "token=17", "key: value" are ordinary words.
-    is_number = re.fullmatch(r"[-+.\d]+|True|False|None|null", value) is not None
-    is_ordinary = named["name"].rpartition(".")[2].strip("-").lower() in _AT_THE_END
-    return not (is_ordinary and (":" in named["sign"] or is_number))
+    if re.fullmatch(r"-*(?:auth|jwt|key|sig|signature|token)", name.lower()):
+        return "" if ":" in sign else r"(?!(?:[-+.\d\s,()\[\]]+|True|False|None|null)\Z)[\s\S]+"
+    return r"[\s\S]+"
 
 
-def _hide_shaped(match: re.Match[str], learn: Learn) -> str:
-    learn(match[0])
-    return HIDDEN
-
-
-def _without_hidden_values(text: str, shortest: int) -> str:
+def _without_hidden_values(text: str, *, in_option: bool = False) -> str:
     for value in sorted(_hidden_values, key=len, reverse=True):
-        if len(value) >= shortest and value in text:
-            whole_word = len(value) < _DISTINCT
-            pattern = rf"(?<!\w){re.escape(value)}(?!\w)" if whole_word else re.escape(value)
-            text = re.sub(pattern, HIDDEN, text)
+        if value not in text or (in_option and (len(value) < _DISTINCT or not _hidden_values[value])):
+            continue
+        whole_word = len(value) < _DISTINCT
+        pattern = rf"(?<!\w){re.escape(value)}(?!\w)" if whole_word else re.escape(value)
+        text = re.sub(pattern, HIDDEN, text)
     return text
 
 
@@ -355,7 +359,7 @@ def _only_references(value: str) -> bool:
 
 def _resolve(value: Any, name: str, *, in_headers: bool = False) -> Any:  # noqa: ANN401 (any plain value)
     if isinstance(value, Mapping):
-        headers = in_headers or name.rpartition(".")[2] == "headers"
+        headers = in_headers or _HEADERS.search(_words(name)) is not None
         return {key: _resolve(item, f"{name}.{key}".lstrip("."), in_headers=headers) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_resolve(item, f"{name}.{index}", in_headers=in_headers) for index, item in enumerate(value)]

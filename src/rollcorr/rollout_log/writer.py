@@ -25,8 +25,9 @@ class RolloutLogWriter:
 
     Rows go to a hidden file beside the target, which takes the target's name on `close`, synced to the disk. So the
     target is a whole file or is not there: after SIGKILL or a power cut the hidden `.NAME.tmp-PID-…` file is left and
-    readers pass it over. An exception in the `with` body, Ctrl-C among them, still closes the log with every batch
-    that `write` had taken; with none, no file is made. Any number of writers may work in one directory.
+    readers pass it over. Both files have mode 0600, because rollouts contain prompts. An exception in the `with` body,
+    Ctrl-C among them, still closes the log with every batch that `write` had taken; with none, no file is made. Any
+    number of writers may work in one directory.
 
     Args:
         path: .parquet, .jsonl or .jsonl.gz. Missing directories are made.
@@ -190,6 +191,7 @@ class _ParquetSink:
             self._schema = self._schema.append(field)
         # Token columns hardly repeat: a dictionary costs time, and could merge bit patterns of NaN.
         flat = [column.name for column in COLUMNS.values() if column.type in ("int64", "string")]
+        open(self._path, "xb", opener=_open_private).close()  # Arrow would let the umask decide who reads it
         self._writer = pq.ParquetWriter(
             self._path,
             self._schema,
@@ -216,7 +218,7 @@ class _ParquetSink:
 
 class _JsonlSink:
     def __init__(self, path: Path, *, compress: bool) -> None:
-        self._file = path.open("xb", buffering=0)
+        self._file = open(path, "xb", buffering=0, opener=_open_private)  # noqa: SIM115 (closed by `close`)
         self._compress = compress
         self._whole = 0
 
@@ -234,6 +236,11 @@ class _JsonlSink:
     def close(self) -> None:
         self._file.truncate(self._whole)  # an interrupt may have left part of a batch
         self._file.close()
+
+
+def _open_private(path: str, flags: int) -> int:
+    """Open a file that only its owner reads: rollouts contain prompts."""
+    return os.open(path, flags, 0o600)
 
 
 def _rename_new(source: Path, target: Path) -> None:

@@ -265,22 +265,25 @@ def _evaluations(path: Path, run: Path) -> dict[str, str]:
 
 
 def _read_config(path: Path, run: Path) -> tuple[RolloutCorrectionConfig | None, str, list[str]]:
-    """The correction's configuration. What cannot be read is a remark, because the metrics can be judged without it."""
+    """The correction's configuration, and its text. What cannot be read is a remark: metrics are judged without it.
+
+    A text that is no YAML is not shown, because nothing tells which of its values are secrets.
+    """
     if _leads_out(path, run):
         return None, "", [f"{path.name} {LINK_LEFT_OUT}; so were rules about thresholds"]
     if not path.exists():
         return None, "", [f"there is no {path.name}; rules about thresholds were left out"]
     text = ""
     try:
-        text = read_yaml_text(path)
-        document = load_yaml(text)
+        written = read_yaml_text(path)
+        document = load_yaml(written)
 
         # Text that has no secret stays as it was written, with its comments.
         places = secret_places(document)
-        text = dump_yaml(redact(document)) if places else redact_text(text)
+        text = dump_yaml(redact(document)) if places else redact_text(written)
         remarks = [f"{path.name} itself holds secrets, in {', '.join(places)}: do not share it"] if places else []
         return resolve(document), text, remarks
     except (OSError, ValueError, TypeError) as error:
         why = redact_text(in_one_line(error))
         remark = f"{path.name} could not be interpreted ({why}); rules about thresholds were left out"
-        return None, redact_text(text), [remark]
+        return None, text, [remark]

@@ -26,6 +26,10 @@ from rollcorr.train.run_config import END_OF_CONFIG, RunConfig
 CORRECTION_KEY = "algorithm.rollout_correction"
 ENGINE_OPTIONS_KEY = "rollout.engine_options"
 FREE_FORM = (CORRECTION_KEY, "model.config", ENGINE_OPTIONS_KEY)
+RUNS_CODE = re.compile(
+    r"reward\.function|rollout\.engine_options\.(python|env\..+|engine_args\.(trust_remote_code|.+_cls|.+_processors.*))"
+)
+"""Names of the options that import a module or start a program."""
 
 
 Config = TypeVar("Config", bound=RunConfig)
@@ -111,6 +115,31 @@ def check_stored_config(path: Path, config: RunConfig, *, names_run_dir: bool) -
             f"{path} names run_dir {config.run_dir!r}, which is not its own directory: add run_dir={path.parent} to go "
             "on there, or start it in the directory where the run was started"
         )
+
+
+def check_trusted(config: RunConfig, overrides: Sequence[str]) -> None:
+    """Check that a configuration names no code but what the command line names.
+
+    Args:
+        config: the configuration, with the overrides.
+        overrides: the changes that were typed on the command line.
+
+    Raises:
+        ValueError: an option that runs code comes from a file, or names a file in the run directory, which may be a
+            stranger's too.
+    """
+    typed = {name for text in overrides for name, _ in _all_values(_parse_override(text), "")}
+    run_directory = Path(config.run_dir).resolve()
+    for name, value in _all_values(dataclasses.asdict(config), ""):
+        if not RUNS_CODE.fullmatch(name) or value in (None, False):
+            continue
+        is_in_run = Path(str(value).rpartition(":")[0] or str(value)).resolve().is_relative_to(run_directory)
+        if is_in_run or name not in typed:
+            shown = redact_text(repr(value))
+            place, fix = "comes from the configuration file", f", or write {name}=… in the command"
+            if is_in_run:
+                place, fix = f"lies in the run directory {config.run_dir}", ""
+            raise ValueError(f"{name}={shown} runs code, and {place}: read the code and add --trust{fix}")
 
 
 def merge_corrections(layers: Iterable[Mapping[str, Any]]) -> Any:  # noqa: ANN401 (name, block or None)

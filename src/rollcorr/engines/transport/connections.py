@@ -8,15 +8,57 @@ import threading
 import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
 
-from rollcorr.config.secrets import Address, hide_in_log
+from rollcorr.config.secrets import hide_in_log, redact, redact_text
 
 if TYPE_CHECKING:
     import httpx
 
 # Seconds to wait until a server takes a connection; one that does not is away.
 CONNECT_SECONDS = 30.0
+
+
+class Address(NamedTuple):
+    """An HTTP address without what must not be shown.
+
+    Attributes:
+        url: scheme, host, port and path.
+        auth: user and password, or None.
+        query: names and values after the `?`.
+    """
+
+    url: str
+    auth: tuple[str, str] | None
+    query: dict[str, str]
+
+
+def read_address(url: str) -> Address:
+    """Take an HTTP address apart, so that its user, password and query are sent but not shown.
+
+    Raises:
+        TypeError: it is no text.
+        ValueError: it is no HTTP address.
+    """
+    if not isinstance(url, str):
+        raise TypeError(f"url must be a text such as 'http://localhost:8000', got one of type {type(url).__name__}")
+    try:
+        parts = urlsplit(url)
+        is_usable = parts.hostname is not None and parts.port != 0 and url.startswith(("http://", "https://"))
+    except ValueError:
+        is_usable = False
+    if not is_usable:
+        shown = redact_text(redact(url, "url"))
+        raise ValueError(f"url must begin with http:// or https:// and name a host, got {shown!r}")
+
+    user_part, _, host = parts.netloc.rpartition("@")
+    user, _, password = user_part.partition(":")
+    return Address(
+        url=urlunsplit((parts.scheme, host, parts.path, "", "")),
+        auth=(unquote(user), unquote(password)) if user_part else None,
+        query=dict(parse_qsl(parts.query, keep_blank_values=True)),
+    )
 
 
 class Connections:

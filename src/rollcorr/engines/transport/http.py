@@ -27,11 +27,10 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from rollcorr.config.checks import check_integer, check_number
-from rollcorr.config.secrets import read_address
 from rollcorr.engines.base import EngineAnswerError, EngineError, EngineUnavailableError
 from rollcorr.engines.transport import waiting
 from rollcorr.engines.transport.answer_body import READ_FOR_SECRETS, parse_json, printable, read_body
-from rollcorr.engines.transport.connections import Connections
+from rollcorr.engines.transport.connections import Connections, read_address
 
 # What says that a server, or the proxy before it, cannot answer now but will.
 AWAY = frozenset({408, 425, 429, 502, 503, 504})
