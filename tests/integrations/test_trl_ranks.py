@@ -5,12 +5,24 @@ import torch
 import torch.multiprocessing as mp
 import trl_ranks
 
+from rollcorr.run_directory import read_metrics
+
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 
 
-def test_two_ranks_of_uneven_size_share_counts_normalization_and_metrics(tmp_path):
-    mp.start_processes(trl_ranks.run, args=(str(tmp_path),), nprocs=2, start_method="spawn")
-    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("ranks")
+    mp.start_processes(trl_ranks.run, args=(str(path),), nprocs=2, start_method="spawn")
+    return path
+
+
+def results_of(folder, name):
+    return [torch.load(folder / f"{rank}.pt", weights_only=True)[name] for rank in range(2)]
+
+
+def test_two_ranks_of_uneven_size_share_counts_normalization_and_metrics(folder):
+    ranks = results_of(folder, "shards")
     whole = trl_ranks.corrected(0, 8)
 
     for name in ("importance_sampling_ratio", "tool_mask"):
@@ -19,3 +31,13 @@ def test_two_ranks_of_uneven_size_share_counts_normalization_and_metrics(tmp_pat
         assert rank["num_items_in_batch"] == whole["num_items_in_batch"]
         assert rank["log"] == pytest.approx(whole["log"])
     assert trl_ranks.corrected(0, 3)["num_items_in_batch"] < whole["num_items_in_batch"]
+
+
+def test_a_rank_without_log_probs_does_not_hang(folder):
+    for rank in results_of(folder, "missing"):
+        assert rank["unchanged"]
+        assert rank["corrected"]
+        assert rank["tokens"] == 2 * trl_ranks.recorded_batch()["completion_mask"].sum()
+        assert sum("rank 1 reported no log-probs" in alarm for alarm in rank["alarms"]) == 1
+    steps = read_metrics(folder / "run" / "metrics.jsonl")
+    assert ["rollout_corr/token_count" in metrics for metrics in steps] == [False, True]

@@ -1,9 +1,13 @@
 """The adapter in TRL's own trainers. `make test-trl` installs TRL; elsewhere recorded numbers of it are compared."""
 
 import math
+import socket
 
 import pytest
 import torch
+import torch.multiprocessing as mp
+import trl_ranks
+from processes import eventually
 
 from rollcorr import Monitor, RolloutSample, read_rollout_log, read_run
 from rollcorr.config import IncompatibleSamplingError, InertOptionWarning, RolloutCorrectionConfig, SamplingSpec
@@ -201,3 +205,21 @@ def test_an_engine_whose_log_probs_are_others_is_refused(tmp_path):
     trainer = grpo_trainer(tmp_path, temperature=0.7)
     with pytest.raises(IncompatibleSamplingError, match="temperature"):
         attach(trainer, engine=engine_for(trainer, logprobs="raw"))
+
+
+def test_it_finishes_without_log_probs_on_one_rank(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = mp.start_processes(trl_ranks.train, (str(tmp_path), port), nprocs=2, join=False, start_method="spawn")
+    try:
+        assert eventually(lambda: ranks.join(timeout=1)), "a rank waits for the other one"
+    finally:
+        for process in ranks.processes:
+            process.kill()
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
+    assert first["steps"] == second["steps"] == 3
+    assert first["measured"] == [True, False, True]
+    [error] = first["errors"]
+    assert "rank 1 reported no log-probs" in error
+    assert not second["errors"]

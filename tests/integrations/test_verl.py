@@ -13,7 +13,7 @@ from verl_goldens import assert_metrics, golden
 from rollcorr import correct
 from rollcorr.config import InertOptionWarning, convert, converted_document
 from rollcorr.integrations import verl
-from rollcorr.integrations.verl import RolloutCorrectionConfig, TensorBatch
+from rollcorr.integrations.verl import RolloutCorrectionConfig, TensorBatch, v2025_11
 from rollcorr.integrations.verl.v2025_11 import RolloutCorrectionConfig as OfNovember
 
 
@@ -305,10 +305,28 @@ def test_a_floor_and_missing_log_probs_are_treated_as_asked():
     assert batch.batch["rollout_is_weights"].flatten().tolist() == pytest.approx([2.0, 0.5])
 
     for policy, kept in (("reject_token", [1, 0]), ("reject_sequence", [0, 0]), ("neutral", [1, 1])):
-        batch, _ = corrected_batch([1.5, math.nan], {"nonfinite": policy})
+        batch, _ = corrected_batch([1.5, math.nan], {"rollout_is": "token", "nonfinite": policy})
         assert batch.batch["response_mask"].tolist() == [kept]
     with pytest.raises(ValueError, match="log-prob"):
         corrected_batch([1.5, math.nan], {"nonfinite": "raise"})
+
+
+@pytest.mark.parametrize("generation", [verl, v2025_11])
+@pytest.mark.parametrize("verl_parity", [False, True])
+@pytest.mark.parametrize("options", [{"rollout_is": None}, {"rollout_is": "token", "apply_is": False}])
+def test_measuring_keeps_the_mask_of_verl(generation, verl_parity, options):
+    """Bit for bit, also where a log-prob is missing, and where a mask is no 0 or 1."""
+    if generation is v2025_11 and "apply_is" in options:
+        options = {"rollout_is": "token", "rollout_is_threshold": None}
+    train, rollout, _ = log_probs([1.5, 1.2, 0.5])
+    mask = torch.tensor([[0.3, 2.0, 0.0]])
+    rollout[0, 1] = rollout[0, 1] if verl_parity else math.nan
+    batch = TensorBatch({"old_log_probs": train, "rollout_log_probs": rollout, "response_mask": mask})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", InertOptionWarning)
+        generation.compute_rollout_correction_and_add_to_batch(batch, options, verl_parity=verl_parity)
+    assert batch.batch["response_mask"].tolist() == mask.tolist()
+    assert set(batch.batch) == {"old_log_probs", "rollout_log_probs", "response_mask"}
 
 
 @per_implementation

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+import os
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from trl_stand_in import StandInTrainer, recorded_batch
 
+from rollcorr import Monitor
 from rollcorr.integrations.trl import attach
 
 SHARDS = ((0, 3), (3, 8))
@@ -29,8 +33,57 @@ def corrected(first: int, last: int) -> dict[str, Any]:
     return {name: result[name] for name in kept} | {"log": trainer.logged[0]}
 
 
+def corrected_after_a_missing_rank(rank: int, path: str) -> dict[str, Any]:
+    """Two batches of one step each: the second rank has no log-probs in the first of them."""
+    whole = recorded_batch()
+    incomplete = {name: value for name, value in whole.items() if rank == 0 or name != "sampling_per_token_logps"}
+    heard: list[str] = []
+    with Monitor(
+        f"{path}/run", group=dist.group.WORLD, on_alarm=lambda finding: heard.append(finding.title)
+    ) as monitor:
+        trainer = attach(StandInTrainer(incomplete, "dapo"), "tis", monitor=monitor)
+        first = trainer._generate_and_score_completions([])
+        monitor.step()
+        trainer.batch = whole
+        second = trainer._generate_and_score_completions([])
+        metrics = monitor.step()
+    unchanged = all(value is incomplete[name] for name, value in first.items()) and first.keys() == incomplete.keys()
+    tokens = metrics["rollout_corr/token_count"]
+    return {"unchanged": unchanged, "corrected": "tool_mask" in second, "alarms": heard, "tokens": tokens}
+
+
 def run(rank: int, path: str) -> None:
-    """Write what this rank has."""
-    dist.init_process_group("gloo", init_method=f"file://{path}/meeting", rank=rank, world_size=len(SHARDS))
-    torch.save(corrected(*SHARDS[rank]), f"{path}/{rank}.pt")
+    """Write what this rank has. One that waits a minute for the other one fails."""
+    limit = timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=f"file://{path}/meeting", rank=rank, world_size=2, timeout=limit)
+    result = {"shards": corrected(*SHARDS[rank]), "missing": corrected_after_a_missing_rank(rank, path)}
+    torch.save(result, f"{path}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def train(rank: int, path: str, port: int) -> None:
+    """Three steps of TRL's own trainer; in the second batch one rank's `rollout_func` reports no log-probs."""
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    from trl_cases import completions, grpo_trainer
+
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
+    logging.getLogger("rollcorr").addHandler(handler)
+
+    def rollout(given: list[str], trainer: Any) -> dict[str, Any]:
+        step = trainer.state.global_step
+        ids, log_probs = completions(step)
+        prompt_ids = [trainer.processing_class(text)["input_ids"] for text in given]
+        missing = rank == 1 and step == 1
+        return {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": None if missing else log_probs}
+
+    trainer = grpo_trainer(
+        f"{path}/{rank}", trainer_options={"rollout_func": rollout}, ddp_backend="gloo", ddp_timeout=60, max_steps=3
+    )
+    attach(trainer, "tis").train()
+    measured = ["rollout_corr/kl" in entry for entry in trainer.state.log_history if "loss" in entry]
+    errors = [record for record in records if record.startswith("ERROR")]
+    torch.save({"steps": trainer.state.global_step, "measured": measured, "errors": errors}, f"{path}/{rank}.pt")
     dist.destroy_process_group()

@@ -214,6 +214,16 @@ class RolloutCorrectionConfig:
         ratio_is_the_weight = self.bypass_mode and self.loss_type == "ppo_clip"
         return self.rollout_is is not None and self.apply_is and not ratio_is_the_weight
 
+    @cached_property
+    def only_measures(self) -> bool:
+        """True iff it has neither weights nor rejection: an adapter leaves the trainer's mask, counts and loss alone.
+
+        `nonfinite="reject_token"`, the default, then leaves missing log-probs out of the metrics alone.
+        """
+        rejects = bool(self.criteria) or self.rollout_token_veto_threshold is not None
+        rejects = rejects or self.nonfinite == "reject_sequence"
+        return not (self.bypass_mode or self.weights_reach_loss or rejects)
+
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values; `RolloutCorrectionConfig(**config.to_dict())` equals the original."""
         return {field.name: getattr(self, field.name) for field in fields(self)}

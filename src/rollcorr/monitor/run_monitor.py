@@ -267,6 +267,15 @@ class Monitor:
         self._raise_alarms(step, metrics)
         return metrics
 
+    def raise_alarm(self, finding: Finding) -> None:
+        """Raise an alarm that the caller found: it lasts until ten steps with a correction have passed without it.
+
+        Args:
+            finding: a problem of the current step. Every rank raises the same one, so that their verdicts agree.
+        """
+        if self._judge.raise_alarm(finding):
+            self._sound(self.steps + 1, finding)
+
     def use_config(self, config: RolloutCorrectionConfig) -> None:
         """Take on the configuration of a trainer that corrects by this Monitor, also in the run's directory."""
         self.config = self._judged_config = config
@@ -423,13 +432,17 @@ class Monitor:
         bare = {name.removeprefix(PREFIX): value for name, value in metrics.items() if not math.isnan(value)}
         changes = self._judge.judge(step, bare, self._judged_config)
         if self._writes:
-            for finding in changes.began:
-                logger.warning("%s", alarm_text(step, finding))
             for finding in changes.passed:
                 logger.info("step %d: has passed: %s", step, finding.title)
         for finding in changes.began:
-            for callback in self._on_alarm:
-                callback(finding)
+            self._sound(step, finding)
+
+    def _sound(self, step: int, finding: Finding) -> None:
+        """Log an alarm that begins, and give it to `on_alarm`."""
+        if self._writes:
+            logger.warning("%s", alarm_text(step, finding))
+        for callback in self._on_alarm:
+            callback(finding)
 
 
 def _null_beside(directory: RunDirectory) -> Noise | None:

@@ -180,6 +180,18 @@ class RunningJudge:
             self._absent.pop(key, None)
         return Changes(began, tuple(passed))
 
+    def raise_alarm(self, finding: Finding) -> bool:
+        """Add an alarm from outside the metrics, or keep it alive; return whether it begins now.
+
+        Args:
+            finding: the problem.
+        """
+        key = (finding.code, finding.metric)
+        began = key not in self._alarms
+        self._alarms[key] = finding
+        self._absent.pop(key, None)
+        return began
+
     def _take(self, step: int, bare: dict[str, float]) -> None:
         if bare.get("token_count", 1.0) > 0:
             self.recent.add(step, bare)

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from rollcorr.config import InertOptionWarning, RolloutCorrectionConfig, resolve
+from rollcorr.config.finding import Finding
 from rollcorr.core.metric_registry import PREFIX
 from rollcorr.correction import correct
+from rollcorr.correction.process_groups import HEADER, filled_blocks, gather_marked, number_of
 from rollcorr.engines import Engine
 from rollcorr.integrations.trl.generation_batch import (
     DIVISORS,
@@ -40,6 +42,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 THE_POLICY = "the policy itself"  # what samples where there is neither vLLM nor an engine
+
+AGREEMENT = -number_of("ranks without log-probs")
+"""Mark of the exchange in which the ranks agree whether a batch is corrected."""
 
 Asked = RolloutCorrectionConfig | str | Mapping[str, Any] | None
 Trainer = Any  # one of TRL's trainers: they are not imported here
@@ -77,6 +82,7 @@ class RolloutCorrectionMixin:
     _correction_asked: Asked
     _correction_config: RolloutCorrectionConfig
     _correction_statistics: dict[str, Statistics]
+    _reported_ranks: set[str]
     _token_log_prob: Tensor | None
     _awaits_token_log_prob: bool
     _monitored_steps: MonitoredSteps | None
@@ -230,7 +236,7 @@ def _start(
         trainer.add_callback(trainer._monitor_callback)
 
     trainer._correction_asked, trainer._correction_config = asked, config
-    trainer._correction_statistics = {}
+    trainer._correction_statistics, trainer._reported_ranks = {}, set()
     trainer._token_log_prob, trainer._awaits_token_log_prob = None, False
 
     if generation is not None:
@@ -258,8 +264,11 @@ def _checked_config(trainer: Trainer, asked: Asked) -> RolloutCorrectionConfig:
 def _correct_batch(trainer: Trainer, batch: dict[str, Any]) -> None:
     """Correct one generation batch, in place, and remember its statistics."""
     rollout = _rollout_log_prob(trainer, batch)
-    if rollout is None:
-        _warn_without_log_probs()
+
+    # `correct` is an exchange of all ranks, so either all of them take part or none.
+    missing = _ranks_without_log_probs(rollout, batch["completion_mask"])
+    if rollout is None or missing:
+        _report_missing(trainer, missing)
         return
 
     if "old_per_token_logps" not in batch and not _is_rloo(trainer):
@@ -337,13 +346,44 @@ def _group() -> ProcessGroup | None:
     return torch.distributed.group.WORLD if torch.distributed.get_world_size() > 1 else None
 
 
-def _warn_without_log_probs() -> None:
-    warnings.warn(
-        "The sampler reported no log-probs, so there is nothing to correct and nothing to measure. They come from "
-        "use_vllm=True, from an engine, or as 'logprobs' from rollout_func",
-        InertOptionWarning,
-        stacklevel=1,
+def _ranks_without_log_probs(rollout: Tensor | None, mask: Tensor) -> list[int]:
+    """Return the ranks whose sampler did not report one log-prob for each token, the same list on every rank.
+
+    Among several ranks this is an exchange that is read on the host: TRL has just read its rewards there too.
+    """
+    missing = torch.tensor([rollout is None or rollout.shape != mask.shape], dtype=torch.float64, device="cpu")
+    group = _group()
+    if group is None:
+        return missing.nonzero().flatten().tolist()
+    parts = gather_marked(missing.to(mask.device), AGREEMENT, group, room=filled_blocks(1))
+    return parts[:, HEADER].nonzero().flatten().tolist()
+
+
+def _report_missing(trainer: Trainer, missing: list[int]) -> None:
+    """Report that this batch stays as TRL made it: a warning where no rank has log-probs, else an alarm."""
+    group = _group()
+    ranks = 1 if group is None else group.size()
+    if len(missing) == ranks:
+        warnings.warn(
+            "The sampler reported no log-probs, so there is nothing to correct and nothing to measure. They come from "
+            "use_vllm=True, from an engine, or as 'logprobs' from rollout_func, one for each token",
+            InertOptionWarning,
+            stacklevel=1,
+        )
+        return
+
+    names = ", ".join(f"rank {rank}" for rank in missing)
+    finding = Finding(
+        code="rank_without_log_probs",
+        title=f"{names} reported no log-probs: no rank corrects this batch, and TRL trains on it as it is",
+        reason="a correction takes the log-probs of every rank, one for each token",
+        fix="return 'logprobs' for every batch on every rank",
     )
+    if trainer._monitored_steps is not None:
+        trainer._monitored_steps.monitor.raise_alarm(finding)
+    elif trainer.accelerator.is_main_process and names not in trainer._reported_ranks:
+        trainer._reported_ranks.add(names)
+        logger.error("%s", finding)
 
 
 def _start_up_line(trainer: Trainer) -> str:

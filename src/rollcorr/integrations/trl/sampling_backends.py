@@ -112,8 +112,9 @@ class GenerationRecorder:
         return generated
 
     def padded(self, like: Tensor) -> Tensor | None:
-        """The last log-probs in the shape of (B, T), float32: NaN where there is none. None if none were reported."""
-        if self.last is None:
+        """Return the last log-probs as (B, T) float32, NaN where one is missing; None if they are not for `like`."""
+        fits = self.last is not None and len(self.last) == len(like)
+        if self.last is None or not fits or any(len(tokens) > like.shape[1] for tokens in self.last):
             return None
         padded = torch.full(like.shape, torch.nan, dtype=torch.float32, device="cpu")
         for row, tokens in zip(padded, self.last, strict=True):

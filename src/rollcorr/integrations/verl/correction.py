@@ -75,15 +75,28 @@ def compute_rollout_correction_and_rejection_mask(
     return None if weights is None else weight_batch(weights), mask, metrics
 
 
-def corrected(train: Tensor, rollout: Tensor, response_mask: Tensor, config: RolloutCorrectionConfig) -> Corrected:
-    """The correction that the public functions wrap."""
+def corrected(
+    train: Tensor, rollout: Tensor, response_mask: Tensor, config: RolloutCorrectionConfig, *, in_loss: bool = False
+) -> Corrected:
+    """Correct, as the public functions do that wrap this.
+
+    Args:
+        train: log π, nats, (B, T).
+        rollout: log μ, nats, (B, T).
+        response_mask: non-zero on tokens that the policy sampled, (B, T). It is returned as it is, bit for bit, where
+            the configuration only measures.
+        config: verl's options.
+        in_loss: the mask is for a loss that reads `rollout`, so a missing log-prob leaves it in any case.
+    """
     checked = config.to_correction()
     if config.verl_parity:
-        weights, mask, metrics = parity.correct(train, rollout, response_mask, checked)
-        return weights if checked.apply_is else None, mask, parity.to_floats(metrics, prefix=PREFIX)
-
-    correction = correct(train, rollout, response_mask, checked, group=_group(checked))
-    return correction.loss_weights, correction.loss_mask.to(response_mask.dtype), correction.metrics()
+        weights, mask, found = parity.correct(train, rollout, response_mask, checked)
+        weights, metrics = weights if checked.apply_is else None, parity.to_floats(found, prefix=PREFIX)
+    else:
+        correction = correct(train, rollout, response_mask, checked, group=_group(checked))
+        weights, metrics = correction.loss_weights, correction.metrics()
+        mask = correction.loss_mask.to(response_mask.dtype)
+    return weights, response_mask if checked.only_measures and not in_loss else mask, metrics
 
 
 def weights_alone(

@@ -182,7 +182,8 @@ def compute_policy_loss_bypass_mode(call: ParityLossCall) -> LossAndMetrics:
     """
     settings = _bypass_settings(call)
     rollout_log_prob = call.old_log_prob
-    weights, mask, correction_metrics = corrected(call.log_prob, rollout_log_prob, call.response_mask, settings)
+    policies = call.log_prob, rollout_log_prob
+    weights, mask, correction_metrics = corrected(*policies, call.response_mask, settings, in_loss=True)
 
     # What is left is divided by the counts of the actor's global_batch_info: those of the tokens before rejection.
     data = rollout_log_prob, call.log_prob, call.advantages, mask, call.loss_agg_mode, call.config

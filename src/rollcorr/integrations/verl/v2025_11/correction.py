@@ -66,12 +66,13 @@ def compute_rollout_correction_and_rejection_mask(
 
 
 def corrected(
-    train: Tensor, rollout: Tensor, response_mask: Tensor, settings: RolloutCorrectionConfig
+    train: Tensor, rollout: Tensor, response_mask: Tensor, settings: RolloutCorrectionConfig, *, in_loss: bool = False
 ) -> newest.Corrected:
-    """The correction that the public functions wrap."""
+    """Correct, as `rollcorr.integrations.verl.correction.corrected` does."""
     config = settings.to_config()
     if settings.verl_parity:
         weights, mask, metrics = _reference(train, rollout, response_mask, config)
+        mask = response_mask if config.only_measures and not in_loss else mask
         return weights, mask, {f"{PREFIX}{name}": value for name, value in metrics.items()}
 
     correction = correct(train, rollout, response_mask, config)
@@ -90,7 +91,8 @@ def corrected(
         metrics |= {f"rollout_rs_{name}": value for name, value in measured_ratio(ratio_metrics).items()}
 
     named = {f"{PREFIX}{name}": value for name, value in metrics.items()}
-    return correction.weights, correction.loss_mask.to(response_mask.dtype), named
+    mask = response_mask if config.only_measures and not in_loss else correction.loss_mask.to(response_mask.dtype)
+    return correction.weights, mask, named
 
 
 def _reference(train: Tensor, rollout: Tensor, response_mask: Tensor, config: CheckedConfig) -> newest.Corrected:

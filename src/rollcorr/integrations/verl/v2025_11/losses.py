@@ -105,7 +105,7 @@ def compute_policy_loss_rollout_correction_wrapper(call: PolicyLossCall) -> Four
 def _pure_loss(call: PolicyLossCall, settings: RolloutCorrectionConfig, *, scale: float) -> FourTensors:
     """REINFORCE with the weights and the mask of π_θ / μ; the call's old log-probs are log μ."""
     rollout_log_prob = call.old_log_prob
-    weights, mask, _ = corrected(call.log_prob, rollout_log_prob, call.response_mask, settings)
+    weights, mask, _ = corrected(call.log_prob, rollout_log_prob, call.response_mask, settings, in_loss=True)
 
     # That release looked at the mask only beside a band, so a veto alone never reached its loss.
     if settings.verl_parity and settings.rollout_rs is None:
