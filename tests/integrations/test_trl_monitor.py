@@ -17,9 +17,9 @@ REJECTING = {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_thresh
 
 @pytest.fixture
 def monitor_in():
-    """Make Monitors that are closed after the test."""
+    """Make Monitors whose files are written when a step returns, and that are closed after the test."""
     with ExitStack() as opened:
-        yield lambda *arguments, **options: opened.enter_context(Monitor(*arguments, **options))
+        yield lambda *arguments, **options: opened.enter_context(Monitor(*arguments, strict=True, **options))
 
 
 @pytest.fixture

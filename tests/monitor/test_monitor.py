@@ -246,15 +246,45 @@ def test_an_alarm_passes_after_a_healthy_window_and_can_come_again(tmp_path, cap
     assert any("has passed" in record.getMessage() for record in caplog.records)
 
 
-def test_what_a_callback_raises_ends_the_step(tmp_path):
-    def stop(finding):
-        raise RuntimeError(f"stopped: {finding.title}")
+def test_an_error_of_a_callback_is_logged(tmp_path, caplog):
+    heard = []
 
-    with Monitor(tmp_path, on_alarm=stop) as monitor:
+    def fail(finding):
+        raise RuntimeError(f"no mail about {finding.metric}")
+
+    with Monitor(tmp_path / "run", on_alarm=[fail, heard.append]) as monitor:
         monitor.correct(*batch(noise=2.0))
-        with pytest.raises(RuntimeError, match="stopped: "):
+        monitor.step()
+        assert (monitor.steps, len(heard)) == (1, len(monitor.alarms))
+    assert len(lines_of(tmp_path / "run" / "metrics.jsonl")) == 1
+    assert "step 1: on_alarm failed" in caplog.text
+    assert f"no mail about {heard[0].metric}" in caplog.text
+
+    with Monitor(tmp_path / "strict", on_alarm=fail, strict=True) as monitor:
+        monitor.correct(*batch(noise=2.0))
+        with pytest.raises(RuntimeError, match="no mail about"):
+            monitor.step()
+
+
+def test_a_callback_may_end_the_program(tmp_path):
+    with Monitor(tmp_path, on_alarm=lambda finding: sys.exit(finding.title)) as monitor:
+        monitor.correct(*batch(noise=2.0))
+        with pytest.raises(SystemExit):
             monitor.step()
     assert len(lines_of(tmp_path / "metrics.jsonl")) == 1
+
+
+def test_an_error_of_the_judge_is_logged(tmp_path, caplog, monkeypatch):
+    def fail(*_):
+        raise ZeroDivisionError("a rule")
+
+    with Monitor(tmp_path) as monitor:
+        monkeypatch.setattr(monitor._judge, "judge", fail)
+        for _ in range(2):
+            monitor.correct(*batch())
+            monitor.step()
+    assert [line["step"] for line in lines_of(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert "step 1 could not be judged" in caplog.text
 
 
 def test_a_step_without_a_correction_is_not_judged(tmp_path):
@@ -314,6 +344,7 @@ CHILD = """
         for _ in range(100_000):
             monitor.correct(train, train + 0.01, torch.ones(64, 200, dtype=torch.bool))
             monitor.step(reward=torch.ones(64))
+            assert monitor.flush()
             print(monitor.steps, flush=True)
 """
 

@@ -15,7 +15,6 @@ from rollcorr.run_directory import (
     JsonLines,
     ProgressColumn,
     RunDirectory,
-    Sinks,
     TensorBoard,
     drop_later_steps,
     read_metrics,
@@ -30,7 +29,7 @@ COLUMNS = (
 
 
 def test_each_step_is_on_disk_at_once_and_infinity_is_null(tmp_path):
-    with closing(Sinks([JsonLines(tmp_path / "metrics.jsonl")])) as log:
+    with closing(JsonLines(tmp_path / "metrics.jsonl")) as log:
         log.write(1, METRICS)
         (line,) = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     row = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
@@ -39,7 +38,7 @@ def test_each_step_is_on_disk_at_once_and_infinity_is_null(tmp_path):
 
 def test_outside_a_terminal_lines_are_printed(tmp_path):
     with (tmp_path / "out").open("w", encoding="utf-8") as file:
-        with closing(Sinks([ConsoleProgress(Console(file=file, width=60), COLUMNS, steps=30)])) as log:
+        with closing(ConsoleProgress(Console(file=file, width=60), COLUMNS, steps=30)) as log:
             for step in range(1, 31):
                 log.write(step, METRICS)
         file.flush()
@@ -54,9 +53,9 @@ def test_in_a_terminal_the_newest_steps_stay_on_screen(tmp_path):
     with (tmp_path / "out").open("w", encoding="utf-8") as file:
         console = Console(file=file, width=120, force_terminal=True)
         progress = ConsoleProgress(console, COLUMNS, steps=20)
-        with closing(Sinks([progress])) as log:
+        with closing(progress):
             for step in range(1, 13):
-                log.write(step, METRICS)
+                progress.write(step, METRICS)
             progress.say("a message")
     shown = (tmp_path / "out").read_text(encoding="utf-8")
     assert "12/20" in shown
@@ -98,30 +97,53 @@ def test_lines_before_the_step_stay_to_the_letter_and_lost_ones_are_told(tmp_pat
     assert drop_later_steps(RunDirectory(tmp_path), 2) == [1, 2]
 
 
-def test_a_line_that_could_not_be_written_is_not_written_later(tmp_path, monkeypatch):
-    """A buffer would write the line of a step that is not in any checkpoint when the file is closed."""
+class Full:
+    """A disk that takes ten bytes of a line, and then no more."""
 
-    class Full:
-        def __init__(self, file):
-            self.file = file
+    def __init__(self, file, *, truncates=True):
+        self.file = file
+        self.truncates = truncates
+        self.room = 10
 
-        def write(self, line):
-            if len(line) > 10:
-                return self.file.write(line[:10])
-            raise OSError(errno.ENOSPC, "No space left on device")
+    def write(self, line):
+        if self.room:
+            room, self.room = self.room, 0
+            return self.file.write(line[:room])
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-        def close(self):
-            self.file.close()
+    def truncate(self, size):
+        if not self.truncates:
+            raise OSError(errno.EIO, "Input/output error")
+        self.file.truncate(size)
 
-    lines = JsonLines(tmp_path / "metrics.jsonl")
+    def close(self):
+        self.file.close()
+
+
+@pytest.mark.parametrize("truncates", [True, False])
+def test_a_failed_line_leaves_whole_lines_only(tmp_path, monkeypatch, truncates):
+    """Where the part cannot be removed at once, the next write does so."""
+    path = tmp_path / "metrics.jsonl"
+    lines = JsonLines(path)
     lines.write(1, {})
-    monkeypatch.setattr(lines, "_file", Full(lines._file))
+    whole = path.read_bytes()
+    monkeypatch.setattr(lines, "_file", Full(lines._file, truncates=truncates))
     with pytest.raises(OSError, match="No space left"):
         lines.write(2, {"a": 1.0})
+    assert path.read_bytes() == (whole if truncates else whole + b'{"step": 2')
+    assert read_metrics(path) == [{"step": 1}]
+    lines.write(2, {"a": 1.0})
     lines.close()
-    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1}]
-    drop_later_steps(RunDirectory(tmp_path), 1)
-    assert (tmp_path / "metrics.jsonl").read_text(encoding="utf-8") == '{"step": 1}\n'
+    assert path.read_bytes() == whole + b'{"step": 2, "a": 1.0}\n'
+
+
+def test_a_new_line_is_never_glued_to_a_part(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for start, expected in (("", ""), ('{"st', ""), ('{"step": 1}\n{"st', '{"step": 1}\n'), ("x" * 200_000, "")):
+        path.write_text(start)
+        with closing(JsonLines(path)) as lines:
+            lines.write(2, {})
+        assert path.read_text(encoding="utf-8") == expected + '{"step": 2}\n'
 
 
 def test_a_console_that_is_gone_stops_nothing(tmp_path):

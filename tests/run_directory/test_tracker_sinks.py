@@ -68,16 +68,17 @@ def test_wandb_joins_the_run_of_the_program_and_leaves_it_open(monkeypatch, call
 
 @pytest.mark.parametrize("is_active", [False, True])
 def test_mlflow_gets_finite_numbers_and_ends_its_own_run_only(monkeypatch, calls, tmp_path, is_active):
+    run = types.SimpleNamespace(info=types.SimpleNamespace(run_id="r1"))
     stand_in(
         monkeypatch,
         "mlflow",
-        active_run=lambda: "a run" if is_active else None,
-        start_run=calls.of("start"),
+        active_run=lambda: run if is_active else None,
+        start_run=calls.of("start", run),
         log_metrics=calls.of("log"),
         end_run=calls.of("end"),
     )
     use("mlflow", tmp_path)
-    logged = ("log", {"reward/mean": 0.5}, {"step": 7})
+    logged = ("log", {"reward/mean": 0.5}, {"step": 7, "run_id": "r1"})
     own = [("start", {"run_name": tmp_path.name}), logged, ("end", {})]
     assert calls == ([logged] if is_active else own)
 
@@ -116,34 +117,65 @@ def test_an_unknown_sink_is_answered_with_those_that_there_are(tmp_path):
         Monitor(tmp_path, sinks="wanb")
 
 
-def test_a_tracker_that_fails_is_dropped_and_the_file_has_every_step(tmp_path, caplog):
-    class Broken:
-        tried = 0
+class Remembered:
+    """A sink that keeps what it is given."""
 
-        def write(self, step, metrics):
-            self.tried += 1
-            raise ConnectionError("the server is away")
+    def __init__(self):
+        self.calls = []
 
-        def close(self):
-            raise AssertionError("a dropped sink is not used again")
+    def write(self, step, metrics):
+        self.calls.append(step)
 
-    class Kept:
-        def __init__(self):
-            self.steps = []
+    def close(self):
+        self.calls.append("closed")
 
-        def write(self, step, metrics):
-            self.steps.append(step)
 
-        def close(self):
-            self.steps.append("closed")
+class Broken(Remembered):
+    """A sink that raises in one of its methods."""
 
-    broken, kept = Broken(), Kept()
-    with Monitor(tmp_path, sinks=[broken, kept]) as monitor:
-        monitor.step(reward=1.0)
-        monitor.step(reward=2.0)
-    assert (broken.tried, kept.steps) == (1, [1, 2, "closed"])
+    def __init__(self, method, error):
+        super().__init__()
+        self.method, self.error = method, error
+
+    def write(self, step, metrics):
+        super().write(step, metrics)
+        if self.method == "write":
+            raise self.error
+
+    def close(self):
+        super().close()
+        if self.method == "close":
+            raise self.error
+
+
+ERRORS = (RuntimeError("a bug"), ConnectionError("the server is away"), SystemExit(3))
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("method", ["write", "close"])
+def test_a_failing_sink_ends_no_monitored_run(tmp_path, caplog, method, error):
+    broken, kept = Broken(method, error), Remembered()
+
+    def train():
+        with Monitor(tmp_path, sinks=[kept, broken, kept]) as monitor:
+            monitor.step(reward=1.0)
+            monitor.step(reward=2.0)
+            raise KeyError("the user's own")
+
+    with pytest.raises(KeyError, match="the user's own"):
+        train()
+    assert broken.calls == ([1, "closed"] if method == "write" else [1, 2, "closed"])
+    assert kept.calls == [1, 1, 2, 2, "closed", "closed"]
     assert (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").count("\n") == 2
-    assert "Broken failed and gets no further steps: the server is away" in caplog.text
+    assert not (tmp_path / "run.lock").exists()
+    assert f"Broken failed and gets no further steps: {error}" in caplog.text
+
+
+def test_a_strict_monitor_raises_what_a_sink_raises(tmp_path):
+    with Monitor(tmp_path, sinks=[Broken("write", ConnectionError("away"))], strict=True) as monitor:
+        with pytest.raises(ConnectionError, match="away"):
+            monitor.step(reward=1.0)
+        assert monitor.step(reward=2.0) == {"reward": 2.0}
 
 
 def test_tensorboard_is_a_sink_of_the_monitor(tmp_path):
@@ -171,7 +203,7 @@ PROGRAM = """
     with Monitor(sys.argv[1], sinks=[sys.argv[2]]) as monitor:
         monitor.step(reward=[1.0, 2.0])
         monitor.step(reward=[3.0, math.nan])
-        assert len(monitor._sinks) == 1, "it was dropped"
+        assert monitor.flush() and len(monitor._sinks._working) == 1, "it was dropped"
 """
 
 

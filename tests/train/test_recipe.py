@@ -1,5 +1,6 @@
 """A third recipe in a few lines: fitting a number. The run loop saves, stops and resumes it like the others."""
 
+import io
 import json
 import signal
 from dataclasses import dataclass
@@ -70,9 +71,9 @@ class Memory:
         self.told.append("closed")
 
 
-def run(path, *overrides, **others):
+def run(path, *overrides, console=None, **others):
     config = read_config(None, [f"run_dir={path}", "steps=6", "log.tensorboard=false", *overrides], NumberConfig)
-    return run_recipe(NumberRecipe, config, console=Console(quiet=True), **others)
+    return run_recipe(NumberRecipe, config, console=console or Console(quiet=True), **others)
 
 
 def test_a_recipe_trains_is_interrupted_resumes_and_equals_an_uninterrupted_run(tmp_path, monkeypatch):
@@ -105,3 +106,69 @@ def test_a_sink_of_ones_own_gets_every_step_and_is_closed(tmp_path):
     memory = Memory()
     run(tmp_path, sinks=[memory])
     assert memory.told == [*((row["step"], row["loss"]) for row in read_metrics(tmp_path / "metrics.jsonl")), "closed"]
+
+
+class Broken(Memory):
+    """A sink that raises in one of its methods, from the third step on."""
+
+    def __init__(self, method, error):
+        super().__init__()
+        self.method, self.error = method, error
+
+    def write(self, step, metrics):
+        super().write(step, metrics)
+        if self.method == "write" and step == 3:
+            raise self.error
+
+    def flush(self):
+        if self.method == "flush":
+            raise self.error
+
+    def close(self):
+        super().close()
+        if self.method == "close":
+            raise self.error
+
+
+ERRORS = (RuntimeError("a bug"), ConnectionError("the server is away"), SystemExit(3))
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("method", ["write", "flush", "close"])
+def test_a_failing_sink_ends_no_training(tmp_path, method, error):
+    broken, memory = Broken(method, error), Memory()
+    shown = io.StringIO()
+    summary = run(tmp_path, "checkpoint.every=4", console=Console(file=shown, width=200), sinks=[broken, memory])
+    assert (summary.step, summary.interrupted, summary.failure) == (6, False, None)
+    assert [told for told in memory.told if told != "closed"] == [
+        (row["step"], row["loss"]) for row in read_metrics(tmp_path / "metrics.jsonl")
+    ]
+    assert memory.told[-1] == broken.told[-1] == "closed"
+    assert f"Broken failed and gets no further steps: {error}" in shown.getvalue()
+    assert not (tmp_path / "run.lock").exists()
+
+
+def test_an_error_between_two_steps_saves_first(tmp_path, monkeypatch):
+    def write_extras(self, step):
+        if step == 3:
+            raise ValueError("a picture of the wrong size")
+
+    monkeypatch.setattr(NumberRecipe, "write_extras", write_extras)
+    with pytest.raises(ValueError, match="wrong size"):
+        run(tmp_path / "parted", "checkpoint.every=0")
+    assert latest_checkpoint(tmp_path / "parted" / "checkpoints").name == "step_000003"
+    monkeypatch.undo()
+    run(tmp_path / "parted", "checkpoint.every=0")
+    run(tmp_path / "whole")
+    parted, whole = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("parted", "whole"))
+    assert parted == whole
+
+
+def test_a_sink_is_chosen_by_its_name(tmp_path, capsys):
+    run(tmp_path / "file", "log.sinks=[stdout]")
+    run(tmp_path / "code", sinks=["stdout"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [f"step {step}" for step in (1, 2, 3, 4, 5, 6)] * 2
+    with pytest.raises(ValueError, match="no sink is called 'wanb'; there are tensorboard, wandb"):
+        run(tmp_path / "wrong", "log.sinks=[wanb]")
+    assert not (tmp_path / "wrong").exists()

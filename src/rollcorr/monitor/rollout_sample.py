@@ -15,7 +15,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -63,6 +63,44 @@ class RolloutSample:
         """
         digest = hashlib.blake2b(f"{self.seed}/{step}/{key}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") < self.share * 2**64
+
+
+class RolloutRows(NamedTuple):
+    """The rollout log of a step before it is a file.
+
+    Attributes:
+        path: the file.
+        step: number of the step.
+        batches: mask, offsets where it is packed, and columns of each micro-batch, on the host.
+    """
+
+    path: Path
+    step: int
+    batches: tuple[tuple[Tensor, Tensor | None, Mapping[str, Any]], ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its tensors."""
+        tensors = [value for mask, _, columns in self.batches for value in (mask, *columns.values())]
+        return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
+
+    def write(self) -> None:
+        """Write the file.
+
+        Raises:
+            OSError: the disk is full or cannot be written; no file is left.
+        """
+        with RolloutLogWriter(self.path, overwrite=True) as log:
+            for mask, offsets, columns in self.batches:
+                if offsets is None:
+                    log.write(RolloutBatch.from_padded(mask, **columns))
+                else:
+                    log.write(RolloutBatch.from_packed(mask, cu_seqlens=offsets, **columns))
+
+
+def _on_host(columns: Mapping[str, object]) -> dict[str, object]:
+    """Columns that nobody else has: lists are of this object already."""
+    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in columns.items()}
 
 
 class CollectedRollouts:
@@ -146,37 +184,41 @@ class CollectedRollouts:
         if self._writes:
             self._batches.append(([first + row for row in rows], mask, offsets, kept))
 
-    def write(self, path: Path, step: int, reward: object | None) -> None:
-        """Write the log of the step, if a row of it is kept.
+    def checked_rewards(self, reward: object | None) -> Tensor | None:
+        """The rewards of a step on the host, as a copy. One number for the whole step is no column of the log.
 
         Args:
-            path: the file; one that a killed run left is replaced.
-            step: its number.
             reward: one for each sequence of this rank, in the order of the calls; None leaves the column out.
 
         Raises:
             ValueError: there are more or fewer rewards than sequences.
-            OSError: the disk is full or cannot be written.
         """
-        rewards = None
-        if reward is not None:
-            rewards = torch.as_tensor(reward, device="cpu").detach().cpu()
-            if rewards.shape != (self.seen,):
-                raise ValueError(
-                    f"reward is {tuple(rewards.shape)}, and this step had {self.seen} sequences: give one for each, in "
-                    "the order of the calls of correct"
-                )
+        if reward is None or isinstance(reward, (int, float)) or getattr(reward, "ndim", 1) == 0:
+            return None
+        rewards = torch.as_tensor(reward, device="cpu").detach().cpu().clone()
+        if rewards.shape != (self.seen,):
+            raise ValueError(
+                f"reward is {tuple(rewards.shape)}, and this step had {self.seen} sequences: give one for each, in "
+                "the order of the calls of correct"
+            )
+        return rewards
+
+    def rows(self, path: Path, step: int, rewards: Tensor | None) -> RolloutRows | None:
+        """What the log of the step will hold, on the host; None if no row of it is kept.
+
+        Args:
+            path: the file; one that a killed run left is replaced.
+            step: its number.
+            rewards: of `checked_rewards`.
+        """
         if not self._batches:
-            return
-        with RolloutLogWriter(path, overwrite=True) as log:
-            for rows, mask, offsets, columns in self._batches:
-                named = {"step": step, **columns}
-                if rewards is not None:
-                    named.setdefault("reward", rewards[rows])
-                if offsets is None:
-                    log.write(RolloutBatch.from_padded(mask, **named))  # type: ignore[arg-type]
-                else:
-                    log.write(RolloutBatch.from_packed(mask, cu_seqlens=offsets, **named))  # type: ignore[arg-type]
+            return None
+        batches = []
+        for rows, mask, offsets, columns in self._batches:
+            own = {} if rewards is None else {"reward": rewards[rows]}
+            named = {**own, "step": step, **columns}
+            batches.append((mask.cpu(), None if offsets is None else offsets.cpu(), _on_host(named)))
+        return RolloutRows(path, step, tuple(batches))
 
     def _keys(self, columns: Mapping[str, object], sequences: int, first: int) -> Sequence[object]:
         for name in ("group_id", "sequence_id"):

@@ -28,11 +28,11 @@ from rollcorr.diagnostics.health.trend import WATCHED
 from rollcorr.monitor.field_names import FieldNames, read_fields
 from rollcorr.monitor.rank_exchange import RankExchange, objects_of_ranks
 from rollcorr.monitor.rollout_sample import CollectedRollouts, RolloutSample, check_log_can_be_written
+from rollcorr.monitor.run_writer import RunWriter
 from rollcorr.monitor.running_judge import RunningJudge, alarm_text
 from rollcorr.monitor.step_totals import StepTotals, merged_metrics
 from rollcorr.run_directory import JsonLines, RunDirectory, RunLock, Sink, drop_later_steps, read_metrics
-from rollcorr.run_directory.durable_files import write_text_durably
-from rollcorr.run_directory.tracker_sinks import named_sink
+from rollcorr.run_directory.tracker_sinks import Sinks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -40,6 +40,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("rollcorr.monitor")
 
 OnAlarm = Callable[[Finding], object]
+
+UNWRITTEN = "monitor/unwritten_steps"
+"""Steps that could not be written to metrics.jsonl so far, or are lost. Only where there are some."""
+LOST_ROLLOUTS = "monitor/lost_rollout_logs"
+"""Steps whose rollout log is lost, of a rank that has lost some. Only where there are some."""
 
 
 class Monitor:
@@ -52,8 +57,13 @@ class Monitor:
                 monitor.step(reward=rewards, loss=loss)
 
     A step may have one call of `correct` or many; their statistics are merged exactly, over micro-batches and ranks.
-    `step` brings everything to the host in one transfer, writes `metrics.jsonl`, and judges the recent steps. What is
-    wrong is logged by `logging.getLogger("rollcorr.monitor")` and given to `on_alarm`, once for as long as it lasts.
+    `step` brings everything to the host in one transfer, hands it to the thread that writes `metrics.jsonl`, and judges
+    the recent steps. What is wrong is logged by `logging.getLogger("rollcorr.monitor")` and given to `on_alarm`, once
+    for as long as it lasts.
+
+    No call raises into a training step, or blocks it for more than 50 ms, because of files, trackers or judgments:
+    errors are logged, and what could not be written is tried again. Invalid arguments raise. An exchange between ranks
+    takes as long as the slowest rank.
 
     Args:
         run_dir: the run's directory; `rollcorr report`, `watch` and `compare` read it.
@@ -64,9 +74,11 @@ class Monitor:
         start: steps that are done already, for a run that goes on from a checkpoint. What was logged after them is
             dropped, because those steps are computed again.
         sinks: where metrics go besides `metrics.jsonl`: "tensorboard", "wandb", "mlflow", "trackio", "stdout", or
-            objects with `write(step, metrics)` and `close()`. They are used by the first rank alone.
-        on_alarm: called with the `Finding` of each alarm that begins, on every rank. What it raises ends the step.
+            objects with `write(step, metrics)` and `close()`. They are used by the first rank alone, and get their
+            steps in another thread.
+        on_alarm: called with the `Finding` of each alarm that begins, on every rank. An exception of it is logged.
         rollouts: which rows go into the rollout log, a file for each step and rank. None writes none.
+        strict: wait for the files and sinks in every step, and raise what fails there or in the judgment.
         options: fields of `RolloutCorrectionConfig` that replace those of `config`.
 
     Attributes:
@@ -92,6 +104,7 @@ class Monitor:
         sinks: str | Sequence[str | Sink] = (),
         on_alarm: OnAlarm | Sequence[OnAlarm] = (),
         rollouts: RolloutSample | None = None,
+        strict: bool = False,
         **options: Any,  # noqa: ANN401
     ) -> None:
         self.config = configuration_of(config, options)
@@ -106,9 +119,11 @@ class Monitor:
         self._judge = RunningJudge(_null_beside(self.directory))
         self._judged_config = self.config
         self._sample = rollouts
-        self._sinks: list[Sink] = []
+        self._strict = strict
+        self._writer: RunWriter | None = None
         self._file: JsonLines | None = None
-        self._opened = ExitStack()
+        self._sinks: Sinks | None = None
+        self._lock = ExitStack()
         self._begin_step()
 
         # One rank prepares the directory. All of them learn what it found, so that none waits for one that gave up, and
@@ -119,7 +134,10 @@ class Monitor:
             if rollouts is not None:
                 check_log_can_be_written()
             if self._writes:
-                earlier = self._prepare(start, (sinks,) if isinstance(sinks, str) else sinks)
+                earlier = self._prepare(start, sinks)
+            if self._writes or rollouts is not None:
+                self._writer = RunWriter(self._file, self._sinks, self.directory.config)
+            self._write_config()
         except Exception as error:  # trackers have errors of their own
             problem = error
         problem_anywhere, earlier = self._agreed(problem, earlier)
@@ -244,27 +262,31 @@ class Monitor:
             The metrics of the step, the same on every rank. They may hold NaN and infinity.
 
         Raises:
-            TypeError, ValueError: a metric is no number, or its name is taken. The step has not ended: call it again.
-            OSError: `metrics.jsonl` or the rollout log cannot be written.
+            TypeError, ValueError: a metric is no number, or its name is taken, or there are more or fewer rewards than
+                sequences in the rollout log. The step has not ended: call it again.
             RuntimeError: another rank is still in `correct`, or an exchange failed.
         """
         self._totals.forget_values()
-        for name, value in {"reward": reward, **own}.items():
+        for name, value in {**self._unwritten(), "reward": reward, **own}.items():
             if value is not None:
                 self._totals.add_value(name, value)
+        rewards = None if self._rollouts is None else self._rollouts.checked_rewards(reward)
         layout, vector = self._totals.pack()
         metrics = merged_metrics(self._exchange.read(layout, vector), self._exchange.context_ranks)
-        step = self.steps + 1
 
-        # The log comes first: a step whose metrics can be read has its rows too.
-        if self._rollouts is not None:
-            is_one_number = isinstance(reward, (int, float)) or getattr(reward, "ndim", 1) == 0
-            rewards = None if is_one_number else reward
-            self._rollouts.write(self.directory.rollout_log(step, self._exchange.rank), step, rewards)
+        # The step is over, whatever becomes of its record.
+        step, rollouts = self.steps + 1, self._rollouts
         self.steps = step
-        self._write(step, metrics)
         self._begin_step()
-        self._raise_alarms(step, metrics)
+        if self._writer is not None:
+            path = self.directory.rollout_log(step, self._exchange.rank)
+            self._writer.put(step, dict(metrics), None if rollouts is None else rollouts.rows(path, step, rewards))
+        self._judge_step(step, metrics)
+        if self._strict and self._writer is not None:
+            self._writer.flush()
+            error = self._writer.take_error()
+            if error is not None:
+                raise error
         return metrics
 
     def raise_alarm(self, finding: Finding) -> None:
@@ -276,11 +298,18 @@ class Monitor:
         if self._judge.raise_alarm(finding):
             self._sound(self.steps + 1, finding)
 
+    def flush(self) -> bool:
+        """Wait until the steps so far are in the files and with the trackers, half a minute at most.
+
+        Returns:
+            Whether everything is written.
+        """
+        return self._writer is None or self._writer.flush()
+
     def use_config(self, config: RolloutCorrectionConfig) -> None:
         """Take on the configuration of a trainer that corrects by this Monitor, also in the run's directory."""
         self.config = self._judged_config = config
-        if self._file is not None:
-            self._write_config()
+        self._write_config()
 
     @property
     def ranks(self) -> int:
@@ -308,11 +337,23 @@ class Monitor:
         return self._exchange.transfers
 
     def close(self) -> None:
-        """Close the sinks. A step that has not ended is not logged."""
-        for sink in reversed(self._sinks):
-            sink.close()
-        self._sinks, self._file = [], None
-        self._opened.close()
+        """Write what waits, and close the sinks: half a minute at most for the files. An unfinished step is not logged.
+
+        Nothing raises here. In a forked child nothing happens: files and lock are the parent's.
+        """
+        if self._writer is not None and self._writer.is_in_child:
+            return
+        writer, self._writer = self._writer, None
+        try:
+            # A sink that a thread hangs in stays open.
+            has_ended = writer is None or writer.close()
+            if self._sinks is not None and has_ended:
+                self._sinks.close()
+            if self._file is not None and writer is None:
+                self._file.close()
+        finally:
+            self._sinks, self._file = None, None
+            self._lock.close()
 
     def __enter__(self) -> Monitor:
         return self
@@ -357,7 +398,7 @@ class Monitor:
             earlier = next((steps for _, steps in told if steps), [])
         return problem, earlier
 
-    def _prepare(self, start: int | None, sinks: Sequence[str | Sink]) -> list[dict[str, Any]]:
+    def _prepare(self, start: int | None, sinks: str | Sequence[str | Sink]) -> list[dict[str, Any]]:
         """Make the directory, or make it that of a run which goes on after `start` steps.
 
         Returns:
@@ -365,7 +406,7 @@ class Monitor:
         """
         if start is not None and start < 0:
             raise ValueError(f"start is the number of steps that are done already, at least 0; got {start}")
-        self._opened.enter_context(RunLock(self.directory.path))
+        self._lock.enter_context(RunLock(self.directory.path))
         earlier = read_metrics(self.directory.metrics) if self.directory.metrics.exists() else []
         if earlier and start is None:
             raise FileExistsError(
@@ -385,12 +426,9 @@ class Monitor:
                     start,
                 )
             drop_later_steps(self.directory, start)
-        self._write_config()
-        # The file is first: what a tracker shows is in the file.
         self._file = JsonLines(self.directory.metrics)
-        self._opened.callback(self._file.close)
-        for sink in sinks:
-            self._sinks.append(named_sink(sink, self.directory, self.steps) if isinstance(sink, str) else sink)
+        if sinks:
+            self._sinks = Sinks(sinks, self.directory, self.steps, report=self._report_sink)
         counted = [metrics for metrics in earlier if metrics["step"] <= self.steps]
         needed = {"step", "token_count", "sequence_count", *WATCHED}
         old = [
@@ -412,25 +450,32 @@ class Monitor:
                 log.unlink()
 
     def _write_config(self) -> None:
-        if self.config is not None:
-            write_text_durably(self.directory.config, dump_yaml({"rollout_correction": _plain(self.config)}))
+        if self._writes and self._writer is not None and self.config is not None:
+            self._writer.put_config(dump_yaml({"rollout_correction": _plain(self.config)}))
+            self._writer.flush()
 
-    def _write(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self._file is None:
-            return
-        self._file.write(step, metrics)
-        for sink in list(self._sinks):
-            try:
-                sink.write(step, metrics)
-            except Exception as error:  # a tracker's server must not end the training
-                logger.error("step %d: %s failed and gets no further steps: %s", step, type(sink).__name__, error)
-                self._sinks.remove(sink)
+    def _report_sink(self, line: str, error: BaseException) -> None:
+        if self._writer is None:
+            logger.error("%s", line)
+        else:
+            self._writer.report(line, error)
 
-    def _raise_alarms(self, step: int, metrics: Mapping[str, float]) -> None:
+    def _unwritten(self) -> dict[str, float | None]:
+        """What this rank could not write. They are numbers of the step, so that every rank has the same ones."""
+        if self._writer is None:
+            return {}
+        counts = {UNWRITTEN: self._writer.unwritten_lines, LOST_ROLLOUTS: self._writer.lost_logs}
+        return {name: float(count) for name, count in counts.items() if count}
+
+    def _judge_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Judge the step. Every rank has the same metrics, so every rank comes to the same verdict."""
-        # Names that `bare_metrics` would shorten are the correction's alone here, and they have one prefix.
-        bare = {name.removeprefix(PREFIX): value for name, value in metrics.items() if not math.isnan(value)}
-        changes = self._judge.judge(step, bare, self._judged_config)
+        try:
+            # Names that `bare_metrics` would shorten are the correction's alone here, and they have one prefix.
+            bare = {name.removeprefix(PREFIX): value for name, value in metrics.items() if not math.isnan(value)}
+            changes = self._judge.judge(step, bare, self._judged_config)
+        except Exception as error:
+            self._log_or_raise(error, "step %d could not be judged", step)
+            return
         if self._writes:
             for finding in changes.passed:
                 logger.info("step %d: has passed: %s", step, finding.title)
@@ -442,7 +487,15 @@ class Monitor:
         if self._writes:
             logger.warning("%s", alarm_text(step, finding))
         for callback in self._on_alarm:
-            callback(finding)
+            try:
+                callback(finding)
+            except Exception as error:
+                self._log_or_raise(error, "step %d: on_alarm failed", step)
+
+    def _log_or_raise(self, error: Exception, line: str, step: int) -> None:
+        if self._strict:
+            raise error
+        logger.error(line, step, exc_info=error)
 
 
 def _null_beside(directory: RunDirectory) -> Noise | None:

@@ -81,16 +81,22 @@ class RolloutLogWriter:
 
         Raises:
             FileExistsError: a file of that name has appeared meanwhile; the rows stay in the file that is named.
+            OSError: the disk failed; the log is dropped.
         """
         if self._sink is None:
             return
         sink, self._sink = self._sink, None
-        sink.close()
-        with self._hidden.open("rb+") as file:
-            os.fsync(file.fileno())
-        if self._overwrite:
-            os.replace(self._hidden, self.path)
-        else:
+        try:
+            sink.close()
+            with self._hidden.open("rb+") as file:
+                os.fsync(file.fileno())
+            if self._overwrite:
+                os.replace(self._hidden, self.path)
+        except OSError:  # what could not be finished would only fill the disk
+            with contextlib.suppress(OSError):
+                self._hidden.unlink(missing_ok=True)
+            raise
+        if not self._overwrite:
             _rename_new(self._hidden, self.path)
 
     def discard(self) -> None:
@@ -99,7 +105,8 @@ class RolloutLogWriter:
             sink, self._sink = self._sink, None
             with contextlib.suppress(OSError):
                 sink.close()
-            self._hidden.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self._hidden.unlink(missing_ok=True)
 
     def __enter__(self) -> RolloutLogWriter:
         return self

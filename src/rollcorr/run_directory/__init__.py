@@ -5,7 +5,7 @@
     sinks          where the metrics of a step go: metrics.jsonl, TensorBoard, the console, your own
     stored_run     reading a run, and forgetting the steps that a resumed run computes again
 
-    tracker_sinks      sinks of Weights & Biases, MLflow, Trackio, and the standard output
+    tracker_sinks      sinks of Weights & Biases, MLflow, Trackio, and the standard output; `Sinks` guards them all
     growing_metrics    reading metrics.jsonl while a run writes it
 
 Names are imported on first use; `__init__.pyi` lists them.

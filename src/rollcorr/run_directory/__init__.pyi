@@ -13,7 +13,6 @@ from .sinks import ConsoleProgress as ConsoleProgress
 from .sinks import JsonLines as JsonLines
 from .sinks import ProgressColumn as ProgressColumn
 from .sinks import Sink as Sink
-from .sinks import Sinks as Sinks
 from .sinks import TensorBoard as TensorBoard
 
 # Reading a run.
@@ -23,7 +22,8 @@ from .stored_run import drop_later_steps as drop_later_steps
 from .stored_run import read_metrics as read_metrics
 from .stored_run import read_run as read_run
 
-# Trackers with packages of their own.
+# Trackers with packages of their own, and all sinks of a run.
 from .tracker_sinks import NAMED_SINKS as NAMED_SINKS
+from .tracker_sinks import Sinks as Sinks
 from .tracker_sinks import named_sink as named_sink
 from .tracker_sinks import step_line as step_line

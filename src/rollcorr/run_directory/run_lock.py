@@ -68,6 +68,10 @@ class RunLock:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # A forked child has no lock to give back: the file is its parent's.
+        if self._handle not in _HELD:
+            return
+
         # The file goes while it is locked: whoever opened it meanwhile sees that it is no longer the one in the folder.
         with suppress(OSError):
             self.path.unlink()
@@ -75,7 +79,8 @@ class RunLock:
             with suppress(OSError):  # it is not empty
                 self.path.parent.rmdir()
         _HELD.discard(self._handle)
-        os.close(self._handle)
+        with suppress(OSError):  # the handle is gone in any case
+            os.close(self._handle)
 
 
 def _locked_file(path: Path) -> int:

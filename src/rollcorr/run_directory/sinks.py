@@ -4,19 +4,21 @@
         def write(self, step: int, metrics: Mapping[str, float]) -> None: print(step, metrics["reward/mean"])
         def close(self) -> None: ...
 
-`rollcorr.train.train(config, sinks=[Printer()])` uses it. A class in `OPTIONAL_SINKS` can also be
-chosen in the YAML file, through a field of its name in `rollcorr.train.run_config.LogConfig`.
+`rollcorr.train.train(config, sinks=[Printer()])` and `rollcorr.Monitor(run_dir, sinks=[Printer()])` use it, through
+`Sinks`, so an error of it ends no run. A class in `rollcorr.run_directory.tracker_sinks.NAMED_SINKS` can also be chosen
+by its name: `sinks=["tensorboard"]`, or `log.sinks: [tensorboard]` in the YAML file of a run.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -35,6 +37,9 @@ RECENT_STEPS = 8
 
 LINE_EVERY = 10
 """Steps between two lines where there is no terminal."""
+
+TAIL_BYTES = 1 << 16
+"""Bytes that are read at a time to find the last whole line."""
 
 
 class Sink(Protocol):
@@ -62,17 +67,23 @@ class ProgressColumn(NamedTuple):
 class JsonLines:
     """`metrics.jsonl`: one JSON object per step, in the file at once. A number that is not finite is null.
 
+    The file holds whole lines only: the part of a line that a killed run or a failed write left is removed.
+
     Args:
         path: the file; new lines are added to those that it has.
+
+    Raises:
+        OSError: the file cannot be opened.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        # Without a buffer, a line that could not be written is not tried again when the file is closed.
         self._path = Path(path)
-        self._file = self._path.open("ab", buffering=0)
+        self._file: io.FileIO | None = None
+        self._end = 0
+        self._opened()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add a line.
+        """Add a line. After an error the file is as it was, and the same line can be written again.
 
         Args:
             step: number of the step.
@@ -85,18 +96,59 @@ class JsonLines:
         text = json.dumps(line, allow_nan=False).encode() + b"\n"
         rest = memoryview(text)
         try:
+            file = self._opened()
             while rest:
-                rest = rest[self._file.write(rest) :]
+                rest = rest[file.write(rest) :]
         except OSError as error:
+            self._abandon()
             raise disk_error(error, self._path, needed=len(text)) from error
+        self._end += len(text)
 
     def flush(self) -> None:
         """Wait until every line is on the disk."""
-        os.fsync(self._file.fileno())
+        os.fsync(self._opened().fileno())
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file. Nothing of it is in memory, so an error here loses nothing."""
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+
+    def _opened(self) -> io.FileIO:
+        """The file, with whole lines only."""
+        if self._file is None:
+            # Without a buffer, a line that could not be written is not tried again when the file is closed.
+            file = self._path.open("a+b", buffering=0)
+            try:
+                self._end = _whole_bytes(file)
+                file.truncate(self._end)
+            except OSError:
+                file.close()
+                raise
+            self._file = file
+        return self._file
+
+    def _abandon(self) -> None:
+        """Remove what a failed write left, if that is possible now, and let go of the handle, which may be stale."""
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):
+                file.truncate(self._end)
+            with suppress(OSError):
+                file.close()
+
+
+def _whole_bytes(file: io.FileIO) -> int:
+    """How many bytes of a file are whole lines."""
+    end = file.seek(0, os.SEEK_END)
+    while end > 0:
+        start = max(0, end - TAIL_BYTES)
+        file.seek(start)
+        line_end = file.read(end - start).rfind(b"\n")
+        if line_end >= 0:
+            return start + line_end + 1
+        end = start
+    return 0
 
 
 class TensorBoard:
@@ -116,7 +168,9 @@ class TensorBoard:
             from tensorboard.summary.writer.record_writer import RecordWriter
             from torch.utils.tensorboard.summary import scalar
         except ImportError as error:
-            raise ImportError("events need pip install 'rollcorr[train]', or set log.tensorboard=false") from error
+            raise ImportError(
+                "events need pip install 'rollcorr[train]', or leave it out with log.tensorboard=false"
+            ) from error
         self._event, self._scalar = Event, scalar
 
         folder = directory.tensorboard
@@ -159,10 +213,6 @@ class TensorBoard:
             self._file.flush()
         except OSError as error:
             raise disk_error(error, self._path, needed=sum(map(len, texts))) from error
-
-
-OPTIONAL_SINKS: dict[str, Callable[[RunDirectory, int], Sink]] = {"tensorboard": TensorBoard}
-"""Option of `log` → sink, made from the run's directory and the number of steps that are done already."""
 
 
 class ConsoleProgress:
@@ -233,31 +283,3 @@ class ConsoleProgress:
         for step, metrics in list(self._recent):  # the display has a thread of its own
             table.add_row(str(step), *(column.text(metrics) for column in self._columns))
         return Group(self._progress.get_renderable(), table)
-
-
-class Sinks:
-    """Several sinks as one: each gets every step, in the order given.
-
-    Args:
-        sinks: the one that must not lose a step first.
-    """
-
-    def __init__(self, sinks: Sequence[Sink]) -> None:
-        self._sinks = sinks
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of a step everywhere."""
-        for sink in self._sinks:
-            sink.write(step, metrics)
-
-    def flush(self) -> None:
-        """Wait until what was recorded is on the disk, where a sink has one."""
-        for sink in self._sinks:
-            flush = getattr(sink, "flush", None)
-            if flush is not None:
-                flush()
-
-    def close(self) -> None:
-        """Close all, the last one first."""
-        for sink in reversed(self._sinks):
-            sink.close()

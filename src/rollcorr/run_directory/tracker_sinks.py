@@ -1,18 +1,23 @@
-"""Sinks of trackers that have packages of their own. Each is imported when it is made, and is behind an extra.
+"""Sinks of trackers that have packages of their own, and `Sinks`, by which every run writes to its sinks.
 
-`NAMED_SINKS` lists every sink that can be chosen by its name, as in `rollcorr.Monitor(..., sinks=["wandb"])`.
+`NAMED_SINKS` lists every sink that can be chosen by its name, as in `rollcorr.Monitor(..., sinks=["wandb"])` or
+`log.sinks: [wandb]`. A tracker's package is imported when its sink is made, and is behind an extra. Sinks are made and
+closed in one thread, and may be written to in another one.
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
 from rollcorr.run_directory.directory import RunDirectory
 from rollcorr.run_directory.sinks import Sink, TensorBoard
+
+logger = logging.getLogger("rollcorr.run_directory")
 
 SHOWN = ("reward/mean", "rollout_corr/k3_kl", "rollout_corr/rollout_is_mean", "rollout_corr/rollout_is_eff_sample_size")
 """Metrics of a line on the standard output, where a step has them."""
@@ -65,13 +70,16 @@ class MLflow:
 
     def __init__(self, directory: RunDirectory, start: int = 0) -> None:
         self._mlflow = _package("mlflow")
-        self._is_own = self._mlflow.active_run() is None
-        if self._is_own:
-            self._mlflow.start_run(run_name=directory.path.name)
+        active = self._mlflow.active_run()
+        self._is_own = active is None
+        run = active or self._mlflow.start_run(run_name=directory.path.name)
+        # MLflow's active run is that of a thread, and `write` may be called in another one.
+        self._run_id = run.info.run_id
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log a step."""
-        self._mlflow.log_metrics({name: value for name, value in metrics.items() if math.isfinite(value)}, step=step)
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        self._mlflow.log_metrics(finite, step=step, run_id=self._run_id)
 
     def close(self) -> None:
         """End the run, if it was begun here."""
@@ -152,9 +160,77 @@ def named_sink(name: str, directory: RunDirectory, start: int = 0) -> Sink:
         ValueError: there is none.
         ImportError: its package is missing; the message names the extra.
     """
+    check_sink_name(name)
+    return NAMED_SINKS[name](directory, start)
+
+
+def check_sink_name(name: str) -> None:
+    """Check that `NAMED_SINKS` has a sink of a name.
+
+    Raises:
+        ValueError: it does not; the message lists the names.
+    """
     if name not in NAMED_SINKS:
         raise ValueError(f"no sink is called {name!r}; there are {', '.join(NAMED_SINKS)}, or give an object")
-    return NAMED_SINKS[name](directory, start)
+
+
+class Sinks:
+    """Sinks that cannot end a run: what one raises is logged, and it gets no further steps.
+
+    Args:
+        sinks: objects, or names of `NAMED_SINKS`; each gets every step, in the order given.
+        directory: of the run.
+        start: steps that are done already.
+        report: called with a line and the error of each sink that fails; defaults to an entry of the log.
+
+    Raises:
+        ValueError: there is no sink of that name.
+        ImportError: its package is missing; the message names the extra. A tracker may raise errors of its own here.
+    """
+
+    def __init__(
+        self,
+        sinks: str | Sequence[str | Sink],
+        directory: RunDirectory,
+        start: int = 0,
+        *,
+        report: Callable[[str, BaseException], object] | None = None,
+    ) -> None:
+        self._report = report or (lambda line, _: logger.error("%s", line))
+        self._sinks: list[Sink] = []
+        self._working: list[Sink] = []
+        try:
+            for sink in (sinks,) if isinstance(sinks, str) else sinks:
+                self._sinks.append(named_sink(sink, directory, start) if isinstance(sink, str) else sink)
+        except BaseException:
+            self.close()
+            raise
+        self._working = list(self._sinks)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Give a step to every sink that has not failed."""
+        for sink in self._working:
+            self._call(sink, f"step {step}: ", "write", step, metrics)
+
+    def flush(self) -> None:
+        """Wait until what was given to the sinks is on the disk, where a sink can do that."""
+        for sink in self._working:
+            if hasattr(sink, "flush"):
+                self._call(sink, "", "flush")
+
+    def close(self) -> None:
+        """Close all, the last one first, also those that have failed."""
+        for sink in reversed(self._sinks):
+            self._call(sink, "at the end: ", "close")
+        self._sinks, self._working = [], []
+
+    def _call(self, sink: Sink, when: str, method: str, *values: object) -> None:
+        """Call a method of a sink. A program that a tracker wants to end goes on as well."""
+        try:
+            getattr(sink, method)(*values)
+        except (Exception, SystemExit) as error:
+            self._working = [other for other in self._working if other is not sink]
+            self._report(f"{when}{type(sink).__name__} failed and gets no further steps: {error}", error)
 
 
 def _package(name: str) -> Any:  # noqa: ANN401 - a module without types

@@ -34,8 +34,9 @@ from rollcorr.engines.transport.waiting import while_waiting
 from rollcorr.run_directory.directory import RunDirectory
 from rollcorr.run_directory.durable_files import restore_set_aside, write_text_durably
 from rollcorr.run_directory.run_lock import RunLock
-from rollcorr.run_directory.sinks import OPTIONAL_SINKS, ConsoleProgress, JsonLines, ProgressColumn, Sink, Sinks
+from rollcorr.run_directory.sinks import ConsoleProgress, JsonLines, ProgressColumn, Sink
 from rollcorr.run_directory.stored_run import BadInputError, drop_later_steps
+from rollcorr.run_directory.tracker_sinks import Sinks
 from rollcorr.train.checkpoint import (
     Checkpoint,
     NonFiniteWeightsError,
@@ -176,7 +177,11 @@ class Summary:
 
 
 def run_recipe(
-    recipe_class: type[Recipe], config: RunConfig, *, console: Console | None = None, sinks: Sequence[Sink] = ()
+    recipe_class: type[Recipe],
+    config: RunConfig,
+    *,
+    console: Console | None = None,
+    sinks: str | Sequence[str | Sink] = (),
 ) -> Summary:
     """Start a run, continue it, or report that it is finished: whatever its directory calls for, see `config.resume`.
 
@@ -192,7 +197,8 @@ def run_recipe(
         recipe_class: what to train.
         config: the run.
         console: where to show progress.
-        sinks: where the metrics go besides what `config.log` names; closed at the end.
+        sinks: where the metrics go besides what `config.log` names: names of `rollcorr.run_directory.NAMED_SINKS`, or
+            objects with `write(step, metrics)` and `close()`. What one raises is shown, and it gets no further steps.
 
     Raises:
         RunInUseError: another process runs in the directory.
@@ -272,19 +278,19 @@ class _Run:
         self.records[directory.config.name] = dataclasses.replace(config, resume="auto").to_yaml()
         self.records[directory.history.name] = beginning.history.to_json()
 
-    def run(self, console: Console, sinks: Sequence[Sink]) -> Summary:
+    def run(self, console: Console, sinks: str | Sequence[str | Sink]) -> Summary:
         """Train to the end, or until something stops it."""
         lost = self._prepare_directory()
 
-        # The file is first: when a step is shown, it is in the file.
-        opened: list[Sink] = [JsonLines(self.directory.metrics), *sinks]
-        opened += [
-            make(self.directory, self.step) for name, make in OPTIONAL_SINKS.items() if getattr(self.config.log, name)
-        ]
         progress = ConsoleProgress(console, self.recipe.columns, steps=self.config.steps, start=self.step)
         self.say = progress.say
+        asked = dict.fromkeys([*self.config.log.sinks, *(["tensorboard"] if self.config.log.tensorboard else [])])
+        given = [sinks] if isinstance(sinks, str) else sinks
         with (
-            closing(Sinks([*opened, progress])) as self.log,
+            closing(JsonLines(self.directory.metrics)) as self.lines,
+            closing(
+                Sinks([*given, *asked, progress], self.directory, self.step, report=lambda line, _: self.say(line))
+            ) as self.sinks,
             while_waiting(say=progress.say, stop_requested=lambda: self.stop.reason is not None),
         ):
             if lost:
@@ -378,9 +384,17 @@ class _Run:
                 break
 
             self.step += 1
-            with _saving(f"the log of step {self.step}"):
-                self.log.write(self.step, metrics)
-                self.recipe.write_extras(self.step)
+            try:
+                # The file is first: when a step is shown, it is in the file.
+                with _saving(f"the log of step {self.step}"):
+                    self.lines.write(self.step, metrics)
+                    self.recipe.write_extras(self.step)
+                self.sinks.write(self.step, metrics)
+            except Exception as error:
+                # The weights are those after this step. Without its line they are not saved: no start repeats it then.
+                if not isinstance(error, _CannotSaveError):
+                    self._save()
+                raise
             if every and self.step % every == 0 and self.step < last:
                 self._save()
 
@@ -410,7 +424,8 @@ class _Run:
                 version = self.step
 
         with _saving(f"step {self.step}"):
-            self.log.flush()
+            self.lines.flush()
+            self.sinks.flush()
             self.directory.flush_logs()
             path = save_checkpoint(
                 self.directory.checkpoints,

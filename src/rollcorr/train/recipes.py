@@ -56,13 +56,13 @@ def load_config(path: str | os.PathLike[str] | None = None, overrides: Sequence[
     return config
 
 
-def train(config: RunConfig, *, console: Console | None = None, sinks: Sequence[Sink] = ()) -> Summary:
+def train(config: RunConfig, *, console: Console | None = None, sinks: str | Sequence[str | Sink] = ()) -> Summary:
     """Train as the configuration says; see `rollcorr.train.loop.run_recipe` for arguments and errors.
 
     Args:
         config: of the run, from `load_config`.
         console: where to show progress.
-        sinks: where the metrics go besides what `config.log` names.
+        sinks: where the metrics go besides what `config.log` names: names such as "wandb", or objects.
 
     Raises:
         ValueError: also when there is no such device here.

@@ -15,6 +15,7 @@ from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.conversion import resolve
 from rollcorr.config.secrets import redact
 from rollcorr.config.yaml_text import dump_yaml
+from rollcorr.run_directory.tracker_sinks import check_sink_name
 
 END_OF_CONFIG = "# end of the configuration"
 """The last line of a configuration that this package writes."""
@@ -72,14 +73,18 @@ class LogConfig:
 
     Attributes:
         tensorboard: write TensorBoard events.
+        sinks: trackers that get the metrics too, by name: `stdout`, `tensorboard`, `wandb`, `mlflow`, `trackio`.
         evaluate: responses or pictures sampled before and after the training, to measure the quality; 0 for none.
     """
 
     tensorboard: bool = True
+    sinks: tuple[str, ...] = ()
     evaluate: int = 0
 
     def __post_init__(self) -> None:
         at_least("log", self, evaluate=0)
+        for name in self.sinks:
+            check_sink_name(name)
 
 
 @dataclass(frozen=True, kw_only=True)
