@@ -477,5 +477,7 @@ def test_policies_are_given_by_name():
 @pytest.mark.parametrize("packed", [False, True])
 def test_log_probs_in_place_of_the_mask_are_refused(packed):
     batch = Batch(packed=packed)
-    with pytest.raises(ValueError, match="a mask holds 0 and 1: it may be log-probs"):
+    with pytest.raises(
+        ValueError, match=r"response_mask contains -\d.* it may be labels .* or log-probs\. The order is"
+    ):
         correct(batch.mask.double(), batch.old, batch.rollout, cu_seqlens=batch.cu_seqlens)
