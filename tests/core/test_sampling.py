@@ -141,18 +141,17 @@ def test_packed_sets_are_laid_over_a_padded_batch_with_holes():
     ("ids", "offsets", "tokens", "message"),
     [
         ([1, 2], [0, 2], 2, "kept sets are of 1 tokens, the batch has 2"),
-        ([1, 2], [1, 2], 1, "run from 1 to 2; they must run from 0 to the number of ids, 2"),
-        ([1, 2], [0, 3], 1, "run from 0 to 3"),
-        ([1, 2, 3], [0, 2, 1, 3], 3, "fall at token 1"),
-        ([1, 5], [0, 1, 2], 2, "kept id 5 of token 1 is outside 0 … 4"),
-        ([-1, 2], [0, 1, 2], 2, "kept id -1 of token 0 is outside"),
+        ([1, 2], [1, 2], 1, "kept offsets must start at 0, got 1"),
+        ([1, 2], [0, 3], 1, "kept offsets must end at the number of ids, 2, got 3"),
+        ([1, 2, 3], [0, 2, 1, 3], 3, "kept offsets must not fall, but entry 2 is 1 after 2"),
+        ([1, 5], [0, 1, 2], 2, "kept.ids contains 5 at index 1, and must be from 0 to 4"),
+        ([-1, 2], [0, 1, 2], 2, "kept.ids contains -1 at index 0, and must be from 0 to 4"),
         ([1, 2, 3, 2], [0, 1, 4], 2, "kept id 2 of token 1 is listed twice"),
     ],
 )
 def test_kept_sets_are_checked_on_request(ids, offsets, tokens, message):
-    sets = KeptSets(torch.tensor(ids, dtype=torch.int32), torch.tensor(offsets))
     with pytest.raises(ValueError, match=message):
-        check_kept_sets(sets, tokens, 5)
+        check_kept_sets(KeptSets(torch.tensor(ids, dtype=torch.int32), torch.tensor(offsets)), tokens, 5)
 
 
 def test_kept_sets_have_one_form():

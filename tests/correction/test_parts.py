@@ -492,5 +492,15 @@ def test_policies_are_given_by_name():
 @pytest.mark.parametrize("packed", [False, True])
 def test_log_probs_in_place_of_the_mask_are_refused(packed):
     batch = Batch(packed=packed)
-    with pytest.raises(ValueError, match="a mask holds 0 and 1: it may be log-probs"):
+    with pytest.raises(
+        ValueError, match=r"response_mask contains -\d.* it may be labels .* or log-probs\. The order is"
+    ):
         correct(batch.mask.double(), batch.old, batch.rollout, cu_seqlens=batch.cu_seqlens)
+
+
+def test_sequences_chosen_twice_outgrow_small_offsets():
+    x, mask = torch.zeros(200), torch.ones(200, dtype=torch.bool)
+    correction = correct(x, x, mask, "disabled", cu_seqlens=torch.tensor([0, 120, 200], dtype=torch.uint8))
+    part = correction[[1, 0, 1]]
+    assert part.cu_seqlens.tolist() == [0, 80, 200, 280]
+    assert part.loss_mask.shape == (280,)

@@ -25,7 +25,7 @@ from boundary_cases import (
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rollcorr import correct
-from rollcorr.core import boundary, layout
+from rollcorr.core import boundary, integer_checks, layout
 from rollcorr.core.sampling import KeptSets
 from rollcorr.correction import Detail
 from rollcorr.correction.losses import PolicyLogProbs, policy_loss
@@ -148,6 +148,8 @@ def test_the_same_numbers_in_another_shell_give_the_same_result(entry, kind):
             with pytest.raises(ValueError, match=rf"the tokens of {name} do not lie next to each other"):
                 called(entry, **{name: given})
             continue
+        if name == "temperature":
+            given = given.detach()  # one that requires a gradient would get none
         assert_equal(called(entry, **{name: given}), expected)
 
 
@@ -190,6 +192,34 @@ def test_metrics_count_tokens_and_not_bytes(impl, detail, config):
 def test_a_mask_of_any_real_type_is_the_same_mask(entry, name, dtype):
     given = arguments(ENTRIES[entry])[name].to(dtype) * 3
     assert_equal(called(entry, **{name: given}), called(entry))
+
+
+SIGNED = [torch.int8, torch.int16, torch.int32, torch.int64, torch.half, torch.bfloat16, torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize(("entry", "name"), [pair for pair in of_kind(MASK, BOOL) if "linear" not in pair[0]])
+@pytest.mark.parametrize("dtype", SIGNED)
+def test_negative_and_non_finite_masks_raise(entry, name, dtype):
+    right = arguments(ENTRIES[entry])[name]
+    last = tuple(size - 1 for size in right.shape)
+    where = f"row {last[0]}, column {last[1]}" if len(last) == 2 else f"index {last[0]}"
+    for bad in (-100, -1, float("nan"), float("inf")) if dtype.is_floating_point else (-100, -1):
+        given = right.to(dtype).clone()
+        given[last] = bad
+        with pytest.raises(
+            ValueError, match=rf"\w*(mask|keep) contains {bad:g} at {where}, and must be 0 or a positive"
+        ):
+            called(entry, **{name: given})
+
+
+def test_labels_in_place_of_a_mask_raise():
+    """A label of −100 is not 0, so as a mask labels would keep every token."""
+    labels = torch.full((4, 6), -100)
+    labels[:, 3:] = 5
+    x = torch.zeros(4, 6)
+    with pytest.raises(ValueError, match=r"response_mask contains -100 at row 0, column 0, .*give labels != -100"):
+        correct(x, x, labels)
+    assert correct(x, x, labels != -100).loss_mask.sum() == 12
 
 
 @pytest.mark.parametrize("entry", [name for name, case in ENTRIES.items() if FLOAT in case.kinds.values()])
@@ -270,7 +300,8 @@ def test_offsets_of_any_integer_type_are_the_same_offsets(entry, dtype):
 @pytest.mark.parametrize("kind", ["right", *BAD_OFFSETS])
 def test_offsets_whose_values_cannot_be_read_never_lead_out_of_the_data(entry, kind, monkeypatch):
     """As on a GPU, where values are not read: torch raises on the CPU wherever an index leaves a tensor."""
-    monkeypatch.setattr(layout, "in_host_memory", lambda *_: False)
+    for module in (layout, integer_checks):
+        monkeypatch.setattr(module, "in_host_memory", lambda *_: False)
     if kind in ("empty", "no sequence"):
         with pytest.raises(ValueError, match="cu_seqlens"):
             called(entry, cu_seqlens=torch.tensor(BAD_OFFSETS[kind][0](21), dtype=torch.int64))
@@ -286,20 +317,20 @@ def test_offsets_whose_values_cannot_be_read_never_lead_out_of_the_data(entry, k
 
 @pytest.mark.parametrize("kind", [kind for kind in BAD_OFFSETS if kind not in ("empty", "no sequence")])
 def test_bounded_offsets_rise_from_zero_to_the_token_count(kind, monkeypatch):
-    monkeypatch.setattr(layout, "in_host_memory", lambda *_: False)
-    bounded = layout.bounded_offsets(torch.tensor(BAD_OFFSETS[kind][0](21)), 21)
-    layout.check_cu_seqlens(bounded, 21)
+    monkeypatch.setattr(integer_checks, "in_host_memory", lambda *_: False)
+    bounded = integer_checks.bounded_offsets(torch.tensor(BAD_OFFSETS[kind][0](21)), 21)
+    integer_checks.check_cu_seqlens(bounded, 21)
     right = torch.tensor([0, 7, 10, 10, 15, 21])
-    assert torch.equal(layout.bounded_offsets(right, 21), right)
-    assert layout.bounded_offsets(torch.tensor([0]), 0).tolist() == [0]
+    assert torch.equal(integer_checks.bounded_offsets(right, 21), right)
+    assert integer_checks.bounded_offsets(torch.tensor([0]), 0).tolist() == [0]
 
 
 def test_offsets_of_many_sequences_are_checked_to_the_last():
     offsets = torch.arange(100_001)
-    layout.check_cu_seqlens(offsets, 100_000)
+    integer_checks.check_cu_seqlens(offsets, 100_000)
     offsets[-2] = 100_001
     with pytest.raises(ValueError, match="entry 100000 is 100000 after 100001"):
-        layout.check_cu_seqlens(offsets, 100_000)
+        integer_checks.check_cu_seqlens(offsets, 100_000)
 
 
 # --- Transforms and traces ------------------------------------------------------------------------------------------

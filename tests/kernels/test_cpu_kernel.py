@@ -55,6 +55,32 @@ def test_every_configuration_gives_the_reference(level, batch, config):
 
 
 @levels
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32])
+@given(
+    row=st.integers(0, 299), column=st.integers(0, 699), packed=st.booleans(), bad=st.sampled_from(["-1", "inf", "nan"])
+)
+def test_every_token_of_a_mask_is_checked(level, dtype, row, column, packed, bad):
+    bad = float(bad) if dtype.is_floating_point else -1
+    train, rollout, mask = noisy(300, 700, 0.1)
+    mask, batch = mask.to(dtype), (train, rollout)
+    mask[row, column] = bad
+    offsets = torch.arange(0, 300 * 700 + 1, 700) if packed else None
+    where = f"index {row * 700 + column}" if packed else f"row {row}, column {column}"
+    tensors = [x.flatten() if packed else x for x in (*batch, mask)]
+    with pytest.raises(ValueError, match=f"response_mask contains {bad:g} at {where}, "):
+        cpu_correction(*tensors, STANDARD, cu_seqlens=offsets, level=level)
+
+
+@levels
+def test_a_negative_zero_in_a_mask_is_a_zero(level):
+    train, rollout, mask = noisy(3, 70, 0.1)
+    plus, minus = (
+        cpu_correction(train, rollout, mask.float().where(mask, zero), STANDARD, level=level) for zero in (0.0, -0.0)
+    )
+    assert_same(minus, plus)
+
+
+@levels
 @given(batch=batches(), config=configurations(), lengths=st.lists(st.integers(0, 17), min_size=6, max_size=6))
 def test_packed_equals_padded(level, batch, config, lengths):
     train, rollout, mask = batch

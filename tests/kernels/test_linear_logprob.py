@@ -127,6 +127,51 @@ def test_a_head_tied_to_the_embedding_gets_both_gradients(replayed, accumulate):
     torch.testing.assert_close(*gradients)
 
 
+@pytest.mark.parametrize("impl", ["reference", "torch"])
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("replayed", FORMS)
+def test_gradients_of_other_inputs_leave_the_buffer(replayed, compact, trained, impl):
+    case = make_case(3)
+    hidden, weight = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_(trained)
+    into = torch.ones_like(weight)
+    states = hidden * 1.0  # no leaf, as in a model
+    options = {"kept": case.kept if replayed else None, "compact": compact, "impl": impl}
+    loss = linear_log_prob(states, weight, case.token_ids, accumulate_into=into, **options).log_prob.sum()
+
+    (of_hidden,) = torch.autograd.grad(loss, hidden, retain_graph=True)
+    torch.autograd.grad(loss, states, retain_graph=True)
+    loss.backward(inputs=[hidden], retain_graph=True)
+    assert torch.equal(into, torch.ones_like(into))
+    assert torch.equal(hidden.grad, of_hidden)
+
+    # A whole backward adds to it, and so does a call that asks for the head.
+    loss.backward(retain_graph=True)
+    added = into - 1
+    assert added.abs().sum() > 0
+    if trained:
+        _, of_weight = torch.autograd.grad(loss, (hidden, weight), allow_unused=True)
+        assert of_weight is None
+        torch.testing.assert_close(into - 1, 2 * added)
+    assert weight.grad is None
+
+
+@pytest.mark.parametrize("replayed", FORMS)
+def test_a_temperature_that_requires_a_gradient_raises(replayed):
+    case = make_case(4)
+    temperature = case.temperatures.double().requires_grad_()
+    options = {"temperature": temperature, "kept": case.kept if replayed else None}
+    for impl in ("auto", "torch"):
+        with pytest.raises(
+            ValueError, match=r"temperature requires a gradient.* gives it none; give temperature.detach"
+        ):
+            run(case, impl=impl, **options)
+        with torch.no_grad():
+            linear_log_prob(case.hidden, case.weight, case.token_ids, impl=impl, **options)
+    run(case, impl="reference", **options)
+    assert temperature.grad.abs().sum() > 0
+
+
 @pytest.mark.parametrize("replayed", FORMS)
 def test_a_frozen_head_gets_no_gradient(replayed):
     case = make_case(1)

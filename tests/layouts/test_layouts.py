@@ -1,5 +1,6 @@
 """Every shape that a trainer may hold goes in and comes out again, and the correction says the same of each."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -118,10 +119,27 @@ def test_what_does_not_fit_into_a_row_is_left_out():
     assert rows_of_responses(responses, torch.tensor([2, 3]), 5).tolist() == [[0, 1, 2, 3], [0, 0, 4, 5]]
 
 
-@pytest.mark.parametrize("prompt_lengths", [0, torch.tensor([1, 0])])
-def test_a_response_without_a_prompt_has_no_first_score(prompt_lengths):
-    with pytest.raises(ValueError, match="at least 1, got 0: nothing scores the first token"):
-        responses_of_rows(torch.zeros(2, 3), prompt_lengths, 2)
+@pytest.mark.parametrize(
+    ("prompt_lengths", "message"),
+    [
+        (0, "at least 1, got 0: nothing scores the first token"),
+        (np.int64(-2), "at least 1, got -2"),
+        (torch.tensor([1, 0]), "prompt_lengths contains 0 at index 1, and must be from 1"),
+        (torch.tensor([1.5, 2.0]), "prompt_lengths must hold integers"),
+    ],
+)
+def test_a_response_without_a_prompt_has_no_first_score(prompt_lengths, message):
+    for call in (responses_of_rows, rows_of_responses):
+        with pytest.raises(ValueError, match=message):
+            call(torch.zeros(2, 3), prompt_lengths, 2)
+
+
+def test_prompt_lengths_may_be_numbers_of_numpy():
+    rows = torch.tensor([[-1.0, -2.0, -3.0]])
+    assert responses_of_rows(rows, np.int64(2), 2).tolist() == responses_of_rows(rows, 2, 2).tolist()
+    assert rows_of_responses(rows, np.int32(2), 4).tolist() == rows_of_responses(rows, 2, 4).tolist()
+    with pytest.raises(TypeError, match="integer"):
+        responses_of_rows(rows, 2.0, 2)
 
 
 # --- Context-parallel slices -----------------------------------------------------------------------------------------
@@ -186,15 +204,21 @@ def test_every_layout_is_corrected_alike(lengths, seed):
         (lambda: pack_lists([torch.zeros(2)], [torch.zeros(3)]), r"sequence 0 of list 1 is \(3,\).*of list 0 \(2,\)"),
         (lambda: pack_lists([torch.zeros(2)], []), "list 1 has 0 sequences and list 0 has 1"),
         (lambda: pack_lists([torch.zeros(1, 2)]), "must be 1-D"),
-        (lambda: unpack_list(torch.zeros(3), [0, 2]), r"must rise from 0 to 3.*got \[0, 2\]"),
-        (lambda: unpack_list(torch.zeros(3), [0, 2, 1, 3]), "must rise"),
+        (lambda: unpack_list(torch.zeros(3), [0, 2]), "cu_seqlens must end at the number of tokens, 3, got 2"),
+        (lambda: unpack_list(torch.zeros(3), [0, 2, 1, 3]), "must not fall, but entry 2 is 1 after 2"),
+        (lambda: unpack_list(torch.zeros(3), []), "at least one entry"),
+        (lambda: from_row(torch.zeros(1, 3), cu_seqlens=[0, 2, 1, 3]), "must not fall, but entry 2 is 1 after 2"),
+        (lambda: positions_of_cu_seqlens(torch.tensor([0, 2, 1, 3]), 3), "must not fall, but entry 2 is 1 after 2"),
         (lambda: from_row(torch.zeros(1, 3)), "one of them"),
         (lambda: from_row(torch.zeros(2, 3), cu_seqlens=[0, 3]), r"expected one row \(1, 3\), got \(2, 3\)"),
         (lambda: cu_seqlens_of_lengths([1, -2]), "at least 0, got -2"),
         (lambda: cu_seqlens_of_positions(torch.zeros(2, 3, dtype=torch.int64)), r"\(N,\) or \(1, N\), got \(2, 3\)"),
         (lambda: cu_seqlens_of_positions(torch.zeros(3)), "must hold integers"),
         (lambda: pack_padded(torch.zeros(2, 3), inside=torch.ones(2, 2).bool()), r"\(2, 3\) must be as inside"),
-        (lambda: responses_of_rows(torch.zeros(2, 3), torch.tensor([1]), 2), r"must be \(2,\), one for each row"),
+        (
+            lambda: responses_of_rows(torch.zeros(2, 3), torch.tensor([1]), 2),
+            r"\(1,\) must be one for each row, \(2,\)",
+        ),
         (lambda: responses_of_rows(torch.zeros(3), 1, 2), r"expected rows \(B, …\), got \(3,\)"),
         (lambda: response_tokens_of_rank(4, 4, 1, 0), "from 0 to total_length - 1 = 3, got 4"),
         (lambda: response_tokens_of_rank(4, 2, 2, 2), "rank must be from 0 to 1, got 2"),

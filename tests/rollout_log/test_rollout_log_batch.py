@@ -304,8 +304,14 @@ def test_bad_arguments_name_the_value_and_the_limit(arguments, message):
 def test_bad_layouts_are_refused():
     with pytest.raises(ValueError, match=r"response_mask must be \(B, T\), got \(4,\); packed: from_packed"):
         RolloutBatch.from_padded(torch.ones(4))
-    for cu_seqlens in ([0, 3], [1, 4], [0, 5, 4], []):
-        with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to N = 4"):
+    messages = {
+        "end at the number of tokens, 4, got 3": [0, 3],
+        "start at 0, got 1": [1, 4],
+        "not fall, but entry 2 is 4 after 5": [0, 5, 4],
+        "be .* with at least one entry": [],
+    }
+    for message, cu_seqlens in messages.items():
+        with pytest.raises(ValueError, match=f"cu_seqlens must {message}"):
             RolloutBatch.from_packed(torch.ones(4), cu_seqlens=torch.tensor(cu_seqlens, dtype=torch.int64))
     batch = RolloutBatch.from_padded(MASK)
     with pytest.raises(ValueError, match="length 2 is shorter than the longest row, 4 tokens"):
@@ -351,3 +357,11 @@ def test_a_batch_too_large_for_32_bit_offsets_asks_for_parts():
 def test_the_example_of_the_docstring_is_right():
     results = doctest.testmod(rollcorr.rollout_log.batch, extraglobs={"torch": torch})
     assert (results.attempted, results.failed) == (3, 0)
+
+
+def test_masks_with_negative_values_are_refused():
+    mask, offsets = torch.tensor([[1, -100], [0, 1]]), torch.tensor([0, 2, 4])
+    with pytest.raises(ValueError, match="response_mask contains -100 at row 0, column 1"):
+        RolloutBatch.from_padded(mask)
+    with pytest.raises(ValueError, match="response_mask contains -100 at index 1"):
+        RolloutBatch.from_packed(mask.flatten(), cu_seqlens=offsets)

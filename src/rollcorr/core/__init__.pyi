@@ -9,7 +9,7 @@ from .diffusion import gaussian_kl as gaussian_kl
 from .diffusion import gaussian_log_prob as gaussian_log_prob
 from .diffusion import sde_step as sde_step
 from .diffusion import sde_step_mean as sde_step_mean
-from .layout import check_cu_seqlens as check_cu_seqlens
+from .integer_checks import check_cu_seqlens as check_cu_seqlens
 from .layout import pack as pack
 from .layout import unpack as unpack
 from .logprobs import kept_log_prob as kept_log_prob

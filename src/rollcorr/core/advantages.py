@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from rollcorr.core.boundary import check_integers, check_shape, check_tensors
-from rollcorr.core.layout import add_at, bounded_offsets, check_layout, expand, sequence_count, token_count
+from rollcorr.core.integer_checks import bounded_offsets, truth
+from rollcorr.core.layout import add_at, check_layout, expand, sequence_count, token_count
 
 
 def grpo_advantages(rewards: Tensor, group_ids: Tensor, *, keep: Tensor | None = None, epsilon: float = 1e-6) -> Tensor:
@@ -119,11 +120,11 @@ def gae_advantages(
             raise ValueError(f"{name} must be in [0, 1], got {number}")
     check_layout(rewards=rewards, values=values, response_mask=response_mask, cu_seqlens=cu_seqlens)
 
-    mask = response_mask != 0
+    mask = truth(response_mask, "response_mask")
     if keep is not None:
         check_tensors(rewards=rewards, keep=keep)
         check_shape("keep", keep, (sequence_count(mask, cu_seqlens=cu_seqlens),), "one per sequence")
-        mask = mask & expand(keep != 0, mask, cu_seqlens=cu_seqlens)
+        mask = mask & expand(truth(keep, "keep"), mask, cu_seqlens=cu_seqlens)
     reward = rewards.detach().to(torch.float64).masked_fill(~mask, 0.0)
     value = values.detach().to(torch.float64).masked_fill(~mask, 0.0)
 
@@ -160,7 +161,7 @@ def terminal_rewards(rewards: Tensor, response_mask: Tensor, *, cu_seqlens: Tens
     """
     check_layout(response_mask=response_mask, cu_seqlens=cu_seqlens)
     check_tensors(response_mask=response_mask, rewards=rewards)
-    mask = response_mask != 0
+    mask = truth(response_mask, "response_mask")
     last = token_count(mask, cu_seqlens=cu_seqlens)
     check_shape("rewards", rewards, last.shape, "one per sequence")
 
@@ -177,7 +178,7 @@ def _centered_by_group(rewards: Tensor, group_ids: Tensor, keep: Tensor | None) 
     if rewards.dim() != 1:
         raise ValueError(f"rewards must be one per sequence, (B,); got {tuple(rewards.shape)}")
     check_integers(group_ids=group_ids)
-    keep = torch.ones_like(rewards, dtype=torch.bool) if keep is None else keep != 0
+    keep = torch.ones_like(rewards, dtype=torch.bool) if keep is None else truth(keep, "keep")
     for name, tensor in (("group_ids", group_ids), ("keep", keep)):
         if tensor.shape != rewards.shape:
             raise ValueError(f"rewards {tuple(rewards.shape)} and {name} {tuple(tensor.shape)} differ")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.core.boundary import check_floating, check_shape, check_tensors
+from rollcorr.core.integer_checks import check_mask_values
 from rollcorr.core.layout import check_layout, expand, token_count
 
 
@@ -155,6 +156,7 @@ def seq_mean_token_sum_norm(
 def _masked(loss: Tensor, mask: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     check_layout(loss=loss, mask=mask, cu_seqlens=cu_seqlens)
     check_floating(loss=loss)
+    check_mask_values(mask)
     return loss.masked_fill(mask == 0, 0.0)
 
 

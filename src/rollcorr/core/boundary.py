@@ -155,7 +155,7 @@ def in_host_memory(*tensors: Tensor) -> bool:
 
     Inside a transform of `torch.func` whatever is computed from them, were it a copy, has no memory.
     """
-    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+    if why_no_kernel() is not None or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     return all(why_no_address(x) is None and x.is_cpu for x in tensors)
 
@@ -204,11 +204,6 @@ def plain(tensor: Tensor) -> Tensor:
 def is_sharded(tensor: Tensor) -> bool:
     """Whether a subclass holds the values in its own way, such as a DTensor. torch's own, of its tracing, do not."""
     return _dispatches(tensor) and type(tensor).__name__ not in _TRACED
-
-
-def truth(mask: Tensor) -> Tensor:
-    """The mask as bool, with bytes 0 and 1: torch keeps other bytes of a bool, and views of it would show them."""
-    return mask != 0
 
 
 def is_ordinary(tensor: Tensor) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.core.boundary import check_positive
+from rollcorr.core.integer_checks import truth
 from rollcorr.core.losses import LOG_RATIO_BOUND
 from rollcorr.core.mergeable_statistics import Statistics, moments_of
 from rollcorr.core.ratios import at_least_float32, token_log_ratio
@@ -191,7 +192,7 @@ def _prepare(
 
     # A token of probability 0 adds nothing, as in `ppo_clip_loss`. Nor does a step of weight 0, which is not read
     # either: 0 · NaN would be NaN.
-    active = (keep != 0) & (old_log_prob != -torch.inf)
+    active = truth(keep, "keep") & (old_log_prob != -torch.inf)
     if weights is not None:
         weights = at_least_float32(weights.detach())
         active = active & (weights != 0)

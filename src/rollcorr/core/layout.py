@@ -7,12 +7,11 @@ a value on a device, so nothing waits for the GPU.
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
 from rollcorr.core.boundary import check_integers, check_tensors, in_host_memory, is_transformed
+from rollcorr.core.integer_checks import bounded_offsets, check_count, check_cu_seqlens, truth
 
 
 def check_layout(*, cu_seqlens: Tensor | None = None, **tensors: Tensor) -> None:
@@ -49,7 +48,7 @@ def check_shapes(*, cu_seqlens: Tensor | None = None, **tensors: Tensor) -> bool
 
     if first.dim() != 1:
         raise ValueError(f"with cu_seqlens, expected packed (N,) tensors; got {first_name} {tuple(first.shape)}")
-    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
+    if cu_seqlens.dim() != 1 or not cu_seqlens.numel():
         raise ValueError(f"cu_seqlens must be (B + 1,) with at least one entry, got {tuple(cu_seqlens.shape)}")
     check_integers(cu_seqlens=cu_seqlens)
     if cu_seqlens.numel() == 1 and first.numel():
@@ -58,43 +57,6 @@ def check_shapes(*, cu_seqlens: Tensor | None = None, **tensors: Tensor) -> bool
             "first token of each sequence, then the number of tokens"
         )
     return ordinary
-
-
-def check_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> None:
-    """Check the values of `cu_seqlens`: starts at 0, never falls, ends at the token count.
-
-    Reads values: free on the CPU, a wait on a device, where it is for loaders and on request.
-
-    Args:
-        cu_seqlens: (B + 1,) token offsets: the first token of each sequence, then the number of tokens.
-        tokens: N, the number of packed tokens.
-
-    Raises:
-        ValueError: names the first offending entry.
-    """
-    offsets = cu_seqlens.cpu().numpy()
-    if offsets[0] == 0 and offsets[-1] == tokens and (offsets[1:] >= offsets[:-1]).all():
-        return
-    if offsets[0] != 0:
-        raise ValueError(f"cu_seqlens must start at 0, got {offsets[0]}")
-    for i, (start, end) in enumerate(pairwise(offsets.tolist())):
-        if end < start:
-            raise ValueError(f"cu_seqlens must not fall, but entry {i + 1} is {end} after {start}")
-    raise ValueError(f"cu_seqlens must end at the number of tokens, {tokens}, got {offsets[-1]}")
-
-
-def bounded_offsets(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """Offsets with which a kernel never leaves the data, even where the values were wrong: (B + 1,) int64.
-
-    Where values can be read they were checked, and only the dtype changes. On a device they are clamped to the data and
-    made to rise from 0 to N. That does not change correct offsets.
-    """
-    if in_host_memory(cu_seqlens):
-        return cu_seqlens.to(torch.int64)
-    bounded = cu_seqlens.to(torch.int64).clamp(0, tokens).cummax(0).values
-    bounded[-1:].fill_(tokens)
-    bounded[:1].zero_()  # last, because a single entry is the first
-    return bounded
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
@@ -112,8 +74,12 @@ def sequence_ids(tokens: Tensor, *, cu_seqlens: Tensor) -> Tensor:
 
     On a device the values of `cu_seqlens` are not known to be right. There each token is looked up between the inner
     offsets, which gives the index of some sequence for any values.
+
+    Raises:
+        ValueError: as `check_cu_seqlens`, where the offsets are in host memory.
     """
     if in_host_memory(cu_seqlens):
+        check_cu_seqlens(cu_seqlens, tokens.numel())
         return torch.repeat_interleave(cu_seqlens.to(torch.int64).diff(), output_size=tokens.numel())
     position = torch.arange(tokens.numel(), device=cu_seqlens.device)
     return torch.bucketize(position, cu_seqlens.to(torch.int64)[1:-1], right=True)
@@ -124,7 +90,7 @@ def sequence_sum(values: Tensor, mask: Tensor, *, cu_seqlens: Tensor | None = No
     valid = values.masked_fill(~mask, 0)
     if cu_seqlens is None:
         return valid.sum(dim=-1)
-    return ragged_sum(valid, cu_seqlens)
+    return ragged_sum(valid, bounded_offsets(cu_seqlens, valid.numel()))
 
 
 def ragged_sum(values: Tensor, offsets: Tensor) -> Tensor:
@@ -179,27 +145,35 @@ def pack(padded: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         padded: (B, T), any dtype.
-        mask: (B, T) bool; true entries are kept.
+        mask: (B, T) of any dtype; entries that are not 0 are kept.
 
     Returns:
         The kept entries, (N,), and their offsets, (B + 1,) int64.
+
+    Raises:
+        ValueError: the mask contains a negative or non-finite value, in host memory.
     """
-    counts = mask.sum(dim=-1)
-    return padded[mask], offsets_of(counts)
+    kept = truth(mask)
+    return padded[kept], offsets_of(kept.sum(dim=-1))
 
 
 def unpack(packed: Tensor, mask: Tensor, *, fill: float = 0.0) -> Tensor:
-    """(N,) → (B, T): the inverse of `pack`, with `fill` where mask is false.
+    """(N,) → (B, T): the inverse of `pack`, with `fill` where mask is 0.
 
     Args:
         packed: (N,), any dtype.
-        mask: (B, T) bool, with N true entries.
+        mask: (B, T) of any dtype, with N entries that are not 0.
         fill: what the other entries get.
 
     Returns:
         (B, T), in the dtype of `packed`.
+
+    Raises:
+        ValueError: as `pack`; or the mask has another number of true entries than N, in host memory.
     """
-    return packed.new_full(mask.shape, fill).masked_scatter(mask, packed)
+    kept = truth(mask)
+    check_count(packed, kept, "mask")
+    return packed.new_full(mask.shape, fill).masked_scatter(kept, packed)
 
 
 def _adds_by_atomics(values: Tensor) -> bool:

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from rollcorr.core.boundary import check_one_device
+from rollcorr.core.integer_checks import usable_ids
 from rollcorr.core.layout import add_at, sequence_ids
 from rollcorr.core.ratios import at_least_float32
-from rollcorr.core.sampling import KeptSets, with_sampled
+from rollcorr.core.sampling import KeptSets, usable_kept_sets, with_sampled
 
 
 class SupportedLogProb(NamedTuple):
@@ -46,11 +47,12 @@ def token_log_prob(logits: Tensor, token_ids: Tensor, *, temperature: float = 1.
         (…), nats, at least float32.
 
     Raises:
-        ValueError: shapes do not fit, or the temperature is not above 0.
+        ValueError: shapes do not fit, the temperature is not above 0, or a token id is no id of the vocabulary (in host
+            memory; on a device it is clamped to one).
 
     Source: defined here.
     """
-    _check(logits, token_ids, temperature)
+    token_ids = _checked(logits, token_ids, temperature)
     return _at((at_least_float32(logits) / temperature).log_softmax(-1), token_ids)
 
 
@@ -68,9 +70,9 @@ def supported_log_prob(
         temperature: τ, > 0.
 
     Raises:
-        ValueError: shapes do not fit, or the temperature is not above 0.
+        ValueError: as in `token_log_prob`.
     """
-    _check(logits, token_ids, temperature, support=support)
+    token_ids = _checked(logits, token_ids, temperature, support=support)
     if support.shape != logits.shape:
         raise ValueError(f"support {tuple(support.shape)} and logits {tuple(logits.shape)} differ")
     support, outside = with_sampled(support, token_ids)
@@ -91,13 +93,13 @@ def kept_log_prob(logits: Tensor, token_ids: Tensor, kept: KeptSets, *, temperat
         temperature: τ, > 0.
 
     Raises:
-        ValueError: shapes do not fit, or the temperature is not above 0. Ids are not checked here: see
+        ValueError: as in `token_log_prob`, for kept ids too. Whether an id is listed twice is not checked here: see
             `rollcorr.core.sampling.check_kept_sets`.
 
     Source: DeepSeek-AI (2025), "DeepSeek-V3.2", keep sampling mask.
     """
-    scaled, sampled, rows = _gather(logits, token_ids, kept, temperature)
-    largest, log_sum, outside = _log_sum(scaled, sampled, rows, kept, token_ids)
+    scaled, sampled, rows, is_sampled = _gather(logits, token_ids, kept, temperature)
+    largest, log_sum, outside = _log_sum(scaled, sampled, rows, is_sampled)
     log_prob = (sampled - largest) - log_sum
     return SupportedLogProb(log_prob.view(token_ids.shape), outside.view(token_ids.shape))
 
@@ -107,8 +109,8 @@ def kept_log_mass(logits: Tensor, token_ids: Tensor, kept: KeptSets, *, temperat
 
     Arguments and raises are those of `kept_log_prob`.
     """
-    scaled, sampled, rows = _gather(logits, token_ids, kept, temperature)
-    largest, log_sum, _ = _log_sum(scaled, sampled, rows, kept, token_ids)
+    scaled, sampled, rows, is_sampled = _gather(logits, token_ids, kept, temperature)
+    largest, log_sum, _ = _log_sum(scaled, sampled, rows, is_sampled)
     whole = (at_least_float32(logits) / temperature).logsumexp(-1)
     return (largest.view(token_ids.shape) - whole) + log_sum.view(token_ids.shape)
 
@@ -137,8 +139,8 @@ def kept_entropy(logits: Tensor, token_ids: Tensor, kept: KeptSets, *, temperatu
 
     Arguments and raises are those of `kept_log_prob`.
     """
-    scaled, sampled, rows = _gather(logits, token_ids, kept, temperature)
-    largest, log_sum, outside = _log_sum(scaled, sampled, rows, kept, token_ids)
+    scaled, sampled, rows, is_sampled = _gather(logits, token_ids, kept, temperature)
+    largest, log_sum, outside = _log_sum(scaled, sampled, rows, is_sampled)
 
     # The sampled token's own term is added only where it is not one of the kept ids already.
     member = (scaled - largest[rows]) - log_sum[rows]
@@ -166,27 +168,27 @@ def kept_mass_log_ratio(log_ratio: Tensor, log_kept_mass: Tensor) -> Tensor:
     return at_least_float32(log_ratio) - at_least_float32(log_kept_mass)
 
 
-def _gather(logits: Tensor, token_ids: Tensor, kept: KeptSets, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Scaled logits of the kept ids (M,) and of the sampled tokens (N,), and the token of each kept id (M,)."""
-    _check(logits, token_ids, temperature, **{"kept.ids": kept.ids, "kept.offsets": kept.offsets})
+def _gather(
+    logits: Tensor, token_ids: Tensor, kept: KeptSets, temperature: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Scaled logits of kept ids (M,) and of sampled tokens (N,), each kept id's token, and whether it was sampled."""
+    token_ids = _checked(logits, token_ids, temperature, **{"kept.ids": kept.ids, "kept.offsets": kept.offsets})
     if len(kept) != token_ids.numel():
         raise ValueError(
             f"kept sets are of {len(kept)} tokens, token_ids has {token_ids.numel()}; "
             "one set per token, or KeptSets.padded(mask) for a padded batch"
         )
 
+    kept = usable_kept_sets(kept, (0, logits.shape[-1]))
     flat = logits.reshape(-1, logits.shape[-1])
     rows = sequence_ids(kept.ids, cu_seqlens=kept.offsets)
     scaled = at_least_float32(flat[rows, kept.ids.long()]) / temperature
-    sampled = at_least_float32(flat.gather(-1, token_ids.reshape(-1, 1).long()).squeeze(-1)) / temperature
-    return scaled, sampled, rows
+    sampled = at_least_float32(flat.gather(-1, token_ids.reshape(-1, 1)).squeeze(-1)) / temperature
+    return scaled, sampled, rows, kept.ids == token_ids.reshape(-1)[rows]
 
 
-def _log_sum(
-    scaled: Tensor, sampled: Tensor, rows: Tensor, kept: KeptSets, token_ids: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _log_sum(scaled: Tensor, sampled: Tensor, rows: Tensor, is_sampled: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """max z and log Σ exp(z − max z) of each kept set with its sampled token, and where that token was outside it."""
-    is_sampled = kept.ids == token_ids.reshape(-1)[rows]
     found = torch.zeros_like(sampled, dtype=torch.int64).index_add(0, rows, is_sampled.long())
     outside = found == 0
 
@@ -205,14 +207,16 @@ def minus_p_log_p(log_p: Tensor) -> Tensor:
 
 
 def _at(scaled: Tensor, token_ids: Tensor) -> Tensor:
-    return scaled.gather(-1, token_ids.long().unsqueeze(-1)).squeeze(-1)
+    return scaled.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
 
 
-def _check(logits: Tensor, token_ids: Tensor, temperature: float, **others: Tensor) -> None:
+def _checked(logits: Tensor, token_ids: Tensor, temperature: float, **others: Tensor) -> Tensor:
+    """Check operands against each other; return the token ids as int64 that lead nowhere beyond the logits."""
     check_one_device(logits=logits, token_ids=token_ids, **others)
     if logits.shape[:-1] != token_ids.shape:
         raise ValueError(f"logits {tuple(logits.shape)} must be token_ids {tuple(token_ids.shape)} with V added")
     check_temperature(temperature)
+    return usable_ids("token_ids", token_ids, (0, logits.shape[-1]))
 
 
 def check_temperature(temperature: float) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rollcorr.core.boundary import check_floating, check_tensors
 from rollcorr.core.divergence import k1, k2, k3
+from rollcorr.core.integer_checks import truth
 from rollcorr.core.layout import check_layout, expand
 from rollcorr.core.mergeable_statistics import Statistics, moments_of
 from rollcorr.core.ratios import at_least_float32, token_log_ratio
@@ -70,7 +71,7 @@ def ppo_clip_loss(
     check_tensors(log_prob=log_prob, advantages=advantages, weights=weights)
 
     advantages = _per_token(advantages, log_prob, cu_seqlens)
-    mask = loss_mask != 0
+    mask = truth(loss_mask, "loss_mask")
     weights, active = _weights_and_active(weights, log_prob, mask & (old_log_prob != -torch.inf))
 
     log_ratio = token_log_ratio(log_prob, old_log_prob.detach(), active)
@@ -134,7 +135,7 @@ def reinforce_loss(
     check_floating(log_prob=log_prob, behavior_log_prob=behavior_log_prob)
 
     advantages = _per_token(advantages, log_prob, cu_seqlens)
-    mask = loss_mask != 0
+    mask = truth(loss_mask, "loss_mask")
     weights, active = _weights_and_active(weights, log_prob, mask & (log_prob != -torch.inf))
 
     # Both factors become 0 on tokens that add nothing: with one alone, 0 · NaN would still be NaN.
@@ -238,7 +239,7 @@ def _reference_kl(
     for name, tensor in (("ref_log_prob", ref_log_prob), ("mask", mask)):
         if tensor.shape != log_prob.shape:
             raise ValueError(f"log_prob {tuple(log_prob.shape)} and {name} {tuple(tensor.shape)} differ")
-    measured = (mask != 0) & log_prob.isfinite() & ref_log_prob.isfinite()
+    measured = truth(mask) & log_prob.isfinite() & ref_log_prob.isfinite()
     return estimate(-token_log_ratio(log_prob, ref_log_prob.detach(), measured)), measured
 
 

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rollcorr.core.boundary import check_tensors
-from rollcorr.core.layout import offsets_of
+from rollcorr.core.boundary import check_tensors, in_host_memory
+from rollcorr.core.integer_checks import bounded_offsets, check_count, check_cu_seqlens, truth, usable_ids
+from rollcorr.core.layout import offsets_of, sequence_ids
 from rollcorr.core.ratios import at_least_float32
 
 Filter = Callable[[Tensor], Tensor]
@@ -91,8 +92,11 @@ def with_sampled(support: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
     """The support with every sampled token added, and where one was outside before: (…, V) and (…) bool.
 
     Without this the trainer gives probability 0 to a token that the engine did sample, and its loss is infinite.
+
+    Raises:
+        ValueError: a token id is outside of the support's 0 … V − 1, in host memory.
     """
-    index = token_ids.long().unsqueeze(-1)
+    index = usable_ids("token_ids", token_ids, (0, support.shape[-1])).unsqueeze(-1)
     outside = ~support.gather(-1, index).squeeze(-1)
     return support.scatter(-1, index, True), outside
 
@@ -105,7 +109,7 @@ class KeptSets:
 
     Attributes:
         ids: (M,) int32.
-        offsets: (N + 1,) int64, from 0 to M, never falling.
+        offsets: (N + 1,) int64, from 0 to M, never falling; a ValueError in host memory where they are not.
 
     Source: DeepSeek-AI (2025), "DeepSeek-V3.2", keep sampling mask.
     """
@@ -122,6 +126,8 @@ class KeptSets:
                 )
         if self.offsets.numel() < 1:
             raise ValueError("kept offsets must have one entry more than tokens, so at least one; got none")
+        if in_host_memory(self.offsets):
+            check_cu_seqlens(self.offsets, self.ids.numel(), "kept offsets", of="ids")
 
     def __len__(self) -> int:
         """N, the number of tokens."""
@@ -140,16 +146,22 @@ class KeptSets:
         return cls(ids, sizes.cumsum(0))
 
     def to(self, device: torch.device | str) -> KeptSets:
-        """The same sets on another device."""
-        return KeptSets(self.ids.to(device, non_blocking=True), self.offsets.to(device, non_blocking=True))
+        """Return the same sets on another device."""
+        # The constructor reads offsets in host memory, so a copy that comes there must have arrived.
+        to_device = torch.device(device).type != "cpu"
+        return KeptSets(self.ids.to(device, non_blocking=to_device), self.offsets.to(device, non_blocking=to_device))
 
     def padded(self, mask: Tensor) -> KeptSets:
         """The sets of a packed batch in the layout of a padded one: tokens where `mask` is false keep nothing.
 
         Args:
-            mask: (B, T) bool with as many true entries as there are sets.
+            mask: (B, T) with as many entries that are not 0 as there are sets.
+
+        Raises:
+            ValueError: the mask has another number of them, or a negative or non-finite value, in host memory.
         """
-        flat = mask.flatten()
+        flat = truth(mask).flatten()
+        check_count(self.offsets[1:], flat, "mask")
         sizes = torch.cat([self.offsets.diff(), self.offsets.new_zeros(1)])
         packed = (flat.cumsum(0) - 1).clamp(0, len(self))
         return KeptSets(self.ids, offsets_of(sizes[packed].masked_fill(~flat, 0)))
@@ -158,8 +170,12 @@ class KeptSets:
         """The sets of some tokens. It syncs: sizes are data.
 
         Args:
-            rows: int64 positions of tokens, of shape (n,), in the order that is wanted.
+            rows: positions of tokens, 0 … N − 1, of shape (n,), in the order that is wanted.
+
+        Raises:
+            ValueError: a position is outside of 0 … N − 1, in host memory.
         """
+        rows = usable_ids("rows", rows, (0, len(self)))
         sizes = self.offsets.diff()[rows]
         offsets = offsets_of(sizes)
         first = torch.repeat_interleave(self.offsets[rows] - offsets[:-1], sizes)
@@ -184,6 +200,30 @@ def kept_sets_of_support(support: Tensor) -> KeptSets:
     return KeptSets(torch.where(rows)[1].to(torch.int32), offsets_of(rows.sum(-1)))
 
 
+def usable_kept_sets(kept: KeptSets, *ranges: tuple[int, int], mask: Tensor | None = None) -> KeptSets:
+    """Return sets whose ids and offsets lead nowhere beyond the data: checked in host memory, bounded on a device.
+
+    Args:
+        kept: one set per token.
+        ranges: of ids, as in `rollcorr.core.integer_checks.usable_ids`.
+        mask: one bool per token, any shape; where it is false, ids may be anything. Defaults to all true.
+
+    Raises:
+        ValueError: an id in host memory is in no range.
+    """
+    offsets = bounded_offsets(kept.offsets, kept.ids.numel())
+    try:
+        ids = usable_ids("kept.ids", kept.ids, *ranges)
+    except ValueError:
+        if mask is None:
+            raise
+
+        # Which entries belong to the mask takes a pass over all of them, so only bad ids ask for it.
+        of_entry = mask.flatten()[sequence_ids(kept.ids, cu_seqlens=offsets)]
+        ids = usable_ids("kept.ids", kept.ids, *ranges, mask=of_entry)
+    return KeptSets(ids.to(torch.int32), offsets)
+
+
 def check_kept_sets(kept: KeptSets, tokens: int, vocabulary: int) -> None:
     """Check the number of tokens, that offsets never fall, that ids are inside the vocabulary, and that none is twice.
 
@@ -200,20 +240,10 @@ def check_kept_sets(kept: KeptSets, tokens: int, vocabulary: int) -> None:
     if len(kept) != tokens:
         raise ValueError(f"kept sets are of {len(kept)} tokens, the batch has {tokens}; give offsets for every token")
 
-    offsets, entries = kept.offsets.cpu(), kept.ids.numel()
-    if offsets[0] != 0 or offsets[-1] != entries:
-        ends = f"from {int(offsets[0])} to {int(offsets[-1])}"
-        raise ValueError(f"kept offsets run {ends}; they must run from 0 to the number of ids, {entries}")
-    falls = offsets.diff() < 0
-    if falls.any():
-        raise ValueError(f"kept offsets fall at token {int(falls.int().argmax())}; they must never fall")
-
-    ids = kept.ids.cpu().long()
-    token = torch.bucketize(torch.arange(entries, device="cpu"), offsets[1:], right=True)
-    wrong = (ids < 0) | (ids >= vocabulary)
-    if wrong.any():
-        first = int(wrong.int().argmax())
-        raise ValueError(f"kept id {int(ids[first])} of token {int(token[first])} is outside 0 … {vocabulary - 1}")
+    # In host memory the constructor checks the offsets.
+    kept = kept.to("cpu")
+    ids = usable_ids("kept.ids", kept.ids, (0, vocabulary))
+    token = sequence_ids(ids, cu_seqlens=kept.offsets)
 
     # Sorted by token and id, equal neighbors are an id that one token lists twice.
     key, _ = (token * vocabulary + ids).sort()

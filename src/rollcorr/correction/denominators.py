@@ -29,6 +29,7 @@ from rollcorr.core.aggregation import (
     token_mean,
     token_sum,
 )
+from rollcorr.core.integer_checks import check_mask_values, truth
 from rollcorr.core.layout import check_layout, sequence_sum, token_count
 from rollcorr.correction.process_groups import sum_over
 
@@ -67,7 +68,7 @@ def count_denominators(
     lengths = sequence_lengths(mask, cu_seqlens=cu_seqlens, context_group=context_group)
     weight_sums = None
     if weights is not None:
-        weight_sums = sequence_sum(weights.detach().double(), mask != 0, cu_seqlens=cu_seqlens)
+        weight_sums = sequence_sum(weights.detach().double(), truth(mask), cu_seqlens=cu_seqlens)
         weight_sums = sum_over(weight_sums, context_group)
 
     return sum_denominators(denominators_of_lengths(lengths, weight_sums), group)
@@ -99,6 +100,8 @@ def loss_denominators(
         ValueError: shapes or devices differ or do not fit the layout.
     """
     check_layout(cu_seqlens=cu_seqlens, loss_mask=loss_mask, response_mask=response_mask)
+    check_mask_values(loss_mask, "loss_mask")
+    check_mask_values(response_mask, "response_mask")
     counted = response_mask if normalizer == "original" else loss_mask
     counted_weights = weights if normalizer == "weights" else None
     return count_denominators(
@@ -125,7 +128,7 @@ def sequence_lengths(
 ) -> Tensor:
     """Tokens of each whole sequence where mask is not 0: (B,) float64. Arguments are as in `count_denominators`."""
     check_layout(mask=mask, cu_seqlens=cu_seqlens)
-    return sum_over(token_count(mask != 0, cu_seqlens=cu_seqlens).double(), context_group)
+    return sum_over(token_count(truth(mask), cu_seqlens=cu_seqlens).double(), context_group)
 
 
 def rescaling(original: Tensor | float, kept: Tensor | float) -> Tensor:

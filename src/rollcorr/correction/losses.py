@@ -23,6 +23,7 @@ from rollcorr.config.checks import unknown_option
 from rollcorr.config.conversion import resolve
 from rollcorr.core.aggregation import Denominators
 from rollcorr.core.boundary import check_floating, check_tensors
+from rollcorr.core.integer_checks import truth
 from rollcorr.core.layout import check_layout
 from rollcorr.core.losses import (
     neutral_log_probs,
@@ -185,7 +186,7 @@ def policy_loss(
     check_layout(log_prob=policies.log_prob, response_mask=response_mask, cu_seqlens=cu_seqlens)
     check_tensors(log_prob=policies.log_prob, advantages=advantages, entropy=entropy)
     check_floating(entropy=entropy)
-    inputs = _LossInputs(policies, advantages, response_mask != 0, cu_seqlens, context_group)
+    inputs = _LossInputs(policies, advantages, truth(response_mask, "response_mask"), cu_seqlens, context_group)
 
     # One loss per token: which policies form the ratio, and which tokens and weights stay in the loss.
     if settings is not None and settings.bypass_mode:

@@ -14,8 +14,9 @@ from torch import Tensor
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.checks import unknown_option
 from rollcorr.config.conversion import resolve
-from rollcorr.core.boundary import check_floating, in_host_memory, plain, truth
-from rollcorr.core.layout import bounded_offsets, check_layout, check_shapes, sequence_count
+from rollcorr.core.boundary import check_floating, plain
+from rollcorr.core.integer_checks import bounded_offsets, truth
+from rollcorr.core.layout import check_layout, check_shapes, sequence_count
 from rollcorr.core.mergeable_statistics import Statistics
 from rollcorr.core.ratios import classify_tokens
 from rollcorr.correction.denominators import count_denominators
@@ -66,7 +67,7 @@ def correct(
             when packed; bf16, fp16, fp32 or fp64. No gradient flows from it.
         rollout_log_prob: log μ, what the sampling policy gave the same tokens, nats. Same shape.
         response_mask: non-zero on tokens that the policy sampled; bool, integer or float; holes are allowed. Same
-            shape. Values at masked positions are never read.
+            shape. Log-probs where it is 0 are never read. Negative and non-finite values raise in host memory.
         config: a configuration, a preset's name, or a dictionary of any of the three generations. None: the preset
             `measure`, or what `options` say.
         cu_seqlens: first token of each sequence, then N: (B + 1,) integers, only when packed. Checked on the CPU; on a
@@ -91,8 +92,9 @@ def correct(
     Raises:
         TypeError: a log-prob, the mask or `cu_seqlens` is no tensor, or there is no option of that name.
         ValueError: shapes or devices disagree or do not fit the layout, a log-prob is no bf16, fp16, fp32 or fp64, the
-            mask holds log-probs, the configuration or `out` is wrong, the groups overlap, `impl` does not take this
-            batch, or `nonfinite="raise"` met a missing log-prob.
+            mask contains a negative or non-finite value in host memory (`out` is then undefined), the configuration or
+            `out` is wrong, the groups overlap, `impl` does not take this batch, or `nonfinite="raise"` met a missing
+            log-prob.
         ImportError: `impl` was not built, or what it needs is missing.
 
     Example:
@@ -108,8 +110,6 @@ def correct(
         response_mask=response_mask,
     )
     check_floating(train_log_prob=train_log_prob, rollout_log_prob=rollout_log_prob)
-    if response_mask.is_floating_point():
-        _check_no_log_probs(response_mask)
     for name in options:
         if name not in _OPTIONS:
             own = [option for option in inspect.signature(correct).parameters if option != "options"]
@@ -187,21 +187,7 @@ class _CorrectionInputs(NamedTuple):
     @property
     def valid(self) -> Tensor:
         """The mask as bool."""
-        return truth(self.mask)
-
-
-def _check_no_log_probs(response_mask: Tensor) -> None:
-    """Refuse log-probs in place of the mask. Looks at the first thousand values, where that waits for nothing.
-
-    Raises:
-        ValueError: the mask has a negative value.
-    """
-    first = response_mask.detach()[:1024] if response_mask.dim() == 1 else response_mask.detach()[:32, :32]
-    if in_host_memory(first) and bool((first < 0).any()):
-        raise ValueError(
-            f"response_mask holds {first.min().item():g}, and a mask holds 0 and 1: it may be log-probs. The order is "
-            "correct(train_log_prob, rollout_log_prob, response_mask)"
-        )
+        return truth(self.mask, "response_mask")
 
 
 def configuration_of(

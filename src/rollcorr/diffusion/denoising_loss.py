@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rollcorr.core.aggregation import Denominators
 from rollcorr.core.diffusion_losses import flow_dppo_loss, flow_grpo_loss, grpo_guard_loss
+from rollcorr.core.integer_checks import truth
 from rollcorr.core.losses import neutral_log_probs, reinforce_loss
 from rollcorr.core.mergeable_statistics import Statistics, moments_of
 from rollcorr.correction.denominators import aggregate, loss_denominators
@@ -114,7 +115,7 @@ def _decoupled(config: DiffusionActorConfig, model_output: Batch, data: Batch) -
     if config.correction is not None and config.correction.nonfinite == "neutral":
         log_prob, old = neutral_log_probs(log_prob, old)
     per_step, statistics = _ratio_loss(config, {**model_output, "log_probs": log_prob}, data, old, keep, weights)
-    return _Parts(per_step, statistics, keep != 0, weights, None)
+    return _Parts(per_step, statistics, truth(keep, "rollout_keep_mask"), weights, None)
 
 
 def _bypass(config: DiffusionActorConfig, model_output: Batch, data: Batch, schedule: Sequence[float] | None) -> _Parts:

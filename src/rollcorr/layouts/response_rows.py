@@ -6,8 +6,13 @@ With a prompt of P tokens, response token j is at place P + j of the row, and it
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import Tensor
+
+from rollcorr.core.boundary import check_shape
+from rollcorr.core.integer_checks import NO_LIMIT, usable_ids
 
 
 def responses_of_rows(shifted: Tensor, prompt_lengths: Tensor | int, width: int, *, fill: float = 0.0) -> Tensor:
@@ -16,7 +21,7 @@ def responses_of_rows(shifted: Tensor, prompt_lengths: Tensor | int, width: int,
     Args:
         shifted: log-probs or anything else that stands one column before its token, (B, L − 1).
         prompt_lengths: P ≥ 1, the place of the first response token in its row: (B,) integers; or one for all rows, as
-            where prompts are padded on the left.
+            where prompts are padded on the left. On a device, values below 1 are read as 1.
         width: T, the longest response.
         fill: what stands behind the end of a row.
 
@@ -54,18 +59,15 @@ def _columns(like: Tensor, prompt_lengths: Tensor | int, width: int) -> Tensor:
     """The column of each response token: (B, T) int64."""
     if like.dim() != 2:
         raise ValueError(f"expected rows (B, …), got {tuple(like.shape)}")
-    if isinstance(prompt_lengths, int):
-        if prompt_lengths < 1:
-            raise ValueError(f"prompt_lengths must be at least 1, got {prompt_lengths}: nothing scores the first token")
-        first = torch.full((like.shape[0], 1), prompt_lengths - 1, device=like.device)
+    if not isinstance(prompt_lengths, Tensor):
+        length = operator.index(prompt_lengths)
+        if length < 1:
+            raise ValueError(f"prompt_lengths must be at least 1, got {length}: nothing scores the first token")
+        lengths = torch.full((like.shape[0],), length, device=like.device)
     else:
-        if prompt_lengths.shape != like.shape[:1]:
-            raise ValueError(
-                f"prompt_lengths {tuple(prompt_lengths.shape)} must be ({like.shape[0]},), one for each row"
-            )
-        if prompt_lengths.is_cpu and bool((prompt_lengths < 1).any()):
-            raise ValueError(
-                f"prompt_lengths must be at least 1, got {int(prompt_lengths.min())}: nothing scores the first token"
-            )
-        first = prompt_lengths.to(like.device, torch.int64).unsqueeze(1) - 1
+        check_shape("prompt_lengths", prompt_lengths, like.shape[:1], "one for each row")
+
+        # From 1, because nothing scores the first token of a row.
+        lengths = usable_ids("prompt_lengths", prompt_lengths, (1, NO_LIMIT)).to(like.device)
+    first = lengths.unsqueeze(1) - 1
     return first + torch.arange(width, device=like.device)

@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rollcorr.core.boundary import check_integers, check_shape, check_tensors
-from rollcorr.core.layout import pack, unpack
+from rollcorr.core.boundary import check_integers, check_shape, check_tensors, in_host_memory
+from rollcorr.core.integer_checks import bounded_offsets, check_cu_seqlens, truth
+from rollcorr.core.layout import offsets_of, sequence_ids, unpack
 
 
 class Packed(NamedTuple):
@@ -85,11 +86,9 @@ def unpack_list(packed: Tensor, cu_seqlens: Tensor | Sequence[int]) -> list[Tens
     Raises:
         ValueError: the offsets do not start at 0, fall, or do not end at N.
     """
-    offsets = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
-    rises = all(start <= end for start, end in pairwise(offsets))
-    if not offsets or offsets[0] != 0 or offsets[-1] != packed.shape[0] or not rises:
-        raise ValueError(f"cu_seqlens must rise from 0 to {packed.shape[0]}, the number of tokens; got {offsets}")
-    return [packed[start:end] for start, end in pairwise(offsets)]
+    offsets = torch.as_tensor(cu_seqlens, dtype=torch.int64, device="cpu")
+    check_cu_seqlens(offsets, packed.shape[0])
+    return [packed[start:end] for start, end in pairwise(offsets.tolist())]
 
 
 def from_row(
@@ -104,7 +103,8 @@ def from_row(
             on a device.
 
     Raises:
-        ValueError: a row is not (1, T, …), rows differ in T, or not exactly one of the other two is given.
+        ValueError: a row is not (1, T, …), rows differ in T, not exactly one of the other two is given, or offsets in
+            host memory do not describe the tokens.
     """
     if (cu_seqlens is None) == (position_ids is None):
         raise ValueError("give cu_seqlens or position_ids, one of them: a row alone does not say where sequences end")
@@ -115,6 +115,8 @@ def from_row(
         offsets = cu_seqlens_of_positions(position_ids)
     else:
         offsets = torch.as_tensor(cu_seqlens, dtype=torch.int64, device=rows[0].device)
+        if in_host_memory(offsets):
+            check_cu_seqlens(offsets, rows[0].shape[1])
     return Packed(tuple(row.squeeze(0) for row in rows), offsets)
 
 
@@ -155,11 +157,13 @@ def positions_of_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> Tensor:
     Args:
         cu_seqlens: (B + 1,) token offsets.
         tokens: N.
+
+    Raises:
+        ValueError: the offsets do not start at 0, fall, or do not end at N, in host memory.
     """
-    offsets = cu_seqlens.to(torch.int64)
+    offsets = bounded_offsets(cu_seqlens, tokens)
     place = torch.arange(tokens, device=offsets.device)
-    sequence = torch.bucketize(place, offsets[1:-1], right=True)
-    return place - offsets[sequence]
+    return place - offsets[sequence_ids(place, cu_seqlens=offsets)]
 
 
 def pack_padded(*padded: Tensor, inside: Tensor) -> Packed:
@@ -167,15 +171,16 @@ def pack_padded(*padded: Tensor, inside: Tensor) -> Packed:
 
     Args:
         padded: log-probs, masks, …: (B, T) each.
-        inside: (B, T) bool: the tokens that are part of a sequence; a response mask has holes, an attention mask none.
+        inside: (B, T), not 0 on tokens that are part of a sequence; a response mask has holes, an attention mask none.
 
     Raises:
-        ValueError: a shape differs from that of `inside`.
+        ValueError: a shape differs from that of `inside`, or `inside` contains a negative or non-finite value, in host
+            memory.
     """
     for i, tensor in enumerate(padded):
         check_shape(f"tensor {i}", tensor, inside.shape, "as inside")
-    _, offsets = pack(inside, inside)
-    return Packed(tuple(tensor[inside] for tensor in padded), offsets)
+    kept = truth(inside, "inside")
+    return Packed(tuple(tensor[kept] for tensor in padded), offsets_of(kept.sum(-1)))
 
 
 def pad_packed(packed: Tensor, inside: Tensor, *, fill: float = 0.0) -> Tensor:
@@ -183,7 +188,10 @@ def pad_packed(packed: Tensor, inside: Tensor, *, fill: float = 0.0) -> Tensor:
 
     Args:
         packed: sequences end to end, (N,).
-        inside: (B, T) bool with N true entries.
+        inside: (B, T) with N entries that are not 0.
         fill: what stands elsewhere.
+
+    Raises:
+        ValueError: as in `pack_padded`; or `inside` has another number of such entries than N, in host memory.
     """
     return unpack(packed, inside, fill=fill)

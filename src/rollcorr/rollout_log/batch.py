@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollcorr.core.integer_checks import truth
 from rollcorr.core.sampling import KeptSets
 from rollcorr.rollout_log import build
 from rollcorr.rollout_log.arrow import pa, pc
@@ -104,7 +105,7 @@ class RolloutBatch:
         for name in TOKEN_COLUMNS:
             if tokens.get(name) is not None:
                 tokens[name] = build.same_shape(name, tokens[name], response_mask)
-        tokens |= build.kept_columns(kept, response_mask != 0, sizes)
+        tokens |= build.kept_columns(kept, truth(response_mask, "response_mask"), sizes)
         return cls(build.records(tokens, sizes, prompt_mask=prompt_mask))
 
     @classmethod

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.config.checks import in_one_line
+from rollcorr.core.integer_checks import check_cu_seqlens, truth
 from rollcorr.core.sampling import KeptSets
 from rollcorr.rollout_log.arrow import pa
 from rollcorr.rollout_log.errors import log_error
@@ -36,7 +37,7 @@ def inside_padding(response_mask: Tensor, lengths: Tensor | None) -> tuple[Tenso
     """
     if response_mask.dim() != 2:
         raise ValueError(f"response_mask must be (B, T), got {tuple(response_mask.shape)}; packed: from_packed()")
-    mask = (response_mask != 0).cpu()
+    mask = truth(response_mask, "response_mask").cpu()
     position = torch.arange(mask.shape[1], device="cpu")
     ends = (mask * (position + 1)).amax(1) if mask.shape[1] else mask.new_zeros(mask.shape[0], dtype=torch.int64)
     if lengths is None:
@@ -61,17 +62,8 @@ def packed_sizes(response_mask: Tensor, cu_seqlens: Tensor) -> np.ndarray:
     """
     if response_mask.dim() != 1:
         raise ValueError(f"with cu_seqlens, response_mask must be (N,), got {tuple(response_mask.shape)}")
-    offsets = cu_seqlens.cpu().to(torch.int64)
-    sizes = offsets.diff()
-    if (
-        offsets.dim() != 1
-        or not len(offsets)
-        or offsets[0] != 0
-        or (sizes < 0).any()
-        or offsets[-1] != len(response_mask)
-    ):
-        raise ValueError(f"cu_seqlens must rise from 0 to N = {len(response_mask)}, got {offsets.tolist()}")
-    return sizes.numpy()
+    check_cu_seqlens(cu_seqlens, len(response_mask))
+    return cu_seqlens.cpu().to(torch.int64).diff().numpy()
 
 
 def same_shape(name: str, values: object, response_mask: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from rollcorr.config import Implementation, RolloutCorrectionConfig
-from rollcorr.core.boundary import in_host_memory, is_jit_tracing, is_transformed, truth
-from rollcorr.core.layout import check_cu_seqlens
+from rollcorr.core.boundary import in_host_memory, is_jit_tracing, is_transformed
+from rollcorr.core.integer_checks import check_cu_seqlens, check_mask_values, truth
 from rollcorr.kernels.correction import triton
 from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, copied_to
 from rollcorr.kernels.correction.cpu import cpu_correction, status, why_not
@@ -79,6 +79,7 @@ def correction_kernel(
     if cu_seqlens is not None and in_host_memory(cu_seqlens):
         check_cu_seqlens(cu_seqlens, mask.numel())
     if impl == "triton":
+        check_mask_values(mask, "response_mask")
         return triton.triton_correction(batch, config, out=out)
 
     if impl != "reference" and (transformed := _transformed(batch)) is not None:
@@ -87,7 +88,7 @@ def correction_kernel(
             "memory; use impl='reference', and no context_group"
         )
     if mask.dtype != torch.bool:
-        batch = batch._replace(mask=truth(mask))
+        batch = batch._replace(mask=truth(mask, "response_mask"))
     if impl != "reference":
         try:
             return torch_correction(batch, config, reduce=reduce, out=out)

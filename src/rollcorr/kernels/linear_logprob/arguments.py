@@ -67,8 +67,8 @@ def check_tensors(
         )
 
 
-def check_temperature(temperature: float | Tensor, token_ids: Tensor) -> None:
-    """Raise a ValueError unless it is a number above 0, or one for each token."""
+def check_temperature(temperature: float | Tensor, token_ids: Tensor, impl: str) -> None:
+    """Raise a ValueError unless it is a number above 0, or one for each token whose gradient nobody asks for."""
     if not isinstance(temperature, Tensor):
         if isinstance(temperature, bool) or not isinstance(temperature, Real):
             kind = type_name(temperature)
@@ -79,6 +79,11 @@ def check_temperature(temperature: float | Tensor, token_ids: Tensor) -> None:
     if temperature.shape != token_ids.shape:
         raise ValueError(f"temperature {tuple(temperature.shape)} and token_ids {tuple(token_ids.shape)} differ")
     check_floating(temperature=temperature)
+    if temperature.requires_grad and torch.is_grad_enabled() and impl != "reference":
+        raise ValueError(
+            f"temperature requires a gradient, and impl={impl!r} gives it none; give temperature.detach(), or use "
+            "impl='reference', which makes all logits"
+        )
 
 
 def check_choice_of_tokens(name: str, value: Tensor | bool | None, token_ids: Tensor) -> None:

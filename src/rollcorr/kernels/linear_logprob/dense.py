@@ -210,9 +210,7 @@ class _Dense(torch.autograd.Function):
     def backward(ctx: Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, log_total, entropy = ctx.saved_tensors
         settings: Settings = ctx.settings
-        gradient = HeadGradient(
-            weight, wanted=ctx.needs_input_grad[1], accumulate_into=settings.accumulate_into, sparse=False
-        )
+        gradient = HeadGradient(ctx, weight, accumulate_into=settings.accumulate_into, sparse=False)
         if settings.compact:
             active, upstream = _active(settings, log_total, entropy, *grads[1:])
             temperature, states = at_rows(settings.temperature, active), hidden if active is None else hidden[active]

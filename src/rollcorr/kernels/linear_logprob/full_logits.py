@@ -13,7 +13,7 @@ def reference_log_prob(problem: Problem) -> LinearLogProb:
     """As `rollcorr.kernels.linear_logprob.linear_log_prob`, (N,); it makes the (N, V) logits, in float32 or wider."""
     weight = problem.weight
     if problem.accumulate_into is not None:
-        weight = _Accumulated.apply(weight.detach().requires_grad_(), problem.accumulate_into)
+        weight = _Accumulated.apply(weight, problem.accumulate_into)
     logits = problem.hidden.to(problem.wide) @ weight.to(problem.wide).t()
     if problem.bias is not None:
         logits = logits + problem.bias

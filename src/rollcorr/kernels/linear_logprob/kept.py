@@ -172,9 +172,7 @@ class _RaggedDot(torch.autograd.Function):
                 for _, table, ids in _tables(weight, entries, gradient.dtype)
             ]
             of_hidden = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).to(hidden.dtype)
-        of_weight = HeadGradient(
-            weight, wanted=ctx.needs_input_grad[1], accumulate_into=ctx.accumulate_into, sparse=True
-        )
+        of_weight = HeadGradient(ctx, weight, accumulate_into=ctx.accumulate_into, sparse=True)
         if of_weight.total is not None:
             _add_head_gradient(of_weight, hidden.to(gradient.dtype), entries, gradient)
         return of_hidden, of_weight.result(), None, None

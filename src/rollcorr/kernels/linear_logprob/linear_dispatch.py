@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from rollcorr.core.boundary import in_host_memory, plain
-from rollcorr.core.sampling import KeptSets
+from rollcorr.core.integer_checks import usable_ids
+from rollcorr.core.sampling import KeptSets, usable_kept_sets
 from rollcorr.kernels.linear_logprob.arguments import (
     check_choice_of_tokens,
     check_options,
@@ -23,8 +24,9 @@ from rollcorr.kernels.linear_logprob.dense import TorchEpilogue
 from rollcorr.kernels.linear_logprob.full_logits import reference_log_prob
 from rollcorr.kernels.linear_logprob.kept import kept_sums
 from rollcorr.kernels.linear_logprob.problem import LinearLogProb, Problem
-from rollcorr.kernels.linear_logprob.products import Precision
+from rollcorr.kernels.linear_logprob.products import Precision, asked_for_gradient
 from rollcorr.kernels.linear_logprob.triton import triton_log_prob
+from rollcorr.kernels.linear_logprob.vocabulary import id_ranges
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -60,18 +62,21 @@ def linear_log_prob(
         hidden: h, the hidden states that predict the tokens, (…, d), any float dtype.
         weight: W, the output head's, (V, d). One that does not require a gradient gets none. It must be whole in
             memory: of a sharded head give the gathered tensor.
-        token_ids: a, (…), integers in 0 … V − 1.
+        token_ids: a, (…), integers in 0 … V − 1; where `mask` is false any integer, for instance −100.
         bias: b, (V,).
-        temperature: τ > 0, a number or one for each token, (…). A head's own factor on the logits belongs in here.
+        temperature: τ > 0, a number or one for each token, (…). A head's own factor on the logits belongs in here. It
+            gets no gradient, except from impl="reference".
         mask: (…) bool; tokens where it is false get log-prob 0, and what stands there is not seen.
         kept: the sets K that the engine sampled from, in the order of `token_ids.flatten()`: j runs over K ∪ {a}, only
             these rows of the head are read, and only they get a gradient. None: the whole vocabulary.
         entropy: whether to return it too, or for which tokens, (…) bool. It is differentiable.
         log_kept_mass: the same for log Σ_{j ∈ K} p_j, which needs the whole vocabulary for those tokens.
         accumulate_into: (V, d) that the weight's gradient is added to, for instance `weight.grad`; autograd then gets
-            none for the weight. With kept sets this spares a gradient of the head's size.
+            none for the weight. With kept sets this spares a gradient of the head's size. A call of
+            `torch.autograd.grad` for other inputs alone adds nothing.
         vocab_group: ranks that hold slices of the head and of the bias, in any order; all hold the same tokens and
-            compute the same loss. The gradient of the hidden states comes out summed over them.
+            compute the same loss. The gradient of the hidden states comes out summed over them. In host memory an id
+            that is in no slice is an error on each rank; on a device it has the logit 0.
         first_id: the id of the first row of this rank's slice.
         chunk: vocabulary entries whose logits are live at once. None: 8 MB of them, or 256 MB on a GPU.
         precision: of products on a GPU whose operands are float32, because they came so, differ in type, or torch is
@@ -92,8 +97,9 @@ def linear_log_prob(
 
     Raises:
         TypeError: an operand is no tensor.
-        ValueError: shapes or devices do not fit, a dtype is wrong, a number is out of range, or `impl` is unknown or
-            does not take these arguments.
+        ValueError: shapes or devices do not fit, a dtype is wrong, a number is out of range, the temperature requires a
+            gradient, an id in host memory is none of the vocabulary (on a device it is clamped), or `impl` is unknown
+            or does not take these arguments.
         ImportError: `impl="triton"`, and Triton or a GPU is missing.
 
     Example:
@@ -108,12 +114,19 @@ def linear_log_prob(
     check_tensors(hidden, weight, token_ids, bias, accumulate_into, impl)
     for name, value in (("mask", mask), ("entropy", entropy), ("log_kept_mass", log_kept_mass)):
         check_choice_of_tokens(name, value, token_ids)
-    check_temperature(temperature, token_ids)
+    check_temperature(temperature, token_ids, impl)
     check_options(token_ids, kept, log_kept_mass, vocab_group, first_id, chunk, impl)
+
+    # No implementation checks an id again: one that leads out of the head would be an address beyond its memory.
+    ranges = id_ranges(weight, token_ids, first_id, vocab_group)
+    ids = usable_ids("token_ids", token_ids, *ranges, mask=mask)
+    if kept is not None:
+        kept = usable_kept_sets(kept, *ranges, mask=mask)
+    weight = plain(weight)
     problem = Problem(
         hidden=plain(hidden).reshape(-1, hidden.shape[-1]),
-        weight=plain(weight),
-        token_ids=token_ids.flatten().long(),
+        weight=weight if accumulate_into is None or not torch.is_grad_enabled() else asked_for_gradient(weight),
+        token_ids=ids.flatten(),
         bias=bias,
         temperature=wide_temperature(hidden, weight, temperature),
         mask=None if mask is None else mask.flatten(),

@@ -72,7 +72,7 @@ class Problem:
 
     Attributes:
         hidden: (N, d).
-        weight: (V, d), or this rank's slice of it.
+        weight: (V, d), or this rank's slice of it; with `accumulate_into` a node of the graph (`asked_for_gradient`).
         token_ids: (N,) int64.
         bias: (V,) or None.
         temperature: a number, or (N,).

@@ -11,6 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from rollcorr.kernels.linear_logprob.problem import Context
+
 Precision = Literal["float32", "tf32"]
 FACTORS = {"float32": 14, "tf32": 2}
 """How many times the products of half-precision operands take on an H200 when they are widened, by precision."""
@@ -102,20 +104,33 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, *, fresh: bool = Fal
     total.copy_(product) if fresh else total.add_(product)
 
 
+def asked_for_gradient(weight: Tensor) -> Tensor:
+    """Return the weight as a node of the graph, so that `HeadGradient` can see whether backward goes there.
+
+    A frozen weight gets one too: `accumulate_into` takes its gradient all the same.
+    """
+    trained = weight if weight.requires_grad else weight.detach().requires_grad_()
+    return trained.view_as(trained)
+
+
 class HeadGradient:
     """The gradient of the head's weight: unwanted, a tensor of its own, or added to one that exists.
 
     Args:
+        ctx: of the running backward; the weight is the second input of its function.
         weight: (V, d).
-        wanted: whether autograd asks for it.
-        accumulate_into: what to add to; then autograd gets none.
+        accumulate_into: what to add to; then autograd gets none, and the weight is one of `asked_for_gradient`.
         sparse: only some rows will be given, so that a tensor of its own must start from zeros.
     """
 
-    def __init__(self, weight: Tensor, *, wanted: bool, accumulate_into: Tensor | None, sparse: bool) -> None:
+    def __init__(self, ctx: Context, weight: Tensor, *, accumulate_into: Tensor | None, sparse: bool) -> None:
         self.fresh = accumulate_into is None
-        self.total = accumulate_into
-        if wanted and accumulate_into is None:
+        self.total = None
+        if accumulate_into is not None:
+            # `torch.autograd.grad(loss, hidden)` runs this backward too, and `needs_input_grad` does not show it.
+            node = ctx.next_functions[1][0]
+            self.total = accumulate_into if torch._C._will_engine_execute_node(node) else None
+        elif ctx.needs_input_grad[1]:
             self.total = torch.zeros_like(weight) if sparse else torch.empty_like(weight)
 
     def add_slice(self, first: int, stop: int, left: Tensor, right: Tensor) -> None:

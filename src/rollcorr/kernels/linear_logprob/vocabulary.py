@@ -11,10 +11,27 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from rollcorr.core.boundary import in_host_memory
+from rollcorr.core.integer_checks import NO_LIMIT
 from rollcorr.kernels.linear_logprob.problem import Context, LogSums
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+def id_ranges(weight: Tensor, token_ids: Tensor, first_id: int, group: ProcessGroup | None) -> list[tuple[int, int]]:
+    """Return the first id of each rank's rows and the one after the last, in rank order: one all-gather in host memory.
+
+    Elsewhere nothing is read. An id that no slice has leads to no row there, so any id is in the range.
+    """
+    if group is None:
+        return [(0, len(weight))]
+    if not in_host_memory(token_ids):
+        return [(0, NO_LIMIT)]
+    own = torch.tensor([first_id, first_id + len(weight)], device="cpu")
+    parts = [torch.empty_like(own) for _ in range(group.size())]
+    torch.distributed.all_gather(parts, own, group=group)
+    return [(int(first), int(stop)) for first, stop in parts]
 
 
 def merged_sums(own: LogSums, measured: Tensor | None, group: ProcessGroup | None) -> LogSums:

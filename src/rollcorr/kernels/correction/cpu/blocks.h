@@ -33,6 +33,7 @@ typedef struct {
     const Job *job;
     int expected; /* what a block is taken for at first, after what the one before it in its sequence was */
     int calm;     /* quiet blocks since one that was not */
+    int bad_mask; /* a value of the task's mask was negative or not finite */
     int64_t quiet_tokens;
     Totals quiet; /* of the sequence's quiet blocks so far */
     int tokens, vectors;
@@ -75,7 +76,7 @@ static void set_tokens(Block *block, int64_t tokens, int most) {
 /* How many bytes are like the first. Those that a later block begins with come from memory while the log-probs of this
    one are summed. */
 static int leading_run(const uint8_t *mask, int tokens) {
-    const vi like = (vi){0} + mask[0] * 0x01010101;
+    const vi like = (vi){0} + (int32_t)(mask[0] * 0x01010101u);
     int run = 0;
     for (; run + (int)sizeof like <= tokens; run += (int)sizeof like) {
         __builtin_prefetch((const void *)((uintptr_t)mask + (uintptr_t)(run + LONG_BLOCK)));
@@ -113,22 +114,31 @@ static int end_at_change(Block *block, const uint8_t *mask) {
     return value == 1 ? VALID : PADDING;
 }
 
-/* Spread a mask over the lanes of `valid`, -1 or 0; return how many tokens are valid. */
+typedef uint32_t __attribute__((may_alias)) float_bits;
+
+/* Spread a mask over the lanes of `valid`, -1 or 0; return how many tokens are valid. A value that is negative or not
+   finite sets a sign bit, and so does -0: Python looks again. */
 static int read_mask(const char *row, int type, int64_t start, Block *block) {
     int32_t *valid = (int32_t *)block->classes[0], found = 0;
     int tokens = block->tokens, lanes = block->vectors * LANES;
-#define READ(kind)                                                                   \
-    {                                                                                \
-        const kind *mask = (const kind *)row + start;                                \
-        for (int i = 0; i < tokens; i++) valid[i] = -(int32_t)(mask[i] != (kind)0); \
-        break;                                                                       \
+    int64_t signs = 0;
+#define READ(kind, is_set, sign)                      \
+    {                                                 \
+        const kind *mask = (const kind *)row + start; \
+        for (int i = 0; i < tokens; i++) {            \
+            kind x = mask[i];                         \
+            valid[i] = -(int32_t)(is_set);            \
+            signs |= (sign);                          \
+        }                                             \
+        break;                                        \
     }
     switch (type) {
-        case MASK_INT32: READ(int32_t)
-        case MASK_INT64: READ(int64_t)
-        case MASK_FLOAT32: READ(float)
-        default: READ(uint8_t)
+        case MASK_INT32: READ(int32_t, x != 0, x)
+        case MASK_INT64: READ(int64_t, x != 0, x)
+        case MASK_FLOAT32: READ(float_bits, x << 1 != 0, (int32_t)(x | (x + 0x00800000u)))
+        default: READ(uint8_t, x != 0, 0)
     }
+    block->bad_mask |= signs < 0;
     for (int i = tokens; i < lanes; i++) valid[i] = 0;
     for (int i = 0; i < lanes; i++) found -= valid[i];
     block->valid = block->classes[0];

@@ -205,18 +205,22 @@ static void pass_sequence(Block *block, int64_t i, Rows *rows) {
 
 /* --- All of them ---------------------------------------------------------------------------------------------------- */
 
-static void pass_task(const Job *job, int64_t task, Rows *rows) {
+/* Returns whether a value of the mask was negative or not finite. */
+static int pass_task(const Job *job, int64_t task, Rows *rows) {
     Block block;
     block.job = job;
+    block.bad_mask = 0;
     clear_rows(rows);
     int64_t first = task * job->sequences_per_task, last = first + job->sequences_per_task;
     for (int64_t i = first; i < last && i < job->sequences; i++) pass_sequence(&block, i, rows);
+    return block.bad_mask;
 }
 
 typedef struct {
     const Job *job;
     Rows *rows; /* of each task */
     int64_t next;
+    int bad_mask;
 } Tasks;
 
 static void take_tasks(void *argument) {
@@ -224,7 +228,7 @@ static void take_tasks(void *argument) {
     for (;;) {
         int64_t task = __atomic_fetch_add(&tasks->next, 1, __ATOMIC_RELAXED);
         if (task >= tasks->job->tasks) break;
-        pass_task(tasks->job, task, &tasks->rows[task]);
+        if (pass_task(tasks->job, task, &tasks->rows[task])) __atomic_store_n(&tasks->bad_mask, 1, __ATOMIC_RELAXED);
     }
 #if LANES == 16
     _mm_sfence(); /* stores past the cache are seen by whoever waits for this thread */
@@ -240,18 +244,20 @@ static void take_tasks(void *argument) {
 /* As many threads as there are tasks, and no more than torch has. */
 static int64_t threads_of(const Job *job) { return job->threads < job->tasks ? job->threads : job->tasks; }
 
-/* Tasks go to whichever thread is free, so a core that somebody else uses holds up nobody. Returns whether there was
-   memory for their rows; without it nothing is computed. */
+enum { NO_MEMORY, DONE, BAD_MASK };
+
+/* Tasks go to whichever thread is free, so a core that somebody else uses holds up nobody. Without memory for their rows
+   nothing is computed; with a negative or non-finite value in the mask the numbers mean nothing. */
 PUBLIC int rollcorr_correct(const Job *job) {
     Rows *rows = malloc((size_t)job->tasks * sizeof *rows);
-    if (!rows) return 0;
-    Tasks tasks = {job, rows, 0};
+    if (!rows) return NO_MEMORY;
+    Tasks tasks = {job, rows, 0, 0};
     work_together(take_tasks, &tasks, threads_of(job));
     for (int64_t task = 1; task < job->tasks; task++) merge_rows(rows, &rows[task], job->criteria_count);
     finish_rows(job, rows);
     for (int64_t i = 0; i < job->number_count; i++) job->numbers[i] = ((const double *)rows)[job->places[i]];
     free(rows);
-    return 1;
+    return tasks.bad_mask ? BAD_MASK : DONE;
 }
 
 /* One `Seen` for each thread that may take part, filled with what was seen before; `sums` are three for each sequence. */

@@ -7,7 +7,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#define ABI 8 /* raise with every change of what a field or a name means; library.py compares it, and sizes */
+#define ABI 9 /* raise with every change of what a field or a name means; library.py compares it, and sizes */
 #define MAX_CRITERIA 11
 #define CAP 20.0 /* nats; largest d in k3 and chi², as rollcorr.core.divergence.CAP */
 

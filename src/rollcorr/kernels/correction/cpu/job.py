@@ -17,7 +17,7 @@ from rollcorr.kernels.correction.bands import accepted_band, exceedance_band, ze
 
 MAX_CRITERIA = 11
 LOG_PROB_TYPES = {torch.float32: 0, torch.bfloat16: 1}
-MASK_TYPES = {torch.bool: 0, torch.uint8: 0, torch.int8: 0, torch.int32: 1, torch.int64: 2, torch.float32: 3}
+MASK_TYPES = {torch.bool: 0, torch.uint8: 0, torch.int32: 1, torch.int64: 2, torch.float32: 3}
 
 SCOPES = ("token", "seq_sum", "seq_mean", "seq_max")
 KINDS = ("k1", "k2", "k3")

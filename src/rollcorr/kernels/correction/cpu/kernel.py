@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.core.histograms import BINS
-from rollcorr.core.layout import check_cu_seqlens
+from rollcorr.core.integer_checks import check_cu_seqlens, check_mask_values, truth
 from rollcorr.core.mergeable_statistics import STATISTICS_DTYPE, Statistics
 from rollcorr.core.tops import TOP, merge_tops
 from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, outputs, why_no_addresses
@@ -23,6 +23,9 @@ LARGEST_SAFETY_BOUND = 40.0
 
 TASK_TOKENS = 1 << 15
 """Tokens that a thread takes at a time. Fixed, so that results do not depend on the number of threads."""
+
+NO_MEMORY, BAD_MASK = 0, 2
+"""What `rollcorr_correct` returns in place of 1."""
 
 _LARGE = 4 << 20  # bytes, from which large pages pay
 
@@ -72,7 +75,8 @@ def cpu_correction(
         checked: whether `why_not` has just let this batch pass.
 
     Raises:
-        ValueError: the batch is not one that it takes (`why_not`), or `cu_seqlens` does not describe it.
+        ValueError: the batch is not one that it takes (`why_not`), `cu_seqlens` does not describe it, or the mask
+            contains a negative or non-finite value; the buffers are then undefined.
         ImportError: the library was not built, or does not run here.
         MemoryError: there is no room for the statistics of the batch.
     """
@@ -95,8 +99,11 @@ def cpu_correction(
     template, places = _layout(config, lib.level)
     numbers = torch.empty(places.numel(), dtype=STATISTICS_DTYPE, device="cpu")
     job = _job(batch, config, share, offsets, weights, loss_mask, kept, places, numbers)
-    if not lib.functions.rollcorr_correct(job):
+    status = lib.functions.rollcorr_correct(job)
+    if status == NO_MEMORY:
         raise MemoryError(f"no memory for the statistics of {share.tasks} tasks")
+    if status == BAD_MASK:
+        check_mask_values(batch.mask, "response_mask")
     return CorrectionOutput(weights, loss_mask, kept, template.unpack(numbers))
 
 
@@ -213,7 +220,7 @@ def _readable(batch: Batch) -> Batch:
     """The batch with a mask that C reads: of a dtype that it knows, the tokens of a row next to each other."""
     if batch.mask.dtype in MASK_TYPES and _rows_are_contiguous(batch.mask):
         return batch
-    return batch._replace(mask=(batch.mask != 0).contiguous())
+    return batch._replace(mask=truth(batch.mask, "response_mask").contiguous())
 
 
 def _rows_are_contiguous(tensor: Tensor) -> bool:

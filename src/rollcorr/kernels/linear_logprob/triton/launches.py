@@ -182,9 +182,7 @@ class _KeptSets(torch.autograd.Function):
         changes, of_hidden = torch.zeros_like(places.z), torch.empty_like(hidden)
         upstream |= {"log_total": log_total, "entropy": entropy, "changes": changes}
         weigh_sets_launch(places, weight, upstream, of_hidden).run()
-        of_weight = HeadGradient(
-            weight, wanted=ctx.needs_input_grad[1], accumulate_into=ctx.problem.accumulate_into, sparse=True
-        )
+        of_weight = HeadGradient(ctx, weight, accumulate_into=ctx.problem.accumulate_into, sparse=True)
         if of_weight.total is not None:
             rows = places.rows.masked_fill(changes == 0, -1)
             order = rows.argsort(stable=True)
