@@ -17,7 +17,7 @@ LEVELS = ("avx512", "avx2", "portable")
 
 FOLDER = Path(__file__).parent
 NOT_BUILT = "not_built.txt"
-ABI = 8
+ABI = 9
 
 
 class Library(NamedTuple):
