@@ -107,7 +107,9 @@ def compare_policies(
 
     # A loss at π_old = π_θ has the ratio 1, whatever π_old the correction saw.
     on_policy = ((policies.log_prob.detach() == given[0]) | ~measured).all()
-    foreign = other_tokens | differs[1:].any(0) | (differs[0] & ~on_policy) | fits_swapped
+    excused = on_policy & differs[0].any()
+    differs = torch.cat([differs[:1] & ~on_policy, differs[1:]])
+    foreign = other_tokens | differs.any(0) | fits_swapped
     if not readable:
         return Statistics.of(moments={MISMATCH: moments_of(foreign.double(), tokens > 0)})
 
@@ -125,7 +127,7 @@ def compare_policies(
             f"{int(fingerprint.sums[0, row])} that sum to {there[policy, row].item():.6g}. Index all with the same "
             "rows, correction[rows] beside old_log_prob[rows], and call correct again for every batch"
         )
-    if differs.any():
+    if excused:
         warn_once(
             "old_log_prob equals log_prob, and the correction was computed with another old_log_prob: its weights are "
             "not those of this policy; give policy_loss the old_log_prob that correct was given",
