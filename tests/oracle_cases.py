@@ -72,10 +72,10 @@ class Case:
     def run(self, impl: str, *, packed: bool) -> Correction:
         """What the package answers; `packed` drops the padding."""
         if not packed:
-            return correct(self.train, self.rollout, self.mask, self.config, impl=impl)
+            return correct(self.train, self.rollout, self.mask, self.config, impl=impl, densities=True)
         tokens = [x[self.inside] for x in (self.train, self.rollout, self.mask)]
         cu_seqlens = torch.tensor([0, *self.lengths]).cumsum(0)
-        return correct(*tokens, self.config, cu_seqlens=cu_seqlens, impl=impl)
+        return correct(*tokens, self.config, cu_seqlens=cu_seqlens, impl=impl, densities=True)
 
     @property
     def inside(self) -> torch.Tensor:

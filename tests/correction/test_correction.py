@@ -184,7 +184,7 @@ def test_what_a_criterion_rejects_alone_and_with_others():
     """ρ = (3, 1) and (3, 3): token_k1 ≤ 2 rejects the 3s, seq_sum_k1 ≤ 5 the second sequence."""
     log = torch.tensor([[3.0, 1.0], [3.0, 3.0]]).log()
     criteria = config(rollout_rs="token_k1,seq_sum_k1", rollout_rs_threshold="0_2,0_5")
-    correction = correct(log, torch.zeros(2, 2), torch.ones(2, 2), criteria)
+    correction = correct(log - 2, torch.zeros(2, 2) - 2, torch.ones(2, 2), criteria)
     assert correction.loss_mask.tolist() == [[False, True], [False, False]]
     metrics = correction.metrics(prefix="rs/")
     assert metrics["rs/rollout_rs_token_k1_masked_fraction"] == 3 / 4

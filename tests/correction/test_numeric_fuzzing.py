@@ -6,6 +6,7 @@ Python's float64, from docs/background/correction.md alone.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 from typing import NamedTuple
@@ -193,7 +194,7 @@ def check_weights(weights: torch.Tensor, batch: Batch, config: RolloutCorrection
 def test_a_correction_keeps_its_promises_whatever_the_data_holds(impl, data):
     batch = data.draw(batches(TAKES[impl].dtypes))
     config = data.draw(configurations(bounds=(20.0, 1.0, TAKES[impl].largest_bound)))
-    correction = correct(*batch, config, impl=impl)
+    correction = correct(*batch, config, impl=impl, densities=True)
     valid = batch.mask != 0
     assert correction.loss_mask.dtype == torch.bool
     assert not (correction.loss_mask & ~valid).any()
@@ -218,7 +219,7 @@ def test_what_stands_under_the_mask_changes_no_bit(impl, data, config, garbage):
     hidden = batch.mask == 0
     train, rollout = (torch.tensor(x).to(y.dtype) for x, y in ((garbage, batch.train), (-garbage, batch.rollout)))
     other = Batch(train.where(hidden, batch.train), rollout.where(hidden, batch.rollout), batch.mask)
-    first, second = (correct(*one, config, impl=impl) for one in (batch, other))
+    first, second = (correct(*one, config, impl=impl, densities=True) for one in (batch, other))
     assert torch.equal(first.loss_mask, second.loss_mask)
     assert first.weights is None or torch.equal(first.weights, second.weights)
     assert torch.equal(first.statistics.pack(), second.statistics.pack())
@@ -237,11 +238,14 @@ def test_layouts_and_implementations_agree(data, config, lengths):
     for i, tokens in enumerate(rows(padded)):
         for t, expected in decisions(tokens, config).items():
             sure[i, t] = expected is not None
-    whole = correct(*padded, config, impl="reference")
+    whole = correct(*padded, config, impl="reference", densities=True)
     for impl in IMPLEMENTATIONS:
         for correction, select in (
-            (correct(*padded, config, impl=impl), lambda x: x),
-            (correct(train, rollout, mask, config, cu_seqlens=cu_seqlens, impl=impl), lambda x: x[inside]),
+            (correct(*padded, config, impl=impl, densities=True), lambda x: x),
+            (
+                correct(train, rollout, mask, config, cu_seqlens=cu_seqlens, impl=impl, densities=True),
+                lambda x: x[inside],
+            ),
         ):
             certain = select(sure)
             assert torch.equal(correction.loss_mask & certain, select(whole.loss_mask) & certain)
@@ -266,9 +270,13 @@ def test_losses_and_gradients_are_finite_and_rejected_tokens_have_none(impl, dat
     loss = LossConfig(loss_agg_mode=mixed, loss_scale_factor=8.0 if mixed.endswith("norm") else None)
     bypass = config is not None and config.bypass_mode
     old = None if bypass else torch.where(valid, finite, batch.train)
-    policies = PolicyLogProbs(log_prob=leaf, old_log_prob=old, rollout_log_prob=batch.rollout)
+    rollout = None if mode == "none" else batch.rollout
+    policies = PolicyLogProbs(log_prob=leaf, old_log_prob=old, rollout_log_prob=rollout)
     with under_test(impl):
-        correction = None if bypass or config is None else correct(batch.train, batch.rollout, batch.mask, config)
+        correction = None
+        if not bypass and config is not None:
+            measured = correct(batch.train, batch.rollout, batch.mask, config, densities=True)
+            correction = dataclasses.replace(measured)  # without the fingerprint: its old policy is not `old`
         output = policy_loss(policies, advantages, batch.mask, config=config, loss=loss, correction=correction)
     output.loss.backward()
     assert output.loss.isfinite()

@@ -54,6 +54,11 @@ def bypass_only(policies):
     return dataclasses.replace(policies, old_log_prob=None)
 
 
+def without_rollout(policies):
+    """For plain PPO, which has no use for it and warns of it."""
+    return dataclasses.replace(policies, rollout_log_prob=None)
+
+
 def with_gradient(policies):
     leaf = policies.log_prob.detach().clone().requires_grad_()
     return leaf, dataclasses.replace(policies, log_prob=leaf)
@@ -91,7 +96,7 @@ def test_each_mode_puts_three_distinct_policies_in_their_places():
     reinforce = policy_loss(two, advantages, one, config="bypass_pg_is", loss=wide)
     assert reinforce.loss.item() == pytest.approx(-math.exp(0.25) * -1.0 * 2, rel=1e-6)
 
-    plain = policy_loss(policies, advantages, one, config=None, loss=wide)
+    plain = policy_loss(without_rollout(policies), advantages, one, config=None, loss=wide)
     assert plain.loss.item() == pytest.approx(-math.exp(0.1) * 2, rel=1e-6)
 
 
@@ -261,6 +266,7 @@ def test_batch_normalisation_over_micro_batches_in_bypass_mode_is_refused():
 
 def test_shapes_coefficients_and_modes_are_checked():
     policies, advantages, mask, entropy = random_batch(8)
+    policies = without_rollout(policies)
     with pytest.raises(ValueError, match=r"log_prob \(6, 5\) and old_log_prob \(6, 1\) differ"):
         PolicyLogProbs(log_prob=policies.log_prob, old_log_prob=policies.log_prob[:, :1])
     with pytest.raises(ValueError, match=r"log_prob \(6, 5\) and response_mask \(6, 1\) differ"):
@@ -463,9 +469,8 @@ def test_kl_and_entropy_leave_out_tokens_on_which_they_are_not_finite():
     policies, advantages, mask, entropy = random_batch(15)
     mask[0, :2] = True
     policies.ref_log_prob[0, 0], entropy[0, 1] = -INF, NAN
-    output = policy_loss(
-        policies, advantages, mask, config=None, loss=LossConfig(kl_coef=1.0, entropy_coef=1.0), entropy=entropy
-    )
+    policies, loss = without_rollout(policies), LossConfig(kl_coef=1.0, entropy_coef=1.0)
+    output = policy_loss(policies, advantages, mask, config=None, loss=loss, entropy=entropy)
     moments = output.statistics.read().moments
     assert moments["kl_ref"].count == moments["entropy"].count == mask.sum() - 1
     expected = (moments["kl_ref"].total - moments["entropy"].total) / mask.sum().item()
@@ -474,7 +479,7 @@ def test_kl_and_entropy_leave_out_tokens_on_which_they_are_not_finite():
 
 def test_reference_and_entropy_without_coefficients_are_metrics_only():
     policies, advantages, mask, entropy = random_batch(12)
-    output = policy_loss(policies, advantages, mask, config=None, entropy=entropy)
+    output = policy_loss(without_rollout(policies), advantages, mask, config=None, entropy=entropy)
     assert output.regularization is None
     assert {"actor/kl_ref", "actor/entropy"} <= loss_metrics(output.statistics).keys()
 
@@ -496,4 +501,4 @@ def test_apply_is_false_measures_and_leaves_the_loss_unweighted():
     config = RolloutCorrectionConfig(rollout_is="token", apply_is=False)
     correction = correct(policies.old_log_prob, policies.rollout_log_prob, mask, config)
     weighted = policy_loss(policies, advantages, mask, config=config, correction=correction)
-    assert weighted.loss == policy_loss(policies, advantages, mask, config=None).loss
+    assert weighted.loss == policy_loss(without_rollout(policies), advantages, mask, config=None).loss

@@ -296,7 +296,7 @@ def test_the_environment_says_what_auto_means_and_no_more(monkeypatch):
 
 def test_where_the_named_implementation_does_not_take_a_batch_it_is_said_once(monkeypatch):
     monkeypatch.setenv("ROLLCORR_IMPL", "cpu")
-    dispatch._warn_once.cache_clear()
+    dispatch.warn_once.cache_clear()
     batch = small_batch(torch.float64)
     with pytest.warns(
         UserWarning, match="ROLLCORR_IMPL=cpu cannot take this batch: .*float64.*; impl='torch' takes it"

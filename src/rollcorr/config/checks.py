@@ -87,6 +87,12 @@ def warn_inert(config: object, inert: Iterable[tuple[str, str]]) -> None:
         warnings.warn(f"{option}={getattr(config, option)!r} {reason}", InertOptionWarning, stacklevel=5)
 
 
+@functools.lru_cache(maxsize=64)
+def warn_once(message: str, stacklevel: int = 4) -> None:
+    """Warn of something once per process; `stacklevel` as for `warnings.warn`, seen from here."""
+    warnings.warn(message, stacklevel=stacklevel)
+
+
 def check_choice(option: str, value: object, choices: Iterable[str], *, optional: bool = False) -> None:
     """Check that a value is one of the names in `choices` (or None, when optional).
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.config import LossAggMode, LossConfig, Normalizer, RolloutCorrectionConfig
-from rollcorr.config.checks import unknown_option
+from rollcorr.config.checks import unknown_option, warn_once
 from rollcorr.config.conversion import resolve
 from rollcorr.core.aggregation import Denominators
 from rollcorr.core.boundary import check_floating, check_tensors
@@ -41,13 +41,8 @@ from rollcorr.correction.denominators import (
     loss_denominators,
     sequence_lengths,
 )
-from rollcorr.correction.result import (
-    Correction,
-    check_belongs,
-    check_order,
-    context_group_of,
-    has_context,
-)
+from rollcorr.correction.fingerprint import compare_policies
+from rollcorr.correction.result import Correction, check_belongs, context_group_of, has_context
 from rollcorr.correction.rollout_correction import correct
 
 if TYPE_CHECKING:
@@ -296,11 +291,14 @@ def _decoupled(
             "recompute old_log_prob, or set bypass_mode=True"
         )
 
+    mismatch = None
     if correction is not None:
         if correction.config != config:
             raise ValueError(f"correction was computed with {correction.config}, not with config={config}")
         check_belongs(correction, inputs.mask, inputs.cu_seqlens)
-        check_order(correction, old_log_prob, inputs.policies.rollout_log_prob)
+        mismatch = compare_policies(
+            correction.fingerprint, inputs.policies, inputs.mask, inputs.cu_seqlens, inputs.context_group
+        )
         weights, loss_mask = correction.loss_weights, correction.loss_mask
     elif config is not None and (
         config.weights_reach_loss or config.criteria or config.rollout_token_veto_threshold is not None
@@ -311,6 +309,11 @@ def _decoupled(
         )
     else:
         weights, loss_mask = None, inputs.mask
+        if config is None and inputs.policies.rollout_log_prob is not None:
+            warn_once(
+                "policy_loss got rollout_log_prob and no correction: this is plain PPO, and rollout_log_prob has no "
+                "effect; pass correction=correct(old_log_prob, rollout_log_prob, response_mask, …), or leave it out"
+            )
 
     # A token that "neutral" keeps without its log-prob has the ratio 1 here, as it has the weight 1.
     log_prob = inputs.policies.log_prob
@@ -318,6 +321,7 @@ def _decoupled(
         log_prob, old_log_prob = neutral_log_probs(log_prob, old_log_prob)
 
     per_token, statistics = _ppo_clip(inputs, log_prob, old_log_prob, loss_mask, loss, weights)
+    statistics = statistics if mismatch is None else statistics | mismatch
     return _TokenLoss(per_token, statistics, loss_mask, weights, correction, divides_by_original=correction is None)
 
 
@@ -344,6 +348,7 @@ def _bypass(
         config,
         cu_seqlens=inputs.cu_seqlens,
         context_group=inputs.context_group,
+        densities=True,
     )
     weights = correction.loss_weights
 

@@ -94,7 +94,8 @@ def moved(correction: Correction, device: torch.device | str) -> Correction:
         response_mask=there(correction.response_mask),
         cu_seqlens=there(correction.cu_seqlens),
     )
-    return with_context(copy, _moved_counts(correction.counts, device), None)
+    fingerprint = correction.fingerprint and correction.fingerprint.to(device)
+    return with_context(copy, _moved_counts(correction.counts, device), fingerprint)
 
 
 def _moved_counts(counts: StepCounts | None, device: torch.device | str) -> StepCounts | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +16,7 @@ from rollcorr.core.boundary import check_integers, check_tensors, in_host_memory
 from rollcorr.core.mergeable_statistics import Statistics
 from rollcorr.core.tops import Worst, worst_of
 from rollcorr.core.weights import normalization_factor
+from rollcorr.correction.fingerprint import Fingerprint
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -45,6 +45,7 @@ class Correction:
         ranks: how many ranks the two groups have. The groups themselves stay behind when a correction is pickled.
         batch_shape: the shape of the whole batch, of which this may be a part. None: unknown.
         counts: what the loss of the optimizer step is divided by. None for what `dataclasses.replace` has changed.
+        fingerprint: sums of both policies, by which a loss recognizes other rows. None where `counts` is.
     """
 
     weights: Tensor | None
@@ -61,7 +62,7 @@ class Correction:
 
     # `dataclasses.replace` leaves these behind. So what was changed by hand lacks its context, and a loss can tell.
     counts: StepCounts | None = field(default=None, init=False)
-    _policies: tuple[weakref.ref[Tensor], weakref.ref[Tensor]] | None = field(default=None, init=False)
+    fingerprint: Fingerprint | None = field(default=None, init=False)
 
     @property
     def loss_weights(self) -> Tensor | None:
@@ -124,12 +125,6 @@ class Correction:
         return self.counts is not None
 
     @property
-    def policies(self) -> tuple[Tensor, Tensor] | None:
-        """log π and log μ as `correct` was given them, where the caller still has both; None elsewhere."""
-        train, rollout = (None, None) if self._policies is None else (tensor() for tensor in self._policies)
-        return None if train is None or rollout is None else (train, rollout)
-
-    @property
     def sequences(self) -> int:
         """B. There is no `len`: a correction of a rank without sequences would count as false."""
         return self.sequence_kept.shape[0]
@@ -166,7 +161,7 @@ class Correction:
             ranks=self.ranks,
             batch_shape=self.batch_shape,
         )
-        return with_context(part, self.counts, self._policies)
+        return with_context(part, self.counts, self.fingerprint and self.fingerprint.of(index))
 
     def split(self, sequences: int) -> tuple[Correction, ...]:
         """Micro-batches of so many sequences each, the last one smaller: the parts that `tensor.split` makes.
@@ -193,7 +188,7 @@ class Correction:
         from rollcorr.correction.parts import counts_of
 
         part = self[rows]
-        return with_context(part, counts_of(part), self._policies)
+        return with_context(part, counts_of(part), part.fingerprint)
 
     def to(self, device: torch.device | str) -> Correction:
         """The same correction on another device; groups, configuration and denominators go with it."""
@@ -224,8 +219,8 @@ class Correction:
         return summary_table(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but what belongs to this process: its groups, and the caller's tensors."""
-        return self.__dict__ | {"group": None, "context_group": None, "_policies": None}
+        """Everything but what belongs to this process: its groups."""
+        return self.__dict__ | {"group": None, "context_group": None}
 
 
 class StepCounts(NamedTuple):
@@ -240,14 +235,10 @@ class StepCounts(NamedTuple):
         return {"kept": self.kept, "original": self.original, "weights": self.weights}[normalizer]
 
 
-def with_context(
-    correction: Correction,
-    counts: StepCounts | None,
-    policies: tuple[weakref.ref[Tensor], weakref.ref[Tensor]] | None,
-) -> Correction:
+def with_context(correction: Correction, counts: StepCounts | None, fingerprint: Fingerprint | None) -> Correction:
     """The correction, knowing its step and the policies that it compared."""
     object.__setattr__(correction, "counts", counts)
-    object.__setattr__(correction, "_policies", policies)
+    object.__setattr__(correction, "fingerprint", fingerprint)
     return correction
 
 
@@ -321,25 +312,6 @@ def context_group_of(correction: Correction, given: ProcessGroup | None) -> Proc
     return given
 
 
-def check_order(correction: Correction, old_log_prob: Tensor, rollout_log_prob: Tensor | None) -> None:
-    """Check that a loss has its policies in the order that the correction had. Compares tensors, not their values.
-
-    Raises:
-        ValueError: what `correct` took as one policy is the other one here.
-    """
-    if correction.policies is None:
-        return
-    train, rollout = correction.policies
-    swapped = _is_part_of(old_log_prob, rollout) and not _is_part_of(old_log_prob, train)
-    if rollout_log_prob is not None:
-        swapped = swapped or (_is_part_of(rollout_log_prob, train) and not _is_part_of(rollout_log_prob, rollout))
-    if swapped:
-        raise ValueError(
-            "old_log_prob and rollout_log_prob are swapped, here or in correct: the order there is "
-            "correct(old_log_prob, rollout_log_prob, response_mask)"
-        )
-
-
 def check_belongs(correction: Correction, mask: Tensor, cu_seqlens: Tensor | None) -> None:
     """Check that a correction is of these tokens, as far as that is known without waiting for a device.
 
@@ -379,10 +351,6 @@ def check_belongs(correction: Correction, mask: Tensor, cu_seqlens: Tensor | Non
         others = int(((given != 0) != mask).sum())
         if others:
             raise ValueError(f"correction was computed with a response_mask that differs at {others} tokens{advice}")
-
-
-def _is_part_of(tensor: Tensor, whole: Tensor) -> bool:
-    return tensor is whole or tensor._base is whole
 
 
 def _same_sequences(one: Tensor | None, other: Tensor | None) -> bool:

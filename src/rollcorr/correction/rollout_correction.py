@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,12 +13,13 @@ from torch import Tensor
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.checks import unknown_option
 from rollcorr.config.conversion import resolve
-from rollcorr.core.boundary import check_floating, plain
+from rollcorr.core.boundary import check_floating, is_jit_tracing, is_transformed, plain
 from rollcorr.core.integer_checks import bounded_offsets, truth
 from rollcorr.core.layout import check_layout, check_shapes, sequence_count
 from rollcorr.core.mergeable_statistics import Statistics
 from rollcorr.core.ratios import classify_tokens
 from rollcorr.correction.denominators import count_denominators
+from rollcorr.correction.fingerprint import Fingerprint
 from rollcorr.correction.process_groups import check_groups, context_reduction, gather_slices, gather_statistics
 from rollcorr.correction.result import Correction, StepCounts, mean_weight, with_context
 from rollcorr.kernels.correction import (
@@ -53,6 +53,7 @@ def correct(
     context_group: ProcessGroup | None = None,
     detail: Detail | bool = False,
     fill: float = 0.0,
+    densities: bool = False,
     out: Out | None = None,
     impl: Implementation = "auto",
     **options: Any,  # noqa: ANN401
@@ -79,6 +80,8 @@ def correct(
             says how they are named across ranks and shards.
         fill: what the weights hold where there is no weight: outside the response mask, and on tokens whose missing
             log-prob is rejected. 1 is for trainers that take the logarithm of every weight.
+        densities: the log-probs are of continuous actions and may be above 0 everywhere. Otherwise such values count as
+            probabilities, and raise.
         out: (weights, loss_mask) buffers to write to, contiguous, float32 and bool in the inputs' shape; weights None
             without importance sampling. On the CPU, fresh memory costs more than the arithmetic: reuse them.
         impl: which kernel. "auto" takes what `config.impl` names, else the fastest that is proven on this device:
@@ -86,15 +89,15 @@ def correct(
         options: fields of `RolloutCorrectionConfig` that replace those of `config`, e.g. `rollout_is="token"`.
 
     Returns:
-        A `Correction`. An empty or wholly rejected batch gives masks of the right shape: no value causes an error,
-        unless `nonfinite="raise"` asks for one.
+        A `Correction`. An empty or wholly rejected batch gives masks of the right shape: no value of a log-prob causes
+        an error, unless `nonfinite="raise"` asks for one.
 
     Raises:
         TypeError: a log-prob, the mask or `cu_seqlens` is no tensor, or there is no option of that name.
         ValueError: shapes or devices disagree or do not fit the layout, a log-prob is no bf16, fp16, fp32 or fp64, the
-            mask contains a negative or non-finite value in host memory (`out` is then undefined), the configuration or
-            `out` is wrong, the groups overlap, `impl` does not take this batch, or `nonfinite="raise"` met a missing
-            log-prob.
+            mask contains a negative or non-finite value or a policy holds probabilities (seen in host memory; `out` is
+            then undefined), the configuration or `out` is wrong, the groups overlap, `impl` does not take this batch,
+            or `nonfinite="raise"` met a missing log-prob.
         ImportError: `impl` was not built, or what it needs is missing.
 
     Example:
@@ -133,7 +136,7 @@ def correct(
         None if cu_seqlens is None else bounded_offsets(cu_seqlens, response_mask.numel()),
         context_group,
     )
-    counts, statistics = StepCounts(), None
+    counts, statistics, fingerprint = StepCounts(), None, None
     if resolved is None:
         weights, loss_mask, sequence_kept = _nothing(inputs, out)
 
@@ -141,7 +144,10 @@ def correct(
         counted = count_denominators(loss_mask, cu_seqlens=cu_seqlens, group=group, context_group=context_group)
         counts = StepCounts(counted, counted, counted)
     else:
-        weights, loss_mask, sequence_kept, statistics = _corrected(inputs, resolved, group, detail, out, impl)
+        weights, loss_mask, sequence_kept, statistics, sums = _corrected(inputs, resolved, group, detail, out, impl)
+        if ordinary and not densities and sums.is_cpu and not is_transformed(sums) and not is_jit_tracing():
+            _check_no_probabilities(inputs, sums)
+        fingerprint = Fingerprint(sums, (train_log_prob.dtype, rollout_log_prob.dtype))
         if weights is not None and fill:
             weights = weights.masked_fill_(_without_weight(inputs, resolved), fill)
 
@@ -158,7 +164,7 @@ def correct(
         ranks=ranks,
         batch_shape=tuple(response_mask.shape),
     )
-    return with_context(correction, counts, (weakref.ref(train_log_prob), weakref.ref(rollout_log_prob)))
+    return with_context(correction, counts, fingerprint)
 
 
 def check_mask(response_mask: Tensor) -> None:
@@ -188,6 +194,32 @@ class _CorrectionInputs(NamedTuple):
     def valid(self) -> Tensor:
         """The mask as bool."""
         return truth(self.mask, "response_mask")
+
+
+def _check_no_probabilities(inputs: _CorrectionInputs, policy_sums: Tensor) -> None:
+    """Reject probabilities in place of log-probs, in host memory. Values within 2^-8 of 0 are rounding.
+
+    Args:
+        inputs: the batch.
+        policy_sums: as in `CorrectionOutput`.
+
+    Raises:
+        ValueError: no value of a policy is below 0, and one is above 2^-8.
+    """
+    # Without a negative value no sequence has a negative sum. Nearly always the first one has, which takes no pass.
+    sums = policy_sums.numpy()
+    if sums.shape[1] and sums.item(2, 0) < 0 and sums.item(3, 0) < 0:
+        return
+    for name, policy, totals in (("train", inputs.train, sums[2]), ("rollout", inputs.rollout, sums[3])):
+        if (totals < 0).any():
+            continue
+        values = policy[inputs.valid]
+        if not (values < 0).any() and (values > 2**-8).any():
+            raise ValueError(
+                f"{name}_log_prob holds probabilities, or log-probs without their sign: no value is below 0, and the "
+                f"first is {values[values > 2**-8][0].item():g}; give natural logarithms, {name}_log_prob.log(), or "
+                "densities=True where the actions are continuous"
+            )
 
 
 def configuration_of(
@@ -236,7 +268,7 @@ def _corrected(
         weights = output.weights
         if weights is not None and config.rollout_is_batch_normalize:
             weights = weights.div_(mean_weight(statistics).to(weights.dtype))
-    return CorrectionOutput(weights, output.loss_mask, output.sequence_kept, statistics)
+    return CorrectionOutput(weights, output.loss_mask, output.sequence_kept, statistics, output.policy_sums)
 
 
 def _without_weight(inputs: _CorrectionInputs, config: RolloutCorrectionConfig) -> Tensor:

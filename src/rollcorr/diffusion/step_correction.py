@@ -108,7 +108,8 @@ def correct_steps(
 
     # Everything but the exact KL is the correction of tokens, at the chosen power of the likelihood.
     scale = _scale(config, pair.dimensions)
-    correction = correct(scale * train, scale * rollout, torch.ones_like(finite), settings, group=group)
+    every = torch.ones_like(finite)
+    correction = correct(scale * train, scale * rollout, every, settings, group=group, densities=True)
     keep, statistics = correction.loss_mask, correction.statistics
     own = _rows(pair, train - rollout, finite, schedule)
     replaced = list(_OF_PROBABILITIES)

@@ -154,7 +154,7 @@ class Monitor:
         train_log_prob: Tensor | object,
         rollout_log_prob: Tensor | None = None,
         response_mask: Tensor | None = None,
-        *,
+        *configuration: object,
         fields: str | FieldNames | None = None,
         cu_seqlens: Tensor | None = None,
         columns: Mapping[str, object] | None = None,
@@ -178,7 +178,9 @@ class Monitor:
             over_ranks: whether batch normalization, counts and denominators are those of all ranks, by an exchange
                 now, so that every rank must call this the same number of times. False: of this batch alone; the
                 metrics of the step are of all ranks in any case.
-            options: what `rollcorr.correct` takes besides: configuration fields, `detail`, `fill`, `out`, `impl`.
+            configuration: takes nothing; the configuration belongs to the constructor, which the error says.
+            options: what `rollcorr.correct` takes besides: configuration fields, `detail`, `fill`, `densities`, `out`,
+                `impl`.
 
         Raises:
             TypeError, ValueError: as `rollcorr.correct`; or the calls of this step measure differently; or a batch
@@ -190,6 +192,7 @@ class Monitor:
             cu_seqlens, columns = found.cu_seqlens, {**found.columns, **(columns or {})}
         if rollout_log_prob is None or response_mask is None:
             raise TypeError("correct takes train_log_prob, rollout_log_prob and response_mask, or one batch")
+        _no_configuration_here(configuration, options)
 
         correction = correct(
             train_log_prob,
@@ -496,6 +499,20 @@ class Monitor:
         if self._strict:
             raise error
         logger.error(line, step, exc_info=error)
+
+
+def _no_configuration_here(configuration: tuple[object, ...], options: Mapping[str, Any]) -> None:
+    """Refuse a configuration for one call: the steps of a run are judged by one.
+
+    Raises:
+        TypeError: there is one; names the constructor.
+    """
+    if configuration or "config" in options:
+        given = repr(configuration[0] if configuration else options["config"])
+        raise TypeError(
+            f"the configuration is that of the run: give it to the constructor, Monitor(run_dir, {given}), and call "
+            "monitor.correct(train_log_prob, rollout_log_prob, response_mask) without it"
+        )
 
 
 def _null_beside(directory: RunDirectory) -> Noise | None:

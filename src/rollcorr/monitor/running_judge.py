@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.finding import Finding
+from rollcorr.correction.fingerprint import MISMATCH
 from rollcorr.diagnostics.health.evidence import RECENT_STEPS, Evidence, bare_metrics
 from rollcorr.diagnostics.health.health_check import (
     EXIT_CODES,
@@ -27,6 +28,7 @@ from rollcorr.diagnostics.health.health_check import (
 from rollcorr.diagnostics.health.noise import Noise
 from rollcorr.diagnostics.health.rules import COMPARISON
 from rollcorr.diagnostics.health.trend import SeriesWatch
+from rollcorr.monitor.step_totals import LOSS_PREFIX
 
 _Key = tuple[str, str | None]
 _COUNTS = ("sequence_count", "token_count")
@@ -149,24 +151,26 @@ class RunningJudge:
 
         Args:
             step: its number.
-            bare: its metrics by bare name, without NaN: what `bare_metrics` returns.
+            bare: its metrics by bare name, without NaN: what `bare_metrics` returns; those of a loss with their prefix.
             config: what the correction was asked for.
         """
-        if "token_count" not in bare:
+        warnings = _foreign_rows(bare)
+        if "token_count" in bare:
+            self._take(step, bare)
+            history = list(self.recent.history)
+            evidence = Evidence(
+                current=RecentMedians(history),
+                history=history,
+                config=config,
+                changes=self._watch.changes,
+                noise=self._null,
+                differed=self._differed,
+                first=self._first[0] if self._first else None,
+            )
+            warnings += judge(evidence, broken=self.recent.broken()).warnings
+        elif not warnings:
             return Changes((), ())
-        self._take(step, bare)
-        history = list(self.recent.history)
-        evidence = Evidence(
-            current=RecentMedians(history),
-            history=history,
-            config=config,
-            changes=self._watch.changes,
-            noise=self._null,
-            differed=self._differed,
-            first=self._first[0] if self._first else None,
-        )
-        report = judge(evidence, broken=self.recent.broken())
-        found = {(finding.code, finding.metric): finding for finding in report.warnings}
+        found = {(finding.code, finding.metric): finding for finding in warnings}
 
         began = tuple(finding for key, finding in found.items() if key not in self._alarms)
         passed = []
@@ -200,6 +204,26 @@ class RunningJudge:
             if len(self._first) < 2 * FIRST_STEPS:
                 self._first.append((step, bare))
             self._counted.update({name: bare[name] for name in _COUNTS if name in bare})
+
+
+def _foreign_rows(bare: Mapping[str, float]) -> tuple[Finding, ...]:
+    """A warning if a loss on a device, where `policy_loss` cannot raise, had the correction of other rows."""
+    share = bare.get(f"{LOSS_PREFIX}{MISMATCH}", 0.0)
+    if not share > 0:
+        return ()
+    return (
+        Finding(
+            code=MISMATCH,
+            title="the loss applies the correction of other rows",
+            value=share,
+            limit="0 of the sequences",
+            reason="Σ log π_old or Σ log μ of these sequences is another one in policy_loss than in correct: the rows, "
+            "the step or the order of the policies differ",
+            fix="index all with the same rows, correction[rows] beside old_log_prob[rows], and call "
+            "correct(old_log_prob, rollout_log_prob, response_mask) for every batch",
+            metric=f"{LOSS_PREFIX}{MISMATCH}",
+        ),
+    )
 
 
 def alarm_text(step: int, finding: Finding) -> str:

@@ -280,7 +280,7 @@ def _correct_batch(trainer: Trainer, batch: dict[str, Any]) -> None:
     if steps is not None and _mode(trainer) == "train":
         correction = steps.correct(batch, old, rollout, mask)
     else:
-        correction = correct(old, rollout, mask, config, group=_group(), fill=1.0)
+        correction = correct(old, rollout, mask, config, group=_group(), fill=1.0, densities=True)
     if _is_rloo(trainer):
         write_to_rloo_batch(batch, correction)
     else:

@@ -60,12 +60,15 @@ class CorrectionOutput(NamedTuple):
         loss_mask: bool, in the inputs' shape.
         sequence_kept: (B,) bool: has a token in the loss, or had none to lose.
         statistics: rows for the metric registry, on the device.
+        policy_sums: (4, B) float64: valid and measured tokens, and Σ log π and Σ log μ over the measured ones. A loss
+            compares its own policies with these.
     """
 
     weights: Tensor | None
     loss_mask: Tensor
     sequence_kept: Tensor
     statistics: Statistics
+    policy_sums: Tensor
 
 
 def outputs(mask: Tensor, config: RolloutCorrectionConfig, out: Out | None) -> Out:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import warnings
-from functools import lru_cache
 from typing import cast, get_args
 
 import torch
 from torch import Tensor
 
 from rollcorr.config import Implementation, RolloutCorrectionConfig
+from rollcorr.config.checks import warn_once
 from rollcorr.core.boundary import in_host_memory, is_jit_tracing, is_transformed
 from rollcorr.core.integer_checks import check_cu_seqlens, check_mask_values, truth
 from rollcorr.kernels.correction import triton
@@ -157,13 +156,9 @@ def _chosen(batch: Batch, config: RolloutCorrectionConfig) -> Implementation:
     if reason is None:
         return cast("Implementation", named)
     chosen = _fastest(batch, config)
-    _warn_once(f"{VARIABLE}={named} cannot take this batch: {reason}; impl={chosen!r} takes it")
+    message = f"{VARIABLE}={named} cannot take this batch: {reason}; impl={chosen!r} takes it"
+    warn_once(message, stacklevel=7)  # the line that calls `correct`
     return chosen
-
-
-@lru_cache(maxsize=32)
-def _warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=7)  # the line that calls `correct`
 
 
 def _fastest(batch: Batch, config: RolloutCorrectionConfig) -> Implementation:

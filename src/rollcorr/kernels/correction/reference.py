@@ -48,7 +48,7 @@ def reference_correction(inputs: Batch, config: RolloutCorrectionConfig) -> Corr
     """As `rollcorr.kernels.correction.correction_kernel`."""
     batch = _prepare(inputs, config)
     rows = Computed({}, {}, {})
-    _compare(batch, config, rows)
+    policy_sums = _compare(batch, config, rows)
 
     # Rejection does not look at weights, nor weights at rejection; only the denominators need both.
     loss_mask = _reject(batch, config, rows)
@@ -56,7 +56,7 @@ def reference_correction(inputs: Batch, config: RolloutCorrectionConfig) -> Corr
 
     # Group baselines leave out a sequence that rejection emptied, but not one that came empty.
     sequence_kept = (batch.counts(loss_mask) > 0) | (batch.counts(batch.valid) == 0)
-    return CorrectionOutput(token_weights, loss_mask, sequence_kept, rows.statistics(config, "reference"))
+    return CorrectionOutput(token_weights, loss_mask, sequence_kept, rows.statistics(config, "reference"), policy_sums)
 
 
 def _prepare(inputs: Batch, config: RolloutCorrectionConfig) -> _Tokens:
@@ -70,15 +70,16 @@ def _prepare(inputs: Batch, config: RolloutCorrectionConfig) -> _Tokens:
     return _Tokens(train.double(), rollout.double(), mask, missing, counted, compared, measured, log_ratio, cu_seqlens)
 
 
-def _compare(batch: _Tokens, config: RolloutCorrectionConfig, rows: Computed) -> None:
-    """How far apart the policies are, whatever is done about it."""
+def _compare(batch: _Tokens, config: RolloutCorrectionConfig, rows: Computed) -> Tensor:
+    """Compare the policies, whatever is done about it. Returns `CorrectionOutput.policy_sums`."""
     d, sums, measured, compared = batch.log_ratio, rows.sums, batch.measured, batch.compared
+    logs = torch.stack([batch.sum(values, measured) for values in (d, batch.train, batch.rollout)])
     sequences = Sequences(
         valid=batch.counts(batch.valid),
         counted=batch.counts(batch.counted),
         compared=batch.counts(compared),
         measured=batch.counts(measured),
-        logs=torch.stack([batch.sum(values, measured) for values in (d, batch.train, batch.rollout)]),
+        logs=logs,
     )
     rows.add_sequences(sequences, config)
 
@@ -95,6 +96,7 @@ def _compare(batch: _Tokens, config: RolloutCorrectionConfig, rows: Computed) ->
     smallest, largest = extremes_of(difference, compared)
     rows.extremes["prob_diff_abs"] = torch.stack([smallest.clamp(max=0.0), largest])  # no metric reads its minimum
     rows.extremes["safety_bound"] = torch.full_like(rows.extremes["log_ratio"], config.safety_bound)
+    return torch.stack([sequences.valid.double(), sequences.measured.double(), *logs[1:]])
 
 
 def _weigh(batch: _Tokens, config: RolloutCorrectionConfig, loss_mask: Tensor, rows: Computed) -> Tensor:

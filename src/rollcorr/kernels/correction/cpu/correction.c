@@ -201,6 +201,8 @@ static void pass_sequence(Block *block, int64_t i, Rows *rows) {
         spread_weight(block, &data, &derived, (float)weight);
     if (!kept) memset(data.loss_mask, 0, (size_t)data.length);
     job->sequence_kept[i] = (kept && s.kept > 0) || s.valid == 0;
+    const double of_policies[] = {s.valid, s.measured, s.train, s.rollout};
+    for (int c = 0; c < 4; c++) job->policy_sums[c * job->sequences + i] = of_policies[c];
 }
 
 /* --- All of them ---------------------------------------------------------------------------------------------------- */

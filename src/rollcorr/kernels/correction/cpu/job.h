@@ -86,6 +86,7 @@ typedef struct {
     uint8_t *loss_mask, *sequence_kept; /* contiguous */
     const int64_t *places;              /* which numbers of the rows the configuration has */
     double *numbers;                    /* they go here */
+    double *policy_sums;                /* valid tokens of each sequence, measured ones, Σ log π, Σ log μ: four columns */
     int64_t sequences, length, sequences_per_task, tasks, threads, number_count;
     int64_t train_stride, rollout_stride, mask_stride; /* tokens from row to row */
     int32_t train_type, rollout_type, mask_type, level, mode, nonfinite, normalization;

@@ -58,7 +58,9 @@ class Job(ctypes.Structure):
     """Inputs, outputs and thresholds of one batch."""
 
     _fields_ = [
-        *_fields(ctypes.c_void_p, "train rollout mask offsets weights loss_mask sequence_kept places numbers"),
+        *_fields(
+            ctypes.c_void_p, "train rollout mask offsets weights loss_mask sequence_kept places numbers policy_sums"
+        ),
         *_fields(ctypes.c_int64, "sequences length sequences_per_task tasks threads number_count"),
         *_fields(ctypes.c_int64, "train_stride rollout_stride mask_stride"),
         *_fields(ctypes.c_int32, "train_type rollout_type mask_type level mode nonfinite normalization"),
@@ -72,7 +74,7 @@ class Job(ctypes.Structure):
     ]
 
 
-OF_BATCH = struct.Struct("=9Q6q3q3i")
+OF_BATCH = struct.Struct("=10Q6q3q3i")
 """The fields of a job that follow from the batch: addresses, sizes, strides and types, in the order of `Job`."""
 
 

@@ -98,13 +98,14 @@ def cpu_correction(
     # The library has the rows of every configuration. It is told where those of this one are, and gives their numbers.
     template, places = _layout(config, lib.level)
     numbers = torch.empty(places.numel(), dtype=STATISTICS_DTYPE, device="cpu")
-    job = _job(batch, config, share, offsets, weights, loss_mask, kept, places, numbers)
+    policy_sums = torch.empty(4, share.sequences, dtype=STATISTICS_DTYPE, device="cpu")
+    job = _job(batch, config, share, offsets, weights, loss_mask, kept, places, numbers, policy_sums)
     status = lib.functions.rollcorr_correct(job)
     if status == NO_MEMORY:
         raise MemoryError(f"no memory for the statistics of {share.tasks} tasks")
     if status == BAD_MASK:
         check_mask_values(batch.mask, "response_mask")
-    return CorrectionOutput(weights, loss_mask, kept, template.unpack(numbers))
+    return CorrectionOutput(weights, loss_mask, kept, template.unpack(numbers), policy_sums)
 
 
 class Seen(NamedTuple):
@@ -185,6 +186,7 @@ def _job(
     kept: Tensor | None = None,
     places: Tensor | None = None,
     numbers: Tensor | None = None,
+    policy_sums: Tensor | None = None,
 ) -> bytes:
     """A job as C reads it. It holds addresses: the tensors must outlive it."""
     train, rollout, mask, _ = batch
@@ -200,6 +202,7 @@ def _job(
         _address(kept),
         _address(places),
         _address(numbers),
+        _address(policy_sums),
         share.sequences,
         mask.shape[-1],
         share.each,

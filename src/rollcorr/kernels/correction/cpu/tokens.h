@@ -66,31 +66,35 @@ static void add_sample(Moments *moments, double n, double sum, double m2) {
     if (n > 0) add_moments(moments, n, sum / n, m2);
 }
 
+/* Knuth: add, and keep what rounding took. */
+INLINE void add_with_rest(vf *sum, vf *rest, vf x) {
+    vf before = *sum, part;
+    *sum += x;
+    part = *sum - before;
+    *rest += (before - (*sum - part)) + (x - part);
+}
+
 /* d and its sums. A plain block is one that is valid throughout; if a value is not finite, neither is Σ |d|. */
 INLINE void subtract_as(Block *block, Mismatch *sums, const int plain) {
     const vf inf = splat(INFINITY);
     const vi every = (vi){0} - 1;
-    vf sum_d = {0}, lost = {0}, sum_magnitude = {0}, sum_train = {0}, sum_rollout = {0}, least = inf, most = -inf;
+    vf sum_d = {0}, lost = {0}, sum_magnitude = {0}, sum_rollout = {0}, lost_rollout = {0}, least = inf, most = -inf;
     EACH_VECTOR(v, block) {
         vi measured = plain ? every : block->measured[v];
         vf train = where(measured, load(block->train + v * LANES));
         vf rollout = where(measured, load(block->rollout + v * LANES));
         vf d = train - rollout;
         block->d[v] = d;
-        vf before = sum_d, part;
-        sum_d += d;
-        part = sum_d - before;
-        lost += (before - (sum_d - part)) + (d - part); /* Knuth: what rounding took, for Σ d is exponentiated */
+        add_with_rest(&sum_d, &lost, d); /* Σ d is exponentiated */
         lost += rounded_off(train, rollout, d);
         sum_magnitude += magnitude(d);
-        sum_train += train; /* not Σ log μ + Σ d, where a huge log μ leaves no digits of log π */
-        sum_rollout += rollout;
+        add_with_rest(&sum_rollout, &lost_rollout, rollout); /* a loss compares it with a sum in float64 */
         least = smaller(least, choose(measured, d, inf));
         most = larger(most, choose(measured, d, -inf));
     }
     *sums = (Mismatch){.d = exact_total(sum_d) + exact_total(lost), .magnitude = total(sum_magnitude)};
-    sums->train = total(sum_train);
-    sums->rollout = total(sum_rollout);
+    sums->rollout = exact_total(sum_rollout) + exact_total(lost_rollout);
+    sums->train = sums->rollout + sums->d; /* `sum_wide` sums it by itself where a huge log μ leaves it no digits */
     sums->log_ratio = (Extremes){smallest(least), largest(most)};
 }
 

@@ -95,7 +95,8 @@ def torch_correction(
 
     # Group baselines leave out a sequence that rejection emptied, but not one that came empty.
     kept = decision.keeps_tokens | (table["valid"] == 0)
-    return CorrectionOutput(weights, loss_mask, kept, decision.statistics)
+    policy_sums = torch.stack([table[column] for column in ("valid", "measured", "train", "rollout")])
+    return CorrectionOutput(weights, loss_mask, kept, decision.statistics, policy_sums)
 
 
 Item = TypeVar("Item")

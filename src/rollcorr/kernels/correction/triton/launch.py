@@ -71,7 +71,15 @@ def launch_correction(
     for launch in launches(batch, buffers, splits, config):
         launch.run(enable_fp_fusion=True)
     statistics = empty_statistics(config, "meta").unpack(buffers.rows)
-    return CorrectionOutput(buffers.weights, buffers.loss_mask, buffers.sequence_kept, statistics)
+    policy_sums = _policy_sums(buffers.table, splits, config)
+    return CorrectionOutput(buffers.weights, buffers.loss_mask, buffers.sequence_kept, statistics, policy_sums)
+
+
+def _policy_sums(table: Tensor, splits: int, config: RolloutCorrectionConfig) -> Tensor:
+    """Sum the columns of `CorrectionOutput.policy_sums` over the splits of each sequence: (4, B)."""
+    columns = plan_of(config).columns
+    found = torch.stack([table[:, columns[name]] for name in ("valid", "measured", "train", "rollout")])
+    return found if splits == 1 else found.unflatten(1, (-1, splits)).sum(-1)
 
 
 def choose_splits(tokens: int, sequences: int) -> int:
