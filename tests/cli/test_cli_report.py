@@ -122,10 +122,10 @@ def test_bad_input_gives_exit_code_2_and_says_what_to_do(tmp_path):
     result = invoke(tmp_path / "nowhere")
     assert result.exit_code == 2
     assert "is not a run directory; give the folder that holds metrics.jsonl" in result.stderr
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\noops\n{"step": 2}\n')
+    (tmp_path / "metrics.jsonl").write_text("oops\n")
     result = invoke(tmp_path)
     assert result.exit_code == 2
-    assert "metrics.jsonl:2: not JSON" in result.stderr
+    assert "has no whole line (1 line was left out; metrics.jsonl:1: not JSON" in result.stderr
     assert not (tmp_path / "report").exists()
 
 

@@ -145,8 +145,8 @@ def test_series_leave_out_steps_without_tokens_but_keep_their_reward():
     steps = [{"step": 1, PREFIX + "token_count": 0, PREFIX + "kl": 0.0, "reward/mean": 1.0}]
     steps += [{"step": 2, PREFIX + "token_count": 5, PREFIX + "kl": 0.1, "reward/mean": 2.0}]
     series = series_by_name(steps)
-    assert series["kl"] == [(2, 0.1)]
-    assert series["reward/mean"] == [(1, 1.0), (2, 2.0)]
+    assert series["kl"].tolist() == [[2, 0.1]]
+    assert series["reward/mean"].tolist() == [[1, 1.0], [2, 2.0]]
 
 
 def test_captions_give_the_latest_value_and_its_range():

@@ -63,15 +63,16 @@ def test_in_a_terminal_the_newest_steps_stay_on_screen(tmp_path):
     assert "0.500" in shown
 
 
-def test_a_half_written_last_line_is_passed_over_and_any_other_is_named(tmp_path):
+def test_a_broken_line_is_left_out_and_named(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"st')
     assert [row["step"] for row in read_metrics(path)] == [1, 2]
     drop_later_steps(RunDirectory(tmp_path), 1)
     assert path.read_text(encoding="utf-8") == '{"step": 1}\n'
+    assert caplog.text == ""
     path.write_text('{"st\n{"step": 2}\n')
-    with pytest.raises(ValueError, match=r"metrics.jsonl:1: not JSON"):
-        read_metrics(path)
+    assert read_metrics(path) == [{"step": 2}]
+    assert "metrics.jsonl:1 is left out: not JSON" in caplog.text
 
 
 def test_only_what_a_killed_run_left_is_removed(tmp_path):

@@ -1,13 +1,26 @@
 """Run directories as runs, crashes and resumes leave them."""
 
+import json
+import re
 import subprocess
 import sys
+import tracemalloc
 
 import pytest
 
 from rollcorr import run_directory
 from rollcorr.config import RolloutCorrectionConfig
-from rollcorr.run_directory import BadInputError, read_run
+from rollcorr.run_directory import (
+    BadInputError,
+    GrowingMetrics,
+    RunDirectory,
+    drop_later_steps,
+    growing_metrics,
+    read_metrics,
+    read_run,
+    stored_run,
+)
+from rollcorr.run_directory.metrics_file import StepStore
 
 
 def run(path, metrics, config=None):
@@ -44,20 +57,80 @@ def test_steps_without_a_number_count_from_one(tmp_path):
     assert read_run(run(tmp_path, '{"a": 1}\n{"a": 2}\n')).series == ({"a": 1, "step": 1}, {"a": 2, "step": 2})
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"step": 1}\nnonsense\n{"step": 2}\n', r"metrics\.jsonl:2: not JSON .* repair or remove the line"),
-        ('{"step": 1}\nnonsense\n', r"metrics\.jsonl:2: not JSON"),
-        ('{"step": 1}\n[1]\n', r"metrics\.jsonl:2: expected a JSON object, got list"),
-        ('{"step": "x"}\n', r"metrics\.jsonl: step 'x' is not a whole number"),
-        ("", "has no whole line"),
-        ('{"step": 1', "has no whole line|not JSON"),
-    ],
-)
-def test_bad_metrics_name_the_file_and_the_line(tmp_path, text, message):
-    with pytest.raises(BadInputError, match=message):
+BROKEN = [
+    ("nonsense", r"not JSON .* repair or remove the line"),
+    ("[1]", "expected a JSON object, got list"),
+    ('{"step": "x"}', "step 'x' is not a whole number from 0 on; correct the line"),
+    ('{"step": -1}', "step -1 is not a whole number from 0 on"),
+    ('{"step": true}', "step True is not a whole number from 0 on"),
+    ('{"step": 2, "a": 1, "step": 3}', "'step' is there twice; repair or remove the line"),
+    ('{"step": 2, "a": 1, "a": 1}', "'a' is there twice; repair or remove the line"),
+    ('{"step": 2, "a": ' + "9" * 30 + "}", "'a' is an integer of more than 63 bits"),
+    ('{"step": 2, "a": ' + "[" * 100 + "]" * 100 + "}", "nested 101 levels deep"),
+]
+
+
+@pytest.mark.parametrize(("line", "fault"), BROKEN, ids=range(len(BROKEN)))
+def test_a_broken_line_is_left_out_with_a_remark(tmp_path, caplog, line, fault):
+    path = run(tmp_path, f'{{"step": 1}}\n{line}\n{{"step": 2}}\n', "rollout_correction: null")
+    read = read_run(path)
+    assert read.series == ({"step": 1}, {"step": 2})
+    assert re.fullmatch(rf"1 line was left out; metrics\.jsonl:2: {fault}.*", read.remarks[0])
+    assert read_metrics(path / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
+    assert GrowingMetrics(path / "metrics.jsonl").new_steps().steps == ({"step": 1}, {"step": 2})
+    assert len(re.findall(rf"metrics\.jsonl:2 is left out: {fault}", caplog.text)) == 2
+    assert drop_later_steps(RunDirectory(path), 2) == []
+    assert (path / "metrics.jsonl").read_text(encoding="utf-8") == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_names_with_colons_and_values_with_names_are_no_repetition(tmp_path):
+    lines = '{"step": 1, "a:b": 1, "c": {"a": 1, "c": [{"d": 1}, {"d": 2}]}, "e": "x: y"}\n'
+    assert len(read_run(run(tmp_path, lines)).series[0]) == 4
+
+
+@pytest.mark.parametrize("text", ["", '{"step": 1', "[1]\n", '{"step": -1}\n{"step'])
+def test_a_file_without_a_step_is_bad_input(tmp_path, text):
+    with pytest.raises(BadInputError, match=r"metrics\.jsonl has no whole line"):
         read_run(run(tmp_path, text))
+
+
+def test_a_line_beyond_the_limit_is_bad_input(tmp_path):
+    path = run(tmp_path, '{"step": 1}\n{"a": "' + "x" * (1 << 20) + '"}\n')
+    for read in (read_run, lambda _: GrowingMetrics(path / "metrics.jsonl").new_steps()):
+        with pytest.raises(BadInputError, match=r"metrics\.jsonl:2: the line has more than 1,048,576 bytes"):
+            read(path)
+
+
+def test_memory_beyond_the_limit_is_bad_input(tmp_path, monkeypatch):
+    monkeypatch.setattr(stored_run, "MAX_MEMORY", 20_000)
+    path = run(tmp_path, "".join(f'{{"step": {step}, "a": 0.5}}\n' for step in range(100)))
+    with pytest.raises(BadInputError, match="lines take more than 0 MB of memory, the limit; thin it out"):
+        read_run(path)
+
+
+@pytest.mark.parametrize("value", ["[]", "{}", '"ab"', "[0.5]", "256", "null", '["ab"]'])
+def test_memory_is_not_underestimated(value):
+    """Lines of a kilobyte, with one name or many."""
+    for row in (
+        f'{{"step": 1, "a": [{", ".join([value] * 200)}]}}',
+        "{" + ", ".join(f'"n{i}": {value}' for i in range(99)) + "}",
+    ):
+        store = StepStore()
+        text = row.encode()
+        tracemalloc.start()
+        kept = [store.add(json.loads(text), text_bytes=len(text)) for _ in range(200)]
+        used = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        assert used <= store.bytes, (value, len(kept))
+
+
+def test_a_growing_file_is_read_in_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(growing_metrics, "MOST_NEW_BYTES", 30)
+    path = run(tmp_path, "".join(f'{{"step": {step}}}\n' for step in range(1, 8)))
+    metrics, parts = GrowingMetrics(path / "metrics.jsonl"), []
+    while not parts or metrics.has_more:
+        parts.append([step["step"] for step in metrics.new_steps().steps])
+    assert parts == [[1, 2, 3], [4, 5, 6], [7]]
 
 
 def test_what_is_no_run_directory_is_said(tmp_path):

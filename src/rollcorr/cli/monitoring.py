@@ -54,6 +54,8 @@ def watch(
                     typer.secho(alarm_text(step["step"], finding), fg="red")
                 for finding in changes.passed:
                     typer.secho(f"step {step['step']}: has passed: {finding.title}", fg="green")
+            if metrics.has_more:
+                continue
             if once:
                 _show_verdict(judge)
                 raise typer.Exit(judge.exit_code)

@@ -29,9 +29,10 @@ from rollcorr.monitor.field_names import FieldNames, read_fields
 from rollcorr.monitor.rank_exchange import RankExchange, objects_of_ranks
 from rollcorr.monitor.rollout_sample import CollectedRollouts, RolloutSample, check_log_can_be_written
 from rollcorr.monitor.run_writer import RunWriter
-from rollcorr.monitor.running_judge import RunningJudge, alarm_text
+from rollcorr.monitor.running_judge import COUNTS, RunningJudge, alarm_text
 from rollcorr.monitor.step_totals import StepTotals, merged_metrics
-from rollcorr.run_directory import JsonLines, RunDirectory, RunLock, Sink, drop_later_steps, read_metrics
+from rollcorr.run_directory import JsonLines, RunDirectory, RunLock, Sink, drop_later_steps
+from rollcorr.run_directory.metrics_file import metrics_lines
 from rollcorr.run_directory.tracker_sinks import Sinks
 
 if TYPE_CHECKING:
@@ -410,7 +411,21 @@ class Monitor:
         if start is not None and start < 0:
             raise ValueError(f"start is the number of steps that are done already, at least 0; got {start}")
         self._lock.enter_context(RunLock(self.directory.path))
-        earlier = read_metrics(self.directory.metrics) if self.directory.metrics.exists() else []
+
+        # Of a long run only the last steps are kept whole, and of the others what the judge looks at.
+        watched = ["step", *(prefix + name for name in (*WATCHED, *COUNTS) for prefix in ("", PREFIX))]
+        earlier: list[dict[str, Any]] = []
+        later: list[int] = []
+        for line in metrics_lines(self.directory.metrics) if self.directory.metrics.exists() else ():
+            if "step" not in line.metrics:
+                continue
+            if start is not None and line.metrics["step"] > start:
+                later.append(line.metrics["step"])
+                continue
+            earlier.append(line.metrics)
+            if len(earlier) > RECENT_STEPS:
+                whole = earlier[-RECENT_STEPS - 1]
+                earlier[-RECENT_STEPS - 1] = {name: whole[name] for name in watched if name in whole}
         if earlier and start is None:
             raise FileExistsError(
                 f"{self.directory.path} has {len(earlier)} steps already: say how many of them count, start=N with the "
@@ -419,7 +434,6 @@ class Monitor:
 
         self.directory.path.mkdir(parents=True, exist_ok=True)
         if start is not None:
-            later = [metrics["step"] for metrics in earlier if metrics["step"] > start]
             if later:
                 logger.warning(
                     "%s: the steps %d to %d were logged after step %d, where this run goes on; they are dropped",
@@ -432,13 +446,7 @@ class Monitor:
         self._file = JsonLines(self.directory.metrics)
         if sinks:
             self._sinks = Sinks(sinks, self.directory, self.steps, report=self._report_sink)
-        counted = [metrics for metrics in earlier if metrics["step"] <= self.steps]
-        needed = {"step", "token_count", "sequence_count", *WATCHED}
-        old = [
-            {name: value for name, value in metrics.items() if name.removeprefix(PREFIX) in needed}
-            for metrics in counted[:-RECENT_STEPS]
-        ]
-        return [*old, *counted[-RECENT_STEPS:]]
+        return earlier
 
     def _drop_own_logs(self) -> None:
         """Remove the rollout logs of later steps that this rank has left; `drop_later_steps` knows the first rank's."""

@@ -31,7 +31,8 @@ from rollcorr.diagnostics.health.trend import SeriesWatch
 from rollcorr.monitor.step_totals import LOSS_PREFIX
 
 _Key = tuple[str, str | None]
-_COUNTS = ("sequence_count", "token_count")
+COUNTS = ("sequence_count", "token_count")
+"""Metrics that are summed over the whole run."""
 
 
 class Changes(NamedTuple):
@@ -203,7 +204,7 @@ class RunningJudge:
             self._differed = self._differed or any(bare.get(name) for name in COMPARISON)
             if len(self._first) < 2 * FIRST_STEPS:
                 self._first.append((step, bare))
-            self._counted.update({name: bare[name] for name in _COUNTS if name in bare})
+            self._counted.update({name: bare[name] for name in COUNTS if name in bare})
 
 
 def _foreign_rows(bare: Mapping[str, float]) -> tuple[Finding, ...]:

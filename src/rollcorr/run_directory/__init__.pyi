@@ -4,6 +4,11 @@ from .directory import RunDirectory as RunDirectory
 # Reading the metrics of a run that goes on.
 from .growing_metrics import GrowingMetrics as GrowingMetrics
 
+# Reading a run.
+from .metrics_file import BadInputError as BadInputError
+from .metrics_file import drop_later_steps as drop_later_steps
+from .metrics_file import read_metrics as read_metrics
+
 # One process at a time.
 from .run_lock import RunInUseError as RunInUseError
 from .run_lock import RunLock as RunLock
@@ -14,12 +19,7 @@ from .sinks import JsonLines as JsonLines
 from .sinks import ProgressColumn as ProgressColumn
 from .sinks import Sink as Sink
 from .sinks import TensorBoard as TensorBoard
-
-# Reading a run.
-from .stored_run import BadInputError as BadInputError
 from .stored_run import Run as Run
-from .stored_run import drop_later_steps as drop_later_steps
-from .stored_run import read_metrics as read_metrics
 from .stored_run import read_run as read_run
 
 # Trackers with packages of their own, and all sinks of a run.

@@ -9,7 +9,7 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -39,16 +39,27 @@ def write_text_durably(path: Path, text: str) -> None:
 
 def write_bytes_durably(path: Path, content: bytes) -> None:
     """The same for bytes."""
+    write_chunks_durably(path, [content], needed=len(content))
+
+
+def write_chunks_durably(path: Path, chunks: Iterable[bytes], *, needed: int) -> None:
+    """The same for bytes in parts, which may come from the file that is replaced.
+
+    Args:
+        path: the file.
+        chunks: its content.
+        needed: bytes of all.
+    """
     partial = partial_path(path)
     try:
         with partial.open("wb") as file:
-            file.write(content)
+            file.writelines(chunks)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)
-        raise disk_error(error, path, needed=len(content)) from error
+        raise disk_error(error, path, needed=needed) from error
     except BaseException:
         partial.unlink(missing_ok=True)
         raise

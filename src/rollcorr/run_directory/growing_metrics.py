@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rollcorr.run_directory.stored_run import BadInputError
+from rollcorr.run_directory.metrics_file import MAX_LINE_BYTES, BadInputError, read_line
+
+logger = logging.getLogger("rollcorr.run_directory")
+
+MOST_NEW_BYTES = 8 << 20
+"""Bytes that one call reads, about: a long run is read in parts."""
 
 
 class NewSteps(NamedTuple):
@@ -27,40 +32,50 @@ class GrowingMetrics:
 
     Args:
         path: the file; it need not exist yet.
+
+    Attributes:
+        has_more: the last call stopped before the end of the file, and the next one goes on there.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
-        self._position = 0
+        self.has_more = False
+        self._position = self._lines = 0
         self._file_number = 0
 
     def new_steps(self) -> NewSteps:
-        """The lines that are new since the last call.
+        """The lines that are new since the last call, or the first of them: `has_more` tells. A broken line is logged.
 
         Raises:
-            BadInputError: a whole line is not a JSON object; the message names its place.
+            BadInputError: a line has more than a megabyte.
             OSError: the file cannot be read.
         """
+        self.has_more = False
         try:
             state = self._path.stat()
         except FileNotFoundError:
             return NewSteps((), again=False)
         again = bool(self._position) and (state.st_size < self._position or state.st_ino != self._file_number)
-        self._position, self._file_number = 0 if again else self._position, state.st_ino
+        self._file_number = state.st_ino
+        if again:
+            self._position = self._lines = 0
 
+        steps = []
+        end = self._position + MOST_NEW_BYTES
         with self._path.open("rb") as file:
             file.seek(self._position)
-            text = file.read()
-        whole = text[: text.rfind(b"\n") + 1]
-        steps = tuple(self._parsed(line) for line in whole.splitlines() if line.strip())
-        self._position += len(whole)
-        return NewSteps(steps, again)
-
-    def _parsed(self, line: bytes) -> dict[str, Any]:
-        try:
-            metrics = json.loads(line)
-        except ValueError as error:
-            raise BadInputError(f"{self._path}: a line is not JSON ({error}); repair or remove it") from error
-        if not isinstance(metrics, dict) or not isinstance(metrics.get("step"), int):
-            raise BadInputError(f"{self._path}: a line is no JSON object with a step; repair or remove it")
-        return metrics
+            while (text := file.readline(MAX_LINE_BYTES + 1)).endswith(b"\n"):
+                self._position += len(text)
+                self._lines += 1
+                line = read_line(self._lines, text)
+                if "step" in line.metrics:
+                    steps.append(line.metrics)
+                elif text.strip():
+                    fault = line.fault or "it has no step"
+                    logger.warning("%s:%d is left out: %s", self._path, line.number, fault)
+                self.has_more = self._position >= end
+                if self.has_more:
+                    break
+        if len(text) > MAX_LINE_BYTES:
+            raise BadInputError(f"{self._path}:{self._lines + 1}: the line has more than {MAX_LINE_BYTES:,} bytes")
+        return NewSteps(tuple(steps), again)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import reprlib
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,27 +12,17 @@ from typing import Any
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.checks import in_one_line
 from rollcorr.config.conversion import resolve
-from rollcorr.config.json_text import load_json, openings
+from rollcorr.config.json_text import load_json
 from rollcorr.config.secrets import redact, redact_text, secret_places
 from rollcorr.config.yaml_text import dump_yaml, load_yaml, read_yaml_text
-from rollcorr.run_directory.directory import STEP_PREFIX, RunDirectory, paths_by_step
-from rollcorr.run_directory.durable_files import partial_path, write_text_durably
+from rollcorr.run_directory.directory import RunDirectory
+from rollcorr.run_directory.metrics_file import MAX_LINE_BYTES, MAX_MEMORY, StepStore, metrics_lines
+from rollcorr.run_directory.metrics_file import BadInputError as BadInputError
 
 PICTURES = {"before": "Before training", "after": "After training"}
 """Pictures that a run may leave, by `RunDirectory.picture`, and what they show."""
-MAX_LINE_BYTES = 1 << 20
-"""Bytes of one line of metrics.jsonl: a run writes a few thousand."""
-MAX_METRICS_BYTES = 1 << 27
-"""Bytes of a metrics.jsonl."""
-MAX_METRICS = 1 << 22
-"""Numbers of a metrics.jsonl: 40,000 steps with 100 metrics. They are all in memory at once."""
-
 
 LINK_LEFT_OUT = "is a symbolic link out of the run directory and was left out"
-
-
-class BadInputError(ValueError):
-    """A run or a log cannot be read; the message names the file, the place and the fix."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +31,7 @@ class Run:
 
     Attributes:
         path: its directory.
-        series: one dictionary of metrics per step, in order of steps; a step repeated after a resume counts once.
+        series: the metrics of each step by name, in order of steps; a step repeated after a resume counts once.
         config: the rollout correction of config.yaml; None when there is none.
         config_text: config.yaml, without secrets.
         remarks: what the reader should know, for example that the last line was cut off.
@@ -62,14 +49,14 @@ class Run:
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
-    """Read a run directory. A cut-off last line, which a killed run leaves, is left out, and a remark says so.
+    """Read a run directory. A line of metrics.jsonl that is cut off or broken is left out, and a remark names it.
 
     A symbolic link out of the directory is not followed, so that a stranger's run shows no file of its reader's. A
     remark says what was left out.
 
     Raises:
-        BadInputError: there is no such directory, no metrics.jsonl, no whole line in it, or a broken one in its middle,
-            or it is a link out of the directory.
+        BadInputError: there is no such directory, no metrics.jsonl, no whole line in it, or it is larger than the
+            limits, or a link out of the directory.
     """
     path = Path(path)
     directory, remarks = RunDirectory(path), []
@@ -78,22 +65,32 @@ def read_run(path: str | os.PathLike[str]) -> Run:
 
     if _leads_out(directory.metrics, path):
         raise BadInputError(f"{directory.metrics} is a symbolic link out of the run directory; copy the file into it")
-    steps, cut_off = _read_lines(directory.metrics)
-    if not steps:
-        raise BadInputError(f"{directory.metrics} has no whole line; let the run finish at least one step")
-    if cut_off is not None:
-        name = directory.metrics.name
-        remarks.append(f"the last line of {name} (line {cut_off}) is cut off and was left out: the run was killed")
-
     # A resumed run computes the steps after its checkpoint again, and may have logged them before.
-    by_step: dict[int, Mapping[str, Any]] = {}
-    for index, metrics in enumerate(steps, start=1):
-        step = metrics.get("step", index)
-        if not isinstance(step, int) or isinstance(step, bool):
-            shown = reprlib.repr(step)
-            raise BadInputError(f"{directory.metrics}: step {shown} is not a whole number; correct the line")
-        by_step[step] = metrics
-    repeated = len(steps) - len(by_step)
+    store, by_step, count = StepStore(), dict[int, Mapping[str, Any]](), 0
+    name, broken = directory.metrics.name, []
+    for line in metrics_lines(directory.metrics):
+        if line.fault and line.is_cut_off:
+            remarks.append(
+                f"the last line of {name} (line {line.number}) is cut off and was left out: the run was killed"
+            )
+        elif line.fault:
+            broken.append(f"{name}:{line.number}: {line.fault}")
+        else:
+            count += 1
+            metrics = store.add({"step": count, **line.metrics}, text_bytes=len(line.text))
+            by_step[metrics["step"]] = metrics
+        if store.bytes + sum(map(len, broken)) > MAX_MEMORY:
+            raise BadInputError(
+                f"{directory.metrics}: the first {line.number:,} lines take more than {MAX_MEMORY >> 20} MB of memory, "
+                "the limit; thin it out, for example to every tenth line"
+            )
+    if broken:
+        some = "1 line was" if len(broken) == 1 else f"{len(broken)} lines were"
+        remarks.append(f"{some} left out; {broken[0]}")
+    if not by_step:
+        why = f" ({remarks[-1]})" if remarks else ""
+        raise BadInputError(f"{directory.metrics} has no whole line{why}; let the run finish at least one step")
+    repeated = count - len(by_step)
     if repeated:
         some = "1 step was" if repeated == 1 else f"{repeated} steps were"
         remarks.append(f"{some} logged twice (a resumed run); the later one counts")
@@ -105,7 +102,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     remarks += [f"{file.relative_to(path)} {LINK_LEFT_OUT}" for file in strange]
     return Run(
         path=path,
-        series=tuple({**by_step[step], "step": step} for step in sorted(by_step)),
+        series=tuple(by_step[step] for step in sorted(by_step)),
         config=config,
         config_text=config_text,
         remarks=(*remarks, *config_remarks, *_changes(directory.history, path)),
@@ -114,114 +111,12 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     )
 
 
-def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl`. A cut-off last line, which a killed run leaves, is left out.
-
-    Raises:
-        BadInputError: the file cannot be opened, or another line is not a JSON object; the message names the line.
-    """
-    return _read_lines(Path(path))[0]
-
-
-def drop_later_steps(directory: RunDirectory, step: int) -> list[int]:
-    """Forget what a run logged after `step`, because a resumed run computes it again.
-
-    Half-written files of a killed run go too. Nothing else does: files of other names are not the run's.
-
-    Args:
-        directory: of the run.
-        step: the last one that is kept.
-
-    Returns:
-        The steps up to `step` whose line in metrics.jsonl is lost or damaged.
-    """
-    for path in (*directory.written, *map(directory.picture, PICTURES)):
-        if not partial_path(path).is_dir():
-            partial_path(path).unlink(missing_ok=True)
-    for log in directory.rollouts.glob(f".{STEP_PREFIX}*.parquet.tmp-*"):
-        log.unlink()
-    for later, log in paths_by_step(directory.rollouts, ".parquet").items():
-        if later > step:
-            log.unlink()
-
-    if not directory.metrics.is_file():
-        return list(range(1, step + 1))
-    text = directory.metrics.read_text(encoding="utf-8", errors="replace")
-    rows = _whole_rows(text)
-    kept = "".join(line for number, line in rows if number <= step)
-    if kept != text:
-        write_text_durably(directory.metrics, kept)
-    return sorted(set(range(1, step + 1)) - {number for number, _ in rows})
-
-
-def _whole_rows(text: str) -> list[tuple[int, str]]:
-    """(step, line) of each whole line of a metrics.jsonl."""
-    rows = []
-    for line in text.splitlines(keepends=True):
-        # A line and its end are written at once, so a line without an end was cut off.
-        with suppress(ValueError, TypeError, KeyError, RecursionError):
-            if line.endswith("\n"):
-                rows.append((int(json.loads(line)["step"]), line))
-    return rows
-
-
-def _read_lines(path: Path) -> tuple[list[dict[str, Any]], int | None]:
-    """The whole lines of a metrics.jsonl, and the number of a cut-off last line, if there is one."""
-    rows: list[dict[str, Any]] = []
-    names: dict[str, str] = {}
-    size = values = 0
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
-                size += len(line)
-                values += line.count(b",") + openings(line)
-                _check_size(path, number, line=len(line), whole=size, values=values)
-                if not line.strip():
-                    continue
-
-                # A line and its end are written at once, so only a line without an end was cut off by a crash.
-                try:
-                    row = load_json(line)
-                except ValueError as error:
-                    if not line.endswith(b"\n"):
-                        return rows, number
-                    message = f"{path}:{number}: not JSON ({error}); repair or remove the line"
-                    raise BadInputError(message) from error
-                if not isinstance(row, dict):
-                    kind = type(row).__name__
-                    raise BadInputError(f"{path}:{number}: expected a JSON object, got {kind}; remove the line")
-                rows.append(_checked(row, f"{path}:{number}", names))
-    except OSError as error:
-        raise BadInputError(f"{path}: {error.strerror}; a run writes it, one JSON object per step") from error
-    return rows, None
-
-
 def _leads_out(path: Path, run: Path) -> bool:
     """Whether a file of a run, or a folder that it is in, is a symbolic link to somewhere else."""
     try:
         return not path.resolve().is_relative_to(run.resolve())
     except (OSError, RuntimeError):  # links in a circle lead nowhere
         return True
-
-
-def _check_size(path: Path, number: int, *, line: int, whole: int, values: int) -> None:
-    """Stop before a line, or the file, is larger than what a run writes."""
-    if line > MAX_LINE_BYTES:
-        message = f"{path}:{number}: the line has more than {MAX_LINE_BYTES:,} bytes, the limit; remove it"
-        raise BadInputError(message)
-    for found, limit, what in ((whole, MAX_METRICS_BYTES, "bytes"), (values, MAX_METRICS, "numbers")):
-        if found > limit:
-            message = f"{path}: more than {limit:,} {what}, the limit; thin it out, for example to every tenth line"
-            raise BadInputError(message)
-
-
-def _checked(row: dict[str, Any], place: str, names: dict[str, str]) -> dict[str, Any]:
-    """A line whose numbers a double can hold. The lines share the texts of their names, most of what they take."""
-    for name, value in row.items():
-        if isinstance(value, int) and value.bit_length() > 63:
-            shown = reprlib.repr(name)
-            raise BadInputError(f"{place}: {shown} is an integer of more than 63 bits; repair or remove the line")
-    return {names.setdefault(name, name): value for name, value in row.items()}
 
 
 def _changes(path: Path, run: Path) -> list[str]:

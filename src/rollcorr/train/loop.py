@@ -33,9 +33,9 @@ from rollcorr.engines.base import EngineError
 from rollcorr.engines.transport.waiting import while_waiting
 from rollcorr.run_directory.directory import RunDirectory
 from rollcorr.run_directory.durable_files import restore_set_aside, write_text_durably
+from rollcorr.run_directory.metrics_file import BadInputError, drop_later_steps
 from rollcorr.run_directory.run_lock import RunLock
 from rollcorr.run_directory.sinks import ConsoleProgress, JsonLines, ProgressColumn, Sink
-from rollcorr.run_directory.stored_run import BadInputError, drop_later_steps
 from rollcorr.run_directory.tracker_sinks import Sinks
 from rollcorr.train.checkpoint import (
     Checkpoint,

@@ -9,7 +9,7 @@ from typing import Any
 
 from rollcorr.config.yaml_text import load_yaml
 from rollcorr.run_directory.directory import RunDirectory
-from rollcorr.run_directory.stored_run import BadInputError, read_metrics
+from rollcorr.run_directory.metrics_file import BadInputError, metrics_lines
 from rollcorr.train.checkpoint import Checkpoint, has_checkpoints, newest_sound_checkpoint
 from rollcorr.train.option_changes import OptionChange, compared_options, find_changes, options_of, refuse_fixed
 from rollcorr.train.run_config import RunConfig
@@ -153,7 +153,7 @@ def _history_of(checkpoint: Checkpoint, directory: RunDirectory) -> RunHistory:
 def _has_rows(metrics: Path) -> bool:
     """Whether a metrics.jsonl has anything but a line that was cut off."""
     try:
-        return bool(read_metrics(metrics))
+        return any(not (line.fault and line.is_cut_off) for line in metrics_lines(metrics))
     except BadInputError:
         return True
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypedDict
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.diagnostics.health.noise import Noise
 from rollcorr.diagnostics.health.trend import Change, SeriesWatch
+from rollcorr.run_directory.metrics_file import StepStore
 
 RECENT_STEPS = 10
 """Steps at the end of a series that decide its verdict."""
@@ -119,10 +120,14 @@ def bare_metrics(metrics: Metrics) -> dict[str, float]:
     return bare
 
 
-def history_of(series: Sequence[Metrics]) -> list[tuple[int, dict[str, float]]]:
+def history_of(series: Sequence[Metrics]) -> list[tuple[int, Mapping[str, float]]]:
     """(step, bare metrics) of the steps that measured a token; steps without a number count from 1."""
-    bare = [(int(metrics.get("step", index)), bare_metrics(metrics)) for index, metrics in enumerate(series, start=1)]
-    return [(step, metrics) for step, metrics in bare if metrics.get("token_count", 1.0) > 0]
+    store, history = StepStore(), list[tuple[int, Mapping[str, float]]]()
+    for index, metrics in enumerate(series, start=1):
+        bare = bare_metrics(metrics)
+        if bare.get("token_count", 1.0) > 0:
+            history.append((int(metrics.get("step", index)), store.add(bare)))
+    return history
 
 
 def changes_in(history: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, Change]:

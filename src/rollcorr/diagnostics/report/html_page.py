@@ -6,9 +6,12 @@ import base64
 import math
 import os
 import statistics
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from rollcorr.core.metric_registry import PREFIX, metric
 from rollcorr.diagnostics.health.diffusion_rules import step_range
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 from rollcorr.diagnostics.report.plots import DARK, LAST, LIGHT, Panel, Theme, draw, over_timesteps, panels_of, to_png
 from rollcorr.diagnostics.report.report_data import ReportData
 from rollcorr.diagnostics.report.verdict_content import CONSEQUENCES, EXPECTED, expected_text, verdict_content
+from rollcorr.diagnostics.run_comparison import REWARD
 
 HTML_FILE = "report.html"
 
@@ -115,16 +119,16 @@ def render(data: ReportData, figures: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def series_by_name(series: Sequence[Metrics]) -> dict[str, list[tuple[float, float]]]:
-    """(step, value) by bare metric name, of the steps that measured a token; the reward of every step."""
-    found: dict[str, list[tuple[float, float]]] = {}
+def series_by_name(series: Sequence[Metrics]) -> dict[str, Any]:
+    """Arrays of (step, value) by bare metric name, of the steps that measured a token; the reward of every step."""
+    found: dict[str, array[float]] = {}
     for index, metrics in enumerate(series, start=1):
         step, bare = int(metrics.get("step", index)), bare_metrics(metrics)
         measured = bare.get("token_count", 1.0) > 0
         for name, value in bare.items():
             if measured or name.startswith("reward/"):
-                found.setdefault(name, []).append((step, value))
-    return found
+                found.setdefault(name, array("d")).extend((step, value))
+    return {name: np.asarray(points).reshape(-1, 2) for name, points in found.items()}
 
 
 def reward_gain(series: Sequence[Metrics], *, window: int = 10) -> dict[str, float] | None:
@@ -132,7 +136,12 @@ def reward_gain(series: Sequence[Metrics], *, window: int = 10) -> dict[str, flo
 
     The windows are ten steps, or half of the series when it is shorter than twenty.
     """
-    rewards = [value for _, value in series_by_name(series).get("reward/mean", []) if math.isfinite(value)]
+    rewards = [
+        value
+        for metrics in series
+        for value in bare_metrics({REWARD: metrics.get(REWARD)}).values()
+        if math.isfinite(value)
+    ]
     window = min(window, len(rewards) // 2)
     if window < 2:
         return None

@@ -1,0 +1,227 @@
+"""Reading `metrics.jsonl`, line by line and within limits: a run may have any number of steps.
+
+A whole line that cannot be used is passed over with a remark, because one broken line says nothing about the others. A
+last line without an end was cut off by a crash, or is being written.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from array import array
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rollcorr.config.json_text import load_json
+from rollcorr.run_directory.directory import STEP_PREFIX, RunDirectory, paths_by_step
+from rollcorr.run_directory.durable_files import partial_path, write_chunks_durably
+
+logger = logging.getLogger("rollcorr.run_directory")
+
+MAX_LINE_BYTES = 1 << 20
+"""Bytes of one line of metrics.jsonl: a run writes a few thousand."""
+MAX_MEMORY = 1 << 28
+"""Bytes that the steps of a run may take in memory: 200,000 steps with 100 metrics."""
+
+
+class BadInputError(ValueError):
+    """A run or a log cannot be read; the message names the file, the place and the fix."""
+
+
+class Line(NamedTuple):
+    """A line of a metrics.jsonl.
+
+    Attributes:
+        number: from 1 on.
+        text: with its end, if it has one.
+        metrics: the step; empty where the line cannot be used.
+        fault: why it cannot be used; empty if it can.
+    """
+
+    number: int
+    text: bytes
+    metrics: dict[str, Any]
+    fault: str
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether it has no end: a line and its end are written at once."""
+        return not self.text.endswith(b"\n")
+
+
+class StoredStep(Mapping[str, Any]):
+    """The metrics of a step, with its numbers in an array: a ninth of the memory of a dictionary.
+
+    Args:
+        places: name → place in `numbers`; steps with the same names share it.
+        numbers: one for each name.
+        others: the values that are no floating-point numbers.
+    """
+
+    __slots__ = ("_numbers", "_others", "_places")
+
+    def __init__(self, places: Mapping[str, int], numbers: array[float], others: Mapping[str, Any]) -> None:
+        self._places, self._numbers, self._others = places, numbers, others
+
+    def __getitem__(self, name: str) -> Any:  # noqa: ANN401 - what JSON holds
+        return self._others[name] if name in self._others else self._numbers[self._places[name]]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+class StepStore:
+    """Makes `StoredStep`s that share their names, and counts their memory.
+
+    Attributes:
+        bytes: of all steps so far, estimated.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._names: dict[str, str] = {}
+        self._places: dict[tuple[str, ...], dict[str, int]] = {}
+
+    def add(self, metrics: Mapping[str, Any], *, text_bytes: int = 0) -> StoredStep:
+        """Return the step as it is kept.
+
+        Args:
+            metrics: name → value.
+            text_bytes: of its line, which bounds what lists and texts in it can take.
+        """
+        names = tuple(metrics)
+        places = self._places.get(names)
+        if places is None:
+            places = {self._names.setdefault(name, name): place for place, name in enumerate(names)}
+            self._places[tuple(places)] = places
+            self.bytes += sum(200 + 4 * len(name) for name in names)
+
+        others = {name: value for name, value in metrics.items() if type(value) is not float}
+        numbers = array("d", [value if type(value) is float else math.nan for value in metrics.values()])
+        holds_more = any(isinstance(value, (str, list, dict)) for value in others.values())
+        self.bytes += 400 + 8 * len(names) + 100 * len(others) + (24 * text_bytes if holds_more else 0)
+        return StoredStep(places, numbers, others)
+
+
+def metrics_lines(path: Path) -> Iterator[Line]:
+    """The lines of a metrics.jsonl that are not blank, one at a time.
+
+    Raises:
+        BadInputError: the file cannot be read, or a line is longer than `MAX_LINE_BYTES`.
+    """
+    try:
+        with path.open("rb") as file:
+            for number, text in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
+                if len(text) > MAX_LINE_BYTES:
+                    message = f"{path}:{number}: the line has more than {MAX_LINE_BYTES:,} bytes, the limit; remove it"
+                    raise BadInputError(message)
+                if text.strip():
+                    yield read_line(number, text)
+    except OSError as error:
+        raise BadInputError(f"{path}: {error.strerror}; a run writes it, one JSON object per step") from error
+
+
+def read_line(number: int, text: bytes) -> Line:
+    """A line, with what is wrong with it if it cannot be used."""
+    try:
+        row = load_json(text)
+        # A name and its colon: more colons than names are a repeated name, a name with a colon, or a list of objects.
+        if isinstance(row, dict) and text.count(b":") > len(row):
+            row = json.loads(text, object_pairs_hook=_without_repetition)
+        _check_row(row)
+    except json.JSONDecodeError as error:
+        return Line(number, text, {}, f"not JSON ({error}); repair or remove the line")
+    except ValueError as error:
+        return Line(number, text, {}, str(error))
+    return Line(number, text, row, "")
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The lines of a `metrics.jsonl`. A cut-off last line, which a killed run leaves, is left out.
+
+    A whole line that cannot be used is left out too, with an entry in the log. `read_run` needs a ninth of the memory.
+
+    Raises:
+        BadInputError: the file cannot be opened, or has a line of more than a megabyte.
+    """
+    names: dict[str, str] = {}
+    rows = []
+    for line in metrics_lines(Path(path)):
+        if not line.fault:
+            rows.append({names.setdefault(name, name): value for name, value in line.metrics.items()})
+        elif not line.is_cut_off:
+            logger.warning("%s:%d is left out: %s", path, line.number, line.fault)
+    return rows
+
+
+def drop_later_steps(directory: RunDirectory, step: int) -> list[int]:
+    """Forget what a run logged after `step`, because a resumed run computes it again.
+
+    Half-written files of a killed run go too. Nothing else does: files of other names are not the run's.
+
+    Args:
+        directory: of the run.
+        step: the last one that is kept.
+
+    Returns:
+        The steps up to `step` whose line in metrics.jsonl is lost or damaged.
+    """
+    for path in (*directory.written, directory.picture("before"), directory.picture("after")):
+        if not partial_path(path).is_dir():
+            partial_path(path).unlink(missing_ok=True)
+    for log in directory.rollouts.glob(f".{STEP_PREFIX}*.parquet.tmp-*"):
+        log.unlink()
+    for later, log in paths_by_step(directory.rollouts, ".parquet").items():
+        if later > step:
+            log.unlink()
+    if not directory.metrics.is_file():
+        return list(range(1, step + 1))
+
+    def kept() -> Iterator[Line]:
+        lines = metrics_lines(directory.metrics)
+        return (line for line in lines if not line.is_cut_off and line.metrics.get("step", step + 1) <= step)
+
+    # The file is read once to see whether a line goes, and once more to write the others, so that none is in memory.
+    size, numbers = 0, set()
+    for line in kept():
+        size += len(line.text)
+        numbers.add(line.metrics["step"])
+    if size != directory.metrics.stat().st_size:
+        write_chunks_durably(directory.metrics, (line.text for line in kept()), needed=size)
+    return sorted(set(range(1, step + 1)) - numbers)
+
+
+def _check_row(row: object) -> None:
+    """Check that a line is one step.
+
+    Raises:
+        ValueError: it is none; the message is one line.
+    """
+    if not isinstance(row, dict):
+        raise ValueError(f"expected a JSON object, got {type(row).__name__}; remove the line")
+    step = row.get("step", 0)
+    if type(step) is not int or step < 0:
+        raise ValueError(f"step {step!r:.40} is not a whole number from 0 on; correct the line")
+    for name, value in row.items():
+        if type(value) is int and value.bit_length() > 63:
+            raise ValueError(f"{name!r:.40} is an integer of more than 63 bits; repair or remove the line")
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(name for index, (name, _) in enumerate(pairs) if name in dict(pairs[:index]))
+        raise ValueError(f"{twice!r:.40} is there twice; repair or remove the line")
+    return found
