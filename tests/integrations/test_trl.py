@@ -200,11 +200,57 @@ def test_vespo_does_not_read_the_weight_of_a_token_that_left():
     assert (batch["importance_sampling_ratio"][kept] != 1).any()
 
 
-def test_measuring_takes_the_weights_of_trl_out_of_the_loss():
+@pytest.mark.parametrize("config", ["measure", "disabled", None])
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "vespo"])
+@pytest.mark.parametrize("old", [True, False])
+def test_measuring_changes_nothing_in_the_batch(config, loss_type, old):
+    """The very tensors of TRL, though a token has no log-prob; "None" is what TRL's options ask for."""
+    before = recorded_batch(old=old) | {"importance_sampling_ratio": torch.full((8, 1), 2.0)}
+    trainer = StandInTrainer(before, loss_type, use_vllm=old, correction=config is not None)
+    batch = attach(trainer, config)._generate_and_score_completions([])
+    assert batch.keys() == before.keys()
+    assert all(value is before[name] for name, value in batch.items())
+    assert trainer._correction_statistics["train"].metrics()["rollout_corr/nonfinite_count"] == 1
+
+
+def test_measuring_changes_no_advantage_of_rloo():
+    before = recorded_batch()["advantages"]
+    for config in ("measure", "disabled"):
+        assert torch.equal(rloo(config)[1]["advantages"], before)
+
+
+def test_measuring_draws_no_random_number():
+    trainer = attach(StandInTrainer(recorded_batch(old=False), use_vllm=False), "measure")
+    score = trainer._get_per_token_logps_and_entropies
+    trainer._get_per_token_logps_and_entropies = lambda *given, **inputs: (torch.rand(1), score(*given, **inputs))[1]
+    before = torch.random.get_rng_state()
+    trainer._generate_and_score_completions([])
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_an_option_disables_the_correction_of_trl():
     before = recorded_batch() | {"importance_sampling_ratio": torch.full((8, 1), 2.0)}
-    assert (corrected("grpo", "measure", batch=before)["importance_sampling_ratio"] == 1).all()
-    assert "importance_sampling_ratio" not in corrected("vespo", "measure", batch=before)
-    assert torch.equal(corrected("grpo", "measure", use_vllm=False)["advantages"], before["advantages"])
+    for loss_type in ("grpo", "vespo"):
+        trainer = attach(StandInTrainer(before, loss_type), "measure", disable_trl_correction=True)
+        batch = attach(trainer)._generate_and_score_completions([])  # a second call keeps it
+        assert loss_type == "vespo" or (batch.pop("importance_sampling_ratio") == 1).all()
+        assert batch.keys() == before.keys() - {"importance_sampling_ratio"}
+        assert all(value is before[name] for name, value in batch.items())
+
+
+@pytest.mark.parametrize(
+    ("trainer", "config", "options", "state"),
+    [
+        (StandInTrainer(), "tis", {}, "sequence_mask, replaced"),
+        (StandInTrainer(), "measure", {}, "sequence_mask, stays"),
+        (StandInTrainer(mode="token_mask"), "measure", {"disable_trl_correction": True}, "token_mask, disabled"),
+        (StandInTrainer(correction=False), None, {}, "none"),
+        (StandInRLOOTrainer(), "measure", {}, "none"),
+    ],
+)
+def test_the_line_states_the_correction_of_trl(trainer, config, options, state, caplog):
+    attach(trainer, config, **options)
+    assert caplog.messages[0].endswith(f"; TRL's own correction: {state}")
 
 
 def test_old_log_probs_come_from_the_forward_pass_of_the_trainer_where_trl_skipped_it():

@@ -2,6 +2,7 @@
 
 import math
 import socket
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from rollcorr.integrations.trl import RolloutCorrectionMixin, attach
 pytest.importorskip("trl", reason="TRL is not installed; `make test-trl` runs these tests in an environment of its own")
 pytestmark = pytest.mark.filterwarnings("ignore", "error::rollcorr.config.InertOptionWarning")  # others' code warns
 
+from torch.nn.utils import parameters_to_vector  # noqa: E402
 from trl import GRPOTrainer  # noqa: E402
 from trl_cases import (  # noqa: E402
     EOS,
@@ -30,6 +32,7 @@ from trl_cases import (  # noqa: E402
     prompts,
     replayed,
     rloo_trainer,
+    tiny_model,
     with_options,
 )
 
@@ -59,6 +62,59 @@ def test_loss_and_gradient_equal_those_of_trl(trainer, loss_type, mode, upper, l
     batch = trainer._generate_and_score_completions(prompts())
     assert own_batch["importance_sampling_ratio"].unique().numel() > 1  # the options act on this batch
     assert_equal(loss_and_gradient(trainer, batch), loss_and_gradient(trainer, own_batch))
+
+
+def weights_after_sgd(trainer, generate, steps=3):
+    """The weights after some steps from the same start, and how far they are from it."""
+    model = trainer.model
+    model.load_state_dict(tiny_model().state_dict())
+    model.train()
+    start = parameters_to_vector(model.parameters()).detach().clone()
+    trainer.current_gradient_accumulation_steps = 1
+    for _ in range(steps):
+        trainer.compute_loss(model, generate(prompts())).backward()
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight -= 0.5 * weight.grad
+        model.zero_grad()
+    end = parameters_to_vector(model.parameters()).detach().clone()
+    return end, (end - start).abs().max()
+
+
+@pytest.fixture(scope="module")
+def sgd_trainer(tmp_path_factory):
+    return attach(grpo_trainer(tmp_path_factory.mktemp("sgd")))
+
+
+@pytest.mark.parametrize("missing", [False, True])
+@pytest.mark.parametrize(("loss_type", "mode"), CASES)
+def test_measuring_trains_the_weights_of_trl(sgd_trainer, loss_type, mode, missing):
+    ids, log_probs = completions()
+    log_probs[1][0] = None if missing else log_probs[1][1]
+    trainer = replayed(sgd_trainer, ids, log_probs)
+    with_options(trainer, mode, 1.3, 0.6)
+    trainer.loss_type = loss_type
+    of_trl = partial(GRPOTrainer._generate_and_score_completions, trainer)
+    theirs, moved = weights_after_sgd(trainer, of_trl)
+    assert moved > 1e-3
+    for config in ("measure", "disabled"):
+        attach(trainer, config)
+        ours, _ = weights_after_sgd(trainer, trainer._generate_and_score_completions)
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("make", [grpo_trainer, rloo_trainer])
+def test_measuring_a_whole_run_changes_no_weight(make, tmp_path):
+    """Also where the policy moves within a generation batch."""
+    ids, log_probs = completions()
+    options = {"max_steps": 3, "num_iterations": 2, "optim": "sgd", "learning_rate": 0.5}
+    ends = []
+    for config in (None, "measure"):
+        trainer = replayed(make(tmp_path, **options), ids, log_probs)
+        trainer = trainer if config is None else attach(trainer, config)
+        trainer.train()
+        ends.append(parameters_to_vector(trainer.model.parameters()))
+    assert torch.equal(*ends)
 
 
 def test_with_rollout_func_the_loss_is_what_trl_computes_with_vllm(trainer, tmp_path):
