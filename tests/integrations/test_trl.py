@@ -317,6 +317,120 @@ def test_a_sequence_that_rloo_rejects_has_no_advantage():
     assert trainer._correction_config.nonfinite == "reject_sequence"
 
 
+# --- A loss that does not read the correction ------------------------------------------------------------------------
+
+
+class OmittingTrainer(StandInTrainer):
+    """Its loss reads a batch in which one thing is as if nothing had been corrected."""
+
+    omitted = None
+
+    def compute_loss(self, model, inputs):
+        without = {
+            None: {},
+            "weight": {"importance_sampling_ratio": torch.ones_like(inputs["completion_mask"])},
+            "weight in advantages": {"advantages": inputs["advantages"].sign()},
+            "square": {"importance_sampling_ratio": inputs.get("importance_sampling_ratio", torch.ones(1)) ** 2},
+            "mask": {"tool_mask": torch.ones_like(inputs["completion_mask"])},
+            "count": {"num_items_in_batch": inputs["completion_mask"].sum()},
+        }[self.omitted]
+        return super().compute_loss(model, {**inputs, **without})
+
+
+ONLY_REJECTING = {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.7_1.5"}
+BY_WEIGHTS = {"rollout_is": "token", "normalizer": "weights", "nonfinite": "neutral"}
+OMISSIONS = [
+    ("weight", "dapo", "tis", {}, "importance_sampling_ratio"),
+    ("weight", "vespo", "tis", {}, "importance_sampling_ratio"),
+    ("weight", "grpo", ONLY_REJECTING, {}, None),
+    ("weight", "grpo", ONLY_REJECTING | {"normalizer": "original"}, {}, "importance_sampling_ratio"),
+    ("square", "bnpo", "tis", {}, "importance_sampling_ratio"),
+    ("weight in advantages", "luspo", "tis", {"use_vllm": False}, "advantages"),
+    ("mask", "grpo", REJECTING, {}, "tool_mask"),
+    ("mask", "dapo", REJECTING, {}, "tool_mask"),
+    ("mask", "grpo", REJECTING | {"normalizer": "original"}, {}, None),
+    ("count", "dapo", REJECTING, {}, "num_items_in_batch"),
+    ("count", "cispo", BY_WEIGHTS, {}, "num_items_in_batch"),
+    ("count", "grpo", REJECTING, {}, None),
+]
+
+
+@pytest.mark.parametrize(("omitted", "loss_type", "config", "options", "unread"), OMISSIONS)
+def test_a_loss_that_omits_a_part_is_refused(omitted, loss_type, config, options, unread, caplog):
+    """No part is checked that this configuration and loss do without; the unchanged subclass passes."""
+
+    class Mine(OmittingTrainer):
+        pass
+
+    attach(Mine(loss_type=loss_type, **options), config)._generate_and_score_completions([])
+    Mine.omitted = omitted
+    trainer = attach(Mine(loss_type=loss_type, **options), config)
+    if unread is None:
+        trainer._generate_and_score_completions([])
+    else:
+        with pytest.raises(ValueError, match=f"the loss of Mine .*does not apply '{unread}'"):
+            trainer._generate_and_score_completions([])
+    assert "could not check" not in caplog.text
+
+
+@pytest.mark.parametrize("config", ["measure", "disabled"])
+def test_measuring_needs_no_part_in_the_loss(config):
+    trainer = attach(OmittingTrainer(), config)
+    trainer.compute_loss = None
+    trainer._generate_and_score_completions([])
+
+
+def test_rloo_that_omits_the_weights_is_refused():
+    class Mine(StandInRLOOTrainer):
+        def compute_loss(self, model, inputs):
+            return super().compute_loss(model, inputs | {"advantages": inputs["advantages"].sign()})
+
+    for trainer_class, config in ((StandInRLOOTrainer, "seq_tis"), (Mine, "measure")):
+        attach(trainer_class(Sampler()), config)._generate_and_score_completions([])
+    with pytest.raises(ValueError, match="'advantages'"):
+        attach(Mine(Sampler()), "seq_tis")._generate_and_score_completions([])
+
+
+def test_the_check_runs_once_and_leaves_no_trace():
+    calls = []
+
+    class Mine(StandInTrainer):
+        def compute_loss(self, model, inputs):
+            calls.append(torch.rand(1))
+            return super().compute_loss(model, inputs)
+
+    trainer = attach(Mine(loss_type="dapo"), "tis")
+    entropies = trainer._metrics["train"]["entropy"]
+    before = torch.random.get_rng_state(), dict(vars(trainer))
+    trainer._generate_and_score_completions([])
+    made = len(calls)
+    assert made > 0
+    assert torch.equal(torch.random.get_rng_state(), before[0])
+    assert trainer._metrics["train"]["entropy"] is entropies == []
+    assert trainer.forward_passes == []
+    assert vars(trainer).keys() == before[1].keys()
+    assert all(weight.grad is None for weight in trainer.model.parameters())
+    trainer._generate_and_score_completions([])
+    assert len(calls) == made
+
+
+def test_a_loss_that_cannot_be_probed_is_named(caplog):
+    class Mine(StandInTrainer):
+        def compute_loss(self, model, inputs):
+            return model(inputs["advantages"].unsqueeze(1)).mean()
+
+    class Failing(StandInTrainer):
+        def compute_loss(self, model, inputs):
+            raise KeyError("of my own")
+
+    for trainer_class, reason in ((Mine, "does not compute log-probs by"), (Failing, "KeyError('of my own')")):
+        trainer = attach(trainer_class(), "tis")
+        caplog.clear()
+        trainer._generate_and_score_completions([])
+        assert f"could not check that the loss of {trainer_class.__name__}" in caplog.messages[0]
+        assert reason in caplog.messages[0]
+
+
 # --- What the user sees -----------------------------------------------------------------------------------------------
 
 

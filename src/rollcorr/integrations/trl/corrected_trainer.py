@@ -31,6 +31,7 @@ from rollcorr.integrations.trl.generation_batch import (
     write_to_batch,
 )
 from rollcorr.integrations.trl.importance_sampling_options import config_from_trl
+from rollcorr.integrations.trl.loss_check import check_loss
 from rollcorr.integrations.trl.monitored_steps import MonitoredSteps, asked_of_monitor
 from rollcorr.integrations.trl.sampling_backends import EngineGeneration, GenerationRecorder
 from rollcorr.integrations.trl.start_up_line import start_up_line
@@ -85,6 +86,7 @@ class RolloutCorrectionMixin:
     _correction_statistics: dict[str, Statistics]
     _reported_ranks: set[str]
     _disable_trl_correction: bool
+    _loss_was_checked: bool
     _token_log_prob: Tensor | None
     _awaits_token_log_prob: bool
     _monitored_steps: MonitoredSteps | None
@@ -189,7 +191,8 @@ def attach(
     Raises:
         TypeError: it has no `_generate_and_score_completions`, so it is none of TRL's online trainers.
         ValueError: TRL's loss cannot do what the configuration asks for, the engine cannot sample for this trainer, or
-            the Monitor was made with another configuration, or for other ranks.
+            the Monitor was made with another configuration, or for other ranks. Before its first update, the training
+            raises one if the loss of a subclass does not read the correction.
     """
     if not hasattr(trainer, "_generate_and_score_completions"):
         raise TypeError(
@@ -254,6 +257,7 @@ def _start(
 
     trainer._correction_asked, trainer._correction_config = asked, config
     trainer._correction_statistics, trainer._reported_ranks = {}, set()
+    trainer._loss_was_checked = False
     trainer._token_log_prob, trainer._awaits_token_log_prob = None, False
 
     if generation is not None:
@@ -296,6 +300,11 @@ def _correct_batch(trainer: Trainer, batch: dict[str, Any]) -> None:
         # Without them TRL's ratio is exactly 1, and a measurement must not round it.
         if not config.only_measures:
             batch["old_per_token_logps"] = old
+
+    # A loss that would ignore the correction ends the run before its first update.
+    if not (config.only_measures or trainer._loss_was_checked) and _mode(trainer) == "train":
+        check_loss(trainer, batch, config)
+        trainer._loss_was_checked = True
 
     # Outside the mask TRL's own ratio is 1 as well, and VESPO takes its log there.
     if steps is not None and _mode(trainer) == "train":
