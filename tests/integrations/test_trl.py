@@ -200,11 +200,57 @@ def test_vespo_does_not_read_the_weight_of_a_token_that_left():
     assert (batch["importance_sampling_ratio"][kept] != 1).any()
 
 
-def test_measuring_takes_the_weights_of_trl_out_of_the_loss():
+@pytest.mark.parametrize("config", ["measure", "disabled", None])
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "vespo"])
+@pytest.mark.parametrize("old", [True, False])
+def test_measuring_changes_nothing_in_the_batch(config, loss_type, old):
+    """The very tensors of TRL, though a token has no log-prob; "None" is what TRL's options ask for."""
+    before = recorded_batch(old=old) | {"importance_sampling_ratio": torch.full((8, 1), 2.0)}
+    trainer = StandInTrainer(before, loss_type, use_vllm=old, correction=config is not None)
+    batch = attach(trainer, config)._generate_and_score_completions([])
+    assert batch.keys() == before.keys()
+    assert all(value is before[name] for name, value in batch.items())
+    assert trainer._correction_statistics["train"].metrics()["rollout_corr/nonfinite_count"] == 1
+
+
+def test_measuring_changes_no_advantage_of_rloo():
+    before = recorded_batch()["advantages"]
+    for config in ("measure", "disabled"):
+        assert torch.equal(rloo(config)[1]["advantages"], before)
+
+
+def test_measuring_draws_no_random_number():
+    trainer = attach(StandInTrainer(recorded_batch(old=False), use_vllm=False), "measure")
+    score = trainer._get_per_token_logps_and_entropies
+    trainer._get_per_token_logps_and_entropies = lambda *given, **inputs: (torch.rand(1), score(*given, **inputs))[1]
+    before = torch.random.get_rng_state()
+    trainer._generate_and_score_completions([])
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_an_option_disables_the_correction_of_trl():
     before = recorded_batch() | {"importance_sampling_ratio": torch.full((8, 1), 2.0)}
-    assert (corrected("grpo", "measure", batch=before)["importance_sampling_ratio"] == 1).all()
-    assert "importance_sampling_ratio" not in corrected("vespo", "measure", batch=before)
-    assert torch.equal(corrected("grpo", "measure", use_vllm=False)["advantages"], before["advantages"])
+    for loss_type in ("grpo", "vespo"):
+        trainer = attach(StandInTrainer(before, loss_type), "measure", disable_trl_correction=True)
+        batch = attach(trainer)._generate_and_score_completions([])  # a second call keeps it
+        assert loss_type == "vespo" or (batch.pop("importance_sampling_ratio") == 1).all()
+        assert batch.keys() == before.keys() - {"importance_sampling_ratio"}
+        assert all(value is before[name] for name, value in batch.items())
+
+
+@pytest.mark.parametrize(
+    ("trainer", "config", "options", "state"),
+    [
+        (StandInTrainer(), "tis", {}, "sequence_mask, replaced"),
+        (StandInTrainer(), "measure", {}, "sequence_mask, stays"),
+        (StandInTrainer(mode="token_mask"), "measure", {"disable_trl_correction": True}, "token_mask, disabled"),
+        (StandInTrainer(correction=False), None, {}, "none"),
+        (StandInRLOOTrainer(), "measure", {}, "none"),
+    ],
+)
+def test_the_line_states_the_correction_of_trl(trainer, config, options, state, caplog):
+    attach(trainer, config, **options)
+    assert caplog.messages[0].endswith(f"; TRL's own correction: {state}")
 
 
 def test_old_log_probs_come_from_the_forward_pass_of_the_trainer_where_trl_skipped_it():
@@ -269,6 +315,120 @@ def test_a_sequence_that_rloo_rejects_has_no_advantage():
     assert 0 < kept.sum() < 8
     torch.testing.assert_close(batch["advantages"], before["advantages"] * kept)
     assert trainer._correction_config.nonfinite == "reject_sequence"
+
+
+# --- A loss that does not read the correction ------------------------------------------------------------------------
+
+
+class OmittingTrainer(StandInTrainer):
+    """Its loss reads a batch in which one thing is as if nothing had been corrected."""
+
+    omitted = None
+
+    def compute_loss(self, model, inputs):
+        without = {
+            None: {},
+            "weight": {"importance_sampling_ratio": torch.ones_like(inputs["completion_mask"])},
+            "weight in advantages": {"advantages": inputs["advantages"].sign()},
+            "square": {"importance_sampling_ratio": inputs.get("importance_sampling_ratio", torch.ones(1)) ** 2},
+            "mask": {"tool_mask": torch.ones_like(inputs["completion_mask"])},
+            "count": {"num_items_in_batch": inputs["completion_mask"].sum()},
+        }[self.omitted]
+        return super().compute_loss(model, {**inputs, **without})
+
+
+ONLY_REJECTING = {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.7_1.5"}
+BY_WEIGHTS = {"rollout_is": "token", "normalizer": "weights", "nonfinite": "neutral"}
+OMISSIONS = [
+    ("weight", "dapo", "tis", {}, "importance_sampling_ratio"),
+    ("weight", "vespo", "tis", {}, "importance_sampling_ratio"),
+    ("weight", "grpo", ONLY_REJECTING, {}, None),
+    ("weight", "grpo", ONLY_REJECTING | {"normalizer": "original"}, {}, "importance_sampling_ratio"),
+    ("square", "bnpo", "tis", {}, "importance_sampling_ratio"),
+    ("weight in advantages", "luspo", "tis", {"use_vllm": False}, "advantages"),
+    ("mask", "grpo", REJECTING, {}, "tool_mask"),
+    ("mask", "dapo", REJECTING, {}, "tool_mask"),
+    ("mask", "grpo", REJECTING | {"normalizer": "original"}, {}, None),
+    ("count", "dapo", REJECTING, {}, "num_items_in_batch"),
+    ("count", "cispo", BY_WEIGHTS, {}, "num_items_in_batch"),
+    ("count", "grpo", REJECTING, {}, None),
+]
+
+
+@pytest.mark.parametrize(("omitted", "loss_type", "config", "options", "unread"), OMISSIONS)
+def test_a_loss_that_omits_a_part_is_refused(omitted, loss_type, config, options, unread, caplog):
+    """No part is checked that this configuration and loss do without; the unchanged subclass passes."""
+
+    class Mine(OmittingTrainer):
+        pass
+
+    attach(Mine(loss_type=loss_type, **options), config)._generate_and_score_completions([])
+    Mine.omitted = omitted
+    trainer = attach(Mine(loss_type=loss_type, **options), config)
+    if unread is None:
+        trainer._generate_and_score_completions([])
+    else:
+        with pytest.raises(ValueError, match=f"the loss of Mine .*does not apply '{unread}'"):
+            trainer._generate_and_score_completions([])
+    assert "could not check" not in caplog.text
+
+
+@pytest.mark.parametrize("config", ["measure", "disabled"])
+def test_measuring_needs_no_part_in_the_loss(config):
+    trainer = attach(OmittingTrainer(), config)
+    trainer.compute_loss = None
+    trainer._generate_and_score_completions([])
+
+
+def test_rloo_that_omits_the_weights_is_refused():
+    class Mine(StandInRLOOTrainer):
+        def compute_loss(self, model, inputs):
+            return super().compute_loss(model, inputs | {"advantages": inputs["advantages"].sign()})
+
+    for trainer_class, config in ((StandInRLOOTrainer, "seq_tis"), (Mine, "measure")):
+        attach(trainer_class(Sampler()), config)._generate_and_score_completions([])
+    with pytest.raises(ValueError, match="'advantages'"):
+        attach(Mine(Sampler()), "seq_tis")._generate_and_score_completions([])
+
+
+def test_the_check_runs_once_and_leaves_no_trace():
+    calls = []
+
+    class Mine(StandInTrainer):
+        def compute_loss(self, model, inputs):
+            calls.append(torch.rand(1))
+            return super().compute_loss(model, inputs)
+
+    trainer = attach(Mine(loss_type="dapo"), "tis")
+    entropies = trainer._metrics["train"]["entropy"]
+    before = torch.random.get_rng_state(), dict(vars(trainer))
+    trainer._generate_and_score_completions([])
+    made = len(calls)
+    assert made > 0
+    assert torch.equal(torch.random.get_rng_state(), before[0])
+    assert trainer._metrics["train"]["entropy"] is entropies == []
+    assert trainer.forward_passes == []
+    assert vars(trainer).keys() == before[1].keys()
+    assert all(weight.grad is None for weight in trainer.model.parameters())
+    trainer._generate_and_score_completions([])
+    assert len(calls) == made
+
+
+def test_a_loss_that_cannot_be_probed_is_named(caplog):
+    class Mine(StandInTrainer):
+        def compute_loss(self, model, inputs):
+            return model(inputs["advantages"].unsqueeze(1)).mean()
+
+    class Failing(StandInTrainer):
+        def compute_loss(self, model, inputs):
+            raise KeyError("of my own")
+
+    for trainer_class, reason in ((Mine, "does not compute log-probs by"), (Failing, "KeyError('of my own')")):
+        trainer = attach(trainer_class(), "tis")
+        caplog.clear()
+        trainer._generate_and_score_completions([])
+        assert f"could not check that the loss of {trainer_class.__name__}" in caplog.messages[0]
+        assert reason in caplog.messages[0]
 
 
 # --- What the user sees -----------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import math
 import socket
+from functools import partial
 
 import pytest
 import torch
@@ -13,10 +14,12 @@ from rollcorr import Monitor, RolloutSample, read_rollout_log, read_run
 from rollcorr.config import IncompatibleSamplingError, InertOptionWarning, RolloutCorrectionConfig, SamplingSpec
 from rollcorr.engines import GenerationSettings, TransformersEngine
 from rollcorr.integrations.trl import RolloutCorrectionMixin, attach
+from rollcorr.integrations.trl.loss_check import check_loss
 
 pytest.importorskip("trl", reason="TRL is not installed; `make test-trl` runs these tests in an environment of its own")
 pytestmark = pytest.mark.filterwarnings("ignore", "error::rollcorr.config.InertOptionWarning")  # others' code warns
 
+from torch.nn.utils import parameters_to_vector  # noqa: E402
 from trl import GRPOTrainer  # noqa: E402
 from trl_cases import (  # noqa: E402
     EOS,
@@ -30,6 +33,7 @@ from trl_cases import (  # noqa: E402
     prompts,
     replayed,
     rloo_trainer,
+    tiny_model,
     with_options,
 )
 
@@ -59,6 +63,143 @@ def test_loss_and_gradient_equal_those_of_trl(trainer, loss_type, mode, upper, l
     batch = trainer._generate_and_score_completions(prompts())
     assert own_batch["importance_sampling_ratio"].unique().numel() > 1  # the options act on this batch
     assert_equal(loss_and_gradient(trainer, batch), loss_and_gradient(trainer, own_batch))
+
+
+def weights_after_sgd(trainer, generate, steps=3):
+    """The weights after some steps from the same start, and how far they are from it."""
+    model = trainer.model
+    model.load_state_dict(tiny_model().state_dict())
+    model.train()
+    start = parameters_to_vector(model.parameters()).detach().clone()
+    trainer.current_gradient_accumulation_steps = 1
+    for _ in range(steps):
+        trainer.compute_loss(model, generate(prompts())).backward()
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight -= 0.5 * weight.grad
+        model.zero_grad()
+    end = parameters_to_vector(model.parameters()).detach().clone()
+    return end, (end - start).abs().max()
+
+
+@pytest.fixture(scope="module")
+def sgd_trainer(tmp_path_factory):
+    return attach(grpo_trainer(tmp_path_factory.mktemp("sgd")))
+
+
+@pytest.mark.parametrize("missing", [False, True])
+@pytest.mark.parametrize(("loss_type", "mode"), CASES)
+def test_measuring_trains_the_weights_of_trl(sgd_trainer, loss_type, mode, missing):
+    ids, log_probs = completions()
+    log_probs[1][0] = None if missing else log_probs[1][1]
+    trainer = replayed(sgd_trainer, ids, log_probs)
+    with_options(trainer, mode, 1.3, 0.6)
+    trainer.loss_type = loss_type
+    of_trl = partial(GRPOTrainer._generate_and_score_completions, trainer)
+    theirs, moved = weights_after_sgd(trainer, of_trl)
+    assert moved > 1e-3
+    for config in ("measure", "disabled"):
+        attach(trainer, config)
+        ours, _ = weights_after_sgd(trainer, trainer._generate_and_score_completions)
+        assert torch.equal(ours, theirs)
+
+
+PARTS = [
+    {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.6_1.6"},
+    {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.6_1.6", "normalizer": "original"},
+    {"rollout_is": "token", "nonfinite": "neutral"},
+]
+VARIANTS = [{}, {"importance_sampling_level": "sequence"}, {"top_entropy_quantile": 0.5}, {"use_vllm": False}]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_every_loss_of_trl_reads_the_correction(sgd_trainer, loss_type, variant, caplog, monkeypatch):
+    trainer = replayed(sgd_trainer, *completions())
+    for name, value in variant.items():
+        monkeypatch.setattr(trainer, name, value)
+    trainer.loss_type = loss_type
+    batch = GRPOTrainer._generate_and_score_completions(trainer, prompts())
+    batch.setdefault("old_per_token_logps", torch.zeros_like(batch["completion_mask"], dtype=torch.float32))
+    before = torch.random.get_rng_state(), {name: list(values) for name, values in trainer._metrics["train"].items()}
+    for options in PARTS:
+        check_loss(trainer, batch, RolloutCorrectionConfig(**options))
+    assert "could not check" not in caplog.text
+    assert torch.equal(torch.random.get_rng_state(), before[0])
+    assert dict(trainer._metrics["train"]) == before[1]
+    assert all(weight.grad is None for weight in trainer.model.parameters())
+
+
+def test_rloo_reads_the_correction(tmp_path, caplog):
+    trainer = replayed(rloo_trainer(tmp_path), *completions())
+    config = {"rollout_is": "sequence", "rollout_rs": "seq_max_k2", "rollout_rs_threshold": 0.3}
+    attach(trainer, config)._generate_and_score_completions(prompts())
+    assert trainer._loss_was_checked
+    assert "could not check" not in caplog.text
+
+
+class OmittingTrainer(GRPOTrainer):
+    """GRPO with a loss of its own that lacks one part of the correction."""
+
+    omitted = ""
+
+    def _compute_loss(self, model, inputs):
+        without = {
+            "importance_sampling_ratio": torch.ones_like(inputs["advantages"])[:, None],
+            "tool_mask": torch.ones_like(inputs["completion_mask"]),
+            "num_items_in_batch": inputs["completion_mask"].sum(),
+        }
+        return super()._compute_loss(model, inputs | {self.omitted: without[self.omitted]})
+
+
+@pytest.mark.parametrize("omitted", ["importance_sampling_ratio", "tool_mask", "num_items_in_batch"])
+def test_a_run_with_an_omitted_part_ends_before_its_first_update(omitted, tmp_path):
+    trainer = replayed(grpo_trainer(tmp_path, OmittingTrainer, max_steps=2), *completions())
+    trainer.omitted = omitted
+    before = parameters_to_vector(trainer.model.parameters()).clone()
+    with pytest.raises(ValueError, match=f"the loss of OmittingTrainer .*does not apply '{omitted}'"):
+        attach(trainer, PARTS[0]).train()
+    assert torch.equal(parameters_to_vector(trainer.model.parameters()), before)
+    assert trainer.state.global_step == 0
+
+
+@pytest.mark.parametrize("with_vllm", [True, False])
+def test_gmpo_is_refused_with_weights(with_vllm, tmp_path):
+    """Its loss reads no weights, and mixes the rows of advantages of (8, 8)."""
+    gmpo = pytest.importorskip("trl.experimental.gmpo")
+    ids, log_probs = [[5] * 8 for _ in range(8)], [[-3.0] * 8 for _ in range(8)]
+
+    def rollout(given, trainer):
+        prompt_ids = [trainer.processing_class(text)["input_ids"] for text in given]
+        return {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": log_probs}
+
+    def make():
+        options = {"max_completion_length": 8, "loss_type": "grpo"}
+        rollouts = {} if with_vllm else {"rollout_func": rollout}
+        trainer = grpo_trainer(tmp_path, gmpo.GMPOTrainer, rollouts, config_class=gmpo.GMPOConfig, **options)
+        return replayed(trainer, ids, log_probs) if with_vllm else trainer
+
+    attach(make(), {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.5})._generate_and_score_completions(
+        prompts()
+    )
+    with pytest.raises(
+        ValueError, match=f"GMPOTrainer.*'{'importance_sampling_ratio' if with_vllm else 'advantages'}'"
+    ):
+        attach(make(), "tis")._generate_and_score_completions(prompts())
+
+
+@pytest.mark.parametrize("make", [grpo_trainer, rloo_trainer])
+def test_measuring_a_whole_run_changes_no_weight(make, tmp_path):
+    """Also where the policy moves within a generation batch."""
+    ids, log_probs = completions()
+    options = {"max_steps": 3, "num_iterations": 2, "optim": "sgd", "learning_rate": 0.5}
+    ends = []
+    for config in (None, "measure"):
+        trainer = replayed(make(tmp_path, **options), ids, log_probs)
+        trainer = trainer if config is None else attach(trainer, config)
+        trainer.train()
+        ends.append(parameters_to_vector(trainer.model.parameters()))
+    assert torch.equal(*ends)
 
 
 def test_with_rollout_func_the_loss_is_what_trl_computes_with_vllm(trainer, tmp_path):

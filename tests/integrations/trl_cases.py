@@ -57,11 +57,11 @@ def settings(**options):
     return fixed | options
 
 
-def grpo_trainer(folder, trainer_class=GRPOTrainer, trainer_options=None, **options):
+def grpo_trainer(folder, trainer_class=GRPOTrainer, trainer_options=None, config_class=GRPOConfig, **options):
     return trainer_class(
         tiny_model(),
         reward_funcs=even_ids,
-        args=GRPOConfig(str(folder), **settings(**options)),
+        args=config_class(str(folder), **settings(**options)),
         train_dataset=Dataset.from_list([{"prompt": f"w{number} w{number + 1}"} for number in range(16)]),
         processing_class=tiny_tokenizer(),
         **(trainer_options or {}),

@@ -75,6 +75,14 @@ class StandInTrainer:
         rewards[1::2, 1] = rewards[-1] = float("nan")
         return rewards
 
+    def compute_loss(self, model, inputs):
+        log_prob = self._get_per_token_logps_and_entropies(
+            model, inputs["completion_ids"], inputs["completion_mask"], inputs["completion_ids"].shape[1]
+        )[0]
+        self._metrics["train"]["entropy"].append(1.0)
+        multiplies = self.use_vllm and self.vllm_importance_sampling_correction
+        return trl_loss(self.loss_type, inputs, log_prob, multiplies=multiplies)
+
     def training_step(self, model, inputs, num_items_in_batch=None):
         return torch.tensor(0.25)
 
@@ -127,6 +135,13 @@ class StandInRLOOTrainer(StandInTrainer):
             self.model, batch["completion_ids"], batch["completion_mask"], 7
         )
         return batch | {"old_logps": (old * batch["completion_mask"]).sum(1)}
+
+    def compute_loss(self, model, inputs):
+        mask = inputs["completion_mask"]
+        log_prob = self._get_per_token_logps_and_entropies(model, inputs["completion_ids"], mask, mask.shape[1])[0]
+        ratio = ((log_prob * mask).sum(1) - inputs["old_logps"]).exp()
+        clipped = ratio.clamp(1 - OPTIONS.epsilon_low, 1 + OPTIONS.epsilon_high)
+        return -torch.min(ratio * inputs["advantages"], clipped * inputs["advantages"]).mean()
 
 
 def trl_loss(loss_type, batch, log_prob, *, multiplies):

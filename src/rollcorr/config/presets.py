@@ -17,8 +17,8 @@ from rollcorr.config.checks import nearest
 from rollcorr.config.criteria import join_band
 
 START_WITH = (
-    "Start with `measure`: it changes no loss. A few dozen steps later its numbers say whether a correction is needed, "
-    "and which one (docs/guides/choosing.md)."
+    "Start with `measure`: it changes no loss. A framework's own correction stays in force. A few dozen steps "
+    "later its numbers say whether a correction is needed, and which one (docs/guides/choosing.md)."
 )
 """What a newcomer should read before the list."""
 

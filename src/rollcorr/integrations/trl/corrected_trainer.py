@@ -21,17 +21,20 @@ from rollcorr.correction import correct
 from rollcorr.correction.process_groups import HEADER, filled_blocks, gather_marked, number_of
 from rollcorr.engines import Engine
 from rollcorr.integrations.trl.generation_batch import (
-    DIVISORS,
-    MASK_COUNTING_LOSSES,
+    AppliedCorrection,
     check_config,
-    rejects,
+    is_rloo,
+    loss_type_of,
+    needs_count,
+    remove_trl_weights,
     tokens_in_loss,
-    write_to_grpo_batch,
-    write_to_rloo_batch,
+    write_to_batch,
 )
 from rollcorr.integrations.trl.importance_sampling_options import config_from_trl
+from rollcorr.integrations.trl.loss_check import check_loss
 from rollcorr.integrations.trl.monitored_steps import MonitoredSteps, asked_of_monitor
 from rollcorr.integrations.trl.sampling_backends import EngineGeneration, GenerationRecorder
+from rollcorr.integrations.trl.start_up_line import start_up_line
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -40,8 +43,6 @@ if TYPE_CHECKING:
     from rollcorr.monitor import Monitor
 
 logger = logging.getLogger(__name__)
-
-THE_POLICY = "the policy itself"  # what samples where there is neither vLLM nor an engine
 
 AGREEMENT = -number_of("ranks without log-probs")
 """Mark of the exchange in which the ranks agree whether a batch is corrected."""
@@ -72,6 +73,7 @@ class RolloutCorrectionMixin:
             `vllm_importance_sampling_*` options say (`config_from_trl`).
         rollout_engine: an engine that samples in the place of vLLM. Leave `use_vllm` out then.
         rollout_monitor: counts, logs and judges each step of the trainer; see `attach`.
+        disable_trl_correction: disable TRL's own weights, also with a configuration that only measures; see `attach`.
         args: TRL's, handed on.
         kwargs: TRL's, handed on.
 
@@ -83,6 +85,8 @@ class RolloutCorrectionMixin:
     _correction_config: RolloutCorrectionConfig
     _correction_statistics: dict[str, Statistics]
     _reported_ranks: set[str]
+    _disable_trl_correction: bool
+    _loss_was_checked: bool
     _token_log_prob: Tensor | None
     _awaits_token_log_prob: bool
     _monitored_steps: MonitoredSteps | None
@@ -94,16 +98,18 @@ class RolloutCorrectionMixin:
         rollout_correction: Asked = None,
         rollout_engine: Engine | None = None,
         rollout_monitor: Monitor | None = None,
+        disable_trl_correction: bool = False,
         **kwargs: Any,  # noqa: ANN401
     ) -> None:
         super().__init__(*args, **kwargs)
+        self._disable_trl_correction = disable_trl_correction
         asked = asked_of_monitor(rollout_correction, rollout_monitor)
         parts = _parts(self, asked, rollout_engine, rollout_monitor)
         _start(self, *parts, asked=asked)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL's batch, with the correction in it."""
-        self._awaits_token_log_prob = _is_rloo(self)
+        self._awaits_token_log_prob = is_rloo(self)
         batch: dict[str, Any] = cast("Any", super())._generate_and_score_completions(inputs)
         _correct_batch(self, batch)
         self._token_log_prob = None
@@ -153,13 +159,21 @@ class RolloutCorrectionMixin:
 
 
 def attach(
-    trainer: Trainer, config: Asked = None, *, engine: Engine | None = None, monitor: Monitor | None = None
+    trainer: Trainer,
+    config: Asked = None,
+    *,
+    engine: Engine | None = None,
+    monitor: Monitor | None = None,
+    disable_trl_correction: bool | None = None,
 ) -> Trainer:
     """Correct the batches of a trainer that exists already. Call it before `trainer.train()`.
 
-    The trainer's class becomes a subclass of its own with `RolloutCorrectionMixin`. One line of the log says what is
-    active. Give everything in one call. A second call replaces what it is given and keeps the rest: configuration,
-    engine and Monitor.
+    The trainer's class becomes a subclass of its own with `RolloutCorrectionMixin`. One line of the log states the
+    correction, and TRL's own before and after. Give everything in one call. A second call replaces what it is given and
+    keeps the rest.
+
+    A configuration with weights or rejection replaces TRL's own correction. One that only measures changes nothing:
+    mask, counts and loss are TRL's, bit for bit, and so is its own correction.
 
     Args:
         trainer: a `GRPOTrainer` or `RLOOTrainer`, or one derived from them.
@@ -168,6 +182,8 @@ def attach(
         engine: an engine that samples in the place of vLLM. Build the trainer without `use_vllm` then.
         monitor: a `rollcorr.Monitor`, made after the trainer, on every rank. Every optimizer step of the trainer is
             a step of it, with the correction of its batch, its rewards, its loss, and TRL's own metrics as `trl/…`.
+        disable_trl_correction: True disables TRL's own weights (`vllm_importance_sampling_correction`), also with a
+            configuration that only measures; defaults to the earlier call's value, then to False.
 
     Returns:
         The trainer.
@@ -175,7 +191,8 @@ def attach(
     Raises:
         TypeError: it has no `_generate_and_score_completions`, so it is none of TRL's online trainers.
         ValueError: TRL's loss cannot do what the configuration asks for, the engine cannot sample for this trainer, or
-            the Monitor was made with another configuration, or for other ranks.
+            the Monitor was made with another configuration, or for other ranks. Before its first update, the training
+            raises one if the loss of a subclass does not read the correction.
     """
     if not hasattr(trainer, "_generate_and_score_completions"):
         raise TypeError(
@@ -193,6 +210,9 @@ def attach(
         plain = type(trainer)
         names = {"_named_by_user": plain.__name__}
         trainer.__class__ = type(f"Corrected{plain.__name__}", (RolloutCorrectionMixin, plain), names)
+    if disable_trl_correction is None:
+        disable_trl_correction = getattr(trainer, "_disable_trl_correction", False)
+    trainer._disable_trl_correction = disable_trl_correction
     _start(trainer, *parts, asked=asked)
     return trainer
 
@@ -237,6 +257,7 @@ def _start(
 
     trainer._correction_asked, trainer._correction_config = asked, config
     trainer._correction_statistics, trainer._reported_ranks = {}, set()
+    trainer._loss_was_checked = False
     trainer._token_log_prob, trainer._awaits_token_log_prob = None, False
 
     if generation is not None:
@@ -246,11 +267,11 @@ def _start(
 
         # "colocate" would ask vLLM itself how long a prompt may be, and any other mode asks the model's configuration.
         trainer.vllm_mode = "rollcorr"
-    if _is_rloo(trainer) and trainer.use_vllm and not isinstance(trainer.vllm_generation, GenerationRecorder):
+    if is_rloo(trainer) and trainer.use_vllm and not isinstance(trainer.vllm_generation, GenerationRecorder):
         trainer.vllm_generation = GenerationRecorder(trainer.vllm_generation)
 
     if trainer.accelerator.is_main_process:
-        logger.warning("%s", _start_up_line(trainer))
+        logger.warning("%s", start_up_line(trainer))
 
 
 def _checked_config(trainer: Trainer, asked: Asked) -> RolloutCorrectionConfig:
@@ -258,7 +279,7 @@ def _checked_config(trainer: Trainer, asked: Asked) -> RolloutCorrectionConfig:
         config = config_from_trl(trainer.args)
     else:
         config = resolve(asked) or RolloutCorrectionConfig.preset("measure")
-    return check_config(config, _loss_type(trainer))
+    return check_config(config, loss_type_of(trainer))
 
 
 def _correct_batch(trainer: Trainer, batch: dict[str, Any]) -> None:
@@ -271,20 +292,31 @@ def _correct_batch(trainer: Trainer, batch: dict[str, Any]) -> None:
         _report_missing(trainer, missing)
         return
 
-    if "old_per_token_logps" not in batch and not _is_rloo(trainer):
-        batch["old_per_token_logps"] = _old_log_prob(trainer, batch)
-    old = trainer._token_log_prob if _is_rloo(trainer) else batch["old_per_token_logps"]
+    config, steps, mask = trainer._correction_config, trainer._monitored_steps, tokens_in_loss(batch)
+    old = trainer._token_log_prob if is_rloo(trainer) else batch.get("old_per_token_logps")
+    if old is None:
+        old = _old_log_prob(trainer, batch)
+
+        # Without them TRL's ratio is exactly 1, and a measurement must not round it.
+        if not config.only_measures:
+            batch["old_per_token_logps"] = old
+
+    # A loss that would ignore the correction ends the run before its first update.
+    if not (config.only_measures or trainer._loss_was_checked) and _mode(trainer) == "train":
+        check_loss(trainer, batch, config)
+        trainer._loss_was_checked = True
 
     # Outside the mask TRL's own ratio is 1 as well, and VESPO takes its log there.
-    config, steps, mask = trainer._correction_config, trainer._monitored_steps, tokens_in_loss(batch)
     if steps is not None and _mode(trainer) == "train":
         correction = steps.correct(batch, old, rollout, mask)
     else:
         correction = correct(old, rollout, mask, config, group=_group(), fill=1.0, densities=True)
-    if _is_rloo(trainer):
-        write_to_rloo_batch(batch, correction)
-    else:
-        write_to_grpo_batch(batch, correction, trainer.loss_type, multiplies=_multiplies(trainer))
+    if not config.only_measures:
+        divisor = correction.denominators().tokens if needs_count(config, loss_type_of(trainer)) else None
+        applied = AppliedCorrection(correction.loss_weights, correction.loss_mask, correction.sequence_kept, divisor)
+        write_to_batch(trainer, batch, applied, config)
+    elif trainer._disable_trl_correction:
+        remove_trl_weights(trainer, batch)
 
     # Statistics merge exactly. So what is logged is that of all tokens since the last call, not a mean of means.
     statistics, mode = correction.statistics, _mode(trainer)
@@ -295,7 +327,7 @@ def _correct_batch(trainer: Trainer, batch: dict[str, Any]) -> None:
 
 def _rollout_log_prob(trainer: Trainer, batch: dict[str, Any]) -> Tensor | None:
     """What the sampler gave the completions, (B, T); NaN where it gave nothing. None if it reported none."""
-    if not _is_rloo(trainer):
+    if not is_rloo(trainer):
         return batch.get("sampling_per_token_logps")
     recorder = getattr(trainer, "vllm_generation", None)
     return recorder.padded(batch["completion_mask"]) if isinstance(recorder, GenerationRecorder) else None
@@ -308,7 +340,10 @@ def _old_log_prob(trainer: Trainer, batch: dict[str, Any]) -> Tensor:
     """
     in_training = _mode(trainer) == "train"
     rows = trainer.args.per_device_train_batch_size if in_training else trainer.args.per_device_eval_batch_size
-    with torch.no_grad():
+    # Dropout must not shift the random numbers of the training.
+    device = batch["completion_ids"].device
+    devices = [] if device.type == "cpu" else [device]
+    with torch.no_grad(), torch.random.fork_rng(devices, device_type="cuda" if not devices else device.type):
         scores = trainer._get_per_token_logps_and_entropies(
             trainer.model,
             torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
@@ -321,22 +356,8 @@ def _old_log_prob(trainer: Trainer, batch: dict[str, Any]) -> Tensor:
     return old
 
 
-def _multiplies(trainer: Trainer) -> bool:
-    """Whether TRL multiplies its loss by `importance_sampling_ratio`. VESPO reads it in any case."""
-    return bool(trainer.use_vllm and trainer.vllm_importance_sampling_correction)
-
-
 def _mode(trainer: Trainer) -> str:
     return "train" if trainer.model.training else "eval"
-
-
-def _is_rloo(trainer: Trainer) -> bool:
-    """RLOO's trainer has no choice of losses."""
-    return not hasattr(trainer, "loss_type")
-
-
-def _loss_type(trainer: Trainer) -> str:
-    return "rloo" if _is_rloo(trainer) else trainer.loss_type
 
 
 def _group() -> ProcessGroup | None:
@@ -384,78 +405,3 @@ def _report_missing(trainer: Trainer, missing: list[int]) -> None:
     elif trainer.accelerator.is_main_process and names not in trainer._reported_ranks:
         trainer._reported_ranks.add(names)
         logger.error("%s", finding)
-
-
-def _start_up_line(trainer: Trainer) -> str:
-    """One line: whose options, which weights, what rejects, what samples, and what the loss is divided by."""
-    config, loss_type = trainer._correction_config, _loss_type(trainer)
-    if trainer._correction_asked is not None:
-        source = "its own configuration"
-    elif _is_rloo(trainer):
-        source = "default, as RLOOTrainer has no options for it"
-    else:
-        source = "TRL's vllm_importance_sampling_* options"
-    name = f"{getattr(trainer, '_named_by_user', type(trainer).__name__)} ({loss_type})"
-    if _sampler_text(trainer) == THE_POLICY:
-        reason = "TRL's own sampler reports no log-probs; set use_vllm=True, or give attach an engine"
-        start = f"rollcorr is attached to {name}, but corrects nothing: {reason}. Configuration"
-    elif _only_measures(config):
-        reason = f"by {source}" if trainer._correction_asked is None else "as configured"
-        start = f"rollcorr is attached to {name} and measures only, {reason}. Configuration"
-    else:
-        start = f"rollcorr corrects {name} by {source}"
-    return (
-        f"{start}: {_weights_text(config)}; {_rejection_text(config)}; sampler: {_sampler_text(trainer)}; "
-        f"the loss is divided by {_divisor_text(config, loss_type)}"
-        + (
-            ""
-            if trainer._monitored_steps is None
-            else f"; steps go to {trainer._monitored_steps.monitor.directory.path}"
-        )
-    )
-
-
-def _only_measures(config: RolloutCorrectionConfig) -> bool:
-    """Whether nothing of it reaches the loss."""
-    return not config.weights_reach_loss and not config.criteria and config.rollout_token_veto_threshold is None
-
-
-def _weights_text(config: RolloutCorrectionConfig) -> str:
-    if config.rollout_is is None:
-        return "no weights"
-    bounds = []
-    if config.is_mode == "icepop":
-        bounds.append(f"0 outside the band {config.rollout_is_threshold}")
-    elif config.is_upper is not None:
-        bounds.append(f"at most {config.is_upper:g}")
-    if config.rollout_is_floor is not None:
-        bounds.append(f"at least {config.rollout_is_floor:g}")
-    text = ", ".join([f"{config.rollout_is} weights", *bounds])
-    return text if config.weights_reach_loss else f"{text}, measured only"
-
-
-def _rejection_text(config: RolloutCorrectionConfig) -> str:
-    parts = [criterion.name for criterion in config.criteria]
-    if config.rollout_token_veto_threshold is not None:
-        parts.append(f"veto below {config.rollout_token_veto_threshold:g}")
-    text = f"rejection by {', '.join(parts)}" if parts else "no rejection"
-    return f"{text}, missing log-probs: {config.nonfinite}"
-
-
-def _sampler_text(trainer: Trainer) -> str:
-    if getattr(trainer, "rollout_func", None) is not None:
-        return "rollout_func"
-    engine = getattr(getattr(trainer, "vllm_generation", None), "engine", None)
-    if engine is not None:
-        return type(engine).__name__
-    return "vLLM" if trainer.use_vllm else THE_POLICY
-
-
-def _divisor_text(config: RolloutCorrectionConfig, loss_type: str) -> str:
-    divisor = DIVISORS.get(loss_type, "what TRL chooses")
-    if config.normalizer == "weights":
-        return "the weights of the kept tokens"
-    keeps_original = config.normalizer == "original" or not rejects(config)
-    if keeps_original and (loss_type in MASK_COUNTING_LOSSES or "kept" in divisor):
-        return divisor.replace("kept", "original")
-    return divisor

@@ -10,13 +10,14 @@ Symbols (docs/reference/notation.md): B sequences, T padded completion length.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
-from rollcorr.correction import Correction
+
+Trainer = Any  # one of TRL's trainers: they are not imported here
 
 # What each of TRL's losses divides by, in the words of the start-up line.
 DIVISORS = {
@@ -32,6 +33,21 @@ DIVISORS = {
 }
 COUNTED_LOSSES = ("cispo", "dapo", "vespo")  # these read num_items_in_batch
 MASK_COUNTING_LOSSES = ("grpo", "sapo", "bnpo")  # these count the mask themselves
+
+
+def is_rloo(trainer: Trainer) -> bool:
+    """Return whether it is an `RLOOTrainer`, which has no choice of losses."""
+    return not hasattr(trainer, "loss_type")
+
+
+def loss_type_of(trainer: Trainer) -> str:
+    """Return TRL's name of the loss, "rloo" for RLOO's."""
+    return "rloo" if is_rloo(trainer) else trainer.loss_type
+
+
+def multiplies(trainer: Trainer) -> bool:
+    """Return whether TRL multiplies its loss by `importance_sampling_ratio`. VESPO reads it in any case."""
+    return bool(trainer.use_vllm and trainer.vllm_importance_sampling_correction)
 
 
 def check_config(config: RolloutCorrectionConfig, loss_type: str) -> RolloutCorrectionConfig:
@@ -72,7 +88,8 @@ def check_config(config: RolloutCorrectionConfig, loss_type: str) -> RolloutCorr
             f"RLOOTrainer's loss cannot leave out single tokens; got rollout_rs={token_criteria[0]!r}. "
             "Use a criterion of a sequence, such as 'seq_max_k2'"
         )
-    return config.with_options(nonfinite="reject_sequence") if config.nonfinite == "reject_token" else config
+    rejects_tokens = config.nonfinite == "reject_token" and not config.only_measures
+    return config.with_options(nonfinite="reject_sequence") if rejects_tokens else config
 
 
 def tokens_in_loss(batch: dict[str, Any]) -> Tensor:
@@ -82,73 +99,107 @@ def tokens_in_loss(batch: dict[str, Any]) -> Tensor:
 
 
 def rejects(config: RolloutCorrectionConfig) -> bool:
-    """Whether anything in the configuration can take a token out of the loss."""
+    """Return whether anything in the configuration can take a token out of the loss."""
     removes_missing = config.nonfinite in ("reject_token", "reject_sequence")
-    return removes_missing or bool(config.criteria) or config.rollout_token_veto_threshold is not None
+    removes = removes_missing or bool(config.criteria) or config.rollout_token_veto_threshold is not None
+    return removes and not config.only_measures
 
 
-def write_to_grpo_batch(batch: dict[str, Any], correction: Correction, loss_type: str, *, multiplies: bool) -> None:
-    """Put the correction into the batch of a `GRPOTrainer`, in place.
+def needs_count(config: RolloutCorrectionConfig, loss_type: str) -> bool:
+    """Return whether the correction changes `num_items_in_batch`, which this loss divides by."""
+    changes = config.normalizer == "weights" or (rejects(config) and config.normalizer != "original")
+    return changes and loss_type in COUNTED_LOSSES
+
+
+def weight_name(trainer: Trainer) -> str:
+    """Return the name of the tensor in TRL's batch that carries the weights."""
+    reads_ratio = not is_rloo(trainer) and (trainer.loss_type == "vespo" or multiplies(trainer))
+    return "importance_sampling_ratio" if reads_ratio else "advantages"
+
+
+def weights_reject(config: RolloutCorrectionConfig, loss_type: str) -> bool:
+    """Return whether a rejected token stays in the mask with weight 0, because the loss divides by its mask."""
+    return rejects(config) and config.normalizer == "original" and loss_type in MASK_COUNTING_LOSSES
+
+
+class AppliedCorrection(NamedTuple):
+    """The parts of a correction that a loss reads.
+
+    Attributes:
+        weights: (B, T), 1 outside the mask; None without weights.
+        kept: (B, T) bool, the tokens that stay in the loss.
+        sequence_kept: (B,) bool.
+        divisor: what the loss is divided by, where `needs_count`.
+    """
+
+    weights: Tensor | None
+    kept: Tensor
+    sequence_kept: Tensor
+    divisor: Tensor | float | None
+
+
+def write_to_batch(
+    trainer: Trainer, batch: dict[str, Any], applied: AppliedCorrection, config: RolloutCorrectionConfig
+) -> None:
+    """Put the correction into a trainer's batch, in place.
 
     Args:
+        trainer: a `GRPOTrainer` or `RLOOTrainer`.
         batch: what `_generate_and_score_completions` returned.
-        correction: of this batch, with `fill=1`.
-        loss_type: TRL's.
-        multiplies: the trainer multiplies its loss by `importance_sampling_ratio`.
+        applied: the correction of this batch.
+        config: its configuration.
     """
-    config, weights = _config_of(correction), correction.loss_weights
-    mask, original = tokens_in_loss(batch), config.normalizer == "original"
+    mask, weights = tokens_in_loss(batch), applied.weights
+    if is_rloo(trainer):
+        _write_to_rloo_batch(batch, applied, mask != 0)
+        return
 
-    if rejects(config) and original and loss_type in MASK_COUNTING_LOSSES:
-        # These losses divide by the mask. So the mask keeps the rejected tokens, and they weigh nothing.
-        rejected = (mask != 0) & ~correction.loss_mask
+    if weights_reject(config, trainer.loss_type):
+        rejected = (mask != 0) & ~applied.kept
         ones = torch.ones_like(mask, dtype=torch.float32)
         weights = (ones if weights is None else weights).masked_fill(rejected, 0.0)
     elif rejects(config):
-        batch["tool_mask"] = correction.loss_mask.to(mask.dtype)
+        batch["tool_mask"] = applied.kept.to(mask.dtype)
 
         # VESPO adds up the logs of all weights without a mask: a token that left the loss leaves that sum too.
-        if weights is not None and loss_type == "vespo":
-            weights = weights.masked_fill(~correction.loss_mask, 1.0)
+        if weights is not None and trainer.loss_type == "vespo":
+            weights = weights.masked_fill(~applied.kept, 1.0)
 
-    if loss_type in COUNTED_LOSSES and (config.normalizer == "weights" or (rejects(config) and not original)):
-        count = torch.as_tensor(correction.denominators().tokens, device=mask.device)
+    if applied.divisor is not None:
+        count = torch.as_tensor(applied.divisor, device=mask.device)
         is_whole = config.normalizer == "kept"
         batch["num_items_in_batch"] = count.to(batch["num_items_in_batch"].dtype if is_whole else torch.float32)
 
-    if loss_type == "vespo" or multiplies:
-        _give_ratio(batch, weights, loss_type, mask)
-    elif weights is not None:
+    if weights is None:
+        remove_trl_weights(trainer, batch)
+    elif weight_name(trainer) == "advantages":
         batch["advantages"] = _per_token(batch["advantages"]) * weights
+    else:
+        batch["importance_sampling_ratio"] = weights
 
 
-def write_to_rloo_batch(batch: dict[str, Any], correction: Correction) -> None:
+def _write_to_rloo_batch(batch: dict[str, Any], applied: AppliedCorrection, mask: Tensor) -> None:
     """Put the correction into the batch of an `RLOOTrainer`, in place: advantages alone, (B,).
 
     The policy ratio and its clipping stay TRL's: −min(r A w, clip(r) A w) = w · −min(r A, clip(r) A), as w ≥ 0.
     """
-    advantages, mask = batch["advantages"], tokens_in_loss(batch) != 0
-    if correction.loss_weights is not None:
+    advantages = batch["advantages"]
+    if applied.weights is not None:
         # All tokens of a sequence have its weight; a sequence without a token has the fill.
         first = mask.int().argmax(dim=1, keepdim=True)
-        advantages = advantages * correction.loss_weights.gather(1, first).squeeze(1)
-    batch["advantages"] = advantages.masked_fill(~correction.sequence_kept, 0.0)
+        advantages = advantages * applied.weights.gather(1, first).squeeze(1)
+    batch["advantages"] = advantages.masked_fill(~applied.sequence_kept, 0.0)
 
 
-def _give_ratio(batch: dict[str, Any], weights: Tensor | None, loss_type: str, mask: Tensor) -> None:
-    """Put weights in the place of TRL's own. Without any, TRL's own must not stay."""
-    if weights is not None:
-        batch["importance_sampling_ratio"] = weights
-    elif loss_type == "vespo":
+def remove_trl_weights(trainer: Trainer, batch: dict[str, Any]) -> None:
+    """Remove TRL's own weights from a batch, in place."""
+    if is_rloo(trainer) or weight_name(trainer) == "advantages":
+        return
+    if trainer.loss_type == "vespo":
         batch.pop("importance_sampling_ratio", None)
     else:
-        batch["importance_sampling_ratio"] = torch.ones_like(mask[:, :1], dtype=torch.float32)
+        batch["importance_sampling_ratio"] = torch.ones_like(batch["completion_mask"][:, :1], dtype=torch.float32)
 
 
 def _per_token(advantages: Tensor) -> Tensor:
     return advantages if advantages.dim() == 2 else advantages.unsqueeze(1)
-
-
-def _config_of(correction: Correction) -> RolloutCorrectionConfig:
-    assert correction.config is not None
-    return correction.config

@@ -1,0 +1,102 @@
+"""The line of the log that `attach` writes: the correction in force, and TRL's own before and after."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.integrations.trl.generation_batch import (
+    DIVISORS,
+    MASK_COUNTING_LOSSES,
+    is_rloo,
+    loss_type_of,
+    multiplies,
+    rejects,
+)
+
+THE_POLICY = "the policy itself"  # what samples where there is neither vLLM nor an engine
+
+Trainer = Any  # one of TRL's trainers: they are not imported here
+
+
+def start_up_line(trainer: Trainer) -> str:
+    """Return one line: whose options, which weights, what rejects and samples, the loss's divisor, TRL's correction.
+
+    Args:
+        trainer: a trainer that was attached to.
+    """
+    config, loss_type = trainer._correction_config, loss_type_of(trainer)
+    if trainer._correction_asked is not None:
+        source = "its own configuration"
+    elif is_rloo(trainer):
+        source = "default, as RLOOTrainer has no options for it"
+    else:
+        source = "TRL's vllm_importance_sampling_* options"
+    name = f"{getattr(trainer, '_named_by_user', type(trainer).__name__)} ({loss_type})"
+    if _sampler_text(trainer) == THE_POLICY:
+        reason = "TRL's own sampler reports no log-probs; set use_vllm=True, or give attach an engine"
+        start = f"rollcorr is attached to {name}, but corrects nothing: {reason}. Configuration"
+    elif config.only_measures:
+        reason = f"by {source}" if trainer._correction_asked is None else "as configured"
+        start = f"rollcorr is attached to {name} and measures only, {reason}. Configuration"
+    else:
+        start = f"rollcorr corrects {name} by {source}"
+    monitored = trainer._monitored_steps
+    steps = "" if monitored is None else f"; steps go to {monitored.monitor.directory.path}"
+    return (
+        f"{start}: {_weights_text(config)}; {_rejection_text(config)}; sampler: {_sampler_text(trainer)}; "
+        f"the loss is divided by {_divisor_text(config, loss_type)}; TRL's own correction: {_trl_text(trainer)}{steps}"
+    )
+
+
+def _weights_text(config: RolloutCorrectionConfig) -> str:
+    if config.rollout_is is None:
+        return "no weights"
+    bounds = []
+    if config.is_mode == "icepop":
+        bounds.append(f"0 outside the band {config.rollout_is_threshold}")
+    elif config.is_upper is not None:
+        bounds.append(f"at most {config.is_upper:g}")
+    if config.rollout_is_floor is not None:
+        bounds.append(f"at least {config.rollout_is_floor:g}")
+    text = ", ".join([f"{config.rollout_is} weights", *bounds])
+    return text if config.weights_reach_loss else f"{text}, measured only"
+
+
+def _rejection_text(config: RolloutCorrectionConfig) -> str:
+    parts = [criterion.name for criterion in config.criteria]
+    if config.rollout_token_veto_threshold is not None:
+        parts.append(f"veto below {config.rollout_token_veto_threshold:g}")
+    text = f"rejection by {', '.join(parts)}" if parts else "no rejection"
+    missing = "left to TRL" if config.only_measures else config.nonfinite
+    return f"{text}, missing log-probs: {missing}"
+
+
+def _sampler_text(trainer: Trainer) -> str:
+    if getattr(trainer, "rollout_func", None) is not None:
+        return "rollout_func"
+    engine = getattr(getattr(trainer, "vllm_generation", None), "engine", None)
+    if engine is not None:
+        return type(engine).__name__
+    return "vLLM" if trainer.use_vllm else THE_POLICY
+
+
+def _divisor_text(config: RolloutCorrectionConfig, loss_type: str) -> str:
+    divisor = DIVISORS.get(loss_type, "what TRL chooses")
+    if config.normalizer == "weights":
+        return "the weights of the kept tokens"
+    keeps_original = config.normalizer == "original" or not rejects(config)
+    if keeps_original and (loss_type in MASK_COUNTING_LOSSES or "kept" in divisor):
+        return divisor.replace("kept", "original")
+    return divisor
+
+
+def _trl_text(trainer: Trainer) -> str:
+    """Return TRL's own correction before, and the state that it has from now on."""
+    if is_rloo(trainer) or not multiplies(trainer):
+        return "none"
+    if not trainer._correction_config.only_measures:
+        state = "replaced"
+    else:
+        state = "disabled" if trainer._disable_trl_correction else "stays"
+    return f"{trainer.args.vllm_importance_sampling_mode}, {state}"
