@@ -19,8 +19,8 @@ def noisy(noise, seed):
     return train, rollout, torch.ones(16, 50, dtype=torch.bool)
 
 
-def leave_run(path, noise, steps=3, start=None):
-    with Monitor(path, "decoupled_token_is", start=start) as monitor:
+def leave_run(path, noise, steps=3, start=None, **options):
+    with Monitor(path, "decoupled_token_is", start=start, **options) as monitor:
         for step in range(steps):
             monitor.correct(*noisy(noise, step))
             monitor.step(reward=float(step))
@@ -155,13 +155,38 @@ def test_a_null_in_the_run_directory_judges_the_run_everywhere(tmp_path):
         run.mkdir()
         assert invoke("null", tmp_path / "source" / "rollouts", "-o", run / "null.json").exit_code == 0
     for run, noise, verdict, code in ((right, 0.01, "healthy", 0), (wrong, 0.05, "unhealthy", 1)):
-        with Monitor(run) as monitor:
+        with Monitor(run, rollouts=RolloutSample()) as monitor:
             for step in range(3):
                 monitor.correct(*noisy(noise, step))
                 monitor.step()
             assert monitor.verdict == verdict
-        for command in (("watch", run, "--once"), ("report", run)):
+        for command in (("watch", run, "--once"), ("report", run), ("check", run)):
             shown = invoke(*command)
             assert (shown.exit_code, verdict in shown.stdout) == (code, True), shown.output
+            assert str(run / "null.json") in shown.stdout.replace("\n", ""), command
         assert json.loads(invoke("compare", run, "--json").stdout)[0]["verdict"] == verdict
-    assert "times that of null.json" in invoke("watch", wrong, "--once").stdout
+        assert json.loads(invoke("compare", run, "--json").stdout)[0]["judged_against"] == str(run / "null.json")
+        assert str(run / "null.json") in invoke("compare", run).stdout.replace("\n", "")
+    assert f"times that of {wrong / 'null.json'}" in invoke("watch", wrong, "--once").stdout
+
+
+def test_check_takes_no_null_where_another_one_counts(tmp_path):
+    """One that is given goes before the run's, and several runs may have several."""
+    run, other = (leave_run(tmp_path / name, 0.01, rollouts=RolloutSample()) for name in ("run", "other"))
+    assert invoke("null", run, "-o", tmp_path / "given.json").exit_code == 0
+    assert invoke("null", run, "-o", run / "null.json").exit_code == 0
+    assert invoke("null", other, "--steps", "1:2", "-o", other / "null.json").exit_code == 0
+
+    def judged_against(*arguments):
+        return json.loads(invoke("check", *arguments, "--json").stdout)["judged_against"]
+
+    assert judged_against(run) == str(run / "null.json")
+    assert judged_against(run, "--null", tmp_path / "given.json") == "given.json"
+    assert judged_against(run, "--null-steps", "1:2") == "steps 1 to 2 of this log"
+    assert judged_against(run / "rollouts") == ""
+    assert judged_against(run, other) == ""
+
+    # A link may lead to a file that is none of the run's.
+    (run / "null.json").unlink()
+    (run / "null.json").symlink_to(tmp_path / "given.json")
+    assert judged_against(run) == ""

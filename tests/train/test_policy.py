@@ -1,12 +1,18 @@
 """The byte tokenizer reads anything; policies load from directories, or say why not."""
 
+import ast
+import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollcorr.engines.transport.weight_folder import read_policy, read_weights
+from rollcorr.train.grpo import engine_null, policy
+from rollcorr.train.grpo.engine_null import EngineNullConfig
 from rollcorr.train.grpo.policy import load_policy, make_byte_tokenizer, make_tiny_policy, save_policy
 from rollcorr.train.model_files import demo_model_directory
 
@@ -78,3 +84,52 @@ def test_exactly_one_source_of_weights_is_needed():
     for path, config in ((None, None), ("demo", {})):
         with pytest.raises(ValueError, match=r"either model.path or model.config"):
             load_policy(path, config=config)
+
+
+@pytest.fixture
+def no_questions(monkeypatch):
+    """Count the questions on the terminal; a job without one would wait for the answer."""
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda *text: asked.append(text) or "n")
+    return asked
+
+
+def with_code(folder, mark):
+    """Make a model's folder one with code of its own, which leaves a mark when it runs."""
+    config = {"model_type": "theirs", "auto_map": {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "code.py").write_text(f"open({str(mark)!r}, 'w').close()\n")
+    return folder
+
+
+@pytest.mark.parametrize("load", ["policy", "null", "weights"])
+def test_a_folder_with_code_is_rejected_without_a_question(micro_policy, tmp_path, no_questions, load):
+    save_policy(micro_policy, tmp_path / "model")
+    weights = read_weights(tmp_path / "model")
+    folder = with_code(tmp_path / "model", tmp_path / "it_ran")
+    null = EngineNullConfig(engine="transformers", model=str(folder))
+    loads = {
+        "policy": lambda: load_policy(str(folder)),
+        "null": lambda: engine_null._load(null, with_tokenizer=False),
+        "weights": lambda: read_policy(folder, weights),
+    }
+    with pytest.raises(ValueError, match="contains custom code"):
+        loads[load]()
+    assert no_questions == []
+    assert not (tmp_path / "it_ran").exists()
+
+
+def test_every_load_forbids_code_of_the_folder():
+    """A new call of transformers or diffusers that says nothing about it would ask on the terminal."""
+    calls = 0
+    for file in (Path(policy.__file__).parents[2]).rglob("*.py"):
+        for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
+                continue
+            owner = call.func.value
+            is_automatic = isinstance(owner, ast.Name) and owner.id.startswith(("Auto", "DiffusionPipeline"))
+            if is_automatic and call.func.attr in ("from_pretrained", "from_config"):
+                given = {keyword.arg: keyword.value for keyword in call.keywords}
+                assert ast.unparse(given["trust_remote_code"]) == "False", f"{file}:{call.lineno}"
+                calls += 1
+    assert calls == 7

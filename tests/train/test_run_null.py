@@ -33,7 +33,7 @@ def test_a_run_measures_what_equal_weights_differ_by_and_is_judged_by_it(micro_c
     assert "null.json: k3" in shown
 
     report = run_health(read_run(tmp_path / "run"))
-    assert (report.verdict, report.judged_against) == ("healthy", "null.json")
+    assert (report.verdict, report.judged_against) == ("healthy", str(tmp_path / "run" / "null.json"))
 
 
 def test_a_null_is_written_once_and_a_resumed_run_keeps_it(micro_config, tmp_path):

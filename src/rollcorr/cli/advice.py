@@ -80,7 +80,10 @@ def advise_on(
         typer.Argument(help="Rollout logs, or dumps of other frameworks: files, folders or glob patterns."),
     ],
     null: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="What two correct policies differ by here (`rollcorr null`).")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="What two correct policies differ by here (`rollcorr null`). [default: RUN/null.json]"
+        ),
     ] = None,
     rate: Annotated[float, typer.Option(help="Share of healthy sequences that a rejection may cost.")] = 0.05,
     train_column: Annotated[

@@ -82,7 +82,10 @@ def check(
         bool, typer.Option("--diffusion", help="The log-probs are densities of a diffusion sampler.")
     ] = False,
     null: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="What two correct policies differ by here (`rollcorr null`).")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="What two correct policies differ by here (`rollcorr null`). [default: RUN/null.json]"
+        ),
     ] = None,
     null_steps: Annotated[
         str | None,

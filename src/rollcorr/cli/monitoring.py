@@ -38,6 +38,8 @@ def watch(
             from rollcorr.diagnostics.null import noise_beside  # it needs Arrow
 
             null = noise_beside(run)
+        if null is not None:
+            typer.echo(f"judged against {null.source}")
         judge = RunningJudge(null)
         while True:
             new = metrics.new_steps()
@@ -117,6 +119,7 @@ def compare(
             "run": str(run),
             "steps": steps,
             "verdict": report.verdict,
+            "judged_against": report.judged_against,
             "findings": [finding.title for finding in report.warnings],
             "metrics": {
                 name: value if value is not None and math.isfinite(value) else None

@@ -81,6 +81,7 @@ def comparison_table(comparison: RunComparison) -> Table:
     table = Table("", *comparison.names, box=None, padding=(0, 2, 0, 0))
     table.add_row("steps", *map(str, comparison.steps))
     table.add_row("verdict", *(_verdict(report) for report in comparison.reports))
+    table.add_row("judged against", *(report.judged_against or "–" for report in comparison.reports))
     labels = {**STEP_HEADLINES, **HEADLINES}
     for name, values in comparison.values.items():
         table.add_row(labels.get(name, name), *("–" if value is None else format_number(value) for value in values))

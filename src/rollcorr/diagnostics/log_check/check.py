@@ -30,11 +30,12 @@ from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
 from rollcorr.diagnostics.null.null_file import MismatchNull
 from rollcorr.diagnostics.null.other_rows import OtherRows, other_rows
 from rollcorr.diagnostics.null.routing import judge_routing
+from rollcorr.diagnostics.null.run_null import null_beside
 from rollcorr.diagnostics.null.version_cells import judge_versions
 from rollcorr.diagnostics.null.weight_judgment import NOT_JUDGED, WeightJudgment
 from rollcorr.diagnostics.provenance.provenance_findings import Provenance
 from rollcorr.rollout_log import FileLimits, log_files
-from rollcorr.rollout_log.reader import Paths
+from rollcorr.rollout_log.reader import Paths, path_texts
 from rollcorr.run_directory.stored_run import BadInputError
 
 DIAGNOSIS = RolloutCorrectionConfig(
@@ -132,9 +133,10 @@ def check_logs(
         train_column: where π is: old_log_prob or log_prob. None takes old_log_prob where recorded, else log_prob; with
             `bypass_mode` the other way round, because there old_log_prob is a copy of rollout_log_prob.
         diffusion: the log-probs are densities: positive ones are not a finding, and the diffusion rules warn.
-        null: what two correct policies differ by here (`read_null`, `null_of_logs`).
+        null: what two correct policies differ by here (`read_null`, `null_of_logs`). Defaults to the null in the run's
+            directory, if `paths` is one run with `null.json`.
         null_steps: instead, the first and the last step of this log that serve as its null: they are known to be right.
-            With neither, the first steps of a log of 10 steps or more do, and its start stays unjudged.
+            Without any null, the first steps of a log of 10 steps or more do, and its start stays unjudged.
         what_if: also measure what every preset would do, in the same pass.
         batch_size: most rows that a reader has in memory at once; fewer where they are long.
         workers: processes that read. Several are started as new interpreters, so a script that asks for them needs
@@ -158,6 +160,9 @@ def check_logs(
         OSError: there is no cluster at the address, or a worker was killed.
     """
     _check_null(null, null_steps)
+    given = path_texts(paths)
+    beside = null_beside(given[0]) if null is None and null_steps is None and len(given) == 1 else None
+    null = beside or null
     read = read_log(
         paths,
         config,

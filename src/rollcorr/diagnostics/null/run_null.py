@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from rollcorr.diagnostics.health.noise import Noise
@@ -52,8 +53,8 @@ def noise_of(null: MismatchNull, *, is_null: bool = True) -> Noise:
     )
 
 
-def noise_beside(run: str | os.PathLike[str]) -> Noise | None:
-    """The noise of the null in a run's directory; None where there is none, or a link to a file elsewhere.
+def null_beside(run: str | os.PathLike[str]) -> MismatchNull | None:
+    """Return the null in a run's directory, named by its path; None if there is none, or a link to a file elsewhere.
 
     Raises:
         BadInputError: the file cannot be read as a null, or its null is of one side compared with itself.
@@ -61,6 +62,12 @@ def noise_beside(run: str | os.PathLike[str]) -> Noise | None:
     file = RunDirectory(Path(run)).null
     if file.is_symlink() or not file.is_file():
         return None
-    null = read_null(file)
+    null = replace(read_null(file), name=str(file))
     null.check_sides()
-    return noise_of(null)
+    return null
+
+
+def noise_beside(run: str | os.PathLike[str]) -> Noise | None:
+    """Return the noise of the null in a run's directory; None and Raises as in `null_beside`."""
+    null = null_beside(run)
+    return None if null is None else noise_of(null)

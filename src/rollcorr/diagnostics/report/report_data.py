@@ -74,8 +74,7 @@ def _where_tokens_are(run: Run, verdict: HealthReport) -> tuple[str, ...]:
     directory = RunDirectory(run.path)
     if verdict.healthy or not directory.rollouts.is_dir() or not any(directory.rollouts.iterdir()):
         return ()
-    null = f" --null {directory.null}" if directory.null.is_file() and not verdict.diffusion else ""
-    return (f"rollouts are logged: `rollcorr check {run.path}{null}` looks at the tokens, and names causes by them",)
+    return (f"rollouts are logged: `rollcorr check {run.path}` looks at the tokens, and names causes by them",)
 
 
 def check_report(result: CheckResult, *, what_if: bool | None = None) -> ReportData:

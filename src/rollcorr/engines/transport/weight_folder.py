@@ -50,7 +50,9 @@ def read_policy(folder: Path, weights: Mapping[str, torch.Tensor]) -> Any:  # no
     with OwnedFolder("weights") as other, without_progress_bars():
         shutil.copy(folder / "config.json", other)
         save_file({name: tensor.contiguous() for name, tensor in weights.items()}, other / "model.safetensors")
-        return AutoModelForCausalLM.from_pretrained(other, local_files_only=True, dtype=torch.float32)
+        return AutoModelForCausalLM.from_pretrained(
+            other, local_files_only=True, trust_remote_code=False, dtype=torch.float32
+        )
 
 
 @contextlib.contextmanager

@@ -154,7 +154,7 @@ class PipelineEncoder:
         # The transformer and the VAE are loaded elsewhere, and are large.
         left_out = {name: None for name in ("transformer", "vae") if name in _components(directory)}
         try:
-            self.pipeline = DiffusionPipeline.from_pretrained(directory, **left_out)
+            self.pipeline = DiffusionPipeline.from_pretrained(directory, trust_remote_code=False, **left_out)
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ValueError(f"the text encoders of {str(directory)!r} cannot be loaded: {error}") from error
 

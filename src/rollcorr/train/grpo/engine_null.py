@@ -181,10 +181,12 @@ def _load(config: EngineNullConfig, *, with_tokenizer: bool) -> Policy:
             f"--model {config.model}: no config.json there; give a directory written by `save_pretrained`"
         )
     with without_progress_bars():
-        model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True).float()
+        model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, trust_remote_code=False).float()
     if with_tokenizer:
         try:
-            return Policy(model, AutoTokenizer.from_pretrained(directory, local_files_only=True))
+            return Policy(
+                model, AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+            )
         except (OSError, ValueError) as error:
             raise FileNotFoundError(
                 f"--model {config.model}: no tokenizer there for prompts of text; save it beside the model, or give "

@@ -151,8 +151,8 @@ def _from_directory(directory: Path) -> Policy:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with without_progress_bars():
-        model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True).float()
-    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, trust_remote_code=False).float()
+    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
 
     # How it was loaded does not belong to it: saved again, it must be the same file.
     for name in ("is_local", "local_files_only"):
@@ -165,5 +165,5 @@ def _initialize(config: Any, seed: int) -> nn.Module:  # noqa: ANN401
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derived_seed(seed, "weights"))
-        model: nn.Module = AutoModelForCausalLM.from_config(config).float()
+        model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False).float()
     return model
