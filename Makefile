@@ -1,6 +1,6 @@
 .DEFAULT_GOAL := help
 .PHONY: help install demo demo-seeds demo-diffusion demo-diffusion-seeds test test-oldest coverage test-anywhere
-.PHONY: test-slow test-crash test-hostile test-oracle test-triton test-compile calibration test-ray test-arm test-verl
+.PHONY: test-slow test-mutants test-crash test-crash-bugs test-hostile test-oracle test-triton test-compile calibration test-ray test-arm test-verl
 .PHONY: test-trl test-frameworks test-vllm check docs docs-site lock release-check wheels bench gpu-wheels gpu gpu-dry
 .PHONY: laboratory diagnosis diagnosis-vllm study-measured study-measured-quick study-trained clean
 
@@ -111,6 +111,12 @@ test-slow: $(STAMP) ## Fuzz the numbers with 10,000 examples of each property (h
 
 test-crash: $(STAMP) ## Kill runs at every file event and at random times, fill their disk, and compare (half an hour)
 	$(BIN)/python tools/crash/crash_runs.py --jobs 2 $(ARGS)
+
+test-crash-bugs: $(STAMP) ## Plant 18 durability bugs, one at a time, and check that test-crash finds each (ARGS="--bugs NAME" for one)
+	$(BIN)/python tools/crash/planted_bugs.py --jobs 2 $(ARGS)
+
+test-mutants: $(STAMP) ## Make N=40 random small edits, drawn by SEED=0, and print those that no test notices (45 minutes at most; goes on)
+	OMP_NUM_THREADS=1 $(BIN)/python tools/mutants/run_mutants.py --count $(or $(N),40) --seed $(or $(SEED),0) $(ARGS)
 
 test-hostile: $(STAMP) ## Read 4,000 Parquet files with flipped bits (5 minutes); `make test` reads 150
 	ROLLCORR_FLIP_SEEDS=4000 $(BIN)/python -m pytest tests/rollout_log/test_hostile_logs.py -k parquet
