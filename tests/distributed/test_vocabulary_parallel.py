@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.multiprocessing as mp
@@ -44,6 +46,15 @@ def test_all_ranks_get_the_same_bits(results, size, name):
     for rank in range(1, size):
         for one, other in zip(results[rank][size, name, False][0], first, strict=True):
             assert one is None or torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+@pytest.mark.parametrize("bad", [-100, ranks.V])
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_rank_refuses_ids_in_no_slice(results, size, bad):
+    slices = ", ".join(str(pair) for pair in itertools.pairwise(SLICES[size]))
+    for rank in range(SIZE):
+        assert f"token_ids contains {bad} at index 4" in results[rank][size, bad]
+        assert f"in a rank's slice: {slices}" in results[rank][size, bad]
 
 
 def test_the_reference_needs_the_whole_head():

@@ -47,8 +47,24 @@ def computed(name: str, *, size: int = 1, rank: int = 0, group: Any = None, accu
     return tuple(None if x is None else x.detach() for x in result), [gradients[0], into, *gradients[1:]]
 
 
+def refused(id_: int, *, size: int, rank: int, group: Any) -> str:
+    """What a rank says of an id that is in no slice, and of the same id outside of the mask."""
+    first, stop = SLICES[size][rank : rank + 2]
+    ids = IDS.clone()
+    ids[4] = id_
+    operands = torch.ones(N, D), torch.ones(stop - first, D), ids
+    linear_log_prob(*operands, mask=torch.arange(N) != 4, vocab_group=group, first_id=first)
+    try:
+        linear_log_prob(*operands, vocab_group=group, first_id=first)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def scenarios(rank: int, groups: dict[int, Any]) -> Iterator[tuple[Any, Any]]:
     for size, group in groups.items():
+        for id_ in (-100, V):
+            yield (size, id_), refused(id_, size=size, rank=rank % size, group=group)
         for name in FORMS:
             for accumulate in (False, True):
                 key = (size, name, accumulate)
