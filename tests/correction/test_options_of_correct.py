@@ -287,3 +287,53 @@ def test_with_options_equals_a_replacement():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert config.with_options() == config
+
+
+# --- Probabilities in place of log-probs ------------------------------------------------------------------------------
+
+LOGS = torch.tensor([[-0.1, -2.0, 0.0], [-1.0, -0.5, -3.0]])
+VALID = torch.tensor([[1, 1, 0], [1, 1, 1]])
+
+
+@per_implementation
+@pytest.mark.parametrize(
+    "mask", [VALID, VALID.bool(), torch.tensor([[0, 0, 0], [1, 1, 1]])], ids=["int", "bool", "row"]
+)
+@pytest.mark.parametrize("wrong", [LOGS.exp(), -LOGS, LOGS.exp() * 0.004], ids=["probability", "negated", "small"])
+def test_probabilities_are_refused_on_either_side(wrong, mask):
+    wrong = wrong + 0.004 * (wrong < 2**-8)
+    for train, rollout, name in ((wrong, LOGS, "train_log_prob"), (LOGS, wrong, "rollout_log_prob")):
+        with pytest.raises(ValueError, match=f"{name} holds probabilities.*{name}.log"):
+            correct(train, rollout, mask, "decoupled_token_is")
+        assert correct(train, rollout, mask, "decoupled_token_is", densities=True).loss_mask.any()
+
+
+@per_implementation
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.zeros(2, 3),
+        torch.full((2, 3), 2**-8),
+        torch.tensor([[0.5, 0.9, 9.0], [0.1, 0.2, -1e-6]]),
+        torch.tensor([[0.5, 0.9, 9.0], [0.1, 0.2, -torch.inf]]),
+        torch.full((2, 3), torch.nan),
+        LOGS[:0],
+    ],
+    ids=["zeros", "bf16 rounding", "one negative", "one impossible", "missing", "empty"],
+)
+def test_other_nonnegative_values_are_no_probabilities(values):
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])[: len(values)]
+    for train, rollout in ((values, LOGS[: len(values)]), (LOGS[: len(values)], values), (values, values)):
+        assert correct(train, rollout, mask, "measure").loss_mask.shape == values.shape
+
+
+def test_masked_probabilities_are_never_read():
+    values = torch.tensor([[-1.0, 0.9], [0.9, 0.9]])
+    mask = torch.tensor([[1, 0], [0, 0]])
+    assert correct(values, values, mask, "measure").loss_mask.sum() == 1
+
+
+def test_ordinary_log_probs_take_no_second_pass(monkeypatch):
+    """The first sequence's sums are negative, so no token is looked at again."""
+    monkeypatch.setattr(torch.Tensor, "__getitem__", None)
+    correct(LOGS, LOGS, VALID.bool(), "measure", impl="cpu")

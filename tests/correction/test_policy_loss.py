@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from implementations import per_implementation
 
-from rollcorr.config import InertOptionWarning, LossConfig, RolloutCorrectionConfig
+from rollcorr.config import InertOptionWarning, LossConfig, RolloutCorrectionConfig, checks
 from rollcorr.core.aggregation import Denominators
 from rollcorr.core.mergeable_statistics import merge_statistics
 from rollcorr.correction import correct
@@ -502,3 +502,27 @@ def test_apply_is_false_measures_and_leaves_the_loss_unweighted():
     correction = correct(policies.old_log_prob, policies.rollout_log_prob, mask, config)
     weighted = policy_loss(policies, advantages, mask, config=config, correction=correction)
     assert weighted.loss == policy_loss(without_rollout(policies), advantages, mask, config=None).loss
+
+
+# ── no correction ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_rollout_log_probs_without_correction_are_remarked_once():
+    policies, advantages, mask, _ = random_batch(16)
+    checks.warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="no correction: this is plain PPO.*pass correction=correct") as warned:
+        policy_loss(policies, advantages, mask)
+    assert [warning.filename for warning in warned] == [__file__]
+    policy_loss(policies, advantages, mask)  # silent: warnings are errors here
+
+
+@pytest.mark.parametrize("config", [None, "disabled", "measure"])
+def test_plain_ppo_and_measuring_configurations_stay_silent(config):
+    """Warnings are errors here. A configuration that corrects nothing was asked for by name."""
+    policies, advantages, mask, _ = random_batch(17)
+    checks.warn_once.cache_clear()
+    policy_loss(without_rollout(policies), advantages, mask, config=config)
+    if config is not None:
+        policy_loss(policies, advantages, mask, config=config)
+        correction = correct(policies.old_log_prob, policies.rollout_log_prob, mask, config)
+        policy_loss(policies, advantages, mask, correction=correction)

@@ -315,6 +315,17 @@ def overlap(group: Any) -> str:
     return ""
 
 
+def swapped(part: Data, group: Any) -> str:
+    """What a loss says of a slice whose correction had the policies in the other order."""
+    correction = correct(part.rollout, part.old, part.mask, "decoupled_token_is", context_group=group)
+    policies = PolicyLogProbs(log_prob=part.old + 0.1, old_log_prob=part.old, rollout_log_prob=part.rollout)
+    try:
+        policy_loss(policies, part.advantages, part.mask, correction=correction)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def scenarios(rank: int, pairs: list[Any], columns: list[Any]) -> Iterator[tuple[Any, Any]]:
     """Everything that ranks do, under the name that the tests look for."""
     data, world = make_data(), dist.group.WORLD
@@ -334,6 +345,8 @@ def scenarios(rank: int, pairs: list[Any], columns: list[Any]) -> Iterator[tuple
                 yield key, optimizer_step(shard(data, size, place), mode, micro_batch, group)
             part = context_slice(data, size, place, "zig-zag", packed=False)
             yield ("context step", size, mode), optimizer_step(part, mode, 2, context_group=group)
+        part = context_slice(data, size, place, "zig-zag", packed=False)
+        yield ("context swapped", size), swapped(part, group)
         for micro_batch in TRAINER_MICRO_BATCHES if HAS_TRAINER else ():
             yield ("trainer", size, micro_batch), trained(group, micro_batch)
     both = {"group": columns[rank % 2], "context_group": pairs[rank // 2]}

@@ -153,5 +153,10 @@ def test_a_step_of_which_no_rank_keeps_anything_moves_no_weight_on_any_rank(resu
         assert torch.equal(result["parameters"], result["before"])
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_slice_reports_a_swapped_correction(results, size):
+    assert all("are swapped" in results[rank]["context swapped", size] for rank in range(SIZE))
+
+
 def test_groups_that_share_a_second_rank_are_refused(results):
     assert "ranks [1, 2, 3] are in the data-parallel and in the context group" in results[0]["overlap"]

@@ -54,6 +54,16 @@ def test_a_step_has_the_metrics_of_its_correction_and_the_callers_own(tmp_path):
     assert (metrics["loss"], metrics["lr"]) == (0.25, 1e-4)
 
 
+@pytest.mark.parametrize("config", ["tis", {"rollout_is": "token"}])
+def test_a_configuration_for_one_call_names_the_constructor(tmp_path, config):
+    with Monitor(tmp_path, "decoupled_token_is") as monitor:
+        for arguments, options in (((*batch(), config), {}), (batch(), {"config": config})):
+            with pytest.raises(TypeError, match=r"give it to the constructor, Monitor\(run_dir, .*(tis|rollout_is)"):
+                monitor.correct(*arguments, **options)
+        monitor.correct(*batch(), rollout_is_threshold=3.0)
+        assert monitor.step()["rollout_corr/sequence_count"] == 6.0
+
+
 def test_micro_batches_of_any_layout_are_merged(tmp_path):
     train, rollout, mask = batch()
     with Monitor(tmp_path / "whole", CONFIG) as whole, Monitor(tmp_path / "parts", CONFIG) as parts:

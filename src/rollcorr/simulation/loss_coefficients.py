@@ -48,9 +48,7 @@ def loss_coefficients(rows: SequenceRows, config: RolloutCorrectionConfig | None
     if config is not None and config.bypass_mode:
         policies = PolicyLogProbs(log_prob=log_prob, rollout_log_prob=rows.rollout_log_prob)
     else:
-        policies = PolicyLogProbs(
-            log_prob=log_prob, old_log_prob=rows.train_log_prob, rollout_log_prob=rows.rollout_log_prob
-        )
+        policies = PolicyLogProbs(log_prob=log_prob, old_log_prob=rows.train_log_prob)
         if config is not None:
             correction = correct(rows.train_log_prob, rows.rollout_log_prob, rows.mask, config)
 
@@ -84,7 +82,7 @@ def batch_gradient(rows: SequenceRows, config: RolloutCorrectionConfig | None) -
     if config is not None and config.bypass_mode:
         policies = PolicyLogProbs(log_prob=log_probs, rollout_log_prob=rows.rollout_log_prob)
     else:
-        policies = PolicyLogProbs(log_prob=log_probs, old_log_prob=old, rollout_log_prob=rows.rollout_log_prob)
+        policies = PolicyLogProbs(log_prob=log_probs, old_log_prob=old)
         if config is not None:
             correction = correct(old, rows.rollout_log_prob, rows.mask, config)
     output = policy_loss(

@@ -352,7 +352,7 @@ class GrpoTrainer:
         policies = PolicyLogProbs(
             log_prob=scores.log_prob,
             old_log_prob=None if batch.old_log_prob is None else batch.old_log_prob[rows],
-            rollout_log_prob=batch.rollout.rollout_log_prob[rows],
+            rollout_log_prob=None if self.correction_config is None else batch.rollout.rollout_log_prob[rows],
             ref_log_prob=None if batch.ref_log_prob is None else batch.ref_log_prob[rows],
             full_log_prob=scores.full_log_prob,
         )
