@@ -111,6 +111,7 @@ test-slow: $(STAMP) ## Fuzz the numbers with 10,000 examples of each property (h
 
 test-crash: $(STAMP) ## Kill runs at every file event and at random times, fill their disk, and compare (half an hour)
 	$(BIN)/python tools/crash/crash_runs.py --jobs 2 $(ARGS)
+	$(BIN)/python tools/crash/monitor_faults.py && $(BIN)/python tools/crash/monitor_faults.py --ranks 2 --every 8
 
 test-hostile: $(STAMP) ## Read 4,000 Parquet files with flipped bits (5 minutes); `make test` reads 150
 	ROLLCORR_FLIP_SEEDS=4000 $(BIN)/python -m pytest tests/rollout_log/test_hostile_logs.py -k parquet
