@@ -111,6 +111,7 @@ test-slow: $(STAMP) ## Fuzz the numbers with 10,000 examples of each property (h
 
 test-crash: $(STAMP) ## Kill runs at every file event and at random times, fill their disk, and compare (half an hour)
 	$(BIN)/python tools/crash/crash_runs.py --jobs 2 $(ARGS)
+	$(BIN)/python tools/crash/monitor_faults.py && $(BIN)/python tools/crash/monitor_faults.py --ranks 2 --every 8
 
 test-crash-bugs: $(STAMP) ## Plant 18 durability bugs, one at a time, and check that test-crash finds each (ARGS="--bugs NAME" for one)
 	$(BIN)/python tools/crash/planted_bugs.py --jobs 2 $(ARGS)

@@ -1,11 +1,13 @@
 """A Monitor in TRL's loop: each optimizer step is one of its steps, and its directory is read like any other."""
 
+import errno
 import math
 from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
 import torch
+from faulty_disk import Faults, faulty_disk
 from trl_stand_in import StandInRLOOTrainer, StandInTrainer, recorded_batch
 
 from rollcorr import Monitor, RolloutCorrectionConfig, RolloutSample, correct, read_rollout_log, read_run
@@ -142,6 +144,25 @@ def test_alarms_sound_in_the_loop_of_trl(tmp_path, watched):
     trainer.train(4)
     assert heard
     assert monitor.verdict == "unhealthy"
+
+
+@pytest.mark.parametrize(
+    ("number", "first", "count"), [(errno.ENOSPC, 2, 9), (errno.ESTALE, 12, 1), (errno.EMFILE, 5, 40)]
+)
+def test_trl_trains_on_while_the_disk_fails(tmp_path, number, first, count):
+    faults = Faults(number, first, count)
+    with faulty_disk(tmp_path, faults), Monitor(tmp_path, rollouts=RolloutSample()) as monitor:
+        trainer = attach(StandInTrainer(), REJECTING, monitor=monitor)
+        faults.happen = True
+        trainer.train(5)
+        monitor.flush()
+        assert faults.calls >= first, "the disk has failed"
+        faults.happen = False
+    run = read_run(tmp_path)
+    assert [(metrics["step"], metrics["trl/kl"]) for metrics in run.series] == [(n + 1, float(n)) for n in range(5)]
+    assert len({metrics["rollout_corr/token_count"] for metrics in run.series}) == 1
+    assert len([row for part in read_rollout_log(tmp_path) for row in part.to_rows()]) == 5 * 8
+    assert run.remarks == ()
 
 
 def test_either_the_monitor_or_attach_brings_the_configuration(tmp_path, caplog, monitor_in):

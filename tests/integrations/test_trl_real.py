@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 import trl_ranks
+from faulty_disk import ERRORS, Faults, faulty_disk
 from processes import eventually
 
 from rollcorr import Monitor, RolloutSample, read_rollout_log, read_run
@@ -292,6 +293,27 @@ def test_a_monitor_has_for_each_step_what_trl_logs_for_it(make, tmp_path):
     assert len(rows) == 4 * 8
     assert len({row["group_id"] for row in rows}) == 4 * 2
     assert {(row["engine"], row["sampling"]["temperature"]) for row in rows} == {("transformers", trainer.temperature)}
+
+
+@pytest.mark.parametrize("number", ERRORS)
+def test_a_failing_disk_changes_no_weight(tmp_path, number):
+    """The disk fails in the second step, and for a while."""
+    weights, faults = [], Faults(number, 6, 10)
+    for name in ("whole", "failing"):
+        trainer = grpo_trainer(tmp_path / name, max_steps=4)
+        run = tmp_path / f"{name} run"
+        with faulty_disk(run, faults), Monitor(run, rollouts=RolloutSample()) as monitor:
+            attached = attach(trainer, "tis", engine=engine_for(trainer), monitor=monitor)
+            faults.happen = name == "failing"
+            attached.train()
+            monitor.flush()
+            faults.happen = False
+        weights.append({key: value.detach().clone() for key, value in trainer.model.named_parameters()})
+    assert faults.calls > 6, "the disk has failed"
+    whole, failing = (read_run(tmp_path / f"{name} run").series for name in ("whole", "failing"))
+    assert [metrics["loss"] for metrics in failing] == [metrics["loss"] for metrics in whole]
+    assert len(failing) == monitor.steps == 4
+    assert all(torch.equal(value, weights[1][key]) for key, value in weights[0].items())
 
 
 def test_a_corrected_batch_is_cut_into_micro_batches_as_trl_cuts_its_own(tmp_path):

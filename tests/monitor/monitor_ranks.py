@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import warnings
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fault_cases import run_on
+from faulty_disk import Faults
 from torch import Tensor
 
 from rollcorr import Monitor, read_rollout_log
@@ -19,6 +22,12 @@ SIZE = 3
 LENGTHS = (5, 1, 0, 7, 3, 2, 6, 4)
 # Sequences of each rank, in micro-batches: uneven, and one rank has none.
 MICRO_BATCHES: dict[int, tuple[tuple[int, ...], ...]] = {0: ((0, 1), (2,), (3, 4)), 1: (), 2: ((5, 6, 7),)}
+FAULTS = (
+    ("full on the first", (0,), errno.ENOSPC, 9, 6),
+    ("stale on the second", (1,), errno.ESTALE, 4, 20),
+    ("gone on all", (0, 1, 2), errno.EIO, 1, 30),
+)
+"""Name, ranks, error, first call and number of calls that fail."""
 CONFIG = {"rollout_is": "token", "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.05}
 
 
@@ -121,6 +130,16 @@ def refused_on_every_rank(folder: Path) -> str:
     return ""
 
 
+def faulty_runs(folder: Path, rank: int) -> dict[str, Any]:
+    """Three ranks, of which one or all have a disk that fails for a while."""
+    found = {}
+    for name, ranks, number, first, count in FAULTS:
+        faults = Faults(number, first if rank in ranks else 0, count)
+        found[name] = run_on(folder / name, faults, group=dist.group.WORLD)
+        dist.barrier()
+    return found
+
+
 def context_run(folder: Path, rank: int) -> dict[str, Any]:
     """Three ranks hold every third token of the same two sequences."""
     numbers = (3, 6)
@@ -163,6 +182,7 @@ def run(rank: int, path: str) -> None:
         "over ranks": run_of_ranks(folder / "over", rank, over_ranks=True),
         "late": late_numbers(folder / "late", rank),
         "refused": refused_on_every_rank(folder / "micro"),
+        "faults": faulty_runs(folder, rank),
         "context": context_run(folder / "context", rank),
     }
     torch.save(results, folder / f"{rank}.pt")

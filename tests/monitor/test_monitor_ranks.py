@@ -8,6 +8,7 @@ import monitor_ranks
 import pytest
 import torch
 import torch.multiprocessing as mp
+from fault_cases import faults_of
 
 from rollcorr import read_run
 
@@ -91,6 +92,14 @@ def test_the_logs_of_all_ranks_hold_the_rows_that_one_process_keeps(folder, resu
 def test_every_rank_is_told_that_the_directory_is_taken(results):
     for result in results:
         assert "has 2 steps already" in result["refused"]
+
+
+@pytest.mark.parametrize("name", [fault[0] for fault in monitor_ranks.FAULTS])
+def test_ranks_agree_while_a_disk_fails(folder, results, name):
+    runs = [result["faults"][name] for result in results]
+    assert runs[0] == runs[1] == runs[2]
+    assert any("monitor/unwritten_steps" in metrics for metrics in runs[0]) == ("second" not in name)
+    assert faults_of(folder / name, runs[0], ranks=monitor_ranks.SIZE) == []
 
 
 def test_context_slices_are_counted_once_and_logged_whole(folder, results):

@@ -11,7 +11,7 @@ import logging
 import math
 import os
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import ItemsView, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,6 +77,10 @@ class StoredStep(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._places)
+
+    def items(self) -> ItemsView[str, Any]:
+        """Names and values, as a dictionary has them."""
+        return {**dict(zip(self._places, self._numbers, strict=True)), **self._others}.items()
 
     def __repr__(self) -> str:
         return repr(dict(self))

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal, TypedDict
 
 from rollcorr.config import RolloutCorrectionConfig
@@ -115,9 +116,13 @@ def bare_metrics(metrics: Metrics) -> dict[str, float]:
     bare = {}
     for key, value in metrics.items():
         if isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value):
-            prefix = next((p for p in _PREFIXES if key.startswith(p)), "") if key.startswith(_PREFIXES) else ""
-            bare[key.removeprefix(prefix)] = float(value)
+            bare[_bare_name(key)] = float(value)
     return bare
+
+
+@lru_cache(maxsize=4096)
+def _bare_name(name: str) -> str:
+    return name.removeprefix(next((prefix for prefix in _PREFIXES if name.startswith(prefix)), ""))
 
 
 def history_of(series: Sequence[Metrics]) -> list[tuple[int, Mapping[str, float]]]:
