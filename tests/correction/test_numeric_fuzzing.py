@@ -269,7 +269,9 @@ def test_losses_and_gradients_are_finite_and_rejected_tokens_have_none(impl, dat
     policies = PolicyLogProbs(log_prob=leaf, old_log_prob=old, rollout_log_prob=batch.rollout)
     with under_test(impl):
         correction = None if bypass or config is None else correct(batch.train, batch.rollout, batch.mask, config)
-        output = policy_loss(policies, advantages, batch.mask, config=config, loss=loss, correction=correction)
+        output = policy_loss(
+            policies, advantages, batch.mask, config=config, loss=loss, correction=correction, whole_step=True
+        )
     output.loss.backward()
     assert output.loss.isfinite()
     assert leaf.grad.isfinite().all()
