@@ -1,6 +1,5 @@
 """`TrainingStep` in one process: any split gives the gradient of the whole batch, and misuse is an error."""
 
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -243,9 +242,8 @@ def test_a_group_is_a_group_or_local():
 def loss_of_the_tutorial():
     """The function on the page itself."""
     page = Path("docs/tutorials/own_loop.md").read_text(encoding="utf-8")
-    lines = page[page.index("  def own_loss") :].partition("  ```")[0]
     names = {}
-    exec(textwrap.dedent(lines), names)
+    exec(page[page.index("def own_loss") :].partition("```")[0], names)
     return names["own_loss"]
 
 
