@@ -5,7 +5,7 @@ python examples/three_policies_loss.py
 
 import torch
 
-from rollcorr import BypassGradients, PolicyLogProbs, RolloutCorrectionConfig, correct, loss_metrics, policy_loss
+from rollcorr import PolicyLogProbs, RolloutCorrectionConfig, TrainingStep, correct, loss_metrics, policy_loss
 
 generator = torch.Generator().manual_seed(0)
 response_mask = torch.arange(32) < torch.randint(4, 33, (8, 1), generator=generator)
@@ -34,7 +34,7 @@ print("bypass, ppo_clip: PPO on π_θ/μ, which is the importance weight itself;
 drift.grad = None
 config = RolloutCorrectionConfig.bypass_ppo_clip_k3_rs()
 policies = PolicyLogProbs(log_prob=current(), rollout_log_prob=rollout_log_prob)
-output = policy_loss(policies, advantages, response_mask, config=config)
+output = policy_loss(policies, advantages, response_mask, config=config, whole_step=True)
 output.loss.backward()
 print(f"  loss {output.loss.item():.4f}, gradient norm {drift.grad.norm().item():.4f}")
 print("  the same as above: w · r = π_θ/μ as long as nothing is clipped, truncated or rejected")
@@ -42,18 +42,21 @@ print("  the same as above: w · r = π_θ/μ as long as nothing is clipped, tru
 print("bypass, reinforce: −sg(w) log π_θ A, in four micro-batches; what is kept is known after the last")
 drift.grad = None
 config = RolloutCorrectionConfig.bypass_pg_geo_rs_seq_tis(rs_threshold="0.99_1.03")
-with BypassGradients(model, config, response_mask) as step:
+with TrainingStep(model, config) as step:
     for start in range(0, 8, 2):
         rows = slice(start, start + 2)
         policies = PolicyLogProbs(log_prob=current()[rows], rollout_log_prob=rollout_log_prob[rows])
         step.backward(step.policy_loss(policies, advantages[rows], response_mask[rows]))
-    factor = step.finish()  # then clip the gradient and step
-kept = int(step.counts.sequences)
-print(f"  {kept} of 8 sequences kept, factor {factor.item():.4f}, gradient norm {drift.grad.norm().item():.4f}")
+    outcome = step.finish()  # then clip the gradient and step
+print(f"  {outcome.kept_fraction:.0%} of the tokens kept, gradient norm {drift.grad.norm().item():.4f}")
 
 drift.grad = None
 whole = policy_loss(
-    PolicyLogProbs(log_prob=current(), rollout_log_prob=rollout_log_prob), advantages, response_mask, config=config
+    PolicyLogProbs(log_prob=current(), rollout_log_prob=rollout_log_prob),
+    advantages,
+    response_mask,
+    config=config,
+    whole_step=True,
 )
 whole.loss.backward()
 print(f"  in one batch the gradient norm is {drift.grad.norm().item():.4f}")

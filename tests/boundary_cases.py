@@ -110,7 +110,9 @@ def tensors_of(result: Any) -> list[Tensor]:
     if isinstance(result, Correction):
         return [x for x in (result.weights, result.loss_mask, result.sequence_kept) if x is not None]
     if is_dataclass(result):
-        result = [getattr(result, field.name) for field in fields(result) if field.name != "correction"]
+        result = [
+            getattr(result, field.name) for field in fields(result) if field.name not in ("correction", "averaged")
+        ]
     if isinstance(result, tuple | list):
         return [tensor for part in result for tensor in tensors_of(part)]
     return []
@@ -123,7 +125,7 @@ def _plain_ppo(log_prob, old_log_prob, ref_log_prob, advantages, response_mask, 
 
 def _bypass(log_prob, rollout_log_prob, advantages, response_mask, **layout):
     policies = PolicyLogProbs(log_prob=log_prob, rollout_log_prob=rollout_log_prob)
-    return policy_loss(policies, advantages, response_mask, config=BYPASS, **layout)
+    return policy_loss(policies, advantages, response_mask, config=BYPASS, whole_step=True, **layout)
 
 
 def _ppo_clip(log_prob, old_log_prob, advantages, loss_mask, weights, **layout):

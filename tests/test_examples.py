@@ -25,7 +25,7 @@ SHOWN = {
     ],
     "own_training_loop.py": ["step 40: reward 1.00", "within limits: 192 of 192 tokens kept"],
     "merge_micro_batches.py": ["rollout_is_max               whole 2.000000  merged 2.000000  averaged 1.506010"],
-    "three_policies_loss.py": ["5 of 8 sequences kept, factor 1.6000", "policy_kl -0.0200"],
+    "three_policies_loss.py": ["74% of the tokens kept, gradient norm 6.5556", "policy_kl -0.0200"],
     "write_and_check_a_log.py": ["not judged  64 sequences", "exit code 3", "KL is too far from 0", "exit code 1"],
     "convert_old_config.py": [
         "seq_is_rs.yaml: schema 2025-11",

@@ -301,7 +301,8 @@ def test_22_the_behavior_ratio_is_applied_once_in_bypass():
     theta, mu, mask = torch.full((1, 1), math.log(0.3)), torch.full((1, 1), math.log(0.27)), torch.ones(1, 1)
     with pytest.warns(InertOptionWarning, match="rollout_is"):
         config = RolloutCorrectionConfig(rollout_is="token", bypass_mode=True)
-    output = policy_loss(PolicyLogProbs(log_prob=theta, rollout_log_prob=mu), torch.ones(1, 1), mask, config=config)
+    policies = PolicyLogProbs(log_prob=theta, rollout_log_prob=mu)
+    output = policy_loss(policies, torch.ones(1, 1), mask, config=config, whole_step=True)
     assert output.loss.item() == pytest.approx(-0.3 / 0.27, rel=1e-6)
 
 

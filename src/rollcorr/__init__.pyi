@@ -21,15 +21,14 @@ from .core import grpo_advantages as grpo_advantages
 from .core import merge_statistics as merge_statistics
 from .core import rloo_advantages as rloo_advantages
 
-# Losses and what they are divided by.
-from .correction import BypassGradients as BypassGradients
-
 # Weights, loss mask and statistics of a batch.
 from .correction import Correction as Correction
 from .correction import Detail as Detail
+
+# Losses, and the step that divides them.
 from .correction import PolicyLogProbs as PolicyLogProbs
+from .correction import TrainingStep as TrainingStep
 from .correction import correct as correct
-from .correction import count_denominators as count_denominators
 from .correction import loss_metrics as loss_metrics
 from .correction import policy_loss as policy_loss
 

@@ -9,7 +9,7 @@ from implementations import per_implementation
 from rollcorr.config import LossConfig, RolloutCorrectionConfig
 from rollcorr.correction.denominators import count_denominators
 from rollcorr.correction.losses import PolicyLogProbs, policy_loss
-from rollcorr.correction.micro_batches import BypassGradients
+from rollcorr.correction.training_step import TrainingStep
 
 MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 every_mode = pytest.mark.parametrize("mode", MODES)
@@ -72,7 +72,9 @@ def whole_step(rollouts, config, loss):
     """Loss and gradients of one call for everything."""
     model = TinyPolicy()
     policies, entropy = policies_of(model, rollouts)
-    output = policy_loss(policies, rollouts[-2], rollouts[-1], config=config, loss=loss, entropy=entropy)
+    output = policy_loss(
+        policies, rollouts[-2], rollouts[-1], config=config, loss=loss, entropy=entropy, whole_step=True
+    )
     output.loss.backward()
     return output, gradients_of(model)
 
@@ -87,11 +89,11 @@ def add(step, rollouts):
 
 def split_step(rollouts, config, loss, parts=1):
     model = TinyPolicy()
-    with BypassGradients(model, config, rollouts[-1], loss=loss) as step:
+    with TrainingStep(model, config, loss=loss) as step:
         for part in zip(*(x.tensor_split(parts) for x in rollouts), strict=True):
             add(step, part)
-        factor = step.finish()
-    return factor, gradients_of(model), step
+        outcome = step.finish()
+    return outcome, gradients_of(model)
 
 
 def gradients_of(model):
@@ -116,7 +118,13 @@ def assert_same_gradients(actual, expected):
 def test_micro_batches_rescaled_at_the_end_equal_one_big_batch(mode, loss_type, normalizer, regularized, seed, parts):
     rollouts = random_rollouts(seed)
     config, loss = configurations(mode, loss_type, normalizer, regularized)
-    assert_same_gradients(split_step(rollouts, config, loss, parts)[1], whole_step(rollouts, config, loss)[1])
+    (outcome, gradients), (output, expected) = (
+        split_step(rollouts, config, loss, parts),
+        whole_step(rollouts, config, loss),
+    )
+    assert_same_gradients(gradients, expected)
+    assert outcome.loss.item() == pytest.approx(output.loss.item(), rel=1e-12, abs=1e-12)
+    assert (outcome.kept, outcome.total) == (output.loss_mask.sum(), rollouts[-1].sum())
 
 
 @per_implementation
@@ -132,13 +140,12 @@ def test_the_factor_matters_and_leaves_kl_and_entropy_alone(mode):
     )
     apart = torch.autograd.grad(output.regularization, model.first, retain_graph=True)[0]
     diluted = torch.autograd.grad(output.policy_gradient, model.first, retain_graph=True)[0]
-    factor, gradients, step = split_step(rollouts, config, loss)
-    expected = {
-        "token-mean": original.tokens / step.counts.tokens,
+    outcome, gradients = split_step(rollouts, config, loss)
+    factor = {
+        "token-mean": original.tokens / output.counts.tokens,
         "token-sum": torch.ones(()),
-    }.get(mode, original.sequences / step.counts.sequences)
-    assert factor.item() == pytest.approx(expected.item())
-    assert original.tokens > step.counts.tokens
+    }.get(mode, original.sequences / output.counts.sequences)
+    assert outcome.total == original.tokens > output.counts.tokens == outcome.kept
     torch.testing.assert_close(gradients[0], factor * diluted + apart)
 
 
@@ -149,9 +156,9 @@ def test_when_nothing_is_kept_only_kl_and_entropy_are_left(mode, regularized):
     inputs, tokens, rollout_log_prob, *rest = random_rollouts(3)
     rollouts = (inputs, tokens, rollout_log_prob - 50.0, *rest)
     config, loss = configurations(mode, "ppo_clip", "kept", regularized)
-    factor, gradients, step = split_step(rollouts, config, loss, 2)
-    assert step.counts.tokens == 0
-    assert factor == (1.0 if mode == "token-sum" else 0.0)
+    outcome, gradients = split_step(rollouts, config, loss, 2)
+    assert outcome.kept == outcome.kept_fraction == 0
+    assert bool(outcome.skipped) is not regularized
     for gradient in gradients[:2]:
         assert gradient.isfinite().all()
         assert (gradient != 0).any() == regularized
@@ -160,12 +167,12 @@ def test_when_nothing_is_kept_only_kl_and_entropy_are_left(mode, regularized):
 def test_a_step_without_a_token_or_a_micro_batch_has_no_gradient():
     config, loss = configurations("token-mean", "ppo_clip", "kept", True)
     *rollouts, mask = random_rollouts(3)
-    factor, gradients, _ = split_step((*rollouts, torch.zeros_like(mask)), config, loss)
-    assert factor == 0
+    outcome, gradients = split_step((*rollouts, torch.zeros_like(mask)), config, loss)
+    assert outcome.skipped
     assert not any(g.any() for g in gradients if g is not None)
     model = TinyPolicy()
-    with BypassGradients(model, config, mask, loss=loss) as step:
-        assert step.finish() == 0
+    with TrainingStep(model, config, loss=loss) as step:
+        assert step.finish() == (0, 0, 0, True)
     assert gradients_of(model) == [None] * 4
 
 
@@ -175,7 +182,7 @@ def test_packed_sequences_carry_their_offsets():
     config, loss = configurations("seq-mean-token-mean", "reinforce", "kept", True)
     expected = whole_step((inputs, tokens, rollout_log_prob, ref_log_prob, advantages, mask), config, loss)[1]
     offsets, model = torch.arange(0, 31, 5), TinyPolicy()
-    with BypassGradients(model, config, mask.flatten(), loss=loss, cu_seqlens=offsets) as step:
+    with TrainingStep(model, config, loss=loss) as step:
         for rows in torch.arange(6).split(4):
             log_prob, entropy = model(inputs[rows], tokens[rows])
             log_prob, entropy, rollout, reference, advantage, valid = (
@@ -191,13 +198,13 @@ def test_packed_sequences_carry_their_offsets():
 
 def test_gradients_that_are_there_before_are_refused():
     config, loss = configurations("token-mean", "ppo_clip", "kept", False)
-    model, mask = TinyPolicy(), random_rollouts(1)[-1]
+    model = TinyPolicy()
     model.second.grad = torch.zeros_like(model.second)
     with pytest.raises(ValueError, match=r"there are gradients already.*zero_grad\(set_to_none=True\)"):
-        BypassGradients(model, config, mask, loss=loss).__enter__()
+        TrainingStep(model, config, loss=loss).__enter__()
     model.zero_grad()
     model.frozen.grad = torch.ones_like(model.frozen)  # nobody trains it
-    with BypassGradients(model, config, mask, loss=loss) as step:
+    with TrainingStep(model, config, loss=loss) as step:
         step.finish()
 
 
@@ -210,14 +217,15 @@ def test_the_gradient_of_another_loss_is_added_and_not_rescaled(regularized):
     expected = whole_step(rollouts, config, loss)[1]
     for place in range(3):
         model = TinyPolicy()
-        with BypassGradients(model, config, rollouts[-1], loss=loss) as step:
+        with TrainingStep(model, config, loss=loss) as step:
             for i, part in enumerate(zip(*(x.tensor_split(2) for x in rollouts), strict=True)):
                 if i == place:
                     model.second.sum().backward()
                 add(step, part)
             if place == 2:
                 model.second.sum().backward()
-            assert step.finish() > 1
+            outcome = step.finish()
+        assert outcome.kept < outcome.total
         other = [g + 1 if i == 1 else g for i, g in enumerate(expected)]
         assert_same_gradients(gradients_of(model), other)
 
@@ -229,7 +237,7 @@ def test_gradients_stay_in_the_dtype_of_their_parameters(dtype):
     model = TinyPolicy()
     model.first.data, model.second.data = model.first.data.to(dtype), model.second.data.to(dtype)
     inputs, tokens, *rest = rollouts
-    with BypassGradients(model, config, rollouts[-1], loss=loss) as step:
+    with TrainingStep(model, config, loss=loss) as step:
         add(step, (inputs.to(dtype), tokens, *rest))
         step.finish()
     for gradient, expected in zip(gradients_of(model)[:2], whole_step(rollouts, config, loss)[1], strict=False):
@@ -241,27 +249,21 @@ def test_a_step_is_one_block_that_finishes_once():
     rollouts = random_rollouts(4)
     config, loss = configurations("token-mean", "reinforce", "kept", True)
     model = TinyPolicy()
-    step = BypassGradients(model, config, rollouts[-1], loss=loss)
-    with pytest.raises(RuntimeError, match=r"backward\(\) belongs inside `with BypassGradients\(…\) as step:`"):
+    step = TrainingStep(model, config, loss=loss)
+    with pytest.raises(RuntimeError, match=r"policy_loss\(\) belongs inside `with TrainingStep\(…\) as step:`"):
         add(step, rollouts)
     with step:
-        add(step, rollouts)
+        output = add(step, rollouts)
         step.finish()
         with pytest.raises(RuntimeError, match=r"finish\(\) belongs inside .*, before finish\(\) and once per step"):
             step.finish()
         with pytest.raises(RuntimeError, match=r"backward\(\) belongs inside"):
-            add(step, rollouts)
-    with pytest.raises(RuntimeError, match="BypassGradients is for one optimizer step: make another for the next"):
+            step.backward(output)
+    with pytest.raises(RuntimeError, match="TrainingStep is for one optimizer step: make another for the next"):
         step.__enter__()
     model.zero_grad()
     lost = pytest.raises(RuntimeError, match=r"the block ended without finish\(\)")
-    with lost, BypassGradients(model, config, rollouts[-1], loss=loss) as step:
+    with lost, TrainingStep(model, config, loss=loss) as step:
         add(step, rollouts)
-    with pytest.raises(KeyError), BypassGradients(TinyPolicy(), config, rollouts[-1], loss=loss):
+    with pytest.raises(KeyError), TrainingStep(TinyPolicy(), config, loss=loss):
         raise KeyError  # and not the error above
-
-
-@pytest.mark.parametrize("config", ["decoupled_token_is", None])
-def test_a_configuration_that_is_not_in_bypass_mode_is_refused(config):
-    with pytest.raises(ValueError, match="is not in bypass mode, so what is kept is known beforehand"):
-        BypassGradients(TinyPolicy(), config, random_rollouts(1)[-1])

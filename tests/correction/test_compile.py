@@ -99,6 +99,7 @@ def test_a_correction_with_its_loss_is_one_graph(mode, packed, backend):
             config=settings,
             loss=LossConfig(kl_coef=0.1),
             correction=correction,
+            whole_step=True,
             cu_seqlens=cu_seqlens,
         )
         return output.loss, output.statistics.pack(), output.loss_mask, output.counts.tokens, *results

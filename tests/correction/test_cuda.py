@@ -25,8 +25,8 @@ from rollcorr.core.metric_registry import CRITERIA
 from rollcorr.core.sampling import KeptSets
 from rollcorr.correction.denominators import count_denominators, rescaling
 from rollcorr.correction.losses import PolicyLogProbs, policy_loss
-from rollcorr.correction.micro_batches import BypassGradients
 from rollcorr.correction.scoring import actor_entropy, actor_log_prob
+from rollcorr.correction.training_step import TrainingStep
 from rollcorr.diffusion import DiffusionActorConfig, diffusion_loss
 from rollcorr.integrations import verl
 
@@ -175,6 +175,7 @@ def test_a_loss_and_its_gradient_neither_read_nor_send_a_value(mode, aggregation
             config=settings,
             loss=loss,
             correction=correction,
+            whole_step=True,
             entropy=-policies.log_prob,
             cu_seqlens=cu_seqlens,
         )
@@ -192,7 +193,7 @@ def test_a_step_in_bypass_mode_waits_for_nothing(aggregation, empty):
     model = torch.nn.ParameterList([torch.nn.Parameter(tensor())])
     loss = LossConfig(loss_agg_mode=aggregation, kl_coef=0.1)
     with Counts() as counts:
-        with BypassGradients(model, config, mask, loss=loss) as step:
+        with TrainingStep(model, config, loss=loss) as step:
             for _ in range(0 if empty else 2):
                 output = step.policy_loss(policies_of(model[0], log_prob, bypass=True), log_prob, mask)
                 step.backward(output)

@@ -19,7 +19,7 @@ from rollcorr.core.metric_registry import CRITERIA, finalize
 from rollcorr.core.sampling import KeptSets, check_kept_sets, kept_sets_of_support
 from rollcorr.correction.denominators import count_denominators
 from rollcorr.correction.losses import PolicyLogProbs, loss_metrics, policy_loss
-from rollcorr.correction.micro_batches import BypassGradients
+from rollcorr.correction.training_step import TrainingStep
 from rollcorr.kernels.correction.cpu import kernel
 from rollcorr.rollout_log import RolloutBatch
 
@@ -135,12 +135,12 @@ def test_an_optimizer_step_is_the_same(bypass, elsewhere):
 
     def bypass_step():
         model = Shift()
-        with BypassGradients(model, config, mask, loss=loss) as gradients:
+        with TrainingStep(model, config, loss=loss) as gradients:
             log_prob = model()
             output = gradients.policy_loss(policies(log_prob), given["advantages"], mask, entropy=-log_prob)
             gradients.backward(output)
-            factor = gradients.finish()
-        return [output.loss.detach(), model.by.grad, factor], loss_metrics(output.statistics)
+            outcome = gradients.finish()
+        return [output.loss.detach(), model.by.grad, *outcome], loss_metrics(output.statistics)
 
     def decoupled_step():
         model, original = Shift(), count_denominators(mask)

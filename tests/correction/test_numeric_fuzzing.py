@@ -277,7 +277,9 @@ def test_losses_and_gradients_are_finite_and_rejected_tokens_have_none(impl, dat
         if not bypass and config is not None:
             measured = correct(batch.train, batch.rollout, batch.mask, config, densities=True)
             correction = dataclasses.replace(measured)  # without the fingerprint: its old policy is not `old`
-        output = policy_loss(policies, advantages, batch.mask, config=config, loss=loss, correction=correction)
+        output = policy_loss(
+            policies, advantages, batch.mask, config=config, loss=loss, correction=correction, whole_step=True
+        )
     output.loss.backward()
     assert output.loss.isfinite()
     assert leaf.grad.isfinite().all()

@@ -90,10 +90,12 @@ def test_each_mode_puts_three_distinct_policies_in_their_places():
     assert decoupled.loss.item() == pytest.approx(-math.exp(0.15) * math.exp(0.1) * 2, rel=1e-6)
 
     two = bypass_only(policies)
-    ppo = policy_loss(two, advantages, one, config=RolloutCorrectionConfig.bypass_ppo_clip(), loss=wide)
+    ppo = policy_loss(
+        two, advantages, one, config=RolloutCorrectionConfig.bypass_ppo_clip(), loss=wide, whole_step=True
+    )
     assert ppo.loss.item() == pytest.approx(-math.exp(0.25) * 2, rel=1e-6)
 
-    reinforce = policy_loss(two, advantages, one, config="bypass_pg_is", loss=wide)
+    reinforce = policy_loss(two, advantages, one, config="bypass_pg_is", loss=wide, whole_step=True)
     assert reinforce.loss.item() == pytest.approx(-math.exp(0.25) * -1.0 * 2, rel=1e-6)
 
     plain = policy_loss(without_rollout(policies), advantages, one, config=None, loss=wide)
@@ -117,10 +119,10 @@ def test_the_kl_penalty_takes_the_log_probs_over_the_whole_vocabulary():
 @per_implementation
 def test_bypass_ppo_clip_never_applies_the_behavior_ratio_twice():
     policies, advantages, mask, _ = random_batch(0)
-    plain = policy_loss(bypass_only(policies), advantages, mask, config="bypass_ppo_clip")
+    plain = policy_loss(bypass_only(policies), advantages, mask, config="bypass_ppo_clip", whole_step=True)
     with pytest.warns(InertOptionWarning, match="rollout_is='sequence' does not weight the loss in bypass mode"):
         config = RolloutCorrectionConfig(bypass_mode=True, rollout_is="sequence")
-    measured = policy_loss(bypass_only(policies), advantages, mask, config=config)
+    measured = policy_loss(bypass_only(policies), advantages, mask, config=config, whole_step=True)
     assert measured.loss == plain.loss
     assert measured.correction.metrics()["rollout_corr/rollout_is_mean"] != 1.0
 
@@ -129,7 +131,7 @@ def test_bypass_ppo_clip_never_applies_the_behavior_ratio_twice():
 def test_bypass_corrections_are_against_the_current_policy():
     """old == rollout would make every bypass metric 0; the correction here compares π_θ with μ."""
     policies, advantages, mask, _ = random_batch(1)
-    output = policy_loss(bypass_only(policies), advantages, mask, config="bypass_ppo_clip")
+    output = policy_loss(bypass_only(policies), advantages, mask, config="bypass_ppo_clip", whole_step=True)
     expected = (policies.rollout_log_prob - policies.log_prob)[mask].mean().item()
     assert output.correction.metrics()["rollout_corr/kl"] == pytest.approx(expected)
     assert loss_metrics(output.statistics)["actor/policy_kl"] == pytest.approx(expected)
@@ -140,7 +142,9 @@ def test_reinforce_weights_carry_no_gradient():
     policies, advantages, mask, _ = random_batch(2)
     leaf, policies = with_gradient(bypass_only(policies))
     config = RolloutCorrectionConfig.bypass_pg_is()
-    policy_loss(policies, advantages, mask, config=config, loss=loss_config("token-sum")).loss.backward()
+    policy_loss(
+        policies, advantages, mask, config=config, loss=loss_config("token-sum"), whole_step=True
+    ).loss.backward()
     weights = correct(leaf, policies.rollout_log_prob, mask, config).weights.double()
     torch.testing.assert_close(leaf.grad, -(weights * advantages).masked_fill(~mask, 0.0))
 
@@ -150,7 +154,7 @@ def test_reinforce_without_weights_still_rejects():
     policies, advantages, mask, _ = random_batch(3)
     leaf, policies = with_gradient(bypass_only(policies))
     config = RolloutCorrectionConfig.bypass_pg_geo_rs("0.9_1.1")
-    output = policy_loss(policies, advantages, mask, config=config, loss=loss_config("token-sum"))
+    output = policy_loss(policies, advantages, mask, config=config, loss=loss_config("token-sum"), whole_step=True)
     output.loss.backward()
     assert 0 < output.loss_mask.sum() < mask.sum()
     torch.testing.assert_close(leaf.grad, -advantages.masked_fill(~output.loss_mask, 0.0))
@@ -170,7 +174,7 @@ def test_a_missing_rollout_log_prob_never_reaches_the_loss(nonfinite, loss_type)
         correction = correct(policies.old_log_prob, rollout, mask, config)
     else:
         policies = bypass_only(policies)
-    output = policy_loss(policies, advantages, mask, config=config, correction=correction)
+    output = policy_loss(policies, advantages, mask, config=config, correction=correction, whole_step=True)
     output.loss.backward()
     assert output.loss.isfinite()
     assert leaf.grad.isfinite().all()
@@ -204,7 +208,13 @@ def test_neutral_keeps_what_is_missing_out_of_the_ratio(missing, loss_type, poli
         if loss_type is None:
             correction = correct(batch.old_log_prob, batch.rollout_log_prob, mask, config)
         output = policy_loss(
-            batch, advantages, mask, config=config, loss=loss_config("token-sum"), correction=correction
+            batch,
+            advantages,
+            mask,
+            config=config,
+            loss=loss_config("token-sum"),
+            correction=correction,
+            whole_step=True,
         )
         output.loss.backward()
         return output, leaf.grad
@@ -233,7 +243,7 @@ def test_bypass_mode_refuses_what_would_apply_a_ratio_twice_or_be_ignored():
     with pytest.raises(ValueError, match="bypass mode needs rollout_log_prob"):
         policy_loss(PolicyLogProbs(log_prob=policies.log_prob), advantages, mask, config=config)
     same = dataclasses.replace(policies, old_log_prob=policies.rollout_log_prob)
-    assert policy_loss(same, advantages, mask, config=config).loss.isfinite()
+    assert policy_loss(same, advantages, mask, config=config, whole_step=True).loss.isfinite()
 
 
 @per_implementation
@@ -258,7 +268,7 @@ def test_batch_normalisation_over_micro_batches_in_bypass_mode_is_refused():
     config = RolloutCorrectionConfig(
         rollout_is="token", rollout_is_batch_normalize=True, bypass_mode=True, loss_type="reinforce"
     )
-    assert policy_loss(bypass_only(policies), advantages, mask, config=config).loss.isfinite()
+    assert policy_loss(bypass_only(policies), advantages, mask, config=config, whole_step=True).loss.isfinite()
     whole = count_denominators(mask)
     with pytest.raises(ValueError, match="normalizer='weights' instead"):
         policy_loss(bypass_only(policies), advantages, mask, config=config, denominators=whole)
@@ -344,7 +354,7 @@ def test_the_original_normalizer_divides_each_row_by_its_original_length():
     for normalizer, value in expected.items():
         config = rejecting("ppo_clip", normalizer=normalizer)
         loss = loss_config("seq-mean-token-mean")
-        output = policy_loss(policies, torch.ones(2), mask, config=config, loss=loss)
+        output = policy_loss(policies, torch.ones(2), mask, config=config, loss=loss, whole_step=True)
         assert output.loss.item() == pytest.approx(value)
 
 
@@ -399,7 +409,7 @@ def test_packed_equals_padded_and_padding_or_order_changes_nothing(mode, loss_ty
         correction = None
         if loss_type is None:
             correction = correct(policies.old_log_prob, policies.rollout_log_prob, mask, config, **layout)
-        arguments = {"config": config, "loss": loss, "correction": correction, "entropy": entropy}
+        arguments = {"config": config, "loss": loss, "correction": correction, "entropy": entropy, "whole_step": True}
         return policy_loss(policies, advantages, mask, **arguments, **layout).loss
 
     expected = run(policies, advantages, mask, entropy)
@@ -436,7 +446,13 @@ def test_nothing_to_average_gives_zero_loss_and_zero_gradient(mode, normalizer, 
         policies = dataclasses.replace(policies, old_log_prob=log_prob.detach())
         correction = correct(log_prob, far, mask, config)
     output = policy_loss(
-        policies, torch.ones(batch, 4), mask, config=config, loss=loss_config(mode), correction=correction
+        policies,
+        torch.ones(batch, 4),
+        mask,
+        config=config,
+        loss=loss_config(mode),
+        correction=correction,
+        whole_step=True,
     )
     output.loss.backward()
     assert output.loss.item() == 0
@@ -450,7 +466,9 @@ def test_kl_and_entropy_cover_rejected_tokens_and_are_divided_by_all(estimator):
     policies, advantages, mask, entropy = random_batch(11)
     leaf, policies = with_gradient(bypass_only(policies))
     loss = loss_config("token-mean", kl_coef=0.5, kl_estimator=estimator, entropy_coef=0.25)
-    output = policy_loss(policies, advantages, mask, config=rejecting("reinforce"), loss=loss, entropy=entropy)
+    output = policy_loss(
+        policies, advantages, mask, config=rejecting("reinforce"), loss=loss, entropy=entropy, whole_step=True
+    )
     difference = policies.ref_log_prob - leaf.detach()
     kl = {
         "k1": -difference,

@@ -66,7 +66,14 @@ def test_golden_losses_and_gradients_agree(case):
         config = RolloutCorrectionConfig.decoupled_token_is()
         correction = dataclasses.replace(correct(rollout, rollout, mask, config), weights=inputs["weights"])
     output = policy_loss(
-        policies, inputs["advantages"], mask, config=config, loss=loss, correction=correction, denominators=denominators
+        policies,
+        inputs["advantages"],
+        mask,
+        config=config,
+        loss=loss,
+        correction=correction,
+        denominators=denominators,
+        whole_step=denominators is None,
     )
     total = output.loss * batch_info.get("dp_size", 1)
     total.backward()

@@ -14,7 +14,7 @@ from rollcorr.core.mergeable_statistics import merge_statistics
 from rollcorr.core.metric_registry import CRITERIA
 from rollcorr.correction.denominators import count_denominators
 from rollcorr.correction.losses import PolicyLogProbs, policy_loss
-from rollcorr.correction.micro_batches import BypassGradients
+from rollcorr.correction.training_step import TrainingStep
 
 REJECTION = {"rollout_rs": ",".join(CRITERIA), "rollout_rs_threshold": 2.0, "rollout_token_veto_threshold": 1e-4}
 MODES = {
@@ -72,7 +72,7 @@ def test_losses_and_their_gradients_read_nothing(mode, aggregation, packed):
         denominators = correction.denominators()
     bypass = None
     if settings.bypass_mode:
-        bypass = BypassGradients(model, settings, mask, loss=loss, cu_seqlens=cu_seqlens)
+        bypass = TrainingStep(model, settings, loss=loss)
     with bypass or nullcontext():
         for _ in range(2):
             current = log_prob + parameter

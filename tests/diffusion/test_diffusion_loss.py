@@ -10,11 +10,10 @@ from denoising import SCHEDULE, D, Denoiser, evaluate, make_batch, perturbed, ro
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollcorr.config import RolloutCorrectionConfig
-from rollcorr.core.aggregation import Denominators
+from rollcorr.config import LossConfig, RolloutCorrectionConfig
+from rollcorr.correction.training_step import TrainingStep
 from rollcorr.diffusion import (
     DiffusionActorConfig,
-    DiffusionGradients,
     apply_bypass_mode_to_diffusion_batch,
     apply_rollout_correction_to_diffusion_batch,
     diffusion_loss,
@@ -68,18 +67,14 @@ def whole_step(config, batch):
 def split_step(config, batch, parts, *, by_step=False):
     """The same through micro-batches, and one step of the window at a time."""
     model = Denoiser()
-    total = batch["rollout_log_probs"].numel()
-    outputs = []
-    with DiffusionGradients(model, config, total_steps=total) as step:
+    with TrainingStep(model, config) as step:
         for rows in torch.arange(len(batch["steps"])).tensor_split(parts):
             part = rows_of(batch, rows)
             pieces = [step_of(part, j) for j in range(part["steps"].shape[1])] if by_step else [part]
             for piece in pieces:
-                output = diffusion_loss(config, evaluate(model, piece), piece, total_steps=step.total_steps)
-                step.backward(output)
-                outputs.append(output)
+                step.backward(diffusion_loss(config, evaluate(model, piece), piece))
         outcome = step.finish()
-    return outcome, gradient(model), outputs
+    return outcome, gradient(model)
 
 
 def assert_same(actual, expected):
@@ -98,16 +93,13 @@ def test_micro_batches_and_single_steps_give_the_gradient_of_the_whole(
     config = actor(mode, rs_denominator=denominator, loss_mode=loss_mode, kl_coef=0.1)
     batch = prepared(config, seed=seed)
     output, expected = whole_step(config, batch)
-    outcome, actual, outputs = split_step(config, batch, parts, by_step=by_step)
+    outcome, actual = split_step(config, batch, parts, by_step=by_step)
     if outcome.skipped:
         return  # nothing kept: a test of its own
     assert_same(actual, expected)
     assert outcome.kept == output.loss_mask.sum()
     assert outcome.total == 12
-    counts = sum((o.counts for o in outputs), Denominators(0.0, 0.0))
-    assert outcome.factor == pytest.approx(12 / float(counts.tokens))
-    losses = [(outcome.factor * o.policy_gradient + o.regularization).item() for o in outputs]
-    assert sum(losses) == pytest.approx(output.loss.item(), rel=1e-9, abs=1e-12)
+    assert outcome.loss.item() == pytest.approx(output.loss.item(), rel=1e-9, abs=1e-12)
 
 
 @every_denominator
@@ -225,8 +217,8 @@ def test_nothing_kept_is_a_loss_of_0_and_a_step_to_skip(mode):
     assert output.loss.item() == 0.0
     assert all((g == 0).all() for g in gradients)
     model = Denoiser()
-    with DiffusionGradients(model, config, total_steps=12) as step:
-        step.backward(diffusion_loss(config, evaluate(model, batch), batch, total_steps=12))
+    with TrainingStep(model, config) as step:
+        step.backward(diffusion_loss(config, evaluate(model, batch), batch))
         outcome = step.finish()
     assert outcome.skipped
     assert (outcome.kept, outcome.kept_fraction) == (0.0, 0.0)
@@ -240,10 +232,10 @@ def test_too_little_kept_skips_the_step_at_the_configured_fraction():
     for least, skipped in ((fraction - 0.01, False), (fraction, False), (fraction + 0.01, True)):
         config = actor("bypass", min_keep_fraction=least)
         model = Denoiser()
-        with DiffusionGradients(model, config, total_steps=64) as step:
-            step.backward(diffusion_loss(config, evaluate(model, batch), batch, total_steps=64))
+        with TrainingStep(model, config) as step:
+            step.backward(diffusion_loss(config, evaluate(model, batch), batch))
             outcome = step.finish()
-        assert outcome.skipped is skipped
+        assert bool(outcome.skipped) is skipped
         assert outcome.kept_fraction == pytest.approx(fraction)
 
 
@@ -339,8 +331,10 @@ def test_what_a_mode_needs_and_does_not_find_is_named():
         diffusion_loss(actor("bypass"), {"log_probs": output["log_probs"][:, 0]}, batch)
     with pytest.raises(ValueError, match=r"old_log_probs must be \(B, W\) = \(6, 1\) like log_probs; got \(6, 2\)"):
         diffusion_loss(actor("decoupled"), {"log_probs": output["log_probs"][:, :1]}, batch)
-    with pytest.raises(ValueError, match=r"total_steps must be samples × window over every rank, > 0; got 0"):
-        DiffusionGradients(Denoiser(), actor("bypass"), total_steps=0)
+    with pytest.raises(ValueError, match="the loss of denoising steps has its options in config: omit loss"):
+        TrainingStep(Denoiser(), actor("bypass"), loss=LossConfig())
+    with pytest.raises(TypeError, match=r"a diffusion model: call rollcorr\.diffusion\.diffusion_loss"):
+        TrainingStep(Denoiser(), actor("bypass")).policy_loss(None, None, None)
 
 
 def test_nothing_reads_a_value_on_the_way_to_the_gradient():

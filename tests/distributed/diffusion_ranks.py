@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from rollcorr.config import InertOptionWarning
 from rollcorr.core.diffusion import gaussian_log_prob
+from rollcorr.correction.training_step import TrainingStep
 from rollcorr.diffusion import (
     DiffusionActorConfig,
-    DiffusionGradients,
     apply_bypass_mode_to_diffusion_batch,
     apply_rollout_correction_to_diffusion_batch,
     diffusion_loss,
@@ -111,19 +111,19 @@ def optimizer_step(
     else:
         _, metrics = apply_rollout_correction_to_diffusion_batch(own, config, schedule=SCHEDULE, group=group)
     outputs = []
-    with DiffusionGradients(model, config, total_steps=9 * WINDOW, group=group) as step:
+    with TrainingStep(model, config, group=group) as step:
         for rows in torch.arange(len(own["std"])).split(micro):
             for j in range(WINDOW):
                 part = {key: values[rows] for key, values in own.items()}
                 part = {key: v if key in ("advantages", "latents") else v[:, j : j + 1] for key, v in part.items()}
                 part["latents"] = part["latents"][:, j : j + 2]
                 output = model(part)
-                outputs.append(diffusion_loss(config, output, part, total_steps=step.total_steps, schedule=SCHEDULE))
+                outputs.append(diffusion_loss(config, output, part, schedule=SCHEDULE))
                 step.backward(outputs[-1])
         outcome = step.finish()
     return {
         "gradient": torch.cat([p.grad.flatten() for p in model.parameters()]),
-        "outcome": tuple(outcome),
+        "outcome": tuple(x.item() for x in outcome),
         "metrics": metrics | loss_step_metrics(outputs, config, group=group),
     }
 
@@ -137,10 +137,10 @@ def nothing_kept(size: int, rank: int, group: Any = None) -> tuple[Any, ...]:
         )
     batch, model = make_batch(), Mean()
     own = {key: values[slice(*SHARDS[size][rank : rank + 2])] for key, values in batch.items()}
-    with DiffusionGradients(model, config, total_steps=9 * WINDOW, group=group) as step:
-        step.backward(diffusion_loss(config, model(own), own, total_steps=18))
+    with TrainingStep(model, config, group=group) as step:
+        step.backward(diffusion_loss(config, model(own), own))
         outcome = step.finish()
-    return (*outcome, all(p.grad is None for p in model.parameters()))
+    return (*(x.item() for x in outcome), all(p.grad is None for p in model.parameters()))
 
 
 def run(rank: int, path: str) -> None:

@@ -18,8 +18,8 @@ from rollcorr.config import InertOptionWarning
 from rollcorr.core.mergeable_statistics import merge_statistics
 from rollcorr.core.metric_registry import finalize
 from rollcorr.correction.losses import loss_metrics, policy_loss
-from rollcorr.correction.micro_batches import BypassGradients
 from rollcorr.correction.process_groups import gather_statistics, sum_gradients, sum_over
+from rollcorr.correction.training_step import TrainingStep
 
 SIZE = 4
 SHARDS = {1: (0, 9), 2: (0, 2, 9), 4: (0, 3, 3, 7, 9)}  # uneven; of four ranks, one is empty
@@ -189,7 +189,7 @@ def optimizer_step(
     correction, bypass = None, None
     if settings.bypass_mode:
         groups = {"group": group, "context_group": context_group}
-        bypass = BypassGradients(model, settings, data.mask, loss=loss, **groups)
+        bypass = TrainingStep(model, settings, loss=loss, **groups)
     else:
         correction = correct(policy_old, rollout, data.mask, settings, group=group, context_group=context_group)
         step = correction.mini_batch(slice(None)) if mini_batch else None

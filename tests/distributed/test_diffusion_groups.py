@@ -51,7 +51,7 @@ def test_every_rank_skips_a_step_of_which_nothing_is_kept(results):
     for size in (2, 3, 4):
         assert len(SHARDS[size]) == size + 1
         for rank in range(size):
-            factor, kept, total, skipped, cleared = results[rank][size, "nothing"]
-            assert (factor, kept, total) == (0.0, 0.0, 18.0)
+            loss, kept, total, skipped, cleared = results[rank][size, "nothing"]
+            assert (loss, kept, total) == (0.0, 0.0, 18.0)
             assert skipped
             assert cleared

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from wrapper_ranks import LOSSES, SHARDS, SIZE, TERMS, cases
 
-from rollcorr.correction.micro_batches import BypassGradients
+from rollcorr.correction.training_step import TrainingStep
 
 pytestmark = [
     pytest.mark.slow,
@@ -115,7 +115,7 @@ def one_rank(tmp_path_factory):
 
 
 def step_for(model, group):
-    return BypassGradients(model, wrapper_ranks.config("ppo_clip"), wrapper_ranks.make_data()["mask"], group=group)
+    return TrainingStep(model, wrapper_ranks.config("ppo_clip"), group=group)
 
 
 def test_a_forward_pass_outside_the_block_is_an_error_and_no_wrong_number(one_rank):

@@ -18,9 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from rollcorr import LossConfig, PolicyLogProbs, RolloutCorrectionConfig
 from rollcorr.config import InertOptionWarning
-from rollcorr.correction.denominators import count_denominators
 from rollcorr.correction.losses import policy_loss
-from rollcorr.correction.micro_batches import BypassGradients
+from rollcorr.correction.training_step import TrainingStep
 
 SIZE = 3
 SHARDS = {1: (0, 9), 2: (0, 3, 9), 3: (0, 5, 5, 9)}  # uneven; of three ranks, one is empty
@@ -109,19 +108,16 @@ def policies_of(model: nn.Module, part: dict[str, Tensor]) -> tuple[PolicyLogPro
 
 
 def alone(terms: str, loss_type: str) -> tuple[dict[str, Tensor | None], float]:
-    """The gradient of the whole batch in one process, in one call, by name of the parameter; and original / kept."""
+    """The gradient of the whole batch in one process, in one call, by parameter; and sampled / kept tokens."""
     model, data = Policy(), make_data()
     policies, entropy = policies_of(model, data)
     output = policy_loss(
         policies, data["advantages"], data["mask"], config=config(loss_type), loss=LossConfig(**TERMS[terms]),
-        entropy=entropy,
+        entropy=entropy, whole_step=True,
     )  # fmt: skip
     assert 0 < output.loss_mask.sum() < data["mask"].sum()
     output.loss.backward()
-    original, kept = count_denominators(data["mask"]), output.counts
-    if loss_type == "reinforce":  # by default the mean over sequences
-        return gradients(model), (original.sequences / kept.sequences).item()
-    return gradients(model), (original.tokens / kept.tokens).item()
+    return gradients(model), data["mask"].sum().item() / output.loss_mask.sum().item()
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:
@@ -167,7 +163,7 @@ def step_of(
 ) -> tuple[dict[str, Tensor | None], float]:
     """One optimizer step of this rank's data: its gradients and the factor."""
     model.optimizer.zero_grad()
-    with BypassGradients(model, config(loss_type), data["mask"], loss=LossConfig(**TERMS[terms]), **groups) as step:
+    with TrainingStep(model, config(loss_type), loss=LossConfig(**TERMS[terms]), **groups) as step:
         for i, rows in enumerate(micro_batches):
             last = i == len(micro_batches) - 1
             if not len(rows) and not wrapper.startswith("FSDP2"):
@@ -181,8 +177,8 @@ def step_of(
                 part = {name: values[rows] for name, values in data.items()}
                 policies, entropy = policies_of(model, part)
                 step.backward(step.policy_loss(policies, part["advantages"], part["mask"], entropy=entropy))
-        factor = step.finish()
-    return gradients(model), factor.item()
+        outcome = step.finish()
+    return gradients(model), (outcome.total / outcome.kept).item()
 
 
 def scenarios(size: int, rank: int, group: Any, mesh: DeviceMesh) -> Iterator[tuple[Any, Any]]:

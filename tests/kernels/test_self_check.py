@@ -260,7 +260,7 @@ def test_a_configuration_names_the_implementation_for_every_caller(monkeypatch):
     correct(train, rollout, mask, "decoupled_token_is", impl="torch")
     correct(train, rollout, mask, {"rollout_is": "token", "impl": "reference"})
     policies = PolicyLogProbs(log_prob=train.requires_grad_(), rollout_log_prob=rollout)
-    policy_loss(policies, torch.ones(1, 3), mask, config=config)
+    policy_loss(policies, torch.ones(1, 3), mask, config=config, whole_step=True)
     assert ran == ["reference", "torch", "reference", "reference"]
 
 

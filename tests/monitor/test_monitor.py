@@ -91,7 +91,7 @@ def test_losses_are_counted_and_bypass_mode_brings_its_correction(tmp_path):
     policies = PolicyLogProbs(log_prob=train.requires_grad_(), rollout_log_prob=rollout)
     config = {"bypass_mode": True, "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.05}
     with Monitor(tmp_path, config) as monitor:
-        loss = policy_loss(policies, torch.ones(6, 5), mask, config=config)
+        loss = policy_loss(policies, torch.ones(6, 5), mask, config=config, whole_step=True)
         monitor.add(loss)
         metrics = monitor.step()
     assert metrics["rollout_corr/token_count"] == mask.sum()

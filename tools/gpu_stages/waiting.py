@@ -55,7 +55,7 @@ def steps(batch: Batch) -> dict[str, Callable[[], torch.Tensor]]:
     def bypass(config: RolloutCorrectionConfig) -> torch.Tensor:
         log_prob = train.clone().requires_grad_()
         policies = PolicyLogProbs(log_prob=log_prob, rollout_log_prob=rollout)
-        policy_loss(policies, advantages, mask, config=config).loss.backward()
+        policy_loss(policies, advantages, mask, config=config, whole_step=True).loss.backward()
         return log_prob.grad
 
     found["policy loss, decoupled"] = decoupled

@@ -14,7 +14,7 @@ number.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +35,24 @@ from rollcorr.correction.process_groups import sum_over
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+class Averaged(NamedTuple):
+    """How a loss was averaged, so that `TrainingStep` can average over the whole optimizer step instead.
+
+    Attributes:
+        mode: the aggregation mode.
+        policy_gradient: the denominators of the policy gradient.
+        regularization: the denominators of the KL and entropy terms.
+        response_mask: the tokens that the policy sampled, in the loss's shape.
+        cu_seqlens: their offsets; None when padded.
+    """
+
+    mode: LossAggMode
+    policy_gradient: Denominators
+    regularization: Denominators
+    response_mask: Tensor
+    cu_seqlens: Tensor | None = None
 
 
 def count_denominators(
@@ -142,6 +160,13 @@ def rescaling(original: Tensor | float, kept: Tensor | float) -> Tensor:
 
     # Without a kept token the policy gradient is 0 already, and 0 times a finite factor stays 0.
     return torch.where(kept > 0, original / kept.clamp(min=1e-300), 0.0)
+
+
+def amount_of(mode: LossAggMode, denominators: Denominators, device: torch.device | None = None) -> Tensor:
+    """The number of the denominators that a mode divides by, 0-d float64 on a device; 1 for token-sum."""
+    if mode == "token-sum":
+        return _double(1.0, device)
+    return _double(denominators.tokens if mode == "token-mean" else denominators.sequences, device)
 
 
 def aggregation_mode(config: RolloutCorrectionConfig | None, loss: LossConfig) -> LossAggMode:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -35,13 +35,16 @@ from rollcorr.core.losses import (
 )
 from rollcorr.core.mergeable_statistics import Statistics, moments_of
 from rollcorr.correction.denominators import (
+    Averaged,
     aggregate,
     aggregation_mode,
     count_denominators,
     loss_denominators,
     sequence_lengths,
+    sum_denominators,
 )
 from rollcorr.correction.fingerprint import compare_policies
+from rollcorr.correction.process_groups import members, warn_without_group
 from rollcorr.correction.result import Correction, check_belongs, context_group_of, has_context
 from rollcorr.correction.rollout_correction import correct
 
@@ -107,6 +110,7 @@ class PolicyLossOutput:
         loss_mask: the tokens in the policy gradient, bool.
         statistics: mergeable; `loss_metrics` reads them.
         correction: the one that was applied. In bypass mode it was computed here, against π_θ. None: no correction.
+        averaged: what the parts were divided by, and the response mask; `TrainingStep` reads them.
     """
 
     loss: Tensor
@@ -116,6 +120,7 @@ class PolicyLossOutput:
     loss_mask: Tensor
     statistics: Statistics
     correction: Correction | None
+    averaged: Averaged
 
 
 def policy_loss(
@@ -128,8 +133,10 @@ def policy_loss(
     correction: Correction | None = None,
     denominators: Denominators | None = None,
     original_denominators: Denominators | None = None,
+    whole_step: bool = False,
     entropy: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    group: ProcessGroup | Literal["local"] | None = None,
     context_group: ProcessGroup | None = None,
     **misspelled: NoReturn,
 ) -> PolicyLossOutput:
@@ -146,12 +153,16 @@ def policy_loss(
             part, `correction[rows]`. Bypass mode computes its own, because it depends on π_θ.
         denominators: of the policy gradient, over every micro-batch and rank of the optimizer step. None: those that
             `correction` carries, so that the losses of its parts add up. Without a correction this call is the whole
-            step, and `loss_denominators` counts here. In bypass mode the kept count is known only after the last
-            micro-batch: use `BypassGradients` for a step of several.
+            step, and is counted here.
         original_denominators: those of the response mask, for the KL and entropy terms, which cover rejected tokens
             too. They are needed only beside `denominators` that count something else.
+        whole_step: states that this call is the whole optimizer step of this rank. Bypass mode requires it without
+            `denominators`, because what is kept is known only after the last micro-batch: for several of them, use
+            `TrainingStep`.
         entropy: H(π_θ(·|s_t)) per token, nats, same shape; with its graph when entropy_coef is not 0.
         cu_seqlens: (B + 1,) token offsets, only when packed. None: those of `correction`.
+        group: data-parallel ranks over which a call without `correction` and `denominators` counts. Defaults to this
+            process alone, with a warning if there are several ranks; "local" omits the warning.
         context_group: ranks that hold other tokens of the same sequences. The losses of the ranks then add up to that
             of whole sequences; `counts` and the correction are those of whole sequences, the statistics the rank's own.
             None: that of `correction`.
@@ -175,6 +186,7 @@ def policy_loss(
     if correction is not None:
         context_group = context_group_of(correction, context_group)
         cu_seqlens = correction.cu_seqlens if cu_seqlens is None else cu_seqlens
+    peers = _check_ranks(correction, group, context_group) if denominators is None else None
     normalizer: Normalizer = "kept" if settings is None else settings.normalizer
     mode = aggregation_mode(settings, loss)
 
@@ -185,7 +197,7 @@ def policy_loss(
 
     # One loss per token: which policies form the ratio, and which tokens and weights stay in the loss.
     if settings is not None and settings.bypass_mode:
-        token = _bypass(inputs, settings, loss, correction, whole_step=denominators is None)
+        token = _bypass(inputs, settings, loss, correction, whole_step=whole_step, counted=denominators is not None)
     else:
         token = _decoupled(inputs, settings, loss, correction)
 
@@ -196,12 +208,13 @@ def policy_loss(
     if denominators is None and correction is not None and has_context(correction, inputs.mask):
         denominators = correction.denominators(normalizer)
         original_denominators = original_denominators or correction.denominators("original")
+    divisor = denominators or (counts if peers is None else sum_denominators(counts, peers))
     divides_rows_by = inputs.mask if normalizer == "original" else token.loss_mask
     policy_gradient = aggregate(
         token.per_token,
         token.loss_mask,
         mode,
-        counts if denominators is None else denominators,
+        divisor,
         lengths=_lengths(inputs, divides_rows_by, mode),
         scale=loss.loss_scale_factor,
         cu_seqlens=cu_seqlens,
@@ -215,6 +228,10 @@ def policy_loss(
             f"the KL and entropy terms average over all response tokens, but denominators count {normalizer!r} ones; "
             "pass original_denominators too"
         )
+    if original_denominators is None and (loss.kl_coef or loss.entropy_coef):
+        original_denominators = count_denominators(
+            inputs.mask, cu_seqlens=cu_seqlens, group=peers, context_group=context_group
+        )
     regularization, regularization_rows = _regularization(inputs, loss, mode, entropy, original_denominators)
 
     return PolicyLossOutput(
@@ -225,6 +242,7 @@ def policy_loss(
         loss_mask=token.loss_mask,
         statistics=token.statistics | regularization_rows,
         correction=token.correction,
+        averaged=Averaged(mode, divisor, original_denominators or divisor, inputs.mask, cu_seqlens),
     )
 
 
@@ -239,6 +257,23 @@ def loss_config_of(loss: LossConfig | None) -> LossConfig:
     if not isinstance(loss, LossConfig):
         raise TypeError(f"loss must be a LossConfig, such as LossConfig(clip_ratio_low=0.2); got {loss!r}")
     return loss
+
+
+def _check_ranks(
+    correction: Correction | None, group: ProcessGroup | Literal["local"] | None, context_group: ProcessGroup | None
+) -> ProcessGroup | None:
+    """Return the ranks that a call counts over, with a warning if it counts on one of several by default.
+
+    Raises:
+        ValueError: the group is not that of the correction.
+    """
+    ranks, peers = 1 if correction is None else correction.ranks[0], members(group)
+    if correction is not None and peers is not None and ranks != peers.size():
+        raise ValueError(
+            f"group has {peers.size()} ranks, and the correction is of sequences on {ranks}: pass the group to correct"
+        )
+    warn_without_group(group, context_group, correction and correction.group, None if ranks == 1 else ranks)
+    return peers
 
 
 def _no_such_option(name: str) -> TypeError:
@@ -332,9 +367,16 @@ def _bypass(
     correction: Correction | None,
     *,
     whole_step: bool,
+    counted: bool,
 ) -> _TokenLoss:
     log_prob, rollout_log_prob = inputs.policies.log_prob, _behavior_policy(inputs.policies, correction)
-    if config.weights_reach_loss and config.rollout_is_batch_normalize and not whole_step:
+    if whole_step == counted:
+        raise ValueError(
+            "in bypass mode what is kept is known only after the last micro-batch, so losses of micro-batches do not "
+            "add up: use TrainingStep(model, config); or give either denominators, or whole_step=True where this call "
+            "is the whole optimizer step"
+        )
+    if config.weights_reach_loss and config.rollout_is_batch_normalize and counted:
         raise ValueError(
             "rollout_is_batch_normalize in bypass mode would normalize each micro-batch or rank by itself; "
             "set normalizer='weights' instead, which divides by the weights of the whole step"
@@ -422,8 +464,6 @@ def _regularization(
 
     # Both terms average over the whole response mask, also where a value could not be measured.
     lengths, scale = _lengths(inputs, mask, mode), loss.loss_scale_factor
-    if denominators is None:
-        denominators = count_denominators(mask, cu_seqlens=cu_seqlens, context_group=inputs.context_group)
     total = None
     for _, values, measured, coefficient in terms:
         if coefficient:

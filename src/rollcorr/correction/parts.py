@@ -13,6 +13,7 @@ from torch import Tensor
 from rollcorr.core.aggregation import Denominators
 from rollcorr.core.mergeable_statistics import Statistics
 from rollcorr.correction.denominators import loss_denominators
+from rollcorr.correction.process_groups import members
 from rollcorr.correction.result import StepCounts, with_context
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def counts_of(part: Correction) -> StepCounts:
         response_mask=part.response_mask,
         weights=part.loss_weights,
         cu_seqlens=part.cu_seqlens,
-        group=part.group,
+        group=members(part.group),
         context_group=part.context_group,
     )
     return StepCounts(kept=count("kept"), original=count("original"), weights=count("weights"))

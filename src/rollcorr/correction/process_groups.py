@@ -13,10 +13,11 @@ the same call meet in one exchange all the same, and where the numbers are in ho
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -178,6 +179,34 @@ def check_groups(group: ProcessGroup | None, context_group: ProcessGroup | None)
             f"ranks {shared} are in the data-parallel and in the context group, so their tokens would count twice: "
             "give as group the ranks that hold the same slice of other sequences"
         )
+
+
+def members(group: ProcessGroup | Literal["local"] | None) -> ProcessGroup | None:
+    """The process group to exchange over; None for "local" and None.
+
+    Raises:
+        TypeError: it is another text.
+    """
+    if isinstance(group, str) and group != "local":
+        raise TypeError(f'group must be a process group, None or "local", for this process alone; got {group!r}')
+    return None if isinstance(group, str) else group
+
+
+def warn_without_group(*groups: object) -> None:
+    """Warn, once in a process, if there are several ranks and none of the groups is given."""
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if several and torch.distributed.get_world_size() > 1 and all(group is None for group in groups):
+        _warn_of_ranks(torch.distributed.get_world_size())
+
+
+@lru_cache(maxsize=1)
+def _warn_of_ranks(ranks: int) -> None:
+    warnings.warn(
+        f"there are {ranks} ranks, and the loss is divided by the counts of this one: the mean of such gradients is "
+        "not the gradient of one process. Pass group=torch.distributed.group.WORLD to correct and TrainingStep, or "
+        'group="local" if each rank trains by itself',
+        stacklevel=4,  # the line that computes the loss
+    )
 
 
 class Slices(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ class Correction:
         config: what was asked for. None: no correction at all.
         response_mask: the mask that was given, so that a loss can refuse a correction of other tokens. None: unknown.
         cu_seqlens: the offsets that were given. None when padded.
-        group: the data-parallel ranks that the statistics are of. None: this process alone.
+        group: the data-parallel ranks that the statistics are of. None or "local": this process alone.
         context_group: the ranks that hold other tokens of the same sequences. None: the sequences are whole.
         ranks: how many ranks the two groups have. The groups themselves stay behind when a correction is pickled.
         batch_shape: the shape of the whole batch, of which this may be a part. None: unknown.
@@ -55,7 +55,7 @@ class Correction:
     config: RolloutCorrectionConfig | None
     response_mask: Tensor | None = None
     cu_seqlens: Tensor | None = None
-    group: ProcessGroup | None = None
+    group: ProcessGroup | Literal["local"] | None = None
     context_group: ProcessGroup | None = None
     ranks: tuple[int, int] = (1, 1)
     batch_shape: tuple[int, ...] | None = None
@@ -106,7 +106,7 @@ class Correction:
         if own is not None:
             return own
         if self.statistics is None:
-            raise ValueError("this correction has no statistics to count from: use count_denominators(response_mask)")
+            raise ValueError("this correction has no statistics to count from: use loss_denominators")
 
         row = self.statistics.sum
         if normalizer == "original":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,13 @@ from rollcorr.core.mergeable_statistics import Statistics
 from rollcorr.core.ratios import classify_tokens
 from rollcorr.correction.denominators import count_denominators
 from rollcorr.correction.fingerprint import Fingerprint
-from rollcorr.correction.process_groups import check_groups, context_reduction, gather_slices, gather_statistics
+from rollcorr.correction.process_groups import (
+    check_groups,
+    context_reduction,
+    gather_slices,
+    gather_statistics,
+    members,
+)
 from rollcorr.correction.result import Correction, StepCounts, mean_weight, with_context
 from rollcorr.kernels.correction import (
     CorrectionOutput,
@@ -49,7 +55,7 @@ def correct(
     config: RolloutCorrectionConfig | str | Mapping[str, Any] | None = None,
     *,
     cu_seqlens: Tensor | None = None,
-    group: ProcessGroup | None = None,
+    group: ProcessGroup | Literal["local"] | None = None,
     context_group: ProcessGroup | None = None,
     detail: Detail | bool = False,
     fill: float = 0.0,
@@ -74,6 +80,7 @@ def correct(
         cu_seqlens: first token of each sequence, then N: (B + 1,) integers, only when packed. Checked on the CPU; on a
             GPU wrong values give wrong sums, but never touch memory beyond the data.
         group: data-parallel process group: batch normalization, counts and statistics are then those of the group.
+            "local" is this process alone, like None, and tells `policy_loss` that this is on purpose.
         context_group: ranks that hold other tokens of the same B sequences, in the same order, in any split; slices may
             be empty. Decisions, weights and statistics are then those of the whole sequences, on every rank.
         detail: also collect quantiles and the worst tokens and sequences, in a second read of the batch. A `Detail`
@@ -125,9 +132,10 @@ def correct(
         check_out(out, resolved, ordinary=ordinary, **log_probs, response_mask=response_mask)
 
     # No rank may count twice.
-    if group is not None and context_group is not None:
-        check_groups(group, context_group)
-    ranks = (1 if group is None else group.size(), 1 if context_group is None else context_group.size())
+    peers = members(group)
+    if peers is not None and context_group is not None:
+        check_groups(peers, context_group)
+    ranks = (1 if peers is None else peers.size(), 1 if context_group is None else context_group.size())
 
     inputs = _CorrectionInputs(
         plain(train_log_prob.detach()),
@@ -141,10 +149,10 @@ def correct(
         weights, loss_mask, sequence_kept = _nothing(inputs, out)
 
         # There are no statistics to count from, and every response token stays.
-        counted = count_denominators(loss_mask, cu_seqlens=cu_seqlens, group=group, context_group=context_group)
+        counted = count_denominators(loss_mask, cu_seqlens=cu_seqlens, group=peers, context_group=context_group)
         counts = StepCounts(counted, counted, counted)
     else:
-        weights, loss_mask, sequence_kept, statistics, sums = _corrected(inputs, resolved, group, detail, out, impl)
+        weights, loss_mask, sequence_kept, statistics, sums = _corrected(inputs, resolved, peers, detail, out, impl)
         if ordinary and not densities and sums.is_cpu and not is_transformed(sums) and not is_jit_tracing():
             _check_no_probabilities(inputs, sums)
         fingerprint = Fingerprint(sums, (train_log_prob.dtype, rollout_log_prob.dtype))

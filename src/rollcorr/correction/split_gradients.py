@@ -1,15 +1,15 @@
-"""Gradients of a loss in two parts over micro-batches: one part is scaled at the end, when its denominator is known.
+"""Gradients of a loss in parts over micro-batches: each part is scaled at the end, when its denominator is known.
 
-    .grad = Σ over ranks and micro-batches of  factor · ∇ policy_gradient + ∇ regularization
+    .grad = Σ over ranks and micro-batches of  f₁ · ∇ policy_gradient + f₂ · ∇ regularization + ∇ other losses
 
 Two parts need two backward passes through one graph, and two sets of gradients. Some wrappers exchange gradients inside
 a backward pass. In the meantime they must not do so in their own way:
 
-    plain module    gradients stay on the rank; `finish` sums them over the groups, once
+    plain module    gradients stay on the rank; `_finish` sums them over the groups, once
     DDP             the same: the reducer is off within the block, as in `no_sync()`. Otherwise it would exchange the
                     gradients of the first backward pass and miss those of the second
     FSDP2           every backward pass reduces its own part into the sharded `.grad`, even where
-                    `set_requires_gradient_sync(False)` was called; `finish` turns FSDP's mean into the sum
+                    `set_requires_gradient_sync(False)` was called; `_finish` turns FSDP's mean into the sum
 
 docs/guides/distributed.md has the table of what users may do, and what is refused.
 """
@@ -17,7 +17,7 @@ docs/guides/distributed.md has the table of what users may do, and what is refus
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 
 class SplitGradients:
-    """The gradients of one optimizer step. The policy gradient is held apart until `finish` knows its factor.
+    """The gradients of one optimizer step. Parts are held apart until `_finish` gets a factor for each.
 
-    Subclasses say where the factor comes from. Gradients that were there before the block are refused, because they may
-    or may not be summed over ranks already. Gradients of other losses within the block are not scaled. Under DDP and
-    without a wrapper they are summed over the ranks with the rest.
+    `TrainingStep` counts the factors. Gradients that exist before the block raise, because they may or may not be
+    summed over ranks already. Gradients of other losses within the block are not scaled. Under DDP and without a
+    wrapper they are summed over the ranks with the rest.
 
     Args:
         model: the module that forward passes go through: the DDP or FSDP2 wrapper, not what it wraps.
@@ -45,15 +45,16 @@ class SplitGradients:
         context_group: ranks that hold other slices of the same sequences.
 
     Raises:
-        ValueError: on entering the block, when gradients are not None, or the wrapper cannot be handled.
+        ValueError: the wrapper cannot be handled; on entering the block, when gradients are not None, or the wrapper's
+            ranks are not those of the groups.
     """
 
-    def __init__(
-        self, model: nn.Module, *, group: ProcessGroup | None = None, context_group: ProcessGroup | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, *, group: ProcessGroup | None, context_group: ProcessGroup | None) -> None:
         self.model = model
         self.group = group
         self.context_group = context_group
+        self.ranks = tuple(1 if g is None else g.size() for g in (group, context_group))
+        self._ddp, self._fsdp = _wrappers(model)
         self._open = ExitStack()
         self._state = "new"
 
@@ -61,8 +62,7 @@ class SplitGradients:
         if self._state != "new":
             raise RuntimeError(f"{type(self).__name__} is for one optimizer step: make another for the next")
 
-        ranks = math.prod(g.size() for g in (self.group, self.context_group) if g is not None)
-        self._ddp, self._fsdp = _wrappers(self.model)
+        ranks = math.prod(self.ranks)
         for module in self._ddp:
             _check_ddp(module, ranks)
 
@@ -77,7 +77,7 @@ class SplitGradients:
                 "optimizer.zero_grad(set_to_none=True) before the step"
             )
 
-        self._policy: list[Tensor | None] = [None] * len(self.parameters)
+        self._held: list[list[Tensor | None]] = [[None] * len(self.parameters) for _ in range(2)]
         for module in self._ddp:
             self._open.enter_context(module.no_sync())
         self._state = "open"
@@ -91,43 +91,46 @@ class SplitGradients:
 
         # An error of the block itself says more than this one would.
         if unfinished:
-            self._policy = []
+            self._held = []
             if error is None:
-                raise RuntimeError("the block ended without finish(), and the policy gradient is lost: call it last")
+                raise RuntimeError("the block ended without finish(), and the gradients are lost: call it last")
 
-    def _backward(self, policy_gradient: Tensor, regularization: Tensor | None) -> None:
-        """Add the gradients of one micro-batch. Waits for nothing."""
-        self._check_open("backward()")
+    def _run(self, loss: Tensor, *, retain_graph: bool) -> None:
+        """Run one backward pass."""
+        loss.backward(retain_graph=retain_graph)
+
+    def _backward(self, parts: Sequence[Tensor]) -> None:
+        """Add the gradients of one micro-batch, those of each part to its own set. Waits for nothing."""
         if any(module.require_forward_param_sync for module in self._ddp):
             raise RuntimeError(
                 "the forward pass ran with DDP's reducer armed, so ranks would keep different gradients: run the "
                 "forward passes inside the block too, through the wrapper that the step was given"
             )
 
-        # The first pass writes into the gradients that are held apart, the second into the parameters' own.
-        self._reduce_each_pass()
-        self._swap()
-        try:
-            policy_gradient.backward(retain_graph=regularization is not None)
-        finally:
-            self._swap()
-        if regularization is not None:
+        # A backward pass writes into `.grad`, so the set of its part takes that place in the meantime.
+        for held, part in zip(self._held, parts, strict=False):
             self._reduce_each_pass()
-            regularization.backward()
+            self._swap(held)
+            try:
+                self._run(part, retain_graph=part is not parts[-1])
+            finally:
+                self._swap(held)
 
-    def _finish(self, factor: Tensor) -> None:
-        """Scale the policy gradient, add the other part, and sum over ranks what no wrapper has summed."""
-        # FSDP2 has divided both parts by its ranks. The factor belongs to the policy gradient alone.
+    def _finish(self, factors: Sequence[Tensor]) -> None:
+        """Scale each part, add the gradients of other losses, and sum over ranks what no wrapper has summed."""
+        # FSDP2 has divided everything by its ranks. The factors belong to the parts alone.
         for i, parameter in enumerate(self.parameters):
-            policy, averaged = self._policy[i], self._averaged[i]
+            averaged = self._averaged[i]
             if parameter.grad is not None and averaged != 1:
                 local_part(parameter.grad).mul_(averaged)
-            if policy is None:
-                continue
-            part = local_part(policy)
-            part.mul_(factor.to(part.device) * averaged)
-            parameter.grad = policy if parameter.grad is None else parameter.grad.add_(policy)
-        self._policy, self._state = [], "finished"
+            for held, factor in zip(self._held, factors, strict=True):
+                gradient = held[i]
+                if gradient is None:
+                    continue
+                part = local_part(gradient)
+                part.mul_(factor.to(part.device) * averaged)
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        self._held, self._state = [], "finished"
 
         # What FSDP2 reduced is a sum over all ranks already.
         for group in (self.context_group, self.group):
@@ -139,9 +142,9 @@ class SplitGradients:
                 f"{call} belongs inside `with {type(self).__name__}(…) as step:`, before finish() and once per step"
             )
 
-    def _swap(self) -> None:
+    def _swap(self, held: list[Tensor | None]) -> None:
         for i, parameter in enumerate(self.parameters):
-            parameter.grad, self._policy[i] = self._policy[i], parameter.grad
+            parameter.grad, held[i] = held[i], parameter.grad
 
     def _reduce_each_pass(self) -> None:
         """Let FSDP2 reduce in every pass. Unreduced, both parts would be added in one buffer for good."""
@@ -155,15 +158,20 @@ def _wrappers(model: nn.Module) -> tuple[list[Any], list[Any]]:
     """The modules of DDP and of FSDP2.
 
     Raises:
-        ValueError: there is one of FSDP1.
+        ValueError: there is one of DeepSpeed or of FSDP1.
     """
+    modules = list(model.modules()) if isinstance(model, nn.Module) else [model]
+
+    # DeepSpeed need not be installed to know its engine: the name of the class is enough.
+    if any(base.__name__ == "DeepSpeedEngine" for module in modules for base in type(module).__mro__):
+        raise ValueError(OWNS_GRADIENTS.format("a DeepSpeedEngine"))
+
     # Without a process group there can be no wrapper.
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return [], []
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.nn.parallel import DistributedDataParallel
 
-    modules = list(model.modules())
     if any(isinstance(module, FullyShardedDataParallel) for module in modules):
         raise ValueError(
             "FullyShardedDataParallel reduces gradients in ways that cannot be held apart: wrap the model with "
@@ -209,4 +217,10 @@ def _parameter_groups(module: Any) -> Iterator[Any]:  # noqa: ANN401 - private t
 _OTHER_RANKS = (
     "{} reduces gradients over {} ranks, and group and context_group together have {}: give as group the data-parallel "
     "ranks of the wrapper, e.g. torch.distributed.group.WORLD"
+)
+
+OWNS_GRADIENTS = (
+    "{} owns its backward passes and its gradients, so they cannot be held apart and scaled: use the functional form, "
+    "policy_loss(…, correction=correct(…, group=…)[rows]), or group=… and whole_step=True in bypass mode, multiply the "
+    "loss by the ranks and the accumulated micro-batches, and call engine.backward(loss): docs/guides/distributed.md"
 )

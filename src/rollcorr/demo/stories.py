@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.correction import correct
-from rollcorr.demo.target_world import Sampler, TargetWorld, TrainingStep, rewards_of, train
+from rollcorr.demo.target_world import DemoStep, Sampler, TargetWorld, rewards_of, train
 from rollcorr.diagnostics.provenance import Provenance, estimate_provenance
 
 TEMPERATURE = 0.7
@@ -43,7 +43,7 @@ class MeasuredRun:
         provenance: of the last steps' log-probs.
     """
 
-    steps: Sequence[TrainingStep]
+    steps: Sequence[DemoStep]
     provenance: Provenance
 
 
@@ -127,7 +127,7 @@ def _measured(sampler: Sampler, on_step: OnStep) -> MeasuredRun:
     return MeasuredRun(steps=steps, provenance=_provenance(steps, scored))
 
 
-def _provenance(steps: Sequence[TrainingStep], train_log_prob: Tensor) -> Provenance:
+def _provenance(steps: Sequence[DemoStep], train_log_prob: Tensor) -> Provenance:
     """What the last steps say, with the trainer's log-probs as given."""
     rollout = torch.cat([step.rows.rollout_log_prob for step in steps[-JUDGED:]])
     return estimate_provenance(train_log_prob, rollout)

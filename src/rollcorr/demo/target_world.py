@@ -65,7 +65,7 @@ class TargetWorld:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingStep:
+class DemoStep:
     """What one step left.
 
     Attributes:
@@ -89,7 +89,7 @@ def train(
     batch_size: int = 128,
     learning_rate: float = 6.0,
     on_step: Callable[[], object] = lambda: None,
-) -> list[TrainingStep]:
+) -> list[DemoStep]:
     """Train the policy on what an engine samples.
 
     Args:
@@ -109,7 +109,7 @@ def train(
     groups = torch.arange(batch_size, device="cpu") // GROUP_SIZE
 
     engine = start.trainer
-    done: list[TrainingStep] = []
+    done: list[DemoStep] = []
     for step in range(steps):
         policy = start.trainer.with_logits(logits.detach().clone())
         if step % sync_every == 0:
@@ -128,7 +128,7 @@ def train(
 
         own = sample_rows(replace(start, trainer=policy, rollout=policy), EVALUATED, generator)
         metrics = finalize(correction.statistics.read()) if correction.statistics is not None else {}
-        done.append(TrainingStep(reward=float(world.rewards(own).mean()), metrics=metrics, rows=rows))
+        done.append(DemoStep(reward=float(world.rewards(own).mean()), metrics=metrics, rows=rows))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -136,6 +136,6 @@ def train(
     return done
 
 
-def rewards_of(steps: Sequence[TrainingStep]) -> list[float]:
+def rewards_of(steps: Sequence[DemoStep]) -> list[float]:
     """The reward of each step."""
     return [step.reward for step in steps]

@@ -3,7 +3,8 @@
 apply_bypass_mode_to_diffusion_batch           bypass: π_old := μ, no recomputed log-probs
 apply_rollout_correction_to_diffusion_batch    decoupled: weights and keep mask, once per batch
 diffusion_loss                                 either mode: the loss of a micro-batch of steps
-DiffusionGradients                             an optimizer step of micro-batches, steps and ranks
+
+`rollcorr.TrainingStep` takes these losses for an optimizer step of micro-batches, denoising steps and ranks.
 """
 
 from rollcorr.diffusion.actor_config import DiffusionActorConfig
@@ -13,13 +14,10 @@ from rollcorr.diffusion.batch_correction import (
     apply_rollout_correction_to_diffusion_batch,
 )
 from rollcorr.diffusion.denoising_loss import diffusion_loss
-from rollcorr.diffusion.diffusion_gradients import DiffusionGradients, StepOutcome
 from rollcorr.diffusion.reported_metrics import diffusion_metrics, loss_step_metrics
 
 __all__ = [
     "DiffusionActorConfig",
-    "DiffusionGradients",
-    "StepOutcome",
     "apply_bypass_mode_to_diffusion_batch",
     "apply_rollout_correction_to_diffusion_batch",
     "check_diffusion_batch",

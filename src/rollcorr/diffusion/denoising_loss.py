@@ -21,7 +21,7 @@ from rollcorr.core.diffusion_losses import flow_dppo_loss, flow_grpo_loss, grpo_
 from rollcorr.core.integer_checks import truth
 from rollcorr.core.losses import neutral_log_probs, reinforce_loss
 from rollcorr.core.mergeable_statistics import Statistics, moments_of
-from rollcorr.correction.denominators import aggregate, loss_denominators
+from rollcorr.correction.denominators import Averaged, aggregate, loss_denominators
 from rollcorr.correction.losses import PolicyLossOutput
 from rollcorr.correction.result import Correction
 from rollcorr.diffusion.actor_config import DiffusionActorConfig
@@ -50,8 +50,8 @@ def diffusion_loss(
             for grpo_guard, flow_dppo, kl_coef, step_kl and the exact KL.
         data: this micro-batch's slices of the batch (`rollcorr.diffusion.batch_checks`).
         total_steps: steps (samples × window) of the whole optimizer step, rejected ones too, over every micro-batch and
-            rank: what the sums are divided by until `DiffusionGradients.finish` knows how many were kept. None: this
-            call is the whole step, and it is divided by what `rs_denominator` says.
+            rank: the sums are divided by it. Defaults to the counts of this call, by `rs_denominator`: for the whole
+            step in one call, and for `TrainingStep`, which counts.
         schedule: timestep values for the breakdown of bypass mode; None leaves it out.
 
     Returns:
@@ -69,8 +69,8 @@ def diffusion_loss(
         parts = _decoupled(config, model_output, data)
 
     # Within an optimizer step, sums are divided by all of its steps: how many are kept is known at its end only.
-    keep = parts.keep
-    counts = loss_denominators(config.denominator, keep, torch.ones_like(keep), parts.weights)
+    keep, sampled = parts.keep, torch.ones_like(parts.keep)
+    counts = loss_denominators(config.denominator, keep, sampled, parts.weights)
     if total_steps is None:
         whole, divisor = Denominators(keep.numel(), keep.shape[0]), counts
     else:
@@ -87,6 +87,7 @@ def diffusion_loss(
         loss_mask=keep,
         statistics=parts.statistics | reference_rows,
         correction=parts.correction,
+        averaged=Averaged("token-mean", divisor, whole, sampled),
     )
 
 

@@ -19,7 +19,7 @@ from rollcorr.config.yaml_text import dump_yaml
 from rollcorr.core.mergeable_statistics import Statistics
 from rollcorr.core.metric_registry import PREFIX
 from rollcorr.correction import Correction, PolicyLossOutput, correct
-from rollcorr.correction.process_groups import check_groups
+from rollcorr.correction.process_groups import check_groups, members
 from rollcorr.correction.rollout_correction import configuration_of
 from rollcorr.diagnostics.health.evidence import RECENT_STEPS
 from rollcorr.diagnostics.health.health_check import Verdict
@@ -201,7 +201,7 @@ class Monitor:
             response_mask,
             self.config,
             cu_seqlens=cu_seqlens,
-            group=self._group if over_ranks else None,
+            group=self._group if over_ranks else "local",
             context_group=self._context_group,
             **options,
         )
@@ -373,7 +373,7 @@ class Monitor:
         shared_over = (
             own if own is not None else given
             for own, given, ranks in zip(
-                (correction.group, correction.context_group),
+                (members(correction.group), correction.context_group),
                 (self._group, self._context_group),
                 correction.ranks,
                 strict=True,

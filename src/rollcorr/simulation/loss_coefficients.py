@@ -86,7 +86,13 @@ def batch_gradient(rows: SequenceRows, config: RolloutCorrectionConfig | None) -
         if config is not None:
             correction = correct(old, rows.rollout_log_prob, rows.mask, config)
     output = policy_loss(
-        policies, rows.advantages, rows.mask, config=config, loss=SUM_OVER_TOKENS, correction=correction
+        policies,
+        rows.advantages,
+        rows.mask,
+        config=config,
+        loss=SUM_OVER_TOKENS,
+        correction=correction,
+        whole_step=True,
     )
     (gradient,) = torch.autograd.grad(output.policy_gradient, logits)
     return -gradient

@@ -25,9 +25,8 @@ from torch import Tensor, nn
 
 from rollcorr.core.diffusion import gaussian_log_prob
 from rollcorr.correction.losses import PolicyLossOutput
-from rollcorr.correction.process_groups import sum_over
+from rollcorr.correction.training_step import TrainingStep
 from rollcorr.diffusion import (
-    DiffusionGradients,
     apply_bypass_mode_to_diffusion_batch,
     apply_rollout_correction_to_diffusion_batch,
     check_schedule,
@@ -290,31 +289,30 @@ class FlowGrpoTrainer:
         window = batch.trajectories.steps.shape[1]
         self.optimizer.zero_grad()
         outputs = []
-        with DiffusionGradients(self.model, self.actor, total_steps=len(rows) * window, group=self.group) as gradients:
+        with TrainingStep(self.model, self.actor, group=self.group or "local") as gradients:
             for micro_batch in own_rows(rows, self.group).split(self._micro_batch_size):
                 for column in range(window):
                     output = diffusion_loss(
                         self.actor,
                         self._score(batch, self.model, micro_batch, column),
                         _slice(batch.data, micro_batch, column),
-                        total_steps=gradients.total_steps,
                         schedule=self.schedule.timesteps.tolist(),
                     )
                     gradients.backward(output)
                     outputs.append(output)
             outcome = gradients.finish()
 
-        # The optimizer must know whether the numbers are finite: two of them are read per optimizer step.
-        loss = sum_over(torch.stack([output.loss.detach().double() for output in outputs]).sum(), self.group)
-        norm = nn.utils.clip_grad_norm_(self.parameters, self.config.optim.max_grad_norm).double()
-        value, size = torch.stack([loss, norm.to(loss.device)]).tolist()
-        if outcome.skipped or not _finite(value + size):
+        # The optimizer must know whether the numbers are finite: they are read once per optimizer step.
+        norm = nn.utils.clip_grad_norm_(self.parameters, self.config.optim.max_grad_norm)
+        numbers = outcome.loss, norm.to(outcome.loss), outcome.kept_fraction, outcome.skipped.double()
+        value, size, kept_fraction, skipped = torch.stack(numbers).tolist()
+        if skipped or not _finite(value + size):
             self.skipped_steps += 1
         else:
             self.optimizer.step()
         self.optimizer.zero_grad()
 
-        return outputs, value, size, outcome.kept_fraction
+        return outputs, value, size, kept_fraction
 
     @property
     def _micro_batch_size(self) -> int:

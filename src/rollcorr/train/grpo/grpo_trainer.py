@@ -26,10 +26,10 @@ from rollcorr.core.mergeable_statistics import Statistics, merge_statistics
 from rollcorr.core.metric_registry import finalize
 from rollcorr.correction.denominators import count_denominators, loss_denominators
 from rollcorr.correction.losses import PolicyLogProbs, PolicyLossOutput, policy_loss
-from rollcorr.correction.micro_batches import BypassGradients
 from rollcorr.correction.process_groups import gather_statistics, sum_gradients, sum_over
 from rollcorr.correction.result import Correction
 from rollcorr.correction.rollout_correction import correct
+from rollcorr.correction.training_step import TrainingStep
 from rollcorr.engines.base import Engine, Rollout
 from rollcorr.train.grpo.actor import Actor
 from rollcorr.train.grpo.grpo_config import GrpoConfig
@@ -281,28 +281,29 @@ class GrpoTrainer:
         # In bypass mode the denominator is known only after the last micro-batch: the gradients are scaled at the end.
         self.optimizer.zero_grad()
         outputs, log_probs, learned = [], [], []
-        bypass = self._bypass_gradients(batch, part)
+        bypass = self._bypass_step()
         with bypass or nullcontext():
             for micro_batch in part.split(self._micro_batch_size):
                 output, log_prob = self._loss(batch, micro_batch, denominators, original, bypass)
-                if bypass is None:
-                    output.loss.backward()
-                else:
-                    bypass.backward(output)
                 outputs.append(output)
                 log_probs.append(log_prob)
+                if bypass is not None:
+                    bypass.backward(output)
+                    continue
+                output.loss.backward()
 
                 # A KL or entropy term is learned from rejected tokens too.
                 mask = output.loss_mask if output.regularization is None else batch.response_mask[micro_batch]
                 learned.append(torch.stack([output.loss.detach(), mask.sum().to(output.loss.dtype)]))
             if bypass is None:
                 sum_gradients(self.model.parameters(), self.group)
+                loss, tokens = sum_over(torch.stack(learned).sum(0), self.group)
+                skipped = tokens == 0
             else:
-                bypass.finish()
+                loss, _, _, skipped = bypass.finish()
 
-        loss, tokens = sum_over(torch.stack(learned).sum(0), self.group)
         grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.max_grad_norm)
-        is_usable = (loss + grad_norm).isfinite() & (tokens > 0)
+        is_usable = (loss + grad_norm).isfinite() & ~skipped
         if bool(is_usable):  # the optimizer must know: one flag is read per optimizer step
             self.optimizer.step()
         else:
@@ -312,14 +313,12 @@ class GrpoTrainer:
         statistics = gather_statistics(merge_statistics([output.statistics for output in outputs]), self.group)
         return outputs, torch.cat(log_probs)[: len(own)], statistics | _single(loss=loss, grad_norm=grad_norm)
 
-    def _bypass_gradients(self, batch: GrpoBatch, rows: Tensor) -> BypassGradients | None:
-        """The optimizer step of this rank's rows in bypass mode, where the denominator is known at its end."""
+    def _bypass_step(self) -> TrainingStep | None:
+        """An optimizer step in bypass mode, where the denominator is known at its end."""
         if self.correction_config is None or not self.bypass:
             return None
-        mask = batch.response_mask[_beside(batch, rows)]
-        return BypassGradients(
-            self.model, self.correction_config, mask, loss=self.config.algorithm.loss, group=self.group
-        )
+        loss = self.config.algorithm.loss
+        return TrainingStep(self.model, self.correction_config, loss=loss, group=self.group or "local")
 
     def _denominators(self, batch: GrpoBatch, rows: Tensor) -> Denominators:
         """What the policy gradient of a whole mini-batch is divided by, where that is known before (decoupled mode)."""
@@ -336,7 +335,7 @@ class GrpoTrainer:
         rows: Tensor,
         denominators: Denominators,
         original: Denominators,
-        bypass: BypassGradients | None,
+        bypass: TrainingStep | None,
     ) -> tuple[PolicyLossOutput, Tensor]:
         """The loss of a micro-batch, and the log π_θ that it saw."""
         loss_config = self.config.algorithm.loss

@@ -1,0 +1,367 @@
+"""An optimizer step of many micro-batches and ranks, whose gradient is that of one batch in one process.
+
+    .grad = Σ ∇ policy_gradient / kept + Σ ∇ (KL and entropy terms) / original     over micro-batches and ranks
+
+Each micro-batch adds its sum and its counts. The sums are divided once, at the end, when the counts of the whole step
+are known: in bypass mode what is kept depends on π_θ, and everywhere a rank or a loop may hold a part only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from rollcorr.config import LossAggMode, LossConfig, RolloutCorrectionConfig
+from rollcorr.config.conversion import resolve
+from rollcorr.core.boundary import in_host_memory
+from rollcorr.correction.denominators import aggregation_mode, amount_of, count_denominators, rescaling
+from rollcorr.correction.losses import PolicyLogProbs, PolicyLossOutput, loss_config_of, policy_loss
+from rollcorr.correction.process_groups import check_groups, members, sum_over, warn_without_group
+from rollcorr.correction.result import Correction
+from rollcorr.correction.split_gradients import OWNS_GRADIENTS, SplitGradients
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from typing_extensions import Self
+
+
+@runtime_checkable
+class DiffusionConfig(Protocol):
+    """A configuration of denoising steps, such as `rollcorr.diffusion.DiffusionActorConfig`."""
+
+    @property
+    def min_keep_fraction(self) -> float:
+        """The least share of steps that a gradient is made of."""
+
+
+class Accelerator(Protocol):
+    """The part of `accelerate.Accelerator` that runs backward passes."""
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """The number by which `backward` divides the loss."""
+
+    def backward(self, loss: Tensor, **options: Any) -> None:  # noqa: ANN401
+        """Run a backward pass."""
+
+
+class StepOutcome(NamedTuple):
+    """The numbers of an optimizer step, over all micro-batches and ranks: 0-d float64 tensors, on the device.
+
+    Attributes:
+        loss: the loss of the whole step.
+        kept: tokens (or denoising steps) in the loss.
+        total: tokens (or denoising steps) that were sampled.
+        skipped: 0-d bool. The step has no gradient to learn from: nothing was kept and there is no KL or entropy term,
+            or a diffusion configuration's `min_keep_fraction` was missed. Leave the optimizer step out, and count it.
+    """
+
+    loss: Tensor
+    kept: Tensor
+    total: Tensor
+    skipped: Tensor
+
+    @property
+    def kept_fraction(self) -> Tensor:
+        """Kept / total; 0 if nothing was sampled."""
+        return self.kept / self.total.clamp(min=1)
+
+
+class TrainingStep(SplitGradients):
+    """One optimizer step: ∇ = Σ ∇ policy gradient / kept + Σ ∇ (KL and entropy terms) / original.
+
+    It counts the denominators over micro-batches and ranks, and sums gradients over ranks. `model` may be a plain
+    module, DDP or FSDP2, also prepared by accelerate. After `finish`, `.grad` is the gradient of the whole step on
+    every rank (FSDP2: the rank's shard of it), equal to that of one process with the whole batch: do not multiply the
+    loss by the number of ranks, and do not divide it by the number of micro-batches.
+
+    KL and entropy terms are divided by other counts than the policy gradient. So with them each micro-batch costs a
+    second backward pass through the same graph, and a second set of gradients; unless `config` is a correction.
+
+    Example:
+        ```
+        correction = correct(old_log_prob, rollout_log_prob, response_mask, "decoupled_token_is", group=data_parallel)
+        optimizer.zero_grad()
+        with TrainingStep(model, correction, loss=loss_config, group=data_parallel) as step:
+            for rows in micro_batches:
+                policies = PolicyLogProbs(
+                    log_prob=log_prob_of(model, rows),
+                    old_log_prob=old_log_prob[rows],
+                    rollout_log_prob=rollout_log_prob[rows],
+                )
+                output = step.policy_loss(policies, advantages[rows], response_mask[rows], correction=correction[rows])
+                step.backward(output)
+            step.finish()
+        clip_grad_norm_(…); optimizer.step()
+        ```
+
+    Args:
+        model: the module that forward passes go through: the DDP or FSDP2 wrapper, not what it wraps.
+        config: the correction: a configuration, a preset's name or a dictionary, in either mode; None for plain PPO; or
+            the actor's configuration of a diffusion model. Also the `Correction` of all rows of the step, with its
+            groups: its counts are known, so KL and entropy terms need no second backward pass.
+        loss: clip constants, aggregation and coefficients; defaults to `LossConfig()`. Not for diffusion models.
+        group: data-parallel ranks. "local" means this process alone, and None the same with a warning if there are
+            several ranks.
+        context_group: ranks that hold other slices of the same sequences.
+        accumulation: the `accelerate.Accelerator` of the loop. Its `backward` then runs the backward passes, and its
+            division by `gradient_accumulation_steps` is undone. Defaults to `loss.backward()`.
+
+    Raises:
+        TypeError: `accumulation` is no Accelerator.
+        ValueError: the wrapper is one of DeepSpeed, Megatron or FSDP1, a rank is in both groups, or weights in bypass
+            mode are batch-normalized; on entering the block, when gradients are not None, or the wrapper's ranks are
+            not those of the groups.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: RolloutCorrectionConfig | Mapping[str, Any] | str | Correction | DiffusionConfig | None,
+        *,
+        loss: LossConfig | None = None,
+        group: ProcessGroup | Literal["local"] | None = None,
+        context_group: ProcessGroup | None = None,
+        accumulation: Accelerator | None = None,
+    ) -> None:
+        super().__init__(model, group=members(group), context_group=context_group)
+        check_groups(self.group, context_group)
+        _check_accelerator(accumulation)
+        self.loss, self.accumulation, self._given_group = loss_config_of(loss), accumulation, group
+        self.config: RolloutCorrectionConfig | None = None
+        self._mode: LossAggMode = "token-mean"
+        self._min_keep: float | None = None
+        self._known: Correction | None = None
+        self._amounts: list[Tensor] = []
+        self._losses = 0
+        self._regularized = False
+
+        # Denoising steps are the tokens of a diffusion model, and `diffusion_loss` computes their loss.
+        if isinstance(config, DiffusionConfig):
+            self._min_keep = config.min_keep_fraction
+            if loss is not None:
+                raise ValueError(
+                    "loss is of tokens, and the loss of denoising steps has its options in config: omit loss"
+                )
+            return
+
+        self._regularized = bool(self.loss.kl_coef or self.loss.entropy_coef)
+        self.config = config.config if isinstance(config, Correction) else resolve(config)
+        self._mode = aggregation_mode(self.config, self.loss)
+        bypass_mode = self.config is not None and self.config.bypass_mode
+
+        # The counts of a correction are those of the step only if it is of the same ranks, and applied as it is.
+        if isinstance(config, Correction) and config.knows_its_step and config.ranks == self.ranks and not bypass_mode:
+            self._known = config if self._regularized else None
+        if bypass_mode and self._normalizes:
+            raise ValueError(
+                "rollout_is_batch_normalize in bypass mode would normalize each micro-batch or rank by itself; "
+                "set normalizer='weights' instead, which divides by the weights of the whole step"
+            )
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        warn_without_group(self._given_group, self.context_group)
+        return self
+
+    def policy_loss(
+        self,
+        policies: PolicyLogProbs,
+        advantages: Tensor,
+        response_mask: Tensor,
+        *,
+        correction: Correction | None = None,
+        entropy: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> PolicyLossOutput:
+        """Compute the loss of a micro-batch of tokens; give it to `backward`.
+
+        Args:
+            policies: log π_θ with its graph, and log π_old and log μ as the mode needs them, nats, (B, T), or (N,) when
+                packed.
+            advantages: same shape, or per sequence, (B,).
+            response_mask: this micro-batch's tokens, same shape; read as ≠ 0.
+            correction: in decoupled mode, these rows' part: `correction[rows]`, or a correction of these rows alone.
+            entropy: of π_θ per token, nats, same shape. Only with an entropy coefficient.
+            cu_seqlens: (B + 1,) token offsets, only when packed.
+
+        Returns:
+            The loss in its parts. Its value is that of `rollcorr.policy_loss`; `finish` returns that of the step.
+
+        Raises:
+            TypeError: the step is one of a diffusion model.
+            RuntimeError: outside the block, or after `finish`.
+            ValueError: the correction is of another configuration or of other ranks; or as `rollcorr.policy_loss`.
+        """
+        if self._min_keep is not None:
+            raise TypeError("this step is one of a diffusion model: call rollcorr.diffusion.diffusion_loss")
+        self._check_open("policy_loss()")
+        if correction is not None:
+            self._check_correction(correction)
+        self._losses += 1
+        return policy_loss(
+            policies,
+            advantages,
+            response_mask,
+            config=self.config,
+            loss=self.loss,
+            correction=correction,
+            whole_step=True,
+            entropy=entropy,
+            cu_seqlens=cu_seqlens,
+            group="local",
+            context_group=self.context_group,
+        )
+
+    def backward(self, output: PolicyLossOutput) -> None:
+        """Add one micro-batch's gradients and counts. Waits for nothing.
+
+        Args:
+            output: what `policy_loss` of this step, `rollcorr.policy_loss` or `diffusion_loss` returned.
+
+        Raises:
+            RuntimeError: outside the block, after `finish`, or the forward pass ran with DDP's reducer armed.
+            ValueError: the loss was aggregated in another mode than the step's.
+        """
+        self._check_open("backward()")
+        averaged, regularization = output.averaged, output.regularization
+        if averaged.mode != self._mode:
+            raise ValueError(f"the loss was aggregated by {averaged.mode}, and the step is one of {self._mode}")
+
+        # Means become sums again, because sums of micro-batches and ranks add up.
+        device = self._device
+        policy = output.policy_gradient * amount_of(averaged.mode, averaged.policy_gradient, device)
+        parts, terms = [policy], torch.zeros((), dtype=torch.float64, device=device)
+        if regularization is not None:
+            terms = regularization * amount_of(averaged.mode, averaged.regularization, device)
+            parts = [policy, terms] if self._known is None else [policy * self._ratio(self._known) + terms]
+        elif self._known is not None:
+            parts = [policy * self._ratio(self._known)]
+        self._backward(parts)
+
+        original = count_denominators(
+            averaged.response_mask, cu_seqlens=averaged.cu_seqlens, context_group=self.context_group
+        )
+        amounts = (
+            output.loss_mask.sum(),
+            (averaged.response_mask != 0).sum(),
+            policy.detach(),
+            terms.detach(),
+            amount_of(self._mode, output.counts, device),
+            amount_of(self._mode, original, device),
+        )
+        self._amounts.append(torch.stack([amount.to(device, torch.float64) for amount in amounts]))
+        self._losses -= 1
+
+    def finish(self) -> StepOutcome:
+        """Divide by the counts of the step, and sum over ranks what no wrapper has summed. Every rank calls it, once.
+
+        Waits for the device for a diffusion model only, whose gradients are removed when the step is skipped.
+
+        Raises:
+            RuntimeError: outside the block, called twice, or a loss of this step was not given to `backward`.
+            ValueError: the correction that the step was made of has other counts than its losses. In host memory only.
+        """
+        self._check_open("finish()")
+        if self._losses > 0:
+            raise RuntimeError(
+                f"{self._losses} losses of this step were not given to step.backward(output), so the step cannot count "
+                "and scale them: call it in place of loss.backward() or accelerator.backward(loss)"
+            )
+
+        # A rank without a micro-batch adds 0. The counts of a context group are those of whole sequences already.
+        zero = torch.zeros(6, dtype=torch.float64, device=self._device)
+        own = torch.stack([zero, *self._amounts]).sum(0)
+        own = torch.cat([sum_over(own[:4], self.context_group), own[4:]])
+        kept, total, policy, terms, divisor, original = sum_over(own, self.group)
+        if self._mode == "token-sum":
+            divisor = original = torch.ones_like(kept)
+
+        # With a known ratio both parts are one, and what is left to divide by is the number of KL and entropy terms.
+        by_kept, by_original = rescaling(1.0, divisor), rescaling(1.0, original)
+        if self._known is not None:
+            self._check_ratio(self._known, divisor, original)
+            by_kept = by_original * self._ratio(self._known)
+        self._finish([by_kept if self._known is None else by_original, by_original])
+
+        # A text's KL and entropy are learned from rejected tokens too.
+        skipped = (total if self._regularized else kept) == 0
+        if self._min_keep is not None:
+            skipped = skipped | (kept < self._min_keep * total)
+
+            # Momentum and weight decay would move the weights by a gradient of 0 too.
+            if bool(skipped):
+                for parameter in self.parameters:
+                    parameter.grad = None
+        return StepOutcome(policy * by_kept + terms * by_original, kept, total, skipped)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.parameters[0].device if self.parameters else torch.device("cpu")
+
+    @property
+    def _normalizes(self) -> bool:
+        """Whether the loss has weights that are divided by their mean."""
+        return self.config is not None and self.config.weights_reach_loss and self.config.rollout_is_batch_normalize
+
+    def _run(self, loss: Tensor, *, retain_graph: bool) -> None:
+        if self.accumulation is None:
+            super()._run(loss, retain_graph=retain_graph)
+        else:
+            steps = self.accumulation.gradient_accumulation_steps
+            self.accumulation.backward(loss * steps, retain_graph=retain_graph)
+
+    def _ratio(self, known: Correction) -> Tensor:
+        """The count of KL and entropy terms over that of the policy gradient; 0 if nothing was kept."""
+        kept, original = (amount_of(self._mode, known.denominators(name), self._device) for name in (None, "original"))
+        return rescaling(original, kept)
+
+    def _check_ratio(self, known: Correction, kept: Tensor, original: Tensor) -> None:
+        """Check that the losses had the counts of the step's correction. Reads them in host memory only.
+
+        Raises:
+            ValueError: the ratio of the counts differs.
+        """
+        expected, found = self._ratio(known), rescaling(original, kept)
+        if in_host_memory(found) and not torch.isclose(expected, found, rtol=1e-5):
+            raise ValueError(
+                "the losses of this step are of other rows than the correction that it was made with: give "
+                "TrainingStep the correction of exactly these rows, such as correction.mini_batch(rows)"
+            )
+
+    def _check_correction(self, correction: Correction) -> None:
+        """Check that a correction is of the step's configuration and ranks.
+
+        Raises:
+            ValueError: it is not.
+        """
+        if correction.config != self.config:
+            raise ValueError(f"correction was computed with {correction.config}, the step has config={self.config}")
+        if correction.ranks[1] != self.ranks[1] or (self._normalizes and correction.ranks[0] != self.ranks[0]):
+            raise ValueError(
+                f"the correction is of {correction.ranks} ranks and the step of {self.ranks} (data-parallel, context), "
+                "and batch normalization and slices of sequences need the same ranks: give correct and TrainingStep "
+                "the same group and context_group"
+            )
+
+
+def _check_accelerator(accumulation: Accelerator | None) -> None:
+    """Check that backward passes can be run by an Accelerator.
+
+    Raises:
+        TypeError: it is something else, such as a number of micro-batches.
+        ValueError: its backend owns the gradients.
+    """
+    if accumulation is None:
+        return
+    if not (hasattr(accumulation, "gradient_accumulation_steps") and hasattr(accumulation, "backward")):
+        raise TypeError(
+            f"accumulation must be the accelerate.Accelerator of the loop; got {accumulation!r}. Micro-batches are "
+            "counted as they come, so without one leave it out"
+        )
+    kind = getattr(accumulation, "distributed_type", None)
+    if str(getattr(kind, "value", kind)) in ("DEEPSPEED", "MEGATRON_LM"):
+        raise ValueError(OWNS_GRADIENTS.format(kind))
