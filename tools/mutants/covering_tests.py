@@ -8,7 +8,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from python_mutants import Mutant
@@ -77,11 +77,12 @@ class CoveringTests:
         """
         if mutant.file.endswith((".c", ".h")):
             found = self._tests(KERNEL)
-        elif mutant.at_import:
-            # A constant or a table: tests that run any function of the file, or of a file that imports it.
-            found = self._tests(mutant.file).union(*map(self._tests, self._files_that_import(mutant.file)))
         else:
-            found = self._tests(mutant.file, mutant.lines)
+            found = set() if mutant.at_import else self._tests(mutant.file, mutant.lines)
+
+        # A constant, a table, or what makes one: tests that run any function of the file, or of one that imports it.
+        if not found:
+            found = self._tests(mutant.file).union(*map(self._tests, self._files_that_import(mutant.file)))
 
         # Of each test function a few cases first, those nearest to the file first, the fastest first.
         cases: dict[str, list[str]] = defaultdict(list)
@@ -101,13 +102,10 @@ class CoveringTests:
             total += taken
             chosen.append(test)
 
-        # The tests of a file stay together, so that it makes its fixtures once.
+        # The tests of a file stay together, so that it makes its fixtures once; slow ones come last.
         files = list(dict.fromkeys(test.partition("::")[0] for test in chosen))
-        return sorted(chosen, key=lambda test: files.index(test.partition("::")[0])), left
-
-    def duration(self, tests: Iterable[str]) -> float:
-        """Seconds that tests took together."""
-        return sum(map(self._duration, tests))
+        chosen.sort(key=lambda test: (self._duration(test) > 1.0, files.index(test.partition("::")[0])))
+        return chosen, left
 
     def _duration(self, test: str) -> float:
         path, _, name = test.partition("::")
