@@ -13,7 +13,7 @@ from pathlib import Path
 
 from python_mutants import Mutant
 
-LONGEST_TEST = 20.0
+LONGEST_TEST = 6.0
 """Seconds; a slower test is left out, since one mutant may take 90."""
 
 ARGUMENTS_AT_MOST = 1200
@@ -138,12 +138,11 @@ def _key(path: str, name: str) -> str:
 def _without_group(test: str) -> str:
     """The name of a test without the group that pytest-xdist adds."""
     head, bracket, rest = test.rpartition("]")
-    return head + bracket + (rest.partition("@")[0] if bracket else "") if bracket else rest.partition("@")[0]
+    return head + bracket + rest.partition("@")[0]
 
 
 def _nearness(test: str, file: str) -> int:
     """2 if a test is of the file by name, 1 if it is of its folder, else 0."""
-    folder, name = Path(file).parent.as_posix(), Path(file).stem
-    if re.search(rf"test_\w*{name.removesuffix('s')}", test.partition("::")[0]):
+    if re.search(rf"test_\w*{Path(file).stem.removesuffix('s')}", test.partition("::")[0]):
         return 2
-    return int(any(part in test.split("/")[:-1] for part in folder.split("/")[2:]))
+    return int(any(part in test.split("/")[:-1] for part in Path(file).parent.parts[2:]))
