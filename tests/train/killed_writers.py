@@ -1,15 +1,18 @@
-"""A program: two ways to replace a text, killed at each file event; prints what is left, as JSON.
+"""A program: ways to replace a text, killed or without power at each file event; prints what is left, as JSON.
 
 python tests/train/killed_writers.py FOLDER
 """
 
 import json
 import sys
+import types
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "crash"))
 
 from file_events import FileEvents
+from planted_bugs import BUGS, FILES, PACKAGE
+from power_loss import lose_power, read_events
 
 from rollcorr.run_directory.durable_files import write_text_durably
 
@@ -38,8 +41,32 @@ def left_by(write, folder, events):
             assert events.run(call, file.parent, kill_at=event, in_the_middle=in_the_middle).killed
             texts.append(file.read_text(encoding="utf-8"))
             files |= {path.name for path in file.parent.iterdir()}
+    without_power = [left_without_power(call, file, events, event) for event in (*range(1, count + 1), 0)]
     full = events.run(lambda: refused(call), file.parent, disk=7).exit_code
-    return {"events": count, "texts": texts, "files": sorted(files), "exit code on a full disk": full}
+    return {
+        "events": count,
+        "texts": texts,
+        "without power": without_power,
+        "files": sorted(files),
+        "exit code on a full disk": full,
+    }
+
+
+def left_without_power(call, file, events, event):
+    """The text that is left when the power fails before an event, or after the end for 0."""
+    log, removed = file.parents[1] / "events.log", file.parents[1] / f"removed_{event}"
+    removed.mkdir()
+    file.write_text(OLD, encoding="utf-8")
+    events.run(call, file.parent, kill_at=event, log=log, removed=removed)
+    lose_power(file.parent, [line for line in read_events(log) if not event or line.number < event], removed)
+    return file.read_text(encoding="utf-8")
+
+
+def planted(name):
+    """The way to replace a text that has a bug of `tools/crash/planted_bugs.py`."""
+    module = types.ModuleType(name)
+    exec(BUGS[name].planted((PACKAGE / FILES).read_text(encoding="utf-8"), name), vars(module))
+    return module.write_text_durably
 
 
 def refused(call):
@@ -57,9 +84,11 @@ def main():
     except OSError as error:
         sys.exit(f"cannot run here: {error}")
     found = {}
-    for write in (plainly, write_text_durably):
-        (folder / write.__name__).mkdir()
-        found[write.__name__] = left_by(write, folder / write.__name__, events)
+    ways = {"plainly": plainly, "write_text_durably": write_text_durably}
+    ways |= {name: planted(name) for name in ("no_fsync_file", "no_fsync_folder", "text_in_place")}
+    for name, write in ways.items():
+        (folder / name).mkdir()
+        found[name] = left_by(write, folder / name, events)
     json.dump(found, sys.stdout)
 
 

@@ -1,4 +1,4 @@
-"""SIGKILL at any file event, and the same command again: a sample of `make test-crash`, and a test of its tool."""
+"""SIGKILL or a power loss at any file event, and the same command again: a sample of `make test-crash`; its tools."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from pathlib import Path
 import pytest
 
 PROJECT = Path(__file__).parents[2]
+sys.path.insert(0, str(PROJECT / "tools" / "crash"))
+
+from planted_bugs import BUGS, PACKAGE  # noqa: E402
+
 OLD, NEW = "old " * 10, "new " * 10
 
 
@@ -43,13 +47,43 @@ def test_a_plain_write_is_caught_empty_and_torn(killed_writers):
     assert found["exit code on a full disk"] == errno.ENOSPC
 
 
-def test_runs_that_were_killed_or_had_a_full_disk_end_as_if_nothing_had_happened():
-    """The first, the middle and the last event of each recipe, a random time, and a disk of half the size."""
+def test_a_power_loss_keeps_what_was_flushed(killed_writers):
+    """Before the rename is flushed the old text comes back; the five events and the end."""
+    assert killed_writers["write_text_durably"]["without power"] == [OLD] * 5 + [NEW]
+
+
+@pytest.mark.parametrize(
+    ("bug", "left"),
+    [
+        ("no_fsync_file", [*[OLD] * 4, ""]),  # a name without its content
+        ("no_fsync_folder", [OLD] * 5),  # a text that was saved, and is not there
+        ("text_in_place", [OLD, *[""] * 2, NEW, NEW, NEW]),
+    ],
+)
+def test_a_power_loss_finds_what_was_not_flushed(killed_writers, bug, left):
+    assert killed_writers[bug]["without power"] == left
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_planted_bugs_still_apply(name):
+    """`make test-crash-bugs` plants them in runs; a change of the code that they edit must write them anew."""
+    bug = BUGS[name]
+    compile(bug.planted((PACKAGE / bug.file).read_text(encoding="utf-8"), name), bug.file, "exec")
+
+
+def test_a_planted_bug_without_its_text_is_reported():
+    with pytest.raises(ValueError, match="this planted bug no longer applies: no_fsync_file"):
+        BUGS["no_fsync_file"].planted("pass", "no_fsync_file")
+
+
+def test_killed_and_full_disk_runs_end_like_others():
+    """The first, the middle and the last event, a power loss, a random time, and a disk of half the size."""
     program = run(
         PROJECT / "tools" / "crash" / "crash_runs.py",
-        *("--runs", "grpo", "flow_grpo", "--points", 3, "--times", 1, "--levels", 1),
+        *("--runs", "grpo_skipping", "flow_grpo", "--kinds", "kill", "power", "time", "disk"),
+        *("--points", 3, "--times", 1, "--levels", 1),
     )
     if program.returncode == 77:
         pytest.skip(program.stdout)
     assert program.returncode == 0, program.stdout + program.stderr
-    assert "10 of 10 runs equal an uninterrupted one" in program.stdout
+    assert "12 of 12 runs equal an uninterrupted one" in program.stdout

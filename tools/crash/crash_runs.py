@@ -7,37 +7,37 @@ A kill point is just before a call that opens for writing, writes, flushes, rena
 the run directory; and, for a write, half-way through it. A run that was killed there must, when the same command is
 given again, end with what an uninterrupted run ends with, to the last bit: metrics (apart from `perf/`), rollout logs,
 weights, moments, and every other file. Each run is a child forked from a process that has imported everything.
+
+A power loss before each flush, and after the end, leaves only what was flushed (power_loss.py). In addition, a byte of
+the newest checkpoint is changed, and the command is given while another process holds the run's lock. planted_bugs.py
+has what each of these finds.
 """
 
 from __future__ import annotations
 
 import argparse
-import atexit
 import gc
-import hashlib
 import importlib
 import json
 import math
 import os
 import random
-import shutil
-import signal
+import re
 import sys
 import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")  # the default one starts a thread
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from file_events import NO_LIMIT, Ended, FileEvents
+from file_events import NO_LIMIT, FileEvents
+from laboratory import Laboratory, Point
+from power_loss import Event, read_events
 
-RUN = "run"
 SHORT = ("steps=2", "checkpoint.every=1", "checkpoint.keep=2", "log.evaluate=2", "rollout.refresh_every=2", "threads=1")
 GRPO = (
     "recipe=grpo",
@@ -62,8 +62,18 @@ FLOW_GRPO = (
     "rollout.dtype=fp8",
     "optim.lr=0.01",
 )
+SKIPPING = (
+    "steps=4",
+    "log.null=0",
+    "log.evaluate=0",
+    "algorithm.loss.kl_coef=0",
+    "algorithm.rollout_correction={rollout_rs: token_k1, rollout_rs_threshold: '0.9999_1.0001'}",
+)
+"""Every other step has an engine that lags behind, so that each token is rejected and the optimizer step left out."""
+
 RUNS: Mapping[str, tuple[str, ...]] = {
     "grpo": (*GRPO, *SHORT),
+    "grpo_skipping": (*GRPO, *SHORT, *SKIPPING),
     "flow_grpo": (*FLOW_GRPO, "algorithm.loss.kl_coef=0.1", *SHORT),
     "flow_grpo_lora": (*FLOW_GRPO, "model.lora.rank=2", *SHORT),
 }
@@ -81,166 +91,35 @@ DIFFUSION_MODULES = (
 )  # fmt: skip
 """What the runs import, partly inside functions."""
 
+KINDS = ("kill", "power", "time", "disk", "damage", "lock")
 FULL_DISK_LEVELS = 10
-SECONDS_AT_MOST = 300
 
 CANNOT_RUN_HERE = 77
 """Exit code where no child can be followed."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Point:
-    """One thing to do to a run.
-
-    Attributes:
-        event: kill at this event; 0 for none.
-        in_the_middle: of a write.
-        delays: kill after so many seconds, once for each.
-        disk: bytes that fit on the disk.
-    """
-
-    event: int = 0
-    in_the_middle: bool = False
-    delays: tuple[float, ...] = ()
-    disk: int = NO_LIMIT
-
-    def __str__(self) -> str:
-        if self.event:
-            return f"killed {'in the middle of' if self.in_the_middle else 'before'} event {self.event}"
-        if self.disk != NO_LIMIT:
-            return f"a disk of {self.disk:,} bytes"
-        return "killed after " + ", then ".join(f"{seconds:.3f} s" for seconds in self.delays)
-
-
-class Laboratory:
-    """Runs of one configuration, each in its own folder below one.
-
-    Args:
-        overrides: the configuration.
-        folder: where the runs are.
-        events: follows the runs.
-    """
-
-    def __init__(self, overrides: Sequence[str], folder: Path, events: FileEvents) -> None:
-        self.command = ["train", f"run_dir={RUN}", *overrides]
-        self.folder = folder
-        self.events = events
-
-    def follow(self, name: str, **options: Any) -> Ended:  # noqa: ANN401 (those of FileEvents.run)
-        """Run the command once, followed."""
-        place = self._place(name)
-        return self.events.run(lambda: self._train(place), place / RUN, **options)
-
-    def run(self, name: str, *, delay: float | None = None) -> Ended:
-        """Run the command once; kill it after a delay, if there is one."""
-        place = self._place(name)
-        child = os.fork()
-        if child == 0:
-            os._exit(self._train(place))
-        if delay is not None:
-            time.sleep(delay)
-            os.kill(child, signal.SIGKILL)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        return Ended(killed=code == -signal.SIGKILL, exit_code=code)
-
-    def output(self, name: str) -> str:
-        """What the runs of a name printed."""
-        return (self._place(name) / "output.txt").read_text(encoding="utf-8", errors="replace")
-
-    def outcome(self, name: str) -> dict[str, str]:
-        """What the runs of a name left."""
-        return dict(_outcome(self._place(name) / RUN))
-
-    def remove(self, name: str) -> None:
-        """Delete everything of a name."""
-        shutil.rmtree(self.folder / name)
-
-    def _place(self, name: str) -> Path:
-        place = self.folder / name
-        place.mkdir(parents=True, exist_ok=True)
-        return place
-
-    def _train(self, place: Path) -> int:
-        """The command, in a child: `rollcorr train …` in a folder of its own, with its output in a file."""
-        from rollcorr.cli import main
-
-        atexit._clear()  # what the parent does at its end is not for its children
-        os.chdir(place)
-        output = os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        for descriptor in (1, 2):
-            os.dup2(output, descriptor)
-        signal.alarm(SECONDS_AT_MOST)
-        sys.argv = ["rollcorr", *self.command]
-        code = 0
-        try:
-            main()
-        except SystemExit as error:
-            code = error.code if isinstance(error.code, int) else 1
-        except BaseException:
-            traceback.print_exc()
-            code = 99
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        return code
-
-
-def _outcome(run: Path) -> Iterator[tuple[str, str]]:
-    """Everything under a run directory, by name: digests of tensors, rows and bytes, without times."""
-    for path in sorted(run.rglob("*")):
-        name = path.relative_to(run).as_posix()
-        if path.is_dir():
-            yield f"{name}/", ""
-        elif name.startswith("tensorboard/") or path.name in ("manifest.json", "run.json"):
-            continue  # events have times; the identity of a run is drawn
-        elif path.name == "history.json":
-            history = json.loads(path.read_text(encoding="utf-8"))
-            yield name, json.dumps({key: value for key, value in history.items() if key != "run"})
-        elif path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            yield from _tensors(name, load_file(path))
-        elif path.suffix == ".pt":
-            import torch
-
-            yield from _tensors(name, torch.load(path, weights_only=True))
-        elif path.suffix == ".parquet":
-            import pyarrow.parquet as pq
-
-            yield name, _digest(repr(pq.read_table(path).to_pylist()).encode())
-        elif path.name == "metrics.jsonl":
-            for line in path.read_text(encoding="utf-8").splitlines():
-                row = json.loads(line)
-                kept = {key: value for key, value in row.items() if not key.startswith("perf/")}
-                yield f"{name} step {row['step']}", json.dumps(kept)
-        else:
-            yield name, _digest(path.read_bytes())
-
-
-def _tensors(name: str, value: Any) -> Iterator[tuple[str, str]]:  # noqa: ANN401 (a nested state)
-    import torch
-
-    if isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from _tensors(f"{name}:{key}", part)
-    elif torch.is_tensor(value):
-        content = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        yield name, f"{value.dtype} {tuple(value.shape)} {_digest(content)}"
-    else:
-        yield name, repr(value)
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]
-
-
 def faults_of(laboratory: Laboratory, name: str, point: Point, expected: Mapping[str, str]) -> list[str]:
     """Do something to a run, give the command again, and list what is wrong afterwards."""
     faults = []
-    if point.event or point.disk != NO_LIMIT:
+    if point.power:
+        ended = laboratory.cut_power(name, point.event)
+
+        # Of a run that had ended nothing may be lost; removals that were not flushed leave hidden names.
+        if not ended.killed:
+            left = {key: value for key, value in laboratory.outcome(name).items() if "/." not in f"/{key}"}
+            faults += _differences(left, expected, "after the end")
+    elif point.event or point.disk != NO_LIMIT:
         laboratory.follow(name, kill_at=point.event, in_the_middle=point.in_the_middle, disk=point.disk)
     for delay in point.delays:
         laboratory.run(name, delay=delay)
+    if point.locked and (not laboratory.run_locked(name).exit_code or "is in use" not in laboratory.output(name)):
+        faults.append("a second process was not refused")
+
+    # Readers may look before the run goes on.
+    faults += laboratory.torn_files(name)
+    if point.damage:
+        laboratory.run(name)
+        laboratory.change_a_byte(name)
 
     printed = laboratory.output(name) if point.disk != NO_LIMIT else ""
     if "Traceback" in printed:
@@ -251,24 +130,30 @@ def faults_of(laboratory: Laboratory, name: str, point: Point, expected: Mapping
     again = laboratory.run(name)
     if again.exit_code:
         return [*faults, f"the same command again ends with {again.exit_code}: {laboratory.output(name)[-600:]}"]
-    if "cannot be used" in laboratory.output(name):
+    if "cannot be used" in laboratory.output(name) and not point.damage:
         faults.append(f"a damaged file: {laboratory.output(name)[-600:]}")
-    found = laboratory.outcome(name)
+    return faults + _differences(laboratory.outcome(name), expected, "in the end")
+
+
+def _differences(found: Mapping[str, str], expected: Mapping[str, str], when: str) -> list[str]:
+    """What two outcomes differ in, as one line, if they do."""
     different = sorted(key for key in {*found, *expected} if found.get(key) != expected.get(key))
-    if different:
-        faults.append(f"{len(different)} differences: {', '.join(different[:8])}")
-    return faults
+    return [f"{len(different)} differences {when}: {', '.join(different[:8])}"] if different else []
 
 
-def kill_points(log: Path) -> list[Point]:
+def kill_points(events: Sequence[Event]) -> list[Point]:
     """Before each event of a followed run, and in the middle of each write that has a middle."""
     points = []
-    for line in log.read_text(encoding="utf-8").splitlines():
-        number, kind, size, _ = line.split("\t")
-        points.append(Point(event=int(number)))
-        if kind == "write" and int(size) > 1:
-            points.append(Point(event=int(number), in_the_middle=True))
+    for event in events:
+        points.append(Point(event=event.number))
+        if event.kind == "write" and event.amount > 1:
+            points.append(Point(event=event.number, in_the_middle=True))
     return points
+
+
+def power_points(events: Sequence[Event]) -> list[Point]:
+    """Before each flush, which is when most is lost, and after the end."""
+    return [*(Point(event=event.number, power=True) for event in events if event.kind == "fsync"), Point(power=True)]
 
 
 def examine(
@@ -276,15 +161,11 @@ def examine(
     folder: Path,
     events: FileEvents,
     *,
-    jobs: int,
-    between: tuple[int, int],
-    points: int | None,
-    times: int,
-    levels: int,
-    seed: int,
+    options: argparse.Namespace,
     until: float,
 ) -> tuple[int, int]:
     """All of one configuration, in random order; returns how many runs were tried and how many failed."""
+    first_event, last_event = options.events or (1, sys.maxsize)
     start = time.monotonic()
     laboratory = Laboratory(RUNS[name], folder / name, events)
     log = folder / f"{name}.events"
@@ -297,22 +178,33 @@ def examine(
         print(f"{name}: an uninterrupted run fails or is not repeatable\n{laboratory.output('recorded')}")
         return 1, 1
 
-    possible = kill_points(log)
-    kinds = Counter(line.split("\t")[1] for line in log.read_text(encoding="utf-8").splitlines())
+    seen = read_events(log)
+    kinds = Counter(event.kind for event in seen)
     counted = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-    print(f"{name}: {recorded.events} events under the run directory ({counted}); {len(possible)} kill points")
+    print(f"{name}: {len(seen)} events under the run directory ({counted}); {len(kill_points(seen))} kill points")
 
-    generator = random.Random(seed)
-    chosen = [point for point in possible if between[0] <= point.event <= between[1]]
-    chosen = chosen if points is None else spread(chosen, points)
-    chosen += [Point(delays=tuple(_delays(generator, seconds))) for _ in range(times)]
-    chosen += [Point(disk=recorded.peak * (2 * level + 1) // (2 * levels)) for level in range(levels)]
+    generator, levels = random.Random(options.seed), options.levels
+    within = [e for e in seen if first_event <= e.number <= last_event and re.search(options.paths, e.path)]
+    kills, losses = kill_points(within), power_points(within)
+    if options.points is not None:
+        kills, losses = spread(kills, options.points), spread(losses, max(options.points // 2, 1))
+    of_kind = {
+        "kill": kills,
+        "power": losses,
+        "time": [Point(delays=tuple(_delays(generator, seconds))) for _ in range(options.times)],
+        "disk": [Point(disk=recorded.peak * (2 * level + 1) // (2 * levels)) for level in range(levels)],
+        "damage": [Point(damage=True)],
+        "lock": [Point(locked=True)],
+    }
+    chosen = [point for kind in options.kinds for point in of_kind[kind]]
     generator.shuffle(chosen)
-    found = in_parallel(jobs, len(chosen), lambda i: _try(laboratory, f"{i}", chosen[i], expected), until=until)
+    found = in_parallel(
+        options.jobs, len(chosen), lambda i: _try(laboratory, f"{i}", chosen[i], expected), until=until,
+        until_failure=options.first,
+    )  # fmt: skip
     failed = [(chosen[i], faults) for i, faults in found.items() if faults]
-    lines = log.read_text(encoding="utf-8").splitlines()
     for point, faults in failed[:20]:
-        at = f" ({lines[point.event - 1]})" if point.event else ""
+        at = f" ({seen[point.event - 1].kind} {seen[point.event - 1].path})" if point.event else ""
         print(f"{name}: {point}{at}: {'; '.join(faults)}")
 
     left_out = f"; {len(chosen) - len(found)} were left out for want of time" if len(found) < len(chosen) else ""
@@ -340,8 +232,13 @@ def _try(laboratory: Laboratory, name: str, point: Point, expected: Mapping[str,
     return faults
 
 
-def in_parallel(jobs: int, count: int, call: Callable[[int], list[str]], *, until: float) -> dict[int, list[str]]:
-    """`{i: call(i)}` for i below `count`, in so many forked processes; none is begun after a time of the clock."""
+def in_parallel(
+    jobs: int, count: int, call: Callable[[int], list[str]], *, until: float, until_failure: bool = False
+) -> dict[int, list[str]]:
+    """`{i: call(i)}` for i below `count`, in so many forked processes.
+
+    None is begun after a time of the clock, or after a call that found a fault if `until_failure`.
+    """
     with tempfile.TemporaryDirectory() as place:
         children = []
         for worker in range(jobs):
@@ -351,8 +248,11 @@ def in_parallel(jobs: int, count: int, call: Callable[[int], list[str]], *, unti
                 try:
                     with Path(place, str(worker)).open("w", encoding="utf-8") as file:
                         for i in range(worker, count, jobs):
-                            if time.monotonic() < until:
-                                file.write(json.dumps({i: call(i)}) + "\n")
+                            if time.monotonic() < until and not (until_failure and Path(place, "failed").exists()):
+                                faults = call(i)
+                                file.write(json.dumps({i: faults}) + "\n")
+                                if faults:
+                                    Path(place, "failed").touch()
                     code = 0
                 except BaseException:
                     traceback.print_exc()
@@ -411,9 +311,14 @@ def main() -> int:
     """Read the options, examine every run; 1 if anything failed, 77 where this cannot run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", nargs="*", choices=RUNS, default=list(RUNS), help="which runs")
+    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS), help="what is done to the runs")
+    parser.add_argument("--first", action="store_true", help="stop after the first failure")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
-    parser.add_argument("--points", type=int, help="kill points of each run, evenly spread; all without it")
+    parser.add_argument(
+        "--points", type=int, help="kill points of each run, evenly spread, and half as many power losses"
+    )
     parser.add_argument("--events", type=int, nargs=2, metavar=("FIRST", "LAST"), help="only the events between these")
+    parser.add_argument("--paths", default="", help="only the events whose path matches this regular expression")
     parser.add_argument("--times", type=int, default=100, help="runs killed at random times")
     parser.add_argument("--levels", type=int, default=FULL_DISK_LEVELS, help="disks of different sizes")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after so long, for each kind")
@@ -439,13 +344,9 @@ def main() -> int:
         make_the_small_models(folder)
 
         counts = [
-            examine(
-                name, folder, events, jobs=options.jobs, between=tuple(options.events or (1, sys.maxsize)),
-                points=options.points, times=options.times, seed=options.seed,
-                levels=options.levels, until=time.monotonic() + 60 * options.minutes,
-            )
+            examine(name, folder, events, options=options, until=time.monotonic() + 60 * options.minutes)
             for name in options.runs
-        ]  # fmt: skip
+        ]
     tried, failed = (sum(column) for column in zip(*counts, strict=True))
     print(f"{tried - failed} of {tried} runs equal an uninterrupted one, {time.monotonic() - start:.0f} s")
     return int(failed > 0)

@@ -1,6 +1,6 @@
 /* Follows a child process and sees every system call that changes something under one folder, whichever library makes
  * it: Python, torch, safetensors, Arrow. At a chosen call it kills the child, also in the middle of a write, or says
- * that the disk is full.
+ * that the disk is full. Its log has what a power loss needs to know: sizes at each flush, and what renames replaced.
  *
  * The kernel stops the child at the calls that a seccomp filter names, so the rest runs at full speed. The same calls
  * seen from inside (LD_PRELOAD) would miss those that Rust makes without the C library.
@@ -175,6 +175,7 @@ typedef struct {
     long long peak;      /* most bytes that were used at any time */
     long events;
     FILE *log;
+    const char *removed; /* folder that keeps, by event, a link to each file that a rename replaces or an unlink removes */
 } Followed;
 
 static int read_text(pid_t task, unsigned long long address, char *text, size_t size) {
@@ -232,6 +233,41 @@ static long long size_of(const char *path) {
     return lstat(path, &found) == 0 && S_ISREG(found.st_mode) && found.st_nlink == 1 ? (long long)found.st_size : 0;
 }
 
+/* The path that a rename or a link names first; its arguments stand right before those of the path that it changes. */
+static void source_of(pid_t task, const Call *call, Registers *r, char *path, size_t size) {
+    int both = call->descriptor == AT_CWD ? 1 : 2; /* a folder and a path, or a path alone */
+    Call from = *call;
+    from.path -= both;
+    from.descriptor = both == 1 ? AT_CWD : call->descriptor - both;
+    path_of(task, &from, r, path, size);
+}
+
+/* What a call asks for: bytes to write, the size to cut to, or 1 if an open empties the file. */
+static long long amount_of(const Call *call, Registers *r) {
+    if (call->bytes != NO_ARG) return (long long)*argument(r, call->bytes);
+    if (call->number == __NR_ftruncate || call->number == __NR_truncate) return (long long)*argument(r, 1);
+    return call->flags != NO_ARG && !strcmp(call->kind, "open") && (*argument(r, call->flags) & O_TRUNC);
+}
+
+/* One line of the log: number, kind, amount, path, then inode and size of what the path names now, and the source. */
+static void log_event(Followed *f, pid_t task, const Call *call, Registers *r, const char *path) {
+    char source[8192] = "";
+    struct stat now;
+    if (lstat(path, &now)) memset(&now, 0, sizeof now);
+    if (!strcmp(call->kind, "rename") || !strcmp(call->kind, "link")) source_of(task, call, r, source, sizeof source);
+    const char *from = is_under(source, f->root) ? source + strlen(f->root) : "";
+    fprintf(f->log, "%ld\t%s\t%lld\t%s\t%llu\t%lld\t%s\n", f->events, call->kind, amount_of(call, r),
+            path + strlen(f->root), (unsigned long long)now.st_ino, (long long)now.st_size, from);
+}
+
+/* Keep a link to a file that the next call takes from its name. */
+static void keep_removed(const Followed *f, const Call *call, const char *path) {
+    char link_path[8192];
+    if (!f->removed || (strcmp(call->kind, "rename") && strcmp(call->kind, "unlink"))) return;
+    snprintf(link_path, sizeof link_path, "%s/%ld", f->removed, f->events);
+    if (link(path, link_path)) return; /* nothing is there, or a folder */
+}
+
 /* Whether a file can be made or grow; what does not fit is refused as the kernel does: first a short write. */
 static int refuse_if_full(Followed *f, pid_t task, const Call *call, Registers *r, const char *path) {
     int is_open = !strcmp(call->kind, "open"), is_new = is_open || !strcmp(call->kind, "mkdir");
@@ -274,7 +310,7 @@ static int at_call(Followed *f, pid_t task, pid_t child) {
 
     f->events++;
     long long bytes = call->bytes == NO_ARG ? 0 : (long long)*argument(&r, call->bytes);
-    if (f->log) fprintf(f->log, "%ld\t%s\t%lld\t%s\n", f->events, call->kind, bytes, path + strlen(f->root));
+    if (f->log) log_event(f, task, call, &r, path);
     if (f->events == f->kill_at) {
         if (f->in_the_middle && bytes >= 2) {
             *argument(&r, call->bytes) = (unsigned long long)(bytes / 2);
@@ -286,18 +322,19 @@ static int at_call(Followed *f, pid_t task, pid_t child) {
         kill(child, SIGKILL);
         return 1;
     }
+    keep_removed(f, call, path);
     if (f->disk >= 0) refuse_if_full(f, task, call, &r, path);
     return 0;
 }
 
 /* Follow a child until it ends; returns the number of events under `root`, or −1 if it cannot be followed.
  *
- * log: a file for one line per event, or NULL. status: the child's, as waitpid gives it. peak: most bytes on the disk
+ * log: a file for one line per event, or NULL. removed: a folder on the same disk, or NULL. status: the child's, as waitpid gives it. peak: most bytes on the disk
  * at any time, if `disk` sets a limit.
  */
-long follow(pid_t child, const char *root, long kill_at, int in_the_middle, long long disk, const char *log, int *status,
-            long long *peak) {
-    Followed f = {.root = root, .kill_at = kill_at, .in_the_middle = in_the_middle, .disk = disk};
+long follow(pid_t child, const char *root, long kill_at, int in_the_middle, long long disk, const char *log,
+            const char *removed, int *status, long long *peak) {
+    Followed f = {.root = root, .kill_at = kill_at, .in_the_middle = in_the_middle, .disk = disk, .removed = removed};
     if (waitpid(child, status, __WALL) != child || !WIFSTOPPED(*status)) return -1;
     long options = PTRACE_O_EXITKILL | PTRACE_O_TRACESECCOMP | PTRACE_O_TRACECLONE | PTRACE_O_TRACEFORK;
     options |= PTRACE_O_TRACEVFORK | PTRACE_O_TRACEEXEC;

@@ -60,6 +60,7 @@ class FileEvents:
         in_the_middle: bool = False,
         disk: int = NO_LIMIT,
         log: Path | None = None,
+        removed: Path | None = None,
     ) -> Ended:
         """Run a function in a forked child and follow it.
 
@@ -69,7 +70,8 @@ class FileEvents:
             kill_at: the child is killed just before this event under the root, counted from 1; 0 never.
             in_the_middle: if that event is a write, half of it is done first.
             disk: bytes that fit under the root.
-            log: gets one line per event: number, kind, bytes, path below the root.
+            log: gets one line per event, see `power_loss.Event`.
+            removed: a folder on the same disk, for links to files that lose their names.
 
         Raises:
             OSError: the kernel does not let this process follow a child.
@@ -86,6 +88,7 @@ class FileEvents:
             ctypes.c_int(in_the_middle),
             ctypes.c_longlong(disk),
             None if log is None else os.fsencode(log),
+            None if removed is None else os.fsencode(removed),
             ctypes.byref(status),
             ctypes.byref(peak),
         )

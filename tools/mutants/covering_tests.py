@@ -8,12 +8,12 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from python_mutants import Mutant
 
-LONGEST_TEST = 20.0
+LONGEST_TEST = 6.0
 """Seconds; a slower test is left out, since one mutant may take 90."""
 
 ARGUMENTS_AT_MOST = 1200
@@ -77,11 +77,12 @@ class CoveringTests:
         """
         if mutant.file.endswith((".c", ".h")):
             found = self._tests(KERNEL)
-        elif mutant.at_import:
-            # A constant or a table: tests that run any function of the file, or of a file that imports it.
-            found = self._tests(mutant.file).union(*map(self._tests, self._files_that_import(mutant.file)))
         else:
-            found = self._tests(mutant.file, mutant.lines)
+            found = set() if mutant.at_import else self._tests(mutant.file, mutant.lines)
+
+        # A constant, a table, or what makes one: tests that run any function of the file, or of one that imports it.
+        if not found:
+            found = self._tests(mutant.file).union(*map(self._tests, self._files_that_import(mutant.file)))
 
         # Of each test function a few cases first, those nearest to the file first, the fastest first.
         cases: dict[str, list[str]] = defaultdict(list)
@@ -101,13 +102,10 @@ class CoveringTests:
             total += taken
             chosen.append(test)
 
-        # The tests of a file stay together, so that it makes its fixtures once.
+        # The tests of a file stay together, so that it makes its fixtures once; slow ones come last.
         files = list(dict.fromkeys(test.partition("::")[0] for test in chosen))
-        return sorted(chosen, key=lambda test: files.index(test.partition("::")[0])), left
-
-    def duration(self, tests: Iterable[str]) -> float:
-        """Seconds that tests took together."""
-        return sum(map(self._duration, tests))
+        chosen.sort(key=lambda test: (self._duration(test) > 1.0, files.index(test.partition("::")[0])))
+        return chosen, left
 
     def _duration(self, test: str) -> float:
         path, _, name = test.partition("::")
@@ -140,12 +138,11 @@ def _key(path: str, name: str) -> str:
 def _without_group(test: str) -> str:
     """The name of a test without the group that pytest-xdist adds."""
     head, bracket, rest = test.rpartition("]")
-    return head + bracket + (rest.partition("@")[0] if bracket else "") if bracket else rest.partition("@")[0]
+    return head + bracket + rest.partition("@")[0]
 
 
 def _nearness(test: str, file: str) -> int:
     """2 if a test is of the file by name, 1 if it is of its folder, else 0."""
-    folder, name = Path(file).parent.as_posix(), Path(file).stem
-    if re.search(rf"test_\w*{name.removesuffix('s')}", test.partition("::")[0]):
+    if re.search(rf"test_\w*{Path(file).stem.removesuffix('s')}", test.partition("::")[0]):
         return 2
-    return int(any(part in test.split("/")[:-1] for part in folder.split("/")[2:]))
+    return int(any(part in test.split("/")[:-1] for part in Path(file).parent.parts[2:]))

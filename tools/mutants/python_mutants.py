@@ -88,20 +88,17 @@ class _Finder(ast.NodeVisitor):
         return self._bytes[start:end].decode()
 
     def _edit(self, operator: str, start: int, end: int, text: str) -> None:
-        statement, function = self._statement, self._function
+        statement = self._statement
         assert statement is not None
         changed = (self._bytes[:start] + text.encode() + self._bytes[end:]).decode()
         line = self._bytes[:start].count(b"\n") + 1
 
-        # A default or a decorator runs at import; whoever runs the function's body sees its value.
-        in_body = function is not None and statement is not function
-        covered = statement if function is None or in_body else function
-        first = covered.lineno if covered is statement else function.body[0].lineno  # type: ignore[union-attr]
-        last = covered.end_lineno or first
-        if isinstance(covered, ast.If | ast.While | ast.For | ast.With) and covered is statement:
-            last = max(covered.lineno, covered.body[0].lineno - 1)
-        mutant = Mutant(self.file, line, operator, changed, (first, last), function is None)
-        self.found.append(mutant)
+        # Of a block the condition alone; of a function's defaults the body, for the line with them runs at import.
+        first, last = statement.lineno, statement.end_lineno or statement.lineno
+        if isinstance(statement, ast.If | ast.While | ast.For | ast.With):
+            last = max(first, statement.body[0].lineno - 1)
+        at_import = self._function is None
+        self.found.append(Mutant(self.file, line, operator, changed, (first, last), at_import))
 
     def _replace(self, operator: str, node: ast.expr | ast.stmt, text: str) -> None:
         self._edit(operator, *self._span(node), text)
