@@ -13,7 +13,7 @@ from rollcorr.config.conversion import resolve
 from rollcorr.config.presets import PRESETS
 from rollcorr.core.metric_registry import METRICS
 from rollcorr.core.metric_type import Metric
-from rollcorr.diagnostics.metric_explanation import SCALES, explain_metric
+from rollcorr.diagnostics.metric_explanation import SCALES, SYNONYMS, explain_metric
 
 
 def invoke(*arguments):
@@ -78,6 +78,34 @@ def test_an_unknown_metric_is_answered_with_the_nearest_and_exit_code_2():
     result = invoke("explain", "rollout_is_maen")
     assert result.exit_code == 2
     assert "Did you mean 'rollout_is_mean'?" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("synonym", "metric"),
+    [
+        ("ess", "rollout_is_eff_sample_size"),
+        ("ESS", "rollout_is_eff_sample_size"),
+        ("mean_ratio", "rollout_is_raw_mean"),
+        ("clip_frac", "rollout_is_ratio_fraction_high"),
+        ("actor/pg_clipfrac", "rollout_is_ratio_fraction_high"),
+        ("approx-kl", "k3_kl"),
+    ],
+)
+def test_a_synonym_is_explained_as_its_metric(synonym, metric):
+    result = invoke("explain", synonym)
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[0].split() == ["metric", f"rollout_corr/{metric}"]
+
+
+def test_synonyms_stand_for_one_known_metric_each():
+    every = [synonym for synonyms in SYNONYMS.values() for synonym in synonyms]
+    assert len(every) == len(set(every))
+    assert set(SYNONYMS) <= set(METRICS)
+    assert not set(every) & set(METRICS)
+
+
+def test_a_misspelt_synonym_is_suggested():
+    assert "Did you mean 'mean_ratio'?" in invoke("explain", "mean_ratoi").stderr
 
 
 def test_presets_are_listed_with_what_they_do():

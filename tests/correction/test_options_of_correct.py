@@ -77,9 +77,9 @@ def test_equal_options_are_checked_once():
 
 
 def test_an_unknown_option_is_answered_with_the_nearest():
-    with pytest.raises(TypeError, match=r"there is no option 'rolout_is'.*Did you mean 'rollout_is'\?"):
+    with pytest.raises(TypeError, match=r"no option 'rolout_is' of correct\. Did you mean 'rollout_is'\? Known are "):
         correct(*batch(), rolout_is="token")
-    with pytest.raises(TypeError, match=r"known are [^.]*\bimpl\b") as error:
+    with pytest.raises(TypeError, match=r"Known are [^.]*\bimpl\b") as error:
         correct(*batch(), implementation="torch")
     assert str(error.value).count(" impl,") == 1  # an argument of correct and a field of its configuration
     with pytest.raises(ValueError, match="rollout_is must be one of"):
@@ -103,8 +103,8 @@ def test_a_misspelled_argument_is_answered_like_an_option():
         ),
         ({"clip_ratio_low": 0.2}, r"itself has no option 'clip_ratio_low'; write loss=LossConfig\(clip_ratio_low=…\)"),
         ({"rollout_is": "token"}, r"write config=RolloutCorrectionConfig\(rollout_is=…\)"),
-        ({"corection": None}, r"of policy_loss; known are policies, .*Did you mean 'correction'\?"),
-        ({"zzz": 1}, r"no option 'zzz' of policy_loss; known are policies, advantages, .*context_group\.$"),
+        ({"corection": None}, r"of policy_loss\. Did you mean 'correction'\? Known are policies, "),
+        ({"zzz": 1}, r"no option 'zzz' of policy_loss\. Known are policies, advantages, .*context_group$"),
     ],
 )
 def test_a_misspelled_argument_of_the_loss_is_answered_with_where_the_right_one_goes(options, message):
@@ -124,7 +124,7 @@ def test_a_misspelled_argument_of_the_loss_is_answered_with_where_the_right_one_
 )
 def test_a_misspelled_option_of_every_configuration_is_answered_with_the_nearest(options, wrong, right):
     with pytest.raises(
-        TypeError, match=rf"there is no option '{wrong}' of {options.__name__};.*Did you mean '{right}'"
+        TypeError, match=rf"there is no option '{wrong}' of {options.__name__}\. Did you mean '{right}'"
     ):
         options(**{wrong: 1})
 

@@ -225,11 +225,11 @@ def test_icepop_presets_take_the_two_ends_of_their_band_apart(arguments, expecte
 
 
 def test_presets_refuse_arguments_they_do_not_have():
-    with pytest.raises(TypeError, match="takes threshold; got rs_threshold"):
+    with pytest.raises(TypeError, match=r"has no argument 'rs_threshold'.*It takes threshold"):
         RolloutCorrectionConfig.decoupled_token_is(rs_threshold=2.0)
     with pytest.raises(TypeError, match="takes 0 arguments; got 1"):
         RolloutCorrectionConfig.disabled(2.0)
-    with pytest.raises(TypeError, match="got it twice"):
+    with pytest.raises(TypeError, match="twice"):
         RolloutCorrectionConfig.decoupled_token_is(2.0, threshold=3.0)
 
 

@@ -52,7 +52,7 @@ def unknown_option(
     hint = f" Did you mean {' or '.join(repr(other) for other in near)}?" if near else ""
     where = dict.fromkeys(homes[other].format(f"{other}=…") for other in near if other in homes)
     written = f" Write {' or '.join(where)}." if where else ""
-    return TypeError(f"there is no option {name!r} of {owner}; known are {', '.join(known)}.{hint}{written}")
+    return TypeError(f"there is no option {name!r} of {owner}.{hint}{written} Known are {', '.join(known)}")
 
 
 def names_unknown_options(cls: type[_Options]) -> type[_Options]:

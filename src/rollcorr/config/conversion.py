@@ -221,7 +221,7 @@ def _check_keys(options: Mapping[str, Any], schema: Schema | None) -> None:
             continue
         if key in _ALL_KEYS:
             raise ValueError(f"option {key!r} belongs to {' and '.join(_owners(key))}, not to {schema}")
-        raise ValueError(f"unknown option {key!r}; known are {', '.join(known)}.{nearest(str(key), known)}")
+        raise ValueError(f"unknown option {key!r}.{nearest(str(key), known)} Known are {', '.join(known)}")
 
 
 def _read_rollout(rollout: Mapping[str, Any], config: RolloutCorrectionConfig | None, draft: Draft) -> SamplingSpec:

@@ -193,8 +193,8 @@ def criterion_names(names: str | Sequence[str]) -> list[str]:
     for name in listed:
         if name not in _EVERY:
             raise ValueError(
-                f"rollout_rs {names!r}: unknown criterion {name!r}; "
-                f"known are {', '.join(_EVERY)}.{nearest(name, _EVERY)}"
+                f"rollout_rs {names!r}: unknown criterion {name!r}.{nearest(name, _EVERY)} "
+                f"Known are {', '.join(_EVERY)}"
             )
     return listed
 

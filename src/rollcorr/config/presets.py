@@ -293,7 +293,8 @@ def preset_fields(name: str, arguments: Mapping[str, object]) -> dict[str, Any]:
     for argument, value in arguments.items():
         if argument not in preset.parameters:
             taken = ", ".join(preset.parameters) or "no argument"
-            raise TypeError(f"preset {name!r} takes {taken}; got {argument}.{nearest(argument, preset.parameters)}")
+            hint = nearest(argument, preset.parameters)
+            raise TypeError(f"preset {name!r} has no argument {argument!r}.{hint} It takes {taken}")
         fields.update(dict.fromkeys(preset.parameters[argument], value))
 
     # The older names give the two ends of a band apart; the configuration takes them as one text.
@@ -349,9 +350,11 @@ class NamedPreset:
                 raise TypeError(f"{self._name} takes {len(self._parameters)} arguments; got {len(positional)}")
             given = dict(zip(self._parameters, positional, strict=False))
             for argument in named:
-                if argument not in self._parameters or argument in given:
-                    taken = ", ".join(self._parameters) or "no argument"
-                    raise TypeError(f"{self._name} takes {taken}; got {argument}, or got it twice")
+                if argument in given:
+                    raise TypeError(f"{self._name} got the argument {argument!r} twice")
+                if argument not in self._parameters:
+                    hint, taken = nearest(argument, self._parameters), ", ".join(self._parameters) or "no argument"
+                    raise TypeError(f"{self._name} has no argument {argument!r}.{hint} It takes {taken}")
             given |= named
             return self._construct(owner, self._name, **given)
 

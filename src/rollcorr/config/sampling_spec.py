@@ -18,6 +18,7 @@ from rollcorr.config.finding import Finding, HasFindings
 __all__ = [
     "ENGINES",
     "JSON_MINUS_INFINITY",
+    "MOST_ROUNDED_UP",
     "Comparison",
     "EngineSampling",
     "IncompatibleSamplingError",
@@ -34,6 +35,9 @@ Verdict = Literal["same", "approximate", "different"]
 JSON_MINUS_INFINITY = -9999.0
 """What engines write for a log-prob of −inf, which JSON cannot hold. No sampled token has it, so it marks a token whose
 log-prob is missing."""
+
+MOST_ROUNDED_UP = 2.0**-8
+"""Largest log-prob above 0 that the rounding of bfloat16 makes of a probability of 1, nats."""
 
 _TRUNCATIONS = ("top_k", "top_p", "min_p")
 _ACTORS: Mapping[str, Support] = {

@@ -52,6 +52,27 @@ SCALES: dict[str, str] = {
 }
 """Metric → how large is large, with the source of the numbers."""
 
+SYNONYMS: dict[str, tuple[str, ...]] = {
+    "kl": ("k1", "k1_kl", "mismatch_kl"),
+    "k3_kl": ("k3", "approx_kl", "mismatch_k3_kl"),
+    "chi2_token": ("chi2", "chi_square"),
+    "nonfinite_count": ("nan_count", "inf_count"),
+    "log_ratio_abs_mean": ("logp_diff", "logprob_diff", "sampling_logp_difference"),
+    "rollout_is_mean": ("mean_weight", "weight_mean", "is_weight_mean", "importance_sampling_ratio"),
+    "rollout_is_raw_mean": ("mean_ratio", "ratio_mean"),
+    "rollout_is_raw_max": ("max_ratio", "ratio_max"),
+    "rollout_is_ratio_fraction_high": ("clip_frac", "clipfrac", "clip_fraction", "pg_clipfrac", "truncated_fraction"),
+    "rollout_is_eff_sample_size": ("ess", "eff_sample_size", "effective_sample_size", "kish_ess"),
+    "rollout_is_veto_fraction": ("veto_frac", "veto_fraction"),
+    "rollout_rs_masked_fraction": ("masked_frac", "masked_fraction", "rejected_fraction", "reject_rate"),
+}
+"""Metric → its names elsewhere."""
+NOTES = {
+    "rollout_is_ratio_fraction_high": "the share of tokens at PPO's own clip is another one, actor/clip_fraction_high "
+    "and _low of a loss (docs/reference/metrics.md)",
+}
+"""Metric → what its names elsewhere also stand for."""
+
 # A word; a circumflex over its last letter is a character of its own, and belongs to it.
 _SYMBOL = re.compile(r"(?:seq|token)_\w+|[^\W\d_]+\u0302?(?:_i\b)?")
 
@@ -60,16 +81,17 @@ def explain_metric(name: str) -> dict[str, str]:
     """What the registry says of a metric, as words by heading.
 
     Args:
-        name: bare or prefixed, as it stands in a log.
+        name: bare or prefixed, as it stands in a log; or what the metric is called elsewhere, such as "ess".
 
     Raises:
         ValueError: there is no such metric; the nearest is named.
     """
     bare = name.removeprefix("actor/").removeprefix(PREFIX)
+    own_name = {synonym: own for own, synonyms in SYNONYMS.items() for synonym in synonyms}
     try:
-        found = metric(bare)
+        found = metric(own_name.get(bare.lower().replace("-", "_"), bare))
     except KeyError:
-        hint = nearest(bare, METRICS)
+        hint = nearest(bare, [*METRICS, *own_name])
         raise ValueError(
             f"no metric of a correction is called {name[:80]!r}.{hint} `rollcorr explain` without a name lists them; "
             "docs/reference/metrics.md has those of a trainer, such as engine/staleness, too"
@@ -81,6 +103,10 @@ def _lines(found: Metric) -> Iterator[tuple[str, str]]:
     yield "metric", PREFIX + found.name
     if found.name in LABELS:
         yield "meaning", LABELS[found.name]
+    if found.name in SYNONYMS:
+        yield "also called", ", ".join(SYNONYMS[found.name])
+    if found.name in NOTES:
+        yield "note", NOTES[found.name]
     over = {"tokens": "V, the valid tokens", "sequences": "R, the sequences with a valid token"}
     over |= {"unit": "tokens or sequences, whichever the level of the weights counts", "batch": "the whole batch"}
     yield "unit", found.unit

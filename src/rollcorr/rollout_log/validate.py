@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rollcorr.config.finding import Finding, HasFindings, merge_findings
-from rollcorr.config.sampling_spec import JSON_MINUS_INFINITY
+from rollcorr.config.sampling_spec import JSON_MINUS_INFINITY, MOST_ROUNDED_UP
 from rollcorr.rollout_log.arrow import pa
 from rollcorr.rollout_log.batch import LENGTH_FIX, RolloutBatch
 from rollcorr.rollout_log.errors import RolloutLogError
@@ -69,8 +69,8 @@ def validate_rollout_log(
 
     Errors: a damaged file, a newer schema, a type that cannot be read, token columns of unequal length, negative ids,
     version spans that do not tile the response, kept sets that do not fit it, a required column that no row records.
-    Warnings, on sampled tokens only: log-probs above 0 (densities?), −9999.0 (an engine's −inf), NaN or ±inf, rows
-    mostly of exact zeros (placeholders?), sampled ids outside their kept set.
+    Warnings, on sampled tokens only: log-probs above 0 by more than rounding (densities?), −9999.0 (an engine's
+    −inf), NaN or ±inf, rows mostly of exact zeros (placeholders?), sampled ids outside their kept set.
 
     Args:
         paths: as in `read_rollout_log`.
@@ -271,8 +271,8 @@ def _membership(batch: RolloutBatch, usable: np.ndarray) -> tuple[np.ndarray, Fi
 _POSITIVE = Finding(
     code="positive",
     title="log-probs above 0",
-    reason="the probability of a token cannot exceed 1; densities of a diffusion sampler can",
-    fix="look for logits, densities or half-precision rounding in the column; for a diffusion sampler pass --diffusion",
+    reason="the probability of a token cannot exceed 1 by more than rounding; densities of a diffusion sampler can",
+    fix="look for logits or densities in the column; for a diffusion sampler pass --diffusion",
 )
 _SENTINEL = Finding(
     code="sentinel",
@@ -296,16 +296,16 @@ _ZEROS = Finding(
 def _log_probs(batch: RolloutBatch) -> RowFindings:
     """Log-probs of sampled tokens look like log-probs. Those of denoising steps are densities, and may be positive."""
     densities = batch.has("dimensions")
+    largest = np.finfo(np.float32).max if densities else MOST_ROUNDED_UP
     for name in LOG_PROB_COLUMNS:
         if batch.has(name):
             # Where the extremes of all tokens are log-probs, all of them are. NaN is no extreme that passes.
             every = _numpy(ragged(batch.records.column(name))[0])
-            largest = np.finfo(np.float32).max if densities else 0.0
             if not len(every) or (every.min() > JSON_MINUS_INFINITY and every.max() <= largest):
                 continue
             value, row_of = _sampled(batch, name)
             checks = (
-                ((value > 0) & (not densities), _POSITIVE),
+                ((value > MOST_ROUNDED_UP) & (not densities), _POSITIVE),
                 (value == JSON_MINUS_INFINITY, _SENTINEL),
                 (~np.isfinite(value), _NONFINITE),
             )

@@ -195,7 +195,7 @@ def _configuration(name: str, options: dict[str, Any]) -> RolloutCorrectionConfi
 def _check_keys(where: str, given: Mapping[Any, Any], known: Any) -> None:  # noqa: ANN401 (any collection of names)
     for key in given:
         if key not in known:
-            raise ValueError(f"{where} has no option {key!r}; known are {', '.join(known)}.{nearest(str(key), known)}")
+            raise ValueError(f"{where} has no option {key!r}.{nearest(str(key), known)} Known are {', '.join(known)}")
 
 
 def _table(name: str, values: object) -> Tensor:

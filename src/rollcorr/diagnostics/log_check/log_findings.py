@@ -31,7 +31,7 @@ def log_remarks(read: LogTally, *, diffusion: bool) -> Iterator[str]:
 
 def log_findings(tally: Tally, provenance: Provenance, *, diffusion: bool, kept: bool) -> list[Finding]:
     """What the log's validation, its recorded settings and the log-probs themselves add to the verdict."""
-    found = [_judged(finding) for finding in tally.findings if finding.code in _ABOUT_THE_POLICIES]
+    found = [_judged(finding, tally.rows) for finding in tally.findings if finding.code in _ABOUT_THE_POLICIES]
 
     # Densities may exceed 1 or be 0, and follow no rule of token probabilities.
     if diffusion:
@@ -87,10 +87,13 @@ def _remark(finding: Finding, diffusion: bool) -> str:
     return f"{finding.title}" + (f", in {rows:,} picture{'s' * (rows != 1)}" if rows else "")
 
 
-def _judged(finding: Finding) -> Finding:
+def _judged(finding: Finding, rows: int) -> Finding:
     """A finding of the log's validation, as one that makes the verdict."""
+    # Logits in place of log-probs explain a mismatch of all rows; one value above 0 explains that of its row.
+    share = (finding.rows or 0) / rows if finding.code == "positive" else finding.row_share
     return replace(
         finding,
+        row_share=share,
         metric=f"log/{finding.column}",
         value=float(finding.rows or 0),
         limit="0 sequences",

@@ -64,6 +64,7 @@ def _metrics(part: Part) -> dict[str, float]:
         metrics["reward/mean"] = part.reward / part.rewards
     metrics["log/zero_fraction"] = part.zeros / tokens if tokens else 0.0
     metrics["log/contradicted_zero_count"] = float(part.contradicted)
+    metrics["log/positive_count"] = float(part.positive)
     share = part.ids.share()
     if share.tokens >= FEW_TOKENS and not part.ids.repeats:
         metrics["log/token_id_share"] = share.share

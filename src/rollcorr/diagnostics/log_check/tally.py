@@ -66,6 +66,7 @@ class Part:
         statistics: the correction's.
         zeros: valid tokens with a log-prob of exactly 0.
         contradicted: those of them that the other side contradicts (`CONTRADICTION`).
+        positive: valid tokens with a log-prob above 0.
         rewards: sequences with a reward.
         reward: their sum.
         ids: d by token id, for few ids; empty where no ids are recorded.
@@ -74,6 +75,7 @@ class Part:
     statistics: Statistics
     zeros: int
     contradicted: int
+    positive: int
     rewards: int
     reward: float
     ids: TokenSums
@@ -153,6 +155,7 @@ def merge_parts(parts: Iterable[Part]) -> Part:
         merge_statistics(part.statistics for part in parts),
         zeros=sum(part.zeros for part in parts),
         contradicted=sum(part.contradicted for part in parts),
+        positive=sum(part.positive for part in parts),
         rewards=sum(part.rewards for part in parts),
         reward=sum(part.reward for part in parts),
         ids=reduce(TokenSums.merge, (part.ids for part in parts)),
@@ -288,7 +291,7 @@ class Measurement:
         for step, rows in _by_step(batch):
             if ratios is None:
                 statistics = merge_statistics(self._denoising(batch, rows, train, rollout))
-                yield step, Part(statistics, 0, 0, *_rewards(rewards[rows]), ids=TokenSums.empty(STEP_IDS))
+                yield step, Part(statistics, 0, 0, 0, *_rewards(rewards[rows]), ids=TokenSums.empty(STEP_IDS))
                 continue
 
             # The rows of a step need not lie together, so they are packed anew; mostly a batch is of one step.
@@ -340,7 +343,8 @@ def part_of(
     zeros, contradicted = int(zero.sum()), 0
     if zeros:
         contradicted = int(((rollout + train)[zero] < CONTRADICTION).sum())
-    return Part(correction.statistics, zeros, contradicted, *_rewards(rewards), ids=ids)
+    positive = int((((rollout > 0) | (train > 0)) & mask).sum())
+    return Part(correction.statistics, zeros, contradicted, positive, *_rewards(rewards), ids=ids)
 
 
 def _without_sentinels(log_prob: Tensor) -> Tensor:

@@ -27,6 +27,8 @@ LATE = 0.9
 """The same for a row that may be shifted from some token on: what comes before goes together."""
 TELLING, FEW_TELLING = 0.1, 4
 """Doubt of a token that tells one lag from another, on either side; and how many of these a tail must have at least."""
+SIMILAR = 0.5
+"""Difference of two doubts, as a share of the larger one, below which they may be of one token."""
 SHIFT_Z = 5.0
 """Standard errors between a row at a lag and as it is."""
 MATE_TOKENS, MATE_ROWS = 64, 256
@@ -95,7 +97,7 @@ def find_units(pairs: PairRows) -> Undone:
             tokens = pairs.of_rows(rows) & both
             if int(tokens.sum()) < MIN_PAIRS or not pairs.enough(rows):
                 continue
-            if not _one_factor(turned[side, index], pairs, tokens, side):
+            if not _one_factor(turned[side, index], pairs, rows, tokens, side):
                 continue
             evidence = {"residual": float(best[rows].sum() / off[rows].sum())}
             reason = f"the {words}'s values are {UNITS[name]}, not natural log-probs: that explains all but "
@@ -119,21 +121,24 @@ def _in_nats(unit: str, values: Tensor) -> Tensor:
     return torch.where(values > 0, values, torch.nan).log()
 
 
-def _one_factor(fixed: Tensor, pairs: PairRows, tokens: Tensor, side: int) -> bool:
+def _one_factor(fixed: Tensor, pairs: PairRows, rows: Tensor, tokens: Tensor, side: int) -> bool:
     """Whether the fixed values are the other side's on the tokens that leave a choice: no temperature does that."""
-    other = (pairs.train if side == 0 else pairs.rollout)[tokens]
-    telling = other < -0.3
+    values, other = (pairs.rollout, pairs.train) if side == 0 else (pairs.train, pairs.rollout)
+    telling = tokens & (other < -0.3)
     if int(telling.sum()) < 3:
         return False
 
     # A truncation moves the log-probs of an undecided policy by one constant; a factor has to explain clearly more.
-    values = (pairs.rollout if side == 0 else pairs.train)[tokens]
-    left = (fixed[tokens] - other).nan_to_num(5.0).abs().clamp(max=5)
-    moved = values - other
+    left = (fixed - other)[tokens].nan_to_num(5.0).abs().clamp(max=5)
+    moved = (values - other)[tokens]
     if float(left.mean()) > 0.5 * float((moved - moved.median()).abs().clamp(max=5).mean()):
         return False
-    off = ((fixed[tokens] / other)[telling].nan_to_num(0.0) - 1).abs()
-    return float(off.median()) < 0.12 and float((off < 0.2).double().mean()) >= 0.7
+    off = ((fixed / other).nan_to_num(0.0) - 1).abs()
+    if float(off[telling].median()) >= 0.12 or float((off[telling] < 0.2).double().mean()) < 0.7:
+        return False
+
+    # Of many rows and units, one fits a few tokens by noise.
+    return pairs.beyond_chance(rows, telling, off < 0.2, causes=2 * len(UNITS))
 
 
 def find_shifts(pairs: PairRows) -> Undone:
@@ -146,7 +151,7 @@ def find_shifts(pairs: PairRows) -> Undone:
     if pooled:
         lag_of = torch.full_like(lag_of, pooled)
     for lag in LAGS:
-        if not pairs.enough(lag_of == lag):
+        if not (pairs.enough(lag_of == lag) and _fits_at(pairs, lag, lag_of == lag, tail | ~pairs.of_rows(late))):
             lag_of = lag_of.masked_fill(lag_of == lag, 0)
     lags, counts = lag_of[lag_of != 0].unique(return_counts=True)
     if not len(lags):
@@ -175,6 +180,15 @@ def find_shifts(pairs: PairRows) -> Undone:
     finding = provenance_finding("shifted", reason, confidence_of(z), evidence, fix=fix)
     here = extent(pairs, shifted & pairs.judged, tokens)
     return Undone(pairs.with_rollout(rollout), [replace(finding, **here)], main)
+
+
+def _fits_at(pairs: PairRows, lag: int, rows: Tensor, tokens: Tensor) -> bool:
+    """Return whether the tokens of these rows that tell a lag come back at this one, and not by noise."""
+    moved = pairs.moved(lag, pairs.rollout)
+    train, rollout = doubt(pairs.train), doubt(moved)
+    larger = torch.maximum(train, rollout)
+    telling = tokens & pairs.keep & is_known(pairs.train) & is_known(moved) & (larger > TELLING)
+    return pairs.beyond_chance(rows, telling, (train - rollout).abs() < SIMILAR * larger, causes=len(LAGS))
 
 
 def _late_lags(pairs: PairRows, of_rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import TypedDict
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.config.finding import Finding
-from rollcorr.config.sampling_spec import JSON_MINUS_INFINITY
+from rollcorr.config.sampling_spec import JSON_MINUS_INFINITY, MOST_ROUNDED_UP
 
 ROW_TOKENS = 8
 """A row with fewer pairs is not judged on its own."""
@@ -19,6 +20,8 @@ CONTRADICTION = -1.0
 """Where one side is exactly 0.0 (probability 1) and the other below this, in nats, one of them was not computed."""
 LEAST_SHARE = 0.01
 """Share of the rows that must show a cause where all of these are shorter: of thousands, some look like anything."""
+CHANCE, ERROR = 0.25, 0.01
+"""Probability that a token of noise matches a cause, and that any rows of a log show any cause by noise alone."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +99,27 @@ class PairRows:
         long_rows = self.count(self.valid) >= LONG_ROW
         return bool((rows & long_rows).any()) or int(rows.sum()) >= max(1.0, LEAST_SHARE * float(self.judged.sum()))
 
+    def beyond_chance(self, rows: Tensor, telling: Tensor, matching: Tensor, *, causes: int) -> bool:
+        """Return whether these rows match a cause better than noise makes the best rows of a log match the best cause.
+
+        Chernoff's bound on the probability of so many matches, n KL(share‖CHANCE), over every choice of as many rows
+        and every cause.
+
+        Args:
+            rows: that show the cause, (rows,).
+            telling: their tokens that tell it from others, (N,).
+            matching: those of them that match it, (N,).
+            causes: how many are looked for.
+        """
+        tokens = self.of_rows(rows) & telling
+        count, share = int(tokens.sum()), float(matching[tokens].double().mean()) if tokens.any() else 0.0
+        if share <= CHANCE:
+            return False
+        against = (1 - share) * math.log((1 - share) / (1 - CHANCE)) if share < 1 else 0.0
+        among, chosen = int((self.count(self.valid) >= ROW_TOKENS).sum()), int(rows.sum())
+        choices = math.lgamma(among + 1) - math.lgamma(chosen + 1) - math.lgamma(max(among - chosen, 0) + 1)
+        return count * (share * math.log(share / CHANCE) + against) >= choices + math.log(causes / ERROR)
+
     def with_rollout(self, rollout: Tensor) -> PairRows:
         """The same rows with other values on the rollout's side."""
         return replace(self, rollout=rollout)
@@ -159,7 +183,7 @@ def is_recorded(log_prob: Tensor) -> Tensor:
 
 def is_known(log_prob: Tensor) -> Tensor:
     """Where a log-prob is a log-prob: not missing, and not above 0 but for rounding."""
-    return is_recorded(log_prob) & (log_prob <= 1e-5)
+    return is_recorded(log_prob) & (log_prob <= MOST_ROUNDED_UP)
 
 
 def runs(tokens: Tensor, keep: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:

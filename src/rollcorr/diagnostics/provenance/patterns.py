@@ -25,6 +25,7 @@ from rollcorr.diagnostics.provenance.pairs import (
     slope,
 )
 from rollcorr.diagnostics.provenance.provenance_findings import confidence_of, provenance_finding
+from rollcorr.diagnostics.provenance.storage import is_16_bit
 
 MIN_TOKENS = 16
 """Fewer valid tokens are not judged."""
@@ -182,7 +183,10 @@ def find_truncation(train: Tensor, rollout: Tensor, judged: Judgment) -> list[Fi
         no_heavy_token = float((base - other).max()) < 1.5
         lost_enough = lost >= MASS_LOST and z >= Z + 2 and higher >= HIGHER
         by_mass = lost_enough and no_heavy_token and not _is_temperature(seen)
-        if certain < CERTAIN_SHARE and not by_mass:
+
+        # A log-softmax in 16 bits rounds likely tokens to certainty too, but loses no mass.
+        by_certainty = certain >= CERTAIN_SHARE and (lost_enough or not is_16_bit(other))
+        if not (by_certainty or by_mass):
             continue
 
         mass = 1 - lost

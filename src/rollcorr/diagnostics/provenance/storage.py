@@ -20,6 +20,15 @@ TYPES = (("bfloat16", 16, 2.0**-8), ("float16", 13, 2.0**-11))
 """Name, zero bits at the end of its values as float32, and the largest relative distance of two neighbors."""
 
 
+def is_16_bit(values: Tensor) -> bool:
+    """Return whether the values of a side went through a 16-bit type, as far as they are enough to tell."""
+    single = values.float()
+    bits = single[single <= SMALLEST].view(torch.int32)
+    fewest = min(zeros for _, zeros, _ in TYPES)
+    short = (bits & ((1 << fewest) - 1)) == 0
+    return len(bits) >= 8 and float(short.double().mean()) >= SHARE
+
+
 def find_storage(pairs: PairRows) -> list[Finding]:
     """Say which rows of a side hold 16-bit values, and how much of the difference that rounding makes."""
     findings = []
