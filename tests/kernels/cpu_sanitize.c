@@ -80,13 +80,14 @@ static void run_one(int64_t sequences, int64_t tokens, int packed) {
     job.offsets = packed ? offsets : 0;
     job.weights = job.level == NO_WEIGHTS ? 0 : malloc(n * 4 + !n);
     job.loss_mask = malloc(n + !n), job.sequence_kept = malloc((size_t)sequences + !sequences);
+    job.policy_sums = malloc((4 * (size_t)sequences + !sequences) * sizeof(double));
     if (!rollcorr_correct(&job)) abort();
     Seen *seen = calloc((size_t)threads_of(&job), sizeof *seen);
     double *sums = malloc((size_t)sequences * 3 * sizeof *sums + !sequences);
     for (int64_t i = 0; i < threads_of(&job) * TOP; i++) seen[i / TOP].worst[i % TOP].sequence = -1;
     rollcorr_detail(&job, seen, sums);
     free(seen), free(sums), free(train), free(rollout), free(mask), free(offsets), free(job.weights), free(job.loss_mask);
-    free(job.sequence_kept), free((void *)job.train), free((void *)job.rollout), free((void *)job.mask);
+    free(job.policy_sums), free(job.sequence_kept), free((void *)job.train), free((void *)job.rollout), free((void *)job.mask);
 }
 
 int main(void) {
