@@ -296,12 +296,9 @@ VALID = torch.tensor([[1, 1, 0], [1, 1, 1]])
 
 
 @per_implementation
-@pytest.mark.parametrize(
-    "mask", [VALID, VALID.bool(), torch.tensor([[0, 0, 0], [1, 1, 1]])], ids=["int", "bool", "row"]
-)
-@pytest.mark.parametrize("wrong", [LOGS.exp(), -LOGS, LOGS.exp() * 0.004], ids=["probability", "negated", "small"])
+@pytest.mark.parametrize("mask", [VALID, VALID.bool(), VALID * torch.tensor([[0], [1]])], ids=["int", "bool", "row"])
+@pytest.mark.parametrize("wrong", [LOGS.exp(), -LOGS, -LOGS.bfloat16()], ids=["probabilities", "negated", "bfloat16"])
 def test_probabilities_are_refused_on_either_side(wrong, mask):
-    wrong = wrong + 0.004 * (wrong < 2**-8)
     for train, rollout, name in ((wrong, LOGS, "train_log_prob"), (LOGS, wrong, "rollout_log_prob")):
         with pytest.raises(ValueError, match=f"{name} holds probabilities.*{name}.log"):
             correct(train, rollout, mask, "decoupled_token_is")

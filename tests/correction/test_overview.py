@@ -11,7 +11,7 @@ MASK = torch.ones(2, 3, dtype=torch.bool)
 
 
 def corrected(d, config=None, **options):
-    rollout = torch.full((2, 3), -1.0)
+    rollout = torch.full((2, 3), -2.0)
     return correct(rollout + d, rollout, MASK, config, **options)
 
 
@@ -36,7 +36,7 @@ def test_the_four_numbers_to_look_at_first_are_there_without_a_configuration():
     ("d", "mask", "expected"), [(0.01, MASK, "within limits"), (1.5, MASK, "unhealthy"), (0.0, ~MASK, "not judged")]
 )
 def test_a_batch_is_within_its_limits_unhealthy_or_not_judged(d, mask, expected):
-    rollout = torch.full((2, 3), -1.0)
+    rollout = torch.full((2, 3), -2.0)
     correction = correct(rollout + d, rollout, mask)
     for text in (correction.summary(), repr(correction).split("\n")[1].strip()):
         assert text.startswith(f"{expected}: ")

@@ -344,7 +344,7 @@ def _decoupled(
         )
     else:
         weights, loss_mask = None, inputs.mask
-        if config is None and inputs.policies.rollout_log_prob is not None:
+        if config is None and inputs.policies.rollout_log_prob is not None and not torch.compiler.is_compiling():
             warn_once(
                 "policy_loss got rollout_log_prob and no correction: this is plain PPO, and rollout_log_prob has no "
                 "effect; pass correction=correct(old_log_prob, rollout_log_prob, response_mask, …), or leave it out"

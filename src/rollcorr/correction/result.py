@@ -45,7 +45,7 @@ class Correction:
         ranks: how many ranks the two groups have. The groups themselves stay behind when a correction is pickled.
         batch_shape: the shape of the whole batch, of which this may be a part. None: unknown.
         counts: what the loss of the optimizer step is divided by. None for what `dataclasses.replace` has changed.
-        fingerprint: sums of both policies, by which a loss recognizes other rows. None where `counts` is.
+        fingerprint: sums of both policies, by which a loss recognizes different rows. None if `counts` is None.
     """
 
     weights: Tensor | None

@@ -87,8 +87,8 @@ def correct(
             says how they are named across ranks and shards.
         fill: what the weights hold where there is no weight: outside the response mask, and on tokens whose missing
             log-prob is rejected. 1 is for trainers that take the logarithm of every weight.
-        densities: the log-probs are of continuous actions and may be above 0 everywhere. Otherwise such values count as
-            probabilities, and raise.
+        densities: whether the log-probs are log-densities of continuous actions, which may all be above 0. Otherwise
+            such values raise, because they look like probabilities.
         out: (weights, loss_mask) buffers to write to, contiguous, float32 and bool in the inputs' shape; weights None
             without importance sampling. On the CPU, fresh memory costs more than the arithmetic: reuse them.
         impl: which kernel. "auto" takes what `config.impl` names, else the fastest that is proven on this device:
@@ -214,7 +214,7 @@ def _check_no_probabilities(inputs: _CorrectionInputs, policy_sums: Tensor) -> N
     Raises:
         ValueError: no value of a policy is below 0, and one is above 2^-8.
     """
-    # Without a negative value no sequence has a negative sum. Nearly always the first one has, which takes no pass.
+    # A negative sum needs a negative value. Usually the first sequence has one, and no pass over the tokens is needed.
     sums = policy_sums.numpy()
     if sums.shape[1] and sums.item(2, 0) < 0 and sums.item(3, 0) < 0:
         return

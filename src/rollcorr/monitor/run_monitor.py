@@ -179,9 +179,9 @@ class Monitor:
             over_ranks: whether batch normalization, counts and denominators are those of all ranks, by an exchange
                 now, so that every rank must call this the same number of times. False: of this batch alone; the
                 metrics of the step are of all ranks in any case.
-            configuration: takes nothing; the configuration belongs to the constructor, which the error says.
-            options: what `rollcorr.correct` takes besides: configuration fields, `detail`, `fill`, `densities`, `out`,
-                `impl`.
+            configuration: raises TypeError; the configuration belongs to the constructor.
+            options: further arguments of `rollcorr.correct`: configuration fields, `detail`, `fill`, `densities`,
+                `out`, `impl`.
 
         Raises:
             TypeError, ValueError: as `rollcorr.correct`; or the calls of this step measure differently; or a batch
@@ -510,15 +510,15 @@ class Monitor:
 
 
 def _no_configuration_here(configuration: tuple[object, ...], options: Mapping[str, Any]) -> None:
-    """Refuse a configuration for one call: the steps of a run are judged by one.
+    """Check that a call brings no configuration of its own: all steps of a run are judged by one.
 
     Raises:
-        TypeError: there is one; names the constructor.
+        TypeError: it does; the message names the constructor.
     """
     if configuration or "config" in options:
         given = repr(configuration[0] if configuration else options["config"])
         raise TypeError(
-            f"the configuration is that of the run: give it to the constructor, Monitor(run_dir, {given}), and call "
+            f"a run has one configuration: give it to the constructor, Monitor(run_dir, {given}), and call "
             "monitor.correct(train_log_prob, rollout_log_prob, response_mask) without it"
         )
 

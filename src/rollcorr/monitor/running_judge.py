@@ -208,19 +208,19 @@ class RunningJudge:
 
 
 def _foreign_rows(bare: Mapping[str, float]) -> tuple[Finding, ...]:
-    """A warning if a loss on a device, where `policy_loss` cannot raise, had the correction of other rows."""
+    """Return a warning if a loss on a device, where `policy_loss` cannot raise, had the correction of other rows."""
     share = bare.get(f"{LOSS_PREFIX}{MISMATCH}", 0.0)
     if not share > 0:
         return ()
     return (
         Finding(
             code=MISMATCH,
-            title="the loss applies the correction of other rows",
+            title="the loss applies the correction of different rows",
             value=share,
             limit="0 of the sequences",
-            reason="Σ log π_old or Σ log μ of these sequences is another one in policy_loss than in correct: the rows, "
-            "the step or the order of the policies differ",
-            fix="index all with the same rows, correction[rows] beside old_log_prob[rows], and call "
+            reason="Σ log π_old or Σ log μ of these sequences differs between policy_loss and correct: different rows, "
+            "a different step, or swapped policies",
+            fix="index all tensors with the same rows, correction[rows] as old_log_prob[rows], and call "
             "correct(old_log_prob, rollout_log_prob, response_mask) for every batch",
             metric=f"{LOSS_PREFIX}{MISMATCH}",
         ),
