@@ -21,11 +21,9 @@ from .core import grpo_advantages as grpo_advantages
 from .core import merge_statistics as merge_statistics
 from .core import rloo_advantages as rloo_advantages
 
-# Weights, loss mask and statistics of a batch.
+# Weights, loss mask and statistics of a batch; losses, and the optimizer step that divides them.
 from .correction import Correction as Correction
 from .correction import Detail as Detail
-
-# Losses, and the step that divides them.
 from .correction import PolicyLogProbs as PolicyLogProbs
 from .correction import TrainingStep as TrainingStep
 from .correction import correct as correct

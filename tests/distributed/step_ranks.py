@@ -115,7 +115,9 @@ def functional(model: nn.Module, data: dict[str, Tensor], **options: Any) -> tup
             given, entropy = arguments(model, data, "decoupled")
             every = sum(p.sum() for p in model.parameters() if p.requires_grad)  # DDP wants each of them in each pass
             (policy_loss(*given, correction=correction, **entropy).loss + 0.0 * every).backward()
-    return wrapper_ranks.gradients(model), [str(w.message) for w in caught if "ranks, and the loss" in str(w.message)]
+    own = [w for w in caught if "ranks, and the loss" in str(w.message)]
+    assert all(w.filename == __file__ for w in own)
+    return wrapper_ranks.gradients(model), [str(w.message) for w in own]
 
 
 def diffusion(model: nn.Module, accelerator: Any, mode: str, rank: int | None) -> Tensor:

@@ -186,7 +186,11 @@ def policy_loss(
     if correction is not None:
         context_group = context_group_of(correction, context_group)
         cu_seqlens = correction.cu_seqlens if cu_seqlens is None else cu_seqlens
-    peers = _check_ranks(correction, group, context_group) if denominators is None else None
+    peers, ranks = members(group), None if correction is None else correction.ranks[0]
+    if peers is not None and ranks not in (None, peers.size()):
+        raise ValueError(f"group has {peers.size()} ranks, the correction {ranks}: pass the same group to correct")
+    if denominators is None:
+        warn_without_group(group, context_group, correction and correction.group, None if ranks == 1 else ranks)
     normalizer: Normalizer = "kept" if settings is None else settings.normalizer
     mode = aggregation_mode(settings, loss)
 
@@ -257,23 +261,6 @@ def loss_config_of(loss: LossConfig | None) -> LossConfig:
     if not isinstance(loss, LossConfig):
         raise TypeError(f"loss must be a LossConfig, such as LossConfig(clip_ratio_low=0.2); got {loss!r}")
     return loss
-
-
-def _check_ranks(
-    correction: Correction | None, group: ProcessGroup | Literal["local"] | None, context_group: ProcessGroup | None
-) -> ProcessGroup | None:
-    """Return the ranks that a call counts over, with a warning if it counts on one of several by default.
-
-    Raises:
-        ValueError: the group is not that of the correction.
-    """
-    ranks, peers = 1 if correction is None else correction.ranks[0], members(group)
-    if correction is not None and peers is not None and ranks != peers.size():
-        raise ValueError(
-            f"group has {peers.size()} ranks, and the correction is of sequences on {ranks}: pass the group to correct"
-        )
-    warn_without_group(group, context_group, correction and correction.group, None if ranks == 1 else ranks)
-    return peers
 
 
 def _no_such_option(name: str) -> TypeError:

@@ -194,8 +194,8 @@ def members(group: ProcessGroup | Literal["local"] | None) -> ProcessGroup | Non
 
 def warn_without_group(*groups: object) -> None:
     """Warn, once in a process, if there are several ranks and none of the groups is given."""
-    several = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if several and torch.distributed.get_world_size() > 1 and all(group is None for group in groups):
+    alone = any(group is not None for group in groups) or not torch.distributed.is_available()
+    if not alone and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         _warn_of_ranks(torch.distributed.get_world_size())
 
 

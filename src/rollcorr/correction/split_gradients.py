@@ -43,18 +43,34 @@ class SplitGradients:
         model: the module that forward passes go through: the DDP or FSDP2 wrapper, not what it wraps.
         group: data-parallel ranks.
         context_group: ranks that hold other slices of the same sequences.
+        accumulation: the Accelerator that runs the backward passes.
 
     Raises:
+        TypeError: `accumulation` is no Accelerator, but for instance a number of micro-batches.
         ValueError: the wrapper cannot be handled; on entering the block, when gradients are not None, or the wrapper's
             ranks are not those of the groups.
     """
 
-    def __init__(self, model: nn.Module, *, group: ProcessGroup | None, context_group: ProcessGroup | None) -> None:
-        self.model = model
-        self.group = group
-        self.context_group = context_group
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        group: ProcessGroup | None,
+        context_group: ProcessGroup | None,
+        accumulation: Any = None,  # noqa: ANN401 - accelerate is not typed
+    ) -> None:
+        self.model, self.accumulation = model, accumulation
+        self.group, self.context_group = group, context_group
         self.ranks = tuple(1 if g is None else g.size() for g in (group, context_group))
         self._ddp, self._fsdp = _wrappers(model)
+        if accumulation is not None and not hasattr(accumulation, "gradient_accumulation_steps"):
+            raise TypeError(
+                f"accumulation must be the accelerate.Accelerator of the loop; got {accumulation!r}. Micro-batches are "
+                "counted as they come, so without one leave it out"
+            )
+        kind = getattr(accumulation, "distributed_type", None)
+        if str(getattr(kind, "value", kind)) in ("DEEPSPEED", "MEGATRON_LM"):
+            raise ValueError(_OWNS_GRADIENTS.format(kind))
         self._open = ExitStack()
         self._state = "new"
 
@@ -69,6 +85,7 @@ class SplitGradients:
         # FSDP2 divides by its ranks, and the sum over ranks is wanted: each parameter knows what to multiply by.
         averaged = _averaged(self._fsdp, ranks)
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self._device = self.parameters[0].device if self.parameters else torch.device("cpu")
         self._averaged = [averaged.get(parameter, 1.0) for parameter in self.parameters]
         self._own = [parameter for parameter in self.parameters if parameter not in averaged]
         if any(parameter.grad is not None for parameter in self.parameters):
@@ -95,10 +112,6 @@ class SplitGradients:
             if error is None:
                 raise RuntimeError("the block ended without finish(), and the gradients are lost: call it last")
 
-    def _run(self, loss: Tensor, *, retain_graph: bool) -> None:
-        """Run one backward pass."""
-        loss.backward(retain_graph=retain_graph)
-
     def _backward(self, parts: Sequence[Tensor]) -> None:
         """Add the gradients of one micro-batch, those of each part to its own set. Waits for nothing."""
         if any(module.require_forward_param_sync for module in self._ddp):
@@ -112,7 +125,11 @@ class SplitGradients:
             self._reduce_each_pass()
             self._swap(held)
             try:
-                self._run(part, retain_graph=part is not parts[-1])
+                if self.accumulation is None:
+                    part.backward(retain_graph=part is not parts[-1])
+                else:
+                    whole = part * self.accumulation.gradient_accumulation_steps
+                    self.accumulation.backward(whole, retain_graph=part is not parts[-1])
             finally:
                 self._swap(held)
 
@@ -164,7 +181,7 @@ def _wrappers(model: nn.Module) -> tuple[list[Any], list[Any]]:
 
     # DeepSpeed need not be installed to know its engine: the name of the class is enough.
     if any(base.__name__ == "DeepSpeedEngine" for module in modules for base in type(module).__mro__):
-        raise ValueError(OWNS_GRADIENTS.format("a DeepSpeedEngine"))
+        raise ValueError(_OWNS_GRADIENTS.format("a DeepSpeedEngine"))
 
     # Without a process group there can be no wrapper.
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
@@ -219,7 +236,7 @@ _OTHER_RANKS = (
     "ranks of the wrapper, e.g. torch.distributed.group.WORLD"
 )
 
-OWNS_GRADIENTS = (
+_OWNS_GRADIENTS = (
     "{} owns its backward passes and its gradients, so they cannot be held apart and scaled: use the functional form, "
     "policy_loss(…, correction=correct(…, group=…)[rows]), or group=… and whole_step=True in bypass mode, multiply the "
     "loss by the ranks and the accumulated micro-batches, and call engine.backward(loss): docs/guides/distributed.md"

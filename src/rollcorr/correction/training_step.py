@@ -21,11 +21,10 @@ from rollcorr.correction.denominators import aggregation_mode, amount_of, count_
 from rollcorr.correction.losses import PolicyLogProbs, PolicyLossOutput, loss_config_of, policy_loss
 from rollcorr.correction.process_groups import check_groups, members, sum_over, warn_without_group
 from rollcorr.correction.result import Correction
-from rollcorr.correction.split_gradients import OWNS_GRADIENTS, SplitGradients
+from rollcorr.correction.split_gradients import SplitGradients
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from typing_extensions import Self
 
 
 @runtime_checkable
@@ -35,17 +34,6 @@ class DiffusionConfig(Protocol):
     @property
     def min_keep_fraction(self) -> float:
         """The least share of steps that a gradient is made of."""
-
-
-class Accelerator(Protocol):
-    """The part of `accelerate.Accelerator` that runs backward passes."""
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """The number by which `backward` divides the loss."""
-
-    def backward(self, loss: Tensor, **options: Any) -> None:  # noqa: ANN401
-        """Run a backward pass."""
 
 
 class StepOutcome(NamedTuple):
@@ -125,19 +113,21 @@ class TrainingStep(SplitGradients):
         loss: LossConfig | None = None,
         group: ProcessGroup | Literal["local"] | None = None,
         context_group: ProcessGroup | None = None,
-        accumulation: Accelerator | None = None,
+        accumulation: Any = None,  # noqa: ANN401 - accelerate is not typed
     ) -> None:
-        super().__init__(model, group=members(group), context_group=context_group)
+        super().__init__(model, group=members(group), context_group=context_group, accumulation=accumulation)
         check_groups(self.group, context_group)
-        _check_accelerator(accumulation)
-        self.loss, self.accumulation, self._given_group = loss_config_of(loss), accumulation, group
+
+        # A wrapper over several ranks raises without a group, and says why.
+        if not (self._ddp or self._fsdp):
+            warn_without_group(group, context_group)
+        self.loss = loss_config_of(loss)
         self.config: RolloutCorrectionConfig | None = None
         self._mode: LossAggMode = "token-mean"
         self._min_keep: float | None = None
-        self._known: Correction | None = None
+        self._ratio: Tensor | None = None
         self._amounts: list[Tensor] = []
-        self._losses = 0
-        self._regularized = False
+        self._losses, self._regularized, self._normalized = 0, False, False
 
         # Denoising steps are the tokens of a diffusion model, and `diffusion_loss` computes their loss.
         if isinstance(config, DiffusionConfig):
@@ -152,20 +142,19 @@ class TrainingStep(SplitGradients):
         self.config = config.config if isinstance(config, Correction) else resolve(config)
         self._mode = aggregation_mode(self.config, self.loss)
         bypass_mode = self.config is not None and self.config.bypass_mode
+        if self.config is not None and self.config.weights_reach_loss:
+            self._normalized = self.config.rollout_is_batch_normalize
 
         # The counts of a correction are those of the step only if it is of the same ranks, and applied as it is.
-        if isinstance(config, Correction) and config.knows_its_step and config.ranks == self.ranks and not bypass_mode:
-            self._known = config if self._regularized else None
-        if bypass_mode and self._normalizes:
+        wanted = self._regularized and not bypass_mode
+        if wanted and isinstance(config, Correction) and config.knows_its_step and config.ranks == self.ranks:
+            kept, original = (amount_of(self._mode, config.denominators(name)) for name in (None, "original"))
+            self._ratio = rescaling(original, kept)
+        if bypass_mode and self._normalized:
             raise ValueError(
                 "rollout_is_batch_normalize in bypass mode would normalize each micro-batch or rank by itself; "
                 "set normalizer='weights' instead, which divides by the weights of the whole step"
             )
-
-    def __enter__(self) -> Self:
-        super().__enter__()
-        warn_without_group(self._given_group, self.context_group)
-        return self
 
     def policy_loss(
         self,
@@ -237,9 +226,9 @@ class TrainingStep(SplitGradients):
         parts, terms = [policy], torch.zeros((), dtype=torch.float64, device=device)
         if regularization is not None:
             terms = regularization * amount_of(averaged.mode, averaged.regularization, device)
-            parts = [policy, terms] if self._known is None else [policy * self._ratio(self._known) + terms]
-        elif self._known is not None:
-            parts = [policy * self._ratio(self._known)]
+            parts = [policy, terms]
+        if self._ratio is not None:
+            parts = [policy * self._ratio.to(device) + terms]
         self._backward(parts)
 
         original = count_denominators(
@@ -280,12 +269,14 @@ class TrainingStep(SplitGradients):
         if self._mode == "token-sum":
             divisor = original = torch.ones_like(kept)
 
-        # With a known ratio both parts are one, and what is left to divide by is the number of KL and entropy terms.
+        # With a known ratio both parts are one, which is divided by the count of KL and entropy.
         by_kept, by_original = rescaling(1.0, divisor), rescaling(1.0, original)
-        if self._known is not None:
-            self._check_ratio(self._known, divisor, original)
-            by_kept = by_original * self._ratio(self._known)
-        self._finish([by_kept if self._known is None else by_original, by_original])
+        if self._ratio is None:
+            self._finish([by_kept, by_original])
+        else:
+            self._check_ratio(rescaling(original, divisor))
+            by_kept = by_original * self._ratio.to(by_original)
+            self._finish([by_original, by_original])
 
         # A text's KL and entropy are learned from rejected tokens too.
         skipped = (total if self._regularized else kept) == 0
@@ -298,40 +289,6 @@ class TrainingStep(SplitGradients):
                     parameter.grad = None
         return StepOutcome(policy * by_kept + terms * by_original, kept, total, skipped)
 
-    @property
-    def _device(self) -> torch.device:
-        return self.parameters[0].device if self.parameters else torch.device("cpu")
-
-    @property
-    def _normalizes(self) -> bool:
-        """Whether the loss has weights that are divided by their mean."""
-        return self.config is not None and self.config.weights_reach_loss and self.config.rollout_is_batch_normalize
-
-    def _run(self, loss: Tensor, *, retain_graph: bool) -> None:
-        if self.accumulation is None:
-            super()._run(loss, retain_graph=retain_graph)
-        else:
-            steps = self.accumulation.gradient_accumulation_steps
-            self.accumulation.backward(loss * steps, retain_graph=retain_graph)
-
-    def _ratio(self, known: Correction) -> Tensor:
-        """The count of KL and entropy terms over that of the policy gradient; 0 if nothing was kept."""
-        kept, original = (amount_of(self._mode, known.denominators(name), self._device) for name in (None, "original"))
-        return rescaling(original, kept)
-
-    def _check_ratio(self, known: Correction, kept: Tensor, original: Tensor) -> None:
-        """Check that the losses had the counts of the step's correction. Reads them in host memory only.
-
-        Raises:
-            ValueError: the ratio of the counts differs.
-        """
-        expected, found = self._ratio(known), rescaling(original, kept)
-        if in_host_memory(found) and not torch.isclose(expected, found, rtol=1e-5):
-            raise ValueError(
-                "the losses of this step are of other rows than the correction that it was made with: give "
-                "TrainingStep the correction of exactly these rows, such as correction.mini_batch(rows)"
-            )
-
     def _check_correction(self, correction: Correction) -> None:
         """Check that a correction is of the step's configuration and ranks.
 
@@ -340,28 +297,23 @@ class TrainingStep(SplitGradients):
         """
         if correction.config != self.config:
             raise ValueError(f"correction was computed with {correction.config}, the step has config={self.config}")
-        if correction.ranks[1] != self.ranks[1] or (self._normalizes and correction.ranks[0] != self.ranks[0]):
+        if correction.ranks[1] != self.ranks[1] or (self._normalized and correction.ranks[0] != self.ranks[0]):
             raise ValueError(
                 f"the correction is of {correction.ranks} ranks and the step of {self.ranks} (data-parallel, context), "
                 "and batch normalization and slices of sequences need the same ranks: give correct and TrainingStep "
                 "the same group and context_group"
             )
 
+    def _check_ratio(self, found: Tensor) -> None:
+        """Check that the losses have the counts of the step's correction. Reads values in host memory only.
 
-def _check_accelerator(accumulation: Accelerator | None) -> None:
-    """Check that backward passes can be run by an Accelerator.
-
-    Raises:
-        TypeError: it is something else, such as a number of micro-batches.
-        ValueError: its backend owns the gradients.
-    """
-    if accumulation is None:
-        return
-    if not (hasattr(accumulation, "gradient_accumulation_steps") and hasattr(accumulation, "backward")):
-        raise TypeError(
-            f"accumulation must be the accelerate.Accelerator of the loop; got {accumulation!r}. Micro-batches are "
-            "counted as they come, so without one leave it out"
-        )
-    kind = getattr(accumulation, "distributed_type", None)
-    if str(getattr(kind, "value", kind)) in ("DEEPSPEED", "MEGATRON_LM"):
-        raise ValueError(OWNS_GRADIENTS.format(kind))
+        Raises:
+            ValueError: the ratio of the counts differs.
+        """
+        if self._ratio is None or not in_host_memory(found, self._ratio):
+            return
+        if not torch.isclose(found, self._ratio, rtol=1e-5, equal_nan=True):
+            raise ValueError(
+                "the losses of this step are of other rows than the correction that it was made with: give "
+                "TrainingStep the correction of exactly these rows, such as correction.mini_batch(rows)"
+            )
