@@ -79,7 +79,7 @@ class Monitor:
             steps in the thread that writes.
         on_alarm: called with the `Finding` of each alarm that begins, on every rank. An exception of it is logged.
         rollouts: which rows go into the rollout log, a file for each step and rank. None writes none.
-        strict: wait for the files and sinks in every step, and raise their errors and those of the judgment.
+        strict: wait for the files and sinks in every step, and raise their errors and errors of the judgment.
         options: fields of `RolloutCorrectionConfig` that replace those of `config`.
 
     Attributes:

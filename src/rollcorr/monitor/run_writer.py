@@ -45,7 +45,7 @@ class RunWriter:
     """Writes in a thread of its own. Only `flush` and `close` wait for files and trackers.
 
     Attributes:
-        lost: how many tasks of each kind were given up.
+        lost: the number of tasks of each kind that were given up.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class RunWriter:
         return is_child
 
     def unwritten(self, kind: str) -> int:
-        """How many tasks of a kind could not be done yet, or were given up."""
+        """Count the tasks of a kind that could not be done yet, or were given up."""
         return self.lost[kind] + (len(self._of_kind(kind)) if kind in self._failing else 0)
 
     def put(self, *tasks: Task) -> None:

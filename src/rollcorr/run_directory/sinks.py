@@ -67,7 +67,7 @@ class ProgressColumn(NamedTuple):
 class JsonLines:
     """`metrics.jsonl`: one JSON object per step, in the file at once. A number that is not finite is null.
 
-    The file holds whole lines only: a partial line, of a killed run or a failed write, is removed.
+    The file contains whole lines only: a partial line, of a killed run or a failed write, is removed.
 
     Args:
         path: the file; new lines are added to those that it has.
