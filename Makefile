@@ -109,7 +109,7 @@ test-anywhere: $(STAMP) ## Run the tests as a background job without a terminal,
 test-slow: $(STAMP) ## Fuzz the numbers with 10,000 examples of each property (half an hour)
 	$(BIN)/python -m pytest tests/correction/test_numeric_fuzzing.py --hypothesis-profile=slow
 
-test-crash: $(STAMP) ## Kill runs at every file event and at random times, fill their disk, and compare (half an hour)
+test-crash: $(STAMP) ## Kill runs at every file event and at random times, fill their disk, and let Monitors' disks fail (an hour)
 	$(BIN)/python tools/crash/crash_runs.py --jobs 2 $(ARGS)
 	$(BIN)/python tools/crash/monitor_faults.py && $(BIN)/python tools/crash/monitor_faults.py --ranks 2 --every 8
 

@@ -61,10 +61,8 @@ def main() -> None:
     print(f"{'ms of processor time':24s} {'median':>8s} {'least':>8s}")
     for name, times in (("correct", alone), ("monitor.correct", corrected), ("monitor.step", stepped)):
         print(f"{name:24s} {1e3 * median(times):8.2f} {1e3 * min(times):8.2f}")
-    print(
-        f"longest monitor.step: {1e3 * max(clock):.1f} ms; "
-        f"while the writing thread hangs: {1e3 * longest_hanging():.1f} ms"
-    )
+    hanging = longest_hanging()
+    print(f"longest monitor.step: {1e3 * max(clock):.1f} ms; while the writing thread hangs: {1e3 * hanging:.1f} ms")
 
 
 class Hanging:

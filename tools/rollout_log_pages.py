@@ -64,7 +64,8 @@ beyond them, and how to raise one.
 - The footer of a Parquet file and the header of each page must agree on sizes before data is read. In a row group of
   more than 16 million values, row lengths are decoded first, and batches become smaller where rows are long.
 - Other files that commands read have limits too. YAML: 1 MiB, 20,000 values with aliases expanded, 64 levels.
-  `metrics.jsonl`: 128 MiB, 1 MiB per line, 4,194,304 numbers. Beyond them a command ends with one line and exit code 2.
+  `metrics.jsonl`: 1 MiB per line, 256 MiB of memory for the steps. Beyond them a command ends with one line and exit
+  code 2.
 
 Where to go next: [the rollout log](../guides/rollout_log.md), [dumps of other frameworks](dumps.md).
 """

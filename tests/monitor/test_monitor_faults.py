@@ -65,7 +65,7 @@ def test_more_failed_lines_than_fit_are_counted_as_lost(tmp_path, caplog, monkey
         monitor.flush()
         assert monitor.step(number=7.0)["monitor/unwritten_steps"] == 3
     assert [metrics["number"] for metrics in read_metrics(tmp_path / "metrics.jsonl")] == [3, 4, 5, 6, 7]
-    assert "step 1 is lost" in caplog.text
+    assert "step 1 is lost for metrics.jsonl: 3 lines wait to be written" in caplog.text
 
 
 def test_a_strict_monitor_raises_and_counts_each_step_once(tmp_path):
@@ -145,7 +145,7 @@ def test_a_full_queue_drops_the_oldest_rows_and_no_line(tmp_path, monkeypatch, c
         hanging.event.set()
     assert [metrics["step"] for metrics in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
     assert sorted(path.stem for path in (tmp_path / "rollouts").iterdir()) == ["step_000001", "step_000005"]
-    assert caplog.text.count("were dropped: the disk is too slow, or full") == 1
+    assert caplog.text.count("is lost for the rollout log: the disk is slow or full") == 1
 
 
 def test_closing_gives_up_a_hanging_sink(tmp_path, monkeypatch, caplog):
@@ -156,14 +156,15 @@ def test_closing_gives_up_a_hanging_sink(tmp_path, monkeypatch, caplog):
     monitor.step(reward=1.0)
     assert hanging.entered.wait(60)
     monitor.step(reward=2.0)
-    thread = monitor._writer._thread
+    thread, file = monitor._writer._thread, monitor._file
     monitor.close()
     assert not (tmp_path / "run.lock").exists()
-    assert "1 steps and 0 rollout logs are not written" in caplog.text
+    assert "not written: the sinks (2), metrics.jsonl (1)" in caplog.text
     hanging.event.set()
     thread.join(60)
     assert [metrics["step"] for metrics in read_metrics(tmp_path / "metrics.jsonl")] == [1]
     assert hanging.steps == [1]
+    file.close()
 
 
 # --- The end of the program, and forks --------------------------------------------------------------------------------

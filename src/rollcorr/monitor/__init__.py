@@ -1,7 +1,7 @@
 """One object in anyone's training loop: metrics, alarms and logs over a run.
 
 run_monitor        `Monitor`: correct, then step
-run_writer         the thread that writes files and tells trackers
+run_writer         the thread that writes to files and trackers
 step_totals        what one step adds up, on the device
 rank_exchange      one vector per rank and step, brought to the host in one transfer
 running_judge      the health check step by step, and when an alarm begins and passes

@@ -204,10 +204,10 @@ class CollectedRollouts:
         return rewards
 
     def rows(self, path: Path, step: int, rewards: Tensor | None) -> RolloutRows | None:
-        """What the log of the step will hold, on the host; None if no row of it is kept.
+        """Return the rows of the step on the host; None if none of them is logged.
 
         Args:
-            path: the file; one that a killed run left is replaced.
+            path: the file; an existing one is replaced.
             step: its number.
             rewards: of `checked_rewards`.
         """

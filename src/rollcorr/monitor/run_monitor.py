@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -28,10 +29,11 @@ from rollcorr.diagnostics.health.trend import WATCHED
 from rollcorr.monitor.field_names import FieldNames, read_fields
 from rollcorr.monitor.rank_exchange import RankExchange, objects_of_ranks
 from rollcorr.monitor.rollout_sample import CollectedRollouts, RolloutSample, check_log_can_be_written
-from rollcorr.monitor.run_writer import RunWriter
+from rollcorr.monitor.run_writer import CONFIG, LINE, ROWS, SINKS, RunWriter, Task
 from rollcorr.monitor.running_judge import COUNTS, RunningJudge, alarm_text
 from rollcorr.monitor.step_totals import StepTotals, merged_metrics
 from rollcorr.run_directory import JsonLines, RunDirectory, RunLock, Sink, drop_later_steps
+from rollcorr.run_directory.durable_files import write_text_durably
 from rollcorr.run_directory.metrics_file import metrics_lines
 from rollcorr.run_directory.tracker_sinks import Sinks
 
@@ -63,8 +65,8 @@ class Monitor:
     for as long as it lasts.
 
     No call raises into a training step, or blocks it for more than 50 ms, because of files, trackers or judgments:
-    errors are logged, and what could not be written is tried again. Invalid arguments raise. An exchange between ranks
-    takes as long as the slowest rank.
+    errors are logged, and writes are retried. Invalid arguments raise. An exchange between ranks waits for the slowest
+    rank.
 
     Args:
         run_dir: the run's directory; `rollcorr report`, `watch` and `compare` read it.
@@ -76,10 +78,10 @@ class Monitor:
             dropped, because those steps are computed again.
         sinks: where metrics go besides `metrics.jsonl`: "tensorboard", "wandb", "mlflow", "trackio", "stdout", or
             objects with `write(step, metrics)` and `close()`. They are used by the first rank alone, and get their
-            steps in another thread.
+            steps in the thread that writes.
         on_alarm: called with the `Finding` of each alarm that begins, on every rank. An exception of it is logged.
         rollouts: which rows go into the rollout log, a file for each step and rank. None writes none.
-        strict: wait for the files and sinks in every step, and raise what fails there or in the judgment.
+        strict: wait for the files and sinks in every step, and raise their errors and errors of the judgment.
         options: fields of `RolloutCorrectionConfig` that replace those of `config`.
 
     Attributes:
@@ -137,7 +139,7 @@ class Monitor:
             if self._writes:
                 earlier = self._prepare(start, sinks)
             if self._writes or rollouts is not None:
-                self._writer = RunWriter(self._file, self._sinks, self.directory.config)
+                self._writer = RunWriter()
             self._write_config()
         except Exception as error:  # trackers have errors of their own
             problem = error
@@ -283,8 +285,7 @@ class Monitor:
         self.steps = step
         self._begin_step()
         if self._writer is not None:
-            path = self.directory.rollout_log(step, self._exchange.rank)
-            self._writer.put(step, dict(metrics), None if rollouts is None else rollouts.rows(path, step, rewards))
+            self._writer.put(*self._tasks(step, dict(metrics), rollouts, rewards))
         self._judge_step(step, metrics)
         if self._strict and self._writer is not None:
             self._writer.flush()
@@ -341,20 +342,19 @@ class Monitor:
         return self._exchange.transfers
 
     def close(self) -> None:
-        """Write what waits, and close the sinks: half a minute at most for the files. An unfinished step is not logged.
+        """Finish the files, which may take half a minute, and close the sinks. An unfinished step is not logged.
 
-        Nothing raises here. In a forked child nothing happens: files and lock are the parent's.
+        Never raises. Has no effect in a forked child: files and lock are the parent's.
         """
         if self._writer is not None and self._writer.is_in_child:
             return
         writer, self._writer = self._writer, None
         try:
-            # A sink that a thread hangs in stays open.
-            has_ended = writer is None or writer.close()
-            if self._sinks is not None and has_ended:
-                self._sinks.close()
-            if self._file is not None and writer is None:
-                self._file.close()
+            # A sink or a file that a thread hangs in stays open.
+            if writer is None or writer.close():
+                for output in (self._sinks, self._file):
+                    if output is not None:
+                        output.close()
         finally:
             self._sinks, self._file = None, None
             self._lock.close()
@@ -412,7 +412,7 @@ class Monitor:
             raise ValueError(f"start is the number of steps that are done already, at least 0; got {start}")
         self._lock.enter_context(RunLock(self.directory.path))
 
-        # Of a long run only the last steps are kept whole, and of the others what the judge looks at.
+        # The last steps are kept; of earlier ones only the metrics that the judge reads.
         watched = ["step", *(prefix + name for name in (*WATCHED, *COUNTS) for prefix in ("", PREFIX))]
         earlier: list[dict[str, Any]] = []
         later: list[int] = []
@@ -460,9 +460,23 @@ class Monitor:
             if int(log.stem.rpartition("_")[2]) > self.steps:
                 log.unlink()
 
+    def _tasks(
+        self, step: int, metrics: Mapping[str, float], rollouts: CollectedRollouts | None, rewards: Tensor | None
+    ) -> Iterator[Task]:
+        """The files and sinks of a step, in the order that a reader relies on. The rows come to the host here."""
+        if rollouts is not None:
+            rows = rollouts.rows(self.directory.rollout_log(step, self._exchange.rank), step, rewards)
+            if rows is not None:
+                yield Task(ROWS, step, rows.write, rows.bytes)
+        if self._file is not None:
+            yield Task(LINE, step, partial(self._file.write, step, metrics))
+        if self._sinks is not None:
+            yield Task(SINKS, step, partial(self._sinks.write, step, metrics))
+
     def _write_config(self) -> None:
         if self._writes and self._writer is not None and self.config is not None:
-            self._writer.put_config(dump_yaml({"rollout_correction": _plain(self.config)}))
+            text = dump_yaml({"rollout_correction": _plain(self.config)})
+            self._writer.put(Task(CONFIG, self.steps, partial(write_text_durably, self.directory.config, text)))
             self._writer.flush()
 
     def _report_sink(self, line: str, error: BaseException) -> None:
@@ -472,10 +486,10 @@ class Monitor:
             self._writer.report(line, error)
 
     def _unwritten(self) -> dict[str, float | None]:
-        """What this rank could not write. They are numbers of the step, so that every rank has the same ones."""
+        """Counts of this rank. They are numbers of the step, so that every rank has the same ones."""
         if self._writer is None:
             return {}
-        counts = {UNWRITTEN: self._writer.unwritten_lines, LOST_ROLLOUTS: self._writer.lost_logs}
+        counts = {UNWRITTEN: self._writer.unwritten(LINE), LOST_ROLLOUTS: self._writer.lost[ROWS]}
         return {name: float(count) for name, count in counts.items() if count}
 
     def _judge_step(self, step: int, metrics: Mapping[str, float]) -> None:

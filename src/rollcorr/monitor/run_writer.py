@@ -1,77 +1,57 @@
 """The thread that does all file and tracker I/O of a Monitor, so that no training step waits for a disk or a server.
 
-    step     hands over a line, and the rows of its rollout log; both are on the host, and nobody changes them
-    thread   writes the rows, then the line, then tells the sinks: a step whose line can be read has its rows too
-
-What cannot be written waits in memory, and is tried again when the next step arrives. At most `FAILED_LINES` lines
-wait after a failure; older ones are lost, and counted. At most `LOG_BYTES` bytes of rollout rows wait, or the rows of
-one step; the oldest are dropped, and counted. A line that was never tried is never dropped.
+Tasks are done in the order in which they came: the rollout rows of a step, its line, then its sinks. So a step whose
+line can be read has its rows. A task that fails waits in memory, with all later ones of its kind, and is tried again
+when the next step arrives. Lines are dropped only after a failure, and rollout rows only if too many bytes wait.
 """
 
 from __future__ import annotations
 
 import contextvars
 import logging
-import math
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.util import Finalize
-from pathlib import Path
-from typing import NamedTuple
-
-from rollcorr.monitor.rollout_sample import RolloutRows
-from rollcorr.run_directory import JsonLines
-from rollcorr.run_directory.durable_files import write_text_durably
-from rollcorr.run_directory.tracker_sinks import Sinks
 
 logger = logging.getLogger("rollcorr.monitor")
 
-FAILED_LINES = 1000
-"""Lines of metrics.jsonl that are kept after a write has failed."""
+LINE, ROWS, CONFIG, SINKS = "metrics.jsonl", "the rollout log", "config.yaml", "the sinks"
+
+# Lines that are kept after a write has failed, and tasks from which on a step waits for the thread.
+FAILED_LINES, FULL_QUEUE = 1000, 2000
+
+# Bytes of rollout rows that wait to be written; the rows of one step always may.
 LOG_BYTES = 128 << 20
-"""Bytes of rollout rows that wait to be written, beside those of one step."""
-FULL_QUEUE = 1000
-"""Lines from which on a step waits a moment for the thread."""
-PATIENCE = 0.02
-"""Seconds that a step waits for room in the queue, at most."""
-CLOSING_SECONDS = 30.0
-"""Seconds that `flush`, `close` and the end of the program wait for the thread, at most."""
+
+# Seconds that a step waits for room in the queue, and that `flush`, `close` and the end of the program wait, at most.
+PATIENCE, CLOSING_SECONDS = 0.02, 30.0
 
 
-LINES, ROWS, CONFIG, SINKS = "metrics.jsonl", "the rollout log", "config.yaml", "the sinks"
-
-
-class _Task(NamedTuple):
-    """Something that was taken out of the queue: its kind, how it is written, and how it goes back after a failure."""
+@dataclass(frozen=True, eq=False)
+class Task:
+    """Something to write: its kind, its step, how it is written, and the bytes that it takes if it may be dropped."""
 
     kind: str
-    write: Callable[[], None]
-    put_back: Callable[[], None]
+    step: int
+    write: Callable[[], object]
+    bytes: int = 0
 
 
 class RunWriter:
-    """Writes what a Monitor leaves, in a thread of its own. Only `flush` and `close` wait for files and trackers.
-
-    Args:
-        file: metrics.jsonl; None where another rank writes it.
-        sinks: get each step after the file.
-        config: path of config.yaml.
+    """Writes in a thread of its own. Only `flush` and `close` wait for files and trackers.
 
     Attributes:
-        lost_lines: lines that were given up.
-        lost_logs: steps whose rollout rows were given up.
+        lost: the number of tasks of each kind that were given up.
     """
 
-    def __init__(self, file: JsonLines | None, sinks: Sinks | None, config: Path) -> None:
-        self.lost_lines = self.lost_logs = 0
-        self._file, self._sinks, self._config_path = file, sinks, config
-        self._config: str | None = None
-        self._rows: deque[RolloutRows] = deque()
-        self._lines: deque[tuple[int, Mapping[str, float]]] = deque()
-        self._unsent: deque[tuple[int, Mapping[str, float]]] = deque()
+    def __init__(self) -> None:
+        self.lost: Counter[str] = Counter()
+        self._waiting: list[Task] = []
+        self._current: Task | None = None
         self._failing: set[str] = set()
         self._error: BaseException | None = None
 
@@ -81,7 +61,7 @@ class RunWriter:
         self._is_closing = False
 
         # No thread survives `fork`. At its end a program waits for this one, but not for ever.
-        self._process, self._has_told_fork = os.getpid(), False
+        self._process, self._has_logged_fork = os.getpid(), False
         target = contextvars.copy_context().run  # trackers keep their run in a context variable
         self._thread = threading.Thread(target=target, args=(self._work,), name="rollcorr-monitor", daemon=True)
         self._thread.start()
@@ -90,54 +70,34 @@ class RunWriter:
     @property
     def is_in_child(self) -> bool:
         """Whether this is a forked child of the process that writes; the first time, an error is logged."""
-        if os.getpid() == self._process:
-            return False
-        if not self._has_told_fork:
-            self._has_told_fork = True
+        is_child = os.getpid() != self._process
+        if is_child and not self._has_logged_fork:
+            self._has_logged_fork = True
             logger.error(
-                "process %d is a forked child: the Monitor of process %d writes nothing here; make one of its own in "
-                "the child, with another directory",
+                "process %d is a forked child: the Monitor of process %d does not write here; make one of its own in "
+                "the child, with a different directory",
                 os.getpid(),
                 self._process,
             )
-        return True
+        return is_child
 
-    @property
-    def unwritten_lines(self) -> int:
-        """Lines that could not be written yet, or were given up."""
-        return self.lost_lines + (len(self._lines) if LINES in self._failing else 0)
+    def unwritten(self, kind: str) -> int:
+        """Count the tasks of a kind that could not be done yet, or were given up."""
+        return self.lost[kind] + (len(self._of_kind(kind)) if kind in self._failing else 0)
 
-    def put(self, step: int, metrics: Mapping[str, float], rows: RolloutRows | None) -> None:
-        """Hand over a step. This takes about `PATIENCE` at most, also where the disk hangs.
-
-        Args:
-            step: its number.
-            metrics: nobody changes them any more.
-            rows: for its rollout log.
-        """
+    def put(self, *tasks: Task) -> None:
+        """Hand over the tasks of a step. Blocks for about `PATIENCE` at most, also if the disk hangs."""
         if self.is_in_child:
             return
         with self._changed:
-            if self._file is not None:
-                self._lines.append((step, metrics))
-            if self._sinks is not None:
-                self._unsent.append((step, metrics))
-            if rows is not None:
-                self._rows.append(rows)
+            self._waiting += tasks
             self._ask()
 
             # A program that is faster than its disk for a moment waits here, and loses no rows.
             self._changed.wait_for(lambda: self._has_room() or self._asked == self._answered, PATIENCE)
-            while not self._has_room() and len(self._rows) > 1:
-                dropped = self._rows.popleft()
-                self._lose(ROWS, f"the rows of step {dropped.step} were dropped: the disk is too slow, or full")
-
-    def put_config(self, text: str) -> None:
-        """Hand over the text of config.yaml."""
-        if not self.is_in_child:
-            with self._changed:
-                self._config = text
-                self._ask()
+            for task in [task for task in self._of_kind(ROWS) if task is not self._current][:-1]:
+                if not self._has_room():
+                    self._lose(task, "the disk is slow or full")
 
     def flush(self, seconds: float = CLOSING_SECONDS) -> bool:
         """Wait until everything was tried, `seconds` at most; returns whether all of it is written."""
@@ -145,11 +105,10 @@ class RunWriter:
             return False
         with self._changed:
             asked = self._ask()
-            was_tried = self._changed.wait_for(lambda: self._answered >= asked, seconds)
-            return was_tried and not (self._config or self._rows or self._lines)
+            return self._changed.wait_for(lambda: self._answered >= asked, seconds) and not self._waiting
 
     def close(self, seconds: float = CLOSING_SECONDS) -> bool:
-        """Try what waits once more, and end the thread; returns whether it has ended within `seconds`."""
+        """Try once more, and end the thread; returns whether it has ended within `seconds`."""
         self._at_exit.cancel()
         until = time.monotonic() + seconds
         with self._changed:
@@ -157,12 +116,12 @@ class RunWriter:
             self._ask()
         self._thread.join(max(0.0, until - time.monotonic()))
 
-        # A thread that hangs in a call must write nothing after that: another process may go on with the run.
+        # A thread that hangs must not write after that: a later process may go on with the run.
         with self._changed:
-            if self._lines or self._rows:
-                logger.error("%d steps and %d rollout logs are not written", len(self._lines), len(self._rows))
-            for waiting in (self._lines, self._rows, self._unsent):
-                waiting.clear()
+            counts = Counter(task.kind for task in self._waiting)
+            if counts:
+                logger.error("not written: %s", ", ".join(f"{kind} ({count})" for kind, count in counts.items()))
+            self._waiting.clear()
         return not self._thread.is_alive()
 
     def report(self, line: str, error: BaseException) -> None:
@@ -180,82 +139,62 @@ class RunWriter:
         self._changed.notify_all()
         return self._asked
 
+    def _of_kind(self, kind: str) -> list[Task]:
+        return [task for task in list(self._waiting) if task.kind == kind]
+
     def _has_room(self) -> bool:
-        return len(self._lines) < FULL_QUEUE and sum(rows.bytes for rows in self._rows) <= LOG_BYTES
+        return len(self._waiting) < FULL_QUEUE and sum(task.bytes for task in self._waiting) <= LOG_BYTES
 
     def _work(self) -> None:
         """The thread: one round for each request, or for several that came together."""
-        while True:
+        while not self._is_closing or self._asked > self._answered:
             with self._changed:
                 self._changed.wait_for(lambda: self._asked > self._answered)
-                asked = self._asked
-            self._write_all()
+                asked, failed = self._asked, set[str]()
+            while (task := self._next(failed)) is not None:
+                self._try(task, failed)
             with self._changed:
                 self._answered = asked
                 self._changed.notify_all()
-                if self._is_closing and asked == self._asked:
-                    break
-        if self._file is not None:
-            self._file.close()
 
-    def _write_all(self) -> None:
-        """Try everything that waits; after a failure, nothing more of its kind."""
-        failed: set[str] = set()
-        while (task := self._next(failed)) is not None:
-            try:
-                task.write()
-            except OSError as error:
-                failed.add(task.kind)
-                with self._changed:
-                    task.put_back()
-                    while task.kind == LINES and len(self._lines) > FAILED_LINES:
-                        step, _ = self._lines.popleft()
-                        self._lose(LINES, f"step {step} is lost: {FAILED_LINES} steps wait to be written")
-                self._tell_failure(task.kind, error)
-            except Exception as error:  # such as rows that no log can hold: another attempt would end alike
-                self._lose(task.kind, f"{task.kind} was not written: {error}")
-                self._error = self._error or error
-            else:
-                if task.kind in self._failing:
-                    self._failing.discard(task.kind)
-                    logger.warning("%s is written again", task.kind)
-
-    def _next(self, failed: set[str]) -> _Task | None:
-        """Take out what comes next: the rows of a step, its line, then the sinks. None: nothing that has not failed."""
+    def _next(self, failed: set[str]) -> Task | None:
+        """The first task of a kind that has not failed in this round. It stays in the queue until it is done."""
         with self._changed:
-            if self._config is not None and CONFIG not in failed:
-                return self._config_task()
-            step = self._lines[0][0] if self._lines and LINES not in failed else math.inf
-            if self._rows and ROWS not in failed and self._rows[0].step <= step:
-                rows = self._rows.popleft()
-                return _Task(ROWS, rows.write, lambda: self._rows.appendleft(rows))
-            if self._file is not None and step < math.inf:
-                line, file = self._lines.popleft(), self._file
-                return _Task(LINES, lambda: file.write(*line), lambda: self._lines.appendleft(line))
-            if self._sinks is not None and self._unsent:
-                sent, sinks = self._unsent.popleft(), self._sinks
-                return _Task(SINKS, lambda: sinks.write(*sent), lambda: None)
-        return None
+            self._current = next((task for task in self._waiting if task.kind not in failed), None)
+            return self._current
 
-    def _config_task(self) -> _Task:
-        text, self._config = self._config or "", None
+    def _try(self, task: Task, failed: set[str]) -> None:
+        error: Exception | None = None
+        try:
+            task.write()
+        except Exception as caught:
+            error = caught
+        with self._changed:
+            self._current = None
+            if error is None:
+                if task in self._waiting:  # `close` may have given it up
+                    self._waiting.remove(task)
+                if task.kind in self._failing:
+                    self._failing.remove(task.kind)
+                    logger.warning("%s is written again", task.kind)
+                return
 
-        def put_back() -> None:
-            self._config = self._config or text  # a newer one stays
+            # A disk may work again later. Any other error, such as of rows that no log can hold, would come again.
+            self._error = self._error or error
+            if not isinstance(error, OSError):
+                self._lose(task, str(error))
+                return
+            failed.add(task.kind)
+            for line in self._of_kind(LINE)[:-FAILED_LINES] if task.kind == LINE else ():
+                self._lose(line, f"{FAILED_LINES} lines wait to be written")
+            if task.kind not in self._failing:
+                self._failing.add(task.kind)
+                logger.error("%s: %s; it is tried again at the next step", task.kind, error)
 
-        return _Task(CONFIG, lambda: write_text_durably(self._config_path, text), put_back)
-
-    def _tell_failure(self, kind: str, error: OSError) -> None:
-        """Log the first failure of a kind; the next one is logged after a success."""
-        self._error = self._error or error
-        if kind not in self._failing:
-            self._failing.add(kind)
-            logger.error("%s; it is tried again at the next step", error if kind == LINES else f"{kind}: {error}")
-
-    def _lose(self, kind: str, line: str) -> None:
-        """Count what is given up, and log the first of its kind."""
-        is_first = not (self.lost_lines if kind == LINES else self.lost_logs)
-        self.lost_lines += kind == LINES
-        self.lost_logs += kind == ROWS
-        if is_first:
-            logger.error("%s", line)
+    def _lose(self, task: Task, why: str) -> None:
+        """Give a task up, count it, and log the first of its kind."""
+        if task in self._waiting:
+            self._waiting.remove(task)
+        if not self.lost[task.kind]:
+            logger.error("step %d is lost for %s: %s", task.step, task.kind, why)
+        self.lost[task.kind] += 1

@@ -44,7 +44,7 @@ class GrowingMetrics:
         self._file_number = 0
 
     def new_steps(self) -> NewSteps:
-        """The lines that are new since the last call, or the first of them: `has_more` tells. A broken line is logged.
+        """The lines that are new since the last call, or the first of them, see `has_more`. A broken line is logged.
 
         Raises:
             BadInputError: a line has more than a megabyte.

@@ -1,6 +1,6 @@
 """Reading `metrics.jsonl`, line by line and within limits: a run may have any number of steps.
 
-A whole line that cannot be used is passed over with a remark, because one broken line says nothing about the others. A
+A whole line that cannot be used is passed over with a remark, because the remaining lines are still valid. A
 last line without an end was cut off by a crash, or is being written.
 """
 
@@ -24,7 +24,7 @@ logger = logging.getLogger("rollcorr.run_directory")
 MAX_LINE_BYTES = 1 << 20
 """Bytes of one line of metrics.jsonl: a run writes a few thousand."""
 MAX_MEMORY = 1 << 28
-"""Bytes that the steps of a run may take in memory: 200,000 steps with 100 metrics."""
+"""Bytes of memory for the steps of a run: about 200,000 steps with 100 metrics."""
 
 
 class BadInputError(ValueError):
@@ -58,16 +58,16 @@ class StoredStep(Mapping[str, Any]):
     Args:
         places: name → place in `numbers`; steps with the same names share it.
         numbers: one for each name.
-        others: the values that are no floating-point numbers.
+        objects: the values that are not floating-point numbers, by name.
     """
 
-    __slots__ = ("_numbers", "_others", "_places")
+    __slots__ = ("_numbers", "_objects", "_places")
 
-    def __init__(self, places: Mapping[str, int], numbers: array[float], others: Mapping[str, Any]) -> None:
-        self._places, self._numbers, self._others = places, numbers, others
+    def __init__(self, places: Mapping[str, int], numbers: array[float], objects: Mapping[str, Any]) -> None:
+        self._places, self._numbers, self._objects = places, numbers, objects
 
     def __getitem__(self, name: str) -> Any:  # noqa: ANN401 - what JSON holds
-        return self._others[name] if name in self._others else self._numbers[self._places[name]]
+        return self._objects[name] if name in self._objects else self._numbers[self._places[name]]
 
     def __contains__(self, name: object) -> bool:
         return name in self._places
@@ -80,7 +80,7 @@ class StoredStep(Mapping[str, Any]):
 
     def items(self) -> ItemsView[str, Any]:
         """Names and values, as a dictionary has them."""
-        return {**dict(zip(self._places, self._numbers, strict=True)), **self._others}.items()
+        return {**dict(zip(self._places, self._numbers, strict=True)), **self._objects}.items()
 
     def __repr__(self) -> str:
         return repr(dict(self))
@@ -112,11 +112,11 @@ class StepStore:
             self._places[tuple(places)] = places
             self.bytes += sum(200 + 4 * len(name) for name in names)
 
-        others = {name: value for name, value in metrics.items() if type(value) is not float}
+        objects = {name: value for name, value in metrics.items() if type(value) is not float}
         numbers = array("d", [value if type(value) is float else math.nan for value in metrics.values()])
-        holds_more = any(isinstance(value, (str, list, dict)) for value in others.values())
-        self.bytes += 400 + 8 * len(names) + 100 * len(others) + (24 * text_bytes if holds_more else 0)
-        return StoredStep(places, numbers, others)
+        holds_more = any(isinstance(value, (str, list, dict)) for value in objects.values())
+        self.bytes += 400 + 8 * len(names) + 100 * len(objects) + (24 * text_bytes if holds_more else 0)
+        return StoredStep(places, numbers, objects)
 
 
 def metrics_lines(path: Path) -> Iterator[Line]:
@@ -138,7 +138,7 @@ def metrics_lines(path: Path) -> Iterator[Line]:
 
 
 def read_line(number: int, text: bytes) -> Line:
-    """A line, with what is wrong with it if it cannot be used."""
+    """Parse a line; its `fault` is empty if the line is valid."""
     try:
         row = load_json(text)
         # A name and its colon: more colons than names are a repeated name, a name with a colon, or a list of objects.
@@ -153,9 +153,9 @@ def read_line(number: int, text: bytes) -> Line:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl`. A cut-off last line, which a killed run leaves, is left out.
+    """The lines of a `metrics.jsonl`. A cut-off last line, which a killed run leaves, is skipped.
 
-    A whole line that cannot be used is left out too, with an entry in the log. `read_run` needs a ninth of the memory.
+    A broken line is skipped with an entry in the log. `read_run` needs a ninth of the memory.
 
     Raises:
         BadInputError: the file cannot be opened, or has a line of more than a megabyte.
@@ -197,7 +197,7 @@ def drop_later_steps(directory: RunDirectory, step: int) -> list[int]:
         lines = metrics_lines(directory.metrics)
         return (line for line in lines if not line.is_cut_off and line.metrics.get("step", step + 1) <= step)
 
-    # The file is read once to see whether a line goes, and once more to write the others, so that none is in memory.
+    # The file is read once to see whether a line goes, and once more to copy the rest, so that it is never in memory.
     size, numbers = 0, set()
     for line in kept():
         size += len(line.text)

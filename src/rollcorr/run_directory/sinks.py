@@ -67,7 +67,7 @@ class ProgressColumn(NamedTuple):
 class JsonLines:
     """`metrics.jsonl`: one JSON object per step, in the file at once. A number that is not finite is null.
 
-    The file holds whole lines only: the part of a line that a killed run or a failed write left is removed.
+    The file contains whole lines only: a partial line, of a killed run or a failed write, is removed.
 
     Args:
         path: the file; new lines are added to those that it has.
@@ -109,7 +109,7 @@ class JsonLines:
         os.fsync(self._opened().fileno())
 
     def close(self) -> None:
-        """Close the file. Nothing of it is in memory, so an error here loses nothing."""
+        """Close the file. It has no buffer, so an error here is harmless."""
         if self._file is not None:
             with suppress(OSError):
                 self._file.close()
@@ -129,7 +129,7 @@ class JsonLines:
         return self._file
 
     def _abandon(self) -> None:
-        """Remove what a failed write left, if that is possible now, and let go of the handle, which may be stale."""
+        """Remove the partial line of a failed write, if possible, and close the handle, which may be stale."""
         file, self._file = self._file, None
         if file is not None:
             with suppress(OSError):

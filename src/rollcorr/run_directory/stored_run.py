@@ -66,27 +66,29 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     if _leads_out(directory.metrics, path):
         raise BadInputError(f"{directory.metrics} is a symbolic link out of the run directory; copy the file into it")
     # A resumed run computes the steps after its checkpoint again, and may have logged them before.
-    store, by_step, count = StepStore(), dict[int, Mapping[str, Any]](), 0
-    name, broken = directory.metrics.name, []
+    store, by_step, name = StepStore(), dict[int, Mapping[str, Any]](), directory.metrics.name
+    count = broken = 0
+    first_fault = ""
     for line in metrics_lines(directory.metrics):
         if line.fault and line.is_cut_off:
             remarks.append(
                 f"the last line of {name} (line {line.number}) is cut off and was left out: the run was killed"
             )
         elif line.fault:
-            broken.append(f"{name}:{line.number}: {line.fault}")
+            broken += 1
+            first_fault = first_fault or f"{name}:{line.number}: {line.fault}"
         else:
             count += 1
             metrics = store.add({"step": count, **line.metrics}, text_bytes=len(line.text))
             by_step[metrics["step"]] = metrics
-        if store.bytes + sum(map(len, broken)) > MAX_MEMORY:
+        if store.bytes > MAX_MEMORY:
             raise BadInputError(
                 f"{directory.metrics}: the first {line.number:,} lines take more than {MAX_MEMORY >> 20} MB of memory, "
                 "the limit; thin it out, for example to every tenth line"
             )
     if broken:
-        some = "1 line was" if len(broken) == 1 else f"{len(broken)} lines were"
-        remarks.append(f"{some} left out; {broken[0]}")
+        some = "1 line was" if broken == 1 else f"{broken} lines were"
+        remarks.append(f"{some} left out; {first_fault}")
     if not by_step:
         why = f" ({remarks[-1]})" if remarks else ""
         raise BadInputError(f"{directory.metrics} has no whole line{why}; let the run finish at least one step")

@@ -1,8 +1,8 @@
 """Sinks of trackers that have packages of their own, and `Sinks`, by which every run writes to its sinks.
 
 `NAMED_SINKS` lists every sink that can be chosen by its name, as in `rollcorr.Monitor(..., sinks=["wandb"])` or
-`log.sinks: [wandb]`. A tracker's package is imported when its sink is made, and is behind an extra. Sinks are made and
-closed in one thread, and may be written to in another one.
+`log.sinks: [wandb]`. A tracker's package is imported when its sink is made, and is behind an extra. A sink is made and
+closed in one thread; `write` may be called in a different one.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class MLflow:
         active = self._mlflow.active_run()
         self._is_own = active is None
         run = active or self._mlflow.start_run(run_name=directory.path.name)
-        # MLflow's active run is that of a thread, and `write` may be called in another one.
+        # MLflow's active run belongs to a thread, and `write` may be called in a different one.
         self._run_id = run.info.run_id
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -175,7 +175,7 @@ def check_sink_name(name: str) -> None:
 
 
 class Sinks:
-    """Sinks that cannot end a run: what one raises is logged, and it gets no further steps.
+    """Sinks that cannot end a run: an exception is logged, and the sink gets no further steps.
 
     Args:
         sinks: objects, or names of `NAMED_SINKS`; each gets every step, in the order given.
@@ -208,12 +208,17 @@ class Sinks:
         self._working = list(self._sinks)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Give a step to every sink that has not failed."""
+        """Give a step to every sink that has not failed.
+
+        Args:
+            step: number of the step.
+            metrics: name → number.
+        """
         for sink in self._working:
             self._call(sink, f"step {step}: ", "write", step, metrics)
 
     def flush(self) -> None:
-        """Wait until what was given to the sinks is on the disk, where a sink can do that."""
+        """Call `flush` of each sink that has it: the steps so far are on the disk then."""
         for sink in self._working:
             if hasattr(sink, "flush"):
                 self._call(sink, "", "flush")
@@ -229,7 +234,7 @@ class Sinks:
         try:
             getattr(sink, method)(*values)
         except (Exception, SystemExit) as error:
-            self._working = [other for other in self._working if other is not sink]
+            self._working = [working for working in self._working if working is not sink]
             self._report(f"{when}{type(sink).__name__} failed and gets no further steps: {error}", error)
 
 

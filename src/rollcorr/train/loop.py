@@ -198,7 +198,7 @@ def run_recipe(
         config: the run.
         console: where to show progress.
         sinks: where the metrics go besides what `config.log` names: names of `rollcorr.run_directory.NAMED_SINKS`, or
-            objects with `write(step, metrics)` and `close()`. What one raises is shown, and it gets no further steps.
+            objects with `write(step, metrics)` and `close()`. A sink that raises is shown, and gets no further steps.
 
     Raises:
         RunInUseError: another process runs in the directory.
