@@ -32,7 +32,7 @@ from rollcorr.integrations.trl.generation_batch import (
 )
 from rollcorr.integrations.trl.importance_sampling_options import config_from_trl
 from rollcorr.integrations.trl.loss_check import check_loss
-from rollcorr.integrations.trl.monitored_steps import MonitoredSteps, asked_of_monitor
+from rollcorr.integrations.trl.monitored_steps import MonitoredSteps, asked_of_monitor, console_metrics
 from rollcorr.integrations.trl.sampling_backends import EngineGeneration, GenerationRecorder
 from rollcorr.integrations.trl.start_up_line import start_up_line
 
@@ -144,18 +144,31 @@ class RolloutCorrectionMixin:
         return loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-        """As TRL's, with the metrics of all generation batches since the last call: one transfer.
+        """Log as TRL does, with the metrics of all generation batches since the last call: one transfer.
+
+        Without a tracker (`report_to`) five keys are printed; the log history and the caller have all metrics.
 
         Args:
             logs: name → number; the metrics are added.
             args: TRL's, handed on.
             kwargs: TRL's, handed on.
         """
-        mode = _mode(self)
+        trainer: Trainer = self
+        mode = _mode(trainer)
         statistics = self._correction_statistics.pop(mode, None)
-        if statistics is not None:
-            logs.update(statistics.metrics(prefix=PREFIX if mode == "train" else f"eval_{PREFIX}"))
+        metrics = {} if statistics is None else statistics.metrics(prefix="")
+        if metrics and not getattr(trainer.args, "report_to", ()):
+            monitored = self._monitored_steps if mode == "train" else None
+            monitor = None if monitored is None else monitored.monitor
+            printed = console_metrics(metrics, self._correction_config, monitor)
+        else:
+            printed = metrics
+        prefix = PREFIX if mode == "train" else f"eval_{PREFIX}"
+        logs.update({f"{prefix}{name}": value for name, value in printed.items()})
+        entries = len(trainer.state.log_history)
         cast("Any", super()).log(logs, *args, **kwargs)
+        for written in (logs, *trainer.state.log_history[entries:]):
+            written.update({f"{prefix}{name}": value for name, value in metrics.items()})
 
 
 def attach(

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,6 +52,11 @@ def check_loss(trainer: Trainer, batch: Mapping[str, Any], config: RolloutCorrec
     Raises:
         ValueError: the loss ignores one of them; the message names the class and the tensor.
     """
+    with _restored(trainer):
+        _check_loss(trainer, batch, config)
+
+
+def _check_loss(trainer: Trainer, batch: Mapping[str, Any], config: RolloutCorrectionConfig) -> None:
     name, loss_type = getattr(trainer, "_named_by_user", type(trainer).__name__), loss_type_of(trainer)
     probe = _LossProbe(trainer, batch, config)
     try:
@@ -74,6 +80,20 @@ def check_loss(trainer: Trainer, batch: Mapping[str, Any], config: RolloutCorrec
             "would not act on it. Read it in the loss as GRPOTrainer does; or use a configuration that needs none of "
             "it, such as 'measure', or a loss_type that names how the loss divides"
         )
+
+
+@contextmanager
+def _restored(trainer: Trainer) -> Iterator[None]:
+    """Restore every attribute of the trainer afterwards; its metrics and arguments are copies until then."""
+    before = dict(vars(trainer))
+    trainer._metrics, trainer.args = copy.deepcopy(trainer._metrics), copy.copy(trainer.args)
+    trainer.args.report_to = []  # TRL reports how long its functions take
+    trainer.current_gradient_accumulation_steps = 1
+    try:
+        yield
+    finally:
+        vars(trainer).clear()
+        vars(trainer).update(before)
 
 
 def _unread(
@@ -111,21 +131,15 @@ class _LossProbe:
     """Gradients of a trainer's loss on a synthetic micro-batch, with respect to its log-probs.
 
     Args:
-        trainer: one of TRL's trainers. Its loss is called on a copy, with a copy of its metrics.
+        trainer: one of TRL's trainers.
         batch: a generation batch.
         config: the configuration.
     """
 
     def __init__(self, trainer: Trainer, batch: Mapping[str, Any], config: RolloutCorrectionConfig) -> None:
-        self._config = config
-        self._trainer = copy.copy(trainer)
-        self._trainer._metrics = copy.deepcopy(trainer._metrics)
-        self._trainer.args = copy.copy(trainer.args)
-        self._trainer.args.report_to = []  # TRL reports how long its functions take
-        self._trainer.current_gradient_accumulation_steps = 1
-
+        self._trainer, self._config = trainer, config
         device = batch["completion_mask"].device
-        drawn = torch.rand(ROWS, LENGTH + 1, generator=torch.Generator().manual_seed(0)).to(device)
+        drawn = torch.rand(ROWS, LENGTH + 1, generator=torch.Generator().manual_seed(0), device="cpu").to(device)
         self._log_prob = -1 - drawn[:, :LENGTH]
         sign = 1 - 2 * (torch.arange(ROWS, device=device) % 2)
         self._advantages = sign * (0.5 + drawn[:, LENGTH])

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.config import SamplingSpec
+from rollcorr.diagnostics.health.health_check import health
 
 if TYPE_CHECKING:
     from rollcorr.config import RolloutCorrectionConfig
@@ -46,6 +47,26 @@ def sampling_of(trainer: Trainer) -> SamplingSpec | None:
     return dataclasses.replace(sampling, policy_version=None) if isinstance(sampling, SamplingSpec) else None
 
 
+def console_metrics(
+    metrics: dict[str, float], config: RolloutCorrectionConfig, monitor: Monitor | None
+) -> dict[str, Any]:
+    """Return the five keys of a printed line: mismatch, kept tokens, effective sample size, verdict, alarms.
+
+    Args:
+        metrics: of all batches of the line, merged, so that k3 is a mean over tokens; without a prefix.
+        config: the configuration behind them.
+        monitor: gives verdict and number of alarms; without one, these metrics alone are judged.
+    """
+    if monitor is None:
+        report = health(metrics, config)
+        verdict, alarms = report.verdict, len(report.warnings)
+    else:
+        verdict, alarms = monitor.verdict, len(monitor.alarms)
+    kept = 1.0 - metrics.get("rollout_rs_masked_fraction", 0.0)
+    printed: dict[str, Any] = {"kept_fraction": kept, "verdict": verdict, "alarms": alarms}
+    return {name: metrics[name] for name in ("k3_kl", "rollout_is_eff_sample_size") if name in metrics} | printed
+
+
 class MonitoredSteps:
     """The steps of a trainer that a Monitor counts.
 
@@ -71,6 +92,7 @@ class MonitoredSteps:
         self._loss: Tensor | None = None
         self._scored: Tensor | None = None
         self._rewards: list[Tensor] = []
+        self._rows = 0  # of the step's batches, over all ranks
 
         # TRL starts a new list for a metric when it logs, so a list is known by itself and not by its name.
         self._read: dict[str, tuple[list[float], int]] = {name: (v, len(v)) for name, v in self._lists().items()}
@@ -92,11 +114,11 @@ class MonitoredSteps:
         columns: dict[str, object] = {"response_ids": batch["completion_ids"], "advantages": batch["advantages"]}
         generations = getattr(self._trainer, "num_generations", None)
         if generations is not None:
-            # The answers to one prompt are neighbors, counted over all ranks.
-            first = self._trainer.accelerator.process_index * len(mask)
-            columns["group_id"] = [
-                f"{self.monitor.steps + 1}-{(first + row) // generations}" for row in range(len(mask))
-            ]
+            # The answers to one prompt are neighbors, counted over all ranks and all batches of the step.
+            accelerator, step = self._trainer.accelerator, self.monitor.steps + 1
+            first = self._rows + accelerator.process_index * len(mask)
+            columns["group_id"] = [f"{step}-{(first + row) // generations}" for row in range(len(mask))]
+            self._rows += accelerator.num_processes * len(mask)
         sampling = sampling_of(self._trainer)
         if sampling is not None:
             columns["sampling"] = sampling
@@ -129,7 +151,7 @@ class MonitoredSteps:
         if self._loss is not None:
             own = {"loss": self._loss, **own}
         reward = torch.cat(self._rewards) if self._rewards else None
-        self._loss, self._rewards = None, []
+        self._loss, self._rewards, self._rows = None, [], 0
         self.monitor.step(reward=reward, **own)
 
     def callback(self) -> Any:  # noqa: ANN401 (a `transformers.TrainerCallback`, which is not imported at the top)
