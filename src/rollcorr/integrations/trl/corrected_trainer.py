@@ -21,11 +21,9 @@ from rollcorr.correction import correct
 from rollcorr.correction.process_groups import HEADER, filled_blocks, gather_marked, number_of
 from rollcorr.engines import Engine
 from rollcorr.integrations.trl.generation_batch import (
-    AppliedCorrection,
     check_config,
     is_rloo,
     loss_type_of,
-    needs_count,
     remove_trl_weights,
     tokens_in_loss,
     write_to_batch,
@@ -325,9 +323,7 @@ def _correct_batch(trainer: Trainer, batch: dict[str, Any]) -> None:
     else:
         correction = correct(old, rollout, mask, config, group=_group(), fill=1.0)
     if not config.only_measures:
-        divisor = correction.denominators().tokens if needs_count(config, loss_type_of(trainer)) else None
-        applied = AppliedCorrection(correction.loss_weights, correction.loss_mask, correction.sequence_kept, divisor)
-        write_to_batch(trainer, batch, applied, config)
+        write_to_batch(trainer, batch, correction)
     elif trainer._disable_trl_correction:
         remove_trl_weights(trainer, batch)
 
