@@ -9,6 +9,7 @@ import torch
 from trl_stand_in import StandInRLOOTrainer, StandInTrainer, recorded_batch
 
 from rollcorr import Monitor, RolloutCorrectionConfig, RolloutSample, correct, read_rollout_log, read_run
+from rollcorr.config import InertOptionWarning
 from rollcorr.integrations.trl import RolloutCorrectionMixin, attach
 from rollcorr.run_directory import read_metrics
 
@@ -168,6 +169,29 @@ def test_a_tracker_gets_every_metric(tmp_path, watched):
     trainer.train(1)
     assert len([name for name in trainer.printed[0] if name.startswith("rollout_corr/")]) > 40
     assert "rollout_corr/verdict" not in trainer.printed[0]
+
+
+def test_nothing_in_the_loop_raises(tmp_path, watched, monkeypatch):
+    """Metrics that are no numbers, rewards of other rows, log-probs of another shape, and a judge that fails."""
+    trainer, monitor = watched(tmp_path, "tis", report_to=[])
+    trainer._metrics["train"]["user"] += ["text", None, torch.ones(2), 2.0]
+    trainer._calculate_rewards([], ["prompt"] * 7, [], [])
+    trainer._generate_and_score_completions([])
+    trainer._monitored_steps.end_step()
+    [step] = steps_of(tmp_path)
+    assert step["trl/user"] == 2.0
+    assert "reward/mean" not in step
+
+    trainer._metrics["train"].clear()
+    trainer.batch = recorded_batch() | {"sampling_per_token_logps": torch.zeros(8, 3)}
+    with pytest.warns(InertOptionWarning, match="one for each token"):
+        trainer.train(1, first=1)
+    assert monitor.steps == 2
+
+    trainer.batch = recorded_batch()
+    monkeypatch.setattr("rollcorr.integrations.trl.corrected_trainer.console_metrics", lambda *_: 1 / 0)
+    trainer.train(1, first=2)
+    assert "rollout_corr/kl" in trainer.logged[-1]
 
 
 def test_the_log_says_which_engine_sampled_and_with_which_settings(tmp_path, monitor_in):

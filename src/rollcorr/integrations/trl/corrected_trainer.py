@@ -158,7 +158,11 @@ class RolloutCorrectionMixin:
         if metrics and not getattr(trainer.args, "report_to", ()):
             monitored = self._monitored_steps if mode == "train" else None
             monitor = None if monitored is None else monitored.monitor
-            printed = console_metrics(metrics, self._correction_config, monitor)
+            try:
+                printed = console_metrics(metrics, self._correction_config, monitor)
+            except Exception as error:  # a judgment must not end the training
+                logger.error("the metrics of a printed line could not be judged: %r", error)
+                printed = {}
         else:
             printed = metrics
         prefix = PREFIX if mode == "train" else f"eval_{PREFIX}"

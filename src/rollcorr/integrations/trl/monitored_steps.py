@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,7 +56,7 @@ def console_metrics(
     Args:
         metrics: of all batches of the line, merged, so that k3 is a mean over tokens; without a prefix.
         config: the configuration behind them.
-        monitor: gives verdict and number of alarms; without one, these metrics alone are judged.
+        monitor: gives verdict and number of alarms; without one, only these metrics are judged.
     """
     if monitor is None:
         report = health(metrics, config)
@@ -124,7 +125,8 @@ class MonitoredSteps:
             columns["sampling"] = sampling
 
         correction = self.monitor.correct(old, rollout, mask, columns=columns, fill=1.0)
-        if self._scored is not None:
+        # A subclass may drop rows between reward and batch; the Monitor takes one reward for each.
+        if self._scored is not None and len(self._scored) == len(mask):
             self._rewards.append(self._scored)
             self._scored = None
         return correction
@@ -181,7 +183,7 @@ class MonitoredSteps:
             before, count = self._read.get(name, (None, 0))
             added = values[count:] if values is before else values
             self._read[name] = (values, len(values))
-            valid = [value for value in added if not math.isnan(value)]
+            valid = [float(value) for value in added if isinstance(value, Real) and not math.isnan(value)]
             if valid:
                 found[name] = sum(valid) / len(valid)
         return found
