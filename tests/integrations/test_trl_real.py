@@ -322,7 +322,7 @@ def test_the_mixin_is_a_trainer_like_any_other(tmp_path, caplog):
         pass
 
     trainer = grpo_trainer(tmp_path, CorrectedTrainer, {"rollout_correction": "tis"}, max_steps=1)
-    assert "token weights, at most 2;" in caplog.text
+    assert "token weights up to 2.0;" in caplog.text
     assert "corrects nothing: TRL's own sampler reports no log-probs" in caplog.text
     with pytest.warns(InertOptionWarning, match="reported no log-probs"):
         trainer.train()

@@ -22,7 +22,6 @@ from rollcorr.correction.process_groups import HEADER, filled_blocks, gather_mar
 from rollcorr.engines import Engine
 from rollcorr.integrations.trl.generation_batch import (
     check_config,
-    is_rloo,
     loss_type_of,
     remove_trl_weights,
     tokens_in_loss,
@@ -107,7 +106,7 @@ class RolloutCorrectionMixin:
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL's batch, with the correction in it."""
-        self._awaits_token_log_prob = is_rloo(self)
+        self._awaits_token_log_prob = loss_type_of(self) == "rloo"
         batch: dict[str, Any] = cast("Any", super())._generate_and_score_completions(inputs)
         _correct_batch(self, batch)
         self._token_log_prob = None
@@ -282,7 +281,11 @@ def _start(
 
         # "colocate" would ask vLLM itself how long a prompt may be, and any other mode asks the model's configuration.
         trainer.vllm_mode = "rollcorr"
-    if is_rloo(trainer) and trainer.use_vllm and not isinstance(trainer.vllm_generation, GenerationRecorder):
+    if (
+        loss_type_of(trainer) == "rloo"
+        and trainer.use_vllm
+        and not isinstance(trainer.vllm_generation, GenerationRecorder)
+    ):
         trainer.vllm_generation = GenerationRecorder(trainer.vllm_generation)
 
     if trainer.accelerator.is_main_process:
@@ -308,7 +311,7 @@ def _correct_batch(trainer: Trainer, batch: dict[str, Any]) -> None:
         return
 
     config, steps, mask = trainer._correction_config, trainer._monitored_steps, tokens_in_loss(batch)
-    old = trainer._token_log_prob if is_rloo(trainer) else batch.get("old_per_token_logps")
+    old = trainer._token_log_prob if loss_type_of(trainer) == "rloo" else batch.get("old_per_token_logps")
     if old is None:
         old = _old_log_prob(trainer, batch)
 
@@ -340,7 +343,7 @@ def _correct_batch(trainer: Trainer, batch: dict[str, Any]) -> None:
 
 def _rollout_log_prob(trainer: Trainer, batch: dict[str, Any]) -> Tensor | None:
     """What the sampler gave the completions, (B, T); NaN where it gave nothing. None if it reported none."""
-    if not is_rloo(trainer):
+    if loss_type_of(trainer) != "rloo":
         return batch.get("sampling_per_token_logps")
     recorder = getattr(trainer, "vllm_generation", None)
     return recorder.padded(batch["completion_mask"]) if isinstance(recorder, GenerationRecorder) else None

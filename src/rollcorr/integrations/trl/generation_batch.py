@@ -35,19 +35,14 @@ COUNTED_LOSSES = ("cispo", "dapo", "vespo")  # these read num_items_in_batch
 MASK_COUNTING_LOSSES = ("grpo", "sapo", "bnpo")  # these count the mask themselves
 
 
-def is_rloo(trainer: Trainer) -> bool:
-    """Return whether it is an `RLOOTrainer`, which has no choice of losses."""
-    return not hasattr(trainer, "loss_type")
-
-
 def loss_type_of(trainer: Trainer) -> str:
     """Return TRL's name of the loss, "rloo" for RLOO's."""
-    return "rloo" if is_rloo(trainer) else trainer.loss_type
+    return getattr(trainer, "loss_type", "rloo")
 
 
 def multiplies(trainer: Trainer) -> bool:
     """Return whether TRL multiplies its loss by `importance_sampling_ratio`. VESPO reads it in any case."""
-    return bool(trainer.use_vllm and trainer.vllm_importance_sampling_correction)
+    return bool(trainer.use_vllm and getattr(trainer, "vllm_importance_sampling_correction", False))
 
 
 def check_config(config: RolloutCorrectionConfig, loss_type: str) -> RolloutCorrectionConfig:
@@ -113,7 +108,7 @@ def needs_count(config: RolloutCorrectionConfig, loss_type: str) -> bool:
 
 def weight_name(trainer: Trainer) -> str:
     """Return the name of the tensor in TRL's batch that carries the weights."""
-    reads_ratio = not is_rloo(trainer) and (trainer.loss_type == "vespo" or multiplies(trainer))
+    reads_ratio = loss_type_of(trainer) == "vespo" or multiplies(trainer)
     return "importance_sampling_ratio" if reads_ratio else "advantages"
 
 
@@ -131,7 +126,7 @@ def write_to_batch(trainer: Trainer, batch: dict[str, Any], correction: Any) -> 
         correction: a `Correction` of this batch, with `fill=1`, or an object with the same attributes.
     """
     config, mask, weights = correction.config, tokens_in_loss(batch), correction.loss_weights
-    if is_rloo(trainer):
+    if loss_type_of(trainer) == "rloo":
         _write_to_rloo_batch(batch, correction, mask != 0)
         return
 
@@ -174,7 +169,7 @@ def _write_to_rloo_batch(batch: dict[str, Any], correction: Any, mask: Tensor) -
 
 def remove_trl_weights(trainer: Trainer, batch: dict[str, Any]) -> None:
     """Remove TRL's own weights from a batch, in place."""
-    if is_rloo(trainer) or weight_name(trainer) == "advantages":
+    if weight_name(trainer) == "advantages":
         return
     if trainer.loss_type == "vespo":
         batch.pop("importance_sampling_ratio", None)
