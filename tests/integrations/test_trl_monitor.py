@@ -173,10 +173,11 @@ def test_a_tracker_gets_every_metric(tmp_path, watched):
 
 def test_nothing_in_the_loop_raises(tmp_path, watched, monkeypatch):
     """Metrics that are no numbers, rewards of other rows, log-probs of another shape, and a judge that fails."""
-    trainer, monitor = watched(tmp_path, "tis", report_to=[])
+    trainer, monitor = watched(tmp_path, "tis", report_to=[], monitor={"rollouts": RolloutSample()})
     trainer._metrics["train"]["user"] += ["text", None, torch.ones(2), 2.0]
-    trainer._calculate_rewards([], ["prompt"] * 7, [], [])
-    trainer._generate_and_score_completions([])
+    for rows in (7, 8):
+        trainer._calculate_rewards([], ["prompt"] * rows, [], [])
+        trainer._generate_and_score_completions([])
     trainer._monitored_steps.end_step()
     [step] = steps_of(tmp_path)
     assert step["trl/user"] == 2.0

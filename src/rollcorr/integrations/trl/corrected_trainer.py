@@ -154,6 +154,8 @@ class RolloutCorrectionMixin:
         mode = _mode(trainer)
         statistics = self._correction_statistics.pop(mode, None)
         metrics = {} if statistics is None else statistics.metrics(prefix="")
+
+        # A printed line has room for a few numbers, and a tracker for all.
         if metrics and not getattr(trainer.args, "report_to", ()):
             monitored = self._monitored_steps if mode == "train" else None
             monitor = None if monitored is None else monitored.monitor
@@ -164,6 +166,8 @@ class RolloutCorrectionMixin:
                 printed = {}
         else:
             printed = metrics
+
+        # The callers of `log` and the history read more than a line.
         prefix = PREFIX if mode == "train" else f"eval_{PREFIX}"
         logs.update({f"{prefix}{name}": value for name, value in printed.items()})
         entries = len(trainer.state.log_history)

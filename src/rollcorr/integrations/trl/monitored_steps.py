@@ -93,7 +93,7 @@ class MonitoredSteps:
         self._loss: Tensor | None = None
         self._scored: Tensor | None = None
         self._rewards: list[Tensor] = []
-        self._rows = 0  # of the step's batches, over all ranks
+        self._rows, self._own_rows = 0, 0  # of the step's batches: over all ranks, and of this one
 
         # TRL starts a new list for a metric when it logs, so a list is known by itself and not by its name.
         self._read: dict[str, tuple[list[float], int]] = {name: (v, len(v)) for name, v in self._lists().items()}
@@ -125,8 +125,8 @@ class MonitoredSteps:
             columns["sampling"] = sampling
 
         correction = self.monitor.correct(old, rollout, mask, columns=columns, fill=1.0)
-        # A subclass may drop rows between reward and batch; the Monitor takes one reward for each.
-        if self._scored is not None and len(self._scored) == len(mask):
+        self._own_rows += len(mask)
+        if self._scored is not None:
             self._rewards.append(self._scored)
             self._scored = None
         return correction
@@ -153,7 +153,11 @@ class MonitoredSteps:
         if self._loss is not None:
             own = {"loss": self._loss, **own}
         reward = torch.cat(self._rewards) if self._rewards else None
-        self._loss, self._rewards, self._rows = None, [], 0
+
+        # A subclass may drop rows between reward and batch, and the Monitor takes one reward for each row.
+        if reward is not None and len(reward) != self._own_rows:
+            reward = None
+        self._loss, self._rewards, self._rows, self._own_rows = None, [], 0, 0
         self.monitor.step(reward=reward, **own)
 
     def callback(self) -> Any:  # noqa: ANN401 (a `transformers.TrainerCallback`, which is not imported at the top)
