@@ -275,6 +275,23 @@ def test_weights_reach_the_loss_unless_they_are_absent_withheld_or_would_count_t
     assert RolloutCorrectionConfig(**options).weights_reach_loss is reach
 
 
+@pytest.mark.parametrize(
+    ("options", "measures"),
+    [
+        ({}, True),
+        ({"rollout_is": "token", "apply_is": False}, True),
+        ({"nonfinite": "neutral"}, True),
+        ({"nonfinite": "reject_sequence"}, False),
+        ({"rollout_is": "token"}, False),
+        ({"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0"}, False),
+        ({"rollout_token_veto_threshold": 1e-4}, False),
+        ({"bypass_mode": True}, False),
+    ],
+)
+def test_weights_rejection_or_bypass_are_more_than_measuring(options, measures):
+    assert RolloutCorrectionConfig(**options).only_measures is measures
+
+
 numbers = st.floats(1e-6, 1e6)
 divergences = st.one_of(numbers, numbers.map(repr))
 bands = st.tuples(numbers, numbers).map(lambda ends: join_band(min(ends), max(ends)))

@@ -440,12 +440,12 @@ def test_a_loss_that_cannot_be_probed_is_named(caplog):
         (
             StandInTrainer(),
             None,
-            ["TRL's vllm_importance_sampling_* options: sequence weights, 0 outside the band 0_3.0"],
+            ["TRL's vllm_importance_sampling_* options: sequence weights inside 0_3.0; missing"],
         ),
         (
             StandInTrainer(lower=0.5, mode="token_truncate"),
             None,
-            ["token weights, at most 3, at least 0.5; no rejection"],
+            ["token weights up to 3.0, at least 0.5; missing log-probs: neutral"],
         ),
         (
             StandInTrainer(loss_type="dapo"),
@@ -474,7 +474,7 @@ def test_one_line_says_what_is_active(trainer, config, parts, caplog):
             "tis",
             "StandInTrainer (grpo)",
             ", but corrects nothing: TRL's own sampler reports no log-probs; set use_vllm=True, or "
-            "give attach an engine. Configuration: token weights, at most 2;",
+            "give attach an engine. Configuration: token weights up to 2.0;",
         ),
         (
             StandInTrainer(),

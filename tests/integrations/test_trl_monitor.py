@@ -11,6 +11,7 @@ from faulty_disk import Faults, faulty_disk
 from trl_stand_in import StandInRLOOTrainer, StandInTrainer, recorded_batch
 
 from rollcorr import Monitor, RolloutCorrectionConfig, RolloutSample, correct, read_rollout_log, read_run
+from rollcorr.config import InertOptionWarning
 from rollcorr.integrations.trl import RolloutCorrectionMixin, attach
 from rollcorr.run_directory import read_metrics
 
@@ -109,6 +110,91 @@ def test_the_run_directory_is_read_like_any_other(tmp_path, watched):
     assert {row["group_id"] for row in rows} == {f"{step}-{group}" for step in (1, 2, 3) for group in (0, 1)}
     assert rows[0]["response_ids"] is not None
     assert rows[8]["reward"] == rows[0]["reward"] + 1.5
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_group_ids_are_unique_within_a_step(tmp_path, watched, ranks):
+    """Two generation batches in each step: steps_per_generation=2 and gradient_accumulation_steps=4."""
+    trainer, monitor = watched(tmp_path, monitor={"rollouts": RolloutSample()})
+    trainer.accelerator.num_processes, trainer.accelerator.process_index = ranks, ranks - 1
+    for _ in range(2):
+        for _ in range(2):
+            trainer._generate_and_score_completions([])
+        trainer._monitored_steps.end_step()
+    monitor.close()
+    rows = [row for part in read_rollout_log(tmp_path) for row in part.to_rows()]
+    groups = [0, 1, 2, 3] if ranks == 1 else [2, 3, 6, 7]
+    expected = [f"{step}-{group}" for step in (1, 2) for group in groups for _ in range(4)]
+    assert [row["group_id"] for row in rows] == expected
+
+
+def test_without_a_tracker_five_keys_are_printed(tmp_path, watched):
+    trainer, monitor = watched(tmp_path, REJECTING, report_to=[])
+    trainer.train(3, log_every=2)
+    [printed, metrics] = trainer.printed[0], trainer.logged[0]
+    added = {name: value for name, value in printed.items() if name.startswith("rollout_corr/")}
+    assert added == {
+        "rollout_corr/k3_kl": metrics["rollout_corr/k3_kl"],
+        "rollout_corr/kept_fraction": 1 - metrics["rollout_corr/rollout_rs_masked_fraction"],
+        "rollout_corr/rollout_is_eff_sample_size": metrics["rollout_corr/rollout_is_eff_sample_size"],
+        "rollout_corr/verdict": monitor.verdict,
+        "rollout_corr/alarms": len(monitor.alarms),
+    }
+    assert printed["kl"] == 0.5
+
+    # The history and the caller of `log` have every metric.
+    assert {"rollout_corr/kl", "rollout_corr/verdict"} <= trainer.state.log_history[0].keys()
+    assert {"rollout_corr/kl", "rollout_corr/verdict"} <= metrics.keys()
+    assert "rollout_corr/verdict" not in steps_of(tmp_path)[0]
+
+
+def test_a_printed_k3_is_weighted_by_tokens():
+    trainer, second = attach(StandInTrainer(report_to=[]), REJECTING), recorded_batch()
+    trainer._generate_and_score_completions([])
+    second["completion_mask"][1:] = 0
+    trainer.batch = second
+    trainer._generate_and_score_completions([])
+    trainer.log({})
+    parts = [
+        (batch["old_per_token_logps"] - batch["sampling_per_token_logps"]).double()
+        for batch in [recorded_batch(), second]
+    ]
+    masks = [recorded_batch()["completion_mask"], second["completion_mask"]]
+    d = torch.cat([part[mask != 0] for part, mask in zip(parts, masks, strict=True)])
+    d = d[~d.isnan()]
+    assert trainer.printed[0]["rollout_corr/k3_kl"] == pytest.approx((d.expm1() - d).mean().item(), rel=1e-5)
+    assert trainer.printed[0]["rollout_corr/verdict"] in ("healthy", "not judged", "unhealthy")
+
+
+def test_a_tracker_gets_every_metric(tmp_path, watched):
+    trainer, _ = watched(tmp_path, REJECTING, report_to=["wandb"])
+    trainer.train(1)
+    assert len([name for name in trainer.printed[0] if name.startswith("rollout_corr/")]) > 40
+    assert "rollout_corr/verdict" not in trainer.printed[0]
+
+
+def test_nothing_in_the_loop_raises(tmp_path, watched, monkeypatch):
+    """Metrics that are no numbers, rewards of other rows, log-probs of another shape, and a judge that fails."""
+    trainer, monitor = watched(tmp_path, "tis", report_to=[], monitor={"rollouts": RolloutSample()})
+    trainer._metrics["train"]["user"] += ["text", None, torch.ones(2), 2.0]
+    for rows in (7, 8):
+        trainer._calculate_rewards([], ["prompt"] * rows, [], [])
+        trainer._generate_and_score_completions([])
+    trainer._monitored_steps.end_step()
+    [step] = steps_of(tmp_path)
+    assert step["trl/user"] == 2.0
+    assert "reward/mean" not in step
+
+    trainer._metrics["train"].clear()
+    trainer.batch = recorded_batch() | {"sampling_per_token_logps": torch.zeros(8, 3)}
+    with pytest.warns(InertOptionWarning, match="one for each token"):
+        trainer.train(1, first=1)
+    assert monitor.steps == 2
+
+    trainer.batch = recorded_batch()
+    monkeypatch.setattr("rollcorr.integrations.trl.corrected_trainer.console_metrics", lambda *_: 1 / 0)
+    trainer.train(1, first=2)
+    assert "rollout_corr/kl" in trainer.logged[-1]
 
 
 def test_the_log_says_which_engine_sampled_and_with_which_settings(tmp_path, monitor_in):

@@ -44,13 +44,16 @@ class StandInTrainer:
     def __init__(self, batch=None, loss_type="grpo", *, use_vllm=True, **options):
         self.batch = recorded_batch() if batch is None else batch
         self.model = torch.nn.Linear(1, 1)
-        self.accelerator = SimpleNamespace(is_main_process=True, unwrap_model=lambda model: model, process_index=0)
-        self.state = SimpleNamespace(global_step=3)
+        self.accelerator = SimpleNamespace(
+            is_main_process=True, unwrap_model=lambda model: model, process_index=0, num_processes=1
+        )
+        self.state = SimpleNamespace(global_step=3, log_history=[])
         self.callbacks, self.num_generations, self.reward_weights = [], 4, torch.tensor([1.0, 0.5])
         self.temperature, self.loss_type = 1.0, loss_type
         self.use_vllm, self.vllm_generation = use_vllm, None
         self.vllm_importance_sampling_correction = options.get("correction", True)
         self.args = SimpleNamespace(
+            report_to=options.get("report_to", ["tensorboard"]),
             per_device_train_batch_size=4,
             per_device_eval_batch_size=2,
             vllm_importance_sampling_correction=options.get("correction", True),
@@ -60,7 +63,7 @@ class StandInTrainer:
         )
         self.forward_passes = []
         self._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
-        self.logged = []
+        self.logged, self.printed = [], []
 
     def _generate_and_score_completions(self, inputs):
         return dict(self.batch)
@@ -89,6 +92,8 @@ class StandInTrainer:
     def log(self, logs, start_time=None):
         logs.update({name: sum(values) / len(values) for name, values in self._metrics["train"].items()})
         self._metrics["train"].clear()
+        self.printed.append(dict(logs))
+        self.state.log_history.append({**logs, "step": self.state.global_step})
         self.logged.append(logs)
 
     def add_callback(self, callback):
@@ -123,7 +128,7 @@ class StandInRLOOTrainer(StandInTrainer):
     def __init__(self, generation=None):
         super().__init__(use_vllm=generation is not None)
         del self.loss_type, self.vllm_importance_sampling_correction
-        self.args = SimpleNamespace(per_device_train_batch_size=4, per_device_eval_batch_size=2)
+        self.args = SimpleNamespace(report_to=[], per_device_train_batch_size=4, per_device_eval_batch_size=2)
         self.vllm_generation = generation
 
     def _generate_and_score_completions(self, inputs):

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollcorr import Monitor, PolicyLogProbs, RolloutSample, correct, health, policy_loss, read_rollout_log, read_run
+from rollcorr.config.finding import Finding
 from rollcorr.core.mergeable_statistics import STATISTICS_DTYPE
 from rollcorr.diagnostics import bare_metrics
 from rollcorr.monitor import RunningJudge, rank_exchange
@@ -453,3 +454,20 @@ def test_without_pyarrow_a_monitor_runs_and_a_log_names_the_extra(tmp_path):
 def test_a_rule_outside_its_limits_is_refused(option, value):
     with pytest.raises(ValueError, match=f"{option} must be"):
         RolloutSample(**{option: value})
+
+
+def test_an_alarm_of_the_caller_lasts_and_passes(tmp_path, caplog):
+    heard = []
+    finding = Finding(code="rank_without_log_probs", title="rank 1 reported no log-probs", fix="report them")
+    with Monitor(tmp_path, on_alarm=heard.append) as monitor:
+        for _ in range(2):
+            monitor.raise_alarm(finding)
+            monitor.step()
+        assert (monitor.alarms, monitor.verdict, heard) == ((finding,), "unhealthy", [finding])
+        for _ in range(10):
+            assert monitor.alarms == (finding,)
+            monitor.correct(*batch())
+            monitor.step()
+        assert finding not in monitor.alarms
+    texts = [record.getMessage() for record in caplog.records]
+    assert texts.count("step 1: rank 1 reported no log-probs. Fix: report them") == 1

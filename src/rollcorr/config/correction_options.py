@@ -216,9 +216,9 @@ class RolloutCorrectionConfig:
 
     @cached_property
     def only_measures(self) -> bool:
-        """True iff it has neither weights nor rejection: an adapter leaves the trainer's mask, counts and loss alone.
+        """True iff it has neither weights nor rejection: an adapter then keeps the trainer's mask, counts and loss.
 
-        `nonfinite="reject_token"`, the default, then leaves missing log-probs out of the metrics alone.
+        `nonfinite="reject_token"`, the default, then only keeps missing log-probs out of the metrics.
         """
         rejects = bool(self.criteria) or self.rollout_token_veto_threshold is not None
         rejects = rejects or self.nonfinite == "reject_sequence"

@@ -20,6 +20,7 @@ from rollcorr.core.boundary import in_host_memory
 from rollcorr.core.metric_registry import metric
 
 if TYPE_CHECKING:
+    from rollcorr.config import RolloutCorrectionConfig
     from rollcorr.core.health_ranges import HealthyRange
     from rollcorr.correction.result import Correction
 
@@ -47,7 +48,7 @@ def verdict(metrics: Mapping[str, float]) -> Verdict:
 
 def short_text(correction: Correction) -> str:
     """What a correction is, and its numbers where they can be read without a wait: two lines."""
-    first = f"Correction({_shape(correction)}: {_what(correction)})"
+    first = f"Correction({_shape(correction)}: {described(correction.config)})"
     statistics = correction.statistics
     if statistics is None:
         return f"{first}\n  every response token stays in the loss, and nothing was measured"
@@ -76,7 +77,7 @@ def summary_table(correction: Correction) -> str:
         style = ' style="font-weight: bold"' if number.unhealthy else ""
         cells = (number.name, f"{number.value:.4g}", number.ideal)
         rows += f"<tr{style}>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
-    title = html.escape(f"{_what(correction)}. {verdict(metrics)}: {_kept(metrics)}")
+    title = html.escape(f"{described(correction.config)}. {verdict(metrics)}: {_kept(metrics)}")
     return f"<table><caption>{title}</caption><tr><th>metric</th><th>value</th><th>healthy</th></tr>{rows}</table>"
 
 
@@ -124,15 +125,15 @@ def _shape(correction: Correction) -> str:
     return f"{correction.sequences} sequences, {layout} {shape}{part}, on {correction.loss_mask.device}"
 
 
-def _what(correction: Correction) -> str:
-    """What the correction does, in a few words."""
-    config = correction.config
+def described(config: RolloutCorrectionConfig | None) -> str:
+    """Return the weights and the rejection of a configuration, in a few words."""
     if config is None:
         return "no correction"
     parts = []
     if config.rollout_is is not None:
         threshold = config.rollout_is_threshold
         bound = {"truncate": f" up to {threshold}", "icepop": f" inside {threshold}", "none": ""}[config.is_mode]
+        bound += "" if config.rollout_is_floor is None else f", at least {config.rollout_is_floor:g}"
         use = "" if config.weights_reach_loss else ", measured only"
         parts.append(f"{config.rollout_is} weights{bound}{use}")
     if config.rollout_rs is not None:

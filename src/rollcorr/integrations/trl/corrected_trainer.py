@@ -21,18 +21,15 @@ from rollcorr.correction import correct
 from rollcorr.correction.process_groups import HEADER, filled_blocks, gather_marked, number_of
 from rollcorr.engines import Engine
 from rollcorr.integrations.trl.generation_batch import (
-    AppliedCorrection,
     check_config,
-    is_rloo,
     loss_type_of,
-    needs_count,
     remove_trl_weights,
     tokens_in_loss,
     write_to_batch,
 )
 from rollcorr.integrations.trl.importance_sampling_options import config_from_trl
 from rollcorr.integrations.trl.loss_check import check_loss
-from rollcorr.integrations.trl.monitored_steps import MonitoredSteps, asked_of_monitor
+from rollcorr.integrations.trl.monitored_steps import MonitoredSteps, asked_of_monitor, console_metrics
 from rollcorr.integrations.trl.sampling_backends import EngineGeneration, GenerationRecorder
 from rollcorr.integrations.trl.start_up_line import start_up_line
 
@@ -109,7 +106,7 @@ class RolloutCorrectionMixin:
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL's batch, with the correction in it."""
-        self._awaits_token_log_prob = is_rloo(self)
+        self._awaits_token_log_prob = loss_type_of(self) == "rloo"
         batch: dict[str, Any] = cast("Any", super())._generate_and_score_completions(inputs)
         _correct_batch(self, batch)
         self._token_log_prob = None
@@ -144,18 +141,39 @@ class RolloutCorrectionMixin:
         return loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-        """As TRL's, with the metrics of all generation batches since the last call: one transfer.
+        """Log as TRL does, with the metrics of all generation batches since the last call: one transfer.
+
+        Without a tracker (`report_to`) five keys are printed; the log history and the caller have all metrics.
 
         Args:
             logs: name → number; the metrics are added.
             args: TRL's, handed on.
             kwargs: TRL's, handed on.
         """
-        mode = _mode(self)
+        trainer: Trainer = self
+        mode = _mode(trainer)
         statistics = self._correction_statistics.pop(mode, None)
-        if statistics is not None:
-            logs.update(statistics.metrics(prefix=PREFIX if mode == "train" else f"eval_{PREFIX}"))
+        metrics = {} if statistics is None else statistics.metrics(prefix="")
+
+        # A printed line has room for a few numbers, and a tracker for all.
+        if metrics and not getattr(trainer.args, "report_to", ()):
+            monitored = self._monitored_steps if mode == "train" else None
+            monitor = None if monitored is None else monitored.monitor
+            try:
+                printed = console_metrics(metrics, self._correction_config, monitor)
+            except Exception as error:  # a judgment must not end the training
+                logger.error("the metrics of a printed line could not be judged: %r", error)
+                printed = {}
+        else:
+            printed = metrics
+
+        # The callers of `log` and the history read more than a line.
+        prefix = PREFIX if mode == "train" else f"eval_{PREFIX}"
+        logs.update({f"{prefix}{name}": value for name, value in printed.items()})
+        entries = len(trainer.state.log_history)
         cast("Any", super()).log(logs, *args, **kwargs)
+        for written in (logs, *trainer.state.log_history[entries:]):
+            written.update({f"{prefix}{name}": value for name, value in metrics.items()})
 
 
 def attach(
@@ -267,7 +285,11 @@ def _start(
 
         # "colocate" would ask vLLM itself how long a prompt may be, and any other mode asks the model's configuration.
         trainer.vllm_mode = "rollcorr"
-    if is_rloo(trainer) and trainer.use_vllm and not isinstance(trainer.vllm_generation, GenerationRecorder):
+    if (
+        loss_type_of(trainer) == "rloo"
+        and trainer.use_vllm
+        and not isinstance(trainer.vllm_generation, GenerationRecorder)
+    ):
         trainer.vllm_generation = GenerationRecorder(trainer.vllm_generation)
 
     if trainer.accelerator.is_main_process:
@@ -293,7 +315,7 @@ def _correct_batch(trainer: Trainer, batch: dict[str, Any]) -> None:
         return
 
     config, steps, mask = trainer._correction_config, trainer._monitored_steps, tokens_in_loss(batch)
-    old = trainer._token_log_prob if is_rloo(trainer) else batch.get("old_per_token_logps")
+    old = trainer._token_log_prob if loss_type_of(trainer) == "rloo" else batch.get("old_per_token_logps")
     if old is None:
         old = _old_log_prob(trainer, batch)
 
@@ -312,9 +334,7 @@ def _correct_batch(trainer: Trainer, batch: dict[str, Any]) -> None:
     else:
         correction = correct(old, rollout, mask, config, group=_group(), fill=1.0, densities=True)
     if not config.only_measures:
-        divisor = correction.denominators().tokens if needs_count(config, loss_type_of(trainer)) else None
-        applied = AppliedCorrection(correction.loss_weights, correction.loss_mask, correction.sequence_kept, divisor)
-        write_to_batch(trainer, batch, applied, config)
+        write_to_batch(trainer, batch, correction)
     elif trainer._disable_trl_correction:
         remove_trl_weights(trainer, batch)
 
@@ -327,7 +347,7 @@ def _correct_batch(trainer: Trainer, batch: dict[str, Any]) -> None:
 
 def _rollout_log_prob(trainer: Trainer, batch: dict[str, Any]) -> Tensor | None:
     """What the sampler gave the completions, (B, T); NaN where it gave nothing. None if it reported none."""
-    if not is_rloo(trainer):
+    if loss_type_of(trainer) != "rloo":
         return batch.get("sampling_per_token_logps")
     recorder = getattr(trainer, "vllm_generation", None)
     return recorder.padded(batch["completion_mask"]) if isinstance(recorder, GenerationRecorder) else None

@@ -10,7 +10,7 @@ Symbols (docs/reference/notation.md): B sequences, T padded completion length.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,19 +35,14 @@ COUNTED_LOSSES = ("cispo", "dapo", "vespo")  # these read num_items_in_batch
 MASK_COUNTING_LOSSES = ("grpo", "sapo", "bnpo")  # these count the mask themselves
 
 
-def is_rloo(trainer: Trainer) -> bool:
-    """Return whether it is an `RLOOTrainer`, which has no choice of losses."""
-    return not hasattr(trainer, "loss_type")
-
-
 def loss_type_of(trainer: Trainer) -> str:
     """Return TRL's name of the loss, "rloo" for RLOO's."""
-    return "rloo" if is_rloo(trainer) else trainer.loss_type
+    return getattr(trainer, "loss_type", "rloo")
 
 
 def multiplies(trainer: Trainer) -> bool:
     """Return whether TRL multiplies its loss by `importance_sampling_ratio`. VESPO reads it in any case."""
-    return bool(trainer.use_vllm and trainer.vllm_importance_sampling_correction)
+    return bool(trainer.use_vllm and getattr(trainer, "vllm_importance_sampling_correction", False))
 
 
 def check_config(config: RolloutCorrectionConfig, loss_type: str) -> RolloutCorrectionConfig:
@@ -113,7 +108,7 @@ def needs_count(config: RolloutCorrectionConfig, loss_type: str) -> bool:
 
 def weight_name(trainer: Trainer) -> str:
     """Return the name of the tensor in TRL's batch that carries the weights."""
-    reads_ratio = not is_rloo(trainer) and (trainer.loss_type == "vespo" or multiplies(trainer))
+    reads_ratio = loss_type_of(trainer) == "vespo" or multiplies(trainer)
     return "importance_sampling_ratio" if reads_ratio else "advantages"
 
 
@@ -122,51 +117,32 @@ def weights_reject(config: RolloutCorrectionConfig, loss_type: str) -> bool:
     return rejects(config) and config.normalizer == "original" and loss_type in MASK_COUNTING_LOSSES
 
 
-class AppliedCorrection(NamedTuple):
-    """The parts of a correction that a loss reads.
-
-    Attributes:
-        weights: (B, T), 1 outside the mask; None without weights.
-        kept: (B, T) bool, the tokens that stay in the loss.
-        sequence_kept: (B,) bool.
-        divisor: what the loss is divided by, where `needs_count`.
-    """
-
-    weights: Tensor | None
-    kept: Tensor
-    sequence_kept: Tensor
-    divisor: Tensor | float | None
-
-
-def write_to_batch(
-    trainer: Trainer, batch: dict[str, Any], applied: AppliedCorrection, config: RolloutCorrectionConfig
-) -> None:
+def write_to_batch(trainer: Trainer, batch: dict[str, Any], correction: Any) -> None:  # noqa: ANN401
     """Put the correction into a trainer's batch, in place.
 
     Args:
         trainer: a `GRPOTrainer` or `RLOOTrainer`.
         batch: what `_generate_and_score_completions` returned.
-        applied: the correction of this batch.
-        config: its configuration.
+        correction: a `Correction` of this batch, with `fill=1`, or an object with the same attributes.
     """
-    mask, weights = tokens_in_loss(batch), applied.weights
-    if is_rloo(trainer):
-        _write_to_rloo_batch(batch, applied, mask != 0)
+    config, mask, weights = correction.config, tokens_in_loss(batch), correction.loss_weights
+    if loss_type_of(trainer) == "rloo":
+        _write_to_rloo_batch(batch, correction, mask != 0)
         return
 
     if weights_reject(config, trainer.loss_type):
-        rejected = (mask != 0) & ~applied.kept
+        rejected = (mask != 0) & ~correction.loss_mask
         ones = torch.ones_like(mask, dtype=torch.float32)
         weights = (ones if weights is None else weights).masked_fill(rejected, 0.0)
     elif rejects(config):
-        batch["tool_mask"] = applied.kept.to(mask.dtype)
+        batch["tool_mask"] = correction.loss_mask.to(mask.dtype)
 
         # VESPO adds up the logs of all weights without a mask: a token that left the loss leaves that sum too.
         if weights is not None and trainer.loss_type == "vespo":
-            weights = weights.masked_fill(~applied.kept, 1.0)
+            weights = weights.masked_fill(~correction.loss_mask, 1.0)
 
-    if applied.divisor is not None:
-        count = torch.as_tensor(applied.divisor, device=mask.device)
+    if needs_count(config, trainer.loss_type):
+        count = torch.as_tensor(correction.denominators().tokens, device=mask.device)
         is_whole = config.normalizer == "kept"
         batch["num_items_in_batch"] = count.to(batch["num_items_in_batch"].dtype if is_whole else torch.float32)
 
@@ -178,22 +154,22 @@ def write_to_batch(
         batch["importance_sampling_ratio"] = weights
 
 
-def _write_to_rloo_batch(batch: dict[str, Any], applied: AppliedCorrection, mask: Tensor) -> None:
+def _write_to_rloo_batch(batch: dict[str, Any], correction: Any, mask: Tensor) -> None:  # noqa: ANN401
     """Put the correction into the batch of an `RLOOTrainer`, in place: advantages alone, (B,).
 
     The policy ratio and its clipping stay TRL's: −min(r A w, clip(r) A w) = w · −min(r A, clip(r) A), as w ≥ 0.
     """
     advantages = batch["advantages"]
-    if applied.weights is not None:
+    if correction.loss_weights is not None:
         # All tokens of a sequence have its weight; a sequence without a token has the fill.
         first = mask.int().argmax(dim=1, keepdim=True)
-        advantages = advantages * applied.weights.gather(1, first).squeeze(1)
-    batch["advantages"] = advantages.masked_fill(~applied.sequence_kept, 0.0)
+        advantages = advantages * correction.loss_weights.gather(1, first).squeeze(1)
+    batch["advantages"] = advantages.masked_fill(~correction.sequence_kept, 0.0)
 
 
 def remove_trl_weights(trainer: Trainer, batch: dict[str, Any]) -> None:
     """Remove TRL's own weights from a batch, in place."""
-    if is_rloo(trainer) or weight_name(trainer) == "advantages":
+    if weight_name(trainer) == "advantages":
         return
     if trainer.loss_type == "vespo":
         batch.pop("importance_sampling_ratio", None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,8 +18,6 @@ from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.integrations.trl.generation_batch import (
-    AppliedCorrection,
-    is_rloo,
     loss_type_of,
     needs_count,
     rejects,
@@ -29,16 +28,11 @@ from rollcorr.integrations.trl.generation_batch import (
 
 logger = logging.getLogger(__name__)
 
-Trainer = Any  # one of TRL's trainers: they are not imported here
-
 # The same on every rank, because a loss gathers its metrics: a loss that fails must fail on every rank.
 ROWS, LENGTH = 4, 6
 
-# Losses that are no linear function of the weight.
-NONLINEAR = ("vespo",)
 
-
-def check_loss(trainer: Trainer, batch: Mapping[str, Any], config: RolloutCorrectionConfig) -> None:
+def check_loss(trainer: Any, batch: Mapping[str, Any], config: RolloutCorrectionConfig) -> None:  # noqa: ANN401
     """Check that the trainer's loss reads the weights, the mask and the count that the configuration hands over.
 
     Every rank must call it. Random numbers, metrics, model and optimizer stay as they are.
@@ -51,36 +45,46 @@ def check_loss(trainer: Trainer, batch: Mapping[str, Any], config: RolloutCorrec
     Raises:
         ValueError: the loss ignores one of them; the message names the class and the tensor.
     """
-    name, loss_type = getattr(trainer, "_named_by_user", type(trainer).__name__), loss_type_of(trainer)
-    probe = _LossProbe(trainer, batch, config)
+    # The loss runs on the trainer itself, since it may be bound to it. Afterwards every attribute is put back.
+    before = dict(vars(trainer))
+    trainer._metrics, trainer.args = copy.deepcopy(trainer._metrics), copy.copy(trainer.args)
+    trainer.args.report_to = []  # TRL reports how long its functions take
+    trainer.current_gradient_accumulation_steps = 1
     try:
-        readable = bool(probe.gradient(None).any())
-        reason = "it does not compute log-probs by _get_per_token_logps_and_entropies"
+        _raise_if_unread(_LossProbe(trainer, batch, config), trainer, config)
+    finally:
+        vars(trainer).clear()
+        vars(trainer).update(before)
+
+
+def _raise_if_unread(probe: _LossProbe, trainer: Any, config: RolloutCorrectionConfig) -> None:  # noqa: ANN401
+    """Raise where the loss fails with a correction, or ignores a part of it; warn where that cannot be known."""
+    name = getattr(trainer, "_named_by_user", type(trainer).__name__)
+    problem = "it does not compute log-probs by _get_per_token_logps_and_entropies"
+    try:
+        readable = bool(probe.gradient(corrected=False).any())
     except Exception as error:  # a loss of its own may need more than a synthetic batch has
-        readable, reason = False, f"it failed on a synthetic batch: {error!r}"
+        readable, problem = False, f"it failed on a synthetic batch: {error!r}"
     if not readable:
-        logger.warning("rollcorr could not check that the loss of %s reads the correction: %s", name, reason)
+        logger.warning("rollcorr could not check that the loss of %s reads the correction: %s", name, problem)
         return
 
-    weights = weight_name(trainer)
-    by_weight = is_rloo(trainer) or weights_reject(config, loss_type)
     try:
-        unread = _unread(probe, config, loss_type, weights, mask=weights if by_weight else "tool_mask")
+        unread = _unread(probe, trainer, config)
     except Exception as error:
+        weights = weight_name(trainer)
         raise ValueError(f"the loss of {name} fails on a batch with a correction in {weights!r}: {error}") from error
     if unread is not None:
         raise ValueError(
-            f"the loss of {name} (loss_type {loss_type!r}) does not apply {unread!r} as TRL's does, so this correction "
-            "would not act on it. Read it in the loss as GRPOTrainer does; or use a configuration that needs none of "
-            "it, such as 'measure', or a loss_type that names how the loss divides"
+            f"the loss of {name} (loss_type {loss_type_of(trainer)!r}) does not apply {unread!r} as TRL's does, so the "
+            "correction would not act. Read it in the loss as GRPOTrainer does; or use a configuration that does not "
+            "need it, such as 'measure', or a loss_type that names how the loss divides"
         )
 
 
-def _unread(
-    probe: _LossProbe, config: RolloutCorrectionConfig, loss_type: str, weights: str, *, mask: str
-) -> str | None:
+def _unread(probe: _LossProbe, trainer: Any, config: RolloutCorrectionConfig) -> str | None:  # noqa: ANN401
     """Return the tensor of the batch that the loss does not apply, or None."""
-    policy = probe.policy_gradient()
+    loss_type, weights, policy = loss_type_of(trainer), weight_name(trainer), probe.policy_gradient()
     tolerance = 1e-4 * float(policy.abs().max())
 
     def differs(gradient: Tensor, expected: Tensor) -> bool:
@@ -89,18 +93,22 @@ def _unread(
     if config.weights_reach_loss:
         doubled = torch.ones_like(policy)
         doubled[::2] = 2.0
-        if differs(probe.policy_gradient(weights=0 * doubled), 0 * policy):
-            return weights
-        if loss_type not in NONLINEAR and differs(probe.policy_gradient(weights=doubled), doubled * policy):
+
+        # VESPO is no linear function of the weight.
+        linear = loss_type != "vespo"
+        if differs(probe.policy_gradient(weights=0 * doubled), 0 * policy) or (
+            linear and differs(probe.policy_gradient(weights=doubled), doubled * policy)
+        ):
             return weights
 
     # RLOO rejects sequences, and so do weights of 0 where the loss divides by its mask.
     if rejects(config):
+        by_weight = loss_type == "rloo" or weights_reject(config, loss_type)
         kept = torch.ones_like(policy, dtype=torch.bool)
-        kept[0, : LENGTH if mask == weights else 1] = False
-        found = probe.policy_gradient(kept=kept) if mask == weights else probe.gradient(probe.applied(kept=kept))
+        kept[0, : LENGTH if by_weight else 1] = False
+        found = probe.policy_gradient(kept=kept) if by_weight else probe.gradient(kept=kept)
         if differs(found[~kept], 0 * found[~kept]):
-            return mask
+            return weights if by_weight else "tool_mask"
 
     if needs_count(config, loss_type) and differs(probe.policy_gradient(factor=2.0), policy / 2):
         return "num_items_in_batch"
@@ -111,63 +119,59 @@ class _LossProbe:
     """Gradients of a trainer's loss on a synthetic micro-batch, with respect to its log-probs.
 
     Args:
-        trainer: one of TRL's trainers. Its loss is called on a copy, with a copy of its metrics.
+        trainer: one of TRL's trainers.
         batch: a generation batch.
         config: the configuration.
     """
 
-    def __init__(self, trainer: Trainer, batch: Mapping[str, Any], config: RolloutCorrectionConfig) -> None:
-        self._config = config
-        self._trainer = copy.copy(trainer)
-        self._trainer._metrics = copy.deepcopy(trainer._metrics)
-        self._trainer.args = copy.copy(trainer.args)
-        self._trainer.args.report_to = []  # TRL reports how long its functions take
-        self._trainer.current_gradient_accumulation_steps = 1
+    def __init__(self, trainer: Any, batch: Mapping[str, Any], config: RolloutCorrectionConfig) -> None:  # noqa: ANN401
+        self._trainer, self._config = trainer, config
+        mask = batch["completion_mask"]
+        drawn = torch.rand(ROWS, LENGTH + 1, generator=torch.Generator().manual_seed(0), device="cpu").to(mask.device)
+        self._log_prob, sign = -1 - drawn[:, :LENGTH], 1 - 2 * (torch.arange(ROWS, device=mask.device) % 2)
+        self._ones = torch.ones_like(self._log_prob)
 
-        device = batch["completion_mask"].device
-        drawn = torch.rand(ROWS, LENGTH + 1, generator=torch.Generator().manual_seed(0)).to(device)
-        self._log_prob = -1 - drawn[:, :LENGTH]
-        sign = 1 - 2 * (torch.arange(ROWS, device=device) % 2)
-        self._advantages = sign * (0.5 + drawn[:, LENGTH])
-        self._batch = self._synthetic(batch)
-
-    def _synthetic(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """A batch of the probe's size: every token counts, and all policies are equal."""
-        rows, width = batch["completion_mask"].shape
-        synthetic = {name: _resized(value, rows, width) for name, value in batch.items()}
-        ones = torch.ones_like(self._log_prob)
+        # Every token counts, and all policies are equal, so that nothing is clipped.
         policies = ("old_per_token_logps", "sampling_per_token_logps", "ref_per_token_logps")
-        given = {"completion_mask": ones.long(), "tool_mask": ones.long(), "importance_sampling_ratio": ones}
-        given |= {"num_items_in_batch": torch.tensor(ROWS * LENGTH, device=ones.device)}
-        given |= dict.fromkeys(policies, self._log_prob) | {"old_logps": self._log_prob.sum(1)}
-        old = "old_logps" if is_rloo(self._trainer) else "old_per_token_logps"
-        always = {"completion_mask", old, weight_name(self._trainer)}
-        return synthetic | {name: value for name, value in given.items() if name in always or name in batch}
-
-    def applied(
-        self, *, weights: Tensor | None = None, kept: Tensor | None = None, factor: float = 1.0
-    ) -> AppliedCorrection:
-        """A correction: weights and mask of 1 where they are not given; `factor` multiplies the count."""
-        ones = torch.ones_like(self._log_prob)
-        weights = ones if weights is None else weights
-        kept = ones.bool() if kept is None else kept
-        divisor = factor * ROWS * LENGTH if needs_count(self._config, loss_type_of(self._trainer)) else None
-        return AppliedCorrection(weights if self._config.weights_reach_loss else None, kept, kept.any(1), divisor)
+        given = {name: self._log_prob for name in policies if name == policies[0] or name in batch}
+        given |= {"old_logps": self._log_prob.sum(1), "completion_mask": self._ones.long()}
+        given |= {"num_items_in_batch": self._ones.long().sum(), "importance_sampling_ratio": self._ones}
+        given["advantages"] = sign * (0.5 + drawn[:, LENGTH])
+        others = {name: _resized(value, mask.shape) for name, value in batch.items() if name != "tool_mask"}
+        self._batch = others | given
 
     def policy_gradient(self, **options: Any) -> Tensor:  # noqa: ANN401
-        """The part of the gradient that the advantages are in, (ROWS, LENGTH)."""
-        applied = self.applied(**options)
-        return self.gradient(applied) - self.gradient(applied, advantage=0.0)
+        """Return the part of the gradient that the advantages are in, (ROWS, LENGTH)."""
+        return self.gradient(**options) - self.gradient(advantage=0.0, **options)
 
-    def gradient(self, applied: AppliedCorrection | None, *, advantage: float = 1.0) -> Tensor:
-        """The gradient of the loss, (ROWS, LENGTH); 0 if the loss does not read the log-probs."""
-        leaf = self._log_prob.clone().requires_grad_()
-        zeros = torch.zeros_like(self._log_prob)
+    def gradient(
+        self,
+        *,
+        corrected: bool = True,
+        advantage: float = 1.0,
+        weights: Tensor | None = None,
+        kept: Tensor | None = None,
+        factor: float = 1.0,
+    ) -> Tensor:
+        """Return the gradient of the loss, (ROWS, LENGTH), 0 if it does not read the log-probs.
+
+        Weights and mask are 1 where they are not given; `factor` multiplies the count, `advantage` the advantages.
+        """
+        leaf, zeros = self._log_prob.clone().requires_grad_(), 0 * self._ones
         self._trainer._get_per_token_logps_and_entropies = lambda *_, **__: (leaf, zeros, zeros.sum())
+        batch = self._batch | {"advantages": advantage * self._batch["advantages"]}
+        if corrected:
+            weights = self._ones if weights is None else weights
+            kept = self._ones.bool() if kept is None else kept
+            correction = SimpleNamespace(
+                config=self._config,
+                loss_weights=weights if self._config.weights_reach_loss else None,
+                loss_mask=kept,
+                sequence_kept=kept.any(1),
+                denominators=lambda: SimpleNamespace(tokens=factor * ROWS * LENGTH),
+            )
+            write_to_batch(self._trainer, batch, correction)
 
-        batch = self._batch | {"advantages": advantage * self._advantages}
-        if applied is not None:
-            write_to_batch(self._trainer, batch, applied, self._config)
         devices = [] if leaf.device.type == "cpu" else [leaf.device]
         with torch.enable_grad(), torch.random.fork_rng(devices, device_type=leaf.device.type if devices else "cuda"):
             loss = self._trainer.compute_loss(self._trainer.model, batch)
@@ -175,12 +179,10 @@ class _LossProbe:
         return zeros if gradient is None else gradient
 
 
-def _resized(value: Any, rows: int, width: int) -> Any:  # noqa: ANN401 (whatever a trainer puts into its batch)
-    """Repeat or cut the rows of a value, and the columns of a tensor of tokens."""
-    if isinstance(value, list) and len(value) == rows:
-        return [value[row % rows] for row in range(ROWS)]
-    if not isinstance(value, Tensor) or not value.dim() or len(value) != rows:
+def _resized(value: Any, shape: tuple[int, ...]) -> Any:  # noqa: ANN401 (whatever a trainer puts into its batch)
+    """Repeat or cut the rows of a tensor, and its columns if it has one for each of the completion's tokens."""
+    if not isinstance(value, Tensor) or value.shape[:1] != shape[:1]:
         return value
-    value = value[torch.arange(ROWS, device=value.device) % rows]
-    is_of_tokens = value.dim() > 1 and value.shape[1] == width
-    return value[:, torch.arange(LENGTH, device=value.device) % width] if is_of_tokens else value
+    rows, columns = (torch.arange(size, device=value.device) for size in (ROWS, LENGTH))
+    resized = value[rows % shape[0]]
+    return resized[:, columns % shape[1]] if value.shape[:2] == shape else resized

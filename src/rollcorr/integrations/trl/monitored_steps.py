@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from rollcorr.config import SamplingSpec
+from rollcorr.diagnostics.health.health_check import health
 
 if TYPE_CHECKING:
     from rollcorr.config import RolloutCorrectionConfig
@@ -46,6 +48,26 @@ def sampling_of(trainer: Trainer) -> SamplingSpec | None:
     return dataclasses.replace(sampling, policy_version=None) if isinstance(sampling, SamplingSpec) else None
 
 
+def console_metrics(
+    metrics: dict[str, float], config: RolloutCorrectionConfig, monitor: Monitor | None
+) -> dict[str, Any]:
+    """Return the five keys of a printed line: mismatch, kept tokens, effective sample size, verdict, alarms.
+
+    Args:
+        metrics: of all batches of the line, merged, so that k3 is a mean over tokens; without a prefix.
+        config: the configuration behind them.
+        monitor: gives verdict and number of alarms; without one, only these metrics are judged.
+    """
+    if monitor is None:
+        report = health(metrics, config)
+        verdict, alarms = report.verdict, len(report.warnings)
+    else:
+        verdict, alarms = monitor.verdict, len(monitor.alarms)
+    kept = 1.0 - metrics.get("rollout_rs_masked_fraction", 0.0)
+    printed: dict[str, Any] = {"kept_fraction": kept, "verdict": verdict, "alarms": alarms}
+    return {name: metrics[name] for name in ("k3_kl", "rollout_is_eff_sample_size") if name in metrics} | printed
+
+
 class MonitoredSteps:
     """The steps of a trainer that a Monitor counts.
 
@@ -71,6 +93,7 @@ class MonitoredSteps:
         self._loss: Tensor | None = None
         self._scored: Tensor | None = None
         self._rewards: list[Tensor] = []
+        self._rows, self._own_rows = 0, 0  # of the step's batches: over all ranks, and of this one
 
         # TRL starts a new list for a metric when it logs, so a list is known by itself and not by its name.
         self._read: dict[str, tuple[list[float], int]] = {name: (v, len(v)) for name, v in self._lists().items()}
@@ -92,16 +115,17 @@ class MonitoredSteps:
         columns: dict[str, object] = {"response_ids": batch["completion_ids"], "advantages": batch["advantages"]}
         generations = getattr(self._trainer, "num_generations", None)
         if generations is not None:
-            # The answers to one prompt are neighbors, counted over all ranks.
-            first = self._trainer.accelerator.process_index * len(mask)
-            columns["group_id"] = [
-                f"{self.monitor.steps + 1}-{(first + row) // generations}" for row in range(len(mask))
-            ]
+            # The answers to one prompt are neighbors, counted over all ranks and all batches of the step.
+            accelerator, step = self._trainer.accelerator, self.monitor.steps + 1
+            first = self._rows + accelerator.process_index * len(mask)
+            columns["group_id"] = [f"{step}-{(first + row) // generations}" for row in range(len(mask))]
+            self._rows += accelerator.num_processes * len(mask)
         sampling = sampling_of(self._trainer)
         if sampling is not None:
             columns["sampling"] = sampling
 
         correction = self.monitor.correct(old, rollout, mask, columns=columns, fill=1.0)
+        self._own_rows += len(mask)
         if self._scored is not None:
             self._rewards.append(self._scored)
             self._scored = None
@@ -129,7 +153,11 @@ class MonitoredSteps:
         if self._loss is not None:
             own = {"loss": self._loss, **own}
         reward = torch.cat(self._rewards) if self._rewards else None
-        self._loss, self._rewards = None, []
+
+        # A subclass may drop rows between reward and batch, and the Monitor takes one reward for each row.
+        if reward is not None and len(reward) != self._own_rows:
+            reward = None
+        self._loss, self._rewards, self._rows, self._own_rows = None, [], 0, 0
         self.monitor.step(reward=reward, **own)
 
     def callback(self) -> Any:  # noqa: ANN401 (a `transformers.TrainerCallback`, which is not imported at the top)
@@ -159,7 +187,7 @@ class MonitoredSteps:
             before, count = self._read.get(name, (None, 0))
             added = values[count:] if values is before else values
             self._read[name] = (values, len(values))
-            valid = [value for value in added if not math.isnan(value)]
+            valid = [float(value) for value in added if isinstance(value, Real) and not math.isnan(value)]
             if valid:
                 found[name] = sum(valid) / len(valid)
         return found

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.correction.overview import described
 from rollcorr.integrations.trl.generation_batch import (
     DIVISORS,
     MASK_COUNTING_LOSSES,
-    is_rloo,
     loss_type_of,
     multiplies,
     rejects,
@@ -28,7 +28,7 @@ def start_up_line(trainer: Trainer) -> str:
     config, loss_type = trainer._correction_config, loss_type_of(trainer)
     if trainer._correction_asked is not None:
         source = "its own configuration"
-    elif is_rloo(trainer):
+    elif loss_type == "rloo":
         source = "default, as RLOOTrainer has no options for it"
     else:
         source = "TRL's vllm_importance_sampling_* options"
@@ -41,35 +41,13 @@ def start_up_line(trainer: Trainer) -> str:
         start = f"rollcorr is attached to {name} and measures only, {reason}. Configuration"
     else:
         start = f"rollcorr corrects {name} by {source}"
+    missing = "left to TRL" if config.only_measures else config.nonfinite
     monitored = trainer._monitored_steps
     steps = "" if monitored is None else f"; steps go to {monitored.monitor.directory.path}"
     return (
-        f"{start}: {_weights_text(config)}; {_rejection_text(config)}; sampler: {_sampler_text(trainer)}; "
+        f"{start}: {described(config)}; missing log-probs: {missing}; sampler: {_sampler_text(trainer)}; "
         f"the loss is divided by {_divisor_text(config, loss_type)}; TRL's own correction: {_trl_text(trainer)}{steps}"
     )
-
-
-def _weights_text(config: RolloutCorrectionConfig) -> str:
-    if config.rollout_is is None:
-        return "no weights"
-    bounds = []
-    if config.is_mode == "icepop":
-        bounds.append(f"0 outside the band {config.rollout_is_threshold}")
-    elif config.is_upper is not None:
-        bounds.append(f"at most {config.is_upper:g}")
-    if config.rollout_is_floor is not None:
-        bounds.append(f"at least {config.rollout_is_floor:g}")
-    text = ", ".join([f"{config.rollout_is} weights", *bounds])
-    return text if config.weights_reach_loss else f"{text}, measured only"
-
-
-def _rejection_text(config: RolloutCorrectionConfig) -> str:
-    parts = [criterion.name for criterion in config.criteria]
-    if config.rollout_token_veto_threshold is not None:
-        parts.append(f"veto below {config.rollout_token_veto_threshold:g}")
-    text = f"rejection by {', '.join(parts)}" if parts else "no rejection"
-    missing = "left to TRL" if config.only_measures else config.nonfinite
-    return f"{text}, missing log-probs: {missing}"
 
 
 def _sampler_text(trainer: Trainer) -> str:
@@ -93,7 +71,7 @@ def _divisor_text(config: RolloutCorrectionConfig, loss_type: str) -> str:
 
 def _trl_text(trainer: Trainer) -> str:
     """Return TRL's own correction before, and the state that it has from now on."""
-    if is_rloo(trainer) or not multiplies(trainer):
+    if not multiplies(trainer):
         return "none"
     if not trainer._correction_config.only_measures:
         state = "replaced"
