@@ -31,7 +31,7 @@ MAX_METRICS = 1 << 22
 """Numbers of a metrics.jsonl: 40,000 steps with 100 metrics. They are all in memory at once."""
 
 
-LINK_LEFT_OUT = "is a symbolic link out of the run directory and was left out"
+LINK_LEFT_OUT = "is a symbolic link out of the run directory, or no regular file, and was left out"
 
 
 class BadInputError(ValueError):
@@ -73,11 +73,10 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     """
     path = Path(path)
     directory, remarks = RunDirectory(path), []
-    if not path.is_dir():
-        raise BadInputError(f"{path} is not a run directory; give the folder that holds {directory.metrics.name}")
-
+    check_run_directory(path)
     if _leads_out(directory.metrics, path):
-        raise BadInputError(f"{directory.metrics} is a symbolic link out of the run directory; copy the file into it")
+        shown = f"{directory.metrics} is a symbolic link out of the run directory, or no regular file"
+        raise BadInputError(f"{shown}; copy the file into it")
     steps, cut_off = _read_lines(directory.metrics)
     if not steps:
         raise BadInputError(f"{directory.metrics} has no whole line; let the run finish at least one step")
@@ -112,6 +111,22 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         diffusion=re.search(r"^recipe: flow_grpo\b", config_text, re.MULTILINE) is not None,
         pictures=tuple((heading, file) for heading, file in drawn if file not in strange and file.is_file()),
     )
+
+
+def check_run_directory(path: Path) -> None:
+    """Check that a run directory is one, and that its files can be looked up.
+
+    Raises:
+        BadInputError: there is no such directory, or it cannot be read. The message names the directory.
+    """
+    try:
+        with os.scandir(path):
+            os.stat(os.path.join(path, os.curdir))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        message = f"{path} is not a run directory; give the folder that holds {RunDirectory(path).metrics.name}"
+        raise BadInputError(message) from error
+    except OSError as error:
+        raise BadInputError(f"{path}: it cannot be read ({error.strerror}); check who may read it") from error
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -197,9 +212,9 @@ def _read_lines(path: Path) -> tuple[list[dict[str, Any]], int | None]:
 
 
 def _leads_out(path: Path, run: Path) -> bool:
-    """Whether a file of a run, or a folder that it is in, is a symbolic link to somewhere else."""
+    """Whether a file of a run, or a folder that it is in, is a symbolic link to somewhere else, or is a pipe."""
     try:
-        return not path.resolve().is_relative_to(run.resolve())
+        return not path.resolve().is_relative_to(run.resolve()) or (path.exists() and not path.is_file())
     except (OSError, RuntimeError):  # links in a circle lead nowhere
         return True
 
