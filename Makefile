@@ -32,8 +32,14 @@ BEHAVIOR := tests/correction/test_oracle.py tests/test_known_failures.py tests/c
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
 
-$(STAMP): pyproject.toml constraints.txt setup.py $(wildcard src/rollcorr/kernels/correction/cpu/*.[ch])
+# HASHES=1, as the workflows set it, installs everything but torch from requirements.lock first, in pip's hash-checking
+# mode. The later lines then find what they need. Without it, a build of torch from any place may be installed.
+HASHED = $(if $(HASHES),$(@D)/bin/pip install --quiet --disable-pip-version-check --require-hashes --no-deps \
+	--requirement requirements.lock)
+
+$(STAMP): pyproject.toml constraints.txt requirements.lock setup.py $(wildcard src/rollcorr/kernels/correction/cpu/*.[ch])
 	$(PYTHON) -m venv $(VENV)
+	$(HASHED)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
@@ -60,8 +66,9 @@ $(TRL_STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 # Without torch: what the site says of the API is read from the source.
-$(DOCS_STAMP): pyproject.toml constraints.txt tools/requirements_of.py
+$(DOCS_STAMP): pyproject.toml constraints.txt requirements.lock tools/requirements_of.py
 	$(PYTHON) -m venv $(DOCS_VENV)
+	$(HASHED)
 	$(DOCS_VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
 		$$($(PYTHON) tools/requirements_of.py docs)
 	@touch $@
@@ -180,7 +187,7 @@ docs-site: $(DOCS_STAMP) ## Build the site into site/, and check its links, its 
 	NO_MKDOCS_2_WARNING=true $(DOCS_VENV)/bin/mkdocs build --strict
 	$(DOCS_VENV)/bin/python tools/docs_site/check_site.py site
 
-lock: $(STAMP) ## Write constraints.txt anew: every package of [dev], [release] and [docs], pinned (ARGS=--upgrade for the newest versions)
+lock: $(STAMP) ## Write constraints.txt and requirements.lock anew: every package of [dev], [release] and [docs], pinned (ARGS=--upgrade for the newest versions)
 	$(BIN)/pip install --quiet --disable-pip-version-check uv
 	$(BIN)/python tools/lock.py $(ARGS)
 

@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 LOCK = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+HASHED = (ROOT / "requirements.lock").read_text(encoding="utf-8")
 NOT_TOGETHER = {"vllm", "triton"}
 """vllm brings the torch that it was built with, and torch for a GPU brings the Triton that it was built with."""
 
@@ -71,6 +72,39 @@ def test_the_lock_pins_one_version_per_line_and_holds_no_address():
     assert strange == []
     assert not re.search(r"://|file:|--|@", LOCK)
     assert len(lines) > 50
+
+
+def test_the_hashed_lock_has_the_same_pins_and_a_hash_of_each():
+    entries = re.split(r"(?m)^(?=[^\s#])", HASHED)[1:]
+    hashes = {" ".join(entry.partition("\\\n")[0].split()): re.findall(r"--hash=(\S+)", entry) for entry in entries}
+    pins = [line for line in LOCK.splitlines() if not re.match(r"#|(torch|triton|nvidia-[^=]*|cuda-[^=]*)==", line)]
+    assert list(hashes) == pins
+    assert all(found and all(re.fullmatch("sha256:[0-9a-f]{64}", each) for each in found) for found in hashes.values())
+    assert not re.search(r"://|file:|@", HASHED)
+
+
+def test_workflows_install_by_hash_and_name_actions_by_commit():
+    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+        text = path.read_text(encoding="utf-8")
+        used = re.findall(r"uses: (.*)", text)
+        assert used
+        assert [use for use in used if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40} # v[\d.]+", use)] == []
+        assert yaml.safe_load(text)["env"]["HASHES"] == "1"
+    shown = subprocess.run(
+        ["make", "--dry-run", "--always-make", "install", "HASHES=1"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    hashed, *others = [line for line in shown.replace("\\\n", " ").splitlines() if "pip install" in line]
+    assert "--require-hashes --no-deps" in hashed
+    assert len(others) == 2
+    plain = subprocess.run(
+        ["make", "--dry-run", "--always-make", "install"], cwd=ROOT, capture_output=True, text=True, check=True,
+        env={name: value for name, value in os.environ.items() if name != "HASHES"},
+    )  # fmt: skip
+    assert "--require-hashes" not in plain.stdout
 
 
 def test_the_lock_names_everything_that_a_development_environment_holds():

@@ -466,3 +466,68 @@ def test_an_unknown_ending_is_told(tmp_path):
             act(tmp_path / "log.csv")
     with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
         read_rollout_log(tmp_path, batch_size=0)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".parquet", ".pt"])
+def test_a_pipe_is_no_log(tmp_path, suffix):
+    """Opening one waits for a writer, which may never come."""
+    os.mkfifo(tmp_path / f"log{suffix}")
+    for read in (read_rollout_log, count_rows):
+        with pytest.raises(RolloutLogError, match=rf"log{suffix}: no regular file"):
+            read(tmp_path / f"log{suffix}")
+
+
+@pytest.mark.parametrize("blank", ["\n", " \t\n"])
+def test_reading_stops_at_many_blank_lines(tmp_path, blank):
+    with gzip.open(tmp_path / "log.jsonl.gz", "wt") as file:
+        file.write("{}\n" + blank * 1_000_000)
+    with pytest.raises(RolloutLogError, match=r"line 1,?\d{3} .* blank lines"):
+        count_rows(tmp_path)
+
+    (tmp_path / "log.jsonl.gz").unlink()
+    (tmp_path / "log.jsonl").write_text(("{}\n" + blank) * 5_000)  # a blank line after each row
+    assert count_rows(tmp_path) == 5_000
+
+
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [
+        ('{"rollout_log_prob": [-0.5, true]}', "rollout_log_prob"),
+        ('{"log_prob": [false, false]}', "log_prob"),
+        ('{"reward": true}', "reward"),
+    ],
+)
+def test_true_is_no_number(tmp_path, row, column):
+    (tmp_path / "log.jsonl").write_text("{}\n" + row)
+    with pytest.raises(RolloutLogError, match="true or false in place of a number") as error:
+        list(read_rollout_log(tmp_path))
+    assert (error.value.findings[0].first_row, error.value.findings[0].column) == (1, column)
+
+
+def test_a_column_of_flags_is_no_log_prob(tmp_path):
+    pq.write_table(pa.table({"rollout_log_prob": [[True, False]]}), tmp_path / "log.parquet")
+    with pytest.raises(RolloutLogError, match="true or false in place of a number"):
+        list(read_rollout_log(tmp_path))
+
+
+def test_a_key_that_is_written_twice_is_an_error(tmp_path):
+    (tmp_path / "log.jsonl").write_text('{}\n{"log_prob": [-1.0], "log_prob": [-2.0]}')
+    with pytest.raises(RolloutLogError, match="line 2 is not JSON: key 'log_prob' is written twice"):
+        list(read_rollout_log(tmp_path))
+    (tmp_path / "log.jsonl").write_text('{"sampling": {"top_k": 1, "top_k": 2}}')
+    with pytest.raises(RolloutLogError, match="key 'top_k' is written twice"):
+        list(read_rollout_log(tmp_path))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_step_is_not_negative(tmp_path, suffix):
+    path = tmp_path / f"log{suffix}"
+    if suffix == ".jsonl":
+        path.write_text('{"step": 3}\n{"step": -1}')
+    else:
+        pq.write_table(pa.table({"step": [3, -1]}), path)
+    with pytest.raises(RolloutLogError, match="step is -1") as error:
+        list(read_rollout_log(path))
+    assert error.value.findings[0].first_row == 1
+    with pytest.raises(RolloutLogError, match="step is -1"):
+        batch_of([-1])

@@ -202,9 +202,10 @@ def test_no_link_is_followed_out_of_the_run_and_what_was_left_out_is_said(tmp_pa
     read = read_run(path)
     assert (read.config_text, read.pictures) == ("", ())
     assert read.remarks == (
-        "images/before.png is a symbolic link out of the run directory and was left out",
-        "images/after.png is a symbolic link out of the run directory and was left out",
-        "config.yaml is a symbolic link out of the run directory and was left out; so were rules about thresholds",
+        "images/before.png is a symbolic link out of the run directory, or no regular file, and was left out",
+        "images/after.png is a symbolic link out of the run directory, or no regular file, and was left out",
+        "config.yaml is a symbolic link out of the run directory, or no regular file, and was left out; so were rules "
+        "about thresholds",
     )
 
     # A folder that leads out is no better than a file.

@@ -28,11 +28,11 @@ def watch(
     from rollcorr.diagnostics import bare_metrics
     from rollcorr.monitor import RunningJudge, alarm_text
     from rollcorr.run_directory import BadInputError, GrowingMetrics, RunDirectory, read_run, step_line
+    from rollcorr.run_directory.stored_run import check_run_directory
 
     metrics, config = GrowingMetrics(RunDirectory(run).metrics), None
     with exit_on(BadInputError):
-        if not run.is_dir():
-            raise BadInputError(f"{run} is not a run directory; give the folder that will hold metrics.jsonl")
+        check_run_directory(run)
         null = None
         if RunDirectory(run).null.exists():
             from rollcorr.diagnostics.null import noise_beside  # it needs Arrow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
+from collections import Counter
 from itertools import accumulate
 from typing import Any
 
@@ -20,8 +21,8 @@ def load_json(text: bytes) -> Any:  # noqa: ANN401 - a document may hold any pla
     """Read one JSON document into plain values.
 
     Raises:
-        ValueError: the text is not UTF-8 or not JSON, it is nested deeper than `MAX_DEPTH`, or an integer has more
-            digits than Python reads. The message is one line.
+        ValueError: the text is not UTF-8 or not JSON, it is nested deeper than `MAX_DEPTH`, an object has a key twice,
+            or an integer has more digits than Python reads. The message is one line.
     """
     # Counting is cheap, and few texts have so many brackets that they could be too deep.
     if openings(text) > MAX_DEPTH:
@@ -29,9 +30,18 @@ def load_json(text: bytes) -> Any:  # noqa: ANN401 - a document may hold any pla
         if depth > MAX_DEPTH:
             raise ValueError(f"nested {depth:,} levels deep; the limit is {MAX_DEPTH}. Flatten it")
     try:
-        return json.loads(text.removeprefix(codecs.BOM_UTF8).decode())
+        return json.loads(text.removeprefix(codecs.BOM_UTF8).decode(), object_pairs_hook=_without_repeats)
     except RecursionError as error:  # a caller that is itself deep
         raise ValueError(f"nested too deep to be read here; the limit is {MAX_DEPTH}. Flatten it") from error
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object whose keys differ: readers disagree on which of two values counts."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"key {twice[:60]!r} is written twice")
+    return found
 
 
 def openings(text: bytes) -> int:

@@ -18,6 +18,7 @@ from rollcorr.rollout_log.arrow import pa
 from rollcorr.rollout_log.errors import log_error
 from rollcorr.rollout_log.schema import (
     COLUMNS,
+    NO_NUMBER,
     arrow_type,
     check_columns,
     conform_column,
@@ -182,6 +183,11 @@ def _list_of_rows(rows: list[Any]) -> pa.Array:
 def _objects_array(name: str, values: list[Any], *, file: str | None = None, first_row: int = 0) -> pa.Array:
     if COLUMNS[name].type == "string":
         values = [value if value is None else str(value) for value in values]
+    # Arrow would take true for 1.0. Types are compared in C, because a log has millions of values.
+    if "float" in COLUMNS[name].type:
+        for row, value in enumerate(values):
+            if bool in set(map(type, value if isinstance(value, list) else [value])):
+                raise log_error("type", NO_NUMBER, file=file, row=first_row + row, column=name)
     # Arrow would cut 1.5 to the integer 1, and not take 1 for true: such types are found here, and cast with a check.
     found_here = "int" in COLUMNS[name].type or "bool" in COLUMNS[name].type
     try:

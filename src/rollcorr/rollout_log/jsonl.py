@@ -26,6 +26,8 @@ from rollcorr.rollout_log.schema import COLUMNS, SCHEMA_VERSION, check_version, 
 from rollcorr.rollout_log.source import BatchLimits, Shard
 
 VERSION_FIELD = "schema_version"
+# More blank lines than rows and so many are no log: gzip packs a million of them into a kilobyte.
+_BLANK_LINES = 1000
 # Bytes of text that take as much memory as an empty list or object, when both are Python objects.
 _OPENING_BYTES = 32
 
@@ -147,6 +149,9 @@ def _lines(path: Path, limits: FileLimits) -> Iterator[tuple[int, bytes]]:
                 if len(line) > limits.line_bytes:
                     found = f"line {number} has more than {limits.line_bytes:,} bytes"
                     raise limit_error("line_bytes", found, limits.line_bytes, file=path, row=rows)
+                if number - rows > rows + _BLANK_LINES:
+                    title = f"line {number:,} of {rows:,} rows: too many blank lines"
+                    raise log_error("json", title, fix="remove the blank lines", file=path, row=rows)
                 if not line.isspace():
                     rows += 1
                     limits.check_rows(rows, file=path)

@@ -162,7 +162,11 @@ def log_files(paths: Paths, *, source: LogSource | None = None) -> list[Path]:
     sources = SOURCES if source is None else (source,)
     found: dict[Path, None] = {}
     for path in path_texts(paths):
-        files = _expand(Path(path), sources)
+        try:
+            files = _expand(Path(path), sources)
+        except PermissionError as error:
+            title = f"it cannot be read ({error.strerror})"
+            raise log_error("unreadable", title, fix="check who may read it", file=path) from error
         if not files and _is_run(Path(path)):
             raise log_error(
                 "missing",
@@ -209,6 +213,8 @@ def _endings(sources: Sequence[LogSource]) -> str:
 def _expand(path: Path, sources: Sequence[LogSource]) -> list[Path]:
     if path.exists() and not path.is_dir():
         source_of(path, sources)
+        if not path.is_file():  # opening a pipe waits for a writer
+            raise log_error("unreadable", "no regular file", fix="copy what it gives into a file", file=path)
         return [path]
 
     if path.is_dir():

@@ -95,6 +95,7 @@ _COLUMNS = (
 COLUMNS: Mapping[str, Column] = {column.name: column for column in _COLUMNS}
 OWN_PREFIX = "x_"
 """Columns with such names are the user's own: a number, a flag or a text for each sequence. The library keeps them."""
+NO_NUMBER = "true or false in place of a number"
 TOKEN_COLUMNS = tuple(column.name for column in _COLUMNS if column.per == "token")
 
 
@@ -217,6 +218,11 @@ def conform_column(array: pa.Array, column: str, *, file: str | None = None, fir
         row = first_row + _first_failure(array, target)
         raise log_error("type", title, file=file, row=row, column=column) from error
 
+    if column == "step" and len(array) and (pc.min(array).as_py() or 0) < 0:
+        row = int(pc.index(pc.less(array, 0), True).as_py())
+        title = f"step is {array[row]}, and the first one is 0 or 1"
+        raise log_error("type", title, file=file, row=first_row + row, column=column)
+
     # Only lists of floats may miss single values, as NaN. Spans are lists of structures, whose fields may miss none.
     if pa.types.is_list(target):
         values = array.flatten()
@@ -266,6 +272,8 @@ def _convert(array: pa.Array, target: pa.DataType) -> pa.Array:
     if pa.types.is_float16(array.type):
         missing = array.is_null().to_numpy(zero_copy_only=False)
         array = pa.array(array.to_numpy(zero_copy_only=False).astype(np.float32), mask=missing)
+    if pa.types.is_boolean(array.type) and pa.types.is_floating(target):
+        raise pa.ArrowInvalid(NO_NUMBER)
     return array if array.type == target else array.cast(target)
 
 

@@ -22,7 +22,7 @@ from rollcorr.run_directory.metrics_file import BadInputError as BadInputError
 PICTURES = {"before": "Before training", "after": "After training"}
 """Pictures that a run may leave, by `RunDirectory.picture`, and what they show."""
 
-LINK_LEFT_OUT = "is a symbolic link out of the run directory and was left out"
+LINK_LEFT_OUT = "is a symbolic link out of the run directory, or no regular file, and was left out"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +60,10 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     """
     path = Path(path)
     directory, remarks = RunDirectory(path), []
-    if not path.is_dir():
-        raise BadInputError(f"{path} is not a run directory; give the folder that holds {directory.metrics.name}")
-
+    check_run_directory(path)
     if _leads_out(directory.metrics, path):
-        raise BadInputError(f"{directory.metrics} is a symbolic link out of the run directory; copy the file into it")
+        shown = f"{directory.metrics} is a symbolic link out of the run directory, or no regular file"
+        raise BadInputError(f"{shown}; copy the file into it")
     # A resumed run computes the steps after its checkpoint again, and may have logged them before.
     store, by_step, name = StepStore(), dict[int, Mapping[str, Any]](), directory.metrics.name
     count = broken = 0
@@ -113,10 +112,26 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     )
 
 
-def _leads_out(path: Path, run: Path) -> bool:
-    """Whether a file of a run, or a folder that it is in, is a symbolic link to somewhere else."""
+def check_run_directory(path: Path) -> None:
+    """Check that a run directory is one, and that its files can be looked up.
+
+    Raises:
+        BadInputError: there is no such directory, or it cannot be read. The message names the directory.
+    """
     try:
-        return not path.resolve().is_relative_to(run.resolve())
+        with os.scandir(path):
+            os.stat(os.path.join(path, os.curdir))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        message = f"{path} is not a run directory; give the folder that holds {RunDirectory(path).metrics.name}"
+        raise BadInputError(message) from error
+    except OSError as error:
+        raise BadInputError(f"{path}: it cannot be read ({error.strerror}); check who may read it") from error
+
+
+def _leads_out(path: Path, run: Path) -> bool:
+    """Whether a file of a run, or a folder that it is in, is a symbolic link to somewhere else, or is a pipe."""
+    try:
+        return not path.resolve().is_relative_to(run.resolve()) or (path.exists() and not path.is_file())
     except (OSError, RuntimeError):  # links in a circle lead nowhere
         return True
 

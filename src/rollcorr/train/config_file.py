@@ -26,10 +26,10 @@ from rollcorr.train.run_config import END_OF_CONFIG, RunConfig
 CORRECTION_KEY = "algorithm.rollout_correction"
 ENGINE_OPTIONS_KEY = "rollout.engine_options"
 FREE_FORM = (CORRECTION_KEY, "model.config", ENGINE_OPTIONS_KEY)
+# Names of the options that import a module or start a program.
 RUNS_CODE = re.compile(
     r"reward\.function|rollout\.engine_options\.(python|env\..+|engine_args\.(trust_remote_code|.+_cls|.+_processors.*))"
 )
-"""Names of the options that import a module or start a program."""
 
 
 Config = TypeVar("Config", bound=RunConfig)
@@ -129,17 +129,14 @@ def check_trusted(config: RunConfig, overrides: Sequence[str]) -> None:
             stranger's too.
     """
     typed = {name for text in overrides for name, _ in _all_values(_parse_override(text), "")}
-    run_directory = Path(config.run_dir).resolve()
-    for name, value in _all_values(dataclasses.asdict(config), ""):
-        if not RUNS_CODE.fullmatch(name) or value in (None, False):
-            continue
-        is_in_run = Path(str(value).rpartition(":")[0] or str(value)).resolve().is_relative_to(run_directory)
-        if is_in_run or name not in typed:
-            shown = redact_text(repr(value))
-            place, fix = "comes from the configuration file", f", or write {name}=… in the command"
-            if is_in_run:
-                place, fix = f"lies in the run directory {config.run_dir}", ""
-            raise ValueError(f"{name}={shown} runs code, and {place}: read the code and add --trust{fix}")
+    running = {name: value for name, value in _all_values(dataclasses.asdict(config), "") if RUNS_CODE.fullmatch(name)}
+    for name, value in running.items():
+        file = Path(str(value).rpartition(":")[0] or str(value))
+        reason = "" if name in typed else f"comes from the configuration file: write {name}=… in the command, or"
+        if file.resolve().is_relative_to(Path(config.run_dir).resolve()):
+            reason = f"lies in the run directory {config.run_dir}:"
+        if reason and value not in (None, False):
+            raise ValueError(f"{name}={redact_text(repr(value))} runs code and {reason} read the code and add --trust")
 
 
 def merge_corrections(layers: Iterable[Mapping[str, Any]]) -> Any:  # noqa: ANN401 (name, block or None)

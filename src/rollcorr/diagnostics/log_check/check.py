@@ -160,9 +160,9 @@ def check_logs(
         OSError: there is no cluster at the address, or a worker was killed.
     """
     _check_null(null, null_steps)
-    given = path_texts(paths)
-    beside = null_beside(given[0]) if null is None and null_steps is None and len(given) == 1 else None
-    null = beside or null
+    files, given = log_files(paths), path_texts(paths)
+    if null is None and null_steps is None and len(given) == 1:
+        null = null_beside(given[0])
     read = read_log(
         paths,
         config,
@@ -205,7 +205,7 @@ def check_logs(
         metrics=measured.whole,
         series=measured.series,
         rows=tally.rows,
-        files=tuple(str(file) for file in log_files(paths)),
+        files=tuple(map(str, files)),
         train_column=read.train_column,
         provenance=provenance,
         config=config,
