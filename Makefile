@@ -116,11 +116,11 @@ test-anywhere: $(STAMP) ## Run the tests as a background job without a terminal,
 test-slow: $(STAMP) ## Fuzz the numbers with 10,000 examples of each property (half an hour)
 	$(BIN)/python -m pytest tests/correction/test_numeric_fuzzing.py --hypothesis-profile=slow
 
-test-crash: $(STAMP) ## Kill runs at every file event and at random times, fill their disk, and let Monitors' disks fail (an hour)
+test-crash: $(STAMP) ## Kill runs at every file event and at random times, cut their power, fill their disk; fail Monitors' disks (an hour)
 	$(BIN)/python tools/crash/crash_runs.py --jobs 2 $(ARGS)
 	$(BIN)/python tools/crash/monitor_faults.py && $(BIN)/python tools/crash/monitor_faults.py --ranks 2 --every 8
 
-test-crash-bugs: $(STAMP) ## Plant 18 durability bugs, one at a time, and check that test-crash finds each (ARGS="--bugs NAME" for one)
+test-crash-bugs: $(STAMP) ## Plant 18 durability bugs, one at a time, and check that test-crash finds each (5 minutes)
 	$(BIN)/python tools/crash/planted_bugs.py --jobs 2 $(ARGS)
 
 test-mutants: $(STAMP) ## Make N=40 random small edits, drawn by SEED=0, and print those that no test notices (45 minutes at most; goes on)

@@ -287,6 +287,7 @@ def test_windows_hold_their_steps_and_fit_their_range():
     rng = random.Random(0)
     starts = {SdeWindow.draw(2, (1, 5), rng=rng).start for _ in range(50)}
     assert starts == {1, 2, 3}
+    assert SdeWindow.draw(2, (0, 2), rng=rng) == SdeWindow(0, 2)
     with pytest.raises(ValueError, match=r"sde_window_range \(3, 4\) has room for 1 steps.*sde_window_size is 2"):
         SdeWindow.draw(2, (3, 4), rng=rng)
 

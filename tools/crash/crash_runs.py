@@ -1,4 +1,4 @@
-"""Training runs that are killed, or whose disk is full; then the same command again, and a comparison.
+"""Training runs that are killed, lose power, or have a full disk; then the same command again, and a comparison.
 
     python tools/crash/crash_runs.py --jobs 2               every kill point of every run, 100 random times, full disks
     python tools/crash/crash_runs.py --points 8 --times 2   a sample
@@ -10,7 +10,7 @@ weights, moments, and every other file. Each run is a child forked from a proces
 
 A power loss before each flush, and after the end, leaves only what was flushed (power_loss.py). In addition, a byte of
 the newest checkpoint is changed, and the command is given while another process holds the run's lock. planted_bugs.py
-has what each of these finds.
+plants the bugs that these find.
 """
 
 from __future__ import annotations

@@ -265,7 +265,7 @@ static void keep_removed(const Followed *f, const Call *call, const char *path) 
     char link_path[8192];
     if (!f->removed || (strcmp(call->kind, "rename") && strcmp(call->kind, "unlink"))) return;
     snprintf(link_path, sizeof link_path, "%s/%ld", f->removed, f->events);
-    if (link(path, link_path)) return; /* nothing is there, or a folder */
+    (void)!link(path, link_path); /* fails where nothing is there, or a folder */
 }
 
 /* Whether a file can be made or grow; what does not fit is refused as the kernel does: first a short write. */
