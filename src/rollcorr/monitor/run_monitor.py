@@ -36,6 +36,19 @@ from rollcorr.run_directory.tracker_sinks import named_sink
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from typing_extensions import Unpack
+
+    from rollcorr.config import ConfigOptions, PresetName
+    from rollcorr.correction import Detail
+    from rollcorr.kernels.correction import Out
+
+    class _CorrectOptions(ConfigOptions, total=False):
+        """The options of `Monitor.correct`: those of `rollcorr.correct` that it does not set."""
+
+        detail: Detail | bool
+        fill: float
+        out: Out | None
+
 
 logger = logging.getLogger("rollcorr.monitor")
 
@@ -84,7 +97,7 @@ class Monitor:
     def __init__(
         self,
         run_dir: str | os.PathLike[str],
-        config: RolloutCorrectionConfig | str | Mapping[str, Any] | None = None,
+        config: RolloutCorrectionConfig | PresetName | Mapping[str, Any] | None = None,
         *,
         group: ProcessGroup | None = None,
         context_group: ProcessGroup | None = None,
@@ -92,7 +105,7 @@ class Monitor:
         sinks: str | Sequence[str | Sink] = (),
         on_alarm: OnAlarm | Sequence[OnAlarm] = (),
         rollouts: RolloutSample | None = None,
-        **options: Any,  # noqa: ANN401
+        **options: Unpack[ConfigOptions],
     ) -> None:
         self.config = configuration_of(config, options)
         self.config_was_given = config is not None or bool(options)
@@ -142,7 +155,7 @@ class Monitor:
         columns: Mapping[str, object] | None = None,
         position_ids: Tensor | None = None,
         over_ranks: bool = True,
-        **options: Any,  # noqa: ANN401
+        **options: Unpack[_CorrectOptions],
     ) -> Correction:
         """`rollcorr.correct`, counted in this step.
 
