@@ -3,8 +3,6 @@
 At run time the names stand for plain types, and `with_named_presets` adds the constructors.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 PresetName = str

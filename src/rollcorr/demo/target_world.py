@@ -103,7 +103,6 @@ def train(
         learning_rate: of plain gradient ascent on the logits.
         on_step: called after each step.
     """
-    config = RolloutCorrectionConfig.preset(preset)
     start = world.start()
     logits = start.trainer.logits.clone().requires_grad_()
     optimizer = torch.optim.SGD([logits], lr=learning_rate)
@@ -120,7 +119,7 @@ def train(
         # The engine samples. The trainer scores the same tokens, and corrects the difference.
         rows = sample_rows(replace(start, trainer=policy, rollout=engine), batch_size, generator)
         old_log_prob, rollout_log_prob = rows.train_log_prob.float(), rows.rollout_log_prob.float()
-        correction = correct(old_log_prob, rollout_log_prob, rows.mask, config)
+        correction = correct(old_log_prob, rollout_log_prob, rows.mask, RolloutCorrectionConfig.preset(preset))
         advantages = grpo_advantages(world.rewards(rows), groups)
         log_prob = logits.log_softmax(-1)[rows.states, rows.tokens].float()
         policies = PolicyLogProbs(log_prob=log_prob, old_log_prob=old_log_prob, rollout_log_prob=rollout_log_prob)

@@ -26,7 +26,7 @@ from rollcorr.diagnostics.health.health_check import Verdict
 from rollcorr.diagnostics.health.noise import Noise
 from rollcorr.diagnostics.health.trend import WATCHED
 from rollcorr.monitor.field_names import FieldNames, read_fields
-from rollcorr.monitor.rank_exchange import RankExchange, objects_of_ranks
+from rollcorr.monitor.rank_exchange import RankExchange
 from rollcorr.monitor.rollout_sample import CollectedRollouts, RolloutSample, check_log_can_be_written
 from rollcorr.monitor.running_judge import RunningJudge, alarm_text
 from rollcorr.monitor.step_totals import StepTotals, merged_metrics
@@ -41,13 +41,6 @@ if TYPE_CHECKING:
     from rollcorr.config import ConfigOptions, PresetName
     from rollcorr.correction import Detail
     from rollcorr.kernels.correction import Out
-
-    class _CorrectOptions(ConfigOptions, total=False):
-        """The options of `Monitor.correct`: those of `rollcorr.correct` that it does not set."""
-
-        detail: Detail | bool
-        fill: float
-        out: Out | None
 
 
 logger = logging.getLogger("rollcorr.monitor")
@@ -155,7 +148,10 @@ class Monitor:
         columns: Mapping[str, object] | None = None,
         position_ids: Tensor | None = None,
         over_ranks: bool = True,
-        **options: Unpack[_CorrectOptions],
+        detail: Detail | bool = False,
+        fill: float = 0.0,
+        out: Out | None = None,
+        **options: Unpack[ConfigOptions],
     ) -> Correction:
         """`rollcorr.correct`, counted in this step.
 
@@ -173,7 +169,10 @@ class Monitor:
             over_ranks: whether batch normalization, counts and denominators are those of all ranks, by an exchange
                 now, so that every rank must call this the same number of times. False: of this batch alone; the
                 metrics of the step are of all ranks in any case.
-            options: what `rollcorr.correct` takes besides: configuration fields, `detail`, `fill`, `out`, `impl`.
+            detail: as in `rollcorr.correct`.
+            fill: as in `rollcorr.correct`.
+            out: as in `rollcorr.correct`.
+            options: what `rollcorr.correct` takes besides: configuration fields and `impl`.
 
         Raises:
             TypeError, ValueError: as `rollcorr.correct`; or the calls of this step measure differently; or a batch
@@ -194,6 +193,9 @@ class Monitor:
             cu_seqlens=cu_seqlens,
             group=self._group if over_ranks else None,
             context_group=self._context_group,
+            detail=detail,
+            fill=fill,
+            out=out,
             **options,
         )
         # A batch that is refused is not counted in part: the caller may catch the error, and try again.
@@ -355,11 +357,9 @@ class Monitor:
         # An error of a package may not survive the journey; its text does.
         if problem is not None and type(problem).__module__ != "builtins":
             problem = RuntimeError(f"{type(problem).__name__}: {problem}")
-        for group in (self._group, self._context_group):
-            told = objects_of_ranks(group, (problem, earlier))
-            problem = next((other for other, _ in told if other is not None), None)
-            earlier = next((steps for _, steps in told if steps), [])
-        return problem, earlier
+        told = self._exchange.of_all_ranks((problem, earlier))
+        first_problem = next((other for other, _ in told if other is not None), None)
+        return first_problem, next((steps for _, steps in told if steps), [])
 
     def _prepare(self, start: int | None, sinks: Sequence[str | Sink]) -> list[dict[str, Any]]:
         """Make the directory, or make it that of a run which goes on after `start` steps.
