@@ -172,11 +172,12 @@ test-frameworks: $(VERL_STAMP) $(TRL_STAMP) ## Both; SOURCES=DIR with checkouts 
 test-vllm: $(VLLM_STAMP) ## Test the vLLM engine with vLLM itself on the CPU (an environment of its own, 3.7 GB)
 	$(VLLM_VENV)/bin/python -m pytest tests/engines/test_vllm_real.py -s
 
-check: $(STAMP) ## Lint, format and type checks; generated pages are current
+check: $(STAMP) ## Lint, format and type checks, also of the code on the pages; generated pages are current
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python tools/generate_docs.py --check
+	$(BIN)/python tools/docs_types.py
 
 docs: $(STAMP) ## Write the generated pages and the notebook
 	$(BIN)/python tools/generate_docs.py

@@ -231,7 +231,9 @@ def test_every_generated_page_is_current():
     generate_docs = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generate_docs)
     assert generate_docs.outdated() == [], "run python tools/generate_docs.py"
-    assert {page for page, text in PAGES.items() if generate_docs.GENERATED in text} == set(generate_docs.PAGES)
+    assert {page for page, text in PAGES.items() if generate_docs.GENERATED in text} == {
+        page for page in generate_docs.PAGES if page.endswith(".md")
+    }
 
 
 def words(text):

@@ -1,9 +1,9 @@
-"""Write the pages of docs/ that are made from tables in the code.
+"""Write the pages of docs/ that are made from tables in the code, and the stub that is.
 
     python tools/generate_docs.py            write every page
     python tools/generate_docs.py --check    write nothing; exit 1 and name the pages that are out of date
 
-A page is a function that returns Markdown; add it to PAGES.
+A page is a function that returns its text; add it to PAGES.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools")]
 from api_pages import api_pages  # noqa: E402
 from calibration_page import calibration_page  # noqa: E402
 from laboratory_page import laboratory_page  # noqa: E402
+from option_types import option_types_stub  # noqa: E402
 from options_page import options_page  # noqa: E402
 from performance_page import performance_page  # noqa: E402
 from references import linked, preset_source  # noqa: E402
@@ -343,6 +344,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/reference/dumps.md": lambda: dumps_page(GENERATED, _table),
     "docs/reference/presets.md": presets_page,
     "docs/reference/rollout_log_schema.md": lambda: schema_page(GENERATED, _table),
+    "src/rollcorr/config/option_types.pyi": option_types_stub,
 } | api_pages(GENERATED, _table)
 
 

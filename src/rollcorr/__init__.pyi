@@ -2,6 +2,7 @@
 # it.
 
 __version__: str
+__all__: list[str]
 
 # What to do.
 from .config import LossConfig as LossConfig

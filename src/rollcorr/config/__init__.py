@@ -19,6 +19,7 @@ from rollcorr.config.correction_options import (
 from rollcorr.config.criteria import CRITERIA, Criterion, Threshold
 from rollcorr.config.finding import Finding, Severity
 from rollcorr.config.loss_options import LOSS_AGG_MODES, LossAggMode, LossConfig
+from rollcorr.config.option_types import ConfigOptions, CorrectionOptions, PresetName
 from rollcorr.config.presets import PRESETS, Preset
 from rollcorr.config.sampling_spec import Comparison, IncompatibleSamplingError, SamplingSpec, check_compatible
 from rollcorr.config.yaml_text import dump_yaml, load_yaml
@@ -28,7 +29,9 @@ __all__ = [
     "LOSS_AGG_MODES",
     "PRESETS",
     "Comparison",
+    "ConfigOptions",
     "Conversion",
+    "CorrectionOptions",
     "Criterion",
     "FieldReport",
     "Finding",
@@ -43,6 +46,7 @@ __all__ = [
     "NonfinitePolicy",
     "Normalizer",
     "Preset",
+    "PresetName",
     "RolloutCorrectionConfig",
     "SamplingSpec",
     "Schema",

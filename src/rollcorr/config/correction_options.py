@@ -33,10 +33,13 @@ from rollcorr.config.criteria import (
     parse_rejection,
     threshold_texts,
 )
+from rollcorr.config.option_types import NamedPresets
 from rollcorr.config.presets import preset_fields, with_named_presets
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing_extensions import Self, Unpack
+
+    from rollcorr.config.option_types import ConfigOptions
 
 Level = Literal["token", "sequence", "geometric"]
 IsMode = Literal["truncate", "icepop", "none"]
@@ -62,7 +65,7 @@ LARGEST_SAFETY_BOUND = 88.0
 @with_named_presets
 @names_unknown_options
 @dataclass(frozen=True, kw_only=True)
-class RolloutCorrectionConfig:
+class RolloutCorrectionConfig(NamedPresets):
     """What to weight, what to reject, and in which operating mode. The defaults only measure.
 
     The defaults take nothing out of the loss mask but tokens without a usable log-prob (`nonfinite`).
@@ -170,7 +173,7 @@ class RolloutCorrectionConfig:
             return cls(**preset_fields(name, arguments))
         return cast("Self", _resolved_preset(cast("Any", cls), name))
 
-    def with_options(self, **options: Any) -> Self:  # noqa: ANN401
+    def with_options(self, **options: Unpack[ConfigOptions]) -> Self:
         """The same with some fields replaced: `dataclasses.replace`, kept for the next call with the same ones.
 
         Raises:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from rollcorr.config import LossAggMode, LossConfig, Normalizer, RolloutCorrectionConfig
+from rollcorr.config import LossAggMode, LossConfig, Normalizer, PresetName, RolloutCorrectionConfig
 from rollcorr.config.checks import unknown_option, warn_once
 from rollcorr.config.conversion import resolve
 from rollcorr.core.aggregation import Denominators
@@ -128,7 +128,7 @@ def policy_loss(
     advantages: Tensor,
     response_mask: Tensor,
     *,
-    config: RolloutCorrectionConfig | Mapping[str, Any] | str | None = None,
+    config: RolloutCorrectionConfig | Mapping[str, Any] | PresetName | None = None,
     loss: LossConfig | None = None,
     correction: Correction | None = None,
     denominators: Denominators | None = None,

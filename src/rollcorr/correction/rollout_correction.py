@@ -43,6 +43,9 @@ from rollcorr.kernels.correction.torch.table import BlockRows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from typing_extensions import Unpack
+
+    from rollcorr.config import CorrectionOptions, PresetName
 
 
 _OPTIONS = tuple(field.name for field in dataclasses.fields(RolloutCorrectionConfig))
@@ -52,7 +55,7 @@ def correct(
     train_log_prob: Tensor,
     rollout_log_prob: Tensor,
     response_mask: Tensor,
-    config: RolloutCorrectionConfig | str | Mapping[str, Any] | None = None,
+    config: RolloutCorrectionConfig | PresetName | Mapping[str, Any] | None = None,
     *,
     cu_seqlens: Tensor | None = None,
     group: ProcessGroup | Literal["local"] | None = None,
@@ -62,7 +65,7 @@ def correct(
     densities: bool = False,
     out: Out | None = None,
     impl: Implementation = "auto",
-    **options: Any,  # noqa: ANN401
+    **options: Unpack[CorrectionOptions],
 ) -> Correction:
     """Weights w(π/μ), a loss mask and mergeable statistics for one batch of rollouts.
 
@@ -76,7 +79,8 @@ def correct(
         response_mask: non-zero on tokens that the policy sampled; bool, integer or float; holes are allowed. Same
             shape. Log-probs where it is 0 are never read. Negative and non-finite values raise in host memory.
         config: a configuration, a preset's name, or a dictionary of any of the three generations. None: the preset
-            `measure`, or what `options` say.
+            `measure`, or what `options` say. Type checkers know the names; one that is known only at run time goes
+            through `RolloutCorrectionConfig.preset(name)`.
         cu_seqlens: first token of each sequence, then N: (B + 1,) integers, only when packed. Checked on the CPU; on a
             GPU wrong values give wrong sums, but never touch memory beyond the data.
         group: data-parallel process group: batch normalization, counts and statistics are then those of the group.

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.core.advantages import grpo_advantages
 from rollcorr.core.metric_registry import finalize
 from rollcorr.correction import PolicyLogProbs, correct, policy_loss
@@ -118,7 +119,7 @@ def train(
         # The engine samples. The trainer scores the same tokens, and corrects the difference.
         rows = sample_rows(replace(start, trainer=policy, rollout=engine), batch_size, generator)
         old_log_prob, rollout_log_prob = rows.train_log_prob.float(), rows.rollout_log_prob.float()
-        correction = correct(old_log_prob, rollout_log_prob, rows.mask, preset)
+        correction = correct(old_log_prob, rollout_log_prob, rows.mask, RolloutCorrectionConfig.preset(preset))
         advantages = grpo_advantages(world.rewards(rows), groups)
         log_prob = logits.log_softmax(-1)[rows.states, rows.tokens].float()
         policies = PolicyLogProbs(log_prob=log_prob, old_log_prob=old_log_prob, rollout_log_prob=rollout_log_prob)

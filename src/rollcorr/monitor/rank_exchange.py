@@ -59,9 +59,9 @@ class RankExchange:
         """Return whether this rank is the first, of those that step together, to hold what a group's ranks share."""
         if group is None or not self._groups:
             return True
-        here = {rank for own in self._groups for rank in torch.distributed.get_process_group_ranks(own)}
-        shared_by = torch.distributed.get_process_group_ranks(group)
-        return next(rank for rank in shared_by if rank in here) == torch.distributed.get_rank()
+        ranks_of = torch.distributed.get_process_group_ranks
+        here = {rank for own in self._groups for rank in ranks_of(own)}
+        return next(rank for rank in ranks_of(group) if rank in here) == torch.distributed.get_rank()
 
     def read(self, layout: Layout, vector: Tensor) -> list[tuple[Layout, Tensor]]:
         """The layouts and vectors of all ranks, on the host: one transfer, and another one if room is lacking.
@@ -100,29 +100,22 @@ class RankExchange:
 
     def _learn(self, layout: Layout) -> bool:
         """Exchange the layouts; returns whether the vectors need more room than before."""
-        for found in self._of_all_ranks(layout):
+        for found in self.of_all_ranks(layout):
             self._layouts[number_of(found)] = found
         before = self._room
         self._room = max(filled_blocks(sum(entry.size for entry in found)) for found in self._layouts.values())
         return self._room > before
 
-    def _of_all_ranks(self, own: object) -> list[Any]:
-        """Return an object of every rank, in the order of the vectors."""
+    def of_all_ranks(self, own: object) -> list[Any]:
+        """Return an object of every rank, in the order of the vectors; all of them must call this together."""
         found = [own]
         for group in self._groups:
-            found = [one for part in objects_of_ranks(group, found) for one in part]
+            parts: list[Any] = [None] * group.size()
+            with explained_failure(group):
+                torch.distributed.all_gather_object(parts, found, group=group)
+            found = [one for part in parts for one in part]
         return found
 
     def _to_host(self, vector: Tensor) -> Tensor:
         self.transfers += 1
         return vector.to("cpu")
-
-
-def objects_of_ranks(group: ProcessGroup | None, own: object) -> list[Any]:
-    """What every rank of a group says, in rank order; all of them must call this together. None: what this one says."""
-    if group is None:
-        return [own]
-    found: list[Any] = [None] * group.size()
-    with explained_failure(group):
-        torch.distributed.all_gather_object(found, own, group=group)
-    return found

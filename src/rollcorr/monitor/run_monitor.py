@@ -27,7 +27,7 @@ from rollcorr.diagnostics.health.health_check import Verdict
 from rollcorr.diagnostics.health.noise import Noise
 from rollcorr.diagnostics.health.trend import WATCHED
 from rollcorr.monitor.field_names import FieldNames, read_fields
-from rollcorr.monitor.rank_exchange import RankExchange, objects_of_ranks
+from rollcorr.monitor.rank_exchange import RankExchange
 from rollcorr.monitor.rollout_sample import CollectedRollouts, RolloutSample, check_log_can_be_written
 from rollcorr.monitor.run_writer import CONFIG, LINE, ROWS, SINKS, RunWriter, Task
 from rollcorr.monitor.running_judge import COUNTS, RunningJudge, alarm_text
@@ -39,6 +39,12 @@ from rollcorr.run_directory.tracker_sinks import Sinks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from typing_extensions import Unpack
+
+    from rollcorr.config import ConfigOptions, PresetName
+    from rollcorr.correction import Detail
+    from rollcorr.kernels.correction import Out
+
 
 logger = logging.getLogger("rollcorr.monitor")
 
@@ -99,7 +105,7 @@ class Monitor:
     def __init__(
         self,
         run_dir: str | os.PathLike[str],
-        config: RolloutCorrectionConfig | str | Mapping[str, Any] | None = None,
+        config: RolloutCorrectionConfig | PresetName | Mapping[str, Any] | None = None,
         *,
         group: ProcessGroup | None = None,
         context_group: ProcessGroup | None = None,
@@ -108,7 +114,7 @@ class Monitor:
         on_alarm: OnAlarm | Sequence[OnAlarm] = (),
         rollouts: RolloutSample | None = None,
         strict: bool = False,
-        **options: Any,  # noqa: ANN401
+        **options: Unpack[ConfigOptions],
     ) -> None:
         self.config = configuration_of(config, options)
         self.config_was_given = config is not None or bool(options)
@@ -163,7 +169,11 @@ class Monitor:
         columns: Mapping[str, object] | None = None,
         position_ids: Tensor | None = None,
         over_ranks: bool = True,
-        **options: Any,  # noqa: ANN401
+        detail: Detail | bool = False,
+        fill: float = 0.0,
+        out: Out | None = None,
+        densities: bool = False,
+        **options: Unpack[ConfigOptions],
     ) -> Correction:
         """`rollcorr.correct`, counted in this step.
 
@@ -182,8 +192,11 @@ class Monitor:
                 now, so that every rank must call this the same number of times. False: of this batch alone; the
                 metrics of the step are of all ranks in any case.
             configuration: raises TypeError; the configuration belongs to the constructor.
-            options: further arguments of `rollcorr.correct`: configuration fields, `detail`, `fill`, `densities`,
-                `out`, `impl`.
+            detail: as in `rollcorr.correct`.
+            fill: as in `rollcorr.correct`.
+            out: as in `rollcorr.correct`.
+            densities: as in `rollcorr.correct`.
+            options: what `rollcorr.correct` takes besides: configuration fields and `impl`.
 
         Raises:
             TypeError, ValueError: as `rollcorr.correct`; or the calls of this step measure differently; or a batch
@@ -205,6 +218,10 @@ class Monitor:
             cu_seqlens=cu_seqlens,
             group=self._group if over_ranks else "local",
             context_group=self._context_group,
+            detail=detail,
+            fill=fill,
+            densities=densities,
+            out=out,
             **options,
         )
         # A batch that is refused is not counted in part: the caller may catch the error, and try again.
@@ -396,11 +413,9 @@ class Monitor:
         # An error of a package may not survive the journey; its text does.
         if problem is not None and type(problem).__module__ != "builtins":
             problem = RuntimeError(f"{type(problem).__name__}: {problem}")
-        for group in (self._group, self._context_group):
-            told = objects_of_ranks(group, (problem, earlier))
-            problem = next((other for other, _ in told if other is not None), None)
-            earlier = next((steps for _, steps in told if steps), [])
-        return problem, earlier
+        told = self._exchange.of_all_ranks((problem, earlier))
+        first_problem = next((other for other, _ in told if other is not None), None)
+        return first_problem, next((steps for _, steps in told if steps), [])
 
     def _prepare(self, start: int | None, sinks: str | Sequence[str | Sink]) -> list[dict[str, Any]]:
         """Make the directory, or make it that of a run which goes on after `start` steps.

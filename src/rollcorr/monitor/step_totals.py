@@ -118,9 +118,8 @@ class StepTotals:
     def pack(self) -> tuple[Layout, Tensor]:
         """Everything as one vector, on the device of the data, and what is where in it."""
         parts: list[tuple[list[LayoutEntry], Tensor]] = []
-        for (source, name), found in self._statistics.items():
-            if source == "counted elsewhere":
-                continue
+        counted = [(key, found) for key, found in self._statistics.items() if key[0] != "counted elsewhere"]
+        for (source, name), found in counted:
             merged = found[0] if len(found) == 1 else merge_statistics(found)
             packed = merged.pack()
             parts.append(([LayoutEntry(source, name, tuple(merged.names.items()), packed.numel())], packed))
@@ -194,9 +193,8 @@ def _once_per_context(held: Sequence[tuple[int, Statistics]]) -> list[Statistics
         held: the number of the context group, and a part.
     """
     first = dict(reversed(held))
-    if all(part.pack().equal(first[context].pack()) for context, part in held):
-        return [first[context] for context in sorted(first)]
-    return [part for _, part in held]
+    alike = all(part.pack().equal(first[context].pack()) for context, part in held)
+    return [first[context] for context in sorted(first)] if alike else [part for _, part in held]
 
 
 @lru_cache(maxsize=1024)

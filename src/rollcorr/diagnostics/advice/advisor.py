@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Literal
+from typing import Literal, cast
 
-from rollcorr.config import Finding, RolloutCorrectionConfig
+from rollcorr.config import ConfigOptions, Finding, RolloutCorrectionConfig
 from rollcorr.config.presets import preset_fields
 from rollcorr.config.yaml_text import dump_yaml
 from rollcorr.diagnostics.advice.calibration import Calibration, calibrate
@@ -76,7 +76,7 @@ class Advice:
         """The configuration; None unless the decision is to correct."""
         if self.preset is None:
             return None
-        return RolloutCorrectionConfig.preset(self.preset).with_options(**self.thresholds)
+        return RolloutCorrectionConfig.preset(self.preset).with_options(**cast(ConfigOptions, self.thresholds))
 
     @property
     def yaml(self) -> str:

@@ -22,10 +22,8 @@ TYPES = (("bfloat16", 16, 2.0**-8), ("float16", 13, 2.0**-11))
 
 def is_16_bit(values: Tensor) -> bool:
     """Return whether the values of a side went through a 16-bit type, as far as they are enough to tell."""
-    single = values.float()
-    bits = single[single <= SMALLEST].view(torch.int32)
-    fewest = min(zeros for _, zeros, _ in TYPES)
-    short = (bits & ((1 << fewest) - 1)) == 0
+    bits = values[values <= SMALLEST].float().view(torch.int32)
+    short = (bits & ((1 << min(zeros for _, zeros, _ in TYPES)) - 1)) == 0
     return len(bits) >= 8 and float(short.double().mean()) >= SHARE
 
 
