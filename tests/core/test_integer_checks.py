@@ -98,6 +98,14 @@ def test_kept_ids_outside_the_vocabulary_raise(name, bad, dtype):
         OF_SETS[name](torch.tensor([1, 0, 4, 4]), sets((0, 1, 2, bad, 4, 9)), dtype)
 
 
+def test_ids_of_a_subclass_are_checked():
+    class Named(torch.Tensor):
+        """A subclass that only adds a name."""
+
+    with pytest.raises(ValueError, match="token_ids contains -1 at index 1"):
+        logprobs.token_log_prob(torch.zeros(2, V), torch.tensor([0, -1]).as_subclass(Named))
+
+
 def test_padded_token_ids_are_named_by_row():
     ids = torch.tensor([[1, 0], [4, -100]])
     with pytest.raises(ValueError, match="token_ids contains -100 at row 1, column 1"):

@@ -16,7 +16,7 @@ from correction_cases import (
     everything,
     reference_correction,
 )
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -56,6 +56,7 @@ def test_every_configuration_gives_the_reference(level, batch, config):
 
 @levels
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32])
+@settings(max_examples=8)
 @given(
     row=st.integers(0, 299), column=st.integers(0, 699), packed=st.booleans(), bad=st.sampled_from(["-1", "inf", "nan"])
 )

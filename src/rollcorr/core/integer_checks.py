@@ -1,8 +1,8 @@
 """Integer checks: token ids, rows, offsets and masks, checked in host memory and bounded on a device.
 
 These values become addresses, or decide which tokens count. In host memory every call checks them, which waits for
-nothing, and names the first that is wrong: its position, its value, the limit and the fix. On a device no value is
-read. Ids and offsets are clamped there: wrong ones give wrong numbers, but never touch memory beyond the data.
+nothing, and an error names the position, the value, the limit and the fix. On a device no value is read. Ids and
+offsets are clamped there: bad ones lead to bad numbers, but never touch memory beyond the data.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollcorr.core.boundary import check_integers, in_host_memory
+from rollcorr.core.boundary import check_integers, in_host_memory, plain
 
 NO_LIMIT = 1 << 31
 """The end of a range of ids or lengths where none is known: no int32 is beyond it."""
@@ -31,15 +31,16 @@ def usable_ids(name: str, ids: Tensor, *ranges: tuple[int, int], mask: Tensor | 
         mask: same shape, bool; where it is false an id may be anything, for instance −100. Defaults to all true.
 
     Returns:
-        The shape of `ids`. Ids outside the mask are clamped, and on a device all others too.
+        The shape of `ids`. Ids outside the mask are clamped; on a device, all ids.
 
     Raises:
         ValueError: the ids are no integers, or one in host memory is in no range.
     """
+    ids = plain(ids)
     check_integers(**{name: ids})
     least, most = min(first for first, _ in ranges), max(stop for _, stop in ranges) - 1
     if in_host_memory(ids):
-        # As arrays of numpy: one operation of torch takes longer than all of these do on the ids of a small batch.
+        # As numpy arrays: on a small batch one torch operation is slower than all of these.
         values = ids.numpy()
         outside: Any = True
         for first, stop in ranges:
@@ -124,7 +125,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, tokens: int, name: str = "cu_seqlens", 
 
 
 def bounded_offsets(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """Offsets with which a kernel never leaves the data, even where the values were wrong: (B + 1,) int64.
+    """Return offsets with which a kernel never leaves the data, even for bad values: (B + 1,) int64.
 
     In host memory only the dtype changes: `check_cu_seqlens` checks the values there. On a device they are clamped to
     the data and made to rise from 0 to N. That does not change correct offsets.
@@ -137,8 +138,8 @@ def bounded_offsets(cu_seqlens: Tensor, tokens: int) -> Tensor:
     return bounded
 
 
-def _first(wrong: Any, values: Any) -> tuple[str, float]:  # noqa: ANN401 (arrays of numpy, which core does not import)
+def _first(bad: Any, values: Any) -> tuple[str, float]:  # noqa: ANN401 (numpy arrays, which core does not import)
     """Return where the first true entry is, and the value there."""
-    place = tuple(int(axis[0]) for axis in wrong.nonzero())
+    place = tuple(int(axis[0]) for axis in bad.nonzero())
     where = f"index {place[0] if len(place) == 1 else place}"
     return f"row {place[0]}, column {place[1]}" if len(place) == 2 else where, values[place]

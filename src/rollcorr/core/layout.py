@@ -169,7 +169,7 @@ def unpack(packed: Tensor, mask: Tensor, *, fill: float = 0.0) -> Tensor:
         (B, T), in the dtype of `packed`.
 
     Raises:
-        ValueError: as `pack`; or the mask has another number of true entries than N, in host memory.
+        ValueError: as `pack`; or the number of true entries is not N, in host memory.
     """
     kept = truth(mask)
     check_count(packed, kept, "mask")

@@ -158,7 +158,7 @@ class KeptSets:
             mask: (B, T) with as many entries that are not 0 as there are sets.
 
         Raises:
-            ValueError: the mask has another number of them, or a negative or non-finite value, in host memory.
+            ValueError: their number differs from N, or the mask has a negative or non-finite value, in host memory.
         """
         flat = truth(mask).flatten()
         check_count(self.offsets[1:], flat, "mask")
@@ -218,7 +218,7 @@ def usable_kept_sets(kept: KeptSets, *ranges: tuple[int, int], mask: Tensor | No
         if mask is None:
             raise
 
-        # Which entries belong to the mask takes a pass over all of them, so only bad ids ask for it.
+        # Finding the entries in the mask is a pass over all of them, so only bad ids pay for it.
         of_entry = mask.flatten()[sequence_ids(kept.ids, cu_seqlens=offsets)]
         ids = usable_ids("kept.ids", kept.ids, *ranges, mask=of_entry)
     return KeptSets(ids.to(torch.int32), offsets)

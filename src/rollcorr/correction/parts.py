@@ -40,7 +40,8 @@ def packed_tokens(index: slice | Tensor, cu_seqlens: Tensor) -> tuple[slice | Te
     offsets = [0]
     for start, end in chosen:
         offsets.append(offsets[-1] + end - start)
-    # Chosen twice, sequences may have more tokens together than the dtype of the whole's offsets can count.
+
+    # Sequences that are chosen twice may have more tokens together than the dtype of the given offsets can count.
     part = torch.tensor(offsets, dtype=torch.int64, device=cu_seqlens.device)
 
     # Neighbors share the memory of the whole; others are gathered.

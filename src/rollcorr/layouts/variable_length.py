@@ -192,6 +192,6 @@ def pad_packed(packed: Tensor, inside: Tensor, *, fill: float = 0.0) -> Tensor:
         fill: what stands elsewhere.
 
     Raises:
-        ValueError: as in `pack_padded`; or `inside` has another number of such entries than N, in host memory.
+        ValueError: as in `pack_padded`; or the number of such entries is not N, in host memory.
     """
     return unpack(packed, inside, fill=fill)

@@ -107,7 +107,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, *, fresh: bool = Fal
 def asked_for_gradient(weight: Tensor) -> Tensor:
     """Return the weight as a node of the graph, so that `HeadGradient` can see whether backward goes there.
 
-    A frozen weight gets one too: `accumulate_into` takes its gradient all the same.
+    A frozen weight gets a node as well: its gradient is added to `accumulate_into` all the same.
     """
     trained = weight if weight.requires_grad else weight.detach().requires_grad_()
     return trained.view_as(trained)
@@ -127,7 +127,7 @@ class HeadGradient:
         self.fresh = accumulate_into is None
         self.total = None
         if accumulate_into is not None:
-            # `torch.autograd.grad(loss, hidden)` runs this backward too, and `needs_input_grad` does not show it.
+            # `torch.autograd.grad(loss, hidden)` runs this backward, and `needs_input_grad` does not show the inputs.
             node = ctx.next_functions[1][0]
             self.total = accumulate_into if torch._C._will_engine_execute_node(node) else None
         elif ctx.needs_input_grad[1]:
