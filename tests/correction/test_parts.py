@@ -454,7 +454,7 @@ def test_policies_of_which_only_one_is_given_are_compared_too():
         policy_loss(policies, batch.advantages, batch.mask, correction=correction)
 
 
-def test_a_rollout_argument_that_holds_the_train_policy_is_refused():
+def test_train_policy_as_rollout_argument_is_refused():
     batch = Batch()
     correction = correct(batch.old, batch.rollout, batch.mask, "decoupled_token_is")
     policies = PolicyLogProbs(log_prob=batch.start, old_log_prob=batch.old.clone(), rollout_log_prob=batch.old)

@@ -190,7 +190,7 @@ def test_the_exact_kl_rejects_by_its_bound_and_counts_beside_the_others():
 
 
 @pytest.mark.parametrize("normalize", [False, True])
-def test_counts_beside_the_exact_kl_are_of_kept_steps(normalize):
+def test_counts_with_exact_kl_cover_kept_steps(normalize):
     """Some steps are rejected by the exact KL, some samples by their ratio: what is counted is what both keep."""
     batch = sampled()
     fields = {"rollout_is": "token", "rollout_is_batch_normalize": normalize}

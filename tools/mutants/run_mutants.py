@@ -7,7 +7,8 @@ of the tree: only tests that run its lines, nearest and fastest first, up to the
 failure. Each result is a line of `runs/mutants/results.jsonl`, so the same command goes on where it was stopped, and a
 larger count only adds mutants. Survivors are printed as diffs; equivalent.yaml lists those that change no behavior.
 
-The first call measures which tests run which lines (`runs/mutants/map`); delete that folder after a larger change.
+The first call after a change measures which tests run which lines. Results are of the edited source, so `--again` tries
+those that survived once more, for example after a test was added.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Result(NamedTuple):
 
 
 class Progress:
-    """A pytest plugin that writes which test runs, and which one failed first."""
+    """A pytest plugin that writes which test runs."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -230,6 +231,15 @@ def difference(tree: Path, mutant: Mutant) -> list[str]:
     )
 
 
+def digest_of(tree: Path) -> str:
+    """What tells a tree from another: its sources and tests."""
+    digest = hashlib.sha256()
+    for folder in ("src", "tests"):
+        for path in sorted((tree / folder).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
 def key_of(mutant: Mutant, seed: int) -> dict[str, str | int]:
     """What tells a result from another."""
     digest = hashlib.sha256(mutant.text.encode()).hexdigest()[:16]
@@ -250,16 +260,18 @@ def run(options: argparse.Namespace) -> int:
     import yaml
 
     tree, folder = options.tree.resolve(), options.folder.resolve()
-    if not (folder / "map" / "durations.json").exists():
+    map_folder = folder / f"map_{digest_of(tree)}"
+    if not (map_folder / "durations.json").exists():
         print("measuring which tests run which lines …", flush=True)
-        measure(tree, options.tests, folder / "map", jobs=options.jobs)
-    covering = CoveringTests(tree, folder / "map")
+        measure(tree, options.tests, map_folder, jobs=options.jobs)
+    covering = CoveringTests(tree, map_folder)
 
     listed = Path(__file__).with_name("equivalent.yaml")
     equivalent = yaml.safe_load(listed.read_text(encoding="utf-8")) or []
     mutants = draw(tree, options.targets, options.count, options.seed, equivalent)
     results = recorded(folder / "results.jsonl")
-    waiting = [mutant for mutant in mutants if json.dumps(key_of(mutant, options.seed)) not in results]
+    done = {key for key, result in results.items() if not options.again or result.outcome == "killed"}
+    waiting = [mutant for mutant in mutants if json.dumps(key_of(mutant, options.seed)) not in done]
     print(f"{len(mutants)} mutants, {len(mutants) - len(waiting)} of them recorded already", flush=True)
 
     lock, until = Lock(), time.monotonic() + 60 * options.minutes
@@ -270,7 +282,8 @@ def run(options: argparse.Namespace) -> int:
             free.put(Workplace(tree, Path(places) / str(job)))
 
         # Where tests fail without a mutant, each mutant would count as killed.
-        for tests in [covering.of(mutant, seconds=CEILING / 2)[0] for mutant in waiting[:1]]:
+        seen = (covering.of(mutant, seconds=CEILING / 2)[0] for mutant in waiting)
+        if tests := next(filter(None, seen), None):
             workplace = free.get()
             outcome, by = workplace.run(tests)
             free.put(workplace)
@@ -326,6 +339,7 @@ def main() -> int:
     parser.add_argument(
         "--minutes", type=float, default=45, help="begin no mutant after so long; the next call goes on"
     )
+    parser.add_argument("--again", action="store_true", help="try recorded survivors again")
     parser.add_argument("--targets", nargs="*", default=list(TARGETS), help="folders whose files are changed")
     parser.add_argument("--tests", nargs="*", default=list(TESTS), help="tests that may see a mutant")
     parser.add_argument("--tree", type=Path, default=PROJECT, help="the checkout")
