@@ -10,6 +10,7 @@ lines marked `# rejected`, and no others, must be errors of both checkers.
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -60,7 +61,7 @@ def main() -> int:
         wrong += [f"{CASES.name}:{line}: {checker} finds no error" for line in sorted(rejected - in_cases)]
         for module, line, text in problems:
             if module != CASES.stem or line not in rejected:
-                wrong.append(f"{pages.get(module, module)}:{line}: {checker}: {text}")
+                wrong.append(f"{pages.get(module, CASES.name)}:{line}: {checker}: {text}")
     print("\n".join(wrong) or f"the types of {len(pages)} pages and of {CASES.name} are right to mypy and pyright")
     return 1 if wrong else 0
 
@@ -109,8 +110,11 @@ def _start_pyright(folder: Path) -> subprocess.Popen[str]:
 
 
 def _start(*command: str) -> subprocess.Popen[str]:
+    # pyright would ask a package index for a newer version.
+    environment = {**os.environ, "PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([sys.executable, "-m", *command], cwd=ROOT, text=True, encoding="utf-8", **streams)
+    arguments = [sys.executable, "-m", *command]
+    return subprocess.Popen(arguments, cwd=ROOT, env=environment, text=True, encoding="utf-8", **streams)
 
 
 def _of_mypy(process: subprocess.Popen[str]) -> Iterator[Problem]:

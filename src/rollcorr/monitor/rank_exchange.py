@@ -39,11 +39,11 @@ class RankExchange:
 
     Args:
         group: the data-parallel ranks. None: this process alone.
-        context_group: the ranks that hold other tokens of the same sequences. None: the sequences are whole.
+        context_group: the ranks with other tokens of the same sequences. None: the sequences are whole.
 
     Attributes:
         rank: this one's number among the data-parallel ranks.
-        context_ranks: how many ranks hold the same sequences.
+        context_ranks: the number of ranks with the same sequences.
         transfers: how often something was brought to the host.
     """
 
@@ -56,7 +56,7 @@ class RankExchange:
         self._room = BLOCK
 
     def counts_for(self, group: ProcessGroup | None) -> bool:
-        """Return whether this rank is the first, of those that step together, to hold what a group's ranks share."""
+        """Return whether this rank sends a part that the ranks of a group share: the first that steps here does."""
         if group is None or not self._groups:
             return True
         ranks_of = torch.distributed.get_process_group_ranks
@@ -90,9 +90,9 @@ class RankExchange:
         on_host = all(reads_host_memory(group) for group in self._groups)
         if on_host:
             vector = self._to_host(vector)
-        first, *others = self._groups
+        first, *further = self._groups
         parts = gather_marked(vector, number, first, room=self._room)
-        for group in others:
+        for group in further:
             parts = gather(parts, group).flatten(0, 1)
         if not on_host:
             parts = self._to_host(parts)

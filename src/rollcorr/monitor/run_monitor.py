@@ -78,8 +78,8 @@ class Monitor:
         run_dir: the run's directory; `rollcorr report`, `watch` and `compare` read it.
         config: the correction, as `rollcorr.correct` takes it. None: the preset `measure`, or what `options` say.
         group: the data-parallel ranks. Every rank makes a Monitor, and calls `step` the same number of times.
-        context_group: the ranks that hold other tokens of the same sequences. Each of them makes a Monitor, and calls
-            `step` as often as the others.
+        context_group: the ranks with other tokens of the same sequences. Each of them makes a Monitor and calls `step`
+            the same number of times.
         start: steps that are done already, for a run that goes on from a checkpoint. What was logged after them is
             dropped, because those steps are computed again.
         sinks: where metrics go besides `metrics.jsonl`: "tensorboard", "wandb", "mlflow", "trackio", "stdout", or

@@ -149,7 +149,7 @@ def merged_metrics(ranks: Sequence[tuple[Layout, Tensor]], context_ranks: int = 
 
     Args:
         ranks: the layout and the vector of each, on the host; the ranks of a context group one after the other.
-        context_ranks: how many ranks a context group has.
+        context_ranks: the size of a context group.
 
     Raises:
         ValueError: two ranks have measured differently.
@@ -168,8 +168,8 @@ def merged_metrics(ranks: Sequence[tuple[Layout, Tensor]], context_ranks: int = 
             start = end
 
     read: dict[tuple[str, str], HostStatistics] = {}
-    for key, held in statistics.items():
-        parts = _once_per_context(held) if key[0] == "values" else [part for _, part in held]
+    for key, found_parts in statistics.items():
+        parts = _once_per_context(found_parts) if key[0] == "values" else [part for _, part in found_parts]
         read[key] = (merge_statistics(parts) if len(parts) > 1 else parts[0]).read()
     metrics: dict[str, float] = {}
     if ("correction", "") in read:
@@ -182,19 +182,19 @@ def merged_metrics(ranks: Sequence[tuple[Layout, Tensor]], context_ranks: int = 
     return metrics | {name: sum(values) / len(values) for name, values in numbers.items()}
 
 
-def _once_per_context(held: Sequence[tuple[int, Statistics]]) -> list[Statistics]:
-    """Select the parts of a tensor that count, where the ranks of a context group may hold the same sequences.
+def _once_per_context(parts: Sequence[tuple[int, Statistics]]) -> list[Statistics]:
+    """Select the parts of a tensor that count, where the ranks of a context group may have the same sequences.
 
     If each context group's ranks give equal values, these are one for each sequence, and the first rank's count. Equal
     parts have the mean, spread and extremes of one, so a coincidence among values per token changes no more than
     `nonfinite_count`.
 
     Args:
-        held: the number of the context group, and a part.
+        parts: the number of the context group, and a part.
     """
-    first = dict(reversed(held))
-    alike = all(part.pack().equal(first[context].pack()) for context, part in held)
-    return [first[context] for context in sorted(first)] if alike else [part for _, part in held]
+    first = dict(reversed(parts))
+    alike = all(part.pack().equal(first[context].pack()) for context, part in parts)
+    return [first[context] for context in sorted(first)] if alike else [part for _, part in parts]
 
 
 @lru_cache(maxsize=1024)

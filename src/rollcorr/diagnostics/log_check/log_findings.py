@@ -89,7 +89,7 @@ def _remark(finding: Finding, diffusion: bool) -> str:
 
 def _judged(finding: Finding, rows: int) -> Finding:
     """A finding of the log's validation, as one that makes the verdict."""
-    # Logits in place of log-probs explain a mismatch of all rows; one value above 0 explains that of its row.
+    # Logits in place of log-probs explain a mismatch of all rows; one value above 0 explains its own row.
     share = (finding.rows or 0) / rows if finding.code == "positive" else finding.row_share
     return replace(
         finding,

@@ -137,7 +137,7 @@ def _one_factor(fixed: Tensor, pairs: PairRows, rows: Tensor, tokens: Tensor, si
     if float(off[telling].median()) >= 0.12 or float((off[telling] < 0.2).double().mean()) < 0.7:
         return False
 
-    # Of many rows and units, one fits a few tokens by noise.
+    # Among all rows and units, noise makes one fit a few tokens.
     return pairs.beyond_chance(rows, telling, off < 0.2, causes=2 * len(UNITS))
 
 

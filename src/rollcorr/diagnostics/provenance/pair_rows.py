@@ -102,14 +102,14 @@ class PairRows:
     def beyond_chance(self, rows: Tensor, telling: Tensor, matching: Tensor, *, causes: int) -> bool:
         """Return whether these rows match a cause better than noise makes the best rows of a log match the best cause.
 
-        Chernoff's bound on the probability of so many matches, n KL(share‖CHANCE), over every choice of as many rows
-        and every cause.
+        Chernoff's bound on the probability of this share of matches, n KL(share‖CHANCE), over every choice of rows and
+        every cause.
 
         Args:
             rows: that show the cause, (rows,).
-            telling: their tokens that tell it from others, (N,).
-            matching: those of them that match it, (N,).
-            causes: how many are looked for.
+            telling: their tokens that tell causes apart, (N,).
+            matching: the tokens that match it, (N,).
+            causes: the number of causes that are looked for.
         """
         tokens = self.of_rows(rows) & telling
         count, share = int(tokens.sum()), float(matching[tokens].double().mean()) if tokens.any() else 0.0
