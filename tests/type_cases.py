@@ -3,7 +3,7 @@
 import torch
 from typing_extensions import assert_type
 
-from rollcorr import Monitor, PolicyLogProbs, RolloutCorrectionConfig, correct, policy_loss
+from rollcorr import Monitor, PolicyLogProbs, RolloutCorrectionConfig, TrainingStep, correct, policy_loss
 from rollcorr.config import CorrectionOptions, PresetName
 
 x = torch.zeros(1, 2)
@@ -32,6 +32,11 @@ RolloutCorrectionConfig().with_options(normaliser="kept")  # rejected
 policies = PolicyLogProbs(log_prob=x, old_log_prob=x)
 policy_loss(policies, x, x, config="bypass_pg_is")
 policy_loss(policies, x, x, config="bypass_pg_iss")  # rejected
+
+model = torch.nn.Linear(1, 1)
+TrainingStep(model, "bypass_pg_is")
+TrainingStep(model, {"bypass_mode": True})
+TrainingStep(model, "bypass_pg_iss")  # rejected
 
 monitor = Monitor("runs/a", "tis", rollout_is_threshold=3.0, impl="torch")
 monitor.correct(x, x, x, detail=True, rollout_is_threshold=3.0)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_ch
 import torch
 from torch import Tensor, nn
 
-from rollcorr.config import LossAggMode, LossConfig, RolloutCorrectionConfig
+from rollcorr.config import LossAggMode, LossConfig, PresetName, RolloutCorrectionConfig
 from rollcorr.config.conversion import resolve
 from rollcorr.core.boundary import in_host_memory
 from rollcorr.correction.denominators import aggregation_mode, amount_of, count_denominators, rescaling
@@ -108,7 +108,7 @@ class TrainingStep(SplitGradients):
     def __init__(
         self,
         model: nn.Module,
-        config: RolloutCorrectionConfig | Mapping[str, Any] | str | Correction | DiffusionConfig | None,
+        config: RolloutCorrectionConfig | Mapping[str, Any] | PresetName | Correction | DiffusionConfig | None,
         *,
         loss: LossConfig | None = None,
         group: ProcessGroup | Literal["local"] | None = None,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.config import PresetName, RolloutCorrectionConfig
 from rollcorr.diffusion.actor_config import DiffusionActorConfig
 from rollcorr.diffusion.batch_checks import Batch, check_diffusion_batch, check_shapes, dimensions_of, require
 from rollcorr.diffusion.reported_metrics import diffusion_metrics
@@ -47,7 +47,7 @@ def apply_bypass_mode_to_diffusion_batch(
 
 def apply_rollout_correction_to_diffusion_batch(
     batch: MutableMapping[str, Tensor],
-    config: DiffusionActorConfig | RolloutCorrectionConfig | Mapping[str, Any] | str,
+    config: DiffusionActorConfig | RolloutCorrectionConfig | Mapping[str, Any] | PresetName,
     *,
     schedule: Sequence[float] | None = None,
     group: ProcessGroup | None = None,

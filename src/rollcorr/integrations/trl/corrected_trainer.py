@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from rollcorr.config import InertOptionWarning, RolloutCorrectionConfig, resolve
+from rollcorr.config import InertOptionWarning, PresetName, RolloutCorrectionConfig, resolve
 from rollcorr.config.finding import Finding
 from rollcorr.core.metric_registry import PREFIX
 from rollcorr.correction import correct
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 AGREEMENT = -number_of("ranks without log-probs")
 """Mark of the exchange in which the ranks agree whether a batch is corrected."""
 
-Asked = RolloutCorrectionConfig | str | Mapping[str, Any] | None
+Asked = RolloutCorrectionConfig | PresetName | Mapping[str, Any] | None
 Trainer = Any  # one of TRL's trainers: they are not imported here
 
 # What a model is called with beside the tokens, as TRL puts it into its batch.
