@@ -82,7 +82,7 @@ def corrected(train: Tensor, rollout: Tensor, response_mask: Tensor, config: Rol
         weights, mask, metrics = parity.correct(train, rollout, response_mask, checked)
         return weights if checked.apply_is else None, mask, parity.to_floats(metrics, prefix=PREFIX)
 
-    correction = correct(train, rollout, response_mask, checked, group=_group(checked))
+    correction = correct(train, rollout, response_mask, checked, group=_group(checked), densities=True)
     return correction.loss_weights, correction.loss_mask.to(response_mask.dtype), correction.metrics()
 
 
@@ -190,7 +190,7 @@ def compute_offpolicy_metrics(
 
     # Without μ, π is compared with itself, and only what π alone has is reported.
     rollout = old_log_prob if rollout_log_prob is None else rollout_log_prob
-    metrics = correct(old_log_prob, rollout, response_mask, CheckedConfig()).metrics(prefix="")
+    metrics = correct(old_log_prob, rollout, response_mask, CheckedConfig(), densities=True).metrics(prefix="")
     if rollout_log_prob is None:
         return {name: metrics[name] for name in ("training_ppl", "training_log_ppl")}
     return {name: value for name, value in metrics.items() if not name.startswith(REJECTION_METRICS)}
