@@ -176,6 +176,26 @@ def test_swapped_bfloat16_within_rounding_is_found():
         close.loss(close.swapped())
 
 
+def test_a_swap_before_a_conversion_is_found():
+    """The exchanged sums fit within rounding to bfloat16, and the sums in order do not."""
+    far = Rollouts(noise=2.0)
+    rounded = {"old_log_prob": far.old.bfloat16(), "rollout_log_prob": far.rollout.bfloat16()}
+    assert far.loss(far.correct(), **rounded).loss.isfinite()
+    with pytest.raises(ValueError, match="are swapped"):
+        far.loss(far.swapped(), **rounded)
+
+
+@pytest.mark.parametrize("changed", ["old_log_prob", "rollout_log_prob"])
+def test_either_policy_shows_other_rows_beside_missing_tokens(changed):
+    """A missing token in every row is left out of the sums, which are compared all the same."""
+    rollout = B.rollout.index_fill(1, torch.tensor([2]), float("nan"))
+    correction = correct(B.old, rollout, B.mask, PRESET)
+    given = {"old_log_prob": B.old, "rollout_log_prob": rollout}
+    assert B.loss(correction, **given).loss.isfinite()
+    with pytest.raises(ValueError, match=f"of other rows: in row 0, {changed}"):
+        B.loss(correction, **given | {changed: given[changed][SHUFFLED]})
+
+
 @pytest.mark.parametrize("rollout", ["given", "omitted"])
 def test_the_policy_itself_as_old_policy_is_a_remark(rollout):
     given = {} if rollout == "given" else {"rollout_log_prob": None}

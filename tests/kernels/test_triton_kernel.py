@@ -76,7 +76,8 @@ def run(train, rollout, mask, config, **options) -> CorrectionOutput:
     on_device = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
     output = triton_correction(train.to(DEVICE), rollout.to(DEVICE), mask.to(DEVICE), config, **on_device)
     weights = None if output.weights is None else output.weights.cpu()
-    return CorrectionOutput(weights, output.loss_mask.cpu(), output.sequence_kept.cpu(), output.statistics)
+    flags = output.loss_mask.cpu(), output.sequence_kept.cpu()
+    return CorrectionOutput(weights, *flags, output.statistics, output.policy_sums.cpu())
 
 
 def assert_close(actual: CorrectionOutput, expected: CorrectionOutput, rows=None, rel=1e-5, abs=1e-6) -> None:
@@ -125,6 +126,15 @@ def test_every_criterion_at_every_level(level, threshold):
     )
     batch = with_accidents(*batch_of(5, 700))
     assert_close(run(*batch, config, splits=2), reference_correction(*batch, config))
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_policy_sums_equal_those_of_the_reference(splits):
+    batch = with_accidents(*batch_of(5, 700))
+    config = every_criterion(rollout_is="token")
+    actual, expected = run(*batch, config, splits=splits).policy_sums, reference_correction(*batch, config).policy_sums
+    assert torch.equal(actual[:2], expected[:2])
+    torch.testing.assert_close(actual[2:], expected[2:], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("T", [512, 528, 700])

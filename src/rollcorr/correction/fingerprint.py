@@ -84,11 +84,11 @@ def compare_policies(
     sums = [sequence_sum(policy.double(), measured, cu_seqlens=cu_seqlens) for policy in given]
     found = sum_over(torch.stack([*counts, *sums]), context_group)
 
-    # Sums over different tokens cannot be compared.
-    comparable = fingerprint.sums[1] == found[1]
+    # Sums over different tokens cannot be compared, nor sums of sentinels near the end of the float range.
     expected = fingerprint.sums[2:]
-    straight = (found[2:] - expected[: len(given)]).abs() * comparable
-    swapped = (found[2:] - expected.flip(0)[: len(given)]).abs() * comparable
+    comparable = (fingerprint.sums[1] == found[1]) & expected.isfinite().all(0)
+    straight = (found[2:] - expected[: len(given)]).abs().where(comparable, 0.0)
+    swapped = (found[2:] - expected.flip(0)[: len(given)]).abs().where(comparable, 0.0)
     other_tokens = fingerprint.sums[0] != found[0]
 
     # Return early in the usual case: the sums agree within the smallest possible limit, as |Σ| ≤ n · max |log-prob|.

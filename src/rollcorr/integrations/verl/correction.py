@@ -93,7 +93,7 @@ def corrected(
         weights, mask, found = parity.correct(train, rollout, response_mask, checked)
         weights, metrics = weights if checked.apply_is else None, parity.to_floats(found, prefix=PREFIX)
     else:
-        correction = correct(train, rollout, response_mask, checked, group=_group(checked))
+        correction = correct(train, rollout, response_mask, checked, group=_group(checked), densities=True)
         weights, metrics = correction.loss_weights, correction.metrics()
         mask = correction.loss_mask.to(response_mask.dtype)
     return weights, response_mask if checked.only_measures and not in_loss else mask, metrics
@@ -203,7 +203,7 @@ def compute_offpolicy_metrics(
 
     # Without μ, π is compared with itself, and only what π alone has is reported.
     rollout = old_log_prob if rollout_log_prob is None else rollout_log_prob
-    metrics = correct(old_log_prob, rollout, response_mask, CheckedConfig()).metrics(prefix="")
+    metrics = correct(old_log_prob, rollout, response_mask, CheckedConfig(), densities=True).metrics(prefix="")
     if rollout_log_prob is None:
         return {name: metrics[name] for name in ("training_ppl", "training_log_ppl")}
     return {name: value for name, value in metrics.items() if not name.startswith(REJECTION_METRICS)}

@@ -196,7 +196,7 @@ def _measured(
     train: Tensor, rollout: Tensor, response_mask: Tensor, config: CheckedConfig
 ) -> tuple[Tensor, Tensor, dict[str, float]]:
     """Through `rollcorr.correct`, its metrics under that release's names."""
-    correction = correct(train, rollout, response_mask, config)
+    correction = correct(train, rollout, response_mask, config, densities=True)
     assert correction.weights is not None  # every level of this generation has weights
     found = correction.metrics(prefix="")
 

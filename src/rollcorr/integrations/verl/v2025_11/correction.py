@@ -75,7 +75,7 @@ def corrected(
         mask = response_mask if config.only_measures and not in_loss else mask
         return weights, mask, {f"{PREFIX}{name}": value for name, value in metrics.items()}
 
-    correction = correct(train, rollout, response_mask, config)
+    correction = correct(train, rollout, response_mask, config, densities=True)
     metrics = {"rollout_is_veto_fraction": 0.0, "rollout_is_catastrophic_token_fraction": 0.0}
     metrics |= correction.metrics(prefix="")
 
@@ -87,7 +87,7 @@ def corrected(
             rollout_rs=config.rollout_rs,
             rollout_rs_threshold=config.rollout_rs_threshold,
         )
-        ratio_metrics = correct(train, rollout, response_mask, ratio).metrics(prefix="")
+        ratio_metrics = correct(train, rollout, response_mask, ratio, densities=True).metrics(prefix="")
         metrics |= {f"rollout_rs_{name}": value for name, value in measured_ratio(ratio_metrics).items()}
 
     named = {f"{PREFIX}{name}": value for name, value in metrics.items()}
