@@ -173,7 +173,8 @@ class TrainingStep(SplitGradients):
                 packed.
             advantages: same shape, or per sequence, (B,).
             response_mask: this micro-batch's tokens, same shape; read as ≠ 0.
-            correction: in decoupled mode, these rows' part: `correction[rows]`, or a correction of only these rows.
+            correction: in decoupled mode, these rows' part: `correction[rows]`. Also a correction of only these rows,
+                unless weights are batch-normalized: each would be normalized by itself.
             entropy: of π_θ per token, nats, same shape. Only with an entropy coefficient.
             cu_seqlens: (B + 1,) token offsets, only when packed.
 
