@@ -162,7 +162,7 @@ def policy_loss(
         entropy: H(π_θ(·|s_t)) per token, nats, same shape; with its graph when entropy_coef is not 0.
         cu_seqlens: (B + 1,) token offsets, only when packed. None: those of `correction`.
         group: data-parallel ranks over which a call without `correction` and `denominators` counts. Defaults to this
-            process alone, with a warning if there are several ranks; "local" omits the warning.
+            process, with a warning if there are several ranks; "local" omits the warning.
         context_group: ranks that hold other tokens of the same sequences. The losses of the ranks then add up to that
             of whole sequences; `counts` and the correction are those of whole sequences, the statistics the rank's own.
             None: that of `correction`.

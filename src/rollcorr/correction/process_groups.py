@@ -185,17 +185,17 @@ def members(group: ProcessGroup | Literal["local"] | None) -> ProcessGroup | Non
     """The process group to exchange over; None for "local" and None.
 
     Raises:
-        TypeError: it is another text.
+        TypeError: the text is not "local".
     """
     if isinstance(group, str) and group != "local":
-        raise TypeError(f'group must be a process group, None or "local", for this process alone; got {group!r}')
+        raise TypeError(f'group must be a process group, None or "local", for this process; got {group!r}')
     return None if isinstance(group, str) else group
 
 
 def warn_without_group(*groups: object) -> None:
     """Warn, once in a process, if there are several ranks and none of the groups is given."""
-    alone = any(group is not None for group in groups) or not torch.distributed.is_available()
-    if not alone and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+    missing = all(group is None for group in groups) and torch.distributed.is_available()
+    if missing and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         _warn_of_ranks(torch.distributed.get_world_size())
 
 

@@ -40,7 +40,7 @@ class Correction:
         config: what was asked for. None: no correction at all.
         response_mask: the mask that was given, so that a loss can refuse a correction of other tokens. None: unknown.
         cu_seqlens: the offsets that were given. None when padded.
-        group: the data-parallel ranks that the statistics are of. None or "local": this process alone.
+        group: the data-parallel ranks that the statistics are of. None or "local": this process.
         context_group: the ranks that hold other tokens of the same sequences. None: the sequences are whole.
         ranks: how many ranks the two groups have. The groups themselves stay behind when a correction is pickled.
         batch_shape: the shape of the whole batch, of which this may be a part. None: unknown.

@@ -84,7 +84,7 @@ def correct(
         cu_seqlens: first token of each sequence, then N: (B + 1,) integers, only when packed. Checked on the CPU; on a
             GPU wrong values give wrong sums, but never touch memory beyond the data.
         group: data-parallel process group: batch normalization, counts and statistics are then those of the group.
-            "local" is this process alone, like None, and tells `policy_loss` that this is on purpose.
+            "local" is this process, like None, and `policy_loss` then does not warn on several ranks.
         context_group: ranks that hold other tokens of the same B sequences, in the same order, in any split; slices may
             be empty. Decisions, weights and statistics are then those of the whole sequences, on every rank.
         detail: also collect quantiles and the worst tokens and sequences, in a second read of the batch. A `Detail`

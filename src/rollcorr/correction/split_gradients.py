@@ -47,8 +47,8 @@ class SplitGradients:
 
     Raises:
         TypeError: `accumulation` is no Accelerator, but for instance a number of micro-batches.
-        ValueError: the wrapper cannot be handled; on entering the block, when gradients are not None, or the wrapper's
-            ranks are not those of the groups.
+        ValueError: the wrapper cannot be handled; on entering the block, when gradients are not None, or the wrapper
+            has other ranks than the groups.
     """
 
     def __init__(
@@ -113,14 +113,14 @@ class SplitGradients:
                 raise RuntimeError("the block ended without finish(), and the gradients are lost: call it last")
 
     def _backward(self, parts: Sequence[Tensor]) -> None:
-        """Add the gradients of one micro-batch, those of each part to its own set. Waits for nothing."""
+        """Add the gradients of one micro-batch, each part to its own set. Waits for nothing."""
         if any(module.require_forward_param_sync for module in self._ddp):
             raise RuntimeError(
                 "the forward pass ran with DDP's reducer armed, so ranks would keep different gradients: run the "
                 "forward passes inside the block too, through the wrapper that the step was given"
             )
 
-        # A backward pass writes into `.grad`, so the set of its part takes that place in the meantime.
+        # A backward pass writes into `.grad`, so the set of its part is swapped in.
         for held, part in zip(self._held, parts, strict=False):
             self._reduce_each_pass()
             self._swap(held)
@@ -128,14 +128,14 @@ class SplitGradients:
                 if self.accumulation is None:
                     part.backward(retain_graph=part is not parts[-1])
                 else:
-                    whole = part * self.accumulation.gradient_accumulation_steps
-                    self.accumulation.backward(whole, retain_graph=part is not parts[-1])
+                    undivided = part * self.accumulation.gradient_accumulation_steps
+                    self.accumulation.backward(undivided, retain_graph=part is not parts[-1])
             finally:
                 self._swap(held)
 
     def _finish(self, factors: Sequence[Tensor]) -> None:
         """Scale each part, add the gradients of other losses, and sum over ranks what no wrapper has summed."""
-        # FSDP2 has divided everything by its ranks. The factors belong to the parts alone.
+        # FSDP2 has divided everything by its ranks. The factors belong to the parts only.
         for i, parameter in enumerate(self.parameters):
             averaged = self._averaged[i]
             if parameter.grad is not None and averaged != 1:

@@ -1,9 +1,9 @@
-"""An optimizer step of many micro-batches and ranks, whose gradient is that of one batch in one process.
+"""An optimizer step of many micro-batches and ranks, whose gradient equals one batch in one process.
 
     .grad = Σ ∇ policy_gradient / kept + Σ ∇ (KL and entropy terms) / original     over micro-batches and ranks
 
-Each micro-batch adds its sum and its counts. The sums are divided once, at the end, when the counts of the whole step
-are known: in bypass mode what is kept depends on π_θ, and everywhere a rank or a loop may hold a part only.
+Each micro-batch adds its sum and its counts. The sums are divided once, at the end, when the counts of the step
+are known: in bypass mode what is kept depends on π_θ, and in every mode a rank may have only a part of the batch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StepOutcome(NamedTuple):
     """The numbers of an optimizer step, over all micro-batches and ranks: 0-d float64 tensors, on the device.
 
     Attributes:
-        loss: the loss of the whole step.
+        loss: the loss of the step.
         kept: tokens (or denoising steps) in the loss.
         total: tokens (or denoising steps) that were sampled.
         skipped: 0-d bool. The step has no gradient to learn from: nothing was kept and there is no KL or entropy term,
@@ -63,7 +63,7 @@ class TrainingStep(SplitGradients):
 
     It counts the denominators over micro-batches and ranks, and sums gradients over ranks. `model` may be a plain
     module, DDP or FSDP2, also prepared by accelerate. After `finish`, `.grad` is the gradient of the whole step on
-    every rank (FSDP2: the rank's shard of it), equal to that of one process with the whole batch: do not multiply the
+    every rank (FSDP2: the rank's shard of it), equal to one process with the whole batch: do not multiply the
     loss by the number of ranks, and do not divide it by the number of micro-batches.
 
     KL and entropy terms are divided by other counts than the policy gradient. So with them each micro-batch costs a
@@ -92,8 +92,8 @@ class TrainingStep(SplitGradients):
             the actor's configuration of a diffusion model. Also the `Correction` of all rows of the step, with its
             groups: its counts are known, so KL and entropy terms need no second backward pass.
         loss: clip constants, aggregation and coefficients; defaults to `LossConfig()`. Not for diffusion models.
-        group: data-parallel ranks. "local" means this process alone, and None the same with a warning if there are
-            several ranks.
+        group: data-parallel ranks. Defaults to this process, with a warning if there are several ranks; "local" omits
+            the warning.
         context_group: ranks that hold other slices of the same sequences.
         accumulation: the `accelerate.Accelerator` of the loop. Its `backward` then runs the backward passes, and its
             division by `gradient_accumulation_steps` is undone. Defaults to `loss.backward()`.
@@ -173,12 +173,13 @@ class TrainingStep(SplitGradients):
                 packed.
             advantages: same shape, or per sequence, (B,).
             response_mask: this micro-batch's tokens, same shape; read as ≠ 0.
-            correction: in decoupled mode, these rows' part: `correction[rows]`, or a correction of these rows alone.
+            correction: in decoupled mode, these rows' part: `correction[rows]`. Also a correction of only these rows,
+                unless weights are batch-normalized: each would be normalized by itself.
             entropy: of π_θ per token, nats, same shape. Only with an entropy coefficient.
             cu_seqlens: (B + 1,) token offsets, only when packed.
 
         Returns:
-            The loss in its parts. Its value is that of `rollcorr.policy_loss`; `finish` returns that of the step.
+            The loss in its parts. Its value is that of `rollcorr.policy_loss`; `finish` returns the loss of the step.
 
         Raises:
             TypeError: the step is one of a diffusion model.
@@ -213,7 +214,7 @@ class TrainingStep(SplitGradients):
 
         Raises:
             RuntimeError: outside the block, after `finish`, or the forward pass ran with DDP's reducer armed.
-            ValueError: the loss was aggregated in another mode than the step's.
+            ValueError: the aggregation mode of the loss is not the step's.
         """
         self._check_open("backward()")
         averaged, regularization = output.averaged, output.regularization

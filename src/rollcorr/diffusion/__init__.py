@@ -4,7 +4,7 @@ apply_bypass_mode_to_diffusion_batch           bypass: π_old := μ, no recomput
 apply_rollout_correction_to_diffusion_batch    decoupled: weights and keep mask, once per batch
 diffusion_loss                                 either mode: the loss of a micro-batch of steps
 
-`rollcorr.TrainingStep` takes these losses for an optimizer step of micro-batches, denoising steps and ranks.
+`rollcorr.TrainingStep` scales these losses in an optimizer step of micro-batches, denoising steps and ranks.
 """
 
 from rollcorr.diffusion.actor_config import DiffusionActorConfig
