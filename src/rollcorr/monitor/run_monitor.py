@@ -301,9 +301,13 @@ class Monitor:
         step, rollouts = self.steps + 1, self._rollouts
         self.steps = step
         self._begin_step()
-        if self._writer is not None:
-            self._writer.put(*self._tasks(step, dict(metrics), rollouts, rewards))
-        self._judge_step(step, metrics)
+        tasks = tuple(self._tasks(step, dict(metrics), rollouts, rewards))
+        try:
+            self._judge_step(step, metrics)
+        finally:
+            # Last, because the thread that this wakes competes with the judge for the interpreter.
+            if self._writer is not None:
+                self._writer.put(*tasks)
         if self._strict and self._writer is not None:
             self._writer.flush()
             error = self._writer.take_error()

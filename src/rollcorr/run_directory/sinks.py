@@ -38,8 +38,8 @@ RECENT_STEPS = 8
 LINE_EVERY = 10
 """Steps between two lines where there is no terminal."""
 
-TAIL_BYTES = 1 << 16
-"""Bytes that are read at a time to find the last whole line."""
+TAIL_BYTES = 1 << 20
+"""Bytes at the end of a file that contain the end of a whole line: no line is longer."""
 
 
 class Sink(Protocol):
@@ -140,15 +140,8 @@ class JsonLines:
 
 def _whole_bytes(file: io.FileIO) -> int:
     """How many bytes of a file are whole lines."""
-    end = file.seek(0, os.SEEK_END)
-    while end > 0:
-        start = max(0, end - TAIL_BYTES)
-        file.seek(start)
-        line_end = file.read(end - start).rfind(b"\n")
-        if line_end >= 0:
-            return start + line_end + 1
-        end = start
-    return 0
+    start = file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+    return start + file.read().rfind(b"\n") + 1
 
 
 class TensorBoard:
