@@ -146,6 +146,24 @@ def test_a_wholly_rejected_batch_gives_loss_and_gradient_zero(mode, loss_type, c
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 1
 
 
+@pytest.mark.parametrize("loss_type", ["ppo_clip", "reinforce"])
+def test_a_bypass_loss_leaves_out_missing_log_probs(loss_type):
+    """Also without weights and rejection: the loss reads the rollout log-probs."""
+    old, log_prob, advantages, mask = batch([[1.0, 1.0]], [[1.0, 3.0]])
+    old[0, 1] = float("nan")
+    config = actor({"rollout_is": None, "loss_type": loss_type})
+    loss, _ = verl.compute_policy_loss_bypass_mode(old, log_prob, advantages, mask, config=config)
+    loss.backward()
+    assert loss.isfinite()
+    assert log_prob.grad.isfinite().all()
+    assert log_prob.grad[0, 1] == 0
+
+    pure, *_ = v2025_11.compute_policy_loss_with_rollout_correction(
+        old, log_prob, advantages, mask, rollout_is=None, loss_agg_mode="token-mean"
+    )
+    assert pure.item() == pytest.approx(1.0)
+
+
 @per_implementation
 def test_the_caller_decides_what_a_bypass_loss_is_divided_by():
     """Of two tokens one is rejected: without counts the loss is its mean, with batch_num_tokens=2 half of it."""
