@@ -29,7 +29,9 @@ def load_model(path: Path = DEFAULT_MODEL) -> nn.Module:
     """The model in float32, with its head untied from its embedding, so that either can be stale alone."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        path, local_files_only=True, trust_remote_code=False, dtype=torch.float32
+    ).eval()
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head.weight is embedding.weight:
         head.weight = nn.Parameter(embedding.weight.detach().clone())

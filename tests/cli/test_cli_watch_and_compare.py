@@ -164,6 +164,7 @@ def test_a_null_in_the_run_directory_judges_the_run_everywhere(tmp_path):
             shown = invoke(*command)
             assert (shown.exit_code, verdict in shown.stdout) == (code, True), shown.output
             assert str(run / "null.json") in shown.stdout.replace("\n", ""), command
+        assert f"judged against {run / 'null.json'}" in invoke("advise", run).stderr
         assert json.loads(invoke("compare", run, "--json").stdout)[0]["verdict"] == verdict
         assert json.loads(invoke("compare", run, "--json").stdout)[0]["judged_against"] == str(run / "null.json")
         assert str(run / "null.json") in invoke("compare", run).stdout.replace("\n", "")

@@ -143,6 +143,8 @@ def advise_on(
     if as_json:
         typer.echo(advice.to_json())
     else:
+        if result.null is not None:
+            typer.echo(f"judged against {result.null.name}", err=True)  # users paste the YAML of the output
         show_advice(Console(highlight=False), advice)
     raise typer.Exit(advice.exit_code)
 
