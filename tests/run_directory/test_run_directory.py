@@ -63,8 +63,8 @@ BROKEN = [
     ('{"step": "x"}', "step 'x' is not a whole number from 0 on; correct the line"),
     ('{"step": -1}', "step -1 is not a whole number from 0 on"),
     ('{"step": true}', "step True is not a whole number from 0 on"),
-    ('{"step": 2, "a": 1, "step": 3}', "'step' is there twice; repair or remove the line"),
-    ('{"step": 2, "a": 1, "a": 1}', "'a' is there twice; repair or remove the line"),
+    ('{"step": 2, "a": 1, "step": 3}', "key 'step' is written twice"),
+    ('{"step": 2, "a": 1, "a": 1}', "key 'a' is written twice"),
     ('{"step": 2, "a": ' + "9" * 30 + "}", "'a' is an integer of more than 63 bits"),
     ('{"step": 2, "a": ' + "[" * 100 + "]" * 100 + "}", "nested 101 levels deep"),
 ]

@@ -141,9 +141,6 @@ def read_line(number: int, text: bytes) -> Line:
     """Parse a line; its `fault` is empty if the line is valid."""
     try:
         row = load_json(text)
-        # A name and its colon: more colons than names are a repeated name, a name with a colon, or a list of objects.
-        if isinstance(row, dict) and text.count(b":") > len(row):
-            row = json.loads(text, object_pairs_hook=_without_repetition)
         _check_row(row)
     except json.JSONDecodeError as error:
         return Line(number, text, {}, f"not JSON ({error}); repair or remove the line")
@@ -221,11 +218,3 @@ def _check_row(row: object) -> None:
     for name, value in row.items():
         if type(value) is int and value.bit_length() > 63:
             raise ValueError(f"{name!r:.40} is an integer of more than 63 bits; repair or remove the line")
-
-
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = next(name for index, (name, _) in enumerate(pairs) if name in dict(pairs[:index]))
-        raise ValueError(f"{twice!r:.40} is there twice; repair or remove the line")
-    return found
