@@ -115,6 +115,7 @@ def test_05_effective_sample_size_of_zero_weights_is_zero():
 @per_implementation
 def test_06_a_wholly_rejected_batch_gives_loss_and_gradient_zero():
     train, rollout, mask = pair(1.0, 1.0)
+    train, rollout = train - 2, rollout - 2
     correction = correct(train, rollout, mask, "decoupled_geo_rs")
     assert not correction.loss_mask.any()
     assert correction.sequence_kept.tolist() == [False]
