@@ -6,6 +6,7 @@ advantages have more of theirs in tests/core and tests/test_policy_loss.py.
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 
@@ -14,7 +15,8 @@ import torch
 from context_slices import Slice, reduced
 from implementations import IMPLEMENTATIONS, last_digits, per_implementation, widest_dtype
 
-from rollcorr import correct, merge_statistics
+import rollcorr
+from rollcorr import merge_statistics
 from rollcorr.config import InertOptionWarning, LossConfig, RolloutCorrectionConfig
 from rollcorr.core.advantages import grpo_advantages, terminal_rewards
 from rollcorr.core.diffusion import gaussian_log_prob, sde_step, sde_step_mean
@@ -25,6 +27,7 @@ from rollcorr.diffusion import apply_rollout_correction_to_diffusion_batch, chec
 from rollcorr.kernels.correction import correction_kernel
 
 NAN, INF = math.nan, math.inf
+correct = functools.partial(rollcorr.correct, densities=True)  # log-ratios by hand, beside log-probs of 0
 TOKEN_IS = RolloutCorrectionConfig(rollout_is="token")
 
 every_kernel = pytest.mark.parametrize("impl", IMPLEMENTATIONS)
