@@ -29,7 +29,7 @@ from rollcorr.diagnostics.health.trend import WATCHED
 from rollcorr.monitor.field_names import FieldNames, read_fields
 from rollcorr.monitor.rank_exchange import RankExchange
 from rollcorr.monitor.rollout_sample import CollectedRollouts, RolloutSample, check_log_can_be_written
-from rollcorr.monitor.run_writer import CONFIG, LINE, ROWS, SINKS, RunWriter, Task
+from rollcorr.monitor.run_writer import CONFIG, LINE, ROWS, SINKS, RunWriter, WriteTask
 from rollcorr.monitor.running_judge import COUNTS, RunningJudge, alarm_text
 from rollcorr.monitor.step_totals import StepTotals, merged_metrics
 from rollcorr.run_directory import JsonLines, RunDirectory, RunLock, Sink, drop_later_steps
@@ -481,21 +481,21 @@ class Monitor:
 
     def _tasks(
         self, step: int, metrics: Mapping[str, float], rollouts: CollectedRollouts | None, rewards: Tensor | None
-    ) -> Iterator[Task]:
+    ) -> Iterator[WriteTask]:
         """The files and sinks of a step, in the order that a reader relies on. The rows come to the host here."""
         if rollouts is not None:
             rows = rollouts.rows(self.directory.rollout_log(step, self._exchange.rank), step, rewards)
             if rows is not None:
-                yield Task(ROWS, step, rows.write, rows.bytes)
+                yield WriteTask(ROWS, step, rows.write, rows.bytes)
         if self._file is not None:
-            yield Task(LINE, step, partial(self._file.write, step, metrics))
+            yield WriteTask(LINE, step, partial(self._file.write, step, metrics))
         if self._sinks is not None:
-            yield Task(SINKS, step, partial(self._sinks.write, step, metrics))
+            yield WriteTask(SINKS, step, partial(self._sinks.write, step, metrics))
 
     def _write_config(self) -> None:
         if self._writes and self._writer is not None and self.config is not None:
             text = dump_yaml({"rollout_correction": _plain(self.config)})
-            self._writer.put(Task(CONFIG, self.steps, partial(write_text_durably, self.directory.config, text)))
+            self._writer.put(WriteTask(CONFIG, self.steps, partial(write_text_durably, self.directory.config, text)))
             self._writer.flush()
 
     def _report_sink(self, line: str, error: BaseException) -> None:

@@ -32,7 +32,7 @@ PATIENCE, CLOSING_SECONDS = 0.02, 30.0
 
 
 @dataclass(frozen=True, eq=False)
-class Task:
+class WriteTask:
     """Something to write: its kind, its step, how it is written, and the bytes that it takes if it may be dropped."""
 
     kind: str
@@ -50,8 +50,8 @@ class RunWriter:
 
     def __init__(self) -> None:
         self.lost: Counter[str] = Counter()
-        self._waiting: list[Task] = []
-        self._current: Task | None = None
+        self._waiting: list[WriteTask] = []
+        self._current: WriteTask | None = None
         self._failing: set[str] = set()
         self._error: BaseException | None = None
 
@@ -85,7 +85,7 @@ class RunWriter:
         """Count the tasks of a kind that could not be done yet, or were given up."""
         return self.lost[kind] + (len(self._of_kind(kind)) if kind in self._failing else 0)
 
-    def put(self, *tasks: Task) -> None:
+    def put(self, *tasks: WriteTask) -> None:
         """Hand over the tasks of a step. Blocks for about `PATIENCE` at most, also if the disk hangs."""
         if self.is_in_child:
             return
@@ -139,7 +139,7 @@ class RunWriter:
         self._changed.notify_all()
         return self._asked
 
-    def _of_kind(self, kind: str) -> list[Task]:
+    def _of_kind(self, kind: str) -> list[WriteTask]:
         return [task for task in list(self._waiting) if task.kind == kind]
 
     def _has_room(self) -> bool:
@@ -157,13 +157,13 @@ class RunWriter:
                 self._answered = asked
                 self._changed.notify_all()
 
-    def _next(self, failed: set[str]) -> Task | None:
+    def _next(self, failed: set[str]) -> WriteTask | None:
         """The first task of a kind that has not failed in this round. It stays in the queue until it is done."""
         with self._changed:
             self._current = next((task for task in self._waiting if task.kind not in failed), None)
             return self._current
 
-    def _try(self, task: Task, failed: set[str]) -> None:
+    def _try(self, task: WriteTask, failed: set[str]) -> None:
         error: Exception | None = None
         try:
             task.write()
@@ -191,7 +191,7 @@ class RunWriter:
                 self._failing.add(task.kind)
                 logger.error("%s: %s; it is tried again at the next step", task.kind, error)
 
-    def _lose(self, task: Task, why: str) -> None:
+    def _lose(self, task: WriteTask, why: str) -> None:
         """Give a task up, count it, and log the first of its kind."""
         if task in self._waiting:
             self._waiting.remove(task)

@@ -31,7 +31,7 @@ class BadInputError(ValueError):
     """A run or a log cannot be read; the message names the file, the place and the fix."""
 
 
-class Line(NamedTuple):
+class MetricsLine(NamedTuple):
     """A line of a metrics.jsonl.
 
     Attributes:
@@ -119,7 +119,7 @@ class StepStore:
         return StoredStep(places, numbers, objects)
 
 
-def metrics_lines(path: Path) -> Iterator[Line]:
+def metrics_lines(path: Path) -> Iterator[MetricsLine]:
     """The lines of a metrics.jsonl that are not blank, one at a time.
 
     Raises:
@@ -137,16 +137,16 @@ def metrics_lines(path: Path) -> Iterator[Line]:
         raise BadInputError(f"{path}: {error.strerror}; a run writes it, one JSON object per step") from error
 
 
-def read_line(number: int, text: bytes) -> Line:
+def read_line(number: int, text: bytes) -> MetricsLine:
     """Parse a line; its `fault` is empty if the line is valid."""
     try:
         row = load_json(text)
         _check_row(row)
     except json.JSONDecodeError as error:
-        return Line(number, text, {}, f"not JSON ({error}); repair or remove the line")
+        return MetricsLine(number, text, {}, f"not JSON ({error}); repair or remove the line")
     except ValueError as error:
-        return Line(number, text, {}, str(error))
-    return Line(number, text, row, "")
+        return MetricsLine(number, text, {}, str(error))
+    return MetricsLine(number, text, row, "")
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -190,7 +190,7 @@ def drop_later_steps(directory: RunDirectory, step: int) -> list[int]:
     if not directory.metrics.is_file():
         return list(range(1, step + 1))
 
-    def kept() -> Iterator[Line]:
+    def kept() -> Iterator[MetricsLine]:
         lines = metrics_lines(directory.metrics)
         return (line for line in lines if not line.is_cut_off and line.metrics.get("step", step + 1) <= step)
 
