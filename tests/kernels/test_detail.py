@@ -99,7 +99,7 @@ def test_packed_shards_merge_to_the_padded_whole(seed, cuts):
 
 @per_implementation
 def test_a_packed_position_is_the_place_in_its_sequence():
-    train, rollout = torch.zeros(5), torch.tensor([0.0, 0.0, 0.0, 4.0, 0.0])
+    train, rollout = torch.tensor([0.0, 0.0, 0.0, -4.0, 0.0]), torch.zeros(5)
     detail = correct(train, rollout, torch.ones(5), CONFIG, cu_seqlens=torch.tensor([0, 2, 2, 5]), detail=True)
     assert detail.worst().tokens[0] == WorstToken(-4.0, 2, 1)
 
