@@ -114,7 +114,7 @@ class PresetTotals:
         )
         presets = {}
         for name, config in PRESETS_ONCE.items():
-            correction = correct(train, rollout, mask, config, cu_seqlens=cu_seqlens)
+            correction = correct(train, rollout, mask, config, cu_seqlens=cu_seqlens, densities=True)
             weight = (correction.loss_mask.numpy() & valid).astype(np.float64)
             if config.weights_reach_loss and correction.weights is not None:
                 weight = np.where(weight > 0, correction.weights.double().numpy(), 0.0)

@@ -187,7 +187,8 @@ def _part(rows: Sequence[SampleRow], config: RolloutCorrectionConfig) -> Part:
     sides = (torch.cat([row.train for row in rows]), torch.cat([row.rollout for row in rows]))
     train, rollout = (side.masked_fill(side == JSON_MINUS_INFINITY, torch.nan) for side in sides)
     lengths = torch.tensor([len(row.train) for row in rows], device="cpu")
-    correction = correct(train, rollout, mask, config, cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]))
+    cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    correction = correct(train, rollout, mask, config, cu_seqlens=cu_seqlens, densities=True)
 
     sums, ids = TokenSums.empty(STEP_IDS), [row.response_ids for row in rows]
     known = [row_ids for row_ids in ids if row_ids is not None]

@@ -302,7 +302,7 @@ class Measurement:
                 of_step = ratios.of_rows(rows.numpy())
                 own_ids = None if ids is None else ids[tokens.numpy()]
             cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-            correction = correct(*own, self.config, cu_seqlens=cu_seqlens)
+            correction = correct(*own, self.config, cu_seqlens=cu_seqlens, densities=True)
             sums = TokenSums.empty(STEP_IDS)
             if own_ids is not None:
                 sums = TokenSums.of(*of_step.ids_and_d(own_ids), limit=STEP_IDS)

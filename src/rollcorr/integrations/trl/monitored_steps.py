@@ -124,7 +124,7 @@ class MonitoredSteps:
         if sampling is not None:
             columns["sampling"] = sampling
 
-        correction = self.monitor.correct(old, rollout, mask, columns=columns, fill=1.0)
+        correction = self.monitor.correct(old, rollout, mask, columns=columns, fill=1.0, densities=True)
         self._own_rows += len(mask)
         if self._scored is not None:
             self._rewards.append(self._scored)
