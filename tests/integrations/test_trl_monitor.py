@@ -174,7 +174,7 @@ def test_a_tracker_gets_every_metric(tmp_path, watched):
 
 
 def test_nothing_in_the_loop_raises(tmp_path, watched, monkeypatch):
-    """Metrics that are no numbers, rewards of other rows, log-probs of another shape, and a judge that fails."""
+    """Metrics that are no numbers, rewards of other rows, odd masks, log-probs of another shape, a judge that fails."""
     trainer, monitor = watched(tmp_path, "tis", report_to=[], monitor={"rollouts": RolloutSample()})
     trainer._metrics["train"]["user"] += ["text", None, torch.ones(2), 2.0]
     for rows in (7, 8):
@@ -191,9 +191,17 @@ def test_nothing_in_the_loop_raises(tmp_path, watched, monkeypatch):
         trainer.train(1, first=1)
     assert monitor.steps == 2
 
+    mask = recorded_batch()["completion_mask"]
+    trainer.batch = recorded_batch() | {
+        "tool_mask": torch.where(mask.bool(), -1, 0),
+        "sampling_per_token_logps": mask * 0.5,
+    }
+    trainer.train(1, first=2)
+    assert monitor.steps == 3
+
     trainer.batch = recorded_batch()
     monkeypatch.setattr("rollcorr.integrations.trl.corrected_trainer.console_metrics", lambda *_: 1 / 0)
-    trainer.train(1, first=2)
+    trainer.train(1, first=3)
     assert "rollout_corr/kl" in trainer.logged[-1]
 
 

@@ -314,7 +314,7 @@ def _correct_batch(trainer: Trainer, batch: dict[str, Any]) -> None:
         _report_missing(trainer, missing)
         return
 
-    config, steps, mask = trainer._correction_config, trainer._monitored_steps, tokens_in_loss(batch)
+    config, steps, mask = trainer._correction_config, trainer._monitored_steps, tokens_in_loss(batch) != 0
     old = trainer._token_log_prob if loss_type_of(trainer) == "rloo" else batch.get("old_per_token_logps")
     if old is None:
         old = _old_log_prob(trainer, batch)
