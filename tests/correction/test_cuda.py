@@ -137,11 +137,13 @@ MODES = {
 }
 
 
-def policies_of(parameter: torch.Tensor, log_prob: torch.Tensor, *, bypass: bool) -> PolicyLogProbs:
+def policies_of(
+    parameter: torch.Tensor, log_prob: torch.Tensor, *, bypass: bool, plain: bool = False
+) -> PolicyLogProbs:
     return PolicyLogProbs(
         log_prob=log_prob + parameter,
         old_log_prob=None if bypass else log_prob,
-        rollout_log_prob=log_prob + 1,
+        rollout_log_prob=None if plain else log_prob + 1,
         ref_log_prob=log_prob,
     )
 
@@ -164,7 +166,7 @@ def test_a_loss_and_its_gradient_neither_read_nor_send_a_value(mode, aggregation
     )
     parameter = tensor().requires_grad_()
     with Counts() as counts:
-        policies = policies_of(parameter, log_prob, bypass=bypass)
+        policies = policies_of(parameter, log_prob, bypass=bypass, plain=settings is None)
         correction = None
         if settings is not None and not bypass:
             correction = correct(log_prob, rollout, mask, settings, cu_seqlens=cu_seqlens)
@@ -373,7 +375,7 @@ def test_a_loss_on_two_devices_is_refused_by_name():
 
 @pytest.mark.parametrize(
     ("options", "packed", "launches"),
-    [({}, False, 193), ({}, True, 199), ({"rollout_rs": ",".join(CRITERIA), "rollout_rs_threshold": 1.0}, False, 480)],
+    [({}, False, 193), ({}, True, 200), ({"rollout_rs": ",".join(CRITERIA), "rollout_rs_threshold": 1.0}, False, 480)],
     ids=["one criterion", "one criterion, packed", "every criterion"],
 )
 def test_a_micro_batch_is_few_launches(options, packed, launches):

@@ -24,12 +24,12 @@ class Batch:
         with torch.no_grad():
             self.old = TinyPolicy()(self.inputs, self.tokens)[0] + 0.05 * noise
 
-    def arguments(self, model, rows=slice(None), *, bypass=False):
+    def arguments(self, model, rows=slice(None), *, bypass=False, plain=False):
         log_prob, entropy = model(self.inputs[rows], self.tokens[rows])
         policies = PolicyLogProbs(
             log_prob=log_prob,
             old_log_prob=None if bypass else self.old[rows],
-            rollout_log_prob=self.rollout[rows],
+            rollout_log_prob=None if plain else self.rollout[rows],
             ref_log_prob=self.reference[rows],
         )
         return (policies, self.advantages[rows], self.mask[rows]), {"entropy": entropy}
@@ -92,12 +92,12 @@ def test_any_decoupled_split_gives_the_whole_gradient(mode, normalizer, known, s
 
 def test_plain_ppo_needs_no_correction():
     batch, whole = Batch(), TinyPolicy()
-    arguments, options = batch.arguments(whole)
+    arguments, options = batch.arguments(whole, plain=True)
     policy_loss(*arguments, loss=REGULARIZED, **options).loss.backward()
     model = TinyPolicy()
     with TrainingStep(model, None, loss=REGULARIZED) as step:
         for rows in torch.arange(6).split(4):
-            arguments, options = batch.arguments(model, rows)
+            arguments, options = batch.arguments(model, rows, plain=True)
             step.backward(step.policy_loss(*arguments, **options))
         step.finish()
     assert_same_gradients(gradients_of(model), gradients_of(whole))
@@ -149,6 +149,7 @@ def test_a_correction_must_fit_the_step():
     with TrainingStep(model, "decoupled_token_is") as step:
         with pytest.raises(ValueError, match=r"correction was computed with .* the step has config="):
             step.policy_loss(*arguments, correction=batch.corrected("decoupled_seq_is"), **options)
+        arguments, options = batch.arguments(model, plain=True)
         output = policy_loss(*arguments, loss=LossConfig(loss_agg_mode="token-sum"), **options)
         with pytest.raises(ValueError, match="aggregated by token-sum, and the step is one of token-mean"):
             step.backward(output)
@@ -251,7 +252,7 @@ def test_the_tutorials_loss_divides_by_weights_below_one():
     """Σ w = 0.597 over three tokens of advantage 1: the gradient of each is −w / Σ w, and together they are −1."""
     weights = torch.tensor([[0.15, 0.2], [0.247, 1.0]])
     mask = torch.tensor([[1, 1], [1, 0]])
-    old = torch.full((2, 2), -1.0)
+    old = torch.full((2, 2), -3.0)
     part = correct(old, old - weights.log(), mask, "decoupled_token_is", normalizer="weights")[torch.arange(2)]
     assert part.loss_weights.sum().item() == pytest.approx(0.597, rel=1e-5)
     log_prob = old.clone().requires_grad_()
