@@ -138,7 +138,7 @@ def test_gradients_travel_in_buckets_of_a_bounded_size():
 
 
 def test_detail_names_tokens_by_what_the_caller_says():
-    train, rollout = torch.zeros(1, 3), torch.tensor([[0.0, 2.0, 0.0]])
+    train, rollout = torch.full((1, 3), -2.0), torch.tensor([[-2.0, 0.0, -2.0]])
     detail = Detail(sequence_offset=4, position_ids=torch.tensor([[0, 7, 9]]))
     token = correct(train, rollout, torch.ones(1, 3), "disabled", detail=detail).worst().tokens[0]
     assert (token.log_ratio, token.sequence, token.position) == (-2.0, 4, 7)
