@@ -87,10 +87,15 @@ def test_a_configuration_in_its_run_directory_needs_trust(tmp_path, stranger):
 def test_an_engine_of_a_file_starts_no_program_without_trust(tmp_path, block):
     theirs = tmp_path / "theirs.yaml"
     theirs.write_text(f"run_dir: {tmp_path / 'run'}\nrollout: {{engine: vllm, engine_options: {{{block}}}}}\n")
-    said = run_train(str(theirs), "model.path=/nowhere")
+    said = run_train(str(theirs), "model.path=/nowhere", f"run_dir={tmp_path / 'run'}")
     assert f"rollout.engine_options.{block.partition(':')[0]}" in said
     assert "--trust" in said
-    typed = run_train("rollout.engine=vllm", f"rollout.engine_options={{{block}}}", "model.path=/nowhere")
+    typed = run_train(
+        "rollout.engine=vllm",
+        f"rollout.engine_options={{{block}}}",
+        "model.path=/nowhere",
+        f"run_dir={tmp_path / 'run'}",
+    )
     assert "/nowhere" in typed
     assert "--trust" not in typed
 
@@ -98,7 +103,7 @@ def test_an_engine_of_a_file_starts_no_program_without_trust(tmp_path, block):
 def test_ordinary_options_of_a_file_need_no_trust(tmp_path):
     ours = tmp_path / "ours.yaml"
     ours.write_text("rollout: {engine: vllm, engine_options: {restarts: 3, engine_args: {max_model_len: 96}}}\n")
-    assert "/nowhere" in run_train(str(ours), "model.path=/nowhere")
+    assert "/nowhere" in run_train(str(ours), "model.path=/nowhere", f"run_dir={tmp_path / 'run'}")
 
 
 def test_a_program_trusts_its_own_configuration(tmp_path, stranger):

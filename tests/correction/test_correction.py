@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rollcorr import correct
 from rollcorr.config import InertOptionWarning, RolloutCorrectionConfig
 from rollcorr.core.mergeable_statistics import Statistics
-from rollcorr.correction import check_mask, count_denominators
+from rollcorr.correction import check_mask
+from rollcorr.correction.denominators import count_denominators
 from rollcorr.kernels.correction.torch import blocks
 
 HALF = math.log(0.5)

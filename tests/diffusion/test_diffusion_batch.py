@@ -12,7 +12,7 @@ from denoising import SCHEDULE, D, Denoiser, make_batch, perturbed, with_old
 from rollcorr import correct
 from rollcorr.config import InertOptionWarning, RolloutCorrectionConfig
 from rollcorr.core.diffusion import gaussian_kl
-from rollcorr.correction import count_denominators
+from rollcorr.correction.denominators import count_denominators
 from rollcorr.diffusion import (
     DiffusionActorConfig,
     apply_bypass_mode_to_diffusion_batch,

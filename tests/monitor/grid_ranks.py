@@ -95,7 +95,7 @@ def step_of(monitor: Monitor, scenario: str, shard: tuple[int, ...], tokens: sli
             add_loss(monitor, batch, correction=correction)
     elif scenario == "bypass":
         batch = packed(shard, tokens)
-        add_loss(monitor, batch, config=monitor.config, context_group=context)
+        add_loss(monitor, batch, config=monitor.config, context_group=context, whole_step=True)
     elif scenario == "correction alone":
         batch = packed(shard, tokens)
         arguments = (batch["old"], batch["rollout"], batch["mask"], CONFIG)

@@ -271,7 +271,7 @@ def bombs(folder):
     for name, content, message in (
         ("metrics", b'{"step": 1, "x": ' + b"[" * 100_000 + b"\n", "levels deep; the limit is 64"),
         ("metrics_line", b'{"step": 1, "x": "' + b"x" * 2 * MEGABYTE, "the line has more than 1,048,576 bytes"),
-        ("metrics_values", b'{"a":[' + b"[]," * 100_000 + b'[]],"b":1}\n', "numbers, the limit; thin it out"),
+        ("metrics_values", b'{"a":[' + b"[]," * 100_000 + b'[]],"b":1}\n', "MB of memory, the limit; thin it out"),
     ):
         run = folder / name
         run.mkdir()

@@ -117,21 +117,26 @@ BUGS: Mapping[str, Bug] = {
         KILL,
         CHECKPOINTS,
     ),
-    "log_not_flushed_before_checkpoint": Bug(LOOP, (("self.log.flush()", "pass"),)),
+    "log_not_flushed_before_checkpoint": Bug(LOOP, (("self.lines.flush()", "pass"),)),
     "log_written_after_checkpoint": Bug(
         LOOP,
         (
-            ("self.log.write(self.step, metrics)\n", "pass\n"),
+            ("self.lines.write(self.step, metrics)\n", "pass\n"),
             (
                 "self._save()\n\n        if",
-                "self._save()\n            self.log.write(self.step, metrics)\n\n        if",
+                "self._save()\n            self.lines.write(self.step, metrics)\n\n        if",
             ),
         ),
         KILL,
         "metrics.jsonl",
     ),
     # And others.
-    "later_lines_kept": Bug("run_directory/stored_run.py", (("if kept != text:", "if not text:"),), KILL, CHECKPOINTS),
+    "later_lines_kept": Bug(
+        "run_directory/metrics_file.py",
+        (("if size != directory.metrics.stat().st_size:", "if not size:"),),
+        KILL,
+        CHECKPOINTS,
+    ),
     "draws_from_process_history": Bug(
         "train/steps.py",
         (("manual_seed(derived_seed(seed, purpose, step))", "manual_seed(int(torch.randint(2**31, ())))"),),

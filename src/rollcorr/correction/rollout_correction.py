@@ -136,7 +136,7 @@ def correct(
         check_out(out, resolved, ordinary=ordinary, **log_probs, response_mask=response_mask)
 
     # No rank may count twice.
-    peers = members(group)
+    peers = None if group is None else members(group)
     if peers is not None and context_group is not None:
         check_groups(peers, context_group)
     ranks = (1 if peers is None else peers.size(), 1 if context_group is None else context_group.size())
