@@ -169,7 +169,8 @@ def merged_metrics(ranks: Sequence[tuple[Layout, Tensor]], context_ranks: int = 
 
     read: dict[tuple[str, str], HostStatistics] = {}
     for key, found_parts in statistics.items():
-        parts = _once_per_context(found_parts) if key[0] == "values" else [part for _, part in found_parts]
+        may_repeat = context_ranks > 1 and key[0] == "values"
+        parts = _once_per_context(found_parts) if may_repeat else [part for _, part in found_parts]
         read[key] = (merge_statistics(parts) if len(parts) > 1 else parts[0]).read()
     metrics: dict[str, float] = {}
     if ("correction", "") in read:
