@@ -110,7 +110,7 @@ def trl_pairs(arguments: argparse.Namespace, checkouts: tuple[Path, Path]) -> di
             run = subprocess.run(command, cwd=checkouts[side], env=environment, capture_output=True, text=True)
             if run.returncode:
                 raise SystemExit(f"{checkouts[side]}: {' '.join(command)} failed\n{run.stderr[-2000:]}")
-            found[side] = json.loads(run.stdout[run.stdout.index("{") :])
+            found[side] = json.loads(run.stdout[run.stdout.rindex("{\n") :])
         for name, pairs in times.items():
             pairs.append((found[0][name] / 1e3, found[1][name] / 1e3))
     return times
