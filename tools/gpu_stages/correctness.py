@@ -66,10 +66,10 @@ def _golden(plan: Plan, impl: str) -> dict[str, object]:
             for name in ("old_log_prob", "rollout_log_prob")
         )
         mask = torch.from_numpy(data["response_mask"]).to(getattr(torch, case["mask_dtype"]))
-        expected = correct(train.double(), rollout.double(), mask, config, impl="reference")
+        expected = correct(train.double(), rollout.double(), mask, config, impl="reference", densities=True)
         if impl == "cpu" and train.dtype not in (torch.float32, torch.bfloat16):
             continue
-        actual = correct(*(x.to(plan.device) for x in (train, rollout, mask)), config, impl=impl)
+        actual = correct(*(x.to(plan.device) for x in (train, rollout, mask)), config, impl=impl, densities=True)
         same = torch.equal(actual.loss_mask.cpu(), expected.loss_mask)
         if expected.weights is not None:
             same = same and torch.allclose(actual.weights.cpu(), expected.weights, rtol=3e-6, atol=1e-12)
@@ -89,7 +89,9 @@ def _random(plan: Plan, impl: str) -> dict[str, object]:
         case, packed = draw(seed, impl), seed % 2 == 0
         tensors = [x[case.inside] if packed else x for x in (case.train, case.rollout, case.mask)]
         cu_seqlens = torch.tensor([0, *case.lengths]).cumsum(0).to(plan.device) if packed else None
-        correction = correct(*(x.to(plan.device) for x in tensors), case.config, cu_seqlens=cu_seqlens, impl=impl)
+        correction = correct(
+            *(x.to(plan.device) for x in tensors), case.config, cu_seqlens=cu_seqlens, impl=impl, densities=True
+        )
         on_host = dataclasses.replace(
             correction,
             weights=None if correction.weights is None else correction.weights.cpu(),
