@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -15,7 +17,7 @@ from faulty_disk import ERRORS, Faults, faulty_disk
 
 from rollcorr import Monitor, RolloutSample, read_run
 from rollcorr.monitor import run_writer
-from rollcorr.monitor.rollout_sample import RolloutRows
+from rollcorr.monitor.rollout_sample import CollectedRollouts, RolloutRows
 from rollcorr.run_directory import JsonLines, read_metrics
 
 CASES = [(number, 1 + 5 * i, (1, 4, 30)[i % 3]) for i, number in enumerate((*ERRORS, *ERRORS[:5]))]
@@ -200,3 +202,33 @@ def test_an_unclosed_run_is_written_and_a_fork_adds_nothing(tmp_path):
     rewards = [(metrics["step"], metrics["reward"]) for metrics in read_run(tmp_path).series]
     assert rewards == [(1, 1.0), *((step, 2.0) for step in range(2, 21))]
     assert len(list((tmp_path / "rollouts").iterdir())) == 19
+
+
+def test_a_cancelled_sink_leaves_the_writer_alive(tmp_path):
+    class Cancelled:
+        def write(self, step, metrics):
+            metrics.clear()  # of a copy: the line and other sinks keep their metrics
+            if step == 2:
+                raise asyncio.CancelledError
+
+        def close(self):
+            pass
+
+    with Monitor(tmp_path / "run", sinks=[Cancelled()]) as monitor:
+        for step in range(1, 5):
+            monitor.step(x=step)
+        assert monitor.flush()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["x"]) for line in lines] == [(1, 1), (2, 2), (3, 3), (4, 4)]
+
+
+def test_rollouts_that_cannot_be_copied_cost_no_line(tmp_path, monkeypatch):
+    def no_memory(*_):
+        raise RuntimeError("out of memory")
+
+    log_prob = torch.full((2, 3), -1.0)
+    with Monitor(tmp_path / "run", rollouts=RolloutSample()) as monitor:
+        monkeypatch.setattr(CollectedRollouts, "rows", no_memory)
+        monitor.correct(log_prob, log_prob, torch.ones(2, 3))
+        monitor.step(x=1.0)
+    assert [json.loads(line)["x"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()] == [1.0]

@@ -147,6 +147,7 @@ class Monitor:
             if self._writes or rollouts is not None:
                 self._writer = RunWriter()
             self._write_config()
+            self.flush()
         except Exception as error:  # trackers have errors of their own
             problem = error
         problem_anywhere, earlier = self._agreed(problem, earlier)
@@ -470,11 +471,13 @@ class Monitor:
     def _drop_own_logs(self) -> None:
         """Remove the rollout logs of later steps that this rank has left; `drop_later_steps` knows the first rank's."""
         rank = self._exchange.rank
-        if rank == 0 or not self.directory.rollouts.is_dir():
+        # The ranks of a context group share one log, and one of them removes it.
+        shares_log = self._context_group is not None and self._context_group.rank() > 0
+        if rank == 0 or shares_log or not self.directory.rollouts.is_dir():
             return
         prefix = self.directory.rollout_log(0, rank).name.removesuffix("000000.parquet")
         for unfinished in self.directory.rollouts.glob(f".{prefix}*.tmp-*"):
-            unfinished.unlink()
+            unfinished.unlink(missing_ok=True)
         for log in self.directory.rollouts.glob(f"{prefix}*.parquet"):
             if int(log.stem.rpartition("_")[2]) > self.steps:
                 log.unlink()
@@ -484,7 +487,11 @@ class Monitor:
     ) -> Iterator[WriteTask]:
         """The files and sinks of a step, in the order that a reader relies on. The rows come to the host here."""
         if rollouts is not None:
-            rows = rollouts.rows(self.directory.rollout_log(step, self._exchange.rank), step, rewards)
+            rows = None
+            try:
+                rows = rollouts.rows(self.directory.rollout_log(step, self._exchange.rank), step, rewards)
+            except Exception as error:  # no memory on the host, for example: the line of the step is still written
+                self._log_or_raise(error, "step %d: its rollouts are lost", step)
             if rows is not None:
                 yield WriteTask(ROWS, step, rows.write, rows.bytes)
         if self._file is not None:
@@ -496,7 +503,6 @@ class Monitor:
         if self._writes and self._writer is not None and self.config is not None:
             text = dump_yaml({"rollout_correction": _plain(self.config)})
             self._writer.put(WriteTask(CONFIG, self.steps, partial(write_text_durably, self.directory.config, text)))
-            self._writer.flush()
 
     def _report_sink(self, line: str, error: BaseException) -> None:
         if self._writer is None:

@@ -164,10 +164,10 @@ class RunWriter:
             return self._current
 
     def _try(self, task: WriteTask, failed: set[str]) -> None:
-        error: Exception | None = None
+        error: BaseException | None = None
         try:
             task.write()
-        except Exception as caught:
+        except BaseException as caught:  # a tracker's CancelledError, for example, must not end this thread
             error = caught
         with self._changed:
             self._current = None

@@ -215,7 +215,7 @@ class Sinks:
             metrics: name → number.
         """
         for sink in self._working:
-            self._call(sink, f"step {step}: ", "write", step, metrics)
+            self._call(sink, f"step {step}: ", "write", step, dict(metrics))
 
     def flush(self) -> None:
         """Call `flush` of each sink that has it: the steps so far are on the disk then."""
