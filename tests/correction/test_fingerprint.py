@@ -258,3 +258,21 @@ def test_kernels_sum_the_policies_alike(impl, mask_share):
     largest = torch.stack([mask.sum(-1) * x.nan_to_num(0, 0, 0).abs().amax(-1) for x in (train, rollout)])
     assert torch.equal(sums[:2], expected[:2])
     assert ((sums - expected)[2:].abs() <= 0.2 * 2**-23 * largest).all()  # a tenth of what a loss allows
+
+
+@pytest.mark.filterwarnings("ignore:old_log_prob equals log_prob")
+def test_noise_of_the_old_policy_is_no_swap():
+    for seed in range(40):
+        generator = torch.Generator().manual_seed(seed)
+        log_prob, noise = -0.1 - torch.rand(1, 200, generator=generator), torch.randn(2, 1, 200, generator=generator)
+        mask = torch.ones(1, 200)
+        correction = correct(log_prob + 1e-3 * noise[0], log_prob + 1e-3 * noise[1], mask, "decoupled_token_is")
+        policies = PolicyLogProbs(log_prob=log_prob.clone().requires_grad_(), old_log_prob=log_prob)
+        policy_loss(policies, torch.ones(1), mask, correction=correction)
+
+
+def test_a_converted_old_policy_equal_to_the_rollout_is_no_swap():
+    old, mask = -torch.rand(4, 50, generator=torch.Generator().manual_seed(0)) - 0.1, torch.ones(4, 50)
+    correction = correct(old.bfloat16(), old.clone(), mask, "decoupled_token_is")
+    policies = PolicyLogProbs(log_prob=(old - 0.1).requires_grad_(), old_log_prob=old + 0)
+    policy_loss(policies, torch.ones(4), mask, correction=correction)

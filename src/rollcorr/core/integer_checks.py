@@ -140,6 +140,8 @@ def bounded_offsets(cu_seqlens: Tensor, tokens: int) -> Tensor:
 
 def _first(bad: Any, values: Any) -> tuple[str, float]:  # noqa: ANN401 (numpy arrays, which core does not import)
     """Return where the first true entry is, and the value there."""
+    if not bad.ndim:
+        return "its only entry", values.item()
     place = tuple(int(axis[0]) for axis in bad.nonzero())
     where = f"index {place[0] if len(place) == 1 else place}"
     return f"row {place[0]}, column {place[1]}" if len(place) == 2 else where, values[place]
