@@ -2,7 +2,7 @@
 
 Three steps. Each block of tokens is read once and leaves per-sequence sums and block-wide rows (`tokens`). The
 per-sequence table then decides weights and rejections (`decide`). Last, those decisions are spread over the outputs.
-Nothing waits for a device: values are read only where they lie in host memory (`regular`).
+No step reads a value, so none waits for a device.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ import torch
 from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
-from rollcorr.core.boundary import in_host_memory
 from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, outputs
 from rollcorr.kernels.correction.torch.decide import decide
-from rollcorr.kernels.correction.torch.regular import HostTokenPass, clear_dropped, filled_blocks, may_be_regular
 from rollcorr.kernels.correction.torch.table import Block, BlockRows, Reduction, SequenceTable
 from rollcorr.kernels.correction.torch.tokens import TokenPass
 
@@ -47,15 +45,7 @@ def torch_correction(
 ) -> CorrectionOutput:
     """As `rollcorr.kernels.correction.correction_kernel`; `block_tokens` sets a block's size."""
     weights, loss_mask = outputs(batch.mask, config, out)
-    readable = in_host_memory(batch.train, batch.rollout, batch.mask)
-    if readable and batch.mask.numel() and may_be_regular(config):
-        # Few and large: between operations readers wait for the interpreter, which costs more than a cache can save.
-        size = 2 * (block_tokens or CPU_BLOCK)
-        packed = batch.cu_seqlens is not None
-        blocks = list(token_blocks(batch.mask, batch.cu_seqlens, size) if packed else filled_blocks(batch.mask, size))
-    else:
-        blocks = list(token_blocks(batch.mask, batch.cu_seqlens, block_tokens))
-
+    blocks = list(token_blocks(batch.mask, batch.cu_seqlens, block_tokens))
     sizes = [block.at.stop - block.at.start for block in blocks]
     pieces = list(
         zip(
@@ -71,11 +61,8 @@ def torch_correction(
 
     def read(share: list[Piece]) -> TokenPass:
         tokens = TokenPass(config, batch.sequences, batch.mask.device)
-        if readable:
-            tokens = HostTokenPass(config, batch.sequences, batch.mask.device, block_tokens or CPU_BLOCK)
         for piece in share:
             tokens.read(*piece)
-        tokens.finish()
         return tokens
 
     table, rows = _joined(in_threads(read, pieces, threads_for(batch.mask)))
@@ -85,11 +72,8 @@ def torch_correction(
     decision = decide(table, rows, config)
 
     # What was decided for sequences is multiplied into what the blocks wrote. Packed: the ids of one block at a time.
-    if readable:
-        clear_dropped(decision.kept, loss_mask, batch.cu_seqlens)
     for block in blocks if batch.cu_seqlens is not None else [Block(slice(None), None)]:
-        if not readable:
-            _spread(decision.kept, loss_mask, block)
+        _spread(decision.kept, loss_mask, block)
         if weights is not None and decision.weight is not None:
             _spread(decision.weight.float(), weights, block)
 
@@ -192,10 +176,15 @@ def token_blocks(mask: Tensor, cu_seqlens: Tensor | None, size: int | None = Non
     if torch.compiler.is_compiling():
         size = max(1, mask.numel())
     size = size or (CPU_BLOCK if mask.device.type == "cpu" else DEVICE_BLOCK)
-    step = size if cu_seqlens is not None else max(1, size // max(1, mask.shape[1]))
-    lengths = None if cu_seqlens is None else cu_seqlens.to(torch.int64).diff()
-    for _, block in Block(slice(0, mask.shape[0]), lengths).parts(step):
-        yield block
+    if cu_seqlens is None:
+        step = max(1, size // max(1, mask.shape[1]))
+    else:
+        step, offsets = size, cu_seqlens.to(torch.int64)
+    total = mask.shape[0]
+    for start in range(0, max(1, total), step):
+        end = min(start + step, total)
+        lengths = None if cu_seqlens is None else (offsets - start).clamp(0, end - start).diff()
+        yield Block(slice(start, end), lengths)
 
 
 def _spread(per_sequence: Tensor, out: Tensor, block: Block) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,31 +17,16 @@ class Block(NamedTuple):
     Attributes:
         at: its rows when padded, its tokens when packed.
         lengths: how many of its tokens each sequence has, (B,), when packed; None when padded.
-        counts: how many tokens of each row count, when padded and read from host memory.
     """
 
     at: slice
     lengths: Tensor | None
-    counts: list[int] | None = None
 
     def ids(self) -> Tensor | None:
         """The sequence of each token, (n,) int64, when packed; None when padded."""
         if self.lengths is None:
             return None
         return torch.repeat_interleave(self.lengths, output_size=self.at.stop - self.at.start)
-
-    def parts(self, step: int) -> Iterator[tuple[slice, Block]]:
-        """Blocks of `step` of its rows or tokens, and where in this block each lies; one for a block without any."""
-        size = self.at.stop - self.at.start
-        if size <= step:
-            yield slice(0, size), self
-            return
-        offsets = None if self.lengths is None else torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
-        for start in range(0, size, step):
-            end = min(start + step, size)
-            lengths = None if offsets is None else (offsets - start).clamp_(0, end - start).diff()
-            counts = None if self.counts is None else self.counts[start:end]
-            yield slice(start, end), Block(slice(self.at.start + start, self.at.start + end), lengths, counts)
 
 
 class SequenceTable:
@@ -82,17 +67,6 @@ class SequenceTable:
             self._sums.add_(sums)
         return sums.sum(-1)
 
-    def add_counted(self, at: Tensor, counted: Tensor, sums: Mapping[str, Tensor]) -> None:
-        """Add what sequences have in blocks where every token that counts is measured, and none is capped.
-
-        Args:
-            at: which sequence each entry is of, (S,); one may occur in several blocks.
-            counted: how many tokens it has there, (S,) float64.
-            sums: column → Σ over these, (S,): all but what follows from `counted` and "log_ratio".
-        """
-        known = {"valid": counted, "compared": counted, "measured": counted, "capped": sums["log_ratio"], **sums}
-        self._sums.index_add_(1, at, torch.stack([known[name] for name in self._names]))
-
     def extreme(self, column: str, values: Tensor, block: Block) -> None:
         """Track the smallest or the largest value of each sequence: `column` ends in _min or _max.
 
@@ -113,11 +87,6 @@ class SequenceTable:
         found = self._columns.setdefault(column, ends)
         if found is not ends:
             (torch.minimum if smallest else torch.maximum)(found, ends, out=found)
-
-    def widen(self, column: str, at: Tensor, smallest: Tensor, largest: Tensor) -> None:
-        """Take in the smallest and the largest value that sequences have in blocks, (S,) each, as in `add_counted`."""
-        self._column(f"{column}_min", torch.inf).scatter_reduce_(0, at, smallest, "amin")
-        self._column(f"{column}_max", -torch.inf).scatter_reduce_(0, at, largest, "amax")
 
     def join(self, other: SequenceTable) -> None:
         """Add the columns that a pass over other blocks of the same batch filled."""

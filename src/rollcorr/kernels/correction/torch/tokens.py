@@ -117,9 +117,6 @@ class TokenPass:
         self._reject(loss_mask)
         self._describe(self.table.add(self._scratch.columns, block))
 
-    def finish(self) -> None:
-        """Called after the last block."""
-
     def _classify(self, train: Tensor, rollout: Tensor, mask: Tensor) -> None:
         """Widen and sort the tokens; masked and missing values are 0 from here on."""
         scratch = self._scratch
