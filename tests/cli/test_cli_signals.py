@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 
 COMMAND = """
-    import sys, time
+    import tempfile, time
     from rollcorr import cli
-    from rollcorr.engines.transport.owned_folders import OwnedFolder
 
     def command():
-        with OwnedFolder("vllm") as folder:
+        with tempfile.TemporaryDirectory() as folder:
             print(folder, flush=True)
             time.sleep(600)
 

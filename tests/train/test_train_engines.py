@@ -3,9 +3,7 @@
 import dataclasses
 import importlib
 import inspect
-import tempfile
 from contextlib import closing
-from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
@@ -15,8 +13,7 @@ import torch
 from rollcorr.config.sampling_spec import IncompatibleSamplingError
 from rollcorr.config.secrets import secret_places
 from rollcorr.engines import TransformersEngine, VllmOptions
-from rollcorr.engines.transport import owned_folders
-from rollcorr.train import load_config, train
+from rollcorr.train import load_config
 from rollcorr.train.grpo.engine_choice import CLASSES, make_engine
 from rollcorr.train.grpo.grpo_config import RolloutConfig
 from rollcorr.train.grpo.grpo_recipe import GrpoRecipe
@@ -114,13 +111,6 @@ def test_options_take_values_from_the_environment_where_the_engine_is_built(micr
     assert engine.options.env == {"HF_TOKEN": "t0ken-value"}
     assert "HF_TOKEN: ${env:TOKEN_OF_MINE}" in config.to_yaml()
     assert "t0ken-value" not in config.to_yaml() + repr(engine.options) + repr(config)
-
-
-def test_the_next_run_removes_what_a_killed_one_left_in_the_temporary_directory(micro_config, tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    left = Path(tempfile.mkdtemp(prefix=f"rollcorr-vllm_{owned_folders._host()}_1_"))
-    train(micro_config("steps=1"))
-    assert not left.exists()
 
 
 def test_no_option_of_a_run_by_itself_looks_like_a_secret(micro_config):

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -36,7 +37,6 @@ from rollcorr.engines.base import (
 from rollcorr.engines.completions import Completion, rollout_from_completions
 from rollcorr.engines.generation_settings import GenerationSettings, refuse_settings
 from rollcorr.engines.response_scoring import copied_model, make_probe, score_probe, vocabulary_size
-from rollcorr.engines.transport.owned_folders import OwnedFolder
 from rollcorr.engines.weight_rounding import MOST_BITS, rounded_to_bits
 
 ComputeType = Literal["int8", "int16", "float32"]
@@ -370,9 +370,9 @@ def _converted(model: Any, eos_token_id: int, vocabulary: int) -> dict[str, byte
         def load_tokenizer(self, *_: object, **__: object) -> Any:  # noqa: ANN401
             return names
 
-    with OwnedFolder("ctranslate2") as directory, _short_collections():
+    with tempfile.TemporaryDirectory(prefix="rollcorr-ctranslate2-") as directory, _short_collections():
         model.config.save_pretrained(directory)
-        output = Path(InProcess(str(directory)).convert(str(directory / "converted")))
+        output = Path(InProcess(directory).convert(str(Path(directory) / "converted")))
         return {path.name: path.read_bytes() for path in output.iterdir()}
 
 

@@ -16,7 +16,6 @@ from typing import Any
 from rich.console import Console
 
 from rollcorr.config.secrets import advice, secret_places
-from rollcorr.engines.transport.owned_folders import remove_abandoned_folders
 from rollcorr.run_directory.sinks import Sink
 from rollcorr.train.config_file import check_stored_config, read_config, recipe_of
 from rollcorr.train.devices import check_device
@@ -72,7 +71,6 @@ def train(config: RunConfig, *, console: Console | None = None, sinks: str | Seq
     places = secret_places(dataclasses.asdict(config))
     if places:
         console.print(advice(places), highlight=False, markup=False, soft_wrap=True)
-    remove_abandoned_folders()
     return run_recipe(_recipe_class(config.recipe), config, console=console, sinks=sinks)
 
 

@@ -1,1 +1,1 @@
-"""How engines are reached: JSON over HTTP, JSON over pipes to a guarded program, and weights in a folder."""
+"""How engines are reached: JSON over HTTP, JSON over pipes to a program, and weights in a folder."""

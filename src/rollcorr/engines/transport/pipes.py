@@ -2,8 +2,8 @@
 
 The engine writes a question to the program's standard input, `{"id": 1, "do": "generate", …}`, and reads the answer
 from its standard output: `{"id": 1, …}`, or `{"id": 1, "error": "…"}` when it cannot. What it writes to standard error
-is kept for error messages. It ends when its input does, so it does not outlive the engine. A guard (`guard.py`) stands
-between the two for when it would: it kills the program, and what that has started, once the engine's process is gone.
+is kept for error messages. It ends when its input does, so it does not outlive the engine. The program leads a process
+group, and what it has started ends with it.
 
 A worker that dies, does not answer in time, or answers something else is ended: a late answer would be taken for the
 answer to the next question.
@@ -16,19 +16,17 @@ import io
 import json
 import os
 import queue
-import shutil
+import signal
 import subprocess
-import sys
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from rollcorr.config.secrets import redact
 from rollcorr.engines.base import EngineAnswerError, EngineUnavailableError
-from rollcorr.engines.transport import guard
 
 # How many last lines of the program's standard error an error shows.
 STDERR_LINES = 20
@@ -44,8 +42,6 @@ class WorkerProcess:
         command: program and arguments.
         env: environment variables in addition to those of this process.
         name: what errors call it.
-        folder: a temporary folder of this process, which the guard removes if this process dies before it ends the
-            program.
 
     Raises:
         EngineUnavailableError: the program cannot be started.
@@ -57,12 +53,21 @@ class WorkerProcess:
         *,
         env: Mapping[str, str] | None = None,
         name: str = "worker",
-        folder: str | os.PathLike[str] | None = None,
     ) -> None:
         self.name = name
         redact(dict(env or {}))  # a program that fails may print them
-        self._guarded = _start(command, {**os.environ, **(env or {})}, name=name, folder=folder)
-        self._process = self._guarded.process
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,  # a buffered pipe cannot be closed while a thread is stuck writing to it
+                env={**os.environ, **(env or {})},
+                start_new_session=True,  # Ctrl-C asks the trainer to stop after a step, which needs the engine alive
+            )
+        except OSError as error:
+            raise EngineUnavailableError(f"the {name} {command[0]!r} cannot be started: {error}") from error
 
         self._asked = 0
         self._answers: queue.Queue[bytes | None] = queue.Queue()
@@ -75,11 +80,11 @@ class WorkerProcess:
         ]
         for thread in threads:
             thread.start()
-        self._end = weakref.finalize(self, _end, self._guarded, threads)  # also when the interpreter exits
+        self._end = weakref.finalize(self, _end, self._process, threads)  # also when the interpreter exits
 
     @property
     def pid(self) -> int:
-        """The number of the guard, which ends when the program has ended; the program ends when the guard is killed."""
+        """The number of the program's process, and of its group."""
         return self._process.pid
 
     @property
@@ -179,56 +184,17 @@ def _write(stream: io.FileIO, question: bytes) -> None:
         return
 
 
-class _Guarded(NamedTuple):
-    """A running guard, and the pipe whose end tells it that this process is gone."""
-
-    process: subprocess.Popen[bytes]
-    life: int
-
-
-def _start(
-    command: Sequence[str], env: Mapping[str, str], *, name: str, folder: str | os.PathLike[str] | None
-) -> _Guarded:
-    """Start the guard, which starts the program with the same standard streams."""
-    cannot = f"the {name} {command[0]!r} cannot be started"
-    if shutil.which(command[0], path=env.get("PATH")) is None:
-        raise EngineUnavailableError(f"{cannot}: there is no such program")
-
-    told, life = os.pipe()
-    place = "" if folder is None else os.fspath(folder)
-    watching = [sys.executable, "-I", "-S", guard.__file__, str(told), str(os.getpid()), place]
-    try:
-        process = subprocess.Popen(
-            [*watching, *command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,  # a buffered pipe cannot be closed while a thread is stuck writing to it
-            env=env,
-            pass_fds=(told,),
-            start_new_session=True,  # Ctrl-C asks the trainer to stop after a step, which needs the engine alive
-        )
-    except OSError as error:
-        os.close(life)
-        raise EngineUnavailableError(f"{cannot}: {error}") from error
-    finally:
-        os.close(told)
-    return _Guarded(process, life)
-
-
-def _end(guarded: _Guarded, threads: list[threading.Thread], *, patience: float = END_SECONDS) -> None:
-    """Close the input, wait, let the guard kill the program and those it started, and read its pipes to their end."""
-    process = guarded.process
+def _end(process: subprocess.Popen[bytes], threads: list[threading.Thread], *, patience: float = END_SECONDS) -> None:
+    """Close the input, wait, kill the program's group, and read its pipes to their end."""
     assert process.stdin is not None
     with contextlib.suppress(OSError):
         process.stdin.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(patience)
 
-    # A byte, so that the guard knows the end of the program from that of this process.
-    with contextlib.suppress(OSError):
-        os.write(guarded.life, b"x")
-    os.close(guarded.life)
+    # What the program has started may outlive it, and would hold its pipes open.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     for thread in threads:  # each closes the pipe that it reads
         thread.join(END_SECONDS)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-
-from rollcorr.engines.transport.owned_folders import OwnedFolder
 
 WEIGHTS = "*.safetensors*"
 
@@ -47,7 +46,8 @@ def read_policy(folder: Path, weights: Mapping[str, torch.Tensor]) -> Any:  # no
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
 
-    with OwnedFolder("weights") as other, without_progress_bars():
+    with tempfile.TemporaryDirectory(prefix="rollcorr-weights-") as place, without_progress_bars():
+        other = Path(place)
         shutil.copy(folder / "config.json", other)
         save_file({name: tensor.contiguous() for name, tensor in weights.items()}, other / "model.safetensors")
         return AutoModelForCausalLM.from_pretrained(

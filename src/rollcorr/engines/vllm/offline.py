@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,6 @@ from rollcorr.config.secrets import redact
 from rollcorr.engines.base import EngineAnswerError, EngineUnavailableError
 from rollcorr.engines.generation_settings import GenerationSettings
 from rollcorr.engines.remote_engine import RemoteOptions
-from rollcorr.engines.transport.owned_folders import OwnedFolder
 from rollcorr.engines.transport.pipes import WorkerProcess
 from rollcorr.engines.vllm.vllm_base import VllmBase
 from rollcorr.engines.vllm.weight_receiver import WORKER_EXTENSION
@@ -112,7 +112,7 @@ class VllmEngine(VllmBase):
         masked = bool(options.engine_args.get("return_sampling_mask"))
         super().__init__(model, settings, options, version=version, sampling_mask=masked)
 
-        self._checkpoint = OwnedFolder("vllm")
+        self._checkpoint = tempfile.TemporaryDirectory(prefix="rollcorr-vllm-")
         self._worker: WorkerProcess | None = None
         self.update_weights(model, version=version)
 
@@ -126,7 +126,7 @@ class VllmEngine(VllmBase):
         """End vLLM and remove the folder with its weights. This also happens when the engine is collected."""
         self._unusable = "it was closed"
         self._abandon()
-        self._checkpoint.close()
+        self._checkpoint.cleanup()
 
     def restart(self) -> None:
         """Start vLLM again with the weights that sample now, and verify them.
@@ -144,7 +144,7 @@ class VllmEngine(VllmBase):
 
     @property
     def _folder(self) -> Path:
-        return self._checkpoint.path
+        return Path(self._checkpoint.name)
 
     def _choices(self, prompts: list[list[int]], seeds: list[int]) -> list[Any]:
         question = {"prompts": prompts, "parameters": self._parameters, "seeds": seeds}
@@ -176,7 +176,7 @@ class VllmEngine(VllmBase):
     def _start(self, version: int) -> None:
         options = self.options
         command = [options.python, "-m", "rollcorr.engines.vllm.worker_program"]
-        self._worker = WorkerProcess(command, env=options.env, name="vLLM worker", folder=self._folder)
+        self._worker = WorkerProcess(command, env=options.env, name="vLLM worker")
 
         arguments = {
             "disable_log_stats": True,

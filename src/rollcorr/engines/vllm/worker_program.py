@@ -11,7 +11,7 @@ It holds one offline `vllm.LLM` and answers:
 - `score`, with `rows` of token ids and a `temperature`: `log_probs` of each token but the first of a row
 
 vLLM prints to the standard output as well, so answers go to a copy of its descriptor that nothing else writes to. The
-program ends as soon as its input does, whatever it is doing.
+program ends as soon as its input does, whatever it is doing, and takes along the processes that vLLM has started.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import json
 import math
 import os
 import queue
+import signal
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -153,7 +154,7 @@ def main() -> None:
     def read() -> None:
         for line in asked:
             questions.put(line)
-        os._exit(0)  # the engine is gone, and nobody waits for what the main thread may be computing
+        os.killpg(0, signal.SIGKILL)  # the engine is gone, and nobody waits for what vLLM may be computing
 
     threading.Thread(target=read, daemon=True).start()
     sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115 (until the process ends)
