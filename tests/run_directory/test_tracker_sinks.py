@@ -148,7 +148,7 @@ class Broken(Remembered):
             raise self.error
 
 
-ERRORS = (RuntimeError("a bug"), ConnectionError("the server is away"), SystemExit(3))
+ERRORS = (RuntimeError("a bug"), ConnectionError("the server is away"), SystemExit(3), KeyboardInterrupt("a tracker's"))
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)

@@ -10,13 +10,14 @@ import json
 import logging
 import math
 import os
+import re
 from array import array
 from collections.abc import ItemsView, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollcorr.config.json_text import load_json
-from rollcorr.run_directory.directory import STEP_PREFIX, RunDirectory, paths_by_step
+from rollcorr.run_directory.directory import RANK_PREFIX, STEP_PREFIX, RunDirectory, step_of
 from rollcorr.run_directory.durable_files import partial_path, write_chunks_durably
 
 logger = logging.getLogger("rollcorr.run_directory")
@@ -170,7 +171,8 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def drop_later_steps(directory: RunDirectory, step: int) -> list[int]:
     """Forget what a run logged after `step`, because a resumed run computes it again.
 
-    Half-written files of a killed run go too. Nothing else does: files of other names are not the run's.
+    These are lines, rollout logs of every rank, and half-written files of a killed run. Files of other names are not
+    the run's, and stay.
 
     Args:
         directory: of the run.
@@ -182,10 +184,12 @@ def drop_later_steps(directory: RunDirectory, step: int) -> list[int]:
     for path in (*directory.written, directory.picture("before"), directory.picture("after")):
         if not partial_path(path).is_dir():
             partial_path(path).unlink(missing_ok=True)
-    for log in directory.rollouts.glob(f".{STEP_PREFIX}*.parquet.tmp-*"):
-        log.unlink()
-    for later, log in paths_by_step(directory.rollouts, ".parquet").items():
-        if later > step:
+    for prefix in (STEP_PREFIX, RANK_PREFIX):
+        for unfinished in directory.rollouts.glob(f".{prefix}*.parquet.tmp-*"):
+            unfinished.unlink()
+    for log in directory.rollouts.glob("*.parquet"):
+        later = step_of(log.with_name(re.sub(rf"^{RANK_PREFIX}\d+_", "", log.name)))
+        if later is not None and later > step:
             log.unlink()
     if not directory.metrics.is_file():
         return list(range(1, step + 1))
