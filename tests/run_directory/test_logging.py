@@ -119,8 +119,8 @@ class Full:
             raise OSError(errno.EIO, "Input/output error")
         self.file.truncate(size)
 
-    def close(self):
-        self.file.close()
+    def __getattr__(self, name):
+        return getattr(self.file, name)
 
 
 @pytest.mark.parametrize("truncates", [True, False])

@@ -231,10 +231,10 @@ class Monitor:
             **options,
         )
         # A batch that is refused is not counted in part: the caller may catch the error, and try again.
-        before = None if self._rollouts is None else self._rollouts.mark()
+        sampled = None
         if self._rollouts is not None:
             logged = {"rollout_log_prob": rollout_log_prob, "old_log_prob": train_log_prob, **(columns or {})}
-            self._rollouts.add(
+            sampled = self._rollouts.sampled(
                 self.steps + 1,
                 response_mask,
                 logged,
@@ -242,12 +242,9 @@ class Monitor:
                 position_ids=position_ids,
                 context_group=self._context_group,
             )
-        try:
-            self.add(correction)
-        except Exception:
-            if self._rollouts is not None and before is not None:
-                self._rollouts.forget_since(before)
-            raise
+        self.add(correction)
+        if self._rollouts is not None and sampled is not None:
+            self._rollouts.keep(sampled)
         return correction
 
     def add(self, measured: Correction | PolicyLossOutput | Statistics) -> None:
@@ -490,9 +487,7 @@ class Monitor:
         self.flush()
         if self._errors:
             error = self._errors.pop()
-            if isinstance(error, Exception):
-                raise error
-            raise RuntimeError(f"step {step}: a sink raised {error!r}") from error
+            raise error if isinstance(error, Exception) else RuntimeError(f"step {step}: a sink raised {error!r}")
         hanging = [writer.waiting() for writer in self._writers() if writer.waiting()]
         if hanging:
             raise TimeoutError(f"step {step}: not written within {CLOSING_SECONDS:g} s: {', '.join(hanging)}")

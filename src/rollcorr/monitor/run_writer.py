@@ -151,16 +151,14 @@ class RunWriter:
         return os.getpid() != self._process
 
     def _refuse(self) -> None:
-        if self._has_refused:
-            return
+        forked = (
+            f"process {os.getpid()} is a forked child: the Monitor of process {self._process} does not write here; "
+            "make one of its own in the child, with a different directory"
+        )
+        closed = "this Monitor is closed: make another one, with start=N, to go on"
+        if not self._has_refused:
+            logger.error("%s", forked if self._is_in_child() else closed)
         self._has_refused = True
-        reason = "this Monitor is closed: make another one, with start=N, to go on"
-        if self._is_in_child():
-            reason = (
-                f"process {os.getpid()} is a forked child: the Monitor of process {self._process} does not write here; "
-                "make one of its own in the child, with a different directory"
-            )
-        logger.error("%s", reason)
 
     def _try_again(self) -> None:
         self._postponed.clear()
