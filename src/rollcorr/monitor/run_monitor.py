@@ -86,8 +86,8 @@ class Monitor:
         start: steps that are done already, for a run that goes on from a checkpoint. What was logged after them is
             dropped, because those steps are computed again.
         sinks: where metrics go besides `metrics.jsonl`: "tensorboard", "wandb", "mlflow", "trackio", "stdout", or
-            objects with `write(step, metrics)` and `close()`. They are used by the first rank alone, and get their
-            steps in the thread that writes.
+            objects with `write(step, metrics)` and `close()`. They are used by the first rank alone, and called in a
+            thread of their own.
         on_alarm: called with the `Finding` of each alarm that begins, on every rank. An exception of it is logged.
         rollouts: which rows go into the rollout log, a file for each step and rank. None writes none.
         strict: wait for the files and sinks in every step, and raise their errors and errors of the judgment.
@@ -291,6 +291,7 @@ class Monitor:
             TypeError, ValueError: a metric is no number, or its name is taken, or there are more or fewer rewards than
                 sequences in the rollout log. The step has not ended: call it again.
             RuntimeError: another rank is still in `correct`, or an exchange failed.
+            TimeoutError: only with `strict`: files or sinks hang. The step has ended.
         """
         self._totals.forget_values()
         for name, value in {**self._unwritten(), "reward": reward, **own}.items():
@@ -325,7 +326,9 @@ class Monitor:
             self._sound(self.steps + 1, finding)
 
     def flush(self) -> bool:
-        """Wait until the steps so far are in the files and with the trackers, half a minute at most.
+        """Wait until the steps so far are in the files and with the trackers; try what failed once more.
+
+        Gives up after half a minute for each attempt of files and sinks.
 
         Returns:
             Whether everything is written.
@@ -503,7 +506,7 @@ class Monitor:
 
     def _unwritten(self) -> dict[str, float | None]:
         """Counts of this rank. They are numbers of the step, so that every rank has the same ones."""
-        counts = {}
+        counts: dict[str, int] = {}
         if self._files is not None:
             counts |= {UNWRITTEN: self._files.unwritten(LINE), LOST_ROLLOUTS: self._files.lost[ROWS]}
         if self._trackers is not None:

@@ -49,7 +49,7 @@ class RunWriter:
 
     Args:
         on_error: called in the thread with each error of a task.
-        finish: called at the end of the thread, to close what it writes to. Not called while a task hangs.
+        finish: called in the thread at its end, to close what it writes to; if a task hangs, when that task has ended.
 
     Attributes:
         lost: the number of tasks of each kind that were given up.
@@ -105,8 +105,9 @@ class RunWriter:
 
             # A program that is faster than its disk for a moment waits here, and loses nothing.
             self._changed.wait_for(lambda: self._has_room() or self._is_idle(), PATIENCE)
-            for task in [*self._of_kind(ROWS), *self._of_kind(SINKS)][:-1]:
-                if not self._has_room() and task is not self._current:
+            oldest = iter([*self._of_kind(ROWS), *self._of_kind(SINKS)][:-1])
+            while not self._has_room() and (task := next(oldest, None)) is not None:
+                if task is not self._current:
                     self._lose(task, "too much waits to be written")
         return True
 
