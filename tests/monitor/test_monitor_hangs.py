@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -42,11 +43,9 @@ class Hanging:
             self.event.wait(60)
 
 
-@pytest.fixture
-def impatient(monkeypatch):
-    """Make the waits for a thread short: each of them ends by its limit here."""
-    monkeypatch.setattr(run_writer.RunWriter.close, "__defaults__", (0.1,))
-    monkeypatch.setattr(run_writer.RunWriter.flush, "__defaults__", (0.1,))
+def give_up_soon(writer):
+    """Make the waits for a thread that hangs short. Other threads have their half minute."""
+    writer.close, writer.flush = partial(writer.close, 0.1), partial(writer.flush, 0.1)
 
 
 def measured(monitor):
@@ -134,9 +133,10 @@ def test_steps_that_a_hanging_sink_holds_are_bounded(tmp_path, monkeypatch, capl
     assert caplog.text.count("is lost for the sinks: too much waits to be written") == 1
 
 
-def test_a_strict_monitor_names_what_hangs(tmp_path, impatient):
+def test_a_strict_monitor_names_what_hangs(tmp_path):
     hanging = Hanging()
     with Monitor(tmp_path, sinks=[hanging], strict=True) as monitor:
+        give_up_soon(monitor._trackers)
         try:
             with pytest.raises(TimeoutError, match=r"step 1: not written within 30 s: the sinks \(1\)"):
                 monitor.step()
@@ -147,13 +147,14 @@ def test_a_strict_monitor_names_what_hangs(tmp_path, impatient):
 # --- The end of a Monitor ---------------------------------------------------------------------------------------------
 
 
-def test_closing_gives_up_a_hanging_sink(tmp_path, impatient, caplog):
+def test_closing_gives_up_a_hanging_sink(tmp_path, caplog):
     """The lock goes back, and the sink gets no further steps."""
     hanging = Hanging()
     monitor = Monitor(tmp_path, sinks=[hanging])
     monitor.step(reward=1.0)
     assert hanging.entered.wait(60)
     monitor.step(reward=2.0)
+    give_up_soon(monitor._trackers)
     monitor.close()
     assert not (tmp_path / "run.lock").exists()
     assert "not written: the sinks (2)" in caplog.text
@@ -163,7 +164,7 @@ def test_closing_gives_up_a_hanging_sink(tmp_path, impatient, caplog):
     assert hanging.steps == [1, "closed"]
 
 
-def test_a_hanging_write_keeps_the_lock_until_it_ends(tmp_path, monkeypatch, impatient):
+def test_a_hanging_write_keeps_the_lock_until_it_ends(tmp_path, monkeypatch):
     """A later process must not write into the same file."""
     hanging = Hanging()
     with monkeypatch.context() as patch:
@@ -172,6 +173,7 @@ def test_a_hanging_write_keeps_the_lock_until_it_ends(tmp_path, monkeypatch, imp
         monitor.step(reward=1.0)
         assert hanging.entered.wait(60)
         monitor.step(reward=2.0)
+        give_up_soon(monitor._files)
         monitor.close()
     try:
         with pytest.raises(RunInUseError):
@@ -184,11 +186,12 @@ def test_a_hanging_write_keeps_the_lock_until_it_ends(tmp_path, monkeypatch, imp
     assert [metrics["reward"] for metrics in read_metrics(tmp_path / "metrics.jsonl")] == [1.0, 3.0]
 
 
-def test_closing_waits_a_limited_time_for_a_tracker(tmp_path, impatient, caplog):
+def test_closing_waits_a_limited_time_for_a_tracker(tmp_path, caplog):
     hanging = Hanging(closing=True)
     monitor = Monitor(tmp_path, sinks=[hanging])
     monitor.step()
-    monitor.flush()
+    assert monitor.flush()
+    give_up_soon(monitor._trackers)
     monitor.close()
     try:
         assert hanging.steps == [1]
