@@ -51,7 +51,7 @@ def no_call(rank: int, folder: Path, impatient: Any) -> None:
 
 
 def other_policy(rank: int, folder: Path, impatient: Any) -> None:
-    """The correction is of another π_old than the loss. The second rank's slice is empty, where π_old equals any π_θ."""
+    """The correction is of another π_old than the loss. The second rank's slice is empty: there π_old equals π_θ."""
     tokens = 6 * (1 - rank)
     old, rollout = torch.full((2, tokens), -1.0), torch.full((2, tokens), -1.5)
     mask = torch.ones(2, tokens, dtype=torch.bool)

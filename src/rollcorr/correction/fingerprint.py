@@ -96,7 +96,7 @@ def compare_policies(
     if readable and not bool(other_tokens.any() | (straight > _limit(found[2:].abs())).any()):
         return None
 
-    # With π_old = π_θ the ratio is 1, whatever π_old the correction saw. Every slice counts: a rank that raised by itself
+    # With π_old = π_θ the ratio is 1, whatever π_old the correction saw. Every slice counts: a rank that raised alone
     # would leave the others in their next exchange.
     moved = token_count(measured & (policies.log_prob.detach() != given[0]), cu_seqlens=cu_seqlens).double()
     largest = [sequence_max(policy.abs(), measured, cu_seqlens=cu_seqlens).clamp(min=0.0) for policy in given]
@@ -152,7 +152,7 @@ def _is_swapped(straight: Tensor, swapped: Tensor, narrow: Tensor, wide: Tensor,
 
 
 def _is_nearer_swapped(straight: Tensor, swapped: Tensor, tokens: Tensor) -> Tensor:
-    """Return whether the sums fit clearly better if the policies are exchanged; of one policy, in four sequences or more."""
+    """Return whether the sums fit clearly better with the policies exchanged; one policy needs four sequences."""
     if len(straight) == 2:
         return 2 * swapped.sum() < straight.sum()
     return ((tokens > 0).sum() > 3) & (20 * swapped.sum() < straight.sum())
