@@ -38,14 +38,6 @@ class Fingerprint(NamedTuple):
     sums: Tensor
     dtypes: tuple[torch.dtype, torch.dtype]
 
-    def of(self, index: slice | Tensor) -> Fingerprint:
-        """Return the fingerprint of some sequences."""
-        return self._replace(sums=self.sums[:, index])
-
-    def to(self, device: torch.device | str) -> Fingerprint:
-        """Return the fingerprint on a device."""
-        return self._replace(sums=self.sums.to(device))
-
 
 def compare_policies(
     fingerprint: Fingerprint | None,

@@ -96,7 +96,8 @@ def moved(correction: Correction, device: torch.device | str) -> Correction:
         response_mask=there(correction.response_mask),
         cu_seqlens=there(correction.cu_seqlens),
     )
-    fingerprint = correction.fingerprint and correction.fingerprint.to(device)
+    own = correction.fingerprint
+    fingerprint = own and own._replace(sums=own.sums.to(device))
     return with_context(copy, _moved_counts(correction.counts, device), fingerprint)
 
 

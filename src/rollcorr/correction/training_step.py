@@ -306,7 +306,12 @@ class TrainingStep(SplitGradients):
         if self._ratio is None:
             self._finish([by_kept, by_original])
         else:
-            self._check_ratio(rescaling(original, divisor))
+            found = rescaling(original, divisor)
+            if in_host_memory(found, self._ratio) and not torch.isclose(found, self._ratio, rtol=1e-5, equal_nan=True):
+                raise ValueError(
+                    "the losses of this step are of other rows than the correction that it was made with: give "
+                    "TrainingStep the correction of exactly these rows, such as correction.mini_batch(rows)"
+                )
             by_kept = by_original * self._ratio.to(by_original)
             self._finish([by_original, by_original])
 
@@ -334,18 +339,4 @@ class TrainingStep(SplitGradients):
                 f"the correction is of {correction.ranks} ranks and the step of {self.ranks} (data-parallel, context), "
                 "and batch normalization and slices of sequences need the same ranks: give correct and TrainingStep "
                 "the same group and context_group"
-            )
-
-    def _check_ratio(self, found: Tensor) -> None:
-        """Check that the losses have the counts of the step's correction. Reads values in host memory only.
-
-        Raises:
-            ValueError: the ratio of the counts differs.
-        """
-        if self._ratio is None or not in_host_memory(found, self._ratio):
-            return
-        if not torch.isclose(found, self._ratio, rtol=1e-5, equal_nan=True):
-            raise ValueError(
-                "the losses of this step are of other rows than the correction that it was made with: give "
-                "TrainingStep the correction of exactly these rows, such as correction.mini_batch(rows)"
             )
