@@ -49,8 +49,10 @@ def usable_ids(name: str, ids: Tensor, *ranges: tuple[int, int], mask: Tensor | 
         if outside.any():
             where, value = _first(outside, values)
             slices = "" if len(ranges) == 1 else f", and in a rank's slice: {', '.join(map(str, sorted(ranges)))}"
-            fix = "; correct it, or leave the token out, by mask= where there is one"
-            raise ValueError(f"{name} contains {value} at {where}, and must be from {least} to {most}{slices}{fix}")
+            raise ValueError(
+                f"{name} contains {value} at {where}, and must be from {least} to {most}{slices}; correct it, or leave "
+                "the token out, by mask= where there is one"
+            )
         if mask is None:
             return ids.to(torch.int64)
     return ids.to(torch.int64).clamp(least, most)

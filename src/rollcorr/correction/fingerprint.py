@@ -96,9 +96,10 @@ def compare_policies(
     on_policy = ~moved.any()
 
     # The wide limit allows for a conversion to a different dtype, the narrow one for summation.
-    pairs = zip(spread, given, fingerprint.dtypes, strict=False)
     narrow = _limit(torch.stack(spread))
-    wide = torch.stack([_limit(width, policy.dtype, dtype) for width, policy, dtype in pairs])
+    wide = torch.stack(
+        [_limit(n, x.dtype, dtype) for n, x, dtype in zip(spread, given, fingerprint.dtypes, strict=False)]
+    )
     is_swapped = _is_swapped(straight, swapped, narrow, wide, on_policy)
     differs = straight > wide
     is_earlier = on_policy & differs[0].any()

@@ -195,7 +195,15 @@ class TrainingStep(SplitGradients):
             raise TypeError("this step is one of a diffusion model: call diffusion_loss")
         self._check_open("policy_loss()")
         if correction is not None:
-            self._check_correction(correction)
+            if correction.config != self.config:
+                raise ValueError(f"correction was computed with {correction.config}, the step has config={self.config}")
+            if correction.ranks[1] != self.ranks[1] or (self._normalized and correction.ranks[0] != self.ranks[0]):
+                raise ValueError(
+                    f"the correction is of {correction.ranks} ranks and the step of {self.ranks} (data-parallel, "
+                    "context), and batch normalization and slices of sequences need the same ranks: give correct and "
+                    "TrainingStep the same group and context_group"
+                )
+
         output = policy_loss(
             policies,
             advantages,
@@ -325,18 +333,3 @@ class TrainingStep(SplitGradients):
                 for parameter in self.parameters:
                     parameter.grad = None
         return StepOutcome(policy * by_kept + terms * by_original, kept, total, skipped)
-
-    def _check_correction(self, correction: Correction) -> None:
-        """Check that a correction is of the step's configuration and ranks.
-
-        Raises:
-            ValueError: it is not.
-        """
-        if correction.config != self.config:
-            raise ValueError(f"correction was computed with {correction.config}, the step has config={self.config}")
-        if correction.ranks[1] != self.ranks[1] or (self._normalized and correction.ranks[0] != self.ranks[0]):
-            raise ValueError(
-                f"the correction is of {correction.ranks} ranks and the step of {self.ranks} (data-parallel, context), "
-                "and batch normalization and slices of sequences need the same ranks: give correct and TrainingStep "
-                "the same group and context_group"
-            )
