@@ -226,12 +226,12 @@ class TrainingStep(SplitGradients):
         """Compute the loss of a micro-batch of denoising steps; give it to `backward`.
 
         Args:
-            model_output: as in `rollcorr.diffusion.diffusion_loss`.
-            data: this micro-batch's slices of the batch.
+            model_output: tensors (b, w, …) of b samples and w steps, as `rollcorr.diffusion.diffusion_loss` takes them.
+            data: this micro-batch's slices of the batch, likewise.
             schedule: timestep values for the breakdown of bypass mode; None leaves it out.
 
         Returns:
-            The loss in its parts. `finish` returns the loss of the step.
+            The loss of this micro-batch, 0-d, in its parts. `finish` returns that of the step.
 
         Raises:
             TypeError: the step is one of tokens.

@@ -121,9 +121,18 @@ class DiffusionActorConfig:
     def micro_batch_loss(
         self, model_output: Batch, data: Batch, *, schedule: Sequence[float] | None = None
     ) -> PolicyLossOutput:
-        """Compute the loss of some samples and steps for `TrainingStep`, which adds up their counts.
+        """Compute the loss of b samples and w steps for `TrainingStep`, which adds up their counts.
 
-        Arguments and errors are those of `rollcorr.diffusion.diffusion_loss`.
+        Args:
+            model_output: tensors (b, w, …), as `rollcorr.diffusion.diffusion_loss` takes them.
+            data: this micro-batch's slices of the batch, likewise.
+            schedule: timestep values for the breakdown of bypass mode; None leaves it out.
+
+        Returns:
+            The loss and its counts, as if this call were the whole optimizer step.
+
+        Raises:
+            KeyError, ValueError: as `rollcorr.diffusion.diffusion_loss`.
         """
         from rollcorr.diffusion.denoising_loss import diffusion_loss
 
