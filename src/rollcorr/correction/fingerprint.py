@@ -73,7 +73,7 @@ def compare_policies(
 
     # Slices of a sequence add up.
     counts = [token_count(x, cu_seqlens=cu_seqlens).double() for x in (mask, measured)]
-    sums = [sequence_sum(policy.double(), measured, cu_seqlens=cu_seqlens) for policy in given]
+    sums = (sequence_sum(policy.double(), measured, cu_seqlens=cu_seqlens) for policy in given)
     found = sum_over(torch.stack([*counts, *sums]), context_group)
 
     # Sums over different tokens cannot be compared, nor sums of sentinels near the end of the float range.
@@ -115,16 +115,7 @@ def compare_policies(
         )
     if foreign.any():
         row = int(foreign.nonzero()[0])
-        policy = int(not other_tokens[row] and not differs[0, row])
-        given_sums, expected_sums = (
-            f"{int(x[0, row])} response tokens that sum to {x[2 + policy, row].item():.6g}"
-            for x in (found, fingerprint.sums)
-        )
-        raise ValueError(
-            f"the correction is of other rows: in row {row}, {('old_log_prob', 'rollout_log_prob')[policy]} has "
-            f"{given_sums}, and correct was given {expected_sums}. Index all tensors with the same rows, "
-            "correction[rows] as old_log_prob[rows], and call correct again for every batch"
-        )
+        raise _other_rows(found, fingerprint.sums, row, policy=int(not other_tokens[row] and not differs[0, row]))
     if is_earlier:
         warn_once(
             "old_log_prob equals log_prob, but the correction was computed with a different old_log_prob, so its "
@@ -149,6 +140,18 @@ def _is_nearer_swapped(straight: Tensor, swapped: Tensor, tokens: Tensor) -> Ten
     if len(straight) == 2:
         return 2 * swapped.sum() < straight.sum()
     return ((tokens > 0).sum() > 3) & (20 * swapped.sum() < straight.sum())
+
+
+def _other_rows(found: Tensor, expected: Tensor, row: int, *, policy: int) -> ValueError:
+    """Return the error for a row whose sums, as in `Fingerprint`, differ for policy 0 (old) or 1 (rollout)."""
+    given_sums, expected_sums = (
+        f"{int(x[0, row])} response tokens that sum to {x[2 + policy, row].item():.6g}" for x in (found, expected)
+    )
+    return ValueError(
+        f"the correction is of other rows: in row {row}, {('old_log_prob', 'rollout_log_prob')[policy]} has "
+        f"{given_sums}, and correct was given {expected_sums}. Index all tensors with the same rows, "
+        "correction[rows] as old_log_prob[rows], and call correct again for every batch"
+    )
 
 
 def _limit(spread: Tensor, *dtypes: torch.dtype) -> Tensor:

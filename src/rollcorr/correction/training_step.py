@@ -249,7 +249,7 @@ class TrainingStep(SplitGradients):
         """Add one micro-batch's gradients and counts. Waits for nothing.
 
         Args:
-            output: what `policy_loss` or `diffusion_loss` returned, those of this step or the functions.
+            output: of `policy_loss` or `diffusion_loss`, of this step or of the package.
 
         Raises:
             RuntimeError: outside the block, after `finish`, or the forward pass ran with DDP's reducer armed.
@@ -302,8 +302,7 @@ class TrainingStep(SplitGradients):
             )
 
         # A rank without a micro-batch adds 0. The counts of a context group are those of whole sequences already.
-        zero = torch.zeros(6, dtype=torch.float64, device=self._device)
-        own = torch.stack([zero, *self._amounts]).sum(0)
+        own = torch.stack([torch.zeros(6, dtype=torch.float64, device=self._device), *self._amounts]).sum(0)
         own = torch.cat([sum_over(own[:4], self.context_group), own[4:]])
         kept, total, policy, terms, divisor, original = sum_over(own, self.group)
         if self._mode == "token-sum":
