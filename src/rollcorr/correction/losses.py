@@ -264,7 +264,7 @@ def loss_config_of(loss: LossConfig | None) -> LossConfig:
 
 
 def check_whole_step(whole_step: bool, counts: str, *, given: bool) -> None:
-    """Check that a loss in bypass mode is that of a whole optimizer step, or was given the counts of the step.
+    """Check that a loss in bypass mode covers a whole optimizer step, or was given the counts of the step.
 
     Args:
         whole_step: of the loss.

@@ -231,7 +231,7 @@ class TrainingStep(SplitGradients):
             schedule: timestep values for the breakdown of bypass mode; None leaves it out.
 
         Returns:
-            The loss of this micro-batch, 0-d, in its parts. `finish` returns that of the step.
+            The loss of this micro-batch, 0-d, in its parts. `finish` returns the loss of the step.
 
         Raises:
             TypeError: the step is one of tokens.
