@@ -13,25 +13,12 @@ import pytest
 import torch
 from fault_cases import STEPS, faults_of, run_on
 from faulty_disk import ERRORS, Faults, faulty_disk
+from recording_sinks import Recording
 
 from rollcorr import Monitor, RolloutCorrectionConfig, RolloutSample, read_run
 from rollcorr.monitor import run_writer
 from rollcorr.monitor.rollout_sample import CollectedRollouts, RolloutRows
 from rollcorr.run_directory import JsonLines, read_metrics
-
-
-class Remembered:
-    """A sink that keeps what it is given."""
-
-    def __init__(self):
-        self.calls = []
-
-    def write(self, step, metrics):
-        self.calls.append(step)
-
-    def close(self):
-        self.calls.append("closed")
-
 
 CASES = [(number, 1 + 5 * i, (1, 4, 30)[i % 3]) for i, number in enumerate((*ERRORS, *ERRORS[:5]))]
 
@@ -211,7 +198,7 @@ def test_only_the_newest_configuration_waits(tmp_path, caplog):
 
 
 def test_a_closed_monitor_logs_once_that_it_does_not_write(tmp_path, caplog):
-    sink = Remembered()
+    sink = Recording()
     monitor = Monitor(tmp_path, sinks=[sink])
     monitor.step(reward=1.0)
     monitor.close()
@@ -220,12 +207,12 @@ def test_a_closed_monitor_logs_once_that_it_does_not_write(tmp_path, caplog):
         monitor.close()
     assert caplog.text.count("this Monitor is closed: make another one, with start=N") == 1
     assert [metrics["reward"] for metrics in read_metrics(tmp_path / "metrics.jsonl")] == [1.0]
-    assert sink.calls == [1, "closed"]
+    assert sink.steps == [1, "closed"]
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=lambda error: type(error).__name__)
 def test_a_strict_monitor_ends_no_program(tmp_path, error):
-    class Leaving(Remembered):
+    class Leaving(Recording):
         def write(self, step, metrics):
             raise error
 
