@@ -18,11 +18,11 @@ from rollcorr.config import InertOptionWarning, PresetName, RolloutCorrectionCon
 from rollcorr.config.finding import Finding
 from rollcorr.core.metric_registry import PREFIX
 from rollcorr.correction import correct
-from rollcorr.correction.process_groups import HEADER, filled_blocks, gather_marked, number_of
 from rollcorr.engines import Engine
 from rollcorr.integrations.trl.generation_batch import (
     check_config,
     loss_type_of,
+    of_all_ranks,
     remove_trl_weights,
     tokens_in_loss,
     write_to_batch,
@@ -40,9 +40,6 @@ if TYPE_CHECKING:
     from rollcorr.monitor import Monitor
 
 logger = logging.getLogger(__name__)
-
-AGREEMENT = -number_of("ranks without log-probs")
-"""Mark of the exchange in which the ranks agree whether a batch is corrected."""
 
 Asked = RolloutCorrectionConfig | PresetName | Mapping[str, Any] | None
 Trainer = Any  # one of TRL's trainers: they are not imported here
@@ -308,10 +305,11 @@ def _correct_batch(trainer: Trainer, batch: dict[str, Any]) -> None:
     """Correct one generation batch, in place, and remember its statistics."""
     rollout = _rollout_log_prob(trainer, batch)
 
-    # `correct` is an exchange of all ranks, so either all of them take part or none.
-    missing = _ranks_without_log_probs(rollout, batch["completion_mask"])
-    if rollout is None or missing:
-        _report_missing(trainer, missing)
+    # `correct` is an exchange of all ranks, so either all of them take part or none: one log-prob for each token.
+    fits = rollout is not None and rollout.shape == batch["completion_mask"].shape
+    of_ranks = of_all_ranks(fits, _group())
+    if rollout is None or not all(of_ranks):
+        _report_missing(trainer, of_ranks)
         return
 
     config, steps, mask = trainer._correction_config, trainer._monitored_steps, tokens_in_loss(batch) != 0
@@ -325,7 +323,7 @@ def _correct_batch(trainer: Trainer, batch: dict[str, Any]) -> None:
 
     # A loss that would ignore the correction ends the run before its first update.
     if not (config.only_measures or trainer._loss_was_checked) and _mode(trainer) == "train":
-        check_loss(trainer, batch, config)
+        check_loss(trainer, batch, config, _group())
         trainer._loss_was_checked = True
 
     # Outside the mask TRL's own ratio is 1 as well, and VESPO takes its log there.
@@ -387,24 +385,14 @@ def _group() -> ProcessGroup | None:
     return torch.distributed.group.WORLD if torch.distributed.get_world_size() > 1 else None
 
 
-def _ranks_without_log_probs(rollout: Tensor | None, mask: Tensor) -> list[int]:
-    """Return the ranks whose sampler did not report one log-prob for each token, the same list on every rank.
+def _report_missing(trainer: Trainer, of_ranks: list[bool]) -> None:
+    """Report that this batch stays as TRL made it: a warning where no rank has log-probs, else an alarm.
 
-    Among several ranks this is an exchange that is read on the host: TRL has just read its rewards there too.
+    Args:
+        trainer: the trainer.
+        of_ranks: whether each rank's sampler reported one log-prob for each token.
     """
-    missing = torch.tensor([rollout is None or rollout.shape != mask.shape], dtype=torch.float64, device="cpu")
-    group = _group()
-    if group is None:
-        return missing.nonzero().flatten().tolist()
-    parts = gather_marked(missing.to(mask.device), AGREEMENT, group, room=filled_blocks(1))
-    return parts[:, HEADER].nonzero().flatten().tolist()
-
-
-def _report_missing(trainer: Trainer, missing: list[int]) -> None:
-    """Report that this batch stays as TRL made it: a warning where no rank has log-probs, else an alarm."""
-    group = _group()
-    ranks = 1 if group is None else group.size()
-    if len(missing) == ranks:
+    if not any(of_ranks):
         warnings.warn(
             "The sampler reported no log-probs, so there is nothing to correct and nothing to measure. They come from "
             "use_vllm=True, from an engine, or as 'logprobs' from rollout_func, one for each token",
@@ -413,7 +401,7 @@ def _report_missing(trainer: Trainer, missing: list[int]) -> None:
         )
         return
 
-    names = ", ".join(f"rank {rank}" for rank in missing)
+    names = ", ".join(f"rank {rank}" for rank, fits in enumerate(of_ranks) if not fits)
     finding = Finding(
         code="rank_without_log_probs",
         title=f"{names} reported no log-probs: no rank corrects this batch, and TRL trains on it as it is",

@@ -10,12 +10,15 @@ Symbols (docs/reference/notation.md): B sequences, T padded completion length.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 Trainer = Any  # one of TRL's trainers: they are not imported here
 
@@ -43,6 +46,14 @@ def loss_type_of(trainer: Trainer) -> str:
 def multiplies(trainer: Trainer) -> bool:
     """Return whether TRL multiplies its loss by `importance_sampling_ratio`. VESPO reads it in any case."""
     return bool(trainer.use_vllm and getattr(trainer, "vllm_importance_sampling_correction", False))
+
+
+def of_all_ranks(value: Any, group: ProcessGroup | None) -> list[Any]:  # noqa: ANN401 (anything that pickles)
+    """Return the values of all ranks, in their order: an exchange that is read on the host."""
+    values = [value] * (1 if group is None else group.size())
+    if group is not None:
+        torch.distributed.all_gather_object(values, value, group=group)
+    return values
 
 
 def check_config(config: RolloutCorrectionConfig, loss_type: str) -> RolloutCorrectionConfig:
