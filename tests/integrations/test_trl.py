@@ -216,6 +216,19 @@ def test_measuring_changes_nothing_in_the_batch(config, loss_type, old):
     assert trainer._correction_statistics["train"].metrics()["rollout_corr/nonfinite_count"] == 1
 
 
+@pytest.mark.parametrize("config", ["measure", "tis"])
+def test_integers_are_log_probs_too(config):
+    """As the zeros of a greedy sampler are."""
+    batch = recorded_batch()
+    zeros = torch.zeros_like(batch["sampling_per_token_logps"])
+    found, expected = (
+        corrected("dapo", config, batch=batch | {"sampling_per_token_logps": given}) for given in (zeros.long(), zeros)
+    )
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, check_dtype=name != "sampling_per_token_logps")
+
+
 def test_measuring_changes_no_advantage_of_rloo():
     before = recorded_batch()["advantages"]
     for config in ("measure", "disabled"):

@@ -346,7 +346,9 @@ def _correct_batch(trainer: Trainer, batch: dict[str, Any]) -> None:
 def _rollout_log_prob(trainer: Trainer, batch: dict[str, Any]) -> Tensor | None:
     """What the sampler gave the completions, (B, T); NaN where it gave nothing. None if it reported none."""
     if loss_type_of(trainer) != "rloo":
-        return batch.get("sampling_per_token_logps")
+        # A list of whole numbers, such as the zeros of a greedy sampler, is a tensor of integers in TRL.
+        found = batch.get("sampling_per_token_logps")
+        return found if found is None or found.is_floating_point() else found.float()
     recorder = getattr(trainer, "vllm_generation", None)
     return recorder.padded(batch["completion_mask"]) if isinstance(recorder, GenerationRecorder) else None
 

@@ -83,7 +83,7 @@ def _examine(trainer: Any, batch: Mapping[str, Any], config: RolloutCorrectionCo
     probe = _LossProbe(trainer, batch, config)
     plain = probe.policy_gradient(corrected=False)
     if not plain.any():
-        return False, "it does not compute log-probs by _get_per_token_logps_and_entropies"
+        return False, "it does not compute log-probs by _get_per_token_logps_and_entropies, or its gradient is 0"
     if _differs(probe.policy_gradient(corrected=False), plain, plain):
         return False, "its gradient changes between two calls on one batch"
 

@@ -105,8 +105,16 @@ class MonitoredSteps:
             of_functions: of all ranks, (rows, functions); NaN where a function gave none.
             own_rows: how many of the rows are this rank's.
         """
-        weights = self._trainer.reward_weights.to(of_functions.device)
-        rewards = (of_functions * weights).nansum(1).masked_fill(of_functions.isnan().all(1), torch.nan)
+        weights = getattr(self._trainer, "reward_weights", None)
+
+        # A subclass may score in a way of its own; its steps have no rewards then.
+        if weights is None or not isinstance(of_functions, Tensor) or of_functions.shape[1:] != weights.shape:
+            return
+        rewards = (
+            (of_functions * weights.to(of_functions.device))
+            .nansum(1)
+            .masked_fill(of_functions.isnan().all(1), torch.nan)
+        )
         first = self._trainer.accelerator.process_index * own_rows
         self._scored = rewards[first : first + own_rows].detach()
 
