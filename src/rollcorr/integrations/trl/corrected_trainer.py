@@ -78,13 +78,10 @@ class RolloutCorrectionMixin:
     _correction_asked: Asked
     _correction_config: RolloutCorrectionConfig
     _correction_statistics: dict[str, Statistics]
-    _reported_ranks: set[str]
-    _disable_trl_correction: bool
-    _loss_was_checked: bool
+    _disable_trl_correction: bool = False
     _token_log_prob: Tensor | None
     _awaits_token_log_prob: bool
     _monitored_steps: MonitoredSteps | None
-    _monitor_callback: Any
 
     def __init__(
         self,
@@ -154,10 +151,10 @@ class RolloutCorrectionMixin:
 
         # A printed line has room for a few numbers, and a tracker for all.
         if metrics and not getattr(trainer.args, "report_to", ()):
-            monitored = self._monitored_steps if mode == "train" else None
-            monitor = None if monitored is None else monitored.monitor
             try:
-                printed = console_metrics(metrics, self._correction_config, monitor)
+                printed = console_metrics(
+                    metrics, self._correction_config, self._monitored_steps if mode == "train" else None
+                )
             except Exception as error:  # a judgment must not end the training
                 logger.error("the metrics of a printed line could not be judged: %r", error)
                 printed = {}
@@ -223,11 +220,11 @@ def attach(
     parts = _parts(trainer, asked, engine, monitor)
     if not isinstance(trainer, RolloutCorrectionMixin):
         plain = type(trainer)
-        names = {"_named_by_user": plain.__name__}
-        trainer.__class__ = type(f"Corrected{plain.__name__}", (RolloutCorrectionMixin, plain), names)
-    if disable_trl_correction is None:
-        disable_trl_correction = getattr(trainer, "_disable_trl_correction", False)
-    trainer._disable_trl_correction = disable_trl_correction
+        trainer.__class__ = type(
+            f"Corrected{plain.__name__}", (RolloutCorrectionMixin, plain), {"_named_by_user": plain.__name__}
+        )
+    if disable_trl_correction is not None:
+        trainer._disable_trl_correction = disable_trl_correction
     _start(trainer, *parts, asked=asked)
     return trainer
 
@@ -272,8 +269,7 @@ def _start(
 
     trainer._correction_asked, trainer._correction_config = asked, config
     trainer._correction_statistics, trainer._reported_ranks = {}, set()
-    trainer._loss_was_checked = False
-    trainer._token_log_prob, trainer._awaits_token_log_prob = None, False
+    trainer._token_log_prob, trainer._awaits_token_log_prob, trainer._loss_was_checked = None, False, False
 
     if generation is not None:
         trainer.vllm_generation = generation
@@ -294,11 +290,8 @@ def _start(
 
 
 def _checked_config(trainer: Trainer, asked: Asked) -> RolloutCorrectionConfig:
-    if asked is None:
-        config = config_from_trl(trainer.args)
-    else:
-        config = resolve(asked) or RolloutCorrectionConfig.preset("measure")
-    return check_config(config, loss_type_of(trainer))
+    config = config_from_trl(trainer.args) if asked is None else resolve(asked)
+    return check_config(config or RolloutCorrectionConfig.preset("measure"), loss_type_of(trainer))
 
 
 def _correct_batch(trainer: Trainer, batch: dict[str, Any]) -> None:
@@ -358,8 +351,6 @@ def _old_log_prob(trainer: Trainer, batch: dict[str, Any]) -> Tensor:
 
     Without vLLM TRL has no use for it, and the correction has.
     """
-    in_training = _mode(trainer) == "train"
-    rows = trainer.args.per_device_train_batch_size if in_training else trainer.args.per_device_eval_batch_size
     # Dropout must not shift the random numbers of the training.
     device = batch["completion_ids"].device
     devices = [] if device.type == "cpu" else [device]
@@ -369,11 +360,10 @@ def _old_log_prob(trainer: Trainer, batch: dict[str, Any]) -> Tensor:
             torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
             torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
             batch["completion_ids"].shape[1],
-            batch_size=rows,
+            batch_size=getattr(trainer.args, f"per_device_{_mode(trainer)}_batch_size"),
             **{name: batch[name] for name in MODEL_INPUTS if name in batch},
         )
-    old: Tensor = scores[0]
-    return old
+    return cast("Tensor", scores[0])
 
 
 def _mode(trainer: Trainer) -> str:

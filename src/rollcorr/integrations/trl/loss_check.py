@@ -14,7 +14,7 @@ import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import torch
@@ -33,14 +33,11 @@ from rollcorr.integrations.trl.generation_batch import (
     write_to_batch,
 )
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 logger = logging.getLogger(__name__)
 
 ROWS, LENGTH = 4, 6
 
-# What a loss exchanges its metrics by. A loss that fails on one rank would leave the other ranks waiting there.
+# Methods that a loss exchanges its metrics by. A loss that fails on one rank would leave the other ranks waiting there.
 EXCHANGES = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
 
 
@@ -48,7 +45,7 @@ def check_loss(
     trainer: Any,  # noqa: ANN401
     batch: Mapping[str, Any],
     config: RolloutCorrectionConfig,
-    group: ProcessGroup | None = None,
+    group: torch.distributed.ProcessGroup | None = None,
 ) -> None:
     """Check that the trainer's loss reads the weights, the mask and the count that the configuration hands over.
 
@@ -59,7 +56,7 @@ def check_loss(
         trainer: one of TRL's trainers.
         batch: its generation batch, before the correction; other tensors of the synthetic batch are taken from it.
         config: the configuration.
-        group: all ranks; None if this process is alone.
+        group: all ranks; None for a single process.
 
     Raises:
         ValueError: the loss ignores one of them; the message names the class and the tensor.
@@ -69,7 +66,7 @@ def check_loss(
     except Exception as error:  # a loss of its own may need more than a synthetic batch has
         found = False, f"it failed on a synthetic batch: {error!r}"
 
-    # The first refusal counts, else the first remark: a rank that ended alone would leave the others waiting.
+    # The first refusal counts, else the first remark: a rank that ended by itself would leave the rest waiting.
     refused, text = max(of_all_ranks(found, group), key=lambda each: (each[0], each[1] != ""))
     name = getattr(trainer, "_named_by_user", type(trainer).__name__)
     if refused:
@@ -105,8 +102,7 @@ def _unread(probe: _LossProbe, policy: Tensor, trainer: Any, config: RolloutCorr
     """Return the tensor of the batch that the loss does not apply, or None."""
     loss_type, weights = loss_type_of(trainer), weight_name(trainer)
     if config.weights_reach_loss:
-        doubled = torch.ones_like(policy)
-        doubled[::2] = 2.0
+        doubled = policy.new_tensor([2.0, 1.0] * (ROWS // 2)).unsqueeze(1)
         found = torch.stack([probe.policy_gradient(weights=0 * doubled), probe.policy_gradient(weights=doubled)])
 
         # VESPO is no linear function of the weight, and its options decide how far a weight acts.
@@ -178,7 +174,7 @@ class _LossProbe:
         *,
         corrected: bool = True,
         advantage: float = 1.0,
-        weights: Tensor | None = None,
+        weights: Tensor | float = 1.0,
         kept: Tensor | None = None,
         factor: float = 1.0,
     ) -> Tensor:
@@ -192,11 +188,10 @@ class _LossProbe:
         leaf, zeros = self._log_prob.clone().requires_grad_(), 0 * self._ones
         batch = tree_map(_copied, self._batch) | {"advantages": advantage * self._batch["advantages"]}
         if corrected:
-            weights = self._ones if weights is None else weights
             kept = self._ones.bool() if kept is None else kept
             correction = SimpleNamespace(
                 config=self._config,
-                loss_weights=weights if self._config.weights_reach_loss else None,
+                loss_weights=weights * self._ones if self._config.weights_reach_loss else None,
                 loss_mask=kept,
                 sequence_kept=kept.any(1),
                 denominators=lambda: SimpleNamespace(tokens=factor * ROWS * LENGTH),
@@ -206,40 +201,45 @@ class _LossProbe:
         with _isolated(self._trainer, leaf.device), torch.enable_grad():
             self._trainer._get_per_token_logps_and_entropies = lambda *_, **__: (leaf.clone(), zeros, zeros.sum())
             loss = self._trainer.compute_loss(self._trainer.model, batch)
-            gradient = torch.autograd.grad(loss, leaf, allow_unused=True)[0] if loss.requires_grad else None
-        if gradient is not None and not gradient.isfinite().all():
+            (gradient,) = torch.autograd.grad(loss, leaf, materialize_grads=True) if loss.requires_grad else (zeros,)
+        if not gradient.isfinite().all():
             raise ValueError("its gradient is not finite")
-        return zeros if gradient is None else gradient
+        return gradient
 
 
 @contextmanager
 def _isolated(trainer: Any, device: torch.device) -> Iterator[None]:  # noqa: ANN401
     """Run a loss on the trainer itself, since it may be bound to it, and leave no trace of it, without an exchange."""
-    before, drawn = dict(vars(trainer)), (random.getstate(), numpy.random.get_state())  # noqa: NPY002
+    before, drawn = vars(trainer), (random.getstate(), numpy.random.get_state())  # noqa: NPY002
     models = {part for leaf in tree_leaves(before) if isinstance(leaf, nn.Module) for part in leaf.modules()}
 
     def refuse_to_run(module: nn.Module, _inputs: Any) -> None:  # noqa: ANN401
-        # A model may count what it has seen, and other ranks may have to take part.
+        # A model may count its calls, and other ranks may have to take part.
         if module in models:
             raise RuntimeError("it runs a model, which the check must not change")
 
+    # TRL reports how long its functions take, and a loss may log or train by itself.
+    args, accelerator = copy.copy(trainer.args), copy.copy(trainer.accelerator)
+    args.report_to = []
+    vars(accelerator).update(dict.fromkeys(EXCHANGES, lambda tensor, *_, **__: tensor))
+    replaced = {
+        "args": args,
+        "accelerator": accelerator,
+        "current_gradient_accumulation_steps": 1,
+        "log": lambda *_, **__: None,
+        "optimizer": None,
+        "lr_scheduler": None,
+    }
+
+    devices = [] if device.type == "cpu" else [device]
     hook = register_module_forward_pre_hook(refuse_to_run)
     try:
-        vars(trainer).update(tree_map(_copied, before))
-        trainer.args, trainer.accelerator = copy.copy(before["args"]), copy.copy(before["accelerator"])
-        trainer.args.report_to = []  # TRL reports how long its functions take
-        for name in EXCHANGES:
-            setattr(trainer.accelerator, name, lambda tensor, *_, **__: tensor)
-        trainer.log, trainer.optimizer, trainer.lr_scheduler = lambda *_, **__: None, None, None
-        trainer.current_gradient_accumulation_steps = 1
-        devices = [] if device.type == "cpu" else [device]
+        trainer.__dict__ = tree_map(_copied, before) | replaced
         with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
             yield
     finally:
+        trainer.__dict__ = before
         hook.remove()
-        for name in vars(trainer).keys() - before.keys():
-            delattr(trainer, name)
-        vars(trainer).update(before)
         random.setstate(drawn[0])
         numpy.random.set_state(drawn[1])  # noqa: NPY002
 
