@@ -62,8 +62,8 @@ def test_an_unreadable_run_directory_is_named_itself(run, command, mode):
 def test_a_pipe_in_a_run_is_not_waited_for(run, name):
     (run / name).unlink(missing_ok=True)
     os.mkfifo(run / name)
-    for command in ("compare", "check"):
-        result = CliRunner().invoke(app, [command, str(run)])
+    for command in (["compare"], ["check"], ["watch", "--once"]):
+        result = CliRunner().invoke(app, [command[0], str(run), *command[1:]])
         assert isinstance(result.exception, SystemExit | None), result.output
 
 

@@ -73,10 +73,9 @@ def train(
     try:
         if len(files) > 1:
             raise ValueError(f"one configuration file at most, got {', '.join(files)}; write a change as name=value")
-        file = files[0] if files else None
-        config = recipes.load_config(file, overrides)
+        config = recipes.load_config(files[0] if files else None, overrides)
         if not trust:
-            check_trusted(config, overrides, file)
+            check_trusted(config, overrides, ", ".join(files))
         summary = recipes.train(config)
     except KeyboardInterrupt as error:
         Console(stderr=True).print("stopped at once: the same command continues after the last checkpoint")

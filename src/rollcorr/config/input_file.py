@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import BinaryIO
 
-_OWN_PIPES = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))
-
 
 def open_input(path: Path) -> BinaryIO:
     """Open a file to read its bytes. A pipe is opened only as `/dev/stdin` or as `<(command)` of a shell.
@@ -15,6 +13,6 @@ def open_input(path: Path) -> BinaryIO:
         OSError: the file cannot be opened.
         ValueError: it is a named pipe, and opening it would wait for a writer.
     """
-    if path.is_fifo() and path.parent not in _OWN_PIPES:
+    if path.is_fifo() and str(path.parent) not in ("/dev", "/dev/fd", "/proc/self/fd"):
         raise ValueError(f"{path} is a named pipe; copy what it gives into a file, or write <(command)")
     return path.open("rb")

@@ -303,8 +303,7 @@ def _hide_value(match: re.Match[str], found: dict[str, bool]) -> str:
     if _only_references(match["value"]):
         return match[0]
     is_query = match["before"][:1] in ("?", "&", ":")
-    for part in match["value"].split("/"):  # of the path of a webhook, which a server may send back
-        found.setdefault(part, False)
+    found |= dict.fromkeys(match["value"].split("/"), False) | found  # a server may send a part of a path back
     found[match["value"]] = not is_query or is_secret_name(match["before"].strip("?&="))
     return match["before"] + HIDDEN
 

@@ -125,7 +125,7 @@ def check_stored_config(path: Path, config: RunConfig, *, names_run_dir: bool) -
         )
 
 
-def check_trusted(config: RunConfig, overrides: Sequence[str], path: str | None = None) -> None:
+def check_trusted(config: RunConfig, overrides: Sequence[str], path: str = "") -> None:
     """Check that a configuration names no code but what the command line names.
 
     Args:
