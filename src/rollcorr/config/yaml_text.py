@@ -142,7 +142,7 @@ def read_yaml_text(path: Path) -> str:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is a named pipe, longer than `MAX_BYTES`, or not UTF-8. The message does not name the file.
+        ValueError: it is a named pipe, longer than `MAX_BYTES`, or not UTF-8. Only the first message names the file.
     """
     # Not all of a huge file, nor of a device without an end.
     with open_input(path) as file:
