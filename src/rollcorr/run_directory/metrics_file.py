@@ -70,9 +70,6 @@ class StoredStep(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:  # noqa: ANN401 - what JSON holds
         return self._objects[name] if name in self._objects else self._numbers[self._places[name]]
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._places
-
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
 
@@ -130,8 +127,9 @@ def metrics_lines(path: Path) -> Iterator[MetricsLine]:
         with path.open("rb") as file:
             for number, text in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
                 if len(text) > MAX_LINE_BYTES:
-                    message = f"{path}:{number}: the line has more than {MAX_LINE_BYTES:,} bytes, the limit; remove it"
-                    raise BadInputError(message)
+                    raise BadInputError(
+                        f"{path}:{number}: the line has more than {MAX_LINE_BYTES:,} bytes, the limit; remove it"
+                    )
                 if text.strip():
                     yield read_line(number, text)
     except OSError as error:
@@ -142,7 +140,14 @@ def read_line(number: int, text: bytes) -> MetricsLine:
     """Parse a line; its `fault` is empty if the line is valid."""
     try:
         row = load_json(text)
-        _check_row(row)
+        if not isinstance(row, dict):
+            raise ValueError(f"expected a JSON object, got {type(row).__name__}; remove the line")
+        step = row.get("step", 0)
+        if type(step) is not int or step < 0:
+            raise ValueError(f"step {step!r:.40} is not a whole number from 0 on; correct the line")
+        for name, value in row.items():
+            if type(value) is int and value.bit_length() > 63:
+                raise ValueError(f"{name!r:.40} is an integer of more than 63 bits; repair or remove the line")
     except json.JSONDecodeError as error:
         return MetricsLine(number, text, {}, f"not JSON ({error}); repair or remove the line")
     except ValueError as error:
@@ -206,19 +211,3 @@ def drop_later_steps(directory: RunDirectory, step: int) -> list[int]:
     if size != directory.metrics.stat().st_size:
         write_chunks_durably(directory.metrics, (line.text for line in kept()), needed=size)
     return sorted(set(range(1, step + 1)) - numbers)
-
-
-def _check_row(row: object) -> None:
-    """Check that a line is one step.
-
-    Raises:
-        ValueError: it is none; the message is one line.
-    """
-    if not isinstance(row, dict):
-        raise ValueError(f"expected a JSON object, got {type(row).__name__}; remove the line")
-    step = row.get("step", 0)
-    if type(step) is not int or step < 0:
-        raise ValueError(f"step {step!r:.40} is not a whole number from 0 on; correct the line")
-    for name, value in row.items():
-        if type(value) is int and value.bit_length() > 63:
-            raise ValueError(f"{name!r:.40} is an integer of more than 63 bits; repair or remove the line")
