@@ -244,7 +244,7 @@ def one_sided(policies: dict[str, Policy], rollout: str, samples: int, start: in
     for loss_mode, clip_ratio in (("flow_grpo", 1e-4), ("grpo_guard", 1e-4 * data["std"].mean().item())):
         correction = {"bypass_mode": True}
         config = DiffusionActorConfig(loss_mode=loss_mode, clip_ratio=clip_ratio, rollout_correction=correction)
-        metrics = loss_step_metrics([diffusion_loss(config, output, data)], config)
+        metrics = loss_step_metrics([diffusion_loss(config, output, data, whole_step=True)], config)
         signs = ("negative", "positive")
         shares[loss_mode] = {sign: metrics[f"actor/rollout_corr/zeroed_fraction_{sign}"] for sign in signs}
     return shares

@@ -82,6 +82,15 @@ def test_a_configuration_in_its_run_directory_needs_trust(tmp_path, stranger):
         "env: {LD_PRELOAD: theirs.so}",
         "engine_args: {trust_remote_code: true}",
         "engine_args: {worker_cls: theirs.Worker}",
+        "engine_args: {worker_extension_cls: theirs.Worker}",
+        "engine_args: {logits_processors: ['theirs:Processor']}",
+        "engine_args: {kv_transfer_config: {kv_connector: Theirs, kv_connector_module_path: theirs}}",
+        "engine_args: {distributed_executor_backend: theirs.Executor}",
+        "engine_args: {compilation_config: {backend: theirs.backend}}",
+        "engine_args: {tool_parser_plugin: theirs.py}",
+        "engine_args: {hf_overrides: {auto_map: {AutoModel: theirs.Model}}}",
+        "engine_args: {an_argument_of_next_year: theirs.Code}",
+        'engine_args: {"a\\nb": theirs.Code}',
     ],
 )
 def test_an_engine_of_a_file_starts_no_program_without_trust(tmp_path, block):
@@ -89,6 +98,7 @@ def test_an_engine_of_a_file_starts_no_program_without_trust(tmp_path, block):
     theirs.write_text(f"run_dir: {tmp_path / 'run'}\nrollout: {{engine: vllm, engine_options: {{{block}}}}}\n")
     said = run_train(str(theirs), "model.path=/nowhere", f"run_dir={tmp_path / 'run'}")
     assert f"rollout.engine_options.{block.partition(':')[0]}" in said
+    assert str(theirs) in said
     assert "--trust" in said
     typed = run_train(
         "rollout.engine=vllm",
@@ -101,8 +111,9 @@ def test_an_engine_of_a_file_starts_no_program_without_trust(tmp_path, block):
 
 
 def test_ordinary_options_of_a_file_need_no_trust(tmp_path):
+    plain = "max_model_len: 96, enforce_eager: true, quantization: fp8, trust_remote_code: false, worker_cls: null"
     ours = tmp_path / "ours.yaml"
-    ours.write_text("rollout: {engine: vllm, engine_options: {restarts: 3, engine_args: {max_model_len: 96}}}\n")
+    ours.write_text(f"rollout: {{engine: vllm, engine_options: {{restarts: 3, engine_args: {{{plain}}}}}}}\n")
     assert "/nowhere" in run_train(str(ours), "model.path=/nowhere", f"run_dir={tmp_path / 'run'}")
 
 

@@ -1,7 +1,8 @@
-"""A run directory that may not be read is named itself, and a pipe in one is not waited for."""
+"""A run directory that may not be read is named itself, and a named pipe is not waited for."""
 
 import os
-from contextlib import contextmanager
+import threading
+from contextlib import contextmanager, suppress
 
 import pytest
 from typer.testing import CliRunner
@@ -61,6 +62,45 @@ def test_an_unreadable_run_directory_is_named_itself(run, command, mode):
 def test_a_pipe_in_a_run_is_not_waited_for(run, name):
     (run / name).unlink(missing_ok=True)
     os.mkfifo(run / name)
-    for command in ("compare", "check"):
-        result = CliRunner().invoke(app, [command, str(run)])
+    for command in (["compare"], ["check"], ["watch", "--once"]):
+        result = CliRunner().invoke(app, [command[0], str(run), *command[1:]])
         assert isinstance(result.exception, SystemExit | None), result.output
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["check", "LOG", "--null"], ["check", "LOG", "--config"], ["calibrate"], ["simulate"], ["convert-config"]],
+)
+def test_a_pipe_that_is_named_is_not_waited_for(run, tmp_path, command):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    arguments = [str(run) if text == "LOG" else text for text in command]
+
+    # A command that opens the pipe waits for a writer. One comes later, so that such a command ends.
+    opened = []
+
+    def write():
+        with suppress(OSError):  # nobody reads
+            descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+            opened.append(descriptor)
+            os.close(descriptor)
+
+    writer = threading.Timer(5.0, write)
+    writer.start()
+    result = CliRunner().invoke(app, [*arguments, str(pipe)], env={"COLUMNS": "500"})
+    writer.cancel()
+    assert not opened, "the command waited for a writer"
+    assert result.exit_code == 2, result.output
+    assert f"{pipe} is a named pipe" in result.output
+
+
+def test_a_pipe_of_the_shell_is_read(tmp_path):
+    reading, writing = os.pipe()
+    os.write(writing, b"algorithm: {rollout_is_threshold: 2.0, rollout_is: true, rollout_is_level: token}\n")
+    os.close(writing)
+    try:
+        result = CliRunner().invoke(app, ["convert-config", f"/dev/fd/{reading}"])
+    finally:
+        os.close(reading)
+    assert result.exit_code == 0, result.output
+    assert "rollout_is: token" in result.output

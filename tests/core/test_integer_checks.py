@@ -8,6 +8,7 @@ import torch
 from rollcorr.config.sampling_spec import SamplingSpec
 from rollcorr.core import integer_checks, layout, logprobs, sampling
 from rollcorr.core.advantages import dr_grpo_advantages, grpo_advantages, rloo_advantages
+from rollcorr.core.integer_checks import check_mask_values, usable_ids
 from rollcorr.core.sampling import KeptSets
 from rollcorr.correction.scoring import actor_entropy, actor_log_prob, linear_actor_log_prob
 from rollcorr.kernels.linear_logprob import linear_dispatch, linear_log_prob
@@ -104,6 +105,12 @@ def test_ids_of_a_subclass_are_checked():
 
     with pytest.raises(ValueError, match="token_ids contains -1 at index 1"):
         logprobs.token_log_prob(torch.zeros(2, V), torch.tensor([0, -1]).as_subclass(Named))
+
+
+@pytest.mark.parametrize(("check", "value"), [(lambda x: usable_ids("x", x, (0, V)), V), (check_mask_values, -1)])
+def test_a_single_value_is_named_without_a_place(check, value):
+    with pytest.raises(ValueError, match=f"contains {value} at its only entry"):
+        check(torch.tensor(value))
 
 
 def test_padded_token_ids_are_named_by_row():

@@ -314,9 +314,10 @@ def test_probabilities_are_refused_on_either_side(wrong, mask):
         torch.tensor([[0.5, 0.9, 9.0], [0.1, 0.2, -1e-6]]),
         torch.tensor([[0.5, 0.9, 9.0], [0.1, 0.2, -torch.inf]]),
         torch.full((2, 3), torch.nan),
+        torch.tensor([[0.0, torch.inf, 9.0], [0.0, 2**-8, torch.inf]]),
         LOGS[:0],
     ],
-    ids=["zeros", "bf16 rounding", "one negative", "one impossible", "missing", "empty"],
+    ids=["zeros", "bf16 rounding", "one negative", "one impossible", "missing", "infinite", "empty"],
 )
 def test_other_nonnegative_values_are_no_probabilities(values):
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])[: len(values)]

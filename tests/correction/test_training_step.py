@@ -167,6 +167,17 @@ def test_a_loss_outside_of_step_backward_is_an_error():
         step.finish()
 
 
+def test_a_foreign_loss_stands_for_no_loss_of_the_step():
+    batch, config, model = Batch(), RolloutCorrectionConfig(**BAND), TinyPolicy()
+    missed = pytest.raises(RuntimeError, match="1 losses of this step were not given")
+    with missed, TrainingStep(model, config) as step:
+        arguments, options = batch.arguments(model)
+        step.policy_loss(*arguments, correction=batch.corrected(config), **options)
+        arguments, options = batch.arguments(model)
+        step.backward(policy_loss(*arguments, correction=batch.corrected(config), **options))
+        step.finish()
+
+
 def test_bypass_losses_name_the_whole_step():
     batch, config = Batch(), RolloutCorrectionConfig.bypass_ppo_clip_k3_rs(0.02)
     arguments, _ = batch.arguments(TinyPolicy(), bypass=True)

@@ -59,7 +59,7 @@ def gradient(model):
 def whole_step(config, batch):
     """Loss and gradients of one call for everything."""
     model = Denoiser()
-    output = diffusion_loss(config, evaluate(model, batch), batch)
+    output = diffusion_loss(config, evaluate(model, batch), batch, whole_step=True)
     output.loss.backward()
     return output, gradient(model)
 
@@ -72,7 +72,7 @@ def split_step(config, batch, parts, *, by_step=False):
             part = rows_of(batch, rows)
             pieces = [step_of(part, j) for j in range(part["steps"].shape[1])] if by_step else [part]
             for piece in pieces:
-                step.backward(diffusion_loss(config, evaluate(model, piece), piece))
+                step.backward(step.diffusion_loss(evaluate(model, piece), piece))
         outcome = step.finish()
     return outcome, gradient(model)
 
@@ -111,7 +111,7 @@ def test_denominators_by_hand(denominator):
         "advantages": torch.tensor([3.0, 1.0], dtype=torch.float64),
     }
     log_prob = torch.tensor([[-1.0 + math.log(1.5)], [-1.0]], dtype=torch.float64, requires_grad=True)
-    output = diffusion_loss(config, {"log_probs": log_prob}, data)
+    output = diffusion_loss(config, {"log_probs": log_prob}, data, whole_step=True)
     output.loss.backward()
     assert output.loss_mask.tolist() == [[True], [False]]
     divisor = {"all": 2.0, "kept": 1.0, "weights": 1.5}[denominator]
@@ -126,7 +126,7 @@ def test_dividing_each_micro_batch_by_its_own_count_is_something_else():
     model = Denoiser()
     for rows in torch.arange(8).tensor_split(4):
         part = rows_of(batch, rows)
-        (diffusion_loss(config, evaluate(model, part), part).loss / 4).backward()
+        (diffusion_loss(config, evaluate(model, part), part, whole_step=True).loss / 4).backward()
     assert 0 < output.loss_mask.sum() < 16
     sizes = [g.norm() for g in (torch.cat([x.flatten() for x in gs]) for gs in (expected, gradient(model)))]
     off = torch.cat([(a - b).flatten() for a, b in zip(gradient(model), expected, strict=True)]).norm() / sizes[0]
@@ -166,7 +166,8 @@ def test_all_scopes_agree_step_by_step(scope):
 def test_bypass_rejects_on_the_current_policy_again_in_every_call():
     config = actor("bypass")
     batch = prepared(config, rows=64)
-    near, far = (diffusion_loss(config, evaluate(m, batch), batch) for m in (Denoiser(), perturbed(Denoiser(), 0.2)))
+    policies = Denoiser(), perturbed(Denoiser(), 0.2)
+    near, far = (diffusion_loss(config, evaluate(m, batch), batch, whole_step=True) for m in policies)
     j = D * (evaluate(Denoiser(), batch)["log_probs"] - batch["rollout_log_probs"])
     assert torch.equal(near.loss_mask, (j.abs() <= math.log(2)))
     assert far.loss_mask.sum() < near.loss_mask.sum()
@@ -218,7 +219,7 @@ def test_nothing_kept_is_a_loss_of_0_and_a_step_to_skip(mode):
     assert all((g == 0).all() for g in gradients)
     model = Denoiser()
     with TrainingStep(model, config) as step:
-        step.backward(diffusion_loss(config, evaluate(model, batch), batch))
+        step.backward(step.diffusion_loss(evaluate(model, batch), batch))
         outcome = step.finish()
     assert outcome.skipped
     assert (outcome.kept, outcome.kept_fraction) == (0.0, 0.0)
@@ -233,7 +234,7 @@ def test_too_little_kept_skips_the_step_at_the_configured_fraction():
         config = actor("bypass", min_keep_fraction=least)
         model = Denoiser()
         with TrainingStep(model, config) as step:
-            step.backward(diffusion_loss(config, evaluate(model, batch), batch))
+            step.backward(step.diffusion_loss(evaluate(model, batch), batch))
             outcome = step.finish()
         assert bool(outcome.skipped) is skipped
         assert outcome.kept_fraction == pytest.approx(fraction)
@@ -320,11 +321,11 @@ def test_what_a_mode_needs_and_does_not_find_is_named():
     with pytest.raises(KeyError, match=r"no 'old_log_probs'"):
         diffusion_loss(actor("decoupled"), output, without(batch, "old_log_probs"))
     with pytest.raises(KeyError, match=r"no 'rollout_log_probs', which bypass mode compares"):
-        diffusion_loss(actor("bypass"), output, without(batch, "rollout_log_probs"))
+        diffusion_loss(actor("bypass"), output, without(batch, "rollout_log_probs"), whole_step=True)
     with pytest.raises(KeyError, match=r"no 'advantages'"):
-        diffusion_loss(actor("reinforce"), output, without(batch, "advantages"))
+        diffusion_loss(actor("reinforce"), output, without(batch, "advantages"), whole_step=True)
     with pytest.raises(KeyError, match=r"no 'dt', which grpo_guard divides by"):
-        diffusion_loss(actor("bypass", loss_mode="grpo_guard"), output, without(batch, "dt"))
+        diffusion_loss(actor("bypass", loss_mode="grpo_guard"), output, without(batch, "dt"), whole_step=True)
     with pytest.raises(KeyError, match=r"no 'prev_sample_mean', which flow_dppo compares"):
         diffusion_loss(actor("decoupled", loss_mode="flow_dppo"), without(output, "prev_sample_mean"), batch)
     with pytest.raises(ValueError, match=r"log_probs must be \(b, w\).*got \(6,\)\. One step is \(b, 1\)"):
@@ -333,8 +334,29 @@ def test_what_a_mode_needs_and_does_not_find_is_named():
         diffusion_loss(actor("decoupled"), {"log_probs": output["log_probs"][:, :1]}, batch)
     with pytest.raises(ValueError, match="the loss of denoising steps has its options in config: omit loss"):
         TrainingStep(Denoiser(), actor("bypass"), loss=LossConfig())
-    with pytest.raises(TypeError, match=r"a diffusion model: call rollcorr\.diffusion\.diffusion_loss"):
+    with pytest.raises(TypeError, match=r"a diffusion model: call diffusion_loss"):
         TrainingStep(Denoiser(), actor("bypass")).policy_loss(None, None, None)
+    with pytest.raises(TypeError, match=r"of tokens: call policy_loss, or give TrainingStep a DiffusionActorConfig"):
+        TrainingStep(Denoiser(), "bypass_ppo_clip").diffusion_loss(output, batch)
+
+
+def test_bypass_losses_name_the_whole_step_of_denoising():
+    config = actor("bypass")
+    batch = prepared(config)
+    output = evaluate(Denoiser(), batch)
+    for steps in ({}, {"whole_step": True, "total_steps": 12}):
+        with pytest.raises(ValueError, match=r"use TrainingStep.*or give either total_steps, or whole_step=True"):
+            diffusion_loss(config, output, batch, **steps)
+    diffusion_loss(config, output, batch, total_steps=12)
+
+
+def test_denoising_losses_must_reach_the_step():
+    model, config = Denoiser(), actor("bypass")
+    batch = prepared(config)
+    missed = pytest.raises(RuntimeError, match="1 losses of this step were not given")
+    with missed, TrainingStep(model, config) as step:
+        step.diffusion_loss(evaluate(model, batch), batch).loss.backward()
+        step.finish()
 
 
 def test_nothing_reads_a_value_on_the_way_to_the_gradient():

@@ -17,7 +17,6 @@ from rollcorr.diffusion import (
     DiffusionActorConfig,
     apply_bypass_mode_to_diffusion_batch,
     apply_rollout_correction_to_diffusion_batch,
-    diffusion_loss,
     loss_step_metrics,
 )
 
@@ -118,7 +117,7 @@ def optimizer_step(
                 part = {key: v if key in ("advantages", "latents") else v[:, j : j + 1] for key, v in part.items()}
                 part["latents"] = part["latents"][:, j : j + 2]
                 output = model(part)
-                outputs.append(diffusion_loss(config, output, part, schedule=SCHEDULE))
+                outputs.append(step.diffusion_loss(output, part, schedule=SCHEDULE))
                 step.backward(outputs[-1])
         outcome = step.finish()
     return {
@@ -138,7 +137,7 @@ def nothing_kept(size: int, rank: int, group: Any = None) -> tuple[Any, ...]:
     batch, model = make_batch(), Mean()
     own = {key: values[slice(*SHARDS[size][rank : rank + 2])] for key, values in batch.items()}
     with TrainingStep(model, config, group=group) as step:
-        step.backward(diffusion_loss(config, model(own), own))
+        step.backward(step.diffusion_loss(model(own), own))
         outcome = step.finish()
     return (*(x.item() for x in outcome), all(p.grad is None for p in model.parameters()))
 

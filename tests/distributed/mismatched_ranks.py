@@ -12,7 +12,7 @@ import ranks
 import torch
 import torch.distributed as dist
 
-from rollcorr import Monitor, correct
+from rollcorr import Monitor, PolicyLogProbs, correct, policy_loss
 from rollcorr.config import InertOptionWarning
 
 SIZE = 2
@@ -50,7 +50,17 @@ def no_call(rank: int, folder: Path, impatient: Any) -> None:
         dist.barrier()
 
 
-SCENARIOS = (fewer_calls, fewer_calls_later, other_configurations, no_call)
+def other_policy(rank: int, folder: Path, impatient: Any) -> None:
+    """The correction is of another π_old than the loss. The second rank's slice is empty: there π_old equals π_θ."""
+    tokens = 6 * (1 - rank)
+    old, rollout = torch.full((2, tokens), -1.0), torch.full((2, tokens), -1.5)
+    mask = torch.ones(2, tokens, dtype=torch.bool)
+    correction = correct(old - 1, rollout, mask, "decoupled_token_is", context_group=impatient)
+    policies = PolicyLogProbs(log_prob=old + 0.1, old_log_prob=old, rollout_log_prob=rollout)
+    policy_loss(policies, torch.ones(2), mask, correction=correction)
+
+
+SCENARIOS = (fewer_calls, fewer_calls_later, other_configurations, other_policy, no_call)
 
 
 def on_the_batch(call: Callable[..., object], *arguments: Any, **options: Any) -> None:
@@ -69,7 +79,7 @@ def run(rank: int, path: str) -> None:
     for scenario in SCENARIOS:
         try:
             scenario(rank, folder, impatient)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             errors[scenario.__name__] = str(error)
     torch.save(errors, folder / f"{rank}.pt")
     dist.destroy_process_group()

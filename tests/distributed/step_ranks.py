@@ -128,12 +128,12 @@ def diffusion(model: nn.Module, accelerator: Any, mode: str, rank: int | None) -
     if not config.bypass_mode:
         apply_rollout_correction_to_diffusion_batch(own, config, schedule=diffusion_ranks.SCHEDULE)
     if rank is None:
-        diffusion_loss(config, model(own), own).loss.backward()
+        diffusion_loss(config, model(own), own, whole_step=True).loss.backward()
     else:
         with TrainingStep(model, config, group=group, accumulation=accelerator) as step:
             for rows in torch.arange(len(own["std"])).tensor_split(MICRO_BATCHES):
                 part = {key: values[rows] for key, values in own.items()}
-                step.backward(diffusion_loss(config, model(part), part))
+                step.backward(step.diffusion_loss(model(part), part))
             step.finish()
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 

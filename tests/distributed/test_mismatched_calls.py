@@ -30,6 +30,10 @@ def test_other_configurations_are_named_on_both(errors):
         assert "its rows are those of another configuration or another detail" in error["other_configurations"]
 
 
+def test_every_slice_rejects_the_correction_of_other_rows(errors):
+    assert [error["other_policy"].partition(":")[0] for error in errors] == 2 * ["the correction is of other rows"]
+
+
 def test_a_call_that_one_rank_never_makes_ends_with_the_timeout_and_the_likely_reason(errors):
     assert "one with fewer calls makes the others wait, until the timeout of the group ends it" in errors[0]["no_call"]
     assert "`mini_batch` and `Monitor.step` equally often" in errors[0]["no_call"]

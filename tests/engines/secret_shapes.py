@@ -66,6 +66,12 @@ class Shapes:
         self.arguments["arguments"] = ["--api-key", new("argument after its name"), "--port", "80"]
         self.arguments["curl"] = ["--header", "X-Team: " + new("header after its flag")]
         self.arguments["extra_headers"] = [{"name": "X-Own", "value": new("header as name and value")}]
+        self.arguments["proxy"] = f"me:{new('proxy')}@proxy.example:8080"
+        self.arguments["proxies"] = {"https": f"me:{new('proxies')}@proxy.example"}
+        for name in ("azure_sas", "GITHUB_PAT", "webhook"):
+            self.arguments[name] = new(f"argument {name}")
+        self.arguments["slack"] = f"https://hooks.slack.com/services/T01/B02/{new('path of a Slack webhook')}"
+        self.arguments["discord"] = f"https://discord.com/api/webhooks/12345/{new('path of a Discord webhook')}"
         pem, self.secrets["PEM in an argument"] = _pem()
         self.arguments["certificate"] = pem
         shaped = {
@@ -80,6 +86,7 @@ class Shapes:
             "npm_": 34,
             "gsk_": 40,
             "nvapi-": 50,
+            "ya29.": 60,
         }
         for prefix, length in shaped.items():
             self.arguments[f"plain_{len(self.arguments)}"] = f"see {new(f'shape {prefix}', prefix, length)} there"
@@ -100,6 +107,9 @@ class Shapes:
             "flag and value in a list": f"['server', '--hf-token', '{new('flag and value in a list')}']",
             "curl header": f"curl -H 'X-Team: {new('curl header')}' http://host",
             "curl user": f"curl -u me:{new('curl user')} http://host",
+            "proxy in a text": f"curl --proxy me:{new('proxy in a text')}@proxy:80 http://host",
+            "proxies in a text": f"proxies={{'https': 'me:{new('proxies in a text')}@proxy'}} refused",
+            "webhook in a text": f"at https://hooks.slack.com/services/T1/B1/{new('webhook in a text')}?w=1 failed",
             "netrc": f"machine host login me password {new('netrc')}",
             "traceback": f'  File "x.py", line 3\n    Client(secretkey="{new("traceback")}")\nKeyError: 3',
             "bytes": f"Illegal header value b'Bearer {new('bytes')}'",

@@ -1,11 +1,14 @@
 """The adapter beside TRL's recorded numbers, in a stand-in for its trainers. test_trl_real.py has TRL itself."""
 
+import random
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from trl_stand_in import (
+    OPTIONS,
     RECORDED,
     StandInRLOOTrainer,
     StandInTrainer,
@@ -213,6 +216,19 @@ def test_measuring_changes_nothing_in_the_batch(config, loss_type, old):
     assert trainer._correction_statistics["train"].metrics()["rollout_corr/nonfinite_count"] == 1
 
 
+@pytest.mark.parametrize("config", ["measure", "tis"])
+def test_integers_are_log_probs_too(config):
+    """As the zeros of a greedy sampler are."""
+    batch = recorded_batch()
+    zeros = torch.zeros_like(batch["sampling_per_token_logps"])
+    found, expected = (
+        corrected("dapo", config, batch=batch | {"sampling_per_token_logps": given}) for given in (zeros.long(), zeros)
+    )
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, check_dtype=name != "sampling_per_token_logps")
+
+
 def test_measuring_changes_no_advantage_of_rloo():
     before = recorded_batch()["advantages"]
     for config in ("measure", "disabled"):
@@ -414,20 +430,103 @@ def test_the_check_runs_once_and_leaves_no_trace():
     assert len(calls) == made
 
 
+class StatefulTrainer(StandInTrainer):
+    """Its loss changes what it can reach, in one way for each of its names."""
+
+    changes = ""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.model = torch.nn.BatchNorm1d(1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0, momentum=0.9)
+        self.model(torch.ones(2, 1)).sum().backward()
+        self.baseline, self.seen, self.of_rows, self.names = torch.zeros(1), [], {"a": [1.0]}, {"a"}
+
+    def compute_loss(self, model, inputs):
+        {
+            "model": lambda: model(inputs["advantages"].unsqueeze(1)),
+            "python": random.random,
+            "numpy": np.random.rand,
+            "torch": lambda: torch.rand(1),
+            "list": lambda: self.seen.append(1),
+            "nested list": lambda: self.of_rows["a"].append(1.0),
+            "set": lambda: self.names.add("b"),
+            "tensor": lambda: self.baseline.add_(1),
+            "log": lambda: self.log({"mine": 1.0}),
+            "optimizer": lambda: self.optimizer.step(),
+            "batch": lambda: inputs["num_images"].append(1),
+        }[self.changes]()
+        return super().compute_loss(model, inputs)
+
+    def snapshot(self):
+        numbers = (random.getstate(), repr(np.random.get_state()), torch.random.get_rng_state().tolist())  # noqa: NPY002
+        tensors = [value.tolist() for value in (*self.model.state_dict().values(), self.baseline)]
+        gradients = [weight.grad.tolist() for weight in self.model.parameters()]
+        held = (self.seen, self.of_rows, self.names, self._metrics, self.logged, self.batch["num_images"])
+        return numbers, tensors, gradients, repr(held), repr(self.optimizer.state_dict())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    ["model", "python", "numpy", "torch", "list", "nested list", "set", "tensor", "log", "optimizer", "batch"],
+)
+def test_the_check_undoes_what_a_loss_changes(changes):
+    trainer = attach(StatefulTrainer(recorded_batch() | {"num_images": [1]}, "dapo"), "tis")
+    trainer.changes = changes
+    before = trainer.snapshot()
+    trainer._generate_and_score_completions([])
+    assert trainer.snapshot() == before
+
+
+def test_a_loss_with_state_is_checked_like_any_other(caplog):
+    """Each call of the loss starts from the same state, so a schedule of its own looks like no omission."""
+
+    class Annealed(StandInTrainer):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            self.scale = torch.ones(1)
+
+        def compute_loss(self, model, inputs):
+            return super().compute_loss(model, inputs) * self.scale.mul_(0.9) * random.random()
+
+    attach(Annealed(loss_type="dapo"), REJECTING)._generate_and_score_completions([])
+    assert "could not check" not in caplog.text
+
+
+VESPO_OPTIONS = [(0.6, 3.0, 3.0, 2.0), (2.0, 3.0, 0.5, 2.0), (0.0, 3.0, 0.0, 2.0), (0.0, 1e-4, 0.0, 1e-4)]
+
+
+@pytest.mark.parametrize("options", VESPO_OPTIONS)
+def test_vespo_is_accepted_with_any_of_its_options(options, monkeypatch, caplog):
+    for name, value in zip(("k_pos", "lambda_pos", "k_neg", "lambda_neg"), options, strict=True):
+        monkeypatch.setattr(OPTIONS, f"vespo_{name}", value)
+    for config in ("tis", REJECTING):
+        corrected("vespo", config)
+    assert "could not check" not in caplog.text
+
+
 def test_a_loss_that_cannot_be_probed_is_named(caplog):
-    class Mine(StandInTrainer):
-        def compute_loss(self, model, inputs):
-            return model(inputs["advantages"].unsqueeze(1)).mean()
+    changing = iter(range(1, 100))
+    losses = {
+        "does not compute log-probs by": lambda trainer, inputs: inputs["advantages"].mean(),
+        "runs a model": lambda trainer, inputs: trainer.model(inputs["advantages"].unsqueeze(1)).mean(),
+        "KeyError('of my own')": lambda trainer, inputs: inputs["of my own"],
+        "changes between two calls": lambda trainer, inputs: next(changing),
+        "is not finite": lambda trainer, inputs: torch.nan,
+        "ValueError('its gradient is not finite')": lambda trainer, inputs: (
+            inputs["importance_sampling_ratio"].min() ** -1
+        ),
+    }
+    for reason, factor in losses.items():
 
-    class Failing(StandInTrainer):
-        def compute_loss(self, model, inputs):
-            raise KeyError("of my own")
+        class Mine(StandInTrainer):
+            def compute_loss(self, model, inputs, reads=reason != "does not compute log-probs by", factor=factor):
+                return factor(self, inputs) * (super().compute_loss(model, inputs) if reads else 1.0)
 
-    for trainer_class, reason in ((Mine, "does not compute log-probs by"), (Failing, "KeyError('of my own')")):
-        trainer = attach(trainer_class(), "tis")
+        trainer = attach(Mine(loss_type="dapo"), "tis")
         caplog.clear()
         trainer._generate_and_score_completions([])
-        assert f"could not check that the loss of {trainer_class.__name__}" in caplog.messages[0]
+        assert "could not check that the loss of Mine" in caplog.messages[0]
         assert reason in caplog.messages[0]
 
 

@@ -205,6 +205,17 @@ def test_nothing_in_the_loop_raises(tmp_path, watched, monkeypatch):
     assert "rollout_corr/kl" in trainer.logged[-1]
 
 
+@pytest.mark.parametrize("rewards", [torch.ones(8), [1.0] * 8, torch.ones(8, 3), None])
+def test_rewards_of_another_kind_are_left_out(tmp_path, monitor_in, rewards):
+    class Mine(StandInTrainer):
+        def _calculate_rewards(self, *arguments):
+            return rewards
+
+    trainer = attach(Mine(), "measure", monitor=monitor_in(tmp_path))
+    trainer.train(2)
+    assert ["reward/mean" in metrics for metrics in steps_of(tmp_path)] == [False, False]
+
+
 def test_the_log_says_which_engine_sampled_and_with_which_settings(tmp_path, monitor_in):
     from test_trl import FakeEngine
 

@@ -41,3 +41,21 @@ def test_a_rank_without_log_probs_does_not_hang(folder):
         assert sum("rank 1 reported no log-probs" in alarm for alarm in rank["alarms"]) == 1
     steps = read_metrics(folder / "run" / "metrics.jsonl")
     assert ["rollout_corr/token_count" in metrics for metrics in steps] == [False, True]
+
+
+def test_ranks_end_with_the_failure_of_one(folder):
+    """The second rank's loss fails on a batch with a correction."""
+    first, second = (rank["error"] for rank in results_of(folder, "refused"))
+    assert first == second
+    assert "fails on a batch with a correction in 'importance_sampling_ratio': of the second rank" in first
+
+
+def test_ranks_go_on_where_one_cannot_check(folder):
+    first, second = results_of(folder, "unknown")
+    assert first["checked"]
+    assert second["checked"]
+    assert first["error"] == second["error"] == ""
+    [record] = first["records"]
+    assert "could not check that the loss of ExchangingTrainer" in record
+    assert "of the second rank" in record
+    assert second["records"] == []

@@ -110,7 +110,13 @@ PARTS = [
     {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.6_1.6", "normalizer": "original"},
     {"rollout_is": "token", "nonfinite": "neutral"},
 ]
-VARIANTS = [{}, {"importance_sampling_level": "sequence"}, {"top_entropy_quantile": 0.5}, {"use_vllm": False}]
+VARIANTS = [
+    {},
+    {"importance_sampling_level": "sequence"},
+    {"top_entropy_quantile": 0.5},
+    {"use_vllm": False},
+    {"vespo_k_pos": 0.6, "vespo_k_neg": 0.1},
+]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -118,7 +124,7 @@ VARIANTS = [{}, {"importance_sampling_level": "sequence"}, {"top_entropy_quantil
 def test_every_loss_of_trl_reads_the_correction(sgd_trainer, loss_type, variant, caplog, monkeypatch):
     trainer = replayed(sgd_trainer, *completions())
     for name, value in variant.items():
-        monkeypatch.setattr(trainer, name, value)
+        monkeypatch.setattr(trainer if hasattr(trainer, name) else trainer.args, name, value)
     trainer.loss_type = loss_type
     batch = GRPOTrainer._generate_and_score_completions(trainer, prompts())
     batch.setdefault("old_per_token_logps", torch.zeros_like(batch["completion_mask"], dtype=torch.float32))

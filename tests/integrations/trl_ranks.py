@@ -52,11 +52,55 @@ def corrected_after_a_missing_rank(rank: int, path: str) -> dict[str, Any]:
     return {"unchanged": unchanged, "corrected": "tool_mask" in second, "alarms": heard, "tokens": tokens}
 
 
+class ExchangingTrainer(StandInTrainer):
+    """Its loss exchanges its metrics, and fails on the second rank."""
+
+    fails_at: str  # a tensor of the batch
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        if dist.get_rank() == 1 and self.fails_at in inputs:
+            raise RuntimeError("of the second rank")
+        loss = super().compute_loss(model, inputs)
+        parts = self.accelerator.gather(loss.detach())
+        self._metrics["train"]["mine"].append(self.accelerator.reduce(parts.sum()).item())
+        return loss
+
+
+def checked(fails_at: str) -> dict[str, Any]:
+    """How the check of a loss that fails on one rank ends, and whether the batch is corrected afterwards."""
+
+    def exchange(tensor: torch.Tensor, *_: object) -> torch.Tensor:
+        parts = [torch.empty_like(tensor) for _ in range(2)]
+        dist.all_gather(parts, tensor)
+        return torch.stack(parts)
+
+    trainer = attach(ExchangingTrainer(loss_type="dapo"), "tis")
+    trainer.fails_at = fails_at
+    trainer.accelerator.gather = trainer.accelerator.reduce = exchange
+    trainer.accelerator.is_main_process = dist.get_rank() == 0
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("rollcorr").addHandler(handler)
+    error = ""
+    try:
+        trainer._generate_and_score_completions([])
+    except ValueError as raised:
+        error = str(raised)
+    logging.getLogger("rollcorr").removeHandler(handler)
+    return {"error": error, "records": records, "checked": trainer._loss_was_checked}
+
+
 def run(rank: int, path: str) -> None:
     """Write what this rank has. One that waits a minute for the other one fails."""
     limit = timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=f"file://{path}/meeting", rank=rank, world_size=2, timeout=limit)
-    result = {"shards": corrected(*SHARDS[rank]), "missing": corrected_after_a_missing_rank(rank, path)}
+    result = {
+        "shards": corrected(*SHARDS[rank]),
+        "missing": corrected_after_a_missing_rank(rank, path),
+        "refused": checked("tool_mask"),
+        "unknown": checked("advantages"),
+    }
     torch.save(result, f"{path}/{rank}.pt")
     dist.destroy_process_group()
 

@@ -30,7 +30,7 @@ def run_on(folder: Path, faults: Faults, *, group: Any = None) -> list[dict[str,
             train = -torch.rand(ROWS, step, generator=generator) - 0.1
             monitor.correct(train, train + 0.01, torch.ones(ROWS, step, dtype=torch.bool))
             found.append(monitor.step(reward=torch.full((ROWS,), float(step)), number=float(step)))
-            monitor.flush()  # one attempt at this step's files, so that calls have the same numbers each time
+            monitor.flush()  # one attempt at this step's files and one at what failed, so that calls keep their numbers
         faults.happen = False
     return found
 

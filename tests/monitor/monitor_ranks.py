@@ -23,7 +23,7 @@ LENGTHS = (5, 1, 0, 7, 3, 2, 6, 4)
 # Sequences of each rank, in micro-batches: uneven, and one rank has none.
 MICRO_BATCHES: dict[int, tuple[tuple[int, ...], ...]] = {0: ((0, 1), (2,), (3, 4)), 1: (), 2: ((5, 6, 7),)}
 FAULTS = (
-    ("full on the first", (0,), errno.ENOSPC, 9, 6),
+    ("full on the first", (0,), errno.ENOSPC, 9, 12),
     ("stale on the second", (1,), errno.ESTALE, 4, 20),
     ("gone on all", (0, 1, 2), errno.EIO, 1, 30),
 )

@@ -1,4 +1,4 @@
-"""A disk that fails or hangs, a tracker that hangs, a judgment that fails: a training step notices nothing of it."""
+"""A disk or a tracker that fails, the end of a program, a fork: a training step notices nothing of it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import json
 import os
 import subprocess
 import sys
-import threading
 
 import pytest
 import torch
 from fault_cases import STEPS, faults_of, run_on
 from faulty_disk import ERRORS, Faults, faulty_disk
+from recording_sinks import Recording
 
-from rollcorr import Monitor, RolloutSample, read_run
+from rollcorr import Monitor, RolloutCorrectionConfig, RolloutSample, read_run
 from rollcorr.monitor import run_writer
 from rollcorr.monitor.rollout_sample import CollectedRollouts, RolloutRows
 from rollcorr.run_directory import JsonLines, read_metrics
@@ -54,6 +54,23 @@ def test_a_failing_write_is_logged_once_and_counted(tmp_path, caplog):
     assert messages[1] == "metrics.jsonl is written again"
 
 
+def test_flush_tries_what_failed_once_more(tmp_path, monkeypatch):
+    """As often in every run, however the threads take turns."""
+    attempts = []
+
+    def failing(_, step, metrics):
+        attempts.append(step)
+        raise OSError(errno.EIO, "Input/output error")
+
+    with Monitor(tmp_path) as monitor:
+        monkeypatch.setattr(JsonLines, "write", failing)
+        for step in range(1, 21):
+            monitor.step()
+            assert not monitor.flush()
+            assert len(attempts) == 2 * step
+        monkeypatch.undo()
+
+
 def test_more_failed_lines_than_fit_are_counted_as_lost(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(run_writer, "FAILED_LINES", 3)
     faults = Faults(errno.EIO, 1, 10**9)
@@ -83,90 +100,6 @@ def test_a_strict_monitor_raises_and_counts_each_step_once(tmp_path):
         assert monitor.step()["rollout_corr/token_count"] == 6
     steps = read_metrics(tmp_path / "metrics.jsonl")
     assert [(metrics["step"], metrics["rollout_corr/token_count"]) for metrics in steps] == [(1, 6), (2, 6), (3, 6)]
-
-
-# --- What hangs -------------------------------------------------------------------------------------------------------
-
-
-class Hanging:
-    """A call, or a sink, that waits for an event."""
-
-    def __init__(self):
-        self.event, self.entered = threading.Event(), threading.Event()
-        self.steps = []
-
-    def wrap(self, call):
-        def waiting(*arguments):
-            self.entered.set()
-            assert self.event.wait(60)
-            return call(*arguments)
-
-        return waiting
-
-    def write(self, step, metrics):
-        self.entered.set()
-        assert self.event.wait(60)
-        self.steps.append(step)
-
-    def close(self):
-        self.steps.append("closed")
-
-
-@pytest.mark.parametrize("place", ["the file", "the rollout log", "a sink"])
-def test_step_returns_while_its_files_hang(tmp_path, monkeypatch, place):
-    hanging = Hanging()
-    if place == "the file":
-        monkeypatch.setattr(JsonLines, "write", hanging.wrap(JsonLines.write))
-    if place == "the rollout log":
-        monkeypatch.setattr(RolloutRows, "write", hanging.wrap(RolloutRows.write))
-    with Monitor(tmp_path, rollouts=RolloutSample(), sinks=[hanging] if place == "a sink" else []) as monitor:
-        train = -torch.rand(4, 5)
-        for step in range(3):
-            monitor.correct(train, train, torch.ones(4, 5))
-            monitor.step(reward=torch.full((4,), float(step)))
-            assert hanging.entered.wait(60)
-        train.zero_()
-        assert monitor.steps == 3
-        assert not hanging.event.is_set()
-        hanging.event.set()
-    assert [metrics["reward/mean"] for metrics in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2]
-    assert len(list((tmp_path / "rollouts").iterdir())) == 3
-    assert hanging.steps == ([1, 2, 3, "closed"] if place == "a sink" else [])
-
-
-def test_a_full_queue_drops_the_oldest_rows_and_no_line(tmp_path, monkeypatch, caplog):
-    hanging = Hanging()
-    monkeypatch.setattr(RolloutRows, "write", hanging.wrap(RolloutRows.write))
-    monkeypatch.setattr(run_writer, "LOG_BYTES", 2 * 4 * 4 * 10 + 8 * 4 + 100)  # one step, not two
-    with Monitor(tmp_path, rollouts=RolloutSample()) as monitor:
-        for _ in range(5):
-            monitor.correct(-torch.ones(4, 10), -torch.ones(4, 10), torch.ones(4, 10))
-            metrics = monitor.step(reward=torch.ones(4))
-            assert hanging.entered.wait(60)
-        assert metrics["monitor/lost_rollout_logs"] == 2
-        hanging.event.set()
-    assert [metrics["step"] for metrics in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
-    assert sorted(path.stem for path in (tmp_path / "rollouts").iterdir()) == ["step_000001", "step_000005"]
-    assert caplog.text.count("is lost for the rollout log: the disk is slow or full") == 1
-
-
-def test_closing_gives_up_a_hanging_sink(tmp_path, monkeypatch, caplog):
-    """The lock goes back, and what hangs writes nothing after that."""
-    monkeypatch.setattr(run_writer.RunWriter.close, "__defaults__", (0.1,))
-    hanging = Hanging()
-    monitor = Monitor(tmp_path, sinks=[hanging])
-    monitor.step(reward=1.0)
-    assert hanging.entered.wait(60)
-    monitor.step(reward=2.0)
-    thread, file = monitor._writer._thread, monitor._file
-    monitor.close()
-    assert not (tmp_path / "run.lock").exists()
-    assert "not written: the sinks (2), metrics.jsonl (1)" in caplog.text
-    hanging.event.set()
-    thread.join(60)
-    assert [metrics["step"] for metrics in read_metrics(tmp_path / "metrics.jsonl")] == [1]
-    assert hanging.steps == [1]
-    file.close()
 
 
 # --- The end of the program, and forks --------------------------------------------------------------------------------
@@ -232,3 +165,58 @@ def test_rollouts_that_cannot_be_copied_cost_no_line(tmp_path, monkeypatch):
         monitor.correct(log_prob, log_prob, torch.ones(2, 3))
         monitor.step(x=1.0)
     assert [json.loads(line)["x"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()] == [1.0]
+
+
+def test_a_line_is_written_without_its_rows(tmp_path, monkeypatch):
+    write, is_full = RolloutRows.write, [True]
+
+    def writing(rows):
+        if is_full[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(rows)
+
+    monkeypatch.setattr(RolloutRows, "write", writing)
+    with Monitor(tmp_path, rollouts=RolloutSample()) as monitor:
+        monitor.correct(-torch.ones(2, 3), -torch.ones(2, 3), torch.ones(2, 3))
+        monitor.step(x=1.0)
+        assert not monitor.flush()
+        assert [metrics["x"] for metrics in read_metrics(tmp_path / "metrics.jsonl")] == [1.0]
+        is_full[0] = False
+        assert monitor.flush(), "the rows are tried again"
+    assert [path.stem for path in (tmp_path / "rollouts").iterdir()] == ["step_000001"]
+
+
+def test_only_the_newest_configuration_waits(tmp_path, caplog):
+    faults = Faults(errno.EIO, 1, 10**9)
+    with faulty_disk(tmp_path, faults), Monitor(tmp_path) as monitor:
+        faults.happen = True
+        for threshold in (2.0, 3.0, 4.0, 5.0):
+            monitor.use_config(RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=threshold))
+            assert not monitor.flush()
+        monitor.close()
+        assert "not written: config.yaml (1)" in caplog.text
+
+
+def test_a_closed_monitor_logs_once_that_it_does_not_write(tmp_path, caplog):
+    sink = Recording()
+    monitor = Monitor(tmp_path, sinks=[sink])
+    monitor.step(reward=1.0)
+    monitor.close()
+    for _ in range(2):
+        assert monitor.step(reward=2.0) == {"reward": 2.0}
+        monitor.close()
+    assert caplog.text.count("this Monitor is closed: make another one, with start=N") == 1
+    assert [metrics["reward"] for metrics in read_metrics(tmp_path / "metrics.jsonl")] == [1.0]
+    assert sink.steps == [1, "closed"]
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=lambda error: type(error).__name__)
+def test_a_strict_monitor_ends_no_program(tmp_path, error):
+    class Leaving(Recording):
+        def write(self, step, metrics):
+            raise error
+
+    with Monitor(tmp_path, sinks=[Leaving()], strict=True) as monitor:
+        with pytest.raises(RuntimeError, match=f"step 1: a sink raised {type(error).__name__}"):
+            monitor.step(reward=1.0)
+        assert monitor.steps == 1

@@ -51,3 +51,16 @@ def test_steps_that_a_start_drops_are_named(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, logger="rollcorr.monitor"), Monitor(tmp_path / "run", start=1) as monitor:
         assert monitor.steps == 1
     assert "the steps 2 to 3 were logged after step 1" in caplog.text
+
+
+def test_a_resume_drops_later_logs_of_every_rank(tmp_path):
+    """A run of four ranks goes on with one, which writes no logs."""
+    with Monitor(tmp_path) as monitor:
+        for _ in range(3):
+            monitor.step()
+    logs = [monitor.directory.rollout_log(step, rank) for step in (1, 2, 3) for rank in range(4)]
+    monitor.directory.rollouts.mkdir()
+    for log in logs:
+        log.touch()
+    with Monitor(tmp_path, start=2):
+        assert sorted(monitor.directory.rollouts.iterdir()) == sorted(logs[:8])

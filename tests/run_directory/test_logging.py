@@ -81,8 +81,10 @@ def test_only_what_a_killed_run_left_is_removed(tmp_path):
         folder.mkdir()
     mine = [directory.rollout_log(step) for step in (1, 2, 1_000_000)]
     mine += [directory.rollouts / ".step_000001.parquet.tmp-12-abcd", directory.images / ".before.png.partial"]
+    mine += [directory.rollouts / ".rank_00003_step_000001.parquet.tmp-12-abcd", directory.rollout_log(2, rank=3)]
     mine += [tmp_path / ".config.yaml.partial", tmp_path / ".history.json.partial"]
     others = [directory.rollouts / "step_two.parquet", directory.rollouts / "step_000003.txt", tmp_path / ".a.partial"]
+    others += [directory.rollout_log(1, rank=3), directory.rollouts / "my_step_000003.parquet"]
     for path in (*mine, *others):
         path.touch()
     drop_later_steps(directory, 1)
@@ -117,8 +119,8 @@ class Full:
             raise OSError(errno.EIO, "Input/output error")
         self.file.truncate(size)
 
-    def close(self):
-        self.file.close()
+    def __getattr__(self, name):
+        return getattr(self.file, name)
 
 
 @pytest.mark.parametrize("truncates", [True, False])

@@ -11,6 +11,7 @@ import textwrap
 import types
 
 import pytest
+from recording_sinks import ERRORS, Broken, Recording
 
 from rollcorr import Monitor
 from rollcorr.run_directory import RunDirectory
@@ -117,44 +118,10 @@ def test_an_unknown_sink_is_answered_with_those_that_there_are(tmp_path):
         Monitor(tmp_path, sinks="wanb")
 
 
-class Remembered:
-    """A sink that keeps what it is given."""
-
-    def __init__(self):
-        self.calls = []
-
-    def write(self, step, metrics):
-        self.calls.append(step)
-
-    def close(self):
-        self.calls.append("closed")
-
-
-class Broken(Remembered):
-    """A sink that raises in one of its methods."""
-
-    def __init__(self, method, error):
-        super().__init__()
-        self.method, self.error = method, error
-
-    def write(self, step, metrics):
-        super().write(step, metrics)
-        if self.method == "write":
-            raise self.error
-
-    def close(self):
-        super().close()
-        if self.method == "close":
-            raise self.error
-
-
-ERRORS = (RuntimeError("a bug"), ConnectionError("the server is away"), SystemExit(3))
-
-
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("error", [*ERRORS, KeyboardInterrupt("a tracker's")], ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("method", ["write", "close"])
 def test_a_failing_sink_ends_no_monitored_run(tmp_path, caplog, method, error):
-    broken, kept = Broken(method, error), Remembered()
+    broken, kept = Broken(method, error), Recording()
 
     def train():
         with Monitor(tmp_path, sinks=[kept, broken, kept]) as monitor:
@@ -164,8 +131,8 @@ def test_a_failing_sink_ends_no_monitored_run(tmp_path, caplog, method, error):
 
     with pytest.raises(KeyError, match="the user's own"):
         train()
-    assert broken.calls == ([1, "closed"] if method == "write" else [1, 2, "closed"])
-    assert kept.calls == [1, 1, 2, 2, "closed", "closed"]
+    assert broken.steps == ([1, "closed"] if method == "write" else [1, 2, "closed"])
+    assert kept.steps == [1, 1, 2, 2, "closed", "closed"]
     assert (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").count("\n") == 2
     assert not (tmp_path / "run.lock").exists()
     assert f"Broken failed and gets no further steps: {error}" in caplog.text

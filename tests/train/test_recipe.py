@@ -9,6 +9,7 @@ from typing import Literal
 
 import pytest
 import torch
+from recording_sinks import ERRORS, Broken, Recording
 from rich.console import Console
 
 from rollcorr.run_directory import ProgressColumn, read_metrics, read_run
@@ -58,19 +59,6 @@ class NumberRecipe(Recipe):
         return {"number": self.trainer.model[0].item()}
 
 
-class Memory:
-    """A sink of one's own: keeps the losses, and in the end that it was closed."""
-
-    def __init__(self):
-        self.told = []
-
-    def write(self, step, metrics):
-        self.told.append((step, metrics["loss"]))
-
-    def close(self):
-        self.told.append("closed")
-
-
 def run(path, *overrides, console=None, **others):
     config = read_config(None, [f"run_dir={path}", "steps=6", "log.tensorboard=false", *overrides], NumberConfig)
     return run_recipe(NumberRecipe, config, console=console or Console(quiet=True), **others)
@@ -102,48 +90,30 @@ def test_a_recipe_is_evaluated_and_its_run_reads_back(tmp_path):
     assert [row["step"] for row in read_run(tmp_path).series] == [1, 2, 3, 4, 5, 6]
 
 
+def assert_recorded(sink, path):
+    """Check that a sink got every line of the metrics file, and was closed last."""
+    rows = read_metrics(path / "metrics.jsonl")
+    assert [(step, metrics["loss"]) for step, metrics in sink.calls[:-1]] == [
+        (row["step"], row["loss"]) for row in rows
+    ]
+    assert sink.calls[-1] == "closed"
+
+
 def test_a_sink_of_ones_own_gets_every_step_and_is_closed(tmp_path):
-    memory = Memory()
+    memory = Recording()
     run(tmp_path, sinks=[memory])
-    assert memory.told == [*((row["step"], row["loss"]) for row in read_metrics(tmp_path / "metrics.jsonl")), "closed"]
-
-
-class Broken(Memory):
-    """A sink that raises in one of its methods, from the third step on."""
-
-    def __init__(self, method, error):
-        super().__init__()
-        self.method, self.error = method, error
-
-    def write(self, step, metrics):
-        super().write(step, metrics)
-        if self.method == "write" and step == 3:
-            raise self.error
-
-    def flush(self):
-        if self.method == "flush":
-            raise self.error
-
-    def close(self):
-        super().close()
-        if self.method == "close":
-            raise self.error
-
-
-ERRORS = (RuntimeError("a bug"), ConnectionError("the server is away"), SystemExit(3))
+    assert_recorded(memory, tmp_path)
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("method", ["write", "flush", "close"])
 def test_a_failing_sink_ends_no_training(tmp_path, method, error):
-    broken, memory = Broken(method, error), Memory()
+    broken, memory = Broken(method, error, step=3), Recording()
     shown = io.StringIO()
     summary = run(tmp_path, "checkpoint.every=4", console=Console(file=shown, width=200), sinks=[broken, memory])
     assert (summary.step, summary.interrupted, summary.failure) == (6, False, None)
-    assert [told for told in memory.told if told != "closed"] == [
-        (row["step"], row["loss"]) for row in read_metrics(tmp_path / "metrics.jsonl")
-    ]
-    assert memory.told[-1] == broken.told[-1] == "closed"
+    assert_recorded(memory, tmp_path)
+    assert broken.steps[-1] == "closed"
     assert f"Broken failed and gets no further steps: {error}" in shown.getvalue()
     assert not (tmp_path / "run.lock").exists()
 

@@ -27,11 +27,11 @@ def watch(
 
     from rollcorr.diagnostics import bare_metrics
     from rollcorr.monitor import RunningJudge, alarm_text
-    from rollcorr.run_directory import BadInputError, GrowingMetrics, RunDirectory, read_run, step_line
+    from rollcorr.run_directory import GrowingMetrics, RunDirectory, read_run, step_line
     from rollcorr.run_directory.stored_run import check_run_directory
 
     metrics, config = GrowingMetrics(RunDirectory(run).metrics), None
-    with exit_on(BadInputError):
+    with exit_on(ValueError):
         check_run_directory(run)
         null = None
         if RunDirectory(run).null.exists():

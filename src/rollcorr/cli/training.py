@@ -34,7 +34,7 @@ def train(
     Options that a checkpoint fixes, such as the model, cannot change within a run; the others can.
     Only one process can run in a directory at a time.
 
-    Options such as reward.function run code. Write them in the command.
+    Options such as reward.function run code, and so may an unusual argument of vLLM. Write them in the command.
     If a file has them, or names code in the run directory, add --trust if you trust it.
 
     These files list all options:
@@ -75,7 +75,7 @@ def train(
             raise ValueError(f"one configuration file at most, got {', '.join(files)}; write a change as name=value")
         config = recipes.load_config(files[0] if files else None, overrides)
         if not trust:
-            check_trusted(config, overrides)
+            check_trusted(config, overrides, ", ".join(files))
         summary = recipes.train(config)
     except KeyboardInterrupt as error:
         Console(stderr=True).print("stopped at once: the same command continues after the last checkpoint")

@@ -3,7 +3,8 @@
 An option may contain `${env:NAME}`. It is resolved where the engine is built, so files hold the reference.
 A secret that stands in the options all the same is written as `***`. Hidden by its place, whatever its name:
 
-- the user part of an address, and each value of its query: `http://user:password@host?k=value`
+- the user part of an address, and each value of its query: `http://user:password@host?k=value`, `user:password@host`
+- the path of a webhook
 - each value under `headers`
 
 Elsewhere, and in text:
@@ -32,12 +33,12 @@ REFERENCE = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
 # Names are compared in this form: `apiKey`, `API-Key` and `api_key` are the same.
 _BETWEEN_WORDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|[^A-Za-z0-9]+")
 _SECRET_NAME = re.compile(
-    r"passw|passphrase|(?:^|_)pwd(?:_|$)|secret|credential|cookie|bearer|authorization"
+    r"passw|passphrase|webhook|(?:^|_)pwd(?:_|$)|secret|credential|cookie|bearer|authorization"
     r"|(?:access|api|auth|refresh)_?tokens?_?\d*$|(?:access|account|api|auth|private|signing)_?keys?_?\d*$"
 )
 
 # A name with such an end is a secret's, except after a word that makes it another thing.
-_SECRET_END = re.compile(r"(?:token|(?:^|_)(?:key|auth|jwt|sig|signature))_?\d*$")
+_SECRET_END = re.compile(r"(?:token|(?:^|_)(?:key|auth|jwt|pat|sas|sig|signature))_?\d*$")
 _ORDINARY_END = re.compile(
     r"(?:^|_)(?:bos|cache|cls|data|end|eos|group|image|input|mask|output|pad|partition|per|primary|prompt|public|sep"
     r"|sort|special|start|stop|unk)_?(?:token|key)$"
@@ -61,6 +62,9 @@ _SECRETS = tuple(
         rf"(?P<before>(?<![\w-])(?:-H|--header){_COMMA}{_QUOTE}[\w-]+:\s*)(?P<value>[^\"'\r\n]+)",
         rf"(?P<before>(?<![\w-])(?:-u|--user){_COMMA}{_QUOTE}[^\s:\"']{{1,200}}:)(?P<value>[^\s\"']+)",
         r"(?P<before>\blogin\s+\S{1,200}\s+password\s+)(?P<value>\S+)",
+        # A proxy's user without "https://"; the path of a webhook, which is its password.
+        r"(?P<before>(?i:prox(?:y|ies))[^\n@]{0,60}?[\s=:\"'][^\s:@\"'/]{1,200}:)(?P<value>[^\s@\"'/][^\s@\"']{0,200})(?=@)",
+        r"(?P<before>://(?:hooks\.|[^\s\"'<>`?#]{0,200}?webhook)[^\s/\"'<>`]{0,200}/)(?P<value>[^\s?#\"'<>`]+)",
         # The query of an address, whose beginning may be missing; and a query that is one value.
         r"(?P<before>[?&][^\s?&=#\"'<>`]{1,200}=)(?P<value>[^\s&#\"'<>`]+)",
         r"(?P<before>://[^\s?#\"'<>`]{1,1000}\?)(?P<value>[^\s=&#\"'<>`]{8,})(?![=&])",
@@ -68,7 +72,7 @@ _SECRETS = tuple(
         r"\b(?P<before>[Bb]earer\s+)(?P<value>[A-Za-z0-9._~+/=-]{6,})",
         r"\b(?P<before>[Bb]asic\s+)(?P<value>(?=[a-z]*[A-Z0-9+/=])[A-Za-z0-9+/]{6,}={0,2})",
         r"(?P<before>(?<![\w-]))(?P<value>(?:hf|gh[pousr]|npm|gsk|[sr]k_live)_[A-Za-z0-9]{16,}|github_pat_\w{16,}"
-        r"|(?:sk|glpat|nvapi|xapp|xox[a-z])-[\w-]{10,}|AIza[\w-]{24,}|A[KS]IA[A-Z0-9]{16}"
+        r"|ya29\.[\w-]{10,}|(?:sk|glpat|nvapi|xapp|xox[a-z])-[\w-]{10,}|AIza[\w-]{24,}|A[KS]IA[A-Z0-9]{16}"
         r"|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)",
     )
 )
@@ -239,10 +243,11 @@ def _redact_option(value: str, name: str) -> str:
     """Hide the secrets in one option's text, and remember them."""
     found: dict[str, bool] = {}
 
-    # In an address as a whole, the user part ends at the last "@", whatever signs the password has.
+    # In an address as a whole, also without "https://", the user part ends at the last "@", whatever the password has.
     scheme, mark, rest = value.rpartition("://")
     user_part, at, host = rest.rpartition("@")
-    is_address = re.fullmatch(r"\s*[A-Za-z][\w+.-]*", scheme) or name in ("url", "uri", "address", "endpoint")
+    begins = re.fullmatch(r"\s*[A-Za-z][\w+.-]*", scheme) or name in ("url", "uri", "address", "endpoint")
+    is_address = begins or re.fullmatch(r"\s*[^\s/:@]*:\S+@[\w.-]+(:\d+)?/?\s*", value)
     if at and is_address and _is_user_part(user_part):
         value = f"{scheme}{mark}{_hide_user(user_part, found)}@{host}"
     hidden = _redact_text(value, found)
@@ -298,6 +303,7 @@ def _hide_value(match: re.Match[str], found: dict[str, bool]) -> str:
     if _only_references(match["value"]):
         return match[0]
     is_query = match["before"][:1] in ("?", "&", ":")
+    found |= dict.fromkeys(match["value"].split("/"), False) | found  # a server may send a part of a path back
     found[match["value"]] = not is_query or is_secret_name(match["before"].strip("?&="))
     return match["before"] + HIDDEN
 
@@ -336,7 +342,7 @@ def _secret_after(blocks: Sequence[str], name: str, sign: str | None) -> str:
         return r"(?![a-z]+\Z|-)[\s\S]+"
 
     # In this library a token is mostly what a model samples: "token=17", "key: value" are ordinary words.
-    if re.fullmatch(r"-*(?:auth|jwt|key|sig|signature|token)", name.lower()):
+    if re.fullmatch(r"-*(?:auth|jwt|key|pat|sas|sig|signature|token)", name.lower()):
         return "" if ":" in sign else r"(?!(?:[-+.\d\s,()\[\]]+|True|False|None|null)\Z)[\s\S]+"
     return r"[\s\S]+"
 

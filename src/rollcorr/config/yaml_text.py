@@ -16,6 +16,8 @@ from typing import Any
 
 import yaml
 
+from rollcorr.config.input_file import open_input
+
 MAX_BYTES = 1 << 20
 """Bytes that a YAML file may have."""
 MAX_VALUES = 20_000
@@ -140,10 +142,10 @@ def read_yaml_text(path: Path) -> str:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is longer than `MAX_BYTES`, or not UTF-8. The message does not name the file.
+        ValueError: it is a named pipe, longer than `MAX_BYTES`, or not UTF-8. Only the first message names the file.
     """
     # Not all of a huge file, nor of a device without an end.
-    with path.open("rb") as file:
+    with open_input(path) as file:
         content = file.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
         raise ValueError(f"more than {MAX_BYTES:,} bytes, the limit of a YAML file; is it a configuration?")

@@ -7,7 +7,6 @@ offsets are clamped there: bad ones lead to bad numbers, but never touch memory 
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -50,8 +49,10 @@ def usable_ids(name: str, ids: Tensor, *ranges: tuple[int, int], mask: Tensor | 
         if outside.any():
             where, value = _first(outside, values)
             slices = "" if len(ranges) == 1 else f", and in a rank's slice: {', '.join(map(str, sorted(ranges)))}"
-            fix = "; correct it, or leave the token out, by mask= where there is one"
-            raise ValueError(f"{name} contains {value} at {where}, and must be from {least} to {most}{slices}{fix}")
+            raise ValueError(
+                f"{name} contains {value} at {where}, and must be from {least} to {most}{slices}; correct it, or leave "
+                "the token out, by mask= where there is one"
+            )
         if mask is None:
             return ids.to(torch.int64)
     return ids.to(torch.int64).clamp(least, most)
@@ -114,14 +115,14 @@ def check_cu_seqlens(cu_seqlens: Tensor, tokens: int, name: str = "cu_seqlens", 
     if cu_seqlens.dim() != 1 or not cu_seqlens.numel():
         raise ValueError(f"{name} must be (B + 1,) with at least one entry, got {tuple(cu_seqlens.shape)}")
     offsets = cu_seqlens.cpu().numpy()
-    if offsets[0] == 0 and offsets[-1] == tokens and (offsets[1:] >= offsets[:-1]).all():
-        return
+    falls = offsets[1:] < offsets[:-1]
     if offsets[0] != 0:
         raise ValueError(f"{name} must start at 0, got {offsets[0]}")
-    for i, (start, end) in enumerate(pairwise(offsets.tolist())):
-        if end < start:
-            raise ValueError(f"{name} must not fall, but entry {i + 1} is {end} after {start}")
-    raise ValueError(f"{name} must end at the number of {of}, {tokens}, got {offsets[-1]}")
+    if falls.any():
+        i = int(falls.argmax())
+        raise ValueError(f"{name} must not fall, but entry {i + 1} is {offsets[i + 1]} after {offsets[i]}")
+    if offsets[-1] != tokens:
+        raise ValueError(f"{name} must end at the number of {of}, {tokens}, got {offsets[-1]}")
 
 
 def bounded_offsets(cu_seqlens: Tensor, tokens: int) -> Tensor:

@@ -38,14 +38,6 @@ class Fingerprint(NamedTuple):
     sums: Tensor
     dtypes: tuple[torch.dtype, torch.dtype]
 
-    def of(self, index: slice | Tensor) -> Fingerprint:
-        """Return the fingerprint of some sequences."""
-        return self._replace(sums=self.sums[:, index])
-
-    def to(self, device: torch.device | str) -> Fingerprint:
-        """Return the fingerprint on a device."""
-        return self._replace(sums=self.sums.to(device))
-
 
 def compare_policies(
     fingerprint: Fingerprint | None,
@@ -81,7 +73,7 @@ def compare_policies(
 
     # Slices of a sequence add up.
     counts = [token_count(x, cu_seqlens=cu_seqlens).double() for x in (mask, measured)]
-    sums = [sequence_sum(policy.double(), measured, cu_seqlens=cu_seqlens) for policy in given]
+    sums = (sequence_sum(policy.double(), measured, cu_seqlens=cu_seqlens) for policy in given)
     found = sum_over(torch.stack([*counts, *sums]), context_group)
 
     # Sums over different tokens cannot be compared, nor sums of sentinels near the end of the float range.
@@ -96,52 +88,70 @@ def compare_policies(
     if readable and not bool(other_tokens.any() | (straight > _limit(found[2:].abs())).any()):
         return None
 
-    # The wide limit allows for a conversion to a different dtype, the narrow one for summation.
+    # With π_old = π_θ the ratio is 1, whatever π_old the correction saw. Every slice counts: a rank that raised alone
+    # would leave the others in their next exchange.
+    moved = token_count(measured & (policies.log_prob.detach() != given[0]), cu_seqlens=cu_seqlens).double()
     largest = [sequence_max(policy.abs(), measured, cu_seqlens=cu_seqlens).clamp(min=0.0) for policy in given]
-    spread = sum_over(torch.stack([counts[1] * size for size in largest]), context_group)
-    pairs = zip(spread, given, fingerprint.dtypes, strict=False)
-    narrow, wide = _limit(spread), torch.stack([_limit(width, x.dtype, dtype) for width, x, dtype in pairs])
+    *spread, moved = sum_over(torch.stack([*(counts[1] * size for size in largest), moved]), context_group)
+    on_policy = ~moved.any()
+
+    # The wide limit allows for a conversion to a different dtype, the narrow one for summation.
+    narrow = _limit(torch.stack(spread))
+    wide = torch.stack(
+        [_limit(n, x.dtype, dtype) for n, x, dtype in zip(spread, given, fingerprint.dtypes, strict=False)]
+    )
+    is_swapped = _is_swapped(straight, swapped, narrow, wide, on_policy)
     differs = straight > wide
-
-    # With π_old = π_θ the ratio is 1, whatever π_old the correction saw.
-    on_policy = ((policies.log_prob.detach() == given[0]) | ~measured).all()
-
-    # One policy by itself may be near the correction's μ by chance, because the noise of tokens cancels in a sum.
-    both, several = len(given) == 2, (found[0] > 0).sum() > 3
-    is_swapped = (swapped <= wide).all() & differs.any() & (both | ~on_policy)
-    if both:
-        is_swapped = is_swapped | (swapped <= narrow).all() & (straight > narrow).any()
-    fits_better = 2 * swapped.sum() < straight.sum() if both else several & (20 * swapped.sum() < straight.sum())
-    excused = on_policy & differs[0].any()
-    differs = torch.cat([differs[:1] & ~on_policy, differs[1:]])
+    is_earlier = on_policy & differs[0].any()
+    differs[0] &= ~on_policy
     foreign = other_tokens | differs.any(0) | is_swapped
     if not readable:
         return Statistics.of(moments={MISMATCH: moments_of(foreign.double(), found[0] > 0)})
 
-    if is_swapped or (on_policy and fits_better):
+    if is_swapped or (on_policy and _is_nearer_swapped(straight, swapped, found[0])):
         raise ValueError(
             "old_log_prob and rollout_log_prob are swapped, here or in correct: the order there is "
             "correct(old_log_prob, rollout_log_prob, response_mask)"
         )
     if foreign.any():
         row = int(foreign.nonzero()[0])
-        policy = int(not other_tokens[row] and not differs[0, row])
-        (tokens, total), (expected_tokens, expected_total) = (
-            (int(x[0, row]), x[2 + policy, row].item()) for x in (found, fingerprint.sums)
-        )
-        raise ValueError(
-            f"the correction is of other rows: in row {row}, {('old_log_prob', 'rollout_log_prob')[policy]} has "
-            f"{tokens} response tokens that sum to {total:.6g}, and correct was given {expected_tokens} that sum to "
-            f"{expected_total:.6g}. Index all tensors with the same rows, correction[rows] as old_log_prob[rows], and "
-            "call correct again for every batch"
-        )
-    if excused:
+        raise _other_rows(found, fingerprint.sums, row, policy=int(not other_tokens[row] and not differs[0, row]))
+    if is_earlier:
         warn_once(
             "old_log_prob equals log_prob, but the correction was computed with a different old_log_prob, so its "
             "weights belong to an earlier policy; give policy_loss the old_log_prob that correct was given",
             stacklevel=5,
         )
     return None
+
+
+def _is_swapped(straight: Tensor, swapped: Tensor, narrow: Tensor, wide: Tensor, on_policy: Tensor) -> Tensor:
+    """Return whether the sums fit within a limit if the policies are exchanged, and do not as they are."""
+    fits = (swapped <= wide).all() & (straight > wide).any()
+    if len(straight) == 2:
+        return fits | (swapped <= narrow).all() & (straight > narrow).any()
+
+    # One policy by itself may be near the correction's μ by chance, because the noise of tokens cancels in a sum.
+    return fits & ~on_policy
+
+
+def _is_nearer_swapped(straight: Tensor, swapped: Tensor, tokens: Tensor) -> Tensor:
+    """Return whether the sums fit clearly better with the policies exchanged; one policy needs four sequences."""
+    if len(straight) == 2:
+        return 2 * swapped.sum() < straight.sum()
+    return ((tokens > 0).sum() > 3) & (20 * swapped.sum() < straight.sum())
+
+
+def _other_rows(found: Tensor, expected: Tensor, row: int, *, policy: int) -> ValueError:
+    """Return the error for a row whose sums, as in `Fingerprint`, differ for policy 0 (old) or 1 (rollout)."""
+    given_sums, expected_sums = (
+        f"{int(x[0, row])} response tokens that sum to {x[2 + policy, row].item():.6g}" for x in (found, expected)
+    )
+    return ValueError(
+        f"the correction is of other rows: in row {row}, {('old_log_prob', 'rollout_log_prob')[policy]} has "
+        f"{given_sums}, and correct was given {expected_sums}. Index all tensors with the same rows, "
+        "correction[rows] as old_log_prob[rows], and call correct again for every batch"
+    )
 
 
 def _limit(spread: Tensor, *dtypes: torch.dtype) -> Tensor:

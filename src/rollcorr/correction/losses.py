@@ -263,6 +263,25 @@ def loss_config_of(loss: LossConfig | None) -> LossConfig:
     return loss
 
 
+def check_whole_step(whole_step: bool, counts: str, *, given: bool) -> None:
+    """Check that a loss in bypass mode covers a whole optimizer step, or was given the counts of the step.
+
+    Args:
+        whole_step: of the loss.
+        counts: the name of the argument for the counts.
+        given: whether it was given.
+
+    Raises:
+        ValueError: neither or both.
+    """
+    if whole_step == given:
+        raise ValueError(
+            "in bypass mode what is kept is known only after the last micro-batch, so losses of micro-batches do not "
+            f"add up: use TrainingStep(model, config); or give either {counts}, or whole_step=True where this call is "
+            "the whole optimizer step"
+        )
+
+
 def _no_such_option(name: str) -> TypeError:
     """What to write in place of an option that `policy_loss` does not have."""
     own = [option for option in inspect.signature(policy_loss).parameters if option != "misspelled"]
@@ -357,12 +376,7 @@ def _bypass(
     counted: bool,
 ) -> _TokenLoss:
     log_prob, rollout_log_prob = inputs.policies.log_prob, _behavior_policy(inputs.policies, correction)
-    if whole_step == counted:
-        raise ValueError(
-            "in bypass mode what is kept is known only after the last micro-batch, so losses of micro-batches do not "
-            "add up: use TrainingStep(model, config); or give either denominators, or whole_step=True where this call "
-            "is the whole optimizer step"
-        )
+    check_whole_step(whole_step, "denominators", given=counted)
     if config.weights_reach_loss and config.rollout_is_batch_normalize and counted:
         raise ValueError(
             "rollout_is_batch_normalize in bypass mode would normalize each micro-batch or rank by itself; "

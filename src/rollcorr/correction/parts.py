@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -80,8 +80,8 @@ def counts_of(part: Correction) -> StepCounts:
 def moved(correction: Correction, device: torch.device | str) -> Correction:
     """The same correction on another device, its statistics in one transfer."""
 
-    def there(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.to(device)
+    def there(value: Any) -> Any:  # noqa: ANN401 - a tensor, or a number or None, which stays
+        return value.to(device) if isinstance(value, Tensor) else value
 
     statistics = correction.statistics
     if statistics is not None:
@@ -96,16 +96,8 @@ def moved(correction: Correction, device: torch.device | str) -> Correction:
         response_mask=there(correction.response_mask),
         cu_seqlens=there(correction.cu_seqlens),
     )
-    fingerprint = correction.fingerprint and correction.fingerprint.to(device)
-    return with_context(copy, _moved_counts(correction.counts, device), fingerprint)
-
-
-def _moved_counts(counts: StepCounts | None, device: torch.device | str) -> StepCounts | None:
-    if counts is None:
-        return None
-    return StepCounts(*(None if own is None else _moved_denominators(own, device) for own in counts))
-
-
-def _moved_denominators(own: Denominators, device: torch.device | str) -> Denominators:
-    amounts = (x.to(device) if isinstance(x, Tensor) else x for x in (own.tokens, own.sequences))
-    return Denominators(*amounts)
+    counts = correction.counts and StepCounts(
+        *(own and Denominators(there(own.tokens), there(own.sequences)) for own in correction.counts)
+    )
+    fingerprint = correction.fingerprint and correction.fingerprint._replace(sums=there(correction.fingerprint.sums))
+    return with_context(copy, counts, fingerprint)

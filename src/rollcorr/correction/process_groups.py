@@ -13,7 +13,6 @@ the same call meet in one exchange all the same, and where the numbers are in ho
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from rollcorr.config.checks import warn_once
 from rollcorr.core.layout import sequence_ids
 from rollcorr.core.mergeable_statistics import Statistics, merge_statistics
 from rollcorr.kernels.correction import Reduction
@@ -82,7 +82,10 @@ def gather_marked(vector: Tensor, mark: int, group: ProcessGroup, *, room: int) 
 
 def gather(vector: Tensor, group: ProcessGroup) -> Tensor:
     """Gather the vectors of all ranks, (P, n), in rank order, on a device that the group's backend reads."""
-    return _gather(_where_the_group_reads(vector, group), group)
+    devices = _devices_of(group)
+    if vector.device.type not in devices:
+        vector = vector.to(torch.device(devices[0]))
+    return _gather(vector, group)
 
 
 def filled_blocks(numbers: int) -> int:
@@ -196,17 +199,11 @@ def warn_without_group(*groups: object) -> None:
     """Warn, once in a process, if there are several ranks and none of the groups is given."""
     missing = all(group is None for group in groups) and torch.distributed.is_available()
     if missing and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        _warn_of_ranks(torch.distributed.get_world_size())
-
-
-@lru_cache(maxsize=1)
-def _warn_of_ranks(ranks: int) -> None:
-    warnings.warn(
-        f"there are {ranks} ranks, and the loss is divided by the counts of this one: the mean of such gradients is "
-        "not the gradient of one process. Pass group=torch.distributed.group.WORLD to correct and TrainingStep, or "
-        'group="local" if each rank trains by itself',
-        stacklevel=4,  # the line that computes the loss
-    )
+        warn_once(
+            f"there are {torch.distributed.get_world_size()} ranks, and the loss is divided by the counts of this one: "
+            "the mean of such gradients is not the gradient of one process. Pass group=torch.distributed.group.WORLD "
+            'to correct and TrainingStep, or group="local" if each rank trains by itself'
+        )
 
 
 class Slices(NamedTuple):
@@ -322,12 +319,6 @@ def reads_host_memory(group: ProcessGroup) -> bool:
 def _devices_of(group: ProcessGroup) -> list[str]:
     """The kinds of device that the group has a backend for, as in "cpu:gloo,cuda:nccl"."""
     return [pair.partition(":")[0] for pair in torch.distributed.get_backend_config(group).split(",")]
-
-
-def _where_the_group_reads(vector: Tensor, group: ProcessGroup) -> Tensor:
-    """The vector, moved if the group's backend cannot send it from where it is."""
-    devices = _devices_of(group)
-    return vector if vector.device.type in devices else vector.to(torch.device(devices[0]))
 
 
 def _gather(vector: Tensor, group: ProcessGroup) -> Tensor:

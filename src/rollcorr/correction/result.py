@@ -161,7 +161,9 @@ class Correction:
             ranks=self.ranks,
             batch_shape=self.batch_shape,
         )
-        return with_context(part, self.counts, self.fingerprint and self.fingerprint.of(index))
+        return with_context(
+            part, self.counts, self.fingerprint and self.fingerprint._replace(sums=self.fingerprint.sums[:, index])
+        )
 
     def split(self, sequences: int) -> tuple[Correction, ...]:
         """Micro-batches of so many sequences each, the last one smaller: the parts that `tensor.split` makes.

@@ -216,7 +216,7 @@ def _check_no_probabilities(inputs: _CorrectionInputs, policy_sums: Tensor) -> N
         policy_sums: as in `CorrectionOutput`.
 
     Raises:
-        ValueError: no value of a policy is below 0, and one is above 2^-8.
+        ValueError: no value of a policy is below 0, and a finite one is above 2^-8.
     """
     # A negative sum needs a negative value. Usually the first sequence has one, and no pass over the tokens is needed.
     sums = policy_sums.numpy()
@@ -226,10 +226,11 @@ def _check_no_probabilities(inputs: _CorrectionInputs, policy_sums: Tensor) -> N
         if (totals < 0).any():
             continue
         values = policy[inputs.valid]
-        if not (values < 0).any() and (values > 2**-8).any():
+        above = values[(values > 2**-8) & (values < torch.inf)]
+        if above.numel() and not (values < 0).any():
             raise ValueError(
                 f"{name}_log_prob holds probabilities, or log-probs without their sign: no value is below 0, and the "
-                f"first is {values[values > 2**-8][0].item():g}; give natural logarithms, {name}_log_prob.log(), or "
+                f"first is {above[0].item():g}; give natural logarithms, {name}_log_prob.log(), or "
                 "densities=True where the actions are continuous"
             )
 

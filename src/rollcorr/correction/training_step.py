@@ -8,13 +8,13 @@ are known: in bypass mode what is kept depends on π_θ, and in every mode a ran
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from rollcorr.config import LossAggMode, LossConfig, PresetName, RolloutCorrectionConfig
+from rollcorr.config import LossConfig, PresetName, RolloutCorrectionConfig
 from rollcorr.config.conversion import resolve
 from rollcorr.core.boundary import in_host_memory
 from rollcorr.correction.denominators import aggregation_mode, amount_of, count_denominators, rescaling
@@ -34,6 +34,11 @@ class DiffusionConfig(Protocol):
     @property
     def min_keep_fraction(self) -> float:
         """The least share of steps that a gradient is made of."""
+
+    def micro_batch_loss(
+        self, model_output: Mapping[str, Tensor], data: Mapping[str, Tensor], *, schedule: Sequence[float] | None
+    ) -> PolicyLossOutput:
+        """Compute the loss of some samples and steps, whose counts the caller adds up."""
 
 
 class StepOutcome(NamedTuple):
@@ -122,28 +127,28 @@ class TrainingStep(SplitGradients):
         if not (self._ddp or self._fsdp):
             warn_without_group(group, context_group)
         self.loss = loss_config_of(loss)
+        self._diffusion: DiffusionConfig | None = None
         self.config: RolloutCorrectionConfig | None = None
-        self._mode: LossAggMode = "token-mean"
-        self._min_keep: float | None = None
         self._ratio: Tensor | None = None
         self._amounts: list[Tensor] = []
-        self._losses, self._regularized, self._normalized = 0, False, False
+        self._unused: set[PolicyLossOutput] = set()
 
-        # Denoising steps are the tokens of a diffusion model, and `diffusion_loss` computes their loss.
+        # Denoising steps are the tokens of a diffusion model, and its configuration has the options of their loss.
         if isinstance(config, DiffusionConfig):
-            self._min_keep = config.min_keep_fraction
+            self._diffusion = config
             if loss is not None:
                 raise ValueError(
                     "loss is of tokens, and the loss of denoising steps has its options in config: omit loss"
                 )
-            return
+        else:
+            self.config = config.config if isinstance(config, Correction) else resolve(config)
 
-        self._regularized = bool(self.loss.kl_coef or self.loss.entropy_coef)
-        self.config = config.config if isinstance(config, Correction) else resolve(config)
         self._mode = aggregation_mode(self.config, self.loss)
+        self._regularized = bool(self.loss.kl_coef or self.loss.entropy_coef)
         bypass_mode = self.config is not None and self.config.bypass_mode
-        if self.config is not None and self.config.weights_reach_loss:
-            self._normalized = self.config.rollout_is_batch_normalize
+        self._normalized = (
+            self.config is not None and self.config.weights_reach_loss and self.config.rollout_is_batch_normalize
+        )
 
         # The counts of a correction are those of the step only if it is of the same ranks, and applied as it is.
         wanted = self._regularized and not bypass_mode
@@ -186,13 +191,20 @@ class TrainingStep(SplitGradients):
             RuntimeError: outside the block, or after `finish`.
             ValueError: the correction is of another configuration or of other ranks; or as `rollcorr.policy_loss`.
         """
-        if self._min_keep is not None:
-            raise TypeError("this step is one of a diffusion model: call rollcorr.diffusion.diffusion_loss")
+        if self._diffusion is not None:
+            raise TypeError("this step is one of a diffusion model: call diffusion_loss")
         self._check_open("policy_loss()")
         if correction is not None:
-            self._check_correction(correction)
-        self._losses += 1
-        return policy_loss(
+            if correction.config != self.config:
+                raise ValueError(f"correction was computed with {correction.config}, the step has config={self.config}")
+            if correction.ranks[1] != self.ranks[1] or (self._normalized and correction.ranks[0] != self.ranks[0]):
+                raise ValueError(
+                    f"the correction is of {correction.ranks} ranks and the step of {self.ranks} (data-parallel, "
+                    "context), and batch normalization and slices of sequences need the same ranks: give correct and "
+                    "TrainingStep the same group and context_group"
+                )
+
+        output = policy_loss(
             policies,
             advantages,
             response_mask,
@@ -205,12 +217,39 @@ class TrainingStep(SplitGradients):
             group="local",
             context_group=self.context_group,
         )
+        self._unused.add(output)
+        return output
+
+    def diffusion_loss(
+        self, model_output: Mapping[str, Tensor], data: Mapping[str, Tensor], *, schedule: Sequence[float] | None = None
+    ) -> PolicyLossOutput:
+        """Compute the loss of a micro-batch of denoising steps; give it to `backward`.
+
+        Args:
+            model_output: tensors (b, w, …) of b samples and w steps, as `rollcorr.diffusion.diffusion_loss` takes them.
+            data: this micro-batch's slices of the batch, likewise.
+            schedule: timestep values for the breakdown of bypass mode; None leaves it out.
+
+        Returns:
+            The loss of this micro-batch, 0-d, in its parts. `finish` returns the loss of the step.
+
+        Raises:
+            TypeError: the step is one of tokens.
+            RuntimeError: outside the block, or after `finish`.
+            KeyError, ValueError: as `rollcorr.diffusion.diffusion_loss`.
+        """
+        if self._diffusion is None:
+            raise TypeError("this step is one of tokens: call policy_loss, or give TrainingStep a DiffusionActorConfig")
+        self._check_open("diffusion_loss()")
+        output = self._diffusion.micro_batch_loss(model_output, data, schedule=schedule)
+        self._unused.add(output)
+        return output
 
     def backward(self, output: PolicyLossOutput) -> None:
         """Add one micro-batch's gradients and counts. Waits for nothing.
 
         Args:
-            output: what `policy_loss` of this step, `rollcorr.policy_loss` or `diffusion_loss` returned.
+            output: of `policy_loss` or `diffusion_loss`, of this step or of the package.
 
         Raises:
             RuntimeError: outside the block, after `finish`, or the forward pass ran with DDP's reducer armed.
@@ -244,7 +283,7 @@ class TrainingStep(SplitGradients):
             amount_of(self._mode, original, device),
         )
         self._amounts.append(torch.stack([amount.to(device, torch.float64) for amount in amounts]))
-        self._losses -= 1
+        self._unused.discard(output)
 
     def finish(self) -> StepOutcome:
         """Divide by the counts of the step, and sum over ranks what no wrapper has summed. Every rank calls it, once.
@@ -256,15 +295,14 @@ class TrainingStep(SplitGradients):
             ValueError: the correction that the step was made of has other counts than its losses. In host memory only.
         """
         self._check_open("finish()")
-        if self._losses > 0:
+        if self._unused:
             raise RuntimeError(
-                f"{self._losses} losses of this step were not given to step.backward(output), so the step cannot count "
-                "and scale them: call it in place of loss.backward() or accelerator.backward(loss)"
+                f"{len(self._unused)} losses of this step were not given to step.backward(output), so the step cannot "
+                "count and scale them: call it in place of loss.backward() or accelerator.backward(loss)"
             )
 
         # A rank without a micro-batch adds 0. The counts of a context group are those of whole sequences already.
-        zero = torch.zeros(6, dtype=torch.float64, device=self._device)
-        own = torch.stack([zero, *self._amounts]).sum(0)
+        own = torch.stack([torch.zeros(6, dtype=torch.float64, device=self._device), *self._amounts]).sum(0)
         own = torch.cat([sum_over(own[:4], self.context_group), own[4:]])
         kept, total, policy, terms, divisor, original = sum_over(own, self.group)
         if self._mode == "token-sum":
@@ -275,46 +313,22 @@ class TrainingStep(SplitGradients):
         if self._ratio is None:
             self._finish([by_kept, by_original])
         else:
-            self._check_ratio(rescaling(original, divisor))
+            found = rescaling(original, divisor)
+            if in_host_memory(found, self._ratio) and not torch.isclose(found, self._ratio, rtol=1e-5, equal_nan=True):
+                raise ValueError(
+                    "the losses of this step are of other rows than the correction that it was made with: give "
+                    "TrainingStep the correction of exactly these rows, such as correction.mini_batch(rows)"
+                )
             by_kept = by_original * self._ratio.to(by_original)
             self._finish([by_original, by_original])
 
         # A text's KL and entropy are learned from rejected tokens too.
         skipped = (total if self._regularized else kept) == 0
-        if self._min_keep is not None:
-            skipped = skipped | (kept < self._min_keep * total)
+        if self._diffusion is not None:
+            skipped = skipped | (kept < self._diffusion.min_keep_fraction * total)
 
             # Momentum and weight decay would move the weights by a gradient of 0 too.
             if bool(skipped):
                 for parameter in self.parameters:
                     parameter.grad = None
         return StepOutcome(policy * by_kept + terms * by_original, kept, total, skipped)
-
-    def _check_correction(self, correction: Correction) -> None:
-        """Check that a correction is of the step's configuration and ranks.
-
-        Raises:
-            ValueError: it is not.
-        """
-        if correction.config != self.config:
-            raise ValueError(f"correction was computed with {correction.config}, the step has config={self.config}")
-        if correction.ranks[1] != self.ranks[1] or (self._normalized and correction.ranks[0] != self.ranks[0]):
-            raise ValueError(
-                f"the correction is of {correction.ranks} ranks and the step of {self.ranks} (data-parallel, context), "
-                "and batch normalization and slices of sequences need the same ranks: give correct and TrainingStep "
-                "the same group and context_group"
-            )
-
-    def _check_ratio(self, found: Tensor) -> None:
-        """Check that the losses have the counts of the step's correction. Reads values in host memory only.
-
-        Raises:
-            ValueError: the ratio of the counts differs.
-        """
-        if self._ratio is None or not in_host_memory(found, self._ratio):
-            return
-        if not torch.isclose(found, self._ratio, rtol=1e-5, equal_nan=True):
-            raise ValueError(
-                "the losses of this step are of other rows than the correction that it was made with: give "
-                "TrainingStep the correction of exactly these rows, such as correction.mini_batch(rows)"
-            )

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rollcorr.config import InertOptionWarning, Normalizer, RolloutCorrectionConfig, resolve
 from rollcorr.config.checks import check_choice, check_number, names_unknown_options, warn_inert
 from rollcorr.config.criteria import without_criterion
 from rollcorr.core.diffusion import Reduction, power_of
+
+if TYPE_CHECKING:
+    from rollcorr.correction.losses import PolicyLossOutput
+    from rollcorr.diffusion.batch_checks import Batch
 
 LossMode = Literal["flow_grpo", "grpo_guard", "flow_dppo"]
 RsDenominator = Literal["all", "kept", "weights"]
@@ -113,6 +117,26 @@ class DiffusionActorConfig:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", InertOptionWarning)
             return replace(config, rollout_rs=names, rollout_rs_threshold=threshold)
+
+    def micro_batch_loss(
+        self, model_output: Batch, data: Batch, *, schedule: Sequence[float] | None = None
+    ) -> PolicyLossOutput:
+        """Compute the loss of b samples and w steps for `TrainingStep`, which adds up their counts.
+
+        Args:
+            model_output: tensors (b, w, …), as `rollcorr.diffusion.diffusion_loss` takes them.
+            data: this micro-batch's slices of the batch, likewise.
+            schedule: timestep values for the breakdown of bypass mode; None leaves it out.
+
+        Returns:
+            The loss and its counts, as if this call were the whole optimizer step.
+
+        Raises:
+            KeyError, ValueError: as `rollcorr.diffusion.diffusion_loss`.
+        """
+        from rollcorr.diffusion.denoising_loss import diffusion_loss
+
+        return diffusion_loss(self, model_output, data, whole_step=True, schedule=schedule)
 
     def _inert_options(self) -> list[tuple[str, str]]:
         """Options that were changed and can have no effect beside the others, and why."""

@@ -22,7 +22,7 @@ from rollcorr.core.integer_checks import truth
 from rollcorr.core.losses import neutral_log_probs, reinforce_loss
 from rollcorr.core.mergeable_statistics import Statistics, moments_of
 from rollcorr.correction.denominators import Averaged, aggregate, loss_denominators
-from rollcorr.correction.losses import PolicyLossOutput
+from rollcorr.correction.losses import PolicyLossOutput, check_whole_step
 from rollcorr.correction.result import Correction
 from rollcorr.diffusion.actor_config import DiffusionActorConfig
 from rollcorr.diffusion.batch_checks import Batch, check_shapes, dimensions_of, require
@@ -37,6 +37,7 @@ def diffusion_loss(
     data: Batch,
     *,
     total_steps: Tensor | float | None = None,
+    whole_step: bool = False,
     schedule: Sequence[float] | None = None,
 ) -> PolicyLossOutput:
     """Σ kept w L / denominator + kl_coef · mean KL(π_θ‖π_ref) / D, of b samples and w steps. Waits for nothing.
@@ -50,8 +51,9 @@ def diffusion_loss(
             for grpo_guard, flow_dppo, kl_coef, step_kl and the exact KL.
         data: this micro-batch's slices of the batch (`rollcorr.diffusion.batch_checks`).
         total_steps: steps (samples × window) of the whole optimizer step, rejected ones too, over every micro-batch and
-            rank: the sums are divided by it. Defaults to the counts of this call, by `rs_denominator`: for the whole
-            step in one call, and for `TrainingStep`, which counts.
+            rank: the sums are divided by it. Defaults to the counts of this call, by `rs_denominator`.
+        whole_step: states that this call is the whole optimizer step. Bypass mode requires it without `total_steps`,
+            because what is kept is known only after the last micro-batch: for several, `TrainingStep.diffusion_loss`.
         schedule: timestep values for the breakdown of bypass mode; None leaves it out.
 
     Returns:
@@ -60,10 +62,12 @@ def diffusion_loss(
 
     Raises:
         KeyError: a tensor that the mode needs is missing.
-        ValueError: shapes differ, or D is needed and not known.
+        ValueError: shapes differ, or D is needed and not known; or in bypass mode neither or both of `total_steps` and
+            `whole_step` are given.
     """
     _check(model_output, data)
     if config.bypass_mode:
+        check_whole_step(whole_step, "total_steps", given=total_steps is not None)
         parts = _bypass(config, model_output, data, schedule)
     else:
         parts = _decoupled(config, model_output, data)

@@ -103,6 +103,16 @@ def _on_host(columns: Mapping[str, object]) -> dict[str, object]:
     return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in columns.items()}
 
 
+_Rows = tuple[list[int], Tensor, Tensor | None, dict[str, object]]
+
+
+class SampledBatch(NamedTuple):
+    """The number of sequences of a micro-batch, and its sampled rows: numbers in the step, mask, offsets, columns."""
+
+    sequences: int
+    rows: _Rows | None = None
+
+
 class CollectedRollouts:
     """The rows of a step that its log will keep. They stay on their device until the log is written.
 
@@ -116,10 +126,10 @@ class CollectedRollouts:
         self._sample = sample
         self._rank = rank
         self._writes = writes
-        self._batches: list[tuple[list[int], Tensor, Tensor | None, dict[str, object]]] = []
+        self._batches: list[_Rows] = []
         self.seen = 0
 
-    def add(
+    def sampled(
         self,
         step: int,
         response_mask: Tensor,
@@ -128,46 +138,20 @@ class CollectedRollouts:
         cu_seqlens: Tensor | None,
         position_ids: Tensor | None,
         context_group: ProcessGroup | None,
-    ) -> None:
-        """Keep the sampled rows of a micro-batch. Copies them, so that buffers can be used again.
+    ) -> SampledBatch:
+        """Return the sampled rows of a micro-batch, for `keep`. Copies them, so that buffers can be used again.
 
         Raises:
-            ValueError: a column has another number of rows, or is none of the log. Nothing is kept then.
+            ValueError: a column has another number of rows, or is none of the log.
         """
         check_columns(columns)
-        before = self.mark()
-        try:
-            self._add(step, response_mask, columns, cu_seqlens, position_ids, context_group)
-        except Exception:
-            self.forget_since(before)
-            raise
-
-    def mark(self) -> tuple[int, int]:
-        """Where the step is now, for `forget_since`."""
-        return self.seen, len(self._batches)
-
-    def forget_since(self, mark: tuple[int, int]) -> None:
-        """Drop what was added after a mark."""
-        self.seen, count = mark
-        del self._batches[count:]
-
-    def _add(
-        self,
-        step: int,
-        response_mask: Tensor,
-        columns: Mapping[str, object],
-        cu_seqlens: Tensor | None,
-        position_ids: Tensor | None,
-        context_group: ProcessGroup | None,
-    ) -> None:
         sequences = response_mask.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        first, self.seen = self.seen, self.seen + sequences
         if not self._sample.takes_step(step):
-            return
-        keys = self._keys(columns, sequences, first)
+            return SampledBatch(sequences)
+        keys = self._keys(columns, sequences, self.seen)
         rows = [row for row, key in enumerate(keys) if self._sample.takes_row(step, key)]
         if not rows:
-            return
+            return SampledBatch(sequences)
 
         index = torch.tensor(rows, dtype=torch.int64, device=response_mask.device)
         tokens, offsets = (index, None) if cu_seqlens is None else packed_tokens(index, cu_seqlens)
@@ -181,8 +165,13 @@ class CollectedRollouts:
         if context_group is not None and context_group.size() > 1:
             mask, offsets, kept = _whole_sequences(mask, offsets, kept, context_group)
         kept.pop("position_ids", None)
-        if self._writes:
-            self._batches.append(([first + row for row in rows], mask, offsets, kept))
+        return SampledBatch(sequences, ([self.seen + row for row in rows], mask, offsets, kept))
+
+    def keep(self, batch: SampledBatch) -> None:
+        """Add what `sampled` returned."""
+        self.seen += batch.sequences
+        if self._writes and batch.rows is not None:
+            self._batches.append(batch.rows)
 
     def checked_rewards(self, reward: object | None) -> Tensor | None:
         """The rewards of a step on the host, as a copy. One number for the whole step is no column of the log.

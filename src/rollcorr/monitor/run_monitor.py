@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -29,7 +30,7 @@ from rollcorr.diagnostics.health.trend import WATCHED
 from rollcorr.monitor.field_names import FieldNames, read_fields
 from rollcorr.monitor.rank_exchange import RankExchange
 from rollcorr.monitor.rollout_sample import CollectedRollouts, RolloutSample, check_log_can_be_written
-from rollcorr.monitor.run_writer import CONFIG, LINE, ROWS, SINKS, RunWriter, WriteTask
+from rollcorr.monitor.run_writer import CLOSING_SECONDS, CONFIG, LINE, ROWS, SINKS, RunWriter, WriteTask
 from rollcorr.monitor.running_judge import COUNTS, RunningJudge, alarm_text
 from rollcorr.monitor.step_totals import StepTotals, merged_metrics
 from rollcorr.run_directory import JsonLines, RunDirectory, RunLock, Sink, drop_later_steps
@@ -54,6 +55,8 @@ UNWRITTEN = "monitor/unwritten_steps"
 """Steps that could not be written to metrics.jsonl so far, or are lost. Only where there are some."""
 LOST_ROLLOUTS = "monitor/lost_rollout_logs"
 """Steps whose rollout log is lost, of a rank that has lost some. Only where there are some."""
+LOST_FOR_SINKS = "monitor/lost_sink_steps"
+"""Steps that no sink gets, because a sink hangs and too many wait. Only where there are some."""
 
 
 class Monitor:
@@ -83,8 +86,8 @@ class Monitor:
         start: steps that are done already, for a run that goes on from a checkpoint. What was logged after them is
             dropped, because those steps are computed again.
         sinks: where metrics go besides `metrics.jsonl`: "tensorboard", "wandb", "mlflow", "trackio", "stdout", or
-            objects with `write(step, metrics)` and `close()`. They are used by the first rank alone, and get their
-            steps in the thread that writes.
+            objects with `write(step, metrics)` and `close()`. They are used by the first rank alone, and called in a
+            thread of their own.
         on_alarm: called with the `Finding` of each alarm that begins, on every rank. An exception of it is logged.
         rollouts: which rows go into the rollout log, a file for each step and rank. None writes none.
         strict: wait for the files and sinks in every step, and raise their errors and errors of the judgment.
@@ -129,10 +132,11 @@ class Monitor:
         self._judged_config = self.config
         self._sample = rollouts
         self._strict = strict
-        self._writer: RunWriter | None = None
+        self._errors: deque[BaseException] = deque(maxlen=1)  # of files and sinks, for `strict`
+        self._files: RunWriter | None = None
+        self._trackers: RunWriter | None = None
         self._file: JsonLines | None = None
         self._sinks: Sinks | None = None
-        self._lock = ExitStack()
         self._begin_step()
 
         # One rank prepares the directory. All of them learn what it found, so that none waits for one that gave up, and
@@ -142,10 +146,13 @@ class Monitor:
         try:
             if rollouts is not None:
                 check_log_can_be_written()
-            if self._writes:
-                earlier = self._prepare(start, sinks)
+
+            # The lock and the file stay with the thread that writes: a write that hangs keeps them until it ends.
+            held = ExitStack()
             if self._writes or rollouts is not None:
-                self._writer = RunWriter()
+                self._files = RunWriter(self._errors.append, held.close)
+            if self._writes:
+                earlier = self._prepare(start, sinks, held)
             self._write_config()
             self.flush()
         except Exception as error:  # trackers have errors of their own
@@ -156,8 +163,6 @@ class Monitor:
             raise problem or problem_anywhere
         for metrics in earlier:
             self._judge.remember(metrics["step"], metrics)
-        if rollouts is not None:
-            self._drop_own_logs()
 
     def correct(
         self,
@@ -226,10 +231,10 @@ class Monitor:
             **options,
         )
         # A batch that is refused is not counted in part: the caller may catch the error, and try again.
-        before = None if self._rollouts is None else self._rollouts.mark()
+        sampled = None
         if self._rollouts is not None:
             logged = {"rollout_log_prob": rollout_log_prob, "old_log_prob": train_log_prob, **(columns or {})}
-            self._rollouts.add(
+            sampled = self._rollouts.sampled(
                 self.steps + 1,
                 response_mask,
                 logged,
@@ -237,12 +242,9 @@ class Monitor:
                 position_ids=position_ids,
                 context_group=self._context_group,
             )
-        try:
-            self.add(correction)
-        except Exception:
-            if self._rollouts is not None and before is not None:
-                self._rollouts.forget_since(before)
-            raise
+        self.add(correction)
+        if self._rollouts is not None and sampled is not None:
+            self._rollouts.keep(sampled)
         return correction
 
     def add(self, measured: Correction | PolicyLossOutput | Statistics) -> None:
@@ -289,6 +291,7 @@ class Monitor:
             TypeError, ValueError: a metric is no number, or its name is taken, or there are more or fewer rewards than
                 sequences in the rollout log. The step has not ended: call it again.
             RuntimeError: another rank is still in `correct`, or an exchange failed.
+            TimeoutError: only with `strict`: files or sinks hang. The step has ended.
         """
         self._totals.forget_values()
         for name, value in {**self._unwritten(), "reward": reward, **own}.items():
@@ -306,14 +309,11 @@ class Monitor:
         try:
             self._judge_step(step, metrics)
         finally:
-            # Last, because the thread that this wakes competes with the judge for the interpreter.
-            if self._writer is not None:
-                self._writer.put(*tasks)
-        if self._strict and self._writer is not None:
-            self._writer.flush()
-            error = self._writer.take_error()
-            if error is not None:
-                raise error
+            # Last, because the threads that this wakes compete with the judge for the interpreter.
+            if self._files is not None and self._files.put(*tasks) and self._trackers is not None and self._sinks:
+                self._trackers.put(WriteTask(SINKS, step, partial(self._sinks.write, step, dict(metrics))))
+        if self._strict:
+            self._raise_unwritten(step)
         return metrics
 
     def raise_alarm(self, finding: Finding) -> None:
@@ -326,12 +326,14 @@ class Monitor:
             self._sound(self.steps + 1, finding)
 
     def flush(self) -> bool:
-        """Wait until the steps so far are in the files and with the trackers, half a minute at most.
+        """Wait until the steps so far are in the files and with the trackers; try what failed once more.
+
+        Gives up after half a minute for each attempt of files and sinks.
 
         Returns:
             Whether everything is written.
         """
-        return self._writer is None or self._writer.flush()
+        return all(writer.flush() for writer in self._writers())
 
     def use_config(self, config: RolloutCorrectionConfig) -> None:
         """Take on the configuration of a trainer that corrects by this Monitor, also in the run's directory."""
@@ -364,22 +366,13 @@ class Monitor:
         return self._exchange.transfers
 
     def close(self) -> None:
-        """Finish the files, which may take half a minute, and close the sinks. An unfinished step is not logged.
+        """Finish files and sinks, which may take half a minute each. An unfinished step is not logged.
 
-        Never raises. Has no effect in a forked child: files and lock are the parent's.
+        Never raises. A sink or a file that hangs is left to its thread. Later steps are not written: an error is
+        logged. Has no effect in a forked child: files and lock are the parent's.
         """
-        if self._writer is not None and self._writer.is_in_child:
-            return
-        writer, self._writer = self._writer, None
-        try:
-            # A sink or a file that a thread hangs in stays open.
-            if writer is None or writer.close():
-                for output in (self._sinks, self._file):
-                    if output is not None:
-                        output.close()
-        finally:
-            self._sinks, self._file = None, None
-            self._lock.close()
+        for writer in self._writers():
+            writer.close()
 
     def __enter__(self) -> Monitor:
         return self
@@ -422,15 +415,15 @@ class Monitor:
         first_problem = next((other for other, _ in told if other is not None), None)
         return first_problem, next((steps for _, steps in told if steps), [])
 
-    def _prepare(self, start: int | None, sinks: str | Sequence[str | Sink]) -> list[dict[str, Any]]:
-        """Make the directory, or make it that of a run which goes on after `start` steps.
+    def _prepare(self, start: int | None, sinks: str | Sequence[str | Sink], held: ExitStack) -> list[dict[str, Any]]:
+        """Make the directory, or make it that of a run which goes on after `start` steps. `held` gets lock and file.
 
         Returns:
             Those steps: the last ones whole, the others as far as a change since the start needs them.
         """
         if start is not None and start < 0:
             raise ValueError(f"start is the number of steps that are done already, at least 0; got {start}")
-        self._lock.enter_context(RunLock(self.directory.path))
+        held.enter_context(RunLock(self.directory.path))
 
         # The last steps are kept; of earlier ones only the metrics that the judge reads.
         watched = ["step", *(prefix + name for name in (*WATCHED, *COUNTS) for prefix in ("", PREFIX))]
@@ -464,28 +457,16 @@ class Monitor:
                 )
             drop_later_steps(self.directory, start)
         self._file = JsonLines(self.directory.metrics)
+        held.callback(self._file.close)
         if sinks:
             self._sinks = Sinks(sinks, self.directory, self.steps, report=self._report_sink)
+            self._trackers = RunWriter(self._errors.append, self._sinks.close)
         return earlier
-
-    def _drop_own_logs(self) -> None:
-        """Remove the rollout logs of later steps that this rank has left; `drop_later_steps` knows the first rank's."""
-        rank = self._exchange.rank
-        # The ranks of a context group share one log, and one of them removes it.
-        shares_log = self._context_group is not None and self._context_group.rank() > 0
-        if rank == 0 or shares_log or not self.directory.rollouts.is_dir():
-            return
-        prefix = self.directory.rollout_log(0, rank).name.removesuffix("000000.parquet")
-        for unfinished in self.directory.rollouts.glob(f".{prefix}*.tmp-*"):
-            unfinished.unlink(missing_ok=True)
-        for log in self.directory.rollouts.glob(f"{prefix}*.parquet"):
-            if int(log.stem.rpartition("_")[2]) > self.steps:
-                log.unlink()
 
     def _tasks(
         self, step: int, metrics: Mapping[str, float], rollouts: CollectedRollouts | None, rewards: Tensor | None
     ) -> Iterator[WriteTask]:
-        """The files and sinks of a step, in the order that a reader relies on. The rows come to the host here."""
+        """The files of a step, in the order that a reader relies on. The rows come to the host here."""
         if rollouts is not None:
             rows = None
             try:
@@ -496,25 +477,40 @@ class Monitor:
                 yield WriteTask(ROWS, step, rows.write, rows.bytes)
         if self._file is not None:
             yield WriteTask(LINE, step, partial(self._file.write, step, metrics))
-        if self._sinks is not None:
-            yield WriteTask(SINKS, step, partial(self._sinks.write, step, metrics))
+
+    def _writers(self) -> tuple[RunWriter, ...]:
+        return tuple(writer for writer in (self._files, self._trackers) if writer is not None)
+
+    def _raise_unwritten(self, step: int) -> None:
+        """Wait for files and sinks, and raise their last error.
+
+        Raises:
+            TimeoutError: one of them hangs.
+        """
+        self.flush()
+        if self._errors:
+            error = self._errors.pop()
+            raise error if isinstance(error, Exception) else RuntimeError(f"step {step}: a sink raised {error!r}")
+        hanging = [writer.waiting() for writer in self._writers() if writer.waiting()]
+        if hanging:
+            raise TimeoutError(f"step {step}: not written within {CLOSING_SECONDS:g} s: {', '.join(hanging)}")
 
     def _write_config(self) -> None:
-        if self._writes and self._writer is not None and self.config is not None:
+        if self._writes and self._files is not None and self.config is not None:
             text = dump_yaml({"rollout_correction": _plain(self.config)})
-            self._writer.put(WriteTask(CONFIG, self.steps, partial(write_text_durably, self.directory.config, text)))
+            self._files.put(WriteTask(CONFIG, self.steps, partial(write_text_durably, self.directory.config, text)))
 
     def _report_sink(self, line: str, error: BaseException) -> None:
-        if self._writer is None:
-            logger.error("%s", line)
-        else:
-            self._writer.report(line, error)
+        logger.error("%s", line)
+        self._errors.append(error)
 
     def _unwritten(self) -> dict[str, float | None]:
         """Counts of this rank. They are numbers of the step, so that every rank has the same ones."""
-        if self._writer is None:
-            return {}
-        counts = {UNWRITTEN: self._writer.unwritten(LINE), LOST_ROLLOUTS: self._writer.lost[ROWS]}
+        counts: dict[str, int] = {}
+        if self._files is not None:
+            counts |= {UNWRITTEN: self._files.unwritten(LINE), LOST_ROLLOUTS: self._files.lost[ROWS]}
+        if self._trackers is not None:
+            counts[LOST_FOR_SINKS] = self._trackers.lost[SINKS]
         return {name: float(count) for name, count in counts.items() if count}
 
     def _judge_step(self, step: int, metrics: Mapping[str, float]) -> None:

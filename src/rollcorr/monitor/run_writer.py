@@ -1,8 +1,9 @@
-"""The thread that does all file and tracker I/O of a Monitor, so that no training step waits for a disk or a server.
+"""A thread that does file or tracker I/O of a Monitor, so that no training step waits for a disk or a server.
 
-Tasks are done in the order in which they came: the rollout rows of a step, its line, then its sinks. So a step whose
-line can be read has its rows. A task that fails waits in memory, with all later ones of its kind, and is tried again
-when the next step arrives. Lines are dropped only after a failure, and rollout rows only if too many bytes wait.
+A Monitor has one for its files and one for its sinks, so that no file waits for a server. Tasks are done in the order
+in which they came: the rollout rows of a step, then its line. A task that fails waits in memory, with all later ones of
+its kind, and is tried again when the next step arrives. Other kinds go on: a line is written also if its rows cannot
+be. Lines are dropped only after a failure, rollout rows and steps of sinks only if too much waits.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import contextvars
 import logging
 import os
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,10 +30,13 @@ LOG_BYTES = 128 << 20
 # Seconds that a step waits for room in the queue, and that `flush`, `close` and the end of the program wait, at most.
 PATIENCE, CLOSING_SECONDS = 0.02, 30.0
 
+# Seconds that the thread waits after a step, because it would compete with the end of the step for the interpreter.
+AFTER_STEP = 0.005
+
 
 @dataclass(frozen=True, eq=False)
 class WriteTask:
-    """Something to write: its kind, its step, how it is written, and the bytes that it takes if it may be dropped."""
+    """Something to write: its kind, its step, how it is written, and the bytes of rollout rows that it holds."""
 
     kind: str
     step: int
@@ -44,100 +47,123 @@ class WriteTask:
 class RunWriter:
     """Writes in a thread of its own. Only `flush` and `close` wait for files and trackers.
 
+    Args:
+        on_error: called in the thread with each error of a task.
+        finish: called in the thread at its end, to close what it writes to; if a task hangs, when that task has ended.
+
     Attributes:
         lost: the number of tasks of each kind that were given up.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_error: Callable[[BaseException], object], finish: Callable[[], object]) -> None:
         self.lost: Counter[str] = Counter()
-        self._waiting: list[WriteTask] = []
+        self._on_error, self._finish = on_error, finish
+
+        # Tasks in the order in which they came; one is there until it is done. Kinds whose last attempt failed, and
+        # those of them that wait for the next request.
+        self._waiting: dict[WriteTask, None] = {}
         self._current: WriteTask | None = None
         self._failing: set[str] = set()
-        self._error: BaseException | None = None
+        self._postponed: set[str] = set()
 
-        # A request is answered when everything that waited was tried once.
+        # Held for a moment only, never during I/O.
         self._changed = threading.Condition()
-        self._asked = self._answered = 0
-        self._is_closing = False
+        self._urgent = threading.Event()
+        self._is_closing = self._has_refused = False
 
         # No thread survives `fork`. At its end a program waits for this one, but not for ever.
-        self._process, self._has_logged_fork = os.getpid(), False
+        self._process = os.getpid()
         target = contextvars.copy_context().run  # trackers keep their run in a context variable
         self._thread = threading.Thread(target=target, args=(self._work,), name="rollcorr-monitor", daemon=True)
         self._thread.start()
         self._at_exit = Finalize(None, self.close, exitpriority=10)
 
-    @property
-    def is_in_child(self) -> bool:
-        """Whether this is a forked child of the process that writes; the first time, an error is logged."""
-        is_child = os.getpid() != self._process
-        if is_child and not self._has_logged_fork:
-            self._has_logged_fork = True
-            logger.error(
-                "process %d is a forked child: the Monitor of process %d does not write here; make one of its own in "
-                "the child, with a different directory",
-                os.getpid(),
-                self._process,
-            )
-        return is_child
-
     def unwritten(self, kind: str) -> int:
         """Count the tasks of a kind that could not be done yet, or were given up."""
         return self.lost[kind] + (len(self._of_kind(kind)) if kind in self._failing else 0)
 
-    def put(self, *tasks: WriteTask) -> None:
-        """Hand over the tasks of a step. Blocks for about `PATIENCE` at most, also if the disk hangs."""
-        if self.is_in_child:
-            return
-        with self._changed:
-            self._waiting += tasks
-            self._ask()
+    def waiting(self) -> str:
+        """Return what is not written yet, as kinds with counts; empty if nothing waits."""
+        counts = Counter(task.kind for task in list(self._waiting))
+        return ", ".join(f"{kind} ({count})" for kind, count in counts.items())
 
-            # A program that is faster than its disk for a moment waits here, and loses no rows.
-            self._changed.wait_for(lambda: self._has_room() or self._asked == self._answered, PATIENCE)
-            for task in [task for task in self._of_kind(ROWS) if task is not self._current][:-1]:
-                if not self._has_room():
-                    self._lose(task, "the disk is slow or full")
+    def put(self, *tasks: WriteTask) -> bool:
+        """Take over the tasks of a step. Blocks for about `PATIENCE` at most, also if the disk hangs.
 
-    def flush(self, seconds: float = CLOSING_SECONDS) -> bool:
-        """Wait until everything was tried, `seconds` at most; returns whether all of it is written."""
-        if self.is_in_child:
+        Returns:
+            False in a forked child and after `close`: nothing is written, and the first time an error is logged.
+        """
+        if self._is_in_child() or self._is_closing:
+            self._refuse()
             return False
         with self._changed:
-            asked = self._ask()
-            return self._changed.wait_for(lambda: self._answered >= asked, seconds) and not self._waiting
+            # Of several configurations the newest counts.
+            for older in self._of_kind(CONFIG) if tasks and tasks[0].kind == CONFIG else ():
+                del self._waiting[older]
+            self._waiting.update(dict.fromkeys(tasks))
+            self._try_again()
 
-    def close(self, seconds: float = CLOSING_SECONDS) -> bool:
-        """Try once more, and end the thread; returns whether it has ended within `seconds`."""
+            # A program that is faster than its disk for a moment waits here, and loses nothing.
+            self._changed.wait_for(lambda: self._has_room() or self._is_idle(), PATIENCE)
+            oldest = iter([*self._of_kind(ROWS), *self._of_kind(SINKS)][:-1])
+            while not self._has_room() and (task := next(oldest, None)) is not None:
+                if task is not self._current:
+                    self._lose(task, "too much waits to be written")
+        return True
+
+    def flush(self, seconds: float = CLOSING_SECONDS) -> bool:
+        """Wait until everything was tried, and what failed once more; returns whether all of it is written.
+
+        Args:
+            seconds: the longest wait for each of the two.
+        """
+        if self._is_in_child():
+            return False
+        with self._changed:
+            self._urgent.set()
+            if self._changed.wait_for(self._is_idle, seconds) and self._waiting:
+                self._try_again()
+                self._changed.wait_for(self._is_idle, seconds)
+            return not self._waiting
+
+    def close(self, seconds: float = CLOSING_SECONDS) -> None:
+        """Try once more, and end the thread; what it has not begun after `seconds` is given up.
+
+        Has no effect in a forked child.
+        """
+        if self._is_in_child() or self._is_closing:
+            return
         self._at_exit.cancel()
-        until = time.monotonic() + seconds
         with self._changed:
             self._is_closing = True
-            self._ask()
-        self._thread.join(max(0.0, until - time.monotonic()))
+            self._try_again()
+        self._urgent.set()
+        self._thread.join(seconds)
 
-        # A thread that hangs must not write after that: a later process may go on with the run.
+        # A task that hangs may end later; nothing else is written after that.
         with self._changed:
-            counts = Counter(task.kind for task in self._waiting)
-            if counts:
-                logger.error("not written: %s", ", ".join(f"{kind} ({count})" for kind, count in counts.items()))
+            if self._waiting:
+                logger.error("not written: %s", self.waiting())
+            elif self._thread.is_alive():
+                logger.error("a sink or a file is not closed after %g seconds; its thread goes on", seconds)
             self._waiting.clear()
-        return not self._thread.is_alive()
 
-    def report(self, line: str, error: BaseException) -> None:
-        """Log an error, and keep it for `take_error`."""
-        logger.error("%s", line)
-        self._error = self._error or error
+    def _is_in_child(self) -> bool:
+        return os.getpid() != self._process
 
-    def take_error(self) -> BaseException | None:
-        """Return the first error since the last call."""
-        error, self._error = self._error, None
-        return error
+    def _refuse(self) -> None:
+        forked = (
+            f"process {os.getpid()} is a forked child: the Monitor of process {self._process} does not write here; "
+            "make one of its own in the child, with a different directory"
+        )
+        closed = "this Monitor is closed: make another one, with start=N, to go on"
+        if not self._has_refused:
+            logger.error("%s", forked if self._is_in_child() else closed)
+        self._has_refused = True
 
-    def _ask(self) -> int:
-        self._asked += 1
+    def _try_again(self) -> None:
+        self._postponed.clear()
         self._changed.notify_all()
-        return self._asked
 
     def _of_kind(self, kind: str) -> list[WriteTask]:
         return [task for task in list(self._waiting) if task.kind == kind]
@@ -145,56 +171,63 @@ class RunWriter:
     def _has_room(self) -> bool:
         return len(self._waiting) < FULL_QUEUE and sum(task.bytes for task in self._waiting) <= LOG_BYTES
 
-    def _work(self) -> None:
-        """The thread: one round for each request, or for several that came together."""
-        while not self._is_closing or self._asked > self._answered:
-            with self._changed:
-                self._changed.wait_for(lambda: self._asked > self._answered)
-                asked, failed = self._asked, set[str]()
-            while (task := self._next(failed)) is not None:
-                self._try(task, failed)
-            with self._changed:
-                self._answered = asked
-                self._changed.notify_all()
+    def _is_idle(self) -> bool:
+        """Whether everything that waits has failed since the last request."""
+        return all(task.kind in self._postponed for task in self._waiting)
 
-    def _next(self, failed: set[str]) -> WriteTask | None:
-        """The first task of a kind that has not failed in this round. It stays in the queue until it is done."""
+    def _work(self) -> None:
+        """The thread: try what waits, until it is closed and everything was tried once more."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closing or not self._is_idle())
+                if self._is_idle():
+                    break
+            self._urgent.wait(AFTER_STEP)
+            while (task := self._next()) is not None:
+                self._try(task)
+            self._urgent.clear()
+        self._finish()
+
+    def _next(self) -> WriteTask | None:
+        """Return the first task that may be tried now. It stays in the queue until it is done."""
         with self._changed:
-            self._current = next((task for task in self._waiting if task.kind not in failed), None)
+            self._current = next((task for task in self._waiting if task.kind not in self._postponed), None)
             return self._current
 
-    def _try(self, task: WriteTask, failed: set[str]) -> None:
+    def _try(self, task: WriteTask) -> None:
         error: BaseException | None = None
         try:
             task.write()
         except BaseException as caught:  # a tracker's CancelledError, for example, must not end this thread
             error = caught
+            self._on_error(error)
         with self._changed:
             self._current = None
             if error is None:
-                if task in self._waiting:  # `close` may have given it up
-                    self._waiting.remove(task)
+                self._waiting.pop(task, None)  # `close` may have given it up
                 if task.kind in self._failing:
                     self._failing.remove(task.kind)
                     logger.warning("%s is written again", task.kind)
-                return
 
             # A disk may work again later. Any other error, such as of rows that no log can hold, would come again.
-            self._error = self._error or error
-            if not isinstance(error, OSError):
+            elif isinstance(error, OSError):
+                self._postpone(task.kind, error)
+            else:
                 self._lose(task, str(error))
-                return
-            failed.add(task.kind)
-            for line in self._of_kind(LINE)[:-FAILED_LINES] if task.kind == LINE else ():
-                self._lose(line, f"{FAILED_LINES} lines wait to be written")
-            if task.kind not in self._failing:
-                self._failing.add(task.kind)
-                logger.error("%s: %s; it is tried again at the next step", task.kind, error)
+            self._changed.notify_all()
+
+    def _postpone(self, kind: str, error: OSError) -> None:
+        """Keep the tasks of a kind for the next request, and log the first failure."""
+        self._postponed.add(kind)
+        for line in self._of_kind(LINE)[:-FAILED_LINES] if kind == LINE else ():
+            self._lose(line, f"{FAILED_LINES} lines wait to be written")
+        if kind not in self._failing:
+            self._failing.add(kind)
+            logger.error("%s: %s; it is tried again at the next step", kind, error)
 
     def _lose(self, task: WriteTask, why: str) -> None:
         """Give a task up, count it, and log the first of its kind."""
-        if task in self._waiting:
-            self._waiting.remove(task)
+        self._waiting.pop(task, None)
         if not self.lost[task.kind]:
             logger.error("step %d is lost for %s: %s", task.step, task.kind, why)
         self.lost[task.kind] += 1

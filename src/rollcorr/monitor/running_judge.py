@@ -173,16 +173,13 @@ class RunningJudge:
             return Changes((), ())
         found = {(finding.code, finding.metric): finding for finding in warnings}
 
-        began = tuple(finding for key, finding in found.items() if key not in self._alarms)
+        began = tuple(finding for finding in found.values() if self.raise_alarm(finding))
         passed = []
         for key in [key for key in self._alarms if key not in found]:
             self._absent[key] = self._absent.get(key, 0) + 1
             if self._absent[key] >= RECENT_STEPS:
                 passed.append(self._alarms.pop(key))
                 del self._absent[key]
-        for key, finding in found.items():
-            self._alarms[key] = finding
-            self._absent.pop(key, None)
         return Changes(began, tuple(passed))
 
     def raise_alarm(self, finding: Finding) -> bool:

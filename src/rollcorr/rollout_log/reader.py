@@ -165,8 +165,9 @@ def log_files(paths: Paths, *, source: LogSource | None = None) -> list[Path]:
         try:
             files = _expand(Path(path), sources)
         except PermissionError as error:
-            title = f"it cannot be read ({error.strerror})"
-            raise log_error("unreadable", title, fix="check who may read it", file=path) from error
+            raise log_error(
+                "unreadable", f"it cannot be read ({error.strerror})", fix="check who may read it", file=path
+            ) from error
         if not files and _is_run(Path(path)):
             raise log_error(
                 "missing",

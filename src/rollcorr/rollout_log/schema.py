@@ -220,8 +220,9 @@ def conform_column(array: pa.Array, column: str, *, file: str | None = None, fir
 
     if column == "step" and len(array) and (pc.min(array).as_py() or 0) < 0:
         row = int(pc.index(pc.less(array, 0), True).as_py())
-        title = f"step is {array[row]}, and the first one is 0 or 1"
-        raise log_error("type", title, file=file, row=first_row + row, column=column)
+        raise log_error(
+            "type", f"step is {array[row]}, and the first one is 0 or 1", file=file, row=first_row + row, column=column
+        )
 
     # Only lists of floats may miss single values, as NaN. Spans are lists of structures, whose fields may miss none.
     if pa.types.is_list(target):

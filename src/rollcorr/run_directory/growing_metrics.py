@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rollcorr.config.input_file import open_input
 from rollcorr.run_directory.metrics_file import MAX_LINE_BYTES, BadInputError, read_line
 
 logger = logging.getLogger("rollcorr.run_directory")
@@ -49,6 +50,7 @@ class GrowingMetrics:
         Raises:
             BadInputError: a line has more than a megabyte.
             OSError: the file cannot be read.
+            ValueError: it is a named pipe.
         """
         self.has_more = False
         try:
@@ -62,20 +64,17 @@ class GrowingMetrics:
 
         steps = []
         end = self._position + MOST_NEW_BYTES
-        with self._path.open("rb") as file:
+        with open_input(self._path) as file:
             file.seek(self._position)
-            while (text := file.readline(MAX_LINE_BYTES + 1)).endswith(b"\n"):
+            while self._position < end and (text := file.readline(MAX_LINE_BYTES + 1)).endswith(b"\n"):
                 self._position += len(text)
                 self._lines += 1
                 line = read_line(self._lines, text)
                 if "step" in line.metrics:
                     steps.append(line.metrics)
                 elif text.strip():
-                    fault = line.fault or "it has no step"
-                    logger.warning("%s:%d is left out: %s", self._path, line.number, fault)
-                self.has_more = self._position >= end
-                if self.has_more:
-                    break
+                    logger.warning("%s:%d is left out: %s", self._path, line.number, line.fault or "it has no step")
+        self.has_more = self._position >= end
         if len(text) > MAX_LINE_BYTES:
             raise BadInputError(f"{self._path}:{self._lines + 1}: the line has more than {MAX_LINE_BYTES:,} bytes")
         return NewSteps(tuple(steps), again)

@@ -10,13 +10,14 @@ import json
 import logging
 import math
 import os
+import re
 from array import array
 from collections.abc import ItemsView, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollcorr.config.json_text import load_json
-from rollcorr.run_directory.directory import STEP_PREFIX, RunDirectory, paths_by_step
+from rollcorr.run_directory.directory import RANK_PREFIX, STEP_PREFIX, RunDirectory, step_of
 from rollcorr.run_directory.durable_files import partial_path, write_chunks_durably
 
 logger = logging.getLogger("rollcorr.run_directory")
@@ -68,9 +69,6 @@ class StoredStep(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:  # noqa: ANN401 - what JSON holds
         return self._objects[name] if name in self._objects else self._numbers[self._places[name]]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._places
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -129,8 +127,9 @@ def metrics_lines(path: Path) -> Iterator[MetricsLine]:
         with path.open("rb") as file:
             for number, text in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
                 if len(text) > MAX_LINE_BYTES:
-                    message = f"{path}:{number}: the line has more than {MAX_LINE_BYTES:,} bytes, the limit; remove it"
-                    raise BadInputError(message)
+                    raise BadInputError(
+                        f"{path}:{number}: the line has more than {MAX_LINE_BYTES:,} bytes, the limit; remove it"
+                    )
                 if text.strip():
                     yield read_line(number, text)
     except OSError as error:
@@ -141,7 +140,14 @@ def read_line(number: int, text: bytes) -> MetricsLine:
     """Parse a line; its `fault` is empty if the line is valid."""
     try:
         row = load_json(text)
-        _check_row(row)
+        if not isinstance(row, dict):
+            raise ValueError(f"expected a JSON object, got {type(row).__name__}; remove the line")
+        step = row.get("step", 0)
+        if type(step) is not int or step < 0:
+            raise ValueError(f"step {step!r:.40} is not a whole number from 0 on; correct the line")
+        for name, value in row.items():
+            if type(value) is int and value.bit_length() > 63:
+                raise ValueError(f"{name!r:.40} is an integer of more than 63 bits; repair or remove the line")
     except json.JSONDecodeError as error:
         return MetricsLine(number, text, {}, f"not JSON ({error}); repair or remove the line")
     except ValueError as error:
@@ -170,7 +176,8 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def drop_later_steps(directory: RunDirectory, step: int) -> list[int]:
     """Forget what a run logged after `step`, because a resumed run computes it again.
 
-    Half-written files of a killed run go too. Nothing else does: files of other names are not the run's.
+    These are lines, rollout logs of every rank, and half-written files of a killed run. Files of other names are not
+    the run's, and stay.
 
     Args:
         directory: of the run.
@@ -182,10 +189,12 @@ def drop_later_steps(directory: RunDirectory, step: int) -> list[int]:
     for path in (*directory.written, directory.picture("before"), directory.picture("after")):
         if not partial_path(path).is_dir():
             partial_path(path).unlink(missing_ok=True)
-    for log in directory.rollouts.glob(f".{STEP_PREFIX}*.parquet.tmp-*"):
-        log.unlink()
-    for later, log in paths_by_step(directory.rollouts, ".parquet").items():
-        if later > step:
+    for prefix in (STEP_PREFIX, RANK_PREFIX):
+        for unfinished in directory.rollouts.glob(f".{prefix}*.parquet.tmp-*"):
+            unfinished.unlink()
+    for log in directory.rollouts.glob("*.parquet"):
+        later = step_of(log.with_name(re.sub(rf"^{RANK_PREFIX}\d+_", "", log.name)))
+        if later is not None and later > step:
             log.unlink()
     if not directory.metrics.is_file():
         return list(range(1, step + 1))
@@ -202,19 +211,3 @@ def drop_later_steps(directory: RunDirectory, step: int) -> list[int]:
     if size != directory.metrics.stat().st_size:
         write_chunks_durably(directory.metrics, (line.text for line in kept()), needed=size)
     return sorted(set(range(1, step + 1)) - numbers)
-
-
-def _check_row(row: object) -> None:
-    """Check that a line is one step.
-
-    Raises:
-        ValueError: it is none; the message is one line.
-    """
-    if not isinstance(row, dict):
-        raise ValueError(f"expected a JSON object, got {type(row).__name__}; remove the line")
-    step = row.get("step", 0)
-    if type(step) is not int or step < 0:
-        raise ValueError(f"step {step!r:.40} is not a whole number from 0 on; correct the line")
-    for name, value in row.items():
-        if type(value) is int and value.bit_length() > 63:
-            raise ValueError(f"{name!r:.40} is an integer of more than 63 bits; repair or remove the line")

@@ -79,7 +79,6 @@ class JsonLines:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
         self._file: io.FileIO | None = None
-        self._end = 0
         self._opened()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -100,9 +99,12 @@ class JsonLines:
             while rest:
                 rest = rest[file.write(rest) :]
         except OSError as error:
-            self._abandon()
+            # Remove the partial line, if possible, and close the handle, which may be stale.
+            if self._file is not None:
+                with suppress(OSError):
+                    _remove_partial_line(self._file)
+            self.close()
             raise disk_error(error, self._path, needed=len(text)) from error
-        self._end += len(text)
 
     def flush(self) -> None:
         """Wait until every line is on the disk."""
@@ -110,9 +112,10 @@ class JsonLines:
 
     def close(self) -> None:
         """Close the file. It has no buffer, so an error here is harmless."""
-        if self._file is not None:
+        file, self._file = self._file, None
+        if file is not None:
             with suppress(OSError):
-                self._file.close()
+                file.close()
 
     def _opened(self) -> io.FileIO:
         """The file, with whole lines only."""
@@ -120,28 +123,18 @@ class JsonLines:
             # Without a buffer, a line that could not be written is not tried again when the file is closed.
             file = self._path.open("a+b", buffering=0)
             try:
-                self._end = _whole_bytes(file)
-                file.truncate(self._end)
+                _remove_partial_line(file)
             except OSError:
                 file.close()
                 raise
             self._file = file
         return self._file
 
-    def _abandon(self) -> None:
-        """Remove the partial line of a failed write, if possible, and close the handle, which may be stale."""
-        file, self._file = self._file, None
-        if file is not None:
-            with suppress(OSError):
-                file.truncate(self._end)
-            with suppress(OSError):
-                file.close()
 
-
-def _whole_bytes(file: io.FileIO) -> int:
-    """How many bytes of a file are whole lines."""
+def _remove_partial_line(file: io.FileIO) -> None:
+    """Cut a file off after its last whole line."""
     start = file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-    return start + file.read().rfind(b"\n") + 1
+    file.truncate(start + file.read().rfind(b"\n") + 1)
 
 
 class TensorBoard:

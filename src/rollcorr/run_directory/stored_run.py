@@ -62,8 +62,10 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     directory, remarks = RunDirectory(path), []
     check_run_directory(path)
     if _leads_out(directory.metrics, path):
-        shown = f"{directory.metrics} is a symbolic link out of the run directory, or no regular file"
-        raise BadInputError(f"{shown}; copy the file into it")
+        raise BadInputError(
+            f"{directory.metrics} is a symbolic link out of the run directory, or no regular file; "
+            "copy the file into it"
+        )
     # A resumed run computes the steps after its checkpoint again, and may have logged them before.
     store, by_step, name = StepStore(), dict[int, Mapping[str, Any]](), directory.metrics.name
     count = broken = 0
@@ -122,8 +124,9 @@ def check_run_directory(path: Path) -> None:
         with os.scandir(path):
             os.stat(os.path.join(path, os.curdir))
     except (FileNotFoundError, NotADirectoryError) as error:
-        message = f"{path} is not a run directory; give the folder that holds {RunDirectory(path).metrics.name}"
-        raise BadInputError(message) from error
+        raise BadInputError(
+            f"{path} is not a run directory; give the folder that holds {RunDirectory(path).metrics.name}"
+        ) from error
     except OSError as error:
         raise BadInputError(f"{path}: it cannot be read ({error.strerror}); check who may read it") from error
 
@@ -142,13 +145,13 @@ def _changes(path: Path, run: Path) -> list[str]:
         return [f"{path.name} {LINK_LEFT_OUT}"]
     try:
         with path.open("rb") as file:
-            content = file.read(MAX_LINE_BYTES)  # what is longer is cut, and then no JSON
+            entries = load_json(file.read(MAX_LINE_BYTES))["entries"]  # what is longer is cut, and then no JSON
         return [
             redact_text(
                 f"options changed after step {entry['after_step']}: "
                 + "; ".join(f"{change['name']}: {change['old']!r} → {change['new']!r}" for change in entry["changes"])
             )
-            for entry in load_json(content)["entries"]
+            for entry in entries
         ]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []
@@ -196,6 +199,5 @@ def _read_config(path: Path, run: Path) -> tuple[RolloutCorrectionConfig | None,
         remarks = [f"{path.name} itself holds secrets, in {', '.join(places)}: do not share it"] if places else []
         return resolve(document), text, remarks
     except (OSError, ValueError, TypeError) as error:
-        why = redact_text(in_one_line(error))
-        remark = f"{path.name} could not be interpreted ({why}); rules about thresholds were left out"
-        return None, text, [remark]
+        remark = f"{path.name} could not be interpreted ({in_one_line(error)}); rules about thresholds were left out"
+        return None, text, [redact_text(remark)]

@@ -1,8 +1,8 @@
 """Sinks of trackers that have packages of their own, and `Sinks`, by which every run writes to its sinks.
 
 `NAMED_SINKS` lists every sink that can be chosen by its name, as in `rollcorr.Monitor(..., sinks=["wandb"])` or
-`log.sinks: [wandb]`. A tracker's package is imported when its sink is made, and is behind an extra. A sink is made and
-closed in one thread; `write` may be called in a different one.
+`log.sinks: [wandb]`. A tracker's package is imported when its sink is made, and is behind an extra. `write` and
+`close` are called in one thread, which may differ from the one that makes the sink.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import importlib
 import logging
 import math
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
@@ -56,7 +57,7 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """MLflow. A run that the program has begun already is used, and left open; otherwise one is begun here.
+    """MLflow. A run that the program has begun already is used, and left open; otherwise the first step begins one.
 
     A number that is not finite is left out, because MLflow's data bases refuse some of them.
 
@@ -71,13 +72,14 @@ class MLflow:
     def __init__(self, directory: RunDirectory, start: int = 0) -> None:
         self._mlflow = _package("mlflow")
         active = self._mlflow.active_run()
-        self._is_own = active is None
-        run = active or self._mlflow.start_run(run_name=directory.path.name)
-        # MLflow's active run belongs to a thread, and `write` may be called in a different one.
-        self._run_id = run.info.run_id
+        self._name, self._is_own = directory.path.name, False
+        self._run_id = None if active is None else active.info.run_id
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log a step."""
+        # MLflow's active run belongs to a thread, so a run of our own begins in the thread that also ends it.
+        if self._run_id is None:
+            self._run_id, self._is_own = self._mlflow.start_run(run_name=self._name).info.run_id, True
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         self._mlflow.log_metrics(finite, step=step, run_id=self._run_id)
 
@@ -233,7 +235,11 @@ class Sinks:
         """Call a method of a sink. A program that a tracker wants to end goes on as well."""
         try:
             getattr(sink, method)(*values)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
+            # Ctrl-C comes to the main thread. In a different one, it is the sink that raises KeyboardInterrupt.
+            is_main = threading.current_thread() is threading.main_thread()
+            if is_main and not isinstance(error, (Exception, SystemExit)):
+                raise
             self._working = [working for working in self._working if working is not sink]
             self._report(f"{when}{type(sink).__name__} failed and gets no further steps: {error}", error)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rollcorr.config import LossConfig, RolloutCorrectionConfig
 from rollcorr.core.aggregation import Denominators
-from rollcorr.correction import PolicyLogProbs, correct, policy_loss
+from rollcorr.correction import PolicyLogProbs, PolicyLossOutput, correct, policy_loss
 from rollcorr.simulation.sequence_rows import SequenceRows
 
 # The Σ_t of the policy-gradient theorem, averaged over sequences: one scale for all estimators.
@@ -44,23 +44,7 @@ def loss_coefficients(rows: SequenceRows, config: RolloutCorrectionConfig | None
         config: a correction; None: plain PPO, which knows nothing of μ.
     """
     log_prob = rows.train_log_prob.clone().requires_grad_()
-    correction = None
-    if config is not None and config.bypass_mode:
-        policies = PolicyLogProbs(log_prob=log_prob, rollout_log_prob=rows.rollout_log_prob)
-    else:
-        policies = PolicyLogProbs(log_prob=log_prob, old_log_prob=rows.train_log_prob)
-        if config is not None:
-            correction = correct(rows.train_log_prob, rows.rollout_log_prob, rows.mask, config)
-
-    output = policy_loss(
-        policies,
-        rows.advantages,
-        rows.mask,
-        config=config,
-        loss=SUM_OVER_TOKENS,
-        correction=correction,
-        denominators=Denominators(1.0, 1.0),
-    )
+    output = _first_loss(rows, config, log_prob, Denominators(1.0, 1.0))
     (gradient,) = torch.autograd.grad(output.policy_gradient, log_prob)
     return LossCoefficients(-gradient, output.loss_mask)
 
@@ -76,23 +60,31 @@ def batch_gradient(rows: SequenceRows, config: RolloutCorrectionConfig | None) -
         config: the estimator; None corrects nothing.
     """
     logits = rows.pair.trainer.logits.clone().requires_grad_()
-    log_probs = logits.log_softmax(-1)[rows.states, rows.tokens]
-    old = rows.train_log_prob
+    log_prob = logits.log_softmax(-1)[rows.states, rows.tokens]
+    output = _first_loss(rows, config, log_prob, None)
+    (gradient,) = torch.autograd.grad(output.policy_gradient, logits)
+    return -gradient
+
+
+def _first_loss(
+    rows: SequenceRows, config: RolloutCorrectionConfig | None, log_prob: Tensor, denominators: Denominators | None
+) -> PolicyLossOutput:
+    """Compute the loss of the first update, by the call that the configuration's mode needs."""
+    bypass_mode = config is not None and config.bypass_mode
     correction = None
-    if config is not None and config.bypass_mode:
-        policies = PolicyLogProbs(log_prob=log_probs, rollout_log_prob=rows.rollout_log_prob)
-    else:
-        policies = PolicyLogProbs(log_prob=log_probs, old_log_prob=old)
-        if config is not None:
-            correction = correct(old, rows.rollout_log_prob, rows.mask, config)
-    output = policy_loss(
-        policies,
+    if config is not None and not bypass_mode:
+        correction = correct(rows.train_log_prob, rows.rollout_log_prob, rows.mask, config)
+    return policy_loss(
+        PolicyLogProbs(
+            log_prob=log_prob,
+            old_log_prob=None if bypass_mode else rows.train_log_prob,
+            rollout_log_prob=rows.rollout_log_prob if bypass_mode else None,
+        ),
         rows.advantages,
         rows.mask,
         config=config,
         loss=SUM_OVER_TOKENS,
         correction=correction,
-        whole_step=True,
+        denominators=denominators,
+        whole_step=denominators is None,
     )
-    (gradient,) = torch.autograd.grad(output.policy_gradient, logits)
-    return -gradient

@@ -27,8 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollcorr.config import PRESETS, RolloutCorrectionConfig, load_yaml
+from rollcorr.config import PRESETS, RolloutCorrectionConfig
 from rollcorr.config.checks import check_integer, check_number, nearest
+from rollcorr.config.yaml_text import read_yaml
 from rollcorr.simulation.estimators import NONE, Estimators, every_estimator
 from rollcorr.simulation.markov_policies import MarkovPolicy, RewardRule
 from rollcorr.simulation.mismatches import PolicyPair, make_pair, pair_at_kl
@@ -96,7 +97,7 @@ def read_simulation_file(path: str | os.PathLike[str]) -> SimulationFile:
         OSError: it cannot be read.
         TypeError, ValueError: it is no YAML, or a key or value in it is wrong.
     """
-    document = load_yaml(Path(path).read_text(encoding="utf-8"))
+    document = read_yaml(Path(path))
     if not isinstance(document, Mapping):
         raise TypeError(f"{path} must hold keys such as pair and length; got {type(document).__name__}")
     known = [field.name for field in fields(SimulationFile)]

@@ -26,9 +26,17 @@ from rollcorr.train.run_config import END_OF_CONFIG, RunConfig
 CORRECTION_KEY = "algorithm.rollout_correction"
 ENGINE_OPTIONS_KEY = "rollout.engine_options"
 FREE_FORM = (CORRECTION_KEY, "model.config", ENGINE_OPTIONS_KEY)
-# Names of the options that import a module or start a program.
+# Arguments of `vllm.LLM` that are numbers, switches or names of a fixed list. Any other one may name code.
+PLAIN_ENGINE_ARGS = (
+    "async_scheduling|block_size|calculate_kv_scales|cpu_offload_gb|disable_cascade_attn|disable_custom_all_reduce"
+    "|disable_log_stats|disable_sliding_window|enable_chunked_prefill|enable_expert_parallel|enable_prefix_caching"
+    "|enforce_eager|gpu_memory_utilization|kv_cache_dtype|kv_cache_memory_bytes|max_model_len|max_num_batched_tokens"
+    "|max_num_seqs|max_seq_len_to_capture|num_gpu_blocks_override|pipeline_parallel_size|quantization"
+    "|return_sampling_mask|seed|swap_space|tensor_parallel_size"
+)
+# Options that import a module or start a program, or that may.
 RUNS_CODE = re.compile(
-    r"reward\.function|rollout\.engine_options\.(python|env\..+|engine_args\.(trust_remote_code|.+_cls|.+_processors.*))"
+    rf"reward\.function|rollout\.engine_options\.(python|env\..+|engine_args\.(?!({PLAIN_ENGINE_ARGS})\Z).+)", re.DOTALL
 )
 
 
@@ -117,26 +125,27 @@ def check_stored_config(path: Path, config: RunConfig, *, names_run_dir: bool) -
         )
 
 
-def check_trusted(config: RunConfig, overrides: Sequence[str]) -> None:
+def check_trusted(config: RunConfig, overrides: Sequence[str], path: str = "") -> None:
     """Check that a configuration names no code but what the command line names.
 
     Args:
         config: the configuration, with the overrides.
         overrides: the changes that were typed on the command line.
+        path: the configuration file, as the error names it.
 
     Raises:
-        ValueError: an option that runs code comes from a file, or names a file in the run directory, which may be a
-            stranger's too.
+        ValueError: an option that runs code, or may run it, comes from the file, or names a file in the run directory.
+            Both may be a stranger's.
     """
     typed = {name for text in overrides for name, _ in _all_values(_parse_override(text), "")}
     running = {name: value for name, value in _all_values(dataclasses.asdict(config), "") if RUNS_CODE.fullmatch(name)}
     for name, value in running.items():
         file = Path(str(value).rpartition(":")[0] or str(value))
-        reason = "" if name in typed else f"comes from the configuration file: write {name}=… in the command, or"
+        reason = "" if name in typed else f"comes from {path}: write {name.partition('[')[0]}=… in the command, or"
         if file.resolve().is_relative_to(Path(config.run_dir).resolve()):
             reason = f"lies in the run directory {config.run_dir}:"
         if reason and value not in (None, False):
-            raise ValueError(f"{name}={redact_text(repr(value))} runs code and {reason} read the code and add --trust")
+            raise ValueError(f"{name}={redact_text(repr(value))} may run code and {reason} read it and add --trust")
 
 
 def merge_corrections(layers: Iterable[Mapping[str, Any]]) -> Any:  # noqa: ANN401 (name, block or None)

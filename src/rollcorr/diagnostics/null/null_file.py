@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollcorr.config.checks import in_one_line
+from rollcorr.config.input_file import open_input
 from rollcorr.config.json_text import load_json
 from rollcorr.diagnostics.null.mismatch_profile import CELL, LENGTH, ROW_STATISTICS, MismatchProfile
 from rollcorr.diagnostics.null.origin import Origin
@@ -176,9 +177,8 @@ def read_null(path: str | os.PathLike[str]) -> MismatchNull:
     """
     path = Path(path)
     try:
-        if path.stat().st_size > LARGEST_FILE:
-            raise BadInputError(f"{path}: {path.stat().st_size:,} bytes; a null has {LARGEST_FILE:,} at most")
-        document = load_json(path.read_bytes())
+        with open_input(path) as file:
+            document = load_json(file.read(LARGEST_FILE))  # what is longer is cut, and then no JSON
     except OSError as error:
         raise BadInputError(
             f"{path}: {error.strerror or error}; `rollcorr null LOG -o {path.name}` writes one"

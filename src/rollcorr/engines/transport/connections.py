@@ -49,14 +49,14 @@ def read_address(url: str) -> Address:
     except ValueError:
         is_usable = False
     if not is_usable:
-        shown = redact_text(redact(url, "url"))
-        raise ValueError(f"url must begin with http:// or https:// and name a host, got {shown!r}")
+        raise ValueError(
+            f"url must begin with http:// or https:// and name a host, got {redact_text(redact(url, 'url'))!r}"
+        )
 
     user_part, _, host = parts.netloc.rpartition("@")
-    user, _, password = user_part.partition(":")
     return Address(
         url=urlunsplit((parts.scheme, host, parts.path, "", "")),
-        auth=(unquote(user), unquote(password)) if user_part else None,
+        auth=(unquote(parts.username or ""), unquote(parts.password or "")) if user_part else None,
         query=dict(parse_qsl(parts.query, keep_blank_values=True)),
     )
 

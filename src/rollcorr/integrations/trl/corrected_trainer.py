@@ -18,11 +18,11 @@ from rollcorr.config import InertOptionWarning, PresetName, RolloutCorrectionCon
 from rollcorr.config.finding import Finding
 from rollcorr.core.metric_registry import PREFIX
 from rollcorr.correction import correct
-from rollcorr.correction.process_groups import HEADER, filled_blocks, gather_marked, number_of
 from rollcorr.engines import Engine
 from rollcorr.integrations.trl.generation_batch import (
     check_config,
     loss_type_of,
+    of_all_ranks,
     remove_trl_weights,
     tokens_in_loss,
     write_to_batch,
@@ -40,9 +40,6 @@ if TYPE_CHECKING:
     from rollcorr.monitor import Monitor
 
 logger = logging.getLogger(__name__)
-
-AGREEMENT = -number_of("ranks without log-probs")
-"""Mark of the exchange in which the ranks agree whether a batch is corrected."""
 
 Asked = RolloutCorrectionConfig | PresetName | Mapping[str, Any] | None
 Trainer = Any  # one of TRL's trainers: they are not imported here
@@ -81,13 +78,10 @@ class RolloutCorrectionMixin:
     _correction_asked: Asked
     _correction_config: RolloutCorrectionConfig
     _correction_statistics: dict[str, Statistics]
-    _reported_ranks: set[str]
-    _disable_trl_correction: bool
-    _loss_was_checked: bool
+    _disable_trl_correction: bool = False
     _token_log_prob: Tensor | None
     _awaits_token_log_prob: bool
     _monitored_steps: MonitoredSteps | None
-    _monitor_callback: Any
 
     def __init__(
         self,
@@ -157,10 +151,10 @@ class RolloutCorrectionMixin:
 
         # A printed line has room for a few numbers, and a tracker for all.
         if metrics and not getattr(trainer.args, "report_to", ()):
-            monitored = self._monitored_steps if mode == "train" else None
-            monitor = None if monitored is None else monitored.monitor
             try:
-                printed = console_metrics(metrics, self._correction_config, monitor)
+                printed = console_metrics(
+                    metrics, self._correction_config, self._monitored_steps if mode == "train" else None
+                )
             except Exception as error:  # a judgment must not end the training
                 logger.error("the metrics of a printed line could not be judged: %r", error)
                 printed = {}
@@ -226,11 +220,11 @@ def attach(
     parts = _parts(trainer, asked, engine, monitor)
     if not isinstance(trainer, RolloutCorrectionMixin):
         plain = type(trainer)
-        names = {"_named_by_user": plain.__name__}
-        trainer.__class__ = type(f"Corrected{plain.__name__}", (RolloutCorrectionMixin, plain), names)
-    if disable_trl_correction is None:
-        disable_trl_correction = getattr(trainer, "_disable_trl_correction", False)
-    trainer._disable_trl_correction = disable_trl_correction
+        trainer.__class__ = type(
+            f"Corrected{plain.__name__}", (RolloutCorrectionMixin, plain), {"_named_by_user": plain.__name__}
+        )
+    if disable_trl_correction is not None:
+        trainer._disable_trl_correction = disable_trl_correction
     _start(trainer, *parts, asked=asked)
     return trainer
 
@@ -275,8 +269,7 @@ def _start(
 
     trainer._correction_asked, trainer._correction_config = asked, config
     trainer._correction_statistics, trainer._reported_ranks = {}, set()
-    trainer._loss_was_checked = False
-    trainer._token_log_prob, trainer._awaits_token_log_prob = None, False
+    trainer._token_log_prob, trainer._awaits_token_log_prob, trainer._loss_was_checked = None, False, False
 
     if generation is not None:
         trainer.vllm_generation = generation
@@ -297,21 +290,19 @@ def _start(
 
 
 def _checked_config(trainer: Trainer, asked: Asked) -> RolloutCorrectionConfig:
-    if asked is None:
-        config = config_from_trl(trainer.args)
-    else:
-        config = resolve(asked) or RolloutCorrectionConfig.preset("measure")
-    return check_config(config, loss_type_of(trainer))
+    config = config_from_trl(trainer.args) if asked is None else resolve(asked)
+    return check_config(config or RolloutCorrectionConfig.preset("measure"), loss_type_of(trainer))
 
 
 def _correct_batch(trainer: Trainer, batch: dict[str, Any]) -> None:
     """Correct one generation batch, in place, and remember its statistics."""
     rollout = _rollout_log_prob(trainer, batch)
 
-    # `correct` is an exchange of all ranks, so either all of them take part or none.
-    missing = _ranks_without_log_probs(rollout, batch["completion_mask"])
-    if rollout is None or missing:
-        _report_missing(trainer, missing)
+    # `correct` is an exchange of all ranks, so either all of them take part or none: one log-prob for each token.
+    fits = rollout is not None and rollout.shape == batch["completion_mask"].shape
+    of_ranks = of_all_ranks(fits, _group())
+    if rollout is None or not all(of_ranks):
+        _report_missing(trainer, of_ranks)
         return
 
     config, steps, mask = trainer._correction_config, trainer._monitored_steps, tokens_in_loss(batch) != 0
@@ -325,7 +316,7 @@ def _correct_batch(trainer: Trainer, batch: dict[str, Any]) -> None:
 
     # A loss that would ignore the correction ends the run before its first update.
     if not (config.only_measures or trainer._loss_was_checked) and _mode(trainer) == "train":
-        check_loss(trainer, batch, config)
+        check_loss(trainer, batch, config, _group())
         trainer._loss_was_checked = True
 
     # Outside the mask TRL's own ratio is 1 as well, and VESPO takes its log there.
@@ -348,7 +339,9 @@ def _correct_batch(trainer: Trainer, batch: dict[str, Any]) -> None:
 def _rollout_log_prob(trainer: Trainer, batch: dict[str, Any]) -> Tensor | None:
     """What the sampler gave the completions, (B, T); NaN where it gave nothing. None if it reported none."""
     if loss_type_of(trainer) != "rloo":
-        return batch.get("sampling_per_token_logps")
+        # A list of whole numbers, such as the zeros of a greedy sampler, is a tensor of integers in TRL.
+        found = batch.get("sampling_per_token_logps")
+        return found if found is None or found.is_floating_point() else found.float()
     recorder = getattr(trainer, "vllm_generation", None)
     return recorder.padded(batch["completion_mask"]) if isinstance(recorder, GenerationRecorder) else None
 
@@ -358,8 +351,6 @@ def _old_log_prob(trainer: Trainer, batch: dict[str, Any]) -> Tensor:
 
     Without vLLM TRL has no use for it, and the correction has.
     """
-    in_training = _mode(trainer) == "train"
-    rows = trainer.args.per_device_train_batch_size if in_training else trainer.args.per_device_eval_batch_size
     # Dropout must not shift the random numbers of the training.
     device = batch["completion_ids"].device
     devices = [] if device.type == "cpu" else [device]
@@ -369,11 +360,10 @@ def _old_log_prob(trainer: Trainer, batch: dict[str, Any]) -> Tensor:
             torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
             torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
             batch["completion_ids"].shape[1],
-            batch_size=rows,
+            batch_size=getattr(trainer.args, f"per_device_{_mode(trainer)}_batch_size"),
             **{name: batch[name] for name in MODEL_INPUTS if name in batch},
         )
-    old: Tensor = scores[0]
-    return old
+    return cast("Tensor", scores[0])
 
 
 def _mode(trainer: Trainer) -> str:
@@ -387,24 +377,14 @@ def _group() -> ProcessGroup | None:
     return torch.distributed.group.WORLD if torch.distributed.get_world_size() > 1 else None
 
 
-def _ranks_without_log_probs(rollout: Tensor | None, mask: Tensor) -> list[int]:
-    """Return the ranks whose sampler did not report one log-prob for each token, the same list on every rank.
+def _report_missing(trainer: Trainer, of_ranks: list[bool]) -> None:
+    """Report that this batch stays as TRL made it: a warning where no rank has log-probs, else an alarm.
 
-    Among several ranks this is an exchange that is read on the host: TRL has just read its rewards there too.
+    Args:
+        trainer: the trainer.
+        of_ranks: whether each rank's sampler reported one log-prob for each token.
     """
-    missing = torch.tensor([rollout is None or rollout.shape != mask.shape], dtype=torch.float64, device="cpu")
-    group = _group()
-    if group is None:
-        return missing.nonzero().flatten().tolist()
-    parts = gather_marked(missing.to(mask.device), AGREEMENT, group, room=filled_blocks(1))
-    return parts[:, HEADER].nonzero().flatten().tolist()
-
-
-def _report_missing(trainer: Trainer, missing: list[int]) -> None:
-    """Report that this batch stays as TRL made it: a warning where no rank has log-probs, else an alarm."""
-    group = _group()
-    ranks = 1 if group is None else group.size()
-    if len(missing) == ranks:
+    if not any(of_ranks):
         warnings.warn(
             "The sampler reported no log-probs, so there is nothing to correct and nothing to measure. They come from "
             "use_vllm=True, from an engine, or as 'logprobs' from rollout_func, one for each token",
@@ -413,7 +393,7 @@ def _report_missing(trainer: Trainer, missing: list[int]) -> None:
         )
         return
 
-    names = ", ".join(f"rank {rank}" for rank in missing)
+    names = ", ".join(f"rank {rank}" for rank, fits in enumerate(of_ranks) if not fits)
     finding = Finding(
         code="rank_without_log_probs",
         title=f"{names} reported no log-probs: no rank corrects this batch, and TRL trains on it as it is",

@@ -45,6 +45,14 @@ def multiplies(trainer: Trainer) -> bool:
     return bool(trainer.use_vllm and getattr(trainer, "vllm_importance_sampling_correction", False))
 
 
+def of_all_ranks(value: Any, group: torch.distributed.ProcessGroup | None) -> list[Any]:  # noqa: ANN401 (anything that pickles)
+    """Return the values of all ranks, in their order: an exchange that is read on the host."""
+    values = [value] * (1 if group is None else group.size())
+    if group is not None:
+        torch.distributed.all_gather_object(values, value, group=group)
+    return values
+
+
 def check_config(config: RolloutCorrectionConfig, loss_type: str) -> RolloutCorrectionConfig:
     """The configuration for one of TRL's losses ("rloo" for RLOO's): what that loss can express.
 
@@ -95,15 +103,14 @@ def tokens_in_loss(batch: dict[str, Any]) -> Tensor:
 
 def rejects(config: RolloutCorrectionConfig) -> bool:
     """Return whether anything in the configuration can take a token out of the loss."""
-    removes_missing = config.nonfinite in ("reject_token", "reject_sequence")
-    removes = removes_missing or bool(config.criteria) or config.rollout_token_veto_threshold is not None
-    return removes and not config.only_measures
+    removes = config.nonfinite in ("reject_token", "reject_sequence") or bool(config.criteria)
+    return (removes or config.rollout_token_veto_threshold is not None) and not config.only_measures
 
 
 def needs_count(config: RolloutCorrectionConfig, loss_type: str) -> bool:
     """Return whether the correction changes `num_items_in_batch`, which this loss divides by."""
-    changes = config.normalizer == "weights" or (rejects(config) and config.normalizer != "original")
-    return changes and loss_type in COUNTED_LOSSES
+    loses_tokens = rejects(config) and config.normalizer != "original"
+    return loss_type in COUNTED_LOSSES and (loses_tokens or config.normalizer == "weights")
 
 
 def weight_name(trainer: Trainer) -> str:
@@ -143,13 +150,15 @@ def write_to_batch(trainer: Trainer, batch: dict[str, Any], correction: Any) -> 
 
     if needs_count(config, trainer.loss_type):
         count = torch.as_tensor(correction.denominators().tokens, device=mask.device)
-        is_whole = config.normalizer == "kept"
-        batch["num_items_in_batch"] = count.to(batch["num_items_in_batch"].dtype if is_whole else torch.float32)
+        batch["num_items_in_batch"] = (
+            count.float() if config.normalizer == "weights" else count.to(batch["num_items_in_batch"].dtype)
+        )
 
     if weights is None:
         remove_trl_weights(trainer, batch)
     elif weight_name(trainer) == "advantages":
-        batch["advantages"] = _per_token(batch["advantages"]) * weights
+        # A subclass may have an advantage for each token already.
+        batch["advantages"] = batch["advantages"].reshape(len(mask), -1) * weights
     else:
         batch["importance_sampling_ratio"] = weights
 
@@ -175,7 +184,3 @@ def remove_trl_weights(trainer: Trainer, batch: dict[str, Any]) -> None:
         batch.pop("importance_sampling_ratio", None)
     else:
         batch["importance_sampling_ratio"] = torch.ones_like(batch["completion_mask"][:, :1], dtype=torch.float32)
-
-
-def _per_token(advantages: Tensor) -> Tensor:
-    return advantages if advantages.dim() == 2 else advantages.unsqueeze(1)

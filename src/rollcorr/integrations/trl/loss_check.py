@@ -2,24 +2,31 @@
 
 A subclass may have a loss of its own that ignores the weights, the mask or the count: the run would be reported as
 corrected, and is not. The loss is called on a synthetic micro-batch, with synthetic log-probs in the place of the
-model's, so that no model runs. Its gradient with respect to these log-probs shows what it reads.
+model's, so that no model runs. Its gradient with respect to these log-probs shows what it reads. Only a clear omission
+ends the run; where the gradients show too little, a line of the log states the reason.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._pytree import tree_leaves, tree_map
 
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.integrations.trl.generation_batch import (
     loss_type_of,
     needs_count,
+    of_all_ranks,
     rejects,
     weight_name,
     weights_reject,
@@ -28,77 +35,82 @@ from rollcorr.integrations.trl.generation_batch import (
 
 logger = logging.getLogger(__name__)
 
-# The same on every rank, because a loss gathers its metrics: a loss that fails must fail on every rank.
 ROWS, LENGTH = 4, 6
 
+# Methods that a loss exchanges its metrics by. A loss that fails on one rank would leave the other ranks waiting there.
+EXCHANGES = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
 
-def check_loss(trainer: Any, batch: Mapping[str, Any], config: RolloutCorrectionConfig) -> None:  # noqa: ANN401
+
+def check_loss(
+    trainer: Any,  # noqa: ANN401
+    batch: Mapping[str, Any],
+    config: RolloutCorrectionConfig,
+    group: torch.distributed.ProcessGroup | None = None,
+) -> None:
     """Check that the trainer's loss reads the weights, the mask and the count that the configuration hands over.
 
-    Every rank must call it. Random numbers, metrics, model and optimizer stay as they are.
+    Every rank must call it, and all ranks raise the same error. The trainer's attributes, its model, random numbers
+    and optimizer stay as they are.
 
     Args:
         trainer: one of TRL's trainers.
         batch: its generation batch, before the correction; other tensors of the synthetic batch are taken from it.
         config: the configuration.
+        group: all ranks; None for a single process.
 
     Raises:
         ValueError: the loss ignores one of them; the message names the class and the tensor.
     """
-    # The loss runs on the trainer itself, since it may be bound to it. Afterwards every attribute is put back.
-    before = dict(vars(trainer))
-    trainer._metrics, trainer.args = copy.deepcopy(trainer._metrics), copy.copy(trainer.args)
-    trainer.args.report_to = []  # TRL reports how long its functions take
-    trainer.current_gradient_accumulation_steps = 1
     try:
-        _raise_if_unread(_LossProbe(trainer, batch, config), trainer, config)
-    finally:
-        vars(trainer).clear()
-        vars(trainer).update(before)
-
-
-def _raise_if_unread(probe: _LossProbe, trainer: Any, config: RolloutCorrectionConfig) -> None:  # noqa: ANN401
-    """Raise where the loss fails with a correction, or ignores a part of it; warn where that cannot be known."""
-    name = getattr(trainer, "_named_by_user", type(trainer).__name__)
-    problem = "it does not compute log-probs by _get_per_token_logps_and_entropies"
-    try:
-        readable = bool(probe.gradient(corrected=False).any())
+        found = _examine(trainer, batch, config)
     except Exception as error:  # a loss of its own may need more than a synthetic batch has
-        readable, problem = False, f"it failed on a synthetic batch: {error!r}"
-    if not readable:
-        logger.warning("rollcorr could not check that the loss of %s reads the correction: %s", name, problem)
-        return
+        found = False, f"it failed on a synthetic batch: {error!r}"
+
+    # The first refusal counts, else the first remark: a rank that ended by itself would leave the rest waiting.
+    refused, text = max(of_all_ranks(found, group), key=lambda each: (each[0], each[1] != ""))
+    name = getattr(trainer, "_named_by_user", type(trainer).__name__)
+    if refused:
+        raise ValueError(f"the loss of {name} {text}")
+    if text and trainer.accelerator.is_main_process:
+        logger.warning("rollcorr could not check that the loss of %s reads the correction: %s", name, text)
+
+
+def _examine(trainer: Any, batch: Mapping[str, Any], config: RolloutCorrectionConfig) -> tuple[bool, str]:  # noqa: ANN401
+    """Return whether this rank's loss is refused, and why; or why it cannot be checked; else an empty text."""
+    probe = _LossProbe(trainer, batch, config)
+    plain = probe.policy_gradient(corrected=False)
+    if not plain.any():
+        return False, "it does not compute log-probs by _get_per_token_logps_and_entropies, or its gradient is 0"
+    if _differs(probe.policy_gradient(corrected=False), plain, plain):
+        return False, "its gradient changes between two calls on one batch"
 
     try:
-        unread = _unread(probe, trainer, config)
+        policy = probe.policy_gradient()
     except Exception as error:
-        weights = weight_name(trainer)
-        raise ValueError(f"the loss of {name} fails on a batch with a correction in {weights!r}: {error}") from error
-    if unread is not None:
-        raise ValueError(
-            f"the loss of {name} (loss_type {loss_type_of(trainer)!r}) does not apply {unread!r} as TRL's does, so the "
-            "correction would not act. Read it in the loss as GRPOTrainer does; or use a configuration that does not "
-            "need it, such as 'measure', or a loss_type that names how the loss divides"
-        )
+        return True, f"fails on a batch with a correction in {weight_name(trainer)!r}: {error}"
+    unread = _unread(probe, policy, trainer, config)
+    if unread is None:
+        return False, ""
+    return True, (
+        f"(loss_type {loss_type_of(trainer)!r}) does not apply {unread!r} as TRL's does, so the correction would not "
+        "act. Read it in the loss as GRPOTrainer does; or use a configuration that does not need it, such as "
+        "'measure', or a loss_type that names how the loss divides"
+    )
 
 
-def _unread(probe: _LossProbe, trainer: Any, config: RolloutCorrectionConfig) -> str | None:  # noqa: ANN401
+def _unread(probe: _LossProbe, policy: Tensor, trainer: Any, config: RolloutCorrectionConfig) -> str | None:  # noqa: ANN401
     """Return the tensor of the batch that the loss does not apply, or None."""
-    loss_type, weights, policy = loss_type_of(trainer), weight_name(trainer), probe.policy_gradient()
-    tolerance = 1e-4 * float(policy.abs().max())
-
-    def differs(gradient: Tensor, expected: Tensor) -> bool:
-        return not torch.allclose(gradient, expected, rtol=1e-3, atol=tolerance)
-
+    loss_type, weights = loss_type_of(trainer), weight_name(trainer)
     if config.weights_reach_loss:
-        doubled = torch.ones_like(policy)
-        doubled[::2] = 2.0
+        doubled = policy.new_tensor([2.0, 1.0] * (ROWS // 2)).unsqueeze(1)
+        found = torch.stack([probe.policy_gradient(weights=0 * doubled), probe.policy_gradient(weights=doubled)])
 
-        # VESPO is no linear function of the weight.
-        linear = loss_type != "vespo"
-        if differs(probe.policy_gradient(weights=0 * doubled), 0 * policy) or (
-            linear and differs(probe.policy_gradient(weights=doubled), doubled * policy)
-        ):
+        # VESPO is no linear function of the weight, and its options decide how far a weight acts.
+        if loss_type == "vespo":
+            ignored = not _differs(found, policy.expand_as(found), policy)
+        else:
+            ignored = _differs(found, torch.stack([0 * policy, doubled * policy]), policy)
+        if ignored:
             return weights
 
     # RLOO rejects sequences, and so do weights of 0 where the loss divides by its mask.
@@ -107,12 +119,16 @@ def _unread(probe: _LossProbe, trainer: Any, config: RolloutCorrectionConfig) ->
         kept = torch.ones_like(policy, dtype=torch.bool)
         kept[0, : LENGTH if by_weight else 1] = False
         found = probe.policy_gradient(kept=kept) if by_weight else probe.gradient(kept=kept)
-        if differs(found[~kept], 0 * found[~kept]):
+        if _differs(torch.where(kept, 0.0, found), 0 * policy, policy):
             return weights if by_weight else "tool_mask"
 
-    if needs_count(config, loss_type) and differs(probe.policy_gradient(factor=2.0), policy / 2):
+    if needs_count(config, loss_type) and _differs(probe.policy_gradient(factor=2.0), policy / 2, policy):
         return "num_items_in_batch"
     return None
+
+
+def _differs(found: Tensor, expected: Tensor, policy: Tensor) -> bool:
+    return not torch.allclose(found, expected, rtol=1e-3, atol=1e-4 * float(policy.abs().max()))
 
 
 class _LossProbe:
@@ -132,13 +148,22 @@ class _LossProbe:
         self._ones = torch.ones_like(self._log_prob)
 
         # Every token counts, and all policies are equal, so that nothing is clipped.
-        policies = ("old_per_token_logps", "sampling_per_token_logps", "ref_per_token_logps")
-        given = {name: self._log_prob for name in policies if name == policies[0] or name in batch}
-        given |= {"old_logps": self._log_prob.sum(1), "completion_mask": self._ones.long()}
-        given |= {"num_items_in_batch": self._ones.long().sum(), "importance_sampling_ratio": self._ones}
-        given["advantages"] = sign * (0.5 + drawn[:, LENGTH])
         others = {name: _resized(value, mask.shape) for name, value in batch.items() if name != "tool_mask"}
-        self._batch = others | given
+        policies = {
+            name: self._log_prob for name in ("sampling_per_token_logps", "ref_per_token_logps") if name in batch
+        }
+        self._batch = (
+            others
+            | policies
+            | {
+                "old_per_token_logps": self._log_prob,
+                "old_logps": self._log_prob.sum(1),
+                "completion_mask": self._ones.long(),
+                "num_items_in_batch": self._ones.long().sum(),
+                "importance_sampling_ratio": self._ones,
+                "advantages": sign * (0.5 + drawn[:, LENGTH]),
+            }
+        )
 
     def policy_gradient(self, **options: Any) -> Tensor:  # noqa: ANN401
         """Return the part of the gradient that the advantages are in, (ROWS, LENGTH)."""
@@ -149,34 +174,81 @@ class _LossProbe:
         *,
         corrected: bool = True,
         advantage: float = 1.0,
-        weights: Tensor | None = None,
+        weights: Tensor | float = 1.0,
         kept: Tensor | None = None,
         factor: float = 1.0,
     ) -> Tensor:
         """Return the gradient of the loss, (ROWS, LENGTH), 0 if it does not read the log-probs.
 
         Weights and mask are 1 where they are not given; `factor` multiplies the count, `advantage` the advantages.
+
+        Raises:
+            ValueError: the gradient is not finite.
         """
         leaf, zeros = self._log_prob.clone().requires_grad_(), 0 * self._ones
-        self._trainer._get_per_token_logps_and_entropies = lambda *_, **__: (leaf, zeros, zeros.sum())
-        batch = self._batch | {"advantages": advantage * self._batch["advantages"]}
+        batch = tree_map(_copied, self._batch) | {"advantages": advantage * self._batch["advantages"]}
         if corrected:
-            weights = self._ones if weights is None else weights
             kept = self._ones.bool() if kept is None else kept
             correction = SimpleNamespace(
                 config=self._config,
-                loss_weights=weights if self._config.weights_reach_loss else None,
+                loss_weights=weights * self._ones if self._config.weights_reach_loss else None,
                 loss_mask=kept,
                 sequence_kept=kept.any(1),
                 denominators=lambda: SimpleNamespace(tokens=factor * ROWS * LENGTH),
             )
             write_to_batch(self._trainer, batch, correction)
 
-        devices = [] if leaf.device.type == "cpu" else [leaf.device]
-        with torch.enable_grad(), torch.random.fork_rng(devices, device_type=leaf.device.type if devices else "cuda"):
+        with _isolated(self._trainer, leaf.device), torch.enable_grad():
+            self._trainer._get_per_token_logps_and_entropies = lambda *_, **__: (leaf.clone(), zeros, zeros.sum())
             loss = self._trainer.compute_loss(self._trainer.model, batch)
-        gradient = torch.autograd.grad(loss, leaf, allow_unused=True)[0] if loss.requires_grad else None
-        return zeros if gradient is None else gradient
+            (gradient,) = torch.autograd.grad(loss, leaf, materialize_grads=True) if loss.requires_grad else (zeros,)
+        if not gradient.isfinite().all():
+            raise ValueError("its gradient is not finite")
+        return gradient
+
+
+@contextmanager
+def _isolated(trainer: Any, device: torch.device) -> Iterator[None]:  # noqa: ANN401
+    """Run a loss on the trainer itself, since it may be bound to it, and leave no trace of it, without an exchange."""
+    before, drawn = vars(trainer), (random.getstate(), numpy.random.get_state())  # noqa: NPY002
+    models = {part for leaf in tree_leaves(before) if isinstance(leaf, nn.Module) for part in leaf.modules()}
+
+    def refuse_to_run(module: nn.Module, _inputs: Any) -> None:  # noqa: ANN401
+        # A model may count its calls, and other ranks may have to take part.
+        if module in models:
+            raise RuntimeError("it runs a model, which the check must not change")
+
+    # TRL reports how long its functions take, and a loss may log or train by itself.
+    args, accelerator = copy.copy(trainer.args), copy.copy(trainer.accelerator)
+    args.report_to = []
+    vars(accelerator).update(dict.fromkeys(EXCHANGES, lambda tensor, *_, **__: tensor))
+    replaced = {
+        "args": args,
+        "accelerator": accelerator,
+        "current_gradient_accumulation_steps": 1,
+        "log": lambda *_, **__: None,
+        "optimizer": None,
+        "lr_scheduler": None,
+    }
+
+    devices = [] if device.type == "cpu" else [device]
+    hook = register_module_forward_pre_hook(refuse_to_run)
+    try:
+        trainer.__dict__ = tree_map(_copied, before) | replaced
+        with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+            yield
+    finally:
+        trainer.__dict__ = before
+        hook.remove()
+        random.setstate(drawn[0])
+        numpy.random.set_state(drawn[1])  # noqa: NPY002
+
+
+def _copied(leaf: Any) -> Any:  # noqa: ANN401 (whatever a trainer has in its attributes)
+    """Return a tensor or set that a loss may change in place. Around it, lists and dictionaries are copied."""
+    if isinstance(leaf, Tensor) and not leaf.requires_grad:
+        return leaf.clone()
+    return leaf.copy() if isinstance(leaf, set) else leaf
 
 
 def _resized(value: Any, shape: tuple[int, ...]) -> Any:  # noqa: ANN401 (whatever a trainer puts into its batch)

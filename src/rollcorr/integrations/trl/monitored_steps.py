@@ -49,23 +49,25 @@ def sampling_of(trainer: Trainer) -> SamplingSpec | None:
 
 
 def console_metrics(
-    metrics: dict[str, float], config: RolloutCorrectionConfig, monitor: Monitor | None
+    metrics: dict[str, float], config: RolloutCorrectionConfig, steps: MonitoredSteps | None
 ) -> dict[str, Any]:
     """Return the five keys of a printed line: mismatch, kept tokens, effective sample size, verdict, alarms.
 
     Args:
         metrics: of all batches of the line, merged, so that k3 is a mean over tokens; without a prefix.
         config: the configuration behind them.
-        monitor: gives verdict and number of alarms; without one, only these metrics are judged.
+        steps: their Monitor gives verdict and number of alarms; without one, only these metrics are judged.
     """
-    if monitor is None:
+    if steps is None:
         report = health(metrics, config)
         verdict, alarms = report.verdict, len(report.warnings)
     else:
-        verdict, alarms = monitor.verdict, len(monitor.alarms)
+        verdict, alarms = steps.monitor.verdict, len(steps.monitor.alarms)
+    printed: dict[str, Any] = {
+        name: metrics[name] for name in ("k3_kl", "rollout_is_eff_sample_size") if name in metrics
+    }
     kept = 1.0 - metrics.get("rollout_rs_masked_fraction", 0.0)
-    printed: dict[str, Any] = {"kept_fraction": kept, "verdict": verdict, "alarms": alarms}
-    return {name: metrics[name] for name in ("k3_kl", "rollout_is_eff_sample_size") if name in metrics} | printed
+    return {**printed, "kept_fraction": kept, "verdict": verdict, "alarms": alarms}
 
 
 class MonitoredSteps:
@@ -96,7 +98,9 @@ class MonitoredSteps:
         self._rows, self._own_rows = 0, 0  # of the step's batches: over all ranks, and of this one
 
         # TRL starts a new list for a metric when it logs, so a list is known by itself and not by its name.
-        self._read: dict[str, tuple[list[float], int]] = {name: (v, len(v)) for name, v in self._lists().items()}
+        self._read: dict[str, tuple[list[float], int]] = {
+            name: (values, len(values)) for name, values in trainer._metrics["train"].items()
+        }
 
     def remember_rewards(self, of_functions: Tensor, own_rows: int) -> None:
         """Keep the rewards of this rank's completions until their batch is corrected.
@@ -105,8 +109,13 @@ class MonitoredSteps:
             of_functions: of all ranks, (rows, functions); NaN where a function gave none.
             own_rows: how many of the rows are this rank's.
         """
-        weights = self._trainer.reward_weights.to(of_functions.device)
-        rewards = (of_functions * weights).nansum(1).masked_fill(of_functions.isnan().all(1), torch.nan)
+        # A subclass may score in a way of its own; its steps have no rewards then.
+        weights = getattr(self._trainer, "reward_weights", None)
+        if weights is None or not isinstance(of_functions, Tensor) or of_functions.shape[1:] != weights.shape:
+            return
+
+        weighted = of_functions * weights.to(of_functions.device)
+        rewards = weighted.nansum(1).masked_fill(of_functions.isnan().all(1), torch.nan)
         first = self._trainer.accelerator.process_index * own_rows
         self._scored = rewards[first : first + own_rows].detach()
 
@@ -149,14 +158,12 @@ class MonitoredSteps:
 
     def end_step(self) -> None:
         """One optimizer step is over: hand over what it has, and let the Monitor write and judge it."""
-        own: dict[str, object] = {TRL_PREFIX + name: value for name, value in self._new_metrics().items()}
-        if self._loss is not None:
-            own = {"loss": self._loss, **own}
-        reward = torch.cat(self._rewards) if self._rewards else None
+        own: dict[str, object] = {} if self._loss is None else {"loss": self._loss}
+        own |= {TRL_PREFIX + name: value for name, value in self._new_metrics().items()}
 
         # A subclass may drop rows between reward and batch, and the Monitor takes one reward for each row.
-        if reward is not None and len(reward) != self._own_rows:
-            reward = None
+        fits = sum(map(len, self._rewards)) == self._own_rows > 0
+        reward = torch.cat(self._rewards) if fits else None
         self._loss, self._rewards, self._rows, self._own_rows = None, [], 0, 0
         self.monitor.step(reward=reward, **own)
 
@@ -177,14 +184,11 @@ class MonitoredSteps:
 
         return RolloutMonitorCallback()
 
-    def _lists(self) -> dict[str, list[float]]:
-        return dict(self._trainer._metrics["train"])
-
     def _new_metrics(self) -> dict[str, float]:
         """The mean of what TRL has added to each of its metrics, without NaN, as TRL itself logs it."""
         found = {}
-        for name, values in self._lists().items():
-            before, count = self._read.get(name, (None, 0))
+        for name, values in self._trainer._metrics["train"].items():
+            before, count = self._read.get(name, ([], 0))
             added = values[count:] if values is before else values
             self._read[name] = (values, len(values))
             valid = [float(value) for value in added if isinstance(value, Real) and not math.isnan(value)]

@@ -30,7 +30,6 @@ from rollcorr.diffusion import (
     apply_bypass_mode_to_diffusion_batch,
     apply_rollout_correction_to_diffusion_batch,
     check_schedule,
-    diffusion_loss,
     loss_step_metrics,
 )
 from rollcorr.train.flow_grpo.diffusion_policy import DiffusionPolicy, trained_parameters
@@ -292,8 +291,7 @@ class FlowGrpoTrainer:
         with TrainingStep(self.model, self.actor, group=self.group or "local") as gradients:
             for micro_batch in own_rows(rows, self.group).split(self._micro_batch_size):
                 for column in range(window):
-                    output = diffusion_loss(
-                        self.actor,
+                    output = gradients.diffusion_loss(
                         self._score(batch, self.model, micro_batch, column),
                         _slice(batch.data, micro_batch, column),
                         schedule=self.schedule.timesteps.tolist(),
