@@ -44,7 +44,8 @@ TARGETS = tuple(f"{SOURCE}/{room}" for room in ("core", "config", "correction", 
 TESTS = (
     "tests/config", "tests/core", "tests/correction", "tests/diffusion", "tests/kernels", "tests/layouts",
     "tests/monitor", "tests/test_known_failures.py", "tests/cli/test_hostile_yaml.py",
-    "tests/integrations/test_verl.py", "tests/distributed/test_groups.py",
+    "tests/integrations/test_verl.py", "tests/distributed/test_exchange.py",
+    "tests/distributed/test_groups.py",
 )  # fmt: skip
 """What can see a mutant; `--tests` takes others, for example all of `tests`."""
 
