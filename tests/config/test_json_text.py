@@ -23,7 +23,9 @@ def test_json_is_read_up_to_the_deepest_level():
 
 
 @pytest.mark.parametrize(
-    "text", [b"[" + b"[], " * 200 + b"[]]", b'{"a": "' + b"[" * 200 + b'"}', rb'["\"' + b"[" * 200 + b'"]']
+    "text",
+    [b"[" + b"[], " * 200 + b"[]]", b'{"a": "' + b"[" * 200 + b'"}', rb'["\"' + b"[" * 200 + b'"]'],
+    ids=["side by side", "in a text", "behind an escaped quote"],
 )
 def test_many_brackets_are_not_deep(text):
     assert load_json(text)
