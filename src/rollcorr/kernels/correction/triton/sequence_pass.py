@@ -308,7 +308,7 @@ def _weight_rows(
 
 @triton.jit
 def decide_sequences(
-    table, all_rows, sequence_weight, alive, sequence_kept, limits, sequences,
+    table, all_rows, sequence_weight, alive, sequence_kept, policy_sums, limits, sequences,
     PLAN: tl.constexpr, SEQUENCES: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One program for `SEQUENCES` sequences; it leaves one set of rows, and what the last pass spreads over tokens."""
@@ -331,6 +331,12 @@ def decide_sequences(
     product = tl.where(zero > 0, -INFINITY, log_ratio)
     train = column(cells, PLAN.columns["train"])
     rollout = column(cells, PLAN.columns["rollout"])
+
+    # Four columns of `sequences` numbers, from which a loss tells rows apart.
+    tl.store(policy_sums + sequence, valid, mask=exists)
+    tl.store(policy_sums + sequences + sequence, measured, mask=exists)
+    tl.store(policy_sums + 2 * sequences + sequence, train, mask=exists)
+    tl.store(policy_sums + 3 * sequences + sequence, rollout, mask=exists)
     _mismatch(rows, cells, there, valid, measured, zero, log_ratio, low, high, limits, PLAN)
     _perplexities(rows, train, rollout, measured, log_ratio, product, has_counted, PLAN)
     if PLAN.token_criteria:
