@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from implementations import per_implementation
@@ -57,6 +59,7 @@ def test_every_specified_metric_is_produced_by_some_configuration():
 def test_every_metric_says_what_it_is():
     for found in [*METRICS.values(), *criterion_metrics("token_k3").values()]:
         assert found.formula
+        assert all(re.fullmatch("(sums|moments|extremes|histograms|tops):.+", row) for row in found.finalizer.rows)
         assert found.source
         assert found.unit in {"1", "nats", "probability", "ratio", "sequences", "share", "tokens"}
         assert found.sample in {"batch", "sequences", "tokens", "unit"}
