@@ -68,7 +68,8 @@ def test_every_metric_says_what_it_is():
 def test_every_healthy_range_belongs_to_a_metric_and_says_what_to_do():
     assert RANGES.keys() <= METRICS.keys()
     for healthy in [*RANGES.values(), *CRITERION_RANGES.values()]:
-        assert healthy.ideal
+        guide_lines = {healthy.ideal_low, healthy.ideal_high} - {None}
+        assert guide_lines <= {float(healthy.ideal.rpartition(" ")[-1])}
         assert healthy.reason
         assert healthy.fix
 

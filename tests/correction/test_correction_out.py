@@ -182,6 +182,7 @@ def test_buffers_that_fitted_one_batch_are_checked_again_for_the_next():
     ("offsets", "said"),
     [
         ([1, 99, 165], "start at 0"),
+        ([-1, 0, 165], "start at 0"),
         ([0, 99, 50, 165], "entry 2 is 50 after 99"),
         ([0, -1, 165], "entry 1 is -1 after 0"),
         ([0, 99, 166], "165, got 166"),
