@@ -134,6 +134,22 @@ def test_a_sum_of_tiny_log_ratios_keeps_its_digits_beside_large_log_probs(level)
 
 
 @levels
+@pytest.mark.parametrize("reach", [0.99, 2.7, 19.9])
+def test_exponentials_of_every_block_agree_with_float64(level, reach):
+    """Of a quiet block, a regular one and any other; the log-ratios are exact in float32."""
+    order = torch.randperm(1024, generator=torch.Generator().manual_seed(6))
+    d = torch.linspace(-reach, reach, 1024)[order].mul(512).round().div(512)
+    rollout = -torch.arange(1024).remainder(449).div(32.0)
+    train, mask = (rollout + d)[None], torch.ones(1, 1024, dtype=torch.bool)
+    output = cpu_correction(train, rollout[None], mask, CONFIGURATIONS["unbounded"], level=level)
+    exact, metrics = d.double(), finalize(output.statistics.read(), prefix="")
+    torch.testing.assert_close(output.weights[0].double(), exact.exp(), rtol=8e-7, atol=0.0)
+    difference = (train[0].double().exp() - rollout.double().exp()).abs()
+    assert metrics["prob_diff_abs_mean"] == pytest.approx(difference.mean().item(), rel=4e-7)
+    assert metrics["k3_kl"] == pytest.approx((exact.expm1() - exact).mean().item(), rel=4e-7)
+
+
+@levels
 @configurations
 def test_what_comes_before_a_sequence_changes_no_bit_of_it(level, config):
     train, rollout, mask = close_policies(6, 2080)
