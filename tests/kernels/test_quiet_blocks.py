@@ -40,9 +40,12 @@ def close_policies(B: int, T: int, spread: float = 0.02) -> tuple[torch.Tensor, 
 
 @levels
 @configurations
-def test_one_token_on_either_side_of_a_limit_of_the_log_ratio(level, config):
+@pytest.mark.parametrize("scale", [1.0, 1e-3], ids=["ordinary", "near certain"])
+def test_one_token_on_either_side_of_a_limit(level, config, scale):
+    """Where the sampler is nearly certain, only log-densities above 0 lead to a large log-ratio."""
     d = torch.tensor([0.05, 0.2, 0.34, 0.49, 0.51, 0.69, 0.7, 0.99, 1.01, 2.74, 2.76, 19.9, 20.1])
     train, rollout, mask = close_policies(2 * len(d), 1040)
+    train, rollout = train - rollout + scale * rollout, scale * rollout
     train[:, 600] = rollout[:, 600] + torch.cat([d, -d])
     batch = train, rollout, mask
     assert_same(cpu_correction(*batch, config, level=level), reference_correction(*batch, config), **CLOSE)
