@@ -331,12 +331,6 @@ def decide_sequences(
     product = tl.where(zero > 0, -INFINITY, log_ratio)
     train = column(cells, PLAN.columns["train"])
     rollout = column(cells, PLAN.columns["rollout"])
-
-    # Four columns of `sequences` numbers, from which a loss tells rows apart.
-    tl.store(policy_sums + sequence, valid, mask=exists)
-    tl.store(policy_sums + sequences + sequence, measured, mask=exists)
-    tl.store(policy_sums + 2 * sequences + sequence, train, mask=exists)
-    tl.store(policy_sums + 3 * sequences + sequence, rollout, mask=exists)
     _mismatch(rows, cells, there, valid, measured, zero, log_ratio, low, high, limits, PLAN)
     _perplexities(rows, train, rollout, measured, log_ratio, product, has_counted, PLAN)
     if PLAN.token_criteria:
@@ -368,3 +362,9 @@ def decide_sequences(
         _weight_rows(rows, used, level, product, kept_weight, tokens_kept, kept, counted, limits, PLAN)
     tl.store(alive + sequence, kept.to(tl.uint8), mask=exists)
     tl.store(sequence_kept + sequence, ((kept & (tokens_kept > 0)) | (valid == 0)).to(tl.uint8), mask=exists)
+
+    # Four columns of `sequences` numbers, from which a loss tells rows apart. No load may come after a store.
+    tl.store(policy_sums + sequence, valid, mask=exists)
+    tl.store(policy_sums + sequences + sequence, measured, mask=exists)
+    tl.store(policy_sums + 2 * sequences + sequence, train, mask=exists)
+    tl.store(policy_sums + 3 * sequences + sequence, rollout, mask=exists)
