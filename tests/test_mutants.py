@@ -38,6 +38,13 @@ def test_area():
 def test_large():
     assert is_large(20)
 """
+SLOW_TEST = """import pytest
+
+
+@pytest.mark.slow
+def test_slow_tests_are_left_out():
+    raise AssertionError
+"""
 C_SOURCE = """/* x < 3 */
 #include <math.h>
 static double add(double a, double b) {
@@ -99,7 +106,8 @@ def small_tree(tmp_path):
         "src/rollcorr/core/__init__.py": "",
         "src/rollcorr/core/area.py": SOURCE,
         "tests/test_area.py": TESTS,
-        "pyproject.toml": '[tool.pytest.ini_options]\npythonpath = ["src"]\n',
+        "tests/test_slow.py": SLOW_TEST,
+        "pyproject.toml": '[tool.pytest.ini_options]\npythonpath = ["src"]\nmarkers = ["slow"]\n',
     }.items():
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         (tree / name).write_text(text, encoding="utf-8")

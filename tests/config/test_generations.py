@@ -115,6 +115,15 @@ def test_2025_11_thresholds_default_to_the_weights_and_to_the_reciprocal(thresho
     assert (criterion.lower, criterion.upper) == ends
 
 
+def test_2025_11_rejection_may_be_null():
+    with pytest.raises(
+        ValueError, match=r"rollout_rs must be one of .*'geometric' or None; got 'tokens'\. Did you mean"
+    ):
+        convert({"rollout_rs": "tokens", "rollout_rs_threshold": 2.0}, schema="2025-11")
+    conversion = convert({**SECOND, "rollout_rs": None, "rollout_rs_threshold": 2.0})
+    assert ("rollout_rs_threshold", "(nothing)") in became(conversion)
+
+
 @pytest.mark.parametrize("option", ["rollout_is_threshold", "rollout_rs_threshold", "rollout_token_veto_threshold"])
 @pytest.mark.parametrize("band", ["0.5_2", "0_3", "0.5_2.0"])
 def test_a_band_where_an_older_generation_takes_a_number_is_refused(option, band):

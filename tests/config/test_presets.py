@@ -129,6 +129,8 @@ def test_the_lower_end_of_an_older_band_is_reciprocal_given_or_open():
         ("decoupled_token_iss", {}, ValueError, "the nearest are 'decoupled_token_is', "),
         ("Seq-TIS", {}, ValueError, "the nearest are 'seq_tis', "),
         ("k3", {}, ValueError, "'decoupled_k3_rs'"),
+        ("RS-k3", {}, ValueError, "the nearest are 'decoupled_k3_rs', "),
+        ("my_config", {}, ValueError, "known are decoupled_token_is, "),
         ("xyzzy", {}, ValueError, "known are decoupled_token_is, "),
         ("decoupled_token_is", {"treshold": 2.0}, TypeError, "'treshold'. Did you mean 'threshold'? It takes"),
         ("disabled", {"threshold": 2.0}, TypeError, "It takes no argument"),

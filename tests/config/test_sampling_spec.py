@@ -229,6 +229,13 @@ def test_a_trainer_must_not_truncate_what_was_sampled_whole():
         check_compatible(dataclasses.replace(whole, top_p=0.8), truncated)
 
 
+@pytest.mark.parametrize(("engine", "unknown"), [("vllm", False), ("my_engine", True), (None, True)])
+def test_only_unknown_engines_have_unknown_order(engine, unknown):
+    rollout = SamplingSpec(top_p=0.9, logprobs="processed", engine=engine)
+    reason = compare(rollout, rollout.for_actor("recompute")).reason
+    assert ("the engine's order of transforms is not known" in reason) == unknown
+
+
 def test_the_fix_is_the_engines_own():
     for engine, fix in (
         ("vllm", "processed_logprobs"),

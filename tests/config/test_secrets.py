@@ -217,6 +217,11 @@ def test_headers_come_from_the_options_and_from_the_environment(monkeypatch):
     monkeypatch.setenv("MY_KEY", SECRET)
     assert header_values({"X-Trace": "on"}, {"X-API-Key": "MY_KEY"}) == {"X-Trace": "on", "X-API-Key": SECRET}
     assert redact_text(f"refused {SECRET}") == "refused ***"
+
+    # A variable holds a secret, however short and whatever the header is called.
+    monkeypatch.setenv("TRACE", "k7Qz9w")
+    header_values(None, {"X-Trace": "TRACE"})
+    assert redact_text("refused k7Qz9w") == "refused ***"
     assert header_values(None, None) == {}
     with pytest.raises(ValueError, match=r"variable NOT_SET is not set, and headers_env\.X-API-Key needs it"):
         header_values(None, {"X-API-Key": "NOT_SET"})

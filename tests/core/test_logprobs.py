@@ -208,3 +208,5 @@ def test_wrong_shapes_and_temperatures_are_named():
     for temperature in (0.0, -1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match="greedy decoding has no log-probs"):
             token_log_prob(logits, ids, temperature=temperature)
+        with pytest.raises(ValueError, match="greedy decoding has no log-probs"):
+            token_entropy(logits, temperature=temperature)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from implementations import per_implementation
@@ -57,6 +59,7 @@ def test_every_specified_metric_is_produced_by_some_configuration():
 def test_every_metric_says_what_it_is():
     for found in [*METRICS.values(), *criterion_metrics("token_k3").values()]:
         assert found.formula
+        assert all(re.fullmatch("(sums|moments|extremes|histograms|tops):.+", row) for row in found.finalizer.rows)
         assert found.source
         assert found.unit in {"1", "nats", "probability", "ratio", "sequences", "share", "tokens"}
         assert found.sample in {"batch", "sequences", "tokens", "unit"}
@@ -65,7 +68,8 @@ def test_every_metric_says_what_it_is():
 def test_every_healthy_range_belongs_to_a_metric_and_says_what_to_do():
     assert RANGES.keys() <= METRICS.keys()
     for healthy in [*RANGES.values(), *CRITERION_RANGES.values()]:
-        assert healthy.ideal
+        guide_lines = {healthy.ideal_low, healthy.ideal_high} - {None}
+        assert guide_lines <= {float(healthy.ideal.rpartition(" ")[-1])}
         assert healthy.reason
         assert healthy.fix
 

@@ -34,6 +34,7 @@ def test_an_open_side_never_rejects():
     assert within_ratio_band(extreme, lower=None, upper=2.0).tolist() == [True, True, False]
     assert within_ratio_band(extreme, lower=0.5, upper=None).tolist() == [False, False, True]
     assert within_ratio_band(extreme, lower=None, upper=None).all()
+    assert not exceeds(torch.tensor([math.inf]), None).any()
 
 
 def test_probability_zero_is_rejected_by_every_bound_it_violates():

@@ -36,6 +36,7 @@ def test_each_filter_by_hand():
     assert kept(top_p_support(Z, 0.71)) == [1, 2, 3], "the token that crosses p is kept"
     assert kept(top_p_support(Z, 1e-6)) == [1], "the most likely token always is"
     assert kept(min_p_support(Z, 0.5)) == [1, 2, 3]
+    assert kept(min_p_support(Z, 1.0)) == [1]
     assert kept(top_k_support(Z, 99)) == [0, 1, 2, 3, 4]
 
 

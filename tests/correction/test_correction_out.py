@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ CONFIG = RolloutCorrectionConfig(
     rollout_is="sequence", rollout_rs="seq_mean_k3", rollout_rs_threshold=0.05, rollout_is_batch_normalize=True
 )
 BOOL = torch.zeros(5, 33, dtype=torch.bool)
+LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 
 
 def batch(B: int = 5, T: int = 33) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -80,6 +82,27 @@ def test_reused_buffers_leave_only_small_change_to_allocate():
     with _Allocations() as allocations:
         correct(train, train, mask, CONFIG, out=out)
     assert allocations.largest <= 0.05 * (out[0].nbytes + out[1].nbytes)
+
+
+def memory_flags(address: int) -> list[str]:
+    """Return Linux's flags of the mapping that contains an address."""
+    is_inside, flags = False, []
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        field, *values = line.split()
+        if "-" in field:
+            start, end = (int(bound, 16) for bound in field.split("-"))
+            is_inside = start <= address < end
+        elif is_inside and field == "VmFlags:":
+            flags = values
+    return flags
+
+
+@pytest.mark.skipif("cpu" not in IMPLEMENTATIONS, reason="the compiled kernel was not built")
+@pytest.mark.skipif(not LARGE_PAGES.exists(), reason="this kernel has no transparent large pages")
+def test_large_new_outputs_ask_for_large_pages():
+    train = torch.zeros(1, 1 << 21)
+    weights = correct(train, train, train == 0, CONFIG, impl="cpu").weights
+    assert "hg" in memory_flags(weights.data_ptr() + weights.nbytes // 2)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +180,13 @@ def test_buffers_that_fitted_one_batch_are_checked_again_for_the_next():
 @pytest.mark.parametrize("impl", ["auto", *IMPLEMENTATIONS])
 @pytest.mark.parametrize(
     ("offsets", "said"),
-    [([1, 99, 165], "start at 0"), ([0, 99, 50, 165], "entry 2 is 50 after 99"), ([0, 99, 166], "165, got 166")],
+    [
+        ([1, 99, 165], "start at 0"),
+        ([-1, 0, 165], "start at 0"),
+        ([0, 99, 50, 165], "entry 2 is 50 after 99"),
+        ([0, -1, 165], "entry 1 is -1 after 0"),
+        ([0, 99, 166], "165, got 166"),
+    ],
 )
 def test_offsets_that_leave_the_data_are_refused_before_anything_is_written(impl, offsets, said):
     packed, weights = [x.flatten() for x in batch()], torch.full((165,), 9.0)

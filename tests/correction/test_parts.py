@@ -13,7 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from implementations import per_implementation, widest_dtype
 
-from rollcorr import Correction, LossConfig, PolicyLogProbs, RolloutCorrectionConfig, correct, policy_loss
+from rollcorr import (
+    Correction,
+    LossConfig,
+    PolicyLogProbs,
+    RolloutCorrectionConfig,
+    TrainingStep,
+    correct,
+    policy_loss,
+)
 from rollcorr.config import LOSS_AGG_MODES, InertOptionWarning
 from rollcorr.correction import loss_denominators
 
@@ -393,6 +401,23 @@ def test_one_rank_of_a_group_that_was_changed_by_hand_needs_denominators():
     batch = Batch()
     with pytest.raises(ValueError, match="over 3 ranks, and does not know what the optimizer step is divided by"):
         batch.loss(batch.start.clone().requires_grad_(), slice(0, 7), of_ranks((3, 1)))
+
+
+def test_a_loss_rejects_a_group_of_another_size():
+    batch = Batch()
+    with pytest.raises(ValueError, match="group has 3 ranks, the correction 2: pass the same group to correct"):
+        batch.loss(batch.start.clone().requires_grad_(), slice(0, 7), of_ranks((2, 1)), group=Ranks(3))
+
+
+def test_normalized_weights_need_the_ranks_of_the_step():
+    batch = Batch()
+    correction = batch.correct(CORRECTIONS["normalized sequence weights, whole sequences rejected"])
+    policies = PolicyLogProbs(log_prob=batch.start, old_log_prob=batch.old, rollout_log_prob=batch.rollout)
+    rejected = pytest.raises(
+        ValueError, match=r"of \(1, 1\) ranks and the step of \(2, 1\).*same group and context_group"
+    )
+    with rejected, TrainingStep(torch.nn.Linear(1, 1), correction.config, group=Ranks(2)) as step:
+        step.policy_loss(policies, batch.advantages, batch.mask, correction=correction)
 
 
 @pytest.mark.parametrize("ranks", [(2, 1), (1, 2)])

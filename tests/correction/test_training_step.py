@@ -1,5 +1,6 @@
 """`TrainingStep` in one process: any split gives the gradient of the whole batch, and misuse is an error."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -175,6 +176,15 @@ def test_a_foreign_loss_stands_for_no_loss_of_the_step():
         step.policy_loss(*arguments, correction=batch.corrected(config), **options)
         arguments, options = batch.arguments(model)
         step.backward(policy_loss(*arguments, correction=batch.corrected(config), **options))
+        step.finish()
+
+
+def test_a_loss_may_be_copied_before_backward():
+    batch, config, model = Batch(), RolloutCorrectionConfig(**BAND), TinyPolicy()
+    with TrainingStep(model, config) as step:
+        arguments, options = batch.arguments(model)
+        output = step.policy_loss(*arguments, correction=batch.corrected(config), **options)
+        step.backward(dataclasses.replace(output, statistics=output.statistics))
         step.finish()
 
 

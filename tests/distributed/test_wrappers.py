@@ -99,6 +99,16 @@ def test_slices_of_sequences_on_the_ranks_of_a_wrapper_give_the_same(results, ex
         assert_same(results[rank]["context", wrapper][0], expected["both", "reinforce"][0])
 
 
+@pytest.mark.parametrize("wrapper", ["plain", "DDP", "FSDP2"])
+def test_other_losses_are_summed_over_ranks_unscaled(results, expected, wrapper):
+    model = wrapper_ranks.Policy()
+    wrapper_ranks.other_loss(model, wrapper_ranks.make_data()).backward()
+    others, (scaled, _) = wrapper_ranks.gradients(model), expected["none", "ppo_clip"]
+    whole = {name: None if gradient is None else gradient + others[name] for name, gradient in scaled.items()}
+    for rank in range(2):
+        assert_same(results[rank]["other loss", wrapper], whole)
+
+
 @pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
 def test_a_wrapper_over_more_ranks_than_the_groups_is_refused(results, wrapper):
     message = f"{wrapper} reduces gradients over 2 ranks, and group and context_group together have 1: give as group"

@@ -181,6 +181,21 @@ def step_of(
     return gradients(model), (outcome.total / outcome.kept).item()
 
 
+def other_loss(model: nn.Module, data: dict[str, Tensor]) -> Tensor:
+    """A loss that the step knows nothing of. It is a sum, so the ranks' losses add up to that of all rows."""
+    return policies_of(model, data)[1].sum()
+
+
+def with_other_loss(model: nn.Module, data: dict[str, Tensor], group: Any) -> dict[str, Tensor | None]:
+    """The gradients of a step in whose block another loss runs its own backward pass."""
+    with TrainingStep(model, config("ppo_clip"), group=group) as step:
+        policies, _ = policies_of(model, data)
+        step.backward(step.policy_loss(policies, data["advantages"], data["mask"]))
+        other_loss(model, data).backward()
+        step.finish()
+    return gradients(model)
+
+
 def scenarios(size: int, rank: int, group: Any, mesh: DeviceMesh) -> Iterator[tuple[Any, Any]]:
     data = make_data()
     own = {name: values[slice(*SHARDS[size][rank : rank + 2])] for name, values in data.items()}
@@ -220,6 +235,7 @@ def pair_scenarios(rank: int, group: Any, mesh: DeviceMesh, replicated: DeviceMe
             ("context", wrapper),
             step_of(model, wrapper, split(9, 2), columns, "both", "reinforce", context_group=group),
         )
+        yield ("other loss", wrapper), with_other_loss(wrapped(wrapper, group, mesh), own, group)
     for wrapper in ("DDP", "FSDP2"):
         model = wrapped(wrapper, group, mesh, recompute=True)
         yield ("recomputed", wrapper), step_of(model, wrapper, rows, own, "both", "ppo_clip", group=group)

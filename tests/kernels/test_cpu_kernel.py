@@ -174,6 +174,22 @@ def test_perplexities_of_tiny_probabilities_keep_their_digits(level, log_prob):
 
 
 @levels
+@pytest.mark.parametrize("rounded_off", [-9e-7, 9e-7])
+@pytest.mark.parametrize("rest", [0.0, -25.0])
+def test_rounding_of_a_log_ratio_is_corrected(level, rounded_off, rest):
+    """d = 19.5 ± 9e-7 is 19.5 in float32: exp of that is off by 9e-7 of itself, k3 too, and chi² by twice as much."""
+    rollout = torch.full((1, 64), -19.5)
+    train, mask = torch.full_like(rollout, rounded_off), torch.ones(1, 64, dtype=torch.bool)
+    train[0, 1:9] = rollout[0, 1:9] + rest
+    config = configuration(rollout_is="token", rollout_is_threshold=None)
+    output = cpu_correction(train, rollout, mask, config, level=level)
+    exact, actual = train.double() - rollout.double(), numbers(output)
+    torch.testing.assert_close(output.weights[:, 9:].double(), exact[:, 9:].exp(), rtol=3e-7, atol=0.0)
+    assert actual["k3_kl"] == pytest.approx((exact.expm1() - exact).mean().item(), rel=3e-7)
+    assert actual["chi2_token"] == pytest.approx((2 * exact).expm1().mean().item(), rel=5e-7)
+
+
+@levels
 @pytest.mark.parametrize("bound", [1.0, 5.0, 30.0, 40.0])
 @pytest.mark.parametrize("threshold", [None, 2.0, 1e6, "0.5_2.0"])
 def test_any_safety_bound_clamps_as_the_reference_does(level, bound, threshold):

@@ -34,13 +34,16 @@ def test_the_worst_of_a_batch_by_hand():
     train = torch.tensor([[-1.0, -2.0, -9.0], [-1.0, -math.inf, -1.0], [-3.0, -1.0, -1.0]])
     rollout = torch.tensor([[-1.5, -2.0, 0.0], [-1.0, -1.0, math.nan], [-0.5, -1.0, -1.0]])
     mask = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 1, 1]])
-    worst = correct(train, rollout, mask, CONFIG, detail=Detail(sequence_offset=10)).worst()
+    correction = correct(train, rollout, mask, CONFIG, detail=Detail(sequence_offset=10))
+    worst = correction.worst()
     assert worst.tokens[:3] == (WorstToken(-math.inf, 11, 1), WorstToken(-2.5, 12, 0), WorstToken(0.5, 10, 0))
     assert worst.sequences == (
         WorstSequence(-math.inf, 11, 2),
         WorstSequence(-2.5, 12, 3),
         WorstSequence(0.5, 10, 2),
     )
+    assert len(worst.tokens) == 7
+    assert (correction.statistics.rows["tops"][:, 7:] == torch.tensor([0.0, -1.0, -1.0])).all(), "of no entry"
 
 
 @per_implementation

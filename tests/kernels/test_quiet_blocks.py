@@ -40,9 +40,12 @@ def close_policies(B: int, T: int, spread: float = 0.02) -> tuple[torch.Tensor, 
 
 @levels
 @configurations
-def test_one_token_on_either_side_of_a_limit_of_the_log_ratio(level, config):
+@pytest.mark.parametrize("scale", [1.0, 1e-3], ids=["ordinary", "near certain"])
+def test_one_token_on_either_side_of_a_limit(level, config, scale):
+    """Where the sampler is nearly certain, only log-densities above 0 lead to a large log-ratio."""
     d = torch.tensor([0.05, 0.2, 0.34, 0.49, 0.51, 0.69, 0.7, 0.99, 1.01, 2.74, 2.76, 19.9, 20.1])
     train, rollout, mask = close_policies(2 * len(d), 1040)
+    train, rollout = train - rollout + scale * rollout, scale * rollout
     train[:, 600] = rollout[:, 600] + torch.cat([d, -d])
     batch = train, rollout, mask
     assert_same(cpu_correction(*batch, config, level=level), reference_correction(*batch, config), **CLOSE)
@@ -131,6 +134,22 @@ def test_a_sum_of_tiny_log_ratios_keeps_its_digits_beside_large_log_probs(level)
     output = cpu_correction(train, rollout, torch.ones_like(rollout, dtype=torch.bool), configuration(), level=level)
     exact = (train.double() - rollout.double()).sum().item()
     assert output.statistics.read().moments["log_ratio"].total == pytest.approx(exact, rel=1e-6, abs=1e-8)
+
+
+@levels
+@pytest.mark.parametrize("reach", [0.99, 2.7, 19.9])
+def test_exponentials_of_every_block_agree_with_float64(level, reach):
+    """Of a quiet block, a regular one and any other; the log-ratios are exact in float32."""
+    order = torch.randperm(1024, generator=torch.Generator().manual_seed(6))
+    d = torch.linspace(-reach, reach, 1024)[order].mul(512).round().div(512)
+    rollout = -torch.arange(1024).remainder(449).div(32.0)
+    train, mask = (rollout + d)[None], torch.ones(1, 1024, dtype=torch.bool)
+    output = cpu_correction(train, rollout[None], mask, CONFIGURATIONS["unbounded"], level=level)
+    exact, metrics = d.double(), finalize(output.statistics.read(), prefix="")
+    torch.testing.assert_close(output.weights[0].double(), exact.exp(), rtol=8e-7, atol=0.0)
+    difference = (train[0].double().exp() - rollout.double().exp()).abs()
+    assert metrics["prob_diff_abs_mean"] == pytest.approx(difference.mean().item(), rel=4e-7)
+    assert metrics["k3_kl"] == pytest.approx((exact.expm1() - exact).mean().item(), rel=4e-7)
 
 
 @levels

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rollcorr import Monitor, RolloutSample, correct, read_rollout_log
+from rollcorr.layouts import local_lists
 from rollcorr.monitor import FIELD_NAMES, FieldNames, read_fields
 
 TRAIN = torch.tensor([[-1.0, -2.0, -0.5], [-0.3, -0.2, 0.0]])
@@ -141,3 +142,29 @@ def test_the_docs_list_the_declared_names():
         assert f"| {framework} |" in page
         for name in (*names.train_log_prob, *names.rollout_log_prob, *names.response_mask, *names.further_masks):
             assert f"`{name}`" in page
+
+
+class ContextRank:
+    """Stands for the context group of one of two ranks; nothing is exchanged."""
+
+    def __init__(self, rank):
+        self.rank = lambda: rank
+
+    def size(self):
+        return 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_whole_masks_are_cut_like_log_probs(rank):
+    """slime gives each context rank its part of the log-probs, and the masks of whole responses."""
+    batch = {**SLIME, "loss_masks": [torch.tensor([1, 0, 1]), torch.tensor([0, 1])]}
+    names = ("log_probs", "rollout_log_probs", "loss_masks")
+    parts = local_lists(*(batch[name] for name in names), total_lengths=[5, 4], ranks=2, rank=rank)
+    train, rollout, mask = (torch.cat(part) for part in parts)
+    assert 0 < len(mask) < 5
+    found = read_fields(
+        {**batch, "log_probs": parts[0], "rollout_log_probs": parts[1]}, context_group=ContextRank(rank)
+    )
+    assert torch.equal(found.train_log_prob, train)
+    assert torch.equal(found.rollout_log_prob, rollout)
+    assert torch.equal(found.response_mask, mask)

@@ -327,6 +327,26 @@ def test_a_run_goes_on_after_the_steps_that_count(tmp_path):
     ]
 
 
+def test_resuming_changes_no_alarm(tmp_path):
+    """The rise at step 9 comes with older weights; 25 steps are more than the judge's window."""
+
+    def log(monitor, steps):
+        for step in steps:
+            fresh = step <= 8
+            monitor.correct(*batch(rows=32, width=16, seed=step, noise=0.02 if fresh else 0.2))
+            monitor.step(**{"engine/staleness": 0.0 if fresh else 4.0})
+
+    with Monitor(tmp_path / "whole", CONFIG) as whole:
+        log(whole, range(1, 28))
+    with Monitor(tmp_path / "resumed", CONFIG) as started:
+        log(started, range(1, 26))
+    with Monitor(tmp_path / "resumed", CONFIG, start=25) as resumed:
+        log(resumed, range(26, 28))
+    assert [finding.code for finding in whole.alarms] == ["changed_at_step"]
+    assert resumed.alarms == whole.alarms
+    assert lines_of(tmp_path / "resumed" / "metrics.jsonl") == lines_of(tmp_path / "whole" / "metrics.jsonl")
+
+
 def test_metrics_that_end_anywhere_can_be_read_and_continued(tmp_path):
     """A kill may leave any number of bytes."""
     with Monitor(tmp_path / "whole") as monitor:

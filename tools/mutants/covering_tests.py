@@ -28,7 +28,7 @@ parallel = True
 
 
 def measure(tree: Path, tests: Sequence[str], folder: Path, *, jobs: int) -> None:
-    """Run the tests once, on unchanged code, and keep lines and durations.
+    """Run the tests that are not marked slow once, on unchanged code, and keep lines and durations.
 
     Raises:
         RuntimeError: a test fails, so no failure would tell of a mutant.
@@ -36,7 +36,10 @@ def measure(tree: Path, tests: Sequence[str], folder: Path, *, jobs: int) -> Non
     folder.mkdir(parents=True, exist_ok=True)
     settings, results = folder / "coverage.ini", folder / "durations.xml"
     settings.write_text(COVERAGE + f"data_file = {folder / 'lines'}\n", encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={results}"]
+
+    # What ranks run in processes of their own is not measured, and one such test alone waits for all of them to start.
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider"]
+    command.append(f"--junitxml={results}")
     command += ["--cov", f"--cov-config={settings}", "--cov-context=test", "--cov-report=", *tests]
     if jobs > 1:
         command += ["--numprocesses", str(jobs), "--dist", "loadgroup"]

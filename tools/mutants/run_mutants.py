@@ -44,9 +44,9 @@ TARGETS = tuple(f"{SOURCE}/{room}" for room in ("core", "config", "correction", 
 TESTS = (
     "tests/config", "tests/core", "tests/correction", "tests/diffusion", "tests/kernels", "tests/layouts",
     "tests/monitor", "tests/test_known_failures.py", "tests/cli/test_hostile_yaml.py",
-    "tests/integrations/test_verl.py", "tests/distributed/test_groups.py",
+    "tests/integrations/test_verl.py", "tests/distributed/test_exchange.py",
 )  # fmt: skip
-"""What can see a mutant; `--tests` takes others, for example all of `tests`."""
+"""What can see a mutant, without tests marked slow; `--tests` takes others, for example all of `tests`."""
 
 CEILING = 90.0
 """Seconds for the tests of a mutant."""

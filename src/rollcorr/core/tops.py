@@ -16,8 +16,6 @@ from torch import Tensor
 TOP = 10
 """How many entries are kept."""
 
-_INDEX = (1 << 32) - 1
-
 
 def top_indices(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """The at most TOP entries with the largest |value| where mask is true, the first of equal ones first.
@@ -30,11 +28,10 @@ def top_indices(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         Their indices, (min(TOP, N),) int64, and whether each one exists, bool.
     """
     # The bits of a float ≥ 0 rise with its value, so that one integer sorts by value first and by position second.
-    magnitude = values.masked_fill(~mask, 0.0).float().abs()
-    behind = _INDEX - torch.arange(values.numel(), device=values.device)
-    key = (magnitude.view(torch.int32).to(torch.int64) << 32).add_(behind).masked_fill_(~mask, -1)
-    best = key.topk(min(TOP, values.numel()))
-    return best.indices, best.values >= 0
+    bits = values.float().abs().view(torch.int32).to(torch.int64)
+    key = (bits << 32) - torch.arange(values.numel(), device=values.device)
+    best = key.masked_fill_(~mask, torch.iinfo(torch.int64).min).topk(min(TOP, values.numel())).indices
+    return best, mask[best]
 
 
 def top_entries(values: Tensor, sequence: Tensor, at: Tensor, exists: Tensor) -> Tensor:

@@ -131,7 +131,7 @@ class TrainingStep(SplitGradients):
         self.config: RolloutCorrectionConfig | None = None
         self._ratio: Tensor | None = None
         self._amounts: list[Tensor] = []
-        self._unused: set[PolicyLossOutput] = set()
+        self._unused: set[Tensor] = set()  # by identity: the outputs may be copied with other statistics
 
         # Denoising steps are the tokens of a diffusion model, and its configuration has the options of their loss.
         if isinstance(config, DiffusionConfig):
@@ -217,7 +217,7 @@ class TrainingStep(SplitGradients):
             group="local",
             context_group=self.context_group,
         )
-        self._unused.add(output)
+        self._unused.add(output.policy_gradient)
         return output
 
     def diffusion_loss(
@@ -242,7 +242,7 @@ class TrainingStep(SplitGradients):
             raise TypeError("this step is one of tokens: call policy_loss, or give TrainingStep a DiffusionActorConfig")
         self._check_open("diffusion_loss()")
         output = self._diffusion.micro_batch_loss(model_output, data, schedule=schedule)
-        self._unused.add(output)
+        self._unused.add(output.policy_gradient)
         return output
 
     def backward(self, output: PolicyLossOutput) -> None:
@@ -283,7 +283,7 @@ class TrainingStep(SplitGradients):
             amount_of(self._mode, original, device),
         )
         self._amounts.append(torch.stack([amount.to(device, torch.float64) for amount in amounts]))
-        self._unused.discard(output)
+        self._unused.discard(output.policy_gradient)
 
     def finish(self) -> StepOutcome:
         """Divide by the counts of the step, and sum over ranks what no wrapper has summed. Every rank calls it, once.

@@ -26,7 +26,7 @@ from rollcorr.correction.rollout_correction import configuration_of
 from rollcorr.diagnostics.health.evidence import RECENT_STEPS
 from rollcorr.diagnostics.health.health_check import Verdict
 from rollcorr.diagnostics.health.noise import Noise
-from rollcorr.diagnostics.health.trend import WATCHED
+from rollcorr.diagnostics.health.trend import AGE, WATCHED
 from rollcorr.monitor.field_names import FieldNames, read_fields
 from rollcorr.monitor.rank_exchange import RankExchange
 from rollcorr.monitor.rollout_sample import CollectedRollouts, RolloutSample, check_log_can_be_written
@@ -426,7 +426,7 @@ class Monitor:
         held.enter_context(RunLock(self.directory.path))
 
         # The last steps are kept; of earlier ones only the metrics that the judge reads.
-        watched = ["step", *(prefix + name for name in (*WATCHED, *COUNTS) for prefix in ("", PREFIX))]
+        watched = ["step", *(prefix + name for name in (*WATCHED, AGE, *COUNTS) for prefix in ("", PREFIX))]
         earlier: list[dict[str, Any]] = []
         later: list[int] = []
         for line in metrics_lines(self.directory.metrics) if self.directory.metrics.exists() else ():

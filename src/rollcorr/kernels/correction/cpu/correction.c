@@ -12,6 +12,7 @@
 
 #if defined(__linux__)
 #include <sys/mman.h>
+#include <unistd.h>
 #endif
 
 /* --- One sequence --------------------------------------------------------------------------------------------------- */
@@ -287,7 +288,7 @@ PUBLIC int rollcorr_offsets_fit(const int64_t *offsets, int64_t sequences, int64
 /* Ask for large pages under a fresh output: its first touch costs several times the copy otherwise. */
 PUBLIC void rollcorr_large_pages(char *start, int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
-    const uintptr_t page = 4096;
+    const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
     uintptr_t from = ((uintptr_t)start + page - 1) / page * page, to = ((uintptr_t)start + (uintptr_t)bytes) / page * page;
     if (to > from) (void)madvise((void *)from, to - from, MADV_HUGEPAGE);
 #else

@@ -58,7 +58,7 @@ INLINE Sample sample_as(const Block *block, const vf *x, const vi *mask, double 
 }
 
 static Sample sample(const Block *block, const vf *x, const vi *mask, double n, double rough) {
-    if (n == 0) return (Sample){0, 0};
+    if (n == 0) return (Sample){0};
     return block->plain ? sample_as(block, x, mask, n, rough, 1) : sample_as(block, x, mask, n, rough, 0);
 }
 

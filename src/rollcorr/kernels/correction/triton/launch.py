@@ -52,6 +52,7 @@ class Buffers(NamedTuple):
     table: Tensor
     row_sets: Tensor
     rows: Tensor
+    policy_sums: Tensor
 
 
 def launch_correction(
@@ -71,15 +72,7 @@ def launch_correction(
     for launch in launches(batch, buffers, splits, config):
         launch.run(enable_fp_fusion=True)
     statistics = empty_statistics(config, "meta").unpack(buffers.rows)
-    policy_sums = _policy_sums(buffers.table, splits, config)
-    return CorrectionOutput(buffers.weights, buffers.loss_mask, buffers.sequence_kept, statistics, policy_sums)
-
-
-def _policy_sums(table: Tensor, splits: int, config: RolloutCorrectionConfig) -> Tensor:
-    """Sum the columns of `CorrectionOutput.policy_sums` over the splits of each sequence: (4, B)."""
-    columns = plan_of(config).columns
-    found = torch.stack([table[:, columns[name]] for name in ("valid", "measured", "train", "rollout")])
-    return found if splits == 1 else found.unflatten(1, (-1, splits)).sum(-1)
+    return CorrectionOutput(buffers.weights, buffers.loss_mask, buffers.sequence_kept, statistics, buffers.policy_sums)
 
 
 def choose_splits(tokens: int, sequences: int) -> int:
@@ -119,6 +112,7 @@ def make_buffers(
         table=numbers(sequences * splits, len(plan.columns)),
         row_sets=numbers(sets, plan.width),
         rows=numbers(plan.width),
+        policy_sums=numbers(4, sequences),
     )
 
 
@@ -144,6 +138,7 @@ def launches(batch: Batch, buffers: Buffers, splits: int, config: RolloutCorrect
     read = {"train": train, "rollout": rollout, "mask": mask, "tokens": mask.numel()}
     left = {"table": buffers.table, "limits": limits}
     written = {"all_rows": buffers.row_sets, "sequence_kept": sequence_kept, "sequences": sequences}
+    written["policy_sums"] = buffers.policy_sums
     merged = {"all_rows": buffers.row_sets, "merged": buffers.rows, "sets": sets}
     of_sequences = {"PLAN": plan, "SEQUENCES": sequences_for_each(splits), "SPLITS": splits}
 

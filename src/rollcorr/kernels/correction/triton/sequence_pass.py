@@ -308,7 +308,7 @@ def _weight_rows(
 
 @triton.jit
 def decide_sequences(
-    table, all_rows, sequence_weight, alive, sequence_kept, limits, sequences,
+    table, all_rows, sequence_weight, alive, sequence_kept, policy_sums, limits, sequences,
     PLAN: tl.constexpr, SEQUENCES: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One program for `SEQUENCES` sequences; it leaves one set of rows, and what the last pass spreads over tokens."""
@@ -362,3 +362,9 @@ def decide_sequences(
         _weight_rows(rows, used, level, product, kept_weight, tokens_kept, kept, counted, limits, PLAN)
     tl.store(alive + sequence, kept.to(tl.uint8), mask=exists)
     tl.store(sequence_kept + sequence, ((kept & (tokens_kept > 0)) | (valid == 0)).to(tl.uint8), mask=exists)
+
+    # Four columns of `sequences` numbers, from which a loss tells rows apart. No load may come after a store.
+    tl.store(policy_sums + sequence, valid, mask=exists)
+    tl.store(policy_sums + sequences + sequence, measured, mask=exists)
+    tl.store(policy_sums + 2 * sequences + sequence, train, mask=exists)
+    tl.store(policy_sums + 3 * sequences + sequence, rollout, mask=exists)
