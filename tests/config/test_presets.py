@@ -126,12 +126,17 @@ def test_the_lower_end_of_an_older_band_is_reciprocal_given_or_open():
 @pytest.mark.parametrize(
     ("name", "arguments", "error", "message"),
     [
-        ("decoupled_token_iss", {}, ValueError, "the nearest are 'decoupled_token_is', "),
-        ("Seq-TIS", {}, ValueError, "the nearest are 'seq_tis', "),
+        (
+            "decoupled_token_iss",
+            {},
+            ValueError,
+            "Did you mean 'decoupled_token_is'? no preset is named 'decoupled_token_iss'; valid are ",
+        ),
+        ("Seq-TIS", {}, ValueError, "Did you mean 'seq_tis'? "),
         ("k3", {}, ValueError, "'decoupled_k3_rs'"),
-        ("xyzzy", {}, ValueError, "known are decoupled_token_is, "),
-        ("decoupled_token_is", {"treshold": 2.0}, TypeError, "'treshold'. Did you mean 'threshold'? It takes"),
-        ("disabled", {"threshold": 2.0}, TypeError, "It takes no argument"),
+        ("xyzzy", {}, ValueError, "no preset is named 'xyzzy'; valid are decoupled_token_is, "),
+        ("decoupled_token_is", {"treshold": 2.0}, TypeError, "Did you mean 'threshold'? preset"),
+        ("disabled", {"threshold": 2.0}, TypeError, "valid are none"),
         ("seq_is_rs", {"rs_threshold": "0.5_2.0", "rs_threshold_lower": 0.5}, ValueError, "two ends are given apart"),
         ("seq_is_rs", {"rs_threshold_lower": -1.0}, ValueError, "must be > 0, got -1"),
         ("seq_is_rs", {"rs_threshold_lower": 3.0}, ValueError, "swap them"),

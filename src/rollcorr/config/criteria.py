@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Literal, get_args
 
-from rollcorr.config.checks import check_choice, check_number, nearest
+from rollcorr.config.checks import check_choice, check_number, unknown_name
 
 Scope = Literal["token", "seq_sum", "seq_mean", "seq_max", "step"]
 Kind = Literal["k1", "k2", "k3", "kl"]
@@ -192,10 +192,7 @@ def criterion_names(names: str | Sequence[str]) -> list[str]:
         raise ValueError(f"rollout_rs {names!r} names no criterion; write None for no rejection")
     for name in listed:
         if name not in _EVERY:
-            raise ValueError(
-                f"rollout_rs {names!r}: unknown criterion {name!r}.{nearest(name, _EVERY)} "
-                f"Known are {', '.join(_EVERY)}"
-            )
+            raise ValueError(unknown_name(f"rollout_rs {names!r}: unknown criterion {name!r}", name, _EVERY))
     return listed
 
 
