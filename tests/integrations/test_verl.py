@@ -227,9 +227,9 @@ def test_icepop_presets_take_the_two_ends_of_their_band_apart(arguments, expecte
 def test_presets_refuse_arguments_they_do_not_have():
     with pytest.raises(TypeError, match=r"has no argument 'rs_threshold'; valid are threshold"):
         RolloutCorrectionConfig.decoupled_token_is(rs_threshold=2.0)
-    with pytest.raises(TypeError, match="takes 0 arguments; got 1"):
+    with pytest.raises(TypeError, match="too many positional arguments"):
         RolloutCorrectionConfig.disabled(2.0)
-    with pytest.raises(TypeError, match="twice"):
+    with pytest.raises(TypeError, match="multiple values"):
         RolloutCorrectionConfig.decoupled_token_is(2.0, threshold=3.0)
 
 

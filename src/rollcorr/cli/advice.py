@@ -9,6 +9,7 @@ import typer
 
 from rollcorr.cli.app import app, exit_on
 from rollcorr.cli.logs import COLUMNS_OPTION, LIMIT_OPTION, file_options, share_memory
+from rollcorr.config.input_file import BadInputError
 
 
 @app.command("calibrate")
@@ -46,10 +47,9 @@ def calibrate_thresholds(
     from rollcorr.diagnostics.advice import calibrate, noise_table
     from rollcorr.diagnostics.null import read_null
     from rollcorr.diagnostics.report.advice_text import show_calibration, show_noise_table
-    from rollcorr.run_directory.stored_run import BadInputError
 
     console = Console(highlight=False)
-    with exit_on(BadInputError):
+    with exit_on():
         wanted = _lengths(lengths)
         if noise:
             if null is not None or output is not None:
@@ -112,11 +112,9 @@ def advise_on(
     from rollcorr.diagnostics.null import read_null
     from rollcorr.diagnostics.report.advice_text import show_advice
     from rollcorr.diagnostics.report.console import row_progress
-    from rollcorr.rollout_log import RolloutLogError
     from rollcorr.run_directory.durable_files import write_text_durably
-    from rollcorr.run_directory.stored_run import BadInputError
 
-    with exit_on(BadInputError, RolloutLogError):
+    with exit_on():
         if output is not None and output.exists() and not overwrite:
             raise BadInputError(f"{output} exists; choose another name, or give --overwrite")
         if not 0 < rate < 0.5:
@@ -155,8 +153,6 @@ def _lengths(text: str) -> list[int]:
     Raises:
         BadInputError: one of them is no whole number above 0.
     """
-    from rollcorr.run_directory.stored_run import BadInputError
-
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise BadInputError(f"lengths are whole numbers with commas, for example 500,8000; got {text!r}")

@@ -10,6 +10,7 @@ import typer
 from typer.models import CommandInfo
 
 import rollcorr
+from rollcorr.config.input_file import BadInputError
 from rollcorr.config.secrets import redact_text
 
 app = typer.Typer(name="rollcorr", no_args_is_help=True, pretty_exceptions_show_locals=False)
@@ -59,9 +60,8 @@ def options(
 @contextmanager
 def exit_on(*bad_input: type[Exception]) -> Iterator[None]:
     """Print on stderr what is wrong with the input, a file or a missing extra, and exit with code 2."""
-    expected: tuple[type[Exception], ...] = (*bad_input, OSError, ImportError)
     try:
         yield
-    except expected as error:
+    except (BadInputError, OSError, ImportError, *bad_input) as error:
         typer.echo(f"error: {redact_text(str(error))}", err=True)
         raise typer.Exit(2) from error

@@ -11,6 +11,7 @@ import typer
 from rollcorr.cli.app import app, exit_on
 from rollcorr.cli.logs import COLUMNS_OPTION, LIMIT_OPTION, file_options, share_memory
 from rollcorr.cli.null_measurement import parse_steps
+from rollcorr.config.input_file import BadInputError
 
 
 @app.command()
@@ -32,9 +33,9 @@ def report(
     from rich.console import Console
 
     from rollcorr.diagnostics.report import run_report, show_health, to_json
-    from rollcorr.run_directory.stored_run import BadInputError, read_run
+    from rollcorr.run_directory.stored_run import read_run
 
-    with exit_on(BadInputError):
+    with exit_on():
         data = run_report(read_run(run), diffusion=diffusion)
 
         # A run may be a stranger's: a link in it must not make this command write somewhere else.
@@ -118,11 +119,9 @@ def check(
     from rollcorr.diagnostics.log_check import check_logs, choose_config
     from rollcorr.diagnostics.null import read_null
     from rollcorr.diagnostics.report.console import row_progress, show_health, show_what_if, to_json
-    from rollcorr.rollout_log import RolloutLogError
-    from rollcorr.run_directory.stored_run import BadInputError
 
     page = None
-    with exit_on(BadInputError, RolloutLogError):
+    with exit_on():
         file_limits, column_names = file_options(limit, columns)
         correction_config = choose_config(preset=preset, file=config)
         with row_progress() as on_rows:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import sys
+import textwrap
 from typing import Annotated
 
 import typer
 
 from rollcorr.cli.app import app, exit_on
+from rollcorr.config.presets import PRESETS, START_WITH, preset_fields
+from rollcorr.config.yaml_text import dump_yaml
 
 
 @app.command()
@@ -21,8 +27,6 @@ def explain(
 
     Without a name, all names are listed. Exit codes: 0 found, 2 there is no such metric.
     """
-    import json
-
     from rollcorr.core.metric_registry import METRICS
     from rollcorr.diagnostics.metric_explanation import explain_metric
 
@@ -45,9 +49,6 @@ def presets(
 
     Exit codes: 0 found, 2 there is no such preset.
     """
-    from rollcorr.config.presets import PRESETS, START_WITH, preset_fields
-    from rollcorr.config.yaml_text import dump_yaml
-
     if name is None:
         typer.echo(f"{START_WITH}\n")
         typer.echo(_aligned({name: preset.description for name, preset in PRESETS.items()}))
@@ -62,21 +63,12 @@ def presets(
 
 def _aligned(lines: dict[str, str]) -> str:
     """Headings and texts in two columns; a text is wrapped below itself."""
-    import shutil
-    import textwrap
-
     width = max(map(len, lines))
     # Where nobody looks, as in a pipe, a text stays in one line.
-    columns = shutil.get_terminal_size((0, 0)).columns if _is_terminal() else 0
+    columns = shutil.get_terminal_size((0, 0)).columns if sys.stdout.isatty() else 0
     indent = " " * (width + 2)
     texts = []
     for heading, text in lines.items():
         wrapped = textwrap.wrap(text, max(columns - width - 2, 20)) if columns else [text]
         texts.append(f"{heading:<{width}}  " + f"\n{indent}".join(wrapped))
     return "\n".join(texts)
-
-
-def _is_terminal() -> bool:
-    import sys
-
-    return sys.stdout.isatty()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rollcorr.cli.app import app, exit_on
+from rollcorr.config.input_file import BadInputError
 
 if TYPE_CHECKING:
     from rollcorr.rollout_log import FileLimits
@@ -40,7 +41,6 @@ def file_options(limits: list[str] | None, columns: list[str] | None) -> tuple[F
         BadInputError: a text is not of its form.
     """
     from rollcorr.rollout_log import FileLimits, parse_column_names
-    from rollcorr.run_directory.stored_run import BadInputError
 
     try:
         return FileLimits.from_texts(limits or []), parse_column_names(columns or [])
@@ -69,11 +69,10 @@ def import_log(
     Exit codes: 0 written, 2 bad input, 130 interrupted.
     """
     from rollcorr.diagnostics.report.console import row_progress
-    from rollcorr.rollout_log import RolloutLogError, convert_log
-    from rollcorr.run_directory.stored_run import BadInputError
+    from rollcorr.rollout_log import convert_log
 
     try:
-        with exit_on(BadInputError, RolloutLogError):
+        with exit_on():
             file_limits, column_names = file_options(limit, columns)
             with row_progress() as on_rows:
                 rows = convert_log(

@@ -36,10 +36,8 @@ def check_schedule(
     Exit codes: 0 they agree, 1 they differ, 2 bad input.
     """
     from rollcorr.diagnostics.schedules import compare_schedules, read_schedule
-    from rollcorr.rollout_log import RolloutLogError
-    from rollcorr.run_directory import BadInputError
 
-    with exit_on(BadInputError, RolloutLogError):
+    with exit_on():
         finding = compare_schedules(read_schedule(rollout), read_schedule(trainer), tolerance=tolerance)
     if finding is None:
         typer.echo("the schedules agree")
