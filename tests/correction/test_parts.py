@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from implementations import per_implementation, widest_dtype
 
 from rollcorr import Correction, LossConfig, PolicyLogProbs, RolloutCorrectionConfig, correct, policy_loss
-from rollcorr.config import LOSS_AGG_MODES, InertOptionWarning
+from rollcorr.config import InertOptionWarning
+from rollcorr.config.loss_options import LOSS_AGG_MODES
 from rollcorr.correction import loss_denominators
 
 NORMALIZERS = ("kept", "original", "weights")
