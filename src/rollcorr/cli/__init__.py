@@ -12,11 +12,9 @@ from rollcorr.cli import (  # noqa: F401 - each joins its commands to the applic
     demonstration,
     diagnosis,
     explanation,
-    installation,
     logs,
     monitoring,
     null_measurement,
-    schedules,
     simulation,
     training,
 )

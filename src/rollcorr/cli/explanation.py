@@ -1,4 +1,4 @@
-"""`rollcorr explain` and `rollcorr presets`: look a metric or a preset up."""
+"""`rollcorr explain`, `rollcorr presets` and `rollcorr info`: look up a metric, a preset, or what is installed."""
 
 from __future__ import annotations
 
@@ -59,6 +59,20 @@ def presets(
     taken = ", ".join(preset.parameters) or "none"
     typer.echo(f"# {preset.description}\n# arguments: {taken}; source: {preset.source}")
     typer.echo(dump_yaml({"rollout_correction": fields or {"rollout_is": None}}), nl=False)
+
+
+@app.command()
+def info(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
+    """Say what is installed: the versions, the extras, and which kernels run here or why they do not."""
+    from rich.console import Console
+
+    from rollcorr.diagnostics.installation import inspect_installation, show_installation, to_json
+
+    installation = inspect_installation()
+    if as_json:
+        typer.echo(to_json(installation))
+    else:
+        show_installation(Console(highlight=False), installation)
 
 
 def _aligned(lines: dict[str, str]) -> str:
