@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rollcorr.cli.app import app, exit_on
+from rollcorr.cli.app import app, check_unused, exit_on
 from rollcorr.cli.logs import COLUMNS_OPTION, LIMIT_OPTION, file_options, share_memory
 from rollcorr.config.input_file import BadInputError
 
@@ -62,8 +62,7 @@ def calibrate_thresholds(
             return
         if null is None:
             raise BadInputError("give a null (`rollcorr null LOG -o null.json`), or --noise")
-        if output is not None and output.exists() and not overwrite:
-            raise BadInputError(f"{output} exists; choose another name, or give --overwrite")
+        check_unused(output, overwrite=overwrite)
         found = calibrate(read_null(null), rate=rate, lengths=wanted, alarm_rate=alarm_rate, sequences=sequences)
         if output is not None:
             found.save(output)
@@ -115,8 +114,7 @@ def advise_on(
     from rollcorr.run_directory.durable_files import write_text_durably
 
     with exit_on():
-        if output is not None and output.exists() and not overwrite:
-            raise BadInputError(f"{output} exists; choose another name, or give --overwrite")
+        check_unused(output, overwrite=overwrite)
         if not 0 < rate < 0.5:
             raise BadInputError(f"the rate is a share between 0 and 0.5; got {rate:g}")
         file_limits, column_names = file_options(limit, columns)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -58,10 +59,30 @@ def options(
 
 
 @contextmanager
-def exit_on(*bad_input: type[Exception]) -> Iterator[None]:
-    """Print on stderr what is wrong with the input, a file or a missing extra, and exit with code 2."""
+def exit_on(*bad_input: type[Exception], unwritten: Path | None = None) -> Iterator[None]:
+    """Print on stderr what is wrong with the input, a file or a missing extra, and exit with code 2.
+
+    Args:
+        bad_input: further errors that the input may cause.
+        unwritten: what an interrupt leaves unwritten: Ctrl-C then prints this and exits with code 130.
+    """
     try:
         yield
     except (BadInputError, OSError, ImportError, *bad_input) as error:
         typer.echo(f"error: {redact_text(str(error))}", err=True)
         raise typer.Exit(2) from error
+    except KeyboardInterrupt:
+        if unwritten is None:
+            raise
+        typer.echo(f"interrupted: {unwritten} was not written", err=True)
+        raise typer.Exit(130) from None
+
+
+def check_unused(path: Path | None, *, overwrite: bool) -> None:
+    """Check that a file to write does not exist, or may be replaced.
+
+    Raises:
+        BadInputError: it exists.
+    """
+    if path is not None and path.exists() and not overwrite:
+        raise BadInputError(f"{path} exists; choose another name, or give --overwrite")

@@ -71,20 +71,16 @@ def import_log(
     from rollcorr.diagnostics.report.console import row_progress
     from rollcorr.rollout_log import convert_log
 
-    try:
-        with exit_on():
-            file_limits, column_names = file_options(limit, columns)
-            with row_progress() as on_rows:
-                rows = convert_log(
-                    sources,
-                    output,
-                    overwrite=overwrite,
-                    file_limits=file_limits,
-                    column_names=column_names,
-                    required=("rollout_log_prob",),
-                    on_rows=on_rows,
-                )
-    except KeyboardInterrupt:
-        typer.echo(f"interrupted: {output} was not written", err=True)
-        raise typer.Exit(130) from None
+    with exit_on(unwritten=output):
+        file_limits, column_names = file_options(limit, columns)
+        with row_progress() as on_rows:
+            rows = convert_log(
+                sources,
+                output,
+                overwrite=overwrite,
+                file_limits=file_limits,
+                column_names=column_names,
+                required=("rollout_log_prob",),
+                on_rows=on_rows,
+            )
     typer.echo(f"{output}: {rows:,} sequences")

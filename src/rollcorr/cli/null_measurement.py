@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from rollcorr.cli.app import app, exit_on
+from rollcorr.cli.app import app, check_unused, exit_on
 from rollcorr.cli.logs import COLUMNS_OPTION, LIMIT_OPTION, file_options, share_memory
 from rollcorr.config import SamplingSpec
 from rollcorr.config.input_file import BadInputError
@@ -113,47 +113,42 @@ def measure(
     from rollcorr.diagnostics.report.console import row_progress
     from rollcorr.engines import EngineError
 
-    try:
-        with exit_on(EngineError):
-            if output.exists() and not overwrite:
-                raise BadInputError(f"{output} exists; choose another name, or give --overwrite")
-            _check_source(logs, engine, model, prompts, rollouts, overwrite=overwrite)
-            file_limits, column_names = file_options(limit, columns)
-            with TemporaryDirectory() as folder:
-                kept = rollouts or Path(folder) / "rollouts.parquet"
-                if engine is not None and model is not None and prompts is not None:
-                    _sample(
-                        kept,
-                        prompts,
-                        engine_option or [],
-                        sampling={"temperature": temperature, "top_p": top_p, "top_k": top_k},
-                        overwrite=overwrite,
-                        engine=engine,
-                        model=model,
-                        sides=sides,
-                        rows=rows,
-                        max_new_tokens=max_new_tokens,
-                        dtype=dtype,
-                        train_dtype=train_dtype,
-                        seed=seed,
-                    )
-                with row_progress() as on_rows:
-                    null = null_of_logs(
-                        [kept] if engine else logs or [],
-                        name=output.name,
-                        kind="engine" if engine else "log",
-                        sides=cast("Sides", sides) if engine else "run",  # checked with the engine's settings
-                        steps=parse_steps(steps),
-                        train_column=train_column,
-                        workers=workers,
-                        file_limits=file_limits,
-                        column_names=column_names,
-                        on_rows=on_rows,
-                    )
-            null.save(output)
-    except KeyboardInterrupt:
-        typer.echo(f"interrupted: {output} was not written", err=True)
-        raise typer.Exit(130) from None
+    with exit_on(EngineError, unwritten=output):
+        check_unused(output, overwrite=overwrite)
+        _check_source(logs, engine, model, prompts, rollouts, overwrite=overwrite)
+        file_limits, column_names = file_options(limit, columns)
+        with TemporaryDirectory() as folder:
+            kept = rollouts or Path(folder) / "rollouts.parquet"
+            if engine is not None and model is not None and prompts is not None:
+                _sample(
+                    kept,
+                    prompts,
+                    engine_option or [],
+                    sampling={"temperature": temperature, "top_p": top_p, "top_k": top_k},
+                    overwrite=overwrite,
+                    engine=engine,
+                    model=model,
+                    sides=sides,
+                    rows=rows,
+                    max_new_tokens=max_new_tokens,
+                    dtype=dtype,
+                    train_dtype=train_dtype,
+                    seed=seed,
+                )
+            with row_progress() as on_rows:
+                null = null_of_logs(
+                    [kept] if engine else logs or [],
+                    name=output.name,
+                    kind="engine" if engine else "log",
+                    sides=cast("Sides", sides) if engine else "run",  # checked with the engine's settings
+                    steps=parse_steps(steps),
+                    train_column=train_column,
+                    workers=workers,
+                    file_limits=file_limits,
+                    column_names=column_names,
+                    on_rows=on_rows,
+                )
+        null.save(output)
     profile = null.profile
     typer.echo(f"{output}: {profile.row_count:,} sequences, {profile.tokens:,} tokens, k3 {profile.k3:.3g} per token")
     remark = remark_on_size(null)
@@ -192,8 +187,7 @@ def _check_source(
             "--model DIR" if model is None else "--prompts FILE (a rollout log with prompt_ids, or a .txt of lines)"
         )
         raise BadInputError(f"--engine {engine} needs {missing}")
-    if rollouts is not None and rollouts.exists() and not overwrite:
-        raise BadInputError(f"{rollouts} exists; choose another name, or give --overwrite")
+    check_unused(rollouts, overwrite=overwrite)
 
 
 def _sample(
