@@ -10,6 +10,7 @@ import difflib
 import functools
 import math
 import operator
+import re
 import warnings
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
@@ -32,8 +33,8 @@ def nearest_names(name: str, known: Iterable[str]) -> list[str]:
     # Names that begin with the wrong one: "clip_ratio" may be either side. Then the same option of another section.
     same = [other for other in names if asked and other.startswith(asked)]
     same = same or [other for other in names if other.endswith(f".{asked.rpartition('.')[2]}")]
-    near = same[:3] or difflib.get_close_matches(asked, names, n=1, cutoff=0.7)
-    return near or [other for other in names if asked and asked in other][:3]
+    near = same[:3] or difflib.get_close_matches(asked, names, n=1, cutoff=0.65)
+    return near or [other for other in names if asked in re.split(r"[._]", other)][:3]
 
 
 def did_you_mean(name: str, known: Iterable[str], elsewhere: Mapping[str, str] | None = None) -> str:
