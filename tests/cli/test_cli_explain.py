@@ -127,4 +127,4 @@ def test_a_preset_is_printed_as_yaml_that_means_the_same(name):
 def test_an_unknown_preset_is_answered_with_the_nearest_and_exit_code_2():
     result = invoke("presets", "decoupled_tokn_is")
     assert result.exit_code == 2
-    assert "the nearest are 'decoupled_token_is'" in result.stderr
+    assert "Did you mean 'decoupled_token_is'" in result.stderr

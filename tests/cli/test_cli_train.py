@@ -19,7 +19,7 @@ def test_help_says_how_to_start_and_how_to_continue():
 def test_an_unknown_option_is_answered_with_the_nearest_and_exit_code_2():
     result = run("optim.lrr=1e-4")
     assert result.exit_code == 2
-    assert "did you mean 'optim.lr'" in result.output
+    assert "Did you mean 'optim.lr'" in result.output
 
 
 def test_two_configuration_files_are_refused():

@@ -1,7 +1,8 @@
 """A finding by hand: its text, its place, what merges, and what is sorted by severity."""
 
-from rollcorr.config import Comparison, Finding
+from rollcorr.config import Finding
 from rollcorr.config.finding import merge_findings
+from rollcorr.config.sampling_spec import Comparison
 
 
 def test_a_finding_reads_as_place_title_reason_and_fix():

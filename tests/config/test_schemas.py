@@ -89,7 +89,7 @@ def test_verl_0_7_is_read_when_asked_for():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"rollout_iss": "token"}, ValueError, "'rollout_iss'. Did you mean 'rollout_is'? Known are"),
+        ({"rollout_iss": "token"}, ValueError, "Did you mean 'rollout_is'? unknown option 'rollout_iss'; valid are"),
         ({"algorithm": {"rollout_corection": {}}}, ValueError, "Did you mean 'rollout_correction'?"),
         ({"algorithm": {"rollout_is_treshold": 2.0}}, ValueError, "Did you mean 'rollout_is_threshold'?"),
         ({"algorithm": {}, "rollout_is": True}, ValueError, "move it to algorithm.rollout_correction"),

@@ -16,7 +16,8 @@ from counting import Counts
 from fake_cuda import fake_cuda, numbers_are_one
 
 from rollcorr import correct
-from rollcorr.config import LOSS_AGG_MODES, InertOptionWarning, LossConfig, RolloutCorrectionConfig
+from rollcorr.config import InertOptionWarning, LossConfig, RolloutCorrectionConfig
+from rollcorr.config.loss_options import LOSS_AGG_MODES
 from rollcorr.config.sampling_spec import SamplingSpec
 from rollcorr.core import advantages
 from rollcorr.core.logprobs import kept_entropy, kept_log_mass, kept_log_prob, token_entropy, token_log_prob

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from implementations import EVERY_DTYPE, IMPLEMENTATIONS, TAKES, under_test
 
 from rollcorr import correct
-from rollcorr.config import LOSS_AGG_MODES, InertOptionWarning, LossConfig, RolloutCorrectionConfig
+from rollcorr.config import InertOptionWarning, LossConfig, RolloutCorrectionConfig
+from rollcorr.config.loss_options import LOSS_AGG_MODES
 from rollcorr.core.layout import pack
 from rollcorr.core.metric_registry import CRITERIA
 from rollcorr.correction.losses import PolicyLogProbs, policy_loss

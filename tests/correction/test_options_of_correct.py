@@ -77,9 +77,9 @@ def test_equal_options_are_checked_once():
 
 
 def test_an_unknown_option_is_answered_with_the_nearest():
-    with pytest.raises(TypeError, match=r"no option 'rolout_is' of correct\. Did you mean 'rollout_is'\? Known are "):
+    with pytest.raises(TypeError, match=r"^Did you mean 'rollout_is'\? .* 'rolout_is' of correct; valid are "):
         correct(*batch(), rolout_is="token")
-    with pytest.raises(TypeError, match=r"Known are [^.]*\bimpl\b") as error:
+    with pytest.raises(TypeError, match=r"valid are .*\bimpl\b") as error:
         correct(*batch(), implementation="torch")
     assert str(error.value).count(" impl,") == 1  # an argument of correct and a field of its configuration
     with pytest.raises(ValueError, match="rollout_is must be one of"):
@@ -88,7 +88,7 @@ def test_an_unknown_option_is_answered_with_the_nearest():
 
 def test_a_misspelled_argument_is_answered_like_an_option():
     with pytest.raises(
-        TypeError, match=r"there is no option 'context_groups' of correct.*Did you mean 'context_group'\?"
+        TypeError, match=r"Did you mean 'context_group'\? there is no option 'context_groups' of correct"
     ):
         correct(*batch(), context_groups=None)
 
@@ -98,13 +98,13 @@ def test_a_misspelled_argument_is_answered_like_an_option():
     [
         (
             {"clip_ratio": 0.2},
-            r"'clip_ratio' of policy_loss.* 'clip_ratio_low' or 'clip_ratio_high' or 'clip_ratio_c'\? "
-            r"Write loss=LossConfig\(clip_ratio_low=…\) or",
+            r"^Did you mean loss=LossConfig\(clip_ratio_low=…\) or loss=LossConfig\(clip_ratio_high=…\) or "
+            r".* 'clip_ratio' of policy_loss; valid are policies, ",
         ),
-        ({"clip_ratio_low": 0.2}, r"itself has no option 'clip_ratio_low'; write loss=LossConfig\(clip_ratio_low=…\)"),
-        ({"rollout_is": "token"}, r"write config=RolloutCorrectionConfig\(rollout_is=…\)"),
-        ({"corection": None}, r"of policy_loss\. Did you mean 'correction'\? Known are policies, "),
-        ({"zzz": 1}, r"no option 'zzz' of policy_loss\. Known are policies, advantages, .*context_group$"),
+        ({"clip_ratio_low": 0.2}, r"^Did you mean loss=LossConfig\(clip_ratio_low=…\)\? "),
+        ({"rollout_is": "token"}, r"^Did you mean config=RolloutCorrectionConfig\(rollout_is=…\)\? "),
+        ({"corection": None}, r"^Did you mean 'correction'\? .* of policy_loss; valid are policies, "),
+        ({"zzz": 1}, r"no option 'zzz' of policy_loss; valid are policies, advantages, .*context_group$"),
     ],
 )
 def test_a_misspelled_argument_of_the_loss_is_answered_with_where_the_right_one_goes(options, message):
@@ -124,7 +124,7 @@ def test_a_misspelled_argument_of_the_loss_is_answered_with_where_the_right_one_
 )
 def test_a_misspelled_option_of_every_configuration_is_answered_with_the_nearest(options, wrong, right):
     with pytest.raises(
-        TypeError, match=rf"there is no option '{wrong}' of {options.__name__}\. Did you mean '{right}'"
+        TypeError, match=rf"Did you mean '{right}'\? there is no option '{wrong}' of {options.__name__}; valid are"
     ):
         options(**{wrong: 1})
 
@@ -143,7 +143,7 @@ def test_a_configuration_keeps_its_signature_and_warns_where_it_was_made():
 
 
 def test_a_wrong_name_is_answered_with_the_nearest_presets():
-    with pytest.raises(ValueError, match="no preset is named 'token-tis'; the nearest are 'token_tis', "):
+    with pytest.raises(ValueError, match=r"Did you mean 'token_tis'\? no preset is named 'token-tis'"):
         correct(*batch(), "token-tis")
 
 

@@ -22,7 +22,8 @@ from rollcorr import (
     correct,
     policy_loss,
 )
-from rollcorr.config import LOSS_AGG_MODES, InertOptionWarning
+from rollcorr.config import InertOptionWarning
+from rollcorr.config.loss_options import LOSS_AGG_MODES
 from rollcorr.correction import loss_denominators
 
 NORMALIZERS = ("kept", "original", "weights")

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from rollcorr import correct
-from rollcorr.config import LOSS_AGG_MODES, InertOptionWarning, LossConfig, RolloutCorrectionConfig
+from rollcorr.config import InertOptionWarning, LossConfig, RolloutCorrectionConfig
+from rollcorr.config.loss_options import LOSS_AGG_MODES
 from rollcorr.core.mergeable_statistics import merge_statistics
 from rollcorr.core.metric_registry import CRITERIA
 from rollcorr.correction.denominators import count_denominators

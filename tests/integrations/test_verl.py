@@ -225,11 +225,11 @@ def test_icepop_presets_take_the_two_ends_of_their_band_apart(arguments, expecte
 
 
 def test_presets_refuse_arguments_they_do_not_have():
-    with pytest.raises(TypeError, match=r"has no argument 'rs_threshold'.*It takes threshold"):
+    with pytest.raises(TypeError, match=r"has no argument 'rs_threshold'; valid are threshold"):
         RolloutCorrectionConfig.decoupled_token_is(rs_threshold=2.0)
-    with pytest.raises(TypeError, match="takes 0 arguments; got 1"):
+    with pytest.raises(TypeError, match="too many positional arguments"):
         RolloutCorrectionConfig.disabled(2.0)
-    with pytest.raises(TypeError, match="twice"):
+    with pytest.raises(TypeError, match="multiple values"):
         RolloutCorrectionConfig.decoupled_token_is(2.0, threshold=3.0)
 
 
@@ -350,11 +350,11 @@ def test_parity_refuses_an_option_that_verl_does_not_have(option):
 
 
 def test_unknown_keys_are_named_with_the_nearest():
-    with pytest.raises(ValueError, match=r"'rollout_treshold'.*Did you mean 'rollout_"):
+    with pytest.raises(ValueError, match=r"Did you mean 'rollout_.*'rollout_treshold'"):
         RolloutCorrectionConfig.read({"rollout_treshold": 2.0})
     with pytest.raises(ValueError, match=r"convert-config.*v2025_11"):
         RolloutCorrectionConfig.read({"bypass_old_logprob_for_rollout": True})
-    with pytest.raises(ValueError, match=r"'q'\. Its keys are rollout_is, .*impl$"):
+    with pytest.raises(ValueError, match=r"no key 'q'; valid are rollout_is, .*impl$"):
         RolloutCorrectionConfig.read({"q": 1})
     with pytest.raises(ValueError, match=r"'normalizer'\. The actor of verl divides .*policy_loss"):
         RolloutCorrectionConfig.read({"normalizer": "original"})

@@ -393,7 +393,7 @@ def test_names_of_columns_are_read_from_the_command_line():
     [
         ("rollout_log_prob", "not of the form OUR_NAME=THEIR_NAME"),
         ("logprobs=rollout_log_prob", "our name stands on the left; write rollout_log_prob=logprobs"),
-        ("rollout_logprob=x", "did you mean 'rollout_log_prob'"),
+        ("rollout_logprob=x", "Did you mean 'rollout_log_prob'"),
         ("reward=a,reward=b", "reward is given twice"),
         ("log_prob=a,old_log_prob=a", "one field is one column"),
     ],

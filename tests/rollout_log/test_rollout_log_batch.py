@@ -282,7 +282,7 @@ def test_arrow_tables_of_others_are_cast():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"old_logprob": torch.zeros(3, 4)}, "did you mean 'old_log_prob'"),
+        ({"old_logprob": torch.zeros(3, 4)}, "Did you mean 'old_log_prob'"),
         ({"log_prob": torch.zeros(3, 5)}, r"log_prob \(3, 5\) and response_mask \(3, 4\) differ"),
         ({"advantages": torch.zeros(3)}, r"advantages \(3,\) and response_mask \(3, 4\) differ"),
         ({"reward": torch.zeros(2)}, "reward has 2 rows, response_mask has 3"),

@@ -288,7 +288,7 @@ def test_columns_can_be_chosen_and_the_mask_comes_along(tmp_path, suffix):
     (batch,) = read_rollout_log(tmp_path, columns=["engine", "reward"])
     assert batch.columns == ("reward", "engine")
     assert len(batch) == 1
-    with pytest.raises(ValueError, match="did you mean 'log_prob'"):
+    with pytest.raises(ValueError, match="Did you mean 'log_prob'"):
         read_rollout_log(tmp_path, columns=["logprob"])
 
 

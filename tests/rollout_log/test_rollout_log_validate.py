@@ -208,7 +208,7 @@ def test_what_is_required_can_be_chosen(tmp_path):
     }
     assert validate_rollout_log(tmp_path, required=()).findings == ()
     assert validate_rollout_log(tmp_path, required=[["reward"]]).findings == ()
-    with pytest.raises(ValueError, match="did you mean 'reward'"):
+    with pytest.raises(ValueError, match="Did you mean 'reward'"):
         validate_rollout_log(tmp_path, required=[["rewards"]])
 
 

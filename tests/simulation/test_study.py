@@ -249,11 +249,11 @@ batch_sizes: 1
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("length: [3, 40]", "lenght: 3"), "no option 'lenght'.*Did you mean 'length'"),
-        (("kind: tempered", "kind: temper"), "kind must be one of.*Did you mean 'tempered'"),
+        (("length: [3, 40]", "lenght: 3"), "Did you mean 'length'.*no option 'lenght'"),
+        (("kind: tempered", "kind: temper"), "Did you mean 'tempered'.*kind must be one of"),
         (("severity: 0.3", "severity: 0.3, kl: 0.1"), "severity or kl, one of them"),
-        (("  - seq_is", "  - seq_iss"), "no estimator is named 'seq_iss'.*Did you mean 'seq_is'"),
-        (("rollout_is: sequence", "rollout_iz: sequence"), "no option 'rollout_iz'.*Did you mean 'rollout_is'"),
+        (("  - seq_is", "  - seq_iss"), "Did you mean 'seq_is'.*no estimator is named 'seq_iss'"),
+        (("rollout_is: sequence", "rollout_iz: sequence"), "Did you mean 'rollout_is'.*no option 'rollout_iz'"),
         (("samples: 200", "samples: 3"), "samples must be >= 40; got 3"),
         (("length: [3, 40]", "length: []"), "length is an empty list"),
         ((TEN_LINES.splitlines()[0], "pair: {trainer: [[0, 1]]}"), "no rollout and no reward"),

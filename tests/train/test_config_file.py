@@ -74,10 +74,10 @@ def test_an_older_generation_of_the_schema_is_understood():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("optm.lr=1", "unknown option 'optm.lr'; did you mean 'warm_up.lr' or 'optim.lr'?"),
-        ("lr=1", "unknown option 'lr'; did you mean 'warm_up.lr' or 'optim.lr'?"),
-        ("model.pth=x", "unknown option 'model.pth'; did you mean 'model.path'?"),
-        ("optim.momentum=1", "unknown option 'optim.momentum'; options of optim: lr, lr_warmup_steps"),
+        ("optm.lr=1", "Did you mean 'warm_up.lr' or 'optim.lr'? unknown option 'optm.lr'; valid are recipe, "),
+        ("lr=1", "Did you mean 'warm_up.lr' or 'optim.lr'? unknown option 'lr'; valid are recipe, "),
+        ("model.pth=x", "Did you mean 'model.path'? unknown option 'model.pth'; valid are model.path, "),
+        ("optim.momentum=1", "unknown option 'optim.momentum'; valid are optim.lr, optim.lr_warmup_steps"),
         ("optim=3", "optim is a block of options, got 3; set optim.<option> instead"),
         ("optim.lr=fast", "optim.lr: Value 'fast' of type 'str' could not be converted to Float"),
         ("steps=1.5", "steps: Value '1.5' of type 'float'"),

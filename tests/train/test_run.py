@@ -319,7 +319,7 @@ def test_the_command_trains_and_explains_mistakes(tmp_path, low_byte_reward, mic
     assert "finished: step 1 of 1 is done" in again.output
     for arguments, message in (
         (["a.yaml", "b.yaml"], "one configuration file at most"),
-        (["optim.rl=1"], "did you mean 'optim.lr'?"),
+        (["optim.rl=1"], "Did you mean 'optim.lr'?"),
         (["model.path=/nowhere"], "does not exist"),
     ):
         result = runner.invoke(app, ["train", f"run_dir={tmp_path / 'other'}", *arguments])

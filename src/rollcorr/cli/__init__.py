@@ -6,41 +6,22 @@ import sys
 import traceback
 from types import FrameType
 
-from rollcorr.cli.advice import advise_on, calibrate_thresholds
+from rollcorr.cli import (  # noqa: F401 - each joins its commands to the application
+    advice,
+    configuration,
+    demonstration,
+    diagnosis,
+    explanation,
+    logs,
+    monitoring,
+    null_measurement,
+    simulation,
+    training,
+)
 from rollcorr.cli.app import app, arrange_commands
-from rollcorr.cli.configuration import convert_config
-from rollcorr.cli.demonstration import demo
-from rollcorr.cli.diagnosis import check, report
-from rollcorr.cli.explanation import explain, presets
-from rollcorr.cli.installation import info
-from rollcorr.cli.logs import import_log
-from rollcorr.cli.monitoring import compare, watch
-from rollcorr.cli.null_measurement import measure
-from rollcorr.cli.schedules import check_schedule
-from rollcorr.cli.simulation import simulate
-from rollcorr.cli.training import train
 from rollcorr.config.secrets import redact_text
 
-__all__ = [
-    "advise_on",
-    "app",
-    "calibrate_thresholds",
-    "check",
-    "check_schedule",
-    "compare",
-    "convert_config",
-    "demo",
-    "explain",
-    "import_log",
-    "info",
-    "main",
-    "measure",
-    "presets",
-    "report",
-    "simulate",
-    "train",
-    "watch",
-]
+__all__ = ["app", "main"]
 
 arrange_commands()
 

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from rollcorr.cli.app import app, exit_on
+from rollcorr.cli.app import app, check_unused, exit_on
 from rollcorr.cli.logs import COLUMNS_OPTION, LIMIT_OPTION, file_options, share_memory
+from rollcorr.config.input_file import BadInputError
 
 
 @app.command("calibrate")
@@ -46,10 +47,9 @@ def calibrate_thresholds(
     from rollcorr.diagnostics.advice import calibrate, noise_table
     from rollcorr.diagnostics.null import read_null
     from rollcorr.diagnostics.report.advice_text import show_calibration, show_noise_table
-    from rollcorr.run_directory.stored_run import BadInputError
 
     console = Console(highlight=False)
-    with exit_on(BadInputError):
+    with exit_on():
         wanted = _lengths(lengths)
         if noise:
             if null is not None or output is not None:
@@ -62,8 +62,7 @@ def calibrate_thresholds(
             return
         if null is None:
             raise BadInputError("give a null (`rollcorr null LOG -o null.json`), or --noise")
-        if output is not None and output.exists() and not overwrite:
-            raise BadInputError(f"{output} exists; choose another name, or give --overwrite")
+        check_unused(output, overwrite=overwrite)
         found = calibrate(read_null(null), rate=rate, lengths=wanted, alarm_rate=alarm_rate, sequences=sequences)
         if output is not None:
             found.save(output)
@@ -112,13 +111,10 @@ def advise_on(
     from rollcorr.diagnostics.null import read_null
     from rollcorr.diagnostics.report.advice_text import show_advice
     from rollcorr.diagnostics.report.console import row_progress
-    from rollcorr.rollout_log import RolloutLogError
     from rollcorr.run_directory.durable_files import write_text_durably
-    from rollcorr.run_directory.stored_run import BadInputError
 
-    with exit_on(BadInputError, RolloutLogError):
-        if output is not None and output.exists() and not overwrite:
-            raise BadInputError(f"{output} exists; choose another name, or give --overwrite")
+    with exit_on():
+        check_unused(output, overwrite=overwrite)
         if not 0 < rate < 0.5:
             raise BadInputError(f"the rate is a share between 0 and 0.5; got {rate:g}")
         file_limits, column_names = file_options(limit, columns)
@@ -155,8 +151,6 @@ def _lengths(text: str) -> list[int]:
     Raises:
         BadInputError: one of them is no whole number above 0.
     """
-    from rollcorr.run_directory.stored_run import BadInputError
-
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise BadInputError(f"lengths are whole numbers with commas, for example 500,8000; got {text!r}")

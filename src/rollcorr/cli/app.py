@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from typer.models import CommandInfo
 
 import rollcorr
+from rollcorr.config.input_file import BadInputError
 from rollcorr.config.secrets import redact_text
 
 app = typer.Typer(name="rollcorr", no_args_is_help=True, pretty_exceptions_show_locals=False)
@@ -57,11 +59,31 @@ def options(
 
 
 @contextmanager
-def exit_on(*bad_input: type[Exception]) -> Iterator[None]:
-    """Print on stderr what is wrong with the input, a file or a missing extra, and exit with code 2."""
-    expected: tuple[type[Exception], ...] = (*bad_input, OSError, ImportError)
+def exit_on(*bad_input: type[Exception], unwritten: Path | None = None) -> Iterator[None]:
+    """Print on stderr what is wrong with the input, a file or a missing extra, and exit with code 2.
+
+    Args:
+        bad_input: further errors that the input may cause.
+        unwritten: what an interrupt leaves unwritten: Ctrl-C then prints this and exits with code 130.
+    """
+    expected: tuple[type[Exception], ...] = (BadInputError, OSError, ImportError, *bad_input)
     try:
         yield
     except expected as error:
         typer.echo(f"error: {redact_text(str(error))}", err=True)
         raise typer.Exit(2) from error
+    except KeyboardInterrupt:
+        if unwritten is None:
+            raise
+        typer.echo(f"interrupted: {unwritten} was not written", err=True)
+        raise typer.Exit(130) from None
+
+
+def check_unused(path: Path | None, *, overwrite: bool) -> None:
+    """Check that a file to write does not exist, or may be replaced.
+
+    Raises:
+        BadInputError: it exists.
+    """
+    if path is not None and path.exists() and not overwrite:
+        raise BadInputError(f"{path} exists; choose another name, or give --overwrite")

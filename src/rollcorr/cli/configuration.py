@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from rollcorr.cli.app import app
+from rollcorr.config.checks import in_one_line
+from rollcorr.config.conversion import Conversion, Schema, convert, converted_document
+from rollcorr.config.generations import shown
+from rollcorr.config.secrets import redact_text
+from rollcorr.config.yaml_text import dump_yaml, read_yaml
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from rollcorr.config.conversion import Conversion, Schema
 
 
 @app.command("convert-config")
@@ -47,11 +50,6 @@ def convert_config(
 
     from rich.console import Console
 
-    from rollcorr.config.checks import in_one_line
-    from rollcorr.config.conversion import convert, converted_document
-    from rollcorr.config.secrets import redact_text
-    from rollcorr.config.yaml_text import dump_yaml, read_yaml
-
     console = Console(stderr=True)
     try:
         with warnings.catch_warnings(record=True) as caught:
@@ -75,8 +73,6 @@ def _print_conversion(console: Console, conversion: Conversion, warned: list[str
     """What each old field became, as a table, and the notes below it."""
     from rich.markup import escape
     from rich.table import Table
-
-    from rollcorr.config.generations import shown
 
     table = Table(title=f"schema {conversion.schema} → newest", title_justify="left")
     for column in ("old", "value", "became", "why"):

@@ -1,12 +1,18 @@
-"""`rollcorr explain` and `rollcorr presets`: look a metric or a preset up."""
+"""`rollcorr explain`, `rollcorr presets` and `rollcorr info`: look up a metric, a preset, or what is installed."""
 
 from __future__ import annotations
 
+import json
+import shutil
+import sys
+import textwrap
 from typing import Annotated
 
 import typer
 
 from rollcorr.cli.app import app, exit_on
+from rollcorr.config.presets import PRESETS, START_WITH, preset_fields
+from rollcorr.config.yaml_text import dump_yaml
 
 
 @app.command()
@@ -21,8 +27,6 @@ def explain(
 
     Without a name, all names are listed. Exit codes: 0 found, 2 there is no such metric.
     """
-    import json
-
     from rollcorr.core.metric_registry import METRICS
     from rollcorr.diagnostics.metric_explanation import explain_metric
 
@@ -45,9 +49,6 @@ def presets(
 
     Exit codes: 0 found, 2 there is no such preset.
     """
-    from rollcorr.config.presets import PRESETS, START_WITH, preset_fields
-    from rollcorr.config.yaml_text import dump_yaml
-
     if name is None:
         typer.echo(f"{START_WITH}\n")
         typer.echo(_aligned({name: preset.description for name, preset in PRESETS.items()}))
@@ -60,23 +61,28 @@ def presets(
     typer.echo(dump_yaml({"rollout_correction": fields or {"rollout_is": None}}), nl=False)
 
 
+@app.command()
+def info(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
+    """Say what is installed: the versions, the extras, and which kernels run here or why they do not."""
+    from rich.console import Console
+
+    from rollcorr.diagnostics.installation import inspect_installation, show_installation, to_json
+
+    installation = inspect_installation()
+    if as_json:
+        typer.echo(to_json(installation))
+    else:
+        show_installation(Console(highlight=False), installation)
+
+
 def _aligned(lines: dict[str, str]) -> str:
     """Headings and texts in two columns; a text is wrapped below itself."""
-    import shutil
-    import textwrap
-
     width = max(map(len, lines))
     # Where nobody looks, as in a pipe, a text stays in one line.
-    columns = shutil.get_terminal_size((0, 0)).columns if _is_terminal() else 0
+    columns = shutil.get_terminal_size((0, 0)).columns if sys.stdout.isatty() else 0
     indent = " " * (width + 2)
     texts = []
     for heading, text in lines.items():
         wrapped = textwrap.wrap(text, max(columns - width - 2, 20)) if columns else [text]
         texts.append(f"{heading:<{width}}  " + f"\n{indent}".join(wrapped))
     return "\n".join(texts)
-
-
-def _is_terminal() -> bool:
-    import sys
-
-    return sys.stdout.isatty()

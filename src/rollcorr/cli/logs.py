@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rollcorr.cli.app import app, exit_on
+from rollcorr.config.input_file import BadInputError
 
 if TYPE_CHECKING:
     from rollcorr.rollout_log import FileLimits
@@ -40,7 +41,6 @@ def file_options(limits: list[str] | None, columns: list[str] | None) -> tuple[F
         BadInputError: a text is not of its form.
     """
     from rollcorr.rollout_log import FileLimits, parse_column_names
-    from rollcorr.run_directory.stored_run import BadInputError
 
     try:
         return FileLimits.from_texts(limits or []), parse_column_names(columns or [])
@@ -69,23 +69,18 @@ def import_log(
     Exit codes: 0 written, 2 bad input, 130 interrupted.
     """
     from rollcorr.diagnostics.report.console import row_progress
-    from rollcorr.rollout_log import RolloutLogError, convert_log
-    from rollcorr.run_directory.stored_run import BadInputError
+    from rollcorr.rollout_log import convert_log
 
-    try:
-        with exit_on(BadInputError, RolloutLogError):
-            file_limits, column_names = file_options(limit, columns)
-            with row_progress() as on_rows:
-                rows = convert_log(
-                    sources,
-                    output,
-                    overwrite=overwrite,
-                    file_limits=file_limits,
-                    column_names=column_names,
-                    required=("rollout_log_prob",),
-                    on_rows=on_rows,
-                )
-    except KeyboardInterrupt:
-        typer.echo(f"interrupted: {output} was not written", err=True)
-        raise typer.Exit(130) from None
+    with exit_on(unwritten=output):
+        file_limits, column_names = file_options(limit, columns)
+        with row_progress() as on_rows:
+            rows = convert_log(
+                sources,
+                output,
+                overwrite=overwrite,
+                file_limits=file_limits,
+                column_names=column_names,
+                required=("rollout_log_prob",),
+                on_rows=on_rows,
+            )
     typer.echo(f"{output}: {rows:,} sequences")

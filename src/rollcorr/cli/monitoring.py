@@ -96,9 +96,9 @@ def compare(
     from rich.console import Console
 
     from rollcorr.diagnostics import compare_runs, comparison_table
-    from rollcorr.run_directory import BadInputError, read_run
+    from rollcorr.run_directory import read_run
 
-    with exit_on(BadInputError, ValueError):
+    with exit_on(ValueError):
         stored = [read_run(run) for run in runs]
         comparison = compare_runs(stored, metric or ())
 

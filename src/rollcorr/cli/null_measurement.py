@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from rollcorr.cli.app import app, exit_on
+from rollcorr.cli.app import app, check_unused, exit_on
 from rollcorr.cli.logs import COLUMNS_OPTION, LIMIT_OPTION, file_options, share_memory
+from rollcorr.config import SamplingSpec
+from rollcorr.config.input_file import BadInputError
+from rollcorr.config.yaml_text import load_yaml
 
 if TYPE_CHECKING:
-    from rollcorr.config import SamplingSpec
     from rollcorr.diagnostics.null.null_file import Sides
-    from rollcorr.train.grpo.engine_null import EngineNullConfig
 
 
 def parse_steps(text: str | None) -> tuple[int, int] | None:
@@ -25,8 +24,6 @@ def parse_steps(text: str | None) -> tuple[int, int] | None:
     Raises:
         BadInputError: it is not of that form, or the first is larger.
     """
-    from rollcorr.run_directory.stored_run import BadInputError
-
     if text is None:
         return None
     first, colon, last = text.partition(":")
@@ -115,49 +112,43 @@ def measure(
     from rollcorr.diagnostics.null import is_large, remark_on_size
     from rollcorr.diagnostics.report.console import row_progress
     from rollcorr.engines import EngineError
-    from rollcorr.rollout_log import RolloutLogError
-    from rollcorr.run_directory.stored_run import BadInputError
 
-    try:
-        with exit_on(BadInputError, RolloutLogError, EngineError):
-            if output.exists() and not overwrite:
-                raise BadInputError(f"{output} exists; choose another name, or give --overwrite")
-            _check_source(logs, engine, model, prompts, rollouts, overwrite=overwrite)
-            file_limits, column_names = file_options(limit, columns)
-            with TemporaryDirectory() as folder:
-                kept = rollouts or Path(folder) / "rollouts.parquet"
-                if engine is not None and model is not None and prompts is not None:
-                    with row_progress("sampling") as on_rows, _as_bad_input():
-                        config = _engine_config(
-                            engine_option or [],
-                            engine=engine,
-                            model=model,
-                            sides=sides,
-                            rows=rows,
-                            max_new_tokens=max_new_tokens,
-                            dtype=dtype,
-                            train_dtype=train_dtype,
-                            sampling=_sampling(temperature, top_p, top_k),
-                            seed=seed,
-                        )
-                        _write_rollouts(config, prompts, kept, on_rows, overwrite=overwrite)
-                with row_progress() as on_rows:
-                    null = null_of_logs(
-                        [kept] if engine else logs or [],
-                        name=output.name,
-                        kind="engine" if engine else "log",
-                        sides=cast("Sides", sides) if engine else "run",  # checked with the engine's settings
-                        steps=parse_steps(steps),
-                        train_column=train_column,
-                        workers=workers,
-                        file_limits=file_limits,
-                        column_names=column_names,
-                        on_rows=on_rows,
-                    )
-            null.save(output)
-    except KeyboardInterrupt:
-        typer.echo(f"interrupted: {output} was not written", err=True)
-        raise typer.Exit(130) from None
+    with exit_on(EngineError, unwritten=output):
+        check_unused(output, overwrite=overwrite)
+        _check_source(logs, engine, model, prompts, rollouts, overwrite=overwrite)
+        file_limits, column_names = file_options(limit, columns)
+        with TemporaryDirectory() as folder:
+            kept = rollouts or Path(folder) / "rollouts.parquet"
+            if engine is not None and model is not None and prompts is not None:
+                _sample(
+                    kept,
+                    prompts,
+                    engine_option or [],
+                    sampling={"temperature": temperature, "top_p": top_p, "top_k": top_k},
+                    overwrite=overwrite,
+                    engine=engine,
+                    model=model,
+                    sides=sides,
+                    rows=rows,
+                    max_new_tokens=max_new_tokens,
+                    dtype=dtype,
+                    train_dtype=train_dtype,
+                    seed=seed,
+                )
+            with row_progress() as on_rows:
+                null = null_of_logs(
+                    [kept] if engine else logs or [],
+                    name=output.name,
+                    kind="engine" if engine else "log",
+                    sides=cast("Sides", sides) if engine else "run",  # checked with the engine's settings
+                    steps=parse_steps(steps),
+                    train_column=train_column,
+                    workers=workers,
+                    file_limits=file_limits,
+                    column_names=column_names,
+                    on_rows=on_rows,
+                )
+        null.save(output)
     profile = null.profile
     typer.echo(f"{output}: {profile.row_count:,} sequences, {profile.tokens:,} tokens, k3 {profile.k3:.3g} per token")
     remark = remark_on_size(null)
@@ -180,8 +171,6 @@ def _check_source(
     Raises:
         BadInputError: there is none, there are two, or a part is missing.
     """
-    from rollcorr.run_directory.stored_run import BadInputError
-
     if engine is None:
         given = [
             name for name, value in (("--model", model), ("--prompts", prompts), ("--rollouts", rollouts)) if value
@@ -198,52 +187,41 @@ def _check_source(
             "--model DIR" if model is None else "--prompts FILE (a rollout log with prompt_ids, or a .txt of lines)"
         )
         raise BadInputError(f"--engine {engine} needs {missing}")
-    if rollouts is not None and rollouts.exists() and not overwrite:
-        raise BadInputError(f"{rollouts} exists; choose another name, or give --overwrite")
+    check_unused(rollouts, overwrite=overwrite)
 
 
-@contextmanager
-def _as_bad_input() -> Iterator[None]:
-    """What a setting of the engine is refused with names options of a run; here they have names of their own."""
-    from rollcorr.run_directory.stored_run import BadInputError
+def _sample(
+    target: Path,
+    prompts: Path,
+    options: list[str],
+    *,
+    sampling: dict[str, Any],
+    overwrite: bool,
+    **settings: Any,  # noqa: ANN401 (of an `EngineNullConfig`)
+) -> None:
+    """Sample from the engine, score, and write the rollouts; nothing is left after an interrupt.
 
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        text = str(error).replace("rollout.engine_options.", "--engine-option ").replace("rollout.sampling.", "--")
-        raise BadInputError(text.replace("rollout.", "--")) from error
-
-
-def _engine_config(options: list[str], **settings: Any) -> EngineNullConfig:  # noqa: ANN401
-    """The configuration with the options of the engine, whose values are read as YAML."""
-    from rollcorr.config.yaml_text import load_yaml
-    from rollcorr.train.grpo.engine_null import EngineNullConfig
+    Raises:
+        BadInputError: a setting or a prompt is refused.
+    """
+    from rollcorr.diagnostics.report.console import row_progress
+    from rollcorr.rollout_log import RolloutLogWriter
+    from rollcorr.train.grpo.engine_null import EngineNullConfig, engine_null_rollouts, processed, read_prompts
 
     given = {}
-    for option in options:
-        name, equals, value = option.partition("=")
-        if not (name and equals):
-            raise ValueError(f"--engine-option {option[:60]!r} is not of the form NAME=VALUE")
-        given[name] = load_yaml(value)
-    return EngineNullConfig(engine_options=given, **settings)
-
-
-def _sampling(temperature: float, top_p: float, top_k: int) -> SamplingSpec:
-    """The sampling settings, with log-probs of what is sampled."""
-    from rollcorr.config import SamplingSpec
-    from rollcorr.train.grpo.engine_null import processed
-
-    return processed(SamplingSpec(temperature=temperature, top_p=top_p, top_k=top_k))
-
-
-def _write_rollouts(
-    config: EngineNullConfig, prompts: Path, target: Path, on_rows: Callable[[int, int], None], *, overwrite: bool
-) -> None:
-    """Sample and score, and write the rollouts; nothing is left after an interrupt."""
-    from rollcorr.rollout_log import RolloutLogWriter
-    from rollcorr.train.grpo.engine_null import engine_null_rollouts, read_prompts
-
-    batches = list(engine_null_rollouts(config, read_prompts(prompts), on_rows=on_rows))
-    with RolloutLogWriter(target, overwrite=overwrite) as log:
-        for batch in batches:
-            log.write(batch)
+    try:
+        for option in options:
+            name, equals, value = option.partition("=")
+            if not (name and equals):
+                raise ValueError(f"--engine-option {option[:60]!r} is not of the form NAME=VALUE")
+            given[name] = load_yaml(value)
+        config = EngineNullConfig(engine_options=given, sampling=processed(SamplingSpec(**sampling)), **settings)
+        with row_progress("sampling") as on_rows:
+            batches = list(engine_null_rollouts(config, read_prompts(prompts), on_rows=on_rows))
+        with RolloutLogWriter(target, overwrite=overwrite) as log:
+            for batch in batches:
+                log.write(batch)
+    except (TypeError, ValueError) as error:
+        # A refused setting names the option of a run; here it has a name of its own.
+        text = str(error).replace("rollout.engine_options.", "--engine-option ").replace("rollout.sampling.", "--")
+        raise BadInputError(text.replace("rollout.", "--")) from error

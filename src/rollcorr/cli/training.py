@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 
 from rollcorr.cli.app import app
+from rollcorr.config.checks import in_one_line
+from rollcorr.config.secrets import redact_text
 
 
 @app.command()
@@ -53,8 +55,6 @@ def train(
     from rich.console import Console
     from rich.markup import escape
 
-    from rollcorr.config.checks import in_one_line
-    from rollcorr.config.secrets import redact_text
     from rollcorr.engines.base import EngineError
     from rollcorr.run_directory.run_lock import RunInUseError
     from rollcorr.train import recipes
@@ -82,24 +82,21 @@ def train(
         raise typer.Exit(130) from error
     except (EngineError, RunInUseError, ValueError, TypeError, OSError, ImportError) as error:
         # What an engine says may be a whole page of its own; what a file says may be anything.
-        reason = str(error) if isinstance(error, EngineError) else in_one_line(error)
+        failed = isinstance(error, EngineError)
+        reason = str(error) if failed else in_one_line(error)
         message = f"[bold red]rollcorr train:[/] {escape(redact_text(reason))}"
         Console(stderr=True).print(message, highlight=False, soft_wrap=True)
-        raise typer.Exit(_exit_code(error)) from error
+
+        # A path that is wrong is a wrong option; what is left is the disk.
+        wrong_path = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
+        code = 2
+        if failed:
+            code = 3
+        elif isinstance(error, OSError) and not isinstance(error, wrong_path):
+            code = 1
+        raise typer.Exit(code) from error
 
     if summary.failure is not None:
         raise typer.Exit(3 if summary.engine_failed else 1)
     if summary.interrupted:
         raise typer.Exit(130)
-
-
-def _exit_code(error: Exception) -> int:
-    """The exit code of a run that ended with an error."""
-    from rollcorr.engines.base import EngineError
-
-    if isinstance(error, EngineError):
-        return 3
-
-    # A path that is wrong is a wrong option; what is left is the disk.
-    wrong_path = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
-    return 1 if isinstance(error, OSError) and not isinstance(error, wrong_path) else 2

@@ -6,31 +6,25 @@ command line starts fast.
 """
 
 from rollcorr.config.checks import InertOptionWarning
-from rollcorr.config.conversion import Conversion, FieldReport, Schema, convert, converted_document, resolve
+from rollcorr.config.conversion import FieldReport, convert, converted_document, resolve
 from rollcorr.config.correction_options import (
     Implementation,
-    IsMode,
     Level,
-    LossType,
-    NonfinitePolicy,
     Normalizer,
     RolloutCorrectionConfig,
 )
 from rollcorr.config.criteria import CRITERIA, Criterion, Threshold
 from rollcorr.config.finding import Finding, Severity
-from rollcorr.config.loss_options import LOSS_AGG_MODES, LossAggMode, LossConfig
+from rollcorr.config.loss_options import LossAggMode, LossConfig
 from rollcorr.config.option_types import ConfigOptions, CorrectionOptions, PresetName
-from rollcorr.config.presets import PRESETS, Preset
-from rollcorr.config.sampling_spec import Comparison, IncompatibleSamplingError, SamplingSpec, check_compatible
+from rollcorr.config.presets import PRESETS
+from rollcorr.config.sampling_spec import IncompatibleSamplingError, SamplingSpec, check_compatible
 from rollcorr.config.yaml_text import dump_yaml, load_yaml
 
 __all__ = [
     "CRITERIA",
-    "LOSS_AGG_MODES",
     "PRESETS",
-    "Comparison",
     "ConfigOptions",
-    "Conversion",
     "CorrectionOptions",
     "Criterion",
     "FieldReport",
@@ -38,18 +32,13 @@ __all__ = [
     "Implementation",
     "IncompatibleSamplingError",
     "InertOptionWarning",
-    "IsMode",
     "Level",
     "LossAggMode",
     "LossConfig",
-    "LossType",
-    "NonfinitePolicy",
     "Normalizer",
-    "Preset",
     "PresetName",
     "RolloutCorrectionConfig",
     "SamplingSpec",
-    "Schema",
     "Severity",
     "Threshold",
     "check_compatible",

@@ -10,6 +10,7 @@ import difflib
 import functools
 import math
 import operator
+import re
 import warnings
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
@@ -23,40 +24,47 @@ class InertOptionWarning(UserWarning):
     """An option was set that can have no effect beside the other options."""
 
 
-def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """A hint that names the closest known spelling (" Did you mean 'rollout_is'?"), or nothing."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
-    return f" Did you mean {close[0]!r}?" if close else ""
+def nearest_names(name: str, known: Iterable[str]) -> list[str]:
+    """Return up to three valid names that a wrong name probably means."""
+    asked, names = name.lower().replace("-", "_"), list(dict.fromkeys(known))
+    if asked in names:
+        return [asked]
+
+    # Names that begin with the wrong one: "clip_ratio" may be either side. Then the same option of another section.
+    same = [other for other in names if asked and other.startswith(asked)]
+    same = same or [other for other in names if other.endswith(f".{asked.rpartition('.')[2]}")]
+    near = same[:3] or difflib.get_close_matches(asked, names, n=1, cutoff=0.65)
+    return near or [other for other in names if asked in re.split(r"[._]", other)][:3]
 
 
-def unknown_option(
-    name: str, owner: str, known: Iterable[str], elsewhere: Mapping[str, Iterable[str]] | None = None
-) -> TypeError:
-    """The error for an option that its owner does not have: it names the right one.
+def did_you_mean(name: str, known: Iterable[str], elsewhere: Mapping[str, str] | None = None) -> str:
+    """Return how an error about a wrong name starts ("Did you mean 'rollout_is'? "); empty if no name is near.
 
     Args:
-        name: what was given.
-        owner: the function or class that it was given to.
-        known: the options of the owner.
-        elsewhere: how options of something that the owner takes are written, "{}" being one of them, and their names.
+        name: the wrong name.
+        known: the valid names.
+        elsewhere: names that are valid in another place, and how to write each there.
     """
-    known = list(dict.fromkeys(known))
-    homes = {other: place for place, names in (elsewhere or {}).items() for other in names if other not in known}
-    if name in homes:
-        return TypeError(f"{owner} itself has no option {name!r}; write {homes[name].format(f'{name}=…')}")
+    written = elsewhere or {}
+    near = [written.get(other, repr(other)) for other in nearest_names(name, [*known, *written])]
+    return f"Did you mean {' or '.join(near)}? " if near else ""
 
-    # A name that others begin with stands for all of them: "clip_ratio" may be either side.
-    every = [*known, *homes]
-    begin = [other for other in every if other.startswith(name)]
-    near = begin or difflib.get_close_matches(name, every, n=1, cutoff=0.6)
-    hint = f" Did you mean {' or '.join(repr(other) for other in near)}?" if near else ""
-    where = dict.fromkeys(homes[other].format(f"{other}=…") for other in near if other in homes)
-    written = f" Write {' or '.join(where)}." if where else ""
-    return TypeError(f"there is no option {name!r} of {owner}.{hint}{written} Known are {', '.join(known)}")
+
+def unknown_name(problem: str, name: object, known: Iterable[str], elsewhere: Mapping[str, str] | None = None) -> str:
+    """Return the error text for an unknown option, keyword or name: the nearest name, the problem, all valid names.
+
+    Args:
+        problem: what is wrong, with the name in it.
+        name: the wrong name.
+        known: the valid names.
+        elsewhere: as in `did_you_mean`.
+    """
+    names = list(known)
+    return f"{did_you_mean(str(name), names, elsewhere)}{problem}; valid are {', '.join(names) or 'none'}"
 
 
 def names_unknown_options(cls: type[_Options]) -> type[_Options]:
-    """A decorator of a dataclass: an option that it does not have is answered with the nearest one."""
+    """Decorate a dataclass: an unknown option raises `TypeError` with the nearest one."""
     plain = cls.__init__
     known = [field.name for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
 
@@ -64,7 +72,7 @@ def names_unknown_options(cls: type[_Options]) -> type[_Options]:
     def checked(self: Any, *values: Any, **options: Any) -> None:  # noqa: ANN401
         for name in options:
             if name not in known:
-                raise unknown_option(name, cls.__name__, known)
+                raise TypeError(unknown_name(f"there is no option {name!r} of {cls.__name__}", name, known))
         plain(self, *values, **options)
 
     cls.__init__ = checked  # type: ignore[misc, assignment]
@@ -107,7 +115,7 @@ def check_choice(option: str, value: object, choices: Iterable[str], *, optional
     if not isinstance(value, str):
         raise TypeError(f"{option} must be one of {listed}; got {value!r} of type {type(value).__name__}")
     if value not in names:
-        raise ValueError(f"{option} must be one of {listed}; got {value!r}.{nearest(value, names)}")
+        raise ValueError(f"{did_you_mean(value, names)}{option} must be one of {listed}; got {value!r}")
 
 
 def check_bool(option: str, value: object) -> None:

@@ -6,11 +6,12 @@ callers that only want a configuration. The field-by-field rules are in `rollcor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import difflib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollcorr.config.checks import check_bool, check_choice, nearest
+from rollcorr.config.checks import check_bool, check_choice, unknown_name
 from rollcorr.config.correction_options import RolloutCorrectionConfig
 from rollcorr.config.criteria import CRITERIA, STEP_CRITERIA
 from rollcorr.config.generations import (
@@ -221,7 +222,7 @@ def _check_keys(options: Mapping[str, Any], schema: Schema | None) -> None:
             continue
         if key in _ALL_KEYS:
             raise ValueError(f"option {key!r} belongs to {' and '.join(_owners(key))}, not to {schema}")
-        raise ValueError(f"unknown option {key!r}.{nearest(str(key), known)} Known are {', '.join(known)}")
+        raise ValueError(unknown_name(f"unknown option {key!r}", key, known))
 
 
 def _read_rollout(rollout: Mapping[str, Any], config: RolloutCorrectionConfig | None, draft: Draft) -> SamplingSpec:
@@ -297,9 +298,8 @@ def _check_mapping(name: str, value: object) -> None:
         raise TypeError(f"{name} must be a mapping of options; got {value!r} of type {type(value).__name__}")
 
 
-def _check_spelling(name: str, section: Mapping[str, Any], known: Iterable[str]) -> None:
+def _check_spelling(name: str, section: Mapping[str, Any], known: Sequence[str]) -> None:
     """A section may hold keys that are not ours, but none that is one of ours misspelt."""
     for key in section:
-        hint = nearest(str(key), known, cutoff=0.88)
-        if key not in known and hint:
-            raise ValueError(f"unknown key {key!r} in {name}.{hint}")
+        if key not in known and difflib.get_close_matches(str(key), known, cutoff=0.88):
+            raise ValueError(unknown_name(f"unknown key {key!r} in {name}", key, known))

@@ -21,7 +21,7 @@ from rollcorr.config.checks import (
     check_choice,
     check_number,
     names_unknown_options,
-    unknown_option,
+    unknown_name,
     warn_inert,
 )
 from rollcorr.config.criteria import (
@@ -341,5 +341,5 @@ def _replaced(config: Any, impl: str, options: tuple[tuple[str, Any], ...]) -> A
     known = [field.name for field in dataclasses.fields(config)]
     for name, _ in options:
         if name not in known:
-            raise unknown_option(name, type(config).__name__, known)
+            raise TypeError(unknown_name(f"there is no option {name!r} of {type(config).__name__}", name, known))
     return dataclasses.replace(config, **({"impl": impl} | dict(options)))

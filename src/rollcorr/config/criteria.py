@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Literal, get_args
 
-from rollcorr.config.checks import check_choice, check_number, nearest
+from rollcorr.config.checks import check_choice, check_number, unknown_name
 
 Scope = Literal["token", "seq_sum", "seq_mean", "seq_max", "step"]
 Kind = Literal["k1", "k2", "k3", "kl"]
@@ -117,7 +117,7 @@ def parse_is_threshold(value: Threshold | None) -> Band:
     if len(parts) > 2:
         raise ValueError(f"{option} {value!r} has {len(parts)} parts; give a ceiling C or a band lo_hi")
     if len(parts) == 1:
-        return None, _positive(option, value, _number(value, option, value, "a ceiling C, or a band lo_hi"))
+        return None, _bound(value, option, value, "a ceiling C, or a band lo_hi")
 
     lower, upper = _open_band(option, value, *parts)
     if lower is None and upper is None:
@@ -192,10 +192,7 @@ def criterion_names(names: str | Sequence[str]) -> list[str]:
         raise ValueError(f"rollout_rs {names!r} names no criterion; write None for no rejection")
     for name in listed:
         if name not in _EVERY:
-            raise ValueError(
-                f"rollout_rs {names!r}: unknown criterion {name!r}.{nearest(name, _EVERY)} "
-                f"Known are {', '.join(_EVERY)}"
-            )
+            raise ValueError(unknown_name(f"rollout_rs {names!r}: unknown criterion {name!r}", name, _EVERY))
     return listed
 
 
@@ -275,14 +272,14 @@ def _criterion(name: str, text: str) -> Criterion:
     if kind != "k1":
         if len(parts) > 1:
             raise ValueError(f"{option} is one upper bound in nats; got the band {text!r}")
-        upper = _number(text, option, text, "one upper bound in nats such as '0.01'")
-        return Criterion(scope=scope, kind=kind, upper=_positive(option, text, upper))
+        upper = _bound(text, option, text, "one upper bound in nats such as '0.01'")
+        return Criterion(scope=scope, kind=kind, upper=upper)
 
     if len(parts) > 2:
         raise ValueError(f"{option} {text!r} has {len(parts)} parts; give x for [1/x, x], or a band lo_hi")
     wanted = "x for [1/x, x], or a band lo_hi such as '0.5_2.0'"
     if len(parts) == 1:
-        return _reciprocal_criterion(scope, option, text, _number(text, option, text, wanted))
+        return _reciprocal_criterion(scope, option, text, _bound(text, option, text, wanted))
 
     band = _open_band(option, text, *parts)
     return Criterion(scope=scope, kind=kind, lower=band[0], upper=band[1])
@@ -291,20 +288,20 @@ def _criterion(name: str, text: str) -> Criterion:
 def _open_band(option: str, text: str, lower_text: str, upper_text: str) -> Band:
     """The two ends of a band. 0 and inf leave their side open; other bounds must be finite and > 0."""
     wanted = "a band lo_hi such as '0.5_2.0'; '0_hi' and 'lo_inf' leave a side open"
-    lowest = _number(lower_text, option, text, wanted)
-    lower = None if lowest == 0 else _positive(option, text, lowest)
+    lower = None
+    if _number(lower_text, option, text, wanted) != 0:
+        lower = _bound(lower_text, option, text, wanted)
     if upper_text.strip().lower() == "inf":
         return lower, None
 
-    upper = _positive(option, text, _number(upper_text, option, text, wanted))
-    if lower is not None:
-        _check_order(option, text, lower, upper)
+    upper = _bound(upper_text, option, text, wanted)
+    if lower is not None and lower > upper:
+        raise ValueError(f"{option} {text!r}: the lower bound {lower:g} exceeds the upper bound {upper:g}; swap them")
     return lower, upper
 
 
 def _reciprocal_criterion(scope: Scope, option: str, text: str, upper: float) -> Criterion:
     """A k1 criterion from one number x: the band [1/x, x]."""
-    upper = _positive(option, text, upper)
     if upper < 1:
         # [1/x, x] is empty here. Swapping the ends would be a guess: a lower bound alone is more likely meant.
         raise ValueError(
@@ -322,12 +319,8 @@ def _number(text: str, option: str, whole: str, wanted: str) -> float:
     return float(text)
 
 
-def _positive(option: str, text: str, bound: float) -> float:
+def _bound(text: str, option: str, whole: str, wanted: str) -> float:
+    bound = _number(text, option, whole, wanted)
     if bound <= 0:
-        raise ValueError(f"{option} {text!r}: a bound must be > 0, got {bound:g}")
+        raise ValueError(f"{option} {whole!r}: a bound must be > 0, got {bound:g}")
     return bound
-
-
-def _check_order(option: str, text: str, lower: float, upper: float) -> None:
-    if lower > upper:
-        raise ValueError(f"{option} {text!r}: the lower bound {lower:g} exceeds the upper bound {upper:g}; swap them")

@@ -1,9 +1,13 @@
-"""Open files that a user names, without waiting for a writer that may never come."""
+"""Input that a user names: open files without waiting for a writer that may never come, and the error for bad input."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import BinaryIO
+
+
+class BadInputError(ValueError):
+    """A run or a log cannot be read; the message names the file, the place and the fix."""
 
 
 def open_input(path: Path) -> BinaryIO:

@@ -7,13 +7,12 @@ that `values` leaves out has the configuration's own default.
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from rollcorr.config.checks import nearest
+from rollcorr.config.checks import unknown_name
 from rollcorr.config.criteria import join_band
 
 START_WITH = (
@@ -283,18 +282,14 @@ def preset_fields(name: str, arguments: Mapping[str, object]) -> dict[str, Any]:
 
     Raises:
         TypeError: an argument that this preset does not take.
-        ValueError: no preset has this name; the nearest are suggested.
+        ValueError: no preset has this name; the nearest is suggested.
     """
     if name not in PRESETS:
-        raise ValueError(f"no preset is named {name!r}; {_nearest_presets(name)}")
+        raise ValueError(unknown_name(f"no preset is named {name!r}", name, PRESETS))
     preset = PRESETS[name]
-
+    _check_arguments(name, arguments, preset.parameters)
     fields: dict[str, Any] = dict(preset.values)
     for argument, value in arguments.items():
-        if argument not in preset.parameters:
-            taken = ", ".join(preset.parameters) or "no argument"
-            hint = nearest(argument, preset.parameters)
-            raise TypeError(f"preset {name!r} has no argument {argument!r}.{hint} It takes {taken}")
         fields.update(dict.fromkeys(preset.parameters[argument], value))
 
     # The older names give the two ends of a band apart; the configuration takes them as one text.
@@ -304,17 +299,10 @@ def preset_fields(name: str, arguments: Mapping[str, object]) -> dict[str, Any]:
     return fields
 
 
-def _nearest_presets(name: str) -> str:
-    """What a wrong name may have meant: the names that are written like it, and those made of the same words."""
-    asked = name.lower().replace("-", "_")
-    close = difflib.get_close_matches(asked, PRESETS, n=3, cutoff=0.6)
-    words = set(asked.split("_"))
-    shared = sorted(PRESETS, key=lambda known: -len(words & set(known.split("_"))))
-    close += [known for known in shared[:3] if words & set(known.split("_"))]
-    if not close:
-        return f"known are {', '.join(PRESETS)}"
-    nearest = ", ".join(map(repr, dict.fromkeys(close)))
-    return f"the nearest are {nearest}; docs/reference/presets.md has all {len(PRESETS)}"
+def _check_arguments(name: str, given: Iterable[str], taken: Collection[str]) -> None:
+    for argument in given:
+        if argument not in taken:
+            raise TypeError(unknown_name(f"preset {name!r} has no argument {argument!r}", argument, taken))
 
 
 class NamedPreset:
@@ -333,30 +321,21 @@ class NamedPreset:
 
     def __get__(self, instance: object, owner: type) -> Callable[..., Any]:
         """The constructor, bound to the class; `help` and editors show its arguments with their defaults."""
-        values = PRESETS[self._name].values
+        preset = PRESETS[self._name]
         signature = inspect.Signature(
             [
                 inspect.Parameter(
                     argument,
                     inspect.Parameter.POSITIONAL_OR_KEYWORD,
-                    default=_default(PRESETS[self._name].parameters.get(argument, ()), values),
+                    default=_default(preset.parameters.get(argument, ()), preset.values),
                 )
                 for argument in self._parameters
             ]
         )
 
         def constructor(*positional: object, **named: object) -> Any:  # noqa: ANN401 (the owner)
-            if len(positional) > len(self._parameters):
-                raise TypeError(f"{self._name} takes {len(self._parameters)} arguments; got {len(positional)}")
-            given = dict(zip(self._parameters, positional, strict=False))
-            for argument in named:
-                if argument in given:
-                    raise TypeError(f"{self._name} got the argument {argument!r} twice")
-                if argument not in self._parameters:
-                    hint, taken = nearest(argument, self._parameters), ", ".join(self._parameters) or "no argument"
-                    raise TypeError(f"{self._name} has no argument {argument!r}.{hint} It takes {taken}")
-            given |= named
-            return self._construct(owner, self._name, **given)
+            _check_arguments(self._name, named, self._parameters)
+            return self._construct(owner, self._name, **signature.bind(*positional, **named).arguments)
 
         constructor.__name__, constructor.__doc__ = self._name, self.__doc__
         constructor.__signature__ = signature  # type: ignore[attr-defined]

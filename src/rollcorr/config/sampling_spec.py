@@ -8,7 +8,7 @@ returns the log-probs of what it sampled. Nothing here imports torch. docs/guide
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -40,6 +40,9 @@ MOST_ROUNDED_UP = 2.0**-8
 """Largest log-prob above 0 that the rounding of bfloat16 makes of a probability of 1, nats."""
 
 _TRUNCATIONS = ("top_k", "top_p", "min_p")
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
+# Raw log-probs leave out every setting; tempered ones leave out the truncation alone.
+_LEFT_OUT = {"raw": ("temperature", *_PENALTIES, *_TRUNCATIONS), "tempered": _TRUNCATIONS, "processed": ()}
 _ACTORS: Mapping[str, Support] = {
     "full": "engine",
     "recompute": "recomputed",
@@ -316,14 +319,7 @@ def _greedy(rollout: SamplingSpec, trainer: SamplingSpec) -> Iterator[Finding]:
 
 def _not_what_was_sampled(rollout: SamplingSpec, trainer: SamplingSpec) -> Iterator[Finding]:
     """Reasons why the rollout's log-probs are not those of the distribution that its tokens came from."""
-    # Raw log-probs leave out every setting; tempered ones leave out the truncation alone.
-    ignored = []
-    if rollout.logprobs == "raw":
-        ignored += [_named(rollout, "temperature")] if rollout.temperature != 1 else []
-        ignored += _penalties(rollout)
-    if rollout.logprobs != "processed":
-        ignored += [_named(rollout, name) for name in _TRUNCATIONS if _is_on(rollout, name)]
-
+    ignored = _settings_on(rollout, _LEFT_OUT[rollout.logprobs])
     fix = rollout.engine_sampling.processed
     if ignored:
         reason = f"tokens were sampled with {', '.join(ignored)}, which {rollout.logprobs} log-probs leave out"
@@ -344,7 +340,9 @@ def _settings(rollout: SamplingSpec, trainer: SamplingSpec) -> Iterator[Finding]
         fix = rollout.engine_sampling.processed if only_reported_raw else f"divide the trainer's logits by {ours:g}"
         yield _different("temperature", reason, fix)
 
-    ours_on, theirs_on = (_penalties(spec) if spec.logprobs != "raw" else [] for spec in (rollout, trainer))
+    ours_on, theirs_on = (
+        _settings_on(spec, _PENALTIES) if spec.logprobs != "raw" else [] for spec in (rollout, trainer)
+    )
     if ours_on != theirs_on:
         texts = [", ".join(names) or "none" for names in (ours_on, theirs_on)]
         reason = f"penalties and biases in the rollout's log-probs: {texts[0]}; in the trainer's: {texts[1]}"
@@ -367,7 +365,7 @@ def _supports(rollout: SamplingSpec, trainer: SamplingSpec) -> Iterator[Finding]
         return
 
     # It runs over a truncated set. Only a replay gives the trainer exactly that set.
-    named = _truncations(rollout)
+    named = ", ".join(_settings_on(rollout, _TRUNCATIONS))
     if trainer.support == "replayed":
         return
     if trainer.support == "kept_mass":
@@ -376,7 +374,8 @@ def _supports(rollout: SamplingSpec, trainer: SamplingSpec) -> Iterator[Finding]
         reason = f"the rollout's softmax runs over what {named} kept, the trainer's over the whole vocabulary"
         yield _different(code, reason, f"{replay}; with the kept mass S alone, subtract log S from the ratio")
     elif any(getattr(rollout, name) != getattr(trainer, name) for name in _TRUNCATIONS):
-        reason = f"the rollout was truncated by {named}, the trainer's by {_truncations(trainer)}"
+        theirs = ", ".join(_settings_on(trainer, _TRUNCATIONS))
+        reason = f"the rollout was truncated by {named}, the trainer's by {theirs}"
         yield _different(code, reason, replay)
     else:
         reason = f"{named} recomputed from other logits: tokens at the boundary fall in or out"
@@ -391,23 +390,10 @@ def _end_token(rollout: SamplingSpec, trainer: SamplingSpec) -> Iterator[Finding
         yield _approximate("end_token", reason, "forbid it on both sides, or set min_new_tokens=0")
 
 
-def _truncations(spec: SamplingSpec) -> str:
-    """The truncating settings that are on."""
-    return ", ".join(_named(spec, name) for name in _TRUNCATIONS if _is_on(spec, name))
-
-
-def _penalties(spec: SamplingSpec) -> list[str]:
-    names = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
-    return [_named(spec, name) for name in names if _is_on(spec, name)]
-
-
-def _is_on(spec: SamplingSpec, name: str) -> bool:
-    return bool(getattr(spec, name) != getattr(_OFF, name))
-
-
-def _named(spec: SamplingSpec, name: str) -> str:
-    value = getattr(spec, name)
-    return f"{name} {value}" if isinstance(value, str) else f"{name} {value:g}"
+def _settings_on(spec: SamplingSpec, names: Iterable[str]) -> list[str]:
+    """Those of the settings that are on, with their values."""
+    values = {name: getattr(spec, name) for name in names if getattr(spec, name) != getattr(_OFF, name)}
+    return [f"{name} {value}" if isinstance(value, str) else f"{name} {value:g}" for name, value in values.items()]
 
 
 def _canonical_bias(bias: object) -> str:

@@ -36,6 +36,9 @@ _MERGE = "tag:yaml.org,2002:merge"
 class _LimitError(yaml.MarkedYAMLError):
     """The document is YAML, but larger or deeper than what is read."""
 
+    def __init__(self, problem: str, mark: yaml.Mark) -> None:
+        super().__init__(problem=problem, problem_mark=mark)
+
 
 class _Loader(yaml.SafeLoader):
     """The safe loader, with limits, and with thresholds kept as written."""
@@ -65,7 +68,7 @@ class _Loader(yaml.SafeLoader):
         if not is_alias:
             self._written_out[node] = self._size_of(node)
         elif node not in self._written_out:
-            raise _LimitError(None, None, f"alias *{event.anchor} stands for a block that contains it", mark)
+            raise _LimitError(f"alias *{event.anchor} stands for a block that contains it", mark)
         self._check(*self._written_out[node], mark)
         return node
 
@@ -81,17 +84,18 @@ class _Loader(yaml.SafeLoader):
 
     def _check(self, values: int, depth: int, mark: yaml.Mark) -> None:
         if values > MAX_VALUES:
-            message = f"{values:,} values, with aliases written out; the limit is {MAX_VALUES:,}. Use fewer aliases"
-            raise _LimitError(None, None, message, mark)
+            raise _LimitError(
+                f"{values:,} values, with aliases written out; the limit is {MAX_VALUES:,}. Use fewer aliases", mark
+            )
         if depth > MAX_DEPTH:
-            message = f"nested {depth} levels deep; the limit is {MAX_DEPTH}. Flatten the document"
-            raise _LimitError(None, None, message, mark)
+            raise _LimitError(f"nested {depth} levels deep; the limit is {MAX_DEPTH}. Flatten the document", mark)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:  # noqa: ANN401
         """The value of a node. A text that does not fit its tag is an error with its line."""
         if node.tag == _INTEGER and len(node.value) > MAX_INTEGER:
-            message = f"an integer of {len(node.value):,} characters; the limit is {MAX_INTEGER:,}"
-            raise _LimitError(None, None, message, node.start_mark)
+            raise _LimitError(
+                f"an integer of {len(node.value):,} characters; the limit is {MAX_INTEGER:,}", node.start_mark
+            )
         try:
             return super().construct_object(node, deep)
         except yaml.YAMLError:

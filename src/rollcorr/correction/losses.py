@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.config import LossAggMode, LossConfig, Normalizer, PresetName, RolloutCorrectionConfig
-from rollcorr.config.checks import unknown_option, warn_once
+from rollcorr.config.checks import unknown_name, warn_once
 from rollcorr.config.conversion import resolve
 from rollcorr.core.aggregation import Denominators
 from rollcorr.core.boundary import check_floating, check_tensors
@@ -286,10 +286,10 @@ def _no_such_option(name: str) -> TypeError:
     """What to write in place of an option that `policy_loss` does not have."""
     own = [option for option in inspect.signature(policy_loss).parameters if option != "misspelled"]
     elsewhere = {
-        "loss=LossConfig({})": [field.name for field in fields(LossConfig)],
-        "config=RolloutCorrectionConfig({})": [field.name for field in fields(RolloutCorrectionConfig)],
+        field.name: f"config=RolloutCorrectionConfig({field.name}=…)" for field in fields(RolloutCorrectionConfig)
     }
-    return unknown_option(name, "policy_loss", own, elsewhere)
+    elsewhere |= {field.name: f"loss=LossConfig({field.name}=…)" for field in fields(LossConfig)}
+    return TypeError(unknown_name(f"there is no option {name!r} of policy_loss", name, own, elsewhere))
 
 
 def loss_metrics(statistics: Statistics, *, prefix: str = "actor/") -> dict[str, float]:

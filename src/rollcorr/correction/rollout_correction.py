@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
-from rollcorr.config.checks import unknown_option
+from rollcorr.config.checks import unknown_name
 from rollcorr.config.conversion import resolve
 from rollcorr.core.boundary import check_floating, is_jit_tracing, is_transformed, plain
 from rollcorr.core.integer_checks import bounded_offsets, truth
@@ -127,7 +127,8 @@ def correct(
     for name in options:
         if name not in _OPTIONS:
             own = [option for option in inspect.signature(correct).parameters if option != "options"]
-            raise unknown_option(name, "correct", (*own, *_OPTIONS))
+            known = dict.fromkeys((*own, *_OPTIONS))  # `impl` is both
+            raise TypeError(unknown_name(f"there is no option {name!r} of correct", name, known))
     resolved = (
         config if isinstance(config, RolloutCorrectionConfig) and not options else configuration_of(config, options)
     )

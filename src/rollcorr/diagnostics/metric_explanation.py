@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from rollcorr.config.checks import nearest
+from rollcorr.config.checks import did_you_mean
 from rollcorr.core.metric_registry import CRITERIA, METRICS, PREFIX, Metric, metric
 from rollcorr.diagnostics.numbers import LABELS
 
@@ -91,10 +91,10 @@ def explain_metric(name: str) -> dict[str, str]:
     try:
         found = metric(own_name.get(bare.lower().replace("-", "_"), bare))
     except KeyError:
-        hint = nearest(bare, [*METRICS, *own_name])
         raise ValueError(
-            f"no metric of a correction is called {name[:80]!r}.{hint} `rollcorr explain` without a name lists them; "
-            "docs/reference/metrics.md has those of a trainer, such as engine/staleness, too"
+            f"{did_you_mean(bare, [*METRICS, *own_name])}no metric of a correction is called {name[:80]!r}; "
+            "`rollcorr explain` without a name lists them; docs/reference/metrics.md has those of a trainer, such as "
+            "engine/staleness, too"
         ) from None
     return dict(_lines(found))
 

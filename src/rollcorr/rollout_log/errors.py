@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from rollcorr.config.finding import Finding
+from rollcorr.config.input_file import BadInputError
 
 
-class RolloutLogError(ValueError):
+class RolloutLogError(BadInputError):
     """A rollout log that cannot be read as one. It carries `findings`, and its text is theirs, one per line."""
 
     def __init__(self, *findings: Finding) -> None:

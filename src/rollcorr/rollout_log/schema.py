@@ -12,12 +12,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache
 from typing import Literal
 
 import numpy as np
 
+from rollcorr.config.checks import unknown_name
 from rollcorr.rollout_log.arrow import pa, pc
 from rollcorr.rollout_log.errors import log_error
 
@@ -156,9 +156,8 @@ def check_columns(names: Iterable[str]) -> None:
     """
     for name in names:
         if name not in COLUMNS and not is_own(name):
-            near = get_close_matches(name, COLUMNS, n=1)
-            fix = f"did you mean {near[0]!r}?" if near else f"columns are {', '.join(COLUMNS)}, and your own, x_…"
-            raise ValueError(f"{name!r} is not a column of the rollout log; {fix}")
+            problem = f"{name!r} is not a column of the rollout log"
+            raise ValueError(unknown_name(problem, name, [*COLUMNS, "your own, x_…"]))
 
 
 def with_mask(columns: Iterable[str]) -> list[str]:

@@ -16,6 +16,7 @@ from collections.abc import ItemsView, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rollcorr.config.input_file import BadInputError as BadInputError
 from rollcorr.config.json_text import load_json
 from rollcorr.run_directory.directory import RANK_PREFIX, STEP_PREFIX, RunDirectory, step_of
 from rollcorr.run_directory.durable_files import partial_path, write_chunks_durably
@@ -26,10 +27,6 @@ MAX_LINE_BYTES = 1 << 20
 """Bytes of one line of metrics.jsonl: a run writes a few thousand."""
 MAX_MEMORY = 1 << 28
 """Bytes of memory for the steps of a run: about 200,000 steps with 100 metrics."""
-
-
-class BadInputError(ValueError):
-    """A run or a log cannot be read; the message names the file, the place and the fix."""
 
 
 class MetricsLine(NamedTuple):

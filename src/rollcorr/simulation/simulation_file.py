@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from rollcorr.config import PRESETS, RolloutCorrectionConfig
-from rollcorr.config.checks import check_integer, check_number, nearest
+from rollcorr.config.checks import check_integer, check_number, unknown_name
 from rollcorr.config.yaml_text import read_yaml
-from rollcorr.simulation.estimators import NONE, Estimators, every_estimator
+from rollcorr.simulation.estimators import Estimators, every_estimator
 from rollcorr.simulation.markov_policies import MarkovPolicy, RewardRule
 from rollcorr.simulation.mismatches import PolicyPair, make_pair, pair_at_kl
 from rollcorr.simulation.sequence_rows import exact_rows, sample_rows
@@ -159,10 +159,7 @@ def chosen_estimators(chosen: object) -> Estimators:
     for entry in chosen:
         if isinstance(entry, str):
             if entry not in known:
-                raise ValueError(
-                    f"no estimator is named {entry!r}; names are {NONE!r}, the presets, and those of the built-in "
-                    f"study.{nearest(entry, known)}"
-                )
+                raise ValueError(unknown_name(f"no estimator is named {entry!r}", entry, known))
             named[entry] = known[entry]
         elif isinstance(entry, Mapping):
             name = str(entry.get("name", ", ".join(f"{key}={value}" for key, value in entry.items())))
@@ -196,7 +193,7 @@ def _configuration(name: str, options: dict[str, Any]) -> RolloutCorrectionConfi
 def _check_keys(where: str, given: Mapping[Any, Any], known: Any) -> None:  # noqa: ANN401 (any collection of names)
     for key in given:
         if key not in known:
-            raise ValueError(f"{where} has no option {key!r}.{nearest(str(key), known)} Known are {', '.join(known)}")
+            raise ValueError(unknown_name(f"{where} has no option {key!r}", key, known))
 
 
 def _table(name: str, values: object) -> Tensor:

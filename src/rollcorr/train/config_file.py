@@ -8,15 +8,16 @@ Names are checked before values, so the message about a wrong name suggests the 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import os
 import re
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import reduce
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, cast, get_type_hints
 
+from rollcorr.config.checks import unknown_name
 from rollcorr.config.conversion import resolve
 from rollcorr.config.secrets import redact, redact_text
 from rollcorr.config.yaml_text import load_yaml, read_yaml
@@ -60,27 +61,26 @@ def read_config(path: str | os.PathLike[str] | None, overrides: Sequence[str], c
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    layers = [] if path is None else [_read_yaml(Path(path))]
-    layers += [_parse_override(text) for text in overrides]
+    layers = _layers(path, overrides)
+    known = dict(_known_names(config_class))
     for layer in layers:
-        _check_names(layer, config_class)
+        _check_names(layer, known)
 
-    # OmegaConf merges blocks and checks types. A correction may also be a name or null, so it goes around OmegaConf.
-    # So do the options of an engine: what OmegaConf would fill in there is not its business.
-    correction = merge_corrections(layers)
-    engine_options = _merge_engine_options(layers)
+    # OmegaConf merges blocks, checks types and builds the dataclasses. A correction may also be a name or null, and
+    # OmegaConf would fill in references in the options of an engine. So both are merged here.
+    corrections = _take_out(layers, CORRECTION_KEY)
+    if corrections:
+        layers.append({"algorithm": {"rollout_correction": _merge_corrections(corrections)}})
+    engine_options = _take_out(layers, ENGINE_OPTIONS_KEY)
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(config_class), *(_without_detours(layer) for layer in layers))
-        values: Any = OmegaConf.to_container(merged)
-        if "algorithm" in values:
-            values["algorithm"]["rollout_correction"] = correction
-        if engine_options is not None:
-            values["rollout"]["engine_options"] = engine_options
-        config: Config = _build(config_class, values)
+        merged = OmegaConf.merge(OmegaConf.structured(config_class), *layers)
+        config: Any = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         where = f"{error.full_key}: " if error.full_key else ""
         raise ValueError(where + str(error).splitlines()[0]) from error
-    return config
+    if engine_options:
+        config.rollout.engine_options.update(reduce(_merge_blocks, engine_options))
+    return cast("Config", config)
 
 
 def recipe_of(path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()) -> str | None:
@@ -89,8 +89,7 @@ def recipe_of(path: str | os.PathLike[str] | None = None, overrides: Sequence[st
     Raises:
         FileNotFoundError, ValueError: as in `read_config`.
     """
-    layers = [] if path is None else [_read_yaml(Path(path))]
-    named = [layer["recipe"] for layer in [*layers, *map(_parse_override, overrides)] if "recipe" in layer]
+    named = [layer["recipe"] for layer in _layers(path, overrides) if "recipe" in layer]
     return str(named[-1]) if named else None
 
 
@@ -148,16 +147,23 @@ def check_trusted(config: RunConfig, overrides: Sequence[str], path: str = "") -
             raise ValueError(f"{name}={redact_text(repr(value))} may run code and {reason} read it and add --trust")
 
 
-def merge_corrections(layers: Iterable[Mapping[str, Any]]) -> Any:  # noqa: ANN401 (name, block or None)
+def _layers(path: str | os.PathLike[str] | None, overrides: Sequence[str]) -> list[dict[str, Any]]:
+    """The options of a file and of each override, checked one by one; the later one wins."""
+    return [*([] if path is None else [_read_yaml(Path(path))]), *map(_parse_override, overrides)]
+
+
+def _take_out(layers: Iterable[dict[str, Any]], name: str) -> list[Any]:
+    """Remove an option of a block from the layers; its values in their order."""
+    section, _, option = name.partition(".")
+    blocks = [layer[section] for layer in layers if layer.get(section)]
+    return [block.pop(option) for block in blocks if option in block]
+
+
+def _merge_corrections(values: Iterable[Any]) -> Any:  # noqa: ANN401 (name, block or None)
     """The final `algorithm.rollout_correction`: a name or null replaces what was there, a block adds to it."""
     current: Any = {}
-    for layer in layers:
-        algorithm = layer.get("algorithm") or {}
-        if "rollout_correction" not in algorithm:
-            continue
-
+    for given in values:
         # A block after a preset's name changes that preset, so the name is spelled out first.
-        given = algorithm["rollout_correction"]
         if isinstance(given, Mapping) and isinstance(current, str):
             preset = resolve(current)
             current = {} if preset is None else preset.to_dict()
@@ -229,13 +235,15 @@ def _all_values(value: object, name: str) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def _check_names(layer: Mapping[str, Any], config_class: type) -> None:
-    known = dict(_known_names(config_class))
+def _check_names(layer: Mapping[str, Any], known: Mapping[str, type | None]) -> None:
     for name, value in _leaves(layer):
-        if name in known and known[name] is not None and not isinstance(value, Mapping):
-            raise ValueError(f"{name} is a block of options, got {_shown(value)}; set {name}.<option> instead")
         if name not in known:
-            raise ValueError(f"unknown option {_shown(name)}{_suggestion(name, list(known))}")
+            section = name.rpartition(".")[0]
+            siblings = [other for other in known if other.rpartition(".")[0] == (section if section in known else "")]
+            problem = f"unknown option {_shown(name)}"
+            raise ValueError(unknown_name(problem, name, siblings, {other: repr(other) for other in known}))
+        if (known[name] is not None or name == ENGINE_OPTIONS_KEY) and not isinstance(value, Mapping):
+            raise ValueError(f"{name} is a block of options, got {_shown(value)}; set {name}.<option> instead")
 
 
 def _leaves(layer: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -260,36 +268,6 @@ def _known_names(cls: type, prefix: str = "") -> Iterator[tuple[str, type | None
             yield from _known_names(block, f"{prefix}{option.name}.")
 
 
-def _suggestion(name: str, known: list[str]) -> str:
-    """The option that was probably meant; else the options of the section that was named."""
-    section, _, last = name.rpartition(".")
-
-    # The same option of another section, else a similar name, else a similar last part.
-    near = [option for option in known if option.rpartition(".")[2] == last]
-    near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-    if not near:
-        ends = {option.rpartition(".")[2]: option for option in known}
-        near = [ends[end] for end in difflib.get_close_matches(last, list(ends), n=1, cutoff=0.75)]
-    if near:
-        return f"; did you mean {' or '.join(map(repr, near))}?"
-
-    siblings = [option.rpartition(".")[2] for option in known if option.rpartition(".")[0] == section]
-    return f"; options of {section or 'a run'}: {', '.join(siblings)}" if siblings else ""
-
-
-def _merge_engine_options(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The final `rollout.engine_options`: each layer adds to it. None: no layer gives them."""
-    merged: dict[str, Any] | None = None
-    for layer in layers:
-        rollout = layer.get("rollout") or {}
-        if "engine_options" in rollout:
-            given = rollout["engine_options"]
-            if not isinstance(given, Mapping):
-                raise ValueError(f"{ENGINE_OPTIONS_KEY} is a block of options, got {_shown(given)}")
-            merged = _merge_blocks(merged or {}, given)
-    return merged
-
-
 def _merge_blocks(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Two blocks of options: the second one wins, and blocks inside them are merged."""
     merged = dict(below)
@@ -299,30 +277,6 @@ def _merge_blocks(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[st
             value = _merge_blocks(under, value)
         merged[key] = value
     return merged
-
-
-def _without_detours(layer: Mapping[str, Any]) -> dict[str, Any]:
-    """A layer without what goes around OmegaConf."""
-    kept = dict(layer)
-    for name in (CORRECTION_KEY, ENGINE_OPTIONS_KEY):
-        block, _, option = name.partition(".")
-        if block in kept:
-            kept[block] = {key: value for key, value in (kept[block] or {}).items() if key != option}
-    return kept
-
-
-def _build(cls: type, values: Mapping[str, Any]) -> Any:  # noqa: ANN401
-    """Dataclasses from nested mappings, with every `__post_init__` check."""
-    hints = get_type_hints(cls)
-    arguments = {}
-    for option in dataclasses.fields(cls):
-        if option.init:
-            hint, value = hints[option.name], values[option.name]
-            is_tuple = tuple in (getattr(part, "__origin__", part) for part in (hint, *get_args(hint)))
-            if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-                value = _build(hint, value)
-            arguments[option.name] = tuple(value) if is_tuple and isinstance(value, list) else value
-    return cls(**arguments)
 
 
 def _shown(value: Any) -> str:  # noqa: ANN401 (any plain value)

@@ -6,7 +6,6 @@ A recipe's configuration is a subclass of `RunConfig`: frozen dataclasses, check
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -152,7 +151,7 @@ class RunConfig:
         if isinstance(algorithm, AlgorithmConfig):
             correction = algorithm.correction
             values["algorithm"]["rollout_correction"] = None if correction is None else correction.to_dict()
-        return f"{dump_yaml(redact(_plain(values)))}{END_OF_CONFIG}\n"
+        return f"{dump_yaml(redact(values))}{END_OF_CONFIG}\n"
 
 
 def at_least(section: str, config: object, **lowest: int) -> None:
@@ -169,10 +168,3 @@ def above_zero(section: str, config: object, *names: str) -> None:
         value = getattr(config, name)
         if not value > 0:
             raise ValueError(f"{section}.{name} must be > 0, got {value}".removeprefix("."))
-
-
-def _plain(value: Any) -> Any:  # noqa: ANN401
-    """Only what YAML can write safely: tuples become lists."""
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

@@ -139,7 +139,7 @@ def test_the_recipe_says_which_trainer_reads_the_options(tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("rollout.noise=1", "did you mean 'rollout.noise_level'"),
+        ("rollout.noise=1", "Did you mean 'rollout.noise_level'"),
         ("rollout.dtype=int4", "rollout.dtype"),
         ("rollout.group_size=1", "rollout.group_size must be at least 2"),
         ("reward.color=pink", "reward.color='pink' is unknown"),

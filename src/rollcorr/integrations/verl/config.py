@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollcorr.config import CRITERIA, InertOptionWarning, Threshold
 from rollcorr.config import RolloutCorrectionConfig as CheckedConfig
-from rollcorr.config.checks import nearest
+from rollcorr.config.checks import unknown_name
 from rollcorr.config.generations import KEYS
 from rollcorr.config.presets import PRESETS, VERL, NamedPreset
 
@@ -87,12 +87,13 @@ class RawConfig(Mapping[str, Any]):
         options = missing | {key: config[key] for key in config if key != "_target_"}  # Hydra's key is no option
         for key in options:
             if key not in cls._fields():
-                raise ValueError(f"rollout_correction has no key {key!r}.{cls._hint(key)}")
+                problem, hint = f"rollout_correction has no key {key!r}", cls._hint(key)
+                raise ValueError(f"{problem}.{hint}" if hint else unknown_name(problem, key, cls._fields()))
         return cls(**{**options, "verl_parity": verl_parity or options.get("verl_parity", False)})
 
     @classmethod
     def _hint(cls, key: str) -> str:
-        """What to write in the place of a key that this generation does not have, or why it cannot act."""
+        """Return where a key of another generation belongs, or why it cannot act; empty for an unknown key."""
         raise NotImplementedError
 
     @classmethod
@@ -200,7 +201,7 @@ class RolloutCorrectionConfig(RawConfig):
                 " It is an option of 2025: `rollcorr convert-config` rewrites it, and "
                 "rollcorr.integrations.verl.v2025_11 and .v2025_10 take the older ones"
             )
-        return nearest(key, cls._fields()) or f" Its keys are {', '.join(cls._fields())}"
+        return ""
 
 
 def _level(config: RolloutCorrectionConfig) -> str | None:

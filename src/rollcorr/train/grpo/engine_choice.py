@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from typing import Any, get_type_hints
 
 import torch
 
+from rollcorr.config.checks import unknown_name
 from rollcorr.config.secrets import header_values, resolve_references
 from rollcorr.engines import Engine, GenerationSettings
 from rollcorr.train.grpo.grpo_config import GrpoConfig, RolloutConfig
@@ -91,6 +91,5 @@ def _check_options(engine: str, options: Mapping[str, Any], known: Mapping[str, 
             raise ValueError(f"the engine {engine!r} needs rollout.engine_options.{name}")
     for option in options:
         if option not in known:
-            near = difflib.get_close_matches(option, known, n=1)
-            fix = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known) or 'none'}"
-            raise ValueError(f"rollout.engine_options.{option} is no option of the engine {engine!r}; {fix}")
+            problem = f"rollout.engine_options.{option} is no option of the engine {engine!r}"
+            raise ValueError(unknown_name(problem, option, known))

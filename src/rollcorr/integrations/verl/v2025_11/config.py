@@ -7,7 +7,6 @@ from typing import Any
 
 from rollcorr.config import Level, convert
 from rollcorr.config import RolloutCorrectionConfig as CheckedConfig
-from rollcorr.config.checks import nearest
 from rollcorr.config.generations import KEYS
 from rollcorr.integrations.verl.config import RawConfig
 
@@ -55,7 +54,7 @@ class RolloutCorrectionConfig(RawConfig):
     def _hint(cls, key: str) -> str:
         if key in KEYS["newest"]:
             return " It is newer than November 2025: rollcorr.integrations.verl takes the newest options"
-        return nearest(key, cls._fields()) or f" Its keys are {', '.join(cls._fields())}"
+        return ""
 
     @classmethod
     def token_is(cls, threshold: float = 2.0) -> RolloutCorrectionConfig:
