@@ -39,7 +39,6 @@ from rollcorr.kernels.correction import (
 )
 from rollcorr.kernels.correction.detail import Detail as Detail
 from rollcorr.kernels.correction.detail import sequence_detail, token_detail
-from rollcorr.kernels.correction.torch.table import BlockRows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -343,7 +342,7 @@ def _detail(
     reduce = context_reduction(context_group)
     if reduce is not None:
         tokens = gather_statistics(tokens, context_group)
-        reduce(table, BlockRows())
+        reduce(table, Statistics.of(device=mask.device))
     return tokens | sequence_detail(table, detail)
 
 
