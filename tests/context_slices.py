@@ -8,7 +8,8 @@ import torch
 
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.core.mergeable_statistics import Statistics, merge_statistics
-from rollcorr.kernels.correction import CorrectionOutput, correction_kernel
+from rollcorr.kernels.correction.call import CorrectionOutput
+from rollcorr.kernels.correction.dispatch import correction_kernel
 from rollcorr.kernels.correction.torch.table import SequenceTable
 
 

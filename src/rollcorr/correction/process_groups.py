@@ -24,8 +24,7 @@ from torch import Tensor
 from rollcorr.config.checks import warn_once
 from rollcorr.core.layout import sequence_ids
 from rollcorr.core.mergeable_statistics import Statistics, merge_statistics
-from rollcorr.kernels.correction import Reduction
-from rollcorr.kernels.correction.torch.table import SequenceTable
+from rollcorr.kernels.correction.torch.table import Reduction, SequenceTable
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

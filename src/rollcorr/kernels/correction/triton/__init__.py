@@ -26,16 +26,6 @@ from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, why_no_addresses
 from rollcorr.kernels.correction.torch.blocks import torch_correction
 from rollcorr.kernels.correction.triton.plan import abilities
-from rollcorr.kernels.correction.triton.self_check import is_verified, known_verdict
-
-__all__ = [
-    "interpreted",
-    "is_verified",
-    "known_verdict",
-    "status",
-    "triton_correction",
-    "why_not",
-]
 
 LARGEST_SAFETY_BOUND = 40.0
 """Nats; squares of weights are summed in float32, which ends at e^88."""
