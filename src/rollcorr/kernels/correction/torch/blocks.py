@@ -45,7 +45,7 @@ def torch_correction(
     out: Out | None = None,
     block_tokens: int | None = None,
 ) -> CorrectionOutput:
-    """As `rollcorr.kernels.correction.correction_kernel`; `block_tokens` sets a block's size."""
+    """As `rollcorr.kernels.correction.dispatch.correction_kernel`; `block_tokens` sets a block's size."""
     weights, loss_mask = outputs(batch.mask, config, out)
     blocks = list(token_blocks(batch.mask, batch.cu_seqlens, block_tokens))
     sizes = [block.at.stop - block.at.start for block in blocks]

@@ -82,7 +82,7 @@ def status() -> str | None:
 def triton_correction(
     batch: Batch, config: RolloutCorrectionConfig, *, out: Out | None = None, splits: int | None = None
 ) -> CorrectionOutput:
-    """As `rollcorr.kernels.correction.correction_kernel`; the mask may hold numbers.
+    """As `rollcorr.kernels.correction.dispatch.correction_kernel`; the mask may hold numbers.
 
     Weights are float32 functions of float32 log-ratios; sums are float32 over at most 128 tokens, and float64 beyond.
     Log-ratios beyond ±1e16 count as that. With `TRITON_INTERPRET=1` in the environment tensors may be on the CPU.
