@@ -93,7 +93,8 @@ class TokenPass:
 
     def __init__(self, config: RolloutCorrectionConfig, sequences: int, device: torch.device) -> None:
         names = columns_of(config)
-        self.table, self.per_block = SequenceTable(names, sequences, device), list[BlockRows]()
+        self.table = SequenceTable(names, sequences, device)
+        self.per_block: list[BlockRows] = []
         self._config, self._scratch, self._columns = config, _Scratch(names, device), names
         self._judging = [criterion for criterion in config.criteria if criterion.scope == "token"]
         self._kinds = _kinds_to_sum(config)
