@@ -7,9 +7,10 @@ from typing import NamedTuple
 import torch
 
 from rollcorr.config import RolloutCorrectionConfig
-from rollcorr.core.mergeable_statistics import merge_statistics
-from rollcorr.kernels.correction import CorrectionOutput, correction_kernel
-from rollcorr.kernels.correction.torch.table import BlockRows, SequenceTable
+from rollcorr.core.mergeable_statistics import Statistics, merge_statistics
+from rollcorr.kernels.correction.call import CorrectionOutput
+from rollcorr.kernels.correction.dispatch import correction_kernel
+from rollcorr.kernels.correction.torch.table import SequenceTable
 
 
 class Slice(NamedTuple):
@@ -23,12 +24,13 @@ def reduced(slices: list[Slice], config: RolloutCorrectionConfig) -> list[Correc
     """What each rank returns: a first round notes what the ranks would send, a second one merges it."""
     sent = []
 
-    def note(table: SequenceTable, rows: BlockRows) -> None:
-        sent.append((table.pack(), rows.statistics(torch.device("cpu"))))
+    def note(table: SequenceTable, rows: Statistics) -> Statistics:
+        sent.append((table.pack(), rows))
+        return rows
 
-    def merge(table: SequenceTable, rows: BlockRows) -> None:
+    def merge(table: SequenceTable, rows: Statistics) -> Statistics:
         table.merge(torch.stack([columns for columns, _ in sent]))
-        rows.replace(merge_statistics([statistics for _, statistics in sent]))
+        return merge_statistics([statistics for _, statistics in sent])
 
     def run(part: Slice, reduce) -> CorrectionOutput:
         return correction_kernel(*part[:3], config, cu_seqlens=part.cu_seqlens, reduce=reduce)

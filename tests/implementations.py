@@ -24,9 +24,10 @@ import pytest
 import torch
 
 from rollcorr.config import RolloutCorrectionConfig
-from rollcorr.kernels.correction import cpu, triton
 from rollcorr.kernels.correction import dispatch as kernels
+from rollcorr.kernels.correction import triton
 from rollcorr.kernels.correction.call import Batch
+from rollcorr.kernels.correction.cpu import kernel
 
 IMPLEMENTATIONS: list[str] = [name for name, (usable, _) in kernels.implementations().items() if usable]
 """Those that run here. Triton needs a GPU, or its interpreter (`make test-triton`)."""
@@ -125,7 +126,7 @@ def under_test(name: str) -> Iterator[Runs]:
 def refusal(name: str, batch: Batch, config: RolloutCorrectionConfig) -> str | None:
     """Why an implementation does not take a batch; None where it does."""
     if name == "cpu":
-        return cpu.why_not(batch, config)
+        return kernel.why_not(batch, config)
     if name == "triton":
         return triton.why_not(batch, config)
     return None

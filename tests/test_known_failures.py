@@ -24,7 +24,7 @@ from rollcorr.core.histograms import RELATIVE_ERROR
 from rollcorr.core.metric_registry import finalize
 from rollcorr.correction.losses import PolicyLogProbs, policy_loss
 from rollcorr.diffusion import apply_rollout_correction_to_diffusion_batch, check_diffusion_batch, check_schedule
-from rollcorr.kernels.correction import correction_kernel
+from rollcorr.kernels.correction.dispatch import correction_kernel
 
 NAN, INF = math.nan, math.inf
 correct = functools.partial(rollcorr.correct, densities=True)  # log-ratios by hand, beside log-probs of 0

@@ -20,7 +20,7 @@ import pytest
 
 from rollcorr.config import criteria
 from rollcorr.core import criterion_metrics
-from rollcorr.kernels.correction.cpu import status
+from rollcorr.kernels.correction.cpu.library import status
 
 ROOT = Path(__file__).parents[1]
 CPU = Path("rollcorr/kernels/correction/cpu")

@@ -72,10 +72,6 @@ def _of_function(path: str, function: Callable, *, text: str | None = None) -> I
     if not text:
         yield f"{path}: no docstring"
         return
-    # A function that verl calls has its arguments described once, by the class that collects them.
-    for described in re.findall(r"`(\w+Call)` describes", text):
-        call = inspect.unwrap(function).__globals__[described]
-        text += "\n".join(inspect.getdoc(base) or "" for base in call.__mro__)
     code = _code(function)
     parameters = [p for p in inspect.signature(function).parameters.values() if p.name not in ("self", "cls")]
     tensors = [p.name for p in parameters if "Tensor" in str(p.annotation)]

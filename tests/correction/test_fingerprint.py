@@ -12,7 +12,7 @@ from implementations import per_implementation
 from rollcorr import Monitor, PolicyLogProbs, correct, policy_loss
 from rollcorr.config import checks
 from rollcorr.correction import fingerprint, result
-from rollcorr.kernels.correction import correction_kernel
+from rollcorr.kernels.correction.dispatch import correction_kernel
 
 PRESET = "decoupled_token_is"
 

@@ -13,7 +13,7 @@ import rollcorr
 from rollcorr.cli import app
 from rollcorr.diagnostics import installation
 from rollcorr.diagnostics.installation import Extra, inspect_installation
-from rollcorr.kernels.correction import cpu
+from rollcorr.kernels.correction.cpu import library
 
 
 def test_the_table_names_versions_kernels_and_extras(monkeypatch):
@@ -27,7 +27,7 @@ def test_the_table_names_versions_kernels_and_extras(monkeypatch):
 def test_json_says_which_instruction_set_is_in_use():
     result = CliRunner().invoke(app, ["info", "--json"])
     kernels = {kernel["name"]: kernel for kernel in json.loads(result.output)["kernels"]}
-    level, reason = cpu.status()
+    level, reason = library.status()
     assert kernels["cpu"]["usable"] == (level is not None)
     assert kernels["cpu"]["note"].endswith(level or reason)
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from rollcorr.config import InertOptionWarning, RolloutCorrectionConfig
 from rollcorr.core.metric_registry import CRITERIA, finalize
-from rollcorr.kernels.correction import CorrectionOutput, cpu, reference, triton
-from rollcorr.kernels.correction.call import Batch
+from rollcorr.kernels.correction import reference, triton
+from rollcorr.kernels.correction.call import Batch, CorrectionOutput
+from rollcorr.kernels.correction.cpu import kernel
 from rollcorr.kernels.correction.torch import blocks
 
 
@@ -27,7 +28,7 @@ def positional(kernel):
 
 reference_correction = positional(reference.reference_correction)
 torch_correction = positional(blocks.torch_correction)
-cpu_correction = positional(cpu.cpu_correction)
+cpu_correction = positional(kernel.cpu_correction)
 triton_correction = positional(triton.triton_correction)
 
 SPECIAL = [math.nan, math.inf, -math.inf]

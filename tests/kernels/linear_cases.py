@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from rollcorr.core.sampling import KeptSets
-from rollcorr.kernels.linear_logprob import LinearLogProb, linear_log_prob
+from rollcorr.kernels.linear_logprob import linear_log_prob
+from rollcorr.kernels.linear_logprob.problem import LinearLogProb
 
 
 @dataclass

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollcorr.config import RolloutCorrectionConfig
-from rollcorr.kernels.correction import correction_kernel
+from rollcorr.kernels.correction.dispatch import correction_kernel
 
 
 @given(batch=batches(), config=configurations(), ranks=st.integers(1, 4), seed=st.integers(0, 2**16))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rollcorr.core.layout import pack
 from rollcorr.core.metric_registry import CRITERIA, finalize
-from rollcorr.kernels.correction import correction_kernel
+from rollcorr.kernels.correction.dispatch import correction_kernel
 
 
 @given(batch=batches(), config=configurations(), block=st.sampled_from([1, 20, 1000]))

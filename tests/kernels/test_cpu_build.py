@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollcorr.kernels.correction.cpu import LEVELS, status
 from rollcorr.kernels.correction.cpu.job import MAX_CRITERIA
-from rollcorr.kernels.correction.cpu.library import ABI, FOLDER, Library, library, load
+from rollcorr.kernels.correction.cpu.library import ABI, FOLDER, LEVELS, Library, library, load, status
 
 ROOT = Path(__file__).parents[2]
 COMPILER = shutil.which("gcc")

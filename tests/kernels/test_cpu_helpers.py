@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rollcorr import Correction, correct
-from rollcorr.kernels.correction.cpu import status
+from rollcorr.kernels.correction.cpu.library import status
 
 pytestmark = pytest.mark.skipif(status()[0] is None, reason=f"{status()[1]}; `make install` builds it")
 TASKS = Path("/proc/self/task")

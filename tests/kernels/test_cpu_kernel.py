@@ -23,11 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rollcorr import correct
 from rollcorr.core.layout import pack
 from rollcorr.core.metric_registry import finalize
-from rollcorr.kernels.correction import correction_kernel, implementations
+from rollcorr.kernels.correction import implementations
 from rollcorr.kernels.correction.call import Batch
-from rollcorr.kernels.correction.cpu import LEVELS, kernel, why_not
+from rollcorr.kernels.correction.cpu import kernel
 from rollcorr.kernels.correction.cpu.job import accepted_log_ratios
-from rollcorr.kernels.correction.cpu.library import FOLDER, Library, load
+from rollcorr.kernels.correction.cpu.kernel import why_not
+from rollcorr.kernels.correction.cpu.library import FOLDER, LEVELS, Library, load
+from rollcorr.kernels.correction.dispatch import correction_kernel
 
 USABLE = [level for level in LEVELS if isinstance(load(FOLDER, level), Library)]
 CLOSE = {"rel": 1e-5, "abs": 1e-5}

@@ -9,8 +9,7 @@ import torch
 from correction_cases import assert_same, configuration, cpu_correction, reference_correction
 
 from rollcorr.core.metric_registry import finalize
-from rollcorr.kernels.correction.cpu import LEVELS
-from rollcorr.kernels.correction.cpu.library import FOLDER, Library, load
+from rollcorr.kernels.correction.cpu.library import FOLDER, LEVELS, Library, load
 
 USABLE = [level for level in LEVELS if isinstance(load(FOLDER, level), Library)]
 CLOSE = {"rel": 1e-5, "abs": 1e-5}

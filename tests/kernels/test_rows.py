@@ -6,9 +6,10 @@ import pytest
 import torch
 from correction_cases import configuration, everything
 
-from rollcorr.kernels.correction import correction_kernel, dispatch, implementations
-from rollcorr.kernels.correction.cpu import kernel, status
-from rollcorr.kernels.correction.cpu.library import library
+from rollcorr.kernels.correction import dispatch, implementations
+from rollcorr.kernels.correction.cpu import kernel
+from rollcorr.kernels.correction.cpu.library import library, status
+from rollcorr.kernels.correction.dispatch import correction_kernel
 from rollcorr.kernels.correction.rows import CRITERION_ROWS, ROWS, Abilities, Computed, missing_rows, rows_of
 from rollcorr.kernels.correction.triton.plan import abilities
 

@@ -17,8 +17,9 @@ from rollcorr import correct, policy_loss, warm
 from rollcorr.correction import PolicyLogProbs
 from rollcorr.integrations import verl
 from rollcorr.integrations.verl import v2025_11
-from rollcorr.kernels.correction import cpu, dispatch, implementations
+from rollcorr.kernels.correction import dispatch, implementations
 from rollcorr.kernels.correction.call import Batch
+from rollcorr.kernels.correction.cpu import library
 from rollcorr.kernels.correction.torch.blocks import torch_correction
 from rollcorr.kernels.correction.triton import self_check, verdict_file
 from rollcorr.kernels.correction.triton.verdict_file import Verdict, read_verdict, write_verdict
@@ -196,7 +197,7 @@ def batch_on_a_device(monkeypatch):
 @pytest.mark.parametrize(("agrees", "taken"), [(True, "triton"), (False, "torch")])
 def test_auto_takes_triton_on_a_device_where_it_agrees(monkeypatch, agrees, taken):
     asked = []
-    monkeypatch.setattr(dispatch.triton, "is_verified", lambda device: asked.append(device) or agrees)
+    monkeypatch.setattr(dispatch.self_check, "is_verified", lambda device: asked.append(device) or agrees)
     assert dispatch._fastest(batch_on_a_device(monkeypatch), configuration()) == taken
     assert asked == [torch.device("cuda", 0)]
 
@@ -204,7 +205,7 @@ def test_auto_takes_triton_on_a_device_where_it_agrees(monkeypatch, agrees, take
 def test_a_batch_that_the_kernels_do_not_take_needs_no_verdict(monkeypatch):
     batch = batch_on_a_device(monkeypatch)
     monkeypatch.setattr(dispatch.triton, "why_not", lambda *_: "rollout_is_floor is 0.5")
-    monkeypatch.setattr(dispatch.triton, "is_verified", lambda device: pytest.fail("was asked"))
+    monkeypatch.setattr(dispatch.self_check, "is_verified", lambda device: pytest.fail("was asked"))
     assert dispatch._fastest(batch, configuration()) == "torch"
 
 
@@ -227,7 +228,7 @@ def test_info_says_whether_auto_takes_triton(monkeypatch, verdict, note):
     monkeypatch.setattr(dispatch.triton, "status", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(dispatch.triton, "known_verdict", lambda device: verdict)
+    monkeypatch.setattr(dispatch.self_check, "known_verdict", lambda device: verdict)
     with pytest.raises(AssertionError, match=note):
         raise AssertionError(implementations()["triton"][1])
 
@@ -312,7 +313,7 @@ def test_warm_runs_once_and_names_the_implementation(monkeypatch, packed):
     ran = names_of_runs(monkeypatch)
     named = warm("decoupled_token_is", "cpu", shape=(2, 8), packed=packed, mask_dtype=torch.int64)
     assert [named] == ran
-    assert named == ("torch" if cpu.status()[0] is None else "cpu")
+    assert named == ("torch" if library.status()[0] is None else "cpu")
     assert warm(configuration(impl="reference"), "cpu", shape=(2, 8)) == "reference"
     with pytest.raises(ValueError, match="nothing to make ready"):
         warm(None, "cpu")

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from rollcorr.core.layout import pack
 from rollcorr.core.metric_registry import finalize
-from rollcorr.kernels.correction import CorrectionOutput, correction_kernel
+from rollcorr.kernels.correction.call import CorrectionOutput
+from rollcorr.kernels.correction.dispatch import correction_kernel
 
 # Triton's interpreter computes with numpy, which reports infinities that a selection afterwards drops.
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")

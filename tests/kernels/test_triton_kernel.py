@@ -29,8 +29,8 @@ from rollcorr.core.layout import pack
 from rollcorr.core.metric_registry import CRITERIA, finalize
 from rollcorr.correction import correct
 from rollcorr.kernels import correction as kernels
-from rollcorr.kernels.correction import CorrectionOutput, correction_kernel
-from rollcorr.kernels.correction.call import Batch
+from rollcorr.kernels.correction.call import Batch, CorrectionOutput
+from rollcorr.kernels.correction.dispatch import correction_kernel
 from rollcorr.kernels.correction.triton import status, why_not
 
 pytest.importorskip("triton", reason="Triton is not installed; `make test-triton` installs it")

@@ -24,8 +24,7 @@ from torch import Tensor
 from rollcorr.config.checks import warn_once
 from rollcorr.core.layout import sequence_ids
 from rollcorr.core.mergeable_statistics import Statistics, merge_statistics
-from rollcorr.kernels.correction import Reduction
-from rollcorr.kernels.correction.torch.table import BlockRows, SequenceTable
+from rollcorr.kernels.correction.torch.table import Reduction, SequenceTable
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -155,14 +154,13 @@ def context_reduction(group: ProcessGroup | None) -> Reduction | None:
     if group is None:
         return None
 
-    def reduce(table: SequenceTable, rows: BlockRows) -> None:
+    def reduce(table: SequenceTable, statistics: Statistics) -> Statistics:
         columns = table.pack()
-        statistics = rows.statistics(columns.device)
 
         # Both travel in one vector: an exchange costs more than its bytes.
         parts = _gather(torch.cat([columns.flatten(), statistics.pack()]), group)
         table.merge(parts[:, : columns.numel()].unflatten(1, columns.shape))
-        rows.replace(merge_statistics(statistics.unpack(part[columns.numel() :]) for part in parts))
+        return merge_statistics(statistics.unpack(part[columns.numel() :]) for part in parts)
 
     return reduce
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.config import Implementation, RolloutCorrectionConfig
 from rollcorr.config.checks import unknown_name
 from rollcorr.config.conversion import resolve
 from rollcorr.core.boundary import check_floating, is_jit_tracing, is_transformed, plain
@@ -28,18 +28,10 @@ from rollcorr.correction.process_groups import (
     members,
 )
 from rollcorr.correction.result import Correction, StepCounts, mean_weight, with_context
-from rollcorr.kernels.correction import (
-    CorrectionOutput,
-    Implementation,
-    Out,
-    asked_for,
-    check_out,
-    copied_to,
-    correction_kernel,
-)
+from rollcorr.kernels.correction.call import CorrectionOutput, Out, check_out, copied_to
 from rollcorr.kernels.correction.detail import Detail as Detail
 from rollcorr.kernels.correction.detail import sequence_detail, token_detail
-from rollcorr.kernels.correction.torch.table import BlockRows
+from rollcorr.kernels.correction.dispatch import asked_for, correction_kernel
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -344,7 +336,7 @@ def _detail(
     reduce = context_reduction(context_group)
     if reduce is not None:
         tokens = gather_statistics(tokens, context_group)
-        reduce(table, BlockRows())
+        reduce(table, Statistics.of(device=mask.device))
     return tokens | sequence_detail(table, detail)
 
 

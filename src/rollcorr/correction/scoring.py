@@ -28,7 +28,8 @@ from rollcorr.core.sampling import (
     top_p_support,
     with_sampled,
 )
-from rollcorr.kernels.linear_logprob import LinearLogProb, linear_log_prob
+from rollcorr.kernels.linear_logprob import linear_log_prob
+from rollcorr.kernels.linear_logprob.problem import LinearLogProb
 
 Recorded = TypeVar("Recorded", KeptSets, Tensor)
 

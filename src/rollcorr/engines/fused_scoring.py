@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from rollcorr.core.sampling import KeptSets
 from rollcorr.engines.base import TokenBatch
 from rollcorr.engines.response_scoring import response_logits
-from rollcorr.kernels.linear_logprob import Implementation, LinearLogProb, linear_log_prob
+from rollcorr.kernels.linear_logprob.linear_dispatch import Implementation, linear_log_prob
+from rollcorr.kernels.linear_logprob.problem import LinearLogProb
 
 # Fields of model configurations that bend logits.
 SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "logit_softcap")

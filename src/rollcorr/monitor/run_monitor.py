@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from rollcorr.config import ConfigOptions, PresetName
     from rollcorr.correction import Detail
-    from rollcorr.kernels.correction import Out
+    from rollcorr.kernels.correction.call import Out
 
 
 logger = logging.getLogger("rollcorr.monitor")

@@ -2,7 +2,7 @@
 
 The per-token losses and the sums are those of `rollcorr.core`: a batch in which nothing is left gives loss 0 and
 gradient 0, and values at masked positions are never read. Log-probs, advantages and masks are (B, T).
-`rollcorr.integrations.verl.calls` describes the arguments that verl hands to all of them.
+verl hands the arguments of `compute_policy_loss_vanilla` to every loss in its registry.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from rollcorr.core.mergeable_statistics import Statistics
 from rollcorr.correction.denominators import count_denominators
 from rollcorr.integrations.verl import parity
 from rollcorr.integrations.verl.bypass import warn_if_not_for_bypass, warn_if_vanilla_in_bypass
-from rollcorr.integrations.verl.calls import ClipLossCall, Config, ParityLossCall, PolicyLossCall, called_as
 from rollcorr.integrations.verl.config import RolloutCorrectionConfig
 from rollcorr.integrations.verl.correction import corrected
+
+Config = Any  # verl's ActorConfig, or any object with its attributes and `get`
 
 FourTensors = tuple[Tensor, Tensor, Tensor, Tensor]
 """Loss, share of tokens that the clip stops, KL by k1, share that the dual clip stops; 0-d, as in verl of 2025."""
@@ -91,9 +92,29 @@ def agg_loss(
     return aggregations[loss_agg_mode](loss_mat, loss_mask, denominators) * dp_size
 
 
-@called_as(ClipLossCall)
-def compute_policy_loss(call: ClipLossCall) -> FourTensors:
-    """PPO-clip from clip constants; verl's older form. `ClipLossCall` describes the arguments.
+def compute_policy_loss(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    cliprange: float | None = None,
+    cliprange_low: float | None = None,
+    cliprange_high: float | None = None,
+    clip_ratio_c: float = 3.0,
+    loss_agg_mode: str = "token-mean",
+) -> FourTensors:
+    """PPO-clip from clip constants; verl's older form.
+
+    Args:
+        old_log_prob: log π_old, nats.
+        log_prob: log π_θ, nats; carries the gradient.
+        advantages: per token.
+        response_mask: tokens in the loss, after rejection.
+        cliprange: ε on both sides; stands in for either of the next two.
+        cliprange_low: how far the ratio may fall.
+        cliprange_high: how far it may rise.
+        clip_ratio_c: c of the dual clip, > 1.
+        loss_agg_mode: as in `agg_loss`.
 
     Returns:
         Loss, share of tokens that the clip stops, KL(π_old‖π_θ) by k1, share that the dual clip stops; all 0-d.
@@ -101,20 +122,41 @@ def compute_policy_loss(call: ClipLossCall) -> FourTensors:
     Raises:
         ValueError: a clip constant is missing or outside its range, or shapes differ.
     """
-    low = call.cliprange if call.cliprange_low is None else call.cliprange_low
-    high = call.cliprange if call.cliprange_high is None else call.cliprange_high
+    low = cliprange if cliprange_low is None else cliprange_low
+    high = cliprange if cliprange_high is None else cliprange_high
     if low is None or high is None:
         raise ValueError("give cliprange, or both cliprange_low and cliprange_high")
 
-    per_token, statistics = clipped(call, (low, high, call.clip_ratio_c), weights=None)
-    return four_tensors(agg_loss(per_token, call.response_mask, call.loss_agg_mode), statistics)
+    constants = low, high, clip_ratio_c
+    per_token, statistics = clipped(old_log_prob, log_prob, advantages, response_mask, constants)
+    return four_tensors(agg_loss(per_token, response_mask, loss_agg_mode), statistics)
 
 
-@called_as(ParityLossCall)
-def compute_policy_loss_vanilla(call: ParityLossCall) -> LossAndMetrics:
-    """−w · min(r A, clip(r) A), aggregated; r = π_θ / π_old. `ParityLossCall` describes the arguments.
+def compute_policy_loss_vanilla(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Config = None,
+    rollout_is_weights: Tensor | None = None,
+    *,
+    verl_parity: bool = False,
+) -> LossAndMetrics:
+    """−w · min(r A, clip(r) A), aggregated; r = π_θ / π_old.
 
-    With `verl_parity`, the log-ratio in the reported KL is clamped to ±20, as in verl.
+    Args:
+        old_log_prob: log π_old, nats; in bypass mode log μ, because the trainer put it there.
+        log_prob: log π_θ, nats; carries the gradient.
+        advantages: per token.
+        response_mask: tokens in the loss, after rejection. A loss that rejects by itself takes the tokens that the
+            policy sampled.
+        loss_agg_mode: as in `agg_loss`.
+        config: the actor's. It has clip_ratio, clip_ratio_low, clip_ratio_high and get("clip_ratio_c", 3.0); for the
+            newest losses global_batch_info; for bypass losses policy_loss.get("rollout_correction").
+        rollout_is_weights: weights π_old / μ; None for none. Bypass losses compute their own and ignore these, as verl
+            does.
+        verl_parity: clamp the log-ratio in the reported KL to ±20, as in verl.
 
     Returns:
         Loss, and "actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower".
@@ -122,15 +164,19 @@ def compute_policy_loss_vanilla(call: ParityLossCall) -> LossAndMetrics:
     Raises:
         ValueError: no config, a clip constant outside its range, or shapes that differ.
     """
-    actor = checked_actor(call.config)
+    actor = checked_actor(config)
     warn_if_vanilla_in_bypass(actor)
 
-    per_token, statistics = clipped(call, clip_constants(actor), weights=call.rollout_is_weights)
-    loss = agg_loss(per_token, call.response_mask, call.loss_agg_mode, **actor.global_batch_info)
+    constants = clip_constants(actor)
+    per_token, statistics = clipped(
+        old_log_prob, log_prob, advantages, response_mask, constants, weights=rollout_is_weights
+    )
+    loss = agg_loss(per_token, response_mask, loss_agg_mode, **actor.global_batch_info)
 
     clip_fraction, kl, dual_fraction = clip_statistics(statistics).cpu().tolist()
-    if call.verl_parity:
-        kl = _clamped_kl(call)
+    if verl_parity:
+        log_ratio = (old_log_prob - log_prob.detach()).clamp(-parity.SAFETY_BOUND, parity.SAFETY_BOUND)
+        kl = float(parity.token_mean(log_ratio, parity.widened_mask(response_mask)))
     return loss, {"actor/pg_clipfrac": clip_fraction, "actor/ppo_kl": kl, "actor/pg_clipfrac_lower": dual_fraction}
 
 
@@ -168,11 +214,28 @@ def compute_policy_loss_reinforce(
     return loss, {"actor/ppo_kl": float(statistics.moment("policy_kl")[1].cpu())}
 
 
-@called_as(ParityLossCall)
-def compute_policy_loss_bypass_mode(call: ParityLossCall) -> LossAndMetrics:
+def compute_policy_loss_bypass_mode(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Config = None,
+    rollout_is_weights: Tensor | None = None,
+    *,
+    verl_parity: bool = False,
+) -> LossAndMetrics:
     """The bypass loss: π_old is μ; rejection, and for REINFORCE the weights, come from π_θ / μ in this call.
 
-    `ParityLossCall` describes the arguments. The correction's own `verl_parity` does the same as the argument.
+    Args:
+        old_log_prob: log μ, nats: the trainer put it there.
+        log_prob: as in `compute_policy_loss_vanilla`, like the next two.
+        advantages: per token.
+        response_mask: tokens that the policy sampled.
+        loss_agg_mode: as in `agg_loss`.
+        config: the actor's; its policy_loss has rollout_correction.
+        rollout_is_weights: ignored, as in verl.
+        verl_parity: compute verl 0.9.1's numbers; the correction's own `verl_parity` does the same.
 
     Returns:
         Loss; the loss's metrics and the correction's.
@@ -180,13 +243,14 @@ def compute_policy_loss_bypass_mode(call: ParityLossCall) -> LossAndMetrics:
     Raises:
         ValueError: no correction in the config, an option outside its limits, or shapes that differ.
     """
-    settings = _bypass_settings(call)
-    rollout_log_prob = call.old_log_prob
-    policies = call.log_prob, rollout_log_prob
-    weights, mask, correction_metrics = corrected(*policies, call.response_mask, settings, in_loss=True)
+    correction = actor_correction(config, writer="wire_bypass_mode")
+    warn_if_not_for_bypass(correction)
+    settings = RolloutCorrectionConfig.read(correction, verl_parity=verl_parity)
+    check_choice("loss_type", settings.loss_type, ("ppo_clip", "reinforce"))
+    weights, mask, correction_metrics = corrected(log_prob, old_log_prob, response_mask, settings, in_loss=True)
 
     # What is left is divided by the counts of the actor's global_batch_info: those of the tokens before rejection.
-    data = rollout_log_prob, call.log_prob, call.advantages, mask, call.loss_agg_mode, call.config
+    data = old_log_prob, log_prob, advantages, mask, loss_agg_mode, config
     if settings.loss_type == "reinforce":
         loss, metrics = compute_policy_loss_reinforce(*data, weights)
     else:
@@ -196,20 +260,18 @@ def compute_policy_loss_bypass_mode(call: ParityLossCall) -> LossAndMetrics:
 
 
 def clipped(
-    data: ClipLossCall | PolicyLossCall, constants: tuple[float, float, float], *, weights: Tensor | None
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    constants: tuple[float, float, float],
+    *,
+    weights: Tensor | None = None,
 ) -> tuple[Tensor, Statistics]:
     """The clipped loss of each token, and its statistics, from ε_low, ε_high and c."""
     low, high, dual = constants
-    return ppo_clip_loss(
-        data.log_prob,
-        data.old_log_prob,
-        data.advantages,
-        data.response_mask,
-        clip_low=low,
-        clip_high=high,
-        clip_c=dual,
-        weights=weights,
-    )
+    data = log_prob, old_log_prob, advantages, mask
+    return ppo_clip_loss(*data, clip_low=low, clip_high=high, clip_c=dual, weights=weights)
 
 
 def clip_statistics(statistics: Statistics) -> Tensor:
@@ -255,16 +317,3 @@ def actor_correction(config: Config, *, writer: str) -> Mapping[str, Any]:
     if correction is None:
         raise ValueError(f"config.policy_loss has no rollout_correction; {writer} puts it there")
     return correction
-
-
-def _bypass_settings(call: ParityLossCall) -> RolloutCorrectionConfig:
-    correction = actor_correction(call.config, writer="wire_bypass_mode")
-    warn_if_not_for_bypass(correction)
-    settings = RolloutCorrectionConfig.read(correction, verl_parity=call.verl_parity)
-    check_choice("loss_type", settings.loss_type, ("ppo_clip", "reinforce"))
-    return settings
-
-
-def _clamped_kl(call: ParityLossCall) -> float:
-    log_ratio = (call.old_log_prob - call.log_prob.detach()).clamp(-parity.SAFETY_BOUND, parity.SAFETY_BOUND)
-    return float(parity.token_mean(log_ratio, parity.widened_mask(call.response_mask)))

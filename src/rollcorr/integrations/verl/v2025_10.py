@@ -7,8 +7,6 @@ docs/coming_from/verl.md says how to switch. Log-probs and masks are (B, T).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import torch
 from torch import Tensor
 
@@ -19,7 +17,6 @@ from rollcorr.correction.rollout_correction import correct
 from rollcorr.integrations.verl import correction as newest
 from rollcorr.integrations.verl import parity
 from rollcorr.integrations.verl.batch import Batch, weight_batch
-from rollcorr.integrations.verl.calls import called_as
 from rollcorr.integrations.verl.losses import compute_policy_loss
 from rollcorr.integrations.verl.older import measured_ratio, ratio_band, reference_correction
 from rollcorr.integrations.verl.v2025_11.losses import compute_policy_loss_vanilla
@@ -122,67 +119,59 @@ def compute_mismatch_metrics(
     return _gap_metrics(metrics)
 
 
-@dataclass(frozen=True)
-class WeightMetricsCall:
-    """The arguments of `compute_is_metrics` in that release, in their order.
+def compute_is_metrics(
+    rollout_is_weights: Tensor,
+    log_ratio_for_metrics: Tensor,
+    response_mask: Tensor,
+    rollout_is_level: str,
+    rollout_is_threshold: float,
+    rollout_is_threshold_lower: float,
+    log_threshold_upper: Tensor | None = None,
+    log_threshold_lower: Tensor | None = None,
+    has_catastrophic: Tensor | None = None,
+    catastrophic_tokens: Tensor | None = None,
+    SAFETY_BOUND: float = 20.0,
+    *,
+    verl_parity: bool = False,
+) -> dict[str, float]:
+    """Statistics of weights before truncation, computed elsewhere; without a prefix.
 
-    Attributes:
+    Args:
         rollout_is_weights: the bounded ratio, (B, T).
         log_ratio_for_metrics: the log weight before any clamp: (B, T) at token level, else (B, 1).
         response_mask: non-zero on valid tokens, (B, T).
         rollout_is_level: their level.
         rollout_is_threshold: weights above it count as high.
         rollout_is_threshold_lower: weights below it count as low.
-        verl_parity: compute that release's numbers.
         log_threshold_upper: not needed; kept for call sites.
         log_threshold_lower: not needed; kept for call sites.
         has_catastrophic: (B, 1), rows that the veto rejects; None for none.
         catastrophic_tokens: (B, T), the tokens that caused it; None for none.
         SAFETY_BOUND: not needed; kept for call sites.
-    """
-
-    rollout_is_weights: Tensor
-    log_ratio_for_metrics: Tensor
-    response_mask: Tensor
-    rollout_is_level: str
-    rollout_is_threshold: float
-    rollout_is_threshold_lower: float
-    verl_parity: bool = field(default=False, kw_only=True)
-    log_threshold_upper: Tensor | None = None
-    log_threshold_lower: Tensor | None = None
-    has_catastrophic: Tensor | None = None
-    catastrophic_tokens: Tensor | None = None
-    SAFETY_BOUND: float = 20.0
-
-
-@called_as(WeightMetricsCall)
-def compute_is_metrics(call: WeightMetricsCall) -> dict[str, float]:
-    """Statistics of weights before truncation, computed elsewhere; without a prefix.
-
-    `WeightMetricsCall` describes the arguments.
+        verl_parity: compute that release's numbers.
 
     Raises:
         ValueError: shapes that differ, or, with `verl_parity`, a batch without a token.
     """
     # Without the two veto arguments, nothing was vetoed.
-    valid = call.response_mask != 0
+    valid = response_mask != 0
     no_token = torch.zeros_like(valid)
-    vetoed_tokens = no_token if call.catastrophic_tokens is None else call.catastrophic_tokens & valid
-    vetoed_rows = no_token[:, :1] if call.has_catastrophic is None else call.has_catastrophic
+    vetoed_tokens = no_token if catastrophic_tokens is None else catastrophic_tokens & valid
+    vetoed_rows = no_token[:, :1] if has_catastrophic is None else has_catastrophic
 
-    weights = call.rollout_is_weights, call.rollout_is_weights, call.log_ratio_for_metrics
-    lower, upper = call.rollout_is_threshold_lower, call.rollout_is_threshold
-    if call.verl_parity:
-        band = _band(call.rollout_is_level, lower, upper)
-        metrics = parity.metrics_of_given_weights(*weights, call.response_mask, band)
-        mask = parity.widened_mask(call.response_mask)
+    weights = rollout_is_weights, rollout_is_weights, log_ratio_for_metrics
+    lower, upper = rollout_is_threshold_lower, rollout_is_threshold
+    if verl_parity:
+        band = _band(rollout_is_level, lower, upper)
+        metrics = parity.metrics_of_given_weights(*weights, response_mask, band)
+        mask = parity.widened_mask(response_mask)
         shares = {
             "veto_fraction": parity.mean_of(vetoed_rows),
             "catastrophic_token_fraction": parity.share(vetoed_tokens, mask),
         }
         return parity.to_floats(metrics | parity.prefixed("rollout_is_", shares))
 
-    measured = newest.compute_is_metrics(*weights, call.response_mask, call.rollout_is_level, upper, lower)
+    measured = newest.compute_is_metrics(*weights, response_mask, rollout_is_level, upper, lower)
     nonempty = valid.any(-1)
     ratio = measured_ratio(measured | {"sequence_count": float(nonempty.sum())})
     shares = {

@@ -5,21 +5,7 @@ runs torch: it walks over blocks that stay in cache. `cpu` is the same in compil
 is the same for GPUs, in three launches. `rows` is the list of statistics that all of them leave.
 """
 
-from rollcorr.config import Implementation
-from rollcorr.kernels.correction.call import CorrectionOutput, Out, check_out, copied_to
-from rollcorr.kernels.correction.dispatch import asked_for, correction_kernel, implementations
-from rollcorr.kernels.correction.torch.table import Reduction
+from rollcorr.kernels.correction.dispatch import implementations
 from rollcorr.kernels.correction.warm import warm
 
-__all__ = [
-    "CorrectionOutput",
-    "Implementation",
-    "Out",
-    "Reduction",
-    "asked_for",
-    "check_out",
-    "copied_to",
-    "correction_kernel",
-    "implementations",
-    "warm",
-]
+__all__ = ["implementations", "warm"]

@@ -17,7 +17,7 @@ from rollcorr.core.tops import top_entries, top_indices
 from rollcorr.kernels.correction.call import Batch
 from rollcorr.kernels.correction.cpu.kernel import cpu_detail, why_not
 from rollcorr.kernels.correction.torch.blocks import in_threads, threads_for, token_blocks
-from rollcorr.kernels.correction.torch.table import Block, SequenceTable
+from rollcorr.kernels.correction.torch.table import Block, SequenceTable, joined
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -98,9 +98,7 @@ def token_detail(
 
     # Each thread filled a table of all sequences from its own blocks; together they are whole.
     statistics, tables = zip(*passes, strict=True)
-    for table in tables[1:]:
-        tables[0].join(table)
-    return merge_statistics(statistics), tables[0]
+    return merge_statistics(statistics), joined(tables)
 
 
 _COLUMNS = ("log_ratio", "zero", "compared")

@@ -14,12 +14,13 @@ from rollcorr.core.boundary import in_host_memory, is_jit_tracing, is_transforme
 from rollcorr.core.integer_checks import check_cu_seqlens, check_mask_values, truth
 from rollcorr.kernels.correction import triton
 from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, copied_to
-from rollcorr.kernels.correction.cpu import cpu_correction, status, why_not
-from rollcorr.kernels.correction.cpu.library import library
+from rollcorr.kernels.correction.cpu.kernel import cpu_correction, why_not
+from rollcorr.kernels.correction.cpu.library import library, status
 from rollcorr.kernels.correction.reference import reference_correction
 from rollcorr.kernels.correction.rows import MissingRowError, known_rows
 from rollcorr.kernels.correction.torch.blocks import torch_correction
 from rollcorr.kernels.correction.torch.table import Reduction
+from rollcorr.kernels.correction.triton import self_check
 
 _CHOICES = get_args(Implementation)
 
@@ -134,7 +135,7 @@ def _triton_note() -> str:
     """Whether "auto" takes the Triton kernels on the first GPU, as far as that is known without running them."""
     if not torch.cuda.is_available():
         return "interpreted, on request"
-    verdict = triton.known_verdict(torch.device("cuda", torch.cuda.current_device()))
+    verdict = self_check.known_verdict(torch.device("cuda", torch.cuda.current_device()))
     if verdict is None:
         return "not yet compared with torch on this machine, which the first call or rollcorr.warm does"
     if verdict.agrees:
@@ -163,6 +164,6 @@ def _chosen(batch: Batch, config: RolloutCorrectionConfig) -> Implementation:
 
 def _fastest(batch: Batch, config: RolloutCorrectionConfig) -> Implementation:
     if batch.mask.device.type == "cuda":
-        takes = triton.why_not(batch, config) is None and triton.is_verified(batch.mask.device)
+        takes = triton.why_not(batch, config) is None and self_check.is_verified(batch.mask.device)
         return "triton" if takes else "torch"
     return "cpu" if why_not(batch, config) is None else "torch"

@@ -45,7 +45,7 @@ class _Tokens(NamedTuple):
 
 
 def reference_correction(inputs: Batch, config: RolloutCorrectionConfig) -> CorrectionOutput:
-    """As `rollcorr.kernels.correction.correction_kernel`."""
+    """As `rollcorr.kernels.correction.dispatch.correction_kernel`."""
     batch = _prepare(inputs, config)
     rows = Computed({}, {}, {})
     policy_sums = _compare(batch, config, rows)

@@ -234,6 +234,12 @@ class Computed(NamedTuple):
     moments: Values
     extremes: Values
 
+    @classmethod
+    def of(cls, statistics: Statistics) -> Computed:
+        """Name the rows of statistics."""
+        named = (zip(statistics.names[kind], statistics.rows[kind].unbind(), strict=True) for kind in _SHAPES)
+        return cls(*map(dict, named))
+
     def sample(self, name: str, values: Tensor, mask: Tensor) -> None:
         """Describe a sample by its moments and extremes, over its finite values."""
         mask = mask & values.isfinite()

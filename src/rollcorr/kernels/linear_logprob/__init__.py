@@ -4,7 +4,6 @@
 vocabulary in chunks, or the kept rows alone. `triton` is the same for GPUs, with one launch between two products.
 """
 
-from rollcorr.kernels.linear_logprob.linear_dispatch import Implementation, linear_log_prob
-from rollcorr.kernels.linear_logprob.problem import LinearLogProb
+from rollcorr.kernels.linear_logprob.linear_dispatch import linear_log_prob
 
-__all__ = ["Implementation", "LinearLogProb", "linear_log_prob"]
+__all__ = ["linear_log_prob"]

@@ -35,7 +35,7 @@ def composed_log_prob(problem: Problem, operations: Operations) -> LinearLogProb
         hidden, temperature = harmless(problem.hidden, problem.temperature, problem.mask)
         problem = replace(problem, hidden=hidden, temperature=temperature)
     if problem.kept is None:
-        return _whole(problem, operations) if problem.compact else _every_token(problem, operations)
+        return _over_vocabulary(problem, operations)
     member = membership(problem.kept, problem.token_ids, problem.mask)
     sums = merged_sums(operations.kept_sums(problem, member), None, problem.group)
     log_prob = torch.where(member.working, sums.log_prob, 0.0)
@@ -47,29 +47,30 @@ def composed_log_prob(problem: Problem, operations: Operations) -> LinearLogProb
     return LinearLogProb(log_prob, member.outside, entropy, log_kept_mass)
 
 
-def _whole(problem: Problem, operations: Operations) -> LinearLogProb:
-    """Over the vocabulary: tokens beyond the mask are dropped before anything is computed."""
-    N = problem.token_ids.numel()
-    rows = None if problem.mask is None else torch.where(problem.mask)[0]
+def _over_vocabulary(problem: Problem, operations: Operations) -> LinearLogProb:
+    """Over the vocabulary. Compact: tokens that do not count are dropped before anything is computed.
+
+    Otherwise no token is dropped: nothing is read, so nothing waits.
+    """
+    mask, N = problem.mask, problem.token_ids.numel()
+    rows = torch.where(mask)[0] if problem.compact and mask is not None else None
     measured = None
-    if isinstance(problem.entropy, Tensor):
+    if problem.compact and isinstance(problem.entropy, Tensor):
         measured = torch.where(problem.entropy if rows is None else problem.entropy[rows])[0]
     sums = _dense(problem, operations, rows, measured, entropy=problem.entropy is not False)
+
+    # What was dropped gets log-prob 0 and entropy NaN, like what was computed and does not count.
     log_prob, entropy = sums.log_prob, sums.entropy
     if rows is not None:
         log_prob = log_prob.new_zeros(N).index_copy(0, rows, log_prob)
+    elif mask is not None:
+        log_prob = log_prob.where(mask, 0.0)
     place = measured if rows is None or measured is None else rows[measured]
     place = rows if place is None else place
     if entropy is not None and place is not None:
         entropy = entropy.new_full((N,), torch.nan).index_copy(0, place, entropy)
-    return LinearLogProb(log_prob, torch.zeros_like(problem.token_ids, dtype=torch.bool), entropy, None)
-
-
-def _every_token(problem: Problem, operations: Operations) -> LinearLogProb:
-    """Over the vocabulary, and no token is dropped: nothing is read, so nothing waits."""
-    sums = _dense(problem, operations, None, entropy=problem.entropy is not False)
-    log_prob = sums.log_prob if problem.mask is None else sums.log_prob.where(problem.mask, 0.0)
-    entropy = None if sums.entropy is None else _where_wanted(sums.entropy, problem.entropy, problem.mask)
+    elif entropy is not None:
+        entropy = _where_wanted(entropy, problem.entropy, mask)
     return LinearLogProb(log_prob, torch.zeros_like(problem.token_ids, dtype=torch.bool), entropy, None)
 
 

@@ -211,11 +211,13 @@ class _Dense(torch.autograd.Function):
         hidden, weight, bias, log_total, entropy = ctx.saved_tensors
         settings: Settings = ctx.settings
         gradient = HeadGradient(ctx, weight, accumulate_into=settings.accumulate_into, sparse=False)
+        of_sum, of_target = (torch.zeros_like(log_total) if x is None else x for x in grads[1:3])
+        gradients = of_sum, of_target, grads[3]
         if settings.compact:
-            active, upstream = _active(settings, log_total, entropy, *grads[1:])
+            active, upstream = _active(settings, log_total, entropy, *gradients)
             temperature, states = at_rows(settings.temperature, active), hidden if active is None else hidden[active]
         else:
-            active, (states, temperature, upstream) = None, _every(hidden, settings, log_total, entropy, *grads[1:])
+            active, (states, temperature, upstream) = None, _every(hidden, settings, log_total, entropy, *gradients)
         local_ids = settings.local_ids if active is None else settings.local_ids[active]
         some = replace(settings, temperature=temperature, local_ids=local_ids)
         of_states = torch.zeros_like(states, dtype=log_total.dtype) if ctx.needs_input_grad[0] else None
@@ -257,16 +259,14 @@ def _active(
     settings: Settings,
     log_total: Tensor,
     entropy: Tensor | None,
-    of_sum: Tensor | None,
-    of_target: Tensor | None,
+    of_sum: Tensor,
+    of_target: Tensor,
     of_entropy: Tensor | None,
 ) -> tuple[Tensor | None, Upstream]:
     """Positions of the tokens that have a gradient, None for all, and what is upstream of them.
 
     How many there are is data: this waits for the device.
     """
-    of_sum = torch.zeros_like(log_total) if of_sum is None else of_sum
-    of_target = torch.zeros_like(log_total) if of_target is None else of_target
     every = torch.arange(log_total.numel(), device=log_total.device)
     measured = every if settings.measured is None else settings.measured
     wanted = (of_sum != 0) | (of_target != 0)
@@ -297,16 +297,14 @@ def _every(
     settings: Settings,
     log_total: Tensor,
     entropy: Tensor | None,
-    of_sum: Tensor | None,
-    of_target: Tensor | None,
+    of_sum: Tensor,
+    of_target: Tensor,
     of_entropy: Tensor | None,
 ) -> tuple[Tensor, float | Tensor, Upstream]:
     """Hidden states, temperatures and what is upstream of all tokens, those without a gradient made harmless.
 
     Nothing is read, so nothing waits. A total of ∞ makes every p of such a token 0, whatever its logits are.
     """
-    of_sum = torch.zeros_like(log_total) if of_sum is None else of_sum
-    of_target = torch.zeros_like(log_total) if of_target is None else of_target
     active = (of_sum != 0) | (of_target != 0)
     if of_entropy is not None:
         active = active | (of_entropy != 0)

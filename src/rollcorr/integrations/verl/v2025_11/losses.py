@@ -7,8 +7,8 @@ import dataclasses
 from torch import Tensor
 
 from rollcorr.core.losses import reinforce_loss
-from rollcorr.integrations.verl.calls import PolicyLossCall, called_as
 from rollcorr.integrations.verl.losses import (
+    Config,
     FourTensors,
     actor_correction,
     checked_actor,
@@ -21,11 +21,25 @@ from rollcorr.integrations.verl.v2025_11.config import RolloutCorrectionConfig
 from rollcorr.integrations.verl.v2025_11.correction import corrected
 
 
-@called_as(PolicyLossCall)
-def compute_policy_loss_vanilla(call: PolicyLossCall) -> FourTensors:
-    """−w · min(r A, clip(r) A), aggregated over this batch; r = π_θ / π_old. `PolicyLossCall` describes the arguments.
+def compute_policy_loss_vanilla(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Config = None,
+    rollout_is_weights: Tensor | None = None,
+) -> FourTensors:
+    """−w · min(r A, clip(r) A), aggregated over this batch; r = π_θ / π_old.
 
-    `loss_agg_mode` is one of those of `agg_loss`; "seq-mean-token-sum-norm" is Σ / T.
+    Args:
+        old_log_prob: as in `rollcorr.integrations.verl.compute_policy_loss_vanilla`, like the next three.
+        log_prob: log π_θ, nats.
+        advantages: per token.
+        response_mask: tokens in the loss, after rejection.
+        loss_agg_mode: one of those of `agg_loss`; "seq-mean-token-sum-norm" is Σ / T.
+        config: the actor's, with its clip constants.
+        rollout_is_weights: weights π_old / μ; None for none.
 
     Returns:
         Loss, share of tokens that the clip stops, KL(π_old‖π_θ), share that the dual clip stops.
@@ -33,8 +47,11 @@ def compute_policy_loss_vanilla(call: PolicyLossCall) -> FourTensors:
     Raises:
         ValueError: no config, a clip constant outside its range, or shapes that differ.
     """
-    per_token, statistics = clipped(call, clip_constants(checked_actor(call.config)), weights=call.rollout_is_weights)
-    return four_tensors(older_agg_loss(per_token, call.response_mask, call.loss_agg_mode), statistics)
+    constants = clip_constants(checked_actor(config))
+    per_token, statistics = clipped(
+        old_log_prob, log_prob, advantages, response_mask, constants, weights=rollout_is_weights
+    )
+    return four_tensors(older_agg_loss(per_token, response_mask, loss_agg_mode), statistics)
 
 
 def compute_policy_loss_with_rollout_correction(
@@ -82,38 +99,60 @@ def compute_policy_loss_with_rollout_correction(
         rollout_is, rollout_is_threshold, *band, rollout_token_veto_threshold, verl_parity=verl_parity
     )
     data = rollout_log_prob, log_prob, advantages, eos_mask
-    return _pure_loss(PolicyLossCall(*data, loss_agg_mode), settings, scale=loss_scale_factor)
+    return _pure_loss(*data, loss_agg_mode, settings, scale=loss_scale_factor)
 
 
-@called_as(PolicyLossCall)
-def compute_policy_loss_rollout_correction_wrapper(call: PolicyLossCall) -> FourTensors:
+def compute_policy_loss_rollout_correction_wrapper(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Config = None,
+    rollout_is_weights: Tensor | None = None,
+) -> FourTensors:
     """`compute_policy_loss_with_rollout_correction` as the actor calls it: the options are in its config.
 
-    `PolicyLossCall` describes the arguments.
+    Args:
+        old_log_prob: log μ, nats: the trainer put it there.
+        log_prob: log π_θ, nats; carries the gradient.
+        advantages: per token.
+        response_mask: tokens that the policy sampled.
+        loss_agg_mode: as in `compute_policy_loss_vanilla`.
+        config: the actor's; its policy_loss has rollout_correction.
+        rollout_is_weights: ignored, as in verl.
 
     Raises:
         TypeError: an option of the wrong type.
         ValueError: no correction in the config, an option outside its limits, or shapes that differ.
     """
-    settings = RolloutCorrectionConfig.read(actor_correction(call.config, writer="maybe_apply_rollout_correction"))
+    settings = RolloutCorrectionConfig.read(actor_correction(config, writer="maybe_apply_rollout_correction"))
 
     # The trainer has acted on the operating mode already; the loss reads the correction alone.
     alone = dataclasses.replace(settings, bypass_old_logprob_for_rollout=False, use_pure_rollout_correction=False)
-    return _pure_loss(call, alone, scale=1.0)
+    return _pure_loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, alone, scale=1.0)
 
 
-def _pure_loss(call: PolicyLossCall, settings: RolloutCorrectionConfig, *, scale: float) -> FourTensors:
-    """REINFORCE with the weights and the mask of π_θ / μ; the call's old log-probs are log μ."""
-    rollout_log_prob = call.old_log_prob
-    weights, mask, _ = corrected(call.log_prob, rollout_log_prob, call.response_mask, settings, in_loss=True)
+def _pure_loss(
+    rollout_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str,
+    settings: RolloutCorrectionConfig,
+    *,
+    scale: float,
+) -> FourTensors:
+    """REINFORCE with the weights and the mask of π_θ / μ."""
+    weights, mask, _ = corrected(log_prob, rollout_log_prob, response_mask, settings, in_loss=True)
 
     # That release looked at the mask only beside a band, so a veto alone never reached its loss.
     if settings.verl_parity and settings.rollout_rs is None:
-        mask = call.response_mask
+        mask = response_mask
 
     per_token, statistics = reinforce_loss(
-        call.log_prob, call.advantages, mask, weights=weights, behavior_log_prob=rollout_log_prob
+        log_prob, advantages, mask, weights=weights, behavior_log_prob=rollout_log_prob
     )
-    loss = older_agg_loss(per_token, mask, call.loss_agg_mode) * scale
+    loss = older_agg_loss(per_token, mask, loss_agg_mode) * scale
     nothing = loss.new_zeros(())
     return loss, nothing, statistics.moment("policy_kl")[1].to(loss.dtype), nothing

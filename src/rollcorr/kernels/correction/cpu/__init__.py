@@ -3,8 +3,3 @@
 `correction.c` and its headers are compiled when the package is installed, if there is a compiler; `library` finds what
 was built. Without it nothing is missing but speed.
 """
-
-from rollcorr.kernels.correction.cpu.kernel import cpu_correction, why_not
-from rollcorr.kernels.correction.cpu.library import LEVELS, status
-
-__all__ = ["LEVELS", "cpu_correction", "status", "why_not"]

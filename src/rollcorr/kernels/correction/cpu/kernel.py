@@ -65,7 +65,7 @@ def cpu_correction(
     level: str | None = None,
     checked: bool = False,
 ) -> CorrectionOutput:
-    """As `rollcorr.kernels.correction.correction_kernel`; the mask may hold numbers.
+    """As `rollcorr.kernels.correction.dispatch.correction_kernel`; the mask may hold numbers.
 
     Args:
         batch: what is corrected.

@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.core.mergeable_statistics import Statistics
 from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, outputs
+from rollcorr.kernels.correction.rows import Computed
 from rollcorr.kernels.correction.torch.decide import decide
-from rollcorr.kernels.correction.torch.table import Block, BlockRows, Reduction, SequenceTable
+from rollcorr.kernels.correction.torch.table import Block, Reduction, SequenceTable, joined, merge_blocks
 from rollcorr.kernels.correction.torch.tokens import TokenPass
 
 CPU_BLOCK = 1 << 15
@@ -43,7 +45,7 @@ def torch_correction(
     out: Out | None = None,
     block_tokens: int | None = None,
 ) -> CorrectionOutput:
-    """As `rollcorr.kernels.correction.correction_kernel`; `block_tokens` sets a block's size."""
+    """As `rollcorr.kernels.correction.dispatch.correction_kernel`; `block_tokens` sets a block's size."""
     weights, loss_mask = outputs(batch.mask, config, out)
     blocks = list(token_blocks(batch.mask, batch.cu_seqlens, block_tokens))
     sizes = [block.at.stop - block.at.start for block in blocks]
@@ -65,9 +67,9 @@ def torch_correction(
             tokens.read(*piece)
         return tokens
 
-    table, rows = _joined(in_threads(read, pieces, threads_for(batch.mask)))
+    table, rows = _merged(in_threads(read, pieces, threads_for(batch.mask)))
     if reduce is not None:
-        reduce(table, rows)
+        rows = Computed.of(reduce(table, Statistics.of(**rows._asdict())))
     _derive(table, config)
     decision = decide(table, rows, config)
 
@@ -159,12 +161,9 @@ def threads_for(tokens: Tensor) -> int:
     return torch.get_num_threads()
 
 
-def _joined(passes: list[TokenPass]) -> tuple[SequenceTable, BlockRows]:
-    first, *others = passes
-    for other in others:
-        first.table.join(other.table)
-        first.rows.join(other.rows)
-    return first.table, first.rows
+def _merged(passes: list[TokenPass]) -> tuple[SequenceTable, Computed]:
+    rows = merge_blocks([rows for tokens in passes for rows in tokens.per_block])
+    return joined([tokens.table for tokens in passes]), rows
 
 
 def token_blocks(mask: Tensor, cu_seqlens: Tensor | None, size: int | None = None) -> Iterator[Block]:

@@ -19,7 +19,7 @@ from rollcorr.core.mergeable_statistics import STATISTICS_DTYPE, Statistics, no_
 from rollcorr.core.weights import between, bounded_weights
 from rollcorr.kernels.correction.bands import applied_weights, beyond_bounds, exceedance_band
 from rollcorr.kernels.correction.rows import Computed, Sequences, Values, rows_of
-from rollcorr.kernels.correction.torch.table import BlockRows, SequenceTable
+from rollcorr.kernels.correction.torch.table import SequenceTable
 
 
 class Decision(NamedTuple):
@@ -84,7 +84,7 @@ class _Tally:
 class _State:
     """What was read of the tokens, what it says about each sequence, and the rows of statistics so far."""
 
-    def __init__(self, table: SequenceTable, blocks: BlockRows, config: RolloutCorrectionConfig) -> None:
+    def __init__(self, table: SequenceTable, blocks: Computed, config: RolloutCorrectionConfig) -> None:
         self.table, self.blocks, self.config = table, blocks, config
         self.sequences = Sequences(
             valid=table["valid"],
@@ -97,7 +97,7 @@ class _State:
         self.at_least_one_counted = self.sequences.counted.clamp(min=1)  # what means are divided by
 
 
-def decide(table: SequenceTable, blocks: BlockRows, config: RolloutCorrectionConfig) -> Decision:
+def decide(table: SequenceTable, blocks: Computed, config: RolloutCorrectionConfig) -> Decision:
     """Weigh and reject sequences, and finish every row of statistics."""
     state = _State(table, blocks, config)
     _compare(state)
@@ -306,17 +306,17 @@ def _finish_comparison(state: _State) -> None:
     blocks, (sums, moments, extremes) = state.blocks, state.rows
     zero = sums["zero_probability"]
 
-    moments["log_ratio"] = blocks.merged_moments("log_ratio")
+    moments["log_ratio"] = blocks.moments["log_ratio"]
     extremes["log_ratio"], extremes["log_ppl_diff"] = _extremes_of_measured(state)
-    sums["abs_log_ratio"] = blocks.sum("abs_log_ratio")
-    sums["capped"] = blocks.sum("capped_low") + blocks.sum("capped_high")
+    sums["abs_log_ratio"] = blocks.sums["abs_log_ratio"]
+    sums["capped"] = blocks.sums["capped_low"] + blocks.sums["capped_high"]
 
     # ρ² − 1 = (ρ − 1)² + 2 (ρ − 1). The blocks saw measured tokens; each one of probability zero adds −1.
-    sums["chi2_token"] = blocks.sum("expm1_squares").add(sums.pop("expm1"), alpha=2.0) - zero
-    sums["ratio_outside_10pct"] = blocks.sum("ratio_above_10pct") + blocks.sum("ratio_below_10pct") + zero
+    sums["chi2_token"] = blocks.sums["expm1_squares"].add(sums.pop("expm1"), alpha=2.0) - zero
+    sums["ratio_outside_10pct"] = blocks.sums["ratio_above_10pct"] + blocks.sums["ratio_below_10pct"] + zero
 
-    sums["prob_diff_abs"] = blocks.sum("prob_diff_abs")
-    extremes["prob_diff_abs"] = blocks.merged_extremes("prob_diff_abs")
+    sums["prob_diff_abs"] = blocks.sums["prob_diff_abs"]
+    extremes["prob_diff_abs"] = blocks.extremes["prob_diff_abs"]
     extremes["safety_bound"] = torch.full_like(extremes["log_ratio"], state.config.safety_bound)
 
 
@@ -338,7 +338,7 @@ def _finish_weights(state: _State) -> None:
     moments["unit_weight"] = moments["weight" if token_level else "sequence_weight"]
 
     if config.is_mode == "icepop":
-        inside = blocks.sum("is_inside") if token_level else sums.pop("inside")
+        inside = blocks.sums["is_inside"] if token_level else sums.pop("inside")
         sums["is_outside"] = sums["tokens_counted"] - inside
 
     # Sum and count of the weights whose mean the batch is normalized by: over units, or over what is left of them.
@@ -361,18 +361,18 @@ def _finish_token_weights(state: _State) -> None:
 
     # Up to the cap of k3 and χ², the blocks have counted already what lies beyond the safety bound.
     counter = "capped" if config.safety_bound == divergence.CAP else "saturated"
-    sums["saturated_low"], sums["saturated_high"] = blocks.sum(f"{counter}_low"), blocks.sum(f"{counter}_high")
+    sums["saturated_low"], sums["saturated_high"] = blocks.sums[f"{counter}_low"], blocks.sums[f"{counter}_high"]
     if lower is not None or upper is not None:
-        sums["is_high"], sums["is_low"] = blocks.sum("is_high"), blocks.sum("is_low")
+        sums["is_high"], sums["is_low"] = blocks.sums["is_high"], blocks.sums["is_low"]
         if lower is not None:
             sums["is_low"] = sums["is_low"] + sums["zero_probability"]
 
     raw = applied = _raw_extremes(state)
-    moments["weight"] = moments["weight_raw"] = blocks.merged_moments("weight")
+    moments["weight"] = moments["weight_raw"] = blocks.moments["weight"]
     if config.is_mode != "none":
-        moments["weight_raw"] = blocks.merged_moments("weight_raw")
+        moments["weight_raw"] = blocks.moments["weight_raw"]
     if config.is_mode == "icepop":
-        applied = blocks.merged_extremes("weight")
+        applied = blocks.extremes["weight"]
     elif config.is_mode == "truncate":
         applied = between(raw, config.rollout_is_floor, config.is_upper)
     extremes["weight_raw"], extremes["weight"] = raw, applied
@@ -397,17 +397,17 @@ def _raw_extremes(state: _State) -> Tensor:
     return torch.stack([low, high])
 
 
-def _finish_token_criterion(criterion: Criterion, rows: Computed, blocks: BlockRows) -> None:
+def _finish_token_criterion(criterion: Criterion, rows: Computed, blocks: Computed) -> None:
     """The rows of a token-level criterion that the blocks began; those of k1 = −d follow from d."""
     row, (sums, moments, extremes) = f"rs/{criterion.name}", rows
-    sums[f"{row}/high"], sums[f"{row}/low"] = blocks.sum(f"{row}/high"), blocks.sum(f"{row}/low")
+    sums[f"{row}/high"], sums[f"{row}/low"] = blocks.sums[f"{row}/high"], blocks.sums[f"{row}/low"]
     if criterion.kind == "k1":
         count, mean, m2 = moments["log_ratio"].unbind()
         moments[row] = torch.stack([count, -mean, m2])
         extremes[row] = -extremes["log_ratio"].flip(0)
     else:
-        moments[row] = blocks.merged_moments(row)
-        extremes[row] = blocks.merged_extremes(row)
+        moments[row] = blocks.moments[row]
+        extremes[row] = blocks.extremes[row]
 
 
 # --- Samples, all at once ---------------------------------------------------------------------------------------------

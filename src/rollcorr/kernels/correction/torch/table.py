@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from rollcorr.core.mergeable_statistics import STATISTICS_DTYPE, Statistics, merge_extremes, merge_moments, merge_sums
+from rollcorr.kernels.correction.rows import Computed
 
 
 class Block(NamedTuple):
@@ -88,15 +90,6 @@ class SequenceTable:
         if found is not ends:
             (torch.minimum if smallest else torch.maximum)(found, ends, out=found)
 
-    def join(self, other: SequenceTable) -> None:
-        """Add the columns that a pass over other blocks of the same batch filled."""
-        for column, values in other._columns.items():
-            if column.endswith("_min"):
-                self._column(column, torch.inf).clamp_(max=values)
-            elif column.endswith("_max"):
-                self._column(column, -torch.inf).clamp_(min=values)
-        self._sums.add_(other._sums)
-
     def pack(self) -> Tensor:
         """All columns, (C, B), in the order of their names."""
         return torch.stack([self._columns[name] for name in sorted(self._columns)])
@@ -126,83 +119,47 @@ class SequenceTable:
         return self._columns[name]
 
 
+def joined(tables: Sequence[SequenceTable]) -> SequenceTable:
+    """Join the tables that passes over different blocks of one batch filled."""
+    if len(tables) > 1:
+        tables[0].merge(torch.stack([table.pack() for table in tables]))
+    return tables[0]
+
+
 def _segments(values: Tensor, reduce: str, lengths: Tensor) -> Tensor:
     return torch.segment_reduce(values, reduce, lengths=lengths, unsafe=True)
 
 
-class BlockRows:
-    """Batch-wide rows: one entry for each block, merged at the end, all of them at once."""
+class BlockRows(NamedTuple):
+    """The batch-wide rows of one block, number by number: stacking them here would cost an operation for each row.
 
-    def __init__(self) -> None:
-        # Kind of row → name → what each block gave, number by number: one of a sum, three of moments, two of extremes.
-        self._entries: dict[str, dict[str, list[Tensor]]] = {"sums": {}, "moments": {}, "extremes": {}}
-        self._merged: dict[str, dict[str, Tensor]] | None = None
+    Attributes:
+        sums: name → number, 0-d float64.
+        moments: name → n, mean and M2.
+        extremes: name → smallest and largest value.
+    """
 
-    def add(self, name: str, value: Tensor) -> None:
-        """Add a 0-d value to a sum."""
-        self._entries["sums"].setdefault(name, []).append(value)
+    sums: dict[str, Tensor]
+    moments: dict[str, tuple[Tensor, Tensor, Tensor]]
+    extremes: dict[str, tuple[Tensor, Tensor]]
 
-    def moments(self, name: str, count: Tensor, mean: Tensor, m2: Tensor) -> None:
-        """Add the 0-d moments of a block."""
-        self._entries["moments"].setdefault(name, []).extend((count, mean, m2))
-
-    def extremes(self, name: str, smallest: Tensor, largest: Tensor) -> None:
-        """Add the 0-d extremes of a block."""
-        self._entries["extremes"].setdefault(name, []).extend((smallest, largest))
-
-    def join(self, other: BlockRows) -> None:
-        """Append the entries of a pass over later blocks."""
-        for kind, rows in other._entries.items():
-            for name, entries in rows.items():
-                self._entries[kind].setdefault(name, []).extend(entries)
-
-    def statistics(self, device: torch.device) -> Statistics:
-        """Every row, finished."""
-        rows = self._finished()
-        return Statistics.of(sums=rows["sums"], moments=rows["moments"], extremes=rows["extremes"], device=device)
-
-    def replace(self, statistics: Statistics) -> None:
-        """Replace every row by a finished one, for instance of several parts merged."""
-        self._merged = {
-            kind: dict(zip(statistics.names[kind], statistics.rows[kind].unbind(), strict=True))
-            for kind in self._entries
-        }
-
-    def sum(self, name: str) -> Tensor:
-        """The finished sum, 0-d float64."""
-        return self._finished()["sums"][name]
-
-    def merged_moments(self, name: str) -> Tensor:
-        """The finished moments, (3,) float64."""
-        return self._finished()["moments"][name]
-
-    def merged_extremes(self, name: str) -> Tensor:
-        """The finished extremes, (2,) float64."""
-        return self._finished()["extremes"][name]
-
-    def _finished(self) -> dict[str, dict[str, Tensor]]:
-        """Kind → name → the row, merged over the blocks."""
-        if self._merged is not None:
-            return self._merged
-        numbers = [x for rows in self._entries.values() for entries in rows.values() for x in entries]
-        if not numbers:
-            return {kind: {} for kind in self._entries}
-
-        # One vector of every number: an operation on a number costs as much as one on a thousand.
-        parts = iter(torch.stack(numbers).split([sum(map(len, rows.values())) for rows in self._entries.values()]))
-        self._merged = {}
-        for kind, size, merge in (
-            ("sums", 1, merge_sums),
-            ("moments", 3, merge_moments),
-            ("extremes", 2, merge_extremes),
-        ):
-            rows, values = self._entries[kind], next(parts)
-            by_block = values.view(len(rows), -1, size) if rows else values.view(0, 1, size)
-            merged = by_block[:, 0] if by_block.shape[1] == 1 else merge(by_block.transpose(0, 1))
-            merged = merged.squeeze(-1) if kind == "sums" else merged
-            self._merged[kind] = dict(zip(rows, merged.unbind(), strict=True))
-        return self._merged
+    def numbers(self) -> list[Tensor]:
+        """Return the numbers of all rows, in the order of `Statistics.pack`."""
+        return [*self.sums.values(), *chain(*self.moments.values()), *chain(*self.extremes.values())]
 
 
-Reduction = Callable[[SequenceTable, BlockRows], None]
-"""Merges, in place, what other processes read of the same sequences."""
+def merge_blocks(blocks: Sequence[BlockRows]) -> Computed:
+    """Merge the rows of blocks, all at once: an operation on one number costs as much as one on a thousand."""
+    vectors = torch.stack([number for block in blocks for number in block.numbers()]).view(len(blocks), -1)
+    names = blocks[0]
+    sums, moments, extremes = vectors.split((len(names.sums), 3 * len(names.moments), 2 * len(names.extremes)), dim=1)
+    return Computed(
+        dict(zip(names.sums, merge_sums(sums).unbind(), strict=True)),
+        dict(zip(names.moments, merge_moments(moments.unflatten(1, (-1, 3))).unbind(), strict=True)),
+        dict(zip(names.extremes, merge_extremes(extremes.unflatten(1, (-1, 2))).unbind(), strict=True)),
+    )
+
+
+Reduction = Callable[[SequenceTable, Statistics], Statistics]
+"""Merges what other processes read of the same sequences: into the table in place, and into the rows that it returns.
+"""

@@ -89,11 +89,12 @@ class _Scratch:
 
 
 class TokenPass:
-    """Reads blocks of tokens, writes what tokens alone decide, and keeps their sums in `table` and `rows`."""
+    """Reads blocks of tokens, writes what tokens alone decide, and keeps their sums in `table` and `per_block`."""
 
     def __init__(self, config: RolloutCorrectionConfig, sequences: int, device: torch.device) -> None:
         names = columns_of(config)
-        self.table, self.rows = SequenceTable(names, sequences, device), BlockRows()
+        self.table = SequenceTable(names, sequences, device)
+        self.per_block: list[BlockRows] = []
         self._config, self._scratch, self._columns = config, _Scratch(names, device), names
         self._judging = [criterion for criterion in config.criteria if criterion.scope == "token"]
         self._kinds = _kinds_to_sum(config)
@@ -110,12 +111,14 @@ class TokenPass:
     ) -> None:
         """Read a block; `weights` and `loss_mask` are its outputs."""
         self._scratch.fit(mask.shape)
+        self._rows = BlockRows({}, {}, {})
         self._classify(train, rollout, mask)
         self._compare(block)
         if weights is not None:
             self._weigh(weights)
         self._reject(loss_mask)
         self._describe(self.table.add(self._scratch.columns, block))
+        self.per_block.append(self._rows)
 
     def _classify(self, train: Tensor, rollout: Tensor, mask: Tensor) -> None:
         """Widen and sort the tokens; masked and missing values are 0 from here on."""
@@ -142,24 +145,26 @@ class TokenPass:
 
     def _compare_probabilities(self) -> None:
         """|π − μ| of compared tokens."""
-        scratch, rows = self._scratch, self.rows
+        scratch, rows = self._scratch, self._rows
         mu = torch.exp(scratch("rollout"), out=scratch("spare"))
         difference = torch.exp(scratch("train"), out=scratch("work")).sub_(mu).abs_()
         difference.nan_to_num_(nan=0.0, posinf=torch.inf)  # as in `core.divergence`: ∞ − ∞ of two densities
-        rows.add("prob_diff_abs", difference.sum())  # exp(0) − exp(0) where nothing is compared
-        rows.extremes("prob_diff_abs", self._nothing, _largest(difference))  # no metric reads its minimum
+        rows.sums["prob_diff_abs"] = difference.sum()  # exp(0) − exp(0) where nothing is compared
+
+        # No metric reads the minimum.
+        rows.extremes["prob_diff_abs"] = self._nothing, _largest(difference)
 
     def _compare(self, block: Block) -> None:
         """How far apart the policies are, whatever is done about it."""
-        scratch, rows = self._scratch, self.rows
+        scratch, rows = self._scratch, self._rows
         d, expm1, work = scratch("log_ratio"), scratch("expm1"), scratch("work")
-        rows.add("expm1_squares", torch.dot(expm1, expm1))
-        rows.add("abs_log_ratio", torch.abs(d, out=work).sum())
-        rows.add("capped_high", torch.gt(d, CAP, out=work).sum())
-        rows.add("capped_low", torch.lt(d, -CAP, out=work).sum())
+        rows.sums["expm1_squares"] = torch.dot(expm1, expm1)
+        rows.sums["abs_log_ratio"] = torch.abs(d, out=work).sum()
+        rows.sums["capped_high"] = torch.gt(d, CAP, out=work).sum()
+        rows.sums["capped_low"] = torch.lt(d, -CAP, out=work).sum()
         low, high = self._ten_percent
-        rows.add("ratio_above_10pct", torch.gt(d, high, out=work).sum())
-        rows.add("ratio_below_10pct", torch.lt(d, low, out=work).sum())
+        rows.sums["ratio_above_10pct"] = torch.gt(d, high, out=work).sum()
+        rows.sums["ratio_below_10pct"] = torch.lt(d, low, out=work).sum()
 
         # Unmeasured tokens, whose d is 0, are moved out of the way of the smallest and of the largest.
         outside = torch.eq(scratch("measured"), 0.0, out=scratch("spare"))
@@ -170,7 +175,7 @@ class TokenPass:
 
     def _weigh(self, out: Tensor) -> None:
         """Token-level weights, 0 where nothing is counted. Sequence levels only mark what counts."""
-        config, scratch, rows, bound = self._config, self._scratch, self.rows, self._config.safety_bound
+        config, scratch, rows, bound = self._config, self._scratch, self._rows, self._config.safety_bound
         if config.rollout_is != "token":
             out.copy_(scratch.shaped(self._counted))  # the sequence's weight is multiplied in at the end
             return
@@ -178,16 +183,16 @@ class TokenPass:
         # How many are beyond a bound is counted before it acts.
         d, positive, work = scratch("log_ratio"), scratch(self._positive), scratch("work")
         low, high = self._band
-        rows.add("is_high", torch.dot(torch.gt(d, high, out=work), positive))
-        rows.add("is_low", torch.dot(torch.lt(d, low, out=work), positive))  # probability zero is added later
+        rows.sums["is_high"] = torch.dot(torch.gt(d, high, out=work), positive)
+        rows.sums["is_low"] = torch.dot(torch.lt(d, low, out=work), positive)  # probability zero is added later
 
         weight = scratch("weight")
         raw = weight if config.is_mode == "none" else scratch("raw")
         if bound == CAP:
             torch.add(scratch("expm1"), 1.0, out=raw)  # e⁻²⁰ keeps 7 digits, as many as the weight's float32
         else:
-            rows.add("saturated_high", torch.gt(d, bound, out=work).sum())
-            rows.add("saturated_low", torch.lt(d, -bound, out=work).sum())
+            rows.sums["saturated_high"] = torch.gt(d, bound, out=work).sum()
+            rows.sums["saturated_low"] = torch.lt(d, -bound, out=work).sum()
             torch.clamp(d, -bound, bound, out=raw).exp_()
         raw.mul_(positive)
 
@@ -198,9 +203,9 @@ class TokenPass:
         elif config.is_mode == "icepop":
             low, high = self._kept_band
             inside = torch.le(d, high, out=scratch("inside")).mul_(torch.ge(d, low, out=work)).mul_(positive)
-            rows.add("is_inside", inside.sum())
+            rows.sums["is_inside"] = inside.sum()
             torch.mul(raw, inside, out=weight)
-            rows.extremes("weight", *self._ends(weight, self._counted))
+            rows.extremes["weight"] = self._ends(weight, self._counted)
         out.copy_(scratch.shaped("weight"))
 
     def _described_samples(self) -> list[tuple[str, str, str]]:
@@ -225,7 +230,7 @@ class TokenPass:
             deviation = torch.addcmul(
                 self._scratch(values), self._scratch(mask), mean, value=-1.0, out=self._scratch("work")
             )
-            self.rows.moments(row, total[mask], mean, torch.dot(deviation, deviation))
+            self._rows.moments[row] = total[mask], mean, torch.dot(deviation, deviation)
 
     def _reject(self, loss_mask: Tensor) -> None:
         """Token-level rejections, and what sequence-level ones need of every token."""
@@ -268,26 +273,26 @@ class TokenPass:
 
     def _judge(self, criterion: Criterion) -> Tensor:
         """The tokens that a token-level criterion rejects; its counts, squares and extremes on the way."""
-        scratch, rows, row = self._scratch, self.rows, f"rs/{criterion.name}"
+        scratch, rows, row = self._scratch, self._rows, f"rs/{criterion.name}"
         d, rejected = scratch("log_ratio"), scratch(f"{criterion.name}/rejected")
         if criterion.kind == "k1":
             positive, (low, high) = scratch(self._positive), log_band(criterion.lower, criterion.upper)
             torch.lt(d, low, out=rejected).mul_(positive)
             if criterion.lower is not None:
                 rejected.add_(self._zero())
-            rows.add(f"{row}/low", rejected.sum())
+            rows.sums[f"{row}/low"] = rejected.sum()
             above = torch.gt(d, high, out=scratch("work")).mul_(positive)
-            rows.add(f"{row}/high", above.sum())
+            rows.sums[f"{row}/high"] = above.sum()
             return rejected.add_(above)
 
         # A divergence has one bound, and probability zero is beyond it: its k2 and k3 are infinite.
         if criterion.kind == "k3":
             self._estimate("k3")
         values = scratch(criterion.kind)
-        rows.extremes(row, *self._ends(values, "measured"))
+        rows.extremes[row] = self._ends(values, "measured")
         torch.gt(values, divergence_bound(criterion.upper), out=rejected).add_(self._zero())
-        rows.add(f"{row}/high", rejected.sum())
-        rows.add(f"{row}/low", self._nothing)
+        rows.sums[f"{row}/high"] = rejected.sum()
+        rows.sums[f"{row}/low"] = self._nothing
         return rejected
 
     def _zero(self) -> Tensor:

@@ -26,16 +26,6 @@ from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, why_no_addresses
 from rollcorr.kernels.correction.torch.blocks import torch_correction
 from rollcorr.kernels.correction.triton.plan import abilities
-from rollcorr.kernels.correction.triton.self_check import is_verified, known_verdict
-
-__all__ = [
-    "interpreted",
-    "is_verified",
-    "known_verdict",
-    "status",
-    "triton_correction",
-    "why_not",
-]
 
 LARGEST_SAFETY_BOUND = 40.0
 """Nats; squares of weights are summed in float32, which ends at e^88."""
@@ -92,7 +82,7 @@ def status() -> str | None:
 def triton_correction(
     batch: Batch, config: RolloutCorrectionConfig, *, out: Out | None = None, splits: int | None = None
 ) -> CorrectionOutput:
-    """As `rollcorr.kernels.correction.correction_kernel`; the mask may hold numbers.
+    """As `rollcorr.kernels.correction.dispatch.correction_kernel`; the mask may hold numbers.
 
     Weights are float32 functions of float32 log-ratios; sums are float32 over at most 128 tokens, and float64 beyond.
     Log-ratios beyond ±1e16 count as that. With `TRITON_INTERPRET=1` in the environment tensors may be on the CPU.

@@ -15,8 +15,6 @@ from rollcorr.kernels.correction.triton import interpreted, status
 from rollcorr.kernels.linear_logprob.compose import Operations, composed_log_prob
 from rollcorr.kernels.linear_logprob.problem import LinearLogProb, Problem
 
-__all__ = ["status", "triton_log_prob", "why_not"]
-
 
 def why_not(problem: Problem) -> str | None:
     """Why the Triton kernels cannot take this, or None when they can."""
