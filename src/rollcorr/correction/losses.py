@@ -34,6 +34,7 @@ from rollcorr.core.losses import (
     reinforce_loss,
 )
 from rollcorr.core.mergeable_statistics import Statistics, moments_of
+from rollcorr.correction.correction_checks import check_belongs, context_group_of, has_context
 from rollcorr.correction.denominators import (
     Averaged,
     aggregate,
@@ -45,7 +46,7 @@ from rollcorr.correction.denominators import (
 )
 from rollcorr.correction.fingerprint import compare_policies
 from rollcorr.correction.process_groups import members, warn_without_group
-from rollcorr.correction.result import Correction, check_belongs, context_group_of, has_context
+from rollcorr.correction.result import Correction
 from rollcorr.correction.rollout_correction import correct
 
 if TYPE_CHECKING:
