@@ -15,7 +15,6 @@ from rollcorr.config import InertOptionWarning, RolloutCorrectionConfig
 from rollcorr.core.mergeable_statistics import Statistics
 from rollcorr.correction import check_mask
 from rollcorr.correction.denominators import count_denominators
-from rollcorr.kernels.correction.torch import blocks
 
 HALF = math.log(0.5)
 
@@ -279,8 +278,6 @@ class _Reads(TorchDispatchMode):
 @pytest.mark.parametrize("detail", [False, True])
 @pytest.mark.parametrize("preset", ["decoupled_seq_is_rs", "decoupled_geo_rs_token_tis", "geo_mis"])
 def test_nothing_is_read_until_metrics_are_and_then_once(preset, detail, monkeypatch):
-    """As on a device: in host memory the torch path reads values, where it waits for nothing."""
-    monkeypatch.setattr(blocks, "in_host_memory", lambda *_: False)
     read = []
     monkeypatch.setattr(Statistics, "read", lambda self, bring=Statistics.read: read.append(1) or bring(self))
     with _Reads() as reads:
