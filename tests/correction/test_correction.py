@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rollcorr import correct
 from rollcorr.config import InertOptionWarning, RolloutCorrectionConfig
 from rollcorr.core.mergeable_statistics import Statistics
-from rollcorr.correction import check_mask
 from rollcorr.correction.denominators import count_denominators
 
 HALF = math.log(0.5)
@@ -286,13 +285,6 @@ def test_nothing_is_read_until_metrics_are_and_then_once(preset, detail, monkeyp
         correction.metrics()
     assert reads.count == 0
     assert read == [1]
-
-
-def test_a_mask_that_is_no_mask_is_found_on_request():
-    check_mask(torch.tensor([0, 1, 1]))
-    check_mask(torch.tensor([True]))
-    with pytest.raises(ValueError, match=r"must hold 0 and 1, got 0\.5"):
-        check_mask(torch.tensor([0.0, 0.5]))
 
 
 def test_packed_batches_check_their_offsets_shape():

@@ -179,22 +179,6 @@ def correct(
     return with_context(correction, counts, fingerprint)
 
 
-def check_mask(response_mask: Tensor) -> None:
-    """Check that a mask holds only 0 and 1. Reads values: for loaders and debugging, not for the step path.
-
-    Args:
-        response_mask: any shape and dtype.
-
-    Raises:
-        ValueError: names the first value that is neither.
-    """
-    if response_mask.dtype == torch.bool:
-        return
-    wrong = response_mask[(response_mask != 0) & (response_mask != 1)]
-    if wrong.numel():
-        raise ValueError(f"response_mask must hold 0 and 1, got {wrong[0].item()} among {wrong.numel()} other values")
-
-
 class _CorrectionInputs(NamedTuple):
     train: Tensor
     rollout: Tensor
