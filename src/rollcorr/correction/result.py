@@ -107,7 +107,7 @@ class Correction:
             ValueError: there is nothing to count from: a correction without statistics was changed by hand.
         """
         normalizer = normalizer or ("kept" if self.config is None else self.config.normalizer)
-        own = self.counts and self.counts.of(normalizer)
+        own: Denominators | None = self.counts and getattr(self.counts, normalizer)
         if own is not None:
             return own
         if self.statistics is None:
@@ -151,18 +151,13 @@ class Correction:
         cu_seqlens, tokens = self.cu_seqlens, index
         if cu_seqlens is not None:
             tokens, cu_seqlens = packed_tokens(index, cu_seqlens)
-        part = Correction(
+        part = dataclasses.replace(
+            self,
             weights=None if self.weights is None else self.weights[tokens],
             loss_mask=self.loss_mask[tokens],
             sequence_kept=self.sequence_kept[index],
-            statistics=self.statistics,
-            config=self.config,
             response_mask=None if self.response_mask is None else self.response_mask[tokens],
             cu_seqlens=cu_seqlens,
-            group=self.group,
-            context_group=self.context_group,
-            ranks=self.ranks,
-            batch_shape=self.batch_shape,
         )
         return with_context(
             part, self.counts, self.fingerprint and self.fingerprint._replace(sums=self.fingerprint.sums[:, index])
@@ -191,11 +186,54 @@ class Correction:
             TypeError, ValueError: as `correction[rows]`; or the response mask or the groups are missing.
         """
         part = self[rows]
-        return with_context(part, _counts_of(part), part.fingerprint)
+        if part.response_mask is None:
+            raise ValueError(
+                "a mini-batch counts the response mask, and this correction has none: correct the batch again"
+            )
+        lost = part.group is None and part.ranks[0] > 1, part.context_group is None and part.ranks[1] > 1
+        if any(lost):
+            raise ValueError(
+                f"this correction is of {part.ranks[0]} x {part.ranks[1]} ranks, and their groups did not travel with "
+                "it: call mini_batch where correct was called"
+            )
+        count = partial(
+            loss_denominators,
+            loss_mask=part.loss_mask,
+            response_mask=part.response_mask,
+            weights=part.loss_weights,
+            cu_seqlens=part.cu_seqlens,
+            group=members(part.group),
+            context_group=part.context_group,
+        )
+        counts = StepCounts(kept=count("kept"), original=count("original"), weights=count("weights"))
+        return with_context(part, counts, part.fingerprint)
 
     def to(self, device: torch.device | str) -> Correction:
         """The same correction on another device; groups, configuration and denominators go with it."""
-        return self if self.loss_mask.device == torch.device(device) else _moved(self, device)
+        if self.loss_mask.device == torch.device(device):
+            return self
+
+        def there(value: Any) -> Any:  # noqa: ANN401 - a tensor, or a number or None, which stays
+            return value.to(device) if isinstance(value, Tensor) else value
+
+        # One transfer moves all statistics.
+        statistics = self.statistics
+        if statistics is not None:
+            statistics = statistics.unpack(statistics.pack().to(device))
+        copy = dataclasses.replace(
+            self,
+            weights=there(self.weights),
+            loss_mask=self.loss_mask.to(device),
+            sequence_kept=self.sequence_kept.to(device),
+            statistics=statistics,
+            response_mask=there(self.response_mask),
+            cu_seqlens=there(self.cu_seqlens),
+        )
+        counts = self.counts and StepCounts(
+            *(own and Denominators(there(own.tokens), there(own.sequences)) for own in self.counts)
+        )
+        fingerprint = self.fingerprint and self.fingerprint._replace(sums=there(self.fingerprint.sums))
+        return with_context(copy, counts, fingerprint)
 
     def summary(self) -> str:
         """The numbers to look at first, each with its healthy range, and a verdict: one device-to-host transfer.
@@ -225,10 +263,6 @@ class StepCounts(NamedTuple):
     original: Denominators | None = None
     weights: Denominators | None = None
 
-    def of(self, normalizer: Normalizer) -> Denominators | None:
-        """The counts of one normalizer."""
-        return {"kept": self.kept, "original": self.original, "weights": self.weights}[normalizer]
-
 
 def with_context(correction: Correction, counts: StepCounts | None, fingerprint: Fingerprint | None) -> Correction:
     """The correction, knowing its step and the policies that it compared."""
@@ -240,55 +274,3 @@ def with_context(correction: Correction, counts: StepCounts | None, fingerprint:
 def mean_weight(statistics: Statistics) -> Tensor:
     """What batch normalization divides the weights by: their mean."""
     return normalization_factor(statistics.sum("norm_weight"), statistics.sum("norm_units"))
-
-
-def _counts_of(part: Correction) -> StepCounts:
-    """What the loss of these sequences alone is divided by, over the groups of the correction.
-
-    Raises:
-        ValueError: the response mask is unknown, or a group was left behind.
-    """
-    if part.response_mask is None:
-        raise ValueError("a mini-batch counts the response mask, and this correction has none: correct the batch again")
-    lost = part.group is None and part.ranks[0] > 1, part.context_group is None and part.ranks[1] > 1
-    if any(lost):
-        raise ValueError(
-            f"this correction is of {part.ranks[0]} x {part.ranks[1]} ranks, and their groups did not travel with it: "
-            "call mini_batch where correct was called"
-        )
-    count = partial(
-        loss_denominators,
-        loss_mask=part.loss_mask,
-        response_mask=part.response_mask,
-        weights=part.loss_weights,
-        cu_seqlens=part.cu_seqlens,
-        group=members(part.group),
-        context_group=part.context_group,
-    )
-    return StepCounts(kept=count("kept"), original=count("original"), weights=count("weights"))
-
-
-def _moved(correction: Correction, device: torch.device | str) -> Correction:
-    """The same correction on another device, its statistics in one transfer."""
-
-    def there(value: Any) -> Any:  # noqa: ANN401 - a tensor, or a number or None, which stays
-        return value.to(device) if isinstance(value, Tensor) else value
-
-    statistics = correction.statistics
-    if statistics is not None:
-        rows = {kind: values.to(device) for kind, values in statistics.rows.items()}
-        statistics = Statistics(statistics.names, rows)
-    copy = dataclasses.replace(
-        correction,
-        weights=there(correction.weights),
-        loss_mask=correction.loss_mask.to(device),
-        sequence_kept=correction.sequence_kept.to(device),
-        statistics=statistics,
-        response_mask=there(correction.response_mask),
-        cu_seqlens=there(correction.cu_seqlens),
-    )
-    counts = correction.counts and StepCounts(
-        *(own and Denominators(there(own.tokens), there(own.sequences)) for own in correction.counts)
-    )
-    fingerprint = correction.fingerprint and correction.fingerprint._replace(sums=there(correction.fingerprint.sums))
-    return with_context(copy, counts, fingerprint)
