@@ -86,6 +86,7 @@ def test_reused_buffers_leave_only_small_change_to_allocate():
     ("out", "said"),
     [
         ((None, BOOL), r"out needs a weights buffer: out=\(weights, loss_mask\)"),
+        ((torch.zeros(5, 33), None), "out needs a loss_mask buffer"),
         ((torch.zeros(5, 33).double(), BOOL), "out weights must have dtype torch.float32, got torch.float64"),
         ((torch.zeros(5, 33), torch.zeros(5, 33)), "out loss_mask must have dtype torch.bool, got torch.float32"),
         ((torch.zeros(5, 32), BOOL), r"the shape of train_log_prob, \(5, 33\), got \(5, 32\)"),
@@ -166,3 +167,9 @@ def test_offsets_that_leave_the_data_are_refused_before_anything_is_written(impl
         correct(*packed, CONFIG, cu_seqlens=torch.tensor(offsets), out=out, impl=impl)
     assert (weights == 9.0).all()
     assert not out[1].any()
+
+
+def test_meta_buffers_give_meta_results():
+    train, rollout, mask = (x.to("meta") for x in batch())
+    out = (torch.empty(5, 33, device="meta"), torch.empty(5, 33, dtype=torch.bool, device="meta"))
+    assert correct(train, rollout, mask, CONFIG, out=out).loss_mask is out[1]

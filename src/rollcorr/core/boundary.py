@@ -144,7 +144,7 @@ def why_no_address(**tensors: Tensor) -> str | None:
             return f"{name} is a {type(tensor).__name__}, whose memory it cannot read"
         if tensor.is_neg():
             return f"{name} is a view of the negative of its memory; call resolve_neg()"
-        if tensor.numel() and not tensor.data_ptr():
+        if tensor.numel() and not tensor.data_ptr() and not tensor.is_meta:
             return f"{name} has no memory; call clone()"
     return None
 

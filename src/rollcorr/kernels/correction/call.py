@@ -88,6 +88,8 @@ def check_out(out: Out, config: RolloutCorrectionConfig | None, **inputs: Tensor
             if needed
             else "out has a weights buffer, but rollout_is=None computes no weights; give out=(None, loss_mask)"
         )
+    if out[1] is None:
+        raise ValueError("out needs a loss_mask buffer: out=(weights, loss_mask)")
     name, like = next(iter(inputs.items()))
     types = {"out weights": torch.float32, "out loss_mask": torch.bool}
     buffers = {kind: buffer for kind, buffer in zip(types, out, strict=True) if buffer is not None}
