@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollcorr.core.losses import ppo_clip_loss, reference_kl_k1, reference_kl_k2, reference_kl_k3, reinforce_loss
+from rollcorr.core.divergence import k1, k2, k3
+from rollcorr.core.losses import ppo_clip_loss, reference_kl, reinforce_loss
 from rollcorr.core.mergeable_statistics import merge_statistics
 
 NAN, INF = math.nan, math.inf
@@ -268,7 +269,7 @@ def test_no_loss_reads_tensor_values(loss_of):
         padded = packed.view(2, 3)
         assert loss_of(packed, packed, packed, packed, packed, cu_seqlens=cu_seqlens)[0].shape == (6,)
         assert loss_of(padded, padded, torch.zeros(2), padded, padded)[0].shape == (2, 3)
-        assert reference_kl_k3(padded, padded, padded)[0].shape == (2, 3)
+        assert reference_kl(padded, padded, padded)[0].shape == (2, 3)
 
 
 @every_loss
@@ -317,12 +318,12 @@ def test_reference_kl_by_hand():
     log_prob, ref = torch.tensor([[-1.0, -2.0, NAN, -1.0]]), torch.tensor([[-1.5, -1.0, 0.0, -INF]])
     mask = torch.tensor([[1, 1, 0, 1]])
     expected = {
-        reference_kl_k1: [0.5, -1.0, 0.0, 0.0],
-        reference_kl_k2: [0.125, 0.5, 0.0, 0.0],
-        reference_kl_k3: [math.exp(-0.5) - 1 + 0.5, math.e - 2, 0.0, 0.0],
+        k1: [0.5, -1.0, 0.0, 0.0],
+        k2: [0.125, 0.5, 0.0, 0.0],
+        k3: [math.exp(-0.5) - 1 + 0.5, math.e - 2, 0.0, 0.0],
     }
-    for estimator, values in expected.items():
-        kl, measured = estimator(log_prob, ref, mask)
+    for estimate, values in expected.items():
+        kl, measured = reference_kl(log_prob, ref, mask, estimate=estimate)
         torch.testing.assert_close(kl, torch.tensor([values]))
         assert measured.tolist() == [[True, True, False, False]]
 
@@ -331,14 +332,14 @@ def test_reference_kl_is_the_exact_divergence_in_expectation():
     """Σ_y π(y) k(y) over three outcomes: k1 and k3 are unbiased for KL(π‖π_ref), in this direction."""
     policy, ref = torch.tensor([[0.5, 0.3, 0.2]]).double(), torch.tensor([[0.2, 0.2, 0.6]]).double()
     exact = (policy * (policy / ref).log()).sum().item()
-    for estimator in (reference_kl_k1, reference_kl_k3):
-        kl, _ = estimator(policy.log(), ref.log(), torch.ones(1, 3))
+    for estimate in (k1, k3):
+        kl, _ = reference_kl(policy.log(), ref.log(), torch.ones(1, 3), estimate=estimate)
         assert (policy * kl).sum().item() == pytest.approx(exact)
 
 
 def test_k3_is_never_negative_and_its_gradient_is_never_lost():
     log_prob = torch.tensor([-1e3, -30.0, -1.0, -1e-4, 0.0, 1e-4, 1.0, 30.0, 1e3], requires_grad=True)
-    kl, _ = reference_kl_k3(log_prob, torch.zeros(9), torch.ones(9))
+    kl, _ = reference_kl(log_prob, torch.zeros(9), torch.ones(9))
     kl.sum().backward()
     assert (kl >= 0).all()
     assert log_prob.grad.isfinite().all()
@@ -349,7 +350,7 @@ def test_k3_is_never_negative_and_its_gradient_is_never_lost():
 def test_reference_kl_rejects_other_shapes_and_gives_the_reference_no_gradient():
     x = torch.zeros(2, 3, requires_grad=True)
     with pytest.raises(ValueError, match=r"\(2, 3\) and ref_log_prob \(2, 1\) differ"):
-        reference_kl_k1(x, torch.zeros(2, 1), x)
+        reference_kl(x, torch.zeros(2, 1), x)
     ref = torch.ones(2, 3, requires_grad=True)
-    reference_kl_k3(x, ref, torch.ones(2, 3))[0].sum().backward()
+    reference_kl(x, ref, torch.ones(2, 3))[0].sum().backward()
     assert ref.grad is None

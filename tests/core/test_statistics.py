@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollcorr.core.histograms import histogram_of
-from rollcorr.core.mergeable_statistics import Moments, Statistics, extremes_of, merge_statistics, moments_of
+from rollcorr.core.host_statistics import Moments
+from rollcorr.core.mergeable_statistics import Statistics, extremes_of, merge_statistics, moments_of
 from rollcorr.core.tops import top_entries, top_indices
 
 NAN = math.nan

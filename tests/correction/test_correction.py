@@ -13,9 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rollcorr import correct
 from rollcorr.config import InertOptionWarning, RolloutCorrectionConfig
 from rollcorr.core.mergeable_statistics import Statistics
-from rollcorr.correction import check_mask
 from rollcorr.correction.denominators import count_denominators
-from rollcorr.kernels.correction.torch import blocks
 
 HALF = math.log(0.5)
 
@@ -279,8 +277,6 @@ class _Reads(TorchDispatchMode):
 @pytest.mark.parametrize("detail", [False, True])
 @pytest.mark.parametrize("preset", ["decoupled_seq_is_rs", "decoupled_geo_rs_token_tis", "geo_mis"])
 def test_nothing_is_read_until_metrics_are_and_then_once(preset, detail, monkeypatch):
-    """As on a device: in host memory the torch path reads values, where it waits for nothing."""
-    monkeypatch.setattr(blocks, "in_host_memory", lambda *_: False)
     read = []
     monkeypatch.setattr(Statistics, "read", lambda self, bring=Statistics.read: read.append(1) or bring(self))
     with _Reads() as reads:
@@ -289,13 +285,6 @@ def test_nothing_is_read_until_metrics_are_and_then_once(preset, detail, monkeyp
         correction.metrics()
     assert reads.count == 0
     assert read == [1]
-
-
-def test_a_mask_that_is_no_mask_is_found_on_request():
-    check_mask(torch.tensor([0, 1, 1]))
-    check_mask(torch.tensor([True]))
-    with pytest.raises(ValueError, match=r"must hold 0 and 1, got 0\.5"):
-        check_mask(torch.tensor([0.0, 0.5]))
 
 
 def test_packed_batches_check_their_offsets_shape():

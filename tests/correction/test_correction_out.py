@@ -109,10 +109,11 @@ def test_large_new_outputs_ask_for_large_pages():
     ("out", "said"),
     [
         ((None, BOOL), r"out needs a weights buffer: out=\(weights, loss_mask\)"),
+        ((torch.zeros(5, 33), None), "out needs a loss_mask buffer"),
         ((torch.zeros(5, 33).double(), BOOL), "out weights must have dtype torch.float32, got torch.float64"),
         ((torch.zeros(5, 33), torch.zeros(5, 33)), "out loss_mask must have dtype torch.bool, got torch.float32"),
         ((torch.zeros(5, 32), BOOL), r"the shape of train_log_prob, \(5, 33\), got \(5, 32\)"),
-        ((torch.zeros(5, 33, device="meta"), BOOL), "the device of train_log_prob, cpu, got meta"),
+        ((torch.zeros(5, 33, device="meta"), BOOL), "train_log_prob is on cpu and out weights is on meta; move them"),
         ((torch.zeros(33, 5).T, BOOL), r"out weights must be contiguous, got strides \(1, 5\)"),
     ],
 )
@@ -154,10 +155,10 @@ def test_a_buffer_that_is_the_other_one_is_an_error():
 def test_a_buffer_whose_memory_holds_other_numbers_is_an_error(impl):
     negative, zeros = torch._neg_view(torch.zeros(5, 33)), torch._efficientzerotensor(5, 33)
     for weights, said in (
-        (negative, "a view of the negative of its memory"),
-        (zeros, "a tensor of zeros without memory"),
+        (negative, "is a view of the negative of its memory"),
+        (zeros, "has no memory"),
     ):
-        with pytest.raises(ValueError, match=f"out weights is {said}"):
+        with pytest.raises(ValueError, match=f"out weights {said}"):
             correct(*batch(), CONFIG, out=(weights, BOOL.clone()), impl=impl)
 
 
@@ -195,3 +196,9 @@ def test_offsets_that_leave_the_data_are_refused_before_anything_is_written(impl
         correct(*packed, CONFIG, cu_seqlens=torch.tensor(offsets), out=out, impl=impl)
     assert (weights == 9.0).all()
     assert not out[1].any()
+
+
+def test_meta_buffers_give_meta_results():
+    train, rollout, mask = (x.to("meta") for x in batch())
+    out = (torch.empty(5, 33, device="meta"), torch.empty(5, 33, dtype=torch.bool, device="meta"))
+    assert correct(train, rollout, mask, CONFIG, out=out).loss_mask is out[1]

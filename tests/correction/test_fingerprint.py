@@ -11,7 +11,7 @@ from implementations import per_implementation
 
 from rollcorr import Monitor, PolicyLogProbs, correct, policy_loss
 from rollcorr.config import checks
-from rollcorr.correction import fingerprint, result
+from rollcorr.correction import correction_checks, fingerprint
 from rollcorr.kernels.correction.dispatch import correction_kernel
 
 PRESET = "decoupled_token_is"
@@ -99,7 +99,7 @@ def _packed(corrected, given):
 @pytest.fixture
 def device(monkeypatch):
     """Treat tensors as if they were on a device, whose values must not be read."""
-    for module in (fingerprint, result):
+    for module in (fingerprint, correction_checks):
         monkeypatch.setattr(module, "in_host_memory", lambda *_: False)
 
 

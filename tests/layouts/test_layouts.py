@@ -12,18 +12,17 @@ from rollcorr.layouts import (
     cu_seqlens_of_positions,
     from_row,
     local_lists,
-    local_tokens,
     pack_lists,
     pack_padded,
     pad_packed,
     positions_of_cu_seqlens,
-    response_tokens_of_rank,
     responses_of_rows,
     rows_of_responses,
     to_row,
     unpack_list,
     whole_tokens,
 )
+from rollcorr.layouts.context_slices import response_tokens_of_rank
 
 lengths_of = st.lists(st.integers(0, 6), min_size=1, max_size=6)
 
@@ -151,7 +150,7 @@ def test_the_slices_of_all_ranks_are_the_response_once(total, response, ranks):
     held = torch.cat([response_tokens_of_rank(total, response, ranks, rank) for rank in range(ranks)])
     assert sorted(held.tolist()) == list(range(response))
     whole = torch.randn(response)
-    parts = [local_tokens(whole, total, ranks, rank) for rank in range(ranks)]
+    parts = [local_lists([whole], total_lengths=[total], ranks=ranks, rank=rank)[0][0] for rank in range(ranks)]
     assert torch.equal(whole_tokens(parts, total, response), whole)
 
 

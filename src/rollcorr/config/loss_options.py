@@ -26,7 +26,7 @@ class LossConfig:
         loss_scale_factor: divisor of "seq-mean-token-sum-norm", in tokens. That mode needs one, because the padded
             length would make the gradient depend on padding.
         kl_coef: weight of the divergence from the reference policy, ≥ 0.
-        kl_estimator: its estimate per token: "k1", "k2" or "k3" (`rollcorr.core.losses.reference_kl_k1` and so on).
+        kl_estimator: its estimate per token: "k1", "k2" or "k3" (`rollcorr.core.losses.reference_kl`).
         entropy_coef: weight of the entropy bonus, ≥ 0.
 
     Raises:

@@ -6,7 +6,7 @@ import dataclasses
 
 from rollcorr.core.criterion_metrics import criterion_metrics
 from rollcorr.core.finalizers import Finalizer, complement_share, highest, mean
-from rollcorr.core.mergeable_statistics import HostStatistics
+from rollcorr.core.host_statistics import HostStatistics
 from rollcorr.core.metric_type import OWN, Metric, metric_table
 
 BY_TIMESTEP = "abs_log_ratio_per_dimension/t_"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rollcorr.core.histograms import BINS, quantile
-from rollcorr.core.mergeable_statistics import kish_sample_size, population_std
+from rollcorr.core.host_statistics import kish_sample_size, population_std
 
 Numbers = list[float]
 """The numbers of all rows, one after the other: `HostStatistics.numbers`."""

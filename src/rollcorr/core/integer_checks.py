@@ -79,7 +79,7 @@ def check_mask_values(mask: Tensor, name: str = "mask") -> None:
     least, most = mask.detach().aminmax()
     if least >= 0 and most < torch.inf:
         return
-    values = mask.detach().double().numpy()
+    values = mask.double().numpy(force=True)
     where, value = _first(~((values >= 0) & (values < torch.inf)), values)
     raise ValueError(
         f"{name} contains {value:g} at {where}, and must be 0 or a positive finite number, read as != 0: it may be "
@@ -114,7 +114,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, tokens: int, name: str = "cu_seqlens", 
     """
     if cu_seqlens.dim() != 1 or not cu_seqlens.numel():
         raise ValueError(f"{name} must be (B + 1,) with at least one entry, got {tuple(cu_seqlens.shape)}")
-    offsets = cu_seqlens.cpu().numpy()
+    offsets = cu_seqlens.numpy(force=True)
     falls = offsets[1:] < offsets[:-1]
     if offsets[0] != 0:
         raise ValueError(f"{name} must start at 0, got {offsets[0]}")

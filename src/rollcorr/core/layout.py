@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rollcorr.core.boundary import check_integers, check_tensors, in_host_memory, is_transformed
+from rollcorr.core.boundary import check_integers, check_tensors, in_host_memory, in_transform
 from rollcorr.core.integer_checks import bounded_offsets, check_count, check_cu_seqlens, truth
 
 
@@ -31,9 +31,9 @@ def check_layout(*, cu_seqlens: Tensor | None = None, **tensors: Tensor) -> None
         check_cu_seqlens(cu_seqlens, next(iter(tensors.values())).numel())
 
 
-def check_shapes(*, cu_seqlens: Tensor | None = None, **tensors: Tensor) -> bool:
-    """As `check_layout`, for who checks the values of `cu_seqlens` later. Returns what `check_tensors` does."""
-    ordinary = check_tensors(**tensors, cu_seqlens=cu_seqlens)
+def check_shapes(*, cu_seqlens: Tensor | None = None, **tensors: Tensor) -> None:
+    """Check everything that `check_layout` does, except the values of `cu_seqlens`."""
+    check_tensors(**tensors, cu_seqlens=cu_seqlens)
     (first_name, first), *others = tensors.items()
     for name, tensor in others:
         if tensor.shape != first.shape:
@@ -44,7 +44,7 @@ def check_shapes(*, cu_seqlens: Tensor | None = None, **tensors: Tensor) -> bool
     if cu_seqlens is None:
         if first.dim() != 2:
             raise ValueError(f"expected (B, T), or (N,) with cu_seqlens; got {first_name} {tuple(first.shape)}")
-        return ordinary
+        return
 
     if first.dim() != 1:
         raise ValueError(f"with cu_seqlens, expected packed (N,) tensors; got {first_name} {tuple(first.shape)}")
@@ -56,7 +56,6 @@ def check_shapes(*, cu_seqlens: Tensor | None = None, **tensors: Tensor) -> bool
             f"cu_seqlens has one entry, which is no sequence, but {first_name} has {first.numel()} tokens; give the "
             "first token of each sequence, then the number of tokens"
         )
-    return ordinary
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
@@ -178,4 +177,4 @@ def unpack(packed: Tensor, mask: Tensor, *, fill: float = 0.0) -> Tensor:
 
 def _adds_by_atomics(values: Tensor) -> bool:
     """Whether adding these at indices gives other last digits each time. Inside torch.func there is no other way."""
-    return values.device.type == "cuda" and values.is_floating_point() and not is_transformed(values)
+    return values.device.type == "cuda" and values.is_floating_point() and not in_transform()

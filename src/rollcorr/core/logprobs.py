@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rollcorr.core.boundary import check_one_device
+from rollcorr.core.boundary import check_tensors
 from rollcorr.core.integer_checks import usable_ids
 from rollcorr.core.layout import add_at, sequence_ids
 from rollcorr.core.ratios import at_least_float32
@@ -212,7 +212,7 @@ def _at(scaled: Tensor, token_ids: Tensor) -> Tensor:
 
 def _checked(logits: Tensor, token_ids: Tensor, temperature: float, **others: Tensor) -> Tensor:
     """Check operands against each other; return the token ids as int64 that lead nowhere beyond the logits."""
-    check_one_device(logits=logits, token_ids=token_ids, **others)
+    check_tensors(logits=logits, token_ids=token_ids, **others)
     if logits.shape[:-1] != token_ids.shape:
         raise ValueError(f"logits {tuple(logits.shape)} must be token_ids {tuple(token_ids.shape)} with V added")
     check_temperature(temperature)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.core.boundary import check_floating, check_tensors
-from rollcorr.core.divergence import k1, k2, k3
+from rollcorr.core.divergence import k3
 from rollcorr.core.integer_checks import truth
 from rollcorr.core.layout import check_layout, expand
 from rollcorr.core.mergeable_statistics import Statistics, moments_of
@@ -172,53 +172,18 @@ def neutral_log_probs(log_prob: Tensor, old_log_prob: Tensor) -> tuple[Tensor, T
     return log_prob.masked_fill(gone, -torch.inf), old_log_prob.masked_fill(gone, -torch.inf)
 
 
-def reference_kl_k1(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """log π_θ − log π_ref per token, an estimate of KL(π_θ‖π_ref): unbiased, signed.
-
-    Its gradient is ∇log π_θ, whose expectation is 0, so it measures the KL but does not lower it. k3 is the default.
-
-    Args:
-        log_prob: log π_θ, nats. Any shape. Carries the gradient.
-        ref_log_prob: log π_ref, nats, same shape; detached here.
-        mask: response tokens, same shape; read as ≠ 0.
-
-    Returns:
-        The estimate per token, and the mask of the tokens where both log-probs are finite; 0 elsewhere.
-
-    Raises:
-        ValueError: shapes differ.
-
-    Source: Schulman (2020), "Approximating KL Divergence".
-    """
-    return _reference_kl(k1, log_prob, ref_log_prob, mask)
-
-
-def reference_kl_k2(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """(log π_θ − log π_ref)² / 2 per token: biased in value, but its expected gradient is that of KL(π_θ‖π_ref).
+def reference_kl(
+    log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor, *, estimate: Callable[[Tensor], Tensor] = k3
+) -> tuple[Tensor, Tensor]:
+    """Estimate KL(π_θ‖π_ref) per token from d = log π_ref − log π_θ.
 
     Args:
         log_prob: log π_θ, nats. Any shape. Carries the gradient.
         ref_log_prob: log π_ref, nats, same shape; detached here.
         mask: response tokens, same shape; read as ≠ 0.
-
-    Returns:
-        The estimate per token, and the mask of the tokens where both log-probs are finite; 0 elsewhere.
-
-    Raises:
-        ValueError: shapes differ.
-
-    Source: Schulman (2020), "Approximating KL Divergence".
-    """
-    return _reference_kl(k2, log_prob, ref_log_prob, mask)
-
-
-def reference_kl_k3(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """expm1(d) − d with d = log π_ref − log π_θ ≤ 20, per token: unbiased for KL(π_θ‖π_ref) and never negative.
-
-    Args:
-        log_prob: log π_θ, nats. Any shape. Carries the gradient.
-        ref_log_prob: log π_ref, nats, same shape; detached here.
-        mask: response tokens, same shape; read as ≠ 0.
+        estimate: a function of d, of `rollcorr.core.divergence`. `k1` is unbiased and signed, and the expectation of
+            its gradient is 0: it measures the KL but does not lower it. `k2` is biased, but its expected gradient is
+            that of the KL. `k3` is unbiased and never negative.
 
     Returns:
         The estimate per token, and the mask of the tokens where both log-probs are finite; 0 elsewhere.
@@ -228,12 +193,6 @@ def reference_kl_k3(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor) -> tup
 
     Source: Schulman (2020), "Approximating KL Divergence"; Shao et al. (2024), arXiv:2402.03300, eq. 4.
     """
-    return _reference_kl(k3, log_prob, ref_log_prob, mask)
-
-
-def _reference_kl(
-    estimate: Callable[[Tensor], Tensor], log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor
-) -> tuple[Tensor, Tensor]:
     check_tensors(log_prob=log_prob, ref_log_prob=ref_log_prob, mask=mask)
     check_floating(log_prob=log_prob, ref_log_prob=ref_log_prob)
     for name, tensor in (("ref_log_prob", ref_log_prob), ("mask", mask)):

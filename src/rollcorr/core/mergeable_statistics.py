@@ -18,25 +18,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from itertools import accumulate
 from types import MappingProxyType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rollcorr.core.histograms import BINS
-from rollcorr.core.tops import TOP, Entry, host_entries, merge_tops
+from rollcorr.core.host_statistics import ROW_SHAPES, HostStatistics
+from rollcorr.core.metric_registry import finalize
+from rollcorr.core.tops import merge_tops
 
 STATISTICS_DTYPE = torch.float64
 
 _NOTHING: Mapping[str, Tensor] = MappingProxyType({})
-
-
-class _Kind(NamedTuple):
-    shape: tuple[int, ...]  # of one row
-    merge: Callable[[Tensor], Tensor]  # (P, R, *shape) → (R, *shape)
 
 
 def merge_sums(parts: Tensor) -> Tensor:
@@ -65,21 +58,18 @@ def merge_extremes(parts: Tensor) -> Tensor:
     return torch.stack([parts[..., 0].amin(0), parts[..., 1].amax(0)], dim=-1)
 
 
-_KINDS = {
-    "sums": _Kind((), merge_sums),
-    "moments": _Kind((3,), merge_moments),
-    "extremes": _Kind((2,), merge_extremes),
-    "histograms": _Kind((BINS,), merge_sums),
-    "tops": _Kind((TOP, 3), merge_tops),
+_MERGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "sums": merge_sums,
+    "moments": merge_moments,
+    "extremes": merge_extremes,
+    "histograms": merge_sums,
+    "tops": merge_tops,
 }
-
-
-_SIZES = {kind: math.prod(of.shape) for kind, of in _KINDS.items()}
-"""Numbers in one row."""
+"""Kind of row → (P, R, *shape) → (R, *shape)."""
 
 
 def _shapes(names: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[int, ...]]:
-    return {kind: (len(names[kind]), *_KINDS[kind].shape) for kind in _KINDS}
+    return {kind: (len(names[kind]), *shape) for kind, shape in ROW_SHAPES.items()}
 
 
 class _PackedRows(Mapping[str, Tensor]):
@@ -97,10 +87,10 @@ class _PackedRows(Mapping[str, Tensor]):
         return self._parts[kind]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_KINDS)
+        return iter(ROW_SHAPES)
 
     def __len__(self) -> int:
-        return len(_KINDS)
+        return len(ROW_SHAPES)
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,13 +127,13 @@ class Statistics:
             tops: name → what `top_entries` returns, (TOP, 3).
             device: where the tables go if no row is given at all.
         """
-        given = dict(zip(_KINDS, (sums, moments, extremes, histograms, tops), strict=True))
+        given = dict(zip(ROW_SHAPES, (sums, moments, extremes, histograms, tops), strict=True))
 
         # Only where there is no row at all, the caller must say which device the empty tables are on.
         device = next((row.device for rows in given.values() for row in rows.values()), device)
         return cls(
             {kind: tuple(rows) for kind, rows in given.items()},
-            {kind: _stack(rows.values(), _KINDS[kind].shape, device) for kind, rows in given.items()},
+            {kind: _stack(rows.values(), ROW_SHAPES[kind], device) for kind, rows in given.items()},
         )
 
     def merge(self, other: Statistics) -> Statistics:
@@ -156,20 +146,20 @@ class Statistics:
 
     def __or__(self, other: Statistics) -> Statistics:
         """Join two statistics with disjoint rows over the same sample (a batch's correction and its loss)."""
-        shared = {name for kind in _KINDS for name in set(self.names[kind]) & set(other.names[kind])}
+        shared = {name for kind in ROW_SHAPES for name in set(self.names[kind]) & set(other.names[kind])}
         if shared:
             raise ValueError(f"rows appear on both sides: {sorted(shared)}")
 
         return Statistics(
-            {kind: self.names[kind] + other.names[kind] for kind in _KINDS},
-            {kind: torch.cat([self.rows[kind], other.rows[kind]]) for kind in _KINDS},
+            {kind: self.names[kind] + other.names[kind] for kind in ROW_SHAPES},
+            {kind: torch.cat([self.rows[kind], other.rows[kind]]) for kind in ROW_SHAPES},
         )
 
     def without(self, *left_out: str) -> Statistics:
         """All rows except these. Names that are not there are ignored."""
-        kept = {kind: [i for i, name in enumerate(self.names[kind]) if name not in left_out] for kind in _KINDS}
+        kept = {kind: [i for i, name in enumerate(self.names[kind]) if name not in left_out] for kind in ROW_SHAPES}
         return Statistics(
-            {kind: tuple(self.names[kind][i] for i in kept[kind]) for kind in _KINDS},
+            {kind: tuple(self.names[kind][i] for i in kept[kind]) for kind in ROW_SHAPES},
             {
                 kind: torch.stack([rows[i] for i in kept[kind]]) if kept[kind] else rows[:0]
                 for kind, rows in self.rows.items()
@@ -210,12 +200,10 @@ class Statistics:
         """Bring every row to the host in one transfer."""
         # Each transfer waits for the device, so all rows travel together, as one list of numbers.
         vector = self.rows.vector if isinstance(self.rows, _PackedRows) else self.pack()
-        return HostStatistics(tuple([self.names[kind] for kind in _KINDS]), vector.cpu().tolist())
+        return HostStatistics(tuple([self.names[kind] for kind in ROW_SHAPES]), vector.cpu().tolist())
 
     def metrics(self, *, prefix: str = "rollout_corr/") -> dict[str, float]:
         """Every metric of the registry that these rows suffice for, in one transfer; of merged statistics too."""
-        from rollcorr.core.metric_registry import finalize
-
         return finalize(self.read(), prefix=prefix)
 
     @property
@@ -255,110 +243,15 @@ def merge_statistics(parts: Iterable[Statistics]) -> Statistics:
     names = parts[0].names
     for part in parts:
         if part.names != names:
-            differing = sorted({name for kind in _KINDS for name in set(part.names[kind]) ^ set(names[kind])})
+            differing = sorted({name for kind in ROW_SHAPES for name in set(part.names[kind]) ^ set(names[kind])})
             raise ValueError(f"only statistics with the same rows merge; these rows are on one side only: {differing}")
 
     # Histograms and the worst entries exist on request only. A kind without rows has nothing to merge.
     merged = {
-        kind: _KINDS[kind].merge(torch.stack([part.rows[kind] for part in parts])) if names[kind] else rows
+        kind: _MERGES[kind](torch.stack([part.rows[kind] for part in parts])) if names[kind] else rows
         for kind, rows in parts[0].rows.items()
     }
     return Statistics(names, merged)
-
-
-def population_std(count: float, m2: float) -> float:
-    """sqrt(M2 / n); 0 for an empty sample."""
-    return (m2 / count) ** 0.5 if count else 0.0
-
-
-def kish_sample_size(count: float, mean: float, m2: float) -> float:
-    """(Σ x)² / (n Σ x²), in [0, 1]; 0 when every value is 0 or there is none (Kish, 1965)."""
-    square = mean * mean
-    second_moment = m2 / count + square if count else 0.0
-    return min(1.0, square / second_moment) if second_moment > 0 else 0.0
-
-
-class Moments(NamedTuple):
-    """Count, mean and M2 = Σ (x − mean)² of a sample, on the host."""
-
-    count: float  # type: ignore[assignment] # a tuple's method, which nobody asks of moments
-    mean: float
-    m2: float
-
-    @property
-    def total(self) -> float:
-        """Σ x."""
-        return self.count * self.mean
-
-    @property
-    def std(self) -> float:
-        """Population standard deviation; 0 for an empty sample."""
-        return population_std(self.count, self.m2)
-
-    @property
-    def effective_sample_size(self) -> float:
-        """(Σ x)² / (n Σ x²), in [0, 1]; 0 when every value is 0 or there is none."""
-        return kish_sample_size(*self)
-
-
-class Extremes(NamedTuple):
-    """Smallest and largest value of a sample, on the host; (+inf, −inf) when it is empty."""
-
-    min: float
-    max: float
-
-
-@dataclass(frozen=True)
-class HostStatistics:
-    """The rows of a `Statistics` as Python numbers, from which the metric registry makes metrics.
-
-    Attributes:
-        names: the names of the rows, kind by kind.
-        numbers: the numbers of all rows one after the other, as `Statistics.pack` has them.
-    """
-
-    names: tuple[tuple[str, ...], ...]
-    numbers: list[float]
-
-    @cached_property
-    def sums(self) -> Mapping[str, float]:
-        """Name → Σ x."""
-        return {name: number for name, (number,) in self._rows("sums")}
-
-    @cached_property
-    def moments(self) -> Mapping[str, Moments]:
-        """Name → count, mean and M2."""
-        return {name: Moments(*row) for name, row in self._rows("moments")}
-
-    @cached_property
-    def extremes(self) -> Mapping[str, Extremes]:
-        """Name → smallest and largest value."""
-        return {name: Extremes(*row) for name, row in self._rows("extremes")}
-
-    @cached_property
-    def histograms(self) -> Mapping[str, Sequence[float]]:
-        """Name → counts, BINS long."""
-        return dict(self._rows("histograms"))
-
-    @cached_property
-    def tops(self) -> Mapping[str, tuple[Entry, ...]]:
-        """Name → the entries that exist, worst first."""
-        return {name: host_entries([row[i : i + 3] for i in range(0, 3 * TOP, 3)]) for name, row in self._rows("tops")}
-
-    def _rows(self, kind: str) -> Iterator[tuple[str, list[float]]]:
-        """The rows of a kind, by name."""
-        for row, place in row_places(self.names).items():
-            of, _, name = row.partition(":")
-            if of == kind:
-                yield name, self.numbers[place : place + _SIZES[kind]]
-
-
-@lru_cache(maxsize=64)
-def row_places(names: tuple[tuple[str, ...], ...]) -> Mapping[str, int]:
-    """Where each row begins in `HostStatistics.numbers`, by its name as finalizers have it, "kind:name"."""
-    rows = [(kind, name) for kind, of_kind in zip(_KINDS, names, strict=True) for name in of_kind]
-    ends = accumulate(_SIZES[kind] for kind, _ in rows)
-    return {f"{kind}:{name}": end - _SIZES[kind] for (kind, name), end in zip(rows, ends, strict=True)}
 
 
 def moments_of(values: Tensor, mask: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from rollcorr.core.finalizers import (
     viable_length,
 )
 from rollcorr.core.health_ranges import RANGES
-from rollcorr.core.mergeable_statistics import HostStatistics, row_places
+from rollcorr.core.host_statistics import HostStatistics, row_places
 from rollcorr.core.metric_type import IS_GUIDE, MATHS, OWN, PRAXIS, Metric, R, V, metric_table
 
 __all__ = ["CRITERIA", "METRICS", "PREFIX", "Metric", "criterion_metrics", "finalize", "metric"]

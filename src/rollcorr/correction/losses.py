@@ -23,17 +23,17 @@ from rollcorr.config.checks import unknown_name, warn_once
 from rollcorr.config.conversion import resolve
 from rollcorr.core.aggregation import Denominators
 from rollcorr.core.boundary import check_floating, check_tensors
+from rollcorr.core.divergence import ESTIMATES
 from rollcorr.core.integer_checks import truth
 from rollcorr.core.layout import check_layout
 from rollcorr.core.losses import (
     neutral_log_probs,
     ppo_clip_loss,
-    reference_kl_k1,
-    reference_kl_k2,
-    reference_kl_k3,
+    reference_kl,
     reinforce_loss,
 )
 from rollcorr.core.mergeable_statistics import Statistics, moments_of
+from rollcorr.correction.correction_checks import check_belongs, context_group_of, has_context
 from rollcorr.correction.denominators import (
     Averaged,
     aggregate,
@@ -45,13 +45,11 @@ from rollcorr.correction.denominators import (
 )
 from rollcorr.correction.fingerprint import compare_policies
 from rollcorr.correction.process_groups import members, warn_without_group
-from rollcorr.correction.result import Correction, check_belongs, context_group_of, has_context
+from rollcorr.correction.result import Correction
 from rollcorr.correction.rollout_correction import correct
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-REFERENCE_KL = {"k1": reference_kl_k1, "k2": reference_kl_k2, "k3": reference_kl_k3}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -452,7 +450,7 @@ def _regularization(
     terms: list[tuple[str, Tensor, Tensor, float]] = []
     if ref_log_prob is not None:
         trained = log_prob if full_log_prob is None else full_log_prob
-        kl, measured = REFERENCE_KL[loss.kl_estimator](trained, ref_log_prob, mask)
+        kl, measured = reference_kl(trained, ref_log_prob, mask, estimate=ESTIMATES[loss.kl_estimator])
         terms.append(("kl_ref", kl, measured, loss.kl_coef))
     if entropy is not None:
         check_layout(log_prob=log_prob, entropy=entropy, cu_seqlens=cu_seqlens)

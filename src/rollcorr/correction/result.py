@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -12,11 +14,14 @@ from torch import Tensor
 from rollcorr.config import Normalizer, RolloutCorrectionConfig
 from rollcorr.core import metric_registry as registry
 from rollcorr.core.aggregation import Denominators
-from rollcorr.core.boundary import check_integers, check_tensors, in_host_memory
 from rollcorr.core.mergeable_statistics import Statistics
 from rollcorr.core.tops import Worst, worst_of
 from rollcorr.core.weights import normalization_factor
+from rollcorr.correction.denominators import loss_denominators
 from rollcorr.correction.fingerprint import Fingerprint
+from rollcorr.correction.overview import short_text, summary_table, summary_text
+from rollcorr.correction.parts import index_of, packed_tokens
+from rollcorr.correction.process_groups import members
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -102,7 +107,7 @@ class Correction:
             ValueError: there is nothing to count from: a correction without statistics was changed by hand.
         """
         normalizer = normalizer or ("kept" if self.config is None else self.config.normalizer)
-        own = self.counts and self.counts.of(normalizer)
+        own: Denominators | None = self.counts and getattr(self.counts, normalizer)
         if own is not None:
             return own
         if self.statistics is None:
@@ -142,24 +147,17 @@ class Correction:
             TypeError: `rows` is none of these, for instance a single integer, or columns too.
             ValueError: an index tensor is not 1-D, or a bool one is not (B,).
         """
-        index = _index_of(rows, self.sequences, self.loss_mask.device)
+        index = index_of(rows, self.sequences, self.loss_mask.device)
         cu_seqlens, tokens = self.cu_seqlens, index
         if cu_seqlens is not None:
-            from rollcorr.correction.parts import packed_tokens
-
             tokens, cu_seqlens = packed_tokens(index, cu_seqlens)
-        part = Correction(
+        part = dataclasses.replace(
+            self,
             weights=None if self.weights is None else self.weights[tokens],
             loss_mask=self.loss_mask[tokens],
             sequence_kept=self.sequence_kept[index],
-            statistics=self.statistics,
-            config=self.config,
             response_mask=None if self.response_mask is None else self.response_mask[tokens],
             cu_seqlens=cu_seqlens,
-            group=self.group,
-            context_group=self.context_group,
-            ranks=self.ranks,
-            batch_shape=self.batch_shape,
         )
         return with_context(
             part, self.counts, self.fingerprint and self.fingerprint._replace(sums=self.fingerprint.sums[:, index])
@@ -187,16 +185,55 @@ class Correction:
         Raises:
             TypeError, ValueError: as `correction[rows]`; or the response mask or the groups are missing.
         """
-        from rollcorr.correction.parts import counts_of
-
         part = self[rows]
-        return with_context(part, counts_of(part), part.fingerprint)
+        if part.response_mask is None:
+            raise ValueError(
+                "a mini-batch counts the response mask, and this correction has none: correct the batch again"
+            )
+        lost = part.group is None and part.ranks[0] > 1, part.context_group is None and part.ranks[1] > 1
+        if any(lost):
+            raise ValueError(
+                f"this correction is of {part.ranks[0]} x {part.ranks[1]} ranks, and their groups did not travel with "
+                "it: call mini_batch where correct was called"
+            )
+        count = partial(
+            loss_denominators,
+            loss_mask=part.loss_mask,
+            response_mask=part.response_mask,
+            weights=part.loss_weights,
+            cu_seqlens=part.cu_seqlens,
+            group=members(part.group),
+            context_group=part.context_group,
+        )
+        counts = StepCounts(kept=count("kept"), original=count("original"), weights=count("weights"))
+        return with_context(part, counts, part.fingerprint)
 
     def to(self, device: torch.device | str) -> Correction:
         """The same correction on another device; groups, configuration and denominators go with it."""
-        from rollcorr.correction.parts import moved
+        if self.loss_mask.device == torch.device(device):
+            return self
 
-        return self if self.loss_mask.device == torch.device(device) else moved(self, device)
+        def there(value: Any) -> Any:  # noqa: ANN401 - a tensor, or a number or None, which stays
+            return value.to(device) if isinstance(value, Tensor) else value
+
+        # One transfer moves all statistics.
+        statistics = self.statistics
+        if statistics is not None:
+            statistics = statistics.unpack(statistics.pack().to(device))
+        copy = dataclasses.replace(
+            self,
+            weights=there(self.weights),
+            loss_mask=self.loss_mask.to(device),
+            sequence_kept=self.sequence_kept.to(device),
+            statistics=statistics,
+            response_mask=there(self.response_mask),
+            cu_seqlens=there(self.cu_seqlens),
+        )
+        counts = self.counts and StepCounts(
+            *(own and Denominators(there(own.tokens), there(own.sequences)) for own in self.counts)
+        )
+        fingerprint = self.fingerprint and self.fingerprint._replace(sums=there(self.fingerprint.sums))
+        return with_context(copy, counts, fingerprint)
 
     def summary(self) -> str:
         """The numbers to look at first, each with its healthy range, and a verdict: one device-to-host transfer.
@@ -204,20 +241,14 @@ class Correction:
         The verdict is "within limits", "unhealthy" (one is beyond its limit) or "not judged" (nothing was measured). It
         looks at one batch; `rollcorr.health` also judges a run, and says what to do.
         """
-        from rollcorr.correction.overview import summary_text
-
         return summary_text(self)
 
     def __repr__(self) -> str:
         """Two lines: what it is, and its numbers. On a device the numbers stay there: reading them would wait."""
-        from rollcorr.correction.overview import short_text
-
         return short_text(self)
 
     def _repr_html_(self) -> str:
         """The summary as a table, for notebooks."""
-        from rollcorr.correction.overview import summary_table
-
         return summary_table(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -232,10 +263,6 @@ class StepCounts(NamedTuple):
     original: Denominators | None = None
     weights: Denominators | None = None
 
-    def of(self, normalizer: Normalizer) -> Denominators | None:
-        """The counts of one normalizer."""
-        return {"kept": self.kept, "original": self.original, "weights": self.weights}[normalizer]
-
 
 def with_context(correction: Correction, counts: StepCounts | None, fingerprint: Fingerprint | None) -> Correction:
     """The correction, knowing its step and the policies that it compared."""
@@ -244,121 +271,6 @@ def with_context(correction: Correction, counts: StepCounts | None, fingerprint:
     return correction
 
 
-def _index_of(rows: object, sequences: int, device: torch.device) -> slice | Tensor:
-    """What selects sequences: a slice, or a 1-D tensor on the device."""
-    if isinstance(rows, slice):
-        return rows
-    if isinstance(rows, list | tuple | range) and all(type(row) is int for row in rows):
-        return torch.tensor(list(rows), dtype=torch.int64, device=device)
-    if not isinstance(rows, Tensor):
-        raise TypeError(
-            f"a part of a correction is some of its sequences: give a slice, a list or a tensor; got {rows!r}"
-        )
-    if rows.dim() != 1 or (rows.dtype == torch.bool and rows.shape[0] != sequences):
-        raise ValueError(
-            f"rows {tuple(rows.shape)} must be 1-D, and ({sequences},) if bool: one entry for each sequence"
-        )
-    if rows.dtype == torch.bool:
-        return rows.to(device)
-
-    # As an index, torch would take bytes for a mask.
-    check_integers(rows=rows)
-    return rows.to(device, torch.int64)
-
-
 def mean_weight(statistics: Statistics) -> Tensor:
     """What batch normalization divides the weights by: their mean."""
     return normalization_factor(statistics.sum("norm_weight"), statistics.sum("norm_units"))
-
-
-# --- What a loss checks of a correction -------------------------------------------------------------------------------
-
-
-def has_context(correction: Correction, mask: Tensor) -> bool:
-    """Whether a correction knows what its optimizer step is divided by; False for a whole batch changed by hand.
-
-    Raises:
-        ValueError: it was changed by hand, and is a part, or one rank's: what the call counts would be too little.
-    """
-    if correction.knows_its_step:
-        return True
-    if correction.batch_shape == tuple(mask.shape) and correction.ranks == (1, 1):
-        return False
-    of = "a batch" if correction.batch_shape is None else f"a batch {correction.batch_shape}"
-    raise ValueError(
-        f"this correction {tuple(mask.shape)} was cut or changed by hand. It may be a part of {of} over "
-        f"{correction.ranks[0] * correction.ranks[1]} ranks, and does not know what the optimizer step is divided by: "
-        "take correction[rows], or pass denominators"
-    )
-
-
-def context_group_of(correction: Correction, given: ProcessGroup | None) -> ProcessGroup | None:
-    """The context group that a loss exchanges over: the correction's own.
-
-    Raises:
-        ValueError: another group was given, or the correction's did not travel with it.
-    """
-    own, ranks = correction.context_group, correction.ranks[1]
-    if given is None and (own is not None or ranks == 1):
-        return own
-    if given is None:
-        raise ValueError(
-            f"the correction is of sequences on {ranks} ranks, and their group did not travel with it: pass "
-            "context_group too"
-        )
-    if given.size() != ranks:
-        raise ValueError(
-            f"context_group has {given.size()} ranks and the correction is of sequences on {ranks}: a decision about a "
-            "slice is none about its sequence; pass the same context_group to correct"
-        )
-    return given
-
-
-def check_belongs(correction: Correction, mask: Tensor, cu_seqlens: Tensor | None) -> None:
-    """Check that a correction is of these tokens, as far as that is known without waiting for a device.
-
-    Shapes, devices and layouts are compared everywhere, and on the CPU masks and offsets too. A part of a correction
-    that was cut out by hand may still carry the masks of the whole batch. Those are not compared.
-
-    Args:
-        correction: what the loss was given.
-        mask: its response mask, bool.
-        cu_seqlens: its offsets; None when padded.
-
-    Raises:
-        ValueError: a shape, a device, a mask or offsets differ.
-    """
-    advice = "; take the rows of the correction with those of the batch: correction[rows]"
-    loss_mask = correction.loss_mask
-    check_tensors(response_mask=mask, **{"correction.loss_mask": loss_mask, "correction.weights": correction.weights})
-    for name, tensor in (("loss_mask", loss_mask), ("weights", correction.weights)):
-        if tensor is not None and tensor.shape != mask.shape:
-            shapes = f"correction.{name} {tuple(tensor.shape)} and response_mask {tuple(mask.shape)}"
-            raise ValueError(f"{shapes} differ, so the correction is of other tokens{advice}")
-
-    given = correction.response_mask
-    whole = given is not None and given.shape == mask.shape and given.device == mask.device
-    if whole and not _same_sequences(correction.cu_seqlens, cu_seqlens):
-        raise ValueError(f"correction has other cu_seqlens than the loss, so it is of other sequences{advice}")
-
-    # From here on values are read.
-    if not in_host_memory(loss_mask, mask):
-        return
-    outside = int((loss_mask & ~mask).sum())
-    if outside:
-        raise ValueError(
-            f"correction keeps {outside} tokens outside of response_mask, so it is of other tokens{advice}"
-        )
-    if whole and given is not None and in_host_memory(given):
-        others = int(((given != 0) != mask).sum())
-        if others:
-            raise ValueError(f"correction was computed with a response_mask that differs at {others} tokens{advice}")
-
-
-def _same_sequences(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether two layouts are the same, as far as that is known without waiting for a device."""
-    if one is None or other is None or one is other:
-        return one is other
-    if one.shape != other.shape:
-        return False
-    return not in_host_memory(one, other) or torch.equal(one.to(torch.int64), other.to(torch.int64))

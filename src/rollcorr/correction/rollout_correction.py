@@ -13,7 +13,7 @@ from torch import Tensor
 from rollcorr.config import Implementation, RolloutCorrectionConfig
 from rollcorr.config.checks import unknown_name
 from rollcorr.config.conversion import resolve
-from rollcorr.core.boundary import check_floating, is_jit_tracing, is_transformed, plain
+from rollcorr.core.boundary import check_floating, in_host_memory, plain
 from rollcorr.core.integer_checks import bounded_offsets, truth
 from rollcorr.core.layout import check_layout, check_shapes, sequence_count
 from rollcorr.core.mergeable_statistics import Statistics
@@ -109,7 +109,7 @@ def correct(
         tensor([[1.6487, 1.0000, 0.0000]])
     """
     # Kernels take addresses without checks of their own, so everything but the values of `cu_seqlens` is checked first.
-    ordinary = check_shapes(
+    check_shapes(
         cu_seqlens=cu_seqlens,
         train_log_prob=train_log_prob,
         rollout_log_prob=rollout_log_prob,
@@ -126,7 +126,7 @@ def correct(
     )
     if out is not None:
         log_probs = {"train_log_prob": train_log_prob, "rollout_log_prob": rollout_log_prob}
-        check_out(out, resolved, ordinary=ordinary, **log_probs, response_mask=response_mask)
+        check_out(out, resolved, **log_probs, response_mask=response_mask)
 
     # No rank may count twice.
     peers = None if group is None else members(group)
@@ -150,7 +150,7 @@ def correct(
         counts = StepCounts(counted, counted, counted)
     else:
         weights, loss_mask, sequence_kept, statistics, sums = _corrected(inputs, resolved, peers, detail, out, impl)
-        if ordinary and not densities and sums.is_cpu and not is_transformed(sums) and not is_jit_tracing():
+        if not densities and in_host_memory(sums):
             _check_no_probabilities(inputs, sums)
         fingerprint = Fingerprint(sums, (train_log_prob.dtype, rollout_log_prob.dtype))
         if weights is not None and fill:
@@ -170,22 +170,6 @@ def correct(
         batch_shape=tuple(response_mask.shape),
     )
     return with_context(correction, counts, fingerprint)
-
-
-def check_mask(response_mask: Tensor) -> None:
-    """Check that a mask holds only 0 and 1. Reads values: for loaders and debugging, not for the step path.
-
-    Args:
-        response_mask: any shape and dtype.
-
-    Raises:
-        ValueError: names the first value that is neither.
-    """
-    if response_mask.dtype == torch.bool:
-        return
-    wrong = response_mask[(response_mask != 0) & (response_mask != 1)]
-    if wrong.numel():
-        raise ValueError(f"response_mask must hold 0 and 1, got {wrong[0].item()} among {wrong.numel()} other values")
 
 
 class _CorrectionInputs(NamedTuple):

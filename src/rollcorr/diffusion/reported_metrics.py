@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rollcorr.config import Criterion, InertOptionWarning
-from rollcorr.core.mergeable_statistics import HostStatistics, Statistics, merge_statistics
+from rollcorr.core.host_statistics import HostStatistics
+from rollcorr.core.mergeable_statistics import Statistics, merge_statistics
 from rollcorr.core.metric_registry import PREFIX, finalize
 from rollcorr.correction.losses import PolicyLossOutput, loss_metrics
 from rollcorr.correction.process_groups import gather_statistics

@@ -8,10 +8,10 @@ function here turns one shape into another, and has an inverse:
     position ids                cu_seqlens_of_positions        positions_of_cu_seqlens
     (B, T)                      pack_padded                    pad_packed
     (B, L − 1) shifted by one   responses_of_rows              rows_of_responses
-    a rank's zig-zag slice      local_tokens, local_lists      whole_tokens
+    a rank's zig-zag slice      local_lists                    whole_tokens
 """
 
-from rollcorr.layouts.context_slices import local_lists, local_tokens, response_tokens_of_rank, whole_tokens
+from rollcorr.layouts.context_slices import local_lists, whole_tokens
 from rollcorr.layouts.response_rows import responses_of_rows, rows_of_responses
 from rollcorr.layouts.variable_length import (
     Packed,
@@ -32,12 +32,10 @@ __all__ = [
     "cu_seqlens_of_positions",
     "from_row",
     "local_lists",
-    "local_tokens",
     "pack_lists",
     "pack_padded",
     "pad_packed",
     "positions_of_cu_seqlens",
-    "response_tokens_of_rank",
     "responses_of_rows",
     "rows_of_responses",
     "to_row",

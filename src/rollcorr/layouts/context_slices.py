@@ -49,26 +49,12 @@ def response_tokens_of_rank(
     return torch.cat(numbers)
 
 
-def local_tokens(whole: Tensor, total_length: int, ranks: int, rank: int) -> Tensor:
-    """(T,) of a whole response → what a rank holds of it, (n,). `whole_tokens` is the inverse.
-
-    Args:
-        whole: a response's mask, advantages, …, one value for each token: (T, …).
-        total_length: L, tokens of prompt and response.
-        ranks: R, of the context group.
-        rank: this one's number in the group.
-
-    Raises:
-        ValueError: as in `response_tokens_of_rank`.
-    """
-    numbers = response_tokens_of_rank(total_length, whole.shape[0], ranks, rank, device=whole.device)
-    return whole[numbers]
-
-
 def local_lists(
     *lists: Sequence[Tensor], total_lengths: Sequence[int], ranks: int, rank: int
 ) -> tuple[list[Tensor], ...]:
     """Lists of whole responses → lists of what a rank holds of them: for `pack_lists`, beside its log-probs.
+
+    `whole_tokens` is the inverse, for one response.
 
     Args:
         lists: masks, advantages, …: a 1-D tensor for each response.
@@ -79,10 +65,11 @@ def local_lists(
     Raises:
         ValueError: as in `response_tokens_of_rank`, or a list has another number of responses.
     """
-    return tuple(
-        [local_tokens(whole, total, ranks, rank) for whole, total in zip(tensors, total_lengths, strict=True)]
-        for tensors in lists
-    )
+
+    def held(whole: Tensor, total: int) -> Tensor:
+        return whole[response_tokens_of_rank(total, whole.shape[0], ranks, rank, device=whole.device)]
+
+    return tuple([held(*pair) for pair in zip(tensors, total_lengths, strict=True)] for tensors in lists)
 
 
 def whole_tokens(parts: Sequence[Tensor], total_length: int, response_length: int) -> Tensor:

@@ -20,7 +20,8 @@ from rollcorr.config.finding import Finding
 from rollcorr.config.yaml_text import dump_yaml
 from rollcorr.core.mergeable_statistics import Statistics
 from rollcorr.core.metric_registry import PREFIX
-from rollcorr.correction import Correction, PolicyLossOutput, correct
+from rollcorr.correction import Correction, correct
+from rollcorr.correction.losses import PolicyLossOutput
 from rollcorr.correction.process_groups import check_groups, members
 from rollcorr.correction.rollout_correction import configuration_of
 from rollcorr.diagnostics.health.evidence import RECENT_STEPS

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollcorr.core.host_statistics import HostStatistics
 from rollcorr.core.mergeable_statistics import (
     STATISTICS_DTYPE,
-    HostStatistics,
     Statistics,
     extremes_of,
     merge_statistics,

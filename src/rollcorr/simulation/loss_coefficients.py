@@ -17,7 +17,8 @@ from torch import Tensor
 
 from rollcorr.config import LossConfig, RolloutCorrectionConfig
 from rollcorr.core.aggregation import Denominators
-from rollcorr.correction import PolicyLogProbs, PolicyLossOutput, correct, policy_loss
+from rollcorr.correction import PolicyLogProbs, correct, policy_loss
+from rollcorr.correction.losses import PolicyLossOutput
 from rollcorr.simulation.sequence_rows import SequenceRows
 
 # The Σ_t of the policy-gradient theorem, averaged over sequences: one scale for all estimators.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
-from rollcorr.core.boundary import check_tensors, has_storage, is_ordinary, why_no_address, why_no_kernel
+from rollcorr.core.boundary import check_tensors, is_traced, why_no_address
 from rollcorr.core.layout import sequence_count
 from rollcorr.core.mergeable_statistics import Statistics
 
@@ -42,16 +42,6 @@ class Batch(NamedTuple):
         return sequence_count(self.mask, cu_seqlens=self.cu_seqlens)
 
 
-def why_no_addresses(batch: Batch) -> str | None:
-    """Why a kernel that reads memory by its address must not have this batch, or None when it may."""
-    if (tracing := why_no_kernel()) is not None:
-        return tracing
-    for name, tensor in batch.named:
-        if (reason := why_no_address(tensor)) is not None:
-            return f"{name} is {reason}"
-    return None
-
-
 class CorrectionOutput(NamedTuple):
     """One batch, corrected; weights are not normalized yet.
 
@@ -79,70 +69,51 @@ def outputs(mask: Tensor, config: RolloutCorrectionConfig, out: Out | None) -> O
     return weights, torch.empty(mask.shape, dtype=torch.bool, device=mask.device)
 
 
-def check_out(out: Out, config: RolloutCorrectionConfig | None, *, ordinary: bool, **inputs: Tensor) -> None:
+def check_out(out: Out, config: RolloutCorrectionConfig | None, **inputs: Tensor) -> None:
     """Check that the caller's buffers fit the batch and are not part of it.
 
     Args:
         out: (weights, loss_mask).
         config: what will be computed.
-        ordinary: whether all of the batch are ordinary tensors, as `check_tensors` has found.
         inputs: the batch, by name.
 
     Raises:
         ValueError: a buffer is missing or of no use, its dtype, shape or device is wrong, or it is not contiguous, or
             shares memory with an input.
     """
-    weights, loss_mask = out
     needed = config is not None and config.rollout_is is not None
-    if needed != (weights is not None):
+    if needed != (out[0] is not None):
         raise ValueError(
             "out needs a weights buffer: out=(weights, loss_mask)"
             if needed
             else "out has a weights buffer, but rollout_is=None computes no weights; give out=(None, loss_mask)"
         )
+    if out[1] is None:
+        raise ValueError("out needs a loss_mask buffer: out=(weights, loss_mask)")
     name, like = next(iter(inputs.items()))
-    for buffer, kind, dtype in ((weights, "weights", torch.float32), (loss_mask, "loss_mask", torch.bool)):
-        if buffer is None or (ordinary and _fits(buffer, like, dtype)):
-            continue
-        ordinary = False
-        check_tensors(**{f"out {kind}": buffer})
-        if buffer.dtype != dtype:
-            raise ValueError(f"out {kind} must have dtype {dtype}, got {buffer.dtype}")
+    types = {"out weights": torch.float32, "out loss_mask": torch.bool}
+    buffers = {kind: buffer for kind, buffer in zip(types, out, strict=True) if buffer is not None}
+    check_tensors(**{name: like}, **buffers)
+    for kind, buffer in buffers.items():
+        if buffer.dtype != types[kind]:
+            raise ValueError(f"{kind} must have dtype {types[kind]}, got {buffer.dtype}")
         if buffer.shape != like.shape:
-            raise ValueError(
-                f"out {kind} must have the shape of {name}, {tuple(like.shape)}, got {tuple(buffer.shape)}"
-            )
-        if buffer.device != like.device:
-            raise ValueError(f"out {kind} must have the device of {name}, {like.device}, got {buffer.device}")
+            raise ValueError(f"{kind} must have the shape of {name}, {tuple(like.shape)}, got {tuple(buffer.shape)}")
         if not buffer.is_contiguous():
-            raise ValueError(f"out {kind} must be contiguous, got strides {buffer.stride()}; make it with torch.empty")
+            raise ValueError(f"{kind} must be contiguous, got strides {buffer.stride()}; make it with torch.empty")
 
-    # While torch.compile traces, and inside a transform, nothing has an address to compare.
-    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+    # While torch traces, nothing has an address to compare.
+    if is_traced():
         return
-    spans = [(other, *_span(tensor)) for other, tensor in inputs.items() if ordinary or has_storage(tensor)]
-    for buffer, kind in ((weights, "weights"), (loss_mask, "loss_mask")):
-        if buffer is None or not (ordinary or has_storage(buffer)):
-            continue
-        if not ordinary and (reason := why_no_address(buffer)) is not None:
-            raise ValueError(f"out {kind} is {reason}")
+    if (reason := why_no_address(**buffers)) is not None:
+        raise ValueError(reason)
+    spans = [(other, *_span(tensor)) for other, tensor in inputs.items()]
+    for kind, buffer in buffers.items():
         start, end = _span(buffer)
         for other, first, last in spans:
             if start < last and first < end:
-                raise ValueError(f"out {kind} and {other} share memory; give a buffer of its own")
-        spans.append((f"out {kind}", start, end))
-
-
-def _fits(buffer: Tensor, like: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a buffer is ordinary and has the dtype, shape and device that it must: then no check of it would fail."""
-    return (
-        is_ordinary(buffer)
-        and not buffer.is_neg()
-        and buffer.dtype == dtype
-        and buffer.shape == like.shape
-        and buffer.device == like.device
-        and buffer.is_contiguous()
-    )
+                raise ValueError(f"{kind} and {other} share memory; give a buffer of its own")
+        spans.append((kind, start, end))
 
 
 def copied_to(out: Out | None, output: CorrectionOutput) -> CorrectionOutput:

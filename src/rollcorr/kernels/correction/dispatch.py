@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rollcorr.config import Implementation, RolloutCorrectionConfig
 from rollcorr.config.checks import warn_once
-from rollcorr.core.boundary import in_host_memory, is_jit_tracing, is_transformed
+from rollcorr.core.boundary import in_host_memory, in_transform
 from rollcorr.core.integer_checks import check_cu_seqlens, check_mask_values, truth
 from rollcorr.kernels.correction import triton
 from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, copied_to
@@ -72,7 +72,7 @@ def correction_kernel(
     chosen_here = impl == "auto" and reduce is None
     if chosen_here:
         # Only the reference writes into no buffer, which a transform or a trace would have to know of.
-        functional = _transformed(batch) is not None or is_jit_tracing()
+        functional = in_transform() or torch.jit.is_tracing()  # type: ignore[attr-defined]
         impl = "reference" if functional else _chosen(batch, config)
     if impl == "cpu":
         return cpu_correction(batch, config, out=out, checked=chosen_here)
@@ -82,10 +82,10 @@ def correction_kernel(
         check_mask_values(mask, "response_mask")
         return triton.triton_correction(batch, config, out=out)
 
-    if impl != "reference" and (transformed := _transformed(batch)) is not None:
+    if impl != "reference" and in_transform():
         raise ValueError(
-            f"impl={impl!r} cannot take this batch: {transformed} is inside a transform of torch.func, where it has no "
-            "memory; use impl='reference', and no context_group"
+            f"impl={impl!r} cannot take this batch: it is inside a transform of torch.func, where it has no memory; "
+            "use impl='reference', and no context_group"
         )
     if mask.dtype != torch.bool:
         batch = batch._replace(mask=truth(mask, "response_mask"))
@@ -97,11 +97,6 @@ def correction_kernel(
             if not chosen_here:
                 raise
     return copied_to(out, reference_correction(batch, config))
-
-
-def _transformed(batch: Batch) -> str | None:
-    """The first tensor that a transform of `torch.func` holds, by name."""
-    return next((name for name, tensor in batch.named if is_transformed(tensor)), None)
 
 
 def chosen_implementation(batch: Batch, config: RolloutCorrectionConfig) -> Implementation:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import torch
 from torch import Tensor
 
-from rollcorr.core.boundary import check_floating, check_integers, is_sharded, is_transformed, type_name
+from rollcorr.core.boundary import check_floating, check_integers, in_transform, type_name
 from rollcorr.core.boundary import check_tensors as check_kinds
 from rollcorr.core.logprobs import check_temperature as check_scalar_temperature
 from rollcorr.core.sampling import KeptSets
@@ -40,21 +40,17 @@ def check_tensors(
     check_kinds(**operands, token_ids=token_ids)
     check_floating(**operands)
     check_integers(token_ids=token_ids)
-    for name, tensor in (*operands.items(), ("token_ids", token_ids)):
-        if impl != "reference" and tensor is not None and is_transformed(tensor):
-            raise ValueError(
-                f"impl={impl!r} does not work inside a transform of torch.func, where {name} is; use impl='reference', "
-                "which makes all logits"
-            )
+    if impl != "reference" and in_transform():
+        raise ValueError(
+            f"impl={impl!r} does not work inside a transform of torch.func; use impl='reference', which makes all "
+            "logits"
+        )
     if weight.dim() != 2 or hidden.shape[-1:] != weight.shape[-1:]:
         raise ValueError(f"hidden {tuple(hidden.shape)} must be (…, d) and weight {tuple(weight.shape)} (V, d)")
     if hidden.shape[:-1] != token_ids.shape:
         raise ValueError(f"hidden {tuple(hidden.shape)} must be token_ids {tuple(token_ids.shape)} with d added")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias {tuple(bias.shape)} must have one entry for each of the weight's {len(weight)} rows")
-    for name, tensor in (("hidden", hidden), ("weight", weight)):
-        if is_sharded(tensor):
-            raise ValueError(f"{name} is a {type(tensor).__name__}: give a plain tensor; of a sharded one, all of it")
     if accumulate_into is None:
         return
     if accumulate_into.shape != weight.shape:

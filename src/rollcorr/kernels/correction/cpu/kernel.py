@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.core.boundary import why_no_address
 from rollcorr.core.histograms import BINS
 from rollcorr.core.integer_checks import check_cu_seqlens, check_mask_values, truth
 from rollcorr.core.mergeable_statistics import STATISTICS_DTYPE, Statistics
 from rollcorr.core.tops import TOP, merge_tops
-from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, outputs, why_no_addresses
+from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, outputs
 from rollcorr.kernels.correction.cpu.job import LOG_PROB_TYPES, MASK_TYPES, MAX_CRITERIA, OF_BATCH, thresholds_of
 from rollcorr.kernels.correction.cpu.library import Library, library, status
 from rollcorr.kernels.correction.rows import empty_statistics
@@ -32,7 +33,7 @@ _LARGE = 4 << 20  # bytes, from which large pages pay
 
 def why_not(batch: Batch, config: RolloutCorrectionConfig) -> str | None:
     """Why the compiled kernel cannot take this batch, or None when it can."""
-    if (hidden := why_no_addresses(batch)) is not None:
+    if (hidden := why_no_address(**dict(batch.named))) is not None:
         return hidden
     named = batch.named
     for name, tensor in named:

@@ -23,7 +23,8 @@ from functools import lru_cache
 import torch
 
 from rollcorr.config import RolloutCorrectionConfig
-from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, why_no_addresses
+from rollcorr.core.boundary import why_no_address
+from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out
 from rollcorr.kernels.correction.torch.blocks import torch_correction
 from rollcorr.kernels.correction.triton.plan import abilities
 
@@ -36,7 +37,7 @@ OLDEST_TRITON = (3, 4)
 
 def why_not(batch: Batch, config: RolloutCorrectionConfig) -> str | None:
     """Why the Triton kernels cannot take this batch, or None when they can."""
-    if (hidden := why_no_addresses(batch)) is not None:
+    if (hidden := why_no_address(**dict(batch.named))) is not None:
         return hidden
     for name, tensor in batch.named:
         if tensor.device.type != "cuda" and not interpreted():

@@ -1,0 +1,119 @@
+"""Statistics on the host: merged rows as Python numbers, from which the metric registry computes metrics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+from rollcorr.core.histograms import BINS
+from rollcorr.core.tops import TOP, Entry, host_entries
+
+ROW_SHAPES: dict[str, tuple[int, ...]] = {
+    "sums": (),
+    "moments": (3,),
+    "extremes": (2,),
+    "histograms": (BINS,),
+    "tops": (TOP, 3),
+}
+"""Kind of row → its shape."""
+
+_SIZES = {kind: math.prod(shape) for kind, shape in ROW_SHAPES.items()}
+
+
+def population_std(count: float, m2: float) -> float:
+    """sqrt(M2 / n); 0 for an empty sample."""
+    return (m2 / count) ** 0.5 if count else 0.0
+
+
+def kish_sample_size(count: float, mean: float, m2: float) -> float:
+    """(Σ x)² / (n Σ x²), in [0, 1]; 0 when every value is 0 or there is none (Kish, 1965)."""
+    square = mean * mean
+    second_moment = m2 / count + square if count else 0.0
+    return min(1.0, square / second_moment) if second_moment > 0 else 0.0
+
+
+class Moments(NamedTuple):
+    """Count, mean and M2 = Σ (x − mean)² of a sample, on the host."""
+
+    count: float  # type: ignore[assignment] # a tuple's method, which nobody asks of moments
+    mean: float
+    m2: float
+
+    @property
+    def total(self) -> float:
+        """Σ x."""
+        return self.count * self.mean
+
+    @property
+    def std(self) -> float:
+        """Population standard deviation; 0 for an empty sample."""
+        return population_std(self.count, self.m2)
+
+    @property
+    def effective_sample_size(self) -> float:
+        """(Σ x)² / (n Σ x²), in [0, 1]; 0 when every value is 0 or there is none."""
+        return kish_sample_size(*self)
+
+
+class Extremes(NamedTuple):
+    """Smallest and largest value of a sample, on the host; (+inf, −inf) when it is empty."""
+
+    min: float
+    max: float
+
+
+@dataclass(frozen=True)
+class HostStatistics:
+    """The rows of a `Statistics` as Python numbers, from which the metric registry makes metrics.
+
+    Attributes:
+        names: the names of the rows, kind by kind.
+        numbers: the numbers of all rows one after the other, as `Statistics.pack` has them.
+    """
+
+    names: tuple[tuple[str, ...], ...]
+    numbers: list[float]
+
+    @cached_property
+    def sums(self) -> Mapping[str, float]:
+        """Name → Σ x."""
+        return {name: number for name, (number,) in self._rows("sums")}
+
+    @cached_property
+    def moments(self) -> Mapping[str, Moments]:
+        """Name → count, mean and M2."""
+        return {name: Moments(*row) for name, row in self._rows("moments")}
+
+    @cached_property
+    def extremes(self) -> Mapping[str, Extremes]:
+        """Name → smallest and largest value."""
+        return {name: Extremes(*row) for name, row in self._rows("extremes")}
+
+    @cached_property
+    def histograms(self) -> Mapping[str, Sequence[float]]:
+        """Name → counts, BINS long."""
+        return dict(self._rows("histograms"))
+
+    @cached_property
+    def tops(self) -> Mapping[str, tuple[Entry, ...]]:
+        """Name → the entries that exist, worst first."""
+        return {name: host_entries([row[i : i + 3] for i in range(0, 3 * TOP, 3)]) for name, row in self._rows("tops")}
+
+    def _rows(self, kind: str) -> Iterator[tuple[str, list[float]]]:
+        """The rows of a kind, by name."""
+        for row, place in row_places(self.names).items():
+            of, _, name = row.partition(":")
+            if of == kind:
+                yield name, self.numbers[place : place + _SIZES[kind]]
+
+
+@lru_cache(maxsize=64)
+def row_places(names: tuple[tuple[str, ...], ...]) -> Mapping[str, int]:
+    """Where each row begins in `HostStatistics.numbers`, by its name as finalizers have it, "kind:name"."""
+    rows = [(kind, name) for kind, of_kind in zip(ROW_SHAPES, names, strict=True) for name in of_kind]
+    ends = accumulate(_SIZES[kind] for kind, _ in rows)
+    return {f"{kind}:{name}": end - _SIZES[kind] for (kind, name), end in zip(rows, ends, strict=True)}
