@@ -211,8 +211,7 @@ def _entries() -> dict[str, Entry]:
             )
         for name, (call, kinds) in _LAYOUT.items():
             found[f"{name}, {layout}"] = Entry(call, kinds, packed)
-    for name in ("reference_kl_k1", "reference_kl_k2", "reference_kl_k3"):
-        found[name] = Entry(getattr(losses, name), {"log_prob": FLOAT, "ref_log_prob": FLOAT, "mask": MASK})
+    found["reference_kl"] = Entry(losses.reference_kl, {"log_prob": FLOAT, "ref_log_prob": FLOAT, "mask": MASK})
     groups = {"rewards": NUMBER, "group_ids": IDS, "keep": BOOL}
     for name in ("grpo_advantages", "dr_grpo_advantages", "rloo_advantages"):
         found[name] = Entry(getattr(advantages, name), groups)
