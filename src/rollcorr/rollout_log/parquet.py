@@ -17,14 +17,7 @@ from rollcorr.rollout_log.batch import RolloutBatch
 from rollcorr.rollout_log.column_names import check_column_names, columns_of_fields, near_names
 from rollcorr.rollout_log.errors import RolloutLogError, log_error
 from rollcorr.rollout_log.file_limits import FileLimits, limit_error
-from rollcorr.rollout_log.parquet_pages import (
-    DamagedParquetError,
-    Footer,
-    FooterSizeError,
-    pages_of,
-    read_footer,
-    row_starts,
-)
+from rollcorr.rollout_log.parquet_pages import DamagedParquetError, Footer, pages_of, read_footer, row_starts
 from rollcorr.rollout_log.schema import COLUMNS, TOKEN_COLUMNS, VERSION_KEY, check_version, conform, own_fields
 from rollcorr.rollout_log.source import BatchLimits, Shard
 
@@ -145,7 +138,6 @@ class ParquetSource:
     def _open(self, path: Path) -> Iterator[_Opened]:
         """An open Parquet file of a version that can be read. What is wrong with it is told with its name."""
         fix = "copy or write it again; the writer of this library leaves whole files only"
-        most = self.limits.footer_bytes
         # Arrow would take a dot for a field of a structure, and the pages of that are not checked.
         for column, field in self.names.items():
             if "." in field:
@@ -154,7 +146,7 @@ class ParquetSource:
         try:
             with path.open("rb", buffering=0) as pages:
                 state = os.fstat(pages.fileno())
-                footer = _footer(str(path), state.st_size, state.st_mtime_ns, most)
+                footer = _footer(str(path), state.st_size, state.st_mtime_ns, self.limits)
                 self.limits.check_rows(sum(footer.rows), file=path)
                 with pq.ParquetFile(
                     path, buffer_size=_READ_BUFFER, pre_buffer=False, page_checksum_verification=True
@@ -163,8 +155,6 @@ class ParquetSource:
                     if (len(file.schema), file.metadata.num_rows) != (footer.leaves, sum(footer.rows)):
                         raise DamagedParquetError("the footer contradicts itself")
                     yield _Opened(file, pages, footer)
-        except FooterSizeError as error:
-            raise limit_error("footer_bytes", f"a footer of {error.args[0]:,} bytes", most, file=path) from error
         except (
             pa.ArrowException,
             OSError,
@@ -186,10 +176,10 @@ class _Opened(NamedTuple):
 
 
 @lru_cache(maxsize=2)
-def _footer(path: str, size: int, changed: int, most_bytes: int) -> Footer:
+def _footer(path: str, size: int, changed: int, limits: FileLimits) -> Footer:
     """The footer of a file, read once for all of its shards as long as the file does not change."""
     with Path(path).open("rb", buffering=0) as file:
-        return read_footer(file, most_bytes=most_bytes)
+        return read_footer(file, limits=limits, path=path)
 
 
 class _Plan:
