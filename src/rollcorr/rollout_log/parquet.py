@@ -14,12 +14,12 @@ import numpy as np
 from rollcorr.config.checks import in_one_line
 from rollcorr.rollout_log.arrow import pa, pq
 from rollcorr.rollout_log.batch import RolloutBatch
-from rollcorr.rollout_log.column_names import check_column_names, columns_of_fields, near_names
+from rollcorr.rollout_log.column_names import columns_of_fields, near_names
 from rollcorr.rollout_log.errors import RolloutLogError, log_error
 from rollcorr.rollout_log.file_limits import FileLimits, limit_error
 from rollcorr.rollout_log.parquet_pages import DamagedParquetError, Footer, pages_of, read_footer, row_starts
 from rollcorr.rollout_log.schema import COLUMNS, TOKEN_COLUMNS, VERSION_KEY, check_version, conform, own_fields
-from rollcorr.rollout_log.source import BatchLimits, Shard
+from rollcorr.rollout_log.source import BatchLimits, FileSource, Shard
 
 # Bytes that a column reads ahead. Without it, or with Arrow's own pre-buffering, a whole row group of any size is held.
 _READ_BUFFER = 1 << 16
@@ -34,7 +34,7 @@ _MOST_LEAVES = 256
 _WIDEST_VALUE = 16
 
 
-class ParquetSource:
+class ParquetSource(FileSource):
     """Parquet files: this library's, and those of others, by the names of the schema or by names of their own.
 
     Args:
@@ -46,11 +46,6 @@ class ParquetSource:
     """
 
     endings: tuple[str, ...] = (".parquet",)
-
-    def __init__(self, limits: FileLimits | None = None, names: Mapping[str, str] | None = None) -> None:
-        self.limits = limits or FileLimits()
-        self.names = dict(names or {})
-        check_column_names(self.names)
 
     def shards(self, path: Path, *, tokens: int) -> Iterator[Shard]:
         """As many row groups as make up `tokens`, one at least; from the footer.
