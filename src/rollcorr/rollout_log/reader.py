@@ -68,11 +68,7 @@ def read_rollout_log(
     # The files are found now, not at the first batch, so a wrong path fails where it was written.
     files = log_files(paths, source=source)
     sources = sources_with(file_limits, column_names) if source is None else (source,)
-    return (
-        batch
-        for file in files
-        for batch in (source or source_of(file, sources)).read(file, columns=wanted, limits=limits)
-    )
+    return (batch for file in files for batch in source_of(file, sources).read(file, columns=wanted, limits=limits))
 
 
 def log_shards(
@@ -104,7 +100,7 @@ def log_shards(
     before = 0
     sources = sources_with(file_limits, column_names) if source is None else (source,)
     for file in log_files(paths, source=source):
-        of_file = list((source or source_of(file, sources)).shards(file, tokens=tokens))
+        of_file = list(source_of(file, sources).shards(file, tokens=tokens))
         shards += [replace(shard, before=before + shard.first_row) for shard in of_file]
         before += sum(shard.rows for shard in of_file)
     return shards
