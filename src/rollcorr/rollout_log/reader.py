@@ -50,7 +50,8 @@ def read_rollout_log(
     """The rows of one or many logs, batch by batch; a batch never spans two files.
 
     Args:
-        paths: files, directories or glob patterns (`**` too), one or a sequence. See `log_files` for the order.
+        paths: files, directories or glob patterns (`**` too), one or a sequence. Paths keep their order; the files of a
+            directory or pattern come in natural order (step_9 before step_10).
         columns: the columns to read; None is all. `response_mask` is always read along with a token column.
         batch_size: most rows of a batch: what is in memory at once.
         source: the format of the files. None tells it by their endings.
