@@ -225,6 +225,8 @@ def bombs(folder):
     add("text", forge.parquet(texts, 256), "the limit is 134,217,728")
     huge = forge.column("old_log_prob", forge.data_page(b"", 1), 1, dictionary=forge.dictionary_page(b"", 2**31 - 1))
     add("dictionary", forge.parquet([huge], 1), whole + "the dictionary at byte 4 has 2,147,483,647 values in 0 bytes")
+    no_page = forge.column("old_log_prob", forge.page(b"", -4, 5, (1, forge.I32, 1)), 1)
+    add("kind", forge.parquet([no_page], 1), whole + "there is no page at byte 4")
     histogram = forge.structure((3, forge.LIST, forge.array(forge.I64, [1])))
     wrong = [forge.repeated(name, (0, 1), extra=[(16, forge.STRUCT, histogram)]) for name in BOTH]
     add("statistics", forge.parquet(wrong, 1), whole)

@@ -60,7 +60,7 @@ def packed_sizes(response_mask: Tensor, cu_seqlens: Tensor) -> np.ndarray:
     """Length of each row of a packed batch: (B,) int64.
 
     Raises:
-        ValueError: the mask is not (N,) or no mask, or `cu_seqlens` does not start at 0, falls, or does not end at N.
+        ValueError: the mask is not (N,) or contains labels, or `cu_seqlens` does not run from 0 to N without a fall.
     """
     if response_mask.dim() != 1:
         raise ValueError(f"with cu_seqlens, response_mask must be (N,), got {tuple(response_mask.shape)}")

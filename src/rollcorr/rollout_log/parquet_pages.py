@@ -238,7 +238,7 @@ def _parse_header(thrift: _Thrift, position: int) -> Page:
     kind, size, stored = (header.get(number, -1) for number in (1, 2, 3))
 
     # Each kind of page has a header of its own, which begins with the number of values.
-    details = header.get(5 + kind, {})
+    details = header.get(5 + kind, {}) if kind >= 0 else {}
     values, levels = details.get(1, 0), details.get(6, 0)
     if kind not in (DATA_PAGE, INDEX_PAGE, DICTIONARY_PAGE, DATA_PAGE_V2) or min(size, stored, values, levels) < 0:
         raise DamagedParquetError(f"there is no page at byte {position}")
