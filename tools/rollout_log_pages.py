@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from rollcorr.rollout_log import COLUMNS, FRAMEWORKS, SCHEMA_VERSION, FileLimits
+from rollcorr.rollout_log import COLUMNS, FRAMEWORKS, FileLimits
 from rollcorr.rollout_log.frameworks import Framework
+from rollcorr.rollout_log.schema import SCHEMA_VERSION
 
 Table = Callable[..., str]
 

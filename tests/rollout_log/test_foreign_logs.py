@@ -25,11 +25,11 @@ from rollcorr.rollout_log import (
     RolloutLogWriter,
     convert_log,
     count_rows,
-    log_files,
-    parse_column_names,
     read_rollout_log,
     validate_rollout_log,
 )
+from rollcorr.rollout_log.column_names import parse_column_names
+from rollcorr.rollout_log.reader import log_files
 from rollcorr.run_directory.stored_run import BadInputError
 
 WRITERS = {

@@ -225,6 +225,8 @@ def bombs(folder):
     add("text", forge.parquet(texts, 256), "the limit is 134,217,728")
     huge = forge.column("old_log_prob", forge.data_page(b"", 1), 1, dictionary=forge.dictionary_page(b"", 2**31 - 1))
     add("dictionary", forge.parquet([huge], 1), whole + "the dictionary at byte 4 has 2,147,483,647 values in 0 bytes")
+    no_page = forge.column("old_log_prob", forge.page(b"", -4, 5, (1, forge.I32, 1)), 1)
+    add("kind", forge.parquet([no_page], 1), whole + "there is no page at byte 4")
     histogram = forge.structure((3, forge.LIST, forge.array(forge.I64, [1])))
     wrong = [forge.repeated(name, (0, 1), extra=[(16, forge.STRUCT, histogram)]) for name in BOTH]
     add("statistics", forge.parquet(wrong, 1), whole)
@@ -237,6 +239,12 @@ def bombs(folder):
         "has 1,000,000 columns, the schema 1",
     )
     add("footer", forge.with_footer(b"PAR1", schema, [], 0, claimed=2**32 - 1), "a footer of 4,294,967,295 bytes")
+    # A list of 2^40 numbers that are not there, and a field that Arrow would take for field 4.
+    for name, footer, message in (
+        ("list", forge.structure((15, forge.LIST, b"\xf7" + forge.varint(1 << 40))), "the footer is cut off"),
+        ("field", b"\5" + forge.integer((1 << 16) + 4) + forge.integer(1) + b"\0", "a field of the number 65540"),
+    ):
+        add(name, b"PAR1" + footer + struct.pack("<I", len(footer)) + b"PAR1", whole + message)
     deep = [forge.structure((3, forge.I32, 1), (4, forge.BINARY, "a"), (5, forge.I32, 1))] * 10**5
     add("schema", forge.with_footer(b"PAR1", [*deep, schema[1]], [], 0), whole)
 

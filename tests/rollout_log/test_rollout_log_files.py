@@ -13,15 +13,15 @@ import torch
 
 from rollcorr.rollout_log import (
     COLUMNS,
-    SCHEMA_VERSION,
     RolloutBatch,
     RolloutLogError,
     RolloutLogWriter,
     convert_log,
     count_rows,
-    log_files,
     read_rollout_log,
 )
+from rollcorr.rollout_log.reader import log_files
+from rollcorr.rollout_log.schema import SCHEMA_VERSION
 
 pa = pytest.importorskip("pyarrow", reason="needs rollcorr[log]")
 pq = pytest.importorskip("pyarrow.parquet", reason="needs rollcorr[log]")

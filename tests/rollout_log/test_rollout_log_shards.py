@@ -15,11 +15,11 @@ from rollcorr.rollout_log import (
     RolloutLogError,
     RolloutLogWriter,
     count_rows,
-    log_files,
     log_shards,
     read_rollout_log,
     read_shard,
 )
+from rollcorr.rollout_log.reader import log_files
 
 
 def write(path, *group_sizes, tokens=3):

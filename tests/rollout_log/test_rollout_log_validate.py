@@ -8,13 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollcorr.config import Finding
-from rollcorr.rollout_log import (
-    RolloutBatch,
-    RolloutLogError,
-    RolloutLogWriter,
-    validate_batch,
-    validate_rollout_log,
-)
+from rollcorr.rollout_log import RolloutBatch, RolloutLogError, RolloutLogWriter, validate_rollout_log
+from rollcorr.rollout_log.validate import validate_batch
 
 pa = pytest.importorskip("pyarrow", reason="needs rollcorr[log]")
 pq = pytest.importorskip("pyarrow.parquet", reason="needs rollcorr[log]")

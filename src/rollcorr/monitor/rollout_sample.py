@@ -23,8 +23,8 @@ from torch import Tensor
 
 from rollcorr.correction.parts import packed_tokens
 from rollcorr.correction.process_groups import gather_slices
-from rollcorr.rollout_log import TOKEN_COLUMNS, RolloutBatch, RolloutLogWriter
-from rollcorr.rollout_log.schema import check_columns
+from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
+from rollcorr.rollout_log.schema import TOKEN_COLUMNS, check_columns
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollcorr.core.integer_checks import truth
 from rollcorr.core.sampling import KeptSets
 from rollcorr.rollout_log import build
 from rollcorr.rollout_log.arrow import pa, pc
@@ -69,14 +68,8 @@ class RolloutBatch:
             tensor([3, 2])
         """
         inside, sizes = build.inside_padding(response_mask, lengths)
-
         # Without the padding, a padded batch is a packed one.
-        tokens: dict[str, object] = {"response_mask": response_mask, **columns}
-        for name in TOKEN_COLUMNS:
-            if tokens.get(name) is not None:
-                tokens[name] = build.same_shape(name, tokens[name], response_mask)[inside]
-        tokens |= build.kept_columns(kept, (response_mask != 0).cpu()[inside], sizes.numpy())
-        return cls(build.records(tokens, sizes.numpy(), prompt_mask=prompt_mask))
+        return cls(build.records(response_mask, columns, sizes, inside=inside, kept=kept, prompt_mask=prompt_mask))
 
     @classmethod
     def from_packed(
@@ -101,12 +94,7 @@ class RolloutBatch:
             ValueError: an unknown column, or shapes that differ.
         """
         sizes = build.packed_sizes(response_mask, cu_seqlens)
-        tokens: dict[str, object] = {"response_mask": response_mask, **columns}
-        for name in TOKEN_COLUMNS:
-            if tokens.get(name) is not None:
-                tokens[name] = build.same_shape(name, tokens[name], response_mask)
-        tokens |= build.kept_columns(kept, truth(response_mask, "response_mask"), sizes)
-        return cls(build.records(tokens, sizes, prompt_mask=prompt_mask))
+        return cls(build.records(response_mask, columns, sizes, kept=kept, prompt_mask=prompt_mask))
 
     @classmethod
     def from_rows(cls, rows: Sequence[Mapping[str, Any]]) -> RolloutBatch:

@@ -19,6 +19,7 @@ from rollcorr.rollout_log.errors import log_error
 from rollcorr.rollout_log.schema import (
     COLUMNS,
     NO_NUMBER,
+    TOKEN_COLUMNS,
     arrow_type,
     check_columns,
     conform_column,
@@ -30,7 +31,7 @@ from rollcorr.rollout_log.schema import (
 IDENTITY = ("engine", "engine_version", "policy_version")
 
 
-def inside_padding(response_mask: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+def inside_padding(response_mask: Tensor, lengths: Tensor | None) -> tuple[Tensor, np.ndarray]:
     """Which entries of a padded batch are tokens of the response, (B, T) bool, and the (B,) count of each row.
 
     Raises:
@@ -42,7 +43,7 @@ def inside_padding(response_mask: Tensor, lengths: Tensor | None) -> tuple[Tenso
     position = torch.arange(mask.shape[1], device="cpu")
     ends = (mask * (position + 1)).amax(1) if mask.shape[1] else mask.new_zeros(mask.shape[0], dtype=torch.int64)
     if lengths is None:
-        return position < ends[:, None], ends
+        return position < ends[:, None], ends.numpy()
 
     lengths = torch.as_tensor(lengths, device="cpu").cpu().to(torch.int64)
     if lengths.shape != ends.shape:
@@ -52,22 +53,23 @@ def inside_padding(response_mask: Tensor, lengths: Tensor | None) -> tuple[Tenso
         row = int(bad.int().argmax())
         limits = f"{int(ends[row])} (last sampled token) to {mask.shape[1]} (T)"
         raise ValueError(f"lengths[{row}] is {int(lengths[row])}, outside {limits}")
-    return position < lengths[:, None], lengths
+    return position < lengths[:, None], lengths.numpy()
 
 
 def packed_sizes(response_mask: Tensor, cu_seqlens: Tensor) -> np.ndarray:
     """Length of each row of a packed batch: (B,) int64.
 
     Raises:
-        ValueError: the mask is not (N,), or `cu_seqlens` does not start at 0, falls, or does not end at N.
+        ValueError: the mask is not (N,) or contains labels, or `cu_seqlens` does not run from 0 to N without a fall.
     """
     if response_mask.dim() != 1:
         raise ValueError(f"with cu_seqlens, response_mask must be (N,), got {tuple(response_mask.shape)}")
     check_cu_seqlens(cu_seqlens, len(response_mask))
+    truth(response_mask, "response_mask")
     return cu_seqlens.cpu().to(torch.int64).diff().numpy()
 
 
-def same_shape(name: str, values: object, response_mask: Tensor) -> Tensor:
+def _same_shape(name: str, values: object, response_mask: Tensor) -> Tensor:
     """A token column as a CPU tensor.
 
     Raises:
@@ -79,7 +81,7 @@ def same_shape(name: str, values: object, response_mask: Tensor) -> Tensor:
     return tensor
 
 
-def kept_columns(kept: KeptSets | None, mask: Tensor, sizes: np.ndarray) -> dict[str, list[Tensor]]:
+def _kept_columns(kept: KeptSets | None, mask: Tensor, sizes: np.ndarray) -> dict[str, list[Tensor]]:
     """`kept_ids` and `kept_offsets`, one of each per row; nothing without sets.
 
     Args:
@@ -108,10 +110,37 @@ def kept_columns(kept: KeptSets | None, mask: Tensor, sizes: np.ndarray) -> dict
     }
 
 
-def records(columns: Mapping[str, object], sizes: np.ndarray, *, prompt_mask: Tensor | None = None) -> pa.RecordBatch:
-    """The columns of one batch: token columns already packed, the others as `RolloutBatch.from_padded` takes them."""
+def records(
+    response_mask: Tensor,
+    columns: Mapping[str, object],
+    sizes: np.ndarray,
+    *,
+    inside: Tensor | None = None,
+    kept: KeptSets | None = None,
+    prompt_mask: Tensor | None = None,
+) -> pa.RecordBatch:
+    """Build the columns of one batch from those of `RolloutBatch.from_padded` or `from_packed`.
+
+    Args:
+        response_mask: (B, T), or (N,) when packed.
+        columns: the others, by name.
+        sizes: tokens of each response: (B,).
+        inside: the tokens of a padded batch, (B, T) bool. Defaults to all.
+        kept: the kept sets of the sampled tokens.
+        prompt_mask: the tokens of `prompt_ids` that are not padding.
+
+    Raises:
+        ValueError: an unknown column, or shapes that differ.
+    """
     columns = {name: value for name, value in columns.items() if value is not None}
     check_columns(columns)
+    columns["response_mask"] = response_mask
+    packed: dict[str, Tensor] = {}
+    for name in (name for name in TOKEN_COLUMNS if name in columns):
+        tokens = _same_shape(name, columns[name], response_mask)
+        packed[name] = tokens if inside is None else tokens[inside]
+    columns |= packed
+    columns |= _kept_columns(kept, packed["response_mask"] != 0, sizes)
     columns = _with_identity(columns, len(sizes))
     arrays = {}
     for name in (name for name in COLUMNS if name in columns):

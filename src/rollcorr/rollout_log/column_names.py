@@ -9,7 +9,7 @@ from pathlib import Path
 from rollcorr.rollout_log.batch import RolloutBatch
 from rollcorr.rollout_log.errors import RolloutLogError, log_error
 from rollcorr.rollout_log.frameworks import known_names, recognize
-from rollcorr.rollout_log.schema import COLUMNS, check_columns, is_own
+from rollcorr.rollout_log.schema import COLUMNS, check_column_names, is_own
 from rollcorr.rollout_log.source import LogSource
 
 _FORMS = {".parquet": "Parquet", ".pt": "torch.save", ".pkl": "pickle"}
@@ -34,21 +34,6 @@ def parse_column_names(texts: Iterable[str]) -> dict[str, str]:
         names[ours] = theirs
     check_column_names(names)
     return names
-
-
-def check_column_names(names: Mapping[str, str]) -> None:
-    """Check that other names of columns make sense.
-
-    Raises:
-        ValueError: an unknown column, or one field for two columns.
-    """
-    check_columns(names)
-    fields = list(names.values())
-    for column, field in names.items():
-        if fields.count(field) > 1:
-            raise ValueError(
-                f"columns: {field[:40]} is given to {column} and to another column; one field is one column"
-            )
 
 
 def columns_of_fields(fields: Iterable[str], names: Mapping[str, str]) -> dict[str, str]:

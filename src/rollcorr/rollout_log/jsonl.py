@@ -16,14 +16,13 @@ from typing import Any
 from rollcorr.config.json_text import load_json, openings
 from rollcorr.rollout_log.arrow import pa
 from rollcorr.rollout_log.batch import RolloutBatch
-from rollcorr.rollout_log.build import records_of_rows
-from rollcorr.rollout_log.column_names import check_column_names, columns_of_fields
+from rollcorr.rollout_log.column_names import columns_of_fields
 from rollcorr.rollout_log.errors import log_error
 from rollcorr.rollout_log.file_limits import FileLimits, limit_error
 from rollcorr.rollout_log.foreign_rows import prime_rl_row
 from rollcorr.rollout_log.frameworks import PRIME_RL, recognize
-from rollcorr.rollout_log.schema import COLUMNS, SCHEMA_VERSION, check_version, own_columns
-from rollcorr.rollout_log.source import BatchLimits, Shard
+from rollcorr.rollout_log.schema import SCHEMA_VERSION, check_version
+from rollcorr.rollout_log.source import BatchLimits, FileSource, Shard
 
 VERSION_FIELD = "schema_version"
 # More blank lines than rows and so many are no log: gzip packs a million of them into a kilobyte.
@@ -32,7 +31,7 @@ _BLANK_LINES = 1000
 _OPENING_BYTES = 32
 
 
-class JsonlSource:
+class JsonlSource(FileSource):
     """Files of JSON lines, plain or compressed: this library's, the dumps in `FRAMEWORKS`, and others by their names.
 
     A subclass reads any other dump by overriding `row`.
@@ -46,11 +45,6 @@ class JsonlSource:
     """
 
     endings: tuple[str, ...] = (".jsonl", ".jsonl.gz")
-
-    def __init__(self, limits: FileLimits | None = None, names: Mapping[str, str] | None = None) -> None:
-        self.limits = limits or FileLimits()
-        self.names = dict(names or {})
-        check_column_names(self.names)
 
     def row(self, value: Mapping[str, Any], *, file: str, row: int) -> Mapping[str, Any]:
         """The columns that one JSON object stands for; fields that are no columns are passed over.
@@ -108,25 +102,11 @@ class JsonlSource:
         Raises:
             RolloutLogError: the file is damaged, or a value does not fit its column.
         """
-        first_row = 0
-        for rows in self._batches(path, limits):
-            wanted = [*COLUMNS, *own_columns(name for row in rows for name in row)] if columns is None else columns
-            records = records_of_rows(rows, columns=wanted, file=str(path), first_row=first_row)
-            self.limits.check_row_lengths(records, file=path, first_row=first_row)
-            yield RolloutBatch(records, str(path), first_row)
-            first_row += len(rows)
-
-    def _batches(self, path: Path, limits: BatchLimits) -> Iterator[list[Mapping[str, Any]]]:
-        rows: list[Mapping[str, Any]] = []
-        text_bytes = 0
-        for index, (number, line) in enumerate(_lines(path, self.limits)):
-            rows.append(self.row(_parse(line, path, row=index, number=number), file=str(path), row=index))
-            text_bytes += len(line) + _OPENING_BYTES * openings(line)
-            if len(rows) == limits.rows or text_bytes >= limits.text_bytes:
-                yield rows
-                rows, text_bytes = [], 0
-        if rows:
-            yield rows
+        rows = (
+            (self.row(_parse(line, path, row=row, number=number), file=str(path), row=row), _memory(line))
+            for row, (number, line) in enumerate(_lines(path, self.limits))
+        )
+        return self.batches_of_rows(rows, path, columns=columns, most_rows=limits.rows, most_size=limits.text_bytes)
 
 
 def to_lines(batch: RolloutBatch) -> Iterator[str]:
@@ -159,6 +139,11 @@ def _lines(path: Path, limits: FileLimits) -> Iterator[tuple[int, bytes]]:
     except (EOFError, OSError, zlib.error) as error:
         title = f"line {number + 1} cannot be read: {error}"
         raise log_error("unreadable", title, fix="was it cut off while it was copied?", file=path) from error
+
+
+def _memory(line: bytes) -> int:
+    """Bytes of text that take as much memory as this line when it is parsed."""
+    return len(line) + _OPENING_BYTES * openings(line)
 
 
 def _parse(line: bytes, path: Path, *, row: int, number: int) -> dict[str, Any]:

@@ -14,19 +14,12 @@ import numpy as np
 from rollcorr.config.checks import in_one_line
 from rollcorr.rollout_log.arrow import pa, pq
 from rollcorr.rollout_log.batch import RolloutBatch
-from rollcorr.rollout_log.column_names import check_column_names, columns_of_fields, near_names
+from rollcorr.rollout_log.column_names import columns_of_fields, near_names
 from rollcorr.rollout_log.errors import RolloutLogError, log_error
 from rollcorr.rollout_log.file_limits import FileLimits, limit_error
-from rollcorr.rollout_log.parquet_pages import (
-    DamagedParquetError,
-    Footer,
-    FooterSizeError,
-    pages_of,
-    read_footer,
-    row_starts,
-)
+from rollcorr.rollout_log.parquet_pages import DamagedParquetError, Footer, pages_of, read_footer, row_starts
 from rollcorr.rollout_log.schema import COLUMNS, TOKEN_COLUMNS, VERSION_KEY, check_version, conform, own_fields
-from rollcorr.rollout_log.source import BatchLimits, Shard
+from rollcorr.rollout_log.source import BatchLimits, FileSource, Shard
 
 # Bytes that a column reads ahead. Without it, or with Arrow's own pre-buffering, a whole row group of any size is held.
 _READ_BUFFER = 1 << 16
@@ -41,7 +34,7 @@ _MOST_LEAVES = 256
 _WIDEST_VALUE = 16
 
 
-class ParquetSource:
+class ParquetSource(FileSource):
     """Parquet files: this library's, and those of others, by the names of the schema or by names of their own.
 
     Args:
@@ -53,11 +46,6 @@ class ParquetSource:
     """
 
     endings: tuple[str, ...] = (".parquet",)
-
-    def __init__(self, limits: FileLimits | None = None, names: Mapping[str, str] | None = None) -> None:
-        self.limits = limits or FileLimits()
-        self.names = dict(names or {})
-        check_column_names(self.names)
 
     def shards(self, path: Path, *, tokens: int) -> Iterator[Shard]:
         """As many row groups as make up `tokens`, one at least; from the footer.
@@ -145,7 +133,6 @@ class ParquetSource:
     def _open(self, path: Path) -> Iterator[_Opened]:
         """An open Parquet file of a version that can be read. What is wrong with it is told with its name."""
         fix = "copy or write it again; the writer of this library leaves whole files only"
-        most = self.limits.footer_bytes
         # Arrow would take a dot for a field of a structure, and the pages of that are not checked.
         for column, field in self.names.items():
             if "." in field:
@@ -154,7 +141,7 @@ class ParquetSource:
         try:
             with path.open("rb", buffering=0) as pages:
                 state = os.fstat(pages.fileno())
-                footer = _footer(str(path), state.st_size, state.st_mtime_ns, most)
+                footer = _footer(str(path), state.st_size, state.st_mtime_ns, self.limits)
                 self.limits.check_rows(sum(footer.rows), file=path)
                 with pq.ParquetFile(
                     path, buffer_size=_READ_BUFFER, pre_buffer=False, page_checksum_verification=True
@@ -163,8 +150,6 @@ class ParquetSource:
                     if (len(file.schema), file.metadata.num_rows) != (footer.leaves, sum(footer.rows)):
                         raise DamagedParquetError("the footer contradicts itself")
                     yield _Opened(file, pages, footer)
-        except FooterSizeError as error:
-            raise limit_error("footer_bytes", f"a footer of {error.args[0]:,} bytes", most, file=path) from error
         except (
             pa.ArrowException,
             OSError,
@@ -186,10 +171,10 @@ class _Opened(NamedTuple):
 
 
 @lru_cache(maxsize=2)
-def _footer(path: str, size: int, changed: int, most_bytes: int) -> Footer:
+def _footer(path: str, size: int, changed: int, limits: FileLimits) -> Footer:
     """The footer of a file, read once for all of its shards as long as the file does not change."""
     with Path(path).open("rb", buffering=0) as file:
-        return read_footer(file, most_bytes=most_bytes)
+        return read_footer(file, limits=limits, path=path)
 
 
 class _Plan:

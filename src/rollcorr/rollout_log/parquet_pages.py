@@ -12,14 +12,13 @@ runs and packed bits).
 from __future__ import annotations
 
 import os
-import struct
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import BinaryIO, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from rollcorr.rollout_log.arrow import pa
+from rollcorr.rollout_log.file_limits import FileLimits, limit_error
 
 MAGIC = (b"PAR1", b"PARE")
 DATA_PAGE, INDEX_PAGE, DICTIONARY_PAGE, DATA_PAGE_V2 = range(4)
@@ -30,18 +29,15 @@ MOST_CHUNKS = 1 << 19
 UNCOMPRESSED = 0
 CODECS = {1: "snappy", 2: "gzip", 4: "brotli", 5: "lz4_raw", 6: "zstd", 7: "lz4_raw"}
 
-_LIST, _STRUCT = 9, 12
-_CHUNK_NUMBERS = (4, 5, 7, 9, 11)
+_FLAGS, _BYTE, _INTEGERS, _DOUBLE, _BINARY, _LISTS, _STRUCT = (1, 2), 3, (4, 5, 6), 7, 8, (9, 10), 12
+"""Types of Thrift's compact protocol."""
+_I32, _I64, _LIST = 5, 6, 9
 _HEADER_BYTES = (1 << 9, 1 << 16, 1 << 20)
 """How much is read to find a page's header: statistics may make it long, but hardly ever do."""
 
 
 class DamagedParquetError(ValueError):
     """The bytes contradict each other, or the format."""
-
-
-class FooterSizeError(Exception):
-    """A footer that is too long; the argument is its size in bytes."""
 
 
 class Chunk(NamedTuple):
@@ -77,8 +73,7 @@ class Footer(NamedTuple):
     groups: tuple[tuple[Chunk, ...], ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Page:
+class Page(NamedTuple):
     """A page of a column chunk, from its header.
 
     Attributes:
@@ -96,24 +91,29 @@ class Page:
     stored: int
     size: int
     body: int
-    levels: int = 0
-    level_encoding: int = RLE
+    levels: int
+    level_encoding: int
 
 
-def read_footer(file: BinaryIO, *, most_bytes: int) -> Footer:
-    """The footer of an open Parquet file.
+def read_footer(file: BinaryIO, *, limits: FileLimits, path: str) -> Footer:
+    """Read the footer of an open Parquet file.
+
+    Args:
+        file: the open file.
+        limits: bounds the bytes of the footer.
+        path: the file, for messages.
 
     Raises:
-        FooterSizeError: it is longer than `most_bytes`.
+        RolloutLogError: the footer is longer than its limit.
         DamagedParquetError: it contradicts itself, or there is none.
     """
     end = file.seek(0, os.SEEK_END)
     tail = _read(file, max(end - 8, 0), 8)
     if len(tail) < 8 or tail[4:] not in MAGIC:
         raise DamagedParquetError(f"it has {end} bytes and does not end in PAR1")
-    size = int(struct.unpack("<I", tail[:4])[0])
-    if size > most_bytes:
-        raise FooterSizeError(size)
+    size = int.from_bytes(tail[:4], "little")
+    if size > limits.footer_bytes:
+        raise limit_error("footer_bytes", f"a footer of {size:,} bytes", limits.footer_bytes, file=path)
     if size > end - 8:
         raise DamagedParquetError(f"it has {end} bytes, and its footer {size:,}")
     try:
@@ -123,76 +123,52 @@ def read_footer(file: BinaryIO, *, most_bytes: int) -> Footer:
 
 
 def _parse_footer(thrift: _Thrift) -> Footer:
-    leaves = chunks = 0
+    leaves = 0
     rows: list[int] = []
     groups: list[tuple[Chunk, ...]] = []
     for number, kind in thrift.fields():
-        if number == 2 and kind == _LIST:  # the schema
-            leaves = sum(_parse_schema_element(thrift) for _ in range(thrift.list_header()[1]))
-        elif number == 4 and kind == _LIST:
+        if (number, kind) == (2, _LIST):  # the schema; a column that holds others says how many
+            elements = (thrift.struct({(5, _I32): _Thrift.integer}) for _ in range(thrift.list_header()[1]))
+            leaves = sum(element.get(5, 0) == 0 for element in elements)
+        elif (number, kind) == (4, _LIST):
             for _ in range(thrift.list_header()[1]):
                 group_rows, group = _parse_group(thrift, leaves)
                 rows.append(group_rows)
                 groups.append(group)
-                chunks += leaves
-                if chunks > MOST_CHUNKS:
+                if leaves * len(groups) > MOST_CHUNKS:
                     raise DamagedParquetError(f"more than {MOST_CHUNKS:,} column chunks; write larger row groups")
         else:
             thrift.skip(kind)
     return Footer(leaves=leaves, rows=tuple(rows), groups=tuple(groups))
 
 
-def _parse_schema_element(thrift: _Thrift) -> int:
-    """1 for a column that holds values, 0 for one that holds other columns."""
-    children = 0
-    for number, kind in thrift.fields():
-        if number == 5:
-            children = thrift.integer()
-        else:
-            thrift.skip(kind)
-    return int(children == 0)
-
-
 def _parse_group(thrift: _Thrift, leaves: int) -> tuple[int, tuple[Chunk, ...]]:
     """Rows and column chunks of a row group."""
-    rows = -1
-    chunks: tuple[Chunk, ...] = ()
-    for number, kind in thrift.fields():
-        if number == 1 and kind == _LIST:
-            count = thrift.list_header()[1]
-            if count != leaves:
-                raise DamagedParquetError(f"a row group has {count:,} columns, the schema {leaves:,}")
-            chunks = tuple(_parse_chunk(thrift) for _ in range(count))
-        elif number == 3:
-            rows = thrift.integer()
-        else:
-            thrift.skip(kind)
-    if rows < 0 or len(chunks) != leaves:
+
+    def chunks(thrift: _Thrift) -> tuple[Chunk, ...]:
+        count = thrift.list_header()[1]
+        if count != leaves:
+            raise DamagedParquetError(f"a row group has {count:,} columns, the schema {leaves:,}")
+        return tuple(_parse_chunk(thrift) for _ in range(count))
+
+    group = thrift.struct({(1, _LIST): chunks, (3, _I64): _Thrift.integer})
+    if 1 not in group or group.get(3, -1) < 0:
         raise DamagedParquetError("a row group lacks its columns or its number of rows")
-    return rows, chunks
+    return group[3], group[1]
 
 
 def _parse_chunk(thrift: _Thrift) -> Chunk:
-    numbers: dict[int, int] = {}
-    for number, kind in thrift.fields():
-        if number == 1:
-            raise DamagedParquetError("a column lies in another file")
-        if number == 3 and kind == _STRUCT:
-            for field, field_kind in thrift.fields():
-                if field in _CHUNK_NUMBERS and field_kind in (5, 6):
-                    numbers[field] = thrift.integer()
-                else:
-                    thrift.skip(field_kind)
-        else:
-            thrift.skip(kind)
-
-    codec, values, stored, start = (numbers.get(number, -1) for number in (4, 5, 7, 9))
+    chunk = thrift.struct(_CHUNK).get(3, {})
+    codec, values, stored, start = (chunk.get(number, -1) for number in (4, 5, 7, 9))
     if min(values, stored, start) < 0:
         raise DamagedParquetError("a column chunk lacks its place or its number of values")
-    dictionary = numbers.get(11, 0)
-    if 0 < dictionary < start:
-        start = dictionary
+    if 0 < chunk.get(11, 0) < start:
+        start = chunk[11]  # the dictionary comes first
     return Chunk(codec, values, start, start + stored)
+
+
+def _in_another_file(thrift: _Thrift) -> None:
+    raise DamagedParquetError("a column lies in another file")
 
 
 def pages_of(file: BinaryIO, chunk: Chunk) -> Iterator[Page]:
@@ -258,40 +234,17 @@ def _read_header(file: BinaryIO, position: int) -> Page:
 
 
 def _parse_header(thrift: _Thrift, position: int) -> Page:
-    numbers: dict[int, int] = {}  # kind, size, and bytes in the file
-    values = levels = 0
-    level_encoding = RLE
-    for number, field_kind in thrift.fields():
-        if number in (1, 2, 3):
-            numbers[number] = thrift.integer()
-        elif number in (5, 7, 8) and field_kind == _STRUCT:
-            # The data header (5), the dictionary's (7) and that of version 2 (8) all begin with the number of values.
-            for field, kind_of_field in thrift.fields():
-                if field == 1:
-                    values = thrift.integer()
-                elif number == 5 and field == 4:
-                    level_encoding = thrift.integer()
-                elif number == 8 and field == 6:
-                    levels = thrift.integer()
-                else:
-                    thrift.skip(kind_of_field)
-        else:
-            thrift.skip(field_kind)
+    header = thrift.struct(_PAGE_HEADER)
+    kind, size, stored = (header.get(number, -1) for number in (1, 2, 3))
 
-    kind, size, stored = (numbers.get(number, -1) for number in (1, 2, 3))
+    # Each kind of page has a header of its own, which begins with the number of values.
+    details = header.get(5 + kind, {}) if kind >= 0 else {}
+    values, levels = details.get(1, 0), details.get(6, 0)
     if kind not in (DATA_PAGE, INDEX_PAGE, DICTIONARY_PAGE, DATA_PAGE_V2) or min(size, stored, values, levels) < 0:
         raise DamagedParquetError(f"there is no page at byte {position}")
     if kind == DICTIONARY_PAGE and values > size:
         raise DamagedParquetError(f"the dictionary at byte {position} has {values:,} values in {size:,} bytes")
-    return Page(
-        kind=kind,
-        values=values,
-        stored=stored,
-        size=size,
-        body=position + thrift.position,
-        levels=levels,
-        level_encoding=level_encoding,
-    )
+    return Page(kind, values, stored, size, position + thrift.position, levels, details.get(4, RLE))
 
 
 def _repetition_levels(file: BinaryIO, chunk: Chunk, page: Page) -> bytes:
@@ -379,12 +332,22 @@ class _Thrift:
     def fields(self) -> Iterator[tuple[int, int]]:
         """Number and type of each field of a struct. The caller reads or skips its value before it goes on."""
         number = 0
-        while True:
-            head = self.byte()
-            if head == 0:
-                return
+        while head := self.byte():
             number = number + (head >> 4) if head >> 4 else self.integer()
+            if not 0 <= number < 1 << 15:  # Arrow keeps 16 bits, and would take it for another field
+                raise DamagedParquetError(f"a field of the number {number}")
             yield number, head & 15
+
+    def struct(self, wanted: _Fields) -> dict[int, Any]:
+        """Return the wanted fields of a struct by number; skip the others, and those of another type."""
+        found: dict[int, Any] = {}
+        for number, kind in self.fields():
+            read = wanted.get((number, kind))
+            if read is None:
+                self.skip(kind)
+            else:
+                found[number] = read(self)
+        return found
 
     def list_header(self) -> tuple[int, int]:
         """Type and number of the elements of a list."""
@@ -396,35 +359,50 @@ class _Thrift:
         """Pass over a value."""
         if depth > MAX_THRIFT_DEPTH:
             raise DamagedParquetError(f"structures more than {MAX_THRIFT_DEPTH} deep")
-        if kind in (1, 2):  # a flag is in the type
+        if kind in _FLAGS:  # a flag is in the type
             return
-        if kind == 3:
-            self.byte()
-        elif kind in (4, 5, 6):
+        if kind in _INTEGERS:
             self.varint()
-        elif kind == 7:
-            self.position += 8
-        elif kind == 8:
-            length = self.varint()
-            self.position += length
-        elif kind in (9, 10):
+        elif kind in (_BYTE, _DOUBLE, _BINARY):
+            size = {_BYTE: 1, _DOUBLE: 8}.get(kind)
+            self._pass(self.varint() if size is None else size)
+        elif kind in _LISTS:
             element, count = self.list_header()
             for _ in range(count):
                 # In a list, a flag takes a byte.
-                if element in (1, 2):
-                    self.byte()
-                else:
-                    self.skip(element, depth + 1)
+                self.skip(_BYTE if element in _FLAGS else element, depth + 1)
         elif kind == _STRUCT:
             for _, field_kind in self.fields():
                 self.skip(field_kind, depth + 1)
         else:
             raise DamagedParquetError(f"a value of the unknown type {kind}")
 
+    def _pass(self, count: int) -> None:
+        self.position += count
+        if self.position > len(self._content):
+            raise IndexError(self.position)
 
-def _skip_list(thrift: _Thrift) -> int:
-    """Pass over a list, and say how many elements it has."""
-    element, count = thrift.list_header()
-    for _ in range(count):
-        thrift.skip(element)
-    return count
+
+_Fields = Mapping[tuple[int, int], Callable[[_Thrift], Any]]
+"""(Number, type) of a field → how to read its value."""
+
+
+def _structure(fields: _Fields) -> Callable[[_Thrift], dict[int, Any]]:
+    return lambda thrift: thrift.struct(fields)
+
+
+def _integers(*fields: tuple[int, int]) -> _Fields:
+    return dict.fromkeys(fields, _Thrift.integer)
+
+
+# Codec, number of values, bytes in the file, first page, dictionary.
+_CHUNK_METADATA = _integers((4, _I32), (5, _I64), (7, _I64), (9, _I64), (11, _I64))
+_CHUNK: _Fields = {(1, _BINARY): _in_another_file, (3, _STRUCT): _structure(_CHUNK_METADATA)}
+
+# Kind, size, and bytes in the file. Then the number of values, with the encoding or the bytes of the repetition levels.
+_PAGE_HEADER: _Fields = {
+    **_integers((1, _I32), (2, _I32), (3, _I32)),
+    (5 + DATA_PAGE, _STRUCT): _structure(_integers((1, _I32), (4, _I32))),
+    (5 + DICTIONARY_PAGE, _STRUCT): _structure(_integers((1, _I32))),
+    (5 + DATA_PAGE_V2, _STRUCT): _structure(_integers((1, _I32), (6, _I32))),
+}

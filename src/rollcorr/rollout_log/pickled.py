@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from io import BytesIO
@@ -14,18 +13,16 @@ from typing import Any
 import numpy as np
 
 from rollcorr.rollout_log.batch import RolloutBatch
-from rollcorr.rollout_log.build import records_of_rows
 from rollcorr.rollout_log.errors import RolloutLogError, log_error
 from rollcorr.rollout_log.file_limits import FileLimits, limit_error
 from rollcorr.rollout_log.foreign_rows import skyrl_row, slime_row
 from rollcorr.rollout_log.frameworks import SKYRL, SLIME, Dump, recognize
 from rollcorr.rollout_log.inert_pickle import Call, DamagedPickleError, load_pickle
-from rollcorr.rollout_log.schema import COLUMNS
-from rollcorr.rollout_log.source import BatchLimits, Shard
+from rollcorr.rollout_log.source import BatchLimits, FileSource, Shard
 from rollcorr.rollout_log.torch_archive import TorchArchive, check_pickle_bytes, decode, unreadable
 
 
-class PickledSource:
+class PickledSource(FileSource):
     """Dumps of slime (`torch.save`) and SkyRL (`pickle`). A file is one shard.
 
     Args:
@@ -34,10 +31,6 @@ class PickledSource:
     """
 
     endings: tuple[str, ...] = (".pt", ".pkl")
-
-    def __init__(self, limits: FileLimits | None = None, names: Mapping[str, str] | None = None) -> None:
-        self.limits = limits or FileLimits()
-        self.names = dict(names or {})
 
     def shards(self, path: Path, *, tokens: int) -> Iterator[Shard]:
         """The whole file.
@@ -64,26 +57,24 @@ class PickledSource:
         Raises:
             RolloutLogError: the file is damaged, or a value does not fit its column.
         """
-        dump, wanted = self._open(path), list(COLUMNS) if columns is None else columns
-        rows: list[Mapping[str, Any]] = []
-        first_row = tokens = 0
+        most = {"most_rows": limits.rows, "most_size": limits.tokens}
+        return self.batches_of_rows(self._rows(path), path, columns=columns, **most)
+
+    def _rows(self, path: Path) -> Iterator[tuple[Mapping[str, Any], int]]:
+        """Each row and about how many tokens it has: most have four lists of them."""
+        dump = self._open(path)
         for index in range(len(dump)):
             try:
-                rows.append(dump.row(index))
+                row = dump.row(index)
             except DamagedPickleError as error:
                 raise unreadable(error, path) from error
-            tokens += sum(len(value) for value in rows[-1].values() if isinstance(value, (list, np.ndarray))) // 4
-            if len(rows) == limits.rows or tokens >= limits.tokens or index + 1 == len(dump):
-                records = records_of_rows(rows, columns=wanted, file=str(path), first_row=first_row)
-                self.limits.check_row_lengths(records, file=path, first_row=first_row)
-                yield RolloutBatch(records, str(path), first_row)
-                first_row, rows, tokens = first_row + len(rows), [], 0
+            yield row, sum(len(value) for value in row.values() if isinstance(value, (list, np.ndarray))) // 4
 
     def fields(self, path: Path) -> tuple[str, ...]:
         """The names that the rows of a file have."""
         return self._open(path).fields
 
-    def _open(self, path: Path) -> PickledDump:
+    def _open(self, path: Path) -> SlimeDump | SkyrlDump:
         if self.names:
             title = "other names of columns are for JSONL and Parquet; those of this dump are known"
             raise log_error("columns", title, fix="leave out --columns", file=path)
@@ -94,43 +85,26 @@ class PickledSource:
             raise unreadable(error, path) from error
 
 
-class PickledDump(ABC):
-    """A file that is in memory, except for tensors that lie beside a pickle."""
-
-    fields: tuple[str, ...]
-
-    @abstractmethod
-    def __len__(self) -> int:
-        """How many rows."""
-
-    @abstractmethod
-    def row(self, index: int) -> Mapping[str, Any]:
-        """One row of the log."""
-
-
 # Counting, looking at the first row and reading are three calls. The file is loaded once for all of them.
 @lru_cache(maxsize=1)
-def _load(path: Path, size: int, changed: int, limits: FileLimits) -> PickledDump:
+def _load(path: Path, size: int, changed: int, limits: FileLimits) -> SlimeDump | SkyrlDump:
     if path.suffix == ".pt":
         return SlimeDump(path, limits=limits)
     check_pickle_bytes(size, file=path, limits=limits)
     return SkyrlDump(path, load_pickle(path.read_bytes(), limits=limits, file=path), limits=limits)
 
 
-class SlimeDump(PickledDump):
+class SlimeDump:
     """`{"rollout_id": …, "samples": [{…}, …]}`, written by `torch.save`; of the rollout or of the training step."""
 
     def __init__(self, path: Path, *, limits: FileLimits) -> None:
         self._path = str(path)
         self._archive = TorchArchive(path, name=path, limits=limits)
-        content = self._archive.content
-        samples = content.get("samples") if isinstance(content, dict) else None
-        if not isinstance(content, dict) or not isinstance(samples, list):
-            raise _unknown(path)
-        if not all(isinstance(sample, dict) for sample in samples):
+        self._content: Mapping[str, Any] = self._archive.content if isinstance(self._archive.content, dict) else {}
+        samples = self._content.get("samples")
+        if not isinstance(samples, list) or not all(isinstance(sample, dict) for sample in samples):
             raise _unknown(path)
         limits.check_rows(len(samples), file=path)
-        self._content: Mapping[str, Any] = content
         self._samples: Sequence[Mapping[str, Any]] = samples
         self.fields = tuple(map(str, samples[0])) if samples else ()
 
@@ -175,7 +149,7 @@ class SlimeDump(PickledDump):
         return array.item() if array.ndim == 0 else array.reshape(-1)
 
 
-class SkyrlDump(PickledDump):
+class SkyrlDump:
     """A `TrainingInputBatch`: the state that its `__getstate__` wrote, tensors as bytes with shape and dtype."""
 
     def __init__(self, path: Path, content: object, *, limits: FileLimits) -> None:

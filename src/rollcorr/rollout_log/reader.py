@@ -50,7 +50,8 @@ def read_rollout_log(
     """The rows of one or many logs, batch by batch; a batch never spans two files.
 
     Args:
-        paths: files, directories or glob patterns (`**` too), one or a sequence. See `log_files` for the order.
+        paths: files, directories or glob patterns (`**` too), one or a sequence. Paths keep their order; the files of a
+            directory or pattern come in natural order (step_9 before step_10).
         columns: the columns to read; None is all. `response_mask` is always read along with a token column.
         batch_size: most rows of a batch: what is in memory at once.
         source: the format of the files. None tells it by their endings.
@@ -68,11 +69,7 @@ def read_rollout_log(
     # The files are found now, not at the first batch, so a wrong path fails where it was written.
     files = log_files(paths, source=source)
     sources = sources_with(file_limits, column_names) if source is None else (source,)
-    return (
-        batch
-        for file in files
-        for batch in (source or source_of(file, sources)).read(file, columns=wanted, limits=limits)
-    )
+    return (batch for file in files for batch in source_of(file, sources).read(file, columns=wanted, limits=limits))
 
 
 def log_shards(
@@ -104,7 +101,7 @@ def log_shards(
     before = 0
     sources = sources_with(file_limits, column_names) if source is None else (source,)
     for file in log_files(paths, source=source):
-        of_file = list((source or source_of(file, sources)).shards(file, tokens=tokens))
+        of_file = list(source_of(file, sources).shards(file, tokens=tokens))
         shards += [replace(shard, before=before + shard.first_row) for shard in of_file]
         before += sum(shard.rows for shard in of_file)
     return shards

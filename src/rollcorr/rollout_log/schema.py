@@ -160,6 +160,21 @@ def check_columns(names: Iterable[str]) -> None:
             raise ValueError(unknown_name(problem, name, [*COLUMNS, "your own, x_…"]))
 
 
+def check_column_names(names: Mapping[str, str]) -> None:
+    """Check that other names of columns make sense.
+
+    Raises:
+        ValueError: an unknown column, or one field for two columns.
+    """
+    check_columns(names)
+    fields = list(names.values())
+    for column, field in names.items():
+        if fields.count(field) > 1:
+            raise ValueError(
+                f"columns: {field[:40]} is given to {column} and to another column; one field is one column"
+            )
+
+
 def with_mask(columns: Iterable[str]) -> list[str]:
     """Columns of the log, with `response_mask` beside any token column.
 

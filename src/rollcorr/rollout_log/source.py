@@ -8,12 +8,15 @@ fields.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from rollcorr.rollout_log.batch import RolloutBatch
+from rollcorr.rollout_log.build import records_of_rows
+from rollcorr.rollout_log.file_limits import FileLimits
+from rollcorr.rollout_log.schema import COLUMNS, check_column_names, own_columns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,3 +92,61 @@ class LogSource(Protocol):
         Raises:
             RolloutLogError: the file is damaged, or a value does not fit its column.
         """
+
+
+class FileSource:
+    """A format with limits on its files, and with others' names of columns.
+
+    Args:
+        limits: what a file may hold.
+        names: column of the log → its name in the file.
+
+    Raises:
+        ValueError: a name is no column of the log.
+    """
+
+    def __init__(self, limits: FileLimits | None = None, names: Mapping[str, str] | None = None) -> None:
+        self.limits = limits or FileLimits()
+        self.names = dict(names or {})
+        check_column_names(self.names)
+
+    def batches_of_rows(
+        self,
+        rows: Iterable[tuple[Mapping[str, Any], int]],
+        path: Path,
+        *,
+        columns: Sequence[str] | None,
+        most_rows: int,
+        most_size: int,
+    ) -> Iterator[RolloutBatch]:
+        """Collect the rows of a file in batches.
+
+        Args:
+            rows: each row, and its size.
+            path: the file.
+            columns: which to take; None is all of the schema.
+            most_rows: ends a batch.
+            most_size: ends a batch whose rows have this size together.
+
+        Raises:
+            RolloutLogError: a value does not fit its column, or a row is too long.
+        """
+        held: list[Mapping[str, Any]] = []
+        first_row = held_size = 0
+        for row, size in rows:
+            held.append(row)
+            held_size += size
+            if len(held) == most_rows or held_size >= most_size:
+                yield self._batch_of_rows(held, path, columns=columns, first_row=first_row)
+                first_row, held, held_size = first_row + len(held), [], 0
+        if held:
+            yield self._batch_of_rows(held, path, columns=columns, first_row=first_row)
+
+    def _batch_of_rows(
+        self, rows: Sequence[Mapping[str, Any]], path: Path, *, columns: Sequence[str] | None, first_row: int
+    ) -> RolloutBatch:
+        if columns is None:
+            columns = [*COLUMNS, *own_columns(name for row in rows for name in row)]
+        records = records_of_rows(rows, columns=columns, file=str(path), first_row=first_row)
+        self.limits.check_row_lengths(records, file=path, first_row=first_row)
+        return RolloutBatch(records, str(path), first_row)

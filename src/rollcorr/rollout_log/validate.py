@@ -153,13 +153,10 @@ def _ids(batch: RolloutBatch) -> RowFindings:
     """Token ids are not negative."""
     for name in ("prompt_ids", "response_ids", "kept_ids"):
         if batch.has(name):
-            values, sizes, _ = ragged(batch.records.column(name))
-            ids = _numpy(values)
-            if not len(ids) or ids.min() >= 0:
-                continue
-            row_of = np.repeat(np.arange(len(batch)), sizes)
-            finding = _error("negative", name, "negative ids", "leave padding out instead of marking it")
-            yield _where(batch, ids < 0, row_of, finding)
+            ids, sizes, _ = _values(batch, name)
+            if len(ids) and ids.min() < 0:
+                finding = _error("negative", name, "negative ids", "leave padding out instead of marking it")
+                yield _where(batch, ids < 0, _rows(sizes), finding)
 
 
 def _spans(batch: RolloutBatch) -> RowFindings:
@@ -168,7 +165,7 @@ def _spans(batch: RolloutBatch) -> RowFindings:
         return
     spans, sizes, recorded = ragged(batch.records.column("policy_versions"))
     start, length = (_numpy(spans.field(name)).astype(np.int64) for name in ("start", "length"))
-    end, row_of = start + length, np.repeat(np.arange(len(batch)), sizes)
+    end, row_of = start + length, _rows(sizes)
 
     # Each span starts where the one before it ended, and is not empty.
     first = np.diff(row_of, prepend=-1) != 0
@@ -190,9 +187,9 @@ def _kept_sets(batch: RolloutBatch) -> RowFindings:
     """Kept offsets rise from 0 to the number of kept ids, one entry more than tokens, and sampled ids are members."""
     if not (batch.has("kept_ids") or batch.has("kept_offsets")):
         return
-    _, ids_sizes, ids_recorded = _list(batch, "kept_ids")
-    offsets, sizes, recorded = _list(batch, "kept_offsets")
-    offset, lengths = _numpy(offsets), batch.lengths.numpy()
+    _, ids_sizes, ids_recorded = _values(batch, "kept_ids")
+    offset, sizes, recorded = _values(batch, "kept_offsets")
+    lengths = batch.lengths.numpy()
 
     one_sided = recorded != ids_recorded
     title = "only one of kept_ids and kept_offsets is recorded"
@@ -206,7 +203,7 @@ def _kept_sets(batch: RolloutBatch) -> RowFindings:
 
     # What follows reads the sets, so it looks only at rows whose sets can be told apart.
     usable = recorded & ~one_sided & ~wrong
-    row_of = np.repeat(np.arange(len(batch)), sizes)
+    row_of = _rows(sizes)
     falls = (np.diff(offset) < 0) & (row_of[1:] == row_of[:-1])
     ends = np.cumsum(sizes)
     bad = np.bincount(row_of[1:][falls], minlength=len(batch)) > 0
@@ -222,9 +219,9 @@ def _kept_sets(batch: RolloutBatch) -> RowFindings:
 
 def _kept_twice(batch: RolloutBatch, usable: np.ndarray) -> tuple[np.ndarray, Finding]:
     """No id is twice in the kept set of a token, where its probability would count twice."""
-    kept_ids, ids_sizes, _ = _list(batch, "kept_ids")
-    ids, token = _numpy(kept_ids)[np.repeat(usable, ids_sizes)], _token_of_kept(batch, usable)
-    row_of = np.repeat(np.arange(len(batch))[usable], ids_sizes[usable])
+    ids, sizes, _ = _values(batch, "kept_ids")
+    kept = np.repeat(usable, sizes)
+    ids, row_of, token = ids[kept], _rows(sizes)[kept], _token_of_kept(batch, usable)
 
     # Sorted by token and then by id, equal ids of one token are neighbors.
     order = np.lexsort((ids, token))
@@ -241,31 +238,29 @@ def _token_of_kept(batch: RolloutBatch, usable: np.ndarray) -> np.ndarray:
 
 def _kept_counts(batch: RolloutBatch, usable: np.ndarray) -> np.ndarray:
     """How many ids each token of the usable rows kept."""
-    kept_offsets, sizes, _ = _list(batch, "kept_offsets")
-    offset = _numpy(kept_offsets)[np.repeat(usable, sizes)]
-    row_of = np.repeat(np.arange(len(batch))[usable], sizes[usable])
-    return np.diff(offset)[row_of[1:] == row_of[:-1]]
+    offset, sizes, _ = _values(batch, "kept_offsets")
+    row_of = _rows(sizes)
+    return np.diff(offset)[(row_of[1:] == row_of[:-1]) & usable[row_of[1:]]]
 
 
 def _membership(batch: RolloutBatch, usable: np.ndarray) -> tuple[np.ndarray, Finding]:
     """Sampled ids are in the kept set of their token."""
-    responses, sizes, recorded = ragged(batch.records.column("response_ids"))
-    kept_ids, ids_sizes, _ = _list(batch, "kept_ids")
-    ids = _numpy(kept_ids)
-    usable = usable & recorded & (sizes == batch.lengths.numpy())
-    sampled = _numpy(responses)[np.repeat(usable, sizes)]
-    token = _token_of_kept(batch, usable)
+    responses, fits = _packed(batch, "response_ids", missing=0)
+    ids, ids_sizes, _ = _values(batch, "kept_ids")
+    lengths = batch.lengths.numpy()
+    usable = usable & fits
+    judged = np.repeat(usable, lengths)
+    sampled, token = responses[judged], _token_of_kept(batch, usable)
 
     hits = token[ids[np.repeat(usable, ids_sizes)] == sampled[token]]
-    outside = (np.bincount(hits, minlength=len(sampled)) == 0) & _mask(batch)[np.repeat(usable, batch.lengths.numpy())]
-    row_of = np.repeat(np.arange(len(batch))[usable], sizes[usable])
+    outside = (np.bincount(hits, minlength=len(sampled)) == 0) & _mask(batch)[judged]
     finding = Finding(
         code="membership",
         column="kept_ids",
         title="sampled ids outside their kept set",
         reason="the sampled token always belongs to its set; the trainer inserts it and counts it",
     )
-    return _where(batch, outside, row_of, finding)
+    return _where(batch, outside, _rows(lengths)[judged], finding)
 
 
 _POSITIVE = Finding(
@@ -300,10 +295,11 @@ def _log_probs(batch: RolloutBatch) -> RowFindings:
     for name in LOG_PROB_COLUMNS:
         if batch.has(name):
             # Where the extremes of all tokens are log-probs, all of them are. NaN is no extreme that passes.
-            every = _numpy(ragged(batch.records.column(name))[0])
+            every, _, _ = _values(batch, name)
             if not len(every) or (every.min() > JSON_MINUS_INFINITY and every.max() <= largest):
                 continue
-            value, row_of = _sampled(batch, name)
+            value, sampled = _sampled(batch, name)
+            value, row_of = value[sampled], _rows(batch.lengths.numpy())[sampled]
             checks = (
                 ((value > MOST_ROUNDED_UP) & (not densities), _POSITIVE),
                 (value == JSON_MINUS_INFINITY, _SENTINEL),
@@ -321,13 +317,12 @@ def _zeros(batch: RolloutBatch) -> RowFindings:
     """
     for name in LOG_PROB_COLUMNS:
         if batch.has(name):
-            every = _numpy(ragged(batch.records.column(name))[0])
+            every, _, _ = _values(batch, name)
             if np.count_nonzero(every == 0) <= ZERO_SHARE * ZERO_TOKENS:
                 continue  # too few for any row
-            value, row_of = _sampled(batch, name)
-            alone = _without_choice(batch) | _certain_elsewhere(batch, name)
-            judged = ~_sampled(batch, name, of=alone)[0]
-            value, row_of = value[judged], row_of[judged]
+            value, sampled = _sampled(batch, name)
+            judged = sampled & ~_without_choice(batch) & ~_certain_elsewhere(batch, name)
+            value, row_of = value[judged], _rows(batch.lengths.numpy())[judged]
             zeros = np.bincount(row_of[value == 0], minlength=len(batch))
             tokens = np.bincount(row_of, minlength=len(batch))
             bad = (tokens >= ZERO_TOKENS) & (zeros > ZERO_SHARE * tokens)
@@ -348,7 +343,7 @@ def _without_choice(batch: RolloutBatch) -> np.ndarray:
         alone = np.array([row.get("logprobs") == "processed" and _truncates(row) for row in settings])
     alone = np.repeat(alone, lengths)
     if batch.has("kept_offsets"):
-        _, sizes, recorded = _list(batch, "kept_offsets")
+        _, sizes, recorded = _values(batch, "kept_offsets")
         usable = recorded & (sizes == lengths + 1)
         alone[np.repeat(usable, lengths)] = _kept_counts(batch, usable) <= 1
     return alone
@@ -356,13 +351,11 @@ def _without_choice(batch: RolloutBatch) -> np.ndarray:
 
 def _certain_elsewhere(batch: RolloutBatch, column: str) -> np.ndarray:
     """Tokens, packed, that another column of log-probs gives a probability above `CERTAIN`."""
-    lengths = batch.lengths.numpy()
-    certain = np.zeros(int(lengths.sum()), dtype=bool)
+    certain = np.zeros(int(batch.lengths.sum()), dtype=bool)
     for other in LOG_PROB_COLUMNS:
         if other != column and batch.has(other):
-            values, sizes, recorded = ragged(batch.records.column(other))
-            fits = recorded & (sizes == lengths)
-            certain[np.repeat(fits, lengths)] |= _numpy(values)[np.repeat(fits, sizes)] > CERTAIN
+            values, _ = _packed(batch, other, missing=np.nan)
+            certain |= values > CERTAIN
     return certain
 
 
@@ -383,41 +376,49 @@ def _where(batch: RolloutBatch, bad: np.ndarray, row_of: np.ndarray, finding: Fi
     return counts > 0, replace(finding, reason=reason, tokens=int(counts.sum()))
 
 
-def _sampled(batch: RolloutBatch, column: str, *, of: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """A token column where the mask is true, and the row of each value; rows that do not fit are left out.
-
-    With `of`, something packed over all tokens instead, where the column is recorded.
-    """
-    lengths = batch.lengths.numpy()
-    values, sizes, recorded = ragged(batch.records.column(column))
-    fits = recorded & (sizes == lengths)
-    if fits.all():
-        mask = _mask(batch)
-        return (_numpy(values) if of is None else of)[mask], np.repeat(np.arange(len(batch)), lengths)[mask]
-    mask = _mask(batch)[np.repeat(fits, lengths)]
-    row_of = np.repeat(np.arange(len(batch))[fits], lengths[fits])
-    found = _numpy(values)[np.repeat(fits, sizes)] if of is None else of[np.repeat(fits, lengths)]
-    return found[mask], row_of[mask]
-
-
-def _list(batch: RolloutBatch, column: str) -> tuple[pa.Array, np.ndarray, np.ndarray]:
-    """`ragged` of a column that the batch may lack."""
-    array = batch.records.column(column) if column in batch.columns else pa.nulls(len(batch), arrow_type(column))
-    return ragged(array)
+def _sampled(batch: RolloutBatch, column: str) -> tuple[np.ndarray, np.ndarray]:
+    """A token column, packed, and the tokens where it is recorded and the mask is true: both (N,)."""
+    values, fits = _packed(batch, column, missing=np.nan)
+    return values, np.repeat(fits, batch.lengths.numpy()) & _mask(batch)
 
 
 def _mask(batch: RolloutBatch) -> np.ndarray:
     """The packed response mask; true in rows that do not record it, false in rows where it does not fit."""
+    mask, fits = _packed(batch, "response_mask", missing=False)
+    if fits.all():
+        return mask
+    _, _, recorded = _values(batch, "response_mask")
+    return mask | np.repeat(~recorded, batch.lengths.numpy())
+
+
+def _packed(batch: RolloutBatch, column: str, *, missing: float) -> tuple[np.ndarray, np.ndarray]:
+    """A token column, packed: (N,), and the rows that record it with the length of the response: (B,).
+
+    Args:
+        batch: rows of a log.
+        column: a token column, which the batch may lack.
+        missing: the value at the tokens of other rows.
+    """
+    values, sizes, recorded = _values(batch, column)
     lengths = batch.lengths.numpy()
-    mask = np.ones(int(lengths.sum()), dtype=bool)
-    if batch.has("response_mask"):
-        values, sizes, recorded = ragged(batch.records.column("response_mask"))
-        fits = recorded & (sizes == lengths)
-        if fits.all():
-            return _numpy(values)
-        mask[np.repeat(recorded, lengths)] = False
-        mask[np.repeat(fits, lengths)] = _numpy(values)[np.repeat(fits, sizes)]
-    return mask
+    fits = recorded & (sizes == lengths)
+    if fits.all():
+        return values, fits
+    packed = np.full(int(lengths.sum()), missing, values.dtype)
+    packed[np.repeat(fits, lengths)] = values[np.repeat(fits, sizes)]
+    return packed, fits
+
+
+def _values(batch: RolloutBatch, column: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`ragged` of a list of numbers that the batch may lack, as arrays."""
+    array = batch.records.column(column) if column in batch.columns else pa.nulls(len(batch), arrow_type(column))
+    values, sizes, recorded = ragged(array)
+    return _numpy(values), sizes, recorded
+
+
+def _rows(sizes: np.ndarray) -> np.ndarray:
+    """The row of each value, from the number of values of each row."""
+    return np.repeat(np.arange(len(sizes)), sizes)
 
 
 def _numpy(array: pa.Array) -> np.ndarray:

@@ -34,8 +34,8 @@ from rollcorr.diagnostics.null.run_null import null_beside
 from rollcorr.diagnostics.null.version_cells import judge_versions
 from rollcorr.diagnostics.null.weight_judgment import NOT_JUDGED, WeightJudgment
 from rollcorr.diagnostics.provenance.provenance_findings import Provenance
-from rollcorr.rollout_log import FileLimits, log_files
-from rollcorr.rollout_log.reader import Paths, path_texts
+from rollcorr.rollout_log import FileLimits
+from rollcorr.rollout_log.reader import Paths, log_files, path_texts
 from rollcorr.run_directory.stored_run import BadInputError
 
 DIAGNOSIS = RolloutCorrectionConfig(

@@ -14,17 +14,9 @@ from rollcorr.config.finding import Finding
 from rollcorr.diagnostics.log_check.denoising import DENOISING_COLUMNS, has_exact_kl, timestep_values
 from rollcorr.diagnostics.log_check.shard_readers import read_shards
 from rollcorr.diagnostics.log_check.tally import COLUMNS, KEPT_COLUMNS, Measurement, Tally
-from rollcorr.rollout_log import (
-    FileLimits,
-    RolloutBatch,
-    RolloutLogError,
-    Shard,
-    log_files,
-    log_shards,
-    missing_column,
-    read_shard,
-)
-from rollcorr.rollout_log.reader import Paths, path_texts
+from rollcorr.rollout_log import FileLimits, RolloutBatch, RolloutLogError, Shard, log_shards, read_shard
+from rollcorr.rollout_log.column_names import missing_column
+from rollcorr.rollout_log.reader import Paths, log_files, path_texts
 from rollcorr.run_directory.stored_run import BadInputError
 
 

@@ -32,8 +32,9 @@ from rollcorr.diagnostics.null.token_share import FIRST_IDS, STEP_IDS, TokenSums
 from rollcorr.diagnostics.null.version_cells import VersionCells
 from rollcorr.diagnostics.provenance.pair_rows import CONTRADICTION
 from rollcorr.diagnostics.provenance.pair_sample import PairSample
-from rollcorr.rollout_log import RolloutBatch, RolloutLogError, Shard, read_shard, validate_batch
+from rollcorr.rollout_log import RolloutBatch, RolloutLogError, Shard, read_shard
 from rollcorr.rollout_log.schema import ragged
+from rollcorr.rollout_log.validate import validate_batch
 
 FIRST_STEPS = 5
 """Steps at the start of a log that serve as its null when no other is given."""
