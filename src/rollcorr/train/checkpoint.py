@@ -33,14 +33,11 @@ from torch import Tensor
 from rollcorr.run_directory.directory import STEP_PREFIX, paths_by_step, step_name
 from rollcorr.run_directory.durable_files import (
     SET_ASIDE_SUFFIX,
+    atomic_write,
     delete_folder_durably,
     make_folder_durably,
-    partial_path,
-    place_folder_durably,
-    remove_partial,
-    restore_set_aside,
+    remove_leftovers,
     write_text_durably,
-    written_whole,
 )
 
 MANIFEST = "manifest.json"
@@ -127,15 +124,13 @@ def save_checkpoint(
     """
     check_finite(optimizer, engine_weights or {})
     make_folder_durably(directory)
-    tidy_up(directory)
+    remove_leftovers(directory)
     run = _run_identity(directory)
 
     final = directory / step_name(state.step)
-    partial = partial_path(final)
-    with written_whole(partial, needed=_size_to_expect(directory, optimizer, engine_weights or {})):
+    with atomic_write(final, needed=_size_to_expect(directory, optimizer, engine_weights or {})) as partial:
         _write_files(partial, save_policy, optimizer, state, records or {}, engine_weights)
         _write_manifest(partial, run, state.step)
-        place_folder_durably(partial, final)
 
     # The new one is on the disk, so the others may go.
     delete_older_checkpoints(directory, state.step, keep=keep)
@@ -186,7 +181,7 @@ def newest_sound_checkpoint(directory: Path) -> tuple[Checkpoint | None, list[st
         OSError, ValueError: as in `load_checkpoint`. The newest one may be sound, so none before it is taken.
     """
     if directory.is_dir():
-        tidy_up(directory)
+        remove_leftovers(directory)
     damaged: list[str] = []
     for path in reversed(paths_by_step(directory).values()):
         try:
@@ -262,12 +257,6 @@ def check_finite(optimizer: torch.optim.Optimizer, engine_weights: Mapping[str, 
             f"{broken[0]} {tuple(first.shape)} has {count} values of {first.numel()} that are NaN or infinite{others}: "
             "nothing was saved and the last checkpoint stays; lower optim.lr or optim.max_grad_norm and go on from it"
         )
-
-
-def tidy_up(directory: Path) -> None:
-    """Remove what a killed process was writing or deleting, and put back what it had set aside."""
-    restore_set_aside(directory)
-    remove_partial(directory)
 
 
 def _write_files(

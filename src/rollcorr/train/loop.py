@@ -32,7 +32,7 @@ from rollcorr.config.secrets import redact_text
 from rollcorr.engines.base import EngineError
 from rollcorr.engines.transport.waiting import while_waiting
 from rollcorr.run_directory.directory import RunDirectory
-from rollcorr.run_directory.durable_files import restore_set_aside, write_text_durably
+from rollcorr.run_directory.durable_files import remove_leftovers, write_text_durably
 from rollcorr.run_directory.metrics_file import BadInputError, drop_later_steps
 from rollcorr.run_directory.run_lock import RunLock
 from rollcorr.run_directory.sinks import ConsoleProgress, JsonLines, ProgressColumn, Sink
@@ -325,7 +325,7 @@ class _Run:
         # First of all files: a directory with a history is one of a run, and the rest in it may be written again.
         write_text_durably(self.directory.history, self.records[self.directory.history.name])
         write_text_durably(self.directory.config, self.records[self.directory.config.name])
-        restore_set_aside(self.directory.path)
+        remove_leftovers(self.directory.path)
 
         # A summary says that a run is finished, and this one goes on.
         self.directory.summary.unlink(missing_ok=True)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from rollcorr.run_directory.durable_files import partial_path, place_folder_durably, written_whole
+from rollcorr.run_directory.durable_files import atomic_write
 from rollcorr.train.checkpoint import Checkpoint
 
 REFERENCE_RECORD = "reference.json"
@@ -28,12 +27,9 @@ def keep_reference(folder: Path, save_policy: Callable[[Path], object]) -> str:
     Raises:
         OSError: the disk is full or cannot be written.
     """
-    partial = partial_path(folder)
-    shutil.rmtree(partial, ignore_errors=True)
-    with written_whole(partial, needed=0):
+    with atomic_write(folder) as partial:
         partial.mkdir()
         save_policy(partial)
-        place_folder_durably(partial, folder)
     return json.dumps({"sha256": folder_sha256(folder)}) + "\n"
 
 
