@@ -22,7 +22,7 @@ import os
 import pickle
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -160,11 +160,9 @@ def has_checkpoints(directory: Path) -> bool:
 def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
     """The newest sound checkpoint in a directory, or None. Nothing is changed there."""
     for path in reversed(paths_by_step(Path(directory)).values()):
-        try:
+        with suppress(DamagedCheckpointError):
             _verify(path)
-        except DamagedCheckpointError:
-            continue
-        return path
+            return path
     return None
 
 
@@ -239,16 +237,7 @@ def check_finite(optimizer: torch.optim.Optimizer, engine_weights: Mapping[str, 
         tensors |= {f"{key} of tensor {number}": value for key, value in moments.items() if torch.is_tensor(value)}
     tensors |= {f"{name} of the engine": value for name, value in engine_weights.items()}
 
-    # One flag per tensor, and one transfer per device: a transfer for each tensor would wait as many times.
-    flags: dict[torch.device, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        flags.setdefault(tensor.device, {})[name] = _finite(tensor).all()
-    broken = [
-        name
-        for named in flags.values()
-        for name, is_finite in zip(named, torch.stack(list(named.values())).tolist(), strict=True)
-        if not is_finite
-    ]
+    broken = [name for name, tensor in tensors.items() if not _finite(tensor).all()]
     if broken:
         first = tensors[broken[0]]
         count = int((~_finite(first)).sum())
@@ -288,31 +277,18 @@ def _size_to_expect(directory: Path, optimizer: torch.optim.Optimizer, engine_we
     """Bytes of a checkpoint: as many as the newest one, but at least weights, two moments and the engine's weights."""
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     at_least = sum(3 * tensor.nbytes for tensor in trained) + sum(tensor.nbytes for tensor in engine_weights.values())
-    for path in reversed(paths_by_step(directory).values()):
-        try:
-            return max(at_least, sum(entry["bytes"] for entry in _read_manifest(path)["files"].values()))
-        except DamagedCheckpointError:
-            continue
-    return at_least
+    newest = _newest_manifest(directory)
+    return max(at_least, sum(entry["bytes"] for entry in newest["files"].values())) if newest else at_least
 
 
 def _run_identity(directory: Path) -> str:
-    """What tells this run's checkpoints from another's: made once, then read."""
-    path = directory / RUN_IDENTITY
-    known = _known_identity(directory)
-    if known is not None:
-        return known
-
-    # Without a readable file, the newest checkpoint knows.
-    for checkpoint in reversed(paths_by_step(directory).values()):
-        try:
-            known = str(_read_manifest(checkpoint)["run"])
-        except DamagedCheckpointError:
-            continue
-        break
-    known = known or secrets.token_hex(16)
-    write_text_durably(path, json.dumps({"run": known}) + "\n")
-    return known
+    """What tells this run's checkpoints from another's: made once, then read; if lost, taken from a manifest."""
+    run = _known_identity(directory)
+    if run is None:
+        newest = _newest_manifest(directory)
+        run = str(newest["run"]) if newest else secrets.token_hex(16)
+        write_text_durably(directory / RUN_IDENTITY, json.dumps({"run": run}) + "\n")
+    return run
 
 
 def _known_identity(directory: Path) -> str | None:
@@ -365,6 +341,14 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     if step_name(step) != path.name:
         raise _damaged(path, MANIFEST, f"is of another checkpoint (step {step})")
     return dict(manifest)
+
+
+def _newest_manifest(directory: Path) -> dict[str, Any] | None:
+    """The newest manifest that is not damaged; None if there is none."""
+    for path in reversed(paths_by_step(directory).values()):
+        with suppress(DamagedCheckpointError):
+            return _read_manifest(path)
+    return None
 
 
 def _verify(path: Path) -> set[str]:

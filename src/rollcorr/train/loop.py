@@ -304,7 +304,9 @@ class _Run:
                     _restore(self.recipe.trainer, self.beginning, self.say)
                     delete_older_checkpoints(self.directory.checkpoints, self.step, keep=self.config.checkpoint.keep)
                 self._measure_before()
-                is_done = self._train() and self._finish()
+                if self._train():
+                    self.after = self._measure("after")
+                    is_done = True
             except StopNow:  # from an evaluation, which the next start repeats
                 pass
             except EngineError as error:  # from a wait for the engine outside a step, which a request to stop ended
@@ -361,8 +363,9 @@ class _Run:
 
     def _measure_before(self) -> None:
         """The quality before the first step, which the checkpoints remember."""
-        self.before = _evaluation_before(self.records)
-        if self.before is None and self.step == 0:
+        if EVALUATION_RECORD in self.records:
+            self.before = json.loads(self.records[EVALUATION_RECORD])
+        elif self.step == 0:
             self.before = self._measure("before")
             if self.before is not None:
                 self.records[EVALUATION_RECORD] = json.dumps(self.before) + "\n"
@@ -401,11 +404,6 @@ class _Run:
         if self.step != self.saved:
             self.say(f"saved {self._save()}")
         return self.step >= last
-
-    def _finish(self) -> bool:
-        """Measure what the training has made of the policy."""
-        self.after = self._measure("after")
-        return True
 
     def _save(self) -> Path:
         """Write a checkpoint of everything that the next step depends on, after the logs of the steps before."""
@@ -494,11 +492,6 @@ def _saving(what: str) -> Iterator[None]:
         yield
     except (OSError, NonFiniteWeightsError) as error:
         raise _CannotSaveError(f"{what} could not be saved: {error}") from error
-
-
-def _evaluation_before(records: Mapping[str, str]) -> Evaluation | None:
-    text = records.get(EVALUATION_RECORD)
-    return None if text is None else json.loads(text)
 
 
 def _restore(trainer: Trainer, beginning: Beginning, say: Callable[[str], None]) -> None:
