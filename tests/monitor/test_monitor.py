@@ -20,7 +20,8 @@ from rollcorr import Monitor, PolicyLogProbs, RolloutSample, correct, health, po
 from rollcorr.config.finding import Finding
 from rollcorr.core.mergeable_statistics import STATISTICS_DTYPE
 from rollcorr.diagnostics import bare_metrics
-from rollcorr.monitor import RunningJudge, rank_exchange
+from rollcorr.monitor import rank_exchange
+from rollcorr.monitor.running_judge import RunningJudge
 
 CONFIG = {"rollout_is": "token", "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.05}
 

@@ -10,15 +10,9 @@ from contextlib import closing
 import pytest
 from rich.console import Console
 
-from rollcorr.run_directory import (
-    ConsoleProgress,
-    JsonLines,
-    ProgressColumn,
-    RunDirectory,
-    TensorBoard,
-    drop_later_steps,
-    read_metrics,
-)
+from rollcorr.run_directory.directory import RunDirectory
+from rollcorr.run_directory.metrics_file import drop_later_steps, read_metrics
+from rollcorr.run_directory.sinks import ConsoleProgress, JsonLines, ProgressColumn, TensorBoard
 
 METRICS = {"reward/mean": 0.5, "rollout_corr/k3_kl": 1e-5, "rollout_corr/max_viable_length": math.inf}
 COLUMNS = (

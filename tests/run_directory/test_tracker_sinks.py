@@ -14,7 +14,7 @@ import pytest
 from recording_sinks import ERRORS, Broken, Recording
 
 from rollcorr import Monitor
-from rollcorr.run_directory import RunDirectory
+from rollcorr.run_directory.directory import RunDirectory
 from rollcorr.run_directory.tracker_sinks import NAMED_SINKS, named_sink
 
 METRICS = {"reward/mean": 0.5, "rollout_corr/k3_kl": math.inf}

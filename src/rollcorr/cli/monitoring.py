@@ -10,7 +10,7 @@ import typer
 from rollcorr.cli.app import app, exit_on
 
 if TYPE_CHECKING:
-    from rollcorr.monitor import RunningJudge
+    from rollcorr.monitor.running_judge import RunningJudge
 
 
 @app.command()
@@ -26,9 +26,12 @@ def watch(
     import time
 
     from rollcorr.diagnostics import bare_metrics
-    from rollcorr.monitor import RunningJudge, alarm_text
-    from rollcorr.run_directory import GrowingMetrics, RunDirectory, read_run, step_line
+    from rollcorr.monitor.running_judge import RunningJudge, alarm_text
+    from rollcorr.run_directory import read_run
+    from rollcorr.run_directory.directory import RunDirectory
+    from rollcorr.run_directory.growing_metrics import GrowingMetrics
     from rollcorr.run_directory.stored_run import check_run_directory
+    from rollcorr.run_directory.tracker_sinks import step_line
 
     metrics, config = GrowingMetrics(RunDirectory(run).metrics), None
     with exit_on(ValueError):
@@ -96,7 +99,8 @@ def compare(
     from rich.console import Console
 
     from rollcorr.diagnostics import compare_runs, comparison_table
-    from rollcorr.run_directory import BadInputError, read_run
+    from rollcorr.run_directory import read_run
+    from rollcorr.run_directory.metrics_file import BadInputError
 
     with exit_on(BadInputError, ValueError):
         stored = [read_run(run) for run in runs]

@@ -37,7 +37,7 @@ def check_schedule(
     """
     from rollcorr.diagnostics.schedules import compare_schedules, read_schedule
     from rollcorr.rollout_log import RolloutLogError
-    from rollcorr.run_directory import BadInputError
+    from rollcorr.run_directory.metrics_file import BadInputError
 
     with exit_on(BadInputError, RolloutLogError):
         finding = compare_schedules(read_schedule(rollout), read_schedule(trainer), tolerance=tolerance)

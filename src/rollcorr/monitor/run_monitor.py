@@ -33,9 +33,11 @@ from rollcorr.monitor.rollout_sample import CollectedRollouts, RolloutSample, ch
 from rollcorr.monitor.run_writer import CLOSING_SECONDS, CONFIG, LINE, ROWS, SINKS, RunWriter, WriteTask
 from rollcorr.monitor.running_judge import COUNTS, RunningJudge, alarm_text
 from rollcorr.monitor.step_totals import StepTotals, merged_metrics
-from rollcorr.run_directory import JsonLines, RunDirectory, RunLock, Sink, drop_later_steps
+from rollcorr.run_directory.directory import RunDirectory
 from rollcorr.run_directory.durable_files import write_text_durably
-from rollcorr.run_directory.metrics_file import metrics_lines
+from rollcorr.run_directory.metrics_file import drop_later_steps, metrics_lines
+from rollcorr.run_directory.run_lock import RunLock
+from rollcorr.run_directory.sinks import JsonLines, Sink
 from rollcorr.run_directory.tracker_sinks import Sinks
 
 if TYPE_CHECKING:
@@ -188,7 +190,7 @@ class Monitor:
                 such as a mapping, a TensorDict or a DataProto.
             rollout_log_prob: log μ, nats, the same shape.
             response_mask: non-zero on sampled tokens, the same shape.
-            fields: whose names the batch has, see `rollcorr.monitor.FIELD_NAMES`. None: found by the names.
+            fields: the framework whose names the batch has, or a `FieldNames`. None: found by the names.
             cu_seqlens: (B + 1,) token offsets, only when packed.
             columns: further columns of the rollout log: those of the schema, and your own with names `x_…`, one value
                 for each sequence. Used where this step is logged.

@@ -197,8 +197,8 @@ def run_recipe(
         recipe_class: what to train.
         config: the run.
         console: where to show progress.
-        sinks: where the metrics go besides what `config.log` names: names of `rollcorr.run_directory.NAMED_SINKS`, or
-            objects with `write(step, metrics)` and `close()`. A sink that raises is shown, and gets no further steps.
+        sinks: where the metrics go besides what `config.log` names: names such as "wandb", or objects
+            with `write(step, metrics)` and `close()`. A sink that raises is shown, and gets no further steps.
 
     Raises:
         RunInUseError: another process runs in the directory.
