@@ -149,14 +149,14 @@ def test_a_file_that_cannot_be_opened_now_is_not_taken_for_damaged(toy, monkeypa
     """An older checkpoint would be used, and the sound one deleted at the next save."""
     toy.save(1)
     toy.save(2)
-    stat = Path.stat
+    open_path = Path.open
 
-    def not_now(path, **options):
+    def not_now(path, *arguments, **options):
         if path.name == name:
             raise OSError(number, "not now")
-        return stat(path, **options)
+        return open_path(path, *arguments, **options)
 
-    monkeypatch.setattr(Path, "stat", not_now)
+    monkeypatch.setattr(Path, "open", not_now)
     with pytest.raises(OSError, match="not now"):
         newest_sound_checkpoint(toy.directory)
 

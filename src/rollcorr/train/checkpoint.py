@@ -47,9 +47,6 @@ ENGINE = "engine.safetensors"
 RECORDS = "records"
 RUN_IDENTITY = "run.json"
 
-LARGEST_MANIFEST = 16 * 2**20
-"""Bytes; a manifest has about 100 for each file."""
-
 NOT_NOW = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE)
 """Error numbers that say nothing about a file: another start may read it."""
 
@@ -303,7 +300,7 @@ def _known_identity(directory: Path) -> str | None:
 def _write_manifest(folder: Path, run: str, step: int) -> None:
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
     (folder / MANIFEST).write_bytes(_manifest_text({"run": run, "step": step, "files": files}))
 
 
@@ -321,11 +318,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         DamagedCheckpointError: it is missing or altered, or says another step.
         OSError: as in `load_checkpoint`.
     """
-    file = path / MANIFEST
     with _reading(path, MANIFEST):
-        if file.stat().st_size > LARGEST_MANIFEST:
-            raise _damaged(path, MANIFEST, f"has more than {LARGEST_MANIFEST:,} bytes")
-        text = file.read_bytes()
+        text = (path / MANIFEST).read_bytes()
     if not text:
         raise _damaged(path, MANIFEST, "is empty")
 
@@ -367,7 +361,7 @@ def _verify(path: Path) -> set[str]:
         file = path / name
         with _reading(path, name):
             size = file.stat().st_size
-            digest = _sha256(file) if size == entry["bytes"] else None
+            digest = file_sha256(file) if size == entry["bytes"] else None
 
         if size == 0 and entry["bytes"]:
             raise _damaged(path, name, f"is empty, it had {entry['bytes']:,} bytes")
@@ -395,7 +389,8 @@ def _damaged(path: Path, name: str, what: str) -> DamagedCheckpointError:
     return DamagedCheckpointError(f"checkpoint {str(path)!r} cannot be used: {name} {what}")
 
 
-def _sha256(path: Path) -> str:
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(BLOCK):

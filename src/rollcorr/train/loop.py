@@ -19,8 +19,9 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -34,8 +35,8 @@ from rollcorr.engines.transport.waiting import while_waiting
 from rollcorr.run_directory.directory import RunDirectory
 from rollcorr.run_directory.durable_files import remove_leftovers, write_text_durably
 from rollcorr.run_directory.metrics_file import BadInputError, drop_later_steps
-from rollcorr.run_directory.run_lock import RunLock
-from rollcorr.run_directory.sinks import ConsoleProgress, JsonLines, ProgressColumn, Sink
+from rollcorr.run_directory.run_lock import run_lock
+from rollcorr.run_directory.sinks import ConsoleProgress, JsonLines, ProgressColumn, Sink, show_line
 from rollcorr.run_directory.tracker_sinks import Sinks
 from rollcorr.train.checkpoint import (
     Checkpoint,
@@ -214,12 +215,9 @@ def run_recipe(
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     console, directory = console or Console(), RunDirectory(Path(config.run_dir))
+    say = partial(show_line, console)
 
-    def say(message: str) -> None:
-        with suppress(OSError):  # the terminal is gone
-            console.print(redact_text(message), highlight=False, markup=False, soft_wrap=True)
-
-    with RunLock(directory.path), StopRequests(say, minutes=config.stop_after_minutes) as stop:
+    with run_lock(directory.path), StopRequests(say, minutes=config.stop_after_minutes) as stop:
         beginning = find_beginning(config, directory)
         done = finished_summary(directory, step=beginning.step, steps=config.steps)
         for line in beginning_lines(beginning, config, is_finished=done is not None):
@@ -283,7 +281,7 @@ class _Run:
         lost = self._prepare_directory()
 
         progress = ConsoleProgress(console, self.recipe.columns, steps=self.config.steps, start=self.step)
-        self.say = progress.say
+        self.say = partial(show_line, console)
         asked = dict.fromkeys([*self.config.log.sinks, *(["tensorboard"] if self.config.log.tensorboard else [])])
         given = [sinks] if isinstance(sinks, str) else sinks
         with (
@@ -291,10 +289,10 @@ class _Run:
             closing(
                 Sinks([*given, *asked, progress], self.directory, self.step, report=lambda line, _: self.say(line))
             ) as self.sinks,
-            while_waiting(say=progress.say, stop_requested=lambda: self.stop.reason is not None),
+            while_waiting(say=self.say, stop_requested=lambda: self.stop.reason is not None),
         ):
             if lost:
-                progress.say(f"{self.directory.metrics} has no line of {len(lost)} steps; the first is step {lost[0]}")
+                self.say(f"{self.directory.metrics} has no line of {len(lost)} steps; the first is step {lost[0]}")
             is_done = False
             try:
                 if self.beginning.checkpoint is None:
@@ -319,7 +317,7 @@ class _Run:
             summary = self._summary(interrupted=not is_done)
             stopped_by = None if is_done else self.stop.reason
             for line in end_lines(self.config, saved=self.saved, failure=self.failure, stopped_by=stopped_by):
-                progress.say(line)
+                self.say(line)
         return summary
 
     def _prepare_directory(self) -> list[int]:
