@@ -43,7 +43,8 @@ from rollcorr.diagnostics.report import (
 )
 from rollcorr.engines import CTranslate2Engine, GenerationSettings, measure_null, score_responses
 from rollcorr.rollout_log import RolloutLogWriter
-from rollcorr.run_directory import RunDirectory, read_metrics, read_run
+from rollcorr.run_directory import read_metrics, read_run
+from rollcorr.run_directory.directory import RunDirectory
 from rollcorr.train import GrpoConfig, load_config, train
 from rollcorr.train.grpo import Policy, hard_gated_reward, load_policy, make_task
 

@@ -33,7 +33,8 @@ from rich.progress import Progress
 
 from rollcorr.config import SamplingSpec
 from rollcorr.engines import CTranslate2Engine, GenerationSettings
-from rollcorr.run_directory import RunDirectory, read_metrics
+from rollcorr.run_directory import read_metrics
+from rollcorr.run_directory.directory import RunDirectory
 from rollcorr.train import GrpoConfig, load_config, train
 from rollcorr.train.grpo import Policy, ScratchpadTask, evaluate, load_policy, make_task, save_policy, warm_up
 

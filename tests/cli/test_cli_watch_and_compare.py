@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from rollcorr import Monitor, RolloutSample
 from rollcorr.cli import app
-from rollcorr.run_directory import GrowingMetrics
+from rollcorr.run_directory.growing_metrics import GrowingMetrics
 
 
 def noisy(noise, seed):

@@ -7,7 +7,8 @@ import torch
 
 from rollcorr import Monitor, RolloutSample, correct, read_rollout_log
 from rollcorr.layouts import local_lists
-from rollcorr.monitor import FIELD_NAMES, FieldNames, read_fields
+from rollcorr.monitor import FieldNames
+from rollcorr.monitor.field_names import FIELD_NAMES, read_fields
 
 TRAIN = torch.tensor([[-1.0, -2.0, -0.5], [-0.3, -0.2, 0.0]])
 ROLLOUT = TRAIN + torch.tensor([[0.1, -0.1, 0.0], [0.2, 0.0, 0.0]])

@@ -20,7 +20,8 @@ from rollcorr import Monitor, PolicyLogProbs, RolloutSample, correct, health, po
 from rollcorr.config.finding import Finding
 from rollcorr.core.mergeable_statistics import STATISTICS_DTYPE
 from rollcorr.diagnostics import bare_metrics
-from rollcorr.monitor import RunningJudge, rank_exchange
+from rollcorr.monitor import rank_exchange
+from rollcorr.monitor.running_judge import RunningJudge
 
 CONFIG = {"rollout_is": "token", "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.05}
 
@@ -315,7 +316,7 @@ def test_a_run_goes_on_after_the_steps_that_count(tmp_path):
     with pytest.raises(FileExistsError, match="has 4 steps already: say how many of them count, start=N"):
         Monitor(tmp_path, CONFIG)
     with Monitor(tmp_path, CONFIG, start=2, rollouts=RolloutSample()) as monitor:
-        assert (monitor.steps, len(monitor._judge.recent.history)) == (2, 2)
+        assert (monitor.steps, len(monitor._judge.recent)) == (2, 2)
         monitor.correct(*batch(seed=9))
         monitor.step(reward=30.0)
     run = read_run(tmp_path)

@@ -18,7 +18,8 @@ from recording_sinks import Recording
 from rollcorr import Monitor, RolloutCorrectionConfig, RolloutSample, read_run
 from rollcorr.monitor import run_writer
 from rollcorr.monitor.rollout_sample import CollectedRollouts, RolloutRows
-from rollcorr.run_directory import JsonLines, read_metrics
+from rollcorr.run_directory import read_metrics
+from rollcorr.run_directory.sinks import JsonLines
 
 CASES = [(number, 1 + 5 * i, (1, 4, 30)[i % 3]) for i, number in enumerate((*ERRORS, *ERRORS[:5]))]
 

@@ -11,7 +11,9 @@ import torch
 from rollcorr import Monitor, RolloutCorrectionConfig, RolloutSample, read_run
 from rollcorr.monitor import run_writer
 from rollcorr.monitor.rollout_sample import RolloutRows
-from rollcorr.run_directory import JsonLines, RunInUseError, read_metrics
+from rollcorr.run_directory import read_metrics
+from rollcorr.run_directory.run_lock import RunInUseError
+from rollcorr.run_directory.sinks import JsonLines
 
 
 class Hanging:

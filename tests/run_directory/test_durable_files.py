@@ -7,13 +7,12 @@ import os
 import pytest
 
 from rollcorr.run_directory.durable_files import (
+    atomic_write,
     disk_failure,
     make_folder_durably,
     partial_path,
-    place_folder_durably,
-    restore_set_aside,
+    remove_leftovers,
     write_text_durably,
-    written_whole,
 )
 
 
@@ -69,10 +68,8 @@ def test_the_disk_is_found_behind_the_errors_of_libraries(error, number):
 
 
 def test_a_folder_that_cannot_be_written_leaves_nothing_and_names_the_file(tmp_path):
-    partial = partial_path(tmp_path / "reference")
-
     def write():
-        with written_whole(partial, needed=9):
+        with atomic_write(tmp_path / "reference", needed=9) as partial:
             partial.mkdir()
             (partial / "weights").touch()
             raise Exception("I/O error: No space left on device (os error 28)")
@@ -85,27 +82,27 @@ def test_a_folder_that_cannot_be_written_leaves_nothing_and_names_the_file(tmp_p
 
 
 def test_a_folder_is_replaced_or_stays_as_it_was(tmp_path, monkeypatch):
-    final, partial = tmp_path / "reference", partial_path(tmp_path / "reference")
+    final = tmp_path / "reference"
+
+    def write(text):
+        with atomic_write(final) as partial:
+            partial.mkdir()
+            (partial / "weights").write_text(text, encoding="utf-8")
+
     for text in ("old", "new"):
-        partial.mkdir()
-        (partial / "weights").write_text(text, encoding="utf-8")
-        place_folder_durably(partial, final)
+        write(text)
         assert (final / "weights").read_text(encoding="utf-8") == text
     assert [path.name for path in tmp_path.iterdir()] == ["reference"]
 
     # The second of the two renames fails, so the first one is undone.
-    rename = os.rename
+    def fails(*_):
+        raise OSError(5, "Input/output error")
 
-    def fails(source, target):
-        if str(source) == str(partial):
-            raise OSError(5, "Input/output error")
-        rename(source, target)
-
-    partial.mkdir()
-    monkeypatch.setattr(os, "rename", fails)
+    monkeypatch.setattr(os, "replace", fails)
     with pytest.raises(OSError, match="Input/output"):
-        place_folder_durably(partial, final)
+        write("newest")
     assert (final / "weights").read_text(encoding="utf-8") == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["reference"]
 
 
 @pytest.mark.parametrize("successor", [False, True])
@@ -114,7 +111,7 @@ def test_a_folder_set_aside_comes_back_unless_its_successor_has_arrived(tmp_path
     (tmp_path / ".reference.set-aside" / "old").touch()
     if successor:
         (tmp_path / "reference").mkdir()
-    restore_set_aside(tmp_path)
+    remove_leftovers(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["reference"]
     assert (tmp_path / "reference" / "old").exists() != successor
 

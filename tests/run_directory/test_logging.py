@@ -10,15 +10,9 @@ from contextlib import closing
 import pytest
 from rich.console import Console
 
-from rollcorr.run_directory import (
-    ConsoleProgress,
-    JsonLines,
-    ProgressColumn,
-    RunDirectory,
-    TensorBoard,
-    drop_later_steps,
-    read_metrics,
-)
+from rollcorr.run_directory.directory import RunDirectory
+from rollcorr.run_directory.metrics_file import drop_later_steps, read_metrics
+from rollcorr.run_directory.sinks import ConsoleProgress, JsonLines, ProgressColumn, TensorBoard, show_line
 
 METRICS = {"reward/mean": 0.5, "rollout_corr/k3_kl": 1e-5, "rollout_corr/max_viable_length": math.inf}
 COLUMNS = (
@@ -56,7 +50,7 @@ def test_in_a_terminal_the_newest_steps_stay_on_screen(tmp_path):
         with closing(progress):
             for step in range(1, 13):
                 progress.write(step, METRICS)
-            progress.say("a message")
+            show_line(console, "a message")
     shown = (tmp_path / "out").read_text(encoding="utf-8")
     assert "12/20" in shown
     assert "a message" in shown
@@ -155,8 +149,9 @@ def test_a_console_that_is_gone_stops_nothing(tmp_path):
             raise OSError(errno.EIO, "Input/output error")
 
     for options in ({}, {"force_terminal": True}):
-        progress = ConsoleProgress(Console(file=Gone(), **options), COLUMNS, steps=2)
-        progress.say("a message")
+        console = Console(file=Gone(), **options)
+        progress = ConsoleProgress(console, COLUMNS, steps=2)
+        show_line(console, "a message")
         progress.write(1, METRICS)
         progress.close()
 

@@ -14,14 +14,14 @@ import sys
 import pytest
 from processes import eventually
 
-from rollcorr.run_directory.run_lock import RunInUseError, RunLock
+from rollcorr.run_directory.run_lock import RunInUseError, run_lock
 
 HOLD = """
 import os, signal, subprocess, sys
 from pathlib import Path
-from rollcorr.run_directory.run_lock import RunLock
+from rollcorr.run_directory.run_lock import run_lock
 
-with RunLock(Path(sys.argv[1])):
+with run_lock(Path(sys.argv[1])):
     child = {child}
     print(child, flush=True)
     signal.pause()
@@ -54,7 +54,7 @@ def holder(tmp_path):
 
 def test_a_second_process_is_refused_and_told_who_has_the_lock(tmp_path, holder):
     process, _ = holder()
-    with pytest.raises(RunInUseError) as refused, RunLock(tmp_path / "run"):
+    with pytest.raises(RunInUseError) as refused, run_lock(tmp_path / "run"):
         pass
     assert f"in use by process {process.pid} on {socket.gethostname()}, which started at 20" in str(refused.value)
     assert json.loads((tmp_path / "run" / "run.lock").read_text(encoding="utf-8"))["pid"] == process.pid
@@ -62,7 +62,7 @@ def test_a_second_process_is_refused_and_told_who_has_the_lock(tmp_path, holder)
 
 def _can_be_taken(directory):
     try:
-        with RunLock(directory):
+        with run_lock(directory):
             return True
     except RunInUseError:
         return False
@@ -77,38 +77,38 @@ def test_the_lock_ends_with_a_killed_process_whatever_it_started(tmp_path, holde
 
     # A child that was forked just before gives its copy away with the first thing that it does.
     assert eventually(lambda: _can_be_taken(tmp_path / "run"))
-    with RunLock(tmp_path / "run"):
+    with run_lock(tmp_path / "run"):
         assert json.loads((tmp_path / "run" / "run.lock").read_text(encoding="utf-8"))["pid"] == os.getpid()
 
 
 def test_a_forked_child_does_not_end_the_lock_of_its_parent(tmp_path):
-    with RunLock(tmp_path):
+    with run_lock(tmp_path):
         child = os.fork()
         if not child:
             os._exit(0)
         os.waitpid(child, 0)
-        with pytest.raises(RunInUseError), RunLock(tmp_path):
+        with pytest.raises(RunInUseError), run_lock(tmp_path):
             pass
 
 
 def test_the_same_process_cannot_hold_it_twice_and_may_take_it_again(tmp_path):
     for _ in range(2):
         with (
-            RunLock(tmp_path),
+            run_lock(tmp_path),
             pytest.raises(RunInUseError, match="by this process: close the earlier"),
-            RunLock(tmp_path),
+            run_lock(tmp_path),
         ):
             pass
 
 
 def test_nothing_is_left_of_a_directory_that_was_made_for_the_lock_alone(tmp_path):
-    with RunLock(tmp_path / "runs" / "new"):
+    with run_lock(tmp_path / "runs" / "new"):
         assert (tmp_path / "runs" / "new").is_dir()
     assert not (tmp_path / "runs" / "new").exists()
-    with RunLock(tmp_path / "runs" / "used"):
+    with run_lock(tmp_path / "runs" / "used"):
         (tmp_path / "runs" / "used" / "file").touch()
     assert [path.name for path in (tmp_path / "runs" / "used").iterdir()] == ["file"]
-    with RunLock(tmp_path / "runs"):
+    with run_lock(tmp_path / "runs"):
         pass
     assert (tmp_path / "runs").is_dir()
 
@@ -116,9 +116,9 @@ def test_nothing_is_left_of_a_directory_that_was_made_for_the_lock_alone(tmp_pat
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}'])
 def test_a_stale_file_never_blocks_whatever_it_says(tmp_path, text):
     (tmp_path / "run.lock").write_text(text)
-    with RunLock(tmp_path):
+    with run_lock(tmp_path):
         (tmp_path / "run.lock").write_text(text)  # a holder that has not written its name yet
-        with pytest.raises(RunInUseError), RunLock(tmp_path):
+        with pytest.raises(RunInUseError), run_lock(tmp_path):
             pass
     assert not (tmp_path / "run.lock").exists()
 
@@ -133,7 +133,7 @@ def test_a_file_that_its_holder_removed_meanwhile_is_not_mistaken_for_the_lock(t
         real(handle, operation)
 
     monkeypatch.setattr(fcntl, "flock", removed_before)
-    with RunLock(tmp_path):
+    with run_lock(tmp_path):
         assert len(calls) == 2
         assert (tmp_path / "run.lock").is_file()
 
@@ -145,7 +145,7 @@ def test_a_file_system_without_locks_is_reported_and_used(tmp_path, monkeypatch)
     monkeypatch.setattr(fcntl, "flock", unsupported)
     with (
         pytest.warns(RuntimeWarning, match="cannot lock files .* nothing prevents a second process"),
-        RunLock(tmp_path),
+        run_lock(tmp_path),
     ):
         pass
 
@@ -155,5 +155,5 @@ def test_a_name_that_cannot_be_written_does_not_matter(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "pwrite", full)
-    with RunLock(tmp_path), pytest.raises(RunInUseError, match="another process"), RunLock(tmp_path):
+    with run_lock(tmp_path), pytest.raises(RunInUseError, match="another process"), run_lock(tmp_path):
         pass

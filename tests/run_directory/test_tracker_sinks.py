@@ -14,8 +14,8 @@ import pytest
 from recording_sinks import ERRORS, Broken, Recording
 
 from rollcorr import Monitor
-from rollcorr.run_directory import RunDirectory
-from rollcorr.run_directory.tracker_sinks import NAMED_SINKS, named_sink
+from rollcorr.run_directory.directory import RunDirectory
+from rollcorr.run_directory.tracker_sinks import NAMED_SINKS
 
 METRICS = {"reward/mean": 0.5, "rollout_corr/k3_kl": math.inf}
 
@@ -44,7 +44,7 @@ def stand_in(monkeypatch, name, **members):
 
 
 def use(name, tmp_path):
-    sink = named_sink(name, RunDirectory(tmp_path), 0)
+    sink = NAMED_SINKS[name](RunDirectory(tmp_path), 0)
     sink.write(7, METRICS)
     sink.close()
 

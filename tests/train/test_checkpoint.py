@@ -149,14 +149,14 @@ def test_a_file_that_cannot_be_opened_now_is_not_taken_for_damaged(toy, monkeypa
     """An older checkpoint would be used, and the sound one deleted at the next save."""
     toy.save(1)
     toy.save(2)
-    stat = Path.stat
+    open_path = Path.open
 
-    def not_now(path, **options):
+    def not_now(path, *arguments, **options):
         if path.name == name:
             raise OSError(number, "not now")
-        return stat(path, **options)
+        return open_path(path, *arguments, **options)
 
-    monkeypatch.setattr(Path, "stat", not_now)
+    monkeypatch.setattr(Path, "open", not_now)
     with pytest.raises(OSError, match="not now"):
         newest_sound_checkpoint(toy.directory)
 
@@ -316,18 +316,18 @@ def test_a_half_deleted_checkpoint_is_none(toy, monkeypatch):
 def test_every_file_and_folder_reaches_the_disk_before_the_name(toy, monkeypatch):
     """In the order of the calls: all files, their folders, then the rename, then the folder that holds the name."""
     toy.save(1)
-    events, fsync, rename = [], os.fsync, os.rename
+    events, fsync, replace = [], os.fsync, os.replace
 
     def note_fsync(handle):
         events.append(os.readlink(f"/proc/self/fd/{handle}"))
         fsync(handle)
 
-    def note_rename(source, target, **others):
+    def note_replace(source, target):
         events.append(f"rename {target}")
-        rename(source, target, **others)
+        replace(source, target)
 
     monkeypatch.setattr(os, "fsync", note_fsync)
-    monkeypatch.setattr(os, "rename", note_rename)
+    monkeypatch.setattr(os, "replace", note_replace)
     toy.save(2)
     place = str(toy.directory)
     named = events.index(f"rename {place}/step_000002")

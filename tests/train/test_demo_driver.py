@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rollcorr.run_directory import RunDirectory
+from rollcorr.run_directory.directory import RunDirectory
 
 pytest.importorskip("ctranslate2", reason="the extra ctranslate2 is not installed")
 pytest.importorskip("matplotlib", reason="the extra report is not installed")

@@ -12,7 +12,8 @@ import torch
 from recording_sinks import ERRORS, Broken, Recording
 from rich.console import Console
 
-from rollcorr.run_directory import ProgressColumn, read_metrics, read_run
+from rollcorr.run_directory import read_metrics, read_run
+from rollcorr.run_directory.sinks import ProgressColumn
 from rollcorr.train import Recipe, RunConfig, derived_generator, latest_checkpoint, read_config, run_recipe
 
 

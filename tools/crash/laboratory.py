@@ -110,9 +110,9 @@ class Laboratory:
 
     def run_locked(self, name: str) -> Ended:
         """Run the command while this process holds the lock of its directory."""
-        from rollcorr.run_directory.run_lock import RunLock
+        from rollcorr.run_directory.run_lock import run_lock
 
-        with RunLock(self._place(name) / RUN):
+        with run_lock(self._place(name) / RUN):
             return self.run(name)
 
     def outcome(self, name: str) -> dict[str, str]:

@@ -65,17 +65,25 @@ FILES, LOOP, CHECKPOINT = "run_directory/durable_files.py", "train/loop.py", "tr
 KILL = ("kill",)
 CHECKPOINTS = r"checkpoints/\.step_00000[234]"
 """Later checkpoints while they are written: a start goes on from the one before."""
+WRITTEN = '(*partial.rglob("*"), partial)'
 LINES_FLUSHED = '"""Wait until every line is on the disk."""'
 
 BUGS: Mapping[str, Bug] = {
     # What was written is not flushed.
-    "no_fsync_file": Bug(FILES, (("os.fsync(file.fileno())", "pass"),)),
-    "no_fsync_folder": Bug(FILES, (("partial.replace(path)", "return partial.replace(path)"),)),
-    "no_fsync_checkpoint_tree": Bug(FILES, (("flush_tree_to_disk(partial)", "pass"),)),
+    "no_fsync_file": Bug(FILES, ((WRITTEN, 'partial.rglob("*")'),)),
+    "no_fsync_folder": Bug(
+        FILES, (("partial.replace(target)\n        flush_to_disk", "partial.replace(target)\n        str"),)
+    ),
+    "no_fsync_checkpoint_tree": Bug(FILES, ((WRITTEN, "(partial,)"),)),
     "no_fsync_metrics": Bug("run_directory/sinks.py", ((LINES_FLUSHED, "return"),)),
     "no_fsync_rollout_log": Bug("rollout_log/writer.py", (("os.fsync(file.fileno())", "pass"),)),
     # A file is written under its final name.
-    "text_in_place": Bug(FILES, ((" partial = partial_path(path)", " partial = path"),), KILL, r"^/\w+\.(json|yaml)$"),
+    "text_in_place": Bug(
+        FILES,
+        ((" partial = partial_path(target)", " partial = target if target.suffix else partial_path(target)"),),
+        KILL,
+        r"^/\w+\.(json|yaml)$",
+    ),
     "rollout_log_in_place": Bug(
         "rollout_log/writer.py",
         (("self._hidden = self.path.with_name(", "self._hidden = self.path or self.path.with_name("),),
@@ -98,8 +106,8 @@ BUGS: Mapping[str, Bug] = {
         (
             ("_write_manifest(partial, run, state.step)", "pass"),
             (
-                "place_folder_durably(partial, final)",
-                "place_folder_durably(partial, final); _write_manifest(final, run, state.step)",
+                "delete_older_checkpoints(directory, state.step, keep=keep)",
+                "_write_manifest(final, run, state.step); delete_older_checkpoints(directory, state.step, keep=keep)",
             ),
         ),
         KILL,

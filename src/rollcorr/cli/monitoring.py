@@ -10,7 +10,7 @@ import typer
 from rollcorr.cli.app import app, exit_on
 
 if TYPE_CHECKING:
-    from rollcorr.monitor import RunningJudge
+    from rollcorr.monitor.running_judge import RunningJudge
 
 
 @app.command()
@@ -26,9 +26,12 @@ def watch(
     import time
 
     from rollcorr.diagnostics import bare_metrics
-    from rollcorr.monitor import RunningJudge, alarm_text
-    from rollcorr.run_directory import GrowingMetrics, RunDirectory, read_run, step_line
+    from rollcorr.monitor.running_judge import RunningJudge, alarm_text
+    from rollcorr.run_directory import read_run
+    from rollcorr.run_directory.directory import RunDirectory
+    from rollcorr.run_directory.growing_metrics import GrowingMetrics
     from rollcorr.run_directory.stored_run import check_run_directory
+    from rollcorr.run_directory.tracker_sinks import step_line
 
     metrics, config = GrowingMetrics(RunDirectory(run).metrics), None
     with exit_on(ValueError):

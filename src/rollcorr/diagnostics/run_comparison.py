@@ -10,7 +10,8 @@ from rich.table import Table
 from rollcorr.diagnostics.health.evidence import bare_metrics, history_of, recent_medians
 from rollcorr.diagnostics.health.health_check import HealthReport, health
 from rollcorr.diagnostics.numbers import HEADLINES, STEP_HEADLINES, format_number, headlines
-from rollcorr.run_directory import Run, RunDirectory
+from rollcorr.run_directory import Run
+from rollcorr.run_directory.directory import RunDirectory
 
 REWARD = "reward/mean"
 

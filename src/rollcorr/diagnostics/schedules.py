@@ -9,7 +9,7 @@ from rollcorr.config.finding import Finding
 from rollcorr.config.json_text import load_json
 from rollcorr.diffusion import check_schedule
 from rollcorr.rollout_log import read_rollout_log
-from rollcorr.run_directory import BadInputError
+from rollcorr.run_directory.metrics_file import BadInputError
 
 MOST_BYTES = 1 << 20
 """A longer file is no schedule."""

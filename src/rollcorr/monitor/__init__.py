@@ -9,9 +9,8 @@ rollout_sample     which rows the rollout log keeps, and how they are collected
 field_names        the names of other frameworks' batches
 """
 
-from rollcorr.monitor.field_names import FIELD_NAMES, FieldNames, read_fields
+from rollcorr.monitor.field_names import FieldNames
 from rollcorr.monitor.rollout_sample import RolloutSample
 from rollcorr.monitor.run_monitor import Monitor
-from rollcorr.monitor.running_judge import RunningJudge, alarm_text
 
-__all__ = ["FIELD_NAMES", "FieldNames", "Monitor", "RolloutSample", "RunningJudge", "alarm_text", "read_fields"]
+__all__ = ["FieldNames", "Monitor", "RolloutSample"]

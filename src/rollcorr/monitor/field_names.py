@@ -7,7 +7,7 @@ A batch is anything that holds tensors by name: a mapping, a `TensorDict`, or a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -118,7 +118,9 @@ def read_fields(
     """
     held = _held_by(batch)
     found = _names_for(held, names)
-    train, rollout, mask = (_first(held, group) for group in _wanted(found))
+    train, rollout, mask = (
+        next(held[name] for name in group if held.get(name) is not None) for group in _wanted(found)
+    )
     columns = {column: held[name] for column, name in found.columns.items() if held.get(name) is not None}
     if "cu_seqlens" in held and held["cu_seqlens"] is not None:
         return BatchFields(train, rollout, mask, torch.as_tensor(held["cu_seqlens"], device=train.device), columns)
@@ -221,7 +223,3 @@ def _empty(held: Mapping[str, Any], names: FieldNames) -> list[str]:
 
 def _listed(held: Mapping[str, Any]) -> str:
     return ", ".join(name if value is not None else f"{name} (None)" for name, value in held.items())
-
-
-def _first(held: Mapping[str, Any], wanted: Sequence[str]) -> Any:  # noqa: ANN401 - a tensor, or a list of them
-    return next(held[name] for name in wanted if held.get(name) is not None)

@@ -34,9 +34,11 @@ from rollcorr.monitor.rollout_sample import CollectedRollouts, RolloutSample, ch
 from rollcorr.monitor.run_writer import CLOSING_SECONDS, CONFIG, LINE, ROWS, SINKS, RunWriter, WriteTask
 from rollcorr.monitor.running_judge import COUNTS, RunningJudge, alarm_text
 from rollcorr.monitor.step_totals import StepTotals, merged_metrics
-from rollcorr.run_directory import JsonLines, RunDirectory, RunLock, Sink, drop_later_steps
+from rollcorr.run_directory.directory import RunDirectory
 from rollcorr.run_directory.durable_files import write_text_durably
-from rollcorr.run_directory.metrics_file import metrics_lines
+from rollcorr.run_directory.metrics_file import drop_later_steps, metrics_lines
+from rollcorr.run_directory.run_lock import run_lock
+from rollcorr.run_directory.sinks import JsonLines, Sink
 from rollcorr.run_directory.tracker_sinks import Sinks
 
 if TYPE_CHECKING:
@@ -189,7 +191,7 @@ class Monitor:
                 such as a mapping, a TensorDict or a DataProto.
             rollout_log_prob: log μ, nats, the same shape.
             response_mask: non-zero on sampled tokens, the same shape.
-            fields: whose names the batch has, see `rollcorr.monitor.FIELD_NAMES`. None: found by the names.
+            fields: the framework whose names the batch has, or a `FieldNames`. None: found by the names.
             cu_seqlens: (B + 1,) token offsets, only when packed.
             columns: further columns of the rollout log: those of the schema, and your own with names `x_…`, one value
                 for each sequence. Used where this step is logged.
@@ -424,7 +426,7 @@ class Monitor:
         """
         if start is not None and start < 0:
             raise ValueError(f"start is the number of steps that are done already, at least 0; got {start}")
-        held.enter_context(RunLock(self.directory.path))
+        held.enter_context(run_lock(self.directory.path))
 
         # The last steps are kept; of earlier ones only the metrics that the judge reads.
         watched = ["step", *(prefix + name for name in (*WATCHED, AGE, *COUNTS) for prefix in ("", PREFIX))]
@@ -498,7 +500,7 @@ class Monitor:
 
     def _write_config(self) -> None:
         if self._writes and self._files is not None and self.config is not None:
-            text = dump_yaml({"rollout_correction": _plain(self.config)})
+            text = dump_yaml({"rollout_correction": self.config.to_dict()})
             self._files.put(WriteTask(CONFIG, self.steps, partial(write_text_durably, self.directory.config, text)))
 
     def _report_sink(self, line: str, error: BaseException) -> None:
@@ -566,8 +568,3 @@ def _null_beside(directory: RunDirectory) -> Noise | None:
     from rollcorr.diagnostics.null import noise_beside  # it needs Arrow
 
     return noise_beside(directory.path)
-
-
-def _plain(config: RolloutCorrectionConfig) -> dict[str, Any]:
-    """The fields as YAML holds them."""
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in config.to_dict().items()}

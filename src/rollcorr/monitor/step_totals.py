@@ -5,12 +5,10 @@ Everything stays where it is until the step ends. Then it is one float64 vector,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -213,24 +211,9 @@ def _is_reserved(name: str) -> bool:
 def _distribution(values: Tensor) -> Statistics:
     """How many values are not finite, and the moments and extremes of the others."""
     flat = values.reshape(-1).to(STATISTICS_DTYPE)
-    if flat.device.type == "cpu":
-        return Statistics.from_vector(
-            _VALUE_ROWS, torch.tensor(_of_array(flat.numpy()), dtype=flat.dtype, device="cpu")
-        )
     finite = flat.isfinite()
     parts = [(~finite).sum().reshape(1).to(flat.dtype), moments_of(flat, finite), extremes_of(flat, finite)]
     return Statistics.from_vector(_VALUE_ROWS, torch.cat(parts))
-
-
-def _of_array(values: np.ndarray) -> tuple[float, ...]:
-    """The same on the host, where each operation of torch costs more than the arithmetic: one number per entry."""
-    finite = values[np.isfinite(values)]
-    missing = float(len(values) - len(finite))
-    if not len(finite):
-        return missing, 0.0, 0.0, 0.0, math.inf, -math.inf
-    mean = finite.mean()
-    deviations = finite - mean
-    return missing, len(finite), mean, float(deviations @ deviations), finite.min(), finite.max()
 
 
 def _distribution_metrics(name: str, host: HostStatistics) -> Mapping[str, float]:

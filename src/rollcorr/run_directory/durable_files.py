@@ -9,7 +9,7 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,42 +28,58 @@ def partial_path(path: Path) -> Path:
     return path.with_name(f".{path.name}{PARTIAL_SUFFIX}")
 
 
+@contextmanager
+def atomic_write(target: Path, *, needed: int = 0) -> Iterator[Path]:
+    """Write a file or a folder atomically: at any moment of a crash, `target` is the old one or the new one.
+
+    For a folder this also needs `remove_leftovers` at the next start, which puts an old folder back.
+
+    Args:
+        target: the file or folder.
+        needed: bytes of its content, as far as they are known, for the error.
+
+    Yields:
+        A hidden path beside the target, to write the file or make the folder there. After the `with` block it is
+        flushed to the disk and renamed; after an exception it is removed.
+
+    Raises:
+        OSError: the disk is full or cannot be written, whatever error a library made of it; the old one stays.
+    """
+    partial = partial_path(target)
+    set_aside = target.with_name(f".{target.name}{SET_ASIDE_SUFFIX}")
+    if partial.is_dir():  # a killed process left it
+        shutil.rmtree(partial, ignore_errors=True)
+    try:
+        yield partial
+        for path in (*partial.rglob("*"), partial):
+            flush_to_disk(path)
+
+        # No rename replaces a folder that is not empty, so the old one steps aside first.
+        if target.is_dir():
+            target.rename(set_aside)
+        partial.replace(target)
+        flush_to_disk(target.parent)
+    except BaseException as error:
+        newest = max(partial.rglob("*"), key=lambda path: path.lstat().st_mtime_ns, default=target)
+        _remove(partial)
+        cause = disk_failure(error)
+        if cause is None:
+            raise
+        raise disk_error(cause, newest, needed=needed) from error
+    finally:
+        if set_aside.is_dir():
+            _restore_or_delete(set_aside)
+
+
 def write_text_durably(path: Path, text: str) -> None:
     """Replace a file: after a crash it holds the old text or the new one, never a part.
 
     Raises:
         OSError: the disk is full or cannot be written; the old file is as it was.
     """
-    write_bytes_durably(path, text.encode())
-
-
-def write_bytes_durably(path: Path, content: bytes) -> None:
-    """The same for bytes."""
-    write_chunks_durably(path, [content], needed=len(content))
-
-
-def write_chunks_durably(path: Path, chunks: Iterable[bytes], *, needed: int) -> None:
-    """The same for bytes in parts, which may come from the file that is replaced.
-
-    Args:
-        path: the file.
-        chunks: its content.
-        needed: bytes of all.
-    """
-    partial = partial_path(path)
-    try:
-        with partial.open("wb") as file:
-            file.writelines(chunks)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise disk_error(error, path, needed=needed) from error
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    flush_to_disk(path.parent)
+    content = text.encode()
+    with atomic_write(path, needed=len(content)) as partial:
+        partial.write_bytes(content)
 
 
 def make_folder_durably(path: Path) -> None:
@@ -74,71 +90,39 @@ def make_folder_durably(path: Path) -> None:
         flush_to_disk(folder.parent)
 
 
-def place_folder_durably(partial: Path, final: Path) -> None:
-    """Give a folder that was written whole its name, and replace the one that has it.
-
-    At any moment of a crash, `final` is the old folder or the new one, or `restore_set_aside` makes it the old one.
-
-    Raises:
-        OSError: the disk is full or cannot be written; the old folder is where it was, or set aside.
-    """
-    flush_tree_to_disk(partial)
-    set_aside = final.with_name(f".{final.name}{SET_ASIDE_SUFFIX}")
-    replaces = final.exists()
-
-    # No rename replaces a folder that is not empty, so the old one steps aside first.
-    if replaces:
-        final.rename(set_aside)
-    try:
-        partial.rename(final)
-    except BaseException:
-        restore_set_aside(final.parent)
-        raise
-    flush_to_disk(final.parent)
-    if replaces:
-        delete_folder_durably(set_aside)
-
-
 def delete_folder_durably(path: Path) -> None:
     """Delete a folder. It loses its name first, so that a crash leaves no folder that misses some of its files."""
-    doomed = path if path.name.endswith(PARTIAL_SUFFIX) else partial_path(path)
-    if doomed != path:
-        shutil.rmtree(doomed, ignore_errors=True)
-        path.rename(doomed)
-        flush_to_disk(path.parent)
+    doomed = partial_path(path)
+    shutil.rmtree(doomed, ignore_errors=True)
+    path.rename(doomed)
+    flush_to_disk(path.parent)
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def restore_set_aside(folder: Path) -> None:
-    """Put back what a crash left set aside in a folder, or delete it if its successor has arrived."""
-    for set_aside in sorted(folder.glob(f".*{SET_ASIDE_SUFFIX}")):
-        final = set_aside.with_name(set_aside.name.removeprefix(".").removesuffix(SET_ASIDE_SUFFIX))
-        if final.exists():
-            delete_folder_durably(set_aside)
-        else:
-            set_aside.rename(final)
-            flush_to_disk(folder)
+def remove_leftovers(folder: Path) -> None:
+    """Remove what a killed process was writing or deleting in a folder, and put back what it had set aside."""
+    for set_aside in folder.glob(f".*{SET_ASIDE_SUFFIX}"):
+        _restore_or_delete(set_aside)
+    for partial in folder.glob(f".*{PARTIAL_SUFFIX}"):
+        _remove(partial)
 
 
-def remove_partial(folder: Path) -> None:
-    """Remove what a killed process was writing or deleting in a folder."""
-    for partial in sorted(folder.glob(f".*{PARTIAL_SUFFIX}")):
-        if partial.is_dir() and not partial.is_symlink():
-            shutil.rmtree(partial, ignore_errors=True)
-        else:
-            partial.unlink(missing_ok=True)
+def _restore_or_delete(set_aside: Path) -> None:
+    """Put back a folder that was set aside, or delete it if its successor has arrived."""
+    target = set_aside.with_name(set_aside.name.removeprefix(".").removesuffix(SET_ASIDE_SUFFIX))
+    if target.exists():
+        shutil.rmtree(set_aside, ignore_errors=True)
+    else:
+        set_aside.rename(target)
+        flush_to_disk(set_aside.parent)
 
 
-def flush_tree_to_disk(folder: Path) -> None:
-    """Wait until everything in a folder is on the disk, and the folder itself.
-
-    Raises:
-        OSError: the disk is full or cannot be written.
-    """
-    for place, _, names in os.walk(folder, topdown=False):
-        for name in names:
-            flush_to_disk(Path(place) / name)
-        flush_to_disk(Path(place))
+def _remove(path: Path) -> None:
+    """Delete a file or a folder, if it exists."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def flush_to_disk(path: Path) -> None:
@@ -152,28 +136,6 @@ def flush_to_disk(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-@contextmanager
-def written_whole(partial: Path, *, needed: int) -> Iterator[None]:
-    """Remove a folder whose content cannot be written, and say why if it was the disk.
-
-    Args:
-        partial: the folder; its files are written inside the `with`.
-        needed: their bytes, as far as they are known.
-
-    Raises:
-        OSError: the disk is full or cannot be written, whatever error a library made of it.
-    """
-    try:
-        yield
-    except BaseException as error:
-        newest = max(partial.rglob("*"), key=lambda path: path.lstat().st_mtime_ns, default=partial)
-        shutil.rmtree(partial, ignore_errors=True)
-        cause = disk_failure(error)
-        if cause is None:
-            raise
-        raise disk_error(cause, newest, needed=needed) from error
 
 
 def disk_failure(error: BaseException) -> OSError | None:

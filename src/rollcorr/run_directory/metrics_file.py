@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from rollcorr.config.input_file import BadInputError as BadInputError
 from rollcorr.config.json_text import load_json
 from rollcorr.run_directory.directory import RANK_PREFIX, STEP_PREFIX, RunDirectory, step_of
-from rollcorr.run_directory.durable_files import partial_path, write_chunks_durably
+from rollcorr.run_directory.durable_files import atomic_write, partial_path
 
 logger = logging.getLogger("rollcorr.run_directory")
 
@@ -206,5 +206,6 @@ def drop_later_steps(directory: RunDirectory, step: int) -> list[int]:
         size += len(line.text)
         numbers.add(line.metrics["step"])
     if size != directory.metrics.stat().st_size:
-        write_chunks_durably(directory.metrics, (line.text for line in kept()), needed=size)
+        with atomic_write(directory.metrics, needed=size) as partial, partial.open("wb") as file:
+            file.writelines(line.text for line in kept())
     return sorted(set(range(1, step + 1)) - numbers)

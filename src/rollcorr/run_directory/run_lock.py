@@ -17,10 +17,10 @@ import json
 import os
 import socket
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
-from types import TracebackType
 
 from rollcorr.run_directory.durable_files import make_folder_durably
 
@@ -32,8 +32,9 @@ class RunInUseError(RuntimeError):
     """Another process runs in this directory; the message names it."""
 
 
-class RunLock:
-    """The exclusive right to write in a run directory: `with RunLock(path): …`.
+@contextmanager
+def run_lock(directory: str | os.PathLike[str]) -> Iterator[None]:
+    """Hold the exclusive right to write in a run directory, as a context manager.
 
     Entering makes the directory. Leaving removes the file, and the directory if it was made here and nothing is in it.
 
@@ -44,68 +45,52 @@ class RunLock:
         RunInUseError: another process, or another run of this process, has the lock; on entering.
         OSError: the directory cannot be made or written; on entering.
     """
+    path = Path(directory) / "run.lock"
+    made_directory = not path.parent.exists()
+    handle = _locked_file(path)
+    _HELD.add(handle)
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self.path = Path(directory) / "run.lock"
-        self._handle = -1
-        self._made_directory = False
+    holder = {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+    with suppress(OSError):  # the lock holds without a name
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, json.dumps(holder).encode() + b"\n", 0)
 
-    def __enter__(self) -> RunLock:
-        self._made_directory = not self.path.parent.exists()
-        self._handle = _locked_file(self.path)
-        _HELD.add(self._handle)
-
-        holder = {
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        }
-        with suppress(OSError):  # the lock holds without a name
-            os.ftruncate(self._handle, 0)
-            os.pwrite(self._handle, json.dumps(holder).encode() + b"\n", 0)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    try:
+        yield
+    finally:
         # A forked child has no lock to give back: the file is its parent's.
-        if self._handle not in _HELD:
-            return
-
-        # The file goes while it is locked: whoever opened it meanwhile sees that it is no longer the one in the folder.
-        with suppress(OSError):
-            self.path.unlink()
-        if self._made_directory:
-            with suppress(OSError):  # it is not empty
-                self.path.parent.rmdir()
-        _HELD.discard(self._handle)
-        with suppress(OSError):  # the handle is gone in any case
-            os.close(self._handle)
+        if handle in _HELD:
+            # The file goes while it is locked: whoever opened it meanwhile sees that it is no longer in the folder.
+            with suppress(OSError):  # the directory is not empty, for example
+                path.unlink(missing_ok=True)
+                if made_directory:
+                    path.parent.rmdir()
+            _HELD.discard(handle)
+            with suppress(OSError):  # the handle is gone in any case
+                os.close(handle)
 
 
 def _locked_file(path: Path) -> int:
-    """A handle of the lock file, locked.
+    """Return a handle of the lock file, locked.
 
     Raises:
-        RunInUseError, OSError: as in `RunLock`.
+        RunInUseError, OSError: as in `run_lock`.
     """
     while True:
         make_folder_durably(path.parent)
-        try:
+
+        # Until this has the lock, the holder before may remove the file and the folder: then it begins again.
+        with suppress(FileNotFoundError), ExitStack() as close_it:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except FileNotFoundError:  # another process removed the empty directory just now
-            continue
-
-        try:
+            close_it.callback(os.close, handle)
             _lock(handle, path)
-            if _is_in_folder(handle, path):
+            if os.path.samestat(os.fstat(handle), path.stat()):
+                close_it.pop_all()
                 return handle
-        except BaseException:
-            os.close(handle)
-            raise
-
-        # The holder before removed the file between the two calls, so another process may lock a new one.
-        os.close(handle)
 
 
 def _lock(handle: int, path: Path) -> None:
@@ -122,15 +107,8 @@ def _lock(handle: int, path: Path) -> None:
             f"the file system of {str(path.parent)!r} cannot lock files ({error.strerror}): nothing prevents a second "
             "process from writing there",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
-
-
-def _is_in_folder(handle: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(handle), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def _holder(handle: int) -> str:

@@ -201,6 +201,12 @@ class TensorBoard:
             raise disk_error(error, self._path, needed=sum(map(len, texts))) from error
 
 
+def show_line(console: Console, message: str) -> None:
+    """Show a line, above a progress bar if there is one, without secrets; nothing if the terminal is gone."""
+    with suppress(OSError):
+        console.print(redact_text(message), highlight=False, markup=False, soft_wrap=True)
+
+
 class ConsoleProgress:
     """A progress bar over the newest steps in a terminal; elsewhere a line every tenth step.
 
@@ -250,11 +256,6 @@ class ConsoleProgress:
             values = "  ".join(f"{column.heading} {column.text(metrics)}" for column in self._columns)
             with suppress(OSError):
                 self._console.print(f"step {step}/{self._steps}  {values}", highlight=False, soft_wrap=True)
-
-    def say(self, message: str) -> None:
-        """Show a line above the progress bar, without secrets."""
-        with suppress(OSError):
-            self._console.print(redact_text(message), highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
         """Leave the newest steps on the screen."""

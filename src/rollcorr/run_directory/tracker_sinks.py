@@ -13,7 +13,7 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any
 
 from rollcorr.run_directory.directory import RunDirectory
 from rollcorr.run_directory.sinks import Sink, TensorBoard
@@ -119,17 +119,15 @@ class StandardOutput:
     Args:
         directory: the run's directory; nothing is written there.
         start: steps that are done already.
-        stream: where the lines go. None: the standard output, as it is at each step.
     """
 
-    def __init__(self, directory: RunDirectory, start: int = 0, *, stream: TextIO | None = None) -> None:
-        self._stream = stream
+    def __init__(self, directory: RunDirectory, start: int = 0) -> None:
+        """Need nothing of the run."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write a line."""
-        stream = self._stream or sys.stdout
-        stream.write(step_line(step, metrics) + "\n")
-        stream.flush()
+        sys.stdout.write(step_line(step, metrics) + "\n")
+        sys.stdout.flush()
 
     def close(self) -> None:
         """Nothing to do."""
@@ -148,22 +146,6 @@ NAMED_SINKS: dict[str, Callable[[RunDirectory, int], Sink]] = {
     "stdout": StandardOutput,
 }
 """Name → sink, made from the run's directory and the number of steps that are done already."""
-
-
-def named_sink(name: str, directory: RunDirectory, start: int = 0) -> Sink:
-    """The sink of a name.
-
-    Args:
-        name: of a tracker.
-        directory: of the run.
-        start: steps that are done already.
-
-    Raises:
-        ValueError: there is none.
-        ImportError: its package is missing; the message names the extra.
-    """
-    check_sink_name(name)
-    return NAMED_SINKS[name](directory, start)
 
 
 def check_sink_name(name: str) -> None:
@@ -203,7 +185,11 @@ class Sinks:
         self._working: list[Sink] = []
         try:
             for sink in (sinks,) if isinstance(sinks, str) else sinks:
-                self._sinks.append(named_sink(sink, directory, start) if isinstance(sink, str) else sink)
+                if isinstance(sink, str):
+                    check_sink_name(sink)
+                    self._sinks.append(NAMED_SINKS[sink](directory, start))
+                else:
+                    self._sinks.append(sink)
         except BaseException:
             self.close()
             raise

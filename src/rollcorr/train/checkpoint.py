@@ -22,7 +22,7 @@ import os
 import pickle
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -33,14 +33,11 @@ from torch import Tensor
 from rollcorr.run_directory.directory import STEP_PREFIX, paths_by_step, step_name
 from rollcorr.run_directory.durable_files import (
     SET_ASIDE_SUFFIX,
+    atomic_write,
     delete_folder_durably,
     make_folder_durably,
-    partial_path,
-    place_folder_durably,
-    remove_partial,
-    restore_set_aside,
+    remove_leftovers,
     write_text_durably,
-    written_whole,
 )
 
 MANIFEST = "manifest.json"
@@ -49,9 +46,6 @@ OPTIMIZER = "optimizer.pt"
 ENGINE = "engine.safetensors"
 RECORDS = "records"
 RUN_IDENTITY = "run.json"
-
-LARGEST_MANIFEST = 16 * 2**20
-"""Bytes; a manifest has about 100 for each file."""
 
 NOT_NOW = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE)
 """Error numbers that say nothing about a file: another start may read it."""
@@ -127,15 +121,13 @@ def save_checkpoint(
     """
     check_finite(optimizer, engine_weights or {})
     make_folder_durably(directory)
-    tidy_up(directory)
+    remove_leftovers(directory)
     run = _run_identity(directory)
 
     final = directory / step_name(state.step)
-    partial = partial_path(final)
-    with written_whole(partial, needed=_size_to_expect(directory, optimizer, engine_weights or {})):
+    with atomic_write(final, needed=_size_to_expect(directory, optimizer, engine_weights or {})) as partial:
         _write_files(partial, save_policy, optimizer, state, records or {}, engine_weights)
         _write_manifest(partial, run, state.step)
-        place_folder_durably(partial, final)
 
     # The new one is on the disk, so the others may go.
     delete_older_checkpoints(directory, state.step, keep=keep)
@@ -165,11 +157,9 @@ def has_checkpoints(directory: Path) -> bool:
 def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
     """The newest sound checkpoint in a directory, or None. Nothing is changed there."""
     for path in reversed(paths_by_step(Path(directory)).values()):
-        try:
+        with suppress(DamagedCheckpointError):
             _verify(path)
-        except DamagedCheckpointError:
-            continue
-        return path
+            return path
     return None
 
 
@@ -186,7 +176,7 @@ def newest_sound_checkpoint(directory: Path) -> tuple[Checkpoint | None, list[st
         OSError, ValueError: as in `load_checkpoint`. The newest one may be sound, so none before it is taken.
     """
     if directory.is_dir():
-        tidy_up(directory)
+        remove_leftovers(directory)
     damaged: list[str] = []
     for path in reversed(paths_by_step(directory).values()):
         try:
@@ -244,16 +234,7 @@ def check_finite(optimizer: torch.optim.Optimizer, engine_weights: Mapping[str, 
         tensors |= {f"{key} of tensor {number}": value for key, value in moments.items() if torch.is_tensor(value)}
     tensors |= {f"{name} of the engine": value for name, value in engine_weights.items()}
 
-    # One flag per tensor, and one transfer per device: a transfer for each tensor would wait as many times.
-    flags: dict[torch.device, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        flags.setdefault(tensor.device, {})[name] = _finite(tensor).all()
-    broken = [
-        name
-        for named in flags.values()
-        for name, is_finite in zip(named, torch.stack(list(named.values())).tolist(), strict=True)
-        if not is_finite
-    ]
+    broken = [name for name, tensor in tensors.items() if not _finite(tensor).all()]
     if broken:
         first = tensors[broken[0]]
         count = int((~_finite(first)).sum())
@@ -262,12 +243,6 @@ def check_finite(optimizer: torch.optim.Optimizer, engine_weights: Mapping[str, 
             f"{broken[0]} {tuple(first.shape)} has {count} values of {first.numel()} that are NaN or infinite{others}: "
             "nothing was saved and the last checkpoint stays; lower optim.lr or optim.max_grad_norm and go on from it"
         )
-
-
-def tidy_up(directory: Path) -> None:
-    """Remove what a killed process was writing or deleting, and put back what it had set aside."""
-    restore_set_aside(directory)
-    remove_partial(directory)
 
 
 def _write_files(
@@ -299,31 +274,18 @@ def _size_to_expect(directory: Path, optimizer: torch.optim.Optimizer, engine_we
     """Bytes of a checkpoint: as many as the newest one, but at least weights, two moments and the engine's weights."""
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     at_least = sum(3 * tensor.nbytes for tensor in trained) + sum(tensor.nbytes for tensor in engine_weights.values())
-    for path in reversed(paths_by_step(directory).values()):
-        try:
-            return max(at_least, sum(entry["bytes"] for entry in _read_manifest(path)["files"].values()))
-        except DamagedCheckpointError:
-            continue
-    return at_least
+    newest = _newest_manifest(directory)
+    return max(at_least, sum(entry["bytes"] for entry in newest["files"].values())) if newest else at_least
 
 
 def _run_identity(directory: Path) -> str:
-    """What tells this run's checkpoints from another's: made once, then read."""
-    path = directory / RUN_IDENTITY
-    known = _known_identity(directory)
-    if known is not None:
-        return known
-
-    # Without a readable file, the newest checkpoint knows.
-    for checkpoint in reversed(paths_by_step(directory).values()):
-        try:
-            known = str(_read_manifest(checkpoint)["run"])
-        except DamagedCheckpointError:
-            continue
-        break
-    known = known or secrets.token_hex(16)
-    write_text_durably(path, json.dumps({"run": known}) + "\n")
-    return known
+    """What tells this run's checkpoints from another's: made once, then read; if lost, taken from a manifest."""
+    run = _known_identity(directory)
+    if run is None:
+        newest = _newest_manifest(directory)
+        run = str(newest["run"]) if newest else secrets.token_hex(16)
+        write_text_durably(directory / RUN_IDENTITY, json.dumps({"run": run}) + "\n")
+    return run
 
 
 def _known_identity(directory: Path) -> str | None:
@@ -338,7 +300,7 @@ def _known_identity(directory: Path) -> str | None:
 def _write_manifest(folder: Path, run: str, step: int) -> None:
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
     (folder / MANIFEST).write_bytes(_manifest_text({"run": run, "step": step, "files": files}))
 
 
@@ -356,11 +318,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         DamagedCheckpointError: it is missing or altered, or says another step.
         OSError: as in `load_checkpoint`.
     """
-    file = path / MANIFEST
     with _reading(path, MANIFEST):
-        if file.stat().st_size > LARGEST_MANIFEST:
-            raise _damaged(path, MANIFEST, f"has more than {LARGEST_MANIFEST:,} bytes")
-        text = file.read_bytes()
+        text = (path / MANIFEST).read_bytes()
     if not text:
         raise _damaged(path, MANIFEST, "is empty")
 
@@ -376,6 +335,14 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     if step_name(step) != path.name:
         raise _damaged(path, MANIFEST, f"is of another checkpoint (step {step})")
     return dict(manifest)
+
+
+def _newest_manifest(directory: Path) -> dict[str, Any] | None:
+    """The newest manifest that is not damaged; None if there is none."""
+    for path in reversed(paths_by_step(directory).values()):
+        with suppress(DamagedCheckpointError):
+            return _read_manifest(path)
+    return None
 
 
 def _verify(path: Path) -> set[str]:
@@ -394,7 +361,7 @@ def _verify(path: Path) -> set[str]:
         file = path / name
         with _reading(path, name):
             size = file.stat().st_size
-            digest = _sha256(file) if size == entry["bytes"] else None
+            digest = file_sha256(file) if size == entry["bytes"] else None
 
         if size == 0 and entry["bytes"]:
             raise _damaged(path, name, f"is empty, it had {entry['bytes']:,} bytes")
@@ -422,7 +389,8 @@ def _damaged(path: Path, name: str, what: str) -> DamagedCheckpointError:
     return DamagedCheckpointError(f"checkpoint {str(path)!r} cannot be used: {name} {what}")
 
 
-def _sha256(path: Path) -> str:
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(BLOCK):

@@ -19,8 +19,9 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -32,10 +33,10 @@ from rollcorr.config.secrets import redact_text
 from rollcorr.engines.base import EngineError
 from rollcorr.engines.transport.waiting import while_waiting
 from rollcorr.run_directory.directory import RunDirectory
-from rollcorr.run_directory.durable_files import restore_set_aside, write_text_durably
+from rollcorr.run_directory.durable_files import remove_leftovers, write_text_durably
 from rollcorr.run_directory.metrics_file import BadInputError, drop_later_steps
-from rollcorr.run_directory.run_lock import RunLock
-from rollcorr.run_directory.sinks import ConsoleProgress, JsonLines, ProgressColumn, Sink
+from rollcorr.run_directory.run_lock import run_lock
+from rollcorr.run_directory.sinks import ConsoleProgress, JsonLines, ProgressColumn, Sink, show_line
 from rollcorr.run_directory.tracker_sinks import Sinks
 from rollcorr.train.checkpoint import (
     Checkpoint,
@@ -197,8 +198,8 @@ def run_recipe(
         recipe_class: what to train.
         config: the run.
         console: where to show progress.
-        sinks: where the metrics go besides what `config.log` names: names of `rollcorr.run_directory.NAMED_SINKS`, or
-            objects with `write(step, metrics)` and `close()`. A sink that raises is shown, and gets no further steps.
+        sinks: where the metrics go besides what `config.log` names: names such as "wandb", or objects
+            with `write(step, metrics)` and `close()`. A sink that raises is shown, and gets no further steps.
 
     Raises:
         RunInUseError: another process runs in the directory.
@@ -214,12 +215,9 @@ def run_recipe(
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     console, directory = console or Console(), RunDirectory(Path(config.run_dir))
+    say = partial(show_line, console)
 
-    def say(message: str) -> None:
-        with suppress(OSError):  # the terminal is gone
-            console.print(redact_text(message), highlight=False, markup=False, soft_wrap=True)
-
-    with RunLock(directory.path), StopRequests(say, minutes=config.stop_after_minutes) as stop:
+    with run_lock(directory.path), StopRequests(say, minutes=config.stop_after_minutes) as stop:
         beginning = find_beginning(config, directory)
         done = finished_summary(directory, step=beginning.step, steps=config.steps)
         for line in beginning_lines(beginning, config, is_finished=done is not None):
@@ -283,7 +281,7 @@ class _Run:
         lost = self._prepare_directory()
 
         progress = ConsoleProgress(console, self.recipe.columns, steps=self.config.steps, start=self.step)
-        self.say = progress.say
+        self.say = partial(show_line, console)
         asked = dict.fromkeys([*self.config.log.sinks, *(["tensorboard"] if self.config.log.tensorboard else [])])
         given = [sinks] if isinstance(sinks, str) else sinks
         with (
@@ -291,10 +289,10 @@ class _Run:
             closing(
                 Sinks([*given, *asked, progress], self.directory, self.step, report=lambda line, _: self.say(line))
             ) as self.sinks,
-            while_waiting(say=progress.say, stop_requested=lambda: self.stop.reason is not None),
+            while_waiting(say=self.say, stop_requested=lambda: self.stop.reason is not None),
         ):
             if lost:
-                progress.say(f"{self.directory.metrics} has no line of {len(lost)} steps; the first is step {lost[0]}")
+                self.say(f"{self.directory.metrics} has no line of {len(lost)} steps; the first is step {lost[0]}")
             is_done = False
             try:
                 if self.beginning.checkpoint is None:
@@ -304,7 +302,9 @@ class _Run:
                     _restore(self.recipe.trainer, self.beginning, self.say)
                     delete_older_checkpoints(self.directory.checkpoints, self.step, keep=self.config.checkpoint.keep)
                 self._measure_before()
-                is_done = self._train() and self._finish()
+                if self._train():
+                    self.after = self._measure("after")
+                    is_done = True
             except StopNow:  # from an evaluation, which the next start repeats
                 pass
             except EngineError as error:  # from a wait for the engine outside a step, which a request to stop ended
@@ -317,7 +317,7 @@ class _Run:
             summary = self._summary(interrupted=not is_done)
             stopped_by = None if is_done else self.stop.reason
             for line in end_lines(self.config, saved=self.saved, failure=self.failure, stopped_by=stopped_by):
-                progress.say(line)
+                self.say(line)
         return summary
 
     def _prepare_directory(self) -> list[int]:
@@ -325,7 +325,7 @@ class _Run:
         # First of all files: a directory with a history is one of a run, and the rest in it may be written again.
         write_text_durably(self.directory.history, self.records[self.directory.history.name])
         write_text_durably(self.directory.config, self.records[self.directory.config.name])
-        restore_set_aside(self.directory.path)
+        remove_leftovers(self.directory.path)
 
         # A summary says that a run is finished, and this one goes on.
         self.directory.summary.unlink(missing_ok=True)
@@ -361,8 +361,9 @@ class _Run:
 
     def _measure_before(self) -> None:
         """The quality before the first step, which the checkpoints remember."""
-        self.before = _evaluation_before(self.records)
-        if self.before is None and self.step == 0:
+        if EVALUATION_RECORD in self.records:
+            self.before = json.loads(self.records[EVALUATION_RECORD])
+        elif self.step == 0:
             self.before = self._measure("before")
             if self.before is not None:
                 self.records[EVALUATION_RECORD] = json.dumps(self.before) + "\n"
@@ -401,11 +402,6 @@ class _Run:
         if self.step != self.saved:
             self.say(f"saved {self._save()}")
         return self.step >= last
-
-    def _finish(self) -> bool:
-        """Measure what the training has made of the policy."""
-        self.after = self._measure("after")
-        return True
 
     def _save(self) -> Path:
         """Write a checkpoint of everything that the next step depends on, after the logs of the steps before."""
@@ -494,11 +490,6 @@ def _saving(what: str) -> Iterator[None]:
         yield
     except (OSError, NonFiniteWeightsError) as error:
         raise _CannotSaveError(f"{what} could not be saved: {error}") from error
-
-
-def _evaluation_before(records: Mapping[str, str]) -> Evaluation | None:
-    text = records.get(EVALUATION_RECORD)
-    return None if text is None else json.loads(text)
 
 
 def _restore(trainer: Trainer, beginning: Beginning, say: Callable[[str], None]) -> None:

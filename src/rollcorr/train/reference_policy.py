@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from rollcorr.run_directory.durable_files import partial_path, place_folder_durably, written_whole
-from rollcorr.train.checkpoint import Checkpoint
+from rollcorr.run_directory.durable_files import atomic_write
+from rollcorr.train.checkpoint import Checkpoint, file_sha256
 
 REFERENCE_RECORD = "reference.json"
 """Record of a checkpoint: SHA-256 of the reference policy, if the run keeps one."""
@@ -28,12 +27,9 @@ def keep_reference(folder: Path, save_policy: Callable[[Path], object]) -> str:
     Raises:
         OSError: the disk is full or cannot be written.
     """
-    partial = partial_path(folder)
-    shutil.rmtree(partial, ignore_errors=True)
-    with written_whole(partial, needed=0):
+    with atomic_write(folder) as partial:
         partial.mkdir()
         save_policy(partial)
-        place_folder_durably(partial, folder)
     return json.dumps({"sha256": folder_sha256(folder)}) + "\n"
 
 
@@ -65,9 +61,5 @@ def folder_sha256(folder: Path) -> str:
     """SHA-256 over the names and the contents of all files in a folder, in hexadecimal."""
     whole = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        with path.open("rb") as file:
-            content = hashlib.sha256()
-            while block := file.read(2**20):
-                content.update(block)
-        whole.update(f"{path.relative_to(folder).as_posix()}\0{content.hexdigest()}\n".encode())
+        whole.update(f"{path.relative_to(folder).as_posix()}\0{file_sha256(path)}\n".encode())
     return whole.hexdigest()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollcorr.run_directory.durable_files import make_folder_durably, write_bytes_durably
+from rollcorr.run_directory.durable_files import atomic_write, make_folder_durably
 
 GAP = 2
 LEAST = 64
@@ -92,8 +92,10 @@ def save_grid(images: Tensor, path: Path, *, columns: int | None = None, caption
     else:
         grid = captioned_grid(images, captions, columns=columns)
     grid.save(file, format="PNG")
+    content = file.getvalue()
     make_folder_durably(path.parent)
-    write_bytes_durably(path, file.getvalue())
+    with atomic_write(path, needed=len(content)) as partial:
+        partial.write_bytes(content)
 
 
 def _columns(count: int) -> int:
