@@ -10,24 +10,11 @@ import torch
 
 from rollcorr import correct
 from rollcorr.config import PRESETS, RolloutCorrectionConfig
-from rollcorr.simulation import (
-    KINDS,
-    LossCoefficients,
-    batch_gradient,
-    every_count,
-    every_sequence,
-    gradient_error,
-    gradient_sums,
-    loss_coefficients,
-    make_pair,
-    measure,
-    mixed_rows,
-    random_rejection,
-    rejected_unit,
-    sample_rows,
-    without_rejection,
-)
-from rollcorr.simulation.gradient_errors import inverse_kept
+from rollcorr.simulation import LossCoefficients, gradient_error, gradient_sums, make_pair, measure, sample_rows
+from rollcorr.simulation.gradient_errors import inverse_kept, random_rejection, rejected_unit, without_rejection
+from rollcorr.simulation.loss_coefficients import batch_gradient, loss_coefficients
+from rollcorr.simulation.mismatches import KINDS
+from rollcorr.simulation.sequence_rows import every_count, every_sequence, mixed_rows
 
 TOKEN_FILTER = RolloutCorrectionConfig(rollout_is="token", rollout_rs="token_k1", rollout_rs_threshold=1.3)
 VETO = RolloutCorrectionConfig(rollout_token_veto_threshold=0.5)
@@ -262,7 +249,7 @@ def test_the_control_is_what_random_rejection_does(config):
 
 def test_what_depends_on_the_whole_batch_is_refused():
     rows = every_sequence(make_pair("noise", 0.3, vocabulary=3, length=2))
-    with pytest.raises(ValueError, match="measure it with batch_gradient"):
+    with pytest.raises(ValueError, match="measure whole batches, with loss_coefficients.batch_gradient"):
         gradient_sums(rows, RolloutCorrectionConfig(rollout_is="token", normalizer="weights"))
     sums = gradient_sums(rows, None)
     with pytest.raises(ValueError, match="unit must be 'sequence' or 'token'; got 'word'"):

@@ -5,19 +5,10 @@ import math
 import pytest
 import torch
 
-from rollcorr.simulation import (
-    KINDS,
-    MarkovPolicy,
-    PolicyPair,
-    RewardRule,
-    every_count,
-    every_sequence,
-    exact_gradient,
-    expected_reward,
-    make_pair,
-    pair_at_kl,
-    sample_rows,
-)
+from rollcorr.simulation import make_pair, sample_rows
+from rollcorr.simulation.markov_policies import MarkovPolicy, RewardRule, exact_gradient, expected_reward
+from rollcorr.simulation.mismatches import KINDS, PolicyPair, pair_at_kl
+from rollcorr.simulation.sequence_rows import every_count, every_sequence
 
 SMALL = {"vocabulary": 3, "length": 5}
 SHAPES = [

@@ -6,19 +6,10 @@ import pytest
 import torch
 
 from rollcorr.config import RolloutCorrectionConfig
-from rollcorr.simulation import (
-    KINDS,
-    ORDER_CHECKS,
-    every_sequence,
-    fit_slope,
-    gradient_error,
-    gradient_sums,
-    growth_of_chi2,
-    longest_viable_length,
-    make_pair,
-    pair_at_kl,
-)
-from rollcorr.simulation.orders import coin_with_chi2
+from rollcorr.simulation import gradient_error, gradient_sums, make_pair
+from rollcorr.simulation.mismatches import KINDS, pair_at_kl
+from rollcorr.simulation.orders import ORDER_CHECKS, coin_with_chi2, fit_slope, growth_of_chi2, longest_viable_length
+from rollcorr.simulation.sequence_rows import every_sequence
 from rollcorr.simulation.studies import PUBLISHED_LENGTHS, clamp
 
 

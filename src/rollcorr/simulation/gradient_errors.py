@@ -126,7 +126,7 @@ def gradient_sums(rows: SequenceRows, estimator: RolloutCorrectionConfig | LossC
     if config is not None and (config.normalizer == "weights" or config.rollout_is_batch_normalize):
         raise ValueError(
             f"normalizer={config.normalizer!r} with rollout_is_batch_normalize={config.rollout_is_batch_normalize} "
-            "divides by weights of the whole batch; measure it with batch_gradient"
+            "divides by weights of the whole batch; measure whole batches, with loss_coefficients.batch_gradient"
         )
     groups = 1 if rows.exact else min(GROUPS, len(rows))
     size = rows.pair.trainer.logits.numel()
