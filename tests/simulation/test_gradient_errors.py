@@ -249,7 +249,7 @@ def test_the_control_is_what_random_rejection_does(config):
 
 def test_what_depends_on_the_whole_batch_is_refused():
     rows = every_sequence(make_pair("noise", 0.3, vocabulary=3, length=2))
-    with pytest.raises(ValueError, match="measure whole batches, with loss_coefficients.batch_gradient"):
+    with pytest.raises(ValueError, match="measure whole batches, with loss_coefficients"):
         gradient_sums(rows, RolloutCorrectionConfig(rollout_is="token", normalizer="weights"))
     sums = gradient_sums(rows, None)
     with pytest.raises(ValueError, match="unit must be 'sequence' or 'token'; got 'word'"):
