@@ -137,7 +137,7 @@ def gradient_sums(rows: SequenceRows, estimator: RolloutCorrectionConfig | LossC
 
     step = max(1, CHUNK // max(rows.tokens.shape[1], size))
     for start in range(0, len(rows), step):
-        part = rows.part(start, start + step)
+        part = rows.pick(slice(start, start + step))
         if own is None:
             used = loss_coefficients(part, config)
         else:

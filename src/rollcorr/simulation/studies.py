@@ -297,7 +297,7 @@ def batch(length: int, kl: float, batch_size: int, batches: int, seed: int) -> l
         ):
             config = dataclasses.replace(base, **change)  # type: ignore[arg-type]
             gradients = torch.stack(
-                [batch_gradient(rows.part(i * batch_size, (i + 1) * batch_size), config) for i in range(batches)]
+                [batch_gradient(rows.pick(slice(i * batch_size, (i + 1) * batch_size)), config) for i in range(batches)]
             ).flatten(1)
             found.append(
                 {"level": level, "normalizer": name, "batch_size": batch_size, "T": length, "kl": pair.kl}
