@@ -43,8 +43,7 @@ from rollcorr.simulation.orders import (
     ORDER_CHECKS,
     coin_with_chi2,
     fit_slope,
-    growth_of_chi2,
-    longest_viable_length,
+    log_law_of_chi2,
 )
 from rollcorr.simulation.sequence_rows import SequenceRows, every_sequence, exact_rows, mixed_rows, sample_rows
 
@@ -55,6 +54,8 @@ APART = ("tempered, raw", "noise, garbage")
 """Kinds that are no mismatch of two policies alone: raw log-probs that hide it, and a share of broken sequences."""
 GARBAGE = 0.05
 """Share of the sequences that a broken worker samples, in the kind "noise, garbage"."""
+CLAMP = RolloutCorrectionConfig().safety_bound
+"""Largest log weight, nats. The mean log weight of a sequence reaches it at T_max = clamp / KL tokens."""
 PUBLISHED_LENGTHS = {
     0.0006: 33_000, 0.001: 20_000, 0.002: 10_000, 0.005: 4_000, 0.01: 2_000, 0.02: 1_000, 0.05: 400,
 }  # fmt: skip
@@ -223,9 +224,9 @@ def orders(index: int) -> list[ResultRow]:
     """One published order: its fitted slope, and the points."""
     check = ORDER_CHECKS[index]
     x, y = check.points()
-    fit = fit_slope(x, y)
+    slope, error = fit_slope(x, y)
     shared: ResultRow = {"estimator": check.estimator, "quantity": check.quantity, "pair": check.pair}
-    shared |= {"published": check.published, "slope": fit.slope, "error": fit.error, "attained": check.attained}
+    shared |= {"published": check.published, "slope": slope, "error": error, "attained": check.attained}
     return [shared | {"x": a, "y": b} for a, b in zip(x, y, strict=True)]
 
 
@@ -237,18 +238,18 @@ def growth(length: int) -> list[ResultRow]:
         ("one state, χ̄² = 0.01", coin_with_chi2(0.01, length)),
         ("8 states, one update behind", state_dependent),
     ):
-        law = growth_of_chi2(pair)
+        law = log_law_of_chi2(pair)
         rows = sample_rows(pair, 1024, torch.Generator(device="cpu").manual_seed(length))
         metrics = correct(rows.train_log_prob, rows.rollout_log_prob, rows.mask, "decoupled_seq_is").metrics(prefix="")
         found.append(
             {
                 "pair": name,
                 "T": length,
-                "chi2": law.chi2,
-                "log_exact": law.exact,
-                "log_law": law.law,
+                "chi2": pair.chi2,
+                "log_exact": pair.sequence_log_second_moment,
+                "log_law": law,
                 "chi2_seq_exact": pair.sequence_chi2,
-                "chi2_seq_law": math.expm1(law.law),
+                "chi2_seq_law": math.expm1(law),
                 "chi2_seq_batch_of_1024": metrics["chi2_seq"],
             }
         )
@@ -257,7 +258,7 @@ def growth(length: int) -> list[ResultRow]:
 
 def clamp(kl: float, published: int, samples: int, seed: int) -> list[ResultRow]:
     """Sequence weights at the longest viable length, and how much earlier their effective sample size is gone."""
-    limit = round(longest_viable_length(kl))
+    limit = round(CLAMP / kl)
     pair = pair_at_kl("noise", kl, vocabulary=8, states=1, length=1, spread=1.5, seed=seed).with_length(limit)
     generator = torch.Generator(device="cpu").manual_seed(seed)
 
@@ -273,7 +274,7 @@ def clamp(kl: float, published: int, samples: int, seed: int) -> list[ResultRow]
         {
             "kl": pair.kl,
             "published": published,
-            "t_max": longest_viable_length(pair.kl),
+            "t_max": CLAMP / pair.kl,
             "metric_max_viable_length": metrics["max_viable_length"],
             "saturated_low": metrics["saturated_low_fraction"],
             "ess_at_t_max": metrics["rollout_is_eff_sample_size"],
