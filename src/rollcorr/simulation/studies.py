@@ -16,6 +16,7 @@ A row is a flat dictionary; the rows of a study become one CSV file.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -30,7 +31,6 @@ from rollcorr.correction import correct
 from rollcorr.simulation.estimators import every_estimator, threshold_sweep
 from rollcorr.simulation.gradient_errors import (
     GradientError,
-    GradientSums,
     gradient_error,
     gradient_sums,
     random_rejection,
@@ -45,7 +45,7 @@ from rollcorr.simulation.orders import (
     fit_slope,
     log_law_of_chi2,
 )
-from rollcorr.simulation.sequence_rows import SequenceRows, every_sequence, exact_rows, mixed_rows, sample_rows
+from rollcorr.simulation.sequence_rows import SequenceRows, every_count, every_sequence, mixed_rows, sample_rows
 
 ResultRow = dict[str, Any]
 REGIMES = (0.1, 1.0, 10.0, 30.0)
@@ -104,13 +104,7 @@ def laboratory_cells(*, quick: bool = False) -> list[Cell]:
 
 
 def run_cell(cell: Cell) -> list[ResultRow]:
-    """Measure one cell: the same settings give the same rows.
-
-    Raises:
-        ValueError: no study has this name, or a setting is wrong.
-    """
-    if cell.study not in STUDIES:
-        raise ValueError(f"no study is named {cell.study!r}; known are {', '.join(STUDIES)}")
+    """Measure one cell: the same settings give the same rows."""
     return STUDIES[cell.study](**cell.settings)
 
 
@@ -133,33 +127,20 @@ def measure(
     found: list[ResultRow] = []
 
     # Many filters stand on the same weights, so what they are compared with is measured once.
-    unfiltered: dict[RolloutCorrectionConfig | None, GradientSums] = {}
-
-    def measured(config: RolloutCorrectionConfig | None) -> GradientSums:
-        if config not in unfiltered:
-            unfiltered[config] = gradient_sums(rows, config)
-        return unfiltered[config]
-
+    measured = functools.cache(functools.partial(gradient_sums, rows))
     for name, estimator in estimators.items():
-        unit, control = "", None
-        if estimator is None:
-            sums = measured(None)
-        elif isinstance(estimator, LossCoefficients):
-            sums = gradient_sums(rows, estimator)
-        elif (rejected := rejected_unit(estimator)) is None:
-            sums = measured(estimator)
-        else:
-            unit, sums = rejected, gradient_sums(rows, estimator)
-            control = random_rejection(sums, measured(without_rejection(estimator)), rows, unit=rejected)
+        sums, unit, control = measured(estimator), None, None
+        if isinstance(estimator, RolloutCorrectionConfig):
+            unit = rejected_unit(estimator)
+            if unit is not None:
+                control = random_rejection(sums, measured(without_rejection(estimator)), rows, unit=unit)
         for batch_size in batch_sizes:
             error = gradient_error(sums, pair.gradient, batch_size)
-            row = {**labels, **facts, "estimator": name, **_columns(error)}
             matched = None if control is None else gradient_error(control, pair.gradient, batch_size)
-            row["unit"] = unit
-            for column in ("bias", "deviation", "mse", "direction"):
-                row[f"random_{column}"] = "" if matched is None else getattr(matched, column).value
-                row[f"random_{column}_error"] = "" if matched is None else getattr(matched, column).error
-            found.append(row)
+            row = {**labels, **facts, "estimator": name, "batch_size": batch_size}
+            row |= _columns(error, *_RANDOM_TOO, "ess", "kept", "kept_sequences")
+            row |= {"exact": error.exact, "unit": unit or ""}
+            found.append(row | _columns(matched, *_RANDOM_TOO, prefix="random_"))
     return found
 
 
@@ -207,7 +188,9 @@ def regimes(kind: str, t_times_kl: float, length: int, samples: int, seed: int) 
 
 def swept(kind: str, length: int, kl: float) -> list[ResultRow]:
     """Every estimator on every sequence of three independent tokens, with an outcome reward."""
-    return measure(_exact(kind, length, kl), every_estimator(), BATCH_SIZES, kind=kind)
+    options: dict[str, Any] = {"vocabulary": 3, "states": 1, "length": length, "spread": 1.0, "seed": 2}
+    rows = every_count(pair_at_kl(kind, kl, **options, outcome=True))
+    return measure(rows, every_estimator(), BATCH_SIZES, kind=kind)
 
 
 def threshold(kind: str, t_times_kl: float, length: int, samples: int, seed: int) -> list[ResultRow]:
@@ -336,20 +319,17 @@ def _sampled(kind: str, t_times_kl: float, length: int, samples: int, seed: int)
     return mixed_rows(rows, sample_rows(broken, samples, generator), GARBAGE)
 
 
-def _exact(kind: str, length: int, kl: float) -> SequenceRows:
-    """Every sequence of three independent tokens; about half of the rollouts succeed."""
-    options: dict[str, Any] = {"vocabulary": 3, "states": 1, "length": length, "spread": 1.0, "seed": 2}
-    rows = exact_rows(pair_at_kl(kind, kl, **options, outcome=True))
-    assert rows is not None
-    return rows
+_RANDOM_TOO = ("bias", "deviation", "mse", "direction")
+"""Numbers that the matched random rejection has too."""
 
 
-def _columns(error: GradientError) -> ResultRow:
-    columns: ResultRow = {"batch_size": error.batch_size}
-    for name in ("bias", "deviation", "mse", "direction", "ess", "kept", "kept_sequences"):
-        estimate = getattr(error, name)
-        columns |= {name: estimate.value, f"{name}_error": estimate.error}
-    return columns | {"exact": error.exact}
+def _columns(error: GradientError | None, *names: str, prefix: str = "") -> ResultRow:
+    """Some numbers, each followed by its standard error; empty where there is nothing to compare with."""
+    columns: ResultRow = {}
+    for name in names:
+        value, spread = ("", "") if error is None else getattr(error, name)
+        columns |= {prefix + name: value, f"{prefix}{name}_error": spread}
+    return columns
 
 
 def _of_batches(gradients: torch.Tensor, pair: PolicyPair) -> ResultRow:
