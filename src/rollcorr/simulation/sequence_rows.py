@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,7 +129,9 @@ def mixed_rows(rows: SequenceRows, others: SequenceRows, share: float) -> Sequen
     pair of `rows` is the mixture's, so its baseline stays.
     """
     count = round(share * len(rows))
-    joined = {name: torch.cat([getattr(rows, name)[count:], getattr(others, name)[:count]]) for name in _TENSORS}
+    joined: dict[str, Any] = {
+        name: torch.cat([getattr(rows, name)[count:], getattr(others, name)[:count]]) for name in _TENSORS
+    }
 
     # A jackknife divides rows by their place, so both parts are spread over all places.
     places = torch.randperm(len(rows), generator=torch.Generator(device="cpu").manual_seed(0), device="cpu")
