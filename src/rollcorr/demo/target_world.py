@@ -7,7 +7,7 @@ notice that its sampler is behind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -136,8 +136,3 @@ def train(
         optimizer.step()
         on_step()
     return done
-
-
-def rewards_of(steps: Sequence[DemoStep]) -> list[float]:
-    """The reward of each step."""
-    return [step.reward for step in steps]
