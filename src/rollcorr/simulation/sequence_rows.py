@@ -65,7 +65,7 @@ class SequenceRows:
         """Some of the rows. The probabilities keep their values, so they may no longer sum to 1.
 
         Args:
-            index: which rows, and in which order.
+            index: which rows, and in which order: a slice, or 1-D int64 or bool.
         """
         return replace(self, **{name: getattr(self, name)[index] for name in _TENSORS})
 
